@@ -1,0 +1,137 @@
+"""Attention on a tree: the family's own attention module, with its attention function replaced by tree attention.
+
+Norms, rotary positions, gates and projections stay transformers' code.  A twin of each attention module, which shares
+its weights, names our function as attention implementation; the module itself is never changed, so plain calls run what
+they always ran.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from stree.kernels import ops
+from stree.models.state import LayerStack, TreeStep
+
+__all__ = ["KvSpec", "KvStack", "graft_attention"]
+
+IMPLEMENTATION = "stree"
+
+
+@dataclass(frozen=True, slots=True)
+class KvSpec:
+    """Sizes of an attention layer's cache."""
+
+    kv_heads: int
+    headdim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> KvStack:
+        """Make zeroed tensors for some layers."""
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(layers, batch, *shape, self.headdim, dtype=self.dtype, device=self.device)
+
+        cache, stash = (self.kv_heads, max_length), (max_nodes, self.kv_heads)
+        return KvStack(zeros(*cache), zeros(*cache), zeros(*stash), zeros(*stash))
+
+
+@dataclass(frozen=True, eq=False)
+class KvStack(LayerStack):
+    """Attention layers: [layers, batch, ...].
+
+    Attributes:
+        keys: float[kv_heads, max_length, headdim], committed, rotated where the family rotates.
+        values: float[kv_heads, max_length, headdim].
+        stash_keys: float[max_nodes, kv_heads, headdim], of the pending tree.
+        stash_values: float[max_nodes, kv_heads, headdim].
+    """
+
+    keys: Tensor
+    values: Tensor
+    stash_keys: Tensor
+    stash_values: Tensor
+
+    def commit(self, path: Tensor, path_lengths: Tensor, lengths: Tensor) -> None:
+        """Append the paths' rows."""
+        layers = self.keys.shape[0]
+        keys, values, stash_keys, stash_values = (tensor.flatten(0, 1) for _, tensor in self._tensors())
+        path, path_lengths = path.repeat(layers, 1), path_lengths.repeat(layers)
+        ops.kv_commit(keys, values, lengths.repeat(layers), stash_keys, stash_values, path, path_lengths)
+
+    def load(self, slot: int, cache_layer: Any, padding: Tensor) -> None:
+        """Take over one layer, moved left by the padding; rows past a length stay whatever they are, never read."""
+        length = cache_layer.keys.shape[2]
+        rows = torch.arange(length, device=padding.device) + padding[:, None]  # [batch, length]
+        rows = rows.clamp_(max=length - 1)[:, None, :, None]
+        for mine, theirs in ((self.keys, cache_layer.keys), (self.values, cache_layer.values)):
+            mine[slot, :, :, :length] = theirs.take_along_dim(rows.to(theirs.device), dim=2)
+
+
+def graft_attention(attention: nn.Module) -> KvSpec:
+    """Make an attention module score trees when it is called with a ``TreeStep``; return its sizes."""
+    config = attention.config
+    twin = copy.copy(attention)  # shares parameters and submodules
+    twin.config = copy.copy(config)
+    twin.config._attn_implementation_internal = IMPLEMENTATION
+    attention.__dict__["tree_twin"] = twin  # not through setattr: it must not become a submodule
+    attention.forward = types.MethodType(_forward, attention)
+    weight = attention.k_proj.weight
+    return KvSpec(weight.shape[0] // attention.head_dim, attention.head_dim, weight.dtype, weight.device)
+
+
+def _forward(attention: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the class's own forward, on the twin when the cache is a ``TreeStep``."""
+    step = kwargs.get("past_key_values")
+    if not isinstance(step, TreeStep):
+        return type(attention).forward(attention, *args, **kwargs)
+    kwargs["attention_mask"] = step  # reaches tree_attention_forward as its attention_mask
+    return type(attention).forward(attention.tree_twin, *args, **kwargs)
+
+
+def tree_attention_forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: TreeStep,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend from new nodes to the committed context and to their ancestors (transformers' attention signature).
+
+    Args:
+        module: the attention module's twin; its layer_idx names the layer.
+        query: float[batch, heads, n - first, headdim].
+        key: float[batch, kv_heads, n - first, headdim], new rows only.
+        value: the same.
+        attention_mask: the ``TreeStep`` put there by the adapter.
+        scaling: factor of the scores.
+        sliding_window: most positions that a node sees, itself included.
+        softcap: bound of the scores.
+
+    Returns:
+        float[batch, n - first, heads, headdim], and None for the weights.
+    """
+    step = attention_mask
+    layer = step.state.layers[module.layer_idx]
+    out = ops.attention_step(
+        layer.keys[:, :, : step.length_bound], layer.values[:, :, : step.length_bound], step.state.lengths,
+        layer.stash_keys, layer.stash_values, None, None,
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), step.topology,
+        scale=scaling, window=sliding_window, softcap=softcap, first=step.first,
+    )  # fmt: skip
+    return out, None
+
+
+AttentionInterface.register(IMPLEMENTATION, tree_attention_forward)

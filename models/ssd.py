@@ -1,0 +1,131 @@
+"""The Mamba-2 mixer on a tree: project, convolve along each path, scan, gate (Mamba-2, arXiv 2405.21060).
+
+It serves every family whose mixer has in_proj, conv1d, A_log, dt_bias, D, norm and out_proj; per-family facts are the
+mixer's own attributes.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stree.kernels import ops
+from stree.models.state import LayerStack, TreeStep, state_dtype
+
+__all__ = ["SsdSpec", "SsdStack", "graft_ssd"]
+
+
+@dataclass(frozen=True, slots=True)
+class SsdSpec:
+    """Sizes of a Mamba-2 layer."""
+
+    nheads: int
+    headdim: int
+    dstate: int
+    ngroups: int
+    dconv: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: x, then B, then C."""
+        return self.nheads * self.headdim + 2 * self.ngroups * self.dstate
+
+    def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> SsdStack:
+        """Make zeroed tensors for some layers."""
+
+        def zeros(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
+            return torch.zeros(layers, batch, *shape, dtype=dtype, device=self.device)
+
+        wide = state_dtype(self.dtype)
+        return SsdStack(
+            spec=self,
+            window=zeros(self.channels, self.dconv - 1),
+            state=zeros(self.nheads, self.headdim, self.dstate, dtype=wide),
+            stash_conv=zeros(max_nodes, self.channels),
+            stash_xbc=zeros(max_nodes, self.channels),
+            stash_dt=zeros(max_nodes, self.nheads, dtype=wide),
+            A=zeros(self.nheads, dtype=wide),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class SsdStack(LayerStack):
+    """Mamba-2 layers: [layers, batch, ...].
+
+    Attributes:
+        spec: the sizes.
+        window: float[channels, dconv - 1], last inputs of the convolution, oldest first.
+        state: float32[nheads, headdim, dstate].
+        stash_conv: float[max_nodes, channels], inputs of the convolution.
+        stash_xbc: float[max_nodes, channels], its outputs: x, B, C.
+        stash_dt: float32[max_nodes, nheads], step sizes after bias, softplus and limit.
+        A: float32[nheads], decay rates, kept a row so that all layers fold together.
+    """
+
+    spec: SsdSpec
+    window: Tensor
+    state: Tensor
+    stash_conv: Tensor
+    stash_xbc: Tensor
+    stash_dt: Tensor
+    A: Tensor
+
+    def commit(self, path: Tensor, path_lengths: Tensor, lengths: Tensor) -> None:
+        """Fold the paths into windows and states."""
+        layers = self.state.shape[0]
+        path, path_lengths = path.repeat(layers, 1), path_lengths.repeat(layers)
+        ops.conv_commit(self.window.flatten(0, 1), self.stash_conv.flatten(0, 1), path, path_lengths)
+        spec, xbc = self.spec, self.stash_xbc.flatten(0, 1)
+        inner, groups = spec.nheads * spec.headdim, spec.ngroups * spec.dstate
+        x = xbc[..., :inner].unflatten(-1, (spec.nheads, spec.headdim))
+        B = xbc[..., inner : inner + groups].unflatten(-1, (spec.ngroups, spec.dstate))
+        ops.ssd_commit(
+            self.state.flatten(0, 1), x, self.stash_dt.flatten(0, 1), self.A.flatten(0, 1), B, path, path_lengths
+        )
+
+    def load(self, slot: int, cache_layer: Any, padding: Tensor) -> None:
+        """Take over one layer; masked padding leaves neither state nor window behind."""
+        self.window[slot].copy_(cache_layer.conv_states[0][..., 1 - self.spec.dconv :])
+        self.state[slot].copy_(cache_layer.recurrent_states[0])
+
+
+def graft_ssd(mixer: nn.Module) -> SsdSpec:
+    """Make a Mamba-2 mixer score trees when it is called with a ``TreeStep``; return its sizes."""
+    weight = mixer.in_proj.weight
+    spec = SsdSpec(
+        nheads=mixer.num_heads,
+        headdim=mixer.head_dim,
+        dstate=mixer.ssm_state_size,
+        ngroups=mixer.n_groups,
+        dconv=mixer.conv_kernel_size,
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+    mixer.forward = types.MethodType(_forward, mixer)  # a bound method: a deep copy of the model binds its own mixer
+    return spec
+
+
+def _forward(mixer: Any, hidden_states: Tensor, cache_params: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+    """Run the class's own forward, or the tree's when the cache is a ``TreeStep``."""
+    if not isinstance(cache_params, TreeStep):
+        return type(mixer).forward(mixer, hidden_states, cache_params, *args, **kwargs)
+    step, layer = cache_params, cache_params.state.layers[mixer.layer_idx]
+    spec = layer.spec
+    inner = spec.nheads * spec.headdim
+    gate, xbc, dt = mixer.in_proj(hidden_states).split([inner, spec.channels, spec.nheads], dim=-1)
+    conv = mixer.conv1d
+    xbc = ops.conv_step(
+        layer.window, layer.stash_conv, None, None, xbc, conv.weight.squeeze(1), conv.bias, step.topology,
+        activation=mixer.activation, first=step.first,
+    )  # fmt: skip
+    y = ops.ssd_step(
+        layer.state, layer.stash_xbc, layer.stash_dt, None, None, xbc, dt, layer.A[0], mixer.dt_bias, step.topology,
+        headdim=spec.headdim, ngroups=spec.ngroups, D=mixer.D, dt_limit=mixer.time_step_limit, first=step.first,
+    )  # fmt: skip
+    return mixer.out_proj(mixer.norm(y.flatten(2), gate).to(hidden_states.dtype))

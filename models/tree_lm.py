@@ -1,0 +1,295 @@
+"""TreeLM: a transformers model that scores token trees and advances its state by any path of the last one.
+
+It knows no drafting and no sampling: logits out, paths in.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from stree.kernels.topology import Topology
+from stree.models.families import family_of
+from stree.models.state import DecodeState, LayerSpec, Pending, TreeStep, state_dtype
+from stree.tree import TokenTree, checks_everywhere
+
+__all__ = ["TreeLM"]
+
+
+class TreeLM:
+    """A causal language model with tree verification grafted onto its stateful layers.
+
+    The model stays the caller's own: a plain ``forward`` or ``generate`` of it runs transformers' code unchanged.
+
+    Args:
+        model: a loaded transformers model of a supported family.
+
+    Raises:
+        NotImplementedError: the family is not supported; the message names those that are.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval()
+        self.family = family_of(model.config)
+        self._specs: dict[int, LayerSpec] = {}
+        for module in model.modules():
+            graft = self.family.mixers.get(type(module).__name__)
+            if graft is not None:
+                self._specs[module.layer_idx] = graft(module)
+        self.num_layers = model.config.num_hidden_layers
+        if len(self._specs) != self.num_layers:
+            raise NotImplementedError(
+                f"{len(self._specs)} of {self.num_layers} layers of this {model.config.model_type} model have a mixer "
+                f"that can be grafted ({', '.join(self.family.mixers)})"
+            )
+        convs = {spec.dconv for spec in self._specs.values() if hasattr(spec, "dconv")}
+        self._conv_width = convs.pop() if convs else None
+        # A projection bias makes padding enter the convolution window, so such prompts are run one by one.
+        projections = (m.in_proj for m in model.modules() if type(m).__name__ in self.family.mixers and hasattr(m, "in_proj"))
+        self._pads_exactly = all(projection.bias is None for projection in projections)
+
+    @classmethod
+    def from_pretrained(
+        cls, name_or_path: str | Path, device: str | torch.device = "auto", dtype: str | torch.dtype = "auto"
+    ) -> TreeLM:
+        """Load a checkpoint from a local folder or by hub id.
+
+        Args:
+            name_or_path: folder with config.json and weights, or a hub id.
+            device: "auto" for CUDA where there is one, else the CPU.
+            dtype: "auto" for the checkpoint's own on a GPU and float32 on the CPU; or a torch dtype or its name.
+
+        Raises:
+            ValueError: no checkpoint there, or one that cannot be read.
+            NotImplementedError: the family is not supported.
+        """
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if dtype == "auto" and torch.device(device).type == "cpu":
+            dtype = torch.float32
+        try:
+            config = AutoConfig.from_pretrained(name_or_path)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"no checkpoint that transformers can read at {str(name_or_path)!r}: {error}") from error
+        family_of(config)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
+        except Exception as error:  # safetensors, pickle and transformers each raise their own
+            raise ValueError(f"checkpoint {str(name_or_path)!r} cannot be loaded: {error}") from error
+        return cls(model.to(device))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens go in."""
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return self.model.get_input_embeddings().weight.dtype
+
+    def new_state(self, batch_size: int = 1, max_length: int = 4096, max_nodes: int = 64) -> DecodeState:
+        """Allocate an empty state.
+
+        Args:
+            batch_size: sequences.
+            max_length: most committed tokens a sequence.
+            max_nodes: most nodes of a tree, root included.
+
+        Raises:
+            ValueError: a size below 1.
+        """
+        for name, size in (("batch_size", batch_size), ("max_length", max_length), ("max_nodes", max_nodes)):
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        state = DecodeState(self._specs, batch_size, max_length, max_nodes, self.device)
+        for module in self.model.modules():
+            if hasattr(module, "A_log"):
+                layer = state.layers[module.layer_idx]
+                layer.A.copy_(-torch.exp(module.A_log.detach().to(layer.A.dtype)))
+        return state
+
+    @torch.no_grad()
+    def prefill(self, state: DecodeState, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Run prompts and fill an empty state.
+
+        Args:
+            state: empty, of this model.
+            input_ids: int64[batch, length], right-padded; padding may be any token of the vocabulary.
+            lengths: int[batch], true lengths; None where no prompt is padded.
+
+        Returns:
+            float32[batch, vocab], the law of the next token as logits (float64 for float64 models).
+
+        Raises:
+            ValueError: shapes disagree, an empty prompt, a prompt beyond max_length, a token outside the vocabulary.
+            RuntimeError: the state is not empty.
+        """
+        batch, width = input_ids.shape
+        if batch != state.batch_size:
+            raise ValueError(f"input_ids must be int64[{state.batch_size}, length], got {[*input_ids.shape]}")
+        if state.length_bound or state.pending is not None:
+            raise RuntimeError("prefill needs an empty state; this one holds tokens already")
+        if lengths is None:
+            lengths = torch.full((batch,), width)
+        if lengths.shape != (batch,):
+            raise ValueError(f"lengths must be int[{batch}], got {[*lengths.shape]}")
+        sizes = lengths.tolist()
+        if width == 0 or min(sizes) < 1:
+            raise ValueError(f"every prompt needs at least one token, got lengths {sizes}")
+        if max(sizes) > width:
+            raise ValueError(f"lengths must be at most {width}, the width of input_ids, got {sizes}")
+        if max(sizes) > state.max_length:
+            raise ValueError(f"a prompt of {max(sizes)} tokens exceeds max_length {state.max_length}")
+        input_ids, lengths = input_ids.to(self.device), lengths.to(self.device, torch.int32)
+        self._check_tokens(input_ids)
+        if len(set(sizes)) > 1 and not self._pads_exactly:
+            return self._prefill_rows(state, input_ids, sizes)
+        return self._prefill_batch(state, input_ids, lengths, max(sizes))
+
+    @torch.no_grad()
+    def verify(self, state: DecodeState, tree: TokenTree, first: int = 0) -> Tensor:
+        """Score every node of a tree in one forward pass; the committed state is left as it is.
+
+        Args:
+            state: prefilled or committed to; its stash is written.
+            tree: one tree a sequence; nodes below ``first`` must be those of the last call.
+            first: 0 starts a new tree and drops the last; k extends it: only nodes k.. are run.
+
+        Returns:
+            float32[batch, n - first, vocab] logits (float64 for float64 models); those of padding are undefined.
+
+        Raises:
+            ValueError: tree and state disagree in batch, size, length, vocabulary, or in the nodes below ``first``.
+        """
+        batch, n = tree.tokens.shape
+        if batch != state.batch_size:
+            raise ValueError(f"the tree must have batch {state.batch_size} as the state has, got {batch}")
+        if n > state.max_nodes:
+            raise ValueError(f"a tree of {n} nodes exceeds max_nodes {state.max_nodes}")
+        if not 0 <= first < n:
+            raise ValueError(f"first must be in [0, {n}), got {first}")
+        on_host = tree.tokens.device.type == "cpu"
+        if (tree.is_checked and on_host) or checks_everywhere():
+            self._check_tree(state, tree, first)
+        topology = Topology.of(tree.parents, self._conv_width, mask=tree.ancestor_mask, depths=tree.depths)
+        # A host integer bounds the lengths; on the CPU reading the exact one costs nothing and shortens the context.
+        bound = int(state.lengths.max()) if on_host else state.length_bound
+        step = TreeStep(state, topology, first, bound)
+        positions = state.lengths[:, None] + tree.depths[:, first:]
+        logits = self._forward(tree.tokens[:, first:], step, positions.long())
+        state.pending = Pending(tree, topology)
+        return logits.to(state_dtype(self.dtype))
+
+    @torch.no_grad()
+    def commit(self, state: DecodeState, path: Tensor, path_lengths: Tensor) -> None:
+        """Advance the state by a path of the last verified tree, and consume the tree.
+
+        Args:
+            state: with a verified tree.
+            path: int32[batch, m] node indices from the root down; entries past a length are ignored.
+            path_lengths: int32[batch]; 0 leaves a sequence untouched.
+
+        Raises:
+            RuntimeError: no verified tree, or one that was committed already.
+            ValueError: shapes disagree, a path that does not descend from the root, or a text beyond max_length.
+        """
+        pending = state.pending
+        if pending is None:
+            raise RuntimeError("commit needs a tree that was verified and not yet committed; call verify first")
+        batch = state.batch_size
+        if path.dim() != 2 or path.shape[0] != batch or path_lengths.shape != (batch,):
+            raise ValueError(
+                f"path must be int32[{batch}, m] and path_lengths int32[{batch}], "
+                f"got {[*path.shape]} and {[*path_lengths.shape]}"
+            )
+        if (pending.tree.is_checked and path.device.type == "cpu") or checks_everywhere():
+            _check_path(pending.tree, path, path_lengths)
+        bound = state.length_bound + path.shape[1]
+        if bound > state.max_length:
+            bound = int((state.lengths + path_lengths).max())
+            if bound > state.max_length:
+                raise ValueError(f"committing makes {bound} tokens, which exceeds max_length {state.max_length}")
+        state.commit(path.to(torch.int32), path_lengths.to(torch.int32))
+        state.length_bound = bound
+
+    def _forward(self, input_ids: Tensor, cache: Any, positions: Tensor, mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """Call the model under its own argument names; a tree needs no mask, so a 4-d dummy stops it making one."""
+        if isinstance(cache, TreeStep):
+            mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
+        if self.family.takes_positions:
+            kwargs["position_ids"] = positions
+        kwargs[self.family.cache_argument] = cache
+        return self.model(input_ids, attention_mask=mask, use_cache=True, **kwargs).logits
+
+    def _prefill_batch(self, state: DecodeState, input_ids: Tensor, lengths: Tensor, longest: int) -> Tensor:
+        """Run prompts together, left-padded where their lengths differ."""
+        columns = torch.arange(longest, device=input_ids.device) - (longest - lengths.long())[:, None]
+        positions = columns.clamp(min=0)
+        mask = (columns >= 0).long()
+        input_ids = input_ids.gather(1, positions)
+        cache = DynamicCache(config=self.model.config)
+        logits = self._forward(input_ids, cache, positions, mask, logits_to_keep=1)[:, -1]
+        state.load(cache, lengths, longest)
+        return logits.to(state_dtype(self.dtype))
+
+    def _prefill_rows(self, state: DecodeState, input_ids: Tensor, sizes: list[int]) -> Tensor:
+        """Run prompts one by one."""
+        rows = []
+        for row, size in enumerate(sizes):
+            single = self.new_state(1, state.max_length, state.max_nodes)
+            lengths = torch.tensor([size], dtype=torch.int32, device=self.device)
+            rows.append(self._prefill_batch(single, input_ids[row : row + 1, :size], lengths, size))
+            state.write_row(row, single)
+        return torch.cat(rows)
+
+    def _check_tokens(self, tokens: Tensor) -> None:
+        """Refuse tokens outside the vocabulary."""
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.vocab_size:
+            bad = low if low < 0 else high
+            raise ValueError(f"token {bad} is outside the vocabulary of {self.vocab_size}")
+
+    def _check_tree(self, state: DecodeState, tree: TokenTree, first: int) -> None:
+        """Look at a user's tree before it is run."""
+        self._check_tokens(tree.tokens)
+        deepest = int((state.lengths + tree.depths.max(1).values).max()) + 1
+        if deepest > state.max_length:
+            raise ValueError(f"the tree reaches {deepest} tokens, which exceeds max_length {state.max_length}")
+        if not first:
+            return
+        last = state.pending.tree if state.pending is not None else None
+        if last is None or last.tokens.shape[1] < first:
+            known = 0 if last is None else last.tokens.shape[1]
+            raise ValueError(f"first={first} needs {first} verified nodes in the pending tree, got {known}")
+        same = torch.equal(last.tokens[:, :first], tree.tokens[:, :first])
+        if not (same and torch.equal(last.parents[:, :first], tree.parents[:, :first])):
+            raise ValueError(f"nodes below first={first} must be those of the last verified tree, but they differ")
+
+
+def _check_path(tree: TokenTree, path: Tensor, path_lengths: Tensor) -> None:
+    """Look at a user's path: from the root, each node the child of the one before."""
+    parents, n = tree.parents.tolist(), tree.parents.shape[1]
+    for row, (nodes, length) in enumerate(zip(path.tolist(), path_lengths.tolist(), strict=True)):
+        if not 0 <= length <= len(nodes):
+            raise ValueError(f"path_lengths[{row}] must be in [0, {len(nodes)}], got {length}")
+        previous = -1
+        for node in nodes[:length]:
+            if not 0 <= node < n:
+                raise ValueError(f"path of row {row} must hold nodes in [0, {n}), got {node}")
+            if previous == -1 and node != 0:
+                raise ValueError(f"path of row {row} must start at the root, node 0, got {node}")
+            if parents[row][node] != previous:
+                raise ValueError(
+                    f"path of row {row} goes from node {previous} to {node}, whose parent is {parents[row][node]}"
+                )
+            previous = node

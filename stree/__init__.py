@@ -1,0 +1,1 @@
+"""Tree speculative decoding for Mamba and hybrid Mamba-attention language models."""

@@ -1,0 +1,169 @@
+"""How tokens are drawn: the law after temperature, top-k and top-p, and the counter-based random numbers.
+
+A number is a pure function of (seed, sequence, position, purpose, node), so a draw depends neither on the batch around
+it nor on the backend, and no number serves two draws (Philox 4x32-10: Salmon et al., SC 2011).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Random", "Sampling", "draw_without_replacement"]
+
+PURPOSES = {"target": 0, "accept": 1, "draft": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Temperature, top-k and top-p, applied in this order as transformers does.
+
+    Attributes:
+        temperature: 0 for greedy decoding, else the divisor of the logits.
+        top_k: keep the k most probable tokens (ties with the k-th kept), or None.
+        top_p: keep the smallest set whose probability reaches top_p, in (0, 1], or None.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every draw is an argmax."""
+        return self.temperature == 0
+
+    def law(self, logits: Tensor) -> Tensor:
+        """Turn float[..., vocab] logits into probabilities of the same shape, in float32 or wider.
+
+        At temperature 0 the law is one-hot at the argmax.
+        """
+        if self.is_greedy:
+            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        logits = logits / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
+            logits = logits.masked_fill(logits < kth, -torch.inf)
+        if self.top_p is not None and self.top_p < 1:
+            ordered, order = logits.sort(-1, descending=True)
+            probs = ordered.softmax(-1)
+            beyond = probs.cumsum(-1) - probs >= self.top_p  # the token that reaches top_p stays
+            logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
+        return logits.softmax(-1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Random:
+    """Random numbers of a batch, by counter; an object with the same three methods may stand in for it.
+
+    Attributes:
+        seed: int, the key.
+        sequences: int64[batch], index of each row in the caller's input.
+        positions: int64[batch], position of the root (the pending token) in its text.
+    """
+
+    seed: int
+    sequences: Tensor
+    positions: Tensor
+
+    def at(self, positions: Tensor) -> Random:
+        """Give the numbers of the step whose roots stand at ``positions``, int[batch]."""
+        return replace(self, positions=positions)
+
+    def select(self, rows: Tensor) -> Random:
+        """Give the numbers of some rows, int64[batch']."""
+        return replace(self, sequences=self.sequences[rows], positions=self.positions[rows])
+
+    def uniform(self, purpose: str, offset: Tensor, node: Tensor | int = 0) -> Tensor:
+        """Draw uniform numbers in [0, 1).
+
+        Args:
+            purpose: "target" (the target's own token, one number a position), "accept" or "draft".
+            offset: int[batch, ...], added to the root's position.
+            node: int[batch, ...] broadcast with offset; tells apart draws of one position.
+
+        Returns:
+            float64, shape of offset broadcast with node, 53 random bits.
+        """
+        shape = (-1,) + (1,) * (offset.dim() - 1)
+        position, sequence = self.positions.view(shape) + offset, self.sequences.view(shape)
+        node = torch.as_tensor(node, device=offset.device)
+        words: list[Any] = list(torch.broadcast_tensors(position.long(), sequence, node.long()))
+        # NumPy runs the same integer arithmetic about five times faster than torch on small CPU tensors.
+        if offset.device.type == "cpu":
+            words = [word.numpy() for word in words]
+        high, low = _philox(words[0], words[1], PURPOSES[purpose], words[2], self.seed)
+        number = ((high >> 5) * float(1 << 26) + (low >> 6)) * 2.0**-53
+        return torch.from_numpy(np.ascontiguousarray(number)) if isinstance(number, np.ndarray) else number.double()
+
+    def choice(self, purpose: str, probs: Tensor, offset: Tensor, node: Tensor | int = 0) -> Tensor:
+        """Draw one index from each law by inversion.
+
+        Args:
+            purpose: as for ``uniform``.
+            probs: float[batch, ..., vocab], not negative; need not sum to one.  An all-zero law gives index 0.
+            offset: int[batch, ...].
+            node: int[batch, ...].
+
+        Returns:
+            int64[batch, ...]; never an index of probability zero, unless all are.
+        """
+        cumulative = probs.cumsum(-1, dtype=torch.float64)
+        total = cumulative[..., -1:]
+        level = self.uniform(purpose, offset, node).unsqueeze(-1) * total
+        level = torch.minimum(level, torch.nextafter(total, torch.zeros_like(total)))  # the product may round up
+        index = torch.searchsorted(cumulative, level, right=True).squeeze(-1)
+        return index.clamp_(max=probs.shape[-1] - 1) * (total.squeeze(-1) > 0)
+
+    def bernoulli(self, purpose: str, probs: Tensor, offset: Tensor, node: Tensor | int = 0) -> Tensor:
+        """Toss coins that show True with probability probs, float[batch, ...]: bool[batch, ...]."""
+        return self.uniform(purpose, offset, node) < probs
+
+
+def draw_without_replacement(rng: Random, law: Tensor, offset: Tensor, node: Tensor, count: int) -> Tensor:
+    """Draw tokens one after the other, each from the law without the earlier ones.
+
+    Args:
+        rng: source of the numbers, purpose "draft".
+        law: float[batch, rows, vocab].
+        offset: int[batch, rows].
+        node: int64[batch, rows], number of the first draw; draw j takes node + j.
+        count: draws a row; those after the law's support is used up repeat index 0 and have probability 0.
+
+    Returns:
+        int64[batch, rows, count], in the order of drawing.
+    """
+    rest, tokens = law.clone() if count > 1 else law, []
+    for j in range(count):
+        tokens.append(rng.choice("draft", rest, offset, node + j))
+        if j + 1 < count:
+            rest.scatter_(-1, tokens[-1].unsqueeze(-1), 0.0)
+    return torch.stack(tokens, -1)
+
+
+def _philox(c0: Any, c1: Any, c2: int, c3: Any, seed: int) -> tuple[Any, Any]:
+    """Run ten rounds of Philox 4x32 on int64 words (torch or NumPy) and return the first two words of the block."""
+    mask = 0xFFFFFFFF
+    c0, c1, c3 = c0 & mask, c1 & mask, c3 & mask
+    k0, k1 = seed & mask, (seed >> 32) & mask
+    for _ in range(10):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps modulo 2^64, of which every bit is used
+        c0, c1, c2, c3 = ((p1 >> 32) & mask) ^ c1 ^ k0, p1 & mask, ((p0 >> 32) & mask) ^ c3 ^ k1, p0 & mask
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return c0, c1

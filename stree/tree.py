@@ -1,0 +1,172 @@
+"""Token trees: what a drafter proposes and what a target verifies.
+
+It knows tokens and parents only: no model, no drafting, no probabilities.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from stree.kernels.topology import ancestor_mask
+
+__all__ = ["TokenTree", "checks_everywhere"]
+
+
+def checks_everywhere() -> bool:
+    """Tell whether STREE_DEBUG=1 asks for checks inside the loop and on device tensors too."""
+    return os.environ.get("STREE_DEBUG", "0") == "1"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenTree:
+    """A batch of token trees in topological order; node 0 is the root, the pending token.
+
+    For example, a root with two children, the first of which has two children and the second one::
+
+             0            parents = [-1, 0, 0, 1, 1, 2]
+           /   \\          depths  = [ 0, 1, 1, 2, 2, 2]
+          1     2
+         / \\     \\        ancestor mask     1 0 0 0 0 0
+        3   4     5       (row: node,       1 1 0 0 0 0
+                           column: its      1 0 1 0 0 0
+                           ancestors and    1 1 0 1 0 0
+                           itself)          1 1 0 0 1 0
+                                            1 0 1 0 0 1
+
+    Trees of one batch may differ; a shorter one is padded by nodes with parent -1 (at i > 0) and token 0.  Siblings
+    stand in the order in which they were drawn.
+
+    Attributes:
+        tokens: int64[batch, n]; a 1-d input becomes a batch of one.
+        parents: int32[batch, n]; parents[:, 0] == -1 and parents[:, i] < i.
+        depths: int32[batch, n], edges from the root; 0 for padding.
+        ancestor_mask: bool[batch, n, n], the node itself included; padding sees itself only.
+        is_checked: whether the constructor has looked at the values (False from ``unchecked``).
+
+    Raises:
+        TypeError: tokens or parents is not an integer tensor.
+        ValueError: shapes disagree, or the parents are not a tree in topological order.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor = field(init=False)
+    ancestor_mask: Tensor = field(init=False)
+    is_checked: bool = field(init=False, default=True)
+
+    def __post_init__(self) -> None:
+        tokens, parents = _as_batch("tokens", self.tokens), _as_batch("parents", self.parents)
+        if tokens.shape != parents.shape:
+            raise ValueError(f"tokens and parents must have one shape, got {[*tokens.shape]} and {[*parents.shape]}")
+        if tokens.shape[1] == 0:
+            raise ValueError("a tree must have at least its root, got 0 nodes")
+        _fill(self, tokens.long(), parents.to(torch.int32), None, None)
+        if parents.device.type == "cpu" or checks_everywhere():
+            self.check()
+
+    @classmethod
+    def unchecked(
+        cls, tokens: Tensor, parents: Tensor, depths: Tensor | None = None, mask: Tensor | None = None
+    ) -> TokenTree:
+        """Make a tree in the loop: no look at the values, and depths and mask taken over where they are known.
+
+        Args:
+            tokens: int64[batch, n].
+            parents: int32[batch, n].
+            depths: int32[batch, n], or None to derive them.
+            mask: bool[batch, n, n], or None to derive it.
+        """
+        tree = object.__new__(cls)
+        _fill(tree, tokens, parents, depths, mask)
+        object.__setattr__(tree, "is_checked", False)
+        if checks_everywhere():
+            tree.check()
+        return tree
+
+    @classmethod
+    def chain(cls, tokens: Tensor | Sequence[int]) -> TokenTree:
+        """Make the tree without branches: int64[n] or int64[batch, n] tokens, the root first."""
+        tokens = _as_batch("tokens", tokens)
+        batch, n = tokens.shape
+        parents = torch.arange(-1, n - 1, dtype=torch.int32, device=tokens.device).expand(batch, n)
+        return cls(tokens, parents.contiguous())
+
+    @classmethod
+    def from_paths(cls, paths: Sequence[Sequence[int]]) -> TokenTree:
+        """Merge root-to-leaf token paths by their common prefixes; all begin with the same root token.
+
+        Args:
+            paths: lists of tokens, the root first; children stand in the order of their first appearance.
+
+        Raises:
+            ValueError: no path, an empty path, or paths that begin with different roots.
+        """
+        if not paths or not all(len(path) for path in paths):
+            raise ValueError("from_paths needs at least one path, and no empty path")
+        roots = sorted({int(path[0]) for path in paths})
+        if len(roots) != 1:
+            raise ValueError(f"all paths must begin with the same root token, got {roots}")
+        tokens, parents, children = [roots[0]], [-1], {}
+        for path in paths:
+            node = 0
+            for token in map(int, path[1:]):
+                if (node, token) not in children:
+                    children[node, token] = len(tokens)
+                    tokens.append(token)
+                    parents.append(node)
+                node = children[node, token]
+        return cls(torch.tensor(tokens), torch.tensor(parents, dtype=torch.int32))
+
+    @property
+    def num_nodes(self) -> Tensor:
+        """Count the nodes of each tree without padding: int32[batch]."""
+        return (~self.is_padding).sum(-1, dtype=torch.int32)
+
+    @property
+    def is_padding(self) -> Tensor:
+        """Mark the padding nodes: bool[batch, n]."""
+        index = torch.arange(self.parents.shape[1], device=self.parents.device)
+        return (self.parents < 0) & (index > 0)
+
+    def check(self) -> None:
+        """Look at every value and raise ValueError for the first that is not a tree's."""
+        for row, (tokens, parents) in enumerate(zip(self.tokens.tolist(), self.parents.tolist(), strict=True)):
+            if parents[0] != -1:
+                raise ValueError(f"parents[{row}, 0] must be -1 (the root), got {parents[0]}")
+            for node, parent in enumerate(parents):
+                if parent >= node or parent < -1:
+                    raise ValueError(
+                        f"parents[{row}, {node}] must be in [-1, {node - 1}] (a parent stands before its child), "
+                        f"got {parent}"
+                    )
+                if parent > 0 and parents[parent] == -1:
+                    raise ValueError(f"node {node} of row {row} is a child of padding node {parent}")
+                if node and parent == -1 and tokens[node] != 0:
+                    raise ValueError(f"padding node {node} of row {row} must have token 0, got {tokens[node]}")
+                if tokens[node] < 0:
+                    raise ValueError(f"tokens[{row}, {node}] must not be negative, got {tokens[node]}")
+
+
+def _as_batch(name: str, value: Tensor | Sequence[int]) -> Tensor:
+    """Take an integer tensor of one or two dimensions as a batch."""
+    tensor = torch.as_tensor(value)
+    if tensor.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        raise TypeError(f"{name} must be an integer tensor, got {tensor.dtype}")
+    if tensor.dim() not in (1, 2):
+        raise ValueError(f"{name} must be [n] or [batch, n], got {[*tensor.shape]}")
+    return tensor[None] if tensor.dim() == 1 else tensor
+
+
+def _fill(tree: TokenTree, tokens: Tensor, parents: Tensor, depths: Tensor | None, mask: Tensor | None) -> None:
+    """Set the fields of a frozen tree, deriving what is missing."""
+    if mask is None:
+        mask = ancestor_mask(parents)
+    if depths is None:
+        depths = mask.sum(-1, dtype=torch.int32) - 1
+    for name, value in (("tokens", tokens), ("parents", parents), ("depths", depths), ("ancestor_mask", mask)):
+        object.__setattr__(tree, name, value)
