@@ -1,6 +1,6 @@
-"""The shape of a batch of token trees, computed once a step and read by every operation of every layer.
+"""The shape of a batch of token trees and of their accepted paths, computed once a step and read by every layer.
 
-It knows indices only: no tokens, no model, no layer.
+It knows indices only: no tokens, no model, no layer.  Everything here has fixed shapes and never reads the device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Topology", "ancestor_mask"]
+__all__ = ["AcceptedPath", "Topology", "ancestor_mask", "conv_rows", "jump_rows"]
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
@@ -36,6 +36,51 @@ def ancestor_mask(parents: Tensor) -> Tensor:
     return reach
 
 
+def conv_rows(parents: Tensor, width: int) -> Tensor:
+    """Find the rows that a causal convolution of this width reads at every node: its last ancestors and itself.
+
+    Rows count through the concatenation [stored window (width - 1 rows), nodes (n rows)], oldest first, so a path
+    that is shorter than the filter continues into the window.
+
+    Args:
+        parents: int[batch, n].
+        width: taps of the filter.
+
+    Returns:
+        int64[batch, n, width], oldest tap first, as the weights of conv1d stand.
+    """
+    batch, n = parents.shape
+    history = width - 1
+    nodes = (parents + history).long()  # the root's -1 becomes history - 1, the newest row of the window
+    window = torch.arange(-1, history - 1, device=parents.device).expand(batch, history)
+    before = torch.cat((window, nodes), 1)  # row that comes before each row
+    row = torch.arange(history, history + n, device=parents.device).expand(batch, n)
+    taps = [row]
+    for _ in range(history):
+        row = before.gather(1, row)
+        taps.append(row)
+    return torch.stack(taps[::-1], -1)
+
+
+def jump_rows(parents: Tensor) -> tuple[Tensor, ...]:
+    """List each node's ancestor 1, 2, 4, ... edges up; row n stands for everything above the root.
+
+    Args:
+        parents: int[batch, n].
+
+    Returns:
+        ceil(log2(n + 1)) tensors int64[batch, n], enough to climb from any node past the root.
+    """
+    batch, n = parents.shape
+    above = torch.full((batch, 1), n, dtype=torch.int64, device=parents.device)
+    jump = torch.where(parents < 0, n, parents).long()
+    jumps = [jump]
+    while 2 ** len(jumps) <= n:
+        jump = torch.cat((jump, above), 1).gather(1, jump)
+        jumps.append(jump)
+    return tuple(jumps)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Topology:
     """Parents of a batch of trees and what the operations need of them.
@@ -44,14 +89,111 @@ class Topology:
         parents: int32[batch, n], topological order, -1 for the root and for padding nodes.
         mask: bool[batch, n, n], ancestors of each node, itself included.
         depths: int32[batch, n], edges from the root; 0 for padding.
+        hidden: bool[batch, n, n], the complement of mask.
+        path_sum: float64[batch, n, n], the mask as a matrix: path_sum @ g adds g up along every root path.
+        conv_index: int64[batch, n, width], see `conv_rows`; None unless asked for.
+        jumps: see `jump_rows`; None unless asked for.
     """
 
     parents: Tensor
     mask: Tensor
     depths: Tensor
+    hidden: Tensor
+    path_sum: Tensor
+    conv_index: Tensor | None = None
+    jumps: tuple[Tensor, ...] | None = None
 
     @classmethod
-    def of(cls, parents: Tensor) -> Topology:
-        """Derive mask and depths from int32[batch, n] parents, without reading the device."""
+    def of(cls, parents: Tensor, conv_width: int | None = None, *, jumps: bool = False) -> Topology:
+        """Derive everything from int32[batch, n] parents, without reading the device.
+
+        Args:
+            parents: int32[batch, n].
+            conv_width: taps of the model's short convolutions; None for a model that has none.
+            jumps: whether the model has layers with a diagonal state (Mamba-1, RG-LRU).
+        """
         mask = ancestor_mask(parents)
-        return cls(parents, mask, mask.sum(-1, dtype=torch.int32) - 1)
+        return cls(
+            parents=parents,
+            mask=mask,
+            depths=mask.sum(-1, dtype=torch.int32) - 1,
+            hidden=~mask,
+            path_sum=mask.double(),
+            conv_index=None if conv_width is None else conv_rows(parents, conv_width),
+            jumps=jump_rows(parents) if jumps else None,
+        )
+
+    @classmethod
+    def cast(cls, parents: Tensor | Topology) -> Topology:
+        """Take a topology as it is; derive one from bare parents."""
+        return parents if isinstance(parents, Topology) else cls.of(parents)
+
+    def conv_rows(self, width: int) -> Tensor:
+        """Return the rows of `conv_rows`, computed here only if they were not asked for in `of`."""
+        if self.conv_index is not None and self.conv_index.shape[2] == width:
+            return self.conv_index
+        return conv_rows(self.parents, width)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AcceptedPath:
+    """Accepted nodes of a batch of trees, from the root down, ready to fold into any state.
+
+    Every commit and step takes one in place of `path` (then `path_lengths` is None), so that the layers of a model
+    share its indices.  Entries past a length are ignored whatever they hold.
+
+    Attributes:
+        rows: int64[batch, m], accepted nodes; 0 past the length.
+        lengths: int64[batch], nodes accepted, root included; 0 leaves a sequence untouched.
+        beyond: bool[batch, m], True past the length.
+        conv_from: int64[batch, width - 1], column of the old window that moves into each column of the new one.
+        conv_rows: int64[batch, width - 1], node that moves into each column of the new window.
+        conv_keeps: bool[batch, 1, width - 1], which of the two it is: True for the old window.
+    """
+
+    rows: Tensor
+    lengths: Tensor
+    beyond: Tensor
+    conv_from: Tensor | None = None
+    conv_rows: Tensor | None = None
+    conv_keeps: Tensor | None = None
+
+    @classmethod
+    def of(cls, path: Tensor, path_lengths: Tensor, conv_width: int | None = None) -> AcceptedPath:
+        """Derive the indices from int32[batch, m] and int32[batch], without reading the device."""
+        m = path.shape[1]
+        lengths = path_lengths.long()
+        beyond = torch.arange(m, device=path.device) >= lengths[:, None]
+        rows = path.long().masked_fill_(beyond, 0) if path.dtype != torch.int64 else path.masked_fill(beyond, 0)
+        if not conv_width or conv_width < 2 or m == 0:
+            return cls(rows, lengths, beyond)
+        history = conv_width - 1
+        # Column t of the new window is row lengths + t of the sequence [old window, accepted nodes].
+        source = lengths[:, None] + torch.arange(history, device=path.device)
+        return cls(
+            rows,
+            lengths,
+            beyond,
+            conv_from=source.clamp(max=history - 1),
+            conv_rows=rows.gather(1, (source - history).clamp_(0, m - 1)),
+            conv_keeps=(source < history)[:, None],
+        )
+
+    @classmethod
+    def cast(
+        cls, path: Tensor | AcceptedPath, path_lengths: Tensor | None, conv_width: int | None = None
+    ) -> AcceptedPath:
+        """Take an accepted path as it is, derive one from tensors; make sure that it has what a convolution needs."""
+        if not isinstance(path, AcceptedPath):
+            assert path_lengths is not None, "a path given as a tensor needs path_lengths"
+            return cls.of(path, path_lengths, conv_width)
+        has_conv = path.conv_from is not None and path.conv_from.shape[1] + 1 == conv_width
+        if conv_width is None or conv_width < 2 or has_conv:
+            return path
+        return cls.of(path.rows, path.lengths, conv_width)
+
+    def take(self, nodes: Tensor) -> Tensor:
+        """Gather the accepted nodes' rows of [batch, n, ...] into [batch, m, ...]; zero past the length."""
+        trailing = (1,) * (nodes.ndim - 2)
+        index = self.rows.view(*self.rows.shape, *trailing).expand(-1, -1, *nodes.shape[2:])
+        return nodes.gather(1, index).masked_fill_(self.beyond.view(*self.rows.shape, *trailing), 0)
