@@ -104,19 +104,29 @@ class Topology:
     jumps: tuple[Tensor, ...] | None = None
 
     @classmethod
-    def of(cls, parents: Tensor, conv_width: int | None = None, *, jumps: bool = False) -> Topology:
+    def of(
+        cls,
+        parents: Tensor,
+        conv_width: int | None = None,
+        *,
+        mask: Tensor | None = None,
+        depths: Tensor | None = None,
+        jumps: bool = False,
+    ) -> Topology:
         """Derive everything from int32[batch, n] parents, without reading the device.
 
         Args:
             parents: int32[batch, n].
             conv_width: taps of the model's short convolutions; None for a model that has none.
+            mask: bool[batch, n, n] where the caller has it already.
+            depths: int32[batch, n] where the caller has them already.
             jumps: whether the model has layers with a diagonal state (Mamba-1, RG-LRU).
         """
-        mask = ancestor_mask(parents)
+        mask = ancestor_mask(parents) if mask is None else mask
         return cls(
             parents=parents,
             mask=mask,
-            depths=mask.sum(-1, dtype=torch.int32) - 1,
+            depths=mask.sum(-1, dtype=torch.int32) - 1 if depths is None else depths,
             hidden=~mask,
             path_sum=mask.double(),
             conv_index=None if conv_width is None else conv_rows(parents, conv_width),
