@@ -45,6 +45,11 @@ class LayerStack:
         """Copy some sequences, int64[batch']; rows may repeat."""
         return dataclasses.replace(self, **{name: tensor.index_select(1, rows) for name, tensor in self._tensors()})
 
+    def overwrite(self, other: Self) -> None:
+        """Take over a stack of equal or smaller sizes."""
+        for (_, mine), (_, theirs) in zip(self._tensors(), other._tensors(), strict=True):
+            mine[tuple(slice(size) for size in theirs.shape)].copy_(theirs)
+
     def write_row(self, row: int, other: Self) -> None:
         """Take over sequence ``row`` from a stack of batch 1."""
         for (_, mine), (_, theirs) in zip(self._tensors(), other._tensors(), strict=True):
@@ -92,6 +97,7 @@ class DecodeState:
 
     def __init__(self, specs: Mapping[int, LayerSpec], batch: int, max_length: int, max_nodes: int, device: Any) -> None:
         self.max_length, self.max_nodes = max_length, max_nodes
+        self.specs = specs
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.pending: Pending | None = None
         self.length_bound = 0
@@ -132,6 +138,15 @@ class DecodeState:
         other.pending = None
         other.lengths = self.lengths[rows]
         other._set_stacks({spec: stack.select(rows) for spec, stack in self.stacks.items()})
+        return other
+
+    def resized(self, max_length: int, max_nodes: int) -> DecodeState:
+        """Copy the committed state into one with more room; a pending tree is left out."""
+        other = DecodeState(self.specs, self.batch_size, max_length, max_nodes, self.lengths.device)
+        for spec, stack in self.stacks.items():
+            other.stacks[spec].overwrite(stack)
+        other.lengths.copy_(self.lengths)
+        other.length_bound = self.length_bound
         return other
 
     def commit(self, path: Tensor, path_lengths: Tensor) -> None:

@@ -88,6 +88,11 @@ class TreeLM:
         return int(self.model.get_output_embeddings().weight.shape[0])
 
     @property
+    def max_length(self) -> int | None:
+        """Most tokens of a text that its positions allow, or None for a model without positions."""
+        return int(self.model.config.max_position_embeddings) if self.family.takes_positions else None
+
+    @property
     def device(self) -> torch.device:
         """Where tokens go in."""
         return self.model.get_input_embeddings().weight.device

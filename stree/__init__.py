@@ -1,1 +1,54 @@
 """Tree speculative decoding for Mamba and hybrid Mamba-attention language models."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stree import drafters, growth
+    from stree.generation import Generation, GenerationError, GenerationInterrupted, generate
+    from stree.models.tree_lm import TreeLM
+    from stree.sampling import Random, Sampling
+    from stree.tree import TokenTree
+    from stree.verify import Acceptance, DraftLaws, accept
+
+__all__ = [
+    "Acceptance",
+    "DraftLaws",
+    "Generation",
+    "GenerationError",
+    "GenerationInterrupted",
+    "Random",
+    "Sampling",
+    "TokenTree",
+    "TreeLM",
+    "accept",
+    "drafters",
+    "generate",
+    "growth",
+]
+
+# Looked up on first use, so that ``import stree`` loads neither torch nor transformers.
+_HOMES = {
+    "Acceptance": "stree.verify",
+    "DraftLaws": "stree.verify",
+    "Generation": "stree.generation",
+    "GenerationError": "stree.generation",
+    "GenerationInterrupted": "stree.generation",
+    "Random": "stree.sampling",
+    "Sampling": "stree.sampling",
+    "TokenTree": "stree.tree",
+    "TreeLM": "stree.models.tree_lm",
+    "accept": "stree.verify",
+    "generate": "stree.generation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name."""
+    if name in ("drafters", "growth"):
+        return importlib.import_module(f"stree.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'stree' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

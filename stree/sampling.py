@@ -136,7 +136,9 @@ class Random:
         return self.uniform(purpose, offset, node) < probs
 
 
-def draw_without_replacement(rng: Random, law: Tensor, offset: Tensor, node: Tensor, count: int) -> Tensor:
+def draw_without_replacement(
+    rng: Random, law: Tensor, offset: Tensor, node: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
     """Draw tokens one after the other, each from the law without the earlier ones.
 
     Args:
@@ -144,17 +146,20 @@ def draw_without_replacement(rng: Random, law: Tensor, offset: Tensor, node: Ten
         law: float[batch, rows, vocab].
         offset: int[batch, rows].
         node: int64[batch, rows], number of the first draw; draw j takes node + j.
-        count: draws a row; those after the law's support is used up repeat index 0 and have probability 0.
+        count: draws a row.
 
     Returns:
-        int64[batch, rows, count], in the order of drawing.
+        int64[batch, rows, count] tokens in the order of drawing, and float[batch, rows, count] their probabilities
+        under ``law``: 0 for draws after its support is used up, whose tokens are meaningless.
     """
-    rest, tokens = law.clone() if count > 1 else law, []
+    rest, tokens, probs = law, [], []
     for j in range(count):
-        tokens.append(rng.choice("draft", rest, offset, node + j))
+        token = rng.choice("draft", rest, offset, node + j).unsqueeze(-1)
+        tokens.append(token)
+        probs.append(rest.gather(-1, token))
         if j + 1 < count:
-            rest.scatter_(-1, tokens[-1].unsqueeze(-1), 0.0)
-    return torch.stack(tokens, -1)
+            rest = rest.scatter(-1, token, 0.0)
+    return torch.cat(tokens, -1), torch.cat(probs, -1)
 
 
 def _philox(c0: Any, c1: Any, c2: int, c3: Any, seed: int) -> tuple[Any, Any]:
