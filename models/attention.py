@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface
 
 from stree.kernels import ops
@@ -75,7 +75,7 @@ class KvStack(LayerStack):
             mine[slot, :, :, :length] = theirs.take_along_dim(rows.to(theirs.device), dim=2)
 
 
-def graft_attention(attention: nn.Module) -> KvSpec:
+def graft_attention(attention: Any) -> KvSpec:
     """Make an attention module score trees when it is called with a ``TreeStep``; return its sizes."""
     config = attention.config
     twin = copy.copy(attention)  # shares parameters and submodules
@@ -103,7 +103,7 @@ def tree_attention_forward(
     value: Tensor,
     attention_mask: TreeStep,
     *,
-    scaling: float | None = None,
+    scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **_: Any,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stree.kernels import ops
 from stree.models.state import LayerStack, TreeStep, state_dtype
@@ -83,11 +83,15 @@ class SsdStack(LayerStack):
         ops.conv_commit(self.window.flatten(0, 1), self.stash_conv.flatten(0, 1), path, path_lengths)
         spec, xbc = self.spec, self.stash_xbc.flatten(0, 1)
         inner, groups = spec.nheads * spec.headdim, spec.ngroups * spec.dstate
-        x = xbc[..., :inner].unflatten(-1, (spec.nheads, spec.headdim))
-        B = xbc[..., inner : inner + groups].unflatten(-1, (spec.ngroups, spec.dstate))
+        x = xbc[..., :inner].view(*xbc.shape[:2], spec.nheads, spec.headdim)
+        B = xbc[..., inner : inner + groups].view(*xbc.shape[:2], spec.ngroups, spec.dstate)
         ops.ssd_commit(
             self.state.flatten(0, 1), x, self.stash_dt.flatten(0, 1), self.A.flatten(0, 1), B, path, path_lengths
         )
+
+    def bind(self, slot: int, mixer: Any) -> None:
+        """Take over the decay rates."""
+        self.A[slot].copy_(-torch.exp(mixer.A_log.detach().to(self.A.dtype)))
 
     def load(self, slot: int, cache_layer: Any, padding: Tensor) -> None:
         """Take over one layer; masked padding leaves neither state nor window behind."""
@@ -95,7 +99,7 @@ class SsdStack(LayerStack):
         self.state[slot].copy_(cache_layer.recurrent_states[0])
 
 
-def graft_ssd(mixer: nn.Module) -> SsdSpec:
+def graft_ssd(mixer: Any) -> SsdSpec:
     """Make a Mamba-2 mixer score trees when it is called with a ``TreeStep``; return its sizes."""
     weight = mixer.in_proj.weight
     spec = SsdSpec(
@@ -111,7 +115,7 @@ def graft_ssd(mixer: nn.Module) -> SsdSpec:
     return spec
 
 
-def _forward(mixer: Any, hidden_states: Tensor, cache_params: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+def _forward(mixer: Any, hidden_states: Tensor, cache_params: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Run the class's own forward, or the tree's when the cache is a ``TreeStep``."""
     if not isinstance(cache_params, TreeStep):
         return type(mixer).forward(mixer, hidden_states, cache_params, *args, **kwargs)

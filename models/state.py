@@ -1,4 +1,4 @@
-"""What a sequence leaves behind: recurrent states, convolution windows, keys and values, and the stash of a pending tree.
+"""What a sequence leaves behind: recurrent states, convolution windows, keys, values, and the stash of a pending tree.
 
 Layers of one kind and shape are stacked, so that committing a path is a few operations for all of them together.  It
 knows shapes and tensors; what a layer computes is its adapter's business.
@@ -36,6 +36,9 @@ class LayerStack:
     def load(self, slot: int, cache_layer: Any, padding: Tensor) -> None:
         """Take over layer ``slot`` from a transformers cache layer of prompts left-padded by int64[batch]."""
         raise NotImplementedError
+
+    def bind(self, slot: int, mixer: Any) -> None:
+        """Take over what committing needs of layer ``slot``'s weights; nothing unless a subclass says so."""
 
     def layer(self, slot: int) -> Self:
         """View one layer: the same fields without their first dimension."""
@@ -95,7 +98,9 @@ class DecodeState:
         length_bound: int, known to the host; no sequence is longer.
     """
 
-    def __init__(self, specs: Mapping[int, LayerSpec], batch: int, max_length: int, max_nodes: int, device: Any) -> None:
+    def __init__(
+        self, specs: Mapping[int, LayerSpec], batch: int, max_length: int, max_nodes: int, device: Any
+    ) -> None:
         self.max_length, self.max_nodes = max_length, max_nodes
         self.specs = specs
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -156,6 +161,11 @@ class DecodeState:
         self.lengths += path_lengths
         self.pending = None
 
+    def bind(self, layer: int, mixer: Any) -> None:
+        """Take over what committing needs of a layer's weights."""
+        spec, slot = self._slots[layer]
+        self.stacks[spec].bind(slot, mixer)
+
     def load(self, cache: Any, lengths: Tensor, padded_length: int) -> None:
         """Take over a transformers cache that holds prompts left-padded to ``padded_length``."""
         for layer, (spec, slot) in self._slots.items():
@@ -173,7 +183,7 @@ class DecodeState:
     def _set_stacks(self, stacks: dict[LayerSpec, LayerStack]) -> None:
         """Hold the stacks, and a view of every layer so that no step makes one."""
         self.stacks = stacks
-        self.layers = {layer: stacks[spec].layer(slot) for layer, (spec, slot) in self._slots.items()}
+        self.layers: dict[int, Any] = {layer: stacks[spec].layer(slot) for layer, (spec, slot) in self._slots.items()}
 
 
 @dataclass(slots=True, eq=False)

@@ -6,7 +6,7 @@ It knows no drafting and no sampling: logits out, paths in.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,10 +36,12 @@ class TreeLM:
         self.model = model.eval()
         self.family = family_of(model.config)
         self._specs: dict[int, LayerSpec] = {}
+        self._mixers: dict[int, Any] = {}
         for module in model.modules():
             graft = self.family.mixers.get(type(module).__name__)
             if graft is not None:
-                self._specs[module.layer_idx] = graft(module)
+                layer = int(cast(Any, module).layer_idx)
+                self._specs[layer], self._mixers[layer] = graft(module), module
         self.num_layers = model.config.num_hidden_layers
         if len(self._specs) != self.num_layers:
             raise NotImplementedError(
@@ -49,7 +51,7 @@ class TreeLM:
         convs = {spec.dconv for spec in self._specs.values() if hasattr(spec, "dconv")}
         self._conv_width = convs.pop() if convs else None
         # A projection bias makes padding enter the convolution window, so such prompts are run one by one.
-        projections = (m.in_proj for m in model.modules() if type(m).__name__ in self.family.mixers and hasattr(m, "in_proj"))
+        projections = [mixer.in_proj for mixer in self._mixers.values() if hasattr(mixer, "in_proj")]
         self._pads_exactly = all(projection.bias is None for projection in projections)
 
     @classmethod
@@ -95,12 +97,12 @@ class TreeLM:
     @property
     def device(self) -> torch.device:
         """Where tokens go in."""
-        return self.model.get_input_embeddings().weight.device
+        return cast(Tensor, self.model.get_input_embeddings().weight).device
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights."""
-        return self.model.get_input_embeddings().weight.dtype
+        return cast(Tensor, self.model.get_input_embeddings().weight).dtype
 
     def new_state(self, batch_size: int = 1, max_length: int = 4096, max_nodes: int = 64) -> DecodeState:
         """Allocate an empty state.
@@ -117,10 +119,8 @@ class TreeLM:
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         state = DecodeState(self._specs, batch_size, max_length, max_nodes, self.device)
-        for module in self.model.modules():
-            if hasattr(module, "A_log"):
-                layer = state.layers[module.layer_idx]
-                layer.A.copy_(-torch.exp(module.A_log.detach().to(layer.A.dtype)))
+        for layer, mixer in self._mixers.items():
+            state.bind(layer, mixer)
         return state
 
     @torch.no_grad()
@@ -227,14 +227,16 @@ class TreeLM:
         state.commit(path.to(torch.int32), path_lengths.to(torch.int32))
         state.length_bound = bound
 
-    def _forward(self, input_ids: Tensor, cache: Any, positions: Tensor, mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+    def _forward(
+        self, input_ids: Tensor, cache: Any, positions: Tensor, mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
         """Call the model under its own argument names; a tree needs no mask, so a 4-d dummy stops it making one."""
         if isinstance(cache, TreeStep):
             mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
         if self.family.takes_positions:
             kwargs["position_ids"] = positions
         kwargs[self.family.cache_argument] = cache
-        return self.model(input_ids, attention_mask=mask, use_cache=True, **kwargs).logits
+        return cast(Tensor, self.model(input_ids, attention_mask=mask, use_cache=True, **kwargs).logits)
 
     def _prefill_batch(self, state: DecodeState, input_ids: Tensor, lengths: Tensor, longest: int) -> Tensor:
         """Run prompts together, left-padded where their lengths differ."""

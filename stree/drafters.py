@@ -1,7 +1,7 @@
 """What proposes token trees: a draft model, the text's own repetitions, or nothing.
 
-A drafter holds no state of a generation; ``start`` gives a run that does.  A run proposes a tree below the pending token
-and observes what became of it.
+A drafter holds no state of a generation; ``start`` gives a run that does.  A run proposes a tree below the pending
+token and observes what became of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stree.models.tree_lm import TreeLM
 from stree.sampling import Random, draw_without_replacement
 from stree.suffix import SuffixAutomaton
 from stree.tree import TokenTree
-from stree.verify import DELTA, SAMPLED, Acceptance, DraftLaws
+from stree.verify import SAMPLED, Acceptance, DraftLaws
 
 __all__ = ["Draft", "DraftRun", "Drafter", "ModelDrafter", "NoDrafter", "SuffixDrafter"]
 
@@ -129,19 +129,19 @@ class _SuffixRun:
             if self._known[row] < 0:
                 self._automata[row].extend([token])
                 self._known[row] = token
-            tokens, parents = self._automata[row].tree(budget - 1, self._min_match)
-            trees.append(([token, *tokens], [-1, *parents]))
-        n = max(len(tokens) for tokens, _ in trees)
-        tokens = torch.tensor([row + [0] * (n - len(row)) for row, _ in trees], device=pending.device)
-        parents = [row + [-1] * (n - len(row)) for _, row in trees]
-        depth = 0
-        for row in parents:
+            below, above = self._automata[row].tree(budget - 1, self._min_match)
+            trees.append(([token, *below], [-1, *above]))
+        n, deepest = max(len(tokens) for tokens, _ in trees), 0
+        for tokens, parents in trees:
             depths = [0]
-            for parent in row[1:]:
-                depths.append(depths[parent] + 1 if parent >= 0 else 0)
-            depth = max(depth, *depths)
-        self._tree = TokenTree.unchecked(tokens, torch.tensor(parents, dtype=torch.int32, device=pending.device))
-        return Draft(self._tree, None, depth)
+            for parent in parents[1:]:
+                depths.append(depths[parent] + 1)
+            deepest = max(deepest, *depths)
+            tokens += [0] * (n - len(tokens))
+            parents += [-1] * (n - len(parents))
+        columns = torch.tensor(trees, device=pending.device)  # [batch, 2, n]
+        self._tree = TokenTree.unchecked(columns[:, 0], columns[:, 1].to(torch.int32))
+        return Draft(self._tree, None, deepest)
 
     def observe(self, acceptance: Acceptance) -> None:
         """Append the accepted tokens."""
@@ -184,8 +184,8 @@ class ModelDrafter:
 class _ModelRun:
     """A draft model's state for a batch of texts, and the tree that grows on it.
 
-    The draft model's tree has one column more than the target's: it begins with the chain [leaf, pending] where the last
-    accepted leaf was never run, and with [pending] and a padding column elsewhere.  Node i of the target's tree, i > 0,
+    The draft model's tree has one column more than the target's: it begins with the chain [leaf, pending] where the
+    last accepted leaf was never run, and with [pending] and a padding column elsewhere.  Node i of the target's tree, i > 0,
     is node i + 1 of it.
     """
 
@@ -386,7 +386,9 @@ class _Grown:
         first = torch.full_like(lead, -1).to(torch.int32)
         depths = (self.depths[:, 2:] - lead * is_node).to(torch.int32)
         below = torch.cat([is_node[..., None], self.mask[:, 2:, 2:]], 2)
-        mask = torch.cat([torch.zeros_like(below[:, :1]) if below.shape[1] else below.new_zeros(below.shape[0], 1, 1), below], 1)
+        mask = torch.cat(
+            [torch.zeros_like(below[:, :1]) if below.shape[1] else below.new_zeros(below.shape[0], 1, 1), below], 1
+        )
         mask[:, 0, 0] = True
         return TokenTree.unchecked(
             torch.cat([root, self.tokens[:, 2:]], 1),
@@ -407,6 +409,8 @@ def _prune(tree: TokenTree, value: Tensor, num_nodes: int) -> tuple[TokenTree, T
     place.scatter_(1, kept, torch.arange(num_nodes, device=kept.device).expand(batch, -1))
     parents = tree.parents.gather(1, kept)
     parents = torch.where(parents >= 0, place.gather(1, parents.clamp(min=0).long()), -1).to(torch.int32)
-    mask = tree.ancestor_mask.gather(1, kept[..., None].expand(-1, -1, n)).gather(2, kept[:, None].expand(-1, num_nodes, -1))
+    mask = tree.ancestor_mask.gather(1, kept[..., None].expand(-1, -1, n)).gather(
+        2, kept[:, None].expand(-1, num_nodes, -1)
+    )
     pruned = TokenTree.unchecked(tree.tokens.gather(1, kept), parents, tree.depths.gather(1, kept), mask)
     return pruned, kept

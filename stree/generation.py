@@ -116,6 +116,7 @@ def generate(
         growth.plan(nodes)  # refuses a fixed shape above the budget
     session = _Session(lm, [list(prompt) for prompt in prompts], sampling, max_new_tokens, stop_token_ids, seed)
     session.logits_processor, session.streamer = logits_processor, streamer
+    session.settings = {"growth": None if growth is None else str(growth), "budget": nodes, "verifier": verifier}
     try:
         session.run(drafter, growth, nodes, verifier)
     except KeyboardInterrupt as interrupt:
@@ -179,6 +180,7 @@ class _Session:
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=lm.device)
         self.rng = Random(seed, torch.arange(len(prompts), device=lm.device), lengths)
         self.stats = _Stats()
+        self.settings: dict[str, Any] = {}
         self.is_started = False
 
     @property
@@ -237,6 +239,7 @@ class _Session:
             "nodes_per_step": stats.nodes / max(stats.steps, 1),
             "acceptance_by_depth": [now / before for before, now in zip(reached, reached[1:], strict=False)],
             "tokens_per_s": self.num_new_tokens / seconds,
+            **self.settings,
         }
         for name in ("total_s", "prefill_s", "draft_s", "verify_s", "accept_s", "commit_s"):
             report[name] = getattr(stats, name)
@@ -347,7 +350,8 @@ def _check(
             raise ValueError(f"prompt {row} has token {bad}, outside the vocabulary of {lm.vocab_size}")
         if lm.max_length is not None and len(prompt) + max_new_tokens > lm.max_length:
             raise ValueError(
-                f"prompt {row} of {len(prompt)} tokens plus {max_new_tokens} new ones exceeds max_length {lm.max_length}"
+                f"prompt {row} of {len(prompt)} tokens plus {max_new_tokens} new ones exceeds max_length "
+                f"{lm.max_length}"
             )
     if streamer is not None and len(prompts) > 1:
         raise ValueError(f"a streamer takes one prompt, got {len(prompts)}")

@@ -1,7 +1,7 @@
 """The shape of a draft tree: which of the next tokens a drafter offers become nodes.
 
-A growth is a policy over slots.  A slot is a place for one more child under a node; it has a rank among its siblings and
-a value, the estimated probability that verification gets as far as testing it (``field/methods.md`` calls it reach).
+A growth is a policy over slots.  A slot is a place for one more child under a node; it has a rank among its siblings
+and a value, the estimated probability that verification gets as far as testing it (``field/methods.md`` calls it reach).
 Growths know no model: a drafter asks for a ``Plan`` and fills it layer by layer.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stree.sampling import Sampling
 
-__all__ = ["Chain", "DySpec", "Growth", "Layer", "Plan", "Static"]
+__all__ = ["Chain", "DySpec", "Growth", "Layer", "Plan", "Static", "choose_slots", "parse_growth"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,16 @@ class Plan:
 class Growth(Protocol):
     """A policy for growing trees."""
 
-    sampling: Sampling
+    @property
+    def sampling(self) -> Sampling:
+        """What children are drawn with."""
+        ...
 
     def bind(self, sampling: Sampling) -> Growth:
-        """Give this policy for children drawn under ``sampling``; at temperature 0 children are the top-k, kind DELTA."""
+        """Give this policy for children drawn under ``sampling``.
+
+        At temperature 0 children are the top-k, kind DELTA.
+        """
         ...
 
     def plan(self, budget: int) -> Plan:
@@ -126,9 +132,7 @@ class Static(_Bound):
         """Order nodes by depth and number their slots."""
         if self.shape[0] != -1:
             sizes = torch.tensor(self.shape).cumprod(0).tolist()
-            return [
-                Layer(size, ranks, tuple(range(size))) for size, ranks in zip(sizes, self.shape, strict=True)
-            ]
+            return [Layer(size, ranks, tuple(range(size))) for size, ranks in zip(sizes, self.shape, strict=True)]
         above, layers = [0], []
         while above:
             children = [[node for node, parent in enumerate(self.shape) if parent == upper] for upper in above]
@@ -206,9 +210,28 @@ class DySpec(_Bound):
         return Plan(tuple(layers), nodes, threshold, is_pruned=self.sampling.is_greedy)
 
 
-def choose_slots(
-    layer: Layer, value: Tensor, left: Tensor, threshold: float
-) -> tuple[Tensor, Tensor]:
+def parse_growth(text: str) -> Growth:
+    """Read a growth as the command line names it: dyspec, dyspec-heap, chain:4, static:3,2, stree.
+
+    Raises:
+        ValueError: an unknown name, or numbers that are none.
+    """
+    name, _, rest = text.partition(":")
+    try:
+        numbers = [int(number) for number in rest.split(",")] if rest else []
+        if name == "chain" and len(numbers) == 1:
+            return Chain(numbers[0])
+        if name == "static" and numbers:
+            return Static(numbers)
+    except ValueError as error:
+        raise ValueError(f"growth {text!r} cannot be read: {error}") from error
+    plain: dict[str, Growth] = {"dyspec": DySpec(), "dyspec-heap": DySpec(form="heap"), "stree": Static.stree()}
+    if text in plain:
+        return plain[text]
+    raise ValueError(f"growth must be dyspec, dyspec-heap, chain:DEPTH, static:WIDTH,WIDTH,... or stree, got {text!r}")
+
+
+def choose_slots(layer: Layer, value: Tensor, left: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Choose the slots of a layer.
 
     Args:

@@ -1,7 +1,7 @@
 """A suffix automaton over one text that counts occurrences: the memory of the suffix drafter.
 
-It knows tokens only.  The construction is Blumer et al. (1985); drafting from it is SAM-Decoding (arXiv 2411.10666), and
-drafting by counts SuffixDecoding (arXiv 2411.04975).
+It knows tokens only.  The construction is Blumer et al. (1985); drafting from it is SAM-Decoding (arXiv 2411.10666),
+and drafting by counts SuffixDecoding (arXiv 2411.04975).
 """
 
 from __future__ import annotations
@@ -54,11 +54,14 @@ class SuffixAutomaton:
             backoff: most suffixes consulted for one node.
 
         Returns:
-            tokens and parents of the nodes below the root; parent 0 is the root, parent i the i-th node listed (from 1).
+            tokens and parents of the nodes below the root; parent 0 is the root, parent i the i-th node.
         """
         tokens: list[int] = []
         parents: list[int] = []
-        heap = [(-value, 0, token, state) for value, token, state in self._predict(self._link[self._last], 1.0, min_match, backoff)]
+        heap = [
+            (-value, 0, token, state)
+            for value, token, state in self._predict(self._link[self._last], 1.0, min_match, backoff)
+        ]
         heapq.heapify(heap)
         while heap and len(tokens) < max_nodes:
             negative, parent, token, state = heapq.heappop(heap)

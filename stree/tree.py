@@ -24,14 +24,14 @@ def checks_everywhere() -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTree:
-    """A batch of token trees in topological order; node 0 is the root, the pending token.
+    r"""A batch of token trees in topological order; node 0 is the root, the pending token.
 
     For example, a root with two children, the first of which has two children and the second one::
 
              0            parents = [-1, 0, 0, 1, 1, 2]
-           /   \\          depths  = [ 0, 1, 1, 2, 2, 2]
+           /   \          depths  = [ 0, 1, 1, 2, 2, 2]
           1     2
-         / \\     \\        ancestor mask     1 0 0 0 0 0
+         / \     \        ancestor mask     1 0 0 0 0 0
         3   4     5       (row: node,       1 1 0 0 0 0
                            column: its      1 0 1 0 0 0
                            ancestors and    1 1 0 1 0 0

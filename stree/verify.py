@@ -1,7 +1,8 @@
 """Which nodes of a tree the target accepts, and the token that follows: greedy, MATCH and recursive rejection.
 
-In the docstrings p is the target's law and q the draft's.  Every rule works on all nodes at once: whether a node would be
-accepted if it were reached does not depend on its siblings' descendants, so a path is accepted where every node on it is.
+In the docstrings p is the target's law and q the draft's.  Every rule works on all nodes at once: whether a node would
+be accepted if it were reached does not depend on its siblings' descendants, so a path is accepted where all its nodes
+are.
 """
 
 from __future__ import annotations
@@ -118,9 +119,7 @@ def _match(tree: TokenTree, target_logits: Tensor, sampling: Sampling, rng: Rand
     return Acceptance(path, path_lengths, drawn.gather(1, leaf[:, None]).squeeze(1))
 
 
-def _reject(
-    tree: TokenTree, target_law: Tensor, rng: Random, draft: DraftLaws | None, max_depth: int
-) -> Acceptance:
+def _reject(tree: TokenTree, target_law: Tensor, rng: Random, draft: DraftLaws | None, max_depth: int) -> Acceptance:
     """Test the children of every node in draw order, all nodes at once, one sibling rank after the other."""
     batch, n = tree.tokens.shape
     rest, offset = target_law, torch.zeros_like(tree.depths)

@@ -1,0 +1,201 @@
+"""The command line: ``stree generate``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["main"]
+
+ASSETS = Path(__file__).resolve().parent / "assets"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit status: 0, 2 for a user's mistake, 130 after Ctrl-C."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except (ValueError, TypeError, NotImplementedError) as error:
+        print(f"stree: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Describe the commands and their options."""
+    parser = argparse.ArgumentParser(
+        prog="stree", description="Tree speculative decoding for Mamba and hybrid language models."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser(
+        "generate",
+        help="generate text",
+        description="Continue a prompt; the text follows the target's own distribution exactly.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    command.set_defaults(run=_generate)
+    command.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue; standard input if left out")
+    command.add_argument("--target", default="bundled", help="'bundled', a folder, or a hub id")
+    command.add_argument(
+        "--drafter",
+        default=None,
+        help="'bundled', 'suffix' (repetitions of the text), 'none' (plain decoding), a folder, or a hub id; "
+        "by default 'bundled' for the bundled target, else 'suffix'",
+    )
+    command.add_argument(
+        "--growth", default=None, help="shape of a draft model's trees: dyspec, dyspec-heap, chain:4, static:3,2, stree"
+    )
+    command.add_argument("--budget", default="16", help="most nodes a step, root included; 1 is plain decoding")
+    command.add_argument("--verifier", default="auto", help="auto, match or rejection")
+    command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens")
+    command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    command.add_argument("--top-k", type=int, default=None, help="keep the k most probable tokens")
+    command.add_argument("--top-p", type=float, default=None, help="keep the smallest set of this probability")
+    command.add_argument("--seed", type=int, default=0, help="of the random numbers")
+    command.add_argument("--device", default="auto", help="auto, cpu, cuda, ...")
+    command.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, ...")
+    command.add_argument("--json", action="store_true", help="print one JSON document as the last line")
+    return parser
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    """Run ``stree generate``."""
+    from stree.growth import parse_growth
+    from stree.sampling import Sampling
+
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    growth = None if arguments.growth is None else parse_growth(arguments.growth)
+    budget: int | str = int(arguments.budget) if arguments.budget.lstrip("-").isdigit() else arguments.budget
+    prompt = _prompt(arguments)
+
+    from transformers import AutoTokenizer, TextStreamer
+    from transformers.utils import logging
+
+    from stree.generation import GenerationInterrupted, generate
+    from stree.models.tree_lm import TreeLM
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    target = _locate(arguments.target, "target")
+    lm = TreeLM.from_pretrained(target, device=arguments.device, dtype=arguments.dtype)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    drafter = _drafter(arguments, tokenizer)
+    prompt_ids = tokenizer(prompt)["input_ids"]
+    if not prompt_ids:
+        raise ValueError("the prompt is empty; give at least one token")
+    stop = lm.model.generation_config.eos_token_id
+    streamer: Any = _Progress(arguments.max_new_tokens) if arguments.json else TextStreamer(tokenizer)
+    status = 0
+    try:
+        output = generate(
+            lm, [prompt_ids], drafter, growth, budget, arguments.verifier, sampling, arguments.max_new_tokens,
+            stop if isinstance(stop, list) else [] if stop is None else [stop], seed=arguments.seed, streamer=streamer,
+        )  # fmt: skip
+    except GenerationInterrupted as interrupt:
+        streamer.end()
+        output, status = interrupt.output, 130
+    report = _report(arguments, output, tokenizer, lm)
+    if arguments.json:
+        print(json.dumps(report))
+    else:
+        print(_summary(report), file=sys.stderr)
+    return status
+
+
+def _prompt(arguments: argparse.Namespace) -> str:
+    """Take the prompt from the command line, else from standard input."""
+    if arguments.prompt is None and sys.stdin.isatty():
+        raise ValueError("no prompt: give one as argument or on standard input")
+    return arguments.prompt if arguments.prompt is not None else sys.stdin.read()
+
+
+def _locate(name: str, role: str) -> str:
+    """Turn 'bundled' into its folder."""
+    return str(ASSETS / role) if name == "bundled" else name
+
+
+def _drafter(arguments: argparse.Namespace, tokenizer: Any) -> Any:
+    """Load the drafter that the options name."""
+    from transformers import AutoTokenizer
+
+    from stree.drafters import ModelDrafter, NoDrafter, SuffixDrafter
+    from stree.models.tree_lm import TreeLM
+
+    name = arguments.drafter or ("bundled" if arguments.target == "bundled" else "suffix")
+    if name in ("suffix", "none"):
+        if arguments.growth is not None:
+            raise ValueError(f"--growth shapes the trees of a draft model; --drafter {name} has none")
+        return SuffixDrafter() if name == "suffix" else NoDrafter()
+    folder = _locate(name, "drafter")
+    drafter = ModelDrafter(TreeLM.from_pretrained(folder, device=arguments.device, dtype=arguments.dtype))
+    theirs, ours = AutoTokenizer.from_pretrained(folder).get_vocab(), tokenizer.get_vocab()
+    if theirs != ours:
+        raise ValueError(
+            f"drafter {name!r} and target {arguments.target!r} have different tokenizers "
+            f"({len(theirs)} and {len(ours)} tokens, {len(theirs.items() & ours.items())} the same)"
+        )
+    return drafter
+
+
+def _report(arguments: argparse.Namespace, output: Any, tokenizer: Any, lm: Any) -> dict[str, Any]:
+    """Gather what ``--json`` prints."""
+    stats = output.stats
+    num_prompt_tokens, num_new_tokens = stats["num_prompt_tokens"][0], stats["num_new_tokens"][0]
+    new = output.sequences[0][num_prompt_tokens:]
+    keys = ("steps", "tau", "draft_calls", "nodes_per_step", "acceptance_by_depth", "tokens_per_s", "total_s")
+    parts = ("prefill_s", "draft_s", "verify_s", "accept_s", "commit_s")
+    return {
+        "text": tokenizer.decode(new, skip_special_tokens=True),
+        "token_ids": new,
+        "num_prompt_tokens": num_prompt_tokens,
+        "num_new_tokens": num_new_tokens,
+        **{key: stats[key] for key in keys + parts},
+        "growth": stats["growth"],
+        "budget": stats["budget"],
+        "verifier": arguments.verifier,
+        "finish_reason": stats["finish_reasons"][0],
+        "device": str(lm.device),
+        "dtype": str(lm.dtype).removeprefix("torch."),
+    }
+
+
+def _summary(report: dict[str, Any]) -> str:
+    """Say in two lines what a run did."""
+    parts = ", ".join(f"{name} {report[name + '_s']:.2f}" for name in ("draft", "verify", "accept", "commit"))
+    return (
+        f"\n{report['num_new_tokens']} tokens in {report['steps']} steps: tau {report['tau']:.2f}, "
+        f"{report['tokens_per_s']:.0f} tokens/s ({report['finish_reason']})\nseconds: {parts}"
+    )
+
+
+class _Progress:
+    """A streamer that shows a progress bar on standard error instead of text."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._bar = Progress(console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task("generating", total=total)
+        self._is_prompt = True
+
+    def put(self, value: Any) -> None:
+        """Count new tokens; the first call brings the prompt."""
+        if self._is_prompt:
+            self._is_prompt = False
+            self._bar.start()
+        else:
+            self._bar.advance(self._task, len(value))
+
+    def end(self) -> None:
+        """Take the bar away."""
+        self._bar.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
