@@ -185,8 +185,8 @@ class _ModelRun:
     """A draft model's state for a batch of texts, and the tree that grows on it.
 
     The draft model's tree has one column more than the target's: it begins with the chain [leaf, pending] where the
-    last accepted leaf was never run, and with [pending] and a padding column elsewhere.  Node i of the target's tree, i > 0,
-    is node i + 1 of it.
+    last accepted leaf was never run, and with [pending] and a padding column elsewhere.  Node i of the target's tree,
+    i > 0, is node i + 1 of it.
     """
 
     def __init__(self, lm: TreeLM, prompts: Sequence[Sequence[int]], rng: Random) -> None:

@@ -1,7 +1,7 @@
 """The shape of a draft tree: which of the next tokens a drafter offers become nodes.
 
 A growth is a policy over slots.  A slot is a place for one more child under a node; it has a rank among its siblings
-and a value, the estimated probability that verification gets as far as testing it (``field/methods.md`` calls it reach).
+and a value, the estimated probability that verification gets as far as testing it (also called reach).
 Growths know no model: a drafter asks for a ``Plan`` and fills it layer by layer.
 """
 

@@ -65,7 +65,8 @@ class TokenTree:
             raise ValueError(f"tokens and parents must have one shape, got {[*tokens.shape]} and {[*parents.shape]}")
         if tokens.shape[1] == 0:
             raise ValueError("a tree must have at least its root, got 0 nodes")
-        _fill(self, tokens.long(), parents.to(torch.int32), None, None)
+        # Copies: what was checked and derived must not change with the caller's tensors.
+        _fill(self, tokens.to(torch.int64, copy=True), parents.to(torch.int32, copy=True), None, None)
         if parents.device.type == "cpu" or checks_everywhere():
             self.check()
 

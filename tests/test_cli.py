@@ -1,0 +1,131 @@
+"""The command line on a tiny model saved to disk; run with ``pytest tests/test_cli.py``."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedTokenizerFast
+
+from stree.cli import main
+from stree.growth import Chain, DySpec, Static, parse_growth
+
+WORDS = ["<|endoftext|>", *(chr(code) for code in range(97, 123)), *["ab", "bc", "cd", "de", "ef"]]
+
+
+def save_model(folder: Path, words: list[str] = WORDS, seed: int = 0) -> str:
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=words[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=words[0]).save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = Mamba2Config(
+        vocab_size=len(words), hidden_size=16, num_hidden_layers=2, num_heads=2, head_dim=16, state_size=8, n_groups=1,
+        pad_token_id=0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    Mamba2ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("drafter"), seed=1)
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    assert main(["generate", "a b c a b", "--max-new-tokens", "12", "--json", *arguments]) == 0
+    return dict(json.loads(capsys.readouterr().out.splitlines()[-1]))
+
+
+def test_json_is_the_last_line_and_has_every_documented_key(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_json(capsys, "--target", target)
+    keys = [
+        "text",
+        "token_ids",
+        "num_prompt_tokens",
+        "num_new_tokens",
+        "steps",
+        "tau",
+        "tokens_per_s",
+        "draft_s",
+        "verify_s",
+        "accept_s",
+        "commit_s",
+        "growth",
+        "budget",
+        "verifier",
+        "finish_reason",
+        "device",
+        "dtype",
+    ]
+    assert set(keys) <= set(report)
+    assert report["num_prompt_tokens"] == 5 and report["num_new_tokens"] == len(report["token_ids"])
+    assert report["finish_reason"] in ("stop", "length") and report["dtype"] == "float32"
+
+
+def test_every_drafter_gives_the_text_of_plain_decoding(
+    target: str, drafter: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = run_json(capsys, "--target", target, "--drafter", "none")
+    assert plain["tau"] == 1.0
+    for options in (["suffix"], [drafter], [drafter, "--growth", "chain:3"], [drafter, "--growth", "static:2,2"]):
+        report = run_json(capsys, "--target", target, "--drafter", *options)
+        assert report["token_ids"] == plain["token_ids"], options
+
+
+def test_text_is_streamed_and_the_summary_goes_to_standard_error(
+    target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "a b c", "--target", target, "--max-new-tokens", "5"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("a b c") and "tau" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["x", "--temperature", "-1"], "temperature must be finite and not negative, got -1.0"),
+        (["x", "--top-p", "0"], r"top_p must be in \(0, 1\], got 0.0"),
+        (["x", "--budget", "0"], "budget must be at least 1, got 0"),
+        (["x", "--budget", "auto"], "not supported yet"),
+        (["x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
+        (["x", "--growth", "bush"], "growth must be dyspec"),
+        (["x", "--growth", "chain:2", "--drafter", "suffix"], "--growth shapes the trees of a draft model"),
+        (["", "--drafter", "suffix"], "the prompt is empty"),
+        (["x", "--target", "no/such/folder"], "no checkpoint that transformers can read at 'no/such/folder'"),
+    ],
+)
+def test_bad_input_is_named_and_ends_with_status_two(
+    arguments: list[str], message: str, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "--target" not in arguments:
+        arguments = [*arguments, "--target", target]
+    assert main(["generate", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+
+
+def test_different_tokenizers_are_refused(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = save_model(tmp_path, [WORDS[0], *reversed(WORDS[1:])])
+    assert main(["generate", "a b", "--target", target, "--drafter", other]) == 2
+    assert f"have different tokenizers ({len(WORDS)} and {len(WORDS)} tokens" in capsys.readouterr().err
+
+
+def test_growths_are_read_from_text() -> None:
+    assert parse_growth("chain:4") == Chain(4)
+    assert parse_growth("static:3,2") == Static([3, 2])
+    assert parse_growth("stree") == Static.stree()
+    assert parse_growth("dyspec") == DySpec()
+    assert parse_growth("dyspec-heap") == DySpec(form="heap")
+    for text in ("chain", "chain:x", "static:", "static:0", "dyspec:4,"):
+        with pytest.raises(ValueError, match="growth|width"):
+            parse_growth(text)
