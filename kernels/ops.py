@@ -19,23 +19,41 @@ Common to all operations:
   the reference).  "triton" never falls back.
 
 Shapes, dtypes and devices are checked always, values (order of parents) only for bare CPU tensors, or everywhere
-under STREE_DEBUG=1: on the way through a layer nothing waits for a device.
+under STREEDEBUG=1: on the way through a layer nothing waits for a device.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
-from collections.abc import Callable
-from typing import Any, Literal
-
-import torch
 from torch import Tensor
 
-from stree.kernels import reference
+from stree.kernels.checks import (
+    TRITON,
+    Backend,
+    Parents,
+    Path,
+    check,
+    check_attention,
+    check_conv,
+    check_divides,
+    check_nodes,
+    check_rank,
+    choose,
+    state_kind,
+    take_path,
+    take_topology,
+)
+from stree.kernels.steps import (
+    attention_step,
+    conv_step,
+    diagonal_step,
+    gated_delta_step,
+    selective_step,
+    ssd_step,
+)
 from stree.kernels.topology import AcceptedPath, Topology
 
 __all__ = [
+    "TRITON",
     "AcceptedPath",
     "Backend",
     "Parents",
@@ -44,160 +62,22 @@ __all__ = [
     "attention_step",
     "conv_commit",
     "conv_step",
+    "diagonal_commit",
+    "diagonal_step",
+    "diagonal_tree_scan",
+    "gated_delta_commit",
+    "gated_delta_step",
+    "gated_delta_tree_scan",
     "kv_commit",
+    "selective_commit",
+    "selective_step",
+    "selective_tree_scan",
     "ssd_commit",
     "ssd_step",
     "ssd_tree_scan",
     "tree_attention",
     "tree_conv1d",
 ]
-
-Backend = Literal["auto", "reference", "triton"]
-Parents = Tensor | Topology
-Path = Tensor | AcceptedPath
-
-# Operation -> module that defines a function of the same name and signature (less `backend`) in Triton.
-TRITON: dict[str, str] = {}
-
-_DEBUG = os.environ.get("STREE_DEBUG") == "1"
-_KINDS: dict[str, tuple[torch.dtype, ...]] = {
-    "float": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
-    "float32": (torch.float32,),
-    "float64": (torch.float64,),
-    "float32 or float64": (torch.float32, torch.float64),
-    "int32": (torch.int32,),
-    "int": (torch.int32, torch.int64),
-}
-
-
-def _choose(op: str, backend: Backend, tensor: Tensor) -> Callable[..., Any]:
-    """Return the implementation of an operation for a tensor's device."""
-    if backend == "reference" or (backend == "auto" and not (tensor.is_cuda and op in TRITON)):
-        return getattr(reference, op)  # type: ignore[no-any-return]
-    if backend not in ("auto", "triton"):
-        raise ValueError(f"backend must be 'auto', 'reference' or 'triton', got {backend!r}")
-    if op not in TRITON:
-        raise RuntimeError(f"{op} has no Triton version; those that have one: {', '.join(sorted(TRITON)) or 'none'}")
-    if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError(f"{op} with backend='triton' needs CUDA tensors, got a tensor on {tensor.device}")
-    return getattr(importlib.import_module(TRITON[op]), op)  # type: ignore[no-any-return]
-
-
-def _check(name: str, tensor: Tensor, kind: str, shape: tuple[int, ...], like: Tensor) -> None:
-    """Require a dtype of `kind`, this shape, and the device of `like`."""
-    if tensor.shape == shape and tensor.dtype in _KINDS[kind] and tensor.device == like.device:
-        return
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    message = f"{name} must be {kind}{list(shape)} on {like.device}, got {dtype}{list(tensor.shape)} on {tensor.device}"
-    raise (TypeError if tensor.shape == shape and tensor.device == like.device else ValueError)(message)
-
-
-def _check_rank(name: str, tensor: Tensor, axes: str) -> None:
-    """Require as many dimensions as `axes` names, separated by spaces."""
-    if tensor.ndim != axes.count(" ") + 1:
-        raise ValueError(f"{name} must be [{axes.replace(' ', ', ')}], got {list(tensor.shape)}")
-
-
-def _check_divides(name: str, part: int, whole_name: str, whole: int) -> None:
-    """Require that groups split heads evenly."""
-    if part < 1 or whole % part:
-        raise ValueError(f"{name} must divide {whole_name}, got {part} and {whole}")
-
-
-def _state_kind(tensor: Tensor) -> str:
-    """Name the dtype that a state must have beside inputs like this one."""
-    return "float64" if tensor.dtype == torch.float64 else "float32"
-
-
-def _topology(parents: Parents, batch: int, first: int, like: Tensor) -> Topology:
-    """Check parents and derive the topology where a bare tensor is given."""
-    if isinstance(parents, Topology):
-        tensor = parents.parents
-        trusted = not _DEBUG
-    else:
-        tensor = parents
-        trusted = tensor.device.type != "cpu" and not _DEBUG
-    if tensor.ndim != 2 or tensor.shape[0] != batch or tensor.dtype != torch.int32 or tensor.device != like.device:
-        _check("parents", tensor, "int32", (batch, tensor.shape[-1] if tensor.ndim else 1), like)
-    if not 0 <= first < tensor.shape[1]:
-        raise ValueError(f"first must be in [0, {tensor.shape[1]}) for {tensor.shape[1]} nodes, got {first}")
-    if not trusted:
-        _check_order(tensor)
-    return Topology.cast(parents)
-
-
-def _check_order(parents: Tensor) -> None:
-    """Require topological order and childless padding; reads the values."""
-    index = torch.arange(parents.shape[1], device=parents.device)
-    if bool((parents[:, 0] != -1).any()):
-        raise ValueError(f"parents[:, 0] must be -1, got {parents[:, 0].tolist()}")
-    wrong = (parents < -1) | (parents >= index)
-    if bool(wrong.any()):
-        row, node = (int(i) for i in wrong.nonzero()[0])
-        raise ValueError(f"parents[{row}, {node}] must be in [-1, {node}), got {int(parents[row, node])}")
-    padding = (parents == -1) & (index > 0)
-    orphans = padding.gather(1, parents.clamp(min=0).long()) & (parents > 0)
-    if bool(orphans.any()):
-        row, node = (int(i) for i in orphans.nonzero()[0])
-        raise ValueError(
-            f"parents[{row}, {node}] is {int(parents[row, node])}, a padding node; padding has no children"
-        )
-
-
-def _accepted(
-    path: Path, path_lengths: Tensor | None, batch: int, like: Tensor, width: int | None = None
-) -> AcceptedPath:
-    """Check a path and derive its indices where bare tensors are given."""
-    if isinstance(path, AcceptedPath):
-        if path_lengths is not None:
-            raise ValueError("path_lengths must be None when path is an AcceptedPath, which holds them")
-        _check("path", path.rows, "int", (batch, path.rows.shape[1]), like)
-        return AcceptedPath.cast(path, None, width)
-    if path_lengths is None:
-        raise ValueError(f"path_lengths must be int32[{batch}], got None")
-    _check("path", path, "int32", (batch, path.shape[-1] if path.ndim else 1), like)
-    _check("path_lengths", path_lengths, "int32", (batch,), like)
-    return AcceptedPath.of(path, path_lengths, width)
-
-
-def _check_nodes(name: str, n: int, topology: Topology) -> None:
-    """Require as many rows as the trees have nodes."""
-    if topology.parents.shape[1] != n:
-        batch = topology.parents.shape[0]
-        raise ValueError(f"parents must be int32[{batch}, {n}] for {n} rows of {name}, got {[*topology.parents.shape]}")
-
-
-def _check_room(room: int, topology: Topology) -> None:
-    """Require a stash that can hold the trees."""
-    if topology.parents.shape[1] > room:
-        raise ValueError(f"the stash has room for {room} nodes, got a tree of {topology.parents.shape[1]}")
-
-
-def _check_conv(
-    window: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, sizes: tuple[int, int], like: Tensor
-) -> None:
-    """Require the operands of a convolution that fit a batch and its channels."""
-    batch, channels = sizes
-    _check_rank("weight", weight, "c w")
-    _check("weight", weight, "float", (channels, weight.shape[1]), like)
-    _check("window", window, "float", (batch, channels, weight.shape[1] - 1), like)
-    if bias is not None:
-        _check("bias", bias, "float", (channels,), like)
-    if activation not in ("silu", None):
-        raise ValueError(f"activation must be 'silu' or None, got {activation!r}")
-
-
-def _check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: int) -> None:
-    """Require caches, lengths and queries that agree."""
-    batch, _, heads, dim = q.shape
-    _check_rank("k_cache", k_cache, "b hk L d")
-    _check_rank("v_cache", v_cache, "b hk L dv")
-    kv_heads, context = k_cache.shape[1:3]
-    _check_divides("heads of k_cache", kv_heads, "heads of q", heads)
-    _check("q", q, "float", (batch, rows, heads, dim), q)
-    _check("k_cache", k_cache, "float", (batch, kv_heads, context, dim), q)
-    _check("v_cache", v_cache, "float", (batch, kv_heads, context, v_cache.shape[3]), q)
-    _check("lengths", lengths, "int32", (batch,), q)
 
 
 def ssd_tree_scan(
@@ -242,21 +122,21 @@ def ssd_tree_scan(
         TypeError: a dtype disagrees.
         RuntimeError: backend="triton" where it cannot run.
     """
-    _check_rank("x", x, "b n h p")
-    _check_rank("B", B, "b n g s")
+    check_rank("x", x, "b n h p")
+    check_rank("B", B, "b n g s")
     batch, n, heads, headdim = x.shape
     groups, dstate = B.shape[2:]
-    _check_divides("groups of B", groups, "heads of x", heads)
-    _check("dt", dt, "float", (batch, n, heads), x)
-    _check("A", A, "float", (heads,), x)
-    _check("B", B, "float", (batch, n, groups, dstate), x)
-    _check("C", C, "float", (batch, n, groups, dstate), x)
-    _check("state", state, _state_kind(x), (batch, heads, headdim, dstate), x)
+    check_divides("groups of B", groups, "heads of x", heads)
+    check("dt", dt, "float", (batch, n, heads), x)
+    check("A", A, "float", (heads,), x)
+    check("B", B, "float", (batch, n, groups, dstate), x)
+    check("C", C, "float", (batch, n, groups, dstate), x)
+    check("state", state, state_kind(x), (batch, heads, headdim, dstate), x)
     if D is not None:
-        _check("D", D, "float", (heads,), x)
-    topology = _topology(parents, batch, first, x)
-    _check_nodes("x", n, topology)
-    scan = _choose("ssd_tree_scan", backend, x)
+        check("D", D, "float", (heads,), x)
+    topology = take_topology(parents, batch, first, x)
+    check_nodes("x", n, topology)
+    scan = choose("ssd_tree_scan", backend, x)
     out: Tensor = scan(x, dt, A, B, C, topology, state, D=D, first=first)
     return out
 
@@ -284,95 +164,260 @@ def ssd_commit(
         path_lengths: their number, root included.
         backend: see the module.
     """
-    _check_rank("state", state, "b h p s")
-    _check_rank("B", B, "b n g s")
+    check_rank("state", state, "b h p s")
+    check_rank("B", B, "b n g s")
     batch, heads, headdim, dstate = state.shape
     n, groups = B.shape[1:3]
-    _check_divides("groups of B", groups, "heads of state", heads)
-    _check("state", state, _state_kind(x), (batch, heads, headdim, dstate), state)
-    _check("x", x, "float", (batch, n, heads, headdim), state)
-    _check("dt", dt, "float", (batch, n, heads), state)
-    _check("A", A, "float", (heads,) if A.ndim == 1 else (batch, heads), state)
-    _check("B", B, "float", (batch, n, groups, dstate), state)
-    accepted = _accepted(path, path_lengths, batch, state)
-    _choose("ssd_commit", backend, state)(state, x, dt, A, B, accepted, None)
+    check_divides("groups of B", groups, "heads of state", heads)
+    check("state", state, state_kind(x), (batch, heads, headdim, dstate), state)
+    check("x", x, "float", (batch, n, heads, headdim), state)
+    check("dt", dt, "float", (batch, n, heads), state)
+    check("A", A, "float", (heads,) if A.ndim == 1 else (batch, heads), state)
+    check("B", B, "float", (batch, n, groups, dstate), state)
+    accepted = take_path(path, path_lengths, batch, state)
+    choose("ssd_commit", backend, state)(state, x, dt, A, B, accepted, None)
 
 
-def ssd_step(
-    state: Tensor,
-    stash_xbc: Tensor,
-    stash_dt: Tensor,
-    path: Path | None,
-    path_lengths: Tensor | None,
-    xbc: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    dt_bias: Tensor | None,
+def gated_delta_tree_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     parents: Parents,
+    state: Tensor,
     *,
-    headdim: int,
-    ngroups: int,
-    D: Tensor | None = None,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    scale: float | None = None,
     first: int = 0,
+    u: Tensor | None = None,
     backend: Backend = "auto",
-) -> Tensor:
-    """Fold the last path of a Mamba-2 layer, stash the new rows, scan the new tree.
+) -> tuple[Tensor, Tensor]:
+    """Run the gated delta rule (gated DeltaNet, KDA) along every root-to-node path of a token tree.
+
+    Every node erases what its key reads, then writes (gated DeltaNet, arXiv 2412.06464; KDA, arXiv 2510.26692):
+
+        u[i] = beta[i] * (v[i] - S'^T k[i])      S' = exp(g[i]) * S[parent of i],  S[-1] = state
+        S[i] = S' + k[i] u[i]^T                  o[i] = scale * S[i]^T q[i]
 
     Args:
-        state: float32[b, h, p, s], written by the fold.
-        stash_xbc: float[b, N, h * p + 2 * g * s], rows after the convolution: x, then B, then C; written.
-        stash_dt: float32[b, N, h], step sizes after bias, softplus and limit; written.
-        path: accepted nodes of the tree that the stash holds, or None for no fold.
-        path_lengths: their number, root included.
-        xbc: float[b, n - first, h * p + 2 * g * s], new rows.
-        dt: float[b, n - first, h], new step sizes as projected.
-        A: float[h], negative.
-        dt_bias: float[h] or None.
-        parents: the new trees.
-        headdim: p.
-        ngroups: g.
-        D: float[h] or None.
-        dt_limit: bounds of the step size after softplus.
-        first: first new row; rows below it stand in the stash from earlier calls.
+        q: float[b, n, hk, dk], normalised.
+        k: float[b, n, hk, dk], normalised; hk divides hv.
+        v: float[b, n, hv, dv].
+        g: float[b, n, hv] log decays, at most 0 and finite; float[b, n, hv, dk] for one per key channel.
+        beta: float[b, n, hv], in [0, 2].
+        parents: the trees.
+        state: float32[b, hv, dk, dv], state before the root; read, never written.
+        scale: factor on the outputs; dk ** -0.5 if None.
+        first: first row to compute.
+        u: float[b, at least first, hv, dv], u of the rows below `first` from earlier calls; rows from `first` on are
+            ignored.  None: those rows are solved again.
         backend: see the module.
 
     Returns:
-        float[b, n - first, h, p], dtype of stash_xbc, contiguous.
+        o: float[b, n - first, hv, dv], dtype of v; and u: float32[b, n, hv, dv], what a commit needs.
     """
-    _check_rank("state", state, "b h p s")
-    batch, heads, _, dstate = state.shape
-    topology = _topology(parents, batch, first, state)
-    rows, room = topology.parents.shape[1] - first, stash_xbc.shape[1]
-    width = heads * headdim + 2 * ngroups * dstate
-    _check_divides("ngroups", ngroups, "heads of state", heads)
-    _check("state", state, _state_kind(xbc), (batch, heads, headdim, dstate), state)
-    _check("stash_xbc", stash_xbc, "float", (batch, room, width), state)
-    _check("stash_dt", stash_dt, _state_kind(xbc), (batch, room, heads), state)
-    _check("xbc", xbc, "float", (batch, rows, width), state)
-    _check("dt", dt, "float", (batch, rows, heads), state)
-    _check("A", A, "float", (heads,), state)
-    _check_room(room, topology)
-    accepted = None if path is None else _accepted(path, path_lengths, batch, state)
-    step = _choose("ssd_step", backend, state)
-    out: Tensor = step(
-        state,
-        stash_xbc,
-        stash_dt,
-        accepted,
-        None,
-        xbc,
-        dt,
-        A,
-        dt_bias,
-        topology,
-        headdim=headdim,
-        ngroups=ngroups,
-        D=D,
-        dt_limit=dt_limit,
-        first=first,
-    )
+    check_rank("k", k, "b n hk dk")
+    check_rank("v", v, "b n hv dv")
+    batch, n, key_heads, dk = k.shape
+    heads, dv = v.shape[2:]
+    check_divides("heads of k", key_heads, "heads of v", heads)
+    check("q", q, "float", (batch, n, key_heads, dk), k)
+    check("v", v, "float", (batch, n, heads, dv), k)
+    check("g", g, "float", (batch, n, heads, dk) if g.ndim == 4 else (batch, n, heads), k)
+    check("beta", beta, "float", (batch, n, heads), k)
+    check("state", state, state_kind(v), (batch, heads, dk, dv), k)
+    topology = take_topology(parents, batch, first, k)
+    check_nodes("k", n, topology)
+    if u is not None:
+        check("u", u, "float", (batch, max(u.shape[1], first), heads, dv), k)
+    scan = choose("gated_delta_tree_scan", backend, k)
+    out: tuple[Tensor, Tensor] = scan(q, k, v, g, beta, topology, state, scale=scale, first=first, u=u)
     return out
+
+
+def gated_delta_commit(
+    state: Tensor,
+    k: Tensor,
+    u: Tensor,
+    g: Tensor,
+    path: Path,
+    path_lengths: Tensor | None,
+    *,
+    backend: Backend = "auto",
+) -> None:
+    """Fold the accepted path of a gated delta layer into its state, in place, in closed form.
+
+    Args:
+        state: float32[b, hv, dk, dv], written.
+        k: float[b, n, hk, dk].
+        u: float[b, n, hv, dv], as the scan returned it.
+        g: float[b, n, hv] or float[b, n, hv, dk].
+        path: accepted nodes.
+        path_lengths: their number, root included.
+        backend: see the module.
+    """
+    check_rank("state", state, "b hv dk dv")
+    check_rank("k", k, "b n hk dk")
+    batch, heads, dk, dv = state.shape
+    n, key_heads = k.shape[1:3]
+    check_divides("heads of k", key_heads, "heads of state", heads)
+    check("state", state, state_kind(k), (batch, heads, dk, dv), state)
+    check("k", k, "float", (batch, n, key_heads, dk), state)
+    check("u", u, "float", (batch, n, heads, dv), state)
+    check("g", g, "float", (batch, n, heads, dk) if g.ndim == 4 else (batch, n, heads), state)
+    accepted = take_path(path, path_lengths, batch, state)
+    choose("gated_delta_commit", backend, state)(state, k, u, g, accepted, None)
+
+
+def selective_tree_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    parents: Parents,
+    state: Tensor,
+    *,
+    D: Tensor | None = None,
+    first: int = 0,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Run the Mamba-1 recurrence along every root-to-node path of a token tree.
+
+    The state is diagonal, with a decay for every channel and state (Mamba, arXiv 2312.00752):
+
+        h[i] = exp(dt[i] * A) * h[parent of i] + dt[i] * x[i] * B[i]        h[-1] = state
+        y[i] = h[i] C[i] + D * x[i]
+
+    Every ancestor is needed to compute a row, so `first` saves only the reading of the states.
+
+    Args:
+        x: float[b, n, c], inputs after the convolution.
+        dt: float[b, n, c], step sizes after bias and softplus; positive, finite.
+        A: float[c, s], negative.
+        B: float[b, n, s].
+        C: float[b, n, s].
+        parents: the trees.
+        state: float32[b, c, s], state before the root; read, never written.
+        D: float[c], or None for no skip term.
+        first: first row to return.
+        backend: see the module.
+
+    Returns:
+        float[b, n - first, c], dtype of x.
+    """
+    check_rank("x", x, "b n c")
+    check_rank("A", A, "c s")
+    batch, n, channels = x.shape
+    dstate = A.shape[1]
+    check("dt", dt, "float", (batch, n, channels), x)
+    check("A", A, "float", (channels, dstate), x)
+    check("B", B, "float", (batch, n, dstate), x)
+    check("C", C, "float", (batch, n, dstate), x)
+    check("state", state, state_kind(x), (batch, channels, dstate), x)
+    if D is not None:
+        check("D", D, "float", (channels,), x)
+    topology = take_topology(parents, batch, first, x)
+    check_nodes("x", n, topology)
+    scan = choose("selective_tree_scan", backend, x)
+    out: Tensor = scan(x, dt, A, B, C, topology, state, D=D, first=first)
+    return out
+
+
+def selective_commit(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    path: Path,
+    path_lengths: Tensor | None,
+    *,
+    backend: Backend = "auto",
+) -> None:
+    """Fold the accepted path of a Mamba-1 layer into its state, in place, in closed form.
+
+    Args:
+        state: float32[b, c, s], written.
+        x: float[b, n, c].
+        dt: float[b, n, c].
+        A: float[c, s], or float[b, c, s] where the batch stacks layers.
+        B: float[b, n, s].
+        path: accepted nodes.
+        path_lengths: their number, root included.
+        backend: see the module.
+    """
+    check_rank("state", state, "b c s")
+    check_rank("x", x, "b n c")
+    batch, channels, dstate = state.shape
+    n = x.shape[1]
+    check("state", state, state_kind(x), (batch, channels, dstate), state)
+    check("x", x, "float", (batch, n, channels), state)
+    check("dt", dt, "float", (batch, n, channels), state)
+    check("A", A, "float", (channels, dstate) if A.ndim == 2 else (batch, channels, dstate), state)
+    check("B", B, "float", (batch, n, dstate), state)
+    accepted = take_path(path, path_lengths, batch, state)
+    choose("selective_commit", backend, state)(state, x, dt, A, B, accepted, None)
+
+
+def diagonal_tree_scan(
+    log_a: Tensor, x: Tensor, parents: Parents, state: Tensor, *, first: int = 0, backend: Backend = "auto"
+) -> Tensor:
+    """Run a diagonal recurrence (RG-LRU, Griffin, arXiv 2402.19427) along every root-to-node path of a token tree.
+
+        h[i] = exp(log_a[i]) * h[parent of i] + x[i]        h[-1] = state
+
+    Every ancestor is needed to compute a row, so `first` saves nothing here.
+
+    Args:
+        log_a: float[b, n, c], at most 0 and finite.
+        x: float[b, n, c], gated and normalised inputs.
+        parents: the trees.
+        state: float32[b, c], state before the root; read, never written.
+        first: first row to return.
+        backend: see the module.
+
+    Returns:
+        float[b, n - first, c], dtype of x, contiguous.
+    """
+    check_rank("x", x, "b n c")
+    batch, n, channels = x.shape
+    check("log_a", log_a, "float", (batch, n, channels), x)
+    check("state", state, state_kind(x), (batch, channels), x)
+    topology = take_topology(parents, batch, first, x)
+    check_nodes("x", n, topology)
+    scan = choose("diagonal_tree_scan", backend, x)
+    out: Tensor = scan(log_a, x, topology, state, first=first)
+    return out
+
+
+def diagonal_commit(
+    state: Tensor,
+    log_a: Tensor,
+    x: Tensor,
+    path: Path,
+    path_lengths: Tensor | None,
+    *,
+    backend: Backend = "auto",
+) -> None:
+    """Fold the accepted path of a diagonal recurrence into its state, in place, in closed form.
+
+    Args:
+        state: float32[b, c], written.
+        log_a: float[b, n, c].
+        x: float[b, n, c].
+        path: accepted nodes.
+        path_lengths: their number, root included.
+        backend: see the module.
+    """
+    check_rank("state", state, "b c")
+    check_rank("x", x, "b n c")
+    batch, channels = state.shape
+    check("state", state, state_kind(x), (batch, channels), state)
+    check("x", x, "float", (batch, x.shape[1], channels), state)
+    check("log_a", log_a, "float", (batch, x.shape[1], channels), state)
+    accepted = take_path(path, path_lengths, batch, state)
+    choose("diagonal_commit", backend, state)(state, log_a, x, accepted, None)
 
 
 def tree_conv1d(
@@ -403,12 +448,12 @@ def tree_conv1d(
     Returns:
         float[b, n - first, c], dtype of x.
     """
-    _check_rank("x", x, "b n c")
+    check_rank("x", x, "b n c")
     batch, n, channels = x.shape
-    _check_conv(window, weight, bias, activation, (batch, channels), x)
-    topology = _topology(parents, batch, first, x)
-    _check_nodes("x", n, topology)
-    convolve = _choose("tree_conv1d", backend, x)
+    check_conv(window, weight, bias, activation, (batch, channels), x)
+    topology = take_topology(parents, batch, first, x)
+    check_nodes("x", n, topology)
+    convolve = choose("tree_conv1d", backend, x)
     out: Tensor = convolve(x, weight, bias, topology, window, activation=activation, first=first)
     return out
 
@@ -425,56 +470,12 @@ def conv_commit(
         path_lengths: their number, root included.
         backend: see the module.
     """
-    _check_rank("window", window, "b c w-1")
-    _check_rank("x", x, "b n c")
+    check_rank("window", window, "b c w-1")
+    check_rank("x", x, "b n c")
     batch, channels, history = window.shape
-    _check("x", x, "float", (batch, x.shape[1], channels), window)
-    accepted = _accepted(path, path_lengths, batch, window, history + 1)
-    _choose("conv_commit", backend, window)(window, x, accepted, None)
-
-
-def conv_step(
-    window: Tensor,
-    stash: Tensor,
-    path: Path | None,
-    path_lengths: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    parents: Parents,
-    *,
-    activation: str | None = "silu",
-    first: int = 0,
-    backend: Backend = "auto",
-) -> Tensor:
-    """Fold the last path into the window, stash the new rows, convolve the new tree.
-
-    Args:
-        window: float[b, c, w - 1], written by the fold.
-        stash: float[b, N, c], rows before the convolution; written.
-        path: accepted nodes of the tree that the stash holds, or None for no fold.
-        path_lengths: their number, root included.
-        x: float[b, n - first, c], new rows.
-        weight: float[c, w].
-        bias: float[c] or None.
-        parents: the new trees.
-        activation: "silu" or None.
-        first: first new row; rows below it stand in the stash from earlier calls.
-        backend: see the module.
-
-    Returns:
-        float[b, n - first, c], dtype of stash.
-    """
-    _check_rank("stash", stash, "b N c")
-    batch, room, channels = stash.shape
-    _check_conv(window, weight, bias, activation, (batch, channels), stash)
-    topology = _topology(parents, batch, first, stash)
-    _check("x", x, "float", (batch, topology.parents.shape[1] - first, channels), stash)
-    _check_room(room, topology)
-    accepted = None if path is None else _accepted(path, path_lengths, batch, stash, weight.shape[1])
-    step = _choose("conv_step", backend, stash)
-    out: Tensor = step(window, stash, accepted, None, x, weight, bias, topology, activation=activation, first=first)
-    return out
+    check("x", x, "float", (batch, x.shape[1], channels), window)
+    accepted = take_path(path, path_lengths, batch, window, history + 1)
+    choose("conv_commit", backend, window)(window, x, accepted, None)
 
 
 def tree_attention(
@@ -514,15 +515,15 @@ def tree_attention(
     Returns:
         float[b, n - first, hq, dv], dtype of q, contiguous; softmax in float32.
     """
-    _check_rank("q", q, "b n-first hq d")
+    check_rank("q", q, "b n-first hq d")
     batch = q.shape[0]
-    topology = _topology(parents, batch, first, q)
+    topology = take_topology(parents, batch, first, q)
     n = topology.parents.shape[1]
-    _check_attention(q, k_cache, v_cache, lengths, n - first)
+    check_attention(q, k_cache, v_cache, lengths, n - first)
     kv_heads = k_cache.shape[1]
-    _check("k", k, "float", (batch, n, kv_heads, q.shape[3]), q)
-    _check("v", v, "float", (batch, n, kv_heads, v_cache.shape[3]), q)
-    attend = _choose("tree_attention", backend, q)
+    check("k", k, "float", (batch, n, kv_heads, q.shape[3]), q)
+    check("v", v, "float", (batch, n, kv_heads, v_cache.shape[3]), q)
+    attend = choose("tree_attention", backend, q)
     out: Tensor = attend(
         q, k_cache, v_cache, lengths, k, v, topology, scale=scale, window=window, softcap=softcap, first=first
     )
@@ -554,90 +555,13 @@ def kv_commit(
         path_lengths: their number, root included.
         backend: see the module.
     """
-    _check_rank("k_cache", k_cache, "b hk L d")
-    _check_rank("v_cache", v_cache, "b hk L dv")
-    _check_rank("k", k, "b n hk d")
+    check_rank("k_cache", k_cache, "b hk L d")
+    check_rank("v_cache", v_cache, "b hk L dv")
+    check_rank("k", k, "b n hk d")
     batch, kv_heads, context, dim = k_cache.shape
-    _check("v_cache", v_cache, "float", (batch, kv_heads, context, v_cache.shape[3]), k_cache)
-    _check("lengths", lengths, "int32", (batch,), k_cache)
-    _check("k", k, "float", (batch, k.shape[1], kv_heads, dim), k_cache)
-    _check("v", v, "float", (batch, k.shape[1], kv_heads, v_cache.shape[3]), k_cache)
-    accepted = _accepted(path, path_lengths, batch, k_cache)
-    _choose("kv_commit", backend, k_cache)(k_cache, v_cache, lengths, k, v, accepted, None)
-
-
-def attention_step(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    stash_k: Tensor,
-    stash_v: Tensor,
-    path: Path | None,
-    path_lengths: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    parents: Parents,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    first: int = 0,
-    backend: Backend = "auto",
-) -> Tensor:
-    """Append the last path's K and V to the caches, stash those of the new rows, attend from the new tree.
-
-    `lengths` is the length *after* the folded path: the fold writes rows lengths - path_lengths .. lengths - 1.
-
-    Args:
-        k_cache: float[b, hk, L, d], written by the fold.
-        v_cache: float[b, hk, L, dv], written by the fold.
-        lengths: int32[b], rows in use once the path is folded; read, never written.
-        stash_k: float[b, N, hk, d], written.
-        stash_v: float[b, N, hk, dv], written.
-        path: accepted nodes of the tree that the stash holds, or None for no fold.
-        path_lengths: their number, root included.
-        q: float[b, n - first, hq, d].
-        k: float[b, n - first, hk, d], new rows.
-        v: float[b, n - first, hk, dv], new rows.
-        parents: the new trees.
-        scale: see `tree_attention`.
-        window: see `tree_attention`.
-        softcap: see `tree_attention`.
-        first: first new row; rows below it stand in the stash from earlier calls.
-        backend: see the module.
-
-    Returns:
-        float[b, n - first, hq, dv], dtype of q, contiguous.
-    """
-    _check_rank("q", q, "b n-first hq d")
-    batch = q.shape[0]
-    topology = _topology(parents, batch, first, q)
-    rows, room = topology.parents.shape[1] - first, stash_k.shape[1]
-    _check_attention(q, k_cache, v_cache, lengths, rows)
-    kv_heads, dim, value_dim = k_cache.shape[1], q.shape[3], v_cache.shape[3]
-    _check("stash_k", stash_k, "float", (batch, room, kv_heads, dim), q)
-    _check("stash_v", stash_v, "float", (batch, room, kv_heads, value_dim), q)
-    _check("k", k, "float", (batch, rows, kv_heads, dim), q)
-    _check("v", v, "float", (batch, rows, kv_heads, value_dim), q)
-    _check_room(room, topology)
-    accepted = None if path is None else _accepted(path, path_lengths, batch, q)
-    step = _choose("attention_step", backend, q)
-    out: Tensor = step(
-        k_cache,
-        v_cache,
-        lengths,
-        stash_k,
-        stash_v,
-        accepted,
-        None,
-        q,
-        k,
-        v,
-        topology,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        first=first,
-    )
-    return out
+    check("v_cache", v_cache, "float", (batch, kv_heads, context, v_cache.shape[3]), k_cache)
+    check("lengths", lengths, "int32", (batch,), k_cache)
+    check("k", k, "float", (batch, k.shape[1], kv_heads, dim), k_cache)
+    check("v", v, "float", (batch, k.shape[1], kv_heads, v_cache.shape[3]), k_cache)
+    accepted = take_path(path, path_lengths, batch, k_cache)
+    choose("kv_commit", backend, k_cache)(k_cache, v_cache, lengths, k, v, accepted, None)

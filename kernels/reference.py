@@ -93,7 +93,7 @@ def matrix_tree(
     probe = query[:, None] if beta is None else torch.stack((key[:, first:], query), 1)  # [b, t, rows, g, s]
     kinds = probe.shape[1]
     scale = from_root.view(batch, 1, rows, groups, shared, -1)
-    seen = (probe.unsqueeze(4) * scale).view(batch, kinds * rows, heads, dstate).transpose(1, 2) @ state
+    seen = (probe.unsqueeze(4) * scale).reshape(batch, kinds * rows, heads, dstate).transpose(1, 2) @ state
     if log_decay.ndim == 3:
         scores = probe.reshape(batch, kinds * rows, groups, dstate).transpose(1, 2) @ key.permute(0, 2, 3, 1)
         weight = scores.view(batch, groups, 1, kinds, rows, n)
@@ -129,11 +129,21 @@ def _channel_scores(probe: Tensor, key: Tensor, pair: Tensor | None, shared: int
 
 def _substitute(coupling: Tensor, target: Tensor, known: Tensor | None) -> Tensor:
     """Solve (I + strictly lower part of coupling) u = target by substitution, given u of the first rows."""
+    if coupling.shape[3] == 1:
+        return target
     if known is not None:
         first = known.shape[2]
         target, coupling = target - coupling[..., :first] @ known, coupling[..., first:]
     solved: Tensor = torch.linalg.solve_triangular(coupling, target, upper=False, unitriangular=True)
     return solved if known is None else torch.cat((known, solved), 2)
+
+
+def _remaining(log_decay: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Sum [b, m, ...] over a whole path and, for each entry, over those after it (None where m is 1)."""
+    if log_decay.shape[1] == 1:
+        return log_decay[:, 0].to(dtype), None
+    sums = log_decay.double().cumsum(1)
+    return sums[:, -1].to(dtype), (sums[:, -1:] - sums).to(dtype)
 
 
 def matrix_commit(state: Tensor, left: Tensor, right: Tensor, log_decay: Tensor, accepted: AcceptedPath) -> None:
@@ -151,14 +161,10 @@ def matrix_commit(state: Tensor, left: Tensor, right: Tensor, log_decay: Tensor,
     """
     batch, m, heads = log_decay.shape[:3]
     groups = right.shape[2]
-    if m == 1:
-        total = log_decay.to(state.dtype)
-        left = left.neg()
-    else:
-        sums = log_decay.double().cumsum(1)
-        total = sums[:, -1].to(state.dtype)
-        later = (sums[:, -1:] - sums).to(state.dtype).exp_()
-        left = left * (later if log_decay.ndim == 4 else later[..., None]).neg_()
+    total, later = _remaining(log_decay, state.dtype)
+    if later is not None and log_decay.ndim == 3:
+        later = later[..., None]
+    left = left.neg() if later is None else left * later.exp_().neg_()
     left = left.masked_fill_(accepted.beyond[..., None, None], 0)
     left = left.view(batch, m, groups, -1).permute(0, 2, 3, 1)  # [b, g, (h / g) i, m]
     update = torch.matmul(left, right.transpose(1, 2))
@@ -180,7 +186,7 @@ def ssd_tree_scan(
     """Run the Mamba-2 recurrence: a matrix state with k = B, u = dt x, q = C and log decay dt A."""
     topology = Topology.cast(parents)
     dtype = state.dtype
-    key, query = B.to(dtype), C[:, first:].to(dtype)
+    dt, key, query = dt.to(dtype), B.to(dtype), C[:, first:].to(dtype)
     y, _ = matrix_tree(query, key, x * dt[..., None], dt * A, state.transpose(2, 3), topology, first=first)
     y = y.transpose(1, 2)
     if D is not None:
@@ -193,57 +199,184 @@ def ssd_commit(
 ) -> None:
     """Fold the accepted path of a Mamba-2 layer into its state, in place."""
     accepted = AcceptedPath.cast(path, path_lengths)
-    _ssd_fold(state, accepted.take(x), accepted.take(dt), A, accepted.take(B), accepted)
+    ssd_fold(state, accepted.take(x), accepted.take(dt), A, accepted.take(B), accepted)
 
 
-def _ssd_fold(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, accepted: AcceptedPath) -> None:
+def ssd_fold(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, accepted: AcceptedPath) -> None:
     """Do the work of `ssd_commit` on rows taken along the path."""
+    dt = dt.to(state.dtype)
     log_decay = dt * (A if A.ndim == 1 else A[:, None])
     matrix_commit(state, x * dt[..., None], B.to(state.dtype), log_decay, accepted)
 
 
-def ssd_step(
+def gated_delta_tree_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    parents: Parents,
     state: Tensor,
-    stash_xbc: Tensor,
-    stash_dt: Tensor,
-    path: Path | None,
-    path_lengths: Tensor | None,
-    xbc: Tensor,
+    *,
+    scale: float | None = None,
+    first: int = 0,
+    u: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run the gated delta rule; without `u` the rows below `first` are solved again."""
+    start = first if u is not None else 0
+    known = None if u is None else u[:, :first]
+    topology = Topology.cast(parents)
+    o, u = gated_delta_rows(q[:, start:], k, v[:, start:], g, beta[:, start:], topology, state, scale, start, known)
+    return o[:, first - start :].contiguous(), u
+
+
+def gated_delta_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    topology: Topology,
+    state: Tensor,
+    scale: float | None,
+    first: int,
+    known: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Do the work of `gated_delta_tree_scan` with q, v and beta of the computed rows only."""
+    dtype = state.dtype
+    o, u = matrix_tree(
+        q.to(dtype) * (k.shape[3] ** -0.5 if scale is None else scale),
+        k.to(dtype),
+        v.to(dtype),
+        g,
+        state,
+        topology,
+        beta=beta.to(dtype),
+        known=known.to(dtype) if known is not None and first else None,
+        first=first,
+    )
+    return _nodes_first(o, v.dtype), u.transpose(1, 2)
+
+
+def gated_delta_commit(state: Tensor, k: Tensor, u: Tensor, g: Tensor, path: Path, path_lengths: Tensor | None) -> None:
+    """Fold the accepted path of a gated delta layer into its state, in place."""
+    accepted = AcceptedPath.cast(path, path_lengths)
+    shared = u.shape[2] // k.shape[2]
+    key = accepted.take(k).to(state.dtype)
+    if shared > 1:
+        key = key.repeat_interleave(shared, 2)
+    matrix_commit(state, key, accepted.take(u).to(state.dtype), accepted.take(g), accepted)
+
+
+# The diagonal state.
+
+
+def diagonal_tree(log_decay: Tensor, write: Tensor, state: Tensor, topology: Topology) -> Tensor:
+    """Run h_i = e^{g_i} h_parent + x_i along every root path, elementwise.
+
+    Each node holds the map from the state 1, 2, 4, ... edges up to its own; a round composes it with the map of the
+    node where it starts.  Products of decays only shrink, so nothing overflows, and no decay between two nodes is
+    ever formed: memory is O(n) states and there are log2(n) rounds, whatever the trees.
+
+    Args:
+        log_decay: [b, n, ...], at most 0.
+        write: [b, n, ...].
+        state: [b, ...]; read, never written.
+        topology: the trees.
+
+    Returns:
+        h as [b, n, ...].
+    """
+    n = write.shape[1]
+    # Row n, above the root, holds the identity.
+    nothing = torch.zeros_like(state)[:, None]
+    write = torch.cat((write, nothing), 1)
+    decay = torch.cat((log_decay, nothing), 1).exp_()
+    for jump in topology.jump_rows():
+        start = jump.view(*jump.shape, *(1,) * (write.ndim - 2)).expand_as(write)
+        write = torch.addcmul(write, decay, write.gather(1, start))
+        decay = decay * decay.gather(1, start)
+    return torch.addcmul(write[:, :n], decay[:, :n], state[:, None])
+
+
+def diagonal_fold(state: Tensor, total: Tensor, later: Tensor | None, write: Tensor, accepted: AcceptedPath) -> None:
+    """Fold a path into a diagonal state: h = e^{total} h + sum_j e^{later_j} write_j, in place.
+
+    Args:
+        state: [b, ...], written.
+        total: [b, ...], log decay over the whole path.
+        later: [b, m, ...], log decay over the entries after each, written over; None where m is 1.
+        write: [b, m, ...].
+        accepted: the path that write was taken by.
+    """
+    beyond = accepted.beyond.view(*accepted.beyond.shape, *(1,) * (write.ndim - 2))
+    write = write.neg() if later is None else write * later.exp_().neg_()
+    state.mul_(total.exp()).sub_(write.masked_fill_(beyond, 0).sum(1))
+
+
+def selective_tree_scan(
+    x: Tensor,
     dt: Tensor,
     A: Tensor,
-    dt_bias: Tensor | None,
+    B: Tensor,
+    C: Tensor,
     parents: Parents,
+    state: Tensor,
     *,
-    headdim: int,
-    ngroups: int,
     D: Tensor | None = None,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
     first: int = 0,
 ) -> Tensor:
-    """Fold the last path, stash x, B, C and dt of the new rows, scan the new tree."""
-    topology = Topology.cast(parents)
-    n = topology.parents.shape[1]
-    if path is not None:
-        accepted = AcceptedPath.cast(path, path_lengths)
-        x, B, _ = _split_xbc(accepted.take(stash_xbc), headdim, ngroups, A.shape[0])
-        _ssd_fold(state, x, accepted.take(stash_dt), A, B, accepted)
-    stash_xbc[:, first:n].copy_(xbc)
-    step_size = dt.to(stash_dt.dtype)
-    step_size = F.softplus(step_size if dt_bias is None else step_size + dt_bias)
-    if dt_limit != (0.0, float("inf")):
-        step_size = step_size.clamp(*dt_limit)
-    stash_dt[:, first:n].copy_(step_size)
-    x, B, C = _split_xbc(stash_xbc[:, :n], headdim, ngroups, A.shape[0])
-    return ssd_tree_scan(x, stash_dt[:, :n], A, B, C, topology, state, D=D, first=first)
+    """Run the Mamba-1 recurrence: a diagonal state [c, s] with log decay dt A and writes dt x B."""
+    return selective_rows(x, dt, A, B, C[:, first:], Topology.cast(parents), state, D, first)
 
 
-def _split_xbc(xbc: Tensor, headdim: int, ngroups: int, nheads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """View the channels after the convolution as x[b, n, h, p], B[b, n, g, s] and C[b, n, g, s]."""
-    inner = nheads * headdim
-    span = (xbc.shape[2] - inner) // 2
-    shape = (*xbc.shape[:2], ngroups, -1)
-    x, B, C = xbc[..., :inner], xbc[..., inner : inner + span], xbc[..., inner + span :]
-    return x.view(*xbc.shape[:2], nheads, headdim), B.view(shape), C.view(shape)
+def selective_rows(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    topology: Topology,
+    state: Tensor,
+    D: Tensor | None,
+    first: int,
+) -> Tensor:
+    """Do the work of `selective_tree_scan` with C of the computed rows only."""
+    dtype = state.dtype
+    dt = dt.to(dtype)
+    write = (dt * x)[..., None] * B.to(dtype)[:, :, None]
+    h = diagonal_tree(dt[..., None] * A, write, state, topology)
+    y = torch.matmul(h[:, first:], C.to(dtype)[..., None]).squeeze(3)
+    if D is not None:
+        y = torch.addcmul(y, x[:, first:].to(dtype), D.to(dtype))
+    return y.to(x.dtype)
+
+
+def selective_commit(
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, path: Path, path_lengths: Tensor | None
+) -> None:
+    """Fold the accepted path of a Mamba-1 layer into its state, in place."""
+    accepted = AcceptedPath.cast(path, path_lengths)
+    dt = accepted.take(dt).to(state.dtype)
+    total, later = _remaining(dt, state.dtype)
+    if later is not None:
+        later = later[..., None] * (A if A.ndim == 2 else A[:, None])
+    write = (dt * accepted.take(x))[..., None] * accepted.take(B).to(state.dtype)[:, :, None]
+    diagonal_fold(state, total[..., None] * A, later, write, accepted)
+
+
+def diagonal_tree_scan(log_a: Tensor, x: Tensor, parents: Parents, state: Tensor, *, first: int = 0) -> Tensor:
+    """Run the RG-LRU recurrence: a diagonal state [c] with log decay log_a and writes x."""
+    dtype = state.dtype
+    h = diagonal_tree(log_a.to(dtype), x.to(dtype), state, Topology.cast(parents))
+    return h[:, first:].to(x.dtype).contiguous()
+
+
+def diagonal_commit(state: Tensor, log_a: Tensor, x: Tensor, path: Path, path_lengths: Tensor | None) -> None:
+    """Fold the accepted path of an RG-LRU layer into its state, in place."""
+    accepted = AcceptedPath.cast(path, path_lengths)
+    total, later = _remaining(accepted.take(log_a), state.dtype)
+    diagonal_fold(state, total, later, accepted.take(x).to(state.dtype), accepted)
 
 
 # The short convolution.
@@ -284,27 +417,6 @@ def conv_commit(window: Tensor, x: Tensor, path: Path, path_lengths: Tensor | No
     kept = window.gather(2, accepted.conv_from[:, None].expand(-1, channels, -1))
     entered = x.gather(1, accepted.conv_rows[..., None].expand(-1, -1, channels)).transpose(1, 2)
     torch.where(accepted.conv_keeps, kept, entered.to(window.dtype), out=window)
-
-
-def conv_step(
-    window: Tensor,
-    stash: Tensor,
-    path: Path | None,
-    path_lengths: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    parents: Parents,
-    *,
-    activation: str | None = "silu",
-    first: int = 0,
-) -> Tensor:
-    """Fold the last path, stash the new rows before the convolution, convolve the new tree."""
-    n = (parents.parents if isinstance(parents, Topology) else parents).shape[1]
-    if path is not None:
-        conv_commit(window, stash, path, path_lengths)
-    stash[:, first:n].copy_(x)
-    return tree_conv1d(stash[:, :n], weight, bias, parents, window, activation=activation, first=first)
 
 
 # Attention.
@@ -382,44 +494,3 @@ def kv_commit(
         rows = nodes.gather(1, source.expand(-1, -1, *nodes.shape[2:])).transpose(1, 2).to(cache.dtype)
         index = place.expand_as(rows)
         cache.scatter_(2, index, torch.where(stays, cache.gather(2, index), rows))
-
-
-def attention_step(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    stash_k: Tensor,
-    stash_v: Tensor,
-    path: Path | None,
-    path_lengths: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    parents: Parents,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    first: int = 0,
-) -> Tensor:
-    """Append the last path's K and V, stash those of the new rows, attend; `lengths` counts the appended rows."""
-    topology = Topology.cast(parents)
-    n = topology.parents.shape[1]
-    if path is not None:
-        accepted = AcceptedPath.cast(path, path_lengths)
-        kv_commit(k_cache, v_cache, lengths - accepted.lengths, stash_k, stash_v, accepted, None)
-    stash_k[:, first:n].copy_(k)
-    stash_v[:, first:n].copy_(v)
-    return tree_attention(
-        q,
-        k_cache,
-        v_cache,
-        lengths,
-        stash_k[:, :n],
-        stash_v[:, :n],
-        topology,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        first=first,
-    )

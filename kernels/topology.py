@@ -69,15 +69,15 @@ def jump_rows(parents: Tensor) -> tuple[Tensor, ...]:
         parents: int[batch, n].
 
     Returns:
-        ceil(log2(n + 1)) tensors int64[batch, n], enough to climb from any node past the root.
+        ceil(log2(n)) tensors int64[batch, n + 1]; together they span the deepest tree of n nodes.
     """
     batch, n = parents.shape
-    above = torch.full((batch, 1), n, dtype=torch.int64, device=parents.device)
-    jump = torch.where(parents < 0, n, parents).long()
-    jumps = [jump]
-    while 2 ** len(jumps) <= n:
-        jump = torch.cat((jump, above), 1).gather(1, jump)
+    above = torch.full((batch, 1), n, dtype=parents.dtype, device=parents.device)
+    jump = torch.cat((torch.where(parents < 0, n, parents), above), 1).long()
+    jumps: list[Tensor] = []
+    while 2 ** len(jumps) < n:
         jumps.append(jump)
+        jump = jump.gather(1, jump)
     return tuple(jumps)
 
 
@@ -143,6 +143,10 @@ class Topology:
         if self.conv_index is not None and self.conv_index.shape[2] == width:
             return self.conv_index
         return conv_rows(self.parents, width)
+
+    def jump_rows(self) -> tuple[Tensor, ...]:
+        """Return the rows of `jump_rows`, computed here only if they were not asked for in `of`."""
+        return jump_rows(self.parents) if self.jumps is None else self.jumps
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -140,3 +140,26 @@ def attention(
             weights = torch.exp(scores - scores.max())
             out[i, head] = (weights / weights.sum()) @ values
     return out
+
+
+def random_parents(batch: int, n: int, rng: torch.Generator, padding: int = 0) -> Tensor:
+    """Draw a different tree for every sequence, int32[batch, n]; the last `padding` nodes of each are padding."""
+    rows = []
+    for _ in range(batch):
+        reach = int(torch.randint(1, n + 1, (), generator=rng))  # small reach: deep trees; large: bushy ones
+        row = [-1]
+        for i in range(1, n):
+            row.append(-1 if i >= n - padding else int(torch.randint(max(0, i - reach), i, (), generator=rng)))
+        rows.append(row)
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def paths_to(parents: Tensor, nodes: Sequence[int | None], extra: int = 1) -> tuple[Tensor, Tensor]:
+    """Make path int32[batch, m] and path_lengths down to a node of each tree; None: an empty path.
+
+    Entries past a length hold nonsense, as they may.
+    """
+    paths = [[] if node is None else path_to(row, node) for row, node in zip(parents.tolist(), nodes, strict=True)]
+    width = max(map(len, paths)) + extra
+    rows = [path + [10**6, -1, -(10**6)][: width - len(path)] + [-1] * (width - len(path) - 3) for path in paths]
+    return torch.tensor(rows, dtype=torch.int32), torch.tensor([len(path) for path in paths], dtype=torch.int32)
