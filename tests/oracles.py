@@ -107,7 +107,8 @@ def conv(
         if bias is not None:
             total += bias.double()
         y[i] = total / (1 + torch.exp(-total)) if silu else total
-        windows.append(torch.stack(history[len(history) - (width - 1) :], 1))
+        kept = history[len(history) - (width - 1) :]
+        windows.append(torch.stack(kept, 1) if kept else window.double())
     return y, windows
 
 
