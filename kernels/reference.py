@@ -413,7 +413,7 @@ def conv_commit(window: Tensor, x: Tensor, path: Path, path_lengths: Tensor | No
     batch, channels, history = window.shape
     accepted = AcceptedPath.cast(path, path_lengths, history + 1)
     if accepted.conv_from is None or accepted.conv_rows is None or accepted.conv_keeps is None:
-        return  # no window, or no path
+        return  # a filter of one tap has no window
     kept = window.gather(2, accepted.conv_from[:, None].expand(-1, channels, -1))
     entered = x.gather(1, accepted.conv_rows[..., None].expand(-1, -1, channels)).transpose(1, 2)
     torch.where(accepted.conv_keeps, kept, entered.to(window.dtype), out=window)

@@ -175,11 +175,13 @@ class AcceptedPath:
     @classmethod
     def of(cls, path: Tensor, path_lengths: Tensor, conv_width: int | None = None) -> AcceptedPath:
         """Derive the indices from int32[batch, m] and int32[batch], without reading the device."""
+        if path.shape[1] == 0:
+            path = path.new_zeros(path.shape[0], 1)  # one entry, past every length
         m = path.shape[1]
         lengths = path_lengths.long()
         beyond = torch.arange(m, device=path.device) >= lengths[:, None]
         rows = path.long().masked_fill_(beyond, 0) if path.dtype != torch.int64 else path.masked_fill(beyond, 0)
-        if not conv_width or conv_width < 2 or m == 0:
+        if conv_width is None or conv_width < 2:
             return cls(rows, lengths, beyond)
         history = conv_width - 1
         # Column t of the new window is row lengths + t of the sequence [old window, accepted nodes].

@@ -156,9 +156,10 @@ class DecodeState:
 
     def commit(self, path: Tensor, path_lengths: Tensor) -> None:
         """Fold int32[batch, m] paths of the pending tree into every layer and consume the tree."""
-        for stack in self.stacks.values():
-            stack.commit(path, path_lengths, self.lengths)
-        self.lengths += path_lengths
+        if path.shape[1]:
+            for stack in self.stacks.values():
+                stack.commit(path, path_lengths, self.lengths)
+            self.lengths += path_lengths
         self.pending = None
 
     def bind(self, layer: int, mixer: Any) -> None:

@@ -104,7 +104,7 @@ class Random:
         shape = (-1,) + (1,) * (offset.dim() - 1)
         position, sequence = self.positions.view(shape) + offset, self.sequences.view(shape)
         node = torch.as_tensor(node, device=offset.device)
-        words: list[Any] = list(torch.broadcast_tensors(position.long(), sequence, node.long()))  # type: ignore[no-untyped-call]
+        words: list[Any] = list(torch.broadcast_tensors(position.long(), sequence, node.long()))
         # NumPy runs the same integer arithmetic about five times faster than torch on small CPU tensors.
         if offset.device.type == "cpu":
             words = [word.numpy() for word in words]
