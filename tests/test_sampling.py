@@ -1,0 +1,236 @@
+"""Random numbers by counter, laws after temperature, top-k and top-p, and draws without replacement."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from stree.sampling import Random, Sampling, _philox, draw_without_replacement
+
+torch.set_num_threads(1)
+
+ALPHA = 1e-6  # false alarms of a statistical test; the seeds are fixed, so a test passes always or never
+
+
+def random_rows(batch: int, seed: int = 0, position: int = 5) -> Random:
+    return Random(seed, torch.arange(batch), torch.full((batch,), position))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FixedRandom(Random):
+    """Numbers that are what the test wants them to be."""
+
+    number: float = 0.0
+
+    def uniform(self, purpose: str, offset: Tensor, node: Tensor | int = 0) -> Tensor:
+        return torch.full(offset.shape, self.number, dtype=torch.float64)
+
+
+# The published vectors of Random123 (kat_vectors, philox4x32 with 10 rounds): counter, key, first words of the block.
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB),
+        ),
+    ],
+    ids=["zeros", "ones", "pi"],
+)
+def test_philox_gives_the_published_words(
+    counter: tuple[int, int, int, int], key: tuple[int, int], words: tuple[int, int]
+) -> None:
+    seed = key[0] | key[1] << 32
+    c0, c1, c2, c3 = counter
+    numpy_words = _philox(np.array([c0]), np.array([c1]), c2, np.array([c3]), seed)
+    torch_words = _philox(torch.tensor([c0]), torch.tensor([c1]), c2, torch.tensor([c3]), seed)
+    assert tuple(int(word[0]) for word in numpy_words) == words
+    assert tuple(int(word[0]) for word in torch_words) == words
+
+
+def test_numpy_and_torch_run_the_same_arithmetic() -> None:
+    generator = torch.Generator().manual_seed(0)
+    c0, c1, c3 = (torch.randint(0, 1 << 32, (1000,), generator=generator) for _ in range(3))
+    for seed in (0, 1, 2**40 + 3, -1):
+        by_torch = _philox(c0, c1, 2, c3, seed)
+        by_numpy = _philox(c0.numpy(), c1.numpy(), 2, c3.numpy(), seed)
+        for left, right in zip(by_torch, by_numpy, strict=True):
+            assert torch.equal(left, torch.from_numpy(right))
+
+
+def test_numbers_do_not_depend_on_the_batch_around_them() -> None:
+    rng = Random(3, torch.tensor([4, 9, 2]), torch.tensor([10, 20, 30]))
+    offset, node = torch.tensor([[0, 1], [2, 3], [4, 5]]), torch.tensor([[0, 7], [1, 1], [2, 9]])
+    together = rng.uniform("accept", offset, node)
+    for row in range(3):
+        rows = torch.tensor([row])
+        assert torch.equal(rng.select(rows).uniform("accept", offset[rows], node[rows])[0], together[row])
+
+
+def test_numbers_depend_on_the_absolute_position_only() -> None:
+    rng = random_rows(2, position=5)
+    moved = rng.at(torch.tensor([8, 8]))
+    assert torch.equal(rng.uniform("target", torch.tensor([4, 4])), moved.uniform("target", torch.tensor([1, 1])))
+
+
+def test_every_key_has_its_own_number() -> None:
+    keys = itertools.product((0, 1, 2**32, 2**63 + 1), range(4), range(4), ("target", "accept", "draft"), range(4))
+    numbers = [
+        float(Random(seed, torch.tensor([row]), torch.tensor([position])).uniform(purpose, torch.tensor([0]), node))
+        for seed, row, position, purpose, node in keys
+    ]
+    assert len(set(numbers)) == len(numbers) == 4 * 4 * 4 * 3 * 4
+
+
+@pytest.mark.parametrize("axis", ["sequence", "position", "node", "seed"])
+@pytest.mark.parametrize("purpose", ["target", "accept", "draft"])
+def test_numbers_are_uniform_along_every_part_of_the_key(axis: str, purpose: str) -> None:
+    count = 20_000 if axis != "seed" else 2_000
+    index, zero = torch.arange(count), torch.zeros(count, dtype=torch.long)
+    if axis == "seed":
+        rngs = [Random(seed, zero[:1], zero[:1]) for seed in range(count)]
+        numbers = torch.cat([rng.uniform(purpose, zero[:1]) for rng in rngs])
+    else:
+        rng = Random(0, index if axis == "sequence" else zero, index if axis == "position" else zero)
+        numbers = rng.uniform(purpose, zero, index if axis == "node" else zero)
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    assert stats.kstest(numbers.numpy(), "uniform").pvalue > ALPHA
+    neighbours = np.corrcoef(numbers[:-1].numpy(), numbers[1:].numpy())[0, 1]
+    assert abs(neighbours) < 5 / count**0.5  # five standard deviations of the correlation of independent numbers
+
+
+@pytest.mark.parametrize("number", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_choice_never_returns_a_token_of_probability_zero(number: float, dtype: torch.dtype) -> None:
+    laws = torch.tensor(
+        [
+            [0.0, 0.3, 0.0, 0.7, 0.0],
+            [0.0, 0.0, 1e-30, 0.0, 0.0],
+            [1 / 3, 1 / 3, 1 / 3, 0.0, 0.0],
+            [0.0, 0.1, 0.2, 0.3, 0.0],
+            [1e-300, 0.0, 1.0, 0.0, 1e-300],
+        ],
+        dtype=dtype,
+    )
+    rng = FixedRandom(0, torch.arange(5), torch.zeros(5, dtype=torch.long), number)
+    index = rng.choice("target", laws, torch.zeros(5, dtype=torch.long))
+    assert (laws.gather(1, index[:, None]) > 0).all()
+
+
+def test_choice_from_a_law_without_mass_gives_index_zero() -> None:
+    assert random_rows(2).choice("draft", torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)).tolist() == [0, 0]
+
+
+def test_choice_follows_its_law_whether_or_not_it_is_normalised() -> None:
+    law = torch.tensor([0.05, 0.0, 0.4, 0.25, 0.3], dtype=torch.float64)
+    for scale in (1.0, 7.5):
+        index = random_rows(50_000).choice("target", (scale * law).repeat(50_000, 1), torch.zeros(50_000).long())
+        counts = torch.bincount(index, minlength=5)
+        assert counts[1] == 0
+        kept = law > 0
+        assert stats.chisquare(counts[kept].numpy(), 50_000 * law[kept].numpy()).pvalue > ALPHA
+
+
+def test_bernoulli_follows_its_probabilities() -> None:
+    probs = torch.tensor([0.0, 0.2, 0.75, 1.0])
+    shown = random_rows(20_000).bernoulli("accept", probs.expand(20_000, 4), torch.arange(4).expand(20_000, 4))
+    counts = shown.sum(0).tolist()
+    assert counts[0] == 0
+    assert counts[3] == 20_000
+    for count, prob in zip(counts[1:3], (0.2, 0.75), strict=True):
+        assert stats.binomtest(count, 20_000, prob).pvalue > ALPHA
+
+
+def transformers_law(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
+    text = torch.zeros(logits.shape[0], 1, dtype=torch.long)
+    logits = TemperatureLogitsWarper(temperature)(text, logits)
+    if top_k is not None:
+        logits = TopKLogitsWarper(top_k)(text, logits)
+    if top_p is not None:
+        logits = TopPLogitsWarper(top_p)(text, logits)
+    return logits.softmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.8, 1.0, 1.7])
+@pytest.mark.parametrize("top_k", [None, 1, 5, 61, 500])
+@pytest.mark.parametrize("top_p", [None, 1e-6, 0.35, 0.9, 0.999])
+def test_laws_are_those_of_transformers(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    logits = 3 * torch.randn(20, 61, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    law = Sampling(temperature, top_k, top_p).law(logits)
+    expected = transformers_law(logits, temperature, top_k, top_p)
+    assert torch.equal(law > 0, expected > 0)
+    assert (law - expected).abs().max() < 1e-12
+
+
+def test_tokens_tied_with_the_last_of_top_k_are_kept() -> None:
+    law = Sampling(1.0, top_k=2).law(torch.tensor([[2.0, 1.0, 1.0, 0.0]]))
+    assert (law > 0).tolist() == [[True, True, True, False]]
+
+
+def test_the_token_that_reaches_top_p_is_kept() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log()
+    assert (Sampling(1.0, top_p=0.6).law(logits) > 0).tolist() == [[True, True, False]]
+    assert (Sampling(1.0, top_p=1.0).law(logits) > 0).all()
+
+
+def test_the_greedy_law_is_one_hot_at_the_argmax() -> None:
+    logits = torch.randn(3, 4, 7, generator=torch.Generator().manual_seed(0))
+    law = Sampling().law(logits)
+    assert torch.equal(law.argmax(-1), logits.argmax(-1))
+    assert torch.equal(law.sum(-1), torch.ones(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -0.5}, "temperature must be finite and not negative, got -0.5"),
+        ({"temperature": float("nan")}, "temperature must be finite and not negative, got nan"),
+        ({"temperature": float("inf")}, "temperature must be finite and not negative, got inf"),
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
+        ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
+        ({"top_p": float("nan")}, r"top_p must be in \(0, 1\], got nan"),
+    ],
+    ids=["negative-temperature", "nan-temperature", "infinite-temperature", "top-k", "top-p-0", "top-p-2", "top-p-nan"],
+)
+def test_a_value_outside_its_range_is_refused(values: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampling(**values)  # type: ignore[arg-type]
+
+
+def test_draws_without_replacement_follow_the_sequential_law() -> None:
+    law = torch.tensor([0.45, 0.3, 0.2, 0.05], dtype=torch.float64)
+    count = 60_000
+    zero = torch.zeros(count, 1, dtype=torch.long)
+    tokens, probs = draw_without_replacement(random_rows(count), law.expand(count, 1, 4), zero, zero, 3)
+    assert torch.equal(probs, law[tokens])
+    seen = dict.fromkeys(itertools.permutations(range(4), 3), 0)
+    for order in map(tuple, tokens[:, 0].tolist()):
+        seen[order] += 1  # a repeated token is a KeyError
+    expected = []
+    for order in seen:
+        rest, prob = 1.0, 1.0
+        for token in order:
+            prob, rest = prob * float(law[token]) / rest, rest - float(law[token])
+        expected.append(prob * count)
+    assert stats.chisquare(list(seen.values()), expected).pvalue > ALPHA
+
+
+def test_draws_beyond_the_support_have_probability_zero() -> None:
+    law = torch.tensor([[[0.0, 0.6, 0.0, 0.4]]])
+    zero = torch.zeros(1, 1, dtype=torch.long)
+    tokens, probs = draw_without_replacement(random_rows(1), law, zero, zero, 4)
+    assert sorted(tokens[0, 0, :2].tolist()) == [1, 3]
+    assert (probs[0, 0, :2] > 0).all()
+    assert probs[0, 0, 2:].tolist() == [0, 0]

@@ -1,0 +1,288 @@
+"""Acceptance: the law of what is emitted, by exact enumeration of every draft and every random choice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from enumeration import DraftedTrees, TableLaw, drafted_trees, emitted_law, total_variation
+from torch import Tensor
+
+from stree.sampling import Random, Sampling
+from stree.tree import TokenTree
+from stree.verify import DELTA, SAMPLED, Acceptance, DraftLaws, accept
+
+torch.set_num_threads(1)
+
+EXACT = 1e-9  # total variation; float64 sums of at most a million terms stay far below it
+SEEN = 0.01  # a wrong rule must differ at least this much
+
+CHAIN = [-1, 0, 1]
+STAR = [-1, 0, 0]
+BINARY = [-1, 0, 0, 1, 1]
+UNEVEN = [-1, 0, 0, 1, 3]
+PLAIN = Sampling(1.0)
+
+
+def random_rows(batch: int) -> Random:
+    return Random(0, torch.arange(batch), torch.zeros(batch, dtype=torch.long))
+
+
+def depth_of(parents: list[int]) -> int:
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    return max(depths)
+
+
+@pytest.mark.parametrize("verifier", ["match", "rejection"])
+@pytest.mark.parametrize(
+    ("vocab", "parents"),
+    [(4, CHAIN), (4, STAR), (4, [-1, 0, 0, 0, 0]), (3, BINARY), (3, UNEVEN), (3, [-1, 0, 1, 0, 3])],
+    ids=["chain", "star", "whole-vocabulary", "binary", "uneven", "two-chains"],
+)
+def test_the_emitted_law_of_a_sampled_tree_is_the_target_s(vocab: int, parents: list[int], verifier: str) -> None:
+    target, draft = TableLaw.random(vocab, 1), TableLaw.random(vocab, 2)
+    trees = drafted_trees(draft, parents, PLAIN)
+    length = depth_of(parents) + 1
+    emitted = emitted_law(target, trees, PLAIN, verifier, length)
+    assert abs(float(emitted.sum()) - 1) < EXACT
+    assert total_variation(emitted, target.joint(PLAIN, length)) < EXACT
+
+
+@pytest.mark.parametrize("verifier", ["match", "rejection"])
+@pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.3, top_k=2), Sampling(1.0, top_p=0.7)], ids=str)
+@pytest.mark.parametrize("draft_sampling", [PLAIN, Sampling(0.8, top_k=2)], ids=str)
+def test_the_law_is_exact_where_tokens_have_probability_zero(
+    sampling: Sampling, draft_sampling: Sampling, verifier: str
+) -> None:
+    target, draft = TableLaw.random(4, 3), TableLaw.random(4, 4)
+    # With top-k 2 the draft has no third child: that node is padding, and so is its child.
+    trees = drafted_trees(draft, [-1, 0, 0, 0, 3], draft_sampling)
+    assert bool((trees.parents[:, 1:] < 0).any()) == (draft_sampling.top_k is not None)
+    emitted = emitted_law(target, trees, sampling, verifier, 3)
+    assert total_variation(emitted, target.joint(sampling, 3)) < EXACT
+
+
+@pytest.mark.parametrize("verifier", ["match", "rejection"])
+def test_the_law_is_exact_when_draft_and_target_agree(verifier: str) -> None:
+    target = TableLaw.random(3, 5)
+    emitted = emitted_law(target, drafted_trees(target, BINARY, PLAIN), PLAIN, verifier, 3)
+    assert total_variation(emitted, target.joint(PLAIN, 3)) < EXACT
+
+
+@pytest.mark.parametrize("verifier", ["match", "rejection"])
+def test_the_law_is_exact_when_no_drafted_token_is_possible(verifier: str) -> None:
+    target = TableLaw(torch.tensor([[0.0, -torch.inf, 1.0, 0.5]] * 4, dtype=torch.float64))
+    draft = TableLaw(torch.tensor([[-torch.inf, 0.0, -torch.inf, -torch.inf]] * 4, dtype=torch.float64))
+    emitted = emitted_law(target, drafted_trees(draft, CHAIN, PLAIN), PLAIN, verifier, 3)
+    assert total_variation(emitted, target.joint(PLAIN, 3)) < EXACT
+
+
+@pytest.mark.parametrize("verifier", ["match", "rejection"])
+def test_the_law_is_exact_for_nodes_chosen_without_chance(verifier: str) -> None:
+    target = TableLaw.random(4, 6)
+    trees = drafted_trees(target, BINARY, PLAIN, delta={1: 2, 2: 0, 3: 1, 4: 3})
+    assert len(trees.weight) == 1
+    emitted = emitted_law(target, trees, PLAIN, verifier, 3)
+    assert total_variation(emitted, target.joint(PLAIN, 3)) < EXACT
+
+
+def test_rejection_without_laws_takes_every_node_as_chosen_without_chance() -> None:
+    target = TableLaw.random(4, 6)
+    trees = drafted_trees(target, BINARY, PLAIN, delta={1: 2, 2: 0, 3: 1, 4: 3})
+
+    def without_laws(tree: TokenTree, logits: Tensor, rng: Random, laws: DraftLaws | None) -> Acceptance:
+        return accept(tree, logits, PLAIN, rng, None, "rejection")
+
+    emitted = emitted_law(target, trees, PLAIN, "rejection", 3, without_laws)
+    assert total_variation(emitted, target.joint(PLAIN, 3)) < EXACT
+
+
+@pytest.mark.parametrize("verifier", ["match", "rejection"])
+@pytest.mark.parametrize("parents", [[-1, 0, 0, 0], [-1, 0, 0, 1, 1]], ids=["star", "binary"])
+def test_the_law_is_exact_for_chosen_nodes_before_their_drawn_siblings(parents: list[int], verifier: str) -> None:
+    target, draft = TableLaw.random(4, 7), TableLaw.random(4, 8)
+    trees = drafted_trees(draft, parents, PLAIN, delta={1: 3} if len(parents) == 4 else {1: 3, 3: 0})
+    emitted = emitted_law(target, trees, PLAIN, verifier, 3)
+    assert total_variation(emitted, target.joint(PLAIN, 3)) < EXACT
+
+
+def sorted_by_probability(trees: DraftedTrees) -> DraftedTrees:
+    """Put the root's two drawn children in descending order of their probability, as STree's released sampler does."""
+    law = trees.laws.probs[:, 0]
+    tokens = trees.tokens.clone()
+    first, second = tokens[:, 1], tokens[:, 2]
+    swap = law.gather(1, second[:, None]) > law.gather(1, first[:, None])
+    tokens[:, 1:] = torch.where(swap, tokens[:, 1:].flip(1), tokens[:, 1:])
+    return replace(trees, tokens=tokens)
+
+
+def test_siblings_sorted_before_the_test_give_another_law() -> None:
+    target, draft = TableLaw.random(4, 1), TableLaw.random(4, 2)
+    trees = sorted_by_probability(drafted_trees(draft, STAR, PLAIN))
+    exact = target.joint(PLAIN, 2)
+    assert total_variation(emitted_law(target, trees, PLAIN, "rejection", 2), exact) > SEEN
+    assert total_variation(emitted_law(target, trees, PLAIN, "match", 2), exact) < EXACT  # MATCH may be handed any tree
+
+
+def test_a_drawn_sibling_dropped_for_its_own_probability_gives_another_law() -> None:
+    target, draft = TableLaw.random(4, 7), TableLaw.random(4, 17)
+    trees = drafted_trees(draft, STAR, PLAIN)
+    is_unlikely = trees.laws.probs[:, 0].gather(1, trees.tokens) < 0.3
+    is_unlikely[:, :2] = False  # the second child only
+    parents = trees.parents.masked_fill(is_unlikely, -1)
+    trees = replace(trees, tokens=trees.tokens.masked_fill(is_unlikely, 0), parents=parents)
+    assert total_variation(emitted_law(target, trees, PLAIN, "rejection", 2), target.joint(PLAIN, 2)) > SEEN
+
+
+def test_a_law_that_did_not_draw_the_nodes_gives_another_law() -> None:
+    target, draft, other = (TableLaw.random(4, seed) for seed in (1, 2, 3))
+    trees = drafted_trees(draft, CHAIN, PLAIN)
+    laws = replace(trees.laws, probs=PLAIN.law(other.logits)[trees.tokens])
+    emitted = emitted_law(target, replace(trees, laws=laws), PLAIN, "rejection", 3)
+    assert total_variation(emitted, target.joint(PLAIN, 3)) > SEEN
+
+
+def test_sampled_nodes_taken_as_chosen_ones_give_another_law_under_rejection() -> None:
+    target, draft = TableLaw.random(4, 1), TableLaw.random(4, 2)
+    trees = drafted_trees(draft, STAR, PLAIN)
+    laws = replace(trees.laws, kind=torch.full_like(trees.laws.kind, DELTA))
+    trees = replace(trees, laws=laws)
+    # One-hot laws are MATCH in distribution, so this stays exact; the other way round does not.
+    assert total_variation(emitted_law(target, trees, PLAIN, "rejection", 2), target.joint(PLAIN, 2)) < EXACT
+    best = draft.logits[0].topk(2).indices.tolist()
+    chosen = drafted_trees(draft, STAR, PLAIN, delta={1: best[0], 2: best[1]})
+    laws = replace(chosen.laws, kind=torch.full_like(chosen.laws.kind, SAMPLED))
+    emitted = emitted_law(target, replace(chosen, laws=laws), PLAIN, "rejection", 2)
+    assert total_variation(emitted, target.joint(PLAIN, 2)) > SEEN
+
+
+@pytest.mark.parametrize("verifier", ["auto", "match", "rejection"])
+def test_greedy_follows_the_argmax_whatever_the_verifier(verifier: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        n = int(torch.randint(1, 12, (1,), generator=generator))
+        parents = [-1] + [int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, n)]
+        tokens = torch.randint(0, 3, (n,), generator=generator).tolist()
+        logits = torch.randn(1, n, 3, generator=generator)
+        tree = TokenTree(torch.tensor(tokens), torch.tensor(parents, dtype=torch.int32))
+        laws = DraftLaws(torch.full((1, 1, 3), 1 / 3), torch.zeros(1, n), torch.zeros(1, n))
+        accepted = accept(tree, logits, Sampling(), random_rows(1), laws, verifier)
+        path, argmax = {0}, logits[0].argmax(-1).tolist()
+        texts = [[0]]  # equal siblings may both match: the longest continuation counts
+        while texts:
+            longest = texts[0]
+            texts = [
+                [*text, child]
+                for text in texts
+                for child in range(1, n)
+                if parents[child] == text[-1] and tokens[child] == argmax[text[-1]]
+            ]
+        path = set(accepted.path[0].tolist()) - {-1}
+        assert len(path) == len(longest) == int(accepted.path_lengths[0])
+        ordered = sorted(path)
+        for parent, child in zip(ordered, ordered[1:], strict=False):
+            assert parents[child] == parent
+            assert tokens[child] == argmax[parent]
+        assert int(accepted.next_token[0]) == argmax[ordered[-1]]
+
+
+def test_paths_are_padded_and_rows_do_not_touch_each_other() -> None:
+    generator = torch.Generator().manual_seed(1)
+    target, draft = TableLaw.random(4, 1), TableLaw.random(4, 2)
+    trees = drafted_trees(draft, [-1, 0, 0, 1, 3], PLAIN)
+    trees = trees.select(torch.randint(0, len(trees.weight), (40,), generator=generator))
+    logits = target.logits[trees.tokens]
+    rng = random_rows(40)
+    for verifier in ("match", "rejection"):
+        together = accept(trees.tree, logits, PLAIN, rng, trees.laws, verifier)
+        assert together.path.dtype == together.path_lengths.dtype == torch.int32
+        assert together.path.shape == (40, 4)
+        assert torch.equal(together.num_accepted, together.path_lengths - 1)
+        assert len(set(together.num_accepted.tolist())) >= 3
+        place = torch.arange(4)
+        assert torch.equal(together.path < 0, place >= together.path_lengths[:, None])
+        assert (together.path[:, 0] == 0).all()
+        for row in range(40):
+            rows = torch.tensor([row])
+            one = trees.select(rows)
+            alone = accept(one.tree, logits[rows], PLAIN, rng.select(rows), one.laws, verifier, max_depth=3)
+            assert torch.equal(alone.path[0], together.path[row])
+            assert torch.equal(alone.next_token[0], together.next_token[row])
+
+
+def test_padding_nodes_are_never_accepted() -> None:
+    tokens, parents = torch.tensor([[5, 0, 0, 0]]), torch.tensor([[-1, 0, -1, -1]])
+    logits = torch.zeros(1, 4, 6)
+    logits[..., 0] = 50.0  # the target always wants token 0, which padding carries too
+    for sampling in (Sampling(), PLAIN):
+        accepted = accept(TokenTree(tokens, parents), logits, sampling, random_rows(1), None, "match")
+        assert accepted.path.tolist() == [[0, 1]]
+        assert accepted.next_token.tolist() == [0]
+
+
+def test_nan_logits_of_padding_are_no_concern() -> None:
+    tree = TokenTree(torch.tensor([[1, 2, 0]]), torch.tensor([[-1, 0, -1]]))
+    logits = torch.zeros(1, 3, 4)
+    logits[0, 0, 2] = logits[0, 1, 3] = 1.0
+    logits[0, 2] = torch.nan
+    for verifier in ("match", "rejection"):
+        accepted = accept(tree, logits, Sampling(), random_rows(1), None, verifier)
+        assert accepted.path.tolist() == [[0, 1]]
+        assert accepted.next_token.tolist() == [3]
+        accept(tree, logits, PLAIN, random_rows(1), None, verifier)
+
+
+def test_auto_is_rejection_with_laws_and_match_without() -> None:
+    target, draft = TableLaw.random(4, 1), TableLaw.random(4, 2)
+    trees = drafted_trees(draft, [-1, 0, 0, 1], PLAIN)
+    logits, rng = target.logits[trees.tokens], random_rows(len(trees.weight))
+    for laws, verifier in ((trees.laws, "rejection"), (None, "match")):
+        auto = accept(trees.tree, logits, PLAIN, rng, laws)
+        named = accept(trees.tree, logits, PLAIN, rng, laws, verifier)
+        assert torch.equal(auto.path, named.path)
+        assert torch.equal(auto.next_token, named.next_token)
+
+
+def test_match_emits_the_tokens_that_plain_sampling_draws() -> None:
+    target, draft = TableLaw.random(4, 1), TableLaw.random(4, 2)
+    trees = drafted_trees(draft, [-1, 0, 0, 1, 1], PLAIN)
+    rng = random_rows(len(trees.weight))
+    accepted = accept(trees.tree, target.logits[trees.tokens], PLAIN, rng, trees.laws, "match")
+    law = PLAIN.law(target.logits)
+    last = trees.tokens[:, 0]
+    for place in range(1, 4):
+        drawn = rng.choice("target", law[last], torch.full((len(last),), place))
+        live = accepted.path_lengths >= place
+        tokens = (
+            trees.tokens.gather(1, accepted.path[:, place : place + 1].clamp(min=0).long())[:, 0]
+            if place < accepted.path.shape[1]
+            else accepted.next_token
+        )
+        emitted = torch.where(accepted.path_lengths == place, accepted.next_token, tokens)
+        assert torch.equal(emitted[live], drawn[live])
+        last = torch.where(live, drawn, last)
+
+
+def test_logits_of_another_shape_are_refused() -> None:
+    tree = TokenTree.chain([1, 2, 3])
+    with pytest.raises(ValueError, match=r"target_logits must be float\[1, 3, vocab\], got \[1, 2, 5\]"):
+        accept(tree, torch.zeros(1, 2, 5), Sampling(), random_rows(1))
+    with pytest.raises(ValueError, match=r"target_logits must be float\[1, 3, vocab\], got \[3, 5\]"):
+        accept(tree, torch.zeros(3, 5), Sampling(), random_rows(1))
+
+
+def test_an_unknown_verifier_is_refused() -> None:
+    with pytest.raises(ValueError, match="verifier must be one of auto, match, rejection, got 'typical'"):
+        accept(TokenTree.chain([1]), torch.zeros(1, 1, 5), Sampling(), random_rows(1), None, "typical")
+
+
+@pytest.mark.parametrize("verifier", ["match", "rejection"])
+def test_nan_logits_are_refused_and_located(verifier: str) -> None:
+    logits = torch.zeros(2, 2, 5)
+    logits[1, 0, 3] = torch.nan
+    tree = TokenTree.chain(torch.tensor([[1, 2], [3, 4]]))
+    with pytest.raises(ValueError, match=r"the target's logits are NaN at \(row, node\) \[\[1, 0\]\]"):
+        accept(tree, logits, PLAIN, random_rows(2), None, verifier)
