@@ -48,15 +48,21 @@ def check(name: str, tensor: Tensor, kind: str, shape: tuple[int, ...], like: Te
     """Require a dtype of `kind`, this shape, and the device of `like`."""
     if tensor.shape == shape and tensor.dtype in _KINDS[kind] and tensor.device == like.device:
         return
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    message = f"{name} must be {kind}{list(shape)} on {like.device}, got {dtype}{list(tensor.shape)} on {tensor.device}"
-    raise (TypeError if tensor.shape == shape and tensor.device == like.device else ValueError)(message)
+    if tensor.device != like.device:
+        raise ValueError(f"{name} must be on {like.device}, got {tensor.device}")
+    message = f"{name} must be {kind}{list(shape)}, got {describe(tensor)}"
+    raise (TypeError if tensor.shape == shape else ValueError)(message)
+
+
+def describe(tensor: Tensor) -> str:
+    """Write a tensor as dtype[shape]."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def check_rank(name: str, tensor: Tensor, axes: str) -> None:
     """Require as many dimensions as `axes` names, separated by spaces."""
     if tensor.ndim != axes.count(" ") + 1:
-        raise ValueError(f"{name} must be [{axes.replace(' ', ', ')}], got {list(tensor.shape)}")
+        raise ValueError(f"{name} must be [{axes.replace(' ', ', ')}], got {describe(tensor)}")
 
 
 def check_divides(name: str, part: int, whole_name: str, whole: int) -> None:
@@ -112,20 +118,33 @@ def take_path(
     if isinstance(path, AcceptedPath):
         if path_lengths is not None:
             raise ValueError("path_lengths must be None when path is an AcceptedPath, which holds them")
-        check("path", path.rows, "int", (batch, path.rows.shape[1]), like)
+        check("path", path.rows, "int64", (batch, path.rows.shape[1]), like)
         return AcceptedPath.cast(path, None, width)
     if path_lengths is None:
         raise ValueError(f"path_lengths must be int32[{batch}], got None")
     check("path", path, "int32", (batch, path.shape[-1] if path.ndim else 1), like)
     check("path_lengths", path_lengths, "int32", (batch,), like)
+    if DEBUG:
+        _check_path(path, path_lengths)
     return AcceptedPath.of(path, path_lengths, width)
+
+
+def _check_path(path: Tensor, path_lengths: Tensor) -> None:
+    """Require lengths that the path has room for and nodes where it says so; reads the values."""
+    room = path.shape[1]
+    if bool(((path_lengths < 0) | (path_lengths > room)).any()):
+        raise ValueError(f"path_lengths must be in [0, {room}], got {path_lengths.tolist()}")
+    inside = torch.arange(room, device=path.device) < path_lengths[:, None]
+    if bool((inside & (path < 0)).any()):
+        raise ValueError(f"path must hold nodes up to path_lengths {path_lengths.tolist()}, got {path.tolist()}")
 
 
 def check_nodes(name: str, n: int, topology: Topology) -> None:
     """Require as many rows as the trees have nodes."""
     if topology.parents.shape[1] != n:
         batch = topology.parents.shape[0]
-        raise ValueError(f"parents must be int32[{batch}, {n}] for {n} rows of {name}, got {[*topology.parents.shape]}")
+        got = describe(topology.parents)
+        raise ValueError(f"parents must be int32[{batch}, {n}], for {n} rows of {name}, got {got}")
 
 
 def check_room(room: int, topology: Topology) -> None:
