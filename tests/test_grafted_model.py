@@ -1,0 +1,225 @@
+"""A grafted model stays the user's own: plain calls are bit for bit those of an ungrafted copy; it copies and saves."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import (
+    FAMILIES,
+    TOLERANCE,
+    as_commit,
+    extended,
+    grafted,
+    path_to,
+    random_texts,
+    random_tree,
+    right_padded,
+    tiny_model,
+    tree_error,
+)
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from stree import TreeLM
+
+FLOAT32 = TOLERANCE[torch.float32]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def left_padded() -> tuple[Tensor, Tensor]:
+    """Give tokens and an attention mask of three prompts."""
+    texts = [
+        [0] * (13 - size) + text
+        for size, text in zip((13, 5, 1), random_texts(random.Random(0), [13, 5, 1]), strict=True)
+    ]
+    return torch.tensor(texts), torch.tensor([[0] * (13 - size) + [1] * size for size in (13, 5, 1)])
+
+
+def assert_plain_calls_are_equal(model: PreTrainedModel, other: PreTrainedModel) -> None:
+    """Require bit-equal logits of forward with and without padding and cache, and bit-equal generation."""
+    tokens, mask = left_padded()
+    for kwargs in ({}, {"attention_mask": mask}):
+        with torch.no_grad():
+            expected, actual = model(tokens, **kwargs), other(tokens, **kwargs)
+        assert torch.equal(actual.logits, expected.logits)
+    for kwargs in ({"inputs": tokens, "attention_mask": mask}, {"inputs": tokens[:1]}):
+        for sampling in ({"do_sample": False}, {"do_sample": True}):
+            outputs: list[Any] = []
+            for one in (model, other):
+                torch.manual_seed(0)
+                options = {
+                    "max_new_tokens": 9,
+                    "min_new_tokens": 9,
+                    "output_logits": True,
+                    "return_dict_in_generate": True,
+                }
+                outputs.append(one.generate(**kwargs, **sampling, **options))
+            assert torch.equal(outputs[1].sequences, outputs[0].sequences)
+            assert outputs[0].sequences.shape[1] == 13 + 9
+            assert all(torch.equal(a, b) for a, b in zip(outputs[0].logits, outputs[1].logits, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_calls_of_a_grafted_model_are_bit_equal(family: str) -> None:
+    model = tiny_model(family)
+    assert_plain_calls_are_equal(model, grafted(model).model)
+
+
+@pytest.mark.parametrize("family", ["bamba", "llama"])
+def test_plain_calls_are_bit_equal_under_eager_attention_too(family: str) -> None:
+    model = tiny_model(family)
+    model.set_attn_implementation("eager")
+    lm = grafted(model)
+    assert_plain_calls_are_equal(model, lm.model)
+    texts = random_texts(random.Random(1), [9])
+    state = lm.new_state(1, 32, 16)
+    lm.prefill(state, *right_padded(texts))
+    tree = random_tree(random.Random(1), [12])
+    assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_calls_and_a_pending_tree_do_not_disturb_each_other(family: str) -> None:
+    rng = random.Random(2)
+    model = tiny_model(family)
+    lm, texts = grafted(model), random_texts(rng, [9, 4])
+    state = lm.new_state(2, 64, 16)
+    lm.prefill(state, *right_padded(texts))
+    tree = random_tree(rng, [12, 7])
+    lm.verify(state, tree)
+    assert_plain_calls_are_equal(model, lm.model)
+    paths = [path_to(tree, 0, 11), [0]]
+    lm.commit(state, *as_commit(paths))
+    assert_plain_calls_are_equal(model, lm.model)
+    texts = extended(texts, tree, paths)
+    assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plain_cached_continuation_of_a_grafted_model_is_bit_equal(family: str) -> None:
+    model = tiny_model(family)
+    lm = grafted(model)
+    tokens, outputs = torch.tensor(random_texts(random.Random(3), [9, 9])), []
+    for one in (model, lm.model):
+        cache = DynamicCache(config=one.config)
+        with torch.no_grad():
+            one(tokens[:, :8], **{lm.family.cache_argument: cache})
+            outputs.append(one(tokens[:, 8:], **{lm.family.cache_argument: cache}).logits)
+    assert torch.equal(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_graft_adds_no_parameter_and_no_module(family: str) -> None:
+    model = tiny_model(family)
+    other = grafted(model).model
+    assert [name for name, _ in other.named_modules()] == [name for name, _ in model.named_modules()]
+    assert other.state_dict().keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_deep_copy_of_a_grafted_model_acts_on_its_own_weights(family: str) -> None:
+    rng = random.Random(4)
+    model = tiny_model(family)
+    lm = grafted(model)
+    twin, changed = copy.deepcopy(lm), copy.deepcopy(model)
+    for one in (twin.model, changed):
+        torch.manual_seed(5)
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.add_(0.2 * torch.randn(parameter.shape))
+    texts = random_texts(rng, [9, 4])
+    tree = random_tree(rng, [12, 7])
+    for oracle, one, wrong in ((model, lm, changed), (changed, twin, model)):
+        assert_plain_calls_are_equal(oracle, one.model)
+        state = one.new_state(2, 64, 16)
+        one.prefill(state, *right_padded(texts))
+        logits = one.verify(state, tree)
+        assert tree_error(oracle, texts, tree, logits) < FLOAT32
+        assert tree_error(wrong, texts, tree, logits) > 1000 * FLOAT32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_may_be_grafted_twice(family: str) -> None:
+    rng = random.Random(6)
+    model = tiny_model(family)
+    first = grafted(model)
+    second = TreeLM(first.model)
+    assert second.model is first.model
+    assert_plain_calls_are_equal(model, second.model)
+    texts, tree = random_texts(rng, [9]), random_tree(rng, [12])
+    for lm in (first, second):
+        state = lm.new_state(1, 64, 16)
+        lm.prefill(state, *right_padded(texts))
+        assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_grafted_models_in_turn_keep_their_states_apart(family: str) -> None:
+    rng = random.Random(7)
+    models = [tiny_model(family, seed=seed) for seed in (0, 1)]
+    lms, texts = [grafted(model) for model in models], random_texts(rng, [9])
+    states = [lm.new_state(1, 64, 16) for lm in lms]
+    tree = random_tree(rng, [12])
+    for lm, state in zip(lms, states, strict=True):
+        lm.prefill(state, *right_padded(texts))
+    for lm, state in zip(lms, states, strict=True):
+        lm.verify(state, tree)
+    path = path_to(tree, 0, 11)
+    for lm, state in zip(lms, states, strict=True):
+        lm.commit(state, *as_commit([path]))
+    texts = extended(texts, tree, [path])
+    for model, lm, state in zip(models, lms, states, strict=True):
+        assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_grafted_model_saves_and_loads_as_the_plain_one_does(family: str, tmp_path: Path) -> None:
+    rng = random.Random(8)
+    model = tiny_model(family)
+    grafted(model).model.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert plain.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(plain.state_dict()[name], weight) for name, weight in model.state_dict().items())
+    lm, texts = TreeLM.from_pretrained(tmp_path, device="cpu"), random_texts(rng, [9])
+    state = lm.new_state(1, 64, 16)
+    lm.prefill(state, *right_padded(texts))
+    tree = random_tree(rng, [12])
+    assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
+
+
+def test_from_pretrained_takes_the_dtype_asked_for(tmp_path: Path) -> None:
+    tiny_model("bamba").to(torch.bfloat16).save_pretrained(tmp_path)
+    assert TreeLM.from_pretrained(tmp_path, device="cpu").dtype == torch.float32
+    assert TreeLM.from_pretrained(str(tmp_path), device="cpu", dtype="bfloat16").dtype == torch.bfloat16
+    assert TreeLM.from_pretrained(tmp_path, device="cpu", dtype=torch.float64).dtype == torch.float64
+
+
+def test_a_model_in_training_mode_is_put_into_evaluation_mode() -> None:
+    model = tiny_model("llama").train()
+    assert not TreeLM(model).model.training
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_moving_a_grafted_model_to_another_dtype_moves_what_the_grafts_use(family: str) -> None:
+    rng = random.Random(9)
+    model, texts = tiny_model(family), random_texts(rng, [9])
+    lm = TreeLM(grafted(model).model.to(torch.bfloat16))
+    state = lm.new_state(1, 64, 16)
+    logits = lm.prefill(state, *right_padded(texts))
+    tree = random_tree(rng, [12])
+    assert logits.dtype == torch.float32
+    # 0.1: bfloat16 has 8 bits of mantissa, and the text runs through every layer of wide random weights.
+    assert tree_error(model, texts, tree, lm.verify(state, tree)) < 0.1
