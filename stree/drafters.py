@@ -259,12 +259,14 @@ class _ModelRun:
             law = logits.softmax(-1) if greedy else growth.sampling.law(logits)
             laws.append(law)
             tokens, probs = self._offer(law, layer, grown, greedy)
-            reach = grown.frontier_value[..., None] * (1 - (probs.cumsum(-1) - probs)).clamp(min=0)
+            # Summed before the own probability: no rounding may let a slot depend on its token or pass its elder.
+            spent = torch.cat([torch.zeros_like(probs[..., :1]), probs.cumsum(-1)[..., :-1]], -1)
+            reach = grown.frontier_value[..., None] * (1 - spent).clamp(min=0)
             value = grown.frontier_value[..., None] * probs
             priority = (value if greedy else reach * (probs > 0)).flatten(1)
-            threshold = 0.0 if plan.is_pruned or depth + 1 == len(plan.layers) else plan.threshold
             limit = left if not plan.is_pruned else torch.full_like(left, layer.width)
-            slots, is_taken = choose_slots(layer, priority, limit, threshold)
+            sure = limit if plan.is_pruned else left // (len(plan.layers) - depth)
+            slots, is_taken = choose_slots(layer, priority, limit, plan.threshold, sure)
             grown.add(slots, layer.ranks, tokens.flatten(1), value.flatten(1), is_taken)
             left = left - is_taken.sum(1)
             if depth + 1 < len(plan.layers):
@@ -285,15 +287,15 @@ class _ModelRun:
         batch = self._leaf.shape[0]
         rows = torch.arange(batch, device=self._leaf.device)
         laws: list[Tensor] = []
-        reach = grown.frontier_value  # value of each node's next slot
-        rest: Tensor | None = None  # laws without the tokens drawn
+        logits = grown.run(self._lm, self._state)
+        reach = logits.new_ones(batch, 1)  # value of each node's next slot
+        rest = logits.new_zeros(batch, 0, logits.shape[-1])  # laws without the tokens drawn
         draws = torch.zeros(batch, plan.num_nodes + 1, dtype=torch.long, device=rows.device)
-        for node in range(plan.num_nodes + 1):
-            logits = grown.run(self._lm, self._state)
+        for node in range(plan.num_nodes):
+            if node:
+                logits = grown.run(self._lm, self._state)
             laws.append(logits.softmax(-1) if greedy else growth.sampling.law(logits))
-            rest = laws[-1] if rest is None else torch.cat([rest, laws[-1]], 1)
-            if node == plan.num_nodes:
-                break
+            rest = torch.cat([rest, laws[-1]], 1)
             mass = rest.sum(-1)
             best = rest.max(-1).values / mass.clamp(min=1e-38) if greedy else (mass > 0).to(rest.dtype)
             parent = (reach * best).argmax(1, keepdim=True)
@@ -307,7 +309,7 @@ class _ModelRun:
             rest[rows[:, None], parent] = law.scatter(-1, token[..., None], 0.0)
             reach = torch.cat([reach.scatter(1, parent, upper * (1 - share)), upper * share * is_taken], 1)
             grown.add_below(parent, token, is_taken)
-        return torch.cat(laws, 1)
+        return torch.cat(laws, 1) if laws else logits.softmax(-1)
 
 
 MAX_RANKS = 1 << 20  # draft draws are numbered parent * MAX_RANKS + rank

@@ -41,7 +41,8 @@ class Plan:
     Attributes:
         layers: from depth 1 down.
         num_nodes: most drafted nodes, the root not counted.
-        threshold: a slot chosen by value needs at least this one (the last layer fills the plan without it).
+        threshold: a slot chosen by value needs at least this one, but for a layer's equal share of the nodes still
+            to come, which is taken whatever its value: the budget is paid for anyway.
         is_pruned: deterministic children only: grow every layer to its width, keep the best ``num_nodes`` in the end.
         is_heap: one node a draft call, always at the slot of the greatest value.
     """
@@ -164,10 +165,11 @@ class DySpec(_Bound):
     """A tree grown where the draft is sure (DySpec, arXiv 2410.11744).
 
     A slot's value is the product of the draft probabilities on its path times what its earlier siblings left.  The
-    "layers" form takes, at every depth, the slots of value at least ``threshold``, best first, until the budget is
-    spent; slots are taken before their tokens are drawn, and what is drawn stays.  The "heap" form draws one node a
-    draft call, at the best slot of the whole tree.  At temperature 0 tokens are known beforehand, so the layers form
-    keeps the nodes of the greatest path probability, as OPT-Tree (arXiv 2406.17276) and EAGLE-2 do.
+    "layers" form takes, at every depth, the slots of value at least ``threshold``, best first, and where they are fewer
+    than an equal share of the remaining budget, that share; slots are taken before their tokens are drawn, and what is
+    drawn stays.  The "heap" form draws one node a draft call, at the best slot of the whole tree.  At temperature 0
+    tokens are known beforehand, so the layers form keeps the nodes of the greatest path probability, as OPT-Tree
+    (arXiv 2406.17276) and EAGLE-2 do.
 
     Args:
         depth: most draft calls of the layers form.
@@ -187,8 +189,8 @@ class DySpec(_Bound):
     form: str = "layers"
 
     def __post_init__(self) -> None:
-        for name, size in (("depth", self.depth), ("width", self.width or 1), ("ranks", self.ranks)):
-            if size < 1:
+        for name, size in (("depth", self.depth), ("width", self.width), ("ranks", self.ranks)):
+            if size is not None and size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         if self.threshold is not None and not 0 <= self.threshold < 1:
             raise ValueError(f"threshold must be in [0, 1), got {self.threshold}")
@@ -231,7 +233,7 @@ def parse_growth(text: str) -> Growth:
     raise ValueError(f"growth must be dyspec, dyspec-heap, chain:DEPTH, static:WIDTH,WIDTH,... or stree, got {text!r}")
 
 
-def choose_slots(layer: Layer, value: Tensor, left: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+def choose_slots(layer: Layer, value: Tensor, left: Tensor, threshold: float, sure: Tensor) -> tuple[Tensor, Tensor]:
     """Choose the slots of a layer.
 
     Args:
@@ -240,6 +242,7 @@ def choose_slots(layer: Layer, value: Tensor, left: Tensor, threshold: float) ->
             have the greater value, so an earlier one is never passed over.
         left: int64[batch], nodes that the budget still allows.
         threshold: least value.
+        sure: int64[batch], the best slots that are taken whatever their value.
 
     Returns:
         int64[batch, width] slots and bool[batch, width], whether each is taken.
@@ -250,4 +253,5 @@ def choose_slots(layer: Layer, value: Tensor, left: Tensor, threshold: float) ->
     ordered, index = value.sort(dim=1, descending=True, stable=True)  # stable: an earlier sibling wins a tie
     ordered, index = ordered[:, : layer.width], index[:, : layer.width]
     rank = torch.arange(ordered.shape[1], device=value.device)
-    return index, (ordered > 0) & (ordered >= threshold) & (rank < left[:, None])
+    is_worth = (ordered >= threshold) | (rank < sure[:, None])
+    return index, (ordered > 0) & is_worth & (rank < left[:, None])

@@ -1,0 +1,348 @@
+"""Growth: plans, budgets, and the trees that come of them, against oracles that share no code with the drafter."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from enumeration import DraftedTrees, Outcomes, TableLaw, TableLM, as_random, emitted_law, total_variation
+from torch import Tensor
+
+from stree import drafters
+from stree.drafters import Draft, ModelDrafter
+from stree.growth import Chain, DySpec, Growth, Layer, Static
+from stree.sampling import Random, Sampling
+from stree.tree import TokenTree
+from stree.verify import SAMPLED, DraftLaws
+
+torch.set_num_threads(1)
+
+PLAIN = Sampling(1.0)
+EXACT = 1e-9
+
+
+def random_rows(batch: int, seed: int = 0) -> Random:
+    return Random(seed, torch.arange(batch), torch.zeros(batch, dtype=torch.long))
+
+
+def draft_of(law: TableLaw, growth: Growth, budget: int, sampling: Sampling, rng: Random, batch: int = 1) -> Draft:
+    """Propose trees below pending tokens 0 of one-token texts."""
+    run = ModelDrafter(TableLM(law).as_lm()).start(law.vocab, [[0]] * batch, rng)
+    return run.propose(torch.zeros(batch, dtype=torch.long), growth.bind(sampling), budget)
+
+
+def nodes_by_path(tree: TokenTree, row: int = 0) -> list[tuple[int, ...]]:
+    """List the token path below the root of every node that is not padding."""
+    parents, tokens = tree.parents[row].tolist(), tree.tokens[row].tolist()
+    paths: dict[int, tuple[int, ...]] = {0: ()}
+    for node in range(1, len(parents)):
+        if parents[node] >= 0:
+            paths[node] = (*paths[parents[node]], tokens[node])
+    return [path for node, path in paths.items() if node]
+
+
+def path_prob(law: TableLaw, path: Sequence[int]) -> float:
+    prob, last = 1.0, 0
+    for token in path:
+        prob *= float(law.logits[last].softmax(-1)[token])
+        last = token
+    return prob
+
+
+def test_a_chain_is_a_layer_of_one_node_for_every_drafted_token() -> None:
+    plan = Chain(3).plan(4)
+    assert plan.layers == (Layer(1, 1, (0,)),) * 3
+    assert plan.num_nodes == 3
+
+
+def test_widths_multiply_from_depth_to_depth() -> None:
+    plan = Static([3, 1, 2]).plan(16)
+    assert [(layer.width, layer.ranks) for layer in plan.layers] == [(3, 3), (3, 1), (6, 2)]
+    assert [layer.slots for layer in plan.layers] == [(0, 1, 2), (0, 1, 2), (0, 1, 2, 3, 4, 5)]
+    assert plan.num_nodes == 12
+
+
+def test_parents_become_slots_of_their_layers() -> None:
+    #      0         parents in no order of depth: 1 and 4 at depth 1; 2, 3 below 1; 5 below 4; 6 below 3
+    plan = Static([-1, 0, 1, 1, 0, 4, 3]).plan(7)
+    assert plan.layers == (Layer(2, 2, (0, 1)), Layer(3, 2, (0, 1, 2)), Layer(1, 1, (1,)))
+
+
+def test_the_tree_of_the_stree_paper_has_thirteen_nodes_in_four_levels() -> None:
+    plan = Static.stree().plan(13)
+    assert plan.num_nodes == 12
+    assert [layer.width for layer in plan.layers] == [3, 3, 3, 3]
+    law = TableLaw.random(7, 0)
+    for sampling in (Sampling(), PLAIN):
+        tree = draft_of(law, Static.stree(), 13, sampling, random_rows(1)).tree
+        tree.check()
+        # Level 2: two below the first of level 1, one below its second; level 3 alike; level 4: three below the first.
+        assert tree.parents.tolist() == [[-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 7, 7]]
+
+
+@pytest.mark.parametrize(
+    ("growth", "budget", "message"),
+    [
+        (Chain(4), 4, r"a tree of 5 nodes \(root included\) exceeds the budget of 4"),
+        (Static([2, 2]), 6, r"a tree of 7 nodes \(root included\) exceeds the budget of 6"),
+        (Static([-1, 0, 0, 1]), 3, r"a tree of 4 nodes \(root included\) exceeds the budget of 3"),
+        (Static.stree(), 12, r"a tree of 13 nodes \(root included\) exceeds the budget of 12"),
+    ],
+    ids=["chain", "widths", "parents", "stree"],
+)
+def test_a_fixed_shape_above_the_budget_is_refused(growth: Growth, budget: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        growth.plan(budget)
+    assert growth.plan(budget + 1).num_nodes == budget
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Chain(0), "a chain must draft at least 1 token, got depth 0"),
+        (lambda: Static([]), "Static needs widths or parents, got an empty list"),
+        (lambda: Static([2, 0]), r"every width must be at least 1, got \[2, 0\]"),
+        (lambda: Static([-1, 0, 2]), r"parents must name an earlier node each, got \[-1, 0, 2\]"),
+        (lambda: Static([-1, 0, -1]), r"parents must name an earlier node each, got \[-1, 0, -1\]"),
+        (lambda: DySpec(depth=0), "depth must be at least 1, got 0"),
+        (lambda: DySpec(ranks=0), "ranks must be at least 1, got 0"),
+        (lambda: DySpec(width=-2), "width must be at least 1, got -2"),
+        (lambda: DySpec(width=0), "width must be at least 1, got 0"),
+        (lambda: DySpec(threshold=1.0), r"threshold must be in \[0, 1\), got 1.0"),
+        (lambda: DySpec(form="beam"), "form must be 'layers' or 'heap', got 'beam'"),
+    ],
+    ids=[
+        "chain",
+        "empty",
+        "width",
+        "later-parent",
+        "second-root",
+        "depth",
+        "ranks",
+        "negative",
+        "zero",
+        "threshold",
+        "form",
+    ],
+)
+def test_a_shape_that_is_none_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), PLAIN, Sampling(0.6, top_k=2)], ids=["greedy", "T1", "top2"])
+@pytest.mark.parametrize(
+    "growth",
+    [DySpec(), DySpec(depth=2, ranks=3), DySpec(width=3), DySpec(threshold=0.0), DySpec(form="heap")],
+    ids=["default", "shallow", "narrow", "no-threshold", "heap"],
+)
+def test_a_dynamic_tree_keeps_the_budget_and_is_a_tree(growth: DySpec, sampling: Sampling) -> None:
+    for budget in (2, 3, 8, 17):
+        draft = draft_of(TableLaw.random(9, 1, scale=3.0), growth, budget, sampling, random_rows(5), 5)
+        draft.tree.check()
+        assert draft.tree.tokens.shape[1] <= budget
+        assert int(draft.tree.num_nodes.max()) <= budget
+        assert int(draft.tree.depths.max()) <= draft.max_depth
+        derived = TokenTree(draft.tree.tokens, draft.tree.parents)
+        assert torch.equal(draft.tree.depths, derived.depths)
+        assert torch.equal(draft.tree.ancestor_mask, derived.ancestor_mask)
+        for row in range(5):
+            paths = nodes_by_path(draft.tree, row)
+            assert len(set(paths)) == len(paths), "siblings are drawn without replacement"
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), PLAIN], ids=["greedy", "T1"])
+@pytest.mark.parametrize("form", ["layers", "heap"])
+def test_a_dynamic_tree_fills_the_budget_when_the_draft_is_unsure(form: str, sampling: Sampling) -> None:
+    for budget in (2, 5, 16, 33):
+        draft = draft_of(TableLaw.random(50, 2, scale=0.5), DySpec(form=form), budget, sampling, random_rows(3), 3)
+        assert draft.tree.num_nodes.tolist() == [budget] * 3
+
+
+@pytest.mark.parametrize("form", ["layers", "heap"])
+@pytest.mark.parametrize("seed", range(5))
+def test_at_temperature_0_the_nodes_are_those_of_greatest_path_probability(form: str, seed: int) -> None:
+    law, nodes = TableLaw.random(6, seed, scale=2.0), 11
+    heap = [(-path_prob(law, (token,)), (token,)) for token in range(6)]
+    heapq.heapify(heap)
+    best = []
+    while len(best) < nodes:
+        negative, path = heapq.heappop(heap)
+        best.append(path)
+        for token in range(6):
+            heapq.heappush(heap, (-path_prob(law, (*path, token)), (*path, token)))
+    draft = draft_of(law, DySpec(depth=nodes, ranks=6, form=form), nodes + 1, Sampling(), random_rows(1))
+    assert draft.laws is None
+    assert set(nodes_by_path(draft.tree)) == set(best)
+
+
+def draw(rng: Random, law: Tensor, node: int) -> int:
+    """Draw from one law by inversion in plain Python."""
+    level = float(rng.uniform("draft", torch.zeros(1, dtype=torch.long), node)) * float(law.sum())
+    for token, prob in enumerate(law.tolist()):
+        level -= prob
+        if level < 0:
+            return token
+    raise AssertionError("the law ran out before the number did")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_heap_draws_at_the_slot_of_greatest_value(seed: int) -> None:
+    law, sampling = TableLaw.random(6, seed), Sampling(0.9)
+    draft = draft_of(law, DySpec(form="heap"), 12, sampling, random_rows(1, seed))
+    rows = [sampling.law(law.logits[[0]])[0]]
+    values, counts, tokens, parents = [1.0], [0], [0], [-1]
+    for _ in range(11):
+        parent = max(range(len(values)), key=lambda node: values[node])
+        token = draw(random_rows(1, seed).at(torch.tensor([1])), rows[parent], (parent << 20) + counts[parent])
+        share = float(rows[parent][token] / rows[parent].sum())
+        counts[parent] += 1
+        rows[parent][token] = 0.0
+        values.append(values[parent] * share)
+        values[parent] *= 1 - share
+        rows.append(sampling.law(law.logits[[token]])[0])
+        counts.append(0)
+        tokens.append(token)
+        parents.append(parent)
+    assert draft.tree.parents.tolist() == [parents]
+    assert draft.tree.tokens.tolist() == [tokens]
+
+
+@pytest.mark.parametrize("threshold", [None, 0.0, 0.15])
+@pytest.mark.parametrize("seed", range(4))
+def test_layers_take_the_best_slots_before_their_tokens_are_drawn(seed: int, threshold: float | None) -> None:
+    law, sampling, budget = TableLaw.random(8, seed, scale=2.0), Sampling(0.9), 10
+    growth = DySpec(depth=3, ranks=3, threshold=threshold)
+    draft = draft_of(law, growth, budget, sampling, random_rows(1, seed))
+    least = 1 / budget if threshold is None else threshold
+    rng = random_rows(1, seed).at(torch.tensor([1]))
+    # The frontier: (number of the node, its path, value); numbers count the layers' places, padding included.
+    frontier: list[tuple[int, tuple[int, ...], float]] = [(0, (), 1.0)]
+    expected: list[tuple[int, ...]] = []
+    number, width = 1, 1
+    for depth in range(3):
+        slots = []
+        for node, path, value in frontier:
+            row = sampling.law(law.logits[[path[-1] if path else 0]])[0]
+            rest, spent = row.clone(), 0.0
+            for rank in range(3):
+                token = draw(rng, rest, (node << 20) + rank)
+                slots.append((value * (1 - spent), node, rank, (*path, token), value * float(row[token])))
+                spent += float(row[token])
+                rest[token] = 0.0
+        slots.sort(key=lambda slot: (-slot[0], slot[1], slot[2]))
+        width = min(budget - 1, 3 * width)
+        taken = slots[: min(width, budget - 1 - len(expected))]
+        sure = (budget - 1 - len(expected)) // (3 - depth)  # the last layer takes all that is left
+        taken = [slot for place, slot in enumerate(taken) if slot[0] >= least or place < sure]
+        frontier = [(number + place, slot[3], slot[4]) for place, slot in enumerate(taken)]
+        number += width
+        expected += [slot[3] for slot in taken]
+    assert nodes_by_path(draft.tree) == expected
+
+
+POLICIES: dict[str, tuple[Growth, int]] = {
+    "chain": (Chain(2), 3),
+    "static-2-1": (Static([2, 1]), 5),
+    "static-parents": (Static([-1, 0, 0, 0, 2]), 5),
+    "layers": (DySpec(depth=2, ranks=2), 5),
+    "layers-cut": (DySpec(depth=2, ranks=2, threshold=0.0), 4),
+    "layers-narrow": (DySpec(depth=2, ranks=3, width=2), 5),
+    "heap": (DySpec(form="heap"), 5),
+}
+
+
+def num_draws(growth: Growth, budget: int) -> int:
+    plan = growth.plan(budget)
+    above = [1] + [layer.width for layer in plan.layers]
+    return (
+        plan.num_nodes if plan.is_heap else sum(w * layer.ranks for w, layer in zip(above, plan.layers, strict=False))
+    )
+
+
+def all_drafts(law: TableLaw, growth: Growth, budget: int, sampling: Sampling) -> tuple[DraftedTrees, Tensor]:
+    """Draft with every outcome of every draw: the trees, and int64[batch, draws] what was drawn, if it can be."""
+    outcomes = Outcomes.all(0, num_draws(growth.bind(sampling), budget), law.vocab)
+    draft = draft_of(law, growth, budget, sampling, as_random(outcomes), len(outcomes.weight))
+    rows = (outcomes.weight > 0).nonzero()[:, 0]
+    laws = draft.laws or DraftLaws(
+        torch.zeros(len(outcomes.weight), 1, law.vocab), draft.tree.parents, draft.tree.parents
+    )
+    return DraftedTrees(draft.tree.tokens, draft.tree.parents, laws, outcomes.weight).select(rows), outcomes.tokens[
+        rows
+    ]
+
+
+@pytest.mark.parametrize("verifier", ["match", "rejection"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_growth_emits_the_target_s_law_exactly(policy: str, verifier: str) -> None:
+    growth, budget = POLICIES[policy]
+    target, law = TableLaw.random(3, 11), TableLaw.random(3, 12)
+    trees, _ = all_drafts(law, growth, budget, PLAIN)
+    assert abs(float(trees.weight.sum()) - 1) < EXACT
+    assert (trees.laws.kind == SAMPLED).all()
+    length = int(trees.tree.depths.max()) + 1
+    assert total_variation(emitted_law(target, trees, PLAIN, verifier, length), target.joint(PLAIN, length)) < EXACT
+
+
+@pytest.mark.parametrize("policy", ["layers", "layers-cut", "heap"])
+def test_every_growth_emits_the_law_exactly_where_drafted_tokens_have_probability_zero(policy: str) -> None:
+    growth, budget = POLICIES[policy]
+    target, law, sampling = TableLaw.random(3, 13), TableLaw.random(3, 14), Sampling(0.9, top_k=2)
+    trees, _ = all_drafts(law, growth, budget, sampling)
+    assert abs(float(trees.weight.sum()) - 1) < EXACT
+    length = int(trees.tree.depths.max()) + 1
+    emitted = emitted_law(target, trees, sampling, "rejection", length)
+    assert total_variation(emitted, target.joint(sampling, length)) < EXACT
+
+
+@pytest.mark.parametrize("policy", ["layers", "layers-cut", "layers-narrow"])
+def test_whether_a_slot_is_taken_does_not_depend_on_its_own_token(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    growth, budget = POLICIES[policy]
+    choices: list[tuple[Layer, Tensor, Tensor]] = []
+    choose = drafters.choose_slots
+
+    def recorded(layer: Layer, *arguments: Any) -> tuple[Tensor, Tensor]:
+        slots, is_taken = choose(layer, *arguments)
+        choices.append((layer, slots, is_taken))
+        return slots, is_taken
+
+    monkeypatch.setattr(drafters, "choose_slots", recorded)
+    law = TableLaw.random(3, 12)
+    outcomes = Outcomes.all(0, num_draws(growth.bind(PLAIN), budget), law.vocab)
+    draft_of(law, growth, budget, PLAIN, as_random(outcomes), len(outcomes.weight))
+    possible, begin, compared = outcomes.weight > 0, 0, 0
+    above = 1
+    for layer, slots, is_taken in choices:
+        taken = torch.zeros(len(slots), above * layer.ranks, dtype=torch.bool).scatter(1, slots, is_taken)
+        for place in range(above):
+            for rank in range(layer.ranks):
+                own = begin + rank * above + place  # draws are asked for rank by rank, all nodes at once
+                others = outcomes.tokens[possible].clone()
+                others[:, own] = 0
+                chosen = taken[possible, place * layer.ranks + rank]
+                groups: dict[tuple[int, ...], set[bool]] = {}
+                for key, choice in zip(map(tuple, others.tolist()), chosen.tolist(), strict=True):
+                    groups.setdefault(key, set()).add(choice)
+                    compared += len(groups[key]) > 1
+                assert all(len(group) == 1 for group in groups.values()), f"slot {place, rank} of layer {layer}"
+        begin += above * layer.ranks
+        above = layer.width
+
+
+def test_a_later_sibling_is_never_taken_before_an_earlier_one() -> None:
+    # The first draws use up nearly all of the law, so that what is left of it is rounding.
+    probs = torch.tensor([0.9, 1e-8, 0.0999, 1e-9, 1e-4, 3e-8], dtype=torch.float32)
+    law = TableLaw(probs.log().expand(6, 6).contiguous())
+    for width in (1, 2, 3, 4, 5):
+        draft = draft_of(law, DySpec(depth=1, ranks=6, width=width, threshold=0.0), 7, PLAIN, random_rows(4000), 4000)
+        rng = random_rows(4000).at(torch.ones(4000, dtype=torch.long))
+        rest = PLAIN.law(law.logits[:1]).repeat(4000, 1)
+        for rank in range(int(draft.tree.num_nodes.max()) - 1):
+            drawn = rng.choice("draft", rest, torch.zeros(4000, dtype=torch.long), rank)
+            is_node = draft.tree.parents[:, 1 + rank] >= 0
+            assert torch.equal(drawn[is_node], draft.tree.tokens[is_node, 1 + rank])
+            rest = rest.scatter(1, drawn[:, None], 0.0)
