@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from stree.kernels.topology import Topology
+from stree.models.checks import check_path, describe, is_integer
 from stree.models.families import family_of
 from stree.models.state import DecodeState, LayerSpec, Pending, TreeStep, state_dtype
 from stree.tree import TokenTree, checks_everywhere
@@ -79,9 +80,12 @@ class TreeLM:
             raise ValueError(f"no checkpoint that transformers can read at {str(name_or_path)!r}: {error}") from error
         family_of(config)
         try:
-            model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
+            model, report = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, output_loading_info=True)
         except Exception as error:  # safetensors, pickle and transformers each raise their own
             raise ValueError(f"checkpoint {str(name_or_path)!r} cannot be loaded: {error}") from error
+        if report["missing_keys"]:  # transformers would go on with random ones
+            missing = ", ".join(sorted(report["missing_keys"])[:3])
+            raise ValueError(f"checkpoint {str(name_or_path)!r} lacks {len(report['missing_keys'])} weights: {missing}")
         return cls(model.to(device))
 
     @property
@@ -136,18 +140,19 @@ class TreeLM:
             float32[batch, vocab], the law of the next token as logits (float64 for float64 models).
 
         Raises:
-            ValueError: shapes disagree, an empty prompt, a prompt beyond max_length, a token outside the vocabulary.
+            ValueError: a wrong shape or dtype, an empty prompt, one beyond max_length, a token outside the vocabulary.
             RuntimeError: the state is not empty.
         """
+        self._check_state(state)
+        if input_ids.dim() != 2 or input_ids.shape[0] != state.batch_size or not is_integer(input_ids):
+            raise ValueError(f"input_ids must be int64[{state.batch_size}, length], got {describe(input_ids)}")
         batch, width = input_ids.shape
-        if batch != state.batch_size:
-            raise ValueError(f"input_ids must be int64[{state.batch_size}, length], got {[*input_ids.shape]}")
         if state.length_bound or state.pending is not None:
             raise RuntimeError("prefill needs an empty state; this one holds tokens already")
         if lengths is None:
             lengths = torch.full((batch,), width)
-        if lengths.shape != (batch,):
-            raise ValueError(f"lengths must be int[{batch}], got {[*lengths.shape]}")
+        if lengths.shape != (batch,) or not is_integer(lengths):
+            raise ValueError(f"lengths must be int[{batch}], got {describe(lengths)}")
         sizes = lengths.tolist()
         if width == 0 or min(sizes) < 1:
             raise ValueError(f"every prompt needs at least one token, got lengths {sizes}")
@@ -176,6 +181,7 @@ class TreeLM:
         Raises:
             ValueError: tree and state disagree in batch, size, length, vocabulary, or in the nodes below ``first``.
         """
+        self._check_state(state)
         batch, n = tree.tokens.shape
         if batch != state.batch_size:
             raise ValueError(f"the tree must have batch {state.batch_size} as the state has, got {batch}")
@@ -212,13 +218,14 @@ class TreeLM:
         if pending is None:
             raise RuntimeError("commit needs a tree that was verified and not yet committed; call verify first")
         batch = state.batch_size
-        if path.dim() != 2 or path.shape[0] != batch or path_lengths.shape != (batch,):
+        fits = path.dim() == 2 and path.shape[0] == batch and path_lengths.shape == (batch,)
+        if not (fits and is_integer(path) and is_integer(path_lengths)):
             raise ValueError(
                 f"path must be int32[{batch}, m] and path_lengths int32[{batch}], "
-                f"got {[*path.shape]} and {[*path_lengths.shape]}"
+                f"got {describe(path)} and {describe(path_lengths)}"
             )
         if (pending.tree.is_checked and path.device.type == "cpu") or checks_everywhere():
-            _check_path(pending.tree, path, path_lengths)
+            check_path(pending.tree, path, path_lengths)
         bound = state.length_bound + path.shape[1]
         if bound > state.max_length:
             bound = int((state.lengths + path_lengths).max())
@@ -259,6 +266,11 @@ class TreeLM:
             state.write_row(row, single)
         return torch.cat(rows)
 
+    def _check_state(self, state: DecodeState) -> None:
+        """Refuse the state of another model: it may fit in shape and still hold that one's decay rates."""
+        if state.specs is not self._specs:
+            raise ValueError("the state belongs to another TreeLM; use one from this one's new_state")
+
     def _check_tokens(self, tokens: Tensor) -> None:
         """Refuse tokens outside the vocabulary."""
         low, high = int(tokens.min()), int(tokens.max())
@@ -281,22 +293,3 @@ class TreeLM:
         same = torch.equal(last.tokens[:, :first], tree.tokens[:, :first])
         if not (same and torch.equal(last.parents[:, :first], tree.parents[:, :first])):
             raise ValueError(f"nodes below first={first} must be those of the last verified tree, but they differ")
-
-
-def _check_path(tree: TokenTree, path: Tensor, path_lengths: Tensor) -> None:
-    """Look at a user's path: from the root, each node the child of the one before."""
-    parents, n = tree.parents.tolist(), tree.parents.shape[1]
-    for row, (nodes, length) in enumerate(zip(path.tolist(), path_lengths.tolist(), strict=True)):
-        if not 0 <= length <= len(nodes):
-            raise ValueError(f"path_lengths[{row}] must be in [0, {len(nodes)}], got {length}")
-        previous = -1
-        for node in nodes[:length]:
-            if not 0 <= node < n:
-                raise ValueError(f"path of row {row} must hold nodes in [0, {n}), got {node}")
-            if previous == -1 and node != 0:
-                raise ValueError(f"path of row {row} must start at the root, node 0, got {node}")
-            if parents[row][node] != previous:
-                raise ValueError(
-                    f"path of row {row} goes from node {previous} to {node}, whose parent is {parents[row][node]}"
-                )
-            previous = node

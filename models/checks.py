@@ -1,0 +1,39 @@
+"""Looks at what a caller hands in; values are read on the host, so the loop calls none of those that read them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stree.tree import TokenTree
+
+__all__ = ["check_path", "describe", "is_integer"]
+
+
+def is_integer(tensor: Tensor) -> bool:
+    """Tell whether a tensor holds integers."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def describe(tensor: Tensor) -> str:
+    """Write dtype and shape as the messages do."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]}"
+
+
+def check_path(tree: TokenTree, path: Tensor, path_lengths: Tensor) -> None:
+    """Look at a user's path: from the root, each node the child of the one before."""
+    parents, n = tree.parents.tolist(), tree.parents.shape[1]
+    for row, (nodes, length) in enumerate(zip(path.tolist(), path_lengths.tolist(), strict=True)):
+        if not 0 <= length <= len(nodes):
+            raise ValueError(f"path_lengths[{row}] must be in [0, {len(nodes)}], got {length}")
+        previous = -1
+        for node in nodes[:length]:
+            if not 0 <= node < n:
+                raise ValueError(f"path of row {row} must hold nodes in [0, {n}), got {node}")
+            if previous == -1 and node != 0:
+                raise ValueError(f"path of row {row} must start at the root, node 0, got {node}")
+            if parents[row][node] != previous:
+                raise ValueError(
+                    f"path of row {row} goes from node {previous} to {node}, whose parent is {parents[row][node]}"
+                )
+            previous = node
