@@ -12,6 +12,7 @@ from enumeration import DraftedTrees, Outcomes, TableLaw, TableLM, as_random, em
 from torch import Tensor
 
 from stree import drafters
+from stree import growth as growth_module
 from stree.drafters import Draft, ModelDrafter
 from stree.growth import Chain, DySpec, Growth, Layer, Static
 from stree.sampling import Random, Sampling
@@ -166,9 +167,9 @@ def test_a_dynamic_tree_fills_the_budget_when_the_draft_is_unsure(form: str, sam
 @pytest.mark.parametrize("seed", range(5))
 def test_at_temperature_0_the_nodes_are_those_of_greatest_path_probability(form: str, seed: int) -> None:
     law, nodes = TableLaw.random(6, seed, scale=2.0), 11
-    heap = [(-path_prob(law, (token,)), (token,)) for token in range(6)]
+    heap: list[tuple[float, tuple[int, ...]]] = [(-path_prob(law, (token,)), (token,)) for token in range(6)]
     heapq.heapify(heap)
-    best = []
+    best: list[tuple[int, ...]] = []
     while len(best) < nodes:
         negative, path = heapq.heappop(heap)
         best.append(path)
@@ -303,7 +304,7 @@ def test_every_growth_emits_the_law_exactly_where_drafted_tokens_have_probabilit
 def test_whether_a_slot_is_taken_does_not_depend_on_its_own_token(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     growth, budget = POLICIES[policy]
     choices: list[tuple[Layer, Tensor, Tensor]] = []
-    choose = drafters.choose_slots
+    choose = growth_module.choose_slots
 
     def recorded(layer: Layer, *arguments: Any) -> tuple[Tensor, Tensor]:
         slots, is_taken = choose(layer, *arguments)
