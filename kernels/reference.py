@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stree.kernels.topology import AcceptedPath, Topology
+from stree.kernels.topology import AcceptedPath, Topology, take_rows
 
 Parents = Tensor | Topology
 Path = Tensor | AcceptedPath
@@ -292,10 +292,9 @@ def diagonal_tree(log_decay: Tensor, write: Tensor, state: Tensor, topology: Top
     nothing = torch.zeros_like(state)[:, None]
     write = torch.cat((write, nothing), 1)
     decay = torch.cat((log_decay, nothing), 1).exp_()
-    for jump in topology.jump_rows():
-        start = jump.view(*jump.shape, *(1,) * (write.ndim - 2)).expand_as(write)
-        write = torch.addcmul(write, decay, write.gather(1, start))
-        decay = decay * decay.gather(1, start)
+    for start in topology.jump_rows():
+        write.addcmul_(decay, take_rows(write, start))
+        decay.mul_(take_rows(decay, start))
     return torch.addcmul(write[:, :n], decay[:, :n], state[:, None])
 
 
@@ -397,10 +396,11 @@ def tree_conv1d(
     width = weight.shape[1]
     dtype = _accumulator(x)
     rows = torch.cat((window.transpose(1, 2), x), 1).to(dtype)  # [b, width - 1 + n, c]
+    taps = weight.t().to(dtype)
     if n > 1:  # the rows of a single node are the window and itself, already in order
-        index = Topology.cast(parents).conv_rows(width)[:, first:].reshape(batch, -1, 1)
-        rows = rows.gather(1, index.expand(-1, -1, channels))
-    y = (rows.view(batch, n - first, width, channels) * weight.t().to(dtype)).sum(2)
+        rows = take_rows(rows, Topology.cast(parents).conv_rows(width)[:, first:].flatten(1))
+        taps = taps.contiguous()
+    y = (rows.view(batch, n - first, width, channels) * taps).sum(2)
     if bias is not None:
         y += bias
     if activation == "silu":
@@ -415,7 +415,7 @@ def conv_commit(window: Tensor, x: Tensor, path: Path, path_lengths: Tensor | No
     if accepted.conv_from is None or accepted.conv_rows is None or accepted.conv_keeps is None:
         return  # a filter of one tap has no window
     kept = window.gather(2, accepted.conv_from[:, None].expand(-1, channels, -1))
-    entered = x.gather(1, accepted.conv_rows[..., None].expand(-1, -1, channels)).transpose(1, 2)
+    entered = take_rows(x, accepted.conv_rows, accepted.batch).transpose(1, 2)
     torch.where(accepted.conv_keeps, kept, entered.to(window.dtype), out=window)
 
 
@@ -489,8 +489,8 @@ def kv_commit(
     place = lengths.long()[:, None] + torch.arange(m, device=lengths.device)
     stays = (accepted.beyond[:, :m] | (place >= limit))[:, None, :, None]
     place = place.remainder_(limit)[:, None, :, None]
-    source = accepted.rows[:, :m, None, None]
+    source = accepted.rows[:, :m]
     for cache, nodes in ((k_cache, k), (v_cache, v)):
-        rows = nodes.gather(1, source.expand(-1, -1, *nodes.shape[2:])).transpose(1, 2).to(cache.dtype)
+        rows = take_rows(nodes, source, accepted.batch).transpose(1, 2).to(cache.dtype)
         index = place.expand_as(rows)
         cache.scatter_(2, index, torch.where(stays, cache.gather(2, index), rows))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["AcceptedPath", "Topology", "ancestor_mask", "conv_rows", "jump_rows"]
+__all__ = ["AcceptedPath", "Topology", "ancestor_mask", "conv_rows", "jump_rows", "take_rows"]
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
@@ -79,6 +79,20 @@ def jump_rows(parents: Tensor) -> tuple[Tensor, ...]:
         jumps.append(jump)
         jump = jump.gather(1, jump)
     return tuple(jumps)
+
+
+def take_rows(nodes: Tensor, rows: Tensor, batch: Tensor | None = None) -> Tensor:
+    """Gather rows int64[batch, m] of nodes [batch, n, ...] into [batch, m, ...], whole rows at a time.
+
+    Several times faster on the CPU than `gather` with an expanded index.  `batch` is int64[batch, 1], 0, 1, 2, ...
+    """
+    size, n = nodes.shape[:2]
+    if size > 1:
+        if batch is None:
+            batch = torch.arange(size, device=rows.device)[:, None]
+        rows = torch.add(rows, batch, alpha=n)
+    taken = nodes.flatten(0, 1).index_select(0, rows.flatten())
+    return taken.view(size, -1, *nodes.shape[2:])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,6 +171,7 @@ class AcceptedPath:
     share its indices.  Entries past a length are ignored whatever they hold.
 
     Attributes:
+        batch: int64[batch, 1], 0, 1, 2, ...
         rows: int64[batch, m], accepted nodes; 0 past the length.
         lengths: int64[batch], nodes accepted, root included; 0 leaves a sequence untouched.
         beyond: bool[batch, m], True past the length.
@@ -165,6 +180,7 @@ class AcceptedPath:
         conv_keeps: bool[batch, 1, width - 1], which of the two it is: True for the old window.
     """
 
+    batch: Tensor
     rows: Tensor
     lengths: Tensor
     beyond: Tensor
@@ -177,16 +193,18 @@ class AcceptedPath:
         """Derive the indices from int32[batch, m] and int32[batch], without reading the device."""
         if path.shape[1] == 0:
             path = path.new_zeros(path.shape[0], 1)  # one entry, past every length
-        m = path.shape[1]
+        size, m = path.shape
+        batch = torch.arange(size, device=path.device)[:, None]
         lengths = path_lengths.long()
         beyond = torch.arange(m, device=path.device) >= lengths[:, None]
         rows = path.long().masked_fill_(beyond, 0) if path.dtype != torch.int64 else path.masked_fill(beyond, 0)
         if conv_width is None or conv_width < 2:
-            return cls(rows, lengths, beyond)
+            return cls(batch, rows, lengths, beyond)
         history = conv_width - 1
         # Column t of the new window is row lengths + t of the sequence [old window, accepted nodes].
         source = lengths[:, None] + torch.arange(history, device=path.device)
         return cls(
+            batch,
             rows,
             lengths,
             beyond,
@@ -210,6 +228,5 @@ class AcceptedPath:
 
     def take(self, nodes: Tensor) -> Tensor:
         """Gather the accepted nodes' rows of [batch, n, ...] into [batch, m, ...]; zero past the length."""
-        trailing = (1,) * (nodes.ndim - 2)
-        index = self.rows.view(*self.rows.shape, *trailing).expand(-1, -1, *nodes.shape[2:])
-        return nodes.gather(1, index).masked_fill_(self.beyond.view(*self.rows.shape, *trailing), 0)
+        beyond = self.beyond.view(*self.rows.shape, *(1,) * (nodes.ndim - 2))
+        return take_rows(nodes, self.rows, self.batch).masked_fill_(beyond, 0)
