@@ -146,7 +146,14 @@ class DecodeState:
         return other
 
     def resized(self, max_length: int, max_nodes: int) -> DecodeState:
-        """Copy the committed state into one with more room; a pending tree is left out."""
+        """Copy the committed state into one with more room; a pending tree is left out.
+
+        Raises:
+            ValueError: a size below the present one.
+        """
+        if max_length < self.max_length or max_nodes < self.max_nodes:
+            present = f"max_length {self.max_length} and max_nodes {self.max_nodes}"
+            raise ValueError(f"a resized state must have at least {present}, got {max_length} and {max_nodes}")
         other = DecodeState(self.specs, self.batch_size, max_length, max_nodes, self.lengths.device)
         for spec, stack in self.stacks.items():
             other.stacks[spec].overwrite(stack)

@@ -200,13 +200,6 @@ def test_a_grafted_model_saves_and_loads_as_the_plain_one_does(family: str, tmp_
     assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
 
 
-def test_from_pretrained_takes_the_dtype_asked_for(tmp_path: Path) -> None:
-    tiny_model("bamba").to(torch.bfloat16).save_pretrained(tmp_path)
-    assert TreeLM.from_pretrained(tmp_path, device="cpu").dtype == torch.float32
-    assert TreeLM.from_pretrained(str(tmp_path), device="cpu", dtype="bfloat16").dtype == torch.bfloat16
-    assert TreeLM.from_pretrained(tmp_path, device="cpu", dtype=torch.float64).dtype == torch.float64
-
-
 def test_a_model_in_training_mode_is_put_into_evaluation_mode() -> None:
     model = tiny_model("llama").train()
     assert not TreeLM(model).model.training
