@@ -18,8 +18,10 @@ from tiny_models import (
     extended,
     fresh_logits,
     grafted,
+    path_to,
     random_path,
     random_texts,
+    real_nodes,
     relative_error,
     right_padded,
     tiny_model,
@@ -39,7 +41,7 @@ torch.set_num_threads(1)
 GROWTHS: dict[str, Growth] = {
     "chain": Chain(3),
     "static": Static([2, 2]),
-    "layers": DySpec(depth=3),
+    "layers": DySpec(depth=2),
     "heap": DySpec(form="heap"),
 }
 texts = st.lists(st.integers(0, 3), max_size=30)
@@ -117,7 +119,8 @@ def test_the_draft_state_keeps_step_with_the_text(family: str, growth: str, temp
     for _ in range(12):
         draft = loop.run.propose(loop.pending, loop.growth, 8)
         # Any path may be accepted, and finished sequences stand still.
-        paths = [random_path(rng, draft.tree, row) if not row or rng.random() < 0.8 else [] for row in range(3)]
+        last = [path_to(draft.tree, row, real_nodes(draft.tree, row)[-1]) for row in range(3)]
+        paths = [rng.choice([random_path(rng, draft.tree, row), last[row], []]) for row in (0, 1)] + [last[2]]
         path, lengths = as_commit(paths)
         following = torch.tensor([rng.randrange(VOCAB) for _ in range(3)])
         loop.run.observe(Acceptance(path, lengths, following))
@@ -135,7 +138,7 @@ def test_a_draft_call_a_layer_also_when_the_accepted_leaf_was_never_run(growth: 
     prompts = random_texts(random.Random(1), [4, 6])
     loop = Loop(grafted(model), ModelDrafter(grafted(model)), prompts, Sampling(), GROWTHS[growth])
     # A heap's last node is seldom accepted, so its budget is one node beside the root.
-    budget, depth = {"chain": (8, 3), "static": (8, 2), "layers": (8, 3), "heap": (2, 1)}[growth]
+    budget, depth = {"chain": (8, 3), "static": (8, 2), "layers": (8, 2), "heap": (2, 1)}[growth]
     had_leaf = []
     for _ in range(5):
         loop.step([True, True], budget)
