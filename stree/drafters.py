@@ -205,19 +205,18 @@ class _ModelRun:
         plan = growth.plan(budget)
         self._reserve(plan)
         self._rng = self._rng.at(self._state.lengths.long() + self._has_leaf)
-        self._grown = grown = _Grown.root(pending, self._leaf, self._has_leaf)
+        self._grown = grown = _Grown(pending, self._leaf, self._has_leaf, plan)
         self._selected: Tensor | None = None  # of each node of the proposed tree, its number while it grew
         laws = self._grow_heap(grown, plan, growth) if plan.is_heap else self._grow_layers(grown, plan, growth)
         tree = grown.target_tree()
-        row, depth = tree.parents, plan.num_nodes if plan.is_heap else len(plan.layers)
-        if tree.tokens.shape[1] > plan.num_nodes + 1:
-            # What was drawn stays: of a sampled tree only padding is dropped.
-            worth = grown.value if plan.is_pruned else 1.0 * ~tree.is_padding
-            tree, self._selected = _prune(tree, worth, plan.num_nodes + 1)
-            row = row.gather(1, self._selected)
+        row, depth = tree.parents, plan.num_nodes if plan.is_heap else grown.num_layers
+        selected = grown.select(tree, plan)
+        if selected is not None:
+            self._selected = selected
+            tree, row = _prune(tree, selected), row.gather(1, selected)
         draft_laws = None
         if not growth.sampling.is_greedy:
-            draft_laws = DraftLaws(laws, row, torch.full_like(row, SAMPLED, dtype=torch.int8))
+            draft_laws = DraftLaws(torch.cat(laws, 1), row, torch.full_like(row, SAMPLED, dtype=torch.int8))
         return Draft(tree, draft_laws, depth, grown.num_calls)
 
     def observe(self, acceptance: Acceptance) -> None:
@@ -235,53 +234,53 @@ class _ModelRun:
         full = nodes.gather(1, place.clamp(0, path.shape[1] - 1)).masked_fill(place < 0, 0)
         count = torch.where(is_live, lengths + lead - unrun.long(), 0)
         self._lm.commit(self._state, full.to(torch.int32), count.to(torch.int32))
-        leaf = self._grown.tokens.gather(1, last).squeeze(1)
+        leaf = self._grown.tokens_at(last).squeeze(1)
         self._leaf = torch.where(unrun, leaf, self._leaf)
         self._has_leaf = torch.where(is_live, unrun, self._has_leaf)
 
     def _reserve(self, plan: Plan) -> None:
         """Make the state larger where this plan needs it: the length of a text is not known at the start."""
         state = self._state
-        nodes = 2 + (plan.num_nodes if plan.is_heap else sum(layer.width for layer in plan.layers))
+        nodes = _num_columns(plan)
         length = state.length_bound + nodes
         if length > state.max_length or nodes > state.max_nodes:
             self._state = state.resized(
                 max(state.max_length, 2 * length if length > state.max_length else 0), max(nodes, state.max_nodes)
             )
 
-    def _grow_layers(self, grown: _Grown, plan: Plan, growth: Growth) -> Tensor:
-        """Grow layer by layer; return the laws of all nodes that were run, float[batch, 1 + ..., vocab]."""
+    def _grow_layers(self, grown: _Grown, plan: Plan, growth: Growth) -> list[Tensor]:
+        """Grow layer by layer; return the laws of the nodes that were run, float[batch, nodes, vocab], if sampled."""
         greedy = growth.sampling.is_greedy
         left = torch.full_like(self._leaf, plan.num_nodes)
         laws: list[Tensor] = []
-        logits = grown.run(self._lm, self._state)
         for depth, layer in enumerate(plan.layers):
+            logits = grown.run(self._lm, self._state)
             law = logits.softmax(-1) if greedy else growth.sampling.law(logits)
-            laws.append(law)
             tokens, probs = self._offer(law, layer, grown, greedy)
-            # Summed before the own probability: no rounding may let a slot depend on its token or pass its elder.
-            spent = torch.cat([torch.zeros_like(probs[..., :1]), probs.cumsum(-1)[..., :-1]], -1)
-            reach = grown.frontier_value[..., None] * (1 - spent).clamp(min=0)
             value = grown.frontier_value[..., None] * probs
-            priority = (value if greedy else reach * (probs > 0)).flatten(1)
+            if not greedy:
+                laws.append(law)
             limit = left if not plan.is_pruned else torch.full_like(left, layer.width)
             sure = limit if plan.is_pruned else left // (len(plan.layers) - depth)
-            slots, is_taken = choose_slots(layer, priority, limit, plan.threshold, sure)
-            grown.add(slots, layer.ranks, tokens.flatten(1), value.flatten(1), is_taken)
+            priority = value if greedy else _reach(grown.frontier_value, probs)
+            slots, is_taken = choose_slots(layer, priority.flatten(1), limit, plan.threshold, sure)
+            if not grown.add(layer, slots, tokens.flatten(1), value.flatten(1), is_taken):
+                break
             left = left - is_taken.sum(1)
-            if depth + 1 < len(plan.layers):
-                logits = grown.run(self._lm, self._state)
-        return torch.cat(laws, 1) if laws else logits.softmax(-1)
+        if not plan.layers:
+            laws.append(grown.run(self._lm, self._state).softmax(-1))
+        return laws
 
     def _offer(self, law: Tensor, layer: Layer, grown: _Grown, greedy: bool) -> tuple[Tensor, Tensor]:
         """Offer each frontier node's children: int64 and float[batch, above, ranks], in draw order."""
         if greedy:
             probs, tokens = law.topk(layer.ranks, -1)
             return tokens, probs
-        node = (grown.frontier * MAX_RANKS).expand(law.shape[:2])
+        number = torch.arange(grown.frontier_number, grown.frontier_number + law.shape[1], device=law.device)
+        node = (number * MAX_RANKS).expand(law.shape[:2])
         return draw_without_replacement(self._rng, law, torch.zeros_like(node), node, layer.ranks)
 
-    def _grow_heap(self, grown: _Grown, plan: Plan, growth: Growth) -> Tensor:
+    def _grow_heap(self, grown: _Grown, plan: Plan, growth: Growth) -> list[Tensor]:
         """Draw one node after the other at the best slot; a draft call each."""
         greedy = growth.sampling.is_greedy
         batch = self._leaf.shape[0]
@@ -308,111 +307,170 @@ class _ModelRun:
             is_taken = (upper > 0) & (share > 0)
             rest[rows[:, None], parent] = law.scatter(-1, token[..., None], 0.0)
             reach = torch.cat([reach.scatter(1, parent, upper * (1 - share)), upper * share * is_taken], 1)
-            grown.add_below(parent, token, is_taken)
-        return torch.cat(laws, 1) if laws else logits.softmax(-1)
+            grown.add_below(torch.where(parent > 0, parent + 1, grown.lead[:, None]), token, is_taken)
+        return laws or [logits.softmax(-1)]
 
 
 MAX_RANKS = 1 << 20  # draft draws are numbered parent * MAX_RANKS + rank
 
 
+def _num_columns(plan: Plan) -> int:
+    """Count the columns of a draft model's tree: two lead ones and every node that the plan may grow."""
+    return 2 + (plan.num_nodes if plan.is_heap else sum(layer.width for layer in plan.layers))
+
+
+def _reach(value: Tensor, probs: Tensor) -> Tensor:
+    """Estimate how often verification gets as far as testing each child; 0 where there is none to draw."""
+    # Summed before the own probability: no rounding may let a slot depend on its token or pass its elder.
+    spent = torch.cat([torch.zeros_like(probs[..., :1]), probs.cumsum(-1)[..., :-1]], -1)
+    return value[..., None] * (1 - spent).clamp(min=0) * (probs > 0)
+
+
 class _Grown:
     """A draft model's tree while it grows: columns are appended, and the new ones run.
 
+    Columns 0 and 1 hold [leaf, pending] or [pending, padding]; the node i > 0 of the target's tree is column i + 1.
+
     Attributes:
-        tokens: int64[batch, columns]; column 0 and 1 hold [leaf, pending] or [pending, padding].
-        frontier: int64[1, above], the target tree's numbers of the nodes whose children come next.
-        frontier_value: float[batch, above], estimated probability that verification reaches them.
-        value: float[batch, n], the same for every node of the target's tree; 0 for padding.
+        lead: int64[batch], column of the pending token.
+        frontier_value: float[batch, above], estimated probability that verification reaches the nodes grown last.
+        frontier_number: what the first of them is called in random draws; it does not depend on the batch.
+        size: columns in use.
         num_run: columns that were run.
         num_calls: draft calls made.
+        num_layers: layers added.
     """
 
-    def __init__(self, tokens: Tensor, parents: Tensor, depths: Tensor, mask: Tensor, lead: Tensor) -> None:
-        self.tokens, self.parents, self.depths, self.mask, self.lead = tokens, parents, depths, mask, lead
-        self.value = torch.ones(tokens.shape[0], 1, device=tokens.device)
-        self.frontier_value = self.value
-        self.frontier = torch.zeros(1, 1, dtype=torch.long, device=tokens.device)
-        self.num_run = self.num_calls = 0
-
-    @classmethod
-    def root(cls, pending: Tensor, leaf: Tensor, has_leaf: Tensor) -> _Grown:
-        """Make the two columns that a tree begins with."""
-        lead = has_leaf.long()
-        tokens = torch.stack([torch.where(has_leaf, leaf, pending), pending * lead], 1)
-        parents = torch.stack([torch.full_like(lead, -1), lead - 1], 1).to(torch.int32)
-        depths = torch.stack([torch.zeros_like(lead), lead], 1).to(torch.int32)
-        mask = torch.eye(2, dtype=torch.bool, device=pending.device).repeat(pending.shape[0], 1, 1)
-        mask[:, 1, 0] = has_leaf
-        return cls(tokens, parents, depths, mask, lead)
+    def __init__(self, pending: Tensor, leaf: Tensor, has_leaf: Tensor, plan: Plan) -> None:
+        batch, device = pending.shape[0], pending.device
+        room = _num_columns(plan)
+        self.lead = lead = has_leaf.long()
+        self._tokens = pending.new_zeros(batch, room)
+        self._tokens[:, 0] = torch.where(has_leaf, leaf, pending)
+        self._tokens[:, 1] = pending * lead
+        self._parents = torch.full((batch, room), -1, dtype=torch.int32, device=device)
+        self._parents[:, 1] += lead
+        self._depths = torch.zeros(batch, room, dtype=torch.int32, device=device)
+        self._depths[:, 1] = lead
+        self._mask = torch.eye(room, dtype=torch.bool, device=device).repeat(batch, 1, 1)
+        self._mask[:, 1, 0] = has_leaf
+        self._value = torch.ones(batch, room - 1, device=device)  # of the target's nodes
+        self.frontier_value = self._value[:, :1]
+        self.frontier_number = self.num_run = self.num_calls = self.num_layers = 0
+        self.size = 2
+        self._begin, self._places = 0, 1  # of the frontier: its first node, and how many the plan gives it
+        self._plan = plan
 
     def run(self, lm: TreeLM, state: Any) -> Tensor:
         """Run the columns that were not yet run; return the logits of the frontier, float[batch, above, vocab]."""
-        tree = TokenTree.unchecked(self.tokens, self.parents, self.depths, self.mask)
+        size = self.size
+        mask = self._mask[:, :size, :size]
+        tree = TokenTree.unchecked(self._tokens[:, :size], self._parents[:, :size], self._depths[:, :size], mask)
         logits = lm.verify(state, tree, first=self.num_run)
         if not self.num_run:
             logits = logits.gather(1, self.lead.view(-1, 1, 1).expand(-1, 1, logits.shape[-1]))
-        self.num_run = self.tokens.shape[1]
+        self.num_run = size
         self.num_calls += 1
         return logits
 
-    def add(self, slots: Tensor, ranks: int, tokens: Tensor, value: Tensor, is_taken: Tensor) -> None:
-        """Append a layer: slots int64[batch, width] of the frontier's, tokens and values of all of them."""
-        parent = self.frontier.expand(slots.shape[0], -1).gather(1, slots // ranks)
-        token = tokens.gather(1, slots)
-        before = self.value.shape[1]
-        self.frontier_value = value.gather(1, slots) * is_taken
-        self.value = torch.cat([self.value, self.frontier_value], 1)
-        self.add_below(parent, token, is_taken)
-        self.frontier = torch.arange(before, before + slots.shape[1], device=slots.device)[None]
+    def tokens_at(self, columns: Tensor) -> Tensor:
+        """Look tokens up: int64[batch, count] of columns."""
+        return self._tokens.gather(1, columns)
 
-    def add_below(self, parent: Tensor, token: Tensor, is_taken: Tensor) -> None:
-        """Append nodes int64[batch, width] below nodes of the target's tree; padding where not taken."""
-        column = torch.where(parent > 0, parent + 1, self.lead[:, None])
-        batch, width = parent.shape
-        size = self.tokens.shape[1]
-        rows = self.mask.gather(1, column[..., None].expand(-1, -1, size)) & is_taken[..., None]
-        eye = torch.eye(width, dtype=torch.bool, device=parent.device).expand(batch, width, width)
-        above = torch.cat([self.mask, self.mask.new_zeros(batch, size, width)], 2)
-        self.mask = torch.cat([above, torch.cat([rows, eye], 2)], 1)
-        self.depths = torch.cat([self.depths, (self.depths.gather(1, column) + 1) * is_taken], 1).to(torch.int32)
-        self.tokens = torch.cat([self.tokens, token * is_taken], 1)
-        self.parents = torch.cat([self.parents, torch.where(is_taken, column, -1).to(torch.int32)], 1)
+    def add(self, layer: Layer, slots: Tensor, tokens: Tensor, value: Tensor, is_taken: Tensor) -> bool:
+        """Append a layer below the frontier.
+
+        Args:
+            layer: the plan's layer.
+            slots: int64[batch, width], slots of the frontier.
+            tokens: int64[batch, above x ranks], of all slots.
+            value: float[batch, above x ranks], of all slots.
+            is_taken: bool[batch, width]; if slots are chosen by value, those taken come first.
+
+        Returns:
+            Whether there is a layer to go on from.
+        """
+        chosen = value.gather(1, slots) * is_taken
+        width = slots.shape[1] if layer.slots is not None else self._worthwhile(chosen, is_taken)
+        if not width:
+            return False
+        if width < slots.shape[1]:
+            slots, chosen, is_taken = slots[:, :width], chosen[:, :width], is_taken[:, :width]
+        parent = slots // layer.ranks
+        column = parent + (self._begin + 1) if self._begin else self.lead[:, None].expand_as(slots)
+        before = self.size - 1
+        self._value[:, before : before + width] = chosen
+        self.add_below(column, tokens.gather(1, slots), is_taken)
+        self.frontier_value, self._begin = chosen, before
+        self.frontier_number += self._places
+        self._places = layer.width
+        self.num_layers += 1
+        return True
+
+    def _worthwhile(self, chosen: Tensor, is_taken: Tensor) -> int:
+        """Count the leading nodes of a layer that can matter: fewer than all only where reading waits for nothing.
+
+        A pruned tree keeps its best nodes and values never grow along a path, so a node that is not among the best by
+        now has no descendant that will be.
+        """
+        if chosen.device.type != "cpu":
+            return chosen.shape[1]
+        if self._plan.is_pruned and self.size - 1 + chosen.shape[1] > self._plan.num_nodes:
+            known = torch.cat([self._value[:, : self.size - 1], chosen], 1)
+            is_taken = is_taken & (chosen >= known.topk(self._plan.num_nodes + 1).values[:, -1:])
+        return int(is_taken.sum(1).max())
+
+    def add_below(self, column: Tensor, token: Tensor, is_taken: Tensor) -> None:
+        """Append nodes int64[batch, width] below columns; padding where not taken."""
+        begin = self.size
+        end = self.size = begin + column.shape[1]
+        above = self._mask[:, :begin, :begin]
+        self._mask[:, begin:end, :begin] = above.take_along_dim(column[..., None], 1) & is_taken[..., None]
+        self._depths[:, begin:end] = (self._depths.gather(1, column) + 1) * is_taken
+        self._tokens[:, begin:end] = token * is_taken
+        self._parents[:, begin:end] = torch.where(is_taken, column, -1)
+
+    def select(self, tree: TokenTree, plan: Plan) -> Tensor | None:
+        """Choose the nodes of the target's tree that are proposed: int64[batch, count], or None for all.
+
+        Values never grow along a path and a stable order puts parents first, so what is kept is a tree.  What was drawn
+        stays: of a sampled tree only padding is dropped.
+        """
+        n = tree.tokens.shape[1]
+        if plan.is_pruned:
+            if n <= plan.num_nodes + 1:
+                return None
+            order = self._value[:, :n].sort(dim=1, descending=True, stable=True).indices
+            return order[:, : plan.num_nodes + 1].sort(1).values
+        is_fixed = plan.is_heap or all(layer.slots is not None for layer in plan.layers)
+        if is_fixed or (tree.tokens.device.type == "cpu" and len(tree.tokens) == 1):  # of one row no place is padding
+            return None
+        order = tree.is_padding.to(torch.int8).sort(dim=1, stable=True).indices
+        return order[:, : plan.num_nodes + 1]
 
     def target_tree(self) -> TokenTree:
         """Cut the leading column away: the tree as the target sees it."""
-        lead = self.lead[:, None]
-        root = self.tokens.gather(1, lead)
-        is_node = self.parents[:, 2:] >= 0
-        parents = torch.where(self.parents[:, 2:] > 1, self.parents[:, 2:] - 1, 0)
-        parents = torch.where(is_node, parents, -1)
-        first = torch.full_like(lead, -1).to(torch.int32)
-        depths = (self.depths[:, 2:] - lead * is_node).to(torch.int32)
-        below = torch.cat([is_node[..., None], self.mask[:, 2:, 2:]], 2)
-        mask = torch.cat(
-            [torch.zeros_like(below[:, :1]) if below.shape[1] else below.new_zeros(below.shape[0], 1, 1), below], 1
-        )
-        mask[:, 0, 0] = True
-        return TokenTree.unchecked(
-            torch.cat([root, self.tokens[:, 2:]], 1),
-            torch.cat([first, parents.to(torch.int32)], 1),
-            torch.cat([first + 1, depths], 1),
-            mask,
-        )
+        lead, size = self.lead[:, None], self.size
+        tokens = self._tokens[:, 1:size].clone()
+        tokens[:, :1] = self._tokens.gather(1, lead)
+        is_node = self._parents[:, 2:size] >= 0
+        parents = self._parents[:, 1:size].clone()
+        parents[:, 0] = -1
+        parents[:, 1:] = torch.where(is_node, (parents[:, 1:] - 1).clamp_(min=0), -1)
+        depths = self._depths[:, 1:size].clone()
+        depths[:, 0] = 0
+        depths[:, 1:] -= lead * is_node
+        mask = self._mask[:, 1:size, 1:size].clone()
+        mask[:, 1:, 0] = is_node
+        return TokenTree.unchecked(tokens, parents, depths, mask)
 
 
-def _prune(tree: TokenTree, value: Tensor, num_nodes: int) -> tuple[TokenTree, Tensor]:
-    """Keep the root and the nodes of the greatest value: the tree, and int64[batch, num_nodes] where they stood.
-
-    Values never grow along a path and a stable order puts parents first, so what is kept is a tree.
-    """
-    kept = value.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes].sort(1).values
+def _prune(tree: TokenTree, kept: Tensor) -> TokenTree:
+    """Keep int64[batch, count] nodes, each behind its parent."""
     batch, n = tree.tokens.shape
     place = torch.full((batch, n), -1, device=kept.device)
-    place.scatter_(1, kept, torch.arange(num_nodes, device=kept.device).expand(batch, -1))
+    place.scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand(batch, -1))
     parents = tree.parents.gather(1, kept)
     parents = torch.where(parents >= 0, place.gather(1, parents.clamp(min=0).long()), -1).to(torch.int32)
-    mask = tree.ancestor_mask.gather(1, kept[..., None].expand(-1, -1, n)).gather(
-        2, kept[:, None].expand(-1, num_nodes, -1)
-    )
-    pruned = TokenTree.unchecked(tree.tokens.gather(1, kept), parents, tree.depths.gather(1, kept), mask)
-    return pruned, kept
+    mask = tree.ancestor_mask.take_along_dim(kept[..., None], 1).take_along_dim(kept[:, None], 2)
+    return TokenTree.unchecked(tree.tokens.gather(1, kept), parents, tree.depths.gather(1, kept), mask)
