@@ -97,9 +97,10 @@ def test_a_prompt_as_long_as_the_state_is_taken(lm: TreeLM) -> None:
 
 def test_a_second_prefill_is_refused(lm: TreeLM) -> None:
     state = prefilled(lm)
-    with pytest.raises(RuntimeError, match="prefill needs an empty state; this one holds tokens already"):
-        lm.prefill(state, PROMPTS)
-    assert_still_usable(lm, state)
+    for one in (state, state.clone(), state.resized(32, 8)):
+        with pytest.raises(RuntimeError, match="prefill needs an empty state; this one holds tokens already"):
+            lm.prefill(one, PROMPTS)
+        assert_still_usable(lm, one)
 
 
 def test_a_prefill_after_a_tree_on_an_empty_state_is_refused(lm: TreeLM) -> None:

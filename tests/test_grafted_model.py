@@ -216,3 +216,10 @@ def test_moving_a_grafted_model_to_another_dtype_moves_what_the_grafts_use(famil
     assert logits.dtype == torch.float32
     # 0.1: bfloat16 has 8 bits of mantissa, and the text runs through every layer of wide random weights.
     assert tree_error(model, texts, tree, lm.verify(state, tree)) < 0.1
+
+
+@pytest.mark.parametrize(("family", "positions"), [("mamba2", None), ("bamba", 500), ("llama", 500)])
+def test_a_tree_lm_knows_the_sizes_of_its_model(family: str, positions: int | None) -> None:
+    lm = grafted(tiny_model(family, torch.bfloat16, **({"max_position_embeddings": 500} if positions else {})))
+    assert (lm.vocab_size, lm.max_length, lm.num_layers) == (97, positions, lm.model.config.num_hidden_layers)
+    assert (lm.dtype, lm.device.type) == (torch.bfloat16, "cpu")

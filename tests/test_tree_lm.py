@@ -99,6 +99,23 @@ def test_a_node_equals_an_unbatched_and_unpadded_forward(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_no_memory_is_read_before_it_is_written(family: str, request: pytest.FixtureRequest) -> None:
+    rng = random.Random(10)
+    model = tiny_model(family)
+    lm, texts = grafted(model), random_texts(rng, [6, 13])
+    state = lm.new_state(2, 64, 16)
+    request.getfixturevalue("poisoned_empty")  # from here on; transformers makes its weights with torch.empty
+    lm.prefill(state, *right_padded(texts))
+    tree = random_tree(rng, [6, 9])
+    lm.verify(state, tree)
+    paths = [random_path(rng, tree, row) for row in range(2)]
+    lm.commit(state, *as_commit(paths))
+    texts = extended(texts, tree, paths)
+    logits = lm.verify(state, tree)
+    assert tree_error(model, texts, tree, logits) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_verifying_twice_is_bit_equal_and_leaves_the_state_alone(family: str) -> None:
     rng = random.Random(2)
     lm, texts = grafted(tiny_model(family)), random_texts(rng, [5, 9])
