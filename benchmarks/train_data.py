@@ -1,0 +1,200 @@
+"""Text, tokenizer and packed token streams for `train_bundled.py`.
+
+Knows nothing of models: it reads text folders, holds named packages and books out, trains the byte-level BPE and
+packs encoded documents into flat uint16 streams with an end-of-text token after each one.
+"""
+
+import io
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+import torch
+import zstandard
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+
+HELD_OUT = (
+    "anyio",
+    "fsspec",
+    "jinja2",
+    "Bram Stoker/The Lair of the White Worm.md",
+    "H.G. Wells/The Invisible Man.md",
+)
+"""Sources (packages) and paths (books) that no model is trained on; bits per byte are measured on them."""
+
+TEST_ONLY = ("HumanEval.jsonl", "test.jsonl", "question.jsonl")
+"""File names of evaluation sets, never read as training text."""
+
+MIXTURE = {"python": 0.55, "english": 0.30, "gsm8k": 0.15}
+"""Share of the training windows drawn from each kind of text."""
+
+SOURCE_CAP = 10_000_000
+"""Characters taken from one source at most, so that three large packages do not crowd out the others."""
+
+MAX_EPOCHS = {"gsm8k": 3.0}
+"""Passes over a stream after which it is left out of the mixture; without an entry, no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text with its kind (a key of `MIXTURE`), its source and its path."""
+
+    kind: str
+    source: str
+    path: str
+    text: str
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the document is kept for measuring."""
+        return self.source in HELD_OUT or self.path in HELD_OUT
+
+
+def read_jsonl(path: Path) -> Iterator[dict]:
+    """Yields the records of a `.jsonl` or `.jsonl.zst` file."""
+    with path.open("rb") as raw:
+        stream = zstandard.ZstdDecompressor().stream_reader(raw) if path.suffix == ".zst" else raw
+        for line in io.TextIOWrapper(stream, encoding="utf-8"):
+            if line.strip():
+                yield json.loads(line)
+
+
+def read_file(path: Path, root: Path) -> Iterator[Document]:
+    """Yields the documents of one file: records with `text`, or with `question` and `answer`, or a plain text."""
+    if path.name.endswith((".jsonl", ".jsonl.zst")):
+        kind = "python" if "python" in path.name else "english"
+        for record in read_jsonl(path):
+            if "text" in record:
+                source, name = record.get("source", path.name), record.get("path", "")
+                yield Document(kind, source, name, record["text"])
+            elif "question" in record and "answer" in record:
+                text = f"Question: {record['question']}\nAnswer: {record['answer']}\n"
+                yield Document("gsm8k", "gsm8k", path.name, text)
+    else:
+        kind = "python" if path.suffix == ".py" else "english"
+        yield Document(kind, root.name, path.relative_to(root).as_posix(), path.read_text("utf-8", "replace"))
+
+
+def read_folders(folders: Sequence[Path], seed: int) -> list[Document]:
+    """Reads every text below the folders, shuffled, with at most `SOURCE_CAP` characters a source.
+
+    Args:
+        folders: folders (or single files) of .jsonl.zst, .jsonl, .txt, .md and .py files.
+        seed: fixes the shuffle, and with it which documents a capped source keeps.
+
+    Raises:
+        FileNotFoundError: a folder is missing or holds no text.
+    """
+    documents: list[Document] = []
+    for folder in folders:
+        files = [folder] if folder.is_file() else sorted(p for p in folder.rglob("*") if p.is_file())
+        wanted = (".jsonl", ".jsonl.zst", ".txt", ".md", ".py")
+        files = [p for p in files if p.name.endswith(wanted) and p.name not in TEST_ONLY and p.name != "README.md"]
+        if not files:
+            raise FileNotFoundError(f"no training text in {folder}; expected files ending in {', '.join(wanted)}")
+        for path in tqdm(files, desc=f"read {folder.name}", disable=None):
+            documents.extend(read_file(path, folder))
+    random.Random(seed).shuffle(documents)
+    taken: dict[str, int] = {}
+    kept = []
+    for document in documents:
+        if document.held_out or taken.get(document.source, 0) < SOURCE_CAP:
+            kept.append(document)
+            taken[document.source] = taken.get(document.source, 0) + len(document.text)
+    return kept
+
+
+def train_tokenizer(documents: Sequence[Document], vocab_size: int, characters: int) -> PreTrainedTokenizerFast:
+    """Trains a byte-level BPE on the mixture; the end-of-text token has id 0 and serves as bos, eos and pad."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    left = {kind: share * characters for kind, share in MIXTURE.items()}
+    texts = []
+    for document in documents:
+        if not document.held_out and left[document.kind] > 0:
+            left[document.kind] -= len(document.text)
+            texts.append(document.text)
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def pack(encoded: Sequence[Sequence[int]], eos: int) -> np.ndarray:
+    """Joins token lists into one uint16 stream, an end-of-text token after each: (total,)."""
+    if not encoded:
+        return np.zeros(0, dtype=np.uint16)
+    return np.concatenate([np.asarray([*tokens, eos], dtype=np.uint16) for tokens in encoded])
+
+
+def encode_streams(documents: Sequence[Document], tokenizer: PreTrainedTokenizerFast) -> dict[str, np.ndarray]:
+    """Encodes the training documents of every kind into one packed stream a kind."""
+    backend, eos = tokenizer.backend_tokenizer, int(tokenizer.eos_token_id)
+    streams = {}
+    for kind in MIXTURE:
+        texts = [d.text for d in documents if d.kind == kind and not d.held_out]
+        encoded = []
+        for start in tqdm(range(0, len(texts), 64), desc=f"encode {kind}", disable=None):
+            encoded += [e.ids for e in backend.encode_batch_fast(texts[start : start + 64])]
+        if encoded:
+            streams[kind] = pack(encoded, eos)
+    return streams
+
+
+class Batches:
+    """Draws training windows from packed streams by the mixture, each stream in a fresh random order every pass.
+
+    Args:
+        streams: kind -> uint16 tokens (total,).
+        length: tokens a window feeds to the model; a window holds one more, the last one's target.
+        seed: fixes the order.
+    """
+
+    def __init__(self, streams: dict[str, np.ndarray], length: int, seed: int) -> None:
+        self.streams = {kind: tokens for kind, tokens in streams.items() if len(tokens) > length + 1}
+        if not self.streams:
+            raise ValueError(f"every stream is shorter than a window of {length + 1} tokens")
+        self.length = length
+        self.rng = np.random.default_rng(seed)
+        self.starts: dict[str, list[int]] = {kind: [] for kind in self.streams}
+        self.drawn = dict.fromkeys(self.streams, 0)
+
+    def epochs(self, kind: str) -> float:
+        """Passes over a stream so far."""
+        return self.drawn[kind] * self.length / len(self.streams[kind])
+
+    def window(self, kind: str) -> np.ndarray:
+        """Next window of a stream: (length + 1,)."""
+        if not self.starts[kind]:
+            last = len(self.streams[kind]) - self.length - 1
+            offset = int(self.rng.integers(0, min(self.length, last + 1)))
+            self.starts[kind] = [int(s) for s in self.rng.permutation(np.arange(offset, last + 1, self.length))]
+        start = self.starts[kind].pop()
+        self.drawn[kind] += 1
+        return self.streams[kind][start : start + self.length + 1]
+
+    def next(self, batch: int) -> torch.Tensor:
+        """Next batch of windows: int64 (batch, length + 1)."""
+        kinds = [k for k in self.streams if self.epochs(k) < MAX_EPOCHS.get(k, float("inf"))] or list(self.streams)
+        weights = np.array([MIXTURE.get(kind, 1.0) for kind in kinds])
+        picks = self.rng.choice(len(kinds), size=batch, p=weights / weights.sum())
+        return torch.from_numpy(np.stack([self.window(kinds[i]) for i in picks]).astype(np.int64))
