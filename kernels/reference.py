@@ -94,16 +94,8 @@ def matrix_tree(
     kinds = probe.shape[1]
     scale = from_root.view(batch, 1, rows, groups, shared, -1)
     seen = (probe.unsqueeze(4) * scale).reshape(batch, kinds * rows, heads, dstate).transpose(1, 2) @ state
-    if log_decay.ndim == 3:
-        scores = probe.reshape(batch, kinds * rows, groups, dstate).transpose(1, 2) @ key.permute(0, 2, 3, 1)
-        weight = scores.view(batch, groups, 1, kinds, rows, n)
-        if pair is None:
-            weight = weight.expand(-1, -1, shared, -1, -1, -1)
-        else:
-            weight = weight * pair.view(batch, groups, shared, 1, rows, n)
-        weight = weight.reshape(batch, heads, kinds * rows, n)
-    else:
-        weight = _channel_scores(probe, key, pair, shared)
+    score = _head_scores if log_decay.ndim == 3 else _channel_scores
+    weight = score(probe, key, pair, shared)  # [b, h, t * rows, n]
     if beta is None:
         written = value.transpose(1, 2)
     else:
@@ -116,6 +108,19 @@ def matrix_tree(
         seen.reshape(-1, rows, headdim), weight.reshape(-1, rows, n), written.reshape(batch * heads, n, headdim)
     )
     return out.view(batch, heads, rows, headdim), written
+
+
+def _head_scores(probe: Tensor, key: Tensor, pair: Tensor | None, shared: int) -> Tensor:
+    """Compute e^{G_i - G_j} (probe_i . key_j) as [b, h, t * rows, n]."""
+    batch, kinds, rows, groups, dstate = probe.shape
+    n = key.shape[1]
+    scores = probe.reshape(batch, kinds * rows, groups, dstate).transpose(1, 2) @ key.permute(0, 2, 3, 1)
+    scores = scores.view(batch, groups, 1, kinds, rows, n)
+    if pair is None:
+        scores = scores.expand(-1, -1, shared, -1, -1, -1)
+    else:
+        scores = scores * pair.view(batch, groups, shared, 1, rows, n)
+    return scores.reshape(batch, groups * shared, kinds * rows, n)
 
 
 def _channel_scores(probe: Tensor, key: Tensor, pair: Tensor | None, shared: int) -> Tensor:

@@ -431,11 +431,8 @@ def draw_correlated(cosine: float, n: int, dtype: torch.dtype) -> Problem:
 @pytest.mark.parametrize("cosine", [0.9, 0.99, 1.0], ids=lambda c: f"cosine{c}")
 def test_correlated_keys_of_a_chain_of_depth_63(cosine: float, dtype: torch.dtype) -> None:
     problem = draw_correlated(cosine, 64, dtype)
-    # Keys that repeat with beta 2 never shrink an error, so it grows with depth: 64 x 6e-8 and some.
-    tolerance = {torch.float64: 1e-11, torch.float32: 3e-5, torch.bfloat16: 4e-3}[dtype]
-    if dtype == torch.bfloat16:
-        tolerance *= 1 + float(problem.inputs[1].double().norm(dim=-1).max() ** 2 > 1)  # rounded keys lengthen
-    assert error(problem.scan(), problem.outputs()) < tolerance
+    # Keys that repeat with beta 2 never shrink an error, so it grows with depth; the doubling product is off by 1e14.
+    assert error(problem.scan(), problem.outputs()) < 4 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("channels", [(), (5,)], ids=["gated_delta", "kda"])
