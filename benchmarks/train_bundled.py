@@ -1,4 +1,4 @@
-"""Trains the bundled pair: tokenizer, hybrid Bamba target, Mamba-2 drafter pretrained and then distilled on the target.
+"""Train the bundled pair: tokenizer, hybrid Bamba target, Mamba-2 drafter pretrained and then distilled on the target.
 
     python benchmarks/train_bundled.py --text ../shared/data/corpus ../shared/data/gsm8k
 
@@ -127,7 +127,7 @@ def train(
     resume: bool = False,
     max_steps: int | None = None,
 ) -> dict[str, float]:
-    """Trains a model for a wall-clock budget, with checkpoints, and leaves it swapped in its fast form.
+    """Train a model for a wall-clock budget, with checkpoints, and leaves it swapped in its fast form.
 
     Args:
         name: stage name; the checkpoint is `folder/<name>.pt`.
@@ -198,12 +198,14 @@ def train(
 
 
 @torch.no_grad()
-def sample_stream(target: PreTrainedModel, batches: data.Batches, seconds: float, device: str) -> np.ndarray:
+def sample_stream(
+    target: PreTrainedModel, batches: data.Batches, seconds: float, device: str, width: int = 384
+) -> np.ndarray:
     """Text sampled by the target at temperature 1 from training prompts of 32 tokens, as one packed stream."""
     target.to(device).eval()
     target.generation_config.eos_token_id = None  # sampled text runs on past end-of-text, as packed text does
     rows: list[np.ndarray] = []
-    start, width = time.monotonic(), 384
+    start = time.monotonic()
     with tqdm(total=round(seconds), desc="sample", unit="s", mininterval=5.0) as bar:
         while not rows or time.monotonic() - start < seconds:
             prompts = batches.next(32)[:, :32].to(device)
@@ -228,7 +230,7 @@ def load_or_build(kind: str, assets: Path, resume: bool, vocab_size: int, eos: i
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Saves configuration, generation configuration, bfloat16 weights and tokenizer."""
+    """Save configuration, generation configuration, bfloat16 weights and tokenizer."""
     config = type(model.config).from_dict(model.config.to_dict())
     copy = type(model)(config)
     copy.load_state_dict(model.state_dict())
@@ -255,7 +257,7 @@ def prepare_text(args: argparse.Namespace, runs: Path, assets: Path) -> tuple[di
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description="Train the bundled target and drafter.")
     text = [Path("../shared/data/corpus"), Path("../shared/data/gsm8k")]
     parser.add_argument("--text", nargs="+", type=Path, default=text, help="folders of .jsonl[.zst], .txt, .md, .py")
@@ -282,7 +284,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs every stage and writes the assets."""
+    """Run every stage and writes the assets."""
     args = parse_arguments(arguments)
     torch.manual_seed(args.seed)
     random.seed(args.seed)

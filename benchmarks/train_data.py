@@ -39,7 +39,7 @@ MIXTURE = {"python": 0.55, "english": 0.30, "gsm8k": 0.15}
 SOURCE_CAP = 10_000_000
 """Characters taken from one source at most, so that three large packages do not crowd out the others."""
 
-MAX_EPOCHS = {"gsm8k": 3.0}
+MAX_EPOCHS = {"gsm8k": 3.0, "sampled": 8.0}
 """Passes over a stream after which it is left out of the mixture; without an entry, no limit."""
 
 
@@ -59,7 +59,7 @@ class Document:
 
 
 def read_jsonl(path: Path) -> Iterator[dict]:
-    """Yields the records of a `.jsonl` or `.jsonl.zst` file."""
+    """Yield the records of a `.jsonl` or `.jsonl.zst` file."""
     with path.open("rb") as raw:
         stream = zstandard.ZstdDecompressor().stream_reader(raw) if path.suffix == ".zst" else raw
         for line in io.TextIOWrapper(stream, encoding="utf-8"):
@@ -68,7 +68,7 @@ def read_jsonl(path: Path) -> Iterator[dict]:
 
 
 def read_file(path: Path, root: Path) -> Iterator[Document]:
-    """Yields the documents of one file: records with `text`, or with `question` and `answer`, or a plain text."""
+    """Yield the documents of one file: records with `text`, or with `question` and `answer`, or a plain text."""
     if path.name.endswith((".jsonl", ".jsonl.zst")):
         kind = "python" if "python" in path.name else "english"
         for record in read_jsonl(path):
@@ -84,7 +84,7 @@ def read_file(path: Path, root: Path) -> Iterator[Document]:
 
 
 def read_folders(folders: Sequence[Path], seed: int) -> list[Document]:
-    """Reads every text below the folders, shuffled, with at most `SOURCE_CAP` characters a source.
+    """Read every text below the folders, shuffled, with at most `SOURCE_CAP` characters a source.
 
     Args:
         folders: folders (or single files) of .jsonl.zst, .jsonl, .txt, .md and .py files.
@@ -113,7 +113,7 @@ def read_folders(folders: Sequence[Path], seed: int) -> list[Document]:
 
 
 def train_tokenizer(documents: Sequence[Document], vocab_size: int, characters: int) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE on the mixture; the end-of-text token has id 0 and serves as bos, eos and pad."""
+    """Train a byte-level BPE on the mixture; the end-of-text token has id 0 and serves as bos, eos and pad."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -140,14 +140,14 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int, characters: 
 
 
 def pack(encoded: Sequence[Sequence[int]], eos: int) -> np.ndarray:
-    """Joins token lists into one uint16 stream, an end-of-text token after each: (total,)."""
+    """Join token lists into one uint16 stream, an end-of-text token after each: (total,)."""
     if not encoded:
         return np.zeros(0, dtype=np.uint16)
     return np.concatenate([np.asarray([*tokens, eos], dtype=np.uint16) for tokens in encoded])
 
 
 def encode_streams(documents: Sequence[Document], tokenizer: PreTrainedTokenizerFast) -> dict[str, np.ndarray]:
-    """Encodes the training documents of every kind into one packed stream a kind."""
+    """Encode the training documents of every kind into one packed stream a kind."""
     backend, eos = tokenizer.backend_tokenizer, int(tokenizer.eos_token_id)
     streams = {}
     for kind in MIXTURE:

@@ -70,7 +70,7 @@ def drafter_config(vocab_size: int, eos: int) -> Mamba2Config:
 
 
 def build(config: BambaConfig | Mamba2Config) -> PreTrainedModel:
-    """Builds a model with mamba-ssm's initialisation: dt log-uniform in [1e-3, 1e-1], A uniform in [1, 16]."""
+    """Build a model with mamba-ssm's initialisation: dt log-uniform in [1e-3, 1e-1], A uniform in [1, 16]."""
     model = BambaForCausalLM(config) if isinstance(config, BambaConfig) else Mamba2ForCausalLM(config)
     depth = config.num_hidden_layers
     with torch.no_grad():
@@ -192,7 +192,7 @@ def mixer_arguments(norm: Any, mixer: Any) -> tuple:
 
 
 def swap(model: PreTrainedModel, dtype: torch.dtype, compile: Compile = lambda f: f) -> None:
-    """Replaces the forward of every layer by the fast training form, in place; the weights are shared.
+    """Replace the forward of every layer by the fast training form, in place; the weights are shared.
 
     Windows must be a multiple of `CHUNK` long, or shorter than it, unpadded and without a cache.
 
@@ -230,7 +230,7 @@ def hidden_states(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 def check_swap(config: BambaConfig | Mamba2Config, tolerance: float = 1e-4) -> float:
-    """Compares swapped and own forward on a fresh model in float32.
+    """Compare swapped and own forward on a fresh model in float32.
 
     Returns:
         Largest difference of the logits relative to their largest size.

@@ -19,7 +19,7 @@ WINDOW = 1024
 
 
 def windows(tokens: Sequence[int], eos: int, window: int) -> Iterator[tuple[list[int], int]]:
-    """Cuts a document into windows that score every token once, half a window of context before all but the first.
+    """Cut a document into windows that score every token once, half a window of context before all but the first.
 
     Yields:
         The window's tokens, the first starting with end-of-text, and how many of its last tokens it scores.
@@ -80,7 +80,7 @@ def measure(
 
 
 def measure_folder(assets: Path, documents: Sequence[Document], size: int) -> dict[str, dict[str, float]]:
-    """Reloads the saved pair in float32 and measures it on the held-out documents of every kind."""
+    """Reload the saved pair in float32 and measure it on the held-out documents of every kind."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(assets / "target")
     target = AutoModelForCausalLM.from_pretrained(assets / "target", dtype=torch.float32).eval()
     drafter = AutoModelForCausalLM.from_pretrained(assets / "drafter", dtype=torch.float32).eval()
