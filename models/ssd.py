@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels import ops
+from stree.kernels.topology import AcceptedPath
 from stree.models.state import LayerStack, TreeStep, state_dtype
 
 __all__ = ["SsdSpec", "SsdStack", "graft_ssd"]
@@ -79,15 +80,14 @@ class SsdStack(LayerStack):
     def commit(self, path: Tensor, path_lengths: Tensor, lengths: Tensor) -> None:
         """Fold the paths into windows and states."""
         layers = self.state.shape[0]
-        path, path_lengths = path.repeat(layers, 1), path_lengths.repeat(layers)
-        ops.conv_commit(self.window.flatten(0, 1), self.stash_conv.flatten(0, 1), path, path_lengths)
+        accepted = AcceptedPath.of(path.repeat(layers, 1), path_lengths.repeat(layers), self.spec.dconv)
+        ops.conv_commit(self.window.flatten(0, 1), self.stash_conv.flatten(0, 1), accepted, None)
         spec, xbc = self.spec, self.stash_xbc.flatten(0, 1)
         inner, groups = spec.nheads * spec.headdim, spec.ngroups * spec.dstate
         x = xbc[..., :inner].view(*xbc.shape[:2], spec.nheads, spec.headdim)
         B = xbc[..., inner : inner + groups].view(*xbc.shape[:2], spec.ngroups, spec.dstate)
-        ops.ssd_commit(
-            self.state.flatten(0, 1), x, self.stash_dt.flatten(0, 1), self.A.flatten(0, 1), B, path, path_lengths
-        )
+        dt, A = self.stash_dt.flatten(0, 1), self.A.flatten(0, 1)
+        ops.ssd_commit(self.state.flatten(0, 1), x, dt, A, B, accepted, None)
 
     def bind(self, slot: int, mixer: Any) -> None:
         """Take over the decay rates."""

@@ -193,11 +193,13 @@ class TreeLM:
         if (tree.is_checked and on_host) or checks_everywhere():
             self._check_tree(state, tree, first)
         topology = Topology.of(tree.parents, self._conv_width, mask=tree.ancestor_mask, depths=tree.depths)
-        # A host integer bounds the lengths; on the CPU reading the exact one costs nothing and shortens the context.
-        bound = int(state.lengths.max()) if on_host else state.length_bound
-        step = TreeStep(state, topology, first, bound)
-        positions = state.lengths[:, None] + tree.depths[:, first:]
-        logits = self._forward(tree.tokens[:, first:], step, positions.long())
+        step = TreeStep(state, topology, first, state.length_bound)
+        positions = None
+        if self.family.takes_positions:
+            positions = (state.lengths[:, None] + tree.depths[:, first:]).long()
+            # A host integer bounds the context; on the CPU reading the exact one costs nothing and makes it shorter.
+            step.length_bound = int(state.lengths.max()) if on_host else state.length_bound
+        logits = self._forward(tree.tokens[:, first:], step, positions)
         state.pending = Pending(tree, topology)
         return logits.to(state_dtype(self.dtype))
 
@@ -235,7 +237,7 @@ class TreeLM:
         state.length_bound = bound
 
     def _forward(
-        self, input_ids: Tensor, cache: Any, positions: Tensor, mask: Tensor | None = None, **kwargs: Any
+        self, input_ids: Tensor, cache: Any, positions: Tensor | None, mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         """Call the model under its own argument names; a tree needs no mask, so a 4-d dummy stops it making one."""
         if isinstance(cache, TreeStep):

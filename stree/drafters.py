@@ -234,7 +234,7 @@ class _ModelRun:
         full = nodes.gather(1, place.clamp(0, path.shape[1] - 1)).masked_fill(place < 0, 0)
         count = torch.where(is_live, lengths + lead - unrun.long(), 0)
         self._lm.commit(self._state, full.to(torch.int32), count.to(torch.int32))
-        leaf = self._grown.tokens_at(last).squeeze(1)
+        leaf = self._grown.tokens.gather(1, last).squeeze(1)
         self._leaf = torch.where(unrun, leaf, self._leaf)
         self._has_leaf = torch.where(is_live, unrun, self._has_leaf)
 
@@ -364,8 +364,8 @@ class _Grown:
     def run(self, lm: TreeLM, state: Any) -> Tensor:
         """Run the columns that were not yet run; return the logits of the frontier, float[batch, above, vocab]."""
         size = self.size
-        mask = self._mask[:, :size, :size]
-        tree = TokenTree.unchecked(self._tokens[:, :size], self._parents[:, :size], self._depths[:, :size], mask)
+        depths, mask = self._depths[:, :size], self._mask[:, :size, :size]
+        tree = TokenTree.unchecked(self.tokens, self.parents, depths, mask)
         logits = lm.verify(state, tree, first=self.num_run)
         if not self.num_run:
             logits = logits.gather(1, self.lead.view(-1, 1, 1).expand(-1, 1, logits.shape[-1]))
@@ -373,9 +373,15 @@ class _Grown:
         self.num_calls += 1
         return logits
 
-    def tokens_at(self, columns: Tensor) -> Tensor:
-        """Look tokens up: int64[batch, count] of columns."""
-        return self._tokens.gather(1, columns)
+    @property
+    def tokens(self) -> Tensor:
+        """Tokens of the columns in use: int64[batch, size]."""
+        return self._tokens[:, : self.size]
+
+    @property
+    def parents(self) -> Tensor:
+        """Parents of the columns in use: int32[batch, size]."""
+        return self._parents[:, : self.size]
 
     def add(self, layer: Layer, slots: Tensor, tokens: Tensor, value: Tensor, is_taken: Tensor) -> bool:
         """Append a layer below the frontier.

@@ -96,7 +96,8 @@ def accept(
         raise ValueError(f"target_logits must be float[{batch}, {n}, vocab], got {[*target_logits.shape]}")
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
-    if (target_logits.device.type == "cpu" or checks_everywhere()) and bool(target_logits.isnan().any()):
+    # A maximum is NaN where any logit is: one pass and no copy.
+    if (target_logits.device.type == "cpu" or checks_everywhere()) and bool(target_logits.amax().isnan()):
         nodes = (target_logits.isnan().any(-1) & ~tree.is_padding).nonzero().tolist()
         if nodes:
             raise ValueError(f"the target's logits are NaN at (row, node) {nodes[:4]}")
@@ -113,6 +114,8 @@ def _match(tree: TokenTree, target_logits: Tensor, sampling: Sampling, rng: Rand
         drawn = target_logits.argmax(-1)
     else:
         drawn = rng.choice("target", sampling.law(target_logits), tree.depths + 1)
+    if tree.tokens.shape[1] == 1:  # plain decoding
+        return Acceptance(torch.zeros_like(tree.parents), torch.ones_like(tree.parents[:, 0]), drawn[:, 0])
     parents = tree.parents.clamp(min=0).long()
     is_match = tree.tokens == drawn.gather(1, parents)
     leaf, path, path_lengths = _deepest(tree, is_match, max_depth)
@@ -122,39 +125,58 @@ def _match(tree: TokenTree, target_logits: Tensor, sampling: Sampling, rng: Rand
 def _reject(tree: TokenTree, target_law: Tensor, rng: Random, draft: DraftLaws | None, max_depth: int) -> Acceptance:
     """Test the children of every node in draw order, all nodes at once, one sibling rank after the other."""
     batch, n = tree.tokens.shape
-    rest, offset = target_law, torch.zeros_like(tree.depths)
+    rest = target_law
     siblings, max_siblings = _sibling_table(tree)
     index = torch.arange(n, device=tree.tokens.device).expand(batch, n)
     is_kept = torch.zeros(batch, n + 1, dtype=torch.bool, device=tree.tokens.device)
     is_open = torch.ones(batch, n, dtype=torch.bool, device=tree.tokens.device)  # no child accepted so far
-    seen = torch.zeros_like(rest)  # tokens of earlier siblings
     for rank in range(max_siblings):
-        child = siblings[..., rank]  # [batch, n], n where a node has no such child
+        nodes = _with_child(siblings, rank)  # [k]
+        child = siblings[:, nodes, rank]  # [batch, k], n where a node has no such child
         exists, child = child < n, child.clamp(max=n - 1)
-        token = tree.tokens.gather(1, child).unsqueeze(-1)
-        one_hot = torch.zeros_like(rest).scatter_(-1, token, 1.0)
-        law = one_hot if draft is None else _law_of(draft, child, one_hot, seen)
-        seen = seen + one_hot
-        ratio = (rest.gather(-1, token) / law.gather(-1, token).clamp(min=TINY)).squeeze(-1).clamp(max=1.0)
-        is_tested = exists & is_open
-        accepted = is_tested & rng.bernoulli("accept", ratio * is_tested, offset, child)
+        elder = tree.tokens.gather(1, siblings[:, nodes, :rank].flatten(1).clamp(max=n - 1))
+        token, held = tree.tokens.gather(1, child).unsqueeze(-1), rest[:, nodes]
+        law = _law_of(draft, child, token, elder.view(*child.shape, rank), held)
+        ratio = (held.gather(-1, token) / law.gather(-1, token).clamp(min=TINY)).squeeze(-1).clamp(max=1.0)
+        is_tested = exists & is_open[:, nodes]
+        accepted = is_tested & rng.bernoulli("accept", ratio * is_tested, torch.zeros_like(child), child)
         is_kept.scatter_(1, torch.where(accepted, child, n), True)
-        left = (rest - law).clamp(min=0)
+        left = (held - law).clamp_(min=0)
         total = left.sum(-1, keepdim=True)
         # The residual is empty only where p <= q everywhere, that is p == q, and then the child was accepted.
-        rest = torch.where(exists.unsqueeze(-1) & (total > 0), left / total.clamp(min=TINY), rest)
-        is_open = is_open & ~accepted
+        left = torch.where(exists.unsqueeze(-1) & (total > 0), left / total.clamp(min=TINY), held)
+        rest.index_copy_(1, nodes, left)
+        is_open[:, nodes] &= ~accepted
     leaf, path, path_lengths = _deepest(tree, is_kept[:, :n] & (index > 0), max_depth)
     last = leaf.view(-1, 1, 1).expand(-1, 1, rest.shape[-1])
     depth = tree.depths.gather(1, leaf[:, None])
     return Acceptance(path, path_lengths, rng.choice("target", rest.gather(1, last), depth + 1).squeeze(1))
 
 
-def _law_of(draft: DraftLaws, child: Tensor, one_hot: Tensor, seen: Tensor) -> Tensor:
-    """Give the law from which int64[batch, n] children were drawn after the tokens ``seen``: float[batch, n, vocab]."""
+def _with_child(siblings: Tensor, rank: int) -> Tensor:
+    """List the nodes that may have a child of this rank, int64[k]: all, unless reading which waits for nothing."""
+    n = siblings.shape[1]
+    if siblings.device.type != "cpu":
+        return torch.arange(n, device=siblings.device)
+    return (siblings[..., rank] < n).any(0).nonzero().squeeze(1)
+
+
+def _law_of(draft: DraftLaws | None, child: Tensor, token: Tensor, elder: Tensor, like: Tensor) -> Tensor:
+    """Give the law from which each child was drawn after its elder siblings: float[batch, k, vocab].
+
+    Args:
+        draft: the laws, or None where all children are DELTA.
+        child: int64[batch, k].
+        token: int64[batch, k, 1], its token.
+        elder: int64[batch, k, rank], tokens of its elder siblings.
+        like: float[batch, k, vocab], gives shape and dtype.
+    """
+    one_hot = torch.zeros_like(like).scatter_(-1, token, 1.0)
+    if draft is None:
+        return one_hot
     row = draft.row.gather(1, child).long().clamp(0, draft.probs.shape[1] - 1)
-    law = draft.probs.gather(1, row.unsqueeze(-1).expand(-1, -1, one_hot.shape[-1])).to(one_hot.dtype)
-    law = law.masked_fill(seen > 0, 0.0)
+    law = draft.probs.take_along_dim(row.unsqueeze(-1), 1).to(like.dtype)
+    law = law.scatter(-1, elder, 0.0)
     is_delta = (draft.kind.gather(1, child) == DELTA).unsqueeze(-1)
     return torch.where(is_delta, one_hot, law / law.sum(-1, keepdim=True).clamp(min=TINY))
 
