@@ -268,6 +268,7 @@ def test_a_resized_state_has_room_for_more_and_leaves_the_original_alone(family:
     assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "changes"), LONG.values(), ids=LONG)
 def test_the_state_after_2000_commits_equals_one_computed_from_scratch(family: str, changes: dict[str, Any]) -> None:
     rng = random.Random(11)
