@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from enumeration import TableLaw, TableLM
 from tiny_models import VOCAB, grafted, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
@@ -89,11 +90,15 @@ def test_greedy_text_is_that_of_transformers(name: str, rows: int) -> None:
     assert out.sequences == greedy_texts()[:rows]
 
 
-def test_the_default_drafter_needs_no_model() -> None:
-    out = stree.generate(lm(), PROMPTS[:1], max_new_tokens=40)
-    assert out.sequences == [transformers_text(target_model(), PROMPTS[0], 40)]
+def test_the_default_drafter_needs_no_model_and_drafts_what_repeats() -> None:
+    law = TableLaw.random(6, 0)  # greedy text of a table runs in a circle
+    expected = [3]
+    for _ in range(40):
+        expected.append(int(law.logits[expected[-1]].argmax()))
+    out = stree.generate(TableLM(law).as_lm(), [[3]], max_new_tokens=40)
+    assert out.sequences == [expected]
     assert out.stats["draft_calls"] == 0
-    assert out.stats["tau"] > 1
+    assert out.stats["tau"] > 2
 
 
 @pytest.mark.parametrize("family", ["mamba2", "llama"])
