@@ -20,7 +20,7 @@ Path = Tensor | AcceptedPath
 # Operation -> module that defines a function of the same name and signature (less `backend`) in Triton.
 TRITON: dict[str, str] = {}
 
-DEBUG = os.environ.get("STREEDEBUG") == "1"
+DEBUG = os.environ.get("STREE_DEBUG") == "1"
 _KINDS: dict[str, tuple[torch.dtype, ...]] = {
     "float": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
     "float32": (torch.float32,),

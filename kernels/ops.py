@@ -19,7 +19,7 @@ Common to all operations:
   the reference).  "triton" never falls back.
 
 Shapes, dtypes and devices are checked always, values (order of parents) only for bare CPU tensors, or everywhere
-under STREEDEBUG=1: on the way through a layer nothing waits for a device.
+under STREE_DEBUG=1: on the way through a layer nothing waits for a device.
 """
 
 from __future__ import annotations
