@@ -201,7 +201,7 @@ class TreeLM:
             step.length_bound = int(state.lengths.max()) if on_host else state.length_bound
         logits = self._forward(tree.tokens[:, first:], step, positions)
         state.pending = Pending(tree, topology)
-        return logits.to(state_dtype(self.dtype))
+        return logits.to(state_dtype(logits.dtype))
 
     @torch.no_grad()
     def commit(self, state: DecodeState, path: Tensor, path_lengths: Tensor) -> None:
@@ -256,7 +256,7 @@ class TreeLM:
         cache = DynamicCache(config=self.model.config)
         logits = self._forward(input_ids, cache, positions, mask, logits_to_keep=1)[:, -1]
         state.load(cache, lengths, longest)
-        return logits.to(state_dtype(self.dtype))
+        return logits.to(state_dtype(logits.dtype))
 
     def _prefill_rows(self, state: DecodeState, input_ids: Tensor, sizes: list[int]) -> Tensor:
         """Run prompts one by one."""

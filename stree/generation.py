@@ -177,8 +177,9 @@ class _Session:
         self.stop = frozenset(stop_token_ids or ())
         self.new: list[list[int]] = [[] for _ in prompts]
         self.reasons: list[str | None] = [None] * len(prompts)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=lm.device)
-        self.rng = Random(seed, torch.arange(len(prompts), device=lm.device), lengths)
+        self.device = lm.device  # asked for once: it is looked up through the model's modules
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        self.rng = Random(seed, torch.arange(len(prompts), device=self.device), lengths)
         self.stats = _Stats()
         self.settings: dict[str, Any] = {}
         self.is_started = False
@@ -311,8 +312,8 @@ class _Session:
 
     def _clock(self) -> float:
         """Read the time, seconds; waits for the device, so that parts are charged with their own work."""
-        if self.lm.device.type == "cuda":
-            torch.cuda.synchronize(self.lm.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def _lap(self, name: str, since: float) -> float:
