@@ -89,7 +89,7 @@ def accept(
         max_depth: bound of the depths known to the host; None reads it, which waits for a device.
 
     Raises:
-        ValueError: shapes disagree, an unknown verifier, rejection without laws, or NaN logits (looked for on the CPU).
+        ValueError: shapes disagree, an unknown verifier, or NaN logits (looked for on the CPU).
     """
     batch, n = tree.tokens.shape
     if target_logits.dim() != 3 or target_logits.shape[:2] != (batch, n):
@@ -186,8 +186,8 @@ def _deepest(tree: TokenTree, is_match: Tensor, max_depth: int) -> tuple[Tensor,
     n = tree.tokens.shape[1]
     index = torch.arange(n, device=tree.tokens.device)
     blocked = ~is_match & (index > 0)
-    reached = ~(tree.ancestor_mask & blocked[:, None, :]).any(-1)  # a padding node blocks itself
-    # Of equally deep nodes (equal sibling tokens, drawn with replacement) the first is taken.
+    reached = ~(tree.ancestor_mask & blocked[:, None, :]).any(-1)
+    # Of equally deep nodes the first is taken: the root before padding, an elder before a sibling of the same token.
     score = torch.where(reached, tree.depths.long() * n + (n - 1 - index), -1)
     leaf = score.argmax(1)
     on_path = tree.ancestor_mask.gather(1, leaf.view(-1, 1, 1).expand(-1, 1, n)).squeeze(1)
