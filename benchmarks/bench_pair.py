@@ -35,8 +35,8 @@ import stree
 
 ASSETS = Path(stree.__file__).resolve().parent / "assets"
 METHODS = (
-    "plain,transformers,chain:2-8,static:2,2,1,static:stree,dyspec:8,dyspec:16,dyspec:32,"
-    "dyspec:16x4,dyspec:32x4,suffix:8,suffix:16"
+    "plain,transformers,chain:2-8,static:2,2,1,static:3,2,1,static:stree,dyspec:8x3,dyspec:12x3,dyspec:16x3,dyspec:16x4,"
+    "dyspec:8,dyspec:16,dyspec:32,suffix:8,suffix:16"
 )
 
 
