@@ -18,7 +18,10 @@ Parents = Tensor | Topology
 Path = Tensor | AcceptedPath
 
 # Operation -> module that defines a function of the same name and signature (less `backend`) in Triton.
-TRITON: dict[str, str] = {}
+TRITON: dict[str, str] = {
+    **dict.fromkeys(("ssd_tree_scan", "ssd_commit", "ssd_step"), "stree.kernels.ssd"),
+    **dict.fromkeys(("tree_conv1d", "conv_commit", "conv_step"), "stree.kernels.conv"),
+}
 
 DEBUG = os.environ.get("STREE_DEBUG") == "1"
 _KINDS: dict[str, tuple[torch.dtype, ...]] = {
@@ -32,7 +35,7 @@ _KINDS: dict[str, tuple[torch.dtype, ...]] = {
 
 def choose(op: str, backend: Backend, tensor: Tensor) -> Callable[..., Any]:
     """Return the implementation of an operation for a tensor's device."""
-    if backend == "reference" or (backend == "auto" and not (tensor.is_cuda and op in TRITON)):
+    if backend == "reference" or (backend == "auto" and not _has_triton(op, tensor)):
         module = reference_steps if op.endswith("_step") else reference
         return getattr(module, op)  # type: ignore[no-any-return]
     if backend not in ("auto", "triton"):
@@ -42,6 +45,11 @@ def choose(op: str, backend: Backend, tensor: Tensor) -> Callable[..., Any]:
     if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError(f"{op} with backend='triton' needs CUDA tensors, got a tensor on {tensor.device}")
     return getattr(importlib.import_module(TRITON[op]), op)  # type: ignore[no-any-return]
+
+
+def _has_triton(op: str, tensor: Tensor) -> bool:
+    """Tell whether "auto" means Triton: for a CUDA tensor of an operation that has it, but not in float64."""
+    return tensor.is_cuda and op in TRITON and tensor.dtype != torch.float64
 
 
 def check(name: str, tensor: Tensor, kind: str, shape: tuple[int, ...], like: Tensor) -> None:

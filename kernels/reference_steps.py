@@ -44,14 +44,16 @@ def ssd_step(
     D: Tensor | None = None,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     first: int = 0,
+    folded: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Fold the last path, stash x, B, C and dt of the new rows, scan the new tree."""
     topology = Topology.cast(parents)
     n = topology.parents.shape[1]
     if path is not None:
         accepted = AcceptedPath.cast(path, path_lengths)
-        x, B, _ = _split_xbc(accepted.take(stash_xbc), headdim, ngroups, A.shape[0])
-        ssd_fold(state, x, accepted.take(stash_dt), A, B, accepted)
+        old_xbc, old_dt = (stash_xbc, stash_dt) if folded is None else folded
+        x, B, _ = _split_xbc(accepted.take(old_xbc), headdim, ngroups, A.shape[0])
+        ssd_fold(state, x, accepted.take(old_dt), A, B, accepted)
     stash_xbc[:, first:n].copy_(xbc)
     step_size = dt.to(stash_dt.dtype)
     step_size = F.softplus(step_size if dt_bias is None else step_size + dt_bias)

@@ -41,6 +41,7 @@ def ssd_step(
     D: Tensor | None = None,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     first: int = 0,
+    folded: tuple[Tensor, Tensor] | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Fold the last path of a Mamba-2 layer, stash the new rows, scan the new tree.
@@ -61,6 +62,8 @@ def ssd_step(
         D: float[h] or None.
         dt_limit: bounds of the step size after softplus.
         first: first new row; rows below it stand in the stash from earlier calls.
+        folded: a second pair like (stash_xbc, stash_dt) that `path` is folded from, read only; None: from the stash
+            itself.  A caller who alternates between two pairs saves the Triton version a launch.
         backend: see `stree.kernels.ops`.
 
     Returns:
@@ -79,6 +82,9 @@ def ssd_step(
     check("dt", dt, "float", (batch, rows, heads), state)
     check("A", A, "float", (heads,), state)
     check_room(room, topology)
+    if folded is not None:
+        check("folded[0]", folded[0], "float", (batch, folded[0].shape[1], width), state)
+        check("folded[1]", folded[1], state_kind(xbc), (batch, folded[0].shape[1], heads), state)
     accepted = None if path is None else take_path(path, path_lengths, batch, state)
     step = choose("ssd_step", backend, state)
     out: Tensor = step(
@@ -97,6 +103,7 @@ def ssd_step(
         D=D,
         dt_limit=dt_limit,
         first=first,
+        folded=folded,
     )
     return out
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["AcceptedPath", "Topology", "ancestor_mask", "conv_rows", "jump_rows", "take_rows"]
+__all__ = ["AcceptedPath", "Topology", "ancestor_bits", "ancestor_mask", "conv_rows", "jump_rows", "take_rows"]
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
@@ -34,6 +35,14 @@ def ancestor_mask(parents: Tensor) -> Tensor:
         reach = torch.bmm(closed, closed) > 0
         span *= 2
     return reach
+
+
+def ancestor_bits(mask: Tensor) -> Tensor:
+    """Pack bool[batch, n, n] ancestors into int32[batch, n, ceil(n / 32)]: bit j % 32 of word j // 32 is column j."""
+    n = mask.shape[2]
+    words = -(-n // 32)
+    columns = F.pad(mask, (0, 32 * words - n)).unflatten(2, (words, 32)).int()
+    return torch.sum(columns << torch.arange(32, dtype=torch.int32, device=mask.device), -1, dtype=torch.int32)
 
 
 def conv_rows(parents: Tensor, width: int) -> Tensor:
@@ -107,6 +116,7 @@ class Topology:
         path_sum: float64[batch, n, n], the mask as a matrix: path_sum @ g adds g up along every root path.
         conv_index: int64[batch, n, width], see `conv_rows`; None unless asked for.
         jumps: see `jump_rows`; None unless asked for.
+        bits: int32[batch, n, words], see `ancestor_bits`; what Triton kernels read, so None unless on a GPU.
     """
 
     parents: Tensor
@@ -116,6 +126,7 @@ class Topology:
     path_sum: Tensor
     conv_index: Tensor | None = None
     jumps: tuple[Tensor, ...] | None = None
+    bits: Tensor | None = None
 
     @classmethod
     def of(
@@ -145,6 +156,7 @@ class Topology:
             path_sum=mask.double(),
             conv_index=None if conv_width is None else conv_rows(parents, conv_width),
             jumps=jump_rows(parents) if jumps else None,
+            bits=ancestor_bits(mask) if mask.is_cuda else None,
         )
 
     @classmethod
@@ -161,6 +173,10 @@ class Topology:
     def jump_rows(self) -> tuple[Tensor, ...]:
         """Return the rows of `jump_rows`, computed here only if they were not asked for in `of`."""
         return jump_rows(self.parents) if self.jumps is None else self.jumps
+
+    def ancestor_bits(self) -> Tensor:
+        """Return the words of `ancestor_bits`, computed here only if `of` did not."""
+        return ancestor_bits(self.mask) if self.bits is None else self.bits
 
 
 @dataclass(frozen=True, slots=True, eq=False)

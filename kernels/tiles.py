@@ -1,0 +1,122 @@
+"""Tile sizes of the Triton kernels by shape: a small table in place of tuning at run time.  Imports no Triton.
+
+The entries were chosen for no spills in ahead-of-time builds (`benchmarks/aot_table.py`), not by timing: no GPU figure
+exists yet.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_NODES, MAX_HEADDIM, MAX_DSTATE = 128, 128, 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# (nodes padded to a power of two, float32 rows) -> (most headdim, most dstate in a tile, warps, stages).
+_SSD: dict[tuple[int, bool], tuple[int, int, int, int]] = {
+    (16, False): (64, 32, 4, 2),
+    (32, False): (64, 32, 4, 2),
+    (64, False): (64, 32, 8, 2),
+    (128, False): (64, 16, 8, 2),
+    (16, True): (64, 16, 4, 2),
+    (32, True): (64, 16, 4, 2),
+    (64, True): (64, 16, 8, 2),
+    (128, True): (64, 16, 8, 2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SsdTile:
+    """What the build of an SSD kernel depends on besides dtypes.
+
+    Attributes:
+        nodes: nodes padded to a power of two.
+        rows: computed rows padded to a power of two; at most `nodes`.
+        path: entries of a path padded to a power of two.
+        headdim: columns of a state that a program owns.
+        dstate: columns of dstate in a pass of its loop.
+        warps: warps a program.
+        stages: depth of the pipeline of loads over dstate.
+    """
+
+    nodes: int
+    rows: int
+    path: int
+    headdim: int
+    dstate: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, n: int, rows: int, path: int, headdim: int, dstate: int, dtype: torch.dtype) -> SsdTile:
+        """Choose a tile; a dimension of a matrix product has at least 16 entries."""
+        nodes = padded(n)
+        most_headdim, most_dstate, warps, stages = _SSD[nodes, dtype == torch.float32]
+        return cls(
+            nodes,
+            padded(rows),
+            padded(path),
+            min(most_headdim, padded(headdim)),
+            min(most_dstate, padded(dstate)),
+            warps,
+            stages,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ConvTile:
+    """What the build of a convolution kernel depends on besides dtypes.
+
+    Attributes:
+        nodes: nodes in a pass of its loop.
+        channels: channels that a program owns.
+        warps: warps a program.
+        stages: depth of the pipeline of loads over nodes.
+    """
+
+    nodes: int
+    channels: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, rows: int, channels: int) -> ConvTile:
+        """Choose a tile of at most 16 nodes and 64 channels: 8 elements a thread."""
+        return cls(min(16, padded(rows, 1)), min(64, padded(channels, 1)), 4, 1)
+
+
+def padded(size: int, least: int = 16) -> int:
+    """Round up to a power of two."""
+    return max(least, 1 << max(size - 1, 0).bit_length())
+
+
+def interpreted() -> bool:
+    """Tell whether Triton interprets its kernels on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def check_kernel_dtypes(op: str, **tensors: Tensor) -> None:
+    """Require float32, bfloat16 or float16, the same for all of these tensors."""
+    found = {tensor.dtype for tensor in tensors.values()}
+    if len(found) > 1 or not found <= set(DTYPES):
+        got = ", ".join(f"{name} {str(tensor.dtype)[6:]}" for name, tensor in tensors.items())
+        raise TypeError(f"{op} with backend='triton' takes float32, bfloat16 or float16, the same for all, got {got}")
+
+
+def check_limit(op: str, what: str, size: int, most: int) -> None:
+    """Require a size that the kernels have a tile for."""
+    if size > most:
+        raise NotImplementedError(f"{op} with backend='triton' takes {what} up to {most}, got {size}")
+
+
+def check_inner(name: str, tensor: Tensor, dims: int = 1) -> None:
+    """Require that the last dimensions are contiguous; the leading ones may have any strides."""
+    expected = 1
+    for dim in range(1, dims + 1):
+        if tensor.shape[-dim] > 1 and tensor.numel() and tensor.stride(-dim) != expected:
+            last = "dimension" if dims == 1 else f"{dims} dimensions"
+            raise ValueError(f"{name} must be contiguous in its last {last}, got strides {tensor.stride()}")
+        expected *= tensor.shape[-dim]
