@@ -103,6 +103,14 @@ def ssd_kernel(
             stash_ptr += batch * stride_stash_b
             kept_B_ptr = stash_ptr + nheads * HEADDIM + group * DSTATE
             kept_C_ptr = kept_B_ptr + (nheads // SHARED) * DSTATE
+        # Path sums come before the loop and the mask is read again after it, so one square at a time is live.
+        coarse, fine = _split_decay(dt * A)
+        below = _is_ancestor(bits_ptr, node[:, None], node[None, :], n, WORDS)
+        coarse_node = tl.sum(tl.where(below, coarse[None, :], 0.0), 1)
+        fine_node = tl.sum(tl.where(below, fine[None, :], 0.0), 1)
+        below = _is_ancestor(bits_ptr, asked[None, :], node[:, None], n, WORDS)
+        coarse_row = tl.sum(tl.where(below, coarse[:, None], 0.0), 0)
+        fine_row = tl.sum(tl.where(below, fine[:, None], 0.0), 0)
         # Transposed products: the warps share the columns of the state, and no tile of it is transposed.
         seen = tl.zeros((BLOCK_P, ROWS), tl.float32)
         weight = tl.zeros((NODES, ROWS), tl.float32)
@@ -137,13 +145,7 @@ def ssd_kernel(
                 query, key = query.to(tl.float32), key.to(tl.float32)
             weight += tl.dot(key, tl.trans(query), input_precision=EXACT)
     if SCAN:
-        coarse, fine = _split_decay(dt * A)
         above = _is_ancestor(bits_ptr, asked[None, :], node[:, None], n, WORDS)
-        coarse_row = tl.sum(tl.where(above, coarse[:, None], 0.0), 0)
-        fine_row = tl.sum(tl.where(above, fine[:, None], 0.0), 0)
-        below = _is_ancestor(bits_ptr, node[:, None], node[None, :], n, WORDS)
-        coarse_node = tl.sum(tl.where(below, coarse[None, :], 0.0), 1)
-        fine_node = tl.sum(tl.where(below, fine[None, :], 0.0), 1)
         between = (coarse_row[None, :] - coarse_node[:, None]) + (fine_row[None, :] - fine_node[:, None])
         weight = tl.where(above, weight * tl.exp(tl.where(above, between, 0.0)) * dt[:, None], 0.0)
         if D_ptr is not None:

@@ -1,0 +1,42 @@
+"""The Triton kernels compile without a GPU: no spills, and shared memory within the chip's limit.
+
+The full table is benchmarks/results/aot/*.jsonl, made by benchmarks/aot_table.py; here, one build for each tile.
+
+Run: python -m pytest tests/test_triton_aot.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "aot"
+pytest.importorskip("triton")
+
+
+def test_every_tile_at_64_nodes_compiles_for_hopper_without_spills() -> None:
+    # A process of its own: this one may have Triton in the interpreter's mode.
+    command = [sys.executable, "benchmarks/aot_table.py", "--arch", "90", "--nodes", "64", "--distinct", "--check"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {record["op"] for record in records} == {"ssd_step", "conv_step"}
+    assert {record["dtype"] for record in records} == {"bfloat16", "float32"}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_the_committed_table_is_whole_and_within_the_limits(arch: str) -> None:
+    lines = (RESULTS / f"{arch}.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    assert len({(r["op"], r["model"], r["nodes"], r["dtype"]) for r in records}) == 2 * 6 * 2 * 2
+    limit = {"sm_80": 166912, "sm_90": 232448}[arch]
+    assert all(r["arch"] == arch and r["shared_bytes"] <= limit for r in records)
+    if arch == "sm_90":
+        assert [r for r in records if 16 <= r["nodes"] <= 64 and r["spill_bytes"]] == []
