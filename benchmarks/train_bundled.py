@@ -322,6 +322,7 @@ def main(arguments: list[str] | None = None) -> None:
         "drafter_parameters": drafter.num_parameters(),
         "vocab_size": vocab,
         "window": settings.length,
+        "sampled_tokens": len(mixed["sampled"]),
         "stages": stages,
         "settings": {k: str(v) for k, v in asdict(settings).items()},
         "held_out": report.measure_folder(assets, documents, args.measure_bytes),

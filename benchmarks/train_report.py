@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from train_data import HELD_OUT, MAX_EPOCHS, MIXTURE, Document
+from train_data import HELD_OUT, MIXTURE, Document
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 WINDOW = 1024
@@ -104,7 +104,6 @@ def model_card(metrics: dict) -> str:
         f"| {name} | {int(s['tokens']):,} | {s['seconds'] / 60:.1f} | {s['loss']:.3f} |" for name, s in stages.items()
     ]
     mixture = ", ".join(f"{share:.0%} {kind}" for kind, share in MIXTURE.items())
-    limits = ", ".join(f"{kind} at most {n:g} passes" for kind, n in MAX_EPOCHS.items())
     return f"""# The bundled pair
 
 Two small models trained from random weights for examples, tests and benchmarks of `stree`; no pretrained weights are
@@ -117,14 +116,15 @@ in them.  They continue Python code, English prose and grade-school word problem
 | `drafter/` | `Mamba2ForCausalLM`: two layers | {metrics["drafter_parameters"]:,} |
 
 Both hold bfloat16 weights and one byte-level BPE of {metrics["vocab_size"]:,} entries.  `<|endoftext|>` (id 0) ends
-every document and starts a text.  The target saw windows of {metrics["window"]} tokens in training: do not expect
-sense far beyond that length.
+every document.  The target saw windows of {metrics["window"]} tokens in training: do not expect sense far beyond.
 
 ## Measured on held-out text
 
-On whole documents of the sources {", ".join(f"`{name}`" for name in HELD_OUT)}, which neither
-the tokenizer nor a model saw, with the saved weights in float32, windows of {WINDOW} tokens and half a window of
-context.  Agreement: share of positions at which both models have the same most likely token.  Acceptance: mean of
+On whole documents that neither the tokenizer nor a model saw, of these packages and books, with the saved weights in
+float32, windows of {WINDOW} tokens and half a window of context:
+{", ".join(f"`{name}`" for name in HELD_OUT)}.
+
+Agreement: share of positions at which both models have the same most likely token.  Acceptance: mean of
 1 - total variation between the two laws, the chance that one sampled draft token is kept at temperature 1.
 
 | text | bytes | target, bits a byte | drafter, bits a byte | agreement | acceptance |
@@ -137,9 +137,10 @@ context.  Agreement: share of positions at which both models have the same most 
 | --- | ---: | ---: | ---: |
 {chr(10).join(stage_rows)}
 
-Mixture: {mixture} ({limits}).  The drafter is trained on the text, then on the KL divergence from the target's
-next-token law, half of the windows being text that the target sampled at temperature 1.
-Machine: {metrics["machine"]}; torch {metrics["torch"]}, transformers {metrics["transformers"]}.  Recipe:
+Mixture: {mixture}.  The drafter is trained on the text, then on the KL divergence from the
+target's next-token law, where up to half of the windows come from {metrics["sampled_tokens"]:,} tokens that the target
+sampled at temperature 1.  Machine: {metrics["machine"]}; torch {metrics["torch"]}, transformers
+{metrics["transformers"]}.  Recipe, all commands run (`--resume` continues an interrupted one):
 
 {chr(10).join("    " + command for command in metrics["commands"])}
 
