@@ -11,7 +11,6 @@ import torch
 from enumeration import DraftedTrees, Outcomes, TableLaw, TableLM, as_random, emitted_law, total_variation
 from torch import Tensor
 
-from stree import drafters
 from stree import growth as growth_module
 from stree.drafters import Draft, ModelDrafter
 from stree.growth import Chain, DySpec, Growth, Layer, Static
@@ -311,7 +310,7 @@ def test_whether_a_slot_is_taken_does_not_depend_on_its_own_token(policy: str, m
         choices.append((layer, slots, is_taken))
         return slots, is_taken
 
-    monkeypatch.setattr(drafters, "choose_slots", recorded)
+    monkeypatch.setattr("stree.drafters.model.choose_slots", recorded)
     law = TableLaw.random(3, 12)
     outcomes = Outcomes.all(0, num_draws(growth.bind(PLAIN), budget), law.vocab)
     draft_of(law, growth, budget, PLAIN, as_random(outcomes), len(outcomes.weight))

@@ -1,0 +1,12 @@
+"""What proposes token trees: a draft model, the text's own repetitions, or nothing.
+
+A drafter holds no state of a generation; ``start`` gives a run that does.  A run proposes a tree below the pending
+token and observes what became of it.
+"""
+
+from stree.drafters.model import ModelDrafter
+from stree.drafters.none import NoDrafter
+from stree.drafters.protocol import Draft, Drafter, DraftRun
+from stree.drafters.suffix import SuffixDrafter
+
+__all__ = ["Draft", "DraftRun", "Drafter", "ModelDrafter", "NoDrafter", "SuffixDrafter"]

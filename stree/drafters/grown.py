@@ -1,0 +1,175 @@
+"""A draft model's tree while it grows: columns are appended layer by layer, and each is run once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.growth import Layer, Plan
+from stree.models.tree_lm import TreeLM
+from stree.tree import TokenTree
+
+__all__ = ["GrownTree", "num_columns", "prune"]
+
+
+def num_columns(plan: Plan) -> int:
+    """Count the columns of a draft model's tree: two lead ones and every node that the plan may grow."""
+    return 2 + (plan.num_nodes if plan.is_heap else sum(layer.width for layer in plan.layers))
+
+
+class GrownTree:
+    """A draft model's tree while it grows: columns are appended, and the new ones run.
+
+    Columns 0 and 1 hold [leaf, pending] or [pending, padding]; the node i > 0 of the target's tree is column i + 1.
+
+    Attributes:
+        lead: int64[batch], column of the pending token.
+        frontier_value: float[batch, above], estimated probability that verification reaches the nodes grown last.
+        frontier_number: what the first of them is called in random draws; it does not depend on the batch.
+        size: columns in use.
+        num_run: columns that were run.
+        num_calls: draft calls made.
+        num_layers: layers added.
+    """
+
+    def __init__(self, pending: Tensor, leaf: Tensor, has_leaf: Tensor, plan: Plan) -> None:
+        batch, device = pending.shape[0], pending.device
+        room = num_columns(plan)
+        self.lead = lead = has_leaf.long()
+        self._tokens = pending.new_zeros(batch, room)
+        self._tokens[:, 0] = torch.where(has_leaf, leaf, pending)
+        self._tokens[:, 1] = pending * lead
+        self._parents = torch.full((batch, room), -1, dtype=torch.int32, device=device)
+        self._parents[:, 1] += lead
+        self._depths = torch.zeros(batch, room, dtype=torch.int32, device=device)
+        self._depths[:, 1] = lead
+        self._mask = torch.eye(room, dtype=torch.bool, device=device).repeat(batch, 1, 1)
+        self._mask[:, 1, 0] = has_leaf
+        self._value = torch.ones(batch, room - 1, device=device)  # of the target's nodes
+        self.frontier_value = self._value[:, :1]
+        self.frontier_number = self.num_run = self.num_calls = self.num_layers = 0
+        self.size = 2
+        self._begin, self._places = 0, 1  # of the frontier: its first node, and how many the plan gives it
+        self._plan = plan
+
+    def run(self, lm: TreeLM, state: Any) -> Tensor:
+        """Run the columns that were not yet run; return the logits of the frontier, float[batch, above, vocab]."""
+        size = self.size
+        depths, mask = self._depths[:, :size], self._mask[:, :size, :size]
+        tree = TokenTree.unchecked(self.tokens, self.parents, depths, mask)
+        logits = lm.verify(state, tree, first=self.num_run)
+        if not self.num_run:
+            logits = logits.gather(1, self.lead.view(-1, 1, 1).expand(-1, 1, logits.shape[-1]))
+        self.num_run = size
+        self.num_calls += 1
+        return logits
+
+    @property
+    def tokens(self) -> Tensor:
+        """Tokens of the columns in use: int64[batch, size]."""
+        return self._tokens[:, : self.size]
+
+    @property
+    def parents(self) -> Tensor:
+        """Parents of the columns in use: int32[batch, size]."""
+        return self._parents[:, : self.size]
+
+    def add(self, layer: Layer, slots: Tensor, tokens: Tensor, value: Tensor, is_taken: Tensor) -> bool:
+        """Append a layer below the frontier.
+
+        Args:
+            layer: the plan's layer.
+            slots: int64[batch, width], slots of the frontier.
+            tokens: int64[batch, above x ranks], of all slots.
+            value: float[batch, above x ranks], of all slots.
+            is_taken: bool[batch, width]; if slots are chosen by value, those taken come first.
+
+        Returns:
+            Whether there is a layer to go on from.
+        """
+        chosen = value.gather(1, slots) * is_taken
+        width = slots.shape[1] if layer.slots is not None else self._worthwhile(chosen, is_taken)
+        if not width:
+            return False
+        if width < slots.shape[1]:
+            slots, chosen, is_taken = slots[:, :width], chosen[:, :width], is_taken[:, :width]
+        parent = slots // layer.ranks
+        column = parent + (self._begin + 1) if self._begin else self.lead[:, None].expand_as(slots)
+        before = self.size - 1
+        self._value[:, before : before + width] = chosen
+        self.add_below(column, tokens.gather(1, slots), is_taken)
+        self.frontier_value, self._begin = chosen, before
+        self.frontier_number += self._places
+        self._places = layer.width
+        self.num_layers += 1
+        return True
+
+    def _worthwhile(self, chosen: Tensor, is_taken: Tensor) -> int:
+        """Count the leading nodes of a layer that can matter: fewer than all only where reading waits for nothing.
+
+        A pruned tree keeps its best nodes and values never grow along a path, so a node that is not among the best by
+        now has no descendant that will be.
+        """
+        if chosen.device.type != "cpu":
+            return chosen.shape[1]
+        if self._plan.is_pruned and self.size - 1 + chosen.shape[1] > self._plan.num_nodes:
+            known = torch.cat([self._value[:, : self.size - 1], chosen], 1)
+            is_taken = is_taken & (chosen >= known.topk(self._plan.num_nodes + 1).values[:, -1:])
+        return int(is_taken.sum(1).max())
+
+    def add_below(self, column: Tensor, token: Tensor, is_taken: Tensor) -> None:
+        """Append nodes int64[batch, width] below columns; padding where not taken."""
+        begin = self.size
+        end = self.size = begin + column.shape[1]
+        above = self._mask[:, :begin, :begin]
+        self._mask[:, begin:end, :begin] = above.take_along_dim(column[..., None], 1) & is_taken[..., None]
+        self._depths[:, begin:end] = (self._depths.gather(1, column) + 1) * is_taken
+        self._tokens[:, begin:end] = token * is_taken
+        self._parents[:, begin:end] = torch.where(is_taken, column, -1)
+
+    def select(self, tree: TokenTree, plan: Plan) -> Tensor | None:
+        """Choose the nodes of the target's tree that are proposed: int64[batch, count], or None for all.
+
+        Values never grow along a path and a stable order puts parents first, so what is kept is a tree.  What was drawn
+        stays: of a sampled tree only padding is dropped.
+        """
+        n = tree.tokens.shape[1]
+        if plan.is_pruned:
+            if n <= plan.num_nodes + 1:
+                return None
+            order = self._value[:, :n].sort(dim=1, descending=True, stable=True).indices
+            return order[:, : plan.num_nodes + 1].sort(1).values
+        is_fixed = plan.is_heap or all(layer.slots is not None for layer in plan.layers)
+        if is_fixed or (tree.tokens.device.type == "cpu" and len(tree.tokens) == 1):  # of one row no place is padding
+            return None
+        order = tree.is_padding.to(torch.int8).sort(dim=1, stable=True).indices
+        return order[:, : plan.num_nodes + 1]
+
+    def target_tree(self) -> TokenTree:
+        """Cut the leading column away: the tree as the target sees it."""
+        lead, size = self.lead[:, None], self.size
+        tokens = self._tokens[:, 1:size].clone()
+        tokens[:, :1] = self._tokens.gather(1, lead)
+        is_node = self._parents[:, 2:size] >= 0
+        parents = self._parents[:, 1:size].clone()
+        parents[:, 0] = -1
+        parents[:, 1:] = torch.where(is_node, (parents[:, 1:] - 1).clamp_(min=0), -1)
+        depths = self._depths[:, 1:size].clone()
+        depths[:, 0] = 0
+        depths[:, 1:] -= lead * is_node
+        mask = self._mask[:, 1:size, 1:size].clone()
+        mask[:, 1:, 0] = is_node
+        return TokenTree.unchecked(tokens, parents, depths, mask)
+
+
+def prune(tree: TokenTree, kept: Tensor) -> TokenTree:
+    """Keep int64[batch, count] nodes, each behind its parent."""
+    batch, n = tree.tokens.shape
+    place = torch.full((batch, n), -1, device=kept.device)
+    place.scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand(batch, -1))
+    parents = tree.parents.gather(1, kept)
+    parents = torch.where(parents >= 0, place.gather(1, parents.clamp(min=0).long()), -1).to(torch.int32)
+    mask = tree.ancestor_mask.take_along_dim(kept[..., None], 1).take_along_dim(kept[:, None], 2)
+    return TokenTree.unchecked(tree.tokens.gather(1, kept), parents, tree.depths.gather(1, kept), mask)

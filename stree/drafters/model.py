@@ -1,0 +1,185 @@
+"""Drafting with a smaller language model, whose tree grows layer by layer and whose state is committed in step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.drafters.grown import GrownTree, num_columns, prune
+from stree.drafters.protocol import Draft
+from stree.growth import DySpec, Growth, Layer, Plan, choose_slots
+from stree.models.tree_lm import TreeLM
+from stree.sampling import Random, draw_without_replacement
+from stree.verify import SAMPLED, Acceptance, DraftLaws
+
+__all__ = ["ModelDrafter"]
+
+MAX_RANKS = 1 << 20  # draft draws are numbered parent * MAX_RANKS + rank
+
+
+class ModelDrafter:
+    """Draft with a smaller language model, whose own state is committed in step with the target's.
+
+    Args:
+        lm: the draft model, of the target's vocabulary.
+        vocab: trimmed vocabulary; not supported yet, None.
+
+    Raises:
+        NotImplementedError: a trimmed vocabulary is given.
+    """
+
+    default_growth: Growth = DySpec()
+
+    def __init__(self, lm: TreeLM, vocab: Any = None) -> None:
+        if vocab is not None:
+            raise NotImplementedError("ModelDrafter does not support a trimmed vocabulary yet; pass None")
+        self.lm = lm
+
+    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _ModelRun:
+        """Prefill the draft model with the prompts."""
+        if vocab_size != self.lm.vocab_size:
+            raise ValueError(
+                f"drafter and target must share one vocabulary: the drafter has {self.lm.vocab_size} tokens, "
+                f"the target {vocab_size}"
+            )
+        return _ModelRun(self.lm, prompts, rng)
+
+
+class _ModelRun:
+    """A draft model's state for a batch of texts, and the tree that grows on it.
+
+    The draft model's tree has one column more than the target's: it begins with the chain [leaf, pending] where the
+    last accepted leaf was never run, and with [pending] and a padding column elsewhere.  Node i of the target's tree,
+    i > 0, is node i + 1 of it.
+    """
+
+    def __init__(self, lm: TreeLM, prompts: Sequence[Sequence[int]], rng: Random) -> None:
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        width = int(lengths.max())
+        input_ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
+        self._lm, self._rng = lm, rng
+        self._state = lm.new_state(len(prompts), 2 * width + 1024, 66)
+        lm.prefill(self._state, input_ids, lengths)
+        self._leaf = torch.zeros(len(prompts), dtype=torch.long, device=lm.device)
+        self._has_leaf = torch.zeros(len(prompts), dtype=torch.bool, device=lm.device)
+
+    def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+        """Grow a tree with a draft call a layer (a node for a heap), the first of which also runs the last leaf."""
+        growth = ModelDrafter.default_growth if growth is None else growth
+        plan = growth.plan(budget)
+        self._reserve(plan)
+        self._rng = self._rng.at(self._state.lengths.long() + self._has_leaf)
+        self._grown = grown = GrownTree(pending, self._leaf, self._has_leaf, plan)
+        self._selected: Tensor | None = None  # of each node of the proposed tree, its number while it grew
+        laws = self._grow_heap(grown, plan, growth) if plan.is_heap else self._grow_layers(grown, plan, growth)
+        tree = grown.target_tree()
+        row, depth = tree.parents, plan.num_nodes if plan.is_heap else grown.num_layers
+        selected = grown.select(tree, plan)
+        if selected is not None:
+            self._selected = selected
+            tree, row = prune(tree, selected), row.gather(1, selected)
+        draft_laws = None
+        if not growth.sampling.is_greedy:
+            draft_laws = DraftLaws(torch.cat(laws, 1), row, torch.full_like(row, SAMPLED, dtype=torch.int8))
+        return Draft(tree, draft_laws, depth, grown.num_calls)
+
+    def observe(self, acceptance: Acceptance) -> None:
+        """Commit the accepted nodes that were run; keep an accepted leaf that was not for the next call."""
+        path, lengths = acceptance.path.long().clamp(min=0), acceptance.path_lengths
+        if self._selected is not None:
+            path = self._selected.gather(1, path)
+        is_live = lengths > 0
+        lead = self._has_leaf.long()
+        nodes = torch.where(path > 0, path + 1, lead[:, None])
+        last = nodes.gather(1, (lengths.long() - 1).clamp(min=0)[:, None])
+        unrun = (last.squeeze(1) >= self._grown.num_run) & is_live
+        # Shift by one where the leaf goes first.
+        place = torch.arange(path.shape[1] + 1, device=path.device) - lead[:, None]
+        full = nodes.gather(1, place.clamp(0, path.shape[1] - 1)).masked_fill(place < 0, 0)
+        count = torch.where(is_live, lengths + lead - unrun.long(), 0)
+        self._lm.commit(self._state, full.to(torch.int32), count.to(torch.int32))
+        leaf = self._grown.tokens.gather(1, last).squeeze(1)
+        self._leaf = torch.where(unrun, leaf, self._leaf)
+        self._has_leaf = torch.where(is_live, unrun, self._has_leaf)
+
+    def _reserve(self, plan: Plan) -> None:
+        """Make the state larger where this plan needs it: the length of a text is not known at the start."""
+        state = self._state
+        nodes = num_columns(plan)
+        length = state.length_bound + nodes
+        if length > state.max_length or nodes > state.max_nodes:
+            self._state = state.resized(
+                max(state.max_length, 2 * length if length > state.max_length else 0), max(nodes, state.max_nodes)
+            )
+
+    def _grow_layers(self, grown: GrownTree, plan: Plan, growth: Growth) -> list[Tensor]:
+        """Grow layer by layer; return the laws of the nodes that were run, float[batch, nodes, vocab], if sampled."""
+        greedy = growth.sampling.is_greedy
+        left = torch.full_like(self._leaf, plan.num_nodes)
+        laws: list[Tensor] = []
+        for depth, layer in enumerate(plan.layers):
+            logits = grown.run(self._lm, self._state)
+            law = logits.softmax(-1) if greedy else growth.sampling.law(logits)
+            tokens, probs = self._offer(law, layer, grown, greedy)
+            value = grown.frontier_value[..., None] * probs
+            if not greedy:
+                laws.append(law)
+            limit = left if not plan.is_pruned else torch.full_like(left, layer.width)
+            sure = limit if plan.is_pruned else left // (len(plan.layers) - depth)
+            priority = value if greedy else _reach(grown.frontier_value, probs)
+            slots, is_taken = choose_slots(layer, priority.flatten(1), limit, plan.threshold, sure)
+            if not grown.add(layer, slots, tokens.flatten(1), value.flatten(1), is_taken):
+                break
+            left = left - is_taken.sum(1)
+        if not plan.layers:
+            laws.append(grown.run(self._lm, self._state).softmax(-1))
+        return laws
+
+    def _offer(self, law: Tensor, layer: Layer, grown: GrownTree, greedy: bool) -> tuple[Tensor, Tensor]:
+        """Offer each frontier node's children: int64 and float[batch, above, ranks], in draw order."""
+        if greedy:
+            probs, tokens = law.topk(layer.ranks, -1)
+            return tokens, probs
+        number = torch.arange(grown.frontier_number, grown.frontier_number + law.shape[1], device=law.device)
+        node = (number * MAX_RANKS).expand(law.shape[:2])
+        return draw_without_replacement(self._rng, law, torch.zeros_like(node), node, layer.ranks)
+
+    def _grow_heap(self, grown: GrownTree, plan: Plan, growth: Growth) -> list[Tensor]:
+        """Draw one node after the other at the best slot; a draft call each."""
+        greedy = growth.sampling.is_greedy
+        batch = self._leaf.shape[0]
+        rows = torch.arange(batch, device=self._leaf.device)
+        laws: list[Tensor] = []
+        logits = grown.run(self._lm, self._state)
+        reach = logits.new_ones(batch, 1)  # value of each node's next slot
+        rest = logits.new_zeros(batch, 0, logits.shape[-1])  # laws without the tokens drawn
+        draws = torch.zeros(batch, plan.num_nodes + 1, dtype=torch.long, device=rows.device)
+        for node in range(plan.num_nodes):
+            if node:
+                logits = grown.run(self._lm, self._state)
+            laws.append(logits.softmax(-1) if greedy else growth.sampling.law(logits))
+            rest = torch.cat([rest, laws[-1]], 1)
+            mass = rest.sum(-1)
+            best = rest.max(-1).values / mass.clamp(min=1e-38) if greedy else (mass > 0).to(rest.dtype)
+            parent = (reach * best).argmax(1, keepdim=True)
+            law = rest[rows[:, None], parent]  # [batch, 1, vocab]
+            number = parent * MAX_RANKS + draws.gather(1, parent)
+            token = law.argmax(-1) if greedy else self._rng.choice("draft", law, torch.zeros_like(parent), number)
+            draws.scatter_add_(1, parent, torch.ones_like(parent))
+            share = law.gather(-1, token[..., None]).squeeze(-1) / law.sum(-1).clamp(min=1e-38)
+            upper = reach.gather(1, parent)
+            is_taken = (upper > 0) & (share > 0)
+            rest[rows[:, None], parent] = law.scatter(-1, token[..., None], 0.0)
+            reach = torch.cat([reach.scatter(1, parent, upper * (1 - share)), upper * share * is_taken], 1)
+            grown.add_below(torch.where(parent > 0, parent + 1, grown.lead[:, None]), token, is_taken)
+        return laws or [logits.softmax(-1)]
+
+
+def _reach(value: Tensor, probs: Tensor) -> Tensor:
+    """Estimate how often verification gets as far as testing each child; 0 where there is none to draw."""
+    # Summed before the own probability: no rounding may let a slot depend on its token or pass its elder.
+    spent = torch.cat([torch.zeros_like(probs[..., :1]), probs.cumsum(-1)[..., :-1]], -1)
+    return value[..., None] * (1 - spent).clamp(min=0) * (probs > 0)

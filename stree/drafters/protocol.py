@@ -1,0 +1,60 @@
+"""What the generation loop knows of drafters: a tree is proposed below the pending token, and its fate observed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from stree.growth import Growth
+from stree.sampling import Random
+from stree.tree import TokenTree
+from stree.verify import Acceptance, DraftLaws
+
+__all__ = ["Draft", "DraftRun", "Drafter"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """A proposed tree.
+
+    Attributes:
+        tree: the pending token and what is drafted below it.
+        laws: from which the nodes were drawn; None where all are DELTA.
+        max_depth: bound of the tree's depths, known to the host.
+        num_calls: forward passes of a draft model that it took.
+    """
+
+    tree: TokenTree
+    laws: DraftLaws | None
+    max_depth: int
+    num_calls: int = 0
+
+
+class DraftRun(Protocol):
+    """Drafting for one batch of texts."""
+
+    def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+        """Draft a tree of at most ``budget`` nodes below int64[batch] pending tokens, which are its roots."""
+        ...
+
+    def observe(self, acceptance: Acceptance) -> None:
+        """Take note of the accepted paths of the last draft; ``next_token`` will be pending.
+
+        A path length of 0 means that the sequence stood still: the same token will be pending again.
+        """
+        ...
+
+
+class Drafter(Protocol):
+    """A way to draft; it may have an attribute ``default_growth`` for callers who name no growth."""
+
+    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
+        """Begin a run for prompts, whose tokens may differ in number; ``rng`` gives the draft's random numbers.
+
+        Raises:
+            ValueError: the drafter's vocabulary is not of the target's size.
+        """
+        ...

@@ -1,0 +1,11 @@
+"""The shape of a draft tree: which of the next tokens a drafter offers become nodes.
+
+A growth is a policy over slots.  Growths know no model: a drafter asks for a ``Plan`` and fills it layer by layer.
+"""
+
+from stree.growth.dyspec import DySpec
+from stree.growth.fixed import Chain, Static
+from stree.growth.names import parse_growth
+from stree.growth.plan import Growth, Layer, Plan, choose_slots
+
+__all__ = ["Chain", "DySpec", "Growth", "Layer", "Plan", "Static", "choose_slots", "parse_growth"]

@@ -1,0 +1,61 @@
+"""Trees grown where the draft is sure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stree.growth.plan import Bound, Layer, Plan
+
+__all__ = ["DySpec"]
+
+
+@dataclass(frozen=True)
+class DySpec(Bound):
+    """A tree grown where the draft is sure (DySpec, arXiv 2410.11744).
+
+    A slot's value is the product of the draft probabilities on its path times what its earlier siblings left.  The
+    "layers" form takes, at every depth, the slots of value at least ``threshold``, best first, and where they are fewer
+    than an equal share of the remaining budget, that share; slots are taken before their tokens are drawn, and what is
+    drawn stays.  The "heap" form draws one node a draft call, at the best slot of the whole tree.  At temperature 0
+    tokens are known beforehand, so the layers form keeps the nodes of the greatest path probability, as OPT-Tree
+    (arXiv 2406.17276) and EAGLE-2 do.
+
+    Args:
+        depth: most draft calls of the layers form.
+        width: most nodes of a layer, or None for the whole budget.
+        ranks: most children of a node.
+        threshold: least value of a slot, or None for 1 / budget.
+        form: "layers" or "heap".
+
+    Raises:
+        ValueError: a size below 1, a threshold outside [0, 1), or an unknown form.
+    """
+
+    depth: int = 6
+    width: int | None = None
+    ranks: int = 4
+    threshold: float | None = None
+    form: str = "layers"
+
+    def __post_init__(self) -> None:
+        for name, size in (("depth", self.depth), ("width", self.width), ("ranks", self.ranks)):
+            if size is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if self.threshold is not None and not 0 <= self.threshold < 1:
+            raise ValueError(f"threshold must be in [0, 1), got {self.threshold}")
+        if self.form not in ("layers", "heap"):
+            raise ValueError(f"form must be 'layers' or 'heap', got {self.form!r}")
+
+    def plan(self, budget: int) -> Plan:
+        """Lay out the widest tree that the budget allows."""
+        nodes = budget - 1
+        threshold = 1 / budget if self.threshold is None else self.threshold
+        if self.form == "heap":
+            return Plan((), nodes, threshold, is_heap=True)
+        width = nodes if self.width is None else min(self.width, nodes)
+        layers: list[Layer] = []
+        above = 1
+        for _ in range(self.depth if nodes else 0):
+            above = min(width, above * self.ranks)
+            layers.append(Layer(above, self.ranks))
+        return Plan(tuple(layers), nodes, threshold, is_pruned=self.sampling.is_greedy)

@@ -1,0 +1,83 @@
+"""Shapes that are known beforehand: a chain, a static tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stree.growth.plan import Bound, Layer, Plan
+
+__all__ = ["Chain", "Static"]
+
+
+@dataclass(frozen=True)
+class Static(Bound):
+    """A fixed tree.
+
+    ``Static([3, 2])`` gives the root 3 children and each of them 2; ``Static([-1, 0, 0, 1])``, a list that starts with
+    -1, names the parent of every node (SpecInfer and STree call it a token tree configuration).
+
+    Args:
+        shape: widths by depth, or parents.
+
+    Raises:
+        ValueError: an empty shape, a width below 1, or parents that are no tree in topological order.
+    """
+
+    shape: Sequence[int]
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.shape)
+        object.__setattr__(self, "shape", shape)
+        if not shape:
+            raise ValueError("Static needs widths or parents, got an empty list")
+        if shape[0] != -1:
+            if min(shape) < 1:
+                raise ValueError(f"every width must be at least 1, got {list(shape)}")
+        elif any(not 0 <= parent < node for node, parent in enumerate(shape[1:], 1)):
+            raise ValueError(f"parents must name an earlier node each, got {list(shape)}")
+
+    @classmethod
+    def stree(cls) -> Static:
+        """Make the 12-node, depth-4 tree of the STree paper's headline runs (arXiv 2505.14969)."""
+        return cls([-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 7, 7])
+
+    def plan(self, budget: int) -> Plan:
+        """Lay out the tree; its nodes are ordered by depth."""
+        layers = self._layers()
+        nodes = sum(layer.width for layer in layers)
+        if nodes + 1 > budget:
+            raise ValueError(f"a tree of {nodes + 1} nodes (root included) exceeds the budget of {budget}")
+        return Plan(tuple(layers), nodes)
+
+    def _layers(self) -> list[Layer]:
+        """Order nodes by depth and number their slots."""
+        if self.shape[0] != -1:
+            sizes = torch.tensor(self.shape).cumprod(0).tolist()
+            return [Layer(size, ranks, tuple(range(size))) for size, ranks in zip(sizes, self.shape, strict=True)]
+        above, layers = [0], []
+        while above:
+            children = [[node for node, parent in enumerate(self.shape) if parent == upper] for upper in above]
+            ranks = max(map(len, children))
+            slots = tuple(place * ranks + rank for place, nodes in enumerate(children) for rank in range(len(nodes)))
+            above = [node for nodes in children for node in nodes]
+            if above:
+                layers.append(Layer(len(slots), ranks, slots))
+        return layers
+
+
+@dataclass(frozen=True)
+class Chain(Bound):
+    """A tree without branches that drafts ``depth`` tokens (speculative decoding, arXiv 2211.17192)."""
+
+    depth: int
+
+    def __post_init__(self) -> None:
+        if self.depth < 1:
+            raise ValueError(f"a chain must draft at least 1 token, got depth {self.depth}")
+
+    def plan(self, budget: int) -> Plan:
+        """Lay out the chain."""
+        return Static([1] * self.depth).plan(budget)

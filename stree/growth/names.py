@@ -1,0 +1,30 @@
+"""Growths by the names that the command line uses."""
+
+from __future__ import annotations
+
+from stree.growth.dyspec import DySpec
+from stree.growth.fixed import Chain, Static
+from stree.growth.plan import Growth
+
+__all__ = ["parse_growth"]
+
+
+def parse_growth(text: str) -> Growth:
+    """Read a growth as the command line names it: dyspec, dyspec-heap, chain:4, static:3,2, stree.
+
+    Raises:
+        ValueError: an unknown name, or numbers that are none.
+    """
+    name, _, rest = text.partition(":")
+    try:
+        numbers = [int(number) for number in rest.split(",")] if rest else []
+        if name == "chain" and len(numbers) == 1:
+            return Chain(numbers[0])
+        if name == "static" and numbers:
+            return Static(numbers)
+    except ValueError as error:
+        raise ValueError(f"growth {text!r} cannot be read: {error}") from error
+    plain: dict[str, Growth] = {"dyspec": DySpec(), "dyspec-heap": DySpec(form="heap"), "stree": Static.stree()}
+    if text in plain:
+        return plain[text]
+    raise ValueError(f"growth must be dyspec, dyspec-heap, chain:DEPTH, static:WIDTH,WIDTH,... or stree, got {text!r}")

@@ -1,0 +1,111 @@
+"""The vocabulary of growth: slots, layers of them, and the plan that a drafter fills.
+
+A slot is a place for one more child under a node; it has a rank among its siblings and a value, the estimated
+probability that verification gets as far as testing it (also called reach).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from stree.sampling import Sampling
+
+__all__ = ["Bound", "Growth", "Layer", "Plan", "choose_slots"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One depth of a plan.
+
+    Attributes:
+        width: nodes of the layer, padding included.
+        ranks: children offered by each node of the layer above.
+        slots: the chosen slots, parent's place in its layer x ranks + rank, or None to choose by value.
+    """
+
+    width: int
+    ranks: int
+    slots: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a drafter needs to grow a tree with fixed shapes: a draft call a layer.
+
+    Attributes:
+        layers: from depth 1 down.
+        num_nodes: most drafted nodes, the root not counted.
+        threshold: a slot chosen by value needs at least this one, but for a layer's equal share of the nodes still
+            to come, which is taken whatever its value: the budget is paid for anyway.
+        is_pruned: deterministic children only: grow every layer to its width, keep the best ``num_nodes`` in the end.
+        is_heap: one node a draft call, always at the slot of the greatest value.
+    """
+
+    layers: tuple[Layer, ...]
+    num_nodes: int
+    threshold: float = 0.0
+    is_pruned: bool = False
+    is_heap: bool = False
+
+
+class Growth(Protocol):
+    """A policy for growing trees."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """What children are drawn with."""
+        ...
+
+    def bind(self, sampling: Sampling) -> Growth:
+        """Give this policy for children drawn under ``sampling``.
+
+        At temperature 0 children are the top-k, kind DELTA.
+        """
+        ...
+
+    def plan(self, budget: int) -> Plan:
+        """Lay out a tree of at most ``budget`` nodes, root included.
+
+        Raises:
+            ValueError: a fixed shape larger than the budget.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The sampling that a growth draws with."""
+
+    sampling: Sampling = field(default=Sampling(), kw_only=True)
+
+    def bind(self, sampling: Sampling) -> Self:
+        """Give this policy for children drawn under ``sampling``."""
+        return replace(self, sampling=sampling)
+
+
+def choose_slots(layer: Layer, value: Tensor, left: Tensor, threshold: float, sure: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose the slots of a layer.
+
+    Args:
+        layer: the plan's layer.
+        value: float[batch, above x ranks], value of each slot; at most 0 where there is none.  Later siblings never
+            have the greater value, so an earlier one is never passed over.
+        left: int64[batch], nodes that the budget still allows.
+        threshold: least value.
+        sure: int64[batch], the best slots that are taken whatever their value.
+
+    Returns:
+        int64[batch, width] slots and bool[batch, width], whether each is taken.
+    """
+    if layer.slots is not None:
+        index = torch.tensor(layer.slots, device=value.device).expand(value.shape[0], -1)
+        return index, value.gather(1, index) > 0
+    ordered, index = value.sort(dim=1, descending=True, stable=True)  # stable: an earlier sibling wins a tie
+    ordered, index = ordered[:, : layer.width], index[:, : layer.width]
+    rank = torch.arange(ordered.shape[1], device=value.device)
+    is_worth = (ordered >= threshold) | (rank < sure[:, None])
+    return index, (ordered > 0) & is_worth & (rank < left[:, None])
