@@ -1,0 +1,74 @@
+"""The builds of the Mamba-2 operations at the shapes of published models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from aot_build import POINTERS, Build
+
+from stree.kernels.conv import conv_constants
+from stree.kernels.conv_kernels import conv_kernel
+from stree.kernels.ssd import ssd_constants
+from stree.kernels.ssd_kernels import ssd_kernel
+from stree.kernels.tiles import ConvTile, SsdTile
+
+
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """Sizes of a model's Mamba-2 layer, from its published configuration."""
+
+    heads: int
+    headdim: int
+    dstate: int
+    groups: int
+    width: int = 4
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return self.heads * self.headdim + 2 * self.groups * self.dstate
+
+
+MIXERS = {
+    "mamba2-2.7b": Mixer(80, 64, 128, 1),
+    "Nemotron-H-8B": Mixer(128, 64, 128, 8),
+    "Bamba-9B": Mixer(128, 64, 128, 1),
+    "Granite-4.0-H-tiny": Mixer(48, 64, 128, 1),
+    "Falcon-H1-7B": Mixer(24, 128, 256, 1),
+    "Zamba2-7B": Mixer(112, 64, 64, 2),
+}
+
+
+def ssd_build(mixer: Mixer, n: int, dtype: torch.dtype, path: int = 16) -> Build:
+    """Describe the launch of a step that folds a path and scores n nodes."""
+    tile = SsdTile.of(n, n, path, mixer.headdim, mixer.dstate, dtype)
+    constants = ssd_constants(
+        tile, mixer.headdim, mixer.dstate, mixer.heads // mixer.groups, n,
+        fold=True, scan=True, keep=True, keep_shared=True, known=False, dtype=dtype,
+    )  # fmt: skip
+    rows = POINTERS[dtype]
+    pointers = dict.fromkeys(("state_ptr", "A_ptr", "bias_ptr", "D_ptr", "old_dt_ptr", "stash_dt_ptr"), "*fp32")
+    pointers |= dict.fromkeys(
+        ("x_ptr", "dt_ptr", "B_ptr", "C_ptr", "y_ptr", "stash_ptr", "old_x_ptr", "old_B_ptr"), rows
+    )
+    pointers |= {"bits_ptr": "*i32", "path_ptr": "*i64", "lengths_ptr": "*i64"}
+    integers = dict.fromkeys((name for name in ssd_kernel.arg_names if name.startswith("stride_")), mixer.channels)
+    integers |= {"stride_dt_n": mixer.heads, "stride_old_dt_n": mixer.heads}
+    integers |= {"n": n, "first": 0, "new_from": 0, "path_size": path, "nheads": mixer.heads}
+    return Build(ssd_kernel, constants, pointers, integers, tile)
+
+
+def conv_build(mixer: Mixer, n: int, dtype: torch.dtype) -> Build:
+    """Describe the launch of a convolution that folds a path and serves n nodes."""
+    tile = ConvTile.of(n, mixer.channels)
+    constants = conv_constants(tile, mixer.width, fold=True, scan=True, keep=True, silu=True, known=False)
+    rows = POINTERS[dtype]
+    names = ("window_ptr", "old_ptr", "x_ptr", "weight_ptr", "bias_ptr", "stash_ptr", "y_ptr")
+    pointers = dict.fromkeys(names, rows) | {"path_ptr": "*i64", "lengths_ptr": "*i64", "index_ptr": "*i64"}
+    integers = dict.fromkeys((name for name in conv_kernel.arg_names if name.startswith("stride_")), mixer.channels)
+    integers |= {"n": n, "first": 0, "new_from": 0, "path_size": 16, "channels": mixer.channels}
+    return Build(conv_kernel, constants, pointers, integers, tile)
+
+
+BUILDERS = {"ssd_step": (ssd_build, MIXERS), "conv_step": (conv_build, MIXERS)}
