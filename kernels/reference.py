@@ -46,11 +46,11 @@ def _path_decays(log_decay: Tensor, topology: Topology, first: int, dtype: torch
     if n == 1:
         return log_decay.to(dtype).exp(), None
     sums = torch.bmm(topology.path_sum, log_decay.double().flatten(2)).view(log_decay.shape)
-    heads = sums.transpose(1, 2)  # [b, h, n(, s)]
+    heads = sums.transpose(1, 2).contiguous()  # [b, h, n(, s)]: what follows keeps nodes innermost, as products want
     pair = heads[:, :, first:, None] - heads[:, :, None]
     hidden = topology.hidden[:, None, first:]
     pair.masked_fill_(hidden if log_decay.ndim == 3 else hidden[..., None], -torch.inf)
-    return sums[:, first:].to(dtype).exp(), pair.to(dtype).exp_()
+    return sums[:, first:].to(dtype).exp_(), pair.to(dtype).exp_()
 
 
 def matrix_tree(
