@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from stree.kernels import ops
-from stree.models.state import LayerStack, TreeStep
+from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep
 
 __all__ = ["KvSpec", "KvStack", "graft_attention"]
 
@@ -25,7 +25,7 @@ IMPLEMENTATION = "stree"
 
 
 @dataclass(frozen=True, slots=True)
-class KvSpec:
+class KvSpec(LayerSpec):
     """Sizes of an attention layer's cache."""
 
     kv_heads: int
@@ -66,11 +66,15 @@ class KvStack(LayerStack):
         path, path_lengths = path.repeat(layers, 1), path_lengths.repeat(layers)
         ops.kv_commit(keys, values, lengths.repeat(layers), stash_keys, stash_values, path, path_lengths)
 
-    def load(self, slot: int, cache_layer: Any, padding: Tensor) -> None:
-        """Take over one layer, moved left by the padding; rows past a length stay whatever they are, never read."""
-        length = cache_layer.keys.shape[2]
-        rows = torch.arange(length, device=padding.device) + padding[:, None]  # [batch, length]
-        rows = rows.clamp_(max=length - 1)[:, None, :, None]
+    def load(self, slot: int, prefilled: Prefilled) -> None:
+        """Take over keys and values, moved left by the padding.
+
+        Rows past a length, and those that a sliding window has dropped, become whatever is at hand: no node reads them.
+        """
+        cache_layer = prefilled.cache.layers[prefilled.layer]
+        length, kept = cache_layer.get_seq_length(), cache_layer.keys.shape[2]
+        rows = torch.arange(length, device=prefilled.padding.device) + prefilled.padding[:, None] - (length - kept)
+        rows = rows.clamp_(0, kept - 1)[:, None, :, None]
         for mine, theirs in ((self.keys, cache_layer.keys), (self.values, cache_layer.values)):
             mine[slot, :, :, :length] = theirs.take_along_dim(rows.to(theirs.device), dim=2)
 
@@ -111,7 +115,7 @@ def tree_attention_forward(
     """Attend from new nodes to the committed context and to their ancestors (transformers' attention signature).
 
     Args:
-        module: the attention module's twin; its layer_idx names the layer.
+        module: the attention module's twin.
         query: float[batch, heads, n - first, headdim].
         key: float[batch, kv_heads, n - first, headdim], new rows only.
         value: the same.
@@ -124,7 +128,7 @@ def tree_attention_forward(
         float[batch, n - first, heads, headdim], and None for the weights.
     """
     step = attention_mask
-    layer = step.state.layers[module.layer_idx]
+    layer = step.state.layers[step.attending, KvSpec]
     out = ops.attention_step(
         layer.keys[:, :, : step.length_bound], layer.values[:, :, : step.length_bound], step.state.lengths,
         layer.stash_keys, layer.stash_values, None, None,

@@ -6,11 +6,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import DynamicCache, PreTrainedModel
+
 from stree.models.attention import graft_attention
 from stree.models.ssd import graft_ssd
 from stree.models.state import LayerSpec
 
-__all__ = ["FAMILIES", "Family", "family_of"]
+__all__ = ["FAMILIES", "Family", "family_of", "stateful_modules"]
+
+Graft = Callable[[Any], LayerSpec]
+
+
+def _dynamic_cache(config: Any) -> DynamicCache:
+    """Make the cache that transformers gives most families."""
+    return DynamicCache(config=config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +28,20 @@ class Family:
 
     Attributes:
         mixers: adapter of each stateful module class, by class name.
+        stateless: classes of modules that may stand in a layer which has no stateful one.
         cache_argument: keyword under which the model takes its cache.
         takes_positions: whether it takes position_ids.
+        pads_exactly: whether its own forward of left-padded prompts is exact where no projection bias forbids it;
+            if not, prompts of different lengths are run one by one.
+        new_cache: makes, from the config, the transformers cache that prompts are run with.
     """
 
-    mixers: Mapping[str, Callable[[Any], LayerSpec]]
+    mixers: Mapping[str, Graft]
+    stateless: frozenset[str] = frozenset()
     cache_argument: str = "past_key_values"
     takes_positions: bool = True
+    pads_exactly: bool = True
+    new_cache: Callable[[Any], Any] = _dynamic_cache
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -45,3 +61,30 @@ def family_of(config: Any) -> Family:
     if model_type not in FAMILIES:
         raise NotImplementedError(f"model family {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
     return FAMILIES[model_type]
+
+
+def stateful_modules(model: PreTrainedModel, family: Family) -> list[tuple[int, Any, Graft]]:
+    """List layer index, module and adapter of everything in a model that keeps a state.
+
+    A layer may hold several such modules, and one module may stand in several layers, so the index is that of the
+    module's path.
+
+    Raises:
+        NotImplementedError: a layer has neither a module that can be grafted nor one that is known to keep no state.
+    """
+    found: list[tuple[int, Any, Graft]] = []
+    known: set[int] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        kind = type(module).__name__
+        layer = next((int(part) for part in path.split(".") if part.isdigit()), None)
+        if layer is None or kind not in {*family.mixers, *family.stateless}:
+            continue
+        known.add(layer)
+        if kind in family.mixers:
+            found.append((layer, module, family.mixers[kind]))
+    if len(known) != model.config.num_hidden_layers:
+        raise NotImplementedError(
+            f"{len(known)} of {model.config.num_hidden_layers} layers of this {model.config.model_type} model have a "
+            f"mixer that can be grafted ({', '.join(family.mixers)})"
+        )
+    return found

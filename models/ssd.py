@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import types
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from stree.kernels import ops
 from stree.kernels.topology import AcceptedPath
-from stree.models.state import LayerStack, TreeStep, state_dtype
+from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep, state_dtype
 
 __all__ = ["SsdSpec", "SsdStack", "graft_ssd"]
 
 
 @dataclass(frozen=True, slots=True)
-class SsdSpec:
+class SsdSpec(LayerSpec):
     """Sizes of a Mamba-2 layer."""
 
     nheads: int
@@ -31,6 +31,11 @@ class SsdSpec:
     dconv: int
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def conv_width(self) -> int:
+        """Taps of the convolution."""
+        return self.dconv
 
     @property
     def channels(self) -> int:
@@ -51,7 +56,7 @@ class SsdSpec:
             stash_conv=zeros(max_nodes, self.channels),
             stash_xbc=zeros(max_nodes, self.channels),
             stash_dt=zeros(max_nodes, self.nheads, dtype=wide),
-            A=zeros(self.nheads, dtype=wide),
+            A=torch.zeros(layers, self.nheads, dtype=wide, device=self.device),
         )
 
 
@@ -66,8 +71,10 @@ class SsdStack(LayerStack):
         stash_conv: float[max_nodes, channels], inputs of the convolution.
         stash_xbc: float[max_nodes, channels], its outputs: x, B, C.
         stash_dt: float32[max_nodes, nheads], step sizes after bias, softplus and limit.
-        A: float32[nheads], decay rates, kept a row so that all layers fold together.
+        A: float32[nheads], decay rates, the same for all sequences.
     """
+
+    weights: ClassVar[frozenset[str]] = frozenset({"A"})
 
     spec: SsdSpec
     window: Tensor
@@ -79,22 +86,23 @@ class SsdStack(LayerStack):
 
     def commit(self, path: Tensor, path_lengths: Tensor, lengths: Tensor) -> None:
         """Fold the paths into windows and states."""
-        layers = self.state.shape[0]
+        layers, batch = self.state.shape[:2]
         accepted = AcceptedPath.of(path.repeat(layers, 1), path_lengths.repeat(layers), self.spec.dconv)
         ops.conv_commit(self.window.flatten(0, 1), self.stash_conv.flatten(0, 1), accepted, None)
         spec, xbc = self.spec, self.stash_xbc.flatten(0, 1)
         inner, groups = spec.nheads * spec.headdim, spec.ngroups * spec.dstate
         x = xbc[..., :inner].view(*xbc.shape[:2], spec.nheads, spec.headdim)
         B = xbc[..., inner : inner + groups].view(*xbc.shape[:2], spec.ngroups, spec.dstate)
-        dt, A = self.stash_dt.flatten(0, 1), self.A.flatten(0, 1)
+        dt, A = self.stash_dt.flatten(0, 1), self.A.repeat_interleave(batch, 0)
         ops.ssd_commit(self.state.flatten(0, 1), x, dt, A, B, accepted, None)
 
     def bind(self, slot: int, mixer: Any) -> None:
         """Take over the decay rates."""
         self.A[slot].copy_(-torch.exp(mixer.A_log.detach().to(self.A.dtype)))
 
-    def load(self, slot: int, cache_layer: Any, padding: Tensor) -> None:
-        """Take over one layer; masked padding leaves neither state nor window behind."""
+    def load(self, slot: int, prefilled: Prefilled) -> None:
+        """Take over window and state."""
+        cache_layer = prefilled.cache.layers[prefilled.layer]
         self.window[slot].copy_(cache_layer.conv_states[0][..., 1 - self.spec.dconv :])
         self.state[slot].copy_(cache_layer.recurrent_states[0])
 
@@ -119,7 +127,7 @@ def _forward(mixer: Any, hidden_states: Tensor, cache_params: Any = None, *args:
     """Run the class's own forward, or the tree's when the cache is a ``TreeStep``."""
     if not isinstance(cache_params, TreeStep):
         return type(mixer).forward(mixer, hidden_states, cache_params, *args, **kwargs)
-    step, layer = cache_params, cache_params.state.layers[mixer.layer_idx]
+    step, layer = cache_params, cache_params.state.layers[mixer.layer_idx, SsdSpec]
     spec = layer.spec
     inner = spec.nheads * spec.headdim
     gate, xbc, dt = mixer.in_proj(hidden_states).split([inner, spec.channels, spec.nheads], dim=-1)
@@ -129,7 +137,7 @@ def _forward(mixer: Any, hidden_states: Tensor, cache_params: Any = None, *args:
         activation=mixer.activation, first=step.first,
     )  # fmt: skip
     y = ops.ssd_step(
-        layer.state, layer.stash_xbc, layer.stash_dt, None, None, xbc, dt, layer.A[0], mixer.dt_bias, step.topology,
+        layer.state, layer.stash_xbc, layer.stash_dt, None, None, xbc, dt, layer.A, mixer.dt_bias, step.topology,
         headdim=spec.headdim, ngroups=spec.ngroups, D=mixer.D, dt_limit=mixer.time_step_limit, first=step.first,
     )  # fmt: skip
     return mixer.out_proj(mixer.norm(y.flatten(2), gate).to(hidden_states.dtype))

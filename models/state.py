@@ -7,9 +7,9 @@ knows shapes and tensors; what a layer computes is its adapter's business.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from stree.kernels.topology import Topology
 from stree.tree import TokenTree
 
-__all__ = ["DecodeState", "LayerSpec", "LayerStack", "TreeStep", "state_dtype"]
+__all__ = ["DecodeState", "LayerSpec", "LayerStack", "Prefilled", "Site", "TreeStep", "state_dtype"]
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -25,16 +25,39 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefilled:
+    """What transformers' own forward of the prompts has left of one layer.
+
+    Attributes:
+        cache: the transformers cache that the model filled.
+        layer: index of the layer in it.
+        mixer: the layer's module.
+        padding: int64[batch], columns of left padding of each prompt.
+    """
+
+    cache: Any
+    layer: int
+    mixer: Any
+    padding: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class LayerStack:
-    """Tensors [layers, batch, ...] of all layers of one kind and shape; subclasses name them and say how to commit."""
+    """Tensors [layers, batch, ...] of all layers of one kind and shape; subclasses name them and say how to commit.
+
+    Attributes:
+        weights: names of the tensors [layers, ...] that a layer's sequences share, taken over by ``bind``.
+    """
+
+    weights: ClassVar[frozenset[str]] = frozenset()
 
     def commit(self, path: Tensor, path_lengths: Tensor, lengths: Tensor) -> None:
         """Fold int32[batch, m] paths of the stash into the state, in place; ``lengths`` are those before it."""
         raise NotImplementedError
 
-    def load(self, slot: int, cache_layer: Any, padding: Tensor) -> None:
-        """Take over layer ``slot`` from a transformers cache layer of prompts left-padded by int64[batch]."""
+    def load(self, slot: int, prefilled: Prefilled) -> None:
+        """Take over what the prompts have left in layer ``slot``; masked padding leaves nothing behind."""
         raise NotImplementedError
 
     def bind(self, slot: int, mixer: Any) -> None:
@@ -46,7 +69,7 @@ class LayerStack:
 
     def select(self, rows: Tensor) -> Self:
         """Copy some sequences, int64[batch']; rows may repeat."""
-        return dataclasses.replace(self, **{name: tensor.index_select(1, rows) for name, tensor in self._tensors()})
+        return dataclasses.replace(self, **{name: tensor.index_select(1, rows) for name, tensor in self._rows()})
 
     def overwrite(self, other: Self) -> None:
         """Take over a stack of equal or smaller sizes."""
@@ -55,7 +78,7 @@ class LayerStack:
 
     def write_row(self, row: int, other: Self) -> None:
         """Take over sequence ``row`` from a stack of batch 1."""
-        for (_, mine), (_, theirs) in zip(self._tensors(), other._tensors(), strict=True):
+        for (_, mine), (_, theirs) in zip(self._rows(), other._rows(), strict=True):
             mine[:, row].copy_(theirs[:, 0])
 
     @property
@@ -68,13 +91,31 @@ class LayerStack:
         values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
         return [(name, value) for name, value in values if isinstance(value, Tensor)]
 
+    def _rows(self) -> list[tuple[str, Tensor]]:
+        """List the tensors that hold sequences, by name."""
+        return [(name, tensor) for name, tensor in self._tensors() if name not in self.weights]
 
-class LayerSpec(Protocol, Hashable):
-    """Sizes of one layer; layers with equal specs share a stack."""
+
+class LayerSpec:
+    """Sizes of one layer, hashable; layers with equal specs share a stack."""
+
+    @property
+    def conv_width(self) -> int | None:
+        """Taps of the layer's short convolution, if it has one: what it needs of a tree's topology."""
+        return None
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether its state is diagonal, so that it needs the jumps of a tree's topology."""
+        return False
 
     def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> LayerStack:
         """Make zeroed tensors for some layers."""
-        ...
+        raise NotImplementedError
+
+
+# One state of a layer: its index and the class of its spec, as a layer may have a recurrence and attention.
+Site = tuple[int, type[LayerSpec]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,17 +140,17 @@ class DecodeState:
     """
 
     def __init__(
-        self, specs: Mapping[int, LayerSpec], batch: int, max_length: int, max_nodes: int, device: Any
+        self, specs: Mapping[Site, LayerSpec], batch: int, max_length: int, max_nodes: int, device: Any
     ) -> None:
         self.max_length, self.max_nodes = max_length, max_nodes
         self.specs = specs
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.pending: Pending | None = None
         self.length_bound = 0
-        self._slots: dict[int, tuple[LayerSpec, int]] = {}
+        self._slots: dict[Site, tuple[LayerSpec, int]] = {}
         counts: dict[LayerSpec, int] = {}
-        for layer, spec in specs.items():
-            self._slots[layer] = (spec, counts.get(spec, 0))
+        for site, spec in specs.items():
+            self._slots[site] = (spec, counts.get(spec, 0))
             counts[spec] = counts.get(spec, 0) + 1
         self._set_stacks({spec: spec.allocate(count, batch, max_length, max_nodes) for spec, count in counts.items()})
 
@@ -169,15 +210,16 @@ class DecodeState:
             self.lengths += path_lengths
         self.pending = None
 
-    def bind(self, layer: int, mixer: Any) -> None:
-        """Take over what committing needs of a layer's weights."""
-        spec, slot = self._slots[layer]
-        self.stacks[spec].bind(slot, mixer)
+    def bind(self, mixers: Mapping[Site, Any]) -> None:
+        """Take over what committing needs of the layers' weights."""
+        for site, (spec, slot) in self._slots.items():
+            self.stacks[spec].bind(slot, mixers[site])
 
-    def load(self, cache: Any, lengths: Tensor, padded_length: int) -> None:
-        """Take over a transformers cache that holds prompts left-padded to ``padded_length``."""
-        for layer, (spec, slot) in self._slots.items():
-            self.stacks[spec].load(slot, cache.layers[layer], padded_length - lengths.long())
+    def load(self, cache: Any, mixers: Mapping[Site, Any], lengths: Tensor, padded_length: int) -> None:
+        """Take over what prompts left-padded to ``padded_length`` have left in a transformers cache, or in modules."""
+        padding = padded_length - lengths.long()
+        for site, (spec, slot) in self._slots.items():
+            self.stacks[spec].load(slot, Prefilled(cache, site[0], mixers[site], padding))
         self.lengths.copy_(lengths)
         self.length_bound = padded_length
 
@@ -191,7 +233,7 @@ class DecodeState:
     def _set_stacks(self, stacks: dict[LayerSpec, LayerStack]) -> None:
         """Hold the stacks, and a view of every layer so that no step makes one."""
         self.stacks = stacks
-        self.layers: dict[int, Any] = {layer: stacks[spec].layer(slot) for layer, (spec, slot) in self._slots.items()}
+        self.layers: dict[Site, Any] = {site: stacks[spec].layer(slot) for site, (spec, slot) in self._slots.items()}
 
 
 @dataclass(slots=True, eq=False)
@@ -203,13 +245,16 @@ class TreeStep:
         topology: the tree's shape, computed once for all layers.
         first: nodes below it stand in the stash already.
         length_bound: int, known to the host; no sequence of the state is longer.
+        attending: the layer whose attention runs; a module that several layers share does not know its own.
     """
 
     state: DecodeState
     topology: Topology
     first: int
     length_bound: int
+    attending: int = -1
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Pass the new rows on: they stay pending, the attention adapter stores them."""
+        """Pass the new rows on: they stay pending, the attention adapter stores them under the layer named here."""
+        self.attending = layer
         return keys, values

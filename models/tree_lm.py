@@ -10,12 +10,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from stree.kernels.topology import Topology
 from stree.models.checks import check_path, describe, is_integer
-from stree.models.families import family_of
-from stree.models.state import DecodeState, LayerSpec, Pending, TreeStep, state_dtype
+from stree.models.families import family_of, stateful_modules
+from stree.models.state import DecodeState, LayerSpec, Pending, Site, TreeStep, state_dtype
 from stree.tree import TokenTree, checks_everywhere
 
 __all__ = ["TreeLM"]
@@ -36,24 +36,18 @@ class TreeLM:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
         self.family = family_of(model.config)
-        self._specs: dict[int, LayerSpec] = {}
-        self._mixers: dict[int, Any] = {}
-        for module in model.modules():
-            graft = self.family.mixers.get(type(module).__name__)
-            if graft is not None:
-                layer = int(cast(Any, module).layer_idx)
-                self._specs[layer], self._mixers[layer] = graft(module), module
+        self._mixers: dict[Site, Any] = {}
+        self._specs: dict[Site, LayerSpec] = {}
+        for layer, mixer, graft in stateful_modules(model, self.family):
+            spec = graft(mixer)
+            self._mixers[layer, type(spec)], self._specs[layer, type(spec)] = mixer, spec
         self.num_layers = model.config.num_hidden_layers
-        if len(self._specs) != self.num_layers:
-            raise NotImplementedError(
-                f"{len(self._specs)} of {self.num_layers} layers of this {model.config.model_type} model have a mixer "
-                f"that can be grafted ({', '.join(self.family.mixers)})"
-            )
-        convs = {spec.dconv for spec in self._specs.values() if hasattr(spec, "dconv")}
-        self._conv_width = convs.pop() if convs else None
+        widths = [spec.conv_width for spec in self._specs.values() if spec.conv_width is not None]
+        self._conv_width = max(widths, default=None)
+        self._jumps = any(spec.is_diagonal for spec in self._specs.values())
         # A projection bias makes padding enter the convolution window, so such prompts are run one by one.
         projections = [mixer.in_proj for mixer in self._mixers.values() if hasattr(mixer, "in_proj")]
-        self._pads_exactly = all(projection.bias is None for projection in projections)
+        self._pads_exactly = self.family.pads_exactly and all(projection.bias is None for projection in projections)
 
     @classmethod
     def from_pretrained(
@@ -123,8 +117,7 @@ class TreeLM:
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         state = DecodeState(self._specs, batch_size, max_length, max_nodes, self.device)
-        for layer, mixer in self._mixers.items():
-            state.bind(layer, mixer)
+        state.bind(self._mixers)
         return state
 
     @torch.no_grad()
@@ -192,7 +185,9 @@ class TreeLM:
         on_host = tree.tokens.device.type == "cpu"
         if (tree.is_checked and on_host) or checks_everywhere():
             self._check_tree(state, tree, first)
-        topology = Topology.of(tree.parents, self._conv_width, mask=tree.ancestor_mask, depths=tree.depths)
+        topology = Topology.of(
+            tree.parents, self._conv_width, mask=tree.ancestor_mask, depths=tree.depths, jumps=self._jumps
+        )
         step = TreeStep(state, topology, first, state.length_bound)
         positions = None
         if self.family.takes_positions:
@@ -253,9 +248,9 @@ class TreeLM:
         positions = columns.clamp(min=0)
         mask = (columns >= 0).long()
         input_ids = input_ids.gather(1, positions)
-        cache = DynamicCache(config=self.model.config)
+        cache = self.family.new_cache(self.model.config)
         logits = self._forward(input_ids, cache, positions, mask, logits_to_keep=1)[:, -1]
-        state.load(cache, lengths, longest)
+        state.load(cache, self._mixers, lengths, longest)
         return logits.to(state_dtype(logits.dtype))
 
     def _prefill_rows(self, state: DecodeState, input_ids: Tensor, sizes: list[int]) -> Tensor:
