@@ -9,6 +9,7 @@ from typing import Any
 from transformers import DynamicCache, PreTrainedModel
 
 from stree.models.attention import graft_attention
+from stree.models.selective import graft_selective
 from stree.models.ssd import graft_ssd
 from stree.models.state import LayerSpec
 
@@ -44,10 +45,31 @@ class Family:
     new_cache: Callable[[Any], Any] = _dynamic_cache
 
 
+def _attention_only(name: str) -> Family:
+    """Make the row of a family whose layers all hold ``<name>Attention``."""
+    return Family({f"{name}Attention": graft_attention})
+
+
 FAMILIES: Mapping[str, Family] = {
     "bamba": Family({"BambaMixer": graft_ssd, "BambaAttention": graft_attention}),
-    "llama": Family({"LlamaAttention": graft_attention}),
+    "falcon_h1": Family({"FalconH1Mixer": graft_ssd, "FalconH1Attention": graft_attention}),
+    "falcon_mamba": Family({"FalconMambaMixer": graft_selective}, cache_argument="cache_params", takes_positions=False),
+    "gemma2": _attention_only("Gemma2"),
+    "gemma3_text": _attention_only("Gemma3"),
+    "granitemoehybrid": Family({"GraniteMoeHybridMambaLayer": graft_ssd, "GraniteMoeHybridAttention": graft_attention}),
+    "jamba": Family({"JambaMambaMixer": graft_selective, "JambaAttention": graft_attention}),
+    "llama": _attention_only("Llama"),
+    "mamba": Family({"MambaMixer": graft_selective}, cache_argument="cache_params", takes_positions=False),
     "mamba2": Family({"Mamba2Mixer": graft_ssd}, cache_argument="cache_params", takes_positions=False),
+    "mistral": _attention_only("Mistral"),
+    "nemotron_h": Family(
+        {"NemotronHMamba2Mixer": graft_ssd, "NemotronHAttention": graft_attention},
+        stateless=frozenset({"NemotronHMLP", "NemotronHMoE"}),
+    ),
+    "qwen2": _attention_only("Qwen2"),
+    "qwen3": _attention_only("Qwen3"),
+    "zamba": Family({"ZambaMambaMixer": graft_selective, "ZambaAttention": graft_attention}),
+    "zamba2": Family({"Zamba2MambaMixer": graft_ssd, "Zamba2Attention": graft_attention}),
 }
 
 

@@ -1,7 +1,7 @@
 """The Mamba-2 mixer on a tree: project, convolve along each path, scan, gate (Mamba-2, arXiv 2405.21060).
 
-It serves every family whose mixer has in_proj, conv1d, A_log, dt_bias, D, norm and out_proj; per-family facts are the
-mixer's own attributes.
+It serves every family whose mixer has in_proj, conv1d, A_log, dt_bias, D, norm and out_proj; per-family facts (group
+norms, multipliers, limits of the step size) are the mixer's own attributes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from stree.kernels import ops
 from stree.kernels.topology import AcceptedPath
@@ -130,7 +131,7 @@ def _forward(mixer: Any, hidden_states: Tensor, cache_params: Any = None, *args:
     step, layer = cache_params, cache_params.state.layers[mixer.layer_idx, SsdSpec]
     spec = layer.spec
     inner = spec.nheads * spec.headdim
-    gate, xbc, dt = mixer.in_proj(hidden_states).split([inner, spec.channels, spec.nheads], dim=-1)
+    gate, xbc, dt = _project(mixer, hidden_states).split([inner, spec.channels, spec.nheads], dim=-1)
     conv = mixer.conv1d
     xbc = ops.conv_step(
         layer.window, layer.stash_conv, None, None, xbc, conv.weight.squeeze(1), conv.bias, step.topology,
@@ -140,4 +141,13 @@ def _forward(mixer: Any, hidden_states: Tensor, cache_params: Any = None, *args:
         layer.state, layer.stash_xbc, layer.stash_dt, None, None, xbc, dt, layer.A, mixer.dt_bias, step.topology,
         headdim=spec.headdim, ngroups=spec.ngroups, D=mixer.D, dt_limit=mixer.time_step_limit, first=step.first,
     )  # fmt: skip
-    return mixer.out_proj(mixer.norm(y.flatten(2), gate).to(hidden_states.dtype))
+    y, norm = y.flatten(2), mixer.norm
+    y = y * F.silu(gate) if isinstance(norm, nn.Identity) else norm(y, gate)
+    return mixer.out_proj(y.to(hidden_states.dtype))
+
+
+def _project(mixer: Any, hidden_states: Tensor) -> Tensor:
+    """Project to gate, x, B, C and dt, with Falcon-H1's multipliers where the mixer has them."""
+    if "mup_vector" not in mixer._buffers:
+        return mixer.in_proj(hidden_states)  # type: ignore[no-any-return]
+    return mixer.in_proj(hidden_states * mixer.ssm_in_multiplier) * mixer.mup_vector  # type: ignore[no-any-return]
