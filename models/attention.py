@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from stree.kernels import ops
 from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep
 
-__all__ = ["KvSpec", "KvStack", "graft_attention"]
+__all__ = ["KvSpec", "KvStack", "graft_attention", "graft_twin"]
 
 IMPLEMENTATION = "stree"
 
@@ -81,14 +81,25 @@ class KvStack(LayerStack):
 
 def graft_attention(attention: Any) -> KvSpec:
     """Make an attention module score trees when it is called with a ``TreeStep``; return its sizes."""
-    config = attention.config
-    twin = copy.copy(attention)  # shares parameters and submodules
-    twin.config = copy.copy(config)
-    twin.config._attn_implementation_internal = IMPLEMENTATION
-    attention.__dict__["tree_twin"] = twin  # not through setattr: it must not become a submodule
-    attention.forward = types.MethodType(_forward, attention)
+    graft_twin(attention, IMPLEMENTATION)
     weight = attention.k_proj.weight
     return KvSpec(weight.shape[0] // attention.head_dim, attention.head_dim, weight.dtype, weight.device)
+
+
+def graft_twin(attention: Any, implementation: str) -> Any:
+    """Give an attention module a twin that runs a registered attention function when the cache is a ``TreeStep``.
+
+    Raises:
+        NotImplementedError: the module lets tokens look ahead.
+    """
+    if not getattr(attention, "is_causal", True):
+        raise NotImplementedError(f"{type(attention).__name__} is not causal; only causal attention can be grafted")
+    twin = copy.copy(attention)  # shares parameters and submodules
+    twin.config = copy.copy(attention.config)
+    twin.config._attn_implementation_internal = implementation
+    attention.__dict__["tree_twin"] = twin  # not through setattr: it must not become a submodule
+    attention.forward = types.MethodType(_forward, attention)
+    return twin
 
 
 def _forward(attention: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +107,7 @@ def _forward(attention: Any, *args: Any, **kwargs: Any) -> Any:
     step = kwargs.get("past_key_values")
     if not isinstance(step, TreeStep):
         return type(attention).forward(attention, *args, **kwargs)
-    kwargs["attention_mask"] = step  # reaches tree_attention_forward as its attention_mask
+    kwargs["attention_mask"] = step  # reaches the implementation as its attention_mask
     return type(attention).forward(attention.tree_twin, *args, **kwargs)
 
 

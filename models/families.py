@@ -50,7 +50,7 @@ def _attention_only(name: str) -> Family:
     return Family({f"{name}Attention": graft_attention})
 
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: dict[str, Family] = {
     "bamba": Family({"BambaMixer": graft_ssd, "BambaAttention": graft_attention}),
     "falcon_h1": Family({"FalconH1Mixer": graft_ssd, "FalconH1Attention": graft_attention}),
     "falcon_mamba": Family({"FalconMambaMixer": graft_selective}, cache_argument="cache_params", takes_positions=False),

@@ -1,0 +1,299 @@
+"""Every family: trees are exact, verify has no side effect, the graft leaves the model alone, nodes do not mix.
+
+Test ids are transformers' model types.  The oracle is always an ungrafted copy's own forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny_family_models import FAMILIES, family_model
+from tiny_models import (
+    TOLERANCE,
+    as_commit,
+    extended,
+    fresh_logits,
+    grafted,
+    path_to,
+    random_path,
+    random_texts,
+    random_tree,
+    real_nodes,
+    relative_error,
+    right_padded,
+    tree_error,
+)
+from transformers import PreTrainedModel, RwkvConfig, RwkvForCausalLM
+
+from stree import TokenTree, TreeLM
+from stree.models.families import FAMILIES as SUPPORTED
+from stree.models.state import DecodeState
+
+FLOAT32 = TOLERANCE[torch.float32]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=[torch.float32, torch.float64], ids=["float32", "float64"])
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """Give a dtype; for float64 rebind what transformers writes into its code as float32, or nothing could be shown."""
+    chosen: torch.dtype = request.param
+    if chosen == torch.float64:
+        monkeypatch.setattr(torch, "float32", torch.float64)
+        monkeypatch.setattr(torch, "float", torch.float64)
+        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    return chosen
+
+
+def prefilled(lm: TreeLM, texts: list[list[int]]) -> DecodeState:
+    """Give a state that holds the texts."""
+    state = lm.new_state(len(texts), 64, 16)
+    lm.prefill(state, *right_padded(texts))
+    return state
+
+
+def advanced(lm: TreeLM, rng: random.Random, lengths: list[int]) -> tuple[DecodeState, list[list[int]]]:
+    """Give a state that holds random prompts and a committed path each, and the texts."""
+    texts = random_texts(rng, lengths)
+    state = prefilled(lm, texts)
+    tree = random_tree(rng, [8] * len(texts))
+    lm.verify(state, tree)
+    paths = [path_to(tree, row, 7) for row in range(len(texts))]
+    lm.commit(state, *as_commit(paths))
+    return state, extended(texts, tree, paths)
+
+
+def test_every_supported_family_is_tested() -> None:
+    assert sorted(SUPPORTED) == FAMILIES
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_three_trees_with_two_commits_between_are_exact(family: str, dtype: torch.dtype) -> None:
+    rng = random.Random(0)
+    model = family_model(family, dtype)
+    lm, texts = grafted(model), random_texts(rng, [17, 3, 9])
+    state = lm.new_state(3, 64, 16)
+    logits = lm.prefill(state, *right_padded(texts))
+    for row, text in enumerate(texts):
+        assert relative_error(logits[row], fresh_logits(model, text)[-1]) < TOLERANCE[dtype]
+    for step in range(3):
+        tree = random_tree(rng, [13, 5, 8])
+        logits = lm.verify(state, tree)
+        assert logits.dtype == dtype
+        assert tree_error(model, texts, tree, logits) < TOLERANCE[dtype]
+        if step < 2:
+            paths = [random_path(rng, tree, 0), path_to(tree, 1, real_nodes(tree, 1)[-1]), [[0], []][step]]
+            lm.commit(state, *as_commit(paths))
+            texts = extended(texts, tree, paths)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_verifying_twice_is_bit_equal_and_a_tree_may_be_one_node(family: str) -> None:
+    rng = random.Random(1)
+    model = family_model(family)
+    lm = grafted(model)
+    state, texts = advanced(lm, rng, [6, 9])
+    for size in (1, 11):
+        tree = random_tree(rng, [size, size])
+        once = lm.verify(state, tree)
+        lm.verify(state, random_tree(rng, [14, 12]))
+        assert torch.equal(once, lm.verify(state, tree))
+        assert tree_error(model, texts, tree, once) < FLOAT32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tree_may_grow_piece_by_piece(family: str) -> None:
+    rng = random.Random(2)
+    model = family_model(family)
+    lm = grafted(model)
+    state, texts = advanced(lm, rng, [5, 11])
+    tree = random_tree(rng, [14, 9])
+    pieces, first = [], 0
+    for end in (1, 2, 7, 14):
+        part = TokenTree(tree.tokens[:, :end], tree.parents[:, :end])
+        pieces.append(lm.verify(state, part, first=first))
+        first = end
+    assert tree_error(model, texts, tree, torch.cat(pieces, 1)) < FLOAT32
+    paths = [path_to(tree, row, real_nodes(tree, row)[-1]) for row in range(2)]
+    lm.commit(state, *as_commit(paths))
+    texts = extended(texts, tree, paths)
+    assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_token_decoding_by_transformers_agrees(family: str) -> None:
+    rng = random.Random(3)
+    model = family_model(family)
+    lm, (text,) = grafted(model), random_texts(rng, [7])
+    state = prefilled(lm, [text])
+    # What transformers' own generate computes along a text is forced by a processor that allows one token a step.
+    rest = random_texts(rng, [6])[0]
+    forced = _decoded_logits(model, text, rest)
+    for place, token in enumerate(rest):
+        logits = lm.verify(state, TokenTree.chain(torch.tensor([[token]])))
+        if place + 1 < len(rest):
+            assert relative_error(logits[0, 0], forced[place + 1]) < FLOAT32
+        lm.commit(state, *as_commit([[0]]))
+
+
+def _decoded_logits(model: PreTrainedModel, text: list[int], rest: list[int]) -> list[torch.Tensor]:
+    """Let ``model.generate`` decode one token at a time along a given text; list the raw logits of every step."""
+
+    def allowed(_: int, tokens: torch.Tensor) -> list[int]:
+        return [rest[len(tokens) - len(text)]]
+
+    out: Any = model.generate(
+        torch.tensor([text]),
+        max_new_tokens=len(rest),
+        do_sample=False,
+        prefix_allowed_tokens_fn=allowed,
+        eos_token_id=[],
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    assert out.sequences[0].tolist() == text + rest
+    return [logits[0] for logits in out.logits]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_generate_of_a_grafted_model_is_bit_equal(family: str) -> None:
+    model = family_model(family)
+    lm = grafted(model)
+    (text, other) = random_texts(random.Random(4), [9, 9])
+    state = prefilled(lm, [text])
+    tree = random_tree(random.Random(4), [8])
+    before = lm.verify(state, tree)
+    mask = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
+    outputs: list[Any] = []
+    for one in (model, lm.model):
+        outputs.append(
+            one.generate(
+                torch.tensor([[0] * 4 + text[4:], other]),
+                attention_mask=mask,
+                max_new_tokens=4,
+                min_new_tokens=4,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        )
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    assert all(torch.equal(a, b) for a, b in zip(outputs[0].logits, outputs[1].logits, strict=True))
+    assert torch.equal(before, lm.verify(state, tree))  # nor does the plain call touch a state of ours
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_node_depends_on_what_is_not_its_ancestor(family: str, dtype: torch.dtype) -> None:
+    rng = random.Random(5)
+    lm = grafted(family_model(family, dtype))
+    state, _ = advanced(lm, rng, [6, 6, 6])
+    tokens = torch.tensor(random_texts(rng, [9, 9, 9]))
+    parents = torch.tensor([[-1, 0, 0, 1, 2, 1, 4, 3, 4]] * 3, dtype=torch.int32)
+    reference = lm.verify(state, TokenTree(tokens, parents))
+    changed = tokens.clone()
+    changed[1:] = (changed[1:] + 41) % 97  # other sequences
+    changed[0, [2, 4, 6, 8]] = (changed[0, [2, 4, 6, 8]] + 41) % 97  # the other branch of the root, but for node 6
+    kept = [0, 1, 3, 5, 7]
+    logits = lm.verify(state, TokenTree(changed, parents))
+    # Experts get other numbers of rows; on the CPU these 16 families were bit-equal all the same.
+    assert relative_error(logits[0, kept], reference[0, kept]) < 1e-6
+    assert relative_error(logits[0, [2, 4]], reference[0, [2, 4]]) > 1000 * FLOAT32
+    order = [0, 2, 4, 8, 1, 6, 5, 3, 7]  # the same tree, its nodes in another topological order
+    place = {node: index for index, node in enumerate(order)}
+    moved = torch.tensor([[-1, *(place[int(parents[0, node])] for node in order[1:])]] * 3, dtype=torch.int32)
+    logits = lm.verify(state, TokenTree(tokens[:, order], moved))
+    assert relative_error(logits, reference[:, order]) < TOLERANCE[dtype] / 10  # sums run in another order
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_control_a_tree_read_as_a_chain_or_a_lost_state_is_far_off(family: str) -> None:
+    rng = random.Random(6)
+    model = family_model(family)
+    lm = grafted(model)
+    state, texts = advanced(lm, rng, [12])
+    tree = random_tree(rng, [12])
+    assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
+    assert tree_error(model, texts, tree, lm.verify(state, TokenTree.chain(tree.tokens))) > 1000 * FLOAT32
+    for spec, stack in state.stacks.items():
+        names = [name for name, _ in stack._rows() if not name.startswith("stash")]
+        assert names, f"{spec} holds nothing"
+        for name in names:
+            broken = state.clone()
+            getattr(broken.stacks[spec], name).zero_()
+            assert tree_error(model, texts, tree, lm.verify(broken, tree)) > 1000 * FLOAT32, f"{name} of {spec}"
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon_h1-norm-before-gate": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}),
+    "falcon_h1-norm-after-gate": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "granitemoehybrid-no-positions": ("granitemoehybrid", {"position_embedding_type": None}),
+    "granitemoehybrid-no-experts": ("granitemoehybrid", {"num_local_experts": 0}),
+    "jamba-no-experts-and-bias": ("jamba", {"num_experts": 1, "mamba_proj_bias": True}),
+    "mamba-biases": ("mamba", {"use_bias": True, "use_conv_bias": False}),
+    "mamba-conv2": ("mamba", {"conv_kernel": 2}),
+    "falcon_mamba-conv7": ("falcon_mamba", {"conv_kernel": 7}),
+    "mistral-no-window": ("mistral", {"sliding_window": None}),
+    "nemotron_h-latent-experts": ("nemotron_h", {"moe_latent_size": 20}),
+    "nemotron_h-dt-limit": ("nemotron_h", {"time_step_min": 0.09}),
+    "qwen3-window-and-bias": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "attention_bias": True},
+    ),
+    "zamba-one-head": ("zamba", {"n_mamba_heads": 1}),
+    "zamba-bias": ("zamba", {"mamba_proj_bias": True}),
+    "zamba2-one-plain-block": (
+        "zamba2",
+        {"num_mem_blocks": 1, "use_shared_attention_adapter": False, "use_mem_rope": False},
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "changes"), VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float64], indirect=True, ids=["float64"])
+def test_variants_of_a_family_are_exact(family: str, changes: dict[str, Any], dtype: torch.dtype) -> None:
+    rng = random.Random(7)
+    model = family_model(family, dtype, **changes)
+    lm = grafted(model)
+    state, texts = advanced(lm, rng, [10, 2])
+    tree = random_tree(rng, [12, 7])
+    assert tree_error(model, texts, tree, lm.verify(state, tree)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "mistral", "qwen2"])
+def test_control_without_its_sliding_window_a_family_is_another_model(family: str) -> None:
+    rng = random.Random(8)
+    lm = grafted(family_model(family))
+    state, texts = advanced(lm, rng, [12])
+    tree = random_tree(rng, [12])
+    wide = family_model(family, sliding_window=64)
+    assert tree_error(wide, texts, tree, lm.verify(state, tree)) > 100 * FLOAT32
+
+
+def test_a_layer_without_a_known_mixer_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = family_model("nemotron_h")
+    monkeypatch.setitem(SUPPORTED, "nemotron_h", dataclasses.replace(SUPPORTED["nemotron_h"], stateless=frozenset()))
+    with pytest.raises(NotImplementedError, match=r"3 of 5 layers of this nemotron_h model .*\(NemotronHMamba2Mixer, "):
+        TreeLM(model)
+    assert "forward" not in model.model.layers[0].mixer.__dict__  # nothing was grafted before
+
+
+def test_an_unknown_recurrent_family_is_refused_with_the_supported_ones() -> None:
+    config = RwkvConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
+    with pytest.raises(NotImplementedError, match="'rwkv' is not supported; supported: .*falcon_h1, .*zamba2"):
+        TreeLM(RwkvForCausalLM(config))
+
+
+def test_attention_that_looks_ahead_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="Gemma3Attention is not causal"):
+        TreeLM(family_model("gemma3_text", use_bidirectional_attention=True))
