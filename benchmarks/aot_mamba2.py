@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from aot_build import POINTERS, Build
+from shapes import MIXERS, Mixer
 
 from stree.kernels.conv import conv_constants
 from stree.kernels.conv_kernels import conv_kernel
 from stree.kernels.ssd import ssd_constants
 from stree.kernels.ssd_kernels import ssd_kernel
 from stree.kernels.tiles import ConvTile, SsdTile
-
-
-@dataclass(frozen=True, slots=True)
-class Mixer:
-    """Sizes of a model's Mamba-2 layer, from its published configuration."""
-
-    heads: int
-    headdim: int
-    dstate: int
-    groups: int
-    width: int = 4
-
-    @property
-    def channels(self) -> int:
-        """Channels of the convolution."""
-        return self.heads * self.headdim + 2 * self.groups * self.dstate
-
-
-MIXERS = {
-    "mamba2-2.7b": Mixer(80, 64, 128, 1),
-    "Nemotron-H-8B": Mixer(128, 64, 128, 8),
-    "Bamba-9B": Mixer(128, 64, 128, 1),
-    "Granite-4.0-H-tiny": Mixer(48, 64, 128, 1),
-    "Falcon-H1-7B": Mixer(24, 128, 256, 1),
-    "Zamba2-7B": Mixer(112, 64, 64, 2),
-}
 
 
 def ssd_build(mixer: Mixer, n: int, dtype: torch.dtype, path: int = 16) -> Build:

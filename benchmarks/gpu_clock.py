@@ -1,0 +1,39 @@
+"""Times device work: replays of one CUDA graph between events; plain calls where there is no GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from bench_records import Record, quantiles
+
+
+def time_graph(calls: Callable[[], Any], device: torch.device, count: int, runs: int = 50) -> Record:
+    """Time ``calls``, which does ``count`` equal pieces of work: quantiles of microseconds a piece."""
+    if device.type != "cuda":
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            calls()
+            times.append((time.perf_counter() - start) * 1e6 / count)
+        return quantiles(times)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            calls()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        calls()
+    for _ in range(3):
+        graph.replay()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
+    for begin, end in events:
+        begin.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return quantiles([begin.elapsed_time(end) * 1e3 / count for begin, end in events])

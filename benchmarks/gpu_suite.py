@@ -1,0 +1,208 @@
+"""Check and time every kernel on a GPU in one command of at most ten minutes: JSON lines, and a table last.
+
+Run: python benchmarks/gpu_suite.py --out DIR [--parts tests kernels steps] [--minutes 9] [--peer-dir DIR]
+Without a GPU: TRITON_INTERPRET=1 python benchmarks/gpu_suite.py --smoke, which runs everything at tiny sizes.
+
+A provider is compared with the reference in float64 before it is timed; a wrong one is reported and not timed, and the
+command ends with 1.  Each case rotates among input sets that exceed the cache, in one replayed CUDA graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gpu_cases
+import gpu_peers
+import gpu_steps
+import torch
+import triton
+from bench_records import Record, append, environment
+from gpu_clock import time_graph
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+# float32 sums on matrix units differ in order from float64; 16-bit rows have 8 to 11 bits of mantissa.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+CACHE_BYTES = 256 << 20  # four times the second-level cache of an H200
+PARTS = ("tests", "kernels", "steps")
+SIZES = [(b, n) for b in (1, 16, 4, 64) for n in (32, 16, 64, 1, 4, 128)]
+
+
+class Suite:
+    """A run: where records go, and until when."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.options, self.deadline = options, time.monotonic() + 60 * options.minutes
+        self.env = environment() | {"triton": triton.__version__}
+        if self.device.type == "cuda":
+            self.env["gpu"] = torch.cuda.get_device_name(self.device)
+        self.records: list[Record] = []
+        self.failures = 0
+
+    def add(self, record: Record) -> None:
+        """Keep a record and write it at once."""
+        record = {**record, "env": self.env}
+        self.records.append(record)
+        if self.options.out:
+            append(self.options.out / "gpu_suite.jsonl", [record])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is up."""
+        return bool(time.monotonic() > self.deadline)
+
+    def run_tests(self) -> None:
+        """Run the kernels' tests on the device in a process of their own."""
+        files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_triton_*.py"))
+        files = [name for name in files if "aot" not in name]
+        limit = max(self.deadline - time.monotonic(), 1)
+        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *files]
+        try:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit)
+            code, lines = done.returncode, done.stdout.splitlines()
+        except subprocess.TimeoutExpired as error:
+            text = error.stdout or b""
+            code, lines = -1, (text.decode() if isinstance(text, bytes) else text).splitlines()
+        failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+        self.failures += code != 0
+        self.add({"bench": "tests", "files": files, "exit": code, "summary": lines[-1:], "failed": failed[:40]})
+
+    def run_kernels(self, bar: Progress) -> None:
+        """Compare and time every case until the time is up."""
+        ceilings = self.measure_ceilings()
+        smoke = self.options.smoke
+        kinds, sizes = (gpu_cases.SMALL, [(2, 5)]) if smoke else (gpu_cases.KINDS, SIZES)
+        dtypes = [torch.float32] if smoke else [getattr(torch, name) for name in self.options.dtypes]
+        found = [case for dtype in dtypes for case in gpu_cases.cases(kinds, sizes, dtype, self.device)]
+        task = bar.add_task("kernels", total=len(found))
+        for place, case in enumerate(found):
+            if self.is_over:
+                self.add({"bench": "unfinished", "cases": len(found) - place})
+                break
+            self.run_case(case, dtypes[place * len(dtypes) // len(found)], ceilings)
+            bar.advance(task)
+
+    def run_case(self, case: gpu_cases.Case, dtype: torch.dtype, ceilings: Record) -> None:
+        """Compare each provider with float64, then time it."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        first = case.make(generator)
+        expected = case.expected(first)
+        scale = float(expected.abs().max())
+        count = 1 if self.options.smoke else max(1, min(64, CACHE_BYTES // max(case.num_bytes, 1)))
+        for name, provider in case.providers.items():
+            record: Record = {
+                "bench": case.op, "provider": name, "params": dict(case.params), "dtype": str(dtype)[6:],
+                "bytes": case.num_bytes, "flops": case.flops, "stash_bytes": case.stash_bytes,
+                "snapshot_bytes": case.snapshot_bytes,
+            }  # fmt: skip
+            try:
+                error = float((provider(gpu_cases.copied(first)).double() - expected).abs().max()) / scale
+                record |= {"error": error, "correct": error <= TOLERANCE[dtype]}
+                if record["correct"]:
+                    record |= self.time(provider, [case.make(generator) for _ in range(count)])
+                    if ceilings:
+                        record["bandwidth_share"] = case.num_bytes / record["p50"] / ceilings["gb_per_s"] / 1e3
+            except Exception as problem:  # one provider's failure is a finding, not the end of the suite
+                record |= {"correct": False, "problem": f"{type(problem).__name__}: {problem}"[:500]}
+            self.failures += not record["correct"]
+            self.add(record)
+
+    def time(self, provider: Callable[[Any], Tensor], sets: list[Any]) -> Record:
+        """Time one call, in microseconds: a graph of one call on each set on a GPU, plain calls elsewhere."""
+
+        def calls() -> None:
+            for inputs in sets:
+                provider(inputs)
+
+        return {"metric": "latency", "unit": "us", **time_graph(calls, self.device, len(sets))}
+
+    def measure_ceilings(self) -> Record:
+        """Measure what the machine can do: gigabytes copied a second, and 10^12 operations of matrix products."""
+        if self.device.type != "cuda":
+            return {}
+        source = torch.randn(1 << 28, device=self.device)
+        target = torch.empty_like(source)
+        copy = time_graph(lambda: target.copy_(source), self.device, 1)["p50"]
+        ceilings = {"gb_per_s": 2 * source.nbytes / copy / 1e3}
+        for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "tf32")):
+            torch.backends.cuda.matmul.allow_tf32 = True
+            left, right = (torch.randn(8192, 8192, device=self.device).to(dtype) for _ in range(2))
+            elapsed = time_graph(partial(torch.matmul, left, right), self.device, 1)["p50"]
+            ceilings[f"{name}_tflops"] = 2 * 8192**3 / elapsed / 1e6
+        torch.backends.cuda.matmul.allow_tf32 = False
+        self.add({"bench": "ceilings", **ceilings})
+        return ceilings
+
+
+def rows(records: list[Record]) -> Iterator[list[str]]:
+    """Give the lines of the table: what was measured, and ours against each other provider."""
+    ours = {_key(r): r["p50"] for r in records if r.get("provider") == "triton" and "p50" in r}
+    for record in records:
+        if "p50" not in record or "provider" not in record:
+            continue
+        params, mine = record["params"], ours.get(_key(record))
+        yield [
+            record["bench"], params["model"], str(params["batch"]), str(params.get("n", 1)), record["provider"],
+            f"{record['p50']:.1f}", f"{record.get('bandwidth_share', 0):.2f}",
+            f"{mine / record['p50']:.2f}" if mine else "-",
+        ]  # fmt: skip
+
+
+def _key(record: Record) -> str:
+    """Name a case."""
+    return json.dumps([record["bench"], record["params"], record["dtype"]])
+
+
+def main() -> int:
+    """Run the parts, write records, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--parts", nargs="+", default=["tests", "kernels", "steps"], choices=["tests", "kernels", "steps"]
+    )
+    parser.add_argument("--out", type=Path, help="folder for gpu_suite.jsonl")
+    parser.add_argument("--minutes", type=float, default=9.0, help="stop starting cases after this time")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--peer-dir", type=Path, help="folder with SGLang's kernel files, laid out as in its wheel")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, for a machine without a GPU")
+    options = parser.parse_args()
+    if not (torch.cuda.is_available() or options.smoke):
+        parser.error("this suite needs a CUDA device; without one pass --smoke")
+    if options.smoke and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        parser.error("without a CUDA device the kernels need TRITON_INTERPRET=1")
+    gpu_peers.use_peer_dir(options.peer_dir)
+    suite = Suite(options)
+    with torch.inference_mode(), Progress(console=Console(stderr=True)) as bar:
+        if "tests" in options.parts and not options.smoke:
+            suite.run_tests()
+        if "kernels" in options.parts:
+            suite.run_kernels(bar)
+        if "steps" in options.parts:
+            for record in gpu_steps.measure(suite.device, options.smoke, suite.deadline):
+                suite.failures += "problem" in record
+                suite.add(record)
+    table = Table("operation", "model", "batch", "nodes", "provider", "us", "of bandwidth", "ours / it")
+    for line in rows(suite.records):
+        table.add_row(*line)
+    Console().print(table)
+    measured = [record["p50"] for record in suite.records if "p50" in record]
+    last = {"bench": "gpu_suite", "measured": len(measured), "failures": suite.failures}
+    print(json.dumps(last | {"median_us": statistics.median(measured) if measured else None}))
+    return int(suite.failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Shapes of published models' layers, from their configurations, and the trees that benches score."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """Sizes of a Mamba-2 layer."""
+
+    heads: int
+    headdim: int
+    dstate: int
+    groups: int
+    width: int = 4
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return self.heads * self.headdim + 2 * self.groups * self.dstate
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Sizes of a gated delta layer; ``per_channel`` is KDA's decay."""
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    per_channel: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Selective:
+    """Sizes of a Mamba-1 layer."""
+
+    channels: int
+    dstate: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Sizes of an attention layer."""
+
+    heads: int
+    kv_heads: int
+    headdim: int
+
+
+MIXERS = {
+    "mamba2-2.7b": Mixer(80, 64, 128, 1),
+    "Nemotron-H-8B": Mixer(128, 64, 128, 8),
+    "Bamba-9B": Mixer(128, 64, 128, 1),
+    "Granite-4.0-H-tiny": Mixer(48, 64, 128, 1),
+    "Falcon-H1-7B": Mixer(24, 128, 256, 1),
+    "Zamba2-7B": Mixer(112, 64, 64, 2),
+}
+DELTAS = {
+    "Qwen3-Next-80B": Delta(16, 32, 128, 128),
+    "Kimi-Linear-48B": Delta(32, 32, 128, 128, per_channel=True),
+}
+SELECTIVES = {"mamba-2.8b": Selective(5120, 16), "Jamba-mini": Selective(8192, 16)}
+ATTENTIONS = {
+    "Nemotron-H-8B": Attention(32, 8, 128),
+    "Granite-4.0-H-tiny": Attention(12, 4, 128),
+    "Qwen3-Next-80B": Attention(16, 2, 256),
+}
+
+
+def binary_tree(batch: int, n: int, device: torch.device) -> Tensor:
+    """Give the parents of a complete binary tree: int32[batch, n]."""
+    nodes = torch.arange(n, dtype=torch.int32)
+    return ((nodes - 1).div(2, rounding_mode="floor")).clamp(min=-1).expand(batch, n).contiguous().to(device)
+
+
+def leaf_paths(parents: Tensor) -> tuple[Tensor, Tensor]:
+    """Unroll one tree: int64[leaves, depth] nodes of each root-to-leaf path, its leaf repeated at the end.
+
+    The second result is int64[n, 2]: for every node a path that holds it and its place there.
+    """
+    above = parents.tolist()
+    leaves = [node for node in range(len(above)) if node not in above]
+    paths = []
+    for leaf in leaves:
+        path = [leaf]
+        while above[path[-1]] >= 0:
+            path.append(above[path[-1]])
+        paths.append(path[::-1])
+    deepest = max(map(len, paths))
+    where = {node: (row, place) for row, path in enumerate(paths) for place, node in enumerate(path)}
+    rows = [path + path[-1:] * (deepest - len(path)) for path in paths]
+    return torch.tensor(rows, device=parents.device), torch.tensor([where[n] for n in range(len(above))])
