@@ -23,7 +23,7 @@ PLAIN = {"stree.sampling", "stree.tree"}
 POLICIES = {"stree.growth", "stree.suffix", "stree.verify", "stree.budget"}
 ENGINE = PLAIN | POLICIES | {"stree.kernels", "stree.models", "stree.drafters"}
 ALLOWED: dict[str, set[str]] = {
-    "stree": ENGINE | {"stree.generation"},
+    "stree": ENGINE | {"stree.generation", "stree.hook"},
     "stree.tree": {"stree.kernels.topology"},
     "stree.sampling": set(),
     "stree.suffix": set(),
@@ -31,9 +31,11 @@ ALLOWED: dict[str, set[str]] = {
     "stree.verify": PLAIN,
     "stree.budget": PLAIN,
     "stree.drafters": PLAIN | POLICIES | {"stree.models", "stree.drafters"},
-    "stree.generation": PLAIN | POLICIES | {"stree.models", "stree.drafters"},
+    "stree.processing": PLAIN | {"stree.models"},
+    "stree.session": PLAIN | POLICIES | {"stree.models", "stree.drafters"},
+    "stree.generation": PLAIN | POLICIES | {"stree.models", "stree.drafters", "stree.processing", "stree.session"},
     "stree.cli": ENGINE | {"stree.generation"},
-    "stree.hook": ENGINE | {"stree.generation"},
+    "stree.hook": ENGINE | {"stree.generation", "stree.processing"},
     "stree.kernels": {"stree.kernels"},
     "stree.models": {"stree.models", "stree.kernels", "stree.tree"},
 }

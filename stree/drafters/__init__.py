@@ -6,7 +6,7 @@ token and observes what became of it.
 
 from stree.drafters.model import ModelDrafter
 from stree.drafters.none import NoDrafter
-from stree.drafters.protocol import Draft, Drafter, DraftRun
+from stree.drafters.protocol import Draft, Drafter, DraftRun, HasModel
 from stree.drafters.suffix import SuffixDrafter
 
-__all__ = ["Draft", "DraftRun", "Drafter", "ModelDrafter", "NoDrafter", "SuffixDrafter"]
+__all__ = ["Draft", "DraftRun", "Drafter", "HasModel", "ModelDrafter", "NoDrafter", "SuffixDrafter"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,10 @@ class ModelDrafter:
         if vocab is not None:
             raise NotImplementedError("ModelDrafter does not support a trimmed vocabulary yet; pass None")
         self.lm = lm
+
+    def with_model(self, change: Callable[[TreeLM], TreeLM]) -> ModelDrafter:
+        """Give a drafter over ``change`` of this one's model."""
+        return ModelDrafter(change(self.lm))
 
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _ModelRun:
         """Prefill the draft model with the prompts."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from stree.growth import Growth
+from stree.models.tree_lm import TreeLM
 from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftLaws
 
-__all__ = ["Draft", "DraftRun", "Drafter"]
+__all__ = ["Draft", "DraftRun", "Drafter", "HasModel"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,4 +58,13 @@ class Drafter(Protocol):
         Raises:
             ValueError: the drafter's vocabulary is not of the target's size.
         """
+        ...
+
+
+@runtime_checkable
+class HasModel(Protocol):
+    """A drafter that runs a model."""
+
+    def with_model(self, change: Callable[[TreeLM], TreeLM]) -> Drafter:
+        """Give a drafter like this one over ``change`` of its model: what the loop processes logits with."""
         ...

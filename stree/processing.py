@@ -1,0 +1,135 @@
+"""Logits processors on a tree: every node's logits are processed with the text that ends in that node.
+
+It knows texts and logits; how a token is drawn from what it returns is ``sampling``'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from stree.models.tree_lm import TreeLM
+from stree.tree import TokenTree
+
+__all__ = ["EachNode", "LogitsProcessor", "Node", "NodeProcessor", "processed"]
+
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """A place in a tree whose logits are processed.
+
+    Attributes:
+        row: its sequence.
+        text: int64[length], everything from the prompt's first token to the node itself.
+    """
+
+    row: int
+    text: Tensor
+
+
+class NodeProcessor(Protocol):
+    """Processes the logits of many nodes."""
+
+    looks_at_text: bool  # False: the logits alone matter, and ``nodes`` stays empty
+
+    def __call__(self, nodes: Sequence[Node], logits: Tensor) -> Tensor:
+        """Return new logits float[nodes, vocab]; the nodes are of one depth."""
+        ...
+
+
+class EachNode:
+    """Calls a processor of int64[1, length] text and float[1, vocab] logits for every node."""
+
+    looks_at_text = True
+
+    def __init__(self, processor: LogitsProcessor) -> None:
+        self._processor = processor
+
+    def __call__(self, nodes: Sequence[Node], logits: Tensor) -> Tensor:
+        """Process node by node."""
+        return torch.cat([self._processor(node.text[None], row[None]) for node, row in zip(nodes, logits, strict=True)])
+
+
+def processed(lm: TreeLM, processor: NodeProcessor, *, is_target: bool) -> TreeLM:
+    """Give a model whose logits went through a processor, for one generation.
+
+    Args:
+        lm: the model; left as it is.
+        processor: what its logits go through.
+        is_target: whether a node whose token its parent's processed law excludes may be left out: the target
+            cannot accept it, so the processor is not asked about a text that it has ruled out.
+    """
+    return cast(TreeLM, _ProcessedLM(lm, processor, is_target))
+
+
+class _ProcessedLM:
+    """A TreeLM's prefill, verify and commit with processed logits; it keeps the texts of one batch."""
+
+    def __init__(self, lm: TreeLM, processor: NodeProcessor, is_target: bool) -> None:
+        self._lm, self._processor, self._is_target = lm, processor, is_target
+        self._texts: list[Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        """Pass on whatever else the model has."""
+        return getattr(self._lm, name)
+
+    def prefill(self, state: Any, input_ids: Tensor, lengths: Tensor) -> Tensor:
+        """Run prompts; process the logits of what follows them."""
+        logits = self._lm.prefill(state, input_ids, lengths)
+        rows = input_ids.to(self._lm.device)
+        self._texts = [row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)]
+        nodes = [Node(row, text) for row, text in enumerate(self._texts)] if self._processor.looks_at_text else []
+        return self._processor(nodes, logits)
+
+    def verify(self, state: Any, tree: TokenTree, first: int = 0) -> Tensor:
+        """Score a tree; process the logits of nodes first.. along their own paths."""
+        logits = self._lm.verify(state, tree, first)
+        if not self._processor.looks_at_text:
+            return self._processor([], logits.flatten(0, 1)).view_as(logits)
+        logits = logits.clone()
+        texts = {(row, -1): text for row, text in enumerate(self._texts)}
+        for rows, columns in _levels(tree):
+            rows, columns = self._possible(tree, rows, columns, logits, texts, first)
+            above, tokens = tree.parents[rows, columns].tolist(), tree.tokens[rows, columns]
+            for place, (row, column) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
+                texts[row, column] = torch.cat([texts[row, above[place]], tokens[place : place + 1]])
+            rows, columns = rows[columns >= first], columns[columns >= first]
+            if len(rows):
+                places = zip(rows.tolist(), columns.tolist(), strict=True)
+                nodes = [Node(row, texts[row, column]) for row, column in places]
+                logits[rows, columns - first] = self._processor(nodes, logits[rows, columns - first])
+        return logits
+
+    def commit(self, state: Any, path: Tensor, path_lengths: Tensor) -> None:
+        """Advance the state, and the texts with it."""
+        if self._processor.looks_at_text:
+            tree = state.pending.tree
+            tokens = tree.tokens.gather(1, path.long().clamp(0, tree.tokens.shape[1] - 1))  # past its length, anything
+            for row, length in enumerate(path_lengths.tolist()):
+                self._texts[row] = torch.cat([self._texts[row], tokens[row, :length]])
+        self._lm.commit(state, path, path_lengths)
+
+    def _possible(
+        self, tree: TokenTree, rows: Tensor, columns: Tensor, logits: Tensor, texts: dict[Any, Tensor], first: int
+    ) -> tuple[Tensor, Tensor]:
+        """Keep the nodes of a level that the target may reach: their parent was kept and gives their token a chance."""
+        if not self._is_target or first or not int(columns[0]):
+            return rows, columns
+        above = tree.parents[rows, columns].long()
+        has_chance = logits[rows, above, tree.tokens[rows, columns]] > -torch.inf
+        known = [(row, parent) in texts for row, parent in zip(rows.tolist(), above.tolist(), strict=True)]
+        kept = has_chance & torch.tensor(known, device=rows.device)
+        return rows[kept], columns[kept]
+
+
+def _levels(tree: TokenTree) -> list[tuple[Tensor, Tensor]]:
+    """List the nodes that are not padding by depth: int64[count] rows and columns."""
+    depths = torch.where(tree.is_padding, -1, tree.depths)
+    levels = [(depths == depth).nonzero(as_tuple=True) for depth in range(int(depths.max()) + 1)]
+    return [(rows, columns) for rows, columns in levels]
