@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Random", "Sampling", "draw_without_replacement"]
+__all__ = ["MAX_RANKS", "Draws", "Random", "Sampling"]
 
 PURPOSES = {"target": 0, "accept": 1, "draft": 2}
+LEAST_MASS = 2.0**-20  # nothing is drawn from less of a law than this: float64 sums would no longer be exact enough
+MAX_RANKS = 1 << 20  # draft draws are numbered parent * MAX_RANKS + rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,29 +138,107 @@ class Random:
         return self.uniform(purpose, offset, node) < probs
 
 
-def draw_without_replacement(
-    rng: Random, law: Tensor, offset: Tensor, node: Tensor, count: int
-) -> tuple[Tensor, Tensor]:
-    """Draw tokens one after the other, each from the law without the earlier ones.
+class Draws:
+    """The draws of a growing tree, without replacement below each node, whose numbers are asked for at once.
 
     Args:
-        rng: source of the numbers, purpose "draft".
-        law: float[batch, rows, vocab].
-        offset: int[batch, rows].
-        node: int64[batch, rows], number of the first draw; draw j takes node + j.
-        count: draws a row.
-
-    Returns:
-        int64[batch, rows, count] tokens in the order of drawing, and float[batch, rows, count] their probabilities
-        under ``law``: 0 for draws after its support is used up, whose tokens are meaningless.
+        rng: source of the numbers, purpose "draft".  A stand-in that chooses by itself is asked for every single draw.
+        num_nodes: nodes that may get children; node i draws its children with the numbers i * MAX_RANKS + rank.
+        num_ranks: most children of a node.
     """
-    rest, tokens, probs = law, [], []
+
+    def __init__(self, rng: Random, num_nodes: int, num_ranks: int) -> None:
+        self._rng = rng
+        self._numbers: Tensor | None = None
+        if type(rng).choice is Random.choice:
+            device = rng.positions.device
+            node = torch.arange(num_nodes, device=device).unsqueeze(-1) * MAX_RANKS
+            node = (node + torch.arange(num_ranks, device=device)).expand(len(rng.positions), -1, -1)
+            self._numbers = rng.uniform("draft", torch.zeros_like(node[:, :1, :1]), node)
+
+    def draw(self, law: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Draw children one after the other, each from the law without the earlier ones, by inversion.
+
+        Args:
+            law: float[batch, rows, vocab], laws below the nodes first, first + 1, ...
+            first: the first node.
+            count: draws a row.
+
+        Returns:
+            int64[batch, rows, count] tokens in the order of drawing, and float[batch, rows, count] their probabilities
+            under ``law``: 0 for draws after it is used up, but for LEAST_MASS of it, whose tokens are meaningless.
+        """
+        rows = law.shape[1]
+        if self._numbers is not None:
+            return _Line(law, count).draw(self._numbers[:, first : first + rows, :count])
+        tokens, probs = [], []
+        node = torch.arange(first, first + rows, device=law.device).expand(law.shape[:2]) * MAX_RANKS
+        least = LEAST_MASS * law.sum(-1, keepdim=True)
+        for j in range(count):
+            token = self._rng.choice("draft", law, torch.zeros_like(node), node + j).unsqueeze(-1)
+            tokens.append(token)
+            probs.append(law.gather(-1, token) * (law.sum(-1, keepdim=True) > least))
+            law = law.scatter(-1, token, 0.0)
+        return torch.cat(tokens, -1), torch.cat(probs, -1)
+
+
+class _Line:
+    """Laws laid end to end on lines of float64, from which tokens are drawn and taken away.
+
+    On the CPU the arithmetic of the few draws is NumPy's, several times faster than torch's on small tensors.
+    """
+
+    def __init__(self, law: Tensor, count: int) -> None:
+        self._law, self._cumulative = law, law.cumsum(-1, dtype=torch.float64)
+        self._on_host = law.device.type == "cpu"
+        shape = (*law.shape[:-1], count)
+        self._tokens = self._words(law.new_empty(shape, dtype=torch.long))
+        self._probs = self._words(law.new_empty(shape, dtype=torch.float64))
+        # Of each token drawn: where it begins on the line of all tokens but the other drawn ones.
+        self._begins = self._words(law.new_empty(shape, dtype=torch.float64))
+        self._rest = self._words(self._cumulative[..., -1]) * (1 - 2.0**-52)  # products that round up stay below it
+        self._least = self._rest * LEAST_MASS
+
+    def draw(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw by float64[..., count] uniform numbers; return tokens and their probabilities."""
+        numbers = self._words(numbers)
+        for j in range(numbers.shape[-1]):
+            self._draw_one(j, numbers[..., j] * self._rest)
+        tokens, probs = torch.as_tensor(self._tokens), torch.as_tensor(self._probs)
+        return tokens, probs.to(self._law.dtype)
+
+    def _draw_one(self, j: int, level: Any) -> None:
+        """Draw at a level of what is left and take the token away."""
+        tokens, probs, begins = self._tokens[..., :j], self._probs[..., :j], self._begins[..., :j]
+        if j:
+            level = level + (probs * (begins <= level[..., None])).sum(-1)  # steps over the tokens drawn before
+        found = torch.searchsorted(self._cumulative, torch.as_tensor(level)[..., None], right=True)
+        found.clamp_(max=self._law.shape[-1] - 1)
+        token = self._words(found)
+        prob = self._words(self._law.gather(-1, found).double())
+        above = self._words(self._cumulative.gather(-1, found)) - prob
+        if j:
+            # Drawn again: nothing else is left.
+            prob = prob * ((tokens != token).all(-1) & (self._rest > self._least))[..., None]
+            begins -= prob * (tokens > token)
+            above = above - (probs * (tokens < token)).sum(-1)[..., None]
+        self._begins[..., j] = above[..., 0]
+        self._tokens[..., j], self._probs[..., j] = token[..., 0], prob[..., 0]
+        self._rest = self._rest - prob[..., 0]
+
+    def _words(self, tensor: Tensor) -> Any:
+        """Give a tensor to NumPy if it is on the host."""
+        return tensor.numpy() if self._on_host else tensor
+
+
+def _draw_in_turn(rng: Random, law: Tensor, offset: Tensor, node: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Draw without replacement by one choice a draw."""
+    tokens, probs = [], []
     for j in range(count):
-        token = rng.choice("draft", rest, offset, node + j).unsqueeze(-1)
+        token = rng.choice("draft", law, offset, node + j).unsqueeze(-1)
         tokens.append(token)
-        probs.append(rest.gather(-1, token))
-        if j + 1 < count:
-            rest = rest.scatter(-1, token, 0.0)
+        probs.append(law.gather(-1, token))
+        law = law.scatter(-1, token, 0.0)
     return torch.cat(tokens, -1), torch.cat(probs, -1)
 
 

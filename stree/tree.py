@@ -155,6 +155,8 @@ class TokenTree:
 
 def _as_batch(name: str, value: Tensor | Sequence[int]) -> Tensor:
     """Take an integer tensor of one or two dimensions as a batch."""
+    if isinstance(value, Sequence) and not value:
+        raise ValueError("a tree must have at least its root, got 0 nodes")  # an empty list has no integer dtype
     tensor = torch.as_tensor(value)
     if tensor.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"{name} must be an integer tensor, got {tensor.dtype}")

@@ -155,6 +155,17 @@ def test_a_dynamic_tree_keeps_the_budget_and_is_a_tree(growth: DySpec, sampling:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), PLAIN], ids=["greedy", "T1"])
+@pytest.mark.parametrize("growth", [DySpec(depth=2, ranks=9), Static([5, 2])], ids=["layers", "static"])
+def test_more_ranks_than_tokens_leave_the_surplus_empty(growth: Growth, sampling: Sampling) -> None:
+    draft = draft_of(TableLaw.random(3, 1), growth, 40, sampling, random_rows(2), 2)
+    draft.tree.check()
+    for row in range(2):
+        paths = nodes_by_path(draft.tree, row)
+        assert {path for path in paths if len(path) == 1} == {(0,), (1,), (2,)}
+        assert len(set(paths)) == len(paths)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), PLAIN], ids=["greedy", "T1"])
 @pytest.mark.parametrize("form", ["layers", "heap"])
 def test_a_dynamic_tree_fills_the_budget_when_the_draft_is_unsure(form: str, sampling: Sampling) -> None:
     for budget in (2, 5, 16, 33):

@@ -12,7 +12,7 @@ from scipy import stats
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from stree.sampling import Random, Sampling, _philox, draw_without_replacement
+from stree.sampling import MAX_RANKS, Draws, Random, Sampling, _philox
 
 torch.set_num_threads(1)
 
@@ -30,7 +30,8 @@ class FixedRandom(Random):
     number: float = 0.0
 
     def uniform(self, purpose: str, offset: Tensor, node: Tensor | int = 0) -> Tensor:
-        return torch.full(offset.shape, self.number, dtype=torch.float64)
+        shape = torch.broadcast_shapes(offset.shape, torch.as_tensor(node).shape)
+        return torch.full(shape, self.number, dtype=torch.float64)
 
 
 # The published vectors of Random123 (kat_vectors, philox4x32 with 10 rounds): counter, key, first words of the block.
@@ -212,8 +213,7 @@ def test_a_value_outside_its_range_is_refused(values: dict[str, float], message:
 def test_draws_without_replacement_follow_the_sequential_law() -> None:
     law = torch.tensor([0.45, 0.3, 0.2, 0.05], dtype=torch.float64)
     count = 60_000
-    zero = torch.zeros(count, 1, dtype=torch.long)
-    tokens, probs = draw_without_replacement(random_rows(count), law.expand(count, 1, 4), zero, zero, 3)
+    tokens, probs = Draws(random_rows(count), 1, 3).draw(law.expand(count, 1, 4), 0, 3)
     assert torch.equal(probs, law[tokens])
     seen = dict.fromkeys(itertools.permutations(range(4), 3), 0)
     for order in map(tuple, tokens[:, 0].tolist()):
@@ -227,10 +227,60 @@ def test_draws_without_replacement_follow_the_sequential_law() -> None:
     assert stats.chisquare(list(seen.values()), expected).pvalue > ALPHA
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ChoosingRandom(Random):
+    """Numbers of ``Random``, but every choice is made one by one: what draws at once must equal."""
+
+    def choice(self, purpose: str, probs: Tensor, offset: Tensor, node: Tensor | int = 0) -> Tensor:
+        return Random.choice(self, purpose, probs, offset, node)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sharpness", [0.0, 2.0, 8.0, 30.0], ids=["flat", "soft", "sharp", "nearly-one-hot"])
+def test_draws_at_once_are_the_choices_made_one_after_the_other(sharpness: float, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    law = (sharpness * torch.randn(200, 3, 23, generator=generator, dtype=dtype)).softmax(-1)
+    law[:, 1, 4:] = 0.0  # a support of four tokens, unnormalised: fewer than there are draws
+    law[:50, 2] = 0.0
+    index, position = torch.arange(200), torch.full((200,), 5)
+    tokens, probs = Draws(Random(3, index, position), 7, 6).draw(law, 4, 6)
+    one_by_one, expected = Draws(ChoosingRandom(3, index, position), 7, 6).draw(law, 4, 6)
+    assert torch.equal(probs > 0, expected > 0)
+    assert torch.equal(probs, expected)
+    assert torch.equal(tokens[probs > 0], one_by_one[probs > 0])
+    assert (probs[:, 1, 4:] == 0).all()
+    assert (probs[:50, 2] == 0).all()
+
+
+def test_nothing_is_drawn_from_the_last_crumbs_of_a_law() -> None:
+    law = torch.tensor([[[1 - 3e-7, 1e-7, 2e-7, 0.0], [1 - 3e-6, 1e-6, 2e-6, 0.0]]], dtype=torch.float64)
+    for rng in (random_rows(1), ChoosingRandom(0, torch.arange(1), torch.full((1,), 5))):
+        tokens, probs = Draws(rng, 2, 3).draw(law, 0, 3)
+        assert tokens[0, :, 0].tolist() == [0, 0]
+        assert (probs[0] > 0).sum(-1).tolist() == [1, 3]
+
+
+def test_every_draw_of_a_tree_has_its_own_number() -> None:
+    law = torch.full((1, 5, 1000), 1e-3, dtype=torch.float64)
+    together, _ = Draws(random_rows(1), 9, 4).draw(law, 2, 3)
+    node = (torch.arange(2, 7) * MAX_RANKS)[None, :, None] + torch.arange(3)
+    level = random_rows(1).uniform("draft", torch.zeros(1, 1, 1, dtype=torch.long), node)
+    assert torch.equal(together[..., 0], (level[..., 0] * 1000).long())
+    assert len(set(level.flatten().tolist())) == 15
+
+
 def test_draws_beyond_the_support_have_probability_zero() -> None:
     law = torch.tensor([[[0.0, 0.6, 0.0, 0.4]]])
-    zero = torch.zeros(1, 1, dtype=torch.long)
-    tokens, probs = draw_without_replacement(random_rows(1), law, zero, zero, 4)
+    tokens, probs = Draws(random_rows(1), 1, 4).draw(law, 0, 4)
     assert sorted(tokens[0, 0, :2].tolist()) == [1, 3]
     assert (probs[0, 0, :2] > 0).all()
     assert probs[0, 0, 2:].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2.0**-53])
+def test_draws_at_the_ends_of_the_line_are_tokens_of_the_support(number: float) -> None:
+    law = torch.tensor([[[0.0, 0.3, 0.0, 0.5, 0.2, 0.0]]])
+    rng = FixedRandom(0, torch.arange(1), torch.zeros(1, dtype=torch.long), number)
+    tokens, probs = Draws(rng, 1, 3).draw(law, 0, 3)
+    assert (probs > 0).all()
+    assert sorted(tokens.flatten().tolist()) == [1, 3, 4]

@@ -176,6 +176,11 @@ def test_a_wrong_dtype_or_shape_is_refused(
         TokenTree(tokens, parents)
 
 
+def test_a_chain_of_no_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="a tree must have at least its root, got 0 nodes"):
+        TokenTree.chain([])
+
+
 def test_an_unchecked_tree_is_looked_at_under_debug_only(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, parents = torch.tensor([[5, 1, 2]]), torch.tensor([[-1, 2, 0]], dtype=torch.int32)
     monkeypatch.setenv("STREE_DEBUG", "0")

@@ -12,12 +12,10 @@ from stree.drafters.grown import GrownTree, num_columns, prune
 from stree.drafters.protocol import Draft
 from stree.growth import DySpec, Growth, Layer, Plan, choose_slots
 from stree.models.tree_lm import TreeLM
-from stree.sampling import Random, draw_without_replacement
+from stree.sampling import MAX_RANKS, Draws, Random
 from stree.verify import SAMPLED, Acceptance, DraftLaws
 
 __all__ = ["ModelDrafter"]
-
-MAX_RANKS = 1 << 20  # draft draws are numbered parent * MAX_RANKS + rank
 
 
 class ModelDrafter:
@@ -124,10 +122,11 @@ class _ModelRun:
         greedy = growth.sampling.is_greedy
         left = torch.full_like(self._leaf, plan.num_nodes)
         laws: list[Tensor] = []
+        draws = None if greedy else _draws_of(self._rng, plan)
         for depth, layer in enumerate(plan.layers):
             logits = grown.run(self._lm, self._state)
             law = logits.softmax(-1) if greedy else growth.sampling.law(logits)
-            tokens, probs = self._offer(law, layer, grown, greedy)
+            tokens, probs = self._offer(law, layer, grown, draws)
             value = grown.frontier_value[..., None] * probs
             if not greedy:
                 laws.append(law)
@@ -142,14 +141,13 @@ class _ModelRun:
             laws.append(grown.run(self._lm, self._state).softmax(-1))
         return laws
 
-    def _offer(self, law: Tensor, layer: Layer, grown: GrownTree, greedy: bool) -> tuple[Tensor, Tensor]:
+    def _offer(self, law: Tensor, layer: Layer, grown: GrownTree, draws: Draws | None) -> tuple[Tensor, Tensor]:
         """Offer each frontier node's children: int64 and float[batch, above, ranks], in draw order."""
-        if greedy:
-            probs, tokens = law.topk(layer.ranks, -1)
-            return tokens, probs
-        number = torch.arange(grown.frontier_number, grown.frontier_number + law.shape[1], device=law.device)
-        node = (number * MAX_RANKS).expand(law.shape[:2])
-        return draw_without_replacement(self._rng, law, torch.zeros_like(node), node, layer.ranks)
+        if draws is None:
+            probs, tokens = law.topk(min(layer.ranks, law.shape[-1]), -1)
+            beyond = (0, layer.ranks - probs.shape[-1])  # more ranks than tokens
+            return torch.nn.functional.pad(tokens, beyond), torch.nn.functional.pad(probs, beyond)
+        return draws.draw(law, grown.frontier_number, layer.ranks)
 
     def _grow_heap(self, grown: GrownTree, plan: Plan, growth: Growth) -> list[Tensor]:
         """Draw one node after the other at the best slot; a draft call each."""
@@ -180,6 +178,12 @@ class _ModelRun:
             reach = torch.cat([reach.scatter(1, parent, upper * (1 - share)), upper * share * is_taken], 1)
             grown.add_below(torch.where(parent > 0, parent + 1, grown.lead[:, None]), token, is_taken)
         return laws or [logits.softmax(-1)]
+
+
+def _draws_of(rng: Random, plan: Plan) -> Draws:
+    """Make the draws of all layers."""
+    num_nodes = 1 + sum(layer.width for layer in plan.layers[:-1])
+    return Draws(rng, num_nodes, max((layer.ranks for layer in plan.layers), default=0))
 
 
 def _reach(value: Tensor, probs: Tensor) -> Tensor:
