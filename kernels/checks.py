@@ -20,7 +20,22 @@ Path = Tensor | AcceptedPath
 # Operation -> module that defines a function of the same name and signature (less `backend`) in Triton.
 TRITON: dict[str, str] = {
     **dict.fromkeys(("ssd_tree_scan", "ssd_commit", "ssd_step"), "stree.kernels.ssd"),
+    **dict.fromkeys(
+        (
+            "selective_tree_scan",
+            "selective_commit",
+            "selective_step",
+            "diagonal_tree_scan",
+            "diagonal_commit",
+            "diagonal_step",
+        ),
+        "stree.kernels.diagonal",
+    ),
+    **dict.fromkeys(
+        ("gated_delta_tree_scan", "gated_delta_commit", "gated_delta_step"), "stree.kernels.gated_delta"
+    ),
     **dict.fromkeys(("tree_conv1d", "conv_commit", "conv_step"), "stree.kernels.conv"),
+    **dict.fromkeys(("tree_attention", "attention_step", "kv_commit"), "stree.kernels.attention"),
 }
 
 DEBUG = os.environ.get("STREE_DEBUG") == "1"

@@ -121,12 +121,14 @@ def selective_step(
     *,
     D: Tensor | None = None,
     first: int = 0,
+    folded: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Fold the last path, stash x, dt and B of the new rows, scan the new tree."""
     topology = Topology.cast(parents)
     n = topology.parents.shape[1]
     if path is not None:
-        selective_commit(state, stash_x, stash_dt, A, stash_B, path, path_lengths)
+        old_x, old_dt, old_B = (stash_x, stash_dt, stash_B) if folded is None else folded
+        selective_commit(state, old_x, old_dt, A, old_B, path, path_lengths)
     stash_x[:, first:n].copy_(x)
     stash_B[:, first:n].copy_(B)
     step_size = dt.to(stash_dt.dtype)

@@ -190,6 +190,7 @@ def selective_step(
     *,
     D: Tensor | None = None,
     first: int = 0,
+    folded: tuple[Tensor, Tensor, Tensor] | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Fold the last path of a Mamba-1 layer, stash the new rows, scan the new tree.
@@ -210,6 +211,8 @@ def selective_step(
         parents: the new trees.
         D: float[c] or None.
         first: first new row; rows below it stand in the stash from earlier calls.
+        folded: a second triple like (stash_x, stash_dt, stash_B) that `path` is folded from, read only; None: from the
+            stash itself.  A caller who alternates between two triples saves the Triton version a launch.
         backend: see `stree.kernels.ops`.
 
     Returns:
@@ -229,11 +232,33 @@ def selective_step(
     check("A", A, "float", (channels, dstate), state)
     check("B", B, "float", (batch, rows, dstate), state)
     check("C", C, "float", (batch, rows, dstate), state)
+    for name, tensor in (("dt_bias", dt_bias), ("D", D)):
+        if tensor is not None:
+            check(name, tensor, "float", (channels,), state)
     check_room(room, topology)
+    if folded is not None:
+        check("folded[0]", folded[0], "float", (batch, folded[0].shape[1], channels), state)
+        check("folded[1]", folded[1], state_kind(x), (batch, folded[0].shape[1], channels), state)
+        check("folded[2]", folded[2], "float", (batch, folded[0].shape[1], dstate), state)
     accepted = None if path is None else take_path(path, path_lengths, batch, state)
     step = choose("selective_step", backend, state)
     out: Tensor = step(
-        state, stash_x, stash_dt, stash_B, accepted, None, x, dt, A, B, C, dt_bias, topology, D=D, first=first
+        state,
+        stash_x,
+        stash_dt,
+        stash_B,
+        accepted,
+        None,
+        x,
+        dt,
+        A,
+        B,
+        C,
+        dt_bias,
+        topology,
+        D=D,
+        first=first,
+        folded=folded,
     )
     return out
 

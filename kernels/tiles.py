@@ -12,7 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stree.kernels.walk import walk_slots
+
 MAX_NODES, MAX_HEADDIM, MAX_DSTATE = 128, 128, 256
+MAX_ATTENTION_HEADDIM = 256
+MAX_DELTA_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # (nodes padded to a power of two, float32 rows) -> (most headdim, most dstate in a tile, warps, stages).
@@ -86,6 +90,112 @@ class ConvTile:
     def of(cls, rows: int, channels: int) -> ConvTile:
         """Choose a tile of at most 16 nodes and 64 channels: 8 elements a thread."""
         return cls(min(16, padded(rows, 1)), min(64, padded(channels, 1)), 4, 1)
+
+
+# (headdim padded to a power of two, float32 rows) -> (most rows, keys in a pass, warps, stages, precision).
+_ATTENTION: dict[tuple[int, bool], tuple[int, int, int, int, str]] = {
+    (64, False): (128, 32, 8, 4, "tf32x3"),
+    (128, False): (128, 32, 8, 4, "tf32x3"),
+    (256, False): (64, 16, 8, 4, "tf32x3"),
+    (64, True): (32, 32, 4, 2, "tf32x3"),
+    (128, True): (16, 32, 4, 2, "tf32x3"),
+    (256, True): (16, 32, 8, 2, "ieee"),  # the halves of a query row of 256 that tf32x3 splits off spill
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTile:
+    """What the build of an attention kernel depends on besides dtypes and head sizes.
+
+    Attributes:
+        rows: rows (node and query head) that a program owns.
+        keys: keys in a pass of its loops.
+        warps: warps a program.
+        stages: depth of the pipeline of loads over keys.
+        precision: of products of float32 rows.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    precision: str
+
+    @classmethod
+    def of(cls, rows: int, headdim: int, dtype: torch.dtype) -> AttentionTile:
+        """Choose a tile for so many rows and the larger of the head sizes of k and v."""
+        most, *rest = _ATTENTION[padded(headdim, 64), dtype == torch.float32]
+        return cls(min(most, padded(rows)), *rest)
+
+
+@dataclass(frozen=True, slots=True)
+class DiagonalTile:
+    """What the build of a diagonal kernel depends on besides dtypes.
+
+    Attributes:
+        channels: channels that a program owns.
+        dstate: states of a channel padded to a power of two.
+        nodes: nodes in a pass of the loop that stashes.
+        ahead: nodes whose rows are loaded together.
+        slots: states that may wait at once.
+        warps: warps a program.
+        stages: unused by these kernels, whose loops load ahead themselves.
+    """
+
+    channels: int
+    dstate: int
+    nodes: int
+    ahead: int
+    slots: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, n: int, dstate: int) -> DiagonalTile:
+        """Choose a tile of at most 256 states, 8 a thread: one warp, which never waits for another."""
+        width = padded(dstate, 1)
+        return cls(min(32, max(1, 256 // width)), width, 16, 8, walk_slots(n), 1, 1)
+
+
+# (nodes padded to a power of two, decay a key channel) -> (most dv, most dk in a tile, warps, stages).
+_GATED_DELTA: dict[tuple[int, bool], tuple[int, int, int, int]] = {
+    (16, False): (32, 32, 4, 2),
+    (32, False): (32, 32, 4, 2),
+    (64, False): (32, 32, 8, 2),
+    (128, False): (32, 16, 8, 2),
+    (16, True): (32, 32, 4, 2),
+    (32, True): (32, 32, 4, 2),
+    (64, True): (32, 16, 8, 2),
+    (128, True): (32, 16, 8, 2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaTile:
+    """What the build of a gated delta kernel depends on besides dtypes.
+
+    Attributes:
+        nodes: nodes padded to a power of two.
+        path: entries of a path padded to a power of two.
+        value: columns of a state (dv) that a program owns.
+        key: key channels in a pass of its loop.
+        warps: warps a program.
+        stages: depth of the pipeline of loads over key channels.
+    """
+
+    nodes: int
+    path: int
+    value: int
+    key: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, n: int, path: int, dk: int, dv: int, dtype: torch.dtype, channels: bool) -> GatedDeltaTile:
+        """Choose a tile; a dimension of a matrix product has at least 16 entries."""
+        nodes = padded(n)
+        value, key, warps, stages = _GATED_DELTA[nodes, channels]
+        return cls(nodes, padded(path), min(value, padded(dv)), min(key, padded(dk)), warps, stages)
 
 
 def padded(size: int, least: int = 16) -> int:

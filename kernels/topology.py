@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stree.kernels.walk import depth_first_walk
+
 __all__ = ["AcceptedPath", "Topology", "ancestor_bits", "ancestor_mask", "conv_rows", "jump_rows", "take_rows"]
 
 
@@ -117,6 +119,7 @@ class Topology:
         conv_index: int64[batch, n, width], see `conv_rows`; None unless asked for.
         jumps: see `jump_rows`; None unless asked for.
         bits: int32[batch, n, words], see `ancestor_bits`; what Triton kernels read, so None unless on a GPU.
+        walk: int32[batch, n], see `depth_first_walk`; in place of jumps on a GPU, for Triton kernels.
     """
 
     parents: Tensor
@@ -127,6 +130,7 @@ class Topology:
     conv_index: Tensor | None = None
     jumps: tuple[Tensor, ...] | None = None
     bits: Tensor | None = None
+    walk: Tensor | None = None
 
     @classmethod
     def of(
@@ -155,8 +159,9 @@ class Topology:
             hidden=~mask,
             path_sum=mask.double(),
             conv_index=None if conv_width is None else conv_rows(parents, conv_width),
-            jumps=jump_rows(parents) if jumps else None,
+            jumps=jump_rows(parents) if jumps and not mask.is_cuda else None,
             bits=ancestor_bits(mask) if mask.is_cuda else None,
+            walk=depth_first_walk(parents, mask) if jumps and mask.is_cuda else None,
         )
 
     @classmethod
@@ -177,6 +182,10 @@ class Topology:
     def ancestor_bits(self) -> Tensor:
         """Return the words of `ancestor_bits`, computed here only if `of` did not."""
         return ancestor_bits(self.mask) if self.bits is None else self.bits
+
+    def depth_first_walk(self) -> Tensor:
+        """Return the entries of `depth_first_walk`, computed here only if `of` did not."""
+        return depth_first_walk(self.parents, self.mask) if self.walk is None else self.walk
 
 
 @dataclass(frozen=True, slots=True, eq=False)
