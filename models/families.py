@@ -9,7 +9,13 @@ from typing import Any
 from transformers import DynamicCache, PreTrainedModel
 
 from stree.models.attention import graft_attention
+from stree.models.checks import check_mixer
+from stree.models.gated_delta import graft_gated_delta
+from stree.models.lightning import graft_lightning, lightning_cache
+from stree.models.mla import graft_mla
+from stree.models.rg_lru import BlockCache, graft_rg_lru
 from stree.models.selective import graft_selective
+from stree.models.short_conv import graft_short_conv
 from stree.models.ssd import graft_ssd
 from stree.models.state import LayerSpec
 
@@ -51,6 +57,7 @@ def _attention_only(name: str) -> Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "bailing_hybrid": Family({"BailingHybridDeltaAttention": graft_gated_delta, "BailingHybridAttention": graft_mla}),
     "bamba": Family({"BambaMixer": graft_ssd, "BambaAttention": graft_attention}),
     "falcon_h1": Family({"FalconH1Mixer": graft_ssd, "FalconH1Attention": graft_attention}),
     "falcon_mamba": Family({"FalconMambaMixer": graft_selective}, cache_argument="cache_params", takes_positions=False),
@@ -58,16 +65,34 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": _attention_only("Gemma3"),
     "granitemoehybrid": Family({"GraniteMoeHybridMambaLayer": graft_ssd, "GraniteMoeHybridAttention": graft_attention}),
     "jamba": Family({"JambaMambaMixer": graft_selective, "JambaAttention": graft_attention}),
+    "kimi_linear": Family({"KimiLinearDeltaAttention": graft_gated_delta, "KimiLinearAttention": graft_mla}),
+    "lfm2": Family({"Lfm2ShortConv": graft_short_conv, "Lfm2Attention": graft_attention}),
+    "lfm2_moe": Family({"Lfm2MoeShortConv": graft_short_conv, "Lfm2MoeAttention": graft_attention}),
+    "lfm3": Family({"Lfm3ShortConv": graft_short_conv, "Lfm3Attention": graft_attention}),
     "llama": _attention_only("Llama"),
     "mamba": Family({"MambaMixer": graft_selective}, cache_argument="cache_params", takes_positions=False),
     "mamba2": Family({"Mamba2Mixer": graft_ssd}, cache_argument="cache_params", takes_positions=False),
+    "minimax": Family(
+        {"MiniMaxLightningAttention": graft_lightning, "MiniMaxAttention": graft_attention},
+        pads_exactly=False,
+        new_cache=lightning_cache,
+    ),
     "mistral": _attention_only("Mistral"),
     "nemotron_h": Family(
         {"NemotronHMamba2Mixer": graft_ssd, "NemotronHAttention": graft_attention},
         stateless=frozenset({"NemotronHMLP", "NemotronHMoE"}),
     ),
+    "olmo_hybrid": Family({"OlmoHybridGatedDeltaNet": graft_gated_delta, "OlmoHybridAttention": graft_attention}),
     "qwen2": _attention_only("Qwen2"),
     "qwen3": _attention_only("Qwen3"),
+    "qwen3_5_moe_text": Family({"Qwen3_5MoeGatedDeltaNet": graft_gated_delta, "Qwen3_5MoeAttention": graft_attention}),
+    "qwen3_5_text": Family({"Qwen3_5GatedDeltaNet": graft_gated_delta, "Qwen3_5Attention": graft_attention}),
+    "qwen3_next": Family({"Qwen3NextGatedDeltaNet": graft_gated_delta, "Qwen3NextAttention": graft_attention}),
+    "recurrent_gemma": Family(
+        {"RecurrentGemmaRecurrentBlock": graft_rg_lru, "RecurrentGemmaAttention": graft_attention},
+        pads_exactly=False,
+        new_cache=BlockCache,
+    ),
     "zamba": Family({"ZambaMambaMixer": graft_selective, "ZambaAttention": graft_attention}),
     "zamba2": Family({"Zamba2MambaMixer": graft_ssd, "Zamba2Attention": graft_attention}),
 }
@@ -92,7 +117,8 @@ def stateful_modules(model: PreTrainedModel, family: Family) -> list[tuple[int, 
     module's path.
 
     Raises:
-        NotImplementedError: a layer has neither a module that can be grafted nor one that is known to keep no state.
+        NotImplementedError: a layer has neither a module that can be grafted nor one that is known to keep no state,
+            or a module is quantised.
     """
     found: list[tuple[int, Any, Graft]] = []
     known: set[int] = set()
@@ -103,6 +129,9 @@ def stateful_modules(model: PreTrainedModel, family: Family) -> list[tuple[int, 
             continue
         known.add(layer)
         if kind in family.mixers:
+            if not hasattr(module, "layer_idx"):  # RecurrentGemma's blocks are not told where they stand
+                module.layer_idx = layer
+            check_mixer(module)
             found.append((layer, module, family.mixers[kind]))
     if len(known) != model.config.num_hidden_layers:
         raise NotImplementedError(

@@ -235,12 +235,14 @@ class TreeLM:
         self, input_ids: Tensor, cache: Any, positions: Tensor | None, mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         """Call the model under its own argument names; a tree needs no mask, so a 4-d dummy stops it making one."""
-        if isinstance(cache, TreeStep):
+        is_tree = isinstance(cache, TreeStep)
+        if is_tree:
             mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
         if self.family.takes_positions:
             kwargs["position_ids"] = positions
         kwargs[self.family.cache_argument] = cache
-        return cast(Tensor, self.model(input_ids, attention_mask=mask, use_cache=True, **kwargs).logits)
+        # Without use_cache a model hands on whatever cache it is given; with it, some insist on a class of their own.
+        return cast(Tensor, self.model(input_ids, attention_mask=mask, use_cache=not is_tree, **kwargs).logits)
 
     def _prefill_batch(self, state: DecodeState, input_ids: Tensor, lengths: Tensor, longest: int) -> Tensor:
         """Run prompts together, left-padded where their lengths differ."""

@@ -29,6 +29,7 @@ from tiny_models import (
     tree_error,
 )
 from transformers import PreTrainedModel, RwkvConfig, RwkvForCausalLM
+from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
 from stree import TokenTree, TreeLM
 from stree.models.families import FAMILIES as SUPPORTED
@@ -53,6 +54,7 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
         monkeypatch.setattr(torch, "float32", torch.float64)
         monkeypatch.setattr(torch, "float", torch.float64)
         monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        monkeypatch.setattr(RecurrentGemmaRglru._rnn_scan, "__defaults__", (torch.float64,))
     return chosen
 
 
@@ -110,6 +112,28 @@ def test_verifying_twice_is_bit_equal_and_a_tree_may_be_one_node(family: str) ->
         lm.verify(state, random_tree(rng, [14, 12]))
         assert torch.equal(once, lm.verify(state, tree))
         assert tree_error(model, texts, tree, once) < FLOAT32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_memory_is_read_before_it_is_written(family: str, request: pytest.FixtureRequest) -> None:
+    rng = random.Random(9)
+    model = family_model(family)
+    lm = grafted(model)
+    request.getfixturevalue("poisoned_empty")  # from here on; transformers makes its weights with torch.empty
+    state, texts = advanced(lm, rng, [2, 9])
+    tree = random_tree(rng, [6, 9])
+    assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_differs_by_its_rounding_only(family: str) -> None:
+    rng = random.Random(10)
+    model = family_model(family, torch.bfloat16)
+    lm = grafted(model)
+    state, texts = advanced(lm, rng, [9])
+    tree = random_tree(rng, [9])
+    # 0.15: 8 bits of mantissa through up to six layers of wide random weights; a tree read as a chain is off by 0.5.
+    assert tree_error(model, texts, tree, lm.verify(state, tree)) < 0.15
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -292,6 +316,21 @@ def test_an_unknown_recurrent_family_is_refused_with_the_supported_ones() -> Non
     config = RwkvConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
     with pytest.raises(NotImplementedError, match="'rwkv' is not supported; supported: .*falcon_h1, .*zamba2"):
         TreeLM(RwkvForCausalLM(config))
+
+
+@pytest.mark.parametrize(("family", "weight"), [("zamba2", "in_proj"), ("mistral", "k_proj")])
+def test_a_quantised_mixer_is_refused(family: str, weight: str) -> None:
+    model = family_model(family)
+    (mixer, *_) = (module for module in model.modules() if hasattr(module, weight))
+    kind, projection = type(mixer).__name__, getattr(mixer, weight)
+    projection.weight = torch.nn.Parameter(torch.zeros_like(projection.weight, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(NotImplementedError, match=f"{weight}.weight of {kind} holds int8; quantised weights are not"):
+        TreeLM(model)
+
+
+def test_a_convolution_with_another_activation_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="MambaMixer has activation 'gelu'; only 'silu' is supported"):
+        TreeLM(family_model("mamba", hidden_act="gelu"))
 
 
 def test_attention_that_looks_ahead_is_refused() -> None:

@@ -1,0 +1,168 @@
+"""Gated delta rules on a tree: gated DeltaNet (arXiv 2412.06464) and Kimi delta attention (arXiv 2510.26692).
+
+Both convolve q, k and v together, normalise q and k, and gate a normed output; KDA decays every key channel on its own
+and leaves its decays to a module.  Which projections a family has is read off the mixer.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stree.kernels import ops
+from stree.kernels.topology import AcceptedPath
+from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep, state_dtype
+
+__all__ = ["DeltaSpec", "DeltaStack", "graft_gated_delta"]
+
+EPSILON = 1e-6  # of the normalisation of q and k, the same in all families
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSpec(LayerSpec):
+    """Sizes of a gated delta layer; ``per_channel`` decays are KDA's."""
+
+    key_heads: int
+    heads: int
+    dk: int
+    dv: int
+    dconv: int
+    per_channel: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def conv_width(self) -> int:
+        """Taps of the convolution."""
+        return self.dconv
+
+    @property
+    def splits(self) -> list[int]:
+        """Channels of q, k and v, in the order of the convolution."""
+        return [self.key_heads * self.dk, self.key_heads * self.dk, self.heads * self.dv]
+
+    def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> DeltaStack:
+        """Make zeroed tensors for some layers."""
+
+        def zeros(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
+            return torch.zeros(layers, batch, *shape, dtype=dtype, device=self.device)
+
+        channels, wide = sum(self.splits), state_dtype(self.dtype)
+        return DeltaStack(
+            spec=self,
+            window=zeros(channels, self.dconv - 1),
+            state=zeros(self.heads, self.dk, self.dv, dtype=wide),
+            stash_conv=zeros(max_nodes, channels),
+            stash_k=zeros(max_nodes, self.key_heads, self.dk),
+            stash_u=zeros(max_nodes, self.heads, self.dv, dtype=wide),
+            stash_g=zeros(max_nodes, self.heads, *[self.dk] * self.per_channel, dtype=wide),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaStack(LayerStack):
+    """Gated delta layers: [layers, batch, ...].
+
+    Attributes:
+        spec: the sizes.
+        window: float[channels, dconv - 1], last inputs of the convolution, oldest first.
+        state: float32[heads, dk, dv].
+        stash_conv: float[max_nodes, channels], inputs of the convolution: q, k, v.
+        stash_k: float[max_nodes, key_heads, dk], normalised.
+        stash_u: float32[max_nodes, heads, dv], what every node writes under its key.
+        stash_g: float32[max_nodes, heads] or, per channel, [max_nodes, heads, dk], log decays.
+    """
+
+    spec: DeltaSpec
+    window: Tensor
+    state: Tensor
+    stash_conv: Tensor
+    stash_k: Tensor
+    stash_u: Tensor
+    stash_g: Tensor
+
+    def commit(self, path: Tensor, path_lengths: Tensor, lengths: Tensor) -> None:
+        """Fold the paths into windows and states."""
+        layers = self.state.shape[0]
+        accepted = AcceptedPath.of(path.repeat(layers, 1), path_lengths.repeat(layers), self.spec.dconv)
+        ops.conv_commit(self.window.flatten(0, 1), self.stash_conv.flatten(0, 1), accepted, None)
+        k, u, g = self.stash_k.flatten(0, 1), self.stash_u.flatten(0, 1), self.stash_g.flatten(0, 1)
+        ops.gated_delta_commit(self.state.flatten(0, 1), k, u, g, accepted, None)
+
+    def load(self, slot: int, prefilled: Prefilled) -> None:
+        """Take over window and state."""
+        cache_layer = prefilled.cache.layers[prefilled.layer]
+        self.window[slot].copy_(cache_layer.conv_states[0][..., 1 - self.spec.dconv :])
+        self.state[slot].copy_(cache_layer.recurrent_states[0])
+
+
+def graft_gated_delta(mixer: Any) -> DeltaSpec:
+    """Make a gated DeltaNet or KDA mixer score trees when it is called with a ``TreeStep``; return its sizes."""
+    weight, per_channel = _out_proj(mixer).weight, hasattr(mixer, "forget_gate")
+    if per_channel:
+        key_heads, heads, dk, dv = mixer.num_heads, mixer.num_heads, mixer.head_dim, mixer.head_dim
+    else:
+        key_heads, heads, dk, dv = mixer.num_k_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim
+    mixer.forward = types.MethodType(_forward, mixer)  # a bound method: a deep copy of the model binds its own mixer
+    return DeltaSpec(key_heads, heads, dk, dv, mixer.conv_kernel_size, per_channel, weight.dtype, weight.device)
+
+
+def _forward(mixer: Any, hidden_states: Tensor, cache_params: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Run the class's own forward, or the tree's when the cache is a ``TreeStep``."""
+    if not isinstance(cache_params, TreeStep):
+        return type(mixer).forward(mixer, hidden_states, cache_params, *args, **kwargs)
+    step, layer = cache_params, cache_params.state.layers[mixer.layer_idx, DeltaSpec]
+    qkv, gate, beta, g = _project(mixer, hidden_states, layer.state.dtype)
+    conv = mixer.conv1d
+    qkv = ops.conv_step(
+        layer.window, layer.stash_conv, None, None, qkv, conv.weight.squeeze(1), conv.bias, step.topology,
+        activation=mixer.activation, first=step.first,
+    )  # fmt: skip
+    spec = layer.spec
+    q, k, v = qkv.split(spec.splits, dim=-1)
+    q, k = (_normalised(part.unflatten(-1, (spec.key_heads, spec.dk)).to(layer.state.dtype)) for part in (q, k))
+    v = v.unflatten(-1, (spec.heads, spec.dv))
+    out = ops.gated_delta_step(
+        layer.state, layer.stash_k, layer.stash_u, layer.stash_g, None, None, q, k, v, g, beta, step.topology,
+        first=step.first,
+    )  # fmt: skip
+    norm = mixer.norm if hasattr(mixer, "norm") else mixer.o_norm
+    out = norm(out.flatten(0, 2), gate.reshape(-1, spec.dv)).view(*hidden_states.shape[:2], -1)
+    return _out_proj(mixer)(out)
+
+
+def _project(mixer: Any, hidden_states: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Project to q, k and v before the convolution, the output's gate, beta, and log decays in the state's dtype."""
+    if hasattr(mixer, "in_proj_qkvz"):  # Qwen3-Next: interleaved by key head
+        mixed = mixer.in_proj_qkvz(hidden_states), mixer.in_proj_ba(hidden_states)
+        q, k, v, gate, b, a = mixer.fix_query_key_value_ordering(*mixed)
+        qkv = torch.cat((q.flatten(2), k.flatten(2), v.flatten(2)), dim=-1)
+    elif hasattr(mixer, "in_proj_qkv"):  # Qwen3.5
+        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        qkv, gate, b, a = (getattr(mixer, name)(hidden_states) for name in names)
+    else:  # OlmoHybrid; Kimi-Linear and BailingHybrid, whose decays come from a module
+        qkv = torch.cat([getattr(mixer, name)(hidden_states) for name in ("q_proj", "k_proj", "v_proj")], dim=-1)
+        b = mixer.b_proj(hidden_states)
+        a = None if hasattr(mixer, "forget_gate") else mixer.a_proj(hidden_states)
+        gate = (
+            mixer.g_proj(hidden_states) if hasattr(mixer, "g_proj") else mixer.g_b_proj(mixer.g_a_proj(hidden_states))
+        )
+    beta = b.sigmoid() * 2 if getattr(mixer, "allow_neg_eigval", False) else b.sigmoid()
+    if a is None:
+        return qkv, gate, beta, mixer.forget_gate(hidden_states)
+    return qkv, gate, beta, -mixer.A_log.to(wide).exp() * F.softplus(a.to(wide) + mixer.dt_bias)
+
+
+def _normalised(x: Tensor) -> Tensor:
+    """Divide by the length of the last dimension."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON)
+
+
+def _out_proj(mixer: Any) -> Any:
+    """Find the last projection."""
+    return mixer.out_proj if hasattr(mixer, "out_proj") else mixer.o_proj

@@ -1,0 +1,111 @@
+"""Lightning attention on a tree (MiniMax-01, arXiv 2501.08313): the Mamba-2 recurrence with a constant decay a head.
+
+Values stand where Mamba-2 has x, keys where it has B, queries where it has C; every step size is one.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+from stree.kernels import ops
+from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep, state_dtype
+
+__all__ = ["LightningSpec", "LightningStack", "graft_lightning", "lightning_cache"]
+
+
+@dataclass(frozen=True, slots=True)
+class LightningSpec(LayerSpec):
+    """Sizes of a lightning attention layer."""
+
+    heads: int
+    headdim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> LightningStack:
+        """Make zeroed tensors for some layers."""
+
+        def zeros(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
+            return torch.zeros(layers, batch, *shape, dtype=dtype, device=self.device)
+
+        wide = state_dtype(self.dtype)
+        return LightningStack(
+            spec=self,
+            state=zeros(self.heads, self.headdim, self.headdim, dtype=wide),
+            stash_vkq=zeros(max_nodes, 3 * self.heads * self.headdim),
+            stash_dt=zeros(max_nodes, self.heads, dtype=wide),
+            A=torch.zeros(layers, self.heads, dtype=wide, device=self.device),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class LightningStack(LayerStack):
+    """Lightning attention layers: [layers, batch, ...].
+
+    Attributes:
+        spec: the sizes.
+        state: float32[heads, headdim of v, headdim of k], the transpose of transformers'.
+        stash_vkq: float[max_nodes, 3 * heads * headdim], values, keys, queries.
+        stash_dt: float32[max_nodes, heads], ones wherever a node was verified.
+        A: float32[heads], log decays, the same for all sequences.
+    """
+
+    weights: ClassVar[frozenset[str]] = frozenset({"A"})
+
+    spec: LightningSpec
+    state: Tensor
+    stash_vkq: Tensor
+    stash_dt: Tensor
+    A: Tensor
+
+    def commit(self, path: Tensor, path_lengths: Tensor, lengths: Tensor) -> None:
+        """Fold the paths into the states."""
+        layers, batch = self.state.shape[:2]
+        v, k, _ = self.stash_vkq.flatten(0, 1).unflatten(-1, (3, self.spec.heads, self.spec.headdim)).unbind(2)
+        dt, A = self.stash_dt.flatten(0, 1), self.A.repeat_interleave(batch, 0)
+        path, path_lengths = path.repeat(layers, 1), path_lengths.repeat(layers)
+        ops.ssd_commit(self.state.flatten(0, 1), v, dt, A, k, path, path_lengths)
+
+    def bind(self, slot: int, mixer: Any) -> None:
+        """Take over the decays."""
+        self.A[slot].copy_(-mixer.slope_rate.flatten())
+
+    def load(self, slot: int, prefilled: Prefilled) -> None:
+        """Take over the state."""
+        self.state[slot].copy_(prefilled.cache.get_linear_cache(prefilled.layer).transpose(-1, -2))
+
+
+def lightning_cache(_: Any) -> MiniMaxCache:
+    """Make the cache that MiniMax insists on."""
+    return MiniMaxCache()
+
+
+def graft_lightning(mixer: Any) -> LightningSpec:
+    """Make lightning attention score trees when it is called with a ``TreeStep``; return its sizes."""
+    mixer.forward = types.MethodType(_forward, mixer)  # a bound method: a deep copy of the model binds its own mixer
+    weight = mixer.qkv_proj.weight
+    return LightningSpec(mixer.num_attention_heads, mixer.head_dim, weight.dtype, weight.device)
+
+
+def _forward(mixer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run the class's own forward, or the tree's when the cache is a ``TreeStep``."""
+    step = kwargs.get("past_key_values")
+    if not isinstance(step, TreeStep):
+        return type(mixer).forward(mixer, hidden_states, *args, **kwargs)
+    layer = step.state.layers[mixer.layer_idx, LightningSpec]
+    heads, headdim = layer.spec.heads, layer.spec.headdim
+    qkv = mixer.act_fn(mixer.qkv_proj(hidden_states)).unflatten(-1, (heads, 3 * headdim))
+    q, k, v = qkv.split(headdim, dim=-1)
+    vkq = torch.cat((v.flatten(2), k.flatten(2), q.flatten(2)), dim=-1)
+    y = ops.ssd_step(
+        layer.state, layer.stash_vkq, layer.stash_dt, None, None, vkq, vkq.new_zeros(*vkq.shape[:2], heads), layer.A,
+        None, step.topology, headdim=headdim, ngroups=heads, dt_limit=(1.0, 1.0), first=step.first,
+    )  # fmt: skip
+    y = torch.sigmoid(mixer.output_gate(hidden_states)) * mixer.norm(y.flatten(2))
+    return mixer.out_proj(y), None

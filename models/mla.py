@@ -1,0 +1,126 @@
+"""Multi-head latent attention on a tree (DeepSeek-V2, arXiv 2405.04434): the cache holds latents, as transformers' own.
+
+Keys and values are linear in the latents, so their projection moves to the queries and to the outputs, and what is left
+is attention with one key and value head: no step expands the committed context.  Queries, norms and rotary positions
+stay transformers' code, run by a twin of the module that leaves latents unexpanded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from stree.kernels import ops
+from stree.models.attention import graft_twin
+from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep
+
+__all__ = ["LatentSpec", "LatentStack", "graft_mla"]
+
+IMPLEMENTATION = "stree_latent"
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec(LayerSpec):
+    """Sizes of a latent attention layer's cache."""
+
+    rank: int
+    rotary: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> LatentStack:
+        """Make zeroed tensors for some layers."""
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(layers, batch, *shape, self.rank + self.rotary, dtype=self.dtype, device=self.device)
+
+        return LatentStack(self, zeros(1, max_length), zeros(max_nodes, 1))
+
+
+@dataclass(frozen=True, eq=False)
+class LatentStack(LayerStack):
+    """Latent attention layers: [layers, batch, ...].
+
+    Attributes:
+        spec: the sizes.
+        keys: float[1, max_length, rank + rotary], the latent, then the part of the key that all heads share, rotated
+            where the family rotates; its first ``rank`` columns are the values, too.
+        stash_keys: float[max_nodes, 1, rank + rotary], of the pending tree.
+    """
+
+    spec: LatentSpec
+    keys: Tensor
+    stash_keys: Tensor
+
+    def commit(self, path: Tensor, path_lengths: Tensor, lengths: Tensor) -> None:
+        """Append the paths' rows."""
+        layers, rank = self.keys.shape[0], self.spec.rank
+        keys, stash_keys = self.keys.flatten(0, 1), self.stash_keys.flatten(0, 1)
+        path, path_lengths = path.repeat(layers, 1), path_lengths.repeat(layers)
+        rows = (keys, keys[..., :rank], lengths.repeat(layers), stash_keys, stash_keys[..., :rank])
+        ops.kv_commit(*rows, path, path_lengths)
+
+    def load(self, slot: int, prefilled: Prefilled) -> None:
+        """Take over the latents, moved left by the padding."""
+        cache_layer = prefilled.cache.layers[prefilled.layer]
+        theirs = torch.cat((cache_layer.keys, cache_layer.values), dim=-1)
+        length, padding = theirs.shape[2], prefilled.padding.to(theirs.device)
+        rows = torch.arange(length, device=theirs.device) + padding[:, None]
+        rows = rows.clamp_(max=length - 1)[:, None, :, None]  # what stands past a length is read by no node
+        self.keys[slot, :, :, :length] = theirs.take_along_dim(rows, dim=2)
+
+
+def graft_mla(attention: Any) -> LatentSpec:
+    """Make a latent attention module score trees when it is called with a ``TreeStep``; return its sizes."""
+    twin = graft_twin(attention, IMPLEMENTATION)
+    twin.expand_kv = _latents
+    weight = attention.kv_b_proj.weight
+    return LatentSpec(attention.kv_lora_rank, attention.qk_rope_head_dim, weight.dtype, weight.device)
+
+
+def _latents(latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    """Stand for transformers' expansion of float[batch, 1, n, rank] latents: keys and values of one head."""
+    return torch.cat((latent, rotary), dim=-1), latent
+
+
+def latent_attention_forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: TreeStep,
+    *,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend from new nodes to latents of the committed context and of their ancestors.
+
+    Args:
+        module: the attention module's twin.
+        query: float[batch, heads, n - first, nope + rotary].
+        key: float[batch, 1, n - first, rank + rotary], new rows only.
+        value: float[batch, 1, n - first, rank].
+        attention_mask: the ``TreeStep`` put there by the adapter.
+        scaling: factor of the scores.
+
+    Returns:
+        float[batch, n - first, heads, headdim of the values], and None for the weights.
+    """
+    step, nope = attention_mask, module.qk_nope_head_dim
+    layer = step.state.layers[step.attending, LatentSpec]
+    rank, keys = layer.spec.rank, layer.keys[:, :, : step.length_bound]
+    expand = module.kv_b_proj.weight.unflatten(0, (query.shape[1], -1))  # [heads, nope + values, rank]
+    query = torch.cat((query[..., :nope] @ expand[:, :nope], query[..., nope:]), dim=-1)
+    out = ops.attention_step(
+        keys, keys[..., :rank], step.state.lengths, layer.stash_keys, layer.stash_keys[..., :rank], None, None,
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), step.topology,
+        scale=scaling, first=step.first,
+    )  # fmt: skip
+    return torch.einsum("bnhr,hvr->bnhv", out, expand[:, nope:]), None
+
+
+AttentionInterface.register(IMPLEMENTATION, latent_attention_forward)

@@ -1,0 +1,154 @@
+"""The recurrent block of RecurrentGemma on a tree: convolution and RG-LRU (Griffin, arXiv 2402.19427).
+
+Transformers keeps the block's state on its modules, so a model has one.  Prompts are run with a cache of ours: the
+blocks hand their state to it and get back what they held before.  The unit's gates stay transformers' code: a twin of
+it, which shares its weights, scans trees instead of texts.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from stree.kernels import ops
+from stree.kernels.topology import AcceptedPath
+from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep, state_dtype
+
+__all__ = ["BlockCache", "RgLruSpec", "RgLruStack", "graft_rg_lru"]
+
+
+class BlockCache(DynamicCache):  # type: ignore[misc]  # transformers is not typed
+    """A cache that also takes over what recurrent blocks leave behind: window and state by layer."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.blocks: dict[int, tuple[Tensor, Tensor]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class RgLruSpec(LayerSpec):
+    """Sizes of a recurrent block."""
+
+    channels: int
+    dconv: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def conv_width(self) -> int:
+        """Taps of the convolution."""
+        return self.dconv
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether its state is diagonal."""
+        return True
+
+    def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> RgLruStack:
+        """Make zeroed tensors for some layers."""
+
+        def zeros(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
+            return torch.zeros(layers, batch, *shape, dtype=dtype, device=self.device)
+
+        wide = state_dtype(self.dtype)
+        return RgLruStack(
+            window=zeros(self.channels, self.dconv - 1),
+            state=zeros(self.channels, dtype=wide),
+            stash_conv=zeros(max_nodes, self.channels),
+            stash_log_a=zeros(max_nodes, self.channels, dtype=wide),
+            stash_x=zeros(max_nodes, self.channels),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RgLruStack(LayerStack):
+    """Recurrent blocks: [layers, batch, ...].
+
+    Attributes:
+        window: float[channels, dconv - 1], last inputs of the convolution, oldest first.
+        state: float32[channels].
+        stash_conv: float[max_nodes, channels], inputs of the convolution.
+        stash_log_a: float32[max_nodes, channels], log decays.
+        stash_x: float[max_nodes, channels], gated and normalised inputs of the recurrence.
+    """
+
+    window: Tensor
+    state: Tensor
+    stash_conv: Tensor
+    stash_log_a: Tensor
+    stash_x: Tensor
+
+    def commit(self, path: Tensor, path_lengths: Tensor, lengths: Tensor) -> None:
+        """Fold the paths into windows and states."""
+        layers, dconv = self.state.shape[0], self.window.shape[-1] + 1
+        accepted = AcceptedPath.of(path.repeat(layers, 1), path_lengths.repeat(layers), dconv)
+        ops.conv_commit(self.window.flatten(0, 1), self.stash_conv.flatten(0, 1), accepted, None)
+        log_a, x = self.stash_log_a.flatten(0, 1), self.stash_x.flatten(0, 1)
+        ops.diagonal_commit(self.state.flatten(0, 1), log_a, x, accepted, None)
+
+    def load(self, slot: int, prefilled: Prefilled) -> None:
+        """Take over window and state."""
+        window, state = prefilled.cache.blocks[prefilled.layer]
+        self.window[slot].copy_(window)
+        self.state[slot].copy_(state)
+
+
+def graft_rg_lru(block: Any) -> RgLruSpec:
+    """Make a recurrent block score trees when it is called with a ``TreeStep``; return its sizes."""
+    twin = copy.copy(block.rg_lru)  # shares the weights
+    twin._rnn_scan = _tree_scan
+    block.__dict__["tree_twin"] = twin  # not through setattr: it must not become a submodule
+    block.forward = types.MethodType(_forward, block)  # a bound method: a deep copy of the model binds its own block
+    weight = block.linear_x.weight
+    return RgLruSpec(block.lru_width, block.conv1d_width, weight.dtype, weight.device)
+
+
+def _forward(block: Any, input_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run the class's own forward, or the tree's when the cache is a ``TreeStep``."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, BlockCache):
+        return _prefill(block, cache, input_states, *args, **kwargs)
+    if not isinstance(cache, TreeStep):
+        return type(block).forward(block, input_states, *args, **kwargs)
+    layer, conv = cache.state.layers[block.layer_idx, RgLruSpec], block.conv_1d
+    x = ops.conv_step(
+        layer.window, layer.stash_conv, None, None, block.linear_x(input_states), conv.weight.squeeze(1), conv.bias,
+        cache.topology, activation=None, first=cache.first,
+    )  # fmt: skip
+    block.tree_twin.recurrent_states = (layer, cache)  # what its forward hands on to its scan
+    y = block.tree_twin(x, kwargs["position_ids"])
+    return block.linear_out(y * block.act_fn(block.linear_y(input_states))), None
+
+
+def _prefill(block: Any, cache: BlockCache, input_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run the class's own forward from an empty state; put the new state into the cache, the old one back."""
+    held = block.conv1d_state, block.rg_lru.recurrent_states
+    block.conv1d_state = input_states.new_zeros(len(input_states), block.lru_width, block.conv1d_width - 1)
+    block.rg_lru.recurrent_states = None
+    try:
+        out = type(block).forward(block, input_states, *args, **kwargs)
+        cache.blocks[block.layer_idx] = block.conv1d_state, block.rg_lru.recurrent_states
+    finally:
+        block.conv1d_state, block.rg_lru.recurrent_states = held
+    return out
+
+
+def _tree_scan(
+    hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, recurrent_states: tuple[RgLruStack, TreeStep]
+) -> tuple[Tensor, None]:
+    """Scan a tree, called as transformers' own scan; a text's first token needs no reset, as its state is zero."""
+    layer, step = recurrent_states
+    # The decay as transformers has it, rounded to the model's dtype.
+    gate = recurrent_gate.to(layer.state.dtype)
+    log_a = gate.clamp(min=torch.finfo(gate.dtype).tiny).log()
+    out = ops.diagonal_step(
+        layer.state, layer.stash_log_a, layer.stash_x, None, None, log_a, hidden_states, step.topology,
+        first=step.first,
+    )  # fmt: skip
+    return out, None
