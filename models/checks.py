@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from stree.tree import TokenTree
 
-__all__ = ["check_path", "describe", "is_integer"]
+__all__ = ["check_mixer", "check_path", "describe", "is_integer"]
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def is_integer(tensor: Tensor) -> bool:
@@ -18,6 +22,22 @@ def is_integer(tensor: Tensor) -> bool:
 def describe(tensor: Tensor) -> str:
     """Write dtype and shape as the messages do."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]}"
+
+
+def check_mixer(mixer: Any) -> None:
+    """Refuse a stateful module that is quantised, or whose convolution has an activation that trees do not know.
+
+    Raises:
+        NotImplementedError: it is either; the message names what it holds.
+    """
+    kind = type(mixer).__name__
+    for name, tensor in (*mixer.named_parameters(), *mixer.named_buffers()):
+        if tensor.dtype not in DTYPES:
+            held = f"{name} of {kind} holds {str(tensor.dtype).removeprefix('torch.')}"
+            raise NotImplementedError(f"{held}; quantised weights are not supported in layers that keep a state")
+    activation = getattr(mixer, "activation", "silu")
+    if activation not in ("silu", None):
+        raise NotImplementedError(f"{kind} has activation {activation!r}; only 'silu' is supported")
 
 
 def check_path(tree: TokenTree, path: Tensor, path_lengths: Tensor) -> None:

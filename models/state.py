@@ -236,7 +236,7 @@ class DecodeState:
         self.layers: dict[Site, Any] = {site: stacks[spec].layer(slot) for site, (spec, slot) in self._slots.items()}
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)  # without slots: transformers 5.17 leaves notes of its own on a RecurrentGemma's cache
 class TreeStep:
     """The cache object that a grafted model is called with: its presence makes the adapters score a tree.
 
