@@ -97,8 +97,8 @@ _ATTENTION: dict[tuple[int, bool], tuple[int, int, int, int, str]] = {
     (64, False): (128, 32, 8, 4, "tf32x3"),
     (128, False): (128, 32, 8, 4, "tf32x3"),
     (256, False): (64, 16, 8, 4, "tf32x3"),
-    (64, True): (32, 32, 4, 2, "tf32x3"),
-    (128, True): (16, 32, 4, 2, "tf32x3"),
+    (64, True): (32, 16, 4, 2, "tf32x3"),
+    (128, True): (16, 16, 4, 2, "tf32x3"),
     (256, True): (16, 32, 8, 2, "ieee"),  # the halves of a query row of 256 that tf32x3 splits off spill
 }
 

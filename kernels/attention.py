@@ -1,0 +1,241 @@
+"""Tree attention in Triton: the context split over programs (flash-decoding), the tree under ancestor bit masks.
+
+A program owns a tile of rows, each a node and a query head of one group, so that grouped heads share what is read of
+the cache.  The context is cut into parts by the capacity of the cache alone; lengths are read on the device.  The last
+part has the tree besides, and writes its new rows into the stash.  A second, small launch merges the parts; where
+there is only one, none is needed.  `kernels/README.md` has the counted costs.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.kernels.attention_kernels import attention_kernel, kv_commit_kernel, merge_kernel
+from stree.kernels.tiles import (
+    MAX_ATTENTION_HEADDIM,
+    MAX_NODES,
+    AttentionTile,
+    check_inner,
+    check_kernel_dtypes,
+    check_limit,
+    interpreted,
+    padded,
+)
+from stree.kernels.topology import AcceptedPath, Topology
+
+__all__ = ["attention_step", "kv_commit", "tree_attention"]
+
+Path = Tensor | AcceptedPath
+
+
+def tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parents: Tensor | Topology,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    first: int = 0,
+) -> Tensor:
+    """Attend from every node to the cached context and to its own ancestors; see `stree.kernels.ops`."""
+    check_kernel_dtypes("tree_attention", q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    return _attend(
+        "tree_attention", q, (k_cache, v_cache, lengths), (k, v), Topology.cast(parents),
+        scale=scale, window=window, softcap=softcap, first=first,
+    )  # fmt: skip
+
+
+def attention_step(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    stash_k: Tensor,
+    stash_v: Tensor,
+    path: Path | None,
+    path_lengths: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parents: Tensor | Topology,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    first: int = 0,
+) -> Tensor:
+    """Append the last path, stash the new rows, attend from the new tree; see `stree.kernels.ops`."""
+    check_kernel_dtypes(
+        "attention_step", q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, stash_k=stash_k, stash_v=stash_v
+    )
+    cache = (k_cache, v_cache, lengths)
+    if path is not None:
+        accepted = AcceptedPath.cast(path, path_lengths)
+        _append("attention_step", cache, (stash_k, stash_v), accepted, lengths_count_path=True)
+    return _attend(
+        "attention_step", q, cache, (k, v), Topology.cast(parents), stash=(stash_k, stash_v),
+        scale=scale, window=window, softcap=softcap, first=first,
+    )  # fmt: skip
+
+
+def kv_commit(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    k: Tensor,
+    v: Tensor,
+    path: Path,
+    path_lengths: Tensor | None,
+) -> None:
+    """Append the accepted rows of K and V to the caches, in place; see `stree.kernels.ops`."""
+    check_kernel_dtypes("kv_commit", k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    accepted = AcceptedPath.cast(path, path_lengths)
+    _append("kv_commit", (k_cache, v_cache, lengths), (k, v), accepted, lengths_count_path=False)
+
+
+def _append(
+    op: str,
+    cache: tuple[Tensor, Tensor, Tensor],
+    new: tuple[Tensor, Tensor],
+    accepted: AcceptedPath,
+    *,
+    lengths_count_path: bool,
+) -> None:
+    """Launch the kernel that appends a path's rows to the caches."""
+    (k_cache, v_cache, lengths), (k, v) = cache, new
+    dims = _check_dims(op, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    kv_commit_kernel[(k_cache.shape[1], k_cache.shape[0])](
+        k_cache, v_cache, lengths.contiguous(), k, v, accepted.rows, accepted.lengths,
+        k_cache.shape[2], accepted.rows.shape[1],
+        *k_cache.stride()[:3], *v_cache.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        **kv_commit_constants(*dims, after=lengths_count_path), num_warps=4,
+    )  # fmt: skip
+
+
+def _attend(
+    op: str,
+    q: Tensor,
+    cache: tuple[Tensor, Tensor, Tensor],
+    new: tuple[Tensor, Tensor],
+    topology: Topology,
+    *,
+    stash: tuple[Tensor, Tensor] | None = None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    first: int,
+) -> Tensor:
+    """Launch the attention over the parts of the context and the tree, then the merge of the parts."""
+    (k_cache, v_cache, lengths), (k, v) = cache, new
+    stash_k, stash_v = stash if stash is not None else (k, v)
+    dim, value_dim = _check_dims(op, k_cache=k_cache, v_cache=v_cache, k=k, v=v, stash_k=stash_k, stash_v=stash_v)
+    check_inner("q", q)
+    (batch, rows, heads, _), (kv_heads, context) = q.shape, k_cache.shape[1:3]
+    n, shared = topology.parents.shape[1], heads // kv_heads
+    check_limit(op, "trees of nodes", n, MAX_NODES)
+    tile = AttentionTile.of(rows * shared, max(dim, value_dim), q.dtype)
+    blocks = -(-rows * shared // tile.rows)
+    parts, chunk = split_context(context, blocks * batch * kv_heads, tile.keys)
+    out = torch.empty(batch, rows, heads, value_dim, dtype=q.dtype, device=q.device)
+    partial, lse = out, None
+    if parts > 1:
+        sizes = (batch, kv_heads, parts, rows * shared)
+        partial = torch.empty(*sizes, value_dim, dtype=torch.float32, device=q.device)
+        lse = torch.empty(sizes, dtype=torch.float32, device=q.device)
+    new_from = first if stash is not None else 0
+    attention_kernel[(blocks, parts, batch * kv_heads)](
+        q, k_cache, v_cache, lengths.contiguous(), k, v, topology.ancestor_bits(), topology.depths.contiguous(),
+        stash_k, stash_v, partial, lse,
+        n, first, new_from, context, chunk, window or 0, float(scale), float(softcap or 0.0),
+        *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        *stash_k.stride()[:3], *stash_v.stride()[:3],
+        **attention_constants(
+            tile, dim, value_dim, kv_heads, shared, n, window=window is not None, softcap=softcap is not None,
+            direct=parts == 1, keep=stash is not None, known=new_from > 0,
+        ),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if parts > 1:
+        merge_kernel[(heads, rows, batch)](
+            partial, lse, out, parts, **merge_constants(kv_heads, shared, value_dim, parts), num_warps=4
+        )
+    return out
+
+
+def split_context(context: int, programs: int, keys: int) -> tuple[int, int]:
+    """Cut a cache of this capacity into parts, as many as fill a GPU: their number and the rows of each.
+
+    Capacity and other shapes decide, no length: a launch that is captured once serves every step.
+
+    Args:
+        context: capacity of the cache in rows.
+        programs: programs of the launch if the context were one part.
+        keys: rows of the cache in a pass of the kernel's loop.
+    """
+    wanted = max(1, min(PROGRAMS // programs, MAX_PARTS))
+    chunk = max(-(-context // wanted), LEAST_CHUNK)
+    chunk = -(-chunk // keys) * keys
+    return max(1, -(-context // chunk)), chunk
+
+
+PROGRAMS = 132  # multiprocessors of an H100 or H200; a fixed number, so that results do not depend on the chip
+MAX_PARTS, LEAST_CHUNK = 128, 64
+
+
+def _check_dims(op: str, *, k_cache: Tensor, v_cache: Tensor, **rows: Tensor) -> tuple[int, int]:
+    """Require head sizes that the kernels have tiles for and rows that are contiguous; return the sizes of k and v."""
+    dims = k_cache.shape[3], v_cache.shape[3]
+    for name, size in zip("kv", dims, strict=True):
+        check_limit(op, f"a head size of {name}", size, MAX_ATTENTION_HEADDIM)
+    for name, tensor in {"k_cache": k_cache, "v_cache": v_cache, **rows}.items():
+        check_inner(name, tensor)
+    return dims
+
+
+def attention_constants(
+    tile: AttentionTile,
+    dim: int,
+    value_dim: int,
+    kv_heads: int,
+    shared: int,
+    n: int,
+    *,
+    window: bool,
+    softcap: bool,
+    direct: bool,
+    keep: bool,
+    known: bool,
+) -> dict[str, Any]:
+    """List the compile-time constants of a build; ahead-of-time builds take theirs from here too."""
+    return {
+        "HEADS": kv_heads, "SHARED": shared, "DIM": dim, "VALUE_DIM": value_dim,
+        "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "BLOCK_D": padded(dim), "BLOCK_V": padded(value_dim),
+        "WORDS": -(-n // 32), "WINDOW": window, "SOFTCAP": softcap, "DIRECT": direct, "KEEP": keep, "KNOWN": known,
+        "WIDE": interpreted(),  # the interpreter multiplies bfloat16 as if it were integers
+        "EXACT": tile.precision,
+    }  # fmt: skip
+
+
+def merge_constants(kv_heads: int, shared: int, value_dim: int, parts: int) -> dict[str, Any]:
+    """List the compile-time constants of the merge."""
+    return {
+        "HEADS": kv_heads, "SHARED": shared, "VALUE_DIM": value_dim, "BLOCK_V": padded(value_dim),
+        "PARTS": padded(parts), "BLOCK_P": 8,
+    }  # fmt: skip
+
+
+def kv_commit_constants(dim: int, value_dim: int, *, after: bool) -> dict[str, Any]:
+    """List the compile-time constants of the append; `after`: the lengths count the path already."""
+    return {
+        "DIM": dim, "VALUE_DIM": value_dim, "ENTRIES": 8, "BLOCK_D": padded(dim), "BLOCK_V": padded(value_dim),
+        "AFTER": after,
+    }  # fmt: skip
