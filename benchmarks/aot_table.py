@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import aot_diagonal
 import aot_mamba2
 import torch
 import triton
@@ -23,6 +24,7 @@ NODES = (16, 32, 64, 128)
 # Operation -> how a launch is described, by model shape, nodes and dtype, and the shapes by model.
 BUILDERS: Mapping[str, tuple[Callable[[Any, int, torch.dtype], Build], Mapping[str, Any]]] = {
     **aot_mamba2.BUILDERS,
+    **aot_diagonal.BUILDERS,
 }
 
 
@@ -39,6 +41,7 @@ def main() -> int:
     """Compile and print the table; with --check, fail on spills at 16-64 nodes and on too much shared memory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90])
+    parser.add_argument("--ops", nargs="+", choices=list(BUILDERS), default=list(BUILDERS))
     parser.add_argument("--nodes", type=int, nargs="+", default=list(NODES))
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--out", type=Path, help="file that the records are written to")
@@ -48,6 +51,8 @@ def main() -> int:
     records, seen = [], set()
     for arch in options.arch:
         for names, build in builds(options.nodes, [getattr(torch, name) for name in options.dtypes]):
+            if names["op"] not in options.ops:
+                continue
             key = (arch, names["op"], names["dtype"], build.tile)
             if options.distinct and key in seen:
                 continue

@@ -1,0 +1,59 @@
+"""The builds of the diagonal scans (Mamba-1, RG-LRU) at the shapes of published models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from aot_build import POINTERS, Build
+
+from stree.kernels.diagonal import diagonal_constants
+from stree.kernels.diagonal_kernels import diagonal_kernel
+from stree.kernels.tiles import DiagonalTile
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """Sizes of a model's diagonal recurrence, from its published configuration."""
+
+    channels: int
+    dstate: int = 1
+
+
+SELECTIVES = {
+    "mamba-2.8b": Recurrence(5120, 16),
+    "Falcon-Mamba-7B": Recurrence(8192, 16),
+    "Jamba-mini": Recurrence(8192, 16),
+}
+DIAGONALS = {"RecurrentGemma-9B": Recurrence(4096)}
+
+
+def selective_build(layer: Recurrence, n: int, dtype: torch.dtype) -> Build:
+    """Describe the launch of a Mamba-1 step that folds a path and scores n nodes."""
+    names = ("step_ptr", "x_ptr", "B_ptr", "C_ptr", "y_ptr", "old_x_ptr", "old_B_ptr", "stash_x_ptr", "stash_B_ptr")
+    pointers = dict.fromkeys(names, POINTERS[dtype])
+    wide = ("state_ptr", "rate_ptr", "bias_ptr", "D_ptr", "old_step_ptr", "stash_step_ptr")
+    return _build(layer, n, pointers | dict.fromkeys(wide, "*fp32"), selective=True)
+
+
+def diagonal_build(layer: Recurrence, n: int, dtype: torch.dtype) -> Build:
+    """Describe the launch of an RG-LRU step that folds a path and scores n nodes."""
+    pointers = dict.fromkeys(("x_ptr", "y_ptr", "old_x_ptr", "stash_x_ptr"), POINTERS[dtype])
+    wide = ("state_ptr", "step_ptr", "old_step_ptr", "stash_step_ptr")
+    return _build(layer, n, pointers | dict.fromkeys(wide, "*fp32"), selective=False)
+
+
+def _build(layer: Recurrence, n: int, pointers: dict[str, str], *, selective: bool) -> Build:
+    """Describe the launch of a step with these rows."""
+    tile = DiagonalTile.of(n, layer.dstate)
+    constants = diagonal_constants(
+        tile, layer.dstate, selective=selective, fold=True, scan=True, keep=True, keep_shared=True, known=False
+    )
+    pointers |= {"walk_ptr": "*i32", "path_ptr": "*i64", "lengths_ptr": "*i64"}
+    strides = (name for name in diagonal_kernel.arg_names if name.startswith("stride_"))
+    integers = dict.fromkeys(strides, layer.channels * layer.dstate)
+    integers |= {"n": n, "first": 0, "new_from": 0, "path_size": 16, "channels": layer.channels}
+    return Build(diagonal_kernel, constants, pointers, integers, tile)
+
+
+BUILDERS = {"selective_step": (selective_build, SELECTIVES), "diagonal_step": (diagonal_build, DIAGONALS)}
