@@ -18,15 +18,15 @@ FILES = sorted(path for area in ("stree", "kernels", "models") for path in (ROOT
 
 # What each module may import of the package; folders stand for their files.  A module that is not named here fails the
 # test, so that it is given a place.  The tree may use the index arithmetic of kernels/topology.py and no other kernel.
-FOLDERS = ("stree.kernels", "stree.models", "stree.growth", "stree.drafters", "stree.bench")
+FOLDERS = ("stree.kernels", "stree.models", "stree.growth", "stree.drafters", "stree.bench", "stree.retrieval")
 PLAIN = {"stree.sampling", "stree.tree"}
-POLICIES = {"stree.growth", "stree.suffix", "stree.verify", "stree.budget"}
+POLICIES = {"stree.growth", "stree.retrieval", "stree.verify", "stree.budget"}
 ENGINE = PLAIN | POLICIES | {"stree.kernels", "stree.models", "stree.drafters"}
 ALLOWED: dict[str, set[str]] = {
     "stree": ENGINE | {"stree.generation", "stree.hook"},
     "stree.tree": {"stree.kernels.topology"},
     "stree.sampling": set(),
-    "stree.suffix": set(),
+    "stree.retrieval": {"stree.retrieval"},
     "stree.growth": PLAIN | {"stree.growth"},
     "stree.verify": PLAIN,
     "stree.budget": PLAIN,
@@ -34,12 +34,15 @@ ALLOWED: dict[str, set[str]] = {
     "stree.processing": PLAIN | {"stree.models"},
     "stree.session": PLAIN | POLICIES | {"stree.models", "stree.drafters"},
     "stree.generation": PLAIN | POLICIES | {"stree.models", "stree.drafters", "stree.processing", "stree.session"},
-    "stree.cli": ENGINE | {"stree.generation"},
-    "stree.hook": ENGINE | {"stree.generation", "stree.processing"},
+    "stree.cli": ENGINE | {"stree.generation", "stree.bench"},
+    "stree.cost": set(),
+    "stree.bench": ENGINE | {"stree.generation", "stree.cost", "stree.bench"},
+    "stree.hook": ENGINE | {"stree.generation", "stree.hook_steps", "stree.session"},
+    "stree.hook_steps": {"stree.processing"},
     "stree.kernels": {"stree.kernels"},
     "stree.models": {"stree.models", "stree.kernels", "stree.tree"},
 }
-OUTSIDE = {"transformers": {"stree.models", "stree.cli", "stree.hook"}, "triton": {"stree.kernels"}}
+OUTSIDE = {"transformers": {"stree.models", "stree.cli", "stree.hook", "stree.hook_steps"}, "triton": {"stree.kernels"}}
 
 
 def module_name(path: Path) -> str:

@@ -1,17 +1,16 @@
-"""Drafting from the text's own repetitions."""
+"""Drafting from texts seen before."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from stree.drafters.protocol import Draft
 from stree.growth import Growth
+from stree.retrieval import LONGEST_MATCH, Continuations, Datastore, SuffixAutomaton, merged
 from stree.sampling import Random
-from stree.suffix import SuffixAutomaton
 from stree.tree import TokenTree
 from stree.verify import Acceptance
 
@@ -19,36 +18,45 @@ __all__ = ["SuffixDrafter"]
 
 
 class SuffixDrafter:
-    """Draft what followed when the last tokens occurred before, in prompt or output (SuffixDecoding, arXiv 2411.04975).
+    """Draft what followed when the last tokens occurred before: in prompt or output, and in a store of other texts.
 
     No draft model, no random numbers: the tree holds the most frequent continuations of the longest suffixes that occur
-    twice, best first, and all nodes are DELTA.  A growth is not used.
+    twice, best first, and all nodes are DELTA (SuffixDecoding, arXiv 2411.04975; REST, arXiv 2311.08252).  A growth is
+    not used.
 
     Args:
-        datastore: continuations from elsewhere; not supported yet, None.
-        min_match: shortest suffix that may predict.
-
-    Raises:
-        NotImplementedError: a datastore is given.
+        datastore: texts to draft from besides the request's own, or None.
+        min_match: shortest suffix of the request that may predict; in the store it is at least 2.
     """
 
-    def __init__(self, datastore: Any = None, *, min_match: int = 1) -> None:
-        if datastore is not None:
-            raise NotImplementedError("SuffixDrafter does not support a datastore yet; pass None")
-        self.min_match = min_match
+    def __init__(self, datastore: Datastore | None = None, *, min_match: int = 1) -> None:
+        if min_match < 1:
+            raise ValueError(f"min_match must be at least 1, got {min_match}")
+        self.datastore, self.min_match = datastore, min_match
 
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _SuffixRun:
-        """Begin a run with an automaton a prompt."""
-        return _SuffixRun(prompts, self.min_match)
+        """Begin a run with an automaton a prompt.
+
+        Raises:
+            ValueError: the store was written in another vocabulary.
+        """
+        store = self.datastore
+        if store is not None and store.vocab_size != vocab_size:
+            raise ValueError(
+                f"datastore and target must share one vocabulary: the datastore has {store.vocab_size} tokens, "
+                f"the target {vocab_size}"
+            )
+        return _SuffixRun(prompts, store, self.min_match)
 
 
 class _SuffixRun:
-    """Automata of a batch, kept on the host."""
+    """Automata of a batch, and the ends of its texts, kept on the host."""
 
-    def __init__(self, prompts: Sequence[Sequence[int]], min_match: int) -> None:
+    def __init__(self, prompts: Sequence[Sequence[int]], store: Datastore | None, min_match: int) -> None:
         self._automata = [SuffixAutomaton(prompt) for prompt in prompts]
+        self._ends = [list(prompt[-LONGEST_MATCH:]) for prompt in prompts]
         self._known = [-1] * len(prompts)  # the pending token that a sequence's automaton has read already
-        self._min_match = min_match
+        self._store, self._min_match = store, min_match
         self._tree: TokenTree | None = None
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
@@ -56,10 +64,10 @@ class _SuffixRun:
         trees = []
         for row, token in enumerate(pending.tolist()):
             if self._known[row] < 0:
-                self._automata[row].extend([token])
+                self._read(row, [token])
                 self._known[row] = token
-            below, above = self._automata[row].tree(budget - 1, self._min_match)
-            trees.append(([token, *below], [-1, *above]))
+            found = self._continuations(row, budget - 1)
+            trees.append(([token, *found.tokens], [-1, *found.parents]))
         n, deepest = max(len(tokens) for tokens, _ in trees), 0
         for tokens, parents in trees:
             depths = [0]
@@ -72,11 +80,23 @@ class _SuffixRun:
         self._tree = TokenTree.unchecked(columns[:, 0], columns[:, 1].to(torch.int32))
         return Draft(self._tree, None, deepest)
 
+    def _continuations(self, row: int, max_nodes: int) -> Continuations:
+        """Look up what may follow a text: in itself, and in the store where there is one."""
+        own = self._automata[row].tree(max_nodes, self._min_match)
+        if self._store is None:
+            return own
+        return merged(own, self._store.tree(self._ends[row], max_nodes, max(self._min_match, 2)), max_nodes)
+
+    def _read(self, row: int, tokens: list[int]) -> None:
+        """Append tokens to a text."""
+        self._automata[row].extend(tokens)
+        self._ends[row] = [*self._ends[row], *tokens][-LONGEST_MATCH:]
+
     def observe(self, acceptance: Acceptance) -> None:
         """Append the accepted tokens."""
         assert self._tree is not None, "observe follows propose"
         accepted = self._tree.tokens.gather(1, acceptance.path.clamp(min=0).long()).tolist()
         for row, length in enumerate(acceptance.path_lengths.tolist()):
             if length:
-                self._automata[row].extend(accepted[row][1:length])
+                self._read(row, accepted[row][1:length])
                 self._known[row] = -1

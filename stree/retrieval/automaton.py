@@ -1,22 +1,27 @@
 """A suffix automaton over one text that counts occurrences: the memory of the suffix drafter.
 
-It knows tokens only.  The construction is Blumer et al. (1985); drafting from it is SAM-Decoding (arXiv 2411.10666),
-and drafting by counts SuffixDecoding (arXiv 2411.04975).
+The construction is Blumer et al. (1985); drafting from it is SAM-Decoding (arXiv 2411.10666), and drafting by counts
+SuffixDecoding (arXiv 2411.04975).
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable
 
+from stree.retrieval.continuations import Candidate, Continuations, best_first
+
 __all__ = ["SuffixAutomaton"]
+
+MOST_CHILDREN = 8  # continuations of one string that are considered
+MOST_COUNTED = 24  # suffixes whose counts a token raises
+LARGE = 32  # a state with more continuations keeps a list of its most frequent ones
 
 
 class SuffixAutomaton:
     """All substrings of a text, each with its number of occurrences, extended token by token.
 
-    A state stands for substrings that end at the same places.  Extending is amortised constant time for the states; the
-    counts walk the suffix links of the text read so far, which is short unless the text repeats itself.
+    A state stands for substrings that end at the same places.  Extending is amortised constant time: a token raises the
+    counts of the 24 longest recurring suffixes, which are all of them unless the text repeats itself at length.
     """
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
@@ -25,6 +30,7 @@ class SuffixAutomaton:
         self._length = [0]
         self._count = [0]
         self._last = 0
+        self._frequent: dict[int, tuple[int, int, list[tuple[int, int, int]]]] = {}
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -41,52 +47,55 @@ class SuffixAutomaton:
             state = self._next[state][token]
         return self._count[state] if state else 0
 
-    def tree(self, max_nodes: int, min_match: int = 1, backoff: int = 3) -> tuple[list[int], list[int]]:
+    def tree(self, max_nodes: int, min_match: int = 1, backoff: int = 3) -> Continuations:
         """Lay out the most frequent continuations of the text's longest suffixes that occurred before.
 
         A node's value is its parent's times an estimate of the next token's probability: its count after the longest
-        match, then after shorter ones by the escape rule of PPM-A (Cleary and Witten, 1984).  Nodes are taken best
-        first.
+        match, then after shorter ones by the escape rule of PPM-A (Cleary and Witten, 1984).
 
         Args:
             max_nodes: most nodes, the root not counted.
             min_match: shortest suffix that may predict.
             backoff: most suffixes consulted for one node.
-
-        Returns:
-            tokens and parents of the nodes below the root; parent 0 is the root, parent i the i-th node.
         """
-        tokens: list[int] = []
-        parents: list[int] = []
-        heap = [
-            (-value, 0, token, state)
-            for value, token, state in self._predict(self._link[self._last], 1.0, min_match, backoff)
-        ]
-        heapq.heapify(heap)
-        while heap and len(tokens) < max_nodes:
-            negative, parent, token, state = heapq.heappop(heap)
-            tokens.append(token)
-            parents.append(parent)
-            for value, following, target in self._predict(state, -negative, min_match, backoff):
-                heapq.heappush(heap, (-value, len(tokens), following, target))
-        return tokens, parents
 
-    def _predict(self, state: int, value: float, min_match: int, backoff: int) -> list[tuple[float, int, int]]:
-        """List (value, token, state) of what may follow the strings of a state, most probable first, 8 a suffix."""
-        found: list[tuple[float, int, int]] = []
-        seen: set[int] = set()
+        def expand(value: float, state: int) -> list[Candidate[int]]:
+            return self._predict(state, value, min_match, backoff)
+
+        return best_first(expand(1.0, self._link[self._last]), expand, max_nodes)
+
+    def _predict(self, state: int, value: float, min_match: int, backoff: int) -> list[Candidate[int]]:
+        """List (value, token, state) of what may follow the strings of a state, the longest match's first."""
+        found: dict[int, Candidate[int]] = {}
         while state > 0 and backoff and self._length[state] >= min_match:
-            after = [(self._count[target], token, target) for token, target in self._next[state].items()]
-            total = 1 + sum(count for count, _, _ in after)
-            for count, token, target in heapq.nlargest(8, after):
-                if token not in seen:
-                    seen.add(token)
-                    found.append((value * count / total, token, target))
-            value, state, backoff = value / total, self._link[state], backoff - 1
-        return found
+            total, after = self._followers(state)
+            value /= total
+            for count, token, target in after:
+                if token not in found:
+                    found[token] = (value * count, token, target)
+            state, backoff = self._link[state], backoff - 1
+        return list(found.values())
+
+    def _followers(self, state: int) -> tuple[int, list[tuple[int, int, int]]]:
+        """Give 1 + the number of continuations of a state, and the most frequent as (count, token, state).
+
+        Those of a state with many are looked up anew only after it has occurred an eighth more often.
+        """
+        following, count = self._next[state], self._count
+        if len(following) == 1:
+            ((token, target),) = following.items()
+            return 1 + count[target], [(count[target], token, target)]
+        known = self._frequent.get(state)
+        if known is not None and count[state] - known[0] <= known[0] // 8:
+            return known[1], known[2]
+        after = sorted([(count[target], token, target) for token, target in following.items()], reverse=True)
+        total = 1 + sum([found[0] for found in after])
+        if len(after) > LARGE:
+            self._frequent[state] = (count[state], total, after[:MOST_CHILDREN])
+        return total, after[:MOST_CHILDREN]
 
     def _append(self, token: int) -> None:
-        """Append one token (the online construction), then count its place for every suffix of the text."""
+        """Append one token (the online construction), then count its place for the suffixes of the text."""
         new = self._add({}, self._length[self._last] + 1, 0)
         state = self._last
         while state != -1 and token not in self._next[state]:
@@ -106,7 +115,9 @@ class SuffixAutomaton:
                 target = clone
             self._link[new] = target
         self._last = state = new
-        while state > 0:
+        for _ in range(MOST_COUNTED):
+            if state <= 0:
+                break
             self._count[state] += 1
             state = self._link[state]
 
