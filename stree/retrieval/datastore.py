@@ -84,8 +84,11 @@ class Datastore:
         draft = path.with_name(path.name + ".part")
         metadata = {"format": FORMAT, "vocab_size": str(self.vocab_size), "tokenizer": self.tokenizer}
         text = np.frombuffer(self._text, np.uint8, WIDTH * self.num_tokens, self._start)
-        save_file({"text": text, "order": np.ascontiguousarray(self._order)}, draft, metadata=metadata)
-        draft.replace(path)
+        try:
+            save_file({"text": text, "order": np.ascontiguousarray(self._order)}, draft, metadata=metadata)
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path) -> Datastore:

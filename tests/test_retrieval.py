@@ -1,0 +1,227 @@
+"""Retrieval: matches and continuations of a datastore against a naive search, its file, and the union of trees.
+
+Run: python -m pytest tests/test_retrieval.py
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from stree.drafters import SuffixDrafter
+from stree.retrieval import LONGEST_MATCH, Continuations, Datastore, SuffixAutomaton, datastore, merged
+from stree.sampling import Random
+from stree.verify import Acceptance
+
+VOCAB = 4
+documents = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=20), min_size=1, max_size=4).filter(any)
+contexts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)
+
+
+def random_rows(batch: int) -> Random:
+    return Random(0, torch.arange(batch), torch.zeros(batch, dtype=torch.long))
+
+
+def followers(texts: list[list[int]], match: list[int]) -> Counter[tuple[int, ...]]:
+    """Count what follows a string in some texts, to the end of the text; an occurrence at an end counts as ()."""
+    size = len(match)
+    return Counter(
+        tuple(text[begin + size :])
+        for text in texts
+        for begin in range(len(text) - size + 1)
+        if text[begin : begin + size] == match
+    )
+
+
+def longest_match(texts: list[list[int]], context: list[int]) -> int:
+    return next((size for size in range(len(context), 0, -1) if followers(texts, context[-size:])), 0)
+
+
+def paths(found: Continuations) -> list[tuple[int, ...]]:
+    result: list[tuple[int, ...]] = [()]
+    for token, parent in zip(found.tokens, found.parents, strict=True):
+        assert 0 <= parent < len(result), "a parent stands before its children"
+        result.append((*result[parent], token))
+    return result[1:]
+
+
+@settings(max_examples=150, deadline=None)
+@given(documents, contexts)
+def test_the_longest_match_is_that_of_a_naive_search(texts: list[list[int]], context: list[int]) -> None:
+    store = Datastore.build(texts, VOCAB)
+    key = np.array(context[::-1], dtype=">u4").tobytes()
+    assert store._longest_match(key) == longest_match(texts, context)
+
+
+@settings(max_examples=150, deadline=None)
+@given(documents, contexts, st.integers(1, 30))
+def test_continuations_are_those_of_a_naive_search(texts: list[list[int]], context: list[int], most: int) -> None:
+    found = Datastore.build(texts, VOCAB).tree(context, most, min_match=1)
+    assert len(found.tokens) <= most
+    drafted = paths(found)
+    assert len(set(drafted)) == len(drafted), "siblings differ"
+    length = longest_match(texts, context)
+    known = followers(texts, context[-length:]) + followers(texts, context[-max(length // 2, 1) :]) if length else {}
+    for path in drafted:
+        assert any(tail[: len(path)] == path for tail in known), f"{path} never followed {context}"
+    assert found.values == sorted(found.values, reverse=True)
+    if length:
+        first = Counter(tail[0] for tail in followers(texts, context[-length:]).elements() if tail)
+        if first and most >= 30:
+            assert {path[0] for path in drafted} >= set(first)
+        if first:
+            assert first[drafted[0][0]] == max(first.values()), "the most frequent continuation stands first"
+
+
+def test_values_estimate_probabilities() -> None:
+    store = Datastore.build([[1, 2, 3], [1, 2, 3], [1, 2, 0]], VOCAB)
+    found = store.tree([1, 2], 8)
+    by_path = dict(zip(paths(found), found.values, strict=True))
+    assert by_path == {(3,): pytest.approx(2 / 4), (0,): pytest.approx(1 / 4)}
+
+
+def test_a_match_does_not_run_across_documents() -> None:
+    store = Datastore.build([[1, 2], [3, 1]], VOCAB)
+    assert store.tree([1, 2], 8, min_match=1).tokens == []
+    assert store._longest_match(np.array([3, 2], dtype=">u4").tobytes()) == 1
+
+
+def test_a_long_store_is_in_the_order_of_its_suffixes() -> None:
+    generator = random.Random(0)
+    text = [generator.randrange(VOCAB) for _ in range(500)] + [1] * 100
+    store = Datastore.build([text], VOCAB)
+    reverse = [VOCAB, *text[::-1]]
+    heads = [reverse[place : place + LONGEST_MATCH] for place in store._order]
+    assert heads == sorted(heads)
+    assert sorted(store._order.tolist()) == list(range(len(reverse)))
+    context = text[200:300]
+    assert store._longest_match(np.array(context[: -LONGEST_MATCH - 1 : -1], dtype=">u4").tobytes()) == LONGEST_MATCH
+    assert paths(store.tree(context, 4))[0] == (text[300],)
+
+
+def test_a_saved_store_answers_as_the_built_one(tmp_path: Path) -> None:
+    generator = random.Random(1)
+    texts = [[generator.randrange(9) for _ in range(generator.randrange(60))] for _ in range(7)]
+    built = Datastore.build(texts, 9, tokenizer="abc")
+    built.save(tmp_path / "some.store")
+    loaded = Datastore.load(tmp_path / "some.store")
+    assert (loaded.vocab_size, loaded.tokenizer, loaded.num_tokens) == (9, "abc", built.num_tokens)
+    for text in texts:
+        for end in range(1, len(text)):
+            assert loaded.tree(text[:end], 12) == built.tree(text[:end], 12)
+    assert [path.name for path in tmp_path.iterdir()] == ["some.store"]
+    loaded.save(tmp_path / "again.store")
+    assert Datastore.load(tmp_path / "again.store").tree(texts[1][:9], 12) == built.tree(texts[1][:9], 12)
+
+
+def test_bad_stores_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a datastore needs at least one token, got none"):
+        Datastore.build([[], []], 4)
+    with pytest.raises(ValueError, match="document 1 has token 4, outside the vocabulary of 4"):
+        Datastore.build([[1], [3, 4]], 4)
+    with pytest.raises(ValueError, match="document 0 has token -1, outside the vocabulary of 4"):
+        Datastore.build([[-1]], 4)
+    with pytest.raises(ValueError, match="the documents exceed max_tokens 3"):
+        Datastore.build([[1, 2], [3]], 4, max_tokens=3)
+    with pytest.raises(ValueError, match="no datastore can be read at .*missing.store"):
+        Datastore.load(tmp_path / "missing.store")
+    whole = tmp_path / "whole.store"
+    Datastore.build([[1, 2, 3]], 4).save(whole)
+    for size in (0, 5, 60, whole.stat().st_size - 1):
+        cut = tmp_path / "cut.store"
+        cut.write_bytes(whole.read_bytes()[:size])
+        with pytest.raises(ValueError, match=r"no datastore can be read at .*cut.store"):
+            Datastore.load(cut)
+    save_file({"weight": np.zeros(3, dtype=np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="model.safetensors' is no datastore of format stree-datastore-1, got None"):
+        Datastore.load(tmp_path / "model.safetensors")
+
+
+def test_the_union_of_two_trees_keeps_the_best_nodes_of_both() -> None:
+    first = Continuations([5, 6, 7], [0, 1, 0], [0.9, 0.5, 0.1])
+    second = Continuations([5, 8, 9], [0, 1, 0], [0.4, 0.3, 0.2])
+    assert merged(first, second, 9) == Continuations([5, 6, 8, 9, 7], [0, 1, 1, 0, 0], [0.9, 0.5, 0.3, 0.2, 0.1])
+    assert merged(first, second, 2) == Continuations([5, 6], [0, 1], [0.9, 0.5])
+    assert merged(Continuations([], [], []), second, 9) == second
+
+
+@settings(max_examples=100, deadline=None)
+@given(documents, contexts, st.integers(0, 12))
+def test_the_union_has_every_path_of_both_up_to_its_size(texts: list[list[int]], context: list[int], most: int) -> None:
+    own = SuffixAutomaton(context).tree(most)
+    other = Datastore.build(texts, VOCAB).tree(context, most)
+    union = merged(own, other, most)
+    whole = set(paths(own)) | set(paths(other))
+    assert len(union.tokens) == min(most, len(whole))
+    assert set(paths(union)) <= whole
+    assert union.values == sorted(union.values, reverse=True)
+
+
+def test_a_text_that_repeats_itself_at_length_is_still_drafted_from() -> None:
+    automaton = SuffixAutomaton([1, 2, 3] * 400)
+    assert automaton.tree(4).tokens == [1, 2, 3, 1]
+    assert automaton.count([9]) == 0
+
+
+def test_frequent_continuations_of_common_strings_are_kept_up_to_date() -> None:
+    automaton = SuffixAutomaton()
+    for token in range(2, 60):
+        automaton.extend([0, token])
+    automaton.tree(8)
+    automaton.extend([0, 7] * 40)
+    automaton.extend([0])
+    assert automaton.tree(8).tokens[0] == 7
+
+
+def test_the_drafter_draws_on_the_store_and_on_the_text() -> None:
+    store = Datastore.build([[1, 2, 3, 4, 5]], 10)
+    run = SuffixDrafter(store).start(10, [[7, 8, 9, 7], [1]], random_rows(2))
+    draft = run.propose(torch.tensor([8, 2]), None, 4)
+    draft.tree.check()
+    assert draft.tree.tokens[0, :3].tolist() == [8, 9, 7]  # from the text
+    assert draft.tree.tokens[1].tolist() == [2, 3, 4, 5]  # from the store, across prompt and pending token
+    path = torch.tensor([[0, 1, -1], [0, 1, 2]], dtype=torch.int32)
+    run.observe(Acceptance(path, torch.tensor([2, 3], dtype=torch.int32), torch.tensor([3, 5])))
+    draft = run.propose(torch.tensor([1, 5]), None, 4)
+    assert draft.tree.num_nodes.tolist() == [1, 1]
+
+
+def test_a_store_of_another_vocabulary_is_refused() -> None:
+    message = "datastore and target must share one vocabulary: the datastore has 10 tokens, the target 12"
+    with pytest.raises(ValueError, match=message):
+        SuffixDrafter(Datastore.build([[1]], 10)).start(12, [[1]], random_rows(1))
+    with pytest.raises(ValueError, match="min_match must be at least 1, got 0"):
+        SuffixDrafter(min_match=0)
+
+
+def test_only_a_part_of_many_occurrences_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    windows = Datastore._windows
+    monkeypatch.setattr(Datastore, "_windows", lambda self, key: _noted(looked, windows(self, key)))
+    store = Datastore.build([[1, 2, 3] * 500], 4)
+    assert store.tree([1, 2], 3).tokens == [3, 1, 2]
+    assert max(looked) == datastore.MOST_OCCURRENCES
+
+
+def _noted(looked: list[int], rows: list[list[int]]) -> list[list[int]]:
+    looked.append(len(rows))
+    return rows
+
+
+def test_a_failing_write_leaves_no_store_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(tensors: object, path: Path, **_: object) -> None:
+        path.write_bytes(b"begun")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(datastore, "save_file", failing)
+    with pytest.raises(OSError, match="disk full"):
+        Datastore.build([[1]], 4).save(tmp_path / "some.store")
+    assert not list(tmp_path.iterdir())
