@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import DynamicCache, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedModel
 
 from stree.models.attention import graft_attention
 from stree.models.checks import check_mixer
@@ -19,7 +19,7 @@ from stree.models.short_conv import graft_short_conv
 from stree.models.ssd import graft_ssd
 from stree.models.state import LayerSpec
 
-__all__ = ["FAMILIES", "Family", "family_of", "stateful_modules"]
+__all__ = ["FAMILIES", "Family", "config_of_text_model", "family_of", "stateful_modules"]
 
 Graft = Callable[[Any], LayerSpec]
 
@@ -96,6 +96,16 @@ FAMILIES: dict[str, Family] = {
     "zamba": Family({"ZambaMambaMixer": graft_selective, "ZambaAttention": graft_attention}),
     "zamba2": Family({"Zamba2MambaMixer": graft_ssd, "Zamba2Attention": graft_attention}),
 }
+
+
+def config_of_text_model(config: Any) -> Any:
+    """Give the config with which a checkpoint is loaded as a causal language model.
+
+    It is the text model's own where transformers loads that without the vision tower beside it (Qwen3.5).
+    """
+    text = config.get_text_config()
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return text if known and MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is type(text) else config
 
 
 def family_of(config: Any) -> Family:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from stree.kernels.topology import Topology
 from stree.models.checks import check_path, describe, is_integer
-from stree.models.families import family_of, stateful_modules
+from stree.models.families import config_of_text_model, family_of, stateful_modules
 from stree.models.state import DecodeState, LayerSpec, Pending, Site, TreeStep, state_dtype
 from stree.tree import TokenTree, checks_everywhere
 
@@ -72,7 +72,7 @@ class TreeLM:
             config = AutoConfig.from_pretrained(name_or_path)
         except (OSError, ValueError) as error:
             raise ValueError(f"no checkpoint that transformers can read at {str(name_or_path)!r}: {error}") from error
-        family_of(config)
+        family_of(config_of_text_model(config))
         try:
             model, report = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, output_loading_info=True)
         except Exception as error:  # safetensors, pickle and transformers each raise their own
@@ -90,7 +90,8 @@ class TreeLM:
     @property
     def max_length(self) -> int | None:
         """Most tokens of a text that its positions allow, or None for a model without positions."""
-        return int(self.model.config.max_position_embeddings) if self.family.takes_positions else None
+        positions = getattr(self.model.config, "max_position_embeddings", None)
+        return int(positions) if self.family.takes_positions and positions is not None else None
 
     @property
     def device(self) -> torch.device:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from tiny_families import HEADS, SHARED, build
+from tiny_families import HEADS, IDS, SHARED, build
 from transformers import PreTrainedModel
 
 LAYERS: dict[str, Any] = {
@@ -47,7 +47,7 @@ def _recurrent_gemma(**changes: Any) -> PreTrainedModel:
         "num_hidden_layers": 4, "block_types": ["recurrent", "attention"], "num_attention_heads": 4, "lru_width": 24,
         "num_key_value_heads": 1, "intermediate_size": 48, "attention_window_size": 7, "w_init_variance_scale": 1.0,
     }  # fmt: skip
-    model = build("RecurrentGemma", SHARED, sizes, **changes)
+    model = build("RecurrentGemma", IDS, {"hidden_size": 32}, sizes, **changes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("_proj.weight") and "temporal_block" in name:
