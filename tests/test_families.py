@@ -33,6 +33,7 @@ from transformers import PreTrainedModel, RwkvConfig, RwkvForCausalLM
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
 from stree import TokenTree, TreeLM
+from stree.kernels import topology
 from stree.models.families import FAMILIES as SUPPORTED
 from stree.models.state import DecodeState
 
@@ -310,6 +311,30 @@ def test_variants_of_a_family_are_exact(family: str, changes: dict[str, Any], dt
     state, texts = advanced(lm, rng, [10, 2])
     tree = random_tree(rng, [12, 7])
     assert tree_error(model, texts, tree, lm.verify(state, tree)) < TOLERANCE[dtype]
+
+
+def test_a_module_may_stand_in_several_layers() -> None:
+    rng = random.Random(11)
+    model = family_model("zamba")
+    layers = model.model.layers
+    layers[3].shared_transf = layers[1].shared_transf  # transformers makes two modules and ties their weights
+    lm = grafted(model)
+    state, texts = advanced(lm, rng, [10, 2])
+    tree = random_tree(rng, [12, 7])
+    assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_layers_need_of_a_tree_is_derived_once_a_step(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(12)
+    lm = grafted(family_model(family))
+    state, _ = advanced(lm, rng, [10, 2])
+    calls: list[str] = []
+    for name in ("conv_rows", "jump_rows"):
+        real = getattr(topology, name)
+        monkeypatch.setattr(topology, name, lambda *args, real=real, name=name: calls.append(name) or real(*args))
+    lm.verify(state, random_tree(rng, [12, 7]))
+    assert sorted(calls) == sorted({*calls})
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "mistral", "qwen2"])
