@@ -275,9 +275,10 @@ def test_selective_commit_of_a_long_path_with_decay_rates_a_row_equals_the_recur
     problem = Selective.draw(draw_parents(4, 40)[::2], channels=5)
     path, lengths = on_device(*oracles.paths_to(problem.parents, (39, 30)))
     state, dt = problem.state.clone(), problem.sizes()
-    rates = problem.A.expand(2, -1, -1)
+    rates = torch.stack((problem.A, problem.A * 0.3))
     ops.selective_commit(state, problem.x, dt, rates, problem.B, path, lengths, backend="triton")
-    expected = torch.stack([problem.oracle(0, dt)[1][39], problem.oracle(1, dt)[1][30]])
+    layers = [replace(problem, A=rate) for rate in rates]
+    expected = torch.stack([layers[0].oracle(0, dt)[1][39], layers[1].oracle(1, dt)[1][30]])
     assert error(state, expected) < TOLERANCE[torch.float32]
 
 
