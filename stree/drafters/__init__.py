@@ -4,9 +4,10 @@ A drafter holds no state of a generation; ``start`` gives a run that does.  A ru
 token and observes what became of it.
 """
 
+from stree.drafters.fused import FusedDrafter
 from stree.drafters.model import ModelDrafter
 from stree.drafters.none import NoDrafter
 from stree.drafters.protocol import Draft, Drafter, DraftRun, HasModel
 from stree.drafters.suffix import SuffixDrafter
 
-__all__ = ["Draft", "DraftRun", "Drafter", "HasModel", "ModelDrafter", "NoDrafter", "SuffixDrafter"]
+__all__ = ["Draft", "DraftRun", "Drafter", "FusedDrafter", "HasModel", "ModelDrafter", "NoDrafter", "SuffixDrafter"]

@@ -13,6 +13,7 @@ from stree.drafters.protocol import Draft
 from stree.growth import DySpec, Growth, Layer, Plan, choose_slots
 from stree.models.tree_lm import TreeLM
 from stree.sampling import MAX_RANKS, Draws, Random
+from stree.tree import TokenTree
 from stree.verify import SAMPLED, Acceptance, DraftLaws
 
 __all__ = ["ModelDrafter"]
@@ -67,12 +68,15 @@ class _ModelRun:
         lm.prefill(self._state, input_ids, lengths)
         self._leaf = torch.zeros(len(prompts), dtype=torch.long, device=lm.device)
         self._has_leaf = torch.zeros(len(prompts), dtype=torch.bool, device=lm.device)
+        self._extension: tuple[int, Tensor] | None = None  # nodes of the own tree; tokens of the one verified instead
+        self._behind: tuple[Tensor, Tensor] | None = None  # accepted tokens of others, int64[batch, m], their number
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         """Grow a tree with a draft call a layer (a node for a heap), the first of which also runs the last leaf."""
         growth = ModelDrafter.default_growth if growth is None else growth
         plan = growth.plan(budget)
-        self._reserve(plan)
+        num_calls = self._catch_up()
+        self._reserve(num_columns(plan))
         self._rng = self._rng.at(self._state.lengths.long() + self._has_leaf)
         self._grown = grown = GrownTree(pending, self._leaf, self._has_leaf, plan)
         self._selected: Tensor | None = None  # of each node of the proposed tree, its number while it grew
@@ -86,10 +90,16 @@ class _ModelRun:
         draft_laws = None
         if not growth.sampling.is_greedy:
             draft_laws = DraftLaws(torch.cat(laws, 1), row, torch.full_like(row, SAMPLED, dtype=torch.int8))
-        return Draft(tree, draft_laws, depth, grown.num_calls)
+        return Draft(tree, draft_laws, depth, num_calls + grown.num_calls)
+
+    def extend(self, tree: TokenTree) -> None:
+        """Take note that others appended nodes to the proposed tree, and that ``tree`` is verified instead."""
+        own = self._grown.size - 1 if self._selected is None else self._selected.shape[1]
+        self._extension = own, tree.tokens
 
     def observe(self, acceptance: Acceptance) -> None:
         """Commit the accepted nodes that were run; keep an accepted leaf that was not for the next call."""
+        acceptance = self._own_part(acceptance)
         path, lengths = acceptance.path.long().clamp(min=0), acceptance.path_lengths
         if self._selected is not None:
             path = self._selected.gather(1, path)
@@ -107,10 +117,45 @@ class _ModelRun:
         self._leaf = torch.where(unrun, leaf, self._leaf)
         self._has_leaf = torch.where(is_live, unrun, self._has_leaf)
 
-    def _reserve(self, plan: Plan) -> None:
-        """Make the state larger where this plan needs it: the length of a text is not known at the start."""
+    def _own_part(self, acceptance: Acceptance) -> Acceptance:
+        """Cut accepted paths where they leave the own tree; what follows there is run before the next draft."""
+        if self._extension is None:
+            return acceptance
+        (own, tokens), self._extension = self._extension, None
+        path, lengths = acceptance.path.long(), acceptance.path_lengths
+        place = torch.arange(path.shape[1], device=path.device)
+        is_own = (path < own) & (place < lengths[:, None])
+        count = is_own.sum(1, dtype=torch.int32)
+        beyond = (place + count[:, None]).clamp(max=path.shape[1] - 1).long()
+        self._behind = tokens.gather(1, path.gather(1, beyond).clamp(min=0)), lengths - count
+        own_path = torch.where(is_own, path, -1).to(torch.int32)
+        return Acceptance(own_path, count, acceptance.next_token)
+
+    def _catch_up(self) -> int:
+        """Run and commit the accepted tokens that stood outside the own tree; return the draft calls it took."""
+        if self._behind is None:
+            return 0
+        (tokens, count), self._behind = self._behind, None
+        width = int(count.max())
+        if not width:
+            return 0
+        self._reserve(width + 1)
+        lead = self._has_leaf & (count > 0)
+        tokens = torch.cat([self._leaf[:, None], tokens[:, :width]], 1)
+        place = torch.arange(width + 1, device=tokens.device)
+        tokens = tokens.gather(1, (place + (~lead).long()[:, None]).clamp(max=width))
+        lengths = torch.where(count > 0, count + lead, 0)
+        is_node = (place < lengths[:, None]) | (place == 0)
+        chain = torch.where(is_node, place - 1, -1).to(torch.int32)
+        self._lm.verify(self._state, TokenTree.unchecked(tokens * is_node, chain))
+        path = place.to(torch.int32).expand(len(tokens), -1)
+        self._lm.commit(self._state, path, lengths.to(torch.int32))
+        self._has_leaf = self._has_leaf & (count == 0)
+        return 1
+
+    def _reserve(self, nodes: int) -> None:
+        """Make the state larger where so many nodes need it: the length of a text is not known at the start."""
         state = self._state
-        nodes = num_columns(plan)
         length = state.length_bound + nodes
         if length > state.max_length or nodes > state.max_nodes:
             self._state = state.resized(

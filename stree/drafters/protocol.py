@@ -14,7 +14,7 @@ from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftLaws
 
-__all__ = ["Draft", "DraftRun", "Drafter", "HasModel"]
+__all__ = ["Draft", "DraftRun", "Drafter", "Extensible", "HasModel"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,12 +26,14 @@ class Draft:
         laws: from which the nodes were drawn; None where all are DELTA.
         max_depth: bound of the tree's depths, known to the host.
         num_calls: forward passes of a draft model that it took.
+        values: float[batch, n], estimated probability that each node is right, or None where there is no estimate.
     """
 
     tree: TokenTree
     laws: DraftLaws | None
     max_depth: int
     num_calls: int = 0
+    values: Tensor | None = None
 
 
 class DraftRun(Protocol):
@@ -57,6 +59,18 @@ class Drafter(Protocol):
 
         Raises:
             ValueError: the drafter's vocabulary is not of the target's size.
+        """
+        ...
+
+
+@runtime_checkable
+class Extensible(Protocol):
+    """A run whose proposed tree may be verified with nodes of others appended to it."""
+
+    def extend(self, tree: TokenTree) -> None:
+        """Take note that ``tree`` is verified instead; the next ``observe`` speaks of its nodes.
+
+        A run whose nodes do not stand first in it, in their own order, must learn from tokens alone.
         """
         ...
 

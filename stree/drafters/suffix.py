@@ -62,23 +62,30 @@ class _SuffixRun:
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         """Append the pending tokens to the texts and lay out their continuations."""
         trees = []
+        values = []
         for row, token in enumerate(pending.tolist()):
             if self._known[row] < 0:
                 self._read(row, [token])
                 self._known[row] = token
             found = self._continuations(row, budget - 1)
             trees.append(([token, *found.tokens], [-1, *found.parents]))
+            values.append([1.0, *found.values])
         n, deepest = max(len(tokens) for tokens, _ in trees), 0
-        for tokens, parents in trees:
+        for (tokens, parents), value in zip(trees, values, strict=True):
             depths = [0]
             for parent in parents[1:]:
                 depths.append(depths[parent] + 1)
             deepest = max(deepest, *depths)
             tokens += [0] * (n - len(tokens))
             parents += [-1] * (n - len(parents))
+            value += [0.0] * (n - len(value))
         columns = torch.tensor(trees, device=pending.device)  # [batch, 2, n]
         self._tree = TokenTree.unchecked(columns[:, 0], columns[:, 1].to(torch.int32))
-        return Draft(self._tree, None, deepest)
+        return Draft(self._tree, None, deepest, values=torch.tensor(values, device=pending.device))
+
+    def extend(self, tree: TokenTree) -> None:
+        """Take note that another tree is verified: only its tokens matter here."""
+        self._tree = tree
 
     def _continuations(self, row: int, max_nodes: int) -> Continuations:
         """Look up what may follow a text: in itself, and in the store where there is one."""

@@ -1,0 +1,168 @@
+"""Two drafters' trees in one: what the second retrieved is grafted onto what the first drafted (RASD, 2503.03434).
+
+Lossless because the second's nodes are DELTA: at every node the verifier tests the first's children in draw order and
+then the retrieved ones that it does not have already.  Whether a retrieved node is kept depends on the texts, on the
+draft's law and on tokens drawn above it, never on the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from stree.drafters.protocol import Draft, Drafter, DraftRun, Extensible, HasModel
+from stree.growth import Growth
+from stree.models.tree_lm import TreeLM
+from stree.sampling import Random
+from stree.tree import TokenTree
+from stree.verify import DELTA, Acceptance, DraftLaws
+
+__all__ = ["FusedDrafter"]
+
+
+class FusedDrafter:
+    """Draft with a model and from retrieved text at once.
+
+    Retrieved continuations of enough value take their places in the budget first, at most half of it; the model's tree
+    has the rest, and places that retrieval leaves empty.
+
+    Args:
+        first: whose tree comes first; its nodes may be sampled.
+        second: whose nodes are all DELTA and carry values, such as ``SuffixDrafter``.
+        least_value: least value of a retrieved node.
+        least_share: least probability that the draft's law gives a retrieved first token; used when sampling, where the
+            law is at hand (RASD's pruning).
+
+    Raises:
+        ValueError: a threshold outside [0, 1].
+    """
+
+    def __init__(self, first: Drafter, second: Drafter, *, least_value: float = 0.2, least_share: float = 0.01) -> None:
+        for name, value in (("least_value", least_value), ("least_share", least_share)):
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {value}")
+        self.first, self.second, self.least_value, self.least_share = first, second, least_value, least_share
+
+    @property
+    def default_growth(self) -> Growth | None:
+        """The first drafter's."""
+        return getattr(self.first, "default_growth", None)
+
+    def with_model(self, change: Callable[[TreeLM], TreeLM]) -> FusedDrafter:
+        """Give a drafter over ``change`` of the parts' models."""
+        first, second = (
+            part.with_model(change) if isinstance(part, HasModel) else part for part in (self.first, self.second)
+        )
+        return FusedDrafter(first, second, least_value=self.least_value, least_share=self.least_share)
+
+    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _FusedRun:
+        """Begin a run of both.
+
+        Raises:
+            TypeError: a part whose tree cannot be extended.
+        """
+        runs = [part.start(vocab_size, prompts, rng) for part in (self.first, self.second)]
+        for part, run in zip((self.first, self.second), runs, strict=True):
+            if not isinstance(run, Extensible):
+                raise TypeError(f"FusedDrafter needs drafters whose trees can be extended, got {type(part).__name__}")
+        return _FusedRun(runs[0], runs[1], self.least_value, self.least_share)
+
+
+class _FusedRun:
+    """Both runs; trees are united on the host, where retrieval happens anyway."""
+
+    def __init__(self, first: DraftRun, second: DraftRun, least_value: float, least_share: float) -> None:
+        self._runs = (first, second)
+        self._least_value, self._least_share = least_value, least_share
+
+    def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+        """Retrieve, draft with what the budget leaves, graft."""
+        first, second = self._runs
+        retrieved = second.propose(pending, growth, budget)
+        if retrieved.laws is not None or retrieved.values is None:
+            raise ValueError("the second drafter of FusedDrafter must draft deterministic nodes with values")
+        is_worth = (retrieved.values >= self._least_value) & ~retrieved.tree.is_padding
+        wanted = int(is_worth[:, 1:].sum(1).max()) if is_worth.shape[1] > 1 else 0
+        draft = first.propose(pending, growth, max(budget - min(wanted, budget // 2), _least_budget(growth, budget)))
+        if draft.laws is not None:
+            is_worth &= self._has_share(retrieved.tree, draft.laws)
+        tree = _graft(draft.tree, retrieved.tree, is_worth, budget)
+        for run in self._runs:
+            assert isinstance(run, Extensible), "start looked"
+            run.extend(tree)
+        depth = max(draft.max_depth, retrieved.max_depth)
+        return Draft(tree, _with_delta(draft.laws, tree), depth, draft.num_calls)
+
+    def observe(self, acceptance: Acceptance) -> None:
+        """Tell both."""
+        for run in self._runs:
+            run.observe(acceptance)
+
+    def _has_share(self, tree: TokenTree, laws: DraftLaws) -> Tensor:
+        """Tell which nodes stand below a first token that the draft's law finds likely enough: bool[batch, n]."""
+        share = laws.probs[:, 0].gather(1, tree.tokens)  # the first row is the root's law
+        is_first = tree.depths == 1
+        unlikely = is_first & (share < self._least_share)
+        return ~(tree.ancestor_mask & unlikely[:, None]).any(-1)
+
+
+def _least_budget(growth: Growth | None, budget: int) -> int:
+    """Give the nodes that a fixed shape needs, root included; 1 for a shape that takes what it gets."""
+    if growth is None:
+        return 1
+    plan = growth.plan(budget)
+    is_fixed = bool(plan.layers) and all(layer.slots is not None for layer in plan.layers)
+    return plan.num_nodes + 1 if is_fixed else 1
+
+
+def _graft(tree: TokenTree, retrieved: TokenTree, is_worth: Tensor, budget: int) -> TokenTree:
+    """Append retrieved nodes, best first, below the longest prefixes that a tree shares with them."""
+    rows = zip(
+        tree.tokens.tolist(), tree.parents.tolist(), retrieved.tokens.tolist(), retrieved.parents.tolist(),
+        is_worth.tolist(), strict=True,
+    )  # fmt: skip
+    n = tree.tokens.shape[1]
+    grafted = [_graft_row(*row, room=budget - n) for row in rows]
+    more = max(len(tokens) for tokens, _ in grafted)
+    added = torch.tensor(
+        [[tokens + [0] * (more - len(tokens)), parents + [-1] * (more - len(parents))] for tokens, parents in grafted],
+        dtype=torch.long,
+        device=tree.tokens.device,
+    ).view(len(grafted), 2, more)
+    return TokenTree.unchecked(
+        torch.cat([tree.tokens, added[:, 0]], 1), torch.cat([tree.parents, added[:, 1].to(torch.int32)], 1)
+    )
+
+
+def _graft_row(
+    tokens: list[int], parents: list[int], others: list[int], above: list[int], is_worth: list[bool], *, room: int
+) -> tuple[list[int], list[int]]:
+    """Unite one row; return tokens and parents of the nodes to append."""
+    children = {(parent, tokens[node]): node for node, parent in enumerate(parents) if parent >= 0}
+    place = {0: 0}  # node of the united tree for each retrieved one
+    new_tokens: list[int] = []
+    new_parents: list[int] = []
+    for node in range(1, len(others)):
+        if not is_worth[node] or above[node] not in place:
+            continue
+        key = (place[above[node]], others[node])
+        if key not in children:
+            if len(new_tokens) == room:
+                continue
+            children[key] = len(tokens) + len(new_tokens)
+            new_tokens.append(others[node])
+            new_parents.append(key[0])
+        place[node] = children[key]
+    return new_tokens, new_parents
+
+
+def _with_delta(laws: DraftLaws | None, tree: TokenTree) -> DraftLaws | None:
+    """Widen laws to a tree whose further nodes are DELTA."""
+    if laws is None:
+        return None
+    batch, n = laws.row.shape
+    more = tree.tokens.shape[1] - n
+    row = torch.cat([laws.row, laws.row.new_zeros(batch, more)], 1)
+    return DraftLaws(laws.probs, row, torch.cat([laws.kind, laws.kind.new_full((batch, more), DELTA)], 1))

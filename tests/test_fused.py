@@ -1,0 +1,227 @@
+"""A model's tree with retrieved branches grafted on: its shape, its exact law, and that the model keeps step.
+
+Run: python -m pytest tests/test_fused.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from enumeration import (
+    DraftedTrees,
+    Outcomes,
+    TableLaw,
+    TableLM,
+    as_random,
+    emitted_law,
+    total_variation,
+)
+from tiny_models import grafted, tiny_model
+from torch import Tensor
+
+import stree
+from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.growth import Chain, DySpec, Growth, Static
+from stree.sampling import Random, Sampling
+from stree.tree import TokenTree
+from stree.verify import DELTA, SAMPLED, Acceptance, DraftLaws
+
+torch.set_num_threads(1)
+PLAIN = Sampling(1.0)
+EXACT = 1e-12
+RETRIEVED = ([0, 1, 2, 0, 1], [-1, 0, 1, 0, 3])  # paths 1-2 and 0-1 below the root
+
+
+class Retrieval:
+    """A drafter that always retrieves the same tree; it is its own run."""
+
+    def __init__(self, tokens: Sequence[int], parents: Sequence[int], values: Sequence[float] | None = None) -> None:
+        self.tokens, self.parents = list(tokens), list(parents)
+        self.values = list(values) if values is not None else [1.0] * len(self.tokens)
+        self.seen: list[Acceptance] = []
+        self.verified: TokenTree | None = None
+
+    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> Retrieval:
+        return self
+
+    def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+        batch = len(pending)
+        tree = TokenTree(torch.tensor([self.tokens] * batch), torch.tensor([self.parents] * batch, dtype=torch.int32))
+        return Draft(tree, None, int(tree.depths.max()), values=torch.tensor([self.values] * batch))
+
+    def extend(self, tree: TokenTree) -> None:
+        self.verified = tree
+
+    def observe(self, acceptance: Acceptance) -> None:
+        self.seen.append(acceptance)
+
+
+def num_draws(growth: Growth, budget: int, retrieved: int) -> int:
+    """Count the draft draws of a growth; every layer offers its ranks below each place of the one above."""
+    plan = growth.bind(PLAIN).plan(budget - min(retrieved, budget // 2))
+    count, above = 0, 1
+    for layer in plan.layers:
+        count, above = count + above * layer.ranks, layer.width
+    return count
+
+
+def all_fused(law: TableLaw, growth: Growth, budget: int, retrieval: Retrieval) -> DraftedTrees:
+    """Draft with every outcome of every draw."""
+    outcomes = Outcomes.all(0, num_draws(growth, budget, len(retrieval.tokens) - 1), law.vocab)
+    batch = len(outcomes.weight)
+    drafter = FusedDrafter(ModelDrafter(TableLM(law).as_lm()), retrieval, least_share=0.0)
+    run = drafter.start(law.vocab, [[0]] * batch, as_random(outcomes))
+    draft = run.propose(torch.zeros(batch, dtype=torch.long), growth.bind(PLAIN), budget)
+    assert draft.laws is not None
+    draft.tree.check()
+    assert draft.tree.tokens.shape[1] <= budget
+    trees = DraftedTrees(draft.tree.tokens, draft.tree.parents, draft.laws, outcomes.weight)
+    return trees.select((outcomes.weight > 0).nonzero()[:, 0])
+
+
+GROWTHS: dict[str, tuple[Growth, int]] = {
+    "chain": (Chain(1), 6),
+    "static": (Static([2]), 6),
+    "static-deep": (Static([1, 1]), 6),
+    "layers": (DySpec(depth=1, ranks=2), 6),
+}
+
+
+@pytest.mark.parametrize("name", GROWTHS)
+def test_every_fused_tree_emits_the_target_s_law_exactly(name: str) -> None:
+    growth, budget = GROWTHS[name]
+    target, law = TableLaw.random(3, 21), TableLaw.random(3, 22)
+    trees = all_fused(law, growth, budget, Retrieval(*RETRIEVED))
+    assert abs(float(trees.weight.sum()) - 1) < EXACT
+    assert (trees.laws.kind == DELTA).any() and (trees.laws.kind == SAMPLED).any()
+    length = int(trees.tree.depths.max()) + 1
+    emitted = emitted_law(target, trees, PLAIN, "rejection", length)
+    assert total_variation(emitted, target.joint(PLAIN, length)) < EXACT
+
+
+def wrongly_marked(trees: DraftedTrees) -> DraftedTrees:
+    """Call the sampled nodes that retrieval found too deterministic, as if they had been retrieved only."""
+    found = (trees.tokens == 1) & (trees.parents == 0)
+    return replace(trees, laws=replace(trees.laws, kind=trees.laws.kind.masked_fill(found, DELTA)))
+
+
+def silently_dropped(trees: DraftedTrees) -> DraftedTrees:
+    """Drop the sampled nodes whose token was retrieved too, and what stands below them."""
+    dropped = (trees.tokens == 1) & (trees.parents == 0)
+    below = (trees.tree.ancestor_mask & dropped[:, None]).any(-1)
+    return replace(trees, parents=trees.parents.masked_fill(below, -1), tokens=trees.tokens.masked_fill(below, 0))
+
+
+@pytest.mark.parametrize("broken", [wrongly_marked, silently_dropped])
+def test_treating_a_duplicate_wrongly_is_seen(broken: Callable[[DraftedTrees], DraftedTrees]) -> None:
+    target, law = TableLaw.random(3, 21), TableLaw.random(3, 22)
+    trees = broken(all_fused(law, Static([2]), 6, Retrieval([0, 1], [-1, 0])))
+    emitted = emitted_law(target, trees, PLAIN, "rejection", 3)
+    assert total_variation(emitted, target.joint(PLAIN, 3)) > 1e-3
+
+
+def greedy_fused(retrieval: Retrieval, budget: int = 8, **options: float) -> Draft:
+    law = TableLaw(torch.tensor([[0.0, 3, 2, 1], [0, 1, 2, 3], [3, 0, 1, 2], [0, 0, 0, 9]], dtype=torch.float64))
+    drafter = FusedDrafter(ModelDrafter(TableLM(law).as_lm()), retrieval, **options)
+    run = drafter.start(4, [[0]], Random(0, torch.zeros(1).long(), torch.zeros(1).long()))
+    return run.propose(torch.tensor([0]), Chain(2).bind(Sampling()), budget)
+
+
+def test_retrieved_branches_hang_below_the_longest_prefix_that_they_share() -> None:
+    # The chain is 0 - 1 - 3; retrieved are 1 - 3 - 2 and 1 - 0 and 2.
+    draft = greedy_fused(Retrieval([0, 1, 3, 2, 0, 2], [-1, 0, 1, 2, 1, 0]))
+    assert draft.tree.tokens.tolist() == [[0, 1, 3, 2, 0, 2]]
+    assert draft.tree.parents.tolist() == [[-1, 0, 1, 2, 1, 0]]
+    assert draft.laws is None
+    assert draft.max_depth == 3
+    assert draft.num_calls == 2
+
+
+def test_retrieved_nodes_of_little_value_and_beyond_the_budget_are_left_out() -> None:
+    retrieval = Retrieval([0, 2, 3, 0], [-1, 0, 0, 1], [1.0, 0.9, 0.1, 0.8])
+    assert greedy_fused(retrieval).tree.tokens.tolist() == [[0, 1, 3, 2, 0]]
+    assert greedy_fused(retrieval, budget=4).tree.tokens.tolist() == [[0, 1, 3, 2]]
+    assert greedy_fused(retrieval, least_value=0.0).tree.tokens.tolist() == [[0, 1, 3, 2, 3, 0]]
+
+
+def test_retrieved_first_tokens_that_the_draft_finds_unlikely_are_left_out_when_sampling() -> None:
+    law = TableLaw(torch.tensor([[0.0, 3, 2, -9]] * 4, dtype=torch.float64))
+    for least_share, kept in ((0.01, [1, 2]), (0.0, [1, 2, 3, 2])):
+        retrieval = Retrieval([0, 1, 2, 3, 2], [-1, 0, 1, 0, 3])
+        drafter = FusedDrafter(ModelDrafter(TableLM(law).as_lm()), retrieval, least_share=least_share)
+        run = drafter.start(4, [[0]], Random(0, torch.zeros(1).long(), torch.zeros(1).long()))
+        tree = run.propose(torch.tensor([0]), DySpec(depth=1, ranks=1).bind(PLAIN), 8).tree
+        below = tree.tokens[0][tree.ancestor_mask[0].any(0)].tolist()[1:]
+        assert set(below) >= set(kept)
+        assert (3 in below) == (3 in kept)
+
+
+PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 3, 9, 3, 9], [1, 2, 4, 1, 2, 4, 1]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("growth", [Chain(2), DySpec(depth=2)], ids=["chain", "layers"])
+def test_generated_text_is_that_of_plain_decoding(temperature: float, growth: Growth) -> None:
+    target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))
+
+    def text(drafter: Drafter, growth: Growth | None = None) -> list[list[int]]:
+        return stree.generate(
+            target, PROMPTS, drafter, growth, budget=8, sampling=Sampling(temperature), max_new_tokens=24,
+            verifier="match",
+        ).sequences  # fmt: skip
+
+    assert text(FusedDrafter(ModelDrafter(draft), SuffixDrafter()), growth) == text(NoDrafter())
+
+
+def test_the_model_keeps_step_when_retrieved_nodes_are_accepted() -> None:
+    lm = grafted(tiny_model("mamba2"))
+    texts = [[3, 1, 4, 1, 5], [9, 2, 6]]
+    run = FusedDrafter(ModelDrafter(lm), Retrieval([0, 11, 12, 13], [-1, 0, 1, 2])).start(
+        lm.vocab_size, texts, Random(0, torch.arange(2), torch.tensor([5, 3]))
+    )
+    pending = [7, 8]
+    # Accepted: all retrieved nodes and none; an own node and some retrieved ones; nothing, standing still.
+    for taken in ((4, 1), (1, 3), (0, 4), (3, 0)):
+        draft = run.propose(torch.tensor(pending), Chain(2).bind(Sampling()), 8)
+        grown = [text + [token] for text, token in zip(texts, pending, strict=True)]
+        path = torch.full((2, 4), -1, dtype=torch.int32)
+        for row, length in enumerate(taken):
+            nodes, tree = [0], draft.tree
+            for token in (11, 12, 13)[: length - 1]:
+                is_next = (tree.parents[row] == nodes[-1]) & (tree.tokens[row] == token)
+                nodes.append(int(is_next.nonzero()[0]))
+            path[row, :length] = torch.tensor(nodes[:length], dtype=torch.int32)
+            if length:
+                texts[row] = grown[row] + [11, 12, 13][: length - 1]
+                pending[row] = 20 + length
+        run.observe(Acceptance(path, torch.tensor(taken, dtype=torch.int32), torch.tensor(pending)))
+        model_run = run._runs[0]
+        draft = model_run.propose(torch.tensor(pending), Chain(1).bind(Sampling()), 2)
+        for row, text in enumerate(texts):
+            whole = torch.tensor([[*text, pending[row]]])
+            with torch.no_grad():
+                expected = int(lm.model(whole).logits[0, -1].argmax())
+            assert int(draft.tree.tokens[row, 1]) == expected
+        model_run.observe(Acceptance(torch.zeros(2, 1).int(), torch.zeros(2).int(), torch.tensor(pending)))
+
+
+def test_bad_parts_are_refused() -> None:
+    part = ModelDrafter(TableLM(TableLaw.random(3, 0)).as_lm())
+    with pytest.raises(ValueError, match=r"least_value must be in \[0, 1\], got 2"):
+        FusedDrafter(part, SuffixDrafter(), least_value=2)
+    rng = Random(0, torch.zeros(1).long(), torch.zeros(1).long())
+    with pytest.raises(TypeError, match="FusedDrafter needs drafters whose trees can be extended, got NoDrafter"):
+        FusedDrafter(NoDrafter(), SuffixDrafter()).start(3, [[0]], rng)
+    run = FusedDrafter(part, part).start(3, [[0]], rng)
+    with pytest.raises(ValueError, match="the second drafter of FusedDrafter must draft deterministic nodes"):
+        run.propose(torch.tensor([0]), Chain(1).bind(PLAIN), 4)
+
+
+def test_laws_are_widened_by_deterministic_rows() -> None:
+    target = TableLaw.random(3, 3)
+    trees = all_fused(target, Chain(1), 4, Retrieval([0, 1], [-1, 0]))
+    laws: DraftLaws = trees.laws
+    assert laws.row.shape == laws.kind.shape == trees.tokens.shape
