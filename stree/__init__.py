@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stree import drafters, growth
     from stree.generation import Generation, GenerationError, GenerationInterrupted, generate
+    from stree.hook import custom_generate
     from stree.models.tree_lm import TreeLM
     from stree.sampling import Random, Sampling
     from stree.tree import TokenTree
@@ -24,6 +25,7 @@ __all__ = [
     "TokenTree",
     "TreeLM",
     "accept",
+    "custom_generate",
     "drafters",
     "generate",
     "growth",
@@ -41,6 +43,7 @@ _HOMES = {
     "TokenTree": "stree.tree",
     "TreeLM": "stree.models.tree_lm",
     "accept": "stree.verify",
+    "custom_generate": "stree.hook",
     "generate": "stree.generation",
 }
 

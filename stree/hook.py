@@ -1,0 +1,195 @@
+"""``stree.custom_generate``: tree decoding behind transformers' own ``model.generate``.
+
+transformers prepares inputs, processors and stopping criteria; what cannot be lossless here is refused by name before
+the model runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+
+from stree.drafters import Drafter, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.generation import run
+from stree.growth import Growth
+from stree.hook_steps import BatchProcessor, StepObserver, Stops
+from stree.models.tree_lm import TreeLM
+from stree.sampling import Sampling
+from stree.session import Streamer
+
+__all__ = ["custom_generate"]
+
+NAMED_DRAFTERS: Mapping[str, Callable[[], Drafter]] = {"suffix": SuffixDrafter, "none": NoDrafter}
+# What generate() hands over beside its named arguments; everything else would change what the model computes.
+KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep"}
+# Options of GenerationConfig that ask for more than token ids, scores and the law of the plain model.
+REFUSED_OPTIONS = {
+    "output_logits": "raw logits", "output_attentions": "attentions", "output_hidden_states": "hidden states",
+    "cache_implementation": "a cache of another kind", "prefill_chunk_size": "prefill in transformers' own chunks",
+}  # fmt: skip
+
+
+@torch.no_grad()
+def custom_generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    drafter: str | PreTrainedModel | TreeLM | Drafter = "suffix",
+    growth: Growth | None = None,
+    budget: int | str = 16,
+    verifier: str = "auto",
+    seed: int | None = None,
+    streamer: Streamer | None = None,
+    **model_kwargs: Any,
+) -> GenerateDecoderOnlyOutput | Tensor:
+    """Decode with token trees: ``model.generate(**inputs, custom_generate=stree.custom_generate, drafter=...)``.
+
+    The text is distributed as that of plain ``model.generate``; greedy, it is the text of every prompt run alone.
+    Everything that transformers expresses as logits processors (temperature, top-k, top-p, min-p, penalties, minimum
+    lengths, your own) acts on every node of a tree along the node's own path, for the target and for a draft model; it
+    must depend on its arguments only, as it is asked about texts that are never emitted.  Stopping criteria are asked
+    about one sequence at a time, after each of its tokens.
+
+    transformers hands a callable neither ``streamer`` nor ``tokenizer``, so bind a streamer beforehand, and give stop
+    strings as a criterion:
+
+        custom_generate=functools.partial(stree.custom_generate, streamer=TextStreamer(tokenizer))
+        stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)]
+
+    Args:
+        model: a model of a supported family; grafted at the first call, its plain ``generate`` stays as it was.
+        input_ids: int64[batch, length], left-padded where ``attention_mask`` says so.
+        logits_processor: prepared by transformers, those of sampling included.
+        stopping_criteria: prepared by transformers.
+        generation_config: prepared by transformers.
+        drafter: "suffix" (repetitions of the text), "none" (plain decoding), a smaller model of the same vocabulary,
+            or any drafter of ``stree.drafters``.
+        growth: the shape of a draft model's trees; None for its default.
+        budget: most nodes a step, root included.
+        verifier: as for ``stree.accept``.
+        seed: of the random numbers; None draws one from torch's, so that ``torch.manual_seed`` decides.
+        streamer: receives tokens as they are emitted; one prompt only.
+        **model_kwargs: what transformers prepared for the model's forward; only what token ids imply is accepted.
+
+    Returns:
+        What ``generate`` returns: int64[batch, length + new] with finished sequences padded, or with
+        ``return_dict_in_generate`` a ``GenerateDecoderOnlyOutput``, whose scores are zero after a sequence's end and
+        whose cache is None.
+
+    Raises:
+        NotImplementedError: a family, generation mode, input or option that is not supported.
+        ValueError: right-padded prompts, a draft model of another vocabulary or on another device.
+    """
+    _check_config(model, generation_config)
+    mask = _check_inputs(input_ids, model_kwargs)
+    lm, chosen = _tree_lm(model), _drafter(model, drafter)
+    width = input_ids.shape[1]
+    lengths = mask.sum(1).tolist()
+    prompts = [row[width - length :] for row, length in zip(input_ids.tolist(), lengths, strict=True)]
+    stops = Stops.of(stopping_criteria)
+    padding = getattr(generation_config, "_pad_token_tensor", None)
+    if padding is None and len(prompts) > 1 and stops.criteria:
+        raise ValueError("sequences of a batch may end at different lengths under these criteria; set pad_token_id")
+    keeps_scores = bool(generation_config.return_dict_in_generate and generation_config.output_scores)
+    observer = StepObserver(stops.criteria, input_ids, keeps_scores) if stops.criteria or keeps_scores else None
+    is_sampled = bool(generation_config.do_sample)
+    if seed is None:
+        seed = int(torch.randint(1 << 62, ())) if is_sampled else 0
+    output = run(
+        lm, prompts, chosen, growth=growth, budget=budget, verifier=verifier,
+        sampling=Sampling(1.0 if is_sampled else 0.0),  # the temperature is one of the processors
+        max_new_tokens=stops.max_length - width, stop_token_ids=stops.token_ids,
+        processor=BatchProcessor(logits_processor, input_ids, lengths) if len(logits_processor) else None,
+        seed=seed, streamer=streamer, observer=observer,
+    )  # fmt: skip
+    new = [text[length:] for text, length in zip(output.sequences, lengths, strict=True)]
+    columns = max(map(len, new))
+    filler = 0 if padding is None else int(padding)
+    rows = input_ids.new_tensor([[*text, *[filler] * (columns - len(text))] for text in new])
+    sequences = torch.cat([input_ids, rows], 1)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    scores = observer.scores(columns) if observer is not None and keeps_scores else None
+    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores)
+
+
+def _check_config(model: PreTrainedModel, config: GenerationConfig) -> None:
+    """Refuse modes and options that ask for something else than drawing from the model's own law."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise NotImplementedError(f"custom_generate decodes decoder-only models; {type(model).__name__} has an encoder")
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise NotImplementedError(
+            f"custom_generate does greedy search and sampling, got {mode.value.replace('_', ' ')}"
+        )
+    if config.guidance_scale not in (None, 1, 1.0):
+        raise NotImplementedError(f"custom_generate has no classifier-free guidance, got {config.guidance_scale=}")
+    for option, meaning in REFUSED_OPTIONS.items():
+        if getattr(config, option, None):
+            raise NotImplementedError(
+                f"custom_generate does not give {meaning}, got {option}={getattr(config, option)}"
+            )
+
+
+def _check_inputs(input_ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+    """Refuse inputs beside token ids; return int64[batch, length], 1 where a token counts."""
+    unknown = sorted(name for name, value in inputs.items() if name not in KNOWN_INPUTS and value is not None)
+    if unknown:
+        raise NotImplementedError(f"custom_generate takes token ids only, got {', '.join(unknown)}")
+    for name in ("past_key_values", "cache_params"):
+        if getattr(inputs.get(name), "_is_user_defined", False):
+            raise NotImplementedError(f"custom_generate keeps its own state and cannot go on from {name}; leave it out")
+    mask: Tensor | None = inputs.get("attention_mask")
+    if mask is None:
+        mask = torch.ones_like(input_ids)
+    elif mask.shape != input_ids.shape:
+        raise ValueError(f"attention_mask must be of the shape {[*input_ids.shape]} of input_ids, got {[*mask.shape]}")
+    mask = (mask != 0).long()
+    if bool((mask.diff(dim=1) < 0).any()) or not bool(mask[:, -1].all()):
+        raise ValueError("prompts must be padded on the left; set the tokenizer's padding_side to 'left'")
+    positions: Tensor | None = inputs.get("position_ids")
+    if positions is not None and bool(((positions != mask.cumsum(1) - 1) & (mask != 0)).any()):
+        raise NotImplementedError("custom_generate counts positions from each prompt's first token; got position_ids")
+    return mask
+
+
+def _tree_lm(model: PreTrainedModel) -> TreeLM:
+    """Graft a model, or give the graft of an earlier call where its weights have not moved since."""
+    weights = {(parameter.device, parameter.dtype) for parameter in model.parameters()}
+    known: tuple[Any, TreeLM] | None = model.__dict__.get("_stree")
+    if known is None or known[0] != weights or known[1].model is not model:
+        known = (weights, TreeLM(model))
+        model.__dict__["_stree"] = known  # not through setattr: a TreeLM is no part of the model
+    return known[1]
+
+
+def _drafter(model: PreTrainedModel, drafter: str | PreTrainedModel | TreeLM | Drafter) -> Drafter:
+    """Turn what the caller named into a drafter."""
+    if isinstance(drafter, str):
+        if drafter not in NAMED_DRAFTERS:
+            names = ", ".join(map(repr, NAMED_DRAFTERS))
+            raise ValueError(f"drafter must be {names}, a model, or a drafter of stree.drafters, got {drafter!r}")
+        return NAMED_DRAFTERS[drafter]()
+    if isinstance(drafter, PreTrainedModel):
+        drafter = _tree_lm(drafter)
+    if isinstance(drafter, TreeLM):
+        drafter = ModelDrafter(drafter)
+    if not hasattr(drafter, "start"):
+        raise TypeError(
+            f"drafter must be a name, a model, or a drafter of stree.drafters, got {type(drafter).__name__}"
+        )
+    chosen: Drafter = drafter
+    draft_lm = getattr(chosen, "lm", None)
+    if draft_lm is not None and draft_lm.device != model.device:
+        raise ValueError(
+            f"drafter and target must be on one device: the drafter is on {draft_lm.device}, "
+            f"the target on {model.device}"
+        )
+    return chosen
