@@ -73,9 +73,7 @@ FAMILIES: dict[str, Family] = {
     "mamba": Family({"MambaMixer": graft_selective}, cache_argument="cache_params", takes_positions=False),
     "mamba2": Family({"Mamba2Mixer": graft_ssd}, cache_argument="cache_params", takes_positions=False),
     "minimax": Family(
-        {"MiniMaxLightningAttention": graft_lightning, "MiniMaxAttention": graft_attention},
-        pads_exactly=False,
-        new_cache=lightning_cache,
+        {"MiniMaxLightningAttention": graft_lightning, "MiniMaxAttention": graft_attention}, new_cache=lightning_cache
     ),
     "mistral": _attention_only("Mistral"),
     "nemotron_h": Family(

@@ -104,21 +104,22 @@ def module_states(lm: TreeLM) -> list[Tensor | None]:
 def test_states_that_a_model_keeps_on_its_modules_are_neither_left_there_nor_touched() -> None:
     plain, lm = family_model("recurrent_gemma"), grafted(family_model("recurrent_gemma"))
     oracle = family_model("recurrent_gemma")  # its forwards without a cache would wipe the states of the plain model
-    text, rest, other = random_texts(random.Random(2), [9, 5, 6])
+    other, *texts = random_texts(random.Random(2), [6, 14, 14])
     lm.prefill(lm.new_state(1, 64, 16), torch.tensor([other]))
     assert module_states(lm) == [None] * 4
     caches = [DynamicCache(config=plain.config) for _ in range(2)]
-    for place, tokens in enumerate([text, *([token] for token in rest)]):  # one decode, with trees between its steps
+    steps = torch.tensor(texts).split([9, 1, 1, 1, 1, 1], dim=1)
+    for place, tokens in enumerate(steps):  # a decode of two texts, with trees of another between its steps
         plain_logits, logits = (
-            model(torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits
+            model(tokens, past_key_values=cache, use_cache=True).logits
             for model, cache in zip((plain, lm.model), caches, strict=True)
         )
         assert torch.equal(plain_logits, logits)
-        held, texts = module_states(lm), [other[: place + 1]]
+        held, prompts = module_states(lm), [other[: place + 1]]
         assert all(isinstance(tensor, Tensor) for tensor in held)
         state, tree = lm.new_state(1, 64, 16), random_tree(random.Random(place), [7])
-        lm.prefill(state, torch.tensor(texts))
-        assert tree_error(oracle, texts, tree, lm.verify(state, tree)) < FLOAT32
+        lm.prefill(state, torch.tensor(prompts))
+        assert tree_error(oracle, prompts, tree, lm.verify(state, tree)) < FLOAT32
         lm.commit(state, *as_commit([[0]]))
         assert all(before is after for before, after in zip(held, module_states(lm), strict=True))
 
