@@ -195,11 +195,6 @@ def test_a_drafter_of_another_vocabulary_is_refused_by_both_sizes() -> None:
         drafter.start(VOCAB, [[1]], random_rows(1))
 
 
-def test_what_is_not_there_yet_says_so() -> None:
-    with pytest.raises(NotImplementedError, match="ModelDrafter does not support a trimmed vocabulary yet; pass None"):
-        ModelDrafter(TableLM(TableLaw.random(3, 0)).as_lm(), vocab=[1, 2])
-
-
 def test_no_drafter_proposes_roots() -> None:
     draft = NoDrafter().start(10, [[1], [2, 3]], random_rows(2)).propose(torch.tensor([4, 5]), None, 16)
     assert draft.tree.tokens.tolist() == [[4], [5]]

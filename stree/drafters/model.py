@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from stree.drafters.grown import GrownTree, num_columns, prune
 from stree.drafters.protocol import Draft
 from stree.growth import DySpec, Growth, Layer, Plan, choose_slots
 from stree.models.tree_lm import TreeLM
+from stree.models.trimmed import TrimmedLM
 from stree.sampling import MAX_RANKS, Draws, Random
 from stree.tree import TokenTree
 from stree.verify import SAMPLED, Acceptance, DraftLaws
@@ -24,18 +24,17 @@ class ModelDrafter:
 
     Args:
         lm: the draft model, of the target's vocabulary.
-        vocab: trimmed vocabulary; not supported yet, None.
+        vocab: tokens that it may draft (``stree trim-vocab`` lists the most frequent ones), or None for all: a smaller
+            head is faster, and what is left out is never drafted.
 
     Raises:
-        NotImplementedError: a trimmed vocabulary is given.
+        ValueError: tokens that are none of the vocabulary's, or that leave out a stop token.
     """
 
     default_growth: Growth = DySpec()
 
-    def __init__(self, lm: TreeLM, vocab: Any = None) -> None:
-        if vocab is not None:
-            raise NotImplementedError("ModelDrafter does not support a trimmed vocabulary yet; pass None")
-        self.lm = lm
+    def __init__(self, lm: TreeLM, vocab: Sequence[int] | Tensor | None = None) -> None:
+        self.lm = lm if vocab is None else TrimmedLM(lm, vocab)
 
     def with_model(self, change: Callable[[TreeLM], TreeLM]) -> ModelDrafter:
         """Give a drafter over ``change`` of this one's model."""

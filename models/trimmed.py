@@ -1,0 +1,85 @@
+"""A drafter's head with its least used rows left out (FR-Spec, arXiv 2502.14856; VocabTrim, arXiv 2506.22694).
+
+The law is the softmax over the kept rows and zero elsewhere, at the tokens' own places, so that verification sees the
+law that children were drawn from.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stree.models.tree_lm import TreeLM
+
+__all__ = ["TrimmedLM"]
+
+
+class TrimmedLM(TreeLM):
+    """A ``TreeLM`` that shares another's model, state and weights, but for a smaller head of its own.
+
+    Args:
+        lm: the whole model; it stays as it is.
+        kept: tokens that can be predicted, in any order.
+
+    Raises:
+        ValueError: no tokens, a repeated one, one outside the vocabulary, or a stop token left out.
+        NotImplementedError: the model's head is no linear layer at its top.
+    """
+
+    def __init__(self, lm: TreeLM, kept: Sequence[int] | Tensor) -> None:
+        rows = torch.as_tensor(kept, dtype=torch.long, device=lm.device)
+        size = lm.vocab_size
+        if rows.dim() != 1 or not rows.numel():
+            raise ValueError(f"a trimmed vocabulary must be a list of tokens, got shape {[*rows.shape]}")
+        if int(rows.min()) < 0 or int(rows.max()) >= size:
+            bad = int(rows.min()) if int(rows.min()) < 0 else int(rows.max())
+            raise ValueError(f"a trimmed vocabulary must hold tokens below {size}, got {bad}")
+        if rows.unique().numel() != rows.numel():
+            raise ValueError(f"a trimmed vocabulary must not repeat tokens, got {rows.numel() - rows.unique().numel()}")
+        lost = _stop_tokens(lm.model) - set(rows.tolist())
+        if lost:
+            raise ValueError(f"a trimmed vocabulary must keep the model's stop tokens, got one without {sorted(lost)}")
+        self.__dict__.update(lm.__dict__)
+        self._kept, self._size = rows.sort().values, size
+        self.model = _with_head(lm.model, self._kept)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits, those of tokens left out included."""
+        return self._size
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Put the kept tokens' logits in their places; the others are impossible."""
+        logits = super()._forward(*args, **kwargs)
+        whole = logits.new_full((*logits.shape[:-1], self._size), -torch.inf)
+        return whole.index_copy_(-1, self._kept, logits)
+
+
+def _stop_tokens(model: Any) -> set[int]:
+    """List the tokens that end a text for this model."""
+    stop = getattr(model.config, "eos_token_id", None)
+    if stop is None:
+        return set()
+    return set(stop) if isinstance(stop, (list, tuple)) else {stop}
+
+
+def _with_head(model: Any, kept: Tensor) -> Any:
+    """Copy the outermost module only, with a head of some rows."""
+    head = model.get_output_embeddings()
+    name = next((name for name, module in model.named_children() if module is head), None)
+    if name is None or type(head) is not nn.Linear:
+        raise NotImplementedError(
+            f"only a linear head at the top of the model can be trimmed, got {type(head).__name__} in "
+            f"{type(model).__name__}"
+        )
+    small = nn.Linear(head.in_features, len(kept), bias=head.bias is not None, device="meta")
+    small.weight = nn.Parameter(head.weight.detach()[kept], requires_grad=False)
+    if head.bias is not None:
+        small.bias = nn.Parameter(head.bias.detach()[kept], requires_grad=False)
+    trimmed = copy.copy(model)
+    trimmed.__dict__["_modules"] = {**model._modules, name: small}
+    return trimmed
