@@ -14,6 +14,7 @@ from typing import Any
 
 import aot_diagonal
 import aot_mamba2
+import aot_norm
 import torch
 import triton
 from aot_build import Build, Record
@@ -24,6 +25,7 @@ NODES = (16, 32, 64, 128)
 # Operation -> how a launch is described, by model shape, nodes and dtype, and the shapes by model.
 BUILDERS: Mapping[str, tuple[Callable[[Any, int, torch.dtype], Build], Mapping[str, Any]]] = {
     **aot_mamba2.BUILDERS,
+    **aot_norm.BUILDERS,
     **aot_diagonal.BUILDERS,
 }
 

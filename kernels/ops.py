@@ -42,6 +42,7 @@ from stree.kernels.checks import (
     take_path,
     take_topology,
 )
+from stree.kernels.norm_ops import gated_rms_norm, rms_norm_add
 from stree.kernels.steps import (
     attention_step,
     conv_step,
@@ -68,7 +69,9 @@ __all__ = [
     "gated_delta_commit",
     "gated_delta_step",
     "gated_delta_tree_scan",
+    "gated_rms_norm",
     "kv_commit",
+    "rms_norm_add",
     "selective_commit",
     "selective_step",
     "selective_tree_scan",

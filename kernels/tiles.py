@@ -17,6 +17,7 @@ from stree.kernels.walk import walk_slots
 MAX_NODES, MAX_HEADDIM, MAX_DSTATE = 128, 128, 256
 MAX_ATTENTION_HEADDIM = 256
 MAX_DELTA_DIM = 256
+MAX_NORM_WIDTH = 16384
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # (nodes padded to a power of two, float32 rows) -> (most headdim, most dstate in a tile, warps, stages).
@@ -196,6 +197,27 @@ class GatedDeltaTile:
         nodes = padded(n)
         value, key, warps, stages = _GATED_DELTA[nodes, channels]
         return cls(nodes, padded(path), min(value, padded(dv)), min(key, padded(dk)), warps, stages)
+
+
+@dataclass(frozen=True, slots=True)
+class NormTile:
+    """What the build of a norm depends on besides dtypes.
+
+    Attributes:
+        width: channels of a group padded to a power of two.
+        warps: warps a program.
+        stages: unused; there is no loop.
+    """
+
+    width: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, width: int) -> NormTile:
+        """Choose as many warps as leave a thread 16 channels, up to 16."""
+        block = padded(width, 1)
+        return cls(block, min(16, max(1, block // 512)), 1)
 
 
 def padded(size: int, least: int = 16) -> int:
