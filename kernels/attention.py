@@ -2,8 +2,8 @@
 
 A program owns a tile of rows, each a node and a query head of one group, so that grouped heads share what is read of
 the cache.  The context is cut into parts by the capacity of the cache alone; lengths are read on the device.  The last
-part has the tree besides, and writes its new rows into the stash.  A second, small launch merges the parts; where
-there is only one, none is needed.  `kernels/README.md` has the counted costs.
+part has the tree besides, and writes its new rows into the stash.  Where there is more than one part, a second, small
+launch merges them: outputs in the dtype of the queries by weights in float32.  `kernels/README.md` has the costs.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -149,7 +149,7 @@ def _attend(
     partial, lse = out, None
     if parts > 1:
         sizes = (batch, kv_heads, parts, rows * shared)
-        partial = torch.empty(*sizes, value_dim, dtype=torch.float32, device=q.device)
+        partial = torch.empty(*sizes, value_dim, dtype=q.dtype, device=q.device)
         lse = torch.empty(sizes, dtype=torch.float32, device=q.device)
     new_from = first if stash is not None else 0
     attention_kernel[(blocks, parts, batch * kv_heads)](

@@ -146,7 +146,7 @@ def attention_kernel(
         tl.store(out_ptr + rows_ptr[:, None] + dv[None, :], out, asked[:, None] & (dv < VALUE_DIM)[None, :])
     else:
         rows = ((batch * HEADS + head) * parts + part) * (n - first) * SHARED + row
-        tl.store(lse_ptr + rows, tl.where(empty, float("-inf"), top + tl.log(norm)), asked)
+        tl.store(lse_ptr + rows, top + tl.log(norm), asked)
         mask = (asked & ~empty)[:, None] & (dv < VALUE_DIM)[None, :]
         tl.store(out_ptr + rows[:, None] * VALUE_DIM + dv[None, :], out, mask)
 
@@ -173,7 +173,7 @@ def merge_kernel(
         lse = tl.load(lse_ptr + first_row + part * rows, part < parts, float("-inf"))
         mask = (lse != float("-inf"))[:, None] & (dv < VALUE_DIM)[None, :]
         partial = tl.load(part_ptr + (first_row + part * rows)[:, None] * VALUE_DIM + dv[None, :], mask, 0.0)
-        out += tl.sum(partial * tl.exp(lse - top)[:, None], 0)
+        out += tl.sum(partial.to(tl.float32) * tl.exp(lse - top)[:, None], 0)
     row_ptr = ((batch * tl.num_programs(1) + local) * HEADS * SHARED + query_head) * VALUE_DIM
     tl.store(out_ptr + row_ptr + dv, out / norm, dv < VALUE_DIM)
 

@@ -1,0 +1,104 @@
+"""Random numbers, draws and the MATCH walk in Triton: two launches, whatever the trees, and nothing read by the host.
+
+A program of the first launch draws the token of one node from its logits or its law; a program of the second walks one
+tree.  Sums of a law are sums of integers, so no order of summation shows.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.kernels.accept_kernels import draw_kernel, philox_kernel, walk_kernel
+from stree.kernels.reference_accept import TARGET, UNITS
+from stree.kernels.tiles import MAX_NODES, check_inner, check_kernel_dtypes, check_limit, padded
+from stree.kernels.topology import Topology
+
+__all__ = ["choice", "match_accept", "philox_uniform"]
+
+MAX_VOCAB = 1 << 20
+BLOCK = 4096  # of a vocabulary in one pass
+
+
+def philox_uniform(position: Tensor, sequence: Tensor, node: Tensor, *, seed: int, purpose: int) -> Tensor:
+    """Give the uniform numbers of counters; see `stree.kernels.accept_door`."""
+    out = torch.empty(position.shape, dtype=torch.float64, device=position.device)
+    count = out.numel()
+    philox_kernel[(-(-count // 128),)](
+        position.contiguous(), sequence.contiguous(), node.contiguous(), out, count, purpose, *_key(seed), BLOCK=128
+    )
+    return out
+
+
+def choice(law: Tensor, uniform: Tensor) -> Tensor:
+    """Draw one index from each law; see `stree.kernels.accept_door`."""
+    drawn = _draw("choice", law.reshape(-1, 1, law.shape[-1]), uniform=uniform.contiguous())
+    return drawn.view(uniform.shape)
+
+
+def match_accept(
+    tokens: Tensor,
+    parents: Tensor | Topology,
+    scores: Tensor,
+    *,
+    width: int,
+    seed: int | None,
+    sequences: Tensor | None,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw at every node and walk down; see `stree.kernels.accept_door`."""
+    topology = Topology.cast(parents)
+    batch, n = tokens.shape
+    check_limit("match_accept", "trees of nodes", n, MAX_NODES)
+    depths = topology.depths.contiguous()
+    drawn = _draw("match_accept", scores, depths=depths, seed=seed, sequences=sequences, positions=positions)
+    path = torch.empty(batch, width, dtype=torch.int32, device=tokens.device)
+    lengths, next_token = path.new_empty(batch), drawn.new_empty(batch)
+    walk_kernel[(batch,)](
+        tokens.contiguous(), topology.parents.contiguous(), depths, topology.mask.contiguous(), drawn,
+        path, lengths, next_token, n, width, NODES=padded(n), num_warps=4,
+    )  # fmt: skip
+    return path, lengths, next_token
+
+
+def _draw(
+    op: str,
+    scores: Tensor,
+    *,
+    uniform: Tensor | None = None,
+    depths: Tensor | None = None,
+    seed: int | None = None,
+    sequences: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """Launch the draw of one token from every row of [batch, n, vocab]; without numbers or a seed, the argmax."""
+    batch, n, vocab = scores.shape
+    check_kernel_dtypes(op, scores=scores)
+    check_limit(op, "a vocabulary", vocab, MAX_VOCAB)
+    check_inner("scores", scores)
+    drawn = torch.empty(batch, n, dtype=torch.int64, device=scores.device)
+    draw_kernel[(n, batch)](
+        scores, uniform, depths,
+        None if sequences is None else sequences.contiguous(), None if positions is None else positions.contiguous(),
+        drawn, n, vocab, *_key(seed or 0), *scores.stride()[:2],
+        **draw_constants(vocab, greedy=uniform is None and seed is None), num_warps=8,
+    )  # fmt: skip
+    return drawn
+
+
+def draw_constants(vocab: int, *, greedy: bool) -> dict[str, Any]:
+    """List the compile-time constants of a draw; ahead-of-time builds take theirs from here too."""
+    block = min(BLOCK, padded(vocab))
+    return {
+        "GREEDY": greedy, "PURPOSE": TARGET, "UNITS": UNITS, "BLOCK": block, "BLOCKS": padded(-(-vocab // block)),
+    }  # fmt: skip
+
+
+def _key(seed: int) -> tuple[int, int]:
+    """Split a seed into the two words of its key, as signed 32-bit integers."""
+    low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    return low - ((low >> 31) << 32), high - ((high >> 31) << 32)

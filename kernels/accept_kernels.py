@@ -1,0 +1,110 @@
+"""Triton code of random numbers, draws and the MATCH walk; `stree.kernels.accept` launches it."""
+
+# mypy: disable-error-code="no-untyped-def, no-any-return, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _uniform(position, sequence, purpose, node, key_low, key_high):
+    """Make 53 bits of the first two Philox words of a counter a number in [0, 1)."""
+    c2 = (position * 0 + purpose).to(tl.uint32)
+    high, low, _, _ = tl.philox_impl(
+        position.to(tl.uint32), sequence.to(tl.uint32), c2, node.to(tl.uint32),
+        key_low.to(tl.uint32, bitcast=True), key_high.to(tl.uint32, bitcast=True),
+    )  # fmt: skip
+    # Both products are exact, so a fused multiply-add changes nothing.
+    return ((high >> 5).to(tl.float64) * 67108864.0 + (low >> 6).to(tl.float64)) * 1.1102230246251565e-16
+
+
+@triton.jit(do_not_specialize=["count", "purpose", "key_low", "key_high"])
+def philox_kernel(
+    position_ptr, sequence_ptr, node_ptr, out_ptr, count, purpose, key_low, key_high, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Give the number of each counter; grid (blocks of counters)."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    position = tl.load(position_ptr + index, inside, 0)
+    sequence = tl.load(sequence_ptr + index, inside, 0)
+    node = tl.load(node_ptr + index, inside, 0)
+    tl.store(out_ptr + index, _uniform(position, sequence, purpose, node, key_low, key_high), inside)
+
+
+@triton.jit
+def _weights(law_ptr, index, vocab, UNITS: tl.constexpr):
+    """Load weights of a law as integers; the product is exact, so a fused multiply-add changes nothing."""
+    law = tl.load(law_ptr + index, index < vocab, 0.0).to(tl.float64)
+    return (law * UNITS + 0.5).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["n", "vocab", "key_low", "key_high"])
+def draw_kernel(
+    score_ptr, uniform_ptr, depths_ptr, sequences_ptr, positions_ptr, drawn_ptr,
+    n, vocab, key_low, key_high, stride_score_b, stride_score_n,
+    GREEDY: tl.constexpr, PURPOSE: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Draw one token: the argmax, or by a given number or that of a counter; grid (nodes, batch)."""
+    node = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    score_ptr += batch * stride_score_b + node * stride_score_n
+    lane = tl.arange(0, BLOCK)
+    if GREEDY:
+        best = tl.full((BLOCK,), float("-inf"), tl.float32)
+        where = lane
+        for start in range(0, vocab, BLOCK):
+            score = tl.load(score_ptr + start + lane, start + lane < vocab, float("-inf")).to(tl.float32)
+            where = tl.where(score > best, start + lane, where)
+            best = tl.maximum(best, score)
+        token = tl.min(tl.where(best == tl.max(best, 0), where, vocab), 0)  # of equals the first
+    else:
+        if uniform_ptr is not None:
+            number = tl.load(uniform_ptr + batch * n + node)
+        else:
+            position = tl.load(positions_ptr + batch) + tl.load(depths_ptr + batch * n + node) + 1
+            sequence = tl.load(sequences_ptr + batch)
+            number = _uniform(position, sequence, PURPOSE, position * 0, key_low, key_high)
+        block = tl.arange(0, BLOCKS)
+        sums = tl.zeros((BLOCKS,), tl.int64)
+        for start in range(0, vocab, BLOCK):
+            part = tl.sum(_weights(score_ptr, start + lane, vocab, UNITS), 0)
+            sums = tl.where(block == start // BLOCK, part, sums)
+        total = tl.sum(sums, 0)
+        target = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
+        found = tl.sum((tl.cumsum(sums, 0) <= target).to(tl.int32), 0)
+        before = tl.sum(tl.where(block < found, sums, 0), 0)
+        inside = tl.cumsum(_weights(score_ptr, found * BLOCK + lane, vocab, UNITS), 0)
+        token = found * BLOCK + tl.sum((inside + before <= target).to(tl.int32), 0)
+    tl.store(drawn_ptr + batch * n + node, tl.minimum(token, vocab - 1).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["n", "width"])
+def walk_kernel(
+    tokens_ptr, parents_ptr, depths_ptr, mask_ptr, drawn_ptr, path_ptr, lengths_ptr, next_ptr, n, width,
+    NODES: tl.constexpr,
+):  # fmt: skip
+    """Find the deepest node whose path carries what was drawn above each of its nodes; grid (batch)."""
+    batch = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, NODES)
+    inside = node < n
+    drawn_ptr += batch * n
+    mask_ptr += batch * n * n
+    parent = tl.load(parents_ptr + batch * n + node, inside, 0)
+    above = tl.load(drawn_ptr + tl.maximum(parent, 0), inside, 0)
+    blocked = (tl.load(tokens_ptr + batch * n + node, inside, 0) != above) & (node > 0)
+    pairs = inside[:, None] & inside[None, :]
+    mask = tl.load(mask_ptr + node[:, None] * n + node[None, :], pairs, 0) != 0
+    reached = inside & (tl.max((mask & blocked[None, :]).to(tl.int32), 1) == 0)
+    # Of equally deep nodes the first counts: the root before padding, an elder before a sibling of the same token.
+    depth = tl.load(depths_ptr + batch * n + node, inside, 0)
+    leaf = n - 1 - tl.max(tl.where(reached, depth * n + n - 1 - node, -1), 0) % n
+    on_path = tl.load(mask_ptr + leaf * n + node, inside, 0) != 0
+    length = tl.sum(on_path.to(tl.int32), 0)
+    place = tl.cumsum(on_path.to(tl.int32), 0) - 1
+    path_ptr += batch * width
+    tl.store(path_ptr + place, node, on_path & (place < width))
+    tl.store(path_ptr + node, node * 0 - 1, (node >= length) & (node < width))
+    tl.store(lengths_ptr + batch, length)
+    tl.store(next_ptr + batch, tl.load(drawn_ptr + leaf))
