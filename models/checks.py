@@ -25,12 +25,14 @@ def describe(tensor: Tensor) -> str:
 
 
 def check_mixer(mixer: Any) -> None:
-    """Refuse a stateful module that is quantised, or whose convolution has an activation that trees do not know.
+    """Refuse a stateful module that is quantised, not in memory, or whose activation trees do not know.
 
     Raises:
-        NotImplementedError: it is either; the message names what it holds.
+        NotImplementedError: it is one of these; the message says which.
     """
     kind = type(mixer).__name__
+    if any(getattr(module.__dict__.get("_hf_hook"), "offload", False) for module in mixer.modules()):
+        raise NotImplementedError(f"{kind} is offloaded; layers that keep a state must be in a device's memory")
     for name, tensor in (*mixer.named_parameters(), *mixer.named_buffers()):
         if tensor.dtype not in DTYPES:
             held = f"{name} of {kind} holds {str(tensor.dtype).removeprefix('torch.')}"

@@ -69,7 +69,8 @@ class LayerStack:
 
     def select(self, rows: Tensor) -> Self:
         """Copy some sequences, int64[batch']; rows may repeat."""
-        return dataclasses.replace(self, **{name: tensor.index_select(1, rows) for name, tensor in self._rows()})
+        chosen = {name: tensor.index_select(1, rows.to(tensor.device)) for name, tensor in self._rows()}
+        return dataclasses.replace(self, **chosen)
 
     def overwrite(self, other: Self) -> None:
         """Take over a stack of equal or smaller sizes."""
@@ -97,7 +98,9 @@ class LayerStack:
 
 
 class LayerSpec:
-    """Sizes of one layer, hashable; layers with equal specs share a stack."""
+    """Sizes and place of one layer, hashable; layers with equal specs share a stack."""
+
+    device: torch.device
 
     @property
     def conv_width(self) -> int | None:
@@ -205,8 +208,8 @@ class DecodeState:
     def commit(self, path: Tensor, path_lengths: Tensor) -> None:
         """Fold int32[batch, m] paths of the pending tree into every layer and consume the tree."""
         if path.shape[1]:
-            for stack in self.stacks.values():
-                stack.commit(path, path_lengths, self.lengths)
+            for spec, stack in self.stacks.items():
+                stack.commit(*(tensor.to(spec.device) for tensor in (path, path_lengths, self.lengths)))
             self.lengths += path_lengths
         self.pending = None
 
@@ -246,6 +249,7 @@ class TreeStep:
         first: nodes below it stand in the stash already.
         length_bound: int, known to the host; no sequence of the state is longer.
         attending: the layer whose attention runs; a module that several layers share does not know its own.
+        copies: the same step on other devices where layers stand, by device.
     """
 
     state: DecodeState
@@ -253,6 +257,7 @@ class TreeStep:
     first: int
     length_bound: int
     attending: int = -1
+    copies: dict[torch.device, TreeStep] = dataclasses.field(default_factory=dict)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Pass the new rows on: they stay pending, the attention adapter stores them under the layer named here."""

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from stree.kernels.topology import Topology
 from stree.models.checks import check_path, describe, is_integer
 from stree.models.families import config_of_text_model, family_of, stateful_modules
+from stree.models.placement import keep_on_device
 from stree.models.state import DecodeState, LayerSpec, Pending, Site, TreeStep, state_dtype
 from stree.tree import TokenTree, checks_everywhere
 
@@ -41,6 +42,9 @@ class TreeLM:
         for layer, mixer, graft in stateful_modules(model, self.family):
             spec = graft(mixer)
             self._mixers[layer, type(spec)], self._specs[layer, type(spec)] = mixer, spec
+        if {self.device} != {spec.device for spec in self._specs.values()}:
+            for site, mixer in self._mixers.items():
+                keep_on_device(mixer, self._specs[site].device)
         self.num_layers = model.config.num_hidden_layers
         widths = [spec.conv_width for spec in self._specs.values() if spec.conv_width is not None]
         self._conv_width = max(widths, default=None)

@@ -1,0 +1,59 @@
+"""A model whose layers stand on several devices: every stateful layer is handed a tree's step on its own device.
+
+It knows no layer's mathematics.  A model on one device never gets here.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.kernels.topology import Topology
+from stree.models.state import TreeStep
+
+__all__ = ["keep_on_device", "step_on"]
+
+
+def keep_on_device(mixer: Any, device: torch.device) -> None:
+    """Make a grafted module take a ``TreeStep`` as a copy on its own device."""
+    if "tree_device" not in mixer.__dict__:  # one that stands in several layers comes more than once
+        mixer.__dict__["tree_forward"] = mixer.forward.__func__
+    mixer.__dict__["tree_device"] = device
+    mixer.forward = types.MethodType(_forward, mixer)  # a bound method: a deep copy of the model binds its own mixer
+
+
+def step_on(step: TreeStep, device: torch.device) -> TreeStep:
+    """Give a step with topology and lengths on a device, copied there once."""
+    if device == step.state.lengths.device:
+        return step
+    if device not in step.copies:
+        state = copy.copy(step.state)
+        state.lengths = step.state.lengths.to(device)
+        step.copies[device] = dataclasses.replace(step, state=state, topology=_moved(step.topology, device))
+    return step.copies[device]
+
+
+def _moved(topology: Topology, device: torch.device) -> Topology:
+    """Copy a topology to another device."""
+    moved: dict[str, Any] = {}
+    for field in dataclasses.fields(topology):
+        value = getattr(topology, field.name)
+        if isinstance(value, Tensor):
+            moved[field.name] = value.to(device)
+        elif isinstance(value, tuple):
+            moved[field.name] = tuple(part.to(device) for part in value)
+    return dataclasses.replace(topology, **moved)
+
+
+def _forward(mixer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the graft's forward with every ``TreeStep`` among the arguments on the module's device."""
+    args = tuple(step_on(arg, mixer.tree_device) if isinstance(arg, TreeStep) else arg for arg in args)
+    for name, value in kwargs.items():
+        if isinstance(value, TreeStep):
+            kwargs[name] = step_on(value, mixer.tree_device)
+    return mixer.tree_forward(mixer, *args, **kwargs)
