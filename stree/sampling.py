@@ -111,8 +111,7 @@ class Random:
         if offset.device.type == "cpu":
             words = [word.numpy() for word in words]
         high, low = _philox(words[0], words[1], PURPOSES[purpose], words[2], self.seed)
-        number = ((high >> 5) * float(1 << 26) + (low >> 6)) * 2.0**-53
-        return torch.from_numpy(np.ascontiguousarray(number)) if isinstance(number, np.ndarray) else number.double()
+        return _number(high, low)
 
     def choice(self, purpose: str, probs: Tensor, offset: Tensor, node: Tensor | int = 0) -> Tensor:
         """Draw one index from each law by inversion.
@@ -240,6 +239,15 @@ def _draw_in_turn(rng: Random, law: Tensor, offset: Tensor, node: Tensor, count:
         probs.append(law.gather(-1, token))
         law = law.scatter(-1, token, 0.0)
     return torch.cat(tokens, -1), torch.cat(probs, -1)
+
+
+def _number(high: Any, low: Any) -> Tensor:
+    """Make 53 bits of two int64 words (torch or NumPy) a float64 in [0, 1)."""
+    bits = (high >> 5) * (1 << 26) + (low >> 6)
+    if isinstance(bits, np.ndarray):
+        return torch.from_numpy(np.ascontiguousarray(bits * 2.0**-53))
+    number: Tensor = bits.double() * 2.0**-53  # not bits * 2.0**-53, which torch computes in float32
+    return number
 
 
 def _philox(c0: Any, c1: Any, c2: int, c3: Any, seed: int) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from scipy import stats
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from stree.sampling import MAX_RANKS, Draws, Random, Sampling, _philox
+from stree.sampling import MAX_RANKS, Draws, Random, Sampling, _number, _philox
 
 torch.set_num_threads(1)
 
@@ -67,6 +67,7 @@ def test_numpy_and_torch_run_the_same_arithmetic() -> None:
         by_numpy = _philox(c0.numpy(), c1.numpy(), 2, c3.numpy(), seed)
         for left, right in zip(by_torch, by_numpy, strict=True):
             assert torch.equal(left, torch.from_numpy(right))
+        assert torch.equal(_number(*by_torch), _number(*by_numpy))
 
 
 def test_numbers_do_not_depend_on_the_batch_around_them() -> None:
