@@ -105,11 +105,18 @@ def graft_gated_delta(mixer: Any) -> DeltaSpec:
     """Make a gated DeltaNet or KDA mixer score trees when it is called with a ``TreeStep``; return its sizes."""
     weight, per_channel = _out_proj(mixer).weight, hasattr(mixer, "forget_gate")
     if per_channel:
-        key_heads, heads, dk, dv = mixer.num_heads, mixer.num_heads, mixer.head_dim, mixer.head_dim
+        sizes = {"key_heads": mixer.num_heads, "heads": mixer.num_heads, "dk": mixer.head_dim, "dv": mixer.head_dim}
     else:
-        key_heads, heads, dk, dv = mixer.num_k_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim
+        sizes = {
+            "key_heads": mixer.num_k_heads,
+            "heads": mixer.num_v_heads,
+            "dk": mixer.head_k_dim,
+            "dv": mixer.head_v_dim,
+        }
     mixer.forward = types.MethodType(_forward, mixer)  # a bound method: a deep copy of the model binds its own mixer
-    return DeltaSpec(key_heads, heads, dk, dv, mixer.conv_kernel_size, per_channel, weight.dtype, weight.device)
+    return DeltaSpec(
+        **sizes, dconv=mixer.conv_kernel_size, per_channel=per_channel, dtype=weight.dtype, device=weight.device
+    )
 
 
 def _forward(mixer: Any, hidden_states: Tensor, cache_params: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -117,45 +124,61 @@ def _forward(mixer: Any, hidden_states: Tensor, cache_params: Any = None, *args:
     if not isinstance(cache_params, TreeStep):
         return type(mixer).forward(mixer, hidden_states, cache_params, *args, **kwargs)
     step, layer = cache_params, cache_params.state.layers[mixer.layer_idx, DeltaSpec]
-    qkv, gate, beta, g = _project(mixer, hidden_states, layer.state.dtype)
-    conv = mixer.conv1d
+    spec, wide, conv, made = layer.spec, layer.state.dtype, mixer.conv1d, _project(mixer, hidden_states)
     qkv = ops.conv_step(
-        layer.window, layer.stash_conv, None, None, qkv, conv.weight.squeeze(1), conv.bias, step.topology,
+        layer.window, layer.stash_conv, None, None, made.qkv, conv.weight.squeeze(1), conv.bias, step.topology,
         activation=mixer.activation, first=step.first,
     )  # fmt: skip
-    spec = layer.spec
     q, k, v = qkv.split(spec.splits, dim=-1)
-    q, k = (_normalised(part.unflatten(-1, (spec.key_heads, spec.dk)).to(layer.state.dtype)) for part in (q, k))
-    v = v.unflatten(-1, (spec.heads, spec.dv))
+    q, k = (_normalised(part.unflatten(-1, (spec.key_heads, spec.dk)).to(wide)) for part in (q, k))
+    beta = made.b.sigmoid() * (2 if getattr(mixer, "allow_neg_eigval", False) else 1)
     out = ops.gated_delta_step(
-        layer.state, layer.stash_k, layer.stash_u, layer.stash_g, None, None, q, k, v, g, beta, step.topology,
+        layer.state, layer.stash_k, layer.stash_u, layer.stash_g, None, None, q, k,
+        v.unflatten(-1, (spec.heads, spec.dv)), _log_decays(mixer, hidden_states, made.a, wide), beta, step.topology,
         first=step.first,
     )  # fmt: skip
     norm = mixer.norm if hasattr(mixer, "norm") else mixer.o_norm
-    out = norm(out.flatten(0, 2), gate.reshape(-1, spec.dv)).view(*hidden_states.shape[:2], -1)
+    out = norm(out.flatten(0, 2), made.gate.reshape(-1, spec.dv)).view(*hidden_states.shape[:2], -1)
     return _out_proj(mixer)(out)
 
 
-def _project(mixer: Any, hidden_states: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Project to q, k and v before the convolution, the output's gate, beta, and log decays in the state's dtype."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Projected:
+    """What a layer makes of its input: q, k and v before the convolution, the output's gate, and the raw b and a.
+
+    a is None where a module of the mixer gives the decays.
+    """
+
+    qkv: Tensor
+    gate: Tensor
+    b: Tensor
+    a: Tensor | None
+
+
+def _project(mixer: Any, hidden_states: Tensor) -> _Projected:
+    """Run a mixer's projections."""
     if hasattr(mixer, "in_proj_qkvz"):  # Qwen3-Next: interleaved by key head
         mixed = mixer.in_proj_qkvz(hidden_states), mixer.in_proj_ba(hidden_states)
         q, k, v, gate, b, a = mixer.fix_query_key_value_ordering(*mixed)
-        qkv = torch.cat((q.flatten(2), k.flatten(2), v.flatten(2)), dim=-1)
-    elif hasattr(mixer, "in_proj_qkv"):  # Qwen3.5
+        return _Projected(torch.cat((q.flatten(2), k.flatten(2), v.flatten(2)), dim=-1), gate, b, a)
+    if hasattr(mixer, "in_proj_qkv"):  # Qwen3.5
         names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-        qkv, gate, b, a = (getattr(mixer, name)(hidden_states) for name in names)
-    else:  # OlmoHybrid; Kimi-Linear and BailingHybrid, whose decays come from a module
-        qkv = torch.cat([getattr(mixer, name)(hidden_states) for name in ("q_proj", "k_proj", "v_proj")], dim=-1)
-        b = mixer.b_proj(hidden_states)
-        a = None if hasattr(mixer, "forget_gate") else mixer.a_proj(hidden_states)
-        gate = (
-            mixer.g_proj(hidden_states) if hasattr(mixer, "g_proj") else mixer.g_b_proj(mixer.g_a_proj(hidden_states))
-        )
-    beta = b.sigmoid() * 2 if getattr(mixer, "allow_neg_eigval", False) else b.sigmoid()
+        return _Projected(*(getattr(mixer, name)(hidden_states) for name in names))
+    # OlmoHybrid, Kimi-Linear and BailingHybrid
+    qkv = torch.cat([getattr(mixer, name)(hidden_states) for name in ("q_proj", "k_proj", "v_proj")], dim=-1)
+    low_rank = not hasattr(mixer, "g_proj")
+    gate = mixer.g_b_proj(mixer.g_a_proj(hidden_states)) if low_rank else mixer.g_proj(hidden_states)
+    a = None if hasattr(mixer, "forget_gate") else mixer.a_proj(hidden_states)
+    return _Projected(qkv, gate, mixer.b_proj(hidden_states), a)
+
+
+def _log_decays(mixer: Any, hidden_states: Tensor, a: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Compute log decays: one a head from the raw ``a``, or one a key channel by the mixer's module."""
     if a is None:
-        return qkv, gate, beta, mixer.forget_gate(hidden_states)
-    return qkv, gate, beta, -mixer.A_log.to(wide).exp() * F.softplus(a.to(wide) + mixer.dt_bias)
+        g: Tensor = mixer.forget_gate(hidden_states)
+    else:
+        g = -mixer.A_log.to(dtype).exp() * F.softplus(a.to(dtype) + mixer.dt_bias)
+    return g
 
 
 def _normalised(x: Tensor) -> Tensor:

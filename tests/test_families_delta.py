@@ -149,7 +149,9 @@ def test_latent_attention_keeps_latents_only(family: str) -> None:
 
 def test_the_stash_of_a_node_is_a_small_part_of_a_gated_delta_state() -> None:
     """Qwen3-Next-80B's sizes: 2 MiB of state a layer; DESIGN.md asks for at most 1/55, convolution inputs counted."""
-    stack = DeltaSpec(16, 32, 128, 128, 4, False, torch.bfloat16, torch.device("meta")).allocate(1, 1, 4096, 64)
+    sizes = {"key_heads": 16, "heads": 32, "dk": 128, "dv": 128, "dconv": 4}
+    spec = DeltaSpec(**sizes, per_channel=False, dtype=torch.bfloat16, device=torch.device("meta"))
+    stack = spec.allocate(1, 1, 4096, 64)
     stash = sum(getattr(stack, f"stash_{name}").nbytes for name in ("conv", "k", "u", "g")) / 64
     assert stack.state.nbytes == 32 * 128 * 128 * 4
     assert 1 / 60 < stash / stack.state.nbytes < 1 / 55
