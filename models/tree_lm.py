@@ -5,16 +5,18 @@ It knows no drafting and no sampling: logits out, paths in.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from stree.kernels.topology import Topology
 from stree.models.checks import check_path, describe, is_integer
-from stree.models.families import config_of_text_model, family_of, stateful_modules
+from stree.models.families import family_of, stateful_modules
+from stree.models.loading import load_model
 from stree.models.placement import keep_on_device
 from stree.models.state import DecodeState, LayerSpec, Pending, Site, TreeStep, state_dtype
 from stree.tree import TokenTree, checks_everywhere
@@ -55,36 +57,33 @@ class TreeLM:
 
     @classmethod
     def from_pretrained(
-        cls, name_or_path: str | Path, device: str | torch.device = "auto", dtype: str | torch.dtype = "auto"
+        cls,
+        name_or_path: str | Path,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        *,
+        device_map: str | Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
     ) -> TreeLM:
-        """Load a checkpoint from a local folder or by hub id.
+        """Load a checkpoint from a local folder or by hub id: one of transformers, or a native one of mamba-ssm.
 
         Args:
             name_or_path: folder with config.json and weights, or a hub id.
             device: "auto" for CUDA where there is one, else the CPU.
             dtype: "auto" for the checkpoint's own on a GPU and float32 on the CPU; or a torch dtype or its name.
+            device_map: instead of a device, "auto" or a map for accelerate, which spreads the layers over devices.
+            trust_remote_code: whether the checkpoint's own code may be executed.
 
         Raises:
-            ValueError: no checkpoint there, or one that cannot be read.
+            ValueError: no checkpoint there, one that cannot be read, or one that would execute code.
             NotImplementedError: the family is not supported.
+            RuntimeError: a device_map without accelerate.
         """
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        if dtype == "auto" and torch.device(device).type == "cpu":
-            dtype = torch.float32
-        try:
-            config = AutoConfig.from_pretrained(name_or_path)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"no checkpoint that transformers can read at {str(name_or_path)!r}: {error}") from error
-        family_of(config_of_text_model(config))
-        try:
-            model, report = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, output_loading_info=True)
-        except Exception as error:  # safetensors, pickle and transformers each raise their own
-            raise ValueError(f"checkpoint {str(name_or_path)!r} cannot be loaded: {error}") from error
-        if report["missing_keys"]:  # transformers would go on with random ones
-            missing = ", ".join(sorted(report["missing_keys"])[:3])
-            raise ValueError(f"checkpoint {str(name_or_path)!r} lacks {len(report['missing_keys'])} weights: {missing}")
-        return cls(model.to(device))
+        return cls(
+            load_model(
+                name_or_path, device=device, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code
+            )
+        )
 
     @property
     def vocab_size(self) -> int:

@@ -1,0 +1,123 @@
+"""Loading a checkpoint, local or from the hub: transformers' own formats, and those of mamba-ssm.
+
+It decides what is read and where it goes; grafting is ``TreeLM``'s business.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
+
+from stree.models.families import config_of_text_model, family_of
+from stree.models.native import config_of_native, is_native, load_native
+
+__all__ = ["load_config", "load_model"]
+
+NATIVE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+def load_config(name_or_path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """Read the config of a checkpoint; a native one is mapped onto transformers'.
+
+    Raises:
+        ValueError: no checkpoint there, or one whose config is code that the caller does not trust.
+        NotImplementedError: a native checkpoint that cannot be mapped.
+    """
+    raw = _raw_config(name_or_path, trust_remote_code)
+    if is_native(raw):
+        return config_of_native(raw)
+    try:
+        return AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(name_or_path, error) from error
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    device: str | torch.device,
+    dtype: str | torch.dtype,
+    device_map: str | Mapping[str, Any] | None,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    """Load a checkpoint of a supported family; see ``TreeLM.from_pretrained``."""
+    if device_map is not None:
+        if device != "auto":
+            raise ValueError(f"give a device or a device_map, not both: got {device!r} and {device_map!r}")
+        if importlib.util.find_spec("accelerate") is None:
+            raise RuntimeError("device_map needs the package accelerate: pip install accelerate")
+    elif device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    on_cpu = not torch.cuda.is_available() if device_map is not None else torch.device(device).type == "cpu"
+    if dtype == "auto" and on_cpu:
+        dtype = torch.float32
+    raw = _raw_config(name_or_path, trust_remote_code)
+    if is_native(raw):
+        if device_map is not None:
+            raise NotImplementedError("device_map is not supported for native mamba-ssm checkpoints; give a device")
+        model = load_native(raw, _native_weights(name_or_path))
+        return model.to(device) if dtype == "auto" else model.to(device, _torch_dtype(dtype))
+    family_of(config_of_text_model(load_config(name_or_path, trust_remote_code=trust_remote_code)))
+    model = _load(name_or_path, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
+    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        raise NotImplementedError(
+            f"device_map {device_map!r} offloads layers, which trees cannot use; keep them in memory"
+        )
+    return model if device_map is not None else model.to(device)
+
+
+def _load(name_or_path: str | Path, **arguments: Any) -> Any:
+    """Load through transformers; refuse a checkpoint that lacks weights, which it would draw at random."""
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(name_or_path, output_loading_info=True, **arguments)
+    except Exception as error:  # safetensors, pickle and transformers each raise their own
+        raise ValueError(f"checkpoint {str(name_or_path)!r} cannot be loaded: {error}") from error
+    if report["missing_keys"]:
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        raise ValueError(f"checkpoint {str(name_or_path)!r} lacks {len(report['missing_keys'])} weights: {missing}")
+    return model
+
+
+def _raw_config(name_or_path: str | Path, trust_remote_code: bool) -> Mapping[str, Any]:
+    """Read config.json as it stands; refuse one that only its own code could read."""
+    try:
+        raw, _ = PreTrainedConfig.get_config_dict(name_or_path)
+    except (OSError, ValueError) as error:
+        raise _unreadable(name_or_path, error) from error
+    needs_code = "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING
+    if needs_code and not trust_remote_code:
+        raise ValueError(
+            f"checkpoint {str(name_or_path)!r} would execute code of its own; "
+            "pass trust_remote_code=True if you have read it and trust it"
+        )
+    return cast(Mapping[str, Any], raw)
+
+
+def _native_weights(name_or_path: str | Path) -> Path:
+    """Find the weights of a native checkpoint, fetching them from the hub if need be."""
+    for name in NATIVE_WEIGHTS:
+        found = cached_file(
+            name_or_path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_gated_repo=True
+        )
+        if found is not None:
+            return Path(found)
+    raise ValueError(f"checkpoint {str(name_or_path)!r} has neither {' nor '.join(NATIVE_WEIGHTS)}")
+
+
+def _torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """Turn a name into a dtype."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype must be 'auto', a torch dtype or its name, got {dtype!r}")
+    return found
+
+
+def _unreadable(name_or_path: str | Path, error: Exception) -> ValueError:
+    """Word the failure to read a config."""
+    return ValueError(f"no checkpoint that transformers can read at {str(name_or_path)!r}: {error}")
