@@ -43,7 +43,7 @@ class Build:
                 signature[name] = "i32"
                 if self.integers[name] % 16 == 0:
                     attributes[(place,)] = [["tt.divisibility", 16]]
-            elif name in ("low", "high", "eps", "offset"):
+            elif name in ("low", "high", "scale", "softcap", "eps", "offset"):
                 signature[name] = "fp32"
             else:
                 signature[name], constants[name] = "constexpr", None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import aot_attention
 import aot_diagonal
 import aot_mamba2
 import aot_norm
@@ -27,6 +28,7 @@ BUILDERS: Mapping[str, tuple[Callable[[Any, int, torch.dtype], Build], Mapping[s
     **aot_mamba2.BUILDERS,
     **aot_norm.BUILDERS,
     **aot_diagonal.BUILDERS,
+    **aot_attention.BUILDERS,
 }
 
 

@@ -1,0 +1,115 @@
+"""The builds of tree attention, of its commit and of acceptance at the shapes of published models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from aot_build import POINTERS, Build
+
+from stree.kernels.accept import draw_constants
+from stree.kernels.accept_kernels import draw_kernel, walk_kernel
+from stree.kernels.attention import attention_constants, kv_commit_constants, merge_constants, split_context
+from stree.kernels.attention_kernels import attention_kernel, kv_commit_kernel, merge_kernel
+from stree.kernels.tiles import AttentionTile, padded
+
+CONTEXT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Sizes of a model's attention layer, from its published configuration."""
+
+    heads: int
+    kv_heads: int
+    headdim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What tells apart the builds of a kernel that has no table of tiles."""
+
+    size: int
+    warps: int
+    stages: int = 3
+
+
+LAYERS = {
+    "Nemotron-H-8B": Attention(32, 8, 128),
+    "Bamba-9B": Attention(32, 8, 128),
+    "Granite-4.0-H-tiny": Attention(12, 4, 128),
+    "Qwen3-Next-80B": Attention(16, 2, 256),
+    "Falcon-H1-7B": Attention(12, 2, 128),
+    "Zamba2-7B": Attention(32, 32, 224),
+    "Jamba-mini": Attention(32, 8, 128),
+}
+VOCABULARIES = {"vocabulary of 131072": 131072}
+
+
+def attention_build(layer: Attention, n: int, dtype: torch.dtype) -> Build:
+    """Describe the launch of a step over a cache of 4,096 rows, one sequence, without a path to fold."""
+    shared = layer.heads // layer.kv_heads
+    tile = AttentionTile.of(n * shared, layer.headdim, dtype)
+    constants = attention_constants(
+        tile, layer.headdim, layer.headdim, layer.kv_heads, shared, n,
+        window=False, softcap=False, direct=False, keep=True, known=False,
+    )  # fmt: skip
+    names = ("q_ptr", "k_cache_ptr", "v_cache_ptr", "k_ptr", "v_ptr", "stash_k_ptr", "stash_v_ptr", "out_ptr")
+    pointers = dict.fromkeys(names, POINTERS[dtype]) | {"lse_ptr": "*fp32"}
+    pointers |= dict.fromkeys(("lengths_ptr", "bits_ptr", "depths_ptr"), "*i32")
+    integers = _integers(attention_kernel.arg_names, layer.headdim)
+    return Build(attention_kernel, constants, pointers, integers, tile)
+
+
+def merge_build(layer: Attention, n: int, dtype: torch.dtype) -> Build:
+    """Describe the merge of the parts of such a step."""
+    shared = layer.heads // layer.kv_heads
+    tile = AttentionTile.of(n * shared, layer.headdim, dtype)
+    parts, _ = split_context(CONTEXT, -(-n * shared // tile.rows) * layer.kv_heads, tile.keys)
+    constants = merge_constants(layer.kv_heads, shared, layer.headdim, parts)
+    pointers = {"part_ptr": POINTERS[dtype], "lse_ptr": "*fp32", "out_ptr": POINTERS[dtype]}
+    return Build(merge_kernel, constants, pointers, {"parts": 1}, Launch(padded(layer.headdim), 4))
+
+
+def kv_commit_build(layer: Attention, n: int, dtype: torch.dtype) -> Build:
+    """Describe the append of a path; the build is the same for all trees."""
+    pointers = dict.fromkeys(("k_cache_ptr", "v_cache_ptr", "k_ptr", "v_ptr"), POINTERS[dtype])
+    pointers |= {"lengths_ptr": "*i32", "path_ptr": "*i64", "path_lengths_ptr": "*i64"}
+    constants = kv_commit_constants(layer.headdim, layer.headdim, after=False)
+    integers = _integers(kv_commit_kernel.arg_names, layer.headdim)
+    return Build(kv_commit_kernel, constants, pointers, integers, Launch(padded(layer.headdim), 4))
+
+
+def draw_build(vocab: int, n: int, dtype: torch.dtype) -> Build:
+    """Describe the draw of a token at every node by the numbers of the nodes' positions."""
+    pointers = {"score_ptr": POINTERS[dtype], "depths_ptr": "*i32"}
+    pointers |= dict.fromkeys(("sequences_ptr", "positions_ptr", "drawn_ptr"), "*i64")
+    constants = draw_constants(vocab, greedy=False)
+    return Build(draw_kernel, constants, pointers, _integers(draw_kernel.arg_names, vocab), Launch(vocab, 8))
+
+
+def walk_build(vocab: int, n: int, dtype: torch.dtype) -> Build:
+    """Describe the walk down a tree; no vocabulary and no dtype reaches it."""
+    pointers = dict.fromkeys(("tokens_ptr", "drawn_ptr", "next_ptr"), "*i64") | {"mask_ptr": "*i1"}
+    pointers |= dict.fromkeys(("parents_ptr", "depths_ptr", "path_ptr", "lengths_ptr"), "*i32")
+    integers = _integers(walk_kernel.arg_names, vocab)
+    return Build(walk_kernel, {"NODES": padded(n)}, pointers, integers, Launch(padded(n), 4))
+
+
+def _integers(names: list[str], stride: int) -> dict[str, int]:
+    """Give strides the divisors of a row, and 1 to the integers for which Triton makes no builds of their own."""
+    plain = ("n", "first", "new_from", "context", "chunk", "window", "limit", "path_size", "vocab", "width")
+    return {
+        name: stride if name.startswith("stride_") else 1
+        for name in names
+        if name.startswith(("stride_", "key_")) or name in plain
+    }
+
+
+BUILDERS = {
+    "attention_step": (attention_build, LAYERS),
+    "attention_merge": (merge_build, LAYERS),
+    "kv_commit": (kv_commit_build, LAYERS),
+    "accept_draw": (draw_build, VOCABULARIES),
+    "accept_walk": (walk_build, VOCABULARIES),
+}
