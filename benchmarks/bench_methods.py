@@ -43,7 +43,7 @@ class Method:
         """Say which verifier "auto" means here."""
         if self.drafter == "transformers":
             return "none"
-        return "greedy" if temperature == 0 else "rejection" if self.drafter == "model" else "match"
+        return "greedy" if temperature == 0 else "traversal" if self.drafter == "model" else "match"
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ def generate(
         drafter: what proposes trees; None for ``SuffixDrafter()``.
         growth: the shape of a model drafter's trees; None for its default, ``DySpec()``.
         budget: most nodes a step, root included; 1 is plain decoding.
-        verifier: "auto", "match" or "rejection"; see ``stree.accept``.
+        verifier: "auto", "match", "rejection", "traversal" or "block"; see ``stree.accept``.
         sampling: temperature, top-k, top-p; None for greedy.
         max_new_tokens: most new tokens a sequence.
         stop_token_ids: tokens that end a sequence.

@@ -7,7 +7,7 @@ collects the probability that it does, so summing over all rows integrates over 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self, cast
 
@@ -28,6 +28,8 @@ __all__ = [
     "as_random",
     "drafted_trees",
     "emitted_law",
+    "every_outcome",
+    "expected_tokens",
     "law_of_texts",
     "total_variation",
 ]
@@ -287,13 +289,29 @@ def emitted_law(
         target: the target.
         trees: what the draft can give, the roots being token 0.
         sampling: of the target.
-        verifier: "match" or "rejection".
+        verifier: name of the rule; "match" is handed no laws.
         length: at least depth + 1.
         verify: replaces ``accept`` (for negative controls).
 
     Returns:
         float64[vocab ** length], summing to one.
     """
+    joint = torch.zeros(target.vocab**length, dtype=torch.float64)
+    for tokens, accepted, weight in every_outcome(target, trees, sampling, verifier, verify):
+        joint += law_of_texts(target, tokens, accepted, sampling, weight, length)
+    return joint
+
+
+def expected_tokens(target: TableLaw, trees: DraftedTrees, sampling: Sampling, verifier: str) -> float:
+    """Compute the mean number of tokens that a step emits; arguments as for ``emitted_law``."""
+    outcomes = every_outcome(target, trees, sampling, verifier)
+    return sum(float((accepted.path_lengths * weight).sum()) for _, accepted, weight in outcomes)
+
+
+def every_outcome(
+    target: TableLaw, trees: DraftedTrees, sampling: Sampling, verifier: str, verify: Verify | None = None
+) -> Iterator[tuple[Tensor, Acceptance, Tensor]]:
+    """Accept from every tree with every outcome of every random choice: tokens, acceptances and their weights."""
     vocab, n = target.vocab, trees.tokens.shape[1]
     if verifier == "match":
         law = sampling.law(target.logits)
@@ -302,7 +320,6 @@ def emitted_law(
     else:
         possible = Outcomes.all(n - 1, 1, vocab)
     count, drafts = len(possible.weight), len(trees.weight)
-    joint = torch.zeros(vocab**length, dtype=torch.float64)
     step = max(1, 400_000 // count)  # trees a batch: bounds the memory
     for begin in range(0, drafts, step):
         chunk = trees.select(torch.arange(begin, min(begin + step, drafts)).repeat_interleave(count))
@@ -310,13 +327,12 @@ def emitted_law(
         rng = _repeated(possible, copies)
         logits = target.logits[chunk.tokens]
         if verify is None:
-            laws = chunk.laws if verifier == "rejection" else None
+            laws = None if verifier == "match" else chunk.laws
             accepted = accept(chunk.tree, logits, sampling, as_random(rng), laws, verifier)
         else:
             accepted = verify(chunk.tree, logits, as_random(rng), chunk.laws)
         weight = rng.finished_weight() if isinstance(rng, Outcomes) else rng.weight
-        joint += law_of_texts(target, chunk.tokens, accepted, sampling, weight * chunk.weight, length)
-    return joint
+        yield chunk.tokens, accepted, weight * chunk.weight
 
 
 def law_of_texts(

@@ -103,7 +103,7 @@ def test_an_unknown_method_names_the_known_ones() -> None:
     [
         ("plain", 0.0, "greedy"),
         ("suffix:8", 0.8, "match"),
-        ("chain:2", 0.8, "rejection"),
+        ("chain:2", 0.8, "traversal"),
         ("transformers", 0.8, "none"),
     ],
 )

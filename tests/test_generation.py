@@ -344,7 +344,11 @@ def test_a_drafter_that_fails_to_start_raises_its_own_error() -> None:
         ({"budget": "auto"}, NotImplementedError, 'budget="auto" is not supported yet; pass a number of nodes'),
         ({"budget": "many"}, ValueError, "budget must be a number of nodes, got 'many'"),
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1, got 0"),
-        ({"verifier": "typical"}, ValueError, "verifier must be one of auto, match, rejection, got 'typical'"),
+        (
+            {"verifier": "typical"},
+            ValueError,
+            "verifier must be one of auto, match, rejection, traversal, block, got 'typical'",
+        ),
         ({"streamer": Listener(), "prompts": [[1], [2]]}, ValueError, "a streamer takes one prompt, got 2"),
         (
             {"growth": Static.stree(), "budget": 12},

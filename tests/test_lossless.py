@@ -138,7 +138,7 @@ def test_a_total_variation_of_0_02_is_seen() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verifier", ["match", "rejection"])
+@pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
 @pytest.mark.parametrize("name", ["chain", "static", "layers", "heap", "suffix"])
 def test_three_consecutive_tokens_have_the_target_s_law(name: str, verifier: str) -> None:
     counts, reports = sampled_counts(*policy(name), verifier)

@@ -15,7 +15,7 @@ from stree.verify import DELTA, SAMPLED, Acceptance, DraftLaws, accept
 
 torch.set_num_threads(1)
 
-EXACT = 1e-9  # total variation; float64 sums of at most a million terms stay far below it
+EXACT = 1e-12  # total variation: sums in float64
 SEEN = 0.01  # a wrong rule must differ at least this much
 
 CHAIN = [-1, 0, 1]
@@ -36,7 +36,7 @@ def depth_of(parents: list[int]) -> int:
     return max(depths)
 
 
-@pytest.mark.parametrize("verifier", ["match", "rejection"])
+@pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
 @pytest.mark.parametrize(
     ("vocab", "parents"),
     [(4, CHAIN), (4, STAR), (4, [-1, 0, 0, 0, 0]), (3, BINARY), (3, UNEVEN), (3, [-1, 0, 1, 0, 3])],
@@ -51,7 +51,7 @@ def test_the_emitted_law_of_a_sampled_tree_is_the_target_s(vocab: int, parents: 
     assert total_variation(emitted, target.joint(PLAIN, length)) < EXACT
 
 
-@pytest.mark.parametrize("verifier", ["match", "rejection"])
+@pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
 @pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.3, top_k=2), Sampling(1.0, top_p=0.7)], ids=str)
 @pytest.mark.parametrize("draft_sampling", [PLAIN, Sampling(0.8, top_k=2)], ids=str)
 def test_the_law_is_exact_where_tokens_have_probability_zero(
@@ -65,14 +65,14 @@ def test_the_law_is_exact_where_tokens_have_probability_zero(
     assert total_variation(emitted, target.joint(sampling, 3)) < EXACT
 
 
-@pytest.mark.parametrize("verifier", ["match", "rejection"])
+@pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
 def test_the_law_is_exact_when_draft_and_target_agree(verifier: str) -> None:
     target = TableLaw.random(3, 5)
     emitted = emitted_law(target, drafted_trees(target, BINARY, PLAIN), PLAIN, verifier, 3)
     assert total_variation(emitted, target.joint(PLAIN, 3)) < EXACT
 
 
-@pytest.mark.parametrize("verifier", ["match", "rejection"])
+@pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
 def test_the_law_is_exact_when_no_drafted_token_is_possible(verifier: str) -> None:
     target = TableLaw(torch.tensor([[0.0, -torch.inf, 1.0, 0.5]] * 4, dtype=torch.float64))
     draft = TableLaw(torch.tensor([[-torch.inf, 0.0, -torch.inf, -torch.inf]] * 4, dtype=torch.float64))
@@ -80,7 +80,7 @@ def test_the_law_is_exact_when_no_drafted_token_is_possible(verifier: str) -> No
     assert total_variation(emitted, target.joint(PLAIN, 3)) < EXACT
 
 
-@pytest.mark.parametrize("verifier", ["match", "rejection"])
+@pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
 def test_the_law_is_exact_for_nodes_chosen_without_chance(verifier: str) -> None:
     target = TableLaw.random(4, 6)
     trees = drafted_trees(target, BINARY, PLAIN, delta={1: 2, 2: 0, 3: 1, 4: 3})
@@ -89,18 +89,19 @@ def test_the_law_is_exact_for_nodes_chosen_without_chance(verifier: str) -> None
     assert total_variation(emitted, target.joint(PLAIN, 3)) < EXACT
 
 
-def test_rejection_without_laws_takes_every_node_as_chosen_without_chance() -> None:
+@pytest.mark.parametrize("verifier", ["rejection", "traversal"])
+def test_without_laws_every_node_counts_as_chosen_without_chance(verifier: str) -> None:
     target = TableLaw.random(4, 6)
     trees = drafted_trees(target, BINARY, PLAIN, delta={1: 2, 2: 0, 3: 1, 4: 3})
 
     def without_laws(tree: TokenTree, logits: Tensor, rng: Random, laws: DraftLaws | None) -> Acceptance:
-        return accept(tree, logits, PLAIN, rng, None, "rejection")
+        return accept(tree, logits, PLAIN, rng, None, verifier)
 
-    emitted = emitted_law(target, trees, PLAIN, "rejection", 3, without_laws)
+    emitted = emitted_law(target, trees, PLAIN, verifier, 3, without_laws)
     assert total_variation(emitted, target.joint(PLAIN, 3)) < EXACT
 
 
-@pytest.mark.parametrize("verifier", ["match", "rejection"])
+@pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
 @pytest.mark.parametrize("parents", [[-1, 0, 0, 0], [-1, 0, 0, 1, 1]], ids=["star", "binary"])
 def test_the_law_is_exact_for_chosen_nodes_before_their_drawn_siblings(parents: list[int], verifier: str) -> None:
     target, draft = TableLaw.random(4, 7), TableLaw.random(4, 8)
@@ -159,7 +160,7 @@ def test_sampled_nodes_taken_as_chosen_ones_give_another_law_under_rejection() -
     assert total_variation(emitted, target.joint(PLAIN, 2)) > SEEN
 
 
-@pytest.mark.parametrize("verifier", ["auto", "match", "rejection"])
+@pytest.mark.parametrize("verifier", ["auto", "match", "rejection", "traversal"])
 def test_greedy_follows_the_argmax_whatever_the_verifier(verifier: str) -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(30):
@@ -196,7 +197,7 @@ def test_paths_are_padded_and_rows_do_not_touch_each_other() -> None:
     trees = trees.select(torch.randint(0, len(trees.weight), (40,), generator=generator))
     logits = target.logits[trees.tokens]
     rng = random_rows(40)
-    for verifier in ("match", "rejection"):
+    for verifier in ("match", "rejection", "traversal"):
         together = accept(trees.tree, logits, PLAIN, rng, trees.laws, verifier)
         assert together.path.dtype == together.path_lengths.dtype == torch.int32
         assert together.path.shape == (40, 4)
@@ -228,18 +229,18 @@ def test_nan_logits_of_padding_are_no_concern() -> None:
     logits = torch.zeros(1, 3, 4)
     logits[0, 0, 2] = logits[0, 1, 3] = 1.0
     logits[0, 2] = torch.nan
-    for verifier in ("match", "rejection"):
+    for verifier in ("match", "rejection", "traversal"):
         accepted = accept(tree, logits, Sampling(), random_rows(1), None, verifier)
         assert accepted.path.tolist() == [[0, 1]]
         assert accepted.next_token.tolist() == [3]
         accept(tree, logits, PLAIN, random_rows(1), None, verifier)
 
 
-def test_auto_is_rejection_with_laws_and_match_without() -> None:
+def test_auto_is_traversal_with_laws_and_match_without() -> None:
     target, draft = TableLaw.random(4, 1), TableLaw.random(4, 2)
     trees = drafted_trees(draft, [-1, 0, 0, 1], PLAIN)
     logits, rng = target.logits[trees.tokens], random_rows(len(trees.weight))
-    for laws, verifier in ((trees.laws, "rejection"), (None, "match")):
+    for laws, verifier in ((trees.laws, "traversal"), (None, "match")):
         auto = accept(trees.tree, logits, PLAIN, rng, laws)
         named = accept(trees.tree, logits, PLAIN, rng, laws, verifier)
         assert torch.equal(auto.path, named.path)
@@ -275,11 +276,13 @@ def test_logits_of_another_shape_are_refused() -> None:
 
 
 def test_an_unknown_verifier_is_refused() -> None:
-    with pytest.raises(ValueError, match="verifier must be one of auto, match, rejection, got 'typical'"):
+    with pytest.raises(
+        ValueError, match="verifier must be one of auto, match, rejection, traversal, block, got 'typical'"
+    ):
         accept(TokenTree.chain([1]), torch.zeros(1, 1, 5), Sampling(), random_rows(1), None, "typical")
 
 
-@pytest.mark.parametrize("verifier", ["match", "rejection"])
+@pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
 def test_nan_logits_are_refused_and_located(verifier: str) -> None:
     logits = torch.zeros(2, 2, 5)
     logits[1, 0, 3] = torch.nan

@@ -1,0 +1,66 @@
+"""The front door of acceptance: looks at what comes and picks the rule."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import Tensor
+
+from stree.sampling import Random, Sampling
+from stree.tree import TokenTree, checks_everywhere
+from stree.verify.match import match
+from stree.verify.rejection import reject
+from stree.verify.traversal import traverse
+from stree.verify.values import Acceptance, DraftLaws
+
+__all__ = ["VERIFIERS", "accept"]
+
+VERIFIERS: Final = ("auto", "match", "rejection", "traversal", "block")
+
+
+def accept(
+    tree: TokenTree,
+    target_logits: Tensor,
+    sampling: Sampling,
+    rng: Random,
+    draft: DraftLaws | None = None,
+    verifier: str = "auto",
+    max_depth: int | None = None,
+) -> Acceptance:
+    """Choose the accepted path of each tree so that the emitted text follows the target's law exactly.
+
+    "match" is lossless for every tree, and the best there is for DELTA nodes.  "rejection" and "traversal" need the law
+    that each child was really drawn from after its elder siblings; a DELTA child's is one-hot.  Traversal accepts at
+    least as much as rejection; without branches it is known as block verification, and "block" insists on that.
+
+    Args:
+        tree: n nodes.
+        target_logits: float[batch, n, vocab].
+        sampling: temperature, top-k, top-p of the target.
+        rng: numbers of this step, positioned at the roots.
+        draft: laws of the children; None means that all are DELTA.
+        verifier: "match", "rejection", "traversal", "block", or "auto": traversal where laws are given, else match.
+        max_depth: bound of the depths known to the host; None reads it, which waits for a device.
+
+    Raises:
+        ValueError: shapes disagree, an unknown verifier, or (looked for on the CPU) NaN logits or branches for "block".
+    """
+    batch, n = tree.tokens.shape
+    if target_logits.dim() != 3 or target_logits.shape[:2] != (batch, n):
+        raise ValueError(f"target_logits must be float[{batch}, {n}, vocab], got {[*target_logits.shape]}")
+    if verifier not in VERIFIERS:
+        raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
+    is_looked_at = target_logits.device.type == "cpu" or checks_everywhere()
+    if verifier == "block" and is_looked_at and not bool((tree.depths == tree.num_nodes[:, None] - 1).any(1).all()):
+        raise ValueError("block verification takes trees without branches; use traversal for others")
+    # A maximum is NaN where any logit is: one pass and no copy.
+    if is_looked_at and bool(target_logits.amax().isnan()):
+        nodes = (target_logits.isnan().any(-1) & ~tree.is_padding).nonzero().tolist()
+        if nodes:
+            raise ValueError(f"the target's logits are NaN at (row, node) {nodes[:4]}")
+    if max_depth is None:
+        max_depth = int(tree.depths.max())
+    if sampling.is_greedy or verifier == "match" or (verifier == "auto" and draft is None):
+        return match(tree, target_logits, sampling, rng, max_depth)
+    rule = reject if verifier == "rejection" else traverse
+    return rule(tree, sampling.law(target_logits), rng, draft, max_depth)

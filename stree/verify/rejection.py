@@ -1,0 +1,37 @@
+"""Recursive rejection: children in draw order, each against what its elder siblings' rejection leaves of p."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stree.sampling import Random
+from stree.tree import TokenTree
+from stree.verify.paths import deepest
+from stree.verify.trials import Trials
+from stree.verify.values import Acceptance, DraftLaws
+
+__all__ = ["reject", "toss"]
+
+
+def reject(tree: TokenTree, target_law: Tensor, rng: Random, draft: DraftLaws | None, max_depth: int) -> Acceptance:
+    """Accept a child with probability min(1, p / q) and go on below it; after a rejection p <- norm(max(p - q, 0)).
+
+    Recursive rejection without replacement: RSD, arXiv 2402.14160; SpecInfer, arXiv 2305.09781.  A test does not depend
+    on those of other nodes' children, so all nodes are tested at once, one sibling rank after the other.
+    """
+    trials = Trials(tree, target_law, draft)
+    for nodes, child in trials.waves(trials.siblings.rank, trials.siblings.most):
+        trials.test(nodes, child, torch.ones_like(child, dtype=target_law.dtype))
+    ratio = trials.ratio[:, :-1].clamp(max=1)
+    is_kept = trials.siblings.eldest_of(toss(rng, ratio, trials.siblings.is_drafted))
+    leaf, path, path_lengths = deepest(tree, is_kept, max_depth)
+    depth = tree.depths.gather(1, leaf[:, None]).squeeze(1)
+    return Acceptance(path, path_lengths, rng.choice("target", trials.law_at(leaf), depth + 1), ratio)
+
+
+def toss(rng: Random, probs: Tensor, is_drafted: Tensor) -> Tensor:
+    """Toss the coin of every drafted node: bool[batch, n]."""
+    node = torch.arange(1, probs.shape[1], device=probs.device).expand(len(probs), -1)
+    shown = rng.bernoulli("accept", (probs * is_drafted)[:, 1:], torch.zeros_like(node), node)
+    return torch.nn.functional.pad(shown, (1, 0))

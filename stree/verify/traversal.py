@@ -1,0 +1,54 @@
+"""Traversal verification, from the leaves up; on a chain it is block verification."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stree.sampling import Random
+from stree.tree import TokenTree
+from stree.verify.paths import deepest
+from stree.verify.rejection import toss
+from stree.verify.trials import Trials
+from stree.verify.values import Acceptance, DraftLaws
+
+__all__ = ["traverse"]
+
+
+def traverse(tree: TokenTree, target_law: Tensor, rng: Random, draft: DraftLaws | None, max_depth: int) -> Acceptance:
+    """Try the leaves first: a node is accepted by its own coin where nothing below it is (arXiv 2505.12398).
+
+    A child is held with the probability of its parent times p / q, at most 1; when all below it has failed, the
+    parent's law is what the child leaves, and its probability of being held is weighed anew.  The first node in
+    post-order whose coin shows is accepted.  Without branches this is block verification (arXiv 2403.10444).
+    """
+    trials = Trials(tree, target_law, draft)
+    held = _hold_chain(trials, max_depth) if trials.siblings.most == 1 else _hold(tree, trials, max_depth)
+    shown = toss(rng, held, trials.siblings.is_drafted)
+    is_alive = (tree.ancestor_mask & shown[:, :, None]).any(1)  # it or a node below it shows
+    leaf, path, path_lengths = deepest(tree, trials.siblings.eldest_of(is_alive), max_depth)
+    depth = tree.depths.gather(1, leaf[:, None]).squeeze(1)
+    next_token = rng.choice("target", trials.law_at(leaf), depth + 1)
+    return Acceptance(path, path_lengths, next_token, trials.ratio[:, :-1].clamp(max=1))
+
+
+def _hold(tree: TokenTree, trials: Trials, max_depth: int) -> Tensor:
+    """Test all children, depth by depth and rank by rank; give each node's coin, float[batch, n]."""
+    held, most = torch.ones_like(trials.ratio), trials.siblings.most
+    wave = (tree.depths.long() - 1) * most + trials.siblings.rank
+    for nodes, child in trials.waves(wave, max_depth * most):
+        below, above = trials.test(nodes, child, held.index_select(1, nodes))
+        held.index_copy_(1, nodes, above)  # of rows where a node has no such child, too: before what is new
+        held.scatter_(1, child, below)
+    return held[:, :-1]
+
+
+def _hold_chain(trials: Trials, max_depth: int) -> Tensor:
+    """Do the same where there are no branches, so that no law waits for another node's test: all nodes at once."""
+    ratio, parents = trials.first_ratios(), trials.siblings.parents
+    held = torch.ones_like(ratio)
+    for _ in range(max_depth):
+        held = torch.where(trials.siblings.is_drafted, (held.gather(1, parents) * ratio).clamp(max=1), held)
+    for nodes, child in trials.waves(trials.siblings.rank, 1):
+        held.index_copy_(1, nodes, trials.test(nodes, child, held.index_select(1, nodes))[1])
+    return held

@@ -1,0 +1,124 @@
+"""Tests of drafted nodes against the target's law, and what their rejection leaves of it.
+
+A test compares what is left of p at a node with the law q of its child, at the child's token; a rejection leaves
+max(r p - q, 0), normalised, r being the probability with which the node itself is held.  Which tests wait for which is
+for the rules to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from stree.tree import TokenTree
+from stree.verify.paths import Siblings
+from stree.verify.values import DELTA, DraftLaws
+
+__all__ = ["Trials"]
+
+TINY: Final = 1e-38  # a divisor that keeps 0 / 0 at 0; about the smallest normal float32
+
+
+class Trials:
+    """What is left of the target's law at every node while its children are tested in draw order.
+
+    Attributes:
+        siblings: the children's order.
+        ratio: float[batch, n + 1], of each tested node p / q at its token; the last column is no node's.
+    """
+
+    def __init__(self, tree: TokenTree, target_law: Tensor, draft: DraftLaws | None) -> None:
+        self.siblings = Siblings.of(tree)
+        self._left, self._mass = target_law, torch.ones_like(target_law[..., 0])  # not normalised; its sum
+        self.ratio = pad(torch.zeros_like(self._mass), (0, 1))
+        self._batch = torch.arange(len(target_law), device=target_law.device)[:, None]
+        self._probs = None if draft is None else draft.probs
+        self._token = pad(tree.tokens, (0, 1))
+        self._facts = pad(_facts(tree, self.siblings, draft).to(target_law.dtype), (0, 0, 0, 1))
+        self._row = None if draft is None else pad(draft.row.long().clamp(0, draft.probs.shape[1] - 1), (0, 1))
+
+    def first_ratios(self) -> Tensor:
+        """Give p / q at the token of every drafted node before any test: float[batch, n]."""
+        return self._left[self._batch, self.siblings.parents, self._token[:, :-1]] * self._facts[:, :-1, 0]
+
+    def waves(self, wave: Tensor, num_waves: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Go through the tests in order: nodes int64[k], and int64[batch, k] one child of each, n where there is none.
+
+        Args:
+            wave: int64[batch, n], when each drafted node is tested; siblings at different times.
+            num_waves: bound of them.
+        """
+        batch, n = wave.shape
+        place = torch.where(self.siblings.is_drafted, wave * n + self.siblings.parents, num_waves * n)
+        index = torch.arange(n, device=wave.device)
+        child = torch.full((batch, num_waves * n + 1), n, device=wave.device).scatter_(1, place, index.expand(batch, n))
+        child = child[:, :-1].view(batch, num_waves, n)
+        if wave.device.type != "cpu":  # all nodes in every wave: nothing is waited for
+            yield from ((index, child[:, number]) for number in range(num_waves))
+            return
+        numbers, nodes = (child < n).any(0).nonzero().T
+        begin = 0
+        for number, count in enumerate(torch.bincount(numbers, minlength=num_waves).tolist()):
+            if count:
+                chosen = nodes[begin : begin + count]
+                yield chosen, child[:, number].index_select(1, chosen)
+            begin += count
+
+    def test(self, nodes: Tensor, child: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+        """Test a child of some nodes, and take its law away from what is left there, as if it were rejected.
+
+        Args:
+            nodes: int64[k].
+            child: int64[batch, k].
+            held: float[batch, k], probability with which the nodes are held.
+
+        Returns:
+            float[batch, k] twice: the probability with which each child is held, and that of its parent hereafter.
+        """
+        facts = self._facts[self._batch, child]
+        token = self._token.gather(1, child).unsqueeze(-1)
+        before, mass = self._left.index_select(1, nodes), self._mass.index_select(1, nodes)
+        left = before * (held / mass).unsqueeze(-1)
+        below = left.gather(-1, token).squeeze(-1) * facts[..., 0]
+        self.ratio.scatter_(1, child, below / held.clamp(min=TINY))
+        if self._probs is not None and self._row is not None:
+            law = self._probs[self._batch, self._row.gather(1, child)].to(left.dtype)
+            left.addcmul_(law, facts[..., 1:2], value=-1)
+        left.scatter_add_(-1, token, -facts[..., 2:])
+        total = left.clamp_(min=0).sum(-1)
+        # Nothing is left only where p <= q everywhere, that is p == q, and then the child is accepted.
+        is_left = total > 0
+        self._left.index_copy_(1, nodes, torch.where(is_left.unsqueeze(-1), left, before))
+        self._mass.index_copy_(1, nodes, torch.where(is_left, total, mass))
+        # Without a child: held / (held + 1 - held), that is held.
+        return below.clamp_(max=1), total / (total + 1 - held).clamp_(min=TINY)
+
+    def law_at(self, leaf: Tensor) -> Tensor:
+        """Give what is left at int64[batch] nodes: float[batch, vocab], not normalised."""
+        return self._left[self._batch.squeeze(1), leaf]
+
+
+def _facts(tree: TokenTree, siblings: Siblings, draft: DraftLaws | None) -> Tensor:
+    """Tell how each node's own law looks after its elders: float[batch, n, 3].
+
+    Returns:
+        1 / q at the node's token; the factor that makes the stored law q, 0 for a DELTA node, whose law is one-hot; and
+        what q has besides at the token, 1 for a DELTA node.
+    """
+    if draft is None:
+        return torch.tensor([1.0, 0.0, 1.0], device=tree.tokens.device).expand(*tree.tokens.shape, 3)
+    row = draft.row.long().clamp(0, draft.probs.shape[1] - 1)
+    batch = torch.arange(len(row), device=row.device)[:, None]
+    at = draft.probs[batch.unsqueeze(-1), row.unsqueeze(-1), tree.tokens[:, None]].double()  # [batch, node, token]
+    is_again = (siblings.is_elder & (tree.tokens[:, :, None] == tree.tokens[:, None])).any(-1)  # an elder's token
+    # In float64: of a law that its elders use up nearly all still ten digits are known.
+    spent = (at * (siblings.is_elder & ~is_again[:, None])).sum(-1)
+    rest = (draft.probs.sum(-1, dtype=torch.float64).gather(1, row) - spent).clamp(min=TINY)
+    own = at.diagonal(dim1=1, dim2=2) * ~is_again
+    is_delta = draft.kind == DELTA
+    inverse = torch.where(is_delta, 1.0, rest / own.clamp(min=TINY))
+    return torch.stack([inverse, ~is_delta / rest, is_delta.double()], -1)
