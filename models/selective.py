@@ -106,7 +106,8 @@ class SelectiveStack(LayerStack):
     def load(self, slot: int, prefilled: Prefilled) -> None:
         """Take over window and state."""
         cache_layer = prefilled.cache.layers[prefilled.layer]
-        self.window[slot].copy_(cache_layer.conv_states[0][..., 1 - self.spec.dconv :])
+        inputs = cache_layer.conv_states[0]
+        self.window[slot].copy_(inputs[..., inputs.shape[2] - self.window.shape[3] :])
         self.state[slot].copy_(cache_layer.recurrent_states[0].view_as(self.state[slot]))
 
 
@@ -132,8 +133,8 @@ def _forward(mixer: Any, hidden_states: Tensor, cache_params: Any = None, *args:
         return type(mixer).forward(mixer, hidden_states, cache_params, *args, **kwargs)
     step, layer = cache_params, cache_params.state.layers[mixer.layer_idx, SelectiveSpec]
     projected, by_head = mixer.in_proj(hidden_states), hasattr(mixer, "x_proj_weight")
-    # Zamba's projection holds x and gate of a channel side by side.
-    x, gate = projected.unflatten(2, (-1, 2)).unbind(3) if by_head else projected.chunk(2, dim=2)
+    # Zamba's projection holds x and gate of a channel side by side; kernels want channels without gaps.
+    x, gate = projected.unflatten(2, (-1, 2)).movedim(3, 0).contiguous() if by_head else projected.chunk(2, dim=2)
     conv = mixer.conv1d
     x = ops.conv_step(
         layer.window, layer.stash_conv, None, None, x, conv.weight.squeeze(1), conv.bias, step.topology,

@@ -115,6 +115,25 @@ def test_three_trees_with_two_commits_between_are_exact(family: str, dtype: torc
             texts = extended(texts, tree, paths)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64], indirect=True, ids=["float64"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trees_of_64_nodes_after_many_commits_are_exact(family: str, dtype: torch.dtype) -> None:
+    rng = random.Random(14)
+    model = family_model(family, dtype, seed=1)
+    lm, texts = grafted(model), random_texts(rng, [33, 1, 12])
+    state = lm.new_state(3, 512, 64)
+    lm.prefill(state, *right_padded(texts))
+    for _ in range(12):
+        tree = random_tree(rng, [6, 9, 4])
+        lm.verify(state, tree)
+        paths = [random_path(rng, tree, row) for row in range(3)]
+        lm.commit(state, *as_commit(paths))
+        texts = extended(texts, tree, paths)
+    tree = random_tree(rng, [64, 40, 64])
+    assert tree_error(model, texts, tree, lm.verify(state, tree)) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_verifying_twice_is_bit_equal_and_a_tree_may_be_one_node(family: str) -> None:
     rng = random.Random(1)
@@ -285,7 +304,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid-no-experts": ("granitemoehybrid", {"num_local_experts": 0}),
     "jamba-no-experts-and-bias": ("jamba", {"num_experts": 1, "mamba_proj_bias": True}),
     "mamba-biases": ("mamba", {"use_bias": True, "use_conv_bias": False}),
+    "mamba-conv1": ("mamba", {"conv_kernel": 1}),
     "mamba-conv2": ("mamba", {"conv_kernel": 2}),
+    "mamba2-conv1": ("mamba2", {"conv_kernel": 1}),
     "falcon_mamba-conv7": ("falcon_mamba", {"conv_kernel": 7}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
     "nemotron_h-latent-experts": ("nemotron_h", {"moe_latent_size": 20}),
