@@ -1,4 +1,4 @@
-"""The command line: ``stree generate``."""
+"""The command line: ``stree generate`` and ``stree bench``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from stree.bench.command import add_bench
 
 __all__ = ["main"]
 
@@ -60,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--device", default="auto", help="auto, cpu, cuda, ...")
     command.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, ...")
     command.add_argument("--json", action="store_true", help="print one JSON document as the last line")
+    add_bench(commands)
     return parser
 
 

@@ -1,0 +1,178 @@
+"""Two honest baselines that verify a tree without tree kernels, and so with full states: unrolled and snapshot.
+
+Each stands in for a ``TreeLM`` in ``stree.generate``: the same weights, kernels, drafter and acceptance, another way to
+verify.  Both emit what tree verification emits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.models.state import DecodeState
+from stree.models.tree_lm import TreeLM
+from stree.tree import TokenTree
+
+__all__ = ["BaselineLM", "BaselineState", "SnapshotLM", "UnrolledLM", "state_bytes"]
+
+
+def state_bytes(lm: TreeLM, max_length: int) -> tuple[int, int]:
+    """Count the bytes of one sequence: its state, and what one more pending node adds to the stash."""
+    one, two = (lm.new_state(1, max_length, nodes).num_bytes for nodes in (1, 2))
+    return one - (two - one), two - one
+
+
+class BaselineState:
+    """A committed state, and what the last verification left beside it.
+
+    Attributes:
+        committed: the state of every sequence.
+        peak_bytes: the most that states and stash took at once, as an implementation without spare room needs it.
+    """
+
+    def __init__(self, committed: DecodeState) -> None:
+        self.committed = committed
+        self.peak_bytes = 0
+        self.left: Any = None
+
+    @property
+    def lengths(self) -> Tensor:
+        """Committed tokens of each sequence: int32[batch]."""
+        return self.committed.lengths
+
+
+class BaselineLM:
+    """What both share: everything but verify and commit is the target's.
+
+    Args:
+        lm: the target.
+    """
+
+    def __init__(self, lm: TreeLM) -> None:
+        self._lm = lm
+        self.state: BaselineState | None = None  # the last one made, for its peak_bytes
+        self._bytes = (0, 0)
+
+    def __getattr__(self, name: str) -> Any:
+        """Pass on what is asked of the target."""
+        return getattr(self._lm, name)
+
+    def new_state(self, batch_size: int = 1, max_length: int = 4096, max_nodes: int = 64) -> BaselineState:
+        """Allocate an empty state."""
+        self._bytes = state_bytes(self._lm, max_length)
+        self.state = BaselineState(self._lm.new_state(batch_size, max_length, max_nodes))
+        return self.state
+
+    def prefill(self, state: BaselineState, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Run prompts."""
+        return self._lm.prefill(state.committed, input_ids, lengths)
+
+
+class UnrolledLM(BaselineLM):
+    """Verify every root-to-leaf path as a row of a batch, each with its own copy of the state.
+
+    Shared prefixes are run once for each leaf below them, as a system without tree kernels must.
+    """
+
+    def verify(self, state: BaselineState, tree: TokenTree) -> Tensor:
+        """Score every node: float[batch, n, vocab]; a node's logits are those of the first path through it."""
+        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+        paths = [(row, path) for row, uppers in enumerate(parents) for path in _leaf_paths(uppers)]
+        width = max(len(path) for _, path in paths)
+        chains = [[tokens[row][node] for node in path] + [0] * (width - len(path)) for row, path in paths]
+        above = [[*range(-1, len(path) - 1), *[-1] * (width - len(path))] for _, path in paths]
+        place: list[dict[int, tuple[int, int]]] = [{} for _ in tokens]
+        for number, (row, path) in enumerate(paths):
+            for depth, node in enumerate(path):
+                place[row].setdefault(node, (number, depth))
+        device = tree.tokens.device
+        rows = state.committed.select(torch.tensor([row for row, _ in paths], device=device))
+        chain = TokenTree.unchecked(
+            torch.tensor(chains, device=device), torch.tensor(above, dtype=torch.int32, device=device)
+        )
+        logits = self._lm.verify(rows, chain)
+        state.left = rows, place, width
+        per_state, per_node = self._bytes
+        state.peak_bytes = max(state.peak_bytes, len(paths) * (per_state + width * per_node) + len(tokens) * per_state)
+        flat = [
+            [number * width + depth for number, depth in (known.get(node, (0, 0)) for node in range(len(parents[0])))]
+            for known in place
+        ]
+        return logits.flatten(0, 1)[torch.tensor(flat, device=device)]
+
+    def commit(self, state: BaselineState, path: Tensor, path_lengths: Tensor) -> None:
+        """Commit the accepted part of the row that holds it, and keep that row."""
+        rows, place, width = state.left
+        lengths = torch.zeros(rows.batch_size, dtype=torch.int32)
+        kept = []
+        for known, nodes, length in zip(place, path.tolist(), path_lengths.tolist(), strict=True):
+            kept.append(known[nodes[max(length, 1) - 1] if length else 0][0])
+            lengths[kept[-1]] = length
+        device = path.device
+        chain = torch.arange(width, dtype=torch.int32, device=device).expand(rows.batch_size, width)
+        self._lm.commit(rows, chain, lengths.to(device))
+        state.committed, state.left = rows.select(torch.tensor(kept, device=device)), None
+
+
+class SnapshotLM(BaselineLM):
+    """Verify level by level, each node from its parent's state, and keep the state after every node.
+
+    Commit then is a copy of the accepted leaf's state.  A kernel that does the same walks the nodes inside one pass
+    over the weights (SGLang's); here every level is a pass, so its time is an upper bound, its memory is not.
+    """
+
+    def new_state(self, batch_size: int = 1, max_length: int = 4096, max_nodes: int = 64) -> BaselineState:
+        """Allocate an empty state.
+
+        Raises:
+            NotImplementedError: more than one sequence.
+        """
+        if batch_size > 1:
+            raise NotImplementedError("snapshot verification runs one sequence at a time; use --batch-size 1")
+        return super().new_state(batch_size, max_length, max_nodes)
+
+    def verify(self, state: BaselineState, tree: TokenTree) -> Tensor:
+        """Score every node: float[1, n, vocab]."""
+        (tokens,), (parents,) = tree.tokens.tolist(), tree.parents.tolist()
+        level, above, logits = [0], state.committed.clone(), [torch.empty(0)] * len(tokens)
+        where: dict[int, tuple[DecodeState, int]] = {}
+        device = tree.tokens.device
+        while level:
+            column = torch.tensor([[tokens[node]] for node in level], device=device)
+            out = self._lm.verify(above, TokenTree.unchecked(column, torch.full_like(column, -1, dtype=torch.int32)))
+            one = torch.zeros_like(column, dtype=torch.int32)
+            self._lm.commit(above, one, torch.ones_like(one[:, 0]))
+            for place, node in enumerate(level):
+                where[node], logits[node] = (above, place), out[place, 0]
+            below = [node for node, parent in enumerate(parents) if node and parent in level]
+            if below:
+                above = above.select(torch.tensor([where[parents[node]][1] for node in below], device=device))
+            level = below
+        state.left = where
+        per_state, per_node = self._bytes
+        state.peak_bytes = max(state.peak_bytes, (len(where) + 1) * per_state + per_node)
+        return torch.stack([row if len(row) else torch.zeros_like(logits[0]) for row in logits])[None]
+
+    def commit(self, state: BaselineState, path: Tensor, path_lengths: Tensor) -> None:
+        """Keep the accepted leaf's state."""
+        (nodes,), (length,) = path.tolist(), path_lengths.tolist()
+        if length:
+            kept, row = state.left[nodes[length - 1]]
+            state.committed = kept.select(torch.tensor([row], device=path.device))
+        state.left = None
+
+
+def _leaf_paths(parents: list[int]) -> list[list[int]]:
+    """List the root-to-leaf paths of one tree; padding (parent -1 past the root) is on none."""
+    inner = set(parents)
+    paths = []
+    for leaf, parent in enumerate(parents):
+        if leaf in inner or (leaf and parent < 0):
+            continue
+        path = [leaf]
+        while parents[path[-1]] >= 0:
+            path.append(parents[path[-1]])
+        paths.append(path[::-1])
+    return paths

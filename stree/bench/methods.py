@@ -1,0 +1,172 @@
+"""The methods that a run compares, by name.
+
+It knows names, growths and budgets; what runs them is the business of ``stree.bench.execute``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from stree.growth import Chain, Growth, parse_growth
+from stree.verify import VERIFIERS
+
+__all__ = ["DEFAULT", "Method", "parse_methods"]
+
+DEFAULT = (
+    "plain,transformers,mamba-ssm,chain:2-8,chain:4,chain:6,chain:15,stree,static:2,2,1,dyspec:8,dyspec:16,dyspec:32,"
+    "unrolled,snapshot,suffix,fused,auto"
+)
+BUDGET = 16  # nodes of a dynamic tree whose name gives none, root included
+ALONE: dict[str, tuple[str, int | str]] = {  # name -> drafter and budget
+    "plain": ("none", 1),
+    "transformers": ("transformers", 1),
+    "mamba-ssm": ("mamba-ssm", 1),
+    "auto": ("model", "auto"),
+}
+RETRIEVAL = ("suffix", "fused")
+BASELINES = ("unrolled", "snapshot")
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A named way to generate.
+
+    Attributes:
+        name: as on the command line.
+        drafter: "model", "suffix", "fused", "none", or the library whose own generation runs: "transformers",
+            "mamba-ssm".
+        growth: shape of a draft model's trees, or None.
+        budget: most nodes a step, root included, or "auto".
+        verifier: one of ``stree.verify.VERIFIERS``.
+        engine: "tree", or the baseline that verifies in its place: "unrolled", "snapshot".
+        depths: of a chain whose depth is still to be chosen; empty for all others.
+    """
+
+    name: str
+    drafter: str
+    growth: Growth | None
+    budget: int | str
+    verifier: str = "auto"
+    engine: str = "tree"
+    depths: tuple[int, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """What stands before the first colon or at sign."""
+        return re.split("[:@]", self.name)[0]
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether another library generates."""
+        return self.drafter in ("transformers", "mamba-ssm")
+
+    def with_depth(self, depth: int) -> Method:
+        """Give the chain of one depth under this method's name."""
+        return replace(self, growth=Chain(depth), budget=depth + 1, depths=())
+
+
+def parse_methods(text: str, verifier: str = "auto") -> list[Method]:
+    """Read a comma-separated list of methods.
+
+    ``plain``; ``transformers`` and ``mamba-ssm``, those libraries' own generation; ``chain:FROM-TO``, a chain whose
+    depth is tuned on prompts that are not measured; any growth that ``parse_growth`` reads, with ``:BUDGET`` or
+    ``:BUDGETxDEPTH`` behind a dynamic one; ``suffix[:BUDGET]``, ``fused[:BUDGET]``; ``auto``, the library's own choice;
+    ``unrolled[:TREE]`` and ``snapshot[:TREE]``, the baselines that verify a tree's paths as rows and its nodes with a
+    state each.  ``@VERIFIER`` behind any of them chooses its verifier.
+
+    Args:
+        text: the list.
+        verifier: of the methods that name none.
+
+    Raises:
+        ValueError: an unknown method (the message gives the nearest names) or a name given twice.
+    """
+    methods: dict[str, Method] = {}
+    for name in re.split(r",(?=[a-z])", text.strip()):
+        if name in methods:
+            raise ValueError(f"method {name!r} is given twice")
+        methods[name] = _parse(name, verifier)
+    return list(methods.values())
+
+
+def _parse(name: str, verifier: str) -> Method:
+    """Read one method."""
+    rest, at, own = name.partition("@")
+    if at:
+        verifier = own
+    if verifier not in VERIFIERS:
+        raise ValueError(f"the verifier of {name!r} must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
+    kind, _, shape = rest.partition(":")
+    if rest in ALONE:
+        drafter, budget = ALONE[rest]
+        return Method(name, drafter, None, budget, verifier)
+    if kind in RETRIEVAL and re.fullmatch(r"\d*", shape):
+        return Method(name, kind, None, int(shape or BUDGET), verifier)
+    chain = re.fullmatch(r"chain:(\d+)-(\d+)", rest)
+    if chain:
+        depths = tuple(range(int(chain[1]), int(chain[2]) + 1))
+        if not depths or depths[0] < 1:
+            raise ValueError(f"method {name!r} must go from a depth of at least 1 up")
+        return Method(name, "model", Chain(depths[-1]), depths[-1] + 1, verifier, depths=depths)
+    engine, tree = (kind, shape or f"dyspec:{BUDGET}") if kind in BASELINES else ("tree", rest)
+    growth, nodes = _parse_tree(tree, name)
+    return Method(name, "model", growth, nodes, verifier, engine)
+
+
+def _parse_tree(text: str, name: str) -> tuple[Growth, int]:
+    """Read a growth and its budget."""
+    sized = re.fullmatch(r"(.*?):(\d+)(?:x(\d+))?", text)
+    if sized:
+        growth = _growth(sized[1])
+        if growth is not None:
+            return _with_depth(growth, sized[3], name), int(sized[2])
+    growth = _growth(text)
+    if growth is None:
+        raise ValueError(_unknown(text, name))
+    return growth, _nodes(growth)
+
+
+def _growth(text: str) -> Growth | None:
+    """Read a growth, or None where it is none."""
+    try:
+        return parse_growth(text)
+    except ValueError:
+        return None
+
+
+def _with_depth(growth: Any, depth: str | None, name: str) -> Growth:
+    """Limit a growth's depth."""
+    if depth is None:
+        return growth  # type: ignore[no-any-return]
+    if "depth" not in {field.name for field in fields(growth)}:
+        raise ValueError(f"method {name!r} gives a depth, but {type(growth).__name__} has none")
+    return replace(growth, depth=int(depth))  # type: ignore[no-any-return]
+
+
+def _nodes(growth: Growth) -> int:
+    """Count the nodes of a fixed shape, root included; a dynamic growth gets the common budget."""
+    for budget in (BUDGET, 64, 256, 1024):
+        try:
+            plan = growth.plan(budget)
+        except ValueError:
+            continue  # a fixed shape larger than this
+        is_fixed = not plan.is_heap and all(layer.slots is not None for layer in plan.layers)
+        return plan.num_nodes + 1 if is_fixed else BUDGET
+    raise ValueError(f"a tree of {type(growth).__name__} has more than 1024 nodes")
+
+
+def _unknown(text: str, name: str) -> str:
+    """Say that a method is unknown, and which names are near."""
+    try:
+        parse_growth(text)
+    except ValueError as error:
+        reason = str(error)
+    growths = set(re.findall(r"\b[a-z]{3,}[a-z0-9-]*", reason.split(" got ")[0])) - {"growth", "must"}
+    known = [*ALONE, *RETRIEVAL, *BASELINES, *sorted(growths)]
+    kind = re.split("[:@]", text)[0]
+    near = difflib.get_close_matches(kind, known, 3, 0.5)
+    hint = f"did you mean {' or '.join(near)}? " if near and kind not in near else ""
+    return f"method {name!r} is unknown: {hint}Known are {', '.join(known[: -len(growths) or None])}; {reason}"

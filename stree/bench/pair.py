@@ -1,0 +1,131 @@
+"""The models under measurement: target, drafter, and an ungrafted copy of the target for transformers' own generate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from stree.models.tree_lm import TreeLM
+
+__all__ = ["Pair"]
+
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+
+
+@dataclass(eq=False)
+class Pair:
+    """A target and its drafter.
+
+    Attributes:
+        target: what is measured.
+        drafter: the draft model, or None.
+        tokenizer: the target's.
+        source: where the target was loaded from.
+        drafter_source: likewise the drafter, or None.
+    """
+
+    target: TreeLM
+    drafter: TreeLM | None
+    tokenizer: Any
+    source: str
+    drafter_source: str | None = None
+
+    @classmethod
+    def load(
+        cls, target: str = "bundled", drafter: str | None = None, device: str = "auto", dtype: str = "auto"
+    ) -> Pair:
+        """Load a pair.
+
+        Args:
+            target: "bundled", a folder, or a hub id.
+            drafter: likewise, or "none"; None for the bundled one beside the bundled target, else no draft model.
+            device: as for ``TreeLM.from_pretrained``.
+            dtype: likewise.
+
+        Raises:
+            ValueError: no checkpoint there, or a drafter with another vocabulary.
+        """
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        if drafter is None:
+            drafter = "bundled" if target == "bundled" else "none"
+        source = _locate(target, "target")
+        drafter_source = None if drafter == "none" else _locate(drafter, "drafter")
+        lm = TreeLM.from_pretrained(source, device=device, dtype=dtype)
+        draft = None if drafter_source is None else TreeLM.from_pretrained(drafter_source, device, dtype)
+        if draft is not None and draft.vocab_size != lm.vocab_size:
+            raise ValueError(f"the drafter has {draft.vocab_size} tokens, the target {lm.vocab_size}")
+        return cls(lm, draft, AutoTokenizer.from_pretrained(source), source, drafter_source)
+
+    @cached_property
+    def plain(self) -> Any:
+        """Load the ungrafted copy; no stop token, as every method emits exactly the tokens asked for."""
+        lm = self.target
+        model = AutoModelForCausalLM.from_pretrained(self.source, dtype=lm.dtype).to(lm.device).eval()
+        model.generation_config.eos_token_id = None
+        return model
+
+    @property
+    def names(self) -> tuple[str, str | None]:
+        """Name target and drafter without the place of the bundled ones."""
+        known = {str(ASSETS / role): "bundled" for role in ("target", "drafter")}
+        drafter = self.drafter_source
+        return known.get(self.source, self.source), None if drafter is None else known.get(drafter, drafter)
+
+    @property
+    def dtype(self) -> str:
+        """Name the dtype of the weights."""
+        return str(self.target.dtype).removeprefix("torch.")
+
+    def encode(self, turns: Sequence[str], answers: Sequence[Sequence[int]] = (), *, chat: bool = False) -> list[int]:
+        """Turn a conversation into tokens that end where the next answer begins.
+
+        Args:
+            turns: what the user says, one more than there are answers.
+            answers: tokens of the earlier answers; a stop token and what follows it are left out.
+            chat: use the tokenizer's chat template; else texts follow each other, an empty line before a later turn.
+
+        Raises:
+            ValueError: a chat template is asked for and the tokenizer has none.
+        """
+        known = [self._until_stop(answer) for answer in answers]
+        if chat:
+            if not self.tokenizer.chat_template:
+                raise ValueError(f"--chat needs a tokenizer with a chat template; that of {self.source!r} has none")
+            messages: list[dict[str, str]] = []
+            for number, turn in enumerate(turns):
+                messages.append({"role": "user", "content": turn})
+                if number < len(known):
+                    messages.append({"role": "assistant", "content": self.tokenizer.decode(known[number])})
+            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            return list(ids["input_ids"])
+        tokens = list(self.tokenizer(turns[0])["input_ids"])
+        for answer, turn in zip(known, turns[1:], strict=True):
+            tokens += answer + list(self.tokenizer(f"\n\n{turn}\n\n", add_special_tokens=False)["input_ids"])
+        return tokens
+
+    @torch.no_grad()
+    def plain_logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Run the ungrafted target over a whole text: float[length, vocab]."""
+        ids = torch.tensor([list(tokens)], device=self.target.device)
+        logits: torch.Tensor = self.plain(ids).logits[0]
+        return logits
+
+    def _until_stop(self, answer: Sequence[int]) -> list[int]:
+        """Cut an answer before its first stop token."""
+        stop = self.target.model.generation_config.eos_token_id
+        stops = stop if isinstance(stop, list) else [stop]
+        end = next((place for place, token in enumerate(answer) if token in stops), len(answer))
+        return list(answer[:end])
+
+
+def _locate(name: str, role: str) -> str:
+    """Turn 'bundled' into its folder."""
+    return str(ASSETS / role) if name == "bundled" else name

@@ -1,0 +1,132 @@
+"""Prompt suites: the official files of HumanEval, GSM8K, MT-Bench and Spec-Bench, plain JSON lines and plain text.
+
+It knows files and text, no tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Prompt", "parse_suites", "read_suite"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a suite.
+
+    Attributes:
+        suite: name of the suite.
+        index: place in its file.
+        turns: what the user says; a later turn is asked with the answers to the earlier ones in context.
+    """
+
+    suite: str
+    index: int
+    turns: tuple[str, ...]
+
+
+def _one(text: Any) -> tuple[str, ...]:
+    """Take a text as it stands."""
+    return (_text(text),)
+
+
+def _question(text: Any) -> tuple[str, ...]:
+    """Ask a GSM8K question in the form that the bundled pair's training text has."""
+    return (f"Question: {_text(text)}\nAnswer:",)
+
+
+def _turns(turns: Any) -> tuple[str, ...]:
+    """Take a conversation's turns."""
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f"turns must be a list of texts, got {turns!r}")
+    return tuple(_text(turn) for turn in turns)
+
+
+def _text(value: Any) -> str:
+    """Refuse what is no text, or an empty one."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"a prompt must be a text that is not empty, got {value!r}")
+    return value
+
+
+# Field of a record -> the turns it makes, in the order in which the fields are looked for.
+FIELDS: Mapping[str, Callable[[Any], tuple[str, ...]]] = {
+    "prompt": _one,
+    "question": _question,
+    "turns": _turns,
+    "text": _one,
+}
+# The field that an official file has; a suite of another name may have any.
+OFFICIAL = {"humaneval": "prompt", "gsm8k": "question", "mt_bench": "turns", "spec_bench": "turns"}
+
+
+def parse_suites(text: str) -> dict[str, Path]:
+    """Read NAME=FILE,NAME=FILE,...
+
+    Raises:
+        ValueError: an entry without a name, a name given twice, or a file that is not there.
+    """
+    suites: dict[str, Path] = {}
+    for entry in re.split(r",(?=[\w-]+=|$)", text):
+        name, _, file = entry.partition("=")
+        if not (name and file):
+            raise ValueError(f"a suite must be NAME=FILE, got {entry!r}")
+        if name in suites:
+            raise ValueError(f"suite {name!r} is given twice")
+        if not Path(file).is_file():
+            raise ValueError(f"suite {name!r}: there is no file {file!r}")
+        suites[name] = Path(file)
+    return suites
+
+
+def read_suite(name: str, path: Path, limit: int | None = None) -> list[Prompt]:
+    """Read the first prompts of a file: a record a line of .jsonl, else paragraphs between blank lines.
+
+    Args:
+        name: of the suite; humaneval, gsm8k, mt_bench and spec_bench must have their official file's field.
+        path: the file.
+        limit: most prompts, or None for all.
+
+    Raises:
+        ValueError: a line that is no such record (the message names it), or a file without prompts.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"suite {name!r}: {path.name} is not UTF-8 text: {error}") from error
+    turns: list[tuple[str, ...]] = []
+    if path.suffix == ".jsonl":
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip() and (limit is None or len(turns) < limit):
+                try:
+                    turns.append(_turns_of(name, line))
+                except ValueError as error:
+                    raise ValueError(f"suite {name!r}: line {number} of {path.name}: {error}") from error
+    else:
+        turns += [(part.strip(),) for part in re.split(r"\n\s*\n", text) if part.strip()][:limit]
+    if not turns:
+        raise ValueError(f"suite {name!r}: {path.name} holds no prompts")
+    return [Prompt(name, index, each) for index, each in enumerate(turns)]
+
+
+def _turns_of(name: str, line: str) -> tuple[str, ...]:
+    """Make the turns of one line."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"a record must be a JSON object, got {type(record).__name__}")
+    known = [OFFICIAL[name]] if name in OFFICIAL else list(FIELDS)
+    field = next((field for field in known if field in record), None)
+    if field is None:
+        raise ValueError(
+            f"a record needs {'the field' if len(known) == 1 else 'one of the fields'} {', '.join(known)}, "
+            f"got {', '.join(record) or 'none'}"
+        )
+    return FIELDS[field](record[field])

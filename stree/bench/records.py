@@ -1,0 +1,132 @@
+"""Benchmark records: JSON lines, one measurement a line, and the machine that they were made on."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["Record", "append", "command_line", "environment", "quantiles", "read", "write"]
+
+Record = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PACKAGES = ("torch", "transformers", "triton", "mamba-ssm")
+
+
+def environment(device: torch.device | None = None) -> Record:
+    """Describe device, clocks, versions and commit; the load average tells whether the machine was idle."""
+    record: Record = {
+        "device": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "mhz": _megahertz(),
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "python": platform.python_version(),
+        **{name: version for name in PACKAGES if (version := _version(name))},
+        "commit": _run("git", "rev-parse", "--short", "HEAD"),
+        "dirty": bool(_run("git", "status", "--porcelain", "--untracked-files=no")),
+        "date": datetime.date.today().isoformat(),
+    }
+    if device is not None and device.type == "cuda":
+        record |= {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+        asked = "clocks.sm,clocks.mem,clocks.max.sm,driver_version,power.limit"
+        record["gpu_clocks"] = {asked: _run("nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader")}
+    return record
+
+
+def quantiles(values: Sequence[float]) -> Record:
+    """Summarise repeated measurements: p20, p50, p80 and their number."""
+    low, middle, high = (float(value) for value in np.quantile(values, [0.2, 0.5, 0.8]))
+    return {"p20": low, "p50": middle, "p80": high, "runs": len(values)}
+
+
+def append(path: Path, records: Sequence[Record]) -> None:
+    """Append records to a file, and see to it that they are on the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(record) + "\n" for record in records))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write(path: Path, records: Sequence[Record]) -> None:
+    """Replace a file by these records, in one move: an interruption leaves the old one or the new one."""
+    beside = path.with_suffix(".partial")
+    beside.unlink(missing_ok=True)
+    append(beside, records)
+    os.replace(beside, path)
+
+
+def read(path: Path) -> list[Record]:
+    """Read a file's records; none where there is no file.
+
+    A last line without its end was cut off while it was written, and is left out.
+
+    Raises:
+        ValueError: another line that is no record; the message names it.
+    """
+    if not path.exists():
+        return []
+    *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number} of {path} is not JSON ({error}); remove it to go on") from error
+        if not isinstance(record, dict) or "metric" not in record:
+            raise ValueError(f"line {number} of {path} is no benchmark record")
+        records.append(record)
+    return records
+
+
+def command_line() -> str:
+    """Give the command that runs, without the place of the interpreter."""
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def _version(package: str) -> str | None:
+    """Look up an installed version."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
+
+
+def _proc_lines(file: str, name: str) -> list[str]:
+    """List the values of a name in a file of /proc."""
+    try:
+        lines = Path("/proc", file).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    return [line.partition(":")[2].strip() for line in lines if line.startswith(name)]
+
+
+def _processor() -> str:
+    """Name the processor."""
+    return next(iter(_proc_lines("cpuinfo", "model name")), platform.processor() or platform.machine())
+
+
+def _megahertz() -> list[int]:
+    """List the cores' clocks."""
+    return [round(float(value)) for value in _proc_lines("cpuinfo", "cpu MHz")]
+
+
+def _run(*command: str) -> str:
+    """Ask a program; empty where it is not there or fails."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()

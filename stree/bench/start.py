@@ -1,0 +1,149 @@
+"""From the command line's options to a run: models, suites, methods, directory, progress bar."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from stree.bench.directory import RunDirectory, brief, session
+from stree.bench.measure_cost import Points, measure_cost
+from stree.bench.methods import DEFAULT, Method, parse_methods
+from stree.bench.pair import Pair
+from stree.bench.plan import Settings, Suite, read_suites
+from stree.bench.prompts import parse_suites
+from stree.bench.records import Record, command_line
+from stree.bench.report import load_runs, write_report
+from stree.bench.runner import Runner
+from stree.bench.steps import measure_steps
+from stree.cost import CostTable, default_path
+
+__all__ = ["start_cost", "start_run"]
+
+
+def start_run(arguments: argparse.Namespace) -> int:
+    """Check, measure, write and report.
+
+    Raises:
+        ValueError: a bad option, file or directory; nothing has run then.
+    """
+    temperatures = tuple(_number(text, "--temperature") for text in arguments.temperature.split(","))
+    settings = Settings(
+        arguments.max_new_tokens, temperatures, arguments.batch_size, arguments.repeats, arguments.seed,
+        arguments.check, arguments.test_law, arguments.held_out, arguments.chat,
+    )  # fmt: skip
+    if arguments.limit < 0 or arguments.rounds < 1:
+        raise ValueError(f"--limit and --rounds must be positive, got {arguments.limit} and {arguments.rounds}")
+    nodes = _sizes(arguments.nodes, "--nodes")
+    methods = parse_methods(arguments.methods or DEFAULT, arguments.verifier)
+    suites = read_suites(parse_suites(arguments.suite), arguments.limit or None, settings)
+    pair = _load(arguments)
+    env = session(pair.target.device, command_line())
+    config = _config(pair, methods, suites, settings, env)
+    directory = RunDirectory(arguments.out, config, env, force=arguments.force)
+    base = {"bench": "run", "dtype": pair.dtype, "env": brief(env)}
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("measuring")
+
+        def say(line: str) -> None:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+        runner = Runner(
+            pair, methods, suites, settings, directory, base=base, say=say, advance=lambda n: bar.advance(task, n)
+        )
+        bar.update(task, total=runner.num_runs)
+        try:
+            runner.run()
+            if nodes and not directory.find("step_latency"):
+                bar.update(task, description="step costs")
+                prompt = pair.encode(suites[0].prompts[0].turns[:1], chat=settings.chat)
+                directory.add(measure_steps(pair, prompt, nodes, arguments.rounds, base))
+        except (KeyboardInterrupt, OSError):
+            say(f"stopped; what is finished is kept in {directory.path}, and the same command goes on from there")
+            raise
+    write_report(load_runs([arguments.out]), arguments.out, Console())
+    return 0
+
+
+def start_cost(arguments: argparse.Namespace) -> int:
+    """Measure a cost table and save it.
+
+    Raises:
+        ValueError: a bad option.
+    """
+    grid = {name: _sizes(getattr(arguments, name), f"--{name}") for name in Points.__slots__}
+    rounds = arguments.rounds
+    if arguments.smoke:
+        grid, rounds = {name: sizes[:2] for name, sizes in grid.items()}, 2
+    empty = next((name for name, sizes in grid.items() if not sizes), None)
+    if empty or rounds < 1:
+        raise ValueError(f"--{empty or 'rounds'} must have at least one value")
+    pair = _load(arguments)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        sizes = len(grid["nodes"]) + (0 if pair.drafter is None else len(grid["widths"]))
+        task = bar.add_task("measuring", total=sizes * len(grid["batch"]) * len(grid["context"]))
+        table = measure_cost(pair, Points(*grid.values()), rounds, lambda: bar.advance(task))
+    path = arguments.out or default_path(*pair.names, table.device, table.dtype, table.threads)
+    table.save(path)
+    _show_cost(table, path)
+    return 0
+
+
+def _load(arguments: argparse.Namespace) -> Pair:
+    """Load the pair that the options name."""
+    if arguments.threads < 0:
+        raise ValueError(f"--threads must not be negative, got {arguments.threads}")
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    return Pair.load(arguments.target, arguments.drafter, arguments.device, arguments.dtype)
+
+
+def _config(pair: Pair, methods: Sequence[Method], suites: Sequence[Suite], settings: Settings, env: Record) -> Record:
+    """Gather what must be equal for two records to stand in one table."""
+    target, drafter = pair.names
+    return {
+        "target": target,
+        "drafter": drafter,
+        "device": env["device"],
+        "dtype": pair.dtype,
+        "threads": env["threads"],
+        "suites": {s.name: {"prompts": len(s.prompts), "file": s.digest} for s in suites},
+        "methods": [f"{method.name} ({method.verifier})" for method in methods],
+        **{name: getattr(settings, name) for name in settings.__slots__},
+    }
+
+
+def _number(text: str, option: str) -> float:
+    """Read a number."""
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ValueError(f"{option} must be a number or several, as 0,0.8, got {text!r}") from error
+
+
+def _sizes(text: str, option: str) -> list[int]:
+    """Read positive integers."""
+    sizes = text.split(",") if text else []
+    if not all(size.isdigit() and int(size) > 0 for size in sizes):
+        raise ValueError(f"{option} must be positive numbers, as 8,16, got {text!r}")
+    return [int(size) for size in sizes]
+
+
+def _show_cost(table: CostTable, path: Path) -> None:
+    """Print a cost table."""
+    shown = Table("batch", "context", "nodes or width", "target step, ms", "draft call, ms", title="cost")
+    target = {point[:3]: point[3] for point in table.target_ms}
+    draft = {point[:3]: point[3] for point in table.draft_ms}
+    for key in sorted(target.keys() | draft.keys()):
+        times = [f"{times[key]:.2f}" if key in times else "" for times in (target, draft)]
+        shown.add_row(*map(str, key), *times)
+    console = Console()
+    console.print(shown)
+    console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,73 @@
+"""Methods by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from stree.bench.methods import DEFAULT, parse_methods
+from stree.growth import Chain, DySpec, Static
+from stree.verify import VERIFIERS
+
+
+def test_methods_are_read_with_ranges_shapes_and_budgets() -> None:
+    text = (
+        "plain,transformers,mamba-ssm,chain:4,chain:2-8,static:3,2,stree,dyspec,dyspec:32,suffix,suffix:8,fused:32,auto"
+    )
+    found = {method.name: (method.drafter, method.budget, method.engine) for method in parse_methods(text)}
+    assert found == {
+        "plain": ("none", 1, "tree"), "transformers": ("transformers", 1, "tree"),
+        "mamba-ssm": ("mamba-ssm", 1, "tree"), "chain:4": ("model", 5, "tree"), "chain:2-8": ("model", 9, "tree"),
+        "static:3,2": ("model", 10, "tree"), "stree": ("model", 13, "tree"), "dyspec": ("model", 16, "tree"),
+        "dyspec:32": ("model", 32, "tree"), "suffix": ("suffix", 16, "tree"), "suffix:8": ("suffix", 8, "tree"),
+        "fused:32": ("fused", 32, "tree"), "auto": ("model", "auto", "tree"),
+    }  # fmt: skip
+
+
+def test_a_range_of_chains_is_one_method_with_depths_to_choose_from() -> None:
+    (method,) = parse_methods("chain:2-4")
+    assert method.depths == (2, 3, 4)
+    chosen = method.with_depth(3)
+    assert (chosen.name, chosen.growth, chosen.budget, chosen.depths) == ("chain:2-4", Chain(3), 4, ())
+
+
+def test_baselines_take_any_tree() -> None:
+    default, chosen, shaped = parse_methods("unrolled,snapshot:dyspec:8,unrolled:static:2,2")
+    assert (default.engine, default.growth, default.budget) == ("unrolled", DySpec(), 16)
+    assert (chosen.engine, chosen.budget) == ("snapshot", 8)
+    assert (shaped.growth, shaped.budget) == (Static([2, 2]), 7)
+
+
+def test_a_depth_may_follow_a_budget() -> None:
+    (method,) = parse_methods("dyspec:12x3")
+    assert (method.growth, method.budget) == (DySpec(depth=3), 12)
+
+
+def test_a_verifier_may_follow_a_name() -> None:
+    named, other = parse_methods("static:2,2@match,dyspec:8", "rejection")
+    assert (named.name, named.verifier, other.verifier) == ("static:2,2@match", "match", "rejection")
+
+
+def test_the_default_methods_are_known() -> None:
+    assert {"plain", "transformers", "chain", "dyspec", "unrolled", "snapshot"} <= {
+        m.kind for m in parse_methods(DEFAULT)
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("plain,dyspce:16", r"method 'dyspce:16' is unknown: did you mean .*dyspec"),
+        ("trasformers", "did you mean transformers"),
+        ("sufix:8", "did you mean suffix"),
+        ("xqz", "method 'xqz' is unknown: Known are plain, transformers, .*growth must be"),
+        ("chain", "method 'chain' is unknown"),
+        ("unrolled:bush", "method 'unrolled:bush' is unknown"),
+        ("plain,plain", "method 'plain' is given twice"),
+        ("chain:4-2", "method 'chain:4-2' must go from a depth of at least 1 up"),
+        ("stree:12x3", "method 'stree:12x3' gives a depth, but Static has none"),
+        ("dyspec:8@best", f"the verifier of 'dyspec:8@best' must be one of {', '.join(VERIFIERS)}, got 'best'"),
+    ],
+)
+def test_a_bad_method_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_methods(text)

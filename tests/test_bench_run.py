@@ -1,0 +1,343 @@
+"""A run: it goes on after any interruption, keeps every prompt once, and says the same with the same seed.
+
+Most tests run methods that make their tokens up, always the same for the same case: what is tested is the run, not the
+models.  Those with ``real`` in their name generate.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_pairs import tiny_pair
+
+from stree.bench import check, runner
+from stree.bench.directory import RunDirectory
+from stree.bench.execute import Case, Run
+from stree.bench.methods import Method, parse_methods
+from stree.bench.pair import Pair
+from stree.bench.plan import Settings, Suite, read_suites
+from stree.bench.records import Record
+from stree.bench.runner import Runner
+from stree.bench.watch import Counts
+
+PAIR = tiny_pair()
+METHODS = "plain,chain:2,dyspec:5"
+SETTINGS = Settings(max_new_tokens=5, temperatures=(0.8,), seed=7)
+
+
+def made_up(pair: Pair, method: Method, case: Case) -> Run:
+    """Make tokens up from all that a method may depend on; they fit no other case."""
+    rows = []
+    for prompt in case.prompts:
+        rng = random.Random(repr((method.name, method.budget, prompt, case.temperature, case.seed)))
+        rows.append([rng.randrange(1, 90) for _ in range(case.new_tokens)])
+    counts = Counts(reached=Counter({0: 4}), has_laws=method.drafter == "model")
+    stats = {"steps": 4, "tau": 1.0, "nodes_per_step": 1.0, "draft_calls": 0}
+    return Run(rows, 1.0, None, stats, counts, None, None)
+
+
+@pytest.fixture
+def imagined(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Let no model run."""
+    monkeypatch.setattr(runner, "execute", made_up)
+    monkeypatch.setattr(check, "execute", made_up)
+    monkeypatch.setattr(runner, "divergence", lambda *_: {})
+    return monkeypatch
+
+
+@pytest.fixture
+def suites(tmp_path: Path) -> list[Suite]:
+    """A conversation of two turns and two prompts of one."""
+    talk, code = tmp_path / "talk.jsonl", tmp_path / "code.jsonl"
+    talk.write_text(json.dumps({"turns": ["once upon", "and then?"]}) + "\n")
+    code.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("def f", "class A", "import b", "x = 1")))
+    return read_suites({"mt_bench": talk, "mine": code}, 2, SETTINGS)
+
+
+def run(
+    out: Path, suites: Sequence[Suite], methods: str = METHODS, settings: Settings = SETTINGS, pair: Pair = PAIR
+) -> tuple[list[Record], list[str]]:
+    """Start a run, or go on with it; give its records and what it said."""
+    directory = RunDirectory(out, {"methods": methods}, {"device": "test"})
+    said: list[str] = []
+    base = {"bench": "run", "dtype": "float64", "env": {}}
+    Runner(
+        pair, parse_methods(methods), suites, settings, directory, base=base, say=said.append, advance=lambda _: None
+    ).run()
+    return RunDirectory(out, {"methods": methods}, {"device": "test"}).records, said
+
+
+def texts(records: Sequence[Record]) -> dict[tuple[Any, ...], Any]:
+    """Tokens by prompt, temperature and method; every one must be there once."""
+    names = ("suite", "batch", "turn", "temperature")
+    timed = [record for record in records if record["metric"] == "tokens_per_s"]
+    keys = [(*(record["params"][name] for name in names), record["provider"]) for record in timed]
+    assert max(Counter(keys).values()) == 1, "a prompt stands twice"
+    return dict(zip(keys, (record["tokens"] for record in timed), strict=True))
+
+
+def test_every_prompt_turn_and_method_is_run_once(
+    tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch
+) -> None:
+    records, _ = run(tmp_path / "run", suites)
+    found = texts(records)
+    blocks = {("mt_bench", 0, 0, 0.8), ("mt_bench", 0, 1, 0.8), ("mine", 0, 0, 0.8), ("mine", 1, 0, 0.8)}
+    assert found.keys() == {(*block, method) for block in blocks for method in METHODS.split(",")}
+    assert all(len(tokens[0][0]) == 5 for tokens in found.values())
+
+
+def test_a_run_cut_off_anywhere_ends_as_an_undisturbed_one(
+    tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch
+) -> None:
+    records, _ = run(tmp_path / "whole", suites)
+    wanted, whole = texts(records), (tmp_path / "whole" / "results.jsonl").read_bytes()
+    ends = [place for place, byte in enumerate(whole) if byte == ord("\n")]
+    assert len(ends) == 2 * 3 + 4 * 3
+    # Behind every line, and in the middle of it: inside a number, a name or a token, wherever that falls.
+    cuts = [end + 1 for end in ends] + [(a + b) // 2 for a, b in zip([0, *ends], ends, strict=False)]
+    for cut in cuts:
+        out = tmp_path / f"cut{cut}"
+        out.mkdir()
+        (out / "run.json").write_bytes((tmp_path / "whole" / "run.json").read_bytes())
+        (out / "results.jsonl").write_bytes(whole[:cut])
+        records, _ = run(out, suites)
+        assert texts(records) == wanted, cut
+        checks = Counter((r["params"]["suite"], r["provider"]) for r in records if r["metric"] == "check")
+        assert set(checks.values()) == {1} and len(checks) == 6, cut
+
+
+def test_ctrl_c_in_the_middle_of_a_prompt_loses_nothing(
+    tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch
+) -> None:
+    wanted = texts(run(tmp_path / "whole", suites)[0])
+    for stop in (1, 2, 5, 9):
+        count = iter(range(1, 100))
+
+        def interrupted(pair: Pair, method: Method, case: Case, stop: int = stop, count: Any = count) -> Run:
+            if next(count) == stop:
+                raise KeyboardInterrupt
+            return made_up(pair, method, case)
+
+        with imagined.context() as patch:
+            patch.setattr(runner, "execute", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                run(tmp_path / f"stop{stop}", suites)
+        assert texts(run(tmp_path / f"stop{stop}", suites)[0]) == wanted
+
+
+def test_a_full_disk_keeps_what_is_finished(tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch) -> None:
+    wanted = texts(run(tmp_path / "whole", suites)[0])
+    real, count = RunDirectory.add, iter(range(100))
+
+    def full(self: RunDirectory, records: list[Record]) -> None:
+        if next(count) == 4:  # three checks and a block are written; of the next block only a part
+            with self.results.open("a") as file:
+                file.write(json.dumps(records[0])[:50])
+            raise OSError(28, "No space left on device")
+        real(self, records)
+
+    with imagined.context() as patch:
+        patch.setattr(RunDirectory, "add", full)
+        with pytest.raises(OSError, match="No space left"):
+            run(tmp_path / "full", suites)
+    assert len((tmp_path / "full" / "results.jsonl").read_text().splitlines()) == 3 + 3 + 1
+    assert texts(run(tmp_path / "full", suites)[0]) == wanted
+
+
+def test_a_finished_run_runs_nothing_again(tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch) -> None:
+    run(tmp_path / "run", suites)
+    before = (tmp_path / "run" / "results.jsonl").read_bytes()
+
+    def never(pair: Pair, method: Method, case: Case) -> Run:
+        raise AssertionError("ran again")
+
+    imagined.setattr(runner, "execute", never)
+    imagined.setattr(check, "execute", never)
+    run(tmp_path / "run", suites)
+    assert (tmp_path / "run" / "results.jsonl").read_bytes() == before
+
+
+def test_real_runs_with_one_seed_give_the_same_tokens_however_often_they_were_cut_off(
+    tmp_path: Path, suites: list[Suite]
+) -> None:
+    records, _ = run(tmp_path / "one", suites)
+    wanted, whole = texts(records), (tmp_path / "one" / "results.jsonl").read_bytes()
+    out = tmp_path / "two"
+    out.mkdir()
+    (out / "run.json").write_bytes((tmp_path / "one" / "run.json").read_bytes())
+    (out / "results.jsonl").write_bytes(whole[: len(whole) // 2])
+    assert texts(run(out, suites)[0]) == wanted
+    assert {len(tokens[0][0]) for tokens in wanted.values()} == {5}
+    other = texts(run(tmp_path / "three", suites[1:], "plain", Settings(5, (0.8,), seed=8))[0])
+    assert all(tokens != wanted[key] for key, tokens in other.items())
+
+
+def test_a_second_turn_has_the_first_answer_in_context(
+    tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch
+) -> None:
+    for methods in ("plain,chain:2", "chain:2"):  # the answer is plain decoding's, also where plain is not compared
+        found = texts(run(tmp_path / methods, suites[:1], methods)[0])
+        first, second = PAIR.tokenizer("once upon")["input_ids"], PAIR.tokenizer("\n\nand then?\n\n")["input_ids"]
+        (plain,) = parse_methods("plain")
+        answer = made_up(PAIR, plain, Case((tuple(first),), 5, 0.8, 7)).tokens[0]
+        (chain,) = parse_methods("chain:2")
+        wanted = made_up(PAIR, chain, Case(((*first, *answer, *second),), 5, 0.8, 7)).tokens
+        assert found["mt_bench", 0, 1, 0.8, "chain:2"] == [wanted]
+
+
+def test_real_batches_and_repeats_keep_every_prompt(tmp_path: Path, suites: list[Suite]) -> None:
+    settings = Settings(max_new_tokens=4, temperatures=(0.0,), batch_size=2, repeats=2)
+    records, said = run(tmp_path / "run", suites, "plain,transformers,chain:2,unrolled:static:2,2,snapshot", settings)
+    found = texts(records)
+    assert [len(tokens) for tokens in found["mine", 0, 0, 0.0, "chain:2"]] == [2, 2]
+    for method in ("transformers", "chain:2", "unrolled:static:2,2"):
+        assert found["mine", 0, 0, 0.0, method] == found["mine", 0, 0, 0.0, "plain"]
+    timed = [record for record in records if record["metric"] == "tokens_per_s"]
+    assert all(record["lossless"] and record["runs"] == 2 for record in timed)
+    assert any("snapshot cannot run: snapshot verification runs one sequence" in line for line in said)
+    assert ("mt_bench", 0, 0, 0.0, "snapshot") in found and ("mine", 0, 0, 0.0, "snapshot") not in found
+
+
+def test_methods_take_turns_in_going_first(tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def noted(pair: Pair, method: Method, case: Case) -> Run:
+        order.append(method.name)
+        return made_up(pair, method, case)
+
+    imagined.setattr(runner, "execute", noted)
+    run(tmp_path / "run", suites[1:])
+    assert order == ["plain", "chain:2", "dyspec:5", "chain:2", "dyspec:5", "plain"]
+
+
+def test_a_chain_is_tuned_once_on_held_out_prompts(
+    tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def slow(pair: Pair, method: Method, case: Case) -> Run:
+        seen.append(case.prompts[0])
+        found = made_up(pair, method, case)
+        seconds = {2: 3.0, 3: 1.0, 4: 2.0}[int(method.budget)]  # a depth of 2 is the fastest
+        return Run(found.tokens, seconds, found.ttft_s, found.stats, found.counts, None, None)
+
+    (suite,) = suites[1:]
+    assert suite.is_held_out and [prompt.turns[0] for prompt in suite.held_out] == ["import b", "x = 1"]
+    with imagined.context() as patch:
+        patch.setattr(runner, "execute", slow)
+        records, said = run(tmp_path / "run", [suite], "chain:1-3")
+    held = [tuple(PAIR.tokenizer(prompt.turns[0])["input_ids"]) for prompt in suite.held_out]
+    assert seen[:9] == [held[0]] * 6 + [held[1]] * 3  # the first time warms up
+    (tuning,) = [record for record in records if record["metric"] == "tuning"]
+    assert (tuning["depth"], tuning["is_held_out"]) == (2, True)
+    assert tuning["tokens_per_s_by_depth"] == {"1": 10 / 6, "2": 10 / 2, "3": 10 / 4}
+    timed = [record for record in records if record["metric"] == "tokens_per_s"]
+    assert {record["params"]["budget"] for record in timed} == {3}
+    assert "chain:1-3 is tuned to depth 2 on held-out prompts" in said[0]
+    lines = (tmp_path / "run" / "results.jsonl").read_text().splitlines()
+    (tmp_path / "run" / "results.jsonl").write_text("\n".join(lines[:2]) + "\n")
+    records, said = run(tmp_path / "run", [suite], "chain:1-3")
+    assert not said and {r["params"]["budget"] for r in records if r["metric"] == "tokens_per_s"} == {3}
+
+
+def test_a_chain_tuned_on_measured_prompts_says_so(
+    tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch
+) -> None:
+    whole = read_suites({"mine": tmp_path / "code.jsonl"}, None, SETTINGS)
+    _, said = run(tmp_path / "run", whole, "chain:1-2")
+    assert "on the measured prompts: the file has no others" in said[0]
+
+
+def test_what_really_cannot_run_is_reported_and_the_rest_goes_on(tmp_path: Path, suites: list[Suite]) -> None:
+    alone = tiny_pair(drafter=False)
+    records, said = run(tmp_path / "run", suites[1:], "plain,mamba-ssm,chain:2,suffix", pair=alone)
+    status = {record["provider"]: record["status"] for record in records if record["metric"] == "check"}
+    assert status == {"plain": "ok", "mamba-ssm": "unavailable", "chain:2": "unavailable", "suffix": "ok"}
+    assert {key[-1] for key in texts(records)} == {"plain", "suffix"}
+    assert any("mamba-ssm cannot run: mamba-ssm needs a CUDA device; it is not timed" in line for line in said)
+    assert any(
+        "chain:2 cannot run: method 'chain:2' needs a draft model; give one with --drafter" in line for line in said
+    )
+
+
+def test_a_method_that_breaks_down_later_is_reported_and_the_rest_goes_on(
+    tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch
+) -> None:
+    def breaks(pair: Pair, method: Method, case: Case) -> Run:
+        if method.name == "chain:2":
+            raise RuntimeError("out of memory")
+        return made_up(pair, method, case)
+
+    imagined.setattr(runner, "execute", breaks)
+    records, said = run(tmp_path / "run", suites[1:])
+    assert {key[-1] for key in texts(records)} == {"plain", "dyspec:5"}
+    assert said == ["mine: chain:2 cannot run: RuntimeError: out of memory; it is not timed any more"]
+
+
+def test_prompts_too_long_for_the_target_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a" * 30, "b" * 3)))
+    pair = tiny_pair("llama")
+    pair.target.model.config.max_position_embeddings = 20
+    suites = read_suites({"mine": path}, 2, SETTINGS)
+    records, said = run(tmp_path / "run", suites, "plain", Settings(max_new_tokens=5, temperatures=(0.0,)), pair)
+    assert {key[1] for key in texts(records)} == {1}
+    assert said[-1] == "mine: prompts [0] are left out: a prompt and 5 new tokens exceed 20"
+
+
+def test_a_directory_of_another_configuration_is_refused(
+    tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "run", suites[1:], "plain")
+    with pytest.raises(
+        ValueError, match="holds a run with methods 'plain', not 'chain:2'; choose another --out, or --f"
+    ):
+        RunDirectory(tmp_path / "run", {"methods": "chain:2"}, {})
+    before = (tmp_path / "run" / "results.jsonl").read_bytes()
+    anew = RunDirectory(tmp_path / "run", {"methods": "chain:2"}, {}, force=True)
+    assert anew.records == [] and (tmp_path / "run" / "results.jsonl.old").read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"config": {}}'])
+def test_a_broken_run_file_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ValueError, match=r"run\.json cannot be read"):
+        RunDirectory(tmp_path, {}, {})
+    assert RunDirectory(tmp_path, {}, {}, force=True).records == []
+
+
+def test_results_without_a_run_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"holds results without a run\.json; choose another --out"):
+        RunDirectory(tmp_path, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("line", "message"), [("{", "is not JSON"), ("[]", "is no benchmark record"), ("{}", "is no benchmark record")]
+)
+def test_a_broken_line_that_is_not_the_last_is_named(tmp_path: Path, line: str, message: str) -> None:
+    RunDirectory(tmp_path, {}, {})
+    (tmp_path / "results.jsonl").write_text(f'{{"metric": "check"}}\n{line}\n{{"metric": "check"}}\n')
+    with pytest.raises(ValueError, match=rf"line 2 of .*results\.jsonl {message}"):
+        RunDirectory(tmp_path, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 1}, "max_new_tokens must be at least 2, got 1"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"repeats": 0}, "repeats must be at least 1, got 0"),
+        ({"temperatures": (-1.0,)}, r"temperatures must be in \[0, 100\), got \[-1.0\]"),
+        ({"seed": -1}, "seed and law_texts must not be negative, got -1 and 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(**options)

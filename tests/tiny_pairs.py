@@ -1,0 +1,37 @@
+"""A tiny target and drafter for the benchmark's tests, and a tokenizer of letters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tiny_models import VOCAB, grafted, tiny_model
+
+from stree.bench.pair import Pair
+
+
+class Letters:
+    """Every character is a token."""
+
+    chat_template: str | None = None
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [1 + ord(letter) % (VOCAB - 1) for letter in text]}
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(token) for token in tokens)
+
+
+def tiny_pair(
+    family: str = "mamba2", dtype: torch.dtype = torch.float64, drafter: bool = True, tokenizer: Any = None
+) -> Pair:
+    """Make a pair whose drafter is near the target: the same weights, perturbed."""
+    model = tiny_model(family, dtype)
+    draft = tiny_model(family, dtype)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, dtype=dtype))
+    pair = Pair(grafted(model), grafted(draft) if drafter else None, tokenizer or Letters(), "tiny", "tiny-drafter")
+    model.generation_config.eos_token_id = None
+    pair.plain = model
+    return pair
