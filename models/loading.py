@@ -17,7 +17,7 @@ from transformers.utils import cached_file
 from stree.models.families import config_of_text_model, family_of
 from stree.models.native import config_of_native, is_native, load_native
 
-__all__ = ["load_config", "load_model"]
+__all__ = ["load_config", "load_model", "torch_dtype"]
 
 NATIVE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
@@ -62,7 +62,7 @@ def load_model(
         if device_map is not None:
             raise NotImplementedError("device_map is not supported for native mamba-ssm checkpoints; give a device")
         model = load_native(raw, _native_weights(name_or_path))
-        return model.to(device) if dtype == "auto" else model.to(device, _torch_dtype(dtype))
+        return model.to(device) if dtype == "auto" else model.to(device, torch_dtype(dtype))
     family_of(config_of_text_model(load_config(name_or_path, trust_remote_code=trust_remote_code)))
     model = _load(name_or_path, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
@@ -110,7 +110,7 @@ def _native_weights(name_or_path: str | Path) -> Path:
     raise ValueError(f"checkpoint {str(name_or_path)!r} has neither {' nor '.join(NATIVE_WEIGHTS)}")
 
 
-def _torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
+def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Turn a name into a dtype."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):

@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, ...")
     command.add_argument("--json", action="store_true", help="print one JSON document as the last line")
     add_bench(commands)
+    add_info(commands, ASSETS)
     return parser
 
 

@@ -1,0 +1,77 @@
+"""How much memory a model's decoding takes, read off the tensors that it would allocate.
+
+It works on models without weights: on the meta device tensors have sizes and no memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from stree.models.families import config_of_text_model
+from stree.models.tree_lm import TreeLM
+
+__all__ = ["Memory", "empty_model", "measure_memory"]
+
+KINDS = {
+    "SsdStack": "Mamba-2",
+    "SelectiveStack": "Mamba-1",
+    "DeltaStack": "gated delta rule",
+    "LightningStack": "lightning attention",
+    "RgLruStack": "RG-LRU",
+    "ShortConvStack": "short convolution",
+    "KvStack": "attention",
+    "LatentStack": "latent attention",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one sequence.
+
+    Attributes:
+        layers: number of layers by what they keep; a layer may keep two things.
+        state: recurrent states, whatever the length: one full snapshot.
+        window: last inputs of the convolutions.
+        kv_per_token: keys and values of a committed token.
+        stash_per_node: factors of a pending node, inputs of convolutions included, keys and values not.
+        kv_stash_per_node: keys and values of a pending node.
+    """
+
+    layers: dict[str, int]
+    state: int
+    window: int
+    kv_per_token: int
+    stash_per_node: int
+    kv_stash_per_node: int
+
+
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
+    """Build a model without weights, on the meta device."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of_text_model(config), trust_remote_code=trust_remote_code)
+    return model.to(dtype)
+
+
+def measure_memory(lm: TreeLM) -> Memory:
+    """Read the sizes of a state for one token and one node off its tensors."""
+    layers: dict[str, int] = {}
+    sums = dict.fromkeys(("state", "window", "kv", "stash", "kv_stash"), 0)
+    for stack in lm.new_state(1, 1, 1).stacks.values():
+        kind = type(stack).__name__
+        keeps_keys = hasattr(stack, "keys")
+        values = {field.name: getattr(stack, field.name) for field in dataclasses.fields(stack)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        layers[KINDS[kind]] = layers.get(KINDS[kind], 0) + len(next(iter(tensors.values())))
+        for name, tensor in tensors.items():
+            if name in stack.weights:
+                continue
+            is_stash = name.startswith("stash")
+            part = ("kv_stash" if is_stash else "kv") if keeps_keys else ("stash" if is_stash else name)
+            sums[part] += tensor.nbytes
+    return Memory(layers, sums["state"], sums["window"], sums["kv"], sums["stash"], sums["kv_stash"])

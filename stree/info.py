@@ -1,0 +1,124 @@
+"""``stree info``: what a checkpoint is and what decoding it takes, from its config alone; no weights are read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["add_info", "describe_model"]
+
+
+def add_info(commands: Any, assets: Path) -> None:
+    """Register the command with an argparse subparsers object; ``assets`` holds the bundled pair."""
+    command = commands.add_parser(
+        "info",
+        help="describe a checkpoint",
+        description="Say what a checkpoint is and what decoding it takes; reads its config only.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    command.set_defaults(run=_info, assets=assets)
+    command.add_argument(
+        "model", nargs="?", default="bundled", metavar="MODEL", help="'bundled', a folder, or a hub id"
+    )
+    command.add_argument("--dtype", default="auto", help="of the weights: auto (the checkpoint's own), bfloat16, ...")
+    command.add_argument("--trust-remote-code", action="store_true", help="execute the checkpoint's own code")
+    command.add_argument("--json", action="store_true", help="print one JSON document instead")
+
+
+def describe_model(config: Any, dtype: Any, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Describe the model of a transformers config.
+
+    Args:
+        config: of any model.
+        dtype: torch dtype of the weights.
+        trust_remote_code: whether the checkpoint's own code may be executed.
+
+    Returns:
+        A JSON-able dict; where ``is_supported`` is False, ``reason`` says why and there are no sizes.
+    """
+    from stree.models.families import config_of_text_model, family_of
+    from stree.models.memory import empty_model, measure_memory
+    from stree.models.tree_lm import TreeLM
+
+    config = config_of_text_model(config)
+    report: dict[str, Any] = {
+        "family": config.model_type,
+        "num_layers": getattr(config, "num_hidden_layers", None),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    try:
+        family_of(config)
+        lm = TreeLM(empty_model(config, dtype, trust_remote_code=trust_remote_code))
+    except NotImplementedError as error:
+        return {**report, "is_supported": False, "reason": str(error)}
+    memory = measure_memory(lm)
+    return {
+        **report,
+        "is_supported": True,
+        "reason": None,
+        "layers": memory.layers,
+        "num_parameters": sum(parameter.numel() for parameter in lm.model.parameters()),
+        "max_length": lm.max_length,
+        "state_bytes": memory.state,
+        "window_bytes": memory.window,
+        "kv_bytes_per_token": memory.kv_per_token,
+        "stash_bytes_per_node": memory.stash_per_node,
+        "kv_stash_bytes_per_node": memory.kv_stash_per_node,
+        "nodes_per_state": memory.state / memory.stash_per_node if memory.state else None,
+    }
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    """Run ``stree info``."""
+    import torch
+
+    from stree.models.loading import load_config, torch_dtype
+
+    name = str(arguments.assets / "target") if arguments.model == "bundled" else arguments.model
+    config = load_config(name, trust_remote_code=arguments.trust_remote_code)
+    own = getattr(config, "dtype", None) or torch.float32
+    dtype = torch_dtype(own if arguments.dtype == "auto" else arguments.dtype)
+    report = {
+        "model": arguments.model,
+        **describe_model(config, dtype, trust_remote_code=arguments.trust_remote_code),
+    }
+    sys.stdout.write((json.dumps(report) if arguments.json else _page(report)) + "\n")
+    return 0
+
+
+def _page(report: dict[str, Any]) -> str:
+    """Lay a report out as text."""
+    lines = {"model": report["model"], "family": report["family"]}
+    if not report["is_supported"]:
+        lines["supported"] = f"no: {report['reason']}"
+        return _aligned(lines)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in report["layers"].items())
+    lines["layers"] = f"{report['num_layers']}: {kinds}"
+    lines["parameters"] = f"{report['num_parameters']:,} ({report['dtype']})"
+    lines["positions"] = "any" if report["max_length"] is None else f"at most {report['max_length']:,}"
+    lines["state"] = f"{_size(report['state_bytes'])} a sequence"
+    lines["conv windows"] = f"{_size(report['window_bytes'])} a sequence"
+    lines["keys, values"] = f"{_size(report['kv_bytes_per_token'])} a token"
+    ratio = report["nodes_per_state"]
+    lines["stash"] = f"{_size(report['stash_bytes_per_node'])} a node" + (
+        f", 1/{ratio:.0f} of a state" if ratio else ""
+    )
+    lines["stash, keys"] = f"{_size(report['kv_stash_bytes_per_node'])} a node"
+    lines["supported"] = "yes"
+    return _aligned(lines)
+
+
+def _aligned(lines: dict[str, str]) -> str:
+    """Put values in one column."""
+    return "\n".join(f"{name:<14}{value}" for name, value in lines.items())
+
+
+def _size(count: int) -> str:
+    """Write bytes with a unit."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.1f} {units[0]}" if units[0] != "B" else f"{count} B"
