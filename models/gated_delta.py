@@ -97,7 +97,8 @@ class DeltaStack(LayerStack):
     def load(self, slot: int, prefilled: Prefilled) -> None:
         """Take over window and state."""
         cache_layer = prefilled.cache.layers[prefilled.layer]
-        self.window[slot].copy_(cache_layer.conv_states[0][..., 1 - self.spec.dconv :])
+        inputs = cache_layer.conv_states[0]
+        self.window[slot].copy_(inputs[..., inputs.shape[-1] - self.window.shape[-1] :])
         self.state[slot].copy_(cache_layer.recurrent_states[0])
 
 

@@ -59,6 +59,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo-positive-eigenvalues": ("olmo_hybrid", {"linear_allow_neg_eigval": False, "linear_num_key_heads": 4}),
     "olmo-rotary": ("olmo_hybrid", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "qwen3_next-dense-layer": ("qwen3_next", {"mlp_only_layers": [1], "linear_num_value_heads": 2}),
+    "qwen3_5-one-tap": ("qwen3_5_text", {"linear_conv_kernel_dim": 1}),
     "recurrent_gemma-biases": ("recurrent_gemma", {"attention_bias": True, "num_key_value_heads": 4}),
 }
 
