@@ -1,4 +1,4 @@
-"""The command line: ``stree generate`` and ``stree bench``."""
+"""The command line: ``stree generate``, ``bench`` and ``info``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stree.bench.command import add_bench
+from stree.info import add_info
 
 __all__ = ["main"]
 

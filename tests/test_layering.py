@@ -48,7 +48,6 @@ ALLOWED: dict[str, set[str]] = {
     "stree.cost": set(),
     "stree.bench": ENGINE | {"stree.generation", "stree.cost", "stree.bench"},
     "stree.info": {"stree.models"},
-    "stree.info": {"stree.models"},
     "stree.hook": ENGINE | {"stree.generation", "stree.hook_steps", "stree.session"},
     "stree.hook_steps": {"stree.processing"},
     "stree.kernels": {"stree.kernels"},
