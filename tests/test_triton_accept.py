@@ -166,6 +166,7 @@ def test_of_equal_logits_the_first_is_drawn_and_of_equal_siblings_the_one_that_g
 
 def test_a_whole_vocabulary_of_bfloat16_logits_with_strides_is_searched() -> None:
     logits = torch.randn(2, 5, 9001, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
+    logits[0, 0, [10, 10 + kernels.BLOCK, 10 + 2 * kernels.BLOCK]] = 9.0  # equals in one lane of different passes
     tokens, parents = torch.zeros(2, 5, dtype=torch.long, device=DEVICE), torch.zeros(2, 5, dtype=torch.int32) - 1
     padded = torch.nn.functional.pad(logits, (0, 7), value=torch.inf)[..., :9001]
     walk = match_accept(tokens, parents.to(DEVICE), padded, backend="triton")

@@ -53,20 +53,10 @@ class Problem:
 
     @classmethod
     def draw(
-        cls,
-        parents: Tensor,
-        lengths: list[int],
-        *,
-        capacity: int = 150,
-        kv_heads: int = 2,
-        shared: int = 2,
-        dim: int = 8,
-        value_dim: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        seed: int = 0,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Problem:
+        cls, parents: Tensor, lengths: list[int], *, capacity: int = 150, kv_heads: int = 2, shared: int = 2,
+        dim: int = 8, value_dim: int | None = None, dtype: torch.dtype = torch.float32, seed: int = 0,
+        window: int | None = None, softcap: float | None = None,
+    ) -> Problem:  # fmt: skip
         rng = torch.Generator().manual_seed(seed)
         batch, n = parents.shape
         value_dim = dim if value_dim is None else value_dim
@@ -106,12 +96,10 @@ class Problem:
         shape = (batch, ROOM, heads)
         return self.k.new_full((*shape, dim), torch.nan), self.v.new_full((*shape, self.v.shape[3]), torch.nan)
 
-    def step(
-        self, stash: tuple[Tensor, Tensor], path: Tensor | None, path_lengths: Tensor | None, first: int = 0
-    ) -> Tensor:
+    def step(self, stash: tuple[Tensor, Tensor], path: Tensor | None, counts: Tensor | None, first: int = 0) -> Tensor:
         """Take a step; `lengths` count the path already."""
         return ops.attention_step(
-            self.k_cache, self.v_cache, self.lengths, *stash, path, path_lengths,
+            self.k_cache, self.v_cache, self.lengths, *stash, path, counts,
             self.q[:, first:], self.k[:, first:], self.v[:, first:], self.parents,
             first=first, backend="triton", **self.options,
         )  # fmt: skip
@@ -173,7 +161,7 @@ def test_a_tree_of_128_nodes_in_several_tiles_equals_the_loops() -> None:
 def test_small_scores_keep_their_digits_under_a_large_softcap() -> None:
     problem = Problem.draw(draw_parents(9), [100], softcap=1000.0)
     problem = replace(problem, q=problem.q / 20)
-    assert error(problem.attend(), problem.oracle()) < 1e-6  # tanh by 1 - e^-2x alone is 1e-5 off
+    assert error(problem.attend(), problem.oracle()) < 1e-6  # tanh by 1 - e^-2x alone is 4e-5 off
 
 
 def test_what_a_node_may_not_see_does_not_leak_even_if_it_is_no_number() -> None:
@@ -285,26 +273,19 @@ def test_the_parts_of_a_cache_cover_it_and_none_is_without_rows(capacity: int, p
 
 def test_what_the_kernels_cannot_take_is_refused_with_its_limits() -> None:
     problem = Problem.draw(torch.arange(-1, 128, dtype=torch.int32)[None], [1], capacity=2, dim=2)
-    with pytest.raises(
-        NotImplementedError, match="tree_attention with backend='triton' takes trees of nodes up to 128, got 129"
-    ):
+    with pytest.raises(NotImplementedError, match="tree_attention .* takes trees of nodes up to 128, got 129"):
         problem.attend()
     problem = Problem.draw(draw_parents(2), [1], capacity=2, dim=257, value_dim=8)
     with pytest.raises(NotImplementedError, match="takes a head size of k up to 256, got 257"):
         problem.attend()
     problem = Problem.draw(draw_parents(2), [1], capacity=2, value_dim=300)
-    with pytest.raises(
-        NotImplementedError, match="kv_commit with backend='triton' takes a head size of v up to 256, got 300"
-    ):
+    with pytest.raises(NotImplementedError, match="kv_commit .* takes a head size of v up to 256, got 300"):
         ops.kv_commit(
             problem.k_cache, problem.v_cache, problem.lengths, problem.k, problem.v,
             *paths_to(problem.parents, (1,)), backend="triton",
         )  # fmt: skip
     problem = Problem.draw(draw_parents(2), [1])
-    with pytest.raises(
-        TypeError,
-        match="tree_attention .* takes float32, bfloat16 or float16, the same for all, got q float32, k_cache bfloat16",
-    ):
+    with pytest.raises(TypeError, match="takes .* or float16, the same for all, got q float32, k_cache bfloat16"):
         replace(problem, k_cache=problem.k_cache.bfloat16()).attend()
     with pytest.raises(ValueError, match="v_cache must be contiguous in its last dimension, got strides"):
         replace(problem, v_cache=problem.v_cache.mT.contiguous().mT).attend()
@@ -315,7 +296,5 @@ def test_what_the_kernels_cannot_take_is_refused_with_its_limits() -> None:
 def test_without_a_gpu_or_the_interpreter_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if DEVICE == "cpu":
-        with pytest.raises(
-            RuntimeError, match="tree_attention with backend='triton' needs CUDA tensors, got a tensor on"
-        ):
+        with pytest.raises(RuntimeError, match="tree_attention .* needs CUDA tensors, got a tensor on cpu"):
             Problem.draw(draw_parents(2), [1]).attend()
