@@ -135,6 +135,21 @@ def test_a_failing_prefill_gives_the_modules_their_state_back() -> None:
     assert all(before is after for before, after in zip(held, module_states(lm), strict=True))
 
 
+def test_a_decay_that_is_zero_in_the_models_dtype_stays_finite() -> None:
+    model = family_model("recurrent_gemma")
+    for name, parameter in model.named_parameters():
+        if name.endswith("recurrent_param"):
+            parameter.data[::2] = 1e3  # decays of e^-8000 to the power of a gate
+    lm, texts = grafted(model), random_texts(random.Random(4), [9])
+    state, tree = lm.new_state(1, 32, 8), random_tree(random.Random(4), [8])
+    lm.prefill(state, torch.tensor(texts))
+    assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
+    path = path_to(tree, 0, 7)
+    lm.commit(state, *as_commit([path]))
+    texts = extended(texts, tree, [path])
+    assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
+
+
 @pytest.mark.parametrize(("family", "positions"), [("recurrent_gemma", None), ("kimi_linear", 512)])
 def test_a_model_without_a_longest_text_says_so(family: str, positions: int | None) -> None:
     assert grafted(family_model(family)).max_length == positions
