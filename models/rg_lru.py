@@ -122,7 +122,8 @@ def _forward(block: Any, input_states: Tensor, *args: Any, **kwargs: Any) -> Any
         cache.topology, activation=None, first=cache.first,
     )  # fmt: skip
     block.tree_twin.recurrent_states = (layer, cache)  # what its forward hands on to its scan
-    y = block.tree_twin(x, kwargs["position_ids"])
+    twin = block.tree_twin  # called by its class: a hook on the block's own unit would run that one
+    y = type(twin).forward(twin, x, kwargs["position_ids"])
     return block.linear_out(y * block.act_fn(block.linear_y(input_states))), None
 
 

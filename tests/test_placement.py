@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 from tiny_family_models import family_model
-from tiny_models import as_commit, grafted, path_to, random_texts, random_tree, right_padded
+from tiny_models import (
+    TOLERANCE,
+    as_commit,
+    grafted,
+    path_to,
+    random_texts,
+    random_tree,
+    right_padded,
+    tree_error,
+)
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -96,6 +106,22 @@ def test_plain_calls_of_a_model_on_several_devices_run_its_own_code() -> None:
     lm = TreeLM(copy.deepcopy(model))
     tokens = torch.tensor([[1, 2, 3]])
     assert lm.model(tokens).logits.shape == model(tokens).logits.shape
+
+
+@pytest.mark.parametrize("family", EVERY_ADAPTER)
+def test_forwards_that_accelerate_has_replaced_do_not_hide_the_tree(family: str) -> None:
+    rng = random.Random(1)
+    model = family_model(family)
+    hooked = copy.deepcopy(model)
+    for module in hooked.modules():
+        module.forward = functools.partial(module.forward)  # bound to this very module, as accelerate's are
+    lm, texts, tree = TreeLM(hooked), random_texts(rng, [9, 4]), random_tree(rng, [9, 7])
+    state = lm.new_state(2, 64, 16)
+    lm.prefill(state, *right_padded(texts))
+    assert tree_error(model, texts, tree, lm.verify(state, tree)) < TOLERANCE[torch.float32]
+    tokens = torch.tensor(random_texts(rng, [6]))
+    plain = {"max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(lm.model.generate(tokens, **plain), model.generate(tokens, **plain))
 
 
 def test_an_offloaded_mixer_is_refused() -> None:
