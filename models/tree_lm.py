@@ -18,6 +18,7 @@ from stree.models.checks import check_path, describe, is_integer
 from stree.models.families import family_of, stateful_modules
 from stree.models.loading import load_model
 from stree.models.placement import keep_on_device
+from stree.models.prompts import check_prompts, continue_prefill
 from stree.models.state import DecodeState, LayerSpec, Pending, Site, TreeStep, state_dtype
 from stree.tree import TokenTree, checks_everywhere
 
@@ -34,7 +35,12 @@ class TreeLM:
 
     Raises:
         NotImplementedError: the family is not supported; the message names those that are.
+
+    Attributes:
+        chunk_size: most prompt tokens that the model runs at once, or None for whole prompts; see ``prefill``.
     """
+
+    chunk_size: int | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
@@ -125,13 +131,17 @@ class TreeLM:
         return state
 
     @torch.no_grad()
-    def prefill(self, state: DecodeState, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
+    def prefill(
+        self, state: DecodeState, input_ids: Tensor, lengths: Tensor | None = None, *, chunk_size: int | None = None
+    ) -> Tensor:
         """Run prompts and fill an empty state.
 
         Args:
             state: empty, of this model.
             input_ids: int64[batch, length], right-padded; padding may be any token of the vocabulary.
             lengths: int[batch], true lengths; None where no prompt is padded.
+            chunk_size: most tokens that the model runs at once, which bounds the memory of a long prompt; what follows
+                them is run ``max_nodes`` at a time.  None for the model's own ``chunk_size``.
 
         Returns:
             float32[batch, vocab], the law of the next token as logits (float64 for float64 models).
@@ -141,27 +151,18 @@ class TreeLM:
             RuntimeError: the state is not empty.
         """
         self._check_state(state)
-        if input_ids.dim() != 2 or input_ids.shape[0] != state.batch_size or not is_integer(input_ids):
-            raise ValueError(f"input_ids must be int64[{state.batch_size}, length], got {describe(input_ids)}")
-        batch, width = input_ids.shape
-        if state.length_bound or state.pending is not None:
-            raise RuntimeError("prefill needs an empty state; this one holds tokens already")
-        if lengths is None:
-            lengths = torch.full((batch,), width)
-        if lengths.shape != (batch,) or not is_integer(lengths):
-            raise ValueError(f"lengths must be int[{batch}], got {describe(lengths)}")
-        sizes = lengths.tolist()
-        if width == 0 or min(sizes) < 1:
-            raise ValueError(f"every prompt needs at least one token, got lengths {sizes}")
-        if max(sizes) > width:
-            raise ValueError(f"lengths must be at most {width}, the width of input_ids, got {sizes}")
-        if max(sizes) > state.max_length:
-            raise ValueError(f"a prompt of {max(sizes)} tokens exceeds max_length {state.max_length}")
-        input_ids, lengths = input_ids.to(self.device), lengths.to(self.device, torch.int32)
+        sizes = check_prompts(state, input_ids, lengths)
+        chunk_size = self.chunk_size if chunk_size is None else chunk_size
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+        input_ids, whole = input_ids.to(self.device), torch.tensor(sizes, dtype=torch.int32, device=self.device)
         self._check_tokens(input_ids)
+        sizes = [min(size, chunk_size or size) for size in sizes]
         if len(set(sizes)) > 1 and not self._pads_exactly:
-            return self._prefill_rows(state, input_ids, sizes)
-        return self._prefill_batch(state, input_ids, lengths, max(sizes))
+            logits = self._prefill_rows(state, input_ids, sizes)
+        else:
+            logits = self._prefill_batch(state, input_ids, whole.clamp(max=max(sizes)), max(sizes))
+        return continue_prefill(self, state, input_ids, whole, logits)
 
     @torch.no_grad()
     def verify(self, state: DecodeState, tree: TokenTree, first: int = 0) -> Tensor:

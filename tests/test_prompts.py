@@ -1,0 +1,81 @@
+"""Long prompts in chunks: the same logits and the same state as in one piece, for every family."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tiny_family_models import FAMILIES, family_model
+from tiny_models import (
+    TOLERANCE,
+    as_commit,
+    extended,
+    fresh_logits,
+    random_path,
+    random_texts,
+    random_tree,
+    relative_error,
+    right_padded,
+    tiny_model,
+    tree_error,
+)
+
+import stree
+from stree import TreeLM
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_in_chunks_leaves_what_it_leaves_in_one_piece(family: str) -> None:
+    rng, model = random.Random(5), family_model(family)
+    lm = TreeLM(family_model(family))
+    texts = random_texts(rng, [23, 4, 9])  # the second fits in the first chunk, the third ends within the second
+    state = lm.new_state(3, 64, 7)
+    logits = lm.prefill(state, *right_padded(texts), chunk_size=6)
+    assert state.lengths.tolist() == [23, 4, 9]
+    for row, text in enumerate(texts):
+        assert relative_error(logits[row], fresh_logits(model, text)[-1]) < TOLERANCE[torch.float32]
+    for _ in range(2):
+        tree = random_tree(rng, [7, 5, 6])
+        assert tree_error(model, texts, tree, lm.verify(state, tree)) < TOLERANCE[torch.float32]
+        paths = [random_path(rng, tree, row) for row in range(3)]
+        lm.commit(state, *as_commit(paths))
+        texts = extended(texts, tree, paths)
+
+
+class Widths:
+    """Notes how many tokens each forward of a model runs."""
+
+    def __init__(self, model: Any) -> None:
+        self.seen: list[int] = []
+        model.register_forward_pre_hook(lambda _, inputs: self.seen.append(inputs[0].shape[1]))
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "max_nodes", "expected"), [(None, 5, [19]), (19, 5, [19]), (9, 5, [9, 5, 5]), (1, 16, [1, 16, 2])]
+)
+def test_no_forward_is_wider_than_its_chunk(chunk_size: int | None, max_nodes: int, expected: list[int]) -> None:
+    lm = TreeLM(tiny_model("mamba2"))
+    widths = Widths(lm.model)
+    lm.prefill(lm.new_state(1, 32, max_nodes), torch.arange(19)[None], chunk_size=chunk_size)
+    assert widths.seen == expected
+
+
+def test_a_model_s_own_chunk_size_serves_generate() -> None:
+    model, prompts = tiny_model("bamba"), [list(range(30)), [3, 4, 5]]
+    expected = stree.generate(TreeLM(model), prompts, max_new_tokens=8).sequences
+    lm = TreeLM(model)
+    lm.chunk_size = 11
+    widths = Widths(lm.model)
+    assert stree.generate(lm, prompts, budget=16, max_new_tokens=8).sequences == expected
+    assert widths.seen[:3] == [11, 16, 3]
+
+
+@pytest.mark.parametrize("chunk_size", [0, -3])
+def test_a_chunk_of_nothing_is_refused(chunk_size: int) -> None:
+    lm = TreeLM(tiny_model("mamba2"))
+    with pytest.raises(ValueError, match=f"chunk_size must be at least 1, got {chunk_size}"):
+        lm.prefill(lm.new_state(), torch.tensor([[1, 2]]), chunk_size=chunk_size)
