@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stree.kernels.checks import Backend, Parents, check, check_nodes, check_rank, choose, take_topology
 
-__all__ = ["MatchedPath", "choice", "match_accept", "philox_uniform"]
+__all__ = ["Backend", "MatchedPath", "choice", "match_accept", "philox_uniform"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

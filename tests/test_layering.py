@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "stree.retrieval": {"stree.retrieval"},
     "stree.vocabulary": set(),
     "stree.growth": PLAIN | {"stree.growth"},
-    "stree.verify": PLAIN | {"stree.verify"},
+    "stree.verify": PLAIN | {"stree.verify", "stree.kernels"},
     "stree.budget": PLAIN,
     "stree.drafters": PLAIN | POLICIES | {"stree.models", "stree.drafters"},
     "stree.processing": PLAIN | {"stree.models"},

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from stree import Sampling, TokenTree, accept
 from stree.kernels import accept as kernels
-from stree.kernels.accept_door import MatchedPath, choice, match_accept, philox_uniform
+from stree.kernels.accept_door import Backend, MatchedPath, choice, match_accept, philox_uniform
 from stree.sampling import Random
 from stree.verify import Acceptance
+from stree.verify.match import match, match_by_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BACKENDS = ("reference", "triton")
+BACKENDS: tuple[Backend, ...] = ("reference", "triton")
 SEEDS = (0, 1, 2**31, 2**40 + 3, 2**63 + 1, -1)
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -55,16 +56,16 @@ class Problem:
         rng = Random(self.seed, self.sequences, self.positions)
         return accept(self.tree, self.logits, sampling, rng, verifier="match")
 
-    def walk(self, sampling: Sampling, backend: str, offset: int = 0, parents: Tensor | None = None) -> MatchedPath:
+    def walk(self, sampling: Sampling, backend: Backend, offset: int = 0, parents: Tensor | None = None) -> MatchedPath:
         tokens, depth = self.tree.tokens.to(DEVICE), int(self.tree.depths.max())
         parents = self.tree.parents if parents is None else parents
         if sampling.is_greedy:
-            return match_accept(tokens, parents.to(DEVICE), self.logits.to(DEVICE), max_depth=depth, backend=backend)  # type: ignore[arg-type]
+            return match_accept(tokens, parents.to(DEVICE), self.logits.to(DEVICE), max_depth=depth, backend=backend)
         law = sampling.law(self.logits).to(DEVICE)
         words = self.sequences.to(DEVICE), self.positions.to(DEVICE) + offset
         return match_accept(
             tokens, parents.to(DEVICE), law, max_depth=depth, seed=self.seed, sequences=words[0], positions=words[1],
-            backend=backend,  # type: ignore[arg-type]
+            backend=backend,
         )  # fmt: skip
 
 
@@ -76,14 +77,14 @@ def is_same(found: MatchedPath, expected: Acceptance) -> bool:
 
 @by_backend
 @pytest.mark.parametrize("seed", SEEDS, ids=lambda seed: f"seed{seed}")
-def test_numbers_are_those_of_the_sampler_bit_for_bit(seed: int, backend: str) -> None:
+def test_numbers_are_those_of_the_sampler_bit_for_bit(seed: int, backend: Backend) -> None:
     rng = torch.Generator().manual_seed(3)
     position, sequence, node = torch.randint(-(2**40), 2**40, (3, 5, 27), generator=rng)
     for purpose, number in (("target", 0), ("accept", 1), ("draft", 2)):
         rows = Random(seed, sequence.flatten(), torch.zeros(135, dtype=torch.long))
         expected = rows.uniform(purpose, position.flatten(), node.flatten()).view(5, 27)
         words = (position.to(DEVICE), sequence.to(DEVICE), node.to(DEVICE))
-        found = philox_uniform(*words, seed=seed, purpose=number, backend=backend)  # type: ignore[arg-type]
+        found = philox_uniform(*words, seed=seed, purpose=number, backend=backend)
         assert torch.equal(found.cpu(), expected) and found.dtype == torch.float64
 
 
@@ -100,20 +101,20 @@ def test_choice_is_that_of_the_sampler(seed: int, vocab: int, is_sparse: bool) -
     uniform = rows.uniform("target", offset).to(DEVICE)
     expected = rows.choice("target", law, offset)
     for backend in BACKENDS:
-        assert torch.equal(choice(law.to(DEVICE), uniform, backend=backend).cpu(), expected)  # type: ignore[arg-type]
+        assert torch.equal(choice(law.to(DEVICE), uniform, backend=backend).cpu(), expected)
 
 
 @by_backend
-def test_choice_on_every_boundary_takes_what_begins_there_and_never_a_weight_of_zero(backend: str) -> None:
+def test_choice_on_every_boundary_takes_what_begins_there_and_never_a_weight_of_zero(backend: Backend) -> None:
     law = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.0, 0.125, 0.125, 0.0], device=DEVICE)
     last = 1 - 2.0**-53
     numbers = torch.tensor([0.0, 0.25, 0.75, 0.875, last, 0.25 - 2.0**-53, 0.75 - 2.0**-53], dtype=torch.float64)
     expected = [1, 3, 5, 6, 6, 1, 3]
     for factor in (1.0, 2.0**-20, 3.0):
         laws = (law * factor).expand(7, 8)
-        assert choice(laws, numbers.to(DEVICE), backend=backend).tolist() == expected  # type: ignore[arg-type]
+        assert choice(laws, numbers.to(DEVICE), backend=backend).tolist() == expected
     third = torch.tensor([1 / 3, 1 / 3, 1 / 3, 0.0], device=DEVICE)  # the product of number and total may round up
-    assert choice(third, torch.tensor(last, dtype=torch.float64, device=DEVICE), backend=backend).item() == 2  # type: ignore[arg-type]
+    assert choice(third, torch.tensor(last, dtype=torch.float64, device=DEVICE), backend=backend).item() == 2
 
 
 def test_sums_of_a_whole_vocabulary_are_the_same_in_every_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,8 +137,20 @@ def test_walks_are_those_of_the_verifier(seed: int, n: int, vocab: int, padding:
 
 
 @by_backend
+@pytest.mark.parametrize("temperature", [0.0, 1.1])
+def test_the_rule_of_a_gpu_accepts_what_that_of_the_host_accepts(temperature: float, backend: Backend) -> None:
+    problem, sampling = Problem.draw(17, 40, seed=2, padding=2), Sampling(temperature=temperature)
+    rng = Random(7, problem.sequences, problem.positions.int())
+    depth = int(problem.tree.depths.max())
+    host = match(problem.tree, problem.logits, sampling, rng, depth)
+    found = match_by_kernels(problem.tree, problem.logits, sampling, rng, depth, backend)
+    assert all(torch.equal(getattr(found, name), getattr(host, name)) for name in MatchedPath.__slots__)
+    assert int(host.path_lengths.max()) > 1
+
+
+@by_backend
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_chain_a_star_and_a_single_node_are_walked(temperature: float, backend: str) -> None:
+def test_a_chain_a_star_and_a_single_node_are_walked(temperature: float, backend: Backend) -> None:
     shapes = torch.arange(-1, 16), -(torch.arange(17) == 0).int(), torch.tensor([-1])
     longest = 0
     for shape in shapes:
@@ -154,13 +167,13 @@ def test_a_chain_a_star_and_a_single_node_are_walked(temperature: float, backend
 
 
 @by_backend
-def test_of_equal_logits_the_first_is_drawn_and_of_equal_siblings_the_one_that_goes_deeper(backend: str) -> None:
+def test_of_equal_logits_the_first_is_drawn_and_of_equal_siblings_the_one_that_goes_deeper(backend: Backend) -> None:
     tokens, parents = torch.tensor([[9, 4, 4, 4, 2]]), torch.tensor([[-1, 0, 0, 0, 2]], dtype=torch.int32)
     logits = torch.zeros(1, 5, 5)
     logits[0, 0, 4], logits[0, 2, 2:] = 1, 1
-    walk = match_accept(tokens.to(DEVICE), parents.to(DEVICE), logits.to(DEVICE), backend=backend)  # type: ignore[arg-type]
+    walk = match_accept(tokens.to(DEVICE), parents.to(DEVICE), logits.to(DEVICE), backend=backend)
     assert walk.path.tolist() == [[0, 2, 4, -1, -1]] and walk.next_token.tolist() == [0]
-    walk = match_accept(tokens[:, :4].to(DEVICE), parents[:, :4].to(DEVICE), logits[:, :4].to(DEVICE), backend=backend)  # type: ignore[arg-type]
+    walk = match_accept(tokens[:, :4].to(DEVICE), parents[:, :4].to(DEVICE), logits[:, :4].to(DEVICE), backend=backend)
     assert walk.path.tolist() == [[0, 1, -1, -1]] and walk.next_token.tolist() == [0]
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stree.kernels.accept_door import Backend, match_accept
+from stree.kernels.topology import Topology
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify.paths import deepest
 from stree.verify.values import Acceptance
 
-__all__ = ["match"]
+__all__ = ["match", "match_by_kernels"]
 
 
 def match(tree: TokenTree, target_logits: Tensor, sampling: Sampling, rng: Random, max_depth: int) -> Acceptance:
@@ -18,6 +20,8 @@ def match(tree: TokenTree, target_logits: Tensor, sampling: Sampling, rng: Rando
 
     The draws are coupled over siblings and depths alike; lossless for every tree (field name: naive sampling).
     """
+    if target_logits.is_cuda and type(rng) is Random:  # a stand-in draws by itself
+        return match_by_kernels(tree, target_logits, sampling, rng, max_depth)
     if sampling.is_greedy:
         drawn = target_logits.argmax(-1)
     else:
@@ -28,3 +32,23 @@ def match(tree: TokenTree, target_logits: Tensor, sampling: Sampling, rng: Rando
     is_match = tree.tokens == drawn.gather(1, parents)
     leaf, path, path_lengths = deepest(tree, is_match, max_depth)
     return Acceptance(path, path_lengths, drawn.gather(1, leaf[:, None]).squeeze(1))
+
+
+def match_by_kernels(
+    tree: TokenTree,
+    target_logits: Tensor,
+    sampling: Sampling,
+    rng: Random,
+    max_depth: int,
+    backend: Backend = "auto",
+) -> Acceptance:
+    """Do the same in two launches on a GPU: the same numbers, laws summed as integers (`stree.kernels.accept_door`)."""
+    topology = Topology.of(tree.parents, mask=tree.ancestor_mask, depths=tree.depths)
+    if sampling.is_greedy:
+        found = match_accept(tree.tokens, topology, target_logits, max_depth=max_depth, backend=backend)
+    else:
+        found = match_accept(
+            tree.tokens, topology, sampling.law(target_logits), max_depth=max_depth, seed=rng.seed,
+            sequences=rng.sequences.long(), positions=rng.positions.long(), backend=backend,
+        )  # fmt: skip
+    return Acceptance(found.path, found.path_lengths, found.next_token)
