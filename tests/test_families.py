@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from host_reads import NoHostReads
 from tiny_family_models import FAMILIES, family_model
 from tiny_models import (
     TOLERANCE,
@@ -30,6 +31,7 @@ from tiny_models import (
     right_padded,
     tree_error,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, RwkvConfig, RwkvForCausalLM
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
@@ -358,6 +360,35 @@ def test_what_layers_need_of_a_tree_is_derived_once_a_step(family: str, monkeypa
     assert max(mock.call_count for mock in counted.values()) <= 1
 
 
+class HostReads(TorchDispatchMode):
+    """Count operators whose result or shape depends on data that the host would have to read."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_of_the_loop_does_not_wait_for_the_device(family: str) -> None:
+    rng = random.Random(13)
+    lm = grafted(family_model(family))
+    state, _ = advanced(lm, rng, [10, 2])
+    tree = random_tree(rng, [12, 7])
+    unchecked = TokenTree.unchecked(tree.tokens, tree.parents)
+    paths, lengths = as_commit([[0], [0]])
+    with HostReads() as reads:
+        lm.verify(state, unchecked)
+    assert reads.count <= 1  # on the CPU, where it is free, the longest context is read to shorten the attention
+    with HostReads() as reads:
+        lm.commit(state, paths, lengths)
+    assert reads.count == 0
+    with HostReads() as reads:
+        assert int(state.lengths[0]) > 0
+    assert reads.count == 1
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "mistral", "qwen2"])
 def test_control_without_its_sliding_window_a_family_is_another_model(family: str) -> None:
     rng = random.Random(8)
@@ -400,3 +431,26 @@ def test_a_convolution_with_another_activation_is_refused() -> None:
 def test_attention_that_looks_ahead_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="Gemma3Attention is not causal"):
         TreeLM(family_model("gemma3_text", use_bidirectional_attention=True))
+
+
+def unread(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function fail where it reads the device."""
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with NoHostReads():
+            return function(*args, **kwargs)
+
+    return watched
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_neither_a_trees_forward_nor_a_commit_reads_the_device(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(11)
+    lm = grafted(family_model(family))
+    state, _ = advanced(lm, rng, [6, 9])
+    for owner, name in ((lm, "_forward"), (state, "commit")):  # around them a user's trees and paths are looked at
+        monkeypatch.setattr(owner, name, unread(getattr(owner, name)))
+    for _ in range(2):
+        tree = random_tree(rng, [8, 5])
+        lm.verify(state, tree)
+        lm.commit(state, *as_commit([path_to(tree, 0, 7), [0]]))
