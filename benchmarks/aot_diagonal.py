@@ -14,14 +14,16 @@ from stree.kernels.tiles import DiagonalTile
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """Sizes of a model's diagonal recurrence, from its published configuration."""
+    """Sizes of a model's diagonal recurrence, from its published configuration, and sequences at once."""
 
     channels: int
     dstate: int = 1
+    batch: int = 1
 
 
 SELECTIVES = {
     "mamba-2.8b": Recurrence(5120, 16),
+    "mamba-2.8b, batch 16": Recurrence(5120, 16, batch=16),
     "Falcon-Mamba-7B": Recurrence(8192, 16),
     "Jamba-mini": Recurrence(8192, 16),
 }
@@ -45,7 +47,7 @@ def diagonal_build(layer: Recurrence, n: int, dtype: torch.dtype) -> Build:
 
 def _build(layer: Recurrence, n: int, pointers: dict[str, str], *, selective: bool) -> Build:
     """Describe the launch of a step with these rows."""
-    tile = DiagonalTile.of(n, layer.dstate)
+    tile = DiagonalTile.of(n, layer.dstate, layer.batch * layer.channels)
     constants = diagonal_constants(
         tile, layer.dstate, selective=selective, fold=True, scan=True, keep=True, keep_shared=True, known=False
     )

@@ -180,7 +180,7 @@ def _launch(
         n, walk = topology.parents.shape[1], topology.depth_first_walk()
     check_limit(op, "trees of nodes", n, MAX_NODES)
     check_limit(op, "a path of nodes", path_size, MAX_NODES)
-    tile = DiagonalTile.of(n, dstate)
+    tile = DiagonalTile.of(n, dstate, batch * channels)
     new_from = first if stash is not None else 0
     old_x, old_step, old_B = _checked(old)
     x, step, B = _checked(new)

@@ -17,13 +17,12 @@ from stree.kernels.ssd_kernels import _softplus
 def _after_node(state, rate, step, x, key, SELECTIVE: tl.constexpr):
     """Continue a state [channels, dstate] by one node.
 
-    Mamba-1: step is dt, rate is A and key is B.  RG-LRU: step is the log decay; dstate is 1.
+    Mamba-1: step is dt, rate is A and key is B.  RG-LRU: step is the log decay, rate is 1 and dstate is 1.
     """
     step = step.to(tl.float32)
     x = x.to(tl.float32)
-    if SELECTIVE:
-        return state * tl.exp(step[:, None] * rate) + (step * x)[:, None] * key.to(tl.float32)[None, :]
-    return state * tl.exp(step)[:, None] + x[:, None]
+    write = (step * x)[:, None] * key.to(tl.float32)[None, :] if SELECTIVE else x[:, None]
+    return state * tl.exp2(step[:, None] * rate) + write
 
 
 @triton.jit
@@ -84,13 +83,14 @@ def diagonal_kernel(
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     s = tl.arange(0, BLOCK_S)
     inside = c < channels
+    is_state = s < DSTATE
     tile = c[:, None] * DSTATE + s[None, :]
-    tile_mask = inside[:, None] & (s < DSTATE)[None, :]
+    tile_mask = inside[:, None] & is_state[None, :]
     state_ptr += batch * stride_state_b
     state = tl.load(state_ptr + tile, tile_mask, 0.0)
-    rate = None
+    rate = 1.4426950408889634  # log2 e: decays are powers of 2
     if SELECTIVE:
-        rate = tl.load(rate_ptr + batch * stride_rate_b + tile, tile_mask, 0.0).to(tl.float32)
+        rate *= tl.load(rate_ptr + batch * stride_rate_b + tile, tile_mask, 0.0).to(tl.float32)
     if FOLD:
         length = tl.load(lengths_ptr + batch).to(tl.int32)
         if SELECTIVE:
@@ -128,27 +128,25 @@ def diagonal_kernel(
         if D_ptr is not None:
             skip += tl.load(D_ptr + c, inside, 0.0).to(tl.float32)
         y_ptr += batch * (n - first) * channels
+        walk_ptr += batch * n
         waiting = (state,) * SLOTS
         for start in range(0, n, AHEAD):
             entries, steps, values, keys, queries = (), (), (), (), ()
             for k in tl.static_range(AHEAD):
-                is_node = start + k < n
-                entry = tl.load(walk_ptr + batch * n + start + k, is_node, 0)
+                # Beyond the last node it is visited again and nothing is stored, which costs less than masks.
+                entry = tl.load(walk_ptr + tl.minimum(start + k, n - 1))
                 node = entry & 0xFFFF
                 entries += (entry,)
-                mask = c < tl.where(is_node, channels, 0)
-                steps += (tl.load(step_ptr + node * stride_step_n + c, mask, 0.0),)
-                values += (tl.load(x_ptr + node * stride_x_n + c, mask, 0.0),)
+                steps += (tl.load(step_ptr + (node * stride_step_n + c), inside, 0.0),)
+                values += (tl.load(x_ptr + (node * stride_x_n + c), inside, 0.0),)
                 if SELECTIVE:
-                    mask = s < tl.where(is_node & (node >= new_from), DSTATE, 0)
-                    key = tl.load(B_ptr + (node - new_from) * stride_B_n + s, mask, 0.0)
+                    row = tl.maximum(node - new_from, 0) if KNOWN else node
+                    key = tl.load(B_ptr + (row * stride_B_n + s), is_state, 0.0)
                     if KNOWN:
-                        mask = s < tl.where(is_node & (node < new_from), DSTATE, 0)
-                        known = tl.load(stash_B_ptr + node * stride_stash_B_n + s, mask, 0.0)
-                        key = key.to(tl.float32) + known.to(tl.float32)
+                        known = tl.load(stash_B_ptr + (node * stride_stash_B_n + s), is_state, 0.0)
+                        key = tl.where(node < new_from, known, key)
                     keys += (key,)
-                    mask = s < tl.where(is_node & (node >= first), DSTATE, 0)
-                    queries += (tl.load(C_ptr + (node - new_from) * stride_C_n + s, mask, 0.0),)
+                    queries += (tl.load(C_ptr + (row * stride_C_n + s), is_state, 0.0),)
             for k in tl.static_range(AHEAD):
                 node = entries[k] & 0xFFFF
                 take = (entries[k] >> 16) & 0xFF
@@ -166,4 +164,4 @@ def diagonal_kernel(
                 if D_ptr is not None:
                     out += skip * values[k].to(tl.float32)
                 is_asked = (start + k < n) & (node >= first)
-                tl.store(y_ptr + (node - first) * channels + c, out, c < tl.where(is_asked, channels, 0))
+                tl.store(y_ptr + ((node - first) * channels + c), out, c < tl.where(is_asked, channels, 0))

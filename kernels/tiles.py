@@ -152,10 +152,14 @@ class DiagonalTile:
     stages: int
 
     @classmethod
-    def of(cls, n: int, dstate: int) -> DiagonalTile:
-        """Choose a tile of at most 256 states, 8 a thread: one warp, which never waits for another."""
+    def of(cls, n: int, dstate: int, channels: int) -> DiagonalTile:
+        """Choose a tile for so many channels of all sequences: one warp, which never waits for another.
+
+        A thread holds 8 states, which shares the reading of rows best, or 4 where that would leave much of a GPU idle.
+        """
         width = padded(dstate, 1)
-        return cls(min(32, max(1, 256 // width)), width, 16, 8, walk_slots(n), 1, 1)
+        states = 256 if channels * dstate >= 2**18 else 128
+        return cls(min(32, max(1, states // width)), width, 16, 8, walk_slots(n), 1, 1)
 
 
 # (nodes padded to a power of two, decay a key channel) -> (most dv, most dk in a tile, warps, stages).

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stree.kernels import ops
+from stree.kernels.tiles import DiagonalTile
 from stree.kernels.topology import Topology
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -164,6 +165,16 @@ def test_selective_scan_of_other_sizes_equals_the_recursion(n: int, channels: in
     problem = Selective.draw(parents, channels, dstate)
     dt = problem.sizes()
     assert error(problem.scan(dt), problem.outputs(dt)) < TOLERANCE[torch.float32]
+
+
+def test_tiles_for_many_sequences_score_as_those_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Selective.draw(draw_parents(8, 12, padding=1), channels=37, dstate=16)
+    dt, choose = problem.sizes(), DiagonalTile.of
+    few = problem.scan(dt)
+    monkeypatch.setattr(DiagonalTile, "of", lambda n, dstate, channels: choose(n, dstate, 10**6))
+    assert choose(12, 16, 111).channels == 8 and DiagonalTile.of(12, 16, 111).channels == 16
+    assert error(problem.scan(dt), problem.outputs(dt)) < TOLERANCE[torch.float32]
+    assert error(few, problem.outputs(dt)) < TOLERANCE[torch.float32]
 
 
 def test_a_full_binary_tree_of_127_nodes_equals_the_recursion() -> None:
