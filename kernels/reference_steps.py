@@ -89,12 +89,14 @@ def gated_delta_step(
     *,
     scale: float | None = None,
     first: int = 0,
+    folded: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Fold the last path, stash k and g of the new rows, scan the new tree, stash u."""
     topology = Topology.cast(parents)
     n = topology.parents.shape[1]
     if path is not None:
-        gated_delta_commit(state, stash_k, stash_u, stash_g, path, path_lengths)
+        old_k, old_u, old_g = (stash_k, stash_u, stash_g) if folded is None else folded
+        gated_delta_commit(state, old_k, old_u, old_g, path, path_lengths)
     stash_k[:, first:n].copy_(k)
     stash_g[:, first:n].copy_(g)
     o, u = gated_delta_rows(

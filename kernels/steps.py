@@ -124,6 +124,7 @@ def gated_delta_step(
     *,
     scale: float | None = None,
     first: int = 0,
+    folded: tuple[Tensor, Tensor, Tensor] | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Fold the last path of a gated delta layer, stash the new rows, scan the new tree, stash its u.
@@ -143,6 +144,8 @@ def gated_delta_step(
         parents: the new trees.
         scale: factor on the outputs; dk ** -0.5 if None.
         first: first new row; rows below it stand in the stash from earlier calls.
+        folded: a second triple like (stash_k, stash_u, stash_g) that `path` is folded from, read only; None: from the
+            stash itself.  A caller who alternates between two triples saves the Triton version a launch.
         backend: see `stree.kernels.ops`.
 
     Returns:
@@ -165,10 +168,29 @@ def gated_delta_step(
     check("g", g, "float", (batch, rows, heads, *channels), state)
     check("beta", beta, "float", (batch, rows, heads), state)
     check_room(room, topology)
+    if folded is not None:
+        old = folded[0].shape[1]
+        check("folded[0]", folded[0], "float", (batch, old, key_heads, dk), state)
+        check("folded[1]", folded[1], "float", (batch, old, heads, dv), state)
+        check("folded[2]", folded[2], "float", (batch, old, heads, *channels), state)
     accepted = None if path is None else take_path(path, path_lengths, batch, state)
     step = choose("gated_delta_step", backend, state)
     out: Tensor = step(
-        state, stash_k, stash_u, stash_g, accepted, None, q, k, v, g, beta, topology, scale=scale, first=first
+        state,
+        stash_k,
+        stash_u,
+        stash_g,
+        accepted,
+        None,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        topology,
+        scale=scale,
+        first=first,
+        folded=folded,
     )
     return out
 

@@ -164,12 +164,12 @@ class DiagonalTile:
 
 # (nodes padded to a power of two, decay a key channel) -> (most dv, most dk in a tile, warps, stages).
 _GATED_DELTA: dict[tuple[int, bool], tuple[int, int, int, int]] = {
-    (16, False): (32, 32, 4, 2),
-    (32, False): (32, 32, 4, 2),
-    (64, False): (32, 32, 8, 2),
+    (16, False): (64, 32, 4, 2),
+    (32, False): (64, 16, 4, 2),
+    (64, False): (32, 16, 8, 2),
     (128, False): (32, 16, 8, 2),
-    (16, True): (32, 32, 4, 2),
-    (32, True): (32, 32, 4, 2),
+    (16, True): (64, 32, 4, 2),
+    (32, True): (64, 16, 4, 2),
     (64, True): (32, 16, 8, 2),
     (128, True): (32, 16, 8, 2),
 }
@@ -196,7 +196,7 @@ class GatedDeltaTile:
     stages: int
 
     @classmethod
-    def of(cls, n: int, path: int, dk: int, dv: int, dtype: torch.dtype, channels: bool) -> GatedDeltaTile:
+    def of(cls, n: int, path: int, dk: int, dv: int, channels: bool) -> GatedDeltaTile:
         """Choose a tile; a dimension of a matrix product has at least 16 entries."""
         nodes = padded(n)
         value, key, warps, stages = _GATED_DELTA[nodes, channels]
