@@ -177,6 +177,16 @@ def test_of_equal_logits_the_first_is_drawn_and_of_equal_siblings_the_one_that_g
     assert walk.path.tolist() == [[0, 1, -1, -1]] and walk.next_token.tolist() == [0]
 
 
+@by_backend
+def test_a_bound_below_the_depth_cuts_the_path_and_nothing_else(backend: Backend) -> None:
+    tokens, parents = torch.tensor([[1, 2, 3, 4, 0]] * 2), torch.arange(-1, 4, dtype=torch.int32).expand(2, -1)
+    logits = torch.eye(5)[[2, 3, 4, 0, 1]].expand(2, -1, -1).contiguous()
+    operands = tokens.to(DEVICE), parents.contiguous().to(DEVICE), logits.to(DEVICE)
+    walk = match_accept(*operands, max_depth=1, backend=backend)
+    assert walk.path.tolist() == [[0, 1]] * 2 and walk.path_lengths.tolist() == [5, 5]
+    assert walk.next_token.tolist() == [1, 1]
+
+
 def test_a_whole_vocabulary_of_bfloat16_logits_with_strides_is_searched() -> None:
     logits = torch.randn(2, 5, 9001, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
     logits[0, 0, [10, 10 + kernels.BLOCK, 10 + 2 * kernels.BLOCK]] = 9.0  # equals in one lane of different passes
