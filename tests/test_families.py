@@ -31,7 +31,6 @@ from tiny_models import (
     right_padded,
     tree_error,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, RwkvConfig, RwkvForCausalLM
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
@@ -358,35 +357,6 @@ def test_what_layers_need_of_a_tree_is_derived_once_a_step(family: str, monkeypa
         monkeypatch.setattr(topology, name, mock)
     lm.verify(state, random_tree(rng, [12, 7]))
     assert max(mock.call_count for mock in counted.values()) <= 1
-
-
-class HostReads(TorchDispatchMode):
-    """Count operators whose result or shape depends on data that the host would have to read."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_of_the_loop_does_not_wait_for_the_device(family: str) -> None:
-    rng = random.Random(13)
-    lm = grafted(family_model(family))
-    state, _ = advanced(lm, rng, [10, 2])
-    tree = random_tree(rng, [12, 7])
-    unchecked = TokenTree.unchecked(tree.tokens, tree.parents)
-    paths, lengths = as_commit([[0], [0]])
-    with HostReads() as reads:
-        lm.verify(state, unchecked)
-    assert reads.count <= 1  # on the CPU, where it is free, the longest context is read to shorten the attention
-    with HostReads() as reads:
-        lm.commit(state, paths, lengths)
-    assert reads.count == 0
-    with HostReads() as reads:
-        assert int(state.lengths[0]) > 0
-    assert reads.count == 1
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "mistral", "qwen2"])
