@@ -53,6 +53,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--growth", default=None, help="shape of a draft model's trees: dyspec, dyspec-heap, chain:4, static:3,2, stree"
     )
+    command.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
+    command.add_argument("--tokenizer", default=None, help="a folder or hub id, where the target's own has none")
+    command.add_argument(
+        "--prefill-chunk", type=int, default=None, help="most prompt tokens run at once; bounds memory"
+    )
+    command.add_argument("--trust-remote-code", action="store_true", help="execute the checkpoints' own code")
     command.add_argument("--budget", default="16", help="most nodes a step, root included; 1 is plain decoding")
     command.add_argument("--verifier", default="auto", help="auto, match or rejection")
     command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens")
@@ -78,21 +84,18 @@ def _generate(arguments: argparse.Namespace) -> int:
     budget: int | str = int(arguments.budget) if arguments.budget.lstrip("-").isdigit() else arguments.budget
     prompt = _prompt(arguments)
 
-    from transformers import AutoTokenizer, TextStreamer
+    from transformers import TextStreamer
     from transformers.utils import logging
 
     from stree.generation import GenerationInterrupted, generate
-    from stree.models.tree_lm import TreeLM
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     target = _locate(arguments.target, "target")
-    lm = TreeLM.from_pretrained(target, device=arguments.device, dtype=arguments.dtype)
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    lm = _load(arguments, target)
+    tokenizer = _tokenizer(arguments, arguments.tokenizer or target)
     drafter = _drafter(arguments, tokenizer)
-    prompt_ids = tokenizer(prompt)["input_ids"]
-    if not prompt_ids:
-        raise ValueError("the prompt is empty; give at least one token")
+    prompt_ids = _encode(arguments, tokenizer, prompt)
     stop = lm.model.generation_config.eos_token_id
     streamer: Any = _Progress(arguments.max_new_tokens) if arguments.json else TextStreamer(tokenizer)
     status = 0
@@ -119,6 +122,44 @@ def _prompt(arguments: argparse.Namespace) -> str:
     return arguments.prompt if arguments.prompt is not None else sys.stdin.read()
 
 
+def _load(arguments: argparse.Namespace, name: str) -> Any:
+    """Load a model as the options say."""
+    from stree.models.tree_lm import TreeLM
+
+    lm = TreeLM.from_pretrained(
+        name, device=arguments.device, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code
+    )
+    lm.chunk_size = arguments.prefill_chunk
+    return lm
+
+
+def _tokenizer(arguments: argparse.Namespace, name: str) -> Any:
+    """Load a tokenizer; a native mamba-ssm checkpoint has none of its own."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=arguments.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"no tokenizer that transformers can read at {name!r}; name one by --tokenizer") from error
+    if tokenizer.get_vocab().keys() == tokenizer.get_added_vocab().keys():  # made by transformers for want of one
+        raise ValueError(f"the tokenizer at {name!r} knows no words; name one by --tokenizer")
+    return tokenizer
+
+
+def _encode(arguments: argparse.Namespace, tokenizer: Any, prompt: str) -> list[int]:
+    """Turn the prompt into tokens."""
+    if not arguments.chat:
+        ids: list[int] = tokenizer(prompt)["input_ids"]
+    elif tokenizer.chat_template is None:
+        raise ValueError("the target's tokenizer has no chat template; leave --chat out")
+    else:
+        turn = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
+    if not ids:
+        raise ValueError("the prompt is empty; give at least one token")
+    return ids
+
+
 def _locate(name: str, role: str) -> str:
     """Turn 'bundled' into its folder."""
     return str(ASSETS / role) if name == "bundled" else name
@@ -126,10 +167,7 @@ def _locate(name: str, role: str) -> str:
 
 def _drafter(arguments: argparse.Namespace, tokenizer: Any) -> Any:
     """Load the drafter that the options name."""
-    from transformers import AutoTokenizer
-
     from stree.drafters import ModelDrafter, NoDrafter, SuffixDrafter
-    from stree.models.tree_lm import TreeLM
 
     name = arguments.drafter or ("bundled" if arguments.target == "bundled" else "suffix")
     if name in ("suffix", "none"):
@@ -137,8 +175,8 @@ def _drafter(arguments: argparse.Namespace, tokenizer: Any) -> Any:
             raise ValueError(f"--growth shapes the trees of a draft model; --drafter {name} has none")
         return SuffixDrafter() if name == "suffix" else NoDrafter()
     folder = _locate(name, "drafter")
-    drafter = ModelDrafter(TreeLM.from_pretrained(folder, device=arguments.device, dtype=arguments.dtype))
-    theirs, ours = AutoTokenizer.from_pretrained(folder).get_vocab(), tokenizer.get_vocab()
+    drafter = ModelDrafter(_load(arguments, folder))
+    theirs, ours = _tokenizer(arguments, arguments.tokenizer or folder).get_vocab(), tokenizer.get_vocab()
     if theirs != ours:
         raise ValueError(
             f"drafter {name!r} and target {arguments.target!r} have different tokenizers "

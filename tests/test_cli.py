@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, Mamba2Config, Mamba2ForCausalLM, PreTrainedTokenizerFast
 
 from stree.cli import main
 from stree.growth import Chain, DySpec, Static, parse_growth
+from stree.models.tree_lm import TreeLM
 
 WORDS = ["<|endoftext|>", *(chr(code) for code in range(97, 123)), *["ab", "bc", "cd", "de", "ef"]]
 
@@ -101,6 +102,56 @@ def test_different_tokenizers_are_refused(target: str, tmp_path: Path, capsys: p
     other = save_model(tmp_path, [WORDS[0], *reversed(WORDS[1:])])
     assert main(["generate", "a b", "--target", target, "--drafter", other]) == 2
     assert f"have different tokenizers ({len(WORDS)} and {len(WORDS)} tokens" in capsys.readouterr().err
+
+
+TEMPLATE = "{% for m in messages %}a {{ m['content'] }} b{% endfor %}{% if add_generation_prompt %} c{% endif %}"
+
+
+def test_a_chat_template_is_put_around_the_prompt(
+    target: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["generate", "a b", "--chat", "--target", target]) == 2
+    assert "the target's tokenizer has no chat template; leave --chat out" in capsys.readouterr().err
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path)
+    common = ["--target", target, "--max-new-tokens", "4", "--json"]
+    assert main(["generate", "d e", "--chat", "--tokenizer", str(tmp_path), *common]) == 0
+    chat = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert main(["generate", "a d e b c", *common]) == 0
+    plain = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (chat["num_prompt_tokens"], chat["token_ids"]) == (5, plain["token_ids"])
+
+
+def test_a_target_without_tokenizer_needs_one_named(
+    target: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    TreeLM.from_pretrained(target).model.save_pretrained(tmp_path)
+    arguments = ["generate", "a b", "--target", str(tmp_path), "--max-new-tokens", "3"]
+    assert main(arguments) == 2
+    assert "knows no words; name one by --tokenizer" in capsys.readouterr().err
+    assert main([*arguments, "--tokenizer", target, "--json"]) == 0
+    capsys.readouterr()
+    assert main([*arguments, "--tokenizer", "no/such/folder"]) == 2
+    message = "no tokenizer that transformers can read at 'no/such/folder'; name one by --tokenizer"
+    assert message in capsys.readouterr().err
+
+
+def test_a_prompt_is_run_in_chunks_of_the_size_asked_for(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = run_json(capsys, "--target", target)["token_ids"]
+    assert run_json(capsys, "--target", target, "--prefill-chunk", "2")["token_ids"] == expected
+    assert main(["generate", "a b", "--target", target, "--prefill-chunk", "0"]) == 2
+    assert "chunk_size must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_a_checkpoint_s_code_is_not_run_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "homemade", "auto_map": {"AutoConfig": "code.C"}}')
+    (tmp_path / "code.py").write_text("raise ValueError('the code ran')\n")
+    arguments = ["generate", "a", "--target", str(tmp_path)]
+    assert main(arguments) == 2
+    assert "would execute code of its own" in capsys.readouterr().err
+    assert main([*arguments, "--trust-remote-code"]) == 2
+    assert "the code ran" in capsys.readouterr().err
 
 
 def test_growths_are_read_from_text() -> None:
