@@ -11,6 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class NoHostReads(TorchDispatchMode):
     """Fail on operators whose result or shape depends on data that the host would have to read."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in ("index", "index_put", "index_put_"):  # tagged, but only masks are read
             reads = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
