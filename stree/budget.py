@@ -1,0 +1,229 @@
+"""How large a tree to draft: the size whose emitted tokens are worth its time, plain decoding among the choices.
+
+Goodput (SmartSpec, arXiv 2406.14066, for trees): expected emitted tokens a step over the step's measured time.  Trees
+are nested: that of a smaller budget is the part of a larger one with the greatest values, that of a smaller depth its
+top.  So one step says what every smaller tree would have emitted, and only larger ones need be tried.
+
+It knows no model and no drafter, and reads nothing but values fixed before a token was drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["BudgetController", "Choice", "flat_choices", "layered_choices"]
+
+NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+PRIOR = 50  # observations that the promised values are worth
+DEPTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A size of tree.
+
+    Attributes:
+        nodes: most nodes, root included; 1 is plain decoding.
+        depth: most draft calls of a model that grows layer by layer; 0 for plain decoding.
+    """
+
+    nodes: int
+    depth: int
+
+
+PLAIN = Choice(1, 0)
+
+
+def layered_choices(max_nodes: int, max_depth: int) -> list[Choice]:
+    """List sizes for a draft model whose tree grows a layer a call, plain decoding first.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+    if max_nodes < 1 or max_depth < 1:
+        raise ValueError(f"max_nodes and max_depth must be at least 1, got {max_nodes} and {max_depth}")
+    depths = [depth for depth in DEPTHS if depth < max_depth] + [max_depth]
+    return [PLAIN, *(Choice(nodes, depth) for nodes in _sizes(max_nodes) for depth in depths if depth < nodes)]
+
+
+def flat_choices(max_nodes: int) -> list[Choice]:
+    """List sizes for trees whose depth costs nothing, such as retrieved ones, plain decoding first.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+    if max_nodes < 1:
+        raise ValueError(f"max_nodes must be at least 1, got {max_nodes}")
+    return [Choice(nodes, nodes - 1) for nodes in (1, *_sizes(max_nodes))]
+
+
+def _sizes(max_nodes: int) -> list[int]:
+    """List numbers of nodes above 1."""
+    return [nodes for nodes in NODES if 1 < nodes < max_nodes] + [max_nodes] * (max_nodes > 1)
+
+
+class BudgetController:
+    """Choose a size for every step of a batch, learning from what was accepted and how long it took.
+
+    Args:
+        choices: the sizes to choose from, plain decoding first.
+        step_ms: predicted milliseconds of a step of a given size, from a measured cost table; corrected by what steps
+            turn out to take.
+        memory: steps over which estimates are averaged, about.
+        probe_share: share of the time that may be spent on trying other sizes.
+        margin: share by which another choice must be better before it is taken.
+
+    Raises:
+        ValueError: a number out of its range, or a time that is not positive.
+    """
+
+    def __init__(
+        self,
+        choices: Sequence[Choice],
+        step_ms: Callable[[Choice], float],
+        *,
+        memory: int = 200,
+        probe_share: float = 0.01,
+        margin: float = 0.01,
+    ) -> None:
+        if not choices or choices[0] != PLAIN or len(set(choices)) != len(choices):
+            raise ValueError(f"choices must differ and begin with plain decoding, got {list(choices)[:3]}")
+        if memory < 1:
+            raise ValueError(f"memory must be at least 1 step, got {memory}")
+        if not (0 <= probe_share < 1 and 0 <= margin < 1):
+            raise ValueError(f"probe_share and margin must be in [0, 1), got {probe_share} and {margin}")
+        self.choices = list(choices)
+        self._sizes = np.array([[choice.nodes, choice.depth] for choice in self.choices])
+        self._predicted_ms = np.array([step_ms(choice) for choice in self.choices], dtype=float)
+        if not (np.isfinite(self._predicted_ms).all() and (self._predicted_ms > 0).all()):
+            raise ValueError(f"every predicted time must be positive, got {self._predicted_ms.min()}")
+        self._pace = np.ones(len(self.choices))  # measured over predicted time; 1 where nothing ran
+        self._has_run = np.zeros(len(self.choices), dtype=bool)
+        self._decay, self._probe_share, self._margin = 1 - 1 / memory, probe_share, margin
+        self._seen = np.zeros(len(self.choices))  # decayed number of observations of each choice
+        self._emitted = np.zeros(len(self.choices))  # decayed sum of the tokens that it emitted
+        self._predicted = np.zeros(len(self.choices))  # decayed sum of what the values promised for it
+        self._seen[0] = self._emitted[0] = self._predicted[0] = 1.0
+        self._current = self._start()
+        self._running, self._credit, self._turn = self._current, 0.0, 0
+
+    def choose(self) -> Choice:
+        """Give the size of the next step: the best known one, or a trial that the time saved for trials can pay."""
+        ms = self._ms
+        self._credit += self._probe_share * ms[self._current]
+        trial = self._trial(ms)
+        self._running = self._current if trial is None else trial
+        return self.choices[self._running]
+
+    def observe(self, values: np.ndarray, depths: np.ndarray, is_accepted: np.ndarray, ms: float | None = None) -> None:
+        """Take note of a step of the size that ``choose`` gave.
+
+        Args:
+            values: float[batch, n], estimates fixed before the nodes were drawn, never rising along a path; root
+                first, 0 for padding.
+            depths: int[batch, n].
+            is_accepted: bool[batch, n], the accepted paths, roots included; an all-False row stood still.
+            ms: what the step took, milliseconds; None keeps the prediction.
+        """
+        ran = self._running
+        if ms is not None and ms > 0:
+            self._time(ran, ms)
+        is_live = is_accepted.any(1)
+        values, depths, is_accepted = values[is_live], depths[is_live], is_accepted[is_live]
+        if len(values):
+            self._learn(ran, values, depths, is_accepted)
+        self._current = self._best()
+
+    def goodput(self) -> np.ndarray:
+        """Estimate tokens a millisecond of every choice, float[choices]; 0 where nothing is known."""
+        return np.asarray(self._expected() / self._ms)
+
+    @property
+    def _ms(self) -> np.ndarray:
+        """Estimate the milliseconds of every choice: what did not run yet keeps pace with what did."""
+        pace = self._pace[self._has_run].mean() if self._has_run.any() else 1.0
+        return np.asarray(self._predicted_ms * np.where(self._has_run, self._pace, pace))
+
+    def _time(self, ran: int, ms: float) -> None:
+        """Average what a choice takes; one slow step (a page fault, another process) weighs little."""
+        pace = ms / self._predicted_ms[ran]
+        known = self._pace[ran] if self._has_run[ran] else pace
+        self._pace[ran] = known + 0.05 * (min(pace, 3 * known) - known)
+        self._has_run[ran] = True
+
+    def _learn(self, ran: int, values: np.ndarray, depths: np.ndarray, is_accepted: np.ndarray) -> None:
+        """Count for the choice that ran and all smaller ones what their trees would have emitted."""
+        order = np.argsort(-values, axis=1, kind="stable")
+        rank = np.argsort(order, axis=1, kind="stable")
+        known = (self._sizes <= self._sizes[ran]).all(1)
+        known[0] = True
+        sizes = self._sizes[known][:, :, None, None]  # [known, 2, 1, 1]
+        is_inside = (rank < sizes[:, 0]) & (depths <= sizes[:, 1])  # [known, batch, n]
+        self._seen *= self._decay
+        self._emitted *= self._decay
+        self._predicted *= self._decay
+        self._seen[known] += len(values)
+        self._emitted[known] += (is_inside & is_accepted).sum((1, 2))
+        self._predicted[known] += np.where(is_inside, values, 0.0).sum((1, 2))
+
+    def _expected(self) -> np.ndarray:
+        """Estimate the tokens that a step of every choice emits; where none ran, at least what a smaller one does.
+
+        Counts are noisy, promised values biased: a choice's own counts are joined by what its values promise, scaled
+        by how promises of the most used tree were kept, as if that had been seen a fixed number of times.
+        """
+        seen = np.maximum(self._seen, 1e-9)
+        promised = self._predicted / seen - 1
+        trees = self._seen[1:]
+        reference = 1 + int((trees * (promised[1:] > 0)).argmax()) if len(trees) else 0
+        kept = 1.0
+        if reference and promised[reference] > 0:
+            kept = float((self._emitted[reference] / seen[reference] - 1) / promised[reference])
+        expected = (self._emitted + PRIOR * (1 + kept * promised)) / (seen + PRIOR)
+        expected = np.where(self._seen > 0, expected, 0.0)
+        for index in np.flatnonzero(self._seen <= 0):
+            smaller = (self._sizes <= self._sizes[index]).all(1) & (self._seen > 0)
+            expected[index] = expected[smaller].max(initial=0.0)
+        return expected
+
+    def _best(self) -> int:
+        """Find the choice of the greatest goodput; the present one stays unless another is better by the margin."""
+        goodput = np.where(self._seen > 0.5, self.goodput(), 0.0)
+        best = int(goodput.argmax())
+        return best if goodput[best] > (1 + self._margin) * goodput[self._current] else self._current
+
+    def _trial(self, ms: np.ndarray) -> int | None:
+        """Find a size worth trying that the credit pays for.
+
+        In turn: a few more nodes, more depth, a much larger one, and a smaller one whose time was never measured.
+        """
+        current = self._sizes[self._current]
+        nodes, depth = self._sizes.T
+        more_nodes = (nodes > current[0]) & (depth >= np.minimum(max(current[1], 1), nodes - 1))
+        deeper = (depth > current[1]) & (nodes >= current[0])
+        much_larger = (nodes > 2 * current[0]) & (depth > 2 * current[1])
+        expected = self._expected()
+        untimed = (nodes < current[0]) & (depth <= current[1]) & ~self._has_run
+        kinds = ((more_nodes, ms), (deeper, ms), (much_larger, ms), (untimed, -expected / nodes))
+        candidates, cost = kinds[self._turn % len(kinds)]
+        if not candidates.any():
+            self._turn += 1
+            return None
+        trial = int(np.where(candidates, cost, np.inf).argmin())
+        loss = ms[trial] - expected[trial] * ms[self._current] / max(expected[self._current], 1e-12)
+        if loss > self._credit:
+            return None
+        self._credit -= max(loss, 0.0)
+        self._turn += 1
+        return trial
+
+    def _start(self) -> int:
+        """Begin with the largest tree that costs at most a half more than plain decoding, else with the smallest."""
+        if len(self.choices) == 1:
+            return 0
+        affordable = np.flatnonzero(self._predicted_ms <= 1.5 * self._predicted_ms[0])
+        trees = affordable[affordable > 0]
+        return int(trees[self._sizes[trees].prod(1).argmax()]) if len(trees) else 1
