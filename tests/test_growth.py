@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stree import growth as growth_module
 from stree.drafters import Draft, ModelDrafter
-from stree.growth import Chain, DySpec, Growth, Layer, Static
+from stree.growth import Calibrated, Chain, DySpec, Growth, Layer, Static
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import SAMPLED, DraftLaws
@@ -136,10 +136,10 @@ def test_a_shape_that_is_none_is_refused(make: Any, message: str) -> None:
 @pytest.mark.parametrize("sampling", [Sampling(), PLAIN, Sampling(0.6, top_k=2)], ids=["greedy", "T1", "top2"])
 @pytest.mark.parametrize(
     "growth",
-    [DySpec(), DySpec(depth=2, ranks=3), DySpec(width=3), DySpec(threshold=0.0), DySpec(form="heap")],
-    ids=["default", "shallow", "narrow", "no-threshold", "heap"],
+    [DySpec(), DySpec(depth=2, ranks=3), DySpec(width=3), DySpec(threshold=0.0), DySpec(form="heap"), Calibrated()],
+    ids=["default", "shallow", "narrow", "no-threshold", "heap", "calibrated"],
 )
-def test_a_dynamic_tree_keeps_the_budget_and_is_a_tree(growth: DySpec, sampling: Sampling) -> None:
+def test_a_dynamic_tree_keeps_the_budget_and_is_a_tree(growth: Growth, sampling: Sampling) -> None:
     for budget in (2, 3, 8, 17):
         draft = draft_of(TableLaw.random(9, 1, scale=3.0), growth, budget, sampling, random_rows(5), 5)
         draft.tree.check()
@@ -263,6 +263,8 @@ POLICIES: dict[str, tuple[Growth, int]] = {
     "layers-cut": (DySpec(depth=2, ranks=2, threshold=0.0), 4),
     "layers-narrow": (DySpec(depth=2, ranks=3, width=2), 5),
     "heap": (DySpec(form="heap"), 5),
+    "calibrated": (Calibrated(depth=2, ranks=2), 5),
+    "calibrated-cut": (Calibrated(depth=2, ranks=2), 4),
 }
 
 
@@ -310,7 +312,7 @@ def test_every_growth_emits_the_law_exactly_where_drafted_tokens_have_probabilit
     assert total_variation(emitted, target.joint(sampling, length)) < EXACT
 
 
-@pytest.mark.parametrize("policy", ["layers", "layers-cut", "layers-narrow"])
+@pytest.mark.parametrize("policy", ["layers", "layers-cut", "layers-narrow", "calibrated", "calibrated-cut"])
 def test_whether_a_slot_is_taken_does_not_depend_on_its_own_token(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     growth, budget = POLICIES[policy]
     choices: list[tuple[Layer, Tensor, Tensor]] = []

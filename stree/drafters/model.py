@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stree.drafters.grown import GrownTree, num_columns, prune
 from stree.drafters.protocol import Draft
-from stree.growth import DySpec, Growth, Layer, Plan, choose_slots
+from stree.growth import DySpec, Estimate, Growth, Layer, Plan, choose_slots
 from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
 from stree.sampling import MAX_RANKS, Draws, Random
@@ -67,6 +67,8 @@ class _ModelRun:
         lm.prefill(self._state, input_ids, lengths)
         self._leaf = torch.zeros(len(prompts), dtype=torch.long, device=lm.device)
         self._has_leaf = torch.zeros(len(prompts), dtype=torch.bool, device=lm.device)
+        self._growth: Growth | None = None  # the one that the estimate belongs to
+        self._estimate: Estimate
         self._extension: tuple[int, Tensor] | None = None  # nodes of the own tree; tokens of the one verified instead
         self._behind: tuple[Tensor, Tensor] | None = None  # accepted tokens of others, int64[batch, m], their number
 
@@ -74,6 +76,9 @@ class _ModelRun:
         """Grow a tree with a draft call a layer (a node for a heap), the first of which also runs the last leaf."""
         growth = ModelDrafter.default_growth if growth is None else growth
         plan = growth.plan(budget)
+        if growth is not self._growth:
+            self._growth, self._estimate = growth, growth.estimate(len(self._leaf), self._leaf.device)
+        self._estimate.begin()
         num_calls = self._catch_up()
         self._reserve(num_columns(plan))
         self._rng = self._rng.at(self._state.lengths.long() + self._has_leaf)
@@ -86,7 +91,7 @@ class _ModelRun:
         if selected is not None:
             self._selected = selected
             tree, row = prune(tree, selected), row.gather(1, selected)
-        draft_laws = None
+        self._tree, draft_laws = tree, None
         if not growth.sampling.is_greedy:
             draft_laws = DraftLaws(torch.cat(laws, 1), row, torch.full_like(row, SAMPLED, dtype=torch.int8))
         return Draft(tree, draft_laws, depth, num_calls + grown.num_calls)
@@ -98,6 +103,9 @@ class _ModelRun:
 
     def observe(self, acceptance: Acceptance) -> None:
         """Commit the accepted nodes that were run; keep an accepted leaf that was not for the next call."""
+        if acceptance.ratios is not None:
+            ratios = acceptance.ratios[:, : self._tree.tokens.shape[1]]  # others may have appended nodes
+            self._estimate.learn(self._tree, self._selected, ratios, acceptance.path_lengths > 0)
         acceptance = self._own_part(acceptance)
         path, lengths = acceptance.path.long().clamp(min=0), acceptance.path_lengths
         if self._selected is not None:
@@ -163,7 +171,7 @@ class _ModelRun:
 
     def _grow_layers(self, grown: GrownTree, plan: Plan, growth: Growth) -> list[Tensor]:
         """Grow layer by layer; return the laws of the nodes that were run, float[batch, nodes, vocab], if sampled."""
-        greedy = growth.sampling.is_greedy
+        greedy, estimate = growth.sampling.is_greedy, self._estimate
         left = torch.full_like(self._leaf, plan.num_nodes)
         laws: list[Tensor] = []
         draws = None if greedy else _draws_of(self._rng, plan)
@@ -171,15 +179,15 @@ class _ModelRun:
             logits = grown.run(self._lm, self._state)
             law = logits.softmax(-1) if greedy else growth.sampling.law(logits)
             tokens, probs = self._offer(law, layer, grown, draws)
-            value = grown.frontier_value[..., None] * probs
+            priority, value = estimate.rate(grown.frontier_value, probs, law)
             if not greedy:
                 laws.append(law)
             limit = left if not plan.is_pruned else torch.full_like(left, layer.width)
             sure = limit if plan.is_pruned else left // (len(plan.layers) - depth)
-            priority = value if greedy else _reach(grown.frontier_value, probs)
             slots, is_taken = choose_slots(layer, priority.flatten(1), limit, plan.threshold, sure)
             if not grown.add(layer, slots, tokens.flatten(1), value.flatten(1), is_taken):
                 break
+            estimate.keep(slots[:, : grown.frontier_value.shape[1]])
             left = left - is_taken.sum(1)
         if not plan.layers:
             laws.append(grown.run(self._lm, self._state).softmax(-1))
@@ -228,10 +236,3 @@ def _draws_of(rng: Random, plan: Plan) -> Draws:
     """Make the draws of all layers."""
     num_nodes = 1 + sum(layer.width for layer in plan.layers[:-1])
     return Draws(rng, num_nodes, max((layer.ranks for layer in plan.layers), default=0))
-
-
-def _reach(value: Tensor, probs: Tensor) -> Tensor:
-    """Estimate how often verification gets as far as testing each child; 0 where there is none to draw."""
-    # Summed before the own probability: no rounding may let a slot depend on its token or pass its elder.
-    spent = torch.cat([torch.zeros_like(probs[..., :1]), probs.cumsum(-1)[..., :-1]], -1)
-    return value[..., None] * (1 - spent).clamp(min=0) * (probs > 0)

@@ -3,9 +3,22 @@
 A growth is a policy over slots.  Growths know no model: a drafter asks for a ``Plan`` and fills it layer by layer.
 """
 
+from stree.growth.calibrated import Calibrated
 from stree.growth.dyspec import DySpec
+from stree.growth.estimates import Estimate
 from stree.growth.fixed import Chain, Static
 from stree.growth.names import parse_growth
 from stree.growth.plan import Growth, Layer, Plan, choose_slots
 
-__all__ = ["Chain", "DySpec", "Growth", "Layer", "Plan", "Static", "choose_slots", "parse_growth"]
+__all__ = [
+    "Calibrated",
+    "Chain",
+    "DySpec",
+    "Estimate",
+    "Growth",
+    "Layer",
+    "Plan",
+    "Static",
+    "choose_slots",
+    "parse_growth",
+]

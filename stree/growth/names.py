@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stree.growth.calibrated import Calibrated
 from stree.growth.dyspec import DySpec
 from stree.growth.fixed import Chain, Static
 from stree.growth.plan import Growth
@@ -10,7 +11,7 @@ __all__ = ["parse_growth"]
 
 
 def parse_growth(text: str) -> Growth:
-    """Read a growth as the command line names it: dyspec, dyspec-heap, chain:4, static:3,2, stree.
+    """Read a growth as the command line names it: calibrated, dyspec, dyspec-heap, chain:4, static:3,2, stree.
 
     Raises:
         ValueError: an unknown name, or numbers that are none.
@@ -24,7 +25,14 @@ def parse_growth(text: str) -> Growth:
             return Static(numbers)
     except ValueError as error:
         raise ValueError(f"growth {text!r} cannot be read: {error}") from error
-    plain: dict[str, Growth] = {"dyspec": DySpec(), "dyspec-heap": DySpec(form="heap"), "stree": Static.stree()}
+    plain: dict[str, Growth] = {
+        "calibrated": Calibrated(),
+        "dyspec": DySpec(),
+        "dyspec-heap": DySpec(form="heap"),
+        "stree": Static.stree(),
+    }
     if text in plain:
         return plain[text]
-    raise ValueError(f"growth must be dyspec, dyspec-heap, chain:DEPTH, static:WIDTH,WIDTH,... or stree, got {text!r}")
+    raise ValueError(
+        f"growth must be calibrated, dyspec, dyspec-heap, chain:DEPTH, static:WIDTH,WIDTH,... or stree, got {text!r}"
+    )

@@ -12,6 +12,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from stree.growth.estimates import DraftEstimate, Estimate, PathEstimate
 from stree.sampling import Sampling
 
 __all__ = ["Bound", "Growth", "Layer", "Plan", "choose_slots"]
@@ -75,6 +76,10 @@ class Growth(Protocol):
         """
         ...
 
+    def estimate(self, batch: int, device: torch.device) -> Estimate:
+        """Begin to rate the slots of one run's trees; what is learnt on the way stays in what is returned."""
+        ...
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -85,6 +90,10 @@ class Bound:
     def bind(self, sampling: Sampling) -> Self:
         """Give this policy for children drawn under ``sampling``."""
         return replace(self, sampling=sampling)
+
+    def estimate(self, batch: int, device: torch.device) -> Estimate:
+        """Trust the draft's own probabilities."""
+        return PathEstimate() if self.sampling.is_greedy else DraftEstimate()
 
 
 def choose_slots(layer: Layer, value: Tensor, left: Tensor, threshold: float, sure: Tensor) -> tuple[Tensor, Tensor]:

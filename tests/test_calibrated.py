@@ -1,0 +1,212 @@
+"""Calibrated growth: its estimate against one kept in plain Python, and exactness while it learns."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from enumeration import TableLaw, TableLM, emitted_law, total_variation
+from test_growth import all_drafts, draft_of, nodes_by_path, random_rows
+
+from stree.drafters import ModelDrafter
+from stree.growth import Calibrated, Chain, DySpec, Estimate
+from stree.growth.calibrated import least_value
+from stree.growth.estimates import (
+    AFTER,
+    BEFORE,
+    CONFIDENCE,
+    CONFIDENCE_EDGES,
+    PRIOR_TESTS,
+    SHARPNESS,
+    SHARPNESS_EDGES,
+    Calibration,
+)
+from stree.sampling import Sampling
+from stree.tree import TokenTree
+from stree.verify import SAMPLED, Acceptance
+
+torch.set_num_threads(1)
+
+PLAIN = Sampling(1.0)
+EXACT = 1e-12  # total variation: sums in float64
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Calibrated(depth=0), "depth must be at least 1, got 0"),
+        (lambda: Calibrated(ranks=0), "ranks must be at least 1, got 0"),
+        (lambda: Calibrated(threshold=1.0), r"threshold must be in \[0, 1\), got 1.0"),
+    ],
+    ids=["depth", "ranks", "threshold"],
+)
+def test_a_shape_that_is_none_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("budget", [2, 9, 17])
+def test_at_temperature_0_the_tree_is_that_of_greatest_path_probability(budget: int) -> None:
+    law = TableLaw.random(6, 3, scale=2.0)
+    calibrated = draft_of(law, Calibrated(depth=3), budget, Sampling(), random_rows(1))
+    dyspec = draft_of(law, DySpec(depth=3), budget, Sampling(), random_rows(1))
+    assert calibrated.laws is None
+    assert nodes_by_path(calibrated.tree) == nodes_by_path(dyspec.tree)
+
+
+def test_the_least_value_is_that_of_the_last_node_of_the_best_tree() -> None:
+    typical, depth = (0.58, 0.25, 0.22, 0.12), 3
+    values = []
+
+    def visit(level: int, value: float) -> None:
+        tested = value
+        for chance in typical:
+            values.append(tested * chance)
+            if level < depth:
+                visit(level + 1, tested * chance)
+            tested *= 1 - chance
+
+    visit(1, 1.0)
+    values.sort(reverse=True)
+    for nodes in (1, 2, 7, 30, len(values)):
+        assert least_value(nodes, depth) == pytest.approx(values[nodes - 1])
+    assert least_value(len(values) + 1, depth) == 0.0
+
+
+def place(value: float, edges: tuple[float, ...]) -> int:
+    return sum(value > edge for edge in edges)
+
+
+@pytest.mark.parametrize("policy", [(2, 2, 5), (2, 2, 4), (1, 3, 3)], ids=["whole", "cut", "star"])
+@pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
+def test_the_emitted_law_is_the_target_s(policy: tuple[int, int, int], verifier: str) -> None:
+    depth, ranks, budget = policy
+    target, law = TableLaw.random(3, 11), TableLaw.random(3, 12)
+    trees, _ = all_drafts(law, Calibrated(depth=depth, ranks=ranks), budget, PLAIN)
+    assert abs(float(trees.weight.sum()) - 1) < EXACT
+    assert (trees.laws.kind == SAMPLED).all()
+    length = int(trees.tree.depths.max()) + 1
+    assert total_variation(emitted_law(target, trees, PLAIN, verifier, length), target.joint(PLAIN, length)) < EXACT
+
+
+@dataclass(frozen=True)
+class Taught(Calibrated):
+    """A growth that begins with what a log taught it: that eldest children are refused and their siblings accepted."""
+
+    def estimate(self, batch: int, device: torch.device) -> Estimate:
+        estimate = super().estimate(batch, device)
+        tree = TokenTree(torch.zeros(batch, 3).long(), torch.tensor([[-1, 0, 0]]).expand(batch, 3))
+        law = torch.full((batch, 1, 3), 1 / 3)
+        for _ in range(100):
+            estimate.begin()
+            estimate.rate(torch.ones(batch, 1), law[..., :2], law)
+            estimate.keep(torch.tensor([[0, 1]]).expand(batch, 2))
+            ratios = torch.tensor([[0.0, 0.0, 1.0]]).expand(batch, 3)
+            estimate.learn(tree, None, ratios, torch.ones(batch, dtype=torch.bool))
+        return estimate
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "traversal"])
+def test_the_emitted_law_is_the_target_s_whatever_was_learnt(verifier: str) -> None:
+    target, law = TableLaw.random(3, 11, scale=0.5), TableLaw.random(3, 12, scale=0.5)
+    trees, _ = all_drafts(law, Taught(depth=2, ranks=2), 4, PLAIN)
+    naive, _ = all_drafts(law, Calibrated(depth=2, ranks=2), 4, PLAIN)
+    assert not torch.equal(trees.parents, naive.parents), "what was learnt should change trees"
+    assert total_variation(emitted_law(target, trees, PLAIN, verifier, 3), target.joint(PLAIN, 3)) < EXACT
+
+
+def test_ratings_and_what_is_learnt_are_those_of_a_table_kept_by_hand() -> None:
+    law = torch.tensor([[[0.7, 0.2, 0.06, 0.04], [0.25, 0.25, 0.25, 0.25], [0.97, 0.01, 0.01, 0.01]]])
+    probs = torch.tensor([[[0.7, 0.2], [0.25, 0.25], [0.01, 0.97]]])
+    reach = torch.tensor([[0.5, 0.3, 0.1]])
+    #  the rated nodes are 0, 1, 2 of the layer above; kept: both children of the first, the eldest of the third
+    tree = TokenTree(torch.zeros(1, 4).long(), torch.tensor([[-1, 0, 0, 1]]))
+    ratios = [0.0, 0.6, 0.3, 0.9]
+    made = {1: 1.0, 2: 1 - 0.6, 3: 0.6}
+    estimate = Calibration(1, 2, CPU)
+    counted: dict[str, dict[tuple[int, int], tuple[float, float]]] = {"before": {}, "after": {}}
+
+    def cells(node: int, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        sharpness = float((law[0, node] ** 2).sum())
+        spent = float(probs[0, node, :rank].sum())
+        confidence = float(probs[0, node, rank]) / (1 - spent)
+        return (rank, place(sharpness, SHARPNESS_EDGES)), (rank, place(confidence, CONFIDENCE_EDGES))
+
+    def odds(table: str, cell: tuple[int, int]) -> float:
+        edges = [0.0, *(SHARPNESS_EDGES if table == "before" else CONFIDENCE_EDGES), 1.0]
+        middle = (edges[cell[1]] + edges[cell[1] + 1]) / 2
+        level = (BEFORE if table == "before" else AFTER)[cell[0]]
+        logit = level + (SHARPNESS * middle if table == "before" else CONFIDENCE * math.log(middle))
+        passed, tests = counted[table].get(cell, (0.0, 0.0))
+        return (PRIOR_TESTS / (1 + math.exp(-logit)) + passed) / (PRIOR_TESTS + tests)
+
+    for _ in range(3):
+        estimate.begin()
+        priority, value = estimate.rate(reach, probs, law)
+        for node in range(3):
+            (before, after), (younger, _) = cells(node, 0), cells(node, 1)
+            eldest = float(reach[0, node]) * odds("before", before)
+            assert float(priority[0, node, 0]) == pytest.approx(eldest, rel=1e-5)
+            assert float(value[0, node, 0]) == pytest.approx(float(reach[0, node]) * odds("after", after), rel=1e-5)
+            left = float(reach[0, node]) * (1 - odds("after", after))
+            assert float(priority[0, node, 1]) == pytest.approx(min(eldest, left * odds("before", younger)), rel=1e-5)
+        estimate.keep(torch.tensor([[0, 1, 4]]))
+        estimate.learn(tree, None, torch.tensor([ratios]), torch.tensor([True]))
+        for node, slot in ((1, (0, 0)), (2, (0, 1)), (3, (2, 0))):
+            for table, cell in zip(("before", "after"), cells(*slot), strict=True):
+                passed, tests = counted[table].get(cell, (0.0, 0.0))
+                counted[table][cell] = passed + made[node] * ratios[node], tests + made[node]
+
+
+def test_sequences_learn_by_themselves_and_finished_ones_not_at_all() -> None:
+    tree = TokenTree(torch.zeros(3, 2).long(), torch.tensor([[-1, 0]]).expand(3, 2))
+    law = torch.full((3, 1, 4), 0.25)
+    estimate, alone = Calibration(3, 2, CPU), Calibration(1, 2, CPU)
+    for one, rows in ((estimate, 3), (alone, 1)):
+        one.rate(torch.ones(rows, 1), law[:rows, :, :2], law[:rows])
+        one.keep(torch.zeros(rows, 1).long())
+    estimate.learn(tree, None, torch.tensor([[0.0, 0.1], [0.0, 0.9], [0.0, 0.9]]), torch.tensor([True, True, False]))
+    alone.learn(TokenTree.chain([0, 0]), None, torch.tensor([[0.0, 0.1]]), torch.tensor([True]))
+    priority, _ = estimate.rate(torch.ones(3, 1), law[..., :2], law)
+    fresh, _ = Calibration(1, 2, CPU).rate(torch.ones(1, 1), law[:1, :, :2], law[:1])
+    expected, _ = alone.rate(torch.ones(1, 1), law[:1, :, :2], law[:1])
+    assert torch.equal(priority[0], expected[0])
+    assert float(priority[0, 0, 0]) < float(fresh[0, 0, 0]) < float(priority[1, 0, 0])
+    assert torch.equal(priority[2], fresh[0])
+
+
+def test_a_run_learns_from_the_log_and_its_growth_does_not() -> None:
+    law, growth = TableLaw.random(5, 1), Calibrated(depth=2).bind(PLAIN)
+    runs = [ModelDrafter(TableLM(law).as_lm()).start(5, [[0], [0]], random_rows(2)) for _ in range(2)]
+    pending = torch.zeros(2, dtype=torch.long)
+    for run in runs:
+        draft = run.propose(pending, growth, 8)
+        before = run._estimate.rate(torch.ones(2, 1), torch.full((2, 1, 4), 0.2), torch.full((2, 1, 5), 0.2))[0]
+        run.observe(
+            Acceptance(
+                torch.zeros(2, 1, dtype=torch.int32),
+                torch.tensor([1, 0], dtype=torch.int32),
+                pending,
+                torch.full(draft.tree.tokens.shape, 0.9),
+            )
+        )
+        after = run._estimate.rate(torch.ones(2, 1), torch.full((2, 1, 4), 0.2), torch.full((2, 1, 5), 0.2))[0]
+        assert float(after[0, 0, 0] - before[0, 0, 0]) > 0.01
+        assert torch.equal(after[1], before[1]), "the second sequence stood still"
+    assert runs[0]._estimate is not runs[1]._estimate
+
+
+def test_a_run_may_change_its_growth_and_skip_observing() -> None:
+    law, calibrated, chain = TableLaw.random(5, 1), Calibrated(depth=2).bind(PLAIN), Chain(2).bind(PLAIN)
+    run = ModelDrafter(TableLM(law).as_lm()).start(5, [[0]], random_rows(1))
+    pending = torch.zeros(1, dtype=torch.long)
+    for growth, budget in ((calibrated, 8), (calibrated, 3), (chain, 8), (calibrated, 1), (calibrated, 8)):
+        run.propose(pending, growth, budget)
+        draft = run.propose(pending, growth, budget)
+        ratios = torch.full(draft.tree.tokens.shape, 0.5)
+        nothing = torch.zeros(1, 1, dtype=torch.int32)
+        run.observe(Acceptance(nothing, torch.zeros(1, dtype=torch.int32), pending, ratios))
