@@ -1,0 +1,80 @@
+"""The GPU suite runs without a GPU at tiny sizes, and times nothing that is wrong.
+
+Run: python -m pytest tests/test_gpu_suite.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.progress import Progress
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import gpu_cases
+import gpu_peers
+import gpu_suite
+from shapes import Mixer, binary_tree, leaf_paths
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_suite_runs_every_kernel_and_step_at_tiny_sizes(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/gpu_suite.py", "--smoke", "--out", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(line) for line in (tmp_path / "gpu_suite.jsonl").read_text(encoding="utf-8").splitlines()]
+    timed = {(record["bench"], record["provider"]) for record in records if "p50" in record}
+    expected = {("step", "eager"), ("step", "transformers"), ("ssd_step", "unrolled")}
+    expected |= {(f"{op}_step", name) for op in ("ssd", "conv", "gated_delta", "selective", "attention")
+                 for name in ("triton", "reference")}  # fmt: skip
+    assert timed == expected
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["bench"] == "gpu_suite" and last["measured"] == sum("p50" in record for record in records)
+
+
+def test_a_provider_that_is_wrong_or_fails_is_reported_and_not_timed() -> None:
+    options = argparse.Namespace(minutes=1, out=None, smoke=True)
+    suite = gpu_suite.Suite(options)
+    case = gpu_cases.ssd_case("tiny", Mixer(2, 16, 16, 1), 1, 3, torch.float32, suite.device)
+    right = case.providers["reference"]
+
+    def failing(inputs: gpu_cases.Inputs) -> torch.Tensor:
+        raise MemoryError("no room")
+
+    providers = {"reference": right, "wrong": lambda inputs: right(inputs) * 1.001, "failing": failing}
+    suite.run_case(gpu_cases.Case(case.op, case.params, case.make, providers, 1, 1), torch.float32, {})
+    found = {record["provider"]: record for record in suite.records}
+    assert found["reference"]["correct"] and "p50" in found["reference"]
+    assert not found["wrong"]["correct"] and "p50" not in found["wrong"]
+    assert not found["failing"]["correct"] and found["failing"]["problem"] == "MemoryError: no room"
+    assert suite.failures == 2
+
+
+def test_the_suite_stops_when_its_time_is_up() -> None:
+    suite = gpu_suite.Suite(argparse.Namespace(minutes=0, out=None, smoke=True, dtypes=["float32"]))
+    time.sleep(0.01)
+    with Progress(disable=True) as bar:
+        suite.run_kernels(bar)
+    assert [record["bench"] for record in suite.records] == ["unfinished"]
+    assert suite.records[0]["cases"] == sum(len(shapes) for _, shapes in gpu_cases.SMALL)
+
+
+def test_a_tree_unrolls_into_its_leaves_paths() -> None:
+    paths, where = leaf_paths(binary_tree(1, 6, torch.device("cpu"))[0])
+    assert paths.tolist() == [[0, 1, 3], [0, 1, 4], [0, 2, 5]]
+    assert [int(paths[row, place]) for row, place in where.tolist()] == list(range(6))
+
+
+def test_a_peer_folder_without_the_peers_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--peer-dir must hold sglang/kernels/ops as SGLang's wheel does"):
+        gpu_peers.use_peer_dir(tmp_path)
