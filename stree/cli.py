@@ -1,4 +1,4 @@
-"""The command line: ``stree generate``, ``bench`` and ``info``."""
+"""The command line: ``stree generate``, ``bench``, ``info``, ``datastore`` and ``trim-vocab``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from stree.bench.command import add_bench
 from stree.info import add_info
+from stree.prepare import add_prepare
 
 __all__ = ["main"]
 
@@ -47,9 +48,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--drafter",
         default=None,
-        help="'bundled', 'suffix' (repetitions of the text), 'none' (plain decoding), a folder, or a hub id; "
-        "by default 'bundled' for the bundled target, else 'suffix'",
+        help="'bundled', 'suffix' (repetitions of the text), 'fused' (both; 'fused:FOLDER' for another model), 'none' "
+        "(plain decoding), a folder, or a hub id; by default 'bundled' for the bundled target, else 'suffix'",
     )
+    command.add_argument("--datastore", default=None, help="texts to draft from, made by 'stree datastore build'")
+    command.add_argument("--drafter-vocab", default=None, help="tokens a draft model keeps, made by 'stree trim-vocab'")
     command.add_argument(
         "--growth", default=None, help="shape of a draft model's trees: dyspec, dyspec-heap, chain:4, static:3,2, stree"
     )
@@ -60,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--trust-remote-code", action="store_true", help="execute the checkpoints' own code")
     command.add_argument("--budget", default="16", help="most nodes a step, root included; 1 is plain decoding")
-    command.add_argument("--verifier", default="auto", help="auto, match or rejection")
+    command.add_argument("--verifier", default="auto", help="auto, match, rejection, traversal or block")
     command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens")
     command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     command.add_argument("--top-k", type=int, default=None, help="keep the k most probable tokens")
@@ -69,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--device", default="auto", help="auto, cpu, cuda, ...")
     command.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, ...")
     command.add_argument("--json", action="store_true", help="print one JSON document as the last line")
+    add_prepare(commands, ASSETS)
     add_bench(commands)
     add_info(commands, ASSETS)
     return parser
@@ -167,22 +171,49 @@ def _locate(name: str, role: str) -> str:
 
 def _drafter(arguments: argparse.Namespace, tokenizer: Any) -> Any:
     """Load the drafter that the options name."""
-    from stree.drafters import ModelDrafter, NoDrafter, SuffixDrafter
+    from stree.drafters import FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
+    from stree.vocabulary import load_vocabulary
 
     name = arguments.drafter or ("bundled" if arguments.target == "bundled" else "suffix")
+    kind, _, rest = name.partition(":")
+    is_fused = kind == "fused"
+    if arguments.datastore is not None and name != "suffix" and not is_fused:
+        raise ValueError(f"--datastore is read by --drafter suffix and fused, got {name!r}")
     if name in ("suffix", "none"):
-        if arguments.growth is not None:
-            raise ValueError(f"--growth shapes the trees of a draft model; --drafter {name} has none")
-        return SuffixDrafter() if name == "suffix" else NoDrafter()
+        for option, given in (("growth", arguments.growth), ("drafter-vocab", arguments.drafter_vocab)):
+            if given is not None:
+                what = "shapes the trees of a draft model" if option == "growth" else "trims a draft model's head"
+                raise ValueError(f"--{option} {what}; --drafter {name} has none")
+        return NoDrafter() if name == "none" else SuffixDrafter(_datastore(arguments, tokenizer))
+    if is_fused:
+        name = rest or "bundled"
     folder = _locate(name, "drafter")
-    drafter = ModelDrafter(_load(arguments, folder))
+    lm = _load(arguments, folder)
     theirs, ours = _tokenizer(arguments, arguments.tokenizer or folder).get_vocab(), tokenizer.get_vocab()
     if theirs != ours:
         raise ValueError(
             f"drafter {name!r} and target {arguments.target!r} have different tokenizers "
             f"({len(theirs)} and {len(ours)} tokens, {len(theirs.items() & ours.items())} the same)"
         )
-    return drafter
+    kept = None if arguments.drafter_vocab is None else load_vocabulary(arguments.drafter_vocab, lm.vocab_size)
+    drafter = ModelDrafter(lm, vocab=kept)
+    return FusedDrafter(drafter, SuffixDrafter(_datastore(arguments, tokenizer))) if is_fused else drafter
+
+
+def _datastore(arguments: argparse.Namespace, tokenizer: Any) -> Any:
+    """Load the datastore that the options name, or None."""
+    if arguments.datastore is None:
+        return None
+    from stree.prepare import tokenizer_fingerprint
+    from stree.retrieval import Datastore
+
+    store = Datastore.load(arguments.datastore)
+    if store.tokenizer != tokenizer_fingerprint(tokenizer):
+        raise ValueError(
+            f"datastore {arguments.datastore!r} was built with another tokenizer than that of target "
+            f"{arguments.target!r}; build it anew with 'stree datastore build --target'"
+        )
+    return store
 
 
 def _report(arguments: argparse.Namespace, output: Any, tokenizer: Any, lm: Any) -> dict[str, Any]:

@@ -1,0 +1,115 @@
+"""The commands that prepare drafting: a datastore and a trimmed vocabulary, as a user runs them.
+
+Run: python -m pytest tests/test_prepare.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stree.cli import ASSETS, main
+from stree.prepare import documents
+from stree.retrieval import Datastore
+from stree.vocabulary import load_vocabulary
+
+TEXT = "def area_of_circle(radius):\n    return 3.14159 * radius * radius\n" * 3
+
+
+def test_texts_come_from_files_folders_and_json_lines(tmp_path: Path) -> None:
+    (tmp_path / "folder" / "deep").mkdir(parents=True)
+    (tmp_path / "folder" / "b.txt").write_text("two", encoding="utf-8")
+    (tmp_path / "folder" / "deep" / "a.py").write_text("three", encoding="utf-8")
+    (tmp_path / "empty.txt").write_text("", encoding="utf-8")
+    (tmp_path / "lines.jsonl").write_text('{"text": "four"}\n\n{"prompt": "five", "id": 1}\n', encoding="utf-8")
+    paths = [tmp_path / "folder", tmp_path / "empty.txt", tmp_path / "lines.jsonl"]
+    assert list(documents(paths)) == ["two", "three", "four", "five"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"texts": 1}\n',
+            "line 2 of .*a.jsonl must have a text or prompt that is a string",
+        ),
+        ("b.jsonl", b"{", "line 1 of .*b.jsonl is not JSON"),
+        ("c.txt", b"\xff\xfe", "c.txt is no UTF-8 text"),
+    ],
+)
+def test_files_that_hold_no_text_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        list(documents([tmp_path / name]))
+
+
+def test_a_datastore_is_built_and_drafted_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", TEXT[:40], "--drafter", "suffix", "--max-new-tokens", "24", "--json"]
+    assert main(command) == 0
+    alone = json.loads(capsys.readouterr().out.splitlines()[-1])
+    (tmp_path / "seen.txt").write_text(TEXT[:40] + alone["text"], encoding="utf-8")
+    out = tmp_path / "seen.store"
+    assert main(["datastore", "build", str(tmp_path / "seen.txt"), "--out", str(out)]) == 0
+    store = Datastore.load(out)
+    assert f"1 texts, {store.num_tokens} tokens, {out.stat().st_size} bytes" in capsys.readouterr().out
+    assert main([*command, "--datastore", str(out)]) == 0
+    helped = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert helped["token_ids"] == alone["token_ids"]
+    assert helped["steps"] < alone["steps"], "what the store holds is drafted"
+
+
+def test_a_datastore_of_another_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = json.loads((ASSETS / "target" / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    Datastore.build([[1, 2, 3]], size, tokenizer="another").save(tmp_path / "other.store")
+    command = ["generate", "x", "--drafter", "suffix", "--datastore", str(tmp_path / "other.store")]
+    assert main(command) == 2
+    assert "was built with another tokenizer than that of target 'bundled'" in capsys.readouterr().err
+    assert main([*command[:3], "none", *command[4:]]) == 2
+    assert "--datastore is read by --drafter suffix and fused" in capsys.readouterr().err
+
+
+def test_a_vocabulary_is_trimmed_on_a_text_and_on_what_the_target_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "code.py").write_text(TEXT, encoding="utf-8")
+    out = tmp_path / "kept.json"
+    assert main(["trim-vocab", "--text", str(tmp_path / "code.py"), "--keep", "300", "--out", str(out)]) == 0
+    assert "300 of 4096 tokens, 100.0% of the" in capsys.readouterr().out
+    kept = load_vocabulary(out, 4096)
+    assert len(kept) == 300 and 0 in kept
+    command = ["generate", TEXT[:60], "--drafter-vocab", str(out), "--max-new-tokens", "8", "--json"]
+    assert main(command) == 0
+    with_all = [*command[:2], *command[4:]]
+    trimmed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert main(with_all) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["token_ids"] == trimmed["token_ids"]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "def f(x):"}\n', encoding="utf-8")
+    options = ["--prompts", str(prompts), "--keep", "5", "--max-new-tokens", "6", "--out", str(out)]
+    assert main(["trim-vocab", *options]) == 0
+    assert "5 of 4096 tokens" in capsys.readouterr().out
+    assert len(load_vocabulary(out, 4096)) == 5
+
+
+def test_a_fused_drafter_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for drafter in ("fused", "none"):
+        assert main(["generate", TEXT[:80], "--drafter", drafter, "--max-new-tokens", "10", "--json"]) == 0
+        texts.append(json.loads(capsys.readouterr().out.splitlines()[-1])["token_ids"])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["datastore", "build", "nowhere", "--out", "x"], "there is no file or folder nowhere"),
+        (["trim-vocab", "--text", "nowhere", "--keep", "9", "--out", "x"], "there is no file or folder nowhere"),
+        (["generate", "x", "--drafter", "none", "--drafter-vocab", "x"], "--drafter-vocab trims a draft model's head"),
+    ],
+)
+def test_mistakes_are_said(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(options) == 2
+    assert message in capsys.readouterr().err
