@@ -23,6 +23,9 @@ __all__ = ["FAMILIES", "Family", "config_of_text_model", "family_of", "stateful_
 
 Graft = Callable[[Any], LayerSpec]
 
+# What attention and state space modules of transformers have; one left without a graft would mistake a tree for a text.
+SIGNS = ("is_causal", "A_log")
+
 
 def _dynamic_cache(config: Any) -> DynamicCache:
     """Make the cache that transformers gives most families."""
@@ -61,6 +64,7 @@ FAMILIES: dict[str, Family] = {
     "bamba": Family({"BambaMixer": graft_ssd, "BambaAttention": graft_attention}),
     "falcon_h1": Family({"FalconH1Mixer": graft_ssd, "FalconH1Attention": graft_attention}),
     "falcon_mamba": Family({"FalconMambaMixer": graft_selective}, cache_argument="cache_params", takes_positions=False),
+    "gemma": _attention_only("Gemma"),
     "gemma2": _attention_only("Gemma2"),
     "gemma3_text": _attention_only("Gemma3"),
     "granitemoehybrid": Family({"GraniteMoeHybridMambaLayer": graft_ssd, "GraniteMoeHybridAttention": graft_attention}),
@@ -125,22 +129,30 @@ def stateful_modules(model: PreTrainedModel, family: Family) -> list[tuple[int, 
     module's path.
 
     Raises:
-        NotImplementedError: a layer has neither a module that can be grafted nor one that is known to keep no state,
-            or a module is quantised.
+        NotImplementedError: a layer holds a module of an unknown kind, or none that is known; or a quantised one.
     """
     found: list[tuple[int, Any, Graft]] = []
     known: set[int] = set()
+    inside = "?"  # start of the paths of the parts of the last module that was known
     for path, module in model.named_modules(remove_duplicate=False):
         kind = type(module).__name__
         layer = next((int(part) for part in path.split(".") if part.isdigit()), None)
-        if layer is None or kind not in {*family.mixers, *family.stateless}:
+        if layer is None:
             continue
-        known.add(layer)
         if kind in family.mixers:
             if not hasattr(module, "layer_idx"):  # RecurrentGemma's blocks are not told where they stand
                 module.layer_idx = layer
             check_mixer(module)
             found.append((layer, module, family.mixers[kind]))
+        elif kind not in family.stateless:
+            if not path.startswith(inside) and any(hasattr(module, sign) for sign in SIGNS):
+                raise NotImplementedError(
+                    f"{kind} of layer {layer} is not known in a {model.config.model_type} model; "
+                    f"known are {', '.join(family.mixers)}"
+                )
+            continue
+        known.add(layer)
+        inside = f"{path}."
     if len(known) != model.config.num_hidden_layers:
         raise NotImplementedError(
             f"{len(known)} of {model.config.num_hidden_layers} layers of this {model.config.model_type} model have a "

@@ -270,7 +270,7 @@ def test_no_node_depends_on_what_is_not_its_ancestor(family: str, dtype: torch.d
     changed[0, [2, 4, 6, 8]] = (changed[0, [2, 4, 6, 8]] + 41) % 97  # the other branch of the root, but for node 6
     kept = [0, 1, 3, 5, 7]
     logits = lm.verify(state, TokenTree(changed, parents))
-    # Experts get other numbers of rows; on the CPU these 16 families were bit-equal all the same.
+    # Experts get other numbers of rows; on the CPU every family was bit-equal all the same.
     assert relative_error(logits[0, kept], reference[0, kept]) < 1e-6
     assert relative_error(logits[0, [2, 4]], reference[0, [2, 4]]) > 1000 * FLOAT32
     order = [0, 2, 4, 8, 1, 6, 5, 3, 7]  # the same tree, its nodes in another topological order
@@ -375,6 +375,15 @@ def test_a_layer_without_a_known_mixer_is_refused_by_name(monkeypatch: pytest.Mo
     with pytest.raises(NotImplementedError, match=r"3 of 5 layers of this nemotron_h model .*\(NemotronHMamba2Mixer, "):
         TreeLM(model)
     assert "forward" not in model.model.layers[0].mixer.__dict__  # nothing was grafted before
+
+
+@pytest.mark.parametrize("kind", ["FalconH1Attention", "FalconH1Mixer"])
+def test_a_layer_of_which_one_mixer_is_unknown_is_refused_by_name(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, row = family_model("falcon_h1"), SUPPORTED["falcon_h1"]
+    rest = {name: graft for name, graft in row.mixers.items() if name != kind}
+    monkeypatch.setitem(SUPPORTED, "falcon_h1", dataclasses.replace(row, mixers=rest))
+    with pytest.raises(NotImplementedError, match=f"{kind} of layer 0 is not known in a falcon_h1 model; known are"):
+        TreeLM(model)
 
 
 def test_an_unknown_recurrent_family_is_refused_with_the_supported_ones() -> None:

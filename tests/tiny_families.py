@@ -58,6 +58,7 @@ BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
         "mlp_multipliers": [0.9, 1.1],
     }),
     "falcon_mamba": partial(build, "FalconMamba", MAMBA),
+    "gemma": partial(build, "Gemma", SHARED, HEADS, {"num_hidden_layers": 2, "head_dim": 12, "num_key_value_heads": 1}),
     "gemma2": partial(build, "Gemma2", GEMMA, {
         "query_pre_attn_scalar": 12, "attn_implementation": "eager", "attn_logit_softcapping": 3.0,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
