@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import oracles
 import pytest
 import torch
+from host_reads import NoHostReads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from stree import Sampling, TokenTree, accept
 from stree.kernels import accept as kernels
 from stree.kernels.accept_door import Backend, MatchedPath, choice, match_accept, philox_uniform
+from stree.kernels.topology import Topology
 from stree.sampling import Random
 from stree.verify import Acceptance
 from stree.verify.match import match, match_by_kernels
@@ -175,6 +177,17 @@ def test_of_equal_logits_the_first_is_drawn_and_of_equal_siblings_the_one_that_g
     assert walk.path.tolist() == [[0, 2, 4, -1, -1]] and walk.next_token.tolist() == [0]
     walk = match_accept(tokens[:, :4].to(DEVICE), parents[:, :4].to(DEVICE), logits[:, :4].to(DEVICE), backend=backend)
     assert walk.path.tolist() == [[0, 1, -1, -1]] and walk.next_token.tolist() == [0]
+
+
+@by_backend
+def test_a_walk_reads_nothing_of_the_device(backend: Backend) -> None:
+    problem = Problem.draw(9, 40)
+    tokens, law = problem.tree.tokens, problem.logits.softmax(-1)
+    operands = tokens.to(DEVICE), Topology.of(problem.tree.parents.to(DEVICE)), law.to(DEVICE)
+    words = problem.sequences.to(DEVICE), problem.positions.to(DEVICE)
+    with NoHostReads():
+        match_accept(*operands, max_depth=3, backend=backend)
+        match_accept(*operands, max_depth=3, seed=3, sequences=words[0], positions=words[1], backend=backend)
 
 
 @by_backend

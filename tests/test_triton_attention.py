@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 import oracles
 import pytest
 import torch
+from host_reads import NoHostReads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from stree.kernels import ops
 from stree.kernels.attention import split_context
+from stree.kernels.topology import Topology
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -66,8 +68,8 @@ class Problem:
 
         problem = cls(
             rows(n, kv_heads * shared, dim), rows(kv_heads, capacity, dim), rows(kv_heads, capacity, value_dim),
-            torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-            rows(n, kv_heads, dim), rows(n, kv_heads, value_dim), parents.to(DEVICE),
+            torch.tensor(lengths, dtype=torch.int32, device=DEVICE), rows(n, kv_heads, dim),
+            rows(n, kv_heads, value_dim), parents.to(DEVICE),
             {"scale": 1.7 * dim**-0.5, "window": window, "softcap": softcap},
         )  # fmt: skip
         for row, length in enumerate(lengths):
@@ -76,7 +78,6 @@ class Problem:
         return problem
 
     def oracle(self) -> Tensor:
-        """Attend by loops: float64[b, n, hq, dv]."""
         return torch.stack([
             oracles.attention(
                 self.q[row].cpu(), self.k_cache[row, :, :length].cpu(), self.v_cache[row, :, :length].cpu(),
@@ -98,11 +99,13 @@ class Problem:
 
     def step(self, stash: tuple[Tensor, Tensor], path: Tensor | None, counts: Tensor | None, first: int = 0) -> Tensor:
         """Take a step; `lengths` count the path already."""
-        return ops.attention_step(
-            self.k_cache, self.v_cache, self.lengths, *stash, path, counts,
-            self.q[:, first:], self.k[:, first:], self.v[:, first:], self.parents,
-            first=first, backend="triton", **self.options,
-        )  # fmt: skip
+        topology = Topology.of(self.parents)
+        with NoHostReads():
+            return ops.attention_step(
+                self.k_cache, self.v_cache, self.lengths, *stash, path, counts,
+                self.q[:, first:], self.k[:, first:], self.v[:, first:], topology,
+                first=first, backend="triton", **self.options,
+            )  # fmt: skip
 
 
 def draw_parents(n: int, batch: int = 1, seed: int = 0, padding: int = 0) -> Tensor:
@@ -121,12 +124,11 @@ def paths_to(parents: Tensor, ends: tuple[int | None, ...]) -> tuple[Tensor, Ten
 def test_chains_stars_and_padded_trees_over_ragged_contexts_equal_the_loops(
     dtype: torch.dtype, options: dict[str, float]
 ) -> None:
-    chain, star = torch.arange(-1, 8), -(torch.arange(9) == 0).int()
-    parents = torch.cat((torch.stack((chain, star)).int(), draw_parents(9, padding=2)))
+    chain, star = torch.arange(-1, 8).int(), -(torch.arange(9) == 0).int()
+    parents = torch.cat((chain[None], star[None], draw_parents(9, padding=2)))
     problem = Problem.draw(parents, [0, 150, 77], dtype=dtype, **options)
     out = problem.attend()
-    assert out.dtype == dtype and out.is_contiguous()
-    assert error(out, problem.oracle()) < TOLERANCE[dtype]
+    assert out.dtype == dtype and out.is_contiguous() and error(out, problem.oracle()) < TOLERANCE[dtype]
 
 
 @given(
@@ -181,8 +183,7 @@ def test_what_a_node_may_not_see_does_not_leak_even_if_it_is_no_number() -> None
 
 def test_rows_may_have_any_strides_over_batch_heads_and_nodes() -> None:
     problem = Problem.draw(draw_parents(7, batch=2), [64, 9], capacity=70)
-    out = problem.attend()
-    wide = torch.cat((problem.k, problem.v), 3)  # one projection
+    out, wide = problem.attend(), torch.cat((problem.k, problem.v), 3)  # one projection
     k_cache, v_cache = (
         cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in (problem.k_cache, problem.v_cache)
     )
@@ -245,7 +246,6 @@ def test_commit_appends_the_rows_of_the_path_and_nothing_else() -> None:
     ops.kv_commit(*own, problem.lengths, *nodes, path, path_lengths, backend="triton")
     for mine, expected in zip(own, caches, strict=True):
         assert torch.equal(mine.nan_to_num(9), expected.nan_to_num(9))
-    assert int(path_lengths.max()) > 2
 
 
 def test_one_commit_serves_all_layers() -> None:
