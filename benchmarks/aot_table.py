@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import aot_attention
+import aot_delta
 import aot_diagonal
 import aot_mamba2
 import aot_norm
@@ -28,6 +29,7 @@ BUILDERS: Mapping[str, tuple[Callable[[Any, int, torch.dtype], Build], Mapping[s
     **aot_mamba2.BUILDERS,
     **aot_norm.BUILDERS,
     **aot_diagonal.BUILDERS,
+    **aot_delta.BUILDERS,
     **aot_attention.BUILDERS,
 }
 
