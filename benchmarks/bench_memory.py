@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_records import ROOT, append, environment
 from transformers import CONFIG_MAPPING
 
+from stree.bench.records import ROOT, append, environment
 from stree.info import describe_model
 from stree.models.native import config_of_native
 

@@ -14,15 +14,11 @@ import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import bench_prompts as prompts
-import bench_records as records
 import torch
-from bench_methods import Pair, parse_methods, run
-from bench_pair import ASSETS
-from bench_records import Record
 from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
@@ -30,7 +26,13 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 import stree
-from stree.drafters import ModelDrafter
+from stree.bench import records
+from stree.bench.pair import Pair
+from stree.bench.peers import run_transformers
+from stree.bench.prompts import read_suite
+from stree.bench.records import Record
+from stree.bench.steps import binary_tree
+from stree.drafters import ModelDrafter, NoDrafter
 from stree.growth import Chain, DySpec, Growth
 from stree.sampling import Random
 from stree.verify import Acceptance
@@ -52,12 +54,6 @@ RATIOS: Mapping[str, tuple[str, str, float | None]] = {
 Case = Callable[[], float]  # runs once, returns its seconds
 
 
-def binary_tree(n: int, vocab: int) -> stree.TokenTree:
-    """Make a tree in which every node has two children, of arbitrary tokens."""
-    parents = torch.tensor([[(node - 1) // 2 if node else -1 for node in range(n)]], dtype=torch.int32)
-    return stree.TokenTree.unchecked(torch.arange(n)[None] * 7 % vocab, parents)
-
-
 def timed(clock: Callable[[], float], work: Callable[..., Any], *arguments: Any) -> Case:
     """Time a call."""
 
@@ -73,7 +69,7 @@ def verify_cases(lm: stree.TreeLM, name: str, ids: Sequence[int], clock: Callabl
     """Score trees of every size on one state, which verification leaves as it is."""
     state = lm.new_state(1, len(ids), max(NODES))
     lm.prefill(state, torch.tensor([ids]))
-    trees = {n: binary_tree(n, lm.vocab_size) for n in NODES}
+    trees = {n: binary_tree(n, lm.vocab_size, lm.device) for n in NODES}
     return {f"{name} {n}": timed(clock, lm.verify, state, tree) for n, tree in trees.items()}
 
 
@@ -81,7 +77,7 @@ def commit_case(lm: stree.TreeLM, ids: Sequence[int], clock: Callable[[], float]
     """Commit a path of three nodes of a 16-node tree."""
     state = lm.new_state(1, len(ids) + 10_000, 16)
     lm.prefill(state, torch.tensor([ids]))
-    tree = binary_tree(16, lm.vocab_size)
+    tree = binary_tree(16, lm.vocab_size, lm.device)
     path, lengths = torch.tensor([[0, 1, 3]], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
 
     def case() -> float:
@@ -129,18 +125,21 @@ def call_case(lm: stree.TreeLM, growth: Growth, budget: int, ids: Sequence[int],
 
 def make_cases(pair: Pair, ids: list[int], new_tokens: int, clock: Callable[[], float]) -> dict[str, Case]:
     """List everything that is measured."""
-    plain, own = parse_methods("plain,transformers")
+    drafter = pair.drafter
+    if drafter is None:
+        raise ValueError("step costs need a drafter; give one with --drafter")
     cases = {
         **verify_cases(pair.target, "verify", ids, clock),
-        **verify_cases(pair.drafter, "draft", ids, clock),
+        **verify_cases(drafter, "draft", ids, clock),
         "transformers forward": forward_case(pair.plain, ids, clock),
         "commit": commit_case(pair.target, ids, clock),
-        "call of chain:4": call_case(pair.drafter, Chain(4), 5, ids, clock),
-        "call of dyspec:16": call_case(pair.drafter, DySpec(), 16, ids, clock),
-        "call of dyspec:32": call_case(pair.drafter, DySpec(), 32, ids, clock),
+        "call of chain:4": call_case(drafter, Chain(4), 5, ids, clock),
+        "call of dyspec:16": call_case(drafter, DySpec(), 16, ids, clock),
+        "call of dyspec:32": call_case(drafter, DySpec(), 32, ids, clock),
     }
-    for method in (plain, own):
-        cases[f"generate {method.name}"] = timed(clock, run, pair, method, ids, new_tokens, 0.0, 0)
+    plain = partial(stree.generate, pair.target, [ids], NoDrafter(), budget=1, max_new_tokens=new_tokens)
+    cases["generate plain"] = timed(clock, plain)
+    cases["generate transformers"] = timed(clock, run_transformers, pair, [ids], new_tokens, 0.0, 0)
     return cases
 
 
@@ -196,8 +195,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--rounds", type=int, default=60, help="counted rounds")
     parser.add_argument("--warmup", type=int, default=5, help="rounds before them")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: one thread, on a busy machine")
-    parser.add_argument("--target", default=ASSETS / "target", help="folder or hub id")
-    parser.add_argument("--drafter", default=ASSETS / "drafter", help="folder or hub id")
+    parser.add_argument("--target", default="bundled", help="'bundled', a folder, or a hub id")
+    parser.add_argument("--drafter", default="bundled", help="'bundled', a folder, or a hub id")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
     parser.add_argument("--out", type=Path, default=records.ROOT / "benchmarks/results/cpu", help="folder of results")
     parser.add_argument("--profile", metavar="CASE", help="only print the operators of this case")
@@ -213,16 +212,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     pair = Pair.load(args.target, args.drafter)
-    text = prompts.read_prompts(args.prompts, 1)[0] if args.prompts else PROMPT
-    ids = pair.tokenizer(text)["input_ids"]
+    ids = pair.encode(read_suite("prompts", args.prompts, 1)[0].turns[:1] if args.prompts else (PROMPT,))
     cases = make_cases(pair, ids, args.new_tokens, time.thread_time if args.clock == "cpu" else time.perf_counter)
     if args.profile:
         print(show_profile(cases[args.profile]))
         return
     params = {"prompt_tokens": len(ids), "new_tokens": args.new_tokens, "clock": args.clock}
     params["threads"] = torch.get_num_threads()
-    dtype = str(pair.target.dtype).removeprefix("torch.")
-    made = make_records(measure(cases, args.rounds, args.warmup), params, dtype)
+    made = make_records(measure(cases, args.rounds, args.warmup), params, pair.dtype)
     records.append(args.out / "steps.jsonl", made)
     table = Table("case", "p20", "p50", "p80", "unit", "bar", title=f"{len(ids)} prompt tokens")
     for r in made:

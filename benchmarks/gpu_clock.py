@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bench_records import Record, quantiles
+
+from stree.bench.records import Record, quantiles
 
 
 def time_graph(calls: Callable[[], Any], device: torch.device, count: int, runs: int = 50) -> Record:

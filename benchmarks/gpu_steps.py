@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from bench_records import Record, quantiles
 from gpu_clock import time_graph
 from shapes import binary_tree
 from transformers import AutoModelForCausalLM, BambaConfig, DynamicCache, Mamba2Config
 
 import stree
+from stree.bench.records import Record, quantiles
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 NODES = (1, 4, 8, 16, 32, 64)

@@ -26,12 +26,13 @@ import gpu_peers
 import gpu_steps
 import torch
 import triton
-from bench_records import Record, append, environment
 from gpu_clock import time_graph
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
+
+from stree.bench.records import Record, append, environment
 
 ROOT = Path(__file__).resolve().parent.parent
 # float32 sums on matrix units differ in order from float64; 16-bit rows have 8 to 11 bits of mantissa.

@@ -83,6 +83,13 @@ def test_sampled_text_of_another_law_fails(monkeypatch: pytest.MonkeyPatch) -> N
 def test_without_the_test_a_rejection_sampler_is_not_called_lossless() -> None:
     found = check_method(PAIR, method("dyspec:6"), [SAMPLED], 0)
     assert (found["status"], found["lossless"], found["verifier"]) == ("ok", None, "auto")
+    assert found["greedy_twin"]  # but it is known to be right when greedy
+
+
+def test_a_rejection_sampler_that_is_wrong_when_greedy_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stree.bench.execute.UnrolledLM", _Deaf)
+    found = check_method(PAIR, method("unrolled:static:2,2"), [SAMPLED], 0)
+    assert found["status"] == "failed" and "logit_gap" in found
 
 
 def test_a_difference_at_a_near_tie_is_lossless_and_says_where() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from tiny_models import VOCAB, grafted, tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from stree.bench.pair import Pair
 
@@ -35,3 +38,13 @@ def tiny_pair(
     model.generation_config.eos_token_id = None
     pair.plain = model
     return pair
+
+
+def save_tiny(folder: Path, seed: int = 0) -> str:
+    """Save a model and a tokenizer of words w0, w1, ..., as a user has them on disk."""
+    words = {"<|end|>": 0, **{f"w{number}": number for number in range(1, VOCAB)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<|end|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
+    tiny_model("mamba2", seed=seed).save_pretrained(folder)
+    return str(folder)

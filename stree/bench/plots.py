@@ -56,11 +56,15 @@ def plots_of(run: str, rows: Sequence[Record], records: Sequence[Record]) -> lis
         if not timed:
             continue
         at = f"{run}, temperature {temperature:g}"
-        plots.append(_speedup(timed, f"{at}. Tokens/s over plain decoding; bars are 95 % intervals over prompts."))
+        if any(row["over_plain"] for row in timed if row["method"] != "plain"):
+            plots.append(_speedup(timed, f"{at}. Tokens/s over plain decoding; bars are 95 % intervals over prompts."))
         pooled = _pooled(timed)
-        plots.append(_tau(pooled, f"{at}. Tokens a step against nodes verified a step, all suites together."))
+        drafting = [row for row in pooled if row["drafter"] in ("model", "suffix", "fused")]
+        if drafting:
+            plots.append(_tau(drafting, f"{at}. Tokens a step against nodes verified a step, all suites together."))
         plots.append(_parts(pooled, f"{at}. Milliseconds a step by part, all suites together."))
-        plots.append(_depths(pooled, f"{at}. Chance that a draft at a depth is accepted where its parent was."))
+        if any(row["by_depth"] for row in drafting):
+            plots.append(_depths(drafting, f"{at}. Chance that a draft at a depth is accepted where its parent was."))
     for metric, unit, scale in (("step_latency", "ms a step", 1.0), ("state_bytes", "KiB", 1024.0)):
         lines = [r for r in records if r["metric"] == metric and r.get("status", "ok") == "ok"]
         if lines:
@@ -117,8 +121,10 @@ def _pooled(rows: Sequence[Record]) -> list[Record]:
         for name in ("tau", "verified", *(f"{part}_ms" for part in PARTS)):
             one[name] = sum(row[name] for row in of_method) / len(of_method)
         depths = [row["acceptance_by_depth"] for row in of_method]
-        shared = min(map(len, depths))
-        one["by_depth"] = [sum(d[place] for d in depths) / len(depths) for place in range(shared)]
+        one["by_depth"] = []
+        for place in range(max(map(len, depths))):
+            known = [shares[place] for shares in depths if place < len(shares)]
+            one["by_depth"].append(sum(known) / len(known))
         pooled.append(one)
     return pooled
 
@@ -127,8 +133,7 @@ def _tau(rows: Sequence[Record], caption: str) -> Plot:
     """Tau against nodes, a line a kind of method."""
     kinds: dict[str, list[Record]] = defaultdict(list)
     for row in rows:
-        if row["drafter"] in ("model", "suffix", "fused"):
-            kinds[row["method"].split(":")[0]].append(row)
+        kinds[row["method"].split(":")[0]].append(row)
 
     def paint(axes: Any) -> None:
         for number, (kind, of_kind) in enumerate(kinds.items()):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Record", "append", "command_line", "environment", "quantiles", "read", "write"]
+__all__ = ["ROOT", "Record", "append", "command_line", "environment", "quantiles", "read", "write"]
 
 Record = dict[str, Any]
 

@@ -15,7 +15,7 @@ from stree.bench.tables import csv_text, markdown, rich_tables
 
 __all__ = ["load_runs", "print_markdown", "write_report"]
 
-LEAST_WIDTH = 180  # characters, so that no column of the terminal table is cut
+LEAST_WIDTH = 210  # characters, so that no column of the terminal table is cut
 
 
 def load_runs(paths: Sequence[Path]) -> list[LoadedRun]:

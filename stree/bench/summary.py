@@ -72,7 +72,9 @@ def summarise(records: Sequence[Record]) -> list[Record]:
     notes = {
         (r["params"]["suite"], r["params"]["temperature"], r["provider"]): r for r in records if r["metric"] == "check"
     }
-    for key in dict.fromkeys([*notes, *groups]):
+    places = [(r["params"]["suite"], r["params"]["temperature"]) for r in records if "temperature" in r["params"]]
+    order = list(dict.fromkeys(places))
+    for key in sorted(dict.fromkeys([*notes, *groups]), key=lambda key: order.index(key[:2])):
         row: Record = dict(zip(("suite", "temperature", "method"), key, strict=True))
         note = notes.get(key, {})
         wrong = next((r for r in groups.get(key, {}).values() if r["lossless"] is False), None)
@@ -125,6 +127,7 @@ def _figures(blocks: Sequence[Record], note: Record) -> Record:
         "near_ties": len(gaps),
         "largest_gap": max(gaps, default=0.0),
         "p_value": note.get("p_value"),
+        "greedy_twin": note.get("greedy_twin", False),
     }
     row["accepted"] = row["tau"] - 1
     for part in PARTS:

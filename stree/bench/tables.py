@@ -26,14 +26,17 @@ HEADINGS = {  # column -> heading
     "tokens_per_s": "tokens/s",
     "over_plain": "over plain [95%]",
     "over_chain": "over best chain [95%]",
+    "distinct": "distinct 4-grams",
     "equal_nodes": "tau over chain, equal nodes",
     "equal_calls": "tau over chain, equal draft calls",
     "ttft_ms": "first token, ms",
     "peak_mib": "peak MiB",
     "state_kib": "state KiB",
 }
-SHORT = ("method", "output", "tau", "draft_calls", "nodes", "parts", "tokens_per_s", "over_plain", "over_chain")
-HEADING_WIDTH = 18  # characters, in the terminal
+SHORT = (
+    "method", "tokens_per_s", "over_plain", "over_chain", "tau", "draft_calls", "nodes", "parts", "distinct", "output"
+)  # fmt: skip
+HEADING_WIDTH = 16  # characters, in the terminal
 AGAINST = ("method", "equal_nodes", "equal_calls", "over_chain")
 REST = ("method", "accepted", "equal_nodes", "equal_calls", "ttft_ms", "peak_mib", "state_kib")
 
@@ -51,7 +54,7 @@ def verdict_text(row: Record) -> str:
     if row["lossless"] is None and row["drafter"] == "none":
         return "the reference"
     if row["lossless"] is None:
-        return f"not checked ({row['verifier']})"
+        return f"{'greedy identical' if row['greedy_twin'] else 'not checked'}, law untested ({row['verifier']})"
     if row["p_value"] is not None:
         return f"target's law, p = {row['p_value']:.2g} ({row['verifier']})"
     if row["near_ties"]:
@@ -75,6 +78,7 @@ def cells(row: Record) -> Mapping[str, str]:
         "tokens_per_s": f"{row['tokens_per_s']:.0f}",
         "over_plain": _ratio(row["over_plain"]),
         "over_chain": _ratio(row["over_chain"]),
+        "distinct": f"{row['distinct_4grams']:.2f}",
         "equal_nodes": _against(row, "equal_nodes"),
         "equal_calls": _against(row, "equal_calls"),
         "ttft_ms": _number(row["ttft_ms"], "{:.1f}"),

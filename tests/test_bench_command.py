@@ -1,0 +1,173 @@
+"""``stree bench`` from the command line, on a tiny pair saved to disk."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tiny_pairs import save_tiny
+
+from stree.bench import directory, kernels, runner
+from stree.bench.execute import Case, Run, execute
+from stree.bench.methods import Method
+from stree.bench.pair import Pair
+from stree.bench.records import Record
+from stree.cli import main
+from stree.cost import CostTable
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, a drafter and a suite."""
+    folder = tmp_path_factory.mktemp("bench")
+    save_tiny(folder / "target")
+    save_tiny(folder / "drafter", seed=1)
+    lines = [json.dumps({"prompt": text}) for text in ("w1 w2 w3 w1", "w4 w5", "w6 w7 w8")]
+    (folder / "p.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "empty.jsonl").write_text("")
+    (folder / "bad.jsonl").write_text('{"prompt": "a"}\n{"nothing": 1}\n')
+    return folder
+
+
+def bench(folder: Path, out: Path, *options: str) -> int:
+    """Run ``stree bench run`` with a few tokens."""
+    models = ["--target", str(folder / "target"), "--drafter", str(folder / "drafter")]
+    few = ["--max-new-tokens", "4", "--limit", "2", "--nodes", "3", "--rounds", "1", "--methods", "plain,chain:2"]
+    suite = ["--suite", f"mine={folder / 'p.jsonl'}"]
+    return main(["bench", "run", *models, *few, *suite, "--out", str(out), *options])
+
+
+def test_a_run_writes_every_artefact_and_reports_what_it_measured(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(folder, tmp_path / "run") == 0
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "run.json", "results.jsonl", "report.csv", "report.html"
+    }  # fmt: skip
+    out = capsys.readouterr().out
+    assert "run: mine, temperature 0" in out and "identical (greedy)" in out
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert about["config"]["methods"] == ["plain (auto)", "chain:2 (auto)"] and about["config"]["max_new_tokens"] == 4
+    (session,) = about["sessions"]
+    assert {"device", "threads", "mhz", "torch", "transformers", "commit", "command", "date"} <= set(session)
+    records = [json.loads(line) for line in (tmp_path / "run" / "results.jsonl").read_text().splitlines()]
+    timed = [record for record in records if record["metric"] == "tokens_per_s"]
+    assert len(timed) == 2 * 2 and all(record["lossless"] for record in timed)
+    assert all(record["ttft_s"] > 0 and record["state_bytes"] > 0 and record["p50"] > 0 for record in timed)
+    assert all(record["kl_bits"] > 0 for record in timed if record["provider"] == "plain")
+    assert {record["provider"] for record in records if record["metric"] == "step_latency"} == {
+        "tree", "unrolled", "snapshot"
+    }  # fmt: skip
+    assert main(["bench", "report", str(tmp_path / "run"), "--markdown", "--all"]) == 0
+    assert re.search(r"\| mine \| 0 \| chain:2 \| \d+ \|.*\| identical \(greedy\) \|\n", capsys.readouterr().out)
+
+
+def test_another_configuration_needs_force(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(folder, tmp_path / "run", "--nodes", "") == 0
+    assert bench(folder, tmp_path / "run", "--nodes", "", "--max-new-tokens", "5") == 2
+    assert "holds a run with max_new_tokens 4, not 5; choose another --out, or --force" in capsys.readouterr().err
+    assert bench(folder, tmp_path / "run", "--nodes", "", "--max-new-tokens", "5", "--force") == 0
+    records = [json.loads(line) for line in (tmp_path / "run" / "results.jsonl").read_text().splitlines()]
+    assert {len(record["tokens"][0][0]) for record in records if record["metric"] == "tokens_per_s"} == {5}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--suite", "mine=no-such-file"], "suite 'mine': there is no file 'no-such-file'"),
+        (["--suite", "mine"], "a suite must be NAME=FILE, got 'mine'"),
+        (["--suite", "mine=FOLDER/empty.jsonl"], "suite 'mine': empty.jsonl holds no prompts"),
+        (["--suite", "mine=FOLDER/bad.jsonl"], "suite 'mine': line 2 of bad.jsonl: a record needs one of the fields"),
+        (["--methods", "plain,chian:4"], "method 'chian:4' is unknown: did you mean chain"),
+        (["--temperature", "hot"], "--temperature must be a number or several, as 0,0.8, got 'hot'"),
+        (["--temperature", "-1"], "temperatures must be in [0, 100), got [-1.0]"),
+        (["--max-new-tokens", "1"], "max_new_tokens must be at least 2, got 1"),
+        (["--limit", "-1"], "--limit and --rounds must be positive, got -1"),
+        (["--nodes", "3,x"], "--nodes must be positive numbers, as 8,16, got '3,x'"),
+        (["--threads", "-1"], "--threads must not be negative, got -1"),
+        (["--chat"], "--chat needs a tokenizer with a chat template"),
+        (["--target", "no/such/folder"], "no checkpoint that transformers can read at 'no/such/folder'"),
+    ],
+)
+def test_bad_input_is_named_and_ends_with_status_two(
+    folder: Path, tmp_path: Path, options: Sequence[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(folder, tmp_path / "run", *(option.replace("FOLDER", str(folder)) for option in options)) == 2
+    assert message in capsys.readouterr().err
+    assert not list((tmp_path).glob("run/results.jsonl"))
+
+
+def test_ctrl_c_says_how_to_go_on_and_ends_with_status_130(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = iter(range(10))
+
+    def interrupted(pair: Pair, method: Method, case: Case) -> Run:
+        if next(count) == 2:  # the first prompt is finished
+            raise KeyboardInterrupt
+        return execute(pair, method, case)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "execute", interrupted)
+        assert bench(folder, tmp_path / "run", "--nodes", "") == 130
+    assert "what is finished is kept in" in capsys.readouterr().err
+    lines = (tmp_path / "run" / "results.jsonl").read_text().splitlines()
+    assert sum(json.loads(line)["metric"] == "tokens_per_s" for line in lines) == 2
+    assert bench(folder, tmp_path / "run", "--nodes", "") == 0
+    whole = (tmp_path / "run" / "results.jsonl").read_text().splitlines()
+    assert whole[: len(lines)] == lines
+    assert len(json.loads((tmp_path / "run" / "run.json").read_text())["sessions"]) == 2
+
+
+def test_a_full_disk_ends_with_a_message(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, records: Sequence[Record]) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(directory, "append", full)
+    assert bench(folder, tmp_path / "run") == 2
+    error = capsys.readouterr().err
+    assert "No space left on device" in error and "what is finished is kept in" in error
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "stree.bench.plots", raising=False)
+    monkeypatch.delitem(sys.modules, "stree.bench.page", raising=False)
+    monkeypatch.delitem(sys.modules, "stree.bench.report", raising=False)
+    assert main(["bench", "report", "x"]) == 2
+    assert "install stree[bench]" in capsys.readouterr().err
+
+
+def test_cost_measures_a_table_that_can_be_read(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = ["--target", str(folder / "target"), "--drafter", str(folder / "drafter")]
+    assert main(["bench", "cost", *models, "--smoke", "--context", "6", "--out", str(tmp_path / "cost.json")]) == 0
+    table = CostTable.load(tmp_path / "cost.json")
+    assert [point[:3] for point in table.target_ms] == [(1, 6, 1), (1, 6, 2)] and len(table.draft_ms) == 2
+    assert "written: " in capsys.readouterr().out
+    assert main(["bench", "cost", *models, "--nodes", "", "--out", str(tmp_path / "cost.json")]) == 2
+    assert "--nodes must have at least one value" in capsys.readouterr().err
+
+
+def test_kernel_benches_run_and_their_records_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "kernels", "reference", "--smoke", "--out", str(tmp_path)]) == 0
+    records = [json.loads(line) for line in (tmp_path / "kernels.jsonl").read_text().splitlines()]
+    assert {record["params"]["n"] for record in records} == {1, 5} and all(r["p50"] > 0 for r in records)
+    assert "ssd_step" in capsys.readouterr().out
+    assert main(["bench", "kernels", "magic"]) == 2
+    assert "kernel bench 'magic' is unknown; known are reference, suite" in capsys.readouterr().err
+    monkeypatch.setattr(kernels, "FOLDER", tmp_path)
+    assert main(["bench", "kernels", "reference"]) == 2
+    assert "run from a checkout of the repository: there is no bench_reference.py here" in capsys.readouterr().err
+    (tmp_path / "bench_reference.py").write_text("raise SystemExit('broken')")
+    assert main(["bench", "kernels", "reference"]) == 2
+    assert "bench_reference.py ended with status 1: broken" in capsys.readouterr().err
