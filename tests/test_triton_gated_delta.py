@@ -40,15 +40,14 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return float(difference.nan_to_num(torch.inf))
 
 
-def draw_parents(rng: torch.Generator, n: int, padding: int = 0) -> Tensor:
-    """Draw a chain, a star and a random tree with padding at its end."""
-    chain, star = torch.arange(-1, n - 1), -(torch.arange(n) == 0).int()
-    return torch.cat((torch.stack((chain, star)).int(), oracles.random_parents(1, n, rng, padding)))
-
-
 def chain(n: int) -> Tensor:
     """Make the parents of one chain."""
     return torch.arange(-1, n - 1, dtype=torch.int32)[None]
+
+
+def draw_parents(rng: torch.Generator, n: int, padding: int = 0) -> Tensor:
+    """Draw a chain, a star and a random tree with padding at its end."""
+    return torch.cat((chain(n), -(torch.arange(n) == 0).int()[None], oracles.random_parents(1, n, rng, padding)))
 
 
 @dataclass(frozen=True)
@@ -109,12 +108,12 @@ class Problem:
         return k, u, g
 
     def step(
-        self, state: Tensor, stash: Stash, path: object, lengths: object, first: int = 0, folded: Stash | None = None
-    ) -> Tensor:
-        rows = (t[:, first:] for t in self.rows)
+        self, state: Tensor, stash: Stash, path: object, lengths: object, first: int = 0, folded: Stash | None = None,
+        backend: str = "triton",
+    ) -> Tensor:  # fmt: skip
         return ops.gated_delta_step(
-            state, *stash, path, lengths, *rows, self.parents, scale=self.scale, first=first, folded=folded,
-            backend="triton",
+            state, *stash, path, lengths, *(t[:, first:] for t in self.rows), self.parents, scale=self.scale,
+            first=first, folded=folded, backend=backend,
         )  # fmt: skip
 
 
@@ -165,9 +164,8 @@ def test_rows_that_are_no_ancestors_do_not_leak_whatever_finite_value_they_hold(
 @BOTH
 def test_decays_of_all_or_nothing_lose_no_digits_of_the_decays_behind_them(channels: bool) -> None:
     problem = Problem.draw(oracles.random_parents(2, 60, torch.Generator().manual_seed(5)), channels, (1, 2))
-    choice = torch.tensor([0.0, -1e-3, -0.5, -1e4])
     draws = torch.randint(0, 4, problem.g.shape, generator=torch.Generator().manual_seed(1))
-    problem = problem.changed(g=choice[draws].to(DEVICE))
+    problem = problem.changed(g=torch.tensor([0.0, -1e-3, -0.5, -1e4])[draws].to(DEVICE))
     o, u = problem.scan()
     assert error(o, problem.outputs()) < TOLERANCE[torch.float32]
     state, ends = problem.state.clone(), (59, 41)
@@ -200,37 +198,23 @@ def test_correlated_keys_of_a_chain_of_depth_63(cosine: float, channels: bool) -
 
 
 @BOTH
-@pytest.mark.parametrize("first", [0, 5], ids=lambda k: f"first{k}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
-def test_step_folds_the_old_tree_then_scores_the_new_one(first: int, dtype: torch.dtype, channels: bool) -> None:
-    rng, heads = torch.Generator().manual_seed(2), (1, 2) if first else (2, 4)
-    old = Problem.draw(draw_parents(rng, 13), channels, heads, seed=1).to(dtype)
-    new = Problem.draw(draw_parents(rng, 11, padding=1), channels, heads, seed=2).to(dtype)
-    state, stash = old.state.clone(), old.stash()
-    u = old.scan()[1]
-    for kept, tensor in zip(stash, (old.k, u, old.g), strict=True):
-        kept[:, :13] = tensor
-    ends: tuple[int | None, ...] = (9, None, 12)
-    if first:  # the tree grows: rows below `first` stand in the stash, and its path stays below them
-        ends = (None, None, None)
-        for kept, tensor in zip(stash, (new.k, new.scan()[1], new.g), strict=True):
-            kept[:, :first] = tensor[:, :first]
-    path, lengths = oracles.paths_to(old.parents, ends)
+def test_step_folds_the_old_tree_then_scores_the_new_one(dtype: torch.dtype, channels: bool) -> None:
+    rng = torch.Generator().manual_seed(2)
+    old = Problem.draw(draw_parents(rng, 13), channels, seed=1).to(dtype)
+    new = Problem.draw(draw_parents(rng, 11, padding=1), channels, seed=2).to(dtype)
+    old.state[1, ::2] = -0.0
+    state, stash, ends, u = old.state.clone(), old.stash(), (9, None, 12), old.scan()[1]
     for row, end in enumerate(ends):  # rows off the path may hold anything
-        off = torch.ones(ROOM, dtype=torch.bool)
-        off[[] if end is None else oracles.path_to(old.parents[row].tolist(), end)] = False
-        off[:first] = False
-        for kept in stash:
-            kept[row, off] = torch.nan
-    o = new.step(state, stash, *on_device(path, lengths), first=first)
+        on = [] if end is None else oracles.path_to(old.parents[row].tolist(), end)
+        for kept, tensor in zip(stash, (old.k, u, old.g), strict=True):
+            kept[row, on] = tensor[row, on]
+    o = new.step(state, stash, *on_device(*oracles.paths_to(old.parents, ends)))
     states = [old.state[i].double().cpu() if e is None else old.oracle(i)[1][e] for i, e in enumerate(ends)]
     assert error(state, torch.stack(states)) < TOLERANCE[torch.float32]
     assert torch.equal(state[1].view(torch.int32), old.state[1].view(torch.int32))
-    if first:
-        states = [s.float() for s in new.state]
-        o = new.step(new.state.clone(), stash, None, None, first=first)
-    assert o.dtype == dtype and error(o, new.outputs(states)[:, first:]) < TOLERANCE[dtype]
-    assert torch.equal(stash[0][:, first:11], new.k[:, first:]) and torch.equal(stash[2][:, first:11], new.g[:, first:])
+    assert o.dtype == dtype and error(o, new.outputs(states)) < TOLERANCE[dtype]
+    assert torch.equal(stash[0][:, :11], new.k) and torch.equal(stash[2][:, :11], new.g)
     assert all(bool(kept[:, 13:].isnan().all()) for kept in stash)
 
 
@@ -269,21 +253,21 @@ def test_a_tree_grown_in_the_stash_equals_one_call(channels: bool) -> None:
 
 
 @BOTH
-def test_a_step_that_folds_from_another_stash_equals_a_step_in_place(channels: bool) -> None:
+@pytest.mark.parametrize("first", [0, 4], ids=lambda k: f"first{k}")
+def test_a_step_that_folds_from_another_stash_equals_a_step_in_place(first: int, channels: bool) -> None:
     problem = Problem.draw(draw_parents(torch.Generator().manual_seed(4), 13), channels, (1, 2), seed=1)
     path, lengths = on_device(*oracles.paths_to(problem.parents, (12, 3, None)))
-    once, twice = problem.stash(-0.5), problem.stash()
-    other = (once[0].clone(), once[1].clone(), once[2].clone())
-    third = problem.stash()
+    once, twice, third, other = (problem.stash(-0.5) for _ in range(4))
+    for kept in (*twice, *third):
+        kept[:, first:] = torch.nan
     states = [problem.state.clone() for _ in range(3)]
-    o = problem.step(states[0], once, path, lengths)
-    assert torch.equal(problem.step(states[1], twice, path, lengths, folded=other), o)
+    o = problem.step(states[0], once, path, lengths, first)
+    assert torch.equal(problem.step(states[1], twice, path, lengths, first, other), o)
     assert torch.equal(states[0], states[1]) and all(bool((t == -0.5).all()) for t in other)
     assert all(torch.equal(a[:, :13], b[:, :13]) for a, b in zip(once, twice, strict=True))
-    rows = (*problem.rows, problem.parents)
-    reference = ops.gated_delta_step(states[2], *third, path, lengths, *rows, scale=0.7, folded=other)
-    assert error(o, reference.double()) < TOLERANCE[torch.float32]
-    assert error(states[0], states[2].double()) < TOLERANCE[torch.float32]
+    expected = problem.step(states[2], third, path, lengths, first, other, backend="reference")
+    pairs = ((o, expected), (states[0], states[2]), (once[1][:, :13], third[1][:, :13]))
+    assert all(error(ours, theirs.double()) < TOLERANCE[torch.float32] for ours, theirs in pairs)
 
 
 def test_a_stash_may_be_narrower_than_the_rows_and_the_scan_reads_the_rounded_keys() -> None:
@@ -296,36 +280,25 @@ def test_a_stash_may_be_narrower_than_the_rows_and_the_scan_reads_the_rounded_ke
     assert o.dtype == torch.bfloat16 and error(o, problem.outputs()) < TOLERANCE[torch.bfloat16]
 
 
-@BOTH
-def test_an_empty_path_leaves_every_bit_of_a_state(channels: bool) -> None:
-    problem = Problem.draw(draw_parents(torch.Generator().manual_seed(4), 9), channels)
-    problem.state[:, ::2] = -0.0
-    state, stash = problem.state.clone(), problem.stash()
-    path, lengths = on_device(*oracles.paths_to(problem.parents, (None, None, None)))
-    problem.step(state, stash, path, lengths)
-    ops.gated_delta_commit(state, *problem.stash(), path, lengths, backend="triton")
-    assert torch.equal(state.view(torch.int32), problem.state.view(torch.int32))
+@pytest.mark.parametrize(
+    ("n", "dk", "dv", "message"),
+    [
+        (2, 257, 5, "gated_delta_tree_scan with backend='triton' takes a dk up to 256, got 257"),
+        (2, 7, 257, "takes a dv up to 256, got 257"),
+        (129, 7, 5, "takes trees of nodes up to 128, got 129"),
+    ],
+    ids=["dk", "dv", "n"],
+)
+def test_sizes_without_a_tile_are_refused_with_their_limits(n: int, dk: int, dv: int, message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        Problem.draw(chain(n), False, (1, 1), dk, dv).scan()
 
 
-def test_what_the_kernel_cannot_take_is_refused_with_its_limits() -> None:
-    def scan(n: int = 2, dk: int = 7, dv: int = 5, dtype: torch.dtype = torch.float32) -> None:
-        problem = Problem.draw(chain(n), False, (1, 1), dk, dv).to(dtype)
-        problem.changed(state=problem.state.to(torch.float64 if dtype == torch.float64 else torch.float32)).scan()
-
-    with pytest.raises(
-        NotImplementedError, match="gated_delta_tree_scan with backend='triton' takes a dk up to 256, got 257"
-    ):
-        scan(dk=257)
-    with pytest.raises(NotImplementedError, match="takes a dv up to 256, got 257"):
-        scan(dv=257)
-    with pytest.raises(NotImplementedError, match="takes trees of nodes up to 128, got 129"):
-        scan(n=129)
+def test_what_the_kernel_cannot_read_is_refused() -> None:
+    problem = Problem.draw(chain(2), False).to(torch.float64)
     with pytest.raises(TypeError, match="takes float32, bfloat16 or float16, the same for all, got q float64"):
-        scan(dtype=torch.float64)
+        problem.changed(state=problem.state.double()).scan()
     problem = Problem.draw(chain(1), False)
-    state = problem.state.transpose(2, 3).contiguous().transpose(2, 3)
-    with pytest.raises(ValueError, match="state must be contiguous in its last 3 dimensions, got strides"):
-        problem.changed(state=state).scan()
     keys = problem.k.transpose(2, 3).contiguous().transpose(2, 3)
     with pytest.raises(ValueError, match="k must be contiguous in its last 2 dimensions, got strides"):
         problem.changed(k=keys).scan()
@@ -333,11 +306,3 @@ def test_what_the_kernel_cannot_take_is_refused_with_its_limits() -> None:
     path, lengths = on_device(*oracles.paths_to(problem.parents, (0,)))
     with pytest.raises(ValueError, match=r"folded\[1\] must be float\[1, 20, 4, 5\], got float32\[1, 20, 4, 4\]"):
         problem.step(problem.state, stash, path, lengths, folded=(other[0], other[1][..., :4], other[2]))
-
-
-def test_without_a_gpu_or_the_interpreter_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    problem = Problem.draw(chain(1), False)
-    if DEVICE == "cpu":
-        with pytest.raises(RuntimeError, match="gated_delta_tree_scan with backend='triton' needs CUDA tensors, got"):
-            problem.scan()
