@@ -54,8 +54,9 @@ def custom_generate(
     The text is distributed as that of plain ``model.generate``; greedy, it is the text of every prompt run alone.
     Everything that transformers expresses as logits processors (temperature, top-k, top-p, min-p, penalties, minimum
     lengths, your own) acts on every node of a tree along the node's own path, for the target and for a draft model; it
-    must depend on its arguments only, as it is asked about texts that are never emitted.  Stopping criteria are asked
-    about one sequence at a time, after each of its tokens.
+    must depend on its arguments only, as it is asked about texts that are never emitted.  Processors see the columns
+    that they would see in ``generate``, left padding included.  Stopping criteria are asked about one sequence at a
+    time, after each of its tokens.
 
     transformers hands a callable neither ``streamer`` nor ``tokenizer``, so bind a streamer beforehand, and give stop
     strings as a criterion:
