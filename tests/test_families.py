@@ -5,7 +5,6 @@ Test ids are transformers' model types.  The oracle is always an ungrafted copy'
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,7 +30,7 @@ from tiny_models import (
     right_padded,
     tree_error,
 )
-from transformers import PreTrainedModel, RwkvConfig, RwkvForCausalLM
+from transformers import PreTrainedModel
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
 from stree import TokenTree, TreeLM
@@ -367,49 +366,6 @@ def test_control_without_its_sliding_window_a_family_is_another_model(family: st
     tree = random_tree(rng, [12])
     wide = family_model(family, sliding_window=64)
     assert tree_error(wide, texts, tree, lm.verify(state, tree)) > 100 * FLOAT32
-
-
-def test_a_layer_without_a_known_mixer_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = family_model("nemotron_h")
-    monkeypatch.setitem(SUPPORTED, "nemotron_h", dataclasses.replace(SUPPORTED["nemotron_h"], stateless=frozenset()))
-    with pytest.raises(NotImplementedError, match=r"3 of 5 layers of this nemotron_h model .*\(NemotronHMamba2Mixer, "):
-        TreeLM(model)
-    assert "forward" not in model.model.layers[0].mixer.__dict__  # nothing was grafted before
-
-
-@pytest.mark.parametrize("kind", ["FalconH1Attention", "FalconH1Mixer"])
-def test_a_layer_of_which_one_mixer_is_unknown_is_refused_by_name(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, row = family_model("falcon_h1"), SUPPORTED["falcon_h1"]
-    rest = {name: graft for name, graft in row.mixers.items() if name != kind}
-    monkeypatch.setitem(SUPPORTED, "falcon_h1", dataclasses.replace(row, mixers=rest))
-    with pytest.raises(NotImplementedError, match=f"{kind} of layer 0 is not known in a falcon_h1 model; known are"):
-        TreeLM(model)
-
-
-def test_an_unknown_recurrent_family_is_refused_with_the_supported_ones() -> None:
-    config = RwkvConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
-    with pytest.raises(NotImplementedError, match="'rwkv' is not supported; supported: .*falcon_h1, .*zamba2"):
-        TreeLM(RwkvForCausalLM(config))
-
-
-@pytest.mark.parametrize(("family", "weight"), [("zamba2", "in_proj"), ("mistral", "k_proj")])
-def test_a_quantised_mixer_is_refused(family: str, weight: str) -> None:
-    model = family_model(family)
-    (mixer, *_) = (module for module in model.modules() if hasattr(module, weight))
-    kind, projection = type(mixer).__name__, getattr(mixer, weight)
-    projection.weight = torch.nn.Parameter(torch.zeros_like(projection.weight, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(NotImplementedError, match=f"{weight}.weight of {kind} holds int8; quantised weights are not"):
-        TreeLM(model)
-
-
-def test_a_convolution_with_another_activation_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="MambaMixer has activation 'gelu'; only 'silu' is supported"):
-        TreeLM(family_model("mamba", hidden_act="gelu"))
-
-
-def test_attention_that_looks_ahead_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="Gemma3Attention is not causal"):
-        TreeLM(family_model("gemma3_text", use_bidirectional_attention=True))
 
 
 def unread(function: Callable[..., Any]) -> Callable[..., Any]:
