@@ -44,12 +44,14 @@ def bench(folder: Path, out: Path, *options: str) -> int:
 def test_a_run_writes_every_artefact_and_reports_what_it_measured(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench(folder, tmp_path / "run") == 0
+    assert bench(folder, tmp_path / "run", "--json") == 0
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
         "run.json", "results.jsonl", "report.csv", "report.html"
     }  # fmt: skip
     out = capsys.readouterr().out
     assert "run: mine, temperature 0" in out and "identical (greedy)" in out
+    last = json.loads(out.splitlines()[-1])
+    assert [row["method"] for row in last["rows"]] == ["plain", "chain:2"] and last["rows"][1]["tau"] >= 1
     about = json.loads((tmp_path / "run" / "run.json").read_text())
     assert about["config"]["methods"] == ["plain (auto)", "chain:2 (auto)"] and about["config"]["max_new_tokens"] == 4
     (session,) = about["sessions"]

@@ -87,6 +87,7 @@ def _add_run(bench: Any) -> None:
     command.add_argument("--rounds", type=int, default=10, help="timed steps of each size")
     command.add_argument("--out", type=Path, required=True, help="directory of the run")
     command.add_argument("--force", action="store_true", help="begin anew where --out holds another run")
+    command.add_argument("--json", action="store_true", help="print all rows as one JSON document in the last line")
 
 
 def _add_report(bench: Any) -> None:
@@ -96,6 +97,7 @@ def _add_report(bench: Any) -> None:
     command.add_argument("--markdown", action="store_true", help="only print the README's table")
     command.add_argument("--all", action="store_true", help="every method in the README's table, not the fastest only")
     command.add_argument("--out", type=Path, default=None, help="where the files go; by default the first DIR")
+    command.add_argument("--json", action="store_true", help="print all rows as one JSON document in the last line")
 
 
 def _add_kernels(bench: Any) -> None:
@@ -136,7 +138,7 @@ def _report(arguments: argparse.Namespace) -> int:
     if arguments.markdown:
         print_markdown(runs, Console(), every=arguments.all)
     else:
-        write_report(runs, arguments.out or arguments.directories[0], Console())
+        write_report(runs, arguments.out or arguments.directories[0], Console(), as_json=arguments.json)
     return 0
 
 

@@ -52,8 +52,8 @@ def print_markdown(runs: Sequence[LoadedRun], console: Console, *, every: bool) 
         console.print(markdown(run.sections, every=every), markup=False, highlight=False, soft_wrap=True)
 
 
-def write_report(runs: Sequence[LoadedRun], out: Path, console: Console) -> None:
-    """Print the tables; write ``report.csv`` and ``report.html`` into a directory."""
+def write_report(runs: Sequence[LoadedRun], out: Path, console: Console, *, as_json: bool = False) -> None:
+    """Print the tables, and all rows as one JSON line if asked; write ``report.csv`` and ``report.html``."""
     wide = Console(file=console.file, width=max(console.width, LEAST_WIDTH))
     every = [section for run in runs for section in run.sections]
     for section in every:
@@ -63,3 +63,7 @@ def write_report(runs: Sequence[LoadedRun], out: Path, console: Console) -> None
     for name, text in (("report.csv", csv_text(every)), ("report.html", make_page(runs))):
         (out / name).write_text(text, encoding="utf-8")
         console.print(f"written: {out / name}", markup=False, highlight=False, soft_wrap=True)
+    if as_json:
+        rows = [{"run": section.run, **row} for section in every for row in section.rows]
+        line = json.dumps({"bench": "run", "rows": rows, "env": runs[0].envs[-1]})
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -68,7 +68,7 @@ def start_run(arguments: argparse.Namespace) -> int:
         except (KeyboardInterrupt, OSError):
             say(f"stopped; what is finished is kept in {directory.path}, and the same command goes on from there")
             raise
-    write_report(load_runs([arguments.out]), arguments.out, Console())
+    write_report(load_runs([arguments.out]), arguments.out, Console(), as_json=arguments.json)
     return 0
 
 

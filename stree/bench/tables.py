@@ -29,6 +29,7 @@ HEADINGS = {  # column -> heading
     "distinct": "distinct 4-grams",
     "equal_nodes": "tau over chain, equal nodes",
     "equal_calls": "tau over chain, equal draft calls",
+    "by_rank": "accepted by sibling rank",
     "ttft_ms": "first token, ms",
     "peak_mib": "peak MiB",
     "state_kib": "state KiB",
@@ -38,7 +39,7 @@ SHORT = (
 )  # fmt: skip
 HEADING_WIDTH = 16  # characters, in the terminal
 AGAINST = ("method", "equal_nodes", "equal_calls", "over_chain")
-REST = ("method", "accepted", "equal_nodes", "equal_calls", "ttft_ms", "peak_mib", "state_kib")
+REST = ("method", "accepted", "by_rank", "equal_nodes", "equal_calls", "ttft_ms", "peak_mib", "state_kib")
 
 
 def verdict_text(row: Record) -> str:
@@ -81,6 +82,7 @@ def cells(row: Record) -> Mapping[str, str]:
         "distinct": f"{row['distinct_4grams']:.2f}",
         "equal_nodes": _against(row, "equal_nodes"),
         "equal_calls": _against(row, "equal_calls"),
+        "by_rank": " ".join(f"{share:.2f}" for share in row["acceptance_by_rank"][:4]) or "-",
         "ttft_ms": _number(row["ttft_ms"], "{:.1f}"),
         "peak_mib": _number(row["peak_mib"], "{:.0f}"),
         "state_kib": _number(row["state_bytes"] and row["state_bytes"] / 1024, "{:.0f}"),
