@@ -10,6 +10,7 @@ from stree.models.tree_lm import TreeLM
 from stree.processing import EachNode, LogitsProcessor, NodeProcessor, processed
 from stree.sampling import Sampling
 from stree.session import Generation, Observer, Session, Streamer
+from stree.steering import MAX_DEPTH, AutoSize, FixedSize
 from stree.verify import VERIFIERS
 
 __all__ = ["Generation", "GenerationError", "GenerationInterrupted", "Streamer", "generate", "run"]
@@ -51,8 +52,10 @@ def generate(
         lm: the target.
         prompts: token lists of any lengths, none empty; they run as one batch.
         drafter: what proposes trees; None for ``SuffixDrafter()``.
-        growth: the shape of a model drafter's trees; None for its default, ``DySpec()``.
-        budget: most nodes a step, root included; 1 is plain decoding.
+        growth: the shape of a model drafter's trees; None for its default, ``Calibrated()``.
+        budget: most nodes a step, root included; 1 is plain decoding; "auto" for the size of the best measured
+            goodput, up to 64 nodes, chosen anew for every step.  How long steps take differs from run to run, so with
+            "auto" a seed names a text only where trees do not matter to it: greedy and MATCH.
         verifier: "auto", "match", "rejection", "traversal" or "block"; see ``stree.accept``.
         sampling: temperature, top-k, top-p; None for greedy.
         max_new_tokens: most new tokens a sequence.
@@ -68,7 +71,6 @@ def generate(
 
     Raises:
         ValueError: an argument outside its range; the message names it.
-        NotImplementedError: budget="auto".
         GenerationError: something failed in the loop; it carries what was generated before.
         GenerationInterrupted: Ctrl-C; likewise.
     """
@@ -97,22 +99,20 @@ def run(
     observer: Observer | None = None,
 ) -> Generation:
     """Do what ``generate`` does, with a processor of many nodes and an observer of every token."""
-    nodes = _check(lm, prompts, budget, verifier, max_new_tokens, streamer)
-    if nodes == 1:
+    _check(lm, prompts, budget, verifier, max_new_tokens, streamer)
+    if budget == 1:
         drafter = NoDrafter()
-    growth = getattr(drafter, "default_growth", None) if growth is None else growth
-    if growth is not None:
-        growth = growth.bind(sampling)
-        growth.plan(nodes)  # refuses a fixed shape above the budget
+    steering = _steering(lm, drafter, growth, budget, sampling, len(prompts))
     if processor is not None:
         lm, drafter = _with_processor(lm, drafter, processor)
     session = Session(
         lm, [list(prompt) for prompt in prompts], sampling=sampling, max_new_tokens=max_new_tokens,
         stop_token_ids=stop_token_ids, seed=seed, streamer=streamer, observer=observer,
     )  # fmt: skip
-    session.settings = {"growth": None if growth is None else str(growth), "budget": nodes, "verifier": verifier}
+    shape = None if steering.growth is None else str(steering.growth)
+    session.settings = {"growth": shape, "budget": budget, "verifier": verifier}
     try:
-        session.run(drafter, growth, nodes, verifier)
+        session.run(drafter, steering, verifier)
     except KeyboardInterrupt as interrupt:
         raise GenerationInterrupted(session.output("interrupted")) from interrupt
     except Exception as error:
@@ -121,6 +121,20 @@ def run(
         message = f"generation failed after {session.num_new_tokens} new tokens: {error}"
         raise GenerationError(message, session.output("error")) from error
     return session.output("length")
+
+
+def _steering(
+    lm: TreeLM, drafter: Drafter, growth: Growth | None, budget: int | str, sampling: Sampling, batch: int
+) -> FixedSize | AutoSize:
+    """Decide who decides the size of every step."""
+    default: Growth | None = getattr(drafter, "default_growth", None)
+    shape = default if growth is None else growth
+    shape = None if shape is None else shape.bind(sampling)
+    if isinstance(budget, str):
+        return AutoSize(lm, drafter, shape, batch, max_depth=MAX_DEPTH if growth is None else None)
+    if shape is not None:
+        shape.plan(budget)  # refuses a fixed shape above the budget
+    return FixedSize(shape, budget)
 
 
 def _with_processor(lm: TreeLM, drafter: Drafter, processor: NodeProcessor) -> tuple[TreeLM, Drafter]:
@@ -137,14 +151,12 @@ def _check(
     verifier: str,
     max_new_tokens: int,
     streamer: Streamer | None,
-) -> int:
-    """Refuse bad arguments before anything runs; return the budget."""
-    if isinstance(budget, str):
-        if budget == "auto":
-            raise NotImplementedError('budget="auto" is not supported yet; pass a number of nodes')
-        raise ValueError(f"budget must be a number of nodes, got {budget!r}")
+) -> None:
+    """Refuse bad arguments before anything runs."""
+    if isinstance(budget, str) and budget != "auto":
+        raise ValueError(f"budget must be a number of nodes or 'auto', got {budget!r}")
     for name, value in (("budget", budget), ("max_new_tokens", max_new_tokens)):
-        if value < 1:
+        if not isinstance(value, str) and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
@@ -163,4 +175,3 @@ def _check(
             )
     if streamer is not None and len(prompts) > 1:
         raise ValueError(f"a streamer takes one prompt, got {len(prompts)}")
-    return budget

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from stree.drafters import Draft, Drafter
-from stree.growth import Growth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random, Sampling
+from stree.steering import Steering
 from stree.verify import Acceptance, accept
 
 __all__ = ["Generation", "Observer", "Session", "Streamer"]
@@ -131,14 +131,15 @@ class Session:
         """Tokens emitted so far."""
         return sum(map(len, self.new))
 
-    def run(self, drafter: Drafter, growth: Growth | None, budget: int, verifier: str) -> None:
+    def run(self, drafter: Drafter, steering: Steering, verifier: str) -> None:
         """Generate until every sequence has finished."""
         began = clock = self._clock()
         lengths = torch.tensor([len(prompt) for prompt in self.prompts])
         width = int(lengths.max())
         input_ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in self.prompts])
         # The last step starts below the limit and may commit a whole path beyond it.
-        state = self.lm.new_state(len(self.prompts), width + self.max_new_tokens + budget, budget)
+        nodes = steering.max_nodes
+        state = self.lm.new_state(len(self.prompts), width + self.max_new_tokens + nodes, nodes)
         logits = self.lm.prefill(state, input_ids, lengths)
         run = drafter.start(self.lm.vocab_size, self.prompts, self.rng)
         pending = self._first_token(logits)
@@ -148,8 +149,8 @@ class Session:
         self._emit([[token] for token in pending.tolist()], logits[:, None])
         self.stats.prefill_s = self._clock() - clock
         while None in self.reasons:
-            clock = self._clock()
-            draft = run.propose(pending, growth, budget)
+            clock = started = self._clock()
+            draft = run.propose(pending, *steering.next())
             clock = self._lap("draft_s", clock)
             logits = self.lm.verify(state, draft.tree)
             clock = self._lap("verify_s", clock)
@@ -164,7 +165,8 @@ class Session:
             clock = self._lap("draft_s", clock)
             pending = torch.where(acceptance.path_lengths > 0, acceptance.next_token, pending)
             self._take(draft, acceptance, logits)
-            self._lap("accept_s", clock)
+            clock = self._lap("accept_s", clock)
+            steering.observe(draft, acceptance, clock - started)
             self.stats.total_s = self._clock() - began
 
     def output(self, reason: str) -> Generation:

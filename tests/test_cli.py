@@ -82,7 +82,7 @@ def test_text_is_streamed_and_the_summary_goes_to_standard_error(
         (["x", "--budget", "0"], "budget must be at least 1, got 0"),
         (["x", "--budget", "auto"], "not supported yet"),
         (["x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
-        (["x", "--growth", "bush"], "growth must be dyspec"),
+        (["x", "--growth", "bush"], "growth must be calibrated, dyspec"),
         (["x", "--growth", "chain:2", "--drafter", "suffix"], "--growth shapes the trees of a draft model"),
         (["", "--drafter", "suffix"], "the prompt is empty"),
         (["x", "--target", "no/such/folder"], "no checkpoint that transformers can read at 'no/such/folder'"),

@@ -341,8 +341,7 @@ def test_a_drafter_that_fails_to_start_raises_its_own_error() -> None:
         ({"prompts": [[1, VOCAB]]}, ValueError, "prompt 0 has token 97, outside the vocabulary of 97"),
         ({"prompts": [[1], [-3]]}, ValueError, "prompt 1 has token -3, outside the vocabulary of 97"),
         ({"budget": 0}, ValueError, "budget must be at least 1, got 0"),
-        ({"budget": "auto"}, NotImplementedError, 'budget="auto" is not supported yet; pass a number of nodes'),
-        ({"budget": "many"}, ValueError, "budget must be a number of nodes, got 'many'"),
+        ({"budget": "many"}, ValueError, "budget must be a number of nodes or 'auto', got 'many'"),
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1, got 0"),
         (
             {"verifier": "typical"},
@@ -363,7 +362,6 @@ def test_a_drafter_that_fails_to_start_raises_its_own_error() -> None:
         "large",
         "negative",
         "budget",
-        "auto",
         "word",
         "length",
         "verifier",

@@ -40,9 +40,12 @@ ALLOWED: dict[str, set[str]] = {
     "stree.verify": PLAIN | {"stree.verify", "stree.kernels"},
     "stree.budget": PLAIN,
     "stree.drafters": PLAIN | POLICIES | {"stree.models", "stree.drafters"},
+    "stree.steering": PLAIN | POLICIES | {"stree.models", "stree.drafters"},
     "stree.processing": PLAIN | {"stree.models"},
-    "stree.session": PLAIN | POLICIES | {"stree.models", "stree.drafters"},
-    "stree.generation": PLAIN | POLICIES | {"stree.models", "stree.drafters", "stree.processing", "stree.session"},
+    "stree.session": PLAIN | POLICIES | {"stree.models", "stree.drafters", "stree.steering"},
+    "stree.generation": PLAIN
+    | POLICIES
+    | {"stree.models", "stree.drafters", "stree.processing", "stree.session", "stree.steering"},
     "stree.prepare": ENGINE | {"stree.generation", "stree.vocabulary"},
     "stree.cli": ENGINE | {"stree.generation", "stree.bench", "stree.info", "stree.prepare", "stree.vocabulary"},
     "stree.cost": set(),

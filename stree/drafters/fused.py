@@ -50,6 +50,12 @@ class FusedDrafter:
         """The first drafter's."""
         return getattr(self.first, "default_growth", None)
 
+    @property
+    def models(self) -> Sequence[TreeLM]:
+        """The models of both parts."""
+        parts = (self.first, self.second)
+        return [model for part in parts if isinstance(part, HasModel) for model in part.models]
+
     def with_model(self, change: Callable[[TreeLM], TreeLM]) -> FusedDrafter:
         """Give a drafter over ``change`` of the parts' models."""
         first, second = (

@@ -67,6 +67,11 @@ class GrownTree:
         return logits
 
     @property
+    def values(self) -> Tensor:
+        """Estimated probability of each node of the target's tree: float[batch, size - 1]."""
+        return self._value[:, : self.size - 1]
+
+    @property
     def tokens(self) -> Tensor:
         """Tokens of the columns in use: int64[batch, size]."""
         return self._tokens[:, : self.size]
@@ -98,8 +103,7 @@ class GrownTree:
         parent = slots // layer.ranks
         column = parent + (self._begin + 1) if self._begin else self.lead[:, None].expand_as(slots)
         before = self.size - 1
-        self._value[:, before : before + width] = chosen
-        self.add_below(column, tokens.gather(1, slots), is_taken)
+        self.add_below(column, tokens.gather(1, slots), chosen, is_taken)
         self.frontier_value, self._begin = chosen, before
         self.frontier_number += self._places
         self._places = layer.width
@@ -119,9 +123,10 @@ class GrownTree:
             is_taken = is_taken & (chosen >= known.topk(self._plan.num_nodes + 1).values[:, -1:])
         return int(is_taken.sum(1).max())
 
-    def add_below(self, column: Tensor, token: Tensor, is_taken: Tensor) -> None:
-        """Append nodes int64[batch, width] below columns; padding where not taken."""
+    def add_below(self, column: Tensor, token: Tensor, value: Tensor, is_taken: Tensor) -> None:
+        """Append nodes int64[batch, width] of some values below columns; padding where not taken."""
         begin = self.size
+        self._value[:, begin - 1 : begin - 1 + column.shape[1]] = value
         end = self.size = begin + column.shape[1]
         above = self._mask[:, :begin, :begin]
         self._mask[:, begin:end, :begin] = above.take_along_dim(column[..., None], 1) & is_taken[..., None]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stree.drafters.grown import GrownTree, num_columns, prune
 from stree.drafters.protocol import Draft
-from stree.growth import DySpec, Estimate, Growth, Layer, Plan, choose_slots
+from stree.growth import Calibrated, Estimate, Growth, Layer, Limited, Plan, choose_slots
 from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
 from stree.sampling import MAX_RANKS, Draws, Random
@@ -17,6 +17,8 @@ from stree.tree import TokenTree
 from stree.verify import SAMPLED, Acceptance, DraftLaws
 
 __all__ = ["ModelDrafter"]
+
+MOST_CAUGHT_UP = 32  # tokens of a chain by which a model catches up
 
 
 class ModelDrafter:
@@ -31,10 +33,15 @@ class ModelDrafter:
         ValueError: tokens that are none of the vocabulary's, or that leave out a stop token.
     """
 
-    default_growth: Growth = DySpec()
+    default_growth: Growth = Calibrated()
 
     def __init__(self, lm: TreeLM, vocab: Sequence[int] | Tensor | None = None) -> None:
         self.lm = lm if vocab is None else TrimmedLM(lm, vocab)
+
+    @property
+    def models(self) -> Sequence[TreeLM]:
+        """The draft model."""
+        return [self.lm]
 
     def with_model(self, change: Callable[[TreeLM], TreeLM]) -> ModelDrafter:
         """Give a drafter over ``change`` of this one's model."""
@@ -70,14 +77,21 @@ class _ModelRun:
         self._growth: Growth | None = None  # the one that the estimate belongs to
         self._estimate: Estimate
         self._extension: tuple[int, Tensor] | None = None  # nodes of the own tree; tokens of the one verified instead
-        self._behind: tuple[Tensor, Tensor] | None = None  # accepted tokens of others, int64[batch, m], their number
+        self._behind: tuple[Tensor, Tensor] | None = None  # accepted but never run: int64[batch, m], their number
+        self._root: Tensor | None = None  # the pending tokens where nothing else was proposed
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
-        """Grow a tree with a draft call a layer (a node for a heap), the first of which also runs the last leaf."""
+        """Grow a tree with a draft call a layer (a node for a heap), the first of which also runs the last leaf.
+
+        A budget of 1 draws nothing and runs nothing.
+        """
         growth = ModelDrafter.default_growth if growth is None else growth
+        if budget == 1:
+            return self._propose_root(pending)
         plan = growth.plan(budget)
-        if growth is not self._growth:
-            self._growth, self._estimate = growth, growth.estimate(len(self._leaf), self._leaf.device)
+        base = growth.base if isinstance(growth, Limited) else growth
+        if base is not self._growth:
+            self._growth, self._estimate = base, base.estimate(len(self._leaf), self._leaf.device)
         self._estimate.begin()
         num_calls = self._catch_up()
         self._reserve(num_columns(plan))
@@ -94,7 +108,16 @@ class _ModelRun:
         self._tree, draft_laws = tree, None
         if not growth.sampling.is_greedy:
             draft_laws = DraftLaws(torch.cat(laws, 1), row, torch.full_like(row, SAMPLED, dtype=torch.int8))
-        return Draft(tree, draft_laws, depth, num_calls + grown.num_calls)
+        values = grown.values[:, : tree.tokens.shape[1]] if selected is None else grown.values.gather(1, selected)
+        return Draft(tree, draft_laws, depth, num_calls + grown.num_calls, values)
+
+    def _propose_root(self, pending: Tensor) -> Draft:
+        """Propose nothing and run nothing; the model catches up before it drafts again."""
+        depths = torch.zeros(len(pending), 1, dtype=torch.int32, device=pending.device)
+        mask = torch.ones(len(pending), 1, 1, dtype=torch.bool, device=pending.device)
+        self._root, self._selected = pending, None
+        self._tree = TokenTree.unchecked(pending[:, None], depths - 1, depths, mask)
+        return Draft(self._tree, None, 0)
 
     def extend(self, tree: TokenTree) -> None:
         """Take note that others appended nodes to the proposed tree, and that ``tree`` is verified instead."""
@@ -103,6 +126,8 @@ class _ModelRun:
 
     def observe(self, acceptance: Acceptance) -> None:
         """Commit the accepted nodes that were run; keep an accepted leaf that was not for the next call."""
+        if self._root is not None:
+            return self._observe_root(acceptance)
         if acceptance.ratios is not None:
             ratios = acceptance.ratios[:, : self._tree.tokens.shape[1]]  # others may have appended nodes
             self._estimate.learn(self._tree, self._selected, ratios, acceptance.path_lengths > 0)
@@ -124,6 +149,24 @@ class _ModelRun:
         self._leaf = torch.where(unrun, leaf, self._leaf)
         self._has_leaf = torch.where(is_live, unrun, self._has_leaf)
 
+    def _observe_root(self, acceptance: Acceptance) -> None:
+        """Put accepted tokens that were never run behind those that wait already."""
+        assert self._root is not None, "observe follows propose"
+        root, self._root = self._root, None
+        path, lengths = acceptance.path, acceptance.path_lengths.long()
+        tokens = root[:, None]
+        if self._extension is not None:
+            (_, tokens), self._extension = self._extension, None
+        tokens = tokens.gather(1, path.clamp(min=0).long())
+        if self._behind is None:
+            self._behind = tokens, lengths
+            return
+        waiting, count = self._behind
+        place = torch.arange(waiting.shape[1] + tokens.shape[1], device=root.device)
+        both = torch.cat([waiting, tokens], 1)
+        source = torch.where(place < count[:, None], place, place - count[:, None] + waiting.shape[1])
+        self._behind = both.gather(1, source.clamp(max=both.shape[1] - 1)), count + lengths
+
     def _own_part(self, acceptance: Acceptance) -> Acceptance:
         """Cut accepted paths where they leave the own tree; what follows there is run before the next draft."""
         if self._extension is None:
@@ -139,16 +182,24 @@ class _ModelRun:
         return Acceptance(own_path, count, acceptance.next_token)
 
     def _catch_up(self) -> int:
-        """Run and commit the accepted tokens that stood outside the own tree; return the draft calls it took."""
+        """Run and commit the accepted tokens that were never run, as chains; return the draft calls it took."""
         if self._behind is None:
             return 0
         (tokens, count), self._behind = self._behind, None
-        width = int(count.max())
-        if not width:
-            return 0
+        calls = 0
+        while bool((count > 0).any()):
+            piece = tokens[:, :MOST_CAUGHT_UP]
+            self._run_chain(piece, count.clamp(max=piece.shape[1]))
+            tokens, count = tokens[:, MOST_CAUGHT_UP:], (count - MOST_CAUGHT_UP).clamp(min=0)
+            calls += 1
+        return calls
+
+    def _run_chain(self, tokens: Tensor, count: Tensor) -> None:
+        """Run and commit the last leaf and the first ``count`` of int64[batch, m] tokens of every sequence."""
+        width = tokens.shape[1]
         self._reserve(width + 1)
         lead = self._has_leaf & (count > 0)
-        tokens = torch.cat([self._leaf[:, None], tokens[:, :width]], 1)
+        tokens = torch.cat([self._leaf[:, None], tokens], 1)
         place = torch.arange(width + 1, device=tokens.device)
         tokens = tokens.gather(1, (place + (~lead).long()[:, None]).clamp(max=width))
         lengths = torch.where(count > 0, count + lead, 0)
@@ -158,7 +209,6 @@ class _ModelRun:
         path = place.to(torch.int32).expand(len(tokens), -1)
         self._lm.commit(self._state, path, lengths.to(torch.int32))
         self._has_leaf = self._has_leaf & (count == 0)
-        return 1
 
     def _reserve(self, nodes: int) -> None:
         """Make the state larger where so many nodes need it: the length of a text is not known at the start."""
@@ -227,8 +277,9 @@ class _ModelRun:
             upper = reach.gather(1, parent)
             is_taken = (upper > 0) & (share > 0)
             rest[rows[:, None], parent] = law.scatter(-1, token[..., None], 0.0)
-            reach = torch.cat([reach.scatter(1, parent, upper * (1 - share)), upper * share * is_taken], 1)
-            grown.add_below(torch.where(parent > 0, parent + 1, grown.lead[:, None]), token, is_taken)
+            value = upper * share * is_taken
+            reach = torch.cat([reach.scatter(1, parent, upper * (1 - share)), value], 1)
+            grown.add_below(torch.where(parent > 0, parent + 1, grown.lead[:, None]), token, value, is_taken)
         return laws or [logits.softmax(-1)]
 
 

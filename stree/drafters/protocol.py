@@ -79,6 +79,11 @@ class Extensible(Protocol):
 class HasModel(Protocol):
     """A drafter that runs a model."""
 
+    @property
+    def models(self) -> Sequence[TreeLM]:
+        """The models that a draft call runs."""
+        ...
+
     def with_model(self, change: Callable[[TreeLM], TreeLM]) -> Drafter:
         """Give a drafter like this one over ``change`` of its model: what the loop processes logits with."""
         ...

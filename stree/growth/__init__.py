@@ -8,7 +8,7 @@ from stree.growth.dyspec import DySpec
 from stree.growth.estimates import Estimate
 from stree.growth.fixed import Chain, Static
 from stree.growth.names import parse_growth
-from stree.growth.plan import Growth, Layer, Plan, choose_slots
+from stree.growth.plan import Growth, Layer, Limited, Plan, choose_slots
 
 __all__ = [
     "Calibrated",
@@ -17,6 +17,7 @@ __all__ = [
     "Estimate",
     "Growth",
     "Layer",
+    "Limited",
     "Plan",
     "Static",
     "choose_slots",

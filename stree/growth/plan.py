@@ -7,7 +7,7 @@ probability that verification gets as far as testing it (also called reach).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from stree.growth.estimates import DraftEstimate, Estimate, PathEstimate
 from stree.sampling import Sampling
 
-__all__ = ["Bound", "Growth", "Layer", "Plan", "choose_slots"]
+__all__ = ["Bound", "Growth", "Layer", "Limited", "Plan", "choose_slots"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,37 @@ class Bound:
     def estimate(self, batch: int, device: torch.device) -> Estimate:
         """Trust the draft's own probabilities."""
         return PathEstimate() if self.sampling.is_greedy else DraftEstimate()
+
+
+@dataclass(frozen=True)
+class Limited:
+    """Another growth, cut at a depth; what it learns is the other's.
+
+    Args:
+        base: a growth that has a depth.
+        depth: most layers.
+    """
+
+    base: Growth
+    depth: int
+
+    @property
+    def sampling(self) -> Sampling:
+        """What children are drawn with."""
+        return self.base.sampling
+
+    def bind(self, sampling: Sampling) -> Limited:
+        """Give this policy for children drawn under ``sampling``."""
+        return Limited(self.base.bind(sampling), self.depth)
+
+    def plan(self, budget: int) -> Plan:
+        """Lay out the other's tree for this depth."""
+        base: Any = self.base
+        return replace(base, depth=self.depth).plan(budget)  # type: ignore[no-any-return]
+
+    def estimate(self, batch: int, device: torch.device) -> Estimate:
+        """Begin the other's estimate."""
+        return self.base.estimate(batch, device)
 
 
 def choose_slots(layer: Layer, value: Tensor, left: Tensor, threshold: float, sure: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,152 @@
+"""How large each step's tree is: a fixed size, or what a controller chooses by measured goodput.
+
+The loop asks before a step and reports after it.  Choosing reads what past steps drafted, accepted and took; all of it
+is settled before the next token is drawn, so no text depends on it but through the sizes of trees.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from stree.budget import PLAIN, BudgetController, Choice, flat_choices, layered_choices
+from stree.drafters import Draft, Drafter, HasModel
+from stree.growth import Growth, Limited
+from stree.models.tree_lm import TreeLM
+from stree.tree import TokenTree
+from stree.verify import Acceptance
+
+__all__ = ["AutoSize", "FixedSize", "Steering"]
+
+MAX_NODES, MAX_DEPTH = 64, 8
+TIMED = (1, 4, 16, 64)  # nodes of the trees that are timed; costs between them are interpolated
+
+
+class Steering(Protocol):
+    """Decides the size of every step."""
+
+    max_nodes: int
+
+    def next(self) -> tuple[Growth | None, int]:
+        """Give growth and budget of the next step."""
+        ...
+
+    def observe(self, draft: Draft, acceptance: Acceptance, seconds: float) -> None:
+        """Take note of a step."""
+        ...
+
+
+class FixedSize:
+    """The same growth and budget always."""
+
+    def __init__(self, growth: Growth | None, budget: int) -> None:
+        self.growth, self.max_nodes = growth, budget
+
+    def next(self) -> tuple[Growth | None, int]:
+        """Give them."""
+        return self.growth, self.max_nodes
+
+    def observe(self, draft: Draft, acceptance: Acceptance, seconds: float) -> None:
+        """Learn nothing."""
+
+
+class AutoSize:
+    """A controller over budgets, and over depths where a draft model grows layer by layer.
+
+    Costs are measured once for a pair of models and a batch size, on the machine that runs them, and corrected by what
+    steps take.
+
+    Args:
+        lm: the target.
+        drafter: proposes the trees, and must give its nodes values.
+        growth: the shape, bound to the sampling, or None.
+        batch: sequences.
+        max_depth: deepest tree; None for the growth's own depth.
+    """
+
+    def __init__(
+        self, lm: TreeLM, drafter: Drafter, growth: Growth | None, batch: int, *, max_depth: int | None = None
+    ) -> None:
+        self.max_nodes, self.growth = MAX_NODES, growth
+        models = drafter.models if isinstance(drafter, HasModel) else []
+        choices, self._is_fixed = _choices(growth if models else None, max_depth)
+        target = _verify_ms(lm, batch)
+        drafts = [_verify_ms(model, batch) for model in models]
+
+        def step_ms(choice: Choice) -> float:
+            width = -(-(choice.nodes - 1) // max(choice.depth, 1))
+            calls = choice.depth * sum(draft(max(width, 1)) for draft in drafts)
+            return target(choice.nodes) + calls
+
+        self.controller = BudgetController(choices, step_ms)
+
+    def next(self) -> tuple[Growth | None, int]:
+        """Ask the controller."""
+        choice = self.controller.choose()
+        if self.growth is None or self._is_fixed or choice == PLAIN:
+            return self.growth, choice.nodes
+        return Limited(self.growth, choice.depth), choice.nodes
+
+    def observe(self, draft: Draft, acceptance: Acceptance, seconds: float) -> None:
+        """Report to the controller.
+
+        Raises:
+            ValueError: the drafter gives its nodes no values.
+        """
+        tree = draft.tree
+        if draft.values is None and tree.tokens.shape[1] > 1:
+            raise ValueError('budget="auto" needs a drafter that gives its nodes values')
+        values = torch.ones(tree.tokens.shape) if draft.values is None else draft.values.masked_fill(tree.is_padding, 0)
+        place = torch.arange(acceptance.path.shape[1], device=acceptance.path.device)
+        is_on = place < acceptance.path_lengths[:, None]
+        path = acceptance.path.clamp(min=0).long()
+        is_accepted = torch.zeros_like(tree.tokens).scatter_add_(1, path, is_on.long()) > 0
+        self.controller.observe(
+            values.double().cpu().numpy(), tree.depths.cpu().numpy(), is_accepted.cpu().numpy(), 1e3 * seconds
+        )
+
+
+def _choices(growth: Growth | None, max_depth: int | None) -> tuple[list[Choice], bool]:
+    """List the sizes to choose from, and whether the shape is fixed, so that it is drafted whole or not at all."""
+    if growth is None:
+        return flat_choices(MAX_NODES), False
+    plan = growth.plan(MAX_NODES)
+    if plan.layers and all(layer.slots is not None for layer in plan.layers):
+        return [PLAIN, Choice(plan.num_nodes + 1, len(plan.layers))], True
+    return layered_choices(MAX_NODES, max_depth or max(len(plan.layers), 1)), False
+
+
+_measured: weakref.WeakKeyDictionary[TreeLM, dict[int, Sequence[float]]] = weakref.WeakKeyDictionary()
+
+
+def _verify_ms(lm: TreeLM, batch: int) -> Callable[[int], float]:
+    """Give the milliseconds of a forward pass by nodes, measured once for a model and a batch size."""
+    known = _measured.setdefault(lm, {})
+    if batch not in known:
+        known[batch] = [_time_verify(lm, batch, nodes) for nodes in TIMED]
+    times = known[batch]
+    return lambda nodes: float(np.interp(nodes, TIMED, times))
+
+
+def _time_verify(lm: TreeLM, batch: int, nodes: int) -> float:
+    """Time the verification of a tree after a text of two tokens: the fastest of three calls, after one."""
+    state = lm.new_state(batch, 2 + nodes, nodes)
+    lm.prefill(state, torch.zeros(batch, 2, dtype=torch.long))
+    index = torch.arange(nodes, dtype=torch.int32, device=lm.device)
+    parents = ((index + 1) // 2 - 1).expand(batch, nodes).contiguous()
+    tree = TokenTree.unchecked(torch.zeros(batch, nodes, dtype=torch.long, device=lm.device), parents)
+    times = []
+    for _ in range(4):
+        if lm.device.type == "cuda":
+            torch.cuda.synchronize(lm.device)
+        began = time.perf_counter()
+        lm.verify(state, tree)
+        if lm.device.type == "cuda":
+            torch.cuda.synchronize(lm.device)
+        times.append(1e3 * (time.perf_counter() - began))
+    return min(times[1:])
