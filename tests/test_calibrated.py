@@ -12,7 +12,7 @@ from enumeration import TableLaw, TableLM, emitted_law, total_variation
 from test_growth import all_drafts, draft_of, nodes_by_path, random_rows
 
 from stree.drafters import ModelDrafter
-from stree.growth import Calibrated, Chain, DySpec, Estimate
+from stree.growth import Calibrated, Chain, DySpec, Estimate, parse_growth
 from stree.growth.calibrated import least_value
 from stree.growth.estimates import (
     AFTER,
@@ -210,3 +210,10 @@ def test_a_run_may_change_its_growth_and_skip_observing() -> None:
         ratios = torch.full(draft.tree.tokens.shape, 0.5)
         nothing = torch.zeros(1, 1, dtype=torch.int32)
         run.observe(Acceptance(nothing, torch.zeros(1, dtype=torch.int32), pending, ratios))
+
+
+def test_it_is_the_default_of_a_model_drafter_and_has_a_name() -> None:
+    assert ModelDrafter.default_growth == parse_growth("calibrated") == Calibrated()
+    assert parse_growth("calibrated:3") == Calibrated(depth=3)
+    with pytest.raises(ValueError, match="growth 'calibrated:0' cannot be read: depth must be at least 1, got 0"):
+        parse_growth("calibrated:0")

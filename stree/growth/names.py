@@ -13,6 +13,8 @@ __all__ = ["parse_growth"]
 def parse_growth(text: str) -> Growth:
     """Read a growth as the command line names it: calibrated, dyspec, dyspec-heap, chain:4, static:3,2, stree.
 
+    ``calibrated:3`` names the depth too.
+
     Raises:
         ValueError: an unknown name, or numbers that are none.
     """
@@ -21,6 +23,8 @@ def parse_growth(text: str) -> Growth:
         numbers = [int(number) for number in rest.split(",")] if rest else []
         if name == "chain" and len(numbers) == 1:
             return Chain(numbers[0])
+        if name == "calibrated" and len(numbers) == 1:
+            return Calibrated(numbers[0])
         if name == "static" and numbers:
             return Static(numbers)
     except ValueError as error:
@@ -34,5 +38,6 @@ def parse_growth(text: str) -> Growth:
     if text in plain:
         return plain[text]
     raise ValueError(
-        f"growth must be calibrated, dyspec, dyspec-heap, chain:DEPTH, static:WIDTH,WIDTH,... or stree, got {text!r}"
+        "growth must be calibrated, dyspec, dyspec-heap, calibrated:DEPTH, chain:DEPTH, static:WIDTH,WIDTH,... or "
+        f"stree, got {text!r}"
     )
