@@ -62,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
         "--prefill-chunk", type=int, default=None, help="most prompt tokens run at once; bounds memory"
     )
     command.add_argument("--trust-remote-code", action="store_true", help="execute the checkpoints' own code")
-    command.add_argument("--budget", default="16", help="most nodes a step, root included; 1 is plain decoding")
+    command.add_argument(
+        "--budget", default="16", help="most nodes a step, root included; 1 is plain decoding, auto by goodput"
+    )
     command.add_argument("--verifier", default="auto", help="auto, match, rejection, traversal or block")
     command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens")
     command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
