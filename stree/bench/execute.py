@@ -13,7 +13,7 @@ from stree.bench.memory import peak_mib, reset_peak
 from stree.bench.methods import Method
 from stree.bench.pair import Pair
 from stree.bench.peers import PEERS
-from stree.bench.watch import Counts, WatchedDrafter
+from stree.bench.watch import Counts, Watch
 from stree.drafters import Drafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.generation import generate
 from stree.models.tree_lm import TreeLM
@@ -69,7 +69,8 @@ def execute(pair: Pair, method: Method, case: Case) -> Run:
         NotImplementedError: this pair, machine or version cannot run the method; the message says why.
     """
     device = pair.target.device
-    drafter = None if method.is_peer else WatchedDrafter(_drafter(pair, method))
+    watch = Watch()
+    drafter = None if method.is_peer else watch.over(_drafter(pair, method))
     is_known = reset_peak(device)
     began = time.perf_counter()
     if drafter is None:
@@ -85,7 +86,7 @@ def execute(pair: Pair, method: Method, case: Case) -> Run:
         )  # fmt: skip
         seconds = time.perf_counter() - began
         tokens = [text[len(prompt) :] for text, prompt in zip(out.sequences, case.prompts, strict=True)]
-        stats, first, counts = out.stats, out.stats["prefill_s"], drafter.counts()
+        stats, first, counts = out.stats, out.stats["prefill_s"], watch.counts()
         budget = stats["budget"]
         size = _state_bytes(lm, case, budget if isinstance(budget, int) else math.ceil(stats["nodes_per_step"]))
     if not counts.reached:  # nothing was drafted

@@ -1,7 +1,8 @@
-"""A drafter that keeps an eye on another: what was proposed, tested and accepted, by depth and by sibling rank."""
+"""An eye on a drafter: what was proposed, tested and accepted, by depth and by sibling rank."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance
 
-__all__ = ["Counts", "WatchedDrafter"]
+__all__ = ["Counts", "Watch"]
 
 
 @dataclass(slots=True)
@@ -50,22 +51,27 @@ class Counts:
                     break
 
 
-class WatchedDrafter:
-    """Draft as another drafter does, and remember trees and acceptances; they are read after the run.
+class Watch:
+    """Trees and acceptances of a generation; they are read after it.
 
-    Args:
-        drafter: the one that drafts.
+    Attributes:
+        steps: what was proposed and what was accepted of it.
+        has_laws: whether any tree came with the laws that its nodes were drawn from.
     """
 
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
-        self.default_growth: Growth | None = getattr(drafter, "default_growth", None)
+    def __init__(self) -> None:
         self.steps: list[tuple[TokenTree, Acceptance]] = []
         self.has_laws = False
 
-    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _WatchedRun:
-        """Begin a run."""
-        return _WatchedRun(self, self._drafter.start(vocab_size, prompts, rng))
+    def over(self, drafter: Drafter) -> Drafter:
+        """Give a copy of a drafter whose runs are watched; it is of the same class, so all else is as it was."""
+        watched = copy.copy(drafter)
+
+        def start(vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
+            return self._over_run(drafter.start(vocab_size, prompts, rng))
+
+        setattr(watched, "start", start)  # noqa: B010  a method of the class, overridden on this object
+        return watched
 
     def counts(self) -> Counts:
         """Go through what happened."""
@@ -77,23 +83,22 @@ class WatchedDrafter:
                     counts.add(parents, path[:length])
         return counts
 
+    def _over_run(self, run: DraftRun) -> DraftRun:
+        """Override what a run proposes and observes."""
+        propose, observe = run.propose, run.observe
+        tree: TokenTree
 
-class _WatchedRun:
-    """A run that is watched."""
+        def watched_propose(pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+            nonlocal tree
+            draft = propose(pending, growth, budget)
+            tree = draft.tree
+            self.has_laws |= draft.laws is not None
+            return draft
 
-    def __init__(self, watcher: WatchedDrafter, run: DraftRun) -> None:
-        self._watcher, self._run = watcher, run
-        self._tree: TokenTree | None = None
+        def watched_observe(acceptance: Acceptance) -> None:
+            self.steps.append((tree, acceptance))
+            observe(acceptance)
 
-    def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
-        """Let it propose."""
-        draft = self._run.propose(pending, growth, budget)
-        self._tree = draft.tree
-        self._watcher.has_laws |= draft.laws is not None
-        return draft
-
-    def observe(self, acceptance: Acceptance) -> None:
-        """Let it observe, and remember."""
-        assert self._tree is not None, "observe follows propose"
-        self._watcher.steps.append((self._tree, acceptance))
-        self._run.observe(acceptance)
+        setattr(run, "propose", watched_propose)  # noqa: B010
+        setattr(run, "observe", watched_observe)  # noqa: B010
+        return run
