@@ -217,3 +217,9 @@ def test_it_is_the_default_of_a_model_drafter_and_has_a_name() -> None:
     assert parse_growth("calibrated:3") == Calibrated(depth=3)
     with pytest.raises(ValueError, match="growth 'calibrated:0' cannot be read: depth must be at least 1, got 0"):
         parse_growth("calibrated:0")
+
+
+def test_large_budgets_offer_more_children() -> None:
+    assert [layer.ranks for layer in Calibrated(depth=2).plan(32).layers] == [4, 4]
+    assert [layer.ranks for layer in Calibrated(depth=2).plan(33).layers] == [6, 6]
+    assert [layer.ranks for layer in Calibrated(depth=2, ranks=3).plan(33).layers] == [3, 3]

@@ -13,6 +13,7 @@ from stree.growth.plan import Bound, Layer, Plan
 
 __all__ = ["Calibrated"]
 
+MOST_RANKS = 6
 TYPICAL = (0.58, 0.25, 0.22, 0.12)  # acceptance by sibling rank on the bundled pair, temperature 0.8
 
 
@@ -28,7 +29,7 @@ class Calibrated(Bound):
 
     Args:
         depth: most draft calls.
-        ranks: most children of a node.
+        ranks: most children of a node; None for 4, and 6 where the budget is above 32.
         threshold: least value of a slot; None for the value of the last node of the best tree of this budget and depth
             under typical acceptance.  A layer's equal share of the nodes still to come is taken whatever its value.
 
@@ -37,12 +38,12 @@ class Calibrated(Bound):
     """
 
     depth: int = 4
-    ranks: int = 4
+    ranks: int | None = None
     threshold: float | None = None
 
     def __post_init__(self) -> None:
         for name, size in (("depth", self.depth), ("ranks", self.ranks)):
-            if size < 1:
+            if size is not None and size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         if self.threshold is not None and not 0 <= self.threshold < 1:
             raise ValueError(f"threshold must be in [0, 1), got {self.threshold}")
@@ -51,16 +52,17 @@ class Calibrated(Bound):
         """Lay out the widest tree that the budget allows."""
         nodes = budget - 1
         threshold = least_value(nodes, self.depth) if self.threshold is None else self.threshold
+        ranks = self.ranks or (MOST_RANKS if budget > 32 else 4)
         layers: list[Layer] = []
         above = 1
         for _ in range(self.depth if nodes else 0):
-            above = min(nodes, above * self.ranks)
-            layers.append(Layer(above, self.ranks))
+            above = min(nodes, above * ranks)
+            layers.append(Layer(above, ranks))
         return Plan(tuple(layers), nodes, threshold, is_pruned=self.sampling.is_greedy)
 
     def estimate(self, batch: int, device: torch.device) -> Estimate:
         """Begin to learn."""
-        return PathEstimate() if self.sampling.is_greedy else Calibration(batch, self.ranks, device)
+        return PathEstimate() if self.sampling.is_greedy else Calibration(batch, self.ranks or MOST_RANKS, device)
 
 
 @lru_cache(maxsize=256)
