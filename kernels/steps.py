@@ -81,6 +81,9 @@ def ssd_step(
     check("xbc", xbc, "float", (batch, rows, width), state)
     check("dt", dt, "float", (batch, rows, heads), state)
     check("A", A, "float", (heads,), state)
+    for name, tensor in (("dt_bias", dt_bias), ("D", D)):
+        if tensor is not None:
+            check(name, tensor, "float", (heads,), state)
     check_room(room, topology)
     if folded is not None:
         check("folded[0]", folded[0], "float", (batch, folded[0].shape[1], width), state)

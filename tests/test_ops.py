@@ -388,3 +388,16 @@ def test_debug_reads_the_values_everywhere(monkeypatch: pytest.MonkeyPatch) -> N
         ssd_commit(path_lengths=lengths1 + 1)
     with pytest.raises(ValueError, match=r"path must hold nodes up to path_lengths \[3, 3\]"):
         ssd_commit(path=path3 - 1)
+
+
+@pytest.mark.parametrize("name", ["dt_bias", "D"])
+def test_the_ssd_step_refuses_weights_that_do_not_fit_its_heads(name: str) -> None:
+    heads, headdim, dstate, nodes = 2, 4, 3, 2
+    width = heads * headdim + 2 * dstate
+    weights = {"dt_bias": torch.zeros(heads), "D": torch.ones(heads)} | {name: torch.zeros(heads + 1)}
+    with pytest.raises(ValueError, match=rf"{name} must be float\[2\], got float32\[3\]"):
+        ops.ssd_step(
+            torch.zeros(1, heads, headdim, dstate), torch.zeros(1, nodes, width), torch.zeros(1, nodes, heads),
+            None, None, torch.zeros(1, nodes, width), torch.zeros(1, nodes, heads), -torch.ones(heads),
+            weights["dt_bias"], torch.tensor([[-1, 0]], dtype=torch.int32), headdim=headdim, ngroups=1, D=weights["D"],
+        )  # fmt: skip
