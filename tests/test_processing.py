@@ -77,7 +77,9 @@ def test_a_processor_is_not_asked_about_a_text_that_it_has_ruled_out() -> None:
     lm = processed(grafted(tiny_model("mamba2")), EachNode(only_even), is_target=True)
     state = lm.new_state(1, 32, 8)
     lm.prefill(state, torch.tensor([[4, 6]]), torch.tensor([2]))
-    lm.verify(state, TokenTree([8, 3, 2, 4, 10, 11], [-1, 0, 0, 1, 2, 4]))
+    lm.verify(
+        state, TokenTree(torch.tensor([8, 3, 2, 4, 10, 11]), torch.tensor([-1, 0, 0, 1, 2, 4], dtype=torch.int32))
+    )
     assert asked == [[4, 6], [4, 6, 8], [4, 6, 8, 2], [4, 6, 8, 2, 10]]
 
 
