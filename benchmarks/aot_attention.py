@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from aot_build import POINTERS, Build
+from shapes import ATTENTIONS, Attention
 
 from stree.kernels.accept import draw_constants
 from stree.kernels.accept_kernels import draw_kernel, walk_kernel
@@ -17,15 +20,6 @@ CONTEXT = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
-    """Sizes of a model's attention layer, from its published configuration."""
-
-    heads: int
-    kv_heads: int
-    headdim: int
-
-
-@dataclass(frozen=True, slots=True)
 class Launch:
     """What tells apart the builds of a kernel that has no table of tiles."""
 
@@ -34,15 +28,6 @@ class Launch:
     stages: int = 3
 
 
-LAYERS = {
-    "Nemotron-H-8B": Attention(32, 8, 128),
-    "Bamba-9B": Attention(32, 8, 128),
-    "Granite-4.0-H-tiny": Attention(12, 4, 128),
-    "Qwen3-Next-80B": Attention(16, 2, 256),
-    "Falcon-H1-7B": Attention(12, 2, 128),
-    "Zamba2-7B": Attention(32, 32, 224),
-    "Jamba-mini": Attention(32, 8, 128),
-}
 VOCABULARIES = {"vocabulary of 131072": 131072}
 
 
@@ -106,10 +91,10 @@ def _integers(names: list[str], stride: int) -> dict[str, int]:
     }
 
 
-BUILDERS = {
-    "attention_step": (attention_build, LAYERS),
-    "attention_merge": (merge_build, LAYERS),
-    "kv_commit": (kv_commit_build, LAYERS),
+BUILDERS: dict[str, tuple[Callable[[Any, int, torch.dtype], Build], Mapping[str, Any]]] = {
+    "attention_step": (attention_build, ATTENTIONS),
+    "attention_merge": (merge_build, ATTENTIONS),
+    "kv_commit": (kv_commit_build, ATTENTIONS),
     "accept_draw": (draw_build, VOCABULARIES),
     "accept_walk": (walk_build, VOCABULARIES),
 }

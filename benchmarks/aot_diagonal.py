@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from aot_build import POINTERS, Build
+from shapes import DIAGONALS, SELECTIVES, Selective
 
 from stree.kernels.diagonal import diagonal_constants
 from stree.kernels.diagonal_kernels import diagonal_kernel
 from stree.kernels.tiles import DiagonalTile
 
-
-@dataclass(frozen=True, slots=True)
-class Recurrence:
-    """Sizes of a model's diagonal recurrence, from its published configuration, and sequences at once."""
-
-    channels: int
-    dstate: int = 1
-    batch: int = 1
+BUILT = SELECTIVES | {"mamba-2.8b, batch 16": Selective(5120, 16, batch=16)}
 
 
-SELECTIVES = {
-    "mamba-2.8b": Recurrence(5120, 16),
-    "mamba-2.8b, batch 16": Recurrence(5120, 16, batch=16),
-    "Falcon-Mamba-7B": Recurrence(8192, 16),
-    "Jamba-mini": Recurrence(8192, 16),
-}
-DIAGONALS = {"RecurrentGemma-9B": Recurrence(4096)}
-
-
-def selective_build(layer: Recurrence, n: int, dtype: torch.dtype) -> Build:
+def selective_build(layer: Selective, n: int, dtype: torch.dtype) -> Build:
     """Describe the launch of a Mamba-1 step that folds a path and scores n nodes."""
     names = ("step_ptr", "x_ptr", "B_ptr", "C_ptr", "y_ptr", "old_x_ptr", "old_B_ptr", "stash_x_ptr", "stash_B_ptr")
     pointers = dict.fromkeys(names, POINTERS[dtype])
@@ -38,14 +21,14 @@ def selective_build(layer: Recurrence, n: int, dtype: torch.dtype) -> Build:
     return _build(layer, n, pointers | dict.fromkeys(wide, "*fp32"), selective=True)
 
 
-def diagonal_build(layer: Recurrence, n: int, dtype: torch.dtype) -> Build:
+def diagonal_build(layer: Selective, n: int, dtype: torch.dtype) -> Build:
     """Describe the launch of an RG-LRU step that folds a path and scores n nodes."""
     pointers = dict.fromkeys(("x_ptr", "y_ptr", "old_x_ptr", "stash_x_ptr"), POINTERS[dtype])
     wide = ("state_ptr", "step_ptr", "old_step_ptr", "stash_step_ptr")
     return _build(layer, n, pointers | dict.fromkeys(wide, "*fp32"), selective=False)
 
 
-def _build(layer: Recurrence, n: int, pointers: dict[str, str], *, selective: bool) -> Build:
+def _build(layer: Selective, n: int, pointers: dict[str, str], *, selective: bool) -> Build:
     """Describe the launch of a step with these rows."""
     tile = DiagonalTile.of(n, layer.dstate, layer.batch * layer.channels)
     constants = diagonal_constants(
@@ -58,4 +41,4 @@ def _build(layer: Recurrence, n: int, pointers: dict[str, str], *, selective: bo
     return Build(diagonal_kernel, constants, pointers, integers, tile)
 
 
-BUILDERS = {"selective_step": (selective_build, SELECTIVES), "diagonal_step": (diagonal_build, DIAGONALS)}
+BUILDERS = {"selective_step": (selective_build, BUILT), "diagonal_step": (diagonal_build, DIAGONALS)}

@@ -37,10 +37,11 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Selective:
-    """Sizes of a Mamba-1 layer."""
+    """Sizes of a diagonal recurrence, Mamba-1 or, without a dstate, RG-LRU, and sequences at once."""
 
     channels: int
-    dstate: int
+    dstate: int = 1
+    batch: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +65,20 @@ DELTAS = {
     "Qwen3-Next-80B": Delta(16, 32, 128, 128),
     "Kimi-Linear-48B": Delta(32, 32, 128, 128, per_channel=True),
 }
-SELECTIVES = {"mamba-2.8b": Selective(5120, 16), "Jamba-mini": Selective(8192, 16)}
+SELECTIVES = {
+    "mamba-2.8b": Selective(5120, 16),
+    "Falcon-Mamba-7B": Selective(8192, 16),
+    "Jamba-mini": Selective(8192, 16),
+}
+DIAGONALS = {"RecurrentGemma-9B": Selective(4096)}
 ATTENTIONS = {
     "Nemotron-H-8B": Attention(32, 8, 128),
+    "Bamba-9B": Attention(32, 8, 128),
     "Granite-4.0-H-tiny": Attention(12, 4, 128),
     "Qwen3-Next-80B": Attention(16, 2, 256),
+    "Falcon-H1-7B": Attention(12, 2, 128),
+    "Zamba2-7B": Attention(32, 32, 224),
+    "Jamba-mini": Attention(32, 8, 128),
 }
 
 

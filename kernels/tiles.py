@@ -125,8 +125,8 @@ class AttentionTile:
     @classmethod
     def of(cls, rows: int, headdim: int, dtype: torch.dtype) -> AttentionTile:
         """Choose a tile for so many rows and the larger of the head sizes of k and v."""
-        most, *rest = _ATTENTION[padded(headdim, 64), dtype == torch.float32]
-        return cls(min(most, padded(rows)), *rest)
+        most, keys, warps, stages, precision = _ATTENTION[padded(headdim, 64), dtype == torch.float32]
+        return cls(min(most, padded(rows)), keys, warps, stages, precision)
 
 
 @dataclass(frozen=True, slots=True)
