@@ -17,7 +17,7 @@ __all__ = ["DEFAULT", "Method", "parse_methods"]
 
 DEFAULT = (
     "plain,transformers,mamba-ssm,chain:2-8,chain:4,chain:6,chain:15,stree,static:2,2,1,dyspec:8,dyspec:16,dyspec:32,"
-    "unrolled,snapshot,suffix,fused,auto"
+    "calibrated:16,unrolled,snapshot,suffix,fused,auto"
 )
 BUDGET = 16  # nodes of a dynamic tree whose name gives none, root included
 ALONE: dict[str, tuple[str, int | str]] = {  # name -> drafter and budget
