@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
-from stree.drafters import Drafter, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.drafters import Drafter, HasModel, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.generation import run
 from stree.growth import Growth
 from stree.hook_steps import BatchProcessor, StepObserver, Stops
@@ -73,7 +73,7 @@ def custom_generate(
         drafter: "suffix" (repetitions of the text), "none" (plain decoding), a smaller model of the same vocabulary,
             or any drafter of ``stree.drafters``.
         growth: the shape of a draft model's trees; None for its default.
-        budget: most nodes a step, root included.
+        budget: most nodes a step, root included, or "auto"; as for ``stree.generate``.
         verifier: as for ``stree.accept``.
         seed: of the random numbers; None draws one from torch's, so that ``torch.manual_seed`` decides.
         streamer: receives tokens as they are emitted; one prompt only.
@@ -187,10 +187,10 @@ def _drafter(model: PreTrainedModel, drafter: str | PreTrainedModel | TreeLM | D
             f"drafter must be a name, a model, or a drafter of stree.drafters, got {type(drafter).__name__}"
         )
     chosen: Drafter = drafter
-    draft_lm = getattr(chosen, "lm", None)
-    if draft_lm is not None and draft_lm.device != model.device:
-        raise ValueError(
-            f"drafter and target must be on one device: the drafter is on {draft_lm.device}, "
-            f"the target on {model.device}"
-        )
+    for draft_lm in chosen.models if isinstance(chosen, HasModel) else ():
+        if draft_lm.device != model.device:
+            raise ValueError(
+                f"drafter and target must be on one device: the drafter is on {draft_lm.device}, "
+                f"the target on {model.device}"
+            )
     return chosen

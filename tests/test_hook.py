@@ -37,7 +37,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 import stree
-from stree.drafters import ModelDrafter, SuffixDrafter
+from stree.drafters import FusedDrafter, ModelDrafter, SuffixDrafter
 from stree.growth import Chain, Static
 from stree.models.families import FAMILIES
 
@@ -145,6 +145,8 @@ DRAFTERS: dict[str, Callable[[], dict[str, Any]]] = {
     "tree-lm": lambda: {"drafter": stree.TreeLM(draft_model()), "growth": Static([3, 2])},
     "stree-drafter": lambda: {"drafter": ModelDrafter(stree.TreeLM(draft_model())), "growth": Chain(4), "budget": 5},
     "itself": lambda: {"drafter": target(), "growth": Chain(3)},
+    "fused": lambda: {"drafter": FusedDrafter(ModelDrafter(stree.TreeLM(draft_model())), SuffixDrafter())},
+    "auto": lambda: {"drafter": draft_model(), "budget": "auto"},
 }
 
 
@@ -467,6 +469,8 @@ def test_models_that_cannot_take_part_are_refused() -> None:
     elsewhere = tiny_model("mamba2").to("meta")
     with pytest.raises(ValueError, match="must be on one device: the drafter is on meta, the target on cpu"):
         hooked(target(), PROMPTS, drafter=elsewhere)
+    with pytest.raises(ValueError, match="must be on one device"):
+        hooked(target(), PROMPTS, drafter=FusedDrafter(ModelDrafter(stree.TreeLM(elsewhere)), SuffixDrafter()))
     with pytest.raises(NotImplementedError, match="takes token ids only, got inputs_embeds, pixel_values"):
         stree.custom_generate(
             target(), torch.tensor([[1]]), LogitsProcessorList(), [], target().generation_config,
