@@ -40,7 +40,7 @@ class LoadedRun:
 def make_page(runs: Sequence[LoadedRun]) -> str:
     """Render the page."""
     plots = [plot for run in runs for plot in plots_of(run.name, run.rows, run.records)]
-    subjects = dict.fromkeys(plot.subject for plot in plots)
+    subjects = list(dict.fromkeys(plot.subject for plot in plots))
     tables = [(title(section), [(row["status"], cells(row)) for row in section.rows]) for section in _all(runs)]
     environment = Environment(
         loader=PackageLoader("stree.bench", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
@@ -50,7 +50,7 @@ def make_page(runs: Sequence[LoadedRun]) -> str:
         runs=runs,
         columns=[{name: HEADINGS[name] for name in names} for names in (SHORT, REST)],
         tables=tables,
-        groups=[(subject, [plot for plot in plots if plot.subject == subject]) for subject in subjects],
+        plots=sorted(plots, key=lambda plot: subjects.index(plot.subject)),
         pairs=_divergences(runs),
     )
 

@@ -59,7 +59,8 @@ def plots_of(run: str, rows: Sequence[Record], records: Sequence[Record]) -> lis
         if any(row["over_plain"] for row in timed if row["method"] != "plain"):
             plots.append(_speedup(timed, f"{at}. Tokens/s over plain decoding; bars are 95 % intervals over prompts."))
         pooled = _pooled(timed)
-        drafting = [row for row in pooled if row["drafter"] in ("model", "suffix", "fused")]
+        # The baselines propose and accept what the tree does; only their time and memory differ.
+        drafting = [r for r in pooled if r["drafter"] in ("model", "suffix", "fused") and r["engine"] == "tree"]
         if drafting:
             plots.append(_tau(drafting, f"{at}. Tokens a step against nodes verified a step, all suites together."))
         plots.append(_parts(pooled, f"{at}. Milliseconds a step by part, all suites together."))
@@ -117,7 +118,7 @@ def _pooled(rows: Sequence[Record]) -> list[Record]:
         groups[row["method"]].append(row)
     pooled = []
     for method, of_method in groups.items():
-        one: Record = {"method": method, "drafter": of_method[0]["drafter"]}
+        one: Record = {"method": method, **{name: of_method[0][name] for name in ("drafter", "engine")}}
         for name in ("tau", "verified", *(f"{part}_ms" for part in PARTS)):
             one[name] = sum(row[name] for row in of_method) / len(of_method)
         depths = [row["acceptance_by_depth"] for row in of_method]
