@@ -32,13 +32,7 @@ def start_run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: a bad option, file or directory; nothing has run then.
     """
-    temperatures = tuple(_number(text, "--temperature") for text in arguments.temperature.split(","))
-    settings = Settings(
-        arguments.max_new_tokens, temperatures, arguments.batch_size, arguments.repeats, arguments.seed,
-        arguments.check, arguments.test_law, arguments.held_out, arguments.chat,
-    )  # fmt: skip
-    if arguments.limit < 0 or arguments.rounds < 1:
-        raise ValueError(f"--limit and --rounds must be positive, got {arguments.limit} and {arguments.rounds}")
+    settings = _settings(arguments)
     nodes = _sizes(arguments.nodes, "--nodes")
     methods = parse_methods(arguments.methods or DEFAULT, arguments.verifier)
     suites = read_suites(parse_suites(arguments.suite), arguments.limit or None, settings)
@@ -94,6 +88,18 @@ def start_cost(arguments: argparse.Namespace) -> int:
     table.save(path)
     _show_cost(table, path)
     return 0
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    """Read how prompts are run."""
+    temperatures = tuple(_number(text, "--temperature") for text in arguments.temperature.split(","))
+    settings = Settings(
+        arguments.max_new_tokens, temperatures, arguments.batch_size, arguments.repeats, arguments.seed,
+        arguments.check, arguments.test_law, arguments.held_out, arguments.chat,
+    )  # fmt: skip
+    if arguments.limit < 0 or arguments.rounds < 1:
+        raise ValueError(f"--limit and --rounds must be positive, got {arguments.limit} and {arguments.rounds}")
+    return settings
 
 
 def _load(arguments: argparse.Namespace) -> Pair:
