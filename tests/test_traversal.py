@@ -224,6 +224,20 @@ def test_float32_laws_that_agree_are_accepted_whole(verifier: str) -> None:
     assert accepted.path.tolist() == [[0, 1, 3, 5]] * 300
 
 
+@pytest.mark.parametrize("verifier", ["rejection", "traversal"])
+def test_float32_laws_that_differ_in_denormal_numbers_leave_no_nan(verifier: str) -> None:
+    # Softmax tails of sharp laws: p and q are one-hot but for numbers too small to divide by.
+    logits = torch.tensor([0.0, -87.0, -86.0, -200.0, -200.0]).expand(1, 5, 5)
+    law = PLAIN.law(torch.tensor([0.0, -87.02, -85.9, -200.0, -200.0]).expand(1, 5, 5))
+    tree = TokenTree(torch.tensor([[0, 0, 1, 0, 2]]), torch.tensor([[-1, 0, 0, 1, 0]]))
+    laws = DraftLaws(law, tree.parents, torch.zeros_like(tree.parents))
+    accepted = accept(tree, logits, PLAIN, random_rows(1), laws, verifier)
+    assert accepted.ratios is not None
+    assert bool(accepted.ratios.isfinite().all())
+    assert accepted.path.tolist() == [[0, 1, 3]]
+    assert accepted.next_token.tolist() == [0]
+
+
 def test_every_outcome_has_a_weight() -> None:
     target, draft = TableLaw.random(3, 1), TableLaw.random(3, 2)
     trees = drafted_trees(draft, [-1, 0, 0, 1], PLAIN)

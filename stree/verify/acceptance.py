@@ -6,6 +6,7 @@ from typing import Final
 
 from torch import Tensor
 
+from stree.kernels.topology import reads_freely
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree, checks_everywhere
 from stree.verify.match import match
@@ -50,7 +51,7 @@ def accept(
         raise ValueError(f"target_logits must be float[{batch}, {n}, vocab], got {[*target_logits.shape]}")
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
-    is_looked_at = target_logits.device.type == "cpu" or checks_everywhere()
+    is_looked_at = reads_freely(target_logits) or checks_everywhere()
     if verifier == "block" and is_looked_at and not bool((tree.depths == tree.num_nodes[:, None] - 1).any(1).all()):
         raise ValueError("block verification takes trees without branches; use traversal for others")
     # A maximum is NaN where any logit is: one pass and no copy.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stree.kernels.topology import reads_freely
 from stree.tree import TokenTree
 
 __all__ = ["Siblings", "deepest"]
@@ -21,7 +22,7 @@ class Siblings:
         is_drafted: bool[batch, n], neither root nor padding.
         is_elder: bool[batch, n, n], [node, elder sibling].
         rank: int64[batch, n], number of elder siblings.
-        most: children of the node that has most.
+        most: children of the node that has most, or a bound of them.
     """
 
     parents: Tensor
@@ -31,14 +32,14 @@ class Siblings:
     most: int
 
     @classmethod
-    def of(cls, tree: TokenTree) -> Siblings:
-        """Compare all nodes of a tree with each other."""
+    def of(cls, tree: TokenTree, max_children: int | None = None) -> Siblings:
+        """Compare all nodes of a tree with each other; the bound is used where reading would wait."""
         is_drafted = tree.parents >= 0
         index = torch.arange(tree.parents.shape[1], device=tree.parents.device)
         is_elder = (tree.parents[:, :, None] == tree.parents[:, None]) & (index[:, None] > index)
         is_elder &= is_drafted[:, :, None]
         rank = is_elder.sum(-1)
-        most = int((rank + is_drafted).max())
+        most = max_children if max_children is not None and not reads_freely(rank) else int((rank + is_drafted).max())
         return cls(tree.parents.clamp(min=0).long(), is_drafted, is_elder, rank, most)
 
     def eldest_of(self, is_kept: Tensor) -> Tensor:

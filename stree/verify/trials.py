@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from stree.kernels.topology import reads_freely
 from stree.tree import TokenTree
 from stree.verify.paths import Siblings
 from stree.verify.values import DELTA, DraftLaws
 
 __all__ = ["Trials"]
 
+NOTHING: Final = 1e-20  # far below float32's rounding of 1, and far enough from its smallest number to divide by
 TINY: Final = 1e-38  # a divisor that keeps 0 / 0 at 0; about the smallest normal float32
 
 
@@ -32,7 +34,7 @@ class Trials:
     """
 
     def __init__(self, tree: TokenTree, target_law: Tensor, draft: DraftLaws | None) -> None:
-        self.siblings = Siblings.of(tree)
+        self.siblings = Siblings.of(tree, None if draft is None else draft.max_children)
         self._left, self._mass = target_law, torch.ones_like(target_law[..., 0])  # not normalised; its sum
         self.ratio = pad(torch.zeros_like(self._mass), (0, 1))
         self._batch = torch.arange(len(target_law), device=target_law.device)[:, None]
@@ -57,7 +59,7 @@ class Trials:
         index = torch.arange(n, device=wave.device)
         child = torch.full((batch, num_waves * n + 1), n, device=wave.device).scatter_(1, place, index.expand(batch, n))
         child = child[:, :-1].view(batch, num_waves, n)
-        if wave.device.type != "cpu":  # all nodes in every wave: nothing is waited for
+        if not reads_freely(wave):  # all nodes in every wave: nothing is waited for
             yield from ((index, child[:, number]) for number in range(num_waves))
             return
         numbers, nodes = (child < n).any(0).nonzero().T
@@ -90,8 +92,8 @@ class Trials:
             left.addcmul_(law, facts[..., 1:2], value=-1)
         left.scatter_add_(-1, token, -facts[..., 2:])
         total = left.clamp_(min=0).sum(-1)
-        # Nothing is left only where p <= q everywhere, that is p == q, and then the child is accepted.
-        is_left = total > 0
+        # So little is left only where p is q but for rounding, and then the child is accepted.
+        is_left = total > NOTHING
         self._left.index_copy_(1, nodes, torch.where(is_left.unsqueeze(-1), left, before))
         self._mass.index_copy_(1, nodes, torch.where(is_left, total, mass))
         # Without a child: held / (held + 1 - held), that is held.

@@ -21,11 +21,13 @@ class DraftLaws:
         probs: float[batch, rows, vocab], after every draft-side processor; rows that no node names may hold anything.
         row: int32[batch, n], the row of each node; ignored for the root, padding and DELTA nodes.
         kind: int8[batch, n], SAMPLED or DELTA (chosen without chance: top-k, retrieved).
+        max_children: bound of a node's children known to the host; None reads it, which waits for a device.
     """
 
     probs: Tensor
     row: Tensor
     kind: Tensor
+    max_children: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
