@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels import reference, reference_accept, reference_norm, reference_steps
-from stree.kernels.topology import AcceptedPath, Topology
+from stree.kernels.topology import AcceptedPath, Topology, reads_freely
 
 Backend = Literal["auto", "reference", "triton"]
 Parents = Tensor | Topology
@@ -106,7 +106,7 @@ def take_topology(parents: Parents, batch: int, first: int, like: Tensor) -> Top
         trusted = not DEBUG
     else:
         tensor = parents
-        trusted = tensor.device.type != "cpu" and not DEBUG
+        trusted = not (reads_freely(tensor) or DEBUG)
     if tensor.ndim != 2 or tensor.shape[0] != batch or tensor.dtype != torch.int32 or tensor.device != like.device:
         check("parents", tensor, "int32", (batch, tensor.shape[-1] if tensor.ndim else 1), like)
     if not 0 <= first < tensor.shape[1]:

@@ -13,7 +13,24 @@ from torch import Tensor
 
 from stree.kernels.walk import depth_first_walk
 
-__all__ = ["AcceptedPath", "Topology", "ancestor_bits", "ancestor_mask", "conv_rows", "jump_rows", "take_rows"]
+__all__ = [
+    "AcceptedPath",
+    "Topology",
+    "ancestor_bits",
+    "ancestor_mask",
+    "conv_rows",
+    "jump_rows",
+    "reads_freely",
+    "take_rows",
+]
+
+
+waits_always = False  # set by tests, so that the code that a device would run is run on the CPU
+
+
+def reads_freely(tensor: Tensor) -> bool:
+    """Tell whether the host can read a tensor without waiting for a device."""
+    return tensor.device.type == "cpu" and not waits_always
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from stree.kernels.topology import Topology
+from stree.kernels.topology import Topology, reads_freely
 from stree.tree import TokenTree
 
 __all__ = ["DecodeState", "LayerSpec", "LayerStack", "Prefilled", "Site", "TreeStep", "state_dtype"]
@@ -180,7 +180,7 @@ class DecodeState:
         rows = torch.as_tensor(batch_indices, device=self.lengths.device).long()
         if rows.dim() != 1:
             raise ValueError(f"batch_indices must be int[batch], got {[*rows.shape]}")
-        if rows.device.type == "cpu" and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.batch_size:
+        if reads_freely(rows) and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.batch_size:
             raise ValueError(f"batch_indices must be in [0, {self.batch_size}), got {rows.tolist()}")
         other = object.__new__(DecodeState)
         other.__dict__.update(self.__dict__)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stree.kernels.topology import Topology
+from stree.kernels.topology import Topology, reads_freely
 from stree.models.checks import check_path, describe, is_integer
 from stree.models.families import family_of, stateful_modules
 from stree.models.loading import load_model
@@ -187,7 +187,7 @@ class TreeLM:
             raise ValueError(f"a tree of {n} nodes exceeds max_nodes {state.max_nodes}")
         if not 0 <= first < n:
             raise ValueError(f"first must be in [0, {n}), got {first}")
-        on_host = tree.tokens.device.type == "cpu"
+        on_host = reads_freely(tree.tokens)
         if (tree.is_checked and on_host) or checks_everywhere():
             self._check_tree(state, tree, first)
         topology = Topology.of(
@@ -226,7 +226,7 @@ class TreeLM:
                 f"path must be int32[{batch}, m] and path_lengths int32[{batch}], "
                 f"got {describe(path)} and {describe(path_lengths)}"
             )
-        if (pending.tree.is_checked and path.device.type == "cpu") or checks_everywhere():
+        if (pending.tree.is_checked and reads_freely(path)) or checks_everywhere():
             check_path(pending.tree, path, path_lengths)
         bound = state.length_bound + path.shape[1]
         if bound > state.max_length:

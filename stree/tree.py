@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from stree.kernels.topology import ancestor_mask
+from stree.kernels.topology import ancestor_mask, reads_freely
 
 __all__ = ["TokenTree", "checks_everywhere"]
 
@@ -67,7 +67,7 @@ class TokenTree:
             raise ValueError("a tree must have at least its root, got 0 nodes")
         # Copies: what was checked and derived must not change with the caller's tensors.
         _fill(self, tokens.to(torch.int64, copy=True), parents.to(torch.int32, copy=True), None, None)
-        if parents.device.type == "cpu" or checks_everywhere():
+        if reads_freely(parents) or checks_everywhere():
             self.check()
 
     @classmethod

@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "stree.growth": PLAIN | {"stree.growth"},
     "stree.verify": PLAIN | {"stree.verify", "stree.kernels"},
     "stree.budget": PLAIN,
-    "stree.drafters": PLAIN | POLICIES | {"stree.models", "stree.drafters"},
+    "stree.drafters": PLAIN | POLICIES | {"stree.models", "stree.drafters", "stree.kernels.topology"},
     "stree.steering": PLAIN | POLICIES | {"stree.models", "stree.drafters"},
     "stree.processing": PLAIN | {"stree.models"},
     "stree.session": PLAIN | POLICIES | {"stree.models", "stree.drafters", "stree.steering"},

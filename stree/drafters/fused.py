@@ -171,4 +171,6 @@ def _with_delta(laws: DraftLaws | None, tree: TokenTree) -> DraftLaws | None:
     batch, n = laws.row.shape
     more = tree.tokens.shape[1] - n
     row = torch.cat([laws.row, laws.row.new_zeros(batch, more)], 1)
-    return DraftLaws(laws.probs, row, torch.cat([laws.kind, laws.kind.new_full((batch, more), DELTA)], 1))
+    kind = torch.cat([laws.kind, laws.kind.new_full((batch, more), DELTA)], 1)
+    most = None if laws.max_children is None else laws.max_children + more
+    return DraftLaws(laws.probs, row, kind, most)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stree.growth import Layer, Plan
+from stree.kernels.topology import reads_freely
 from stree.models.tree_lm import TreeLM
 from stree.tree import TokenTree
 
@@ -116,7 +117,7 @@ class GrownTree:
         A pruned tree keeps its best nodes and values never grow along a path, so a node that is not among the best by
         now has no descendant that will be.
         """
-        if chosen.device.type != "cpu":
+        if not reads_freely(chosen):
             return chosen.shape[1]
         if self._plan.is_pruned and self.size - 1 + chosen.shape[1] > self._plan.num_nodes:
             known = torch.cat([self._value[:, : self.size - 1], chosen], 1)
@@ -147,7 +148,7 @@ class GrownTree:
             order = self._value[:, :n].sort(dim=1, descending=True, stable=True).indices
             return order[:, : plan.num_nodes + 1].sort(1).values
         is_fixed = plan.is_heap or all(layer.slots is not None for layer in plan.layers)
-        if is_fixed or (tree.tokens.device.type == "cpu" and len(tree.tokens) == 1):  # of one row no place is padding
+        if is_fixed or (reads_freely(tree.tokens) and len(tree.tokens) == 1):  # of one row no place is padding
             return None
         order = tree.is_padding.to(torch.int8).sort(dim=1, stable=True).indices
         return order[:, : plan.num_nodes + 1]

@@ -107,7 +107,8 @@ class _ModelRun:
             tree, row = prune(tree, selected), row.gather(1, selected)
         self._tree, draft_laws = tree, None
         if not growth.sampling.is_greedy:
-            draft_laws = DraftLaws(torch.cat(laws, 1), row, torch.full_like(row, SAMPLED, dtype=torch.int8))
+            most = plan.num_nodes if plan.is_heap else max(layer.ranks for layer in plan.layers)
+            draft_laws = DraftLaws(torch.cat(laws, 1), row, torch.full_like(row, SAMPLED, dtype=torch.int8), most)
         values = grown.values[:, : tree.tokens.shape[1]] if selected is None else grown.values.gather(1, selected)
         return Draft(tree, draft_laws, depth, num_calls + grown.num_calls, values)
 
