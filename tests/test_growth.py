@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stree import growth as growth_module
 from stree.drafters import Draft, ModelDrafter
-from stree.growth import Calibrated, Chain, DySpec, Growth, Layer, Static
+from stree.growth import RSDC, Calibrated, Chain, DySpec, Growth, Layer, Sequoia, Static
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import SAMPLED, DraftLaws
@@ -263,6 +263,8 @@ POLICIES: dict[str, tuple[Growth, int]] = {
     "layers-cut": (DySpec(depth=2, ranks=2, threshold=0.0), 4),
     "layers-narrow": (DySpec(depth=2, ranks=3, width=2), 5),
     "heap": (DySpec(form="heap"), 5),
+    "rsdc": (RSDC([2, 1]), 5),
+    "sequoia": (Sequoia(depth=2, rates=(0.5, 0.2)), 5),
     "calibrated": (Calibrated(depth=2, ranks=2), 5),
     "calibrated-cut": (Calibrated(depth=2, ranks=2), 4),
 }

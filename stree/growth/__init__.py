@@ -9,8 +9,10 @@ from stree.growth.estimates import Estimate
 from stree.growth.fixed import Chain, Static
 from stree.growth.names import parse_growth
 from stree.growth.plan import Growth, Layer, Limited, Plan, choose_slots
+from stree.growth.positional import RSDC, Sequoia
 
 __all__ = [
+    "RSDC",
     "Calibrated",
     "Chain",
     "DySpec",
@@ -19,6 +21,7 @@ __all__ = [
     "Layer",
     "Limited",
     "Plan",
+    "Sequoia",
     "Static",
     "choose_slots",
     "parse_growth",

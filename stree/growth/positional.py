@@ -1,0 +1,92 @@
+"""Fixed trees whose children are drawn without replacement: given widths, or the best shape for measured acceptance."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from stree.growth.fixed import Static
+from stree.growth.plan import Bound, Plan
+
+__all__ = ["RSDC", "Sequoia"]
+
+# Of the bundled pair at temperature 0.8, 192 steps on HumanEval.
+RATES = (0.58, 0.105, 0.07, 0.03)
+
+
+@dataclass(frozen=True)
+class RSDC(Bound):
+    """The same number of children for every node of a depth (RSD-C, arXiv 2402.14160; MCSD, arXiv 2401.06706).
+
+    The papers keep the largest of Gumbel-perturbed log-probabilities; that is drawing without replacement, as
+    ``Static`` draws.
+
+    Args:
+        widths: children of a node, by depth.
+
+    Raises:
+        ValueError: no width, or one below 1.
+    """
+
+    widths: Sequence[int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "widths", tuple(self.widths))
+        if not self.widths or min(self.widths) < 1:
+            raise ValueError(f"RSDC needs widths of at least 1, got {list(self.widths)}")
+
+    def plan(self, budget: int) -> Plan:
+        """Lay out the tree; its nodes are ordered by depth."""
+        return Static(self.widths).plan(budget)
+
+
+@dataclass(frozen=True)
+class Sequoia(Bound):
+    """The fixed tree of a budget that accepts most if acceptance depends on sibling rank alone (arXiv 2402.12374).
+
+    The paper finds it by dynamic programming; taking the node of the greatest value, the product of the rates on its
+    path, one after the other gives the same tree, as rates do not grow with rank.
+
+    Args:
+        depth: most draft calls.
+        rates: how often the child of each rank is the accepted one.
+
+    Raises:
+        ValueError: a depth below 1, or rates that are none, grow, leave (0, 1] or sum to more than 1.
+    """
+
+    depth: int = 6
+    rates: Sequence[float] = RATES
+
+    def __post_init__(self) -> None:
+        rates = tuple(self.rates)
+        object.__setattr__(self, "rates", rates)
+        if self.depth < 1:
+            raise ValueError(f"depth must be at least 1, got {self.depth}")
+        if not rates or min(rates) <= 0 or sum(rates) > 1 + 1e-9 or list(rates) != sorted(rates, reverse=True):
+            raise ValueError(f"rates must be positive, not growing, and sum to at most 1, got {list(rates)}")
+
+    def plan(self, budget: int) -> Plan:
+        """Lay out the best tree of the budget."""
+        parents = best_parents(budget, self.depth, tuple(self.rates))
+        return Static(parents).plan(budget)
+
+
+@lru_cache(maxsize=256)
+def best_parents(num_nodes: int, depth: int, rates: tuple[float, ...]) -> tuple[int, ...]:
+    """List the parents of the best tree of so many nodes, root included, or of the whole tree if that is smaller."""
+    parents: list[int] = []
+    heap: list[tuple[float, int, int, int, float]] = [
+        (-1.0, 0, -1, 0, 1.0)
+    ]  # value, depth, parent, rank, parent's value
+    while heap and len(parents) < num_nodes:
+        negative, level, parent, rank, above = heapq.heappop(heap)
+        node = len(parents)
+        parents.append(parent)
+        if level and rank + 1 < len(rates):
+            heapq.heappush(heap, (-above * rates[rank + 1], level, parent, rank + 1, above))
+        if level < depth:
+            heapq.heappush(heap, (negative * rates[0], level + 1, node, 0, -negative))
+    return tuple(parents)
