@@ -238,6 +238,21 @@ def test_float32_laws_that_differ_in_denormal_numbers_leave_no_nan(verifier: str
     assert accepted.next_token.tolist() == [0]
 
 
+def test_a_root_that_is_sure_stays_sure_however_little_its_children_leave() -> None:
+    # In float32 (1e-8 + 1) - 1 is 0: a parent held with probability 1 must still be held with 1 after a rejection.
+    law = torch.tensor([1 - 3e-8, 1e-8, 1e-8, 1e-8, 1e-9], dtype=torch.float64)
+    draft = torch.tensor([1 - 3e-8, 2e-8, 1e-9, 1e-9, 1e-9], dtype=torch.float64)
+    tree = TokenTree(torch.tensor([[0, 0, 1, 2]]), torch.tensor([[-1, 0, 0, 0]]))
+    coins = []
+    for dtype in (torch.float32, torch.float64):
+        laws = DraftLaws(
+            draft.to(dtype).expand(1, 1, 5), torch.zeros_like(tree.parents), torch.zeros_like(tree.parents)
+        )
+        coins.append(_hold(tree, Trials(tree, law.to(dtype).repeat(1, 4, 1), laws), 1))
+        assert bool(((coins[-1] >= 0) & (coins[-1] <= 1)).all())
+        assert float(coins[-1][0, 0]) == pytest.approx(1)
+
+
 def test_every_outcome_has_a_weight() -> None:
     target, draft = TableLaw.random(3, 1), TableLaw.random(3, 2)
     trees = drafted_trees(draft, [-1, 0, 0, 1], PLAIN)

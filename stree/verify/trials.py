@@ -96,8 +96,8 @@ class Trials:
         is_left = total > NOTHING
         self._left.index_copy_(1, nodes, torch.where(is_left.unsqueeze(-1), left, before))
         self._mass.index_copy_(1, nodes, torch.where(is_left, total, mass))
-        # Without a child: held / (held + 1 - held), that is held.
-        return below.clamp_(max=1), total / (total + 1 - held).clamp_(min=TINY)
+        # Without a child: held / (held + 1 - held), that is held.  In this order: total + 1 would round total away.
+        return below.clamp_(max=1), total / (total + (1 - held)).clamp_(min=TINY)
 
     def law_at(self, leaf: Tensor) -> Tensor:
         """Give what is left at int64[batch] nodes: float[batch, vocab], not normalised."""
