@@ -172,10 +172,10 @@ def delta_case(model: str, sizes: Delta, batch: int, n: int, dtype: torch.dtype,
         return tree | {
             "state": draw(batch, hv, dk, dv, dtype=torch.float32) * 0.1,
             "stash_k": unit(draw(batch, n, hk, dk).float(), dim=-1).to(dtype),
-            "stash_u": draw(batch, n, hv, dv),
+            "stash_u": draw(batch, n, hv, dv, dtype=torch.float32),
             "stash_g": -draw(batch, n, hv, *channels, dtype=torch.float32).abs() * 0.1,
-            "q": unit(draw(batch, n, hk, dk).float(), dim=-1).to(dtype),
-            "k": unit(draw(batch, n, hk, dk).float(), dim=-1).to(dtype),
+            "q": unit(draw(batch, n, hk, dk).float(), dim=-1),  # as the models call it: normalised in float32
+            "k": unit(draw(batch, n, hk, dk).float(), dim=-1),
             "v": draw(batch, n, hv, dv),
             "g": -draw(batch, n, hv, *channels, dtype=torch.float32).abs() * 0.1,
             "beta": draw(batch, n, hv, dtype=torch.float32).sigmoid(),
@@ -188,17 +188,18 @@ def delta_case(model: str, sizes: Delta, batch: int, n: int, dtype: torch.dtype,
         )  # fmt: skip
 
     size = dtype.itemsize
-    stash = size * (hk * dk + hv * dv) + 4 * hv * (dk if sizes.per_channel else 1)
+    stash = size * hk * dk + 4 * hv * dv + 4 * hv * (dk if sizes.per_channel else 1)
+    conv = size * (2 * hk * dk + hv * dv)  # inputs of the convolution, which are kept too
     peers = {} if sizes.per_channel else gpu_peers.delta_peers(tree["parents"])
     return Case(
         "gated_delta_step",
         {"model": model, "batch": batch, "n": n},
         make,
         {"triton": step("triton"), "reference": step("reference"), **peers},
-        num_bytes=batch * (8 * hv * dk * dv + n * (2 * stash + size * (hk * dk + hv * dv))),
+        num_bytes=batch * (8 * hv * dk * dv + n * (2 * stash + 4 * 2 * hk * dk + 2 * size * hv * dv)),
         flops=batch * hv * (2 * dk * dv * (2 * n + PATH) + 2 * n * n * (2 * dk + 2 * dv)),
-        stash_bytes=stash,
-        snapshot_bytes=4 * hv * dk * dv,
+        stash_bytes=stash + conv,
+        snapshot_bytes=4 * hv * dk * dv + 3 * conv,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from gpu_clock import time_graph
 from shapes import binary_tree
-from transformers import AutoModelForCausalLM, BambaConfig, DynamicCache, Mamba2Config
+from transformers import AutoModelForCausalLM, BambaConfig, Mamba2Config
 
 import stree
 from stree.bench.records import Record, quantiles
@@ -36,7 +36,7 @@ def configurations(smoke: bool) -> dict[str, Any]:
     return {
         "mamba2-2.7b": Mamba2Config(num_hidden_layers=64, hidden_size=2560, state_size=128, head_dim=64, num_heads=80,
                                     n_groups=1, vocab_size=50288, tie_word_embeddings=True),
-        "Bamba-9B": BambaConfig(),  # the defaults are those of ibm-ai-platform/Bamba-9B-v2
+        "Bamba-9B": BambaConfig(attn_layer_indices=[9, 18, 27]),  # else the defaults, which are Bamba-9B's
     }  # fmt: skip
 
 
@@ -65,13 +65,13 @@ def _sizes(lm: stree.TreeLM, batch: int, context: int) -> Iterator[Record]:
     """Time trees of every size on one state, which verification leaves as it is."""
     state = _state(lm, batch, context)
     for n in NODES:
-        tokens = torch.randint(lm.vocab_size, (batch, n), device=lm.device)
+        tokens = torch.randint(lm.vocab_size, (batch, n)).to(lm.device)  # a failed capture may spoil the device's draws
         verify = partial(lm.verify, state, stree.TokenTree.unchecked(tokens, binary_tree(batch, n, lm.device)))
         record = {"params": {"n": n}, "state_bytes": state.num_bytes}
         yield record | {"provider": "eager"} | _eager(verify)
         if lm.device.type == "cuda":
             yield record | {"provider": "graph"} | _graph(verify)
-    yield {"params": {}, "provider": "transformers"} | _eager(_one_token(lm.model, batch))
+    yield {"params": {}, "provider": "transformers"} | _eager(_one_token(lm, batch))
 
 
 def _state(lm: stree.TreeLM, batch: int, context: int) -> Any:
@@ -87,12 +87,13 @@ def _state(lm: stree.TreeLM, batch: int, context: int) -> Any:
     return state
 
 
-def _one_token(model: Any, batch: int) -> Any:
+def _one_token(lm: stree.TreeLM, batch: int) -> Any:
     """Give a call of transformers' own forward for one token after a short prompt."""
-    cache, device = DynamicCache(config=model.config), model.device
-    model(torch.ones(batch, 8, dtype=torch.long, device=device), use_cache=True, past_key_values=cache)
-    token, place = torch.ones(batch, 1, dtype=torch.long, device=device), torch.full((batch, 1), 8, device=device)
-    return lambda: model(token, use_cache=True, past_key_values=cache, position_ids=place)
+    options: Record = {"use_cache": True, lm.family.cache_argument: lm.family.new_cache(lm.model.config)}
+    lm.model(torch.ones(batch, 8, dtype=torch.long, device=lm.device), **options)
+    if lm.family.takes_positions:
+        options["position_ids"] = torch.full((batch, 1), 8, device=lm.device)
+    return partial(lm.model, torch.ones(batch, 1, dtype=torch.long, device=lm.device), **options)
 
 
 def _eager(call: Callable[[], Any], runs: int = 10) -> Record:

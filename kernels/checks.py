@@ -59,7 +59,20 @@ def choose(op: str, backend: Backend, tensor: Tensor) -> Callable[..., Any]:
         raise RuntimeError(f"{op} has no Triton version; those that have one: {', '.join(sorted(TRITON)) or 'none'}")
     if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError(f"{op} with backend='triton' needs CUDA tensors, got a tensor on {tensor.device}")
-    return getattr(importlib.import_module(TRITON[op]), op)  # type: ignore[no-any-return]
+    function = getattr(importlib.import_module(TRITON[op]), op)
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        return _launched_on(tensor.device, function)
+    return function  # type: ignore[no-any-return]
+
+
+def _launched_on(device: torch.device, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a device the current one during a call: Triton launches there, wherever the tensors are."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.device(device):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _has_triton(op: str, tensor: Tensor) -> bool:

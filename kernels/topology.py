@@ -239,6 +239,7 @@ class AcceptedPath:
         batch = torch.arange(size, device=path.device)[:, None]
         lengths = path_lengths.long()
         beyond = torch.arange(m, device=path.device) >= lengths[:, None]
+        path = path.contiguous()  # kernels read its rows one after the other
         rows = path.long().masked_fill_(beyond, 0) if path.dtype != torch.int64 else path.masked_fill(beyond, 0)
         if conv_width is None or conv_width < 2:
             return cls(batch, rows, lengths, beyond)

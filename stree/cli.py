@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except (ValueError, TypeError, RuntimeError, OSError) as error:  # a generation that failed is a RuntimeError
         print(f"stree: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -54,7 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--datastore", default=None, help="texts to draft from, made by 'stree datastore build'")
     command.add_argument("--drafter-vocab", default=None, help="tokens a draft model keeps, made by 'stree trim-vocab'")
     command.add_argument(
-        "--growth", default=None, help="shape of a draft model's trees: dyspec, dyspec-heap, chain:4, static:3,2, stree"
+        "--growth",
+        default=None,
+        help="a draft model's trees: calibrated, dyspec, dyspec-heap, sequoia, chain:4, static:3,2, rsdc:3,2, stree",
     )
     command.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
     command.add_argument("--tokenizer", default=None, help="a folder or hub id, where the target's own has none")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from torch import Tensor
+
 from stree.drafters import Drafter, HasModel, NoDrafter, SuffixDrafter
 from stree.growth import Growth
 from stree.models.tree_lm import TreeLM
@@ -99,7 +101,7 @@ def run(
     observer: Observer | None = None,
 ) -> Generation:
     """Do what ``generate`` does, with a processor of many nodes and an observer of every token."""
-    _check(lm, prompts, budget, verifier, max_new_tokens, streamer)
+    _check(lm, prompts, drafter, budget, verifier, max_new_tokens, streamer)
     if budget == 1:
         drafter = NoDrafter()
     steering = _steering(lm, drafter, growth, budget, sampling, len(prompts))
@@ -147,6 +149,7 @@ def _with_processor(lm: TreeLM, drafter: Drafter, processor: NodeProcessor) -> t
 def _check(
     lm: TreeLM,
     prompts: Sequence[Sequence[int]],
+    drafter: Drafter,
     budget: int | str,
     verifier: str,
     max_new_tokens: int,
@@ -156,13 +159,18 @@ def _check(
     if isinstance(budget, str) and budget != "auto":
         raise ValueError(f"budget must be a number of nodes or 'auto', got {budget!r}")
     for name, value in (("budget", budget), ("max_new_tokens", max_new_tokens)):
+        if not isinstance(value, (int, str)):
+            raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
         if not isinstance(value, str) and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
-    if not prompts:
-        raise ValueError("generate needs at least one prompt, got none")
+    if isinstance(prompts, (str, Tensor)) or not prompts:
+        what = "none" if not isinstance(prompts, (str, Tensor)) else type(prompts).__name__
+        raise ValueError(f"generate needs at least one prompt, a list of token lists, got {what}")
     for row, prompt in enumerate(prompts):
+        if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
+            raise TypeError(f"prompt {row} must be a list of tokens, got {type(prompt).__name__}")
         if not len(prompt):
             raise ValueError(f"prompt {row} is empty; every prompt needs at least one token")
         bad = next((token for token in prompt if not 0 <= token < lm.vocab_size), None)
@@ -173,5 +181,8 @@ def _check(
                 f"prompt {row} of {len(prompt)} tokens plus {max_new_tokens} new ones exceeds max_length "
                 f"{lm.max_length}"
             )
+    for model in drafter.models if isinstance(drafter, HasModel) else ():
+        if model.device != lm.device:
+            raise ValueError(f"drafter and target must be on one device, got {model.device} and {lm.device}")
     if streamer is not None and len(prompts) > 1:
         raise ValueError(f"a streamer takes one prompt, got {len(prompts)}")

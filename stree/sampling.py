@@ -56,6 +56,8 @@ class Sampling:
 
         At temperature 0 the law is one-hot at the argmax.
         """
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
         if self.is_greedy:
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         logits = logits / self.temperature
@@ -228,17 +230,6 @@ class _Line:
     def _words(self, tensor: Tensor) -> Any:
         """Give a tensor to NumPy if it is on the host."""
         return tensor.numpy() if self._on_host else tensor
-
-
-def _draw_in_turn(rng: Random, law: Tensor, offset: Tensor, node: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Draw without replacement by one choice a draw."""
-    tokens, probs = [], []
-    for j in range(count):
-        token = rng.choice("draft", law, offset, node + j).unsqueeze(-1)
-        tokens.append(token)
-        probs.append(law.gather(-1, token))
-        law = law.scatter(-1, token, 0.0)
-    return torch.cat(tokens, -1), torch.cat(probs, -1)
 
 
 def _number(high: Any, low: Any) -> Tensor:

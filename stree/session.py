@@ -148,6 +148,7 @@ class Session:
         self.is_started = True
         self._emit([[token] for token in pending.tolist()], logits[:, None])
         self.stats.prefill_s = self._clock() - clock
+        self.stats.total_s = self._clock() - began
         while None in self.reasons:
             clock = started = self._clock()
             draft = run.propose(pending, *steering.next())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ class AutoSize:
     """A controller over budgets, and over depths where a draft model grows layer by layer.
 
     Costs are measured once for a pair of models and a batch size, on the machine that runs them, and corrected by what
-    steps take.
+    steps take; what is learnt of a pair, batch size and growth is kept for the next texts.
 
     Args:
         lm: the target.
@@ -75,15 +75,11 @@ class AutoSize:
         self.max_nodes, self.growth = MAX_NODES, growth
         models = drafter.models if isinstance(drafter, HasModel) else []
         choices, self._is_fixed = _choices(growth if models else None, max_depth)
-        target = _verify_ms(lm, batch)
-        drafts = [_verify_ms(model, batch) for model in models]
-
-        def step_ms(choice: Choice) -> float:
-            width = -(-(choice.nodes - 1) // max(choice.depth, 1))
-            calls = choice.depth * sum(draft(max(width, 1)) for draft in drafts)
-            return target(choice.nodes) + calls
-
-        self.controller = BudgetController(choices, step_ms)
+        known = _controllers.setdefault(lm, {})
+        key = (batch, type(drafter), tuple(map(id, models)), repr(growth), tuple(choices))
+        if key not in known:
+            known[key] = BudgetController(choices, _step_ms(lm, models, batch))
+        self.controller = known[key]
 
     def next(self) -> tuple[Growth | None, int]:
         """Ask the controller."""
@@ -112,15 +108,36 @@ class AutoSize:
 
 
 def _choices(growth: Growth | None, max_depth: int | None) -> tuple[list[Choice], bool]:
-    """List the sizes to choose from, and whether the shape is fixed, so that it is drafted whole or not at all."""
+    """List the sizes to choose from, and whether the growth is to be used as it is, not cut at a depth.
+
+    Raises:
+        ValueError: a growth that cannot be cut.
+    """
     if growth is None:
         return flat_choices(MAX_NODES), False
     plan = growth.plan(MAX_NODES)
     if plan.layers and all(layer.slots is not None for layer in plan.layers):
         return [PLAIN, Choice(plan.num_nodes + 1, len(plan.layers))], True
+    if plan.is_heap:  # a draft call a node
+        return flat_choices(MAX_NODES), True
+    if not hasattr(growth, "depth"):
+        raise ValueError(f'budget="auto" needs a growth that has a depth, a heap or a fixed shape, got {growth}')
     return layered_choices(MAX_NODES, max_depth or max(len(plan.layers), 1)), False
 
 
+def _step_ms(lm: TreeLM, models: Sequence[TreeLM], batch: int) -> Callable[[Choice], float]:
+    """Give the predicted milliseconds of a step: a verification, and a draft call a layer."""
+    target, drafts = _verify_ms(lm, batch), [_verify_ms(model, batch) for model in models]
+
+    def step_ms(choice: Choice) -> float:
+        width = -(-(choice.nodes - 1) // max(choice.depth, 1))
+        return target(choice.nodes) + choice.depth * sum(draft(max(width, 1)) for draft in drafts)
+
+    return step_ms
+
+
+# What was learnt of a pair serves its next texts; it sets sizes only, so no text's law depends on another.
+_controllers: weakref.WeakKeyDictionary[TreeLM, dict[Any, BudgetController]] = weakref.WeakKeyDictionary()
 _measured: weakref.WeakKeyDictionary[TreeLM, dict[int, Sequence[float]]] = weakref.WeakKeyDictionary()
 
 

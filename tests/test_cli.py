@@ -82,6 +82,7 @@ def test_text_is_streamed_and_the_summary_goes_to_standard_error(
         (["x", "--budget", "0"], "budget must be at least 1, got 0"),
         (["x", "--budget", "most"], "budget must be a number of nodes or 'auto', got 'most'"),
         (["x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
+        (["x", "--device", "nowhere"], "nowhere"),
         (["x", "--growth", "bush"], "growth must be calibrated, dyspec"),
         (["x", "--growth", "chain:2", "--drafter", "suffix"], "--growth shapes the trees of a draft model"),
         (["", "--drafter", "suffix"], "the prompt is empty"),

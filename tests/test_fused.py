@@ -176,6 +176,22 @@ def test_generated_text_is_that_of_plain_decoding(temperature: float, growth: Gr
     assert text(FusedDrafter(ModelDrafter(draft), SuffixDrafter()), growth) == text(NoDrafter())
 
 
+@pytest.mark.parametrize("budget", [2, 3, "auto"])
+def test_small_and_changing_budgets_emit_the_same_text(budget: int | str) -> None:
+    target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))
+    drafter = FusedDrafter(ModelDrafter(draft), SuffixDrafter())
+    text = stree.generate(target, PROMPTS, drafter, budget=budget, max_new_tokens=40).sequences
+    assert text == stree.generate(target, PROMPTS, NoDrafter(), budget=1, max_new_tokens=40).sequences
+
+
+def test_values_of_a_fused_tree_never_rise_along_a_path() -> None:
+    draft = greedy_fused(Retrieval([0, 1, 3, 2, 0, 2], [-1, 0, 1, 2, 1, 0]))
+    assert draft.values is not None
+    above = draft.tree.parents[0, 1:].long()
+    assert (draft.values[0, 1:] <= draft.values[0, above]).all()
+    assert (draft.values > 0).all()
+
+
 def test_the_model_keeps_step_when_retrieved_nodes_are_accepted() -> None:
     lm = grafted(tiny_model("mamba2"))
     texts = [[3, 1, 4, 1, 5], [9, 2, 6]]
@@ -215,7 +231,12 @@ def test_bad_parts_are_refused() -> None:
     rng = Random(0, torch.zeros(1).long(), torch.zeros(1).long())
     with pytest.raises(TypeError, match="FusedDrafter needs drafters whose trees can be extended, got NoDrafter"):
         FusedDrafter(NoDrafter(), SuffixDrafter()).start(3, [[0]], rng)
-    run = FusedDrafter(part, part).start(3, [[0]], rng)
+    with pytest.raises(TypeError, match="the second drafter of FusedDrafter must not run a model, got ModelDrafter"):
+        FusedDrafter(part, part).start(3, [[0]], rng)
+    without_values = Retrieval([0, 1], [-1, 0])
+    propose = without_values.propose
+    without_values.propose = lambda *arguments: replace(propose(*arguments), values=None)  # type: ignore[method-assign]
+    run = FusedDrafter(part, without_values).start(3, [[0]], rng)
     with pytest.raises(ValueError, match="the second drafter of FusedDrafter must draft deterministic nodes"):
         run.propose(torch.tensor([0]), Chain(1).bind(PLAIN), 4)
 

@@ -336,7 +336,11 @@ def test_a_drafter_that_fails_to_start_raises_its_own_error() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"prompts": []}, ValueError, "generate needs at least one prompt, got none"),
+        ({"prompts": "text"}, ValueError, "generate needs at least one prompt, a list of token lists, got str"),
+        ({"prompts": [3, 4]}, TypeError, "prompt 0 must be a list of tokens, got int"),
+        ({"budget": 8.5}, TypeError, "budget must be an integer, got float"),
+        ({"max_new_tokens": None}, TypeError, "max_new_tokens must be an integer, got NoneType"),
+        ({"prompts": []}, ValueError, "generate needs at least one prompt, a list of token lists, got none"),
         ({"prompts": [[1], []]}, ValueError, "prompt 1 is empty; every prompt needs at least one token"),
         ({"prompts": [[1, VOCAB]]}, ValueError, "prompt 0 has token 97, outside the vocabulary of 97"),
         ({"prompts": [[1], [-3]]}, ValueError, "prompt 1 has token -3, outside the vocabulary of 97"),
@@ -357,6 +361,10 @@ def test_a_drafter_that_fails_to_start_raises_its_own_error() -> None:
         ({"growth": Chain(4), "budget": 4}, ValueError, r"a tree of 5 nodes \(root included\) exceeds the budget of 4"),
     ],
     ids=[
+        "text",
+        "flat",
+        "half",
+        "endless",
         "none",
         "empty",
         "large",

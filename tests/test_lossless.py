@@ -7,6 +7,7 @@ the bonus or recovered token after them and the next step's tokens all take part
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -137,10 +138,23 @@ def test_a_total_variation_of_0_02_is_seen() -> None:
     assert stats.ncx2.sf(critical, freedom, 4 * SAMPLES * 0.02**2) > 0.95
 
 
+# Every growth and every verifier is in the fixed part; STREE_FULL=1 runs every pair of them.
+FIXED_PAIRS = {
+    ("chain", "traversal"),
+    ("static", "rejection"),
+    ("layers", "traversal"),
+    ("layers", "match"),
+    ("heap", "rejection"),
+    ("suffix", "match"),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
 @pytest.mark.parametrize("name", ["chain", "static", "layers", "heap", "suffix"])
 def test_three_consecutive_tokens_have_the_target_s_law(name: str, verifier: str) -> None:
+    if os.environ.get("STREE_FULL", "0") != "1" and (name, verifier) not in FIXED_PAIRS:
+        pytest.skip("one of the pairs that only STREE_FULL=1 runs")
     counts, reports = sampled_counts(*policy(name), verifier)
     assert int(counts.sum()) == SAMPLES
     assert all(report["steps"] >= 2 for report in reports), "the tokens should cross the border of a step"

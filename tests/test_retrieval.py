@@ -195,9 +195,10 @@ def test_the_drafter_draws_on_the_store_and_on_the_text() -> None:
 
 
 def test_a_store_of_another_vocabulary_is_refused() -> None:
-    message = "datastore and target must share one vocabulary: the datastore has 10 tokens, the target 12"
+    message = "datastore and target must share one vocabulary: the datastore has 12 tokens, the target 10"
     with pytest.raises(ValueError, match=message):
-        SuffixDrafter(Datastore.build([[1]], 10)).start(12, [[1]], random_rows(1))
+        SuffixDrafter(Datastore.build([[1]], 12)).start(10, [[1]], random_rows(1))
+    SuffixDrafter(Datastore.build([[1]], 10)).start(12, [[1]], random_rows(1))  # a padded head
     with pytest.raises(ValueError, match="min_match must be at least 1, got 0"):
         SuffixDrafter(min_match=0)
 

@@ -111,7 +111,18 @@ def test_choices_follow_the_drafter_and_the_growth() -> None:
     layered = choices(model, DySpec(depth=3).bind(Sampling()))
     assert max(choice.depth for choice in layered) == 3
     assert {choice.depth for choice in layered if choice.nodes == 16} == {1, 2, 3}
+    heap = choices(model, DySpec(form="heap").bind(Sampling()))
+    assert all(choice.depth == choice.nodes - 1 for choice in heap), "a heap makes a draft call a node"
     assert all(choice.depth == choice.nodes - 1 for choice in choices(SuffixDrafter(), DySpec().bind(Sampling())))
+
+
+def test_what_was_learnt_of_a_pair_is_kept_for_its_next_texts() -> None:
+    target, drafter = grafted(tiny_model("bamba")), drafters()["model"]
+    growth = DySpec(depth=3).bind(Sampling())
+    first = AutoSize(target, drafter, growth, 1)
+    assert AutoSize(target, drafter, growth, 1).controller is first.controller
+    for other in (AutoSize(target, drafter, growth, 2), AutoSize(target, SuffixDrafter(), growth, 1)):
+        assert other.controller is not first.controller
 
 
 def test_a_limited_growth_is_the_other_cut_at_a_depth() -> None:

@@ -289,3 +289,28 @@ def test_nan_logits_are_refused_and_located(verifier: str) -> None:
     tree = TokenTree.chain(torch.tensor([[1, 2], [3, 4]]))
     with pytest.raises(ValueError, match=r"the target's logits are NaN at \(row, node\) \[\[1, 0\]\]"):
         accept(tree, logits, PLAIN, random_rows(2), None, verifier)
+
+
+@pytest.mark.parametrize("wrong", ["vocabulary", "rows", "kinds"])
+def test_laws_that_do_not_fit_the_tree_are_refused(wrong: str) -> None:
+    tree, logits = TokenTree.chain(torch.tensor([1, 2, 0])), torch.zeros(1, 3, 4)
+    probs, row, kind = torch.full((1, 3, 4), 0.25), torch.zeros(1, 3).int(), torch.zeros(1, 3).to(torch.int8)
+    if wrong == "vocabulary":
+        probs = probs[..., :3]
+    elif wrong == "rows":
+        row = row[:, :2]
+    else:
+        kind = kind[:, :2]
+    rng = Random(0, torch.zeros(1).long(), torch.zeros(1).long())
+    message = r"draft must have probs float\[1, rows, 4\], row and kind \[1, 3\], got"
+    with pytest.raises(ValueError, match=message):
+        accept(tree, logits, Sampling(1.0), rng, DraftLaws(probs, row, kind))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_logits_are_widened_before_laws_are_taken(dtype: torch.dtype) -> None:
+    logits = torch.randn(2, 3, 7).to(dtype)
+    for sampling in (Sampling(0.0), Sampling(0.7)):
+        law = sampling.law(logits)
+        assert law.dtype == torch.float32
+        assert torch.equal(law, sampling.law(logits.float()))

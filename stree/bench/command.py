@@ -110,7 +110,7 @@ def _add_kernels(bench: Any) -> None:
 
 def _add_cost(bench: Any) -> None:
     """Describe ``stree bench cost``."""
-    command = _add(bench, "cost", _cost, "measure what steps and draft calls cost, for choosing budgets")
+    command = _add(bench, "cost", _cost, "measure what steps and draft calls cost")
     _add_models(command)
     command.add_argument("--nodes", default="1,2,4,8,16,32,64", help="tree sizes of a target step")
     command.add_argument("--widths", default="1,2,4,8,16,32", help="nodes of a draft call")
@@ -118,7 +118,7 @@ def _add_cost(bench: Any) -> None:
     command.add_argument("--context", default="64,512", help="committed tokens")
     command.add_argument("--rounds", type=int, default=20, help="timed runs of each point")
     command.add_argument("--smoke", action="store_true", help="few points and rounds, to see that everything runs")
-    command.add_argument("--out", type=Path, default=None, help="file; by default the cache that budgets read")
+    command.add_argument("--out", type=Path, default=None, help="file; by default one in the user's cache folder")
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -73,6 +73,10 @@ class FusedDrafter:
         for part, run in zip((self.first, self.second), runs, strict=True):
             if not isinstance(run, Extensible):
                 raise TypeError(f"FusedDrafter needs drafters whose trees can be extended, got {type(part).__name__}")
+        if isinstance(self.second, HasModel):
+            raise TypeError(
+                f"the second drafter of FusedDrafter must not run a model, got {type(self.second).__name__}"
+            )
         return _FusedRun(runs[0], runs[1], self.least_value, self.least_share)
 
 
@@ -94,12 +98,13 @@ class _FusedRun:
         draft = first.propose(pending, growth, max(budget - min(wanted, budget // 2), _least_budget(growth, budget)))
         if draft.laws is not None:
             is_worth &= self._has_share(retrieved.tree, draft.laws)
-        tree = _graft(draft.tree, retrieved.tree, is_worth, budget)
+        tree, added = _graft(draft.tree, retrieved.tree, retrieved.values * is_worth, budget)
         for run in self._runs:
             assert isinstance(run, Extensible), "start looked"
             run.extend(tree)
         depth = max(draft.max_depth, retrieved.max_depth)
-        return Draft(tree, _with_delta(draft.laws, tree), depth, draft.num_calls)
+        values = None if draft.values is None else _below_parents(torch.cat([draft.values, added], 1), tree)
+        return Draft(tree, _with_delta(draft.laws, tree), depth, draft.num_calls, values)
 
     def observe(self, acceptance: Acceptance) -> None:
         """Tell both."""
@@ -123,45 +128,48 @@ def _least_budget(growth: Growth | None, budget: int) -> int:
     return plan.num_nodes + 1 if is_fixed else 1
 
 
-def _graft(tree: TokenTree, retrieved: TokenTree, is_worth: Tensor, budget: int) -> TokenTree:
-    """Append retrieved nodes, best first, below the longest prefixes that a tree shares with them."""
+def _graft(tree: TokenTree, retrieved: TokenTree, values: Tensor, budget: int) -> tuple[TokenTree, Tensor]:
+    """Append retrieved nodes of positive value, best first, below the longest prefixes that a tree shares with them.
+
+    Returns the united tree and the values of the nodes appended, float[batch, more].
+    """
     rows = zip(
         tree.tokens.tolist(), tree.parents.tolist(), retrieved.tokens.tolist(), retrieved.parents.tolist(),
-        is_worth.tolist(), strict=True,
+        values.tolist(), strict=True,
     )  # fmt: skip
     n = tree.tokens.shape[1]
     grafted = [_graft_row(*row, room=budget - n) for row in rows]
-    more = max(len(tokens) for tokens, _ in grafted)
-    added = torch.tensor(
-        [[tokens + [0] * (more - len(tokens)), parents + [-1] * (more - len(parents))] for tokens, parents in grafted],
-        dtype=torch.long,
-        device=tree.tokens.device,
-    ).view(len(grafted), 2, more)
-    return TokenTree.unchecked(
-        torch.cat([tree.tokens, added[:, 0]], 1), torch.cat([tree.parents, added[:, 1].to(torch.int32)], 1)
-    )
+    more = max(len(row) for row in grafted)
+    padded = [row + [(0, -1, 0.0)] * (more - len(row)) for row in grafted]
+    added = torch.tensor(padded, dtype=torch.float64, device=tree.tokens.device).view(len(grafted), more, 3)
+    tokens, parents = added[..., 0].long(), added[..., 1].to(torch.int32)
+    united = TokenTree.unchecked(torch.cat([tree.tokens, tokens], 1), torch.cat([tree.parents, parents], 1))
+    return united, added[..., 2].to(values.dtype)
 
 
 def _graft_row(
-    tokens: list[int], parents: list[int], others: list[int], above: list[int], is_worth: list[bool], *, room: int
-) -> tuple[list[int], list[int]]:
-    """Unite one row; return tokens and parents of the nodes to append."""
+    tokens: list[int], parents: list[int], others: list[int], above: list[int], values: list[float], *, room: int
+) -> list[tuple[int, int, float]]:
+    """Unite one row; return token, parent and value of the nodes to append."""
     children = {(parent, tokens[node]): node for node, parent in enumerate(parents) if parent >= 0}
     place = {0: 0}  # node of the united tree for each retrieved one
-    new_tokens: list[int] = []
-    new_parents: list[int] = []
+    added: list[tuple[int, int, float]] = []
     for node in range(1, len(others)):
-        if not is_worth[node] or above[node] not in place:
+        if not values[node] or above[node] not in place:
             continue
         key = (place[above[node]], others[node])
         if key not in children:
-            if len(new_tokens) == room:
+            if len(added) == room:
                 continue
-            children[key] = len(tokens) + len(new_tokens)
-            new_tokens.append(others[node])
-            new_parents.append(key[0])
+            children[key] = len(tokens) + len(added)
+            added.append((others[node], key[0], values[node]))
         place[node] = children[key]
-    return new_tokens, new_parents
+    return added
+
+
+def _below_parents(values: Tensor, tree: TokenTree) -> Tensor:
+    """Let no value exceed one above it, whoever estimated them: float[batch, n]."""
+    return torch.where(tree.ancestor_mask, values[:, None], torch.inf).amin(-1)
 
 
 def _with_delta(laws: DraftLaws | None, tree: TokenTree) -> DraftLaws | None:

@@ -107,7 +107,7 @@ class _ModelRun:
             tree, row = prune(tree, selected), row.gather(1, selected)
         self._tree, draft_laws = tree, None
         if not growth.sampling.is_greedy:
-            most = plan.num_nodes if plan.is_heap else max(layer.ranks for layer in plan.layers)
+            most = plan.num_nodes if plan.is_heap else max((layer.ranks for layer in plan.layers), default=0)
             draft_laws = DraftLaws(torch.cat(laws, 1), row, torch.full_like(row, SAMPLED, dtype=torch.int8), most)
         values = grown.values[:, : tree.tokens.shape[1]] if selected is None else grown.values.gather(1, selected)
         return Draft(tree, draft_laws, depth, num_calls + grown.num_calls, values)
@@ -122,7 +122,7 @@ class _ModelRun:
 
     def extend(self, tree: TokenTree) -> None:
         """Take note that others appended nodes to the proposed tree, and that ``tree`` is verified instead."""
-        own = self._grown.size - 1 if self._selected is None else self._selected.shape[1]
+        own = self._tree.tokens.shape[1]
         self._extension = own, tree.tokens
 
     def observe(self, acceptance: Acceptance) -> None:

@@ -49,6 +49,13 @@ def accept(
     batch, n = tree.tokens.shape
     if target_logits.dim() != 3 or target_logits.shape[:2] != (batch, n):
         raise ValueError(f"target_logits must be float[{batch}, {n}, vocab], got {[*target_logits.shape]}")
+    if draft is not None:
+        vocab = target_logits.shape[2]
+        shapes = [[*tensor.shape] for tensor in (draft.probs, draft.row, draft.kind)]
+        if draft.probs.dim() != 3 or [shapes[0][0], shapes[0][2]] != [batch, vocab] or shapes[1:] != [[batch, n]] * 2:
+            raise ValueError(
+                f"draft must have probs float[{batch}, rows, {vocab}], row and kind [{batch}, {n}], got {shapes}"
+            )
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
     is_looked_at = reads_freely(target_logits) or checks_everywhere()
