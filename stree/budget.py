@@ -108,10 +108,14 @@ class BudgetController:
         self._predicted = np.zeros(len(self.choices))  # decayed sum of what the values promised for it
         self._seen[0] = self._emitted[0] = self._predicted[0] = 1.0
         self._current = self._start()
+        self._opening = [0, self._current, 0, self._current]  # both are timed before one is preferred
         self._running, self._credit, self._turn = self._current, 0.0, 0
 
     def choose(self) -> Choice:
         """Give the size of the next step: the best known one, or a trial that the time saved for trials can pay."""
+        if self._opening:
+            self._running = self._opening.pop()
+            return self.choices[self._running]
         ms = self._ms
         self._credit += self._probe_share * ms[self._current]
         trial = self._trial(ms)
