@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stree.kernels.ssd_kernels import _softplus
+from stree.kernels.tree_kernels import softplus
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _stash(
             row = row.to(tl.float32)
             if bias_ptr is not None:
                 row += tl.load(bias_ptr + column, column < width, 0.0).to(tl.float32)[None, :]
-            row = _softplus(row)
+            row = softplus(row)
         tl.store(stash_ptr + node * stride_stash_n + column[None, :], row, mask)
 
 

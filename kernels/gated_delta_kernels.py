@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stree.kernels.ssd_kernels import _is_ancestor, _split_decay
+from stree.kernels.tree_kernels import is_ancestor, split_decay
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def _path_sums(bits_ptr, log_decay, n, NODES: tl.constexpr, WORDS: tl.constexpr)
     e^-105 is 0 in float32, so clamping there loses nothing.  The parts have at most 11 bits, which float16 holds.
     """
     node = tl.arange(0, NODES)
-    below = _is_ancestor(bits_ptr, node[:, None], node[None, :], n, WORDS).to(tl.float16)
+    below = is_ancestor(bits_ptr, node[:, None], node[None, :], n, WORDS).to(tl.float16)
     bounded = tl.maximum(log_decay, -105.0)
     high = tl.floor(bounded * 8.0 + 0.5) * 0.125
     middle = tl.floor((bounded - high) * 8192.0 + 0.5) * 0.0001220703125
@@ -79,7 +79,7 @@ def _load_rows(rows_ptr, stash_ptr, is_new, is_old, is_keeper, KEEP: tl.constexp
 @triton.jit
 def _head_decays(log_decay, below):
     """Compute e^G_i, and e^(G_i - G_j) at [j, i] on the path, of one log decay a node."""
-    coarse, fine = _split_decay(log_decay)
+    coarse, fine = split_decay(log_decay)
     coarse = tl.sum(tl.where(below, coarse[:, None], 0.0), 0)
     fine = tl.sum(tl.where(below, fine[:, None], 0.0), 0)
     between = (coarse[None, :] - coarse[:, None]) + (fine[None, :] - fine[:, None])
@@ -177,7 +177,7 @@ def gated_delta_kernel(
                 narrow = key.to(tl.float32) if WIDE else key
                 coupling += tl.dot(narrow, tl.trans(narrow), input_precision=EXACT)
                 weight += tl.dot(key.to(query.dtype), tl.trans(query), input_precision=EXACT)
-        below = _is_ancestor(bits_ptr, node[None, :], node[:, None], n, WORDS)
+        below = is_ancestor(bits_ptr, node[None, :], node[:, None], n, WORDS)
         if not CHANNELS:
             logs = _load_rows(g_ptr, stash_g_ptr, is_new, is_old, keeps_g, KEEP, STASHED)
             from_root, between = _head_decays(logs.to(tl.float32), below)

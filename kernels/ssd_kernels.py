@@ -7,45 +7,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _softplus(raw):
-    """Compute log(1 + e^raw); the quotient restores the digits that 1 + e^raw rounds away (Kahan)."""
-    power = tl.exp(tl.minimum(raw, 20.0))
-    above = power + 1.0
-    lost = above - 1.0
-    small = tl.log(above) * (power / tl.where(lost == 0.0, 1.0, lost))
-    return tl.where(raw > 20.0, raw, tl.where(lost == 0.0, power, small))
-
-
-@triton.jit
-def _split_decay(log_decay):
-    """Split log decays into a part whose sums are exact and a rest below 2^-11.
-
-    e^-105 is 0 in float32, so clamping there loses nothing; 128 multiples of 2^-10 down to -105 sum to less than 2^24
-    such steps, which float32 adds without error in any order.
-    """
-    bounded = tl.maximum(log_decay, -105.0)
-    coarse = tl.floor(bounded * 1024.0 + 0.5) * 0.0009765625
-    return coarse, bounded - coarse
+from stree.kernels.tree_kernels import is_ancestor, softplus, split_decay
 
 
 @triton.jit
 def _step_sizes(raw, bias, low, high, SOFTPLUS: tl.constexpr):
     """Turn projected step sizes into those of the recurrence; take them as they are without SOFTPLUS."""
     raw = raw.to(tl.float32)
-    return tl.minimum(tl.maximum(_softplus(raw + bias), low), high) if SOFTPLUS else raw
-
-
-@triton.jit
-def _is_ancestor(bits_ptr, descendant, ancestor, n, WORDS: tl.constexpr):
-    """Read bit `ancestor` of row `descendant`; the two broadcast against each other; False outside the tree."""
-    bits = tl.load(bits_ptr + descendant * WORDS, mask=descendant < n, other=0)
-    found = (ancestor // 32 == 0) & (((bits >> (ancestor % 32)) & 1) != 0)
-    for word in tl.static_range(1, WORDS):
-        bits = tl.load(bits_ptr + descendant * WORDS + word, mask=descendant < n, other=0)
-        found = found | ((ancestor // 32 == word) & (((bits >> (ancestor % 32)) & 1) != 0))
-    return found
+    return tl.minimum(tl.maximum(softplus(raw + bias), low), high) if SOFTPLUS else raw
 
 
 @triton.jit
@@ -104,11 +73,11 @@ def ssd_kernel(
             kept_B_ptr = stash_ptr + nheads * HEADDIM + group * DSTATE
             kept_C_ptr = kept_B_ptr + (nheads // SHARED) * DSTATE
         # Path sums come before the loop and the mask is read again after it, so one square at a time is live.
-        coarse, fine = _split_decay(dt * A)
-        below = _is_ancestor(bits_ptr, node[:, None], node[None, :], n, WORDS)
+        coarse, fine = split_decay(dt * A)
+        below = is_ancestor(bits_ptr, node[:, None], node[None, :], n, WORDS)
         coarse_node = tl.sum(tl.where(below, coarse[None, :], 0.0), 1)
         fine_node = tl.sum(tl.where(below, fine[None, :], 0.0), 1)
-        below = _is_ancestor(bits_ptr, asked[None, :], node[:, None], n, WORDS)
+        below = is_ancestor(bits_ptr, asked[None, :], node[:, None], n, WORDS)
         coarse_row = tl.sum(tl.where(below, coarse[:, None], 0.0), 0)
         fine_row = tl.sum(tl.where(below, fine[:, None], 0.0), 0)
         # Transposed products: the warps share the columns of the state, and no tile of it is transposed.
@@ -145,7 +114,7 @@ def ssd_kernel(
                 query, key = query.to(tl.float32), key.to(tl.float32)
             weight += tl.dot(key, tl.trans(query), input_precision=EXACT)
     if SCAN:
-        above = _is_ancestor(bits_ptr, asked[None, :], node[:, None], n, WORDS)
+        above = is_ancestor(bits_ptr, asked[None, :], node[:, None], n, WORDS)
         between = (coarse_row[None, :] - coarse_node[:, None]) + (fine_row[None, :] - fine_node[:, None])
         weight = tl.where(above, weight * tl.exp(tl.where(above, between, 0.0)) * dt[:, None], 0.0)
         if D_ptr is not None:

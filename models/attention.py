@@ -8,7 +8,6 @@ they always ran.
 from __future__ import annotations
 
 import copy
-import types
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from stree.kernels import ops
+from stree.models.grafting import Zeros, graft_forward
 from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep
 
 __all__ = ["KvSpec", "KvStack", "graft_attention", "graft_twin"]
@@ -35,11 +35,8 @@ class KvSpec(LayerSpec):
 
     def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> KvStack:
         """Make zeroed tensors for some layers."""
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(layers, batch, *shape, self.headdim, dtype=self.dtype, device=self.device)
-
-        cache, stash = (self.kv_heads, max_length), (max_nodes, self.kv_heads)
+        zeros = Zeros((layers, batch), self.dtype, self.device)
+        cache, stash = (self.kv_heads, max_length, self.headdim), (max_nodes, self.kv_heads, self.headdim)
         return KvStack(zeros(*cache), zeros(*cache), zeros(*stash), zeros(*stash))
 
 
@@ -98,15 +95,12 @@ def graft_twin(attention: Any, implementation: str) -> Any:
     twin.config = copy.copy(attention.config)
     twin.config._attn_implementation_internal = implementation
     attention.__dict__["tree_twin"] = twin  # not through setattr: it must not become a submodule
-    attention.forward = types.MethodType(_forward, attention)
+    graft_forward(attention, _forward)
     return twin
 
 
-def _forward(attention: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the class's own forward, on the twin when the cache is a ``TreeStep``."""
-    step = kwargs.get("past_key_values")
-    if not isinstance(step, TreeStep):
-        return type(attention).forward(attention, *args, **kwargs)
+def _forward(attention: Any, step: TreeStep, *args: Any, **kwargs: Any) -> Any:
+    """Run the class's own forward on the twin."""
     kwargs["attention_mask"] = step  # reaches the implementation as its attention_mask
     return type(attention).forward(attention.tree_twin, *args, **kwargs)
 

@@ -6,7 +6,6 @@ and leaves its decays to a module.  Which projections a family has is read off t
 
 from __future__ import annotations
 
-import types
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from stree.kernels import ops
 from stree.kernels.topology import AcceptedPath
+from stree.models.grafting import Zeros, graft_forward, take_window
 from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep, state_dtype
 
 __all__ = ["DeltaSpec", "DeltaStack", "graft_gated_delta"]
@@ -48,10 +48,7 @@ class DeltaSpec(LayerSpec):
 
     def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> DeltaStack:
         """Make zeroed tensors for some layers."""
-
-        def zeros(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
-            return torch.zeros(layers, batch, *shape, dtype=dtype, device=self.device)
-
+        zeros = Zeros((layers, batch), self.dtype, self.device)
         channels, wide = sum(self.splits), state_dtype(self.dtype)
         return DeltaStack(
             spec=self,
@@ -97,8 +94,7 @@ class DeltaStack(LayerStack):
     def load(self, slot: int, prefilled: Prefilled) -> None:
         """Take over window and state."""
         cache_layer = prefilled.cache.layers[prefilled.layer]
-        inputs = cache_layer.conv_states[0]
-        self.window[slot].copy_(inputs[..., inputs.shape[-1] - self.window.shape[-1] :])
+        take_window(self.window[slot], cache_layer)
         self.state[slot].copy_(cache_layer.recurrent_states[0])
 
 
@@ -114,17 +110,15 @@ def graft_gated_delta(mixer: Any) -> DeltaSpec:
             "dk": mixer.head_k_dim,
             "dv": mixer.head_v_dim,
         }
-    mixer.forward = types.MethodType(_forward, mixer)  # a bound method: a deep copy of the model binds its own mixer
+    graft_forward(mixer, _forward)
     return DeltaSpec(
         **sizes, dconv=mixer.conv_kernel_size, per_channel=per_channel, dtype=weight.dtype, device=weight.device
     )
 
 
-def _forward(mixer: Any, hidden_states: Tensor, cache_params: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Run the class's own forward, or the tree's when the cache is a ``TreeStep``."""
-    if not isinstance(cache_params, TreeStep):
-        return type(mixer).forward(mixer, hidden_states, cache_params, *args, **kwargs)
-    step, layer = cache_params, cache_params.state.layers[mixer.layer_idx, DeltaSpec]
+def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+    """Score a tree."""
+    layer = step.state.layers[mixer.layer_idx, DeltaSpec]
     spec, wide, conv, made = layer.spec, layer.state.dtype, mixer.conv1d, _project(mixer, hidden_states)
     qkv = ops.conv_step(
         layer.window, layer.stash_conv, None, None, made.qkv, conv.weight.squeeze(1), conv.bias, step.topology,

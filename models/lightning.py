@@ -5,7 +5,6 @@ Values stand where Mamba-2 has x, keys where it has B, queries where it has C; e
 
 from __future__ import annotations
 
-import types
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from stree.kernels import ops
+from stree.models.grafting import Zeros, graft_forward
 from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep, state_dtype
 
 __all__ = ["LightningSpec", "LightningStack", "graft_lightning", "lightning_cache"]
@@ -30,10 +30,7 @@ class LightningSpec(LayerSpec):
 
     def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> LightningStack:
         """Make zeroed tensors for some layers."""
-
-        def zeros(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
-            return torch.zeros(layers, batch, *shape, dtype=dtype, device=self.device)
-
+        zeros = Zeros((layers, batch), self.dtype, self.device)
         wide = state_dtype(self.dtype)
         return LightningStack(
             spec=self,
@@ -88,16 +85,13 @@ def lightning_cache(_: Any) -> MiniMaxCache:
 
 def graft_lightning(mixer: Any) -> LightningSpec:
     """Make lightning attention score trees when it is called with a ``TreeStep``; return its sizes."""
-    mixer.forward = types.MethodType(_forward, mixer)  # a bound method: a deep copy of the model binds its own mixer
+    graft_forward(mixer, _forward)
     weight = mixer.qkv_proj.weight
     return LightningSpec(mixer.num_attention_heads, mixer.head_dim, weight.dtype, weight.device)
 
 
-def _forward(mixer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run the class's own forward, or the tree's when the cache is a ``TreeStep``."""
-    step = kwargs.get("past_key_values")
-    if not isinstance(step, TreeStep):
-        return type(mixer).forward(mixer, hidden_states, *args, **kwargs)
+def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+    """Score a tree."""
     layer = step.state.layers[mixer.layer_idx, LightningSpec]
     heads, headdim = layer.spec.heads, layer.spec.headdim
     qkv = mixer.act_fn(mixer.qkv_proj(hidden_states)).unflatten(-1, (heads, 3 * headdim))

@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 from stree.kernels import ops
 from stree.kernels.tiles import MAX_ATTENTION_HEADDIM
 from stree.models.attention import graft_twin
+from stree.models.grafting import Zeros
 from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep
 
 __all__ = ["LatentSpec", "LatentStack", "graft_mla"]
@@ -40,11 +41,8 @@ class LatentSpec(LayerSpec):
 
     def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> LatentStack:
         """Make zeroed tensors for some layers."""
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(layers, batch, *shape, self.rank + self.rotary, dtype=self.dtype, device=self.device)
-
-        return LatentStack(self, zeros(1, max_length), zeros(max_nodes, 1))
+        zeros, width = Zeros((layers, batch), self.dtype, self.device), self.rank + self.rotary
+        return LatentStack(self, zeros(1, max_length, width), zeros(max_nodes, 1, width))
 
 
 @dataclass(frozen=True, eq=False)

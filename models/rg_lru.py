@@ -8,7 +8,6 @@ it, which shares its weights, scans trees instead of texts.
 from __future__ import annotations
 
 import copy
-import types
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from transformers import DynamicCache
 
 from stree.kernels import ops
 from stree.kernels.topology import AcceptedPath
+from stree.models.grafting import Zeros, graft_forward
 from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep, state_dtype
 
 __all__ = ["BlockCache", "RgLruSpec", "RgLruStack", "graft_rg_lru"]
@@ -52,10 +52,7 @@ class RgLruSpec(LayerSpec):
 
     def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> RgLruStack:
         """Make zeroed tensors for some layers."""
-
-        def zeros(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
-            return torch.zeros(layers, batch, *shape, dtype=dtype, device=self.device)
-
+        zeros = Zeros((layers, batch), self.dtype, self.device)
         wide = state_dtype(self.dtype)
         return RgLruStack(
             window=zeros(self.channels, self.dconv - 1),
@@ -104,18 +101,21 @@ def graft_rg_lru(block: Any) -> RgLruSpec:
     twin = copy.copy(block.rg_lru)  # shares the weights
     twin._rnn_scan = _tree_scan
     block.__dict__["tree_twin"] = twin  # not through setattr: it must not become a submodule
-    block.forward = types.MethodType(_forward, block)  # a bound method: a deep copy of the model binds its own block
+    graft_forward(block, _forward, _plain_forward)
     weight = block.linear_x.weight
     return RgLruSpec(block.lru_width, block.conv1d_width, weight.dtype, weight.device)
 
 
-def _forward(block: Any, input_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run the class's own forward, or the tree's when the cache is a ``TreeStep``."""
+def _plain_forward(block: Any, input_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run the class's own forward; with our cache, leave nothing behind on the module."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, BlockCache):
         return _prefill(block, cache, input_states, *args, **kwargs)
-    if not isinstance(cache, TreeStep):
-        return type(block).forward(block, input_states, *args, **kwargs)
+    return type(block).forward(block, input_states, *args, **kwargs)
+
+
+def _forward(block: Any, cache: TreeStep, input_states: Tensor, *_: Any, **kwargs: Any) -> Any:
+    """Score a tree."""
     layer, conv = cache.state.layers[block.layer_idx, RgLruSpec], block.conv_1d
     x = ops.conv_step(
         layer.window, layer.stash_conv, None, None, block.linear_x(input_states), conv.weight.squeeze(1), conv.bias,

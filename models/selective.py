@@ -6,7 +6,6 @@ ones ("heads") behind one convolution, each with its own B, C and step size.
 
 from __future__ import annotations
 
-import types
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from stree.kernels import ops
 from stree.kernels.topology import AcceptedPath
+from stree.models.grafting import Zeros, graft_forward, take_window
 from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep, state_dtype
 
 __all__ = ["SelectiveSpec", "SelectiveStack", "graft_selective"]
@@ -44,10 +44,7 @@ class SelectiveSpec(LayerSpec):
 
     def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> SelectiveStack:
         """Make zeroed tensors for some layers."""
-
-        def zeros(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
-            return torch.zeros(layers, *shape, dtype=dtype, device=self.device)
-
+        zeros = Zeros((layers,), self.dtype, self.device)
         wide, inner = state_dtype(self.dtype), self.nheads * self.channels
         return SelectiveStack(
             spec=self,
@@ -106,8 +103,7 @@ class SelectiveStack(LayerStack):
     def load(self, slot: int, prefilled: Prefilled) -> None:
         """Take over window and state."""
         cache_layer = prefilled.cache.layers[prefilled.layer]
-        inputs = cache_layer.conv_states[0]
-        self.window[slot].copy_(inputs[..., inputs.shape[2] - self.window.shape[3] :])
+        take_window(self.window[slot], cache_layer)
         self.state[slot].copy_(cache_layer.recurrent_states[0].view_as(self.state[slot]))
 
 
@@ -123,15 +119,13 @@ def graft_selective(mixer: Any) -> SelectiveSpec:
         dtype=weight.dtype,
         device=weight.device,
     )
-    mixer.forward = types.MethodType(_forward, mixer)  # a bound method: a deep copy of the model binds its own mixer
+    graft_forward(mixer, _forward)
     return spec
 
 
-def _forward(mixer: Any, hidden_states: Tensor, cache_params: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Run the class's own forward, or the tree's when the cache is a ``TreeStep``."""
-    if not isinstance(cache_params, TreeStep):
-        return type(mixer).forward(mixer, hidden_states, cache_params, *args, **kwargs)
-    step, layer = cache_params, cache_params.state.layers[mixer.layer_idx, SelectiveSpec]
+def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+    """Score a tree."""
+    layer = step.state.layers[mixer.layer_idx, SelectiveSpec]
     projected, by_head = mixer.in_proj(hidden_states), hasattr(mixer, "x_proj_weight")
     # Zamba's projection holds x and gate of a channel side by side; kernels want channels without gaps.
     x, gate = projected.unflatten(2, (-1, 2)).movedim(3, 0).contiguous() if by_head else projected.chunk(2, dim=2)

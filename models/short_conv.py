@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from stree.kernels import ops
 from stree.kernels.topology import AcceptedPath
+from stree.models.grafting import Zeros, graft_forward, take_window
 from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep
 
 __all__ = ["ShortConvSpec", "ShortConvStack", "graft_short_conv"]
@@ -32,10 +32,7 @@ class ShortConvSpec(LayerSpec):
 
     def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> ShortConvStack:
         """Make zeroed tensors for some layers."""
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(layers, batch, *shape, dtype=self.dtype, device=self.device)
-
+        zeros = Zeros((layers, batch), self.dtype, self.device)
         return ShortConvStack(zeros(self.channels, self.dconv - 1), zeros(max_nodes, self.channels))
 
 
@@ -59,22 +56,19 @@ class ShortConvStack(LayerStack):
 
     def load(self, slot: int, prefilled: Prefilled) -> None:
         """Take over the window."""
-        states = prefilled.cache.layers[prefilled.layer].conv_states[0]
-        self.window[slot].copy_(states[..., states.shape[-1] - self.window.shape[-1] :])
+        take_window(self.window[slot], prefilled.cache.layers[prefilled.layer])
 
 
 def graft_short_conv(mixer: Any) -> ShortConvSpec:
     """Make a short convolution score trees when it is called with a ``TreeStep``; return its sizes."""
-    mixer.forward = types.MethodType(_forward, mixer)  # a bound method: a deep copy of the model binds its own mixer
+    graft_forward(mixer, _forward)
     weight = mixer.in_proj.weight
     return ShortConvSpec(mixer.conv.in_channels, mixer.conv_kernel_size, weight.dtype, weight.device)
 
 
-def _forward(mixer: Any, hidden_states: Tensor, past_key_values: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Run the class's own forward, or the tree's when the cache is a ``TreeStep``."""
-    if not isinstance(past_key_values, TreeStep):
-        return type(mixer).forward(mixer, hidden_states, past_key_values, *args, **kwargs)
-    step, layer = past_key_values, past_key_values.state.layers[mixer.layer_idx, ShortConvSpec]
+def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+    """Score a tree."""
+    layer = step.state.layers[mixer.layer_idx, ShortConvSpec]
     B, C, x = mixer.in_proj(hidden_states).chunk(3, dim=-1)
     y = ops.conv_step(
         layer.window, layer.stash_conv, None, None, B * x, mixer.conv.weight.squeeze(1), mixer.conv.bias,

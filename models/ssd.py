@@ -6,7 +6,6 @@ norms, multipliers, limits of the step size) are the mixer's own attributes.
 
 from __future__ import annotations
 
-import types
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from stree.kernels import ops
 from stree.kernels.topology import AcceptedPath
+from stree.models.grafting import Zeros, graft_forward, take_window
 from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep, state_dtype
 
 __all__ = ["SsdSpec", "SsdStack", "graft_ssd"]
@@ -45,10 +45,7 @@ class SsdSpec(LayerSpec):
 
     def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> SsdStack:
         """Make zeroed tensors for some layers."""
-
-        def zeros(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
-            return torch.zeros(layers, batch, *shape, dtype=dtype, device=self.device)
-
+        zeros = Zeros((layers, batch), self.dtype, self.device)
         wide = state_dtype(self.dtype)
         return SsdStack(
             spec=self,
@@ -104,8 +101,7 @@ class SsdStack(LayerStack):
     def load(self, slot: int, prefilled: Prefilled) -> None:
         """Take over window and state."""
         cache_layer = prefilled.cache.layers[prefilled.layer]
-        inputs = cache_layer.conv_states[0]
-        self.window[slot].copy_(inputs[..., inputs.shape[2] - self.window.shape[3] :])
+        take_window(self.window[slot], cache_layer)
         self.state[slot].copy_(cache_layer.recurrent_states[0])
 
 
@@ -121,15 +117,13 @@ def graft_ssd(mixer: Any) -> SsdSpec:
         dtype=weight.dtype,
         device=weight.device,
     )
-    mixer.forward = types.MethodType(_forward, mixer)  # a bound method: a deep copy of the model binds its own mixer
+    graft_forward(mixer, _forward)
     return spec
 
 
-def _forward(mixer: Any, hidden_states: Tensor, cache_params: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Run the class's own forward, or the tree's when the cache is a ``TreeStep``."""
-    if not isinstance(cache_params, TreeStep):
-        return type(mixer).forward(mixer, hidden_states, cache_params, *args, **kwargs)
-    step, layer = cache_params, cache_params.state.layers[mixer.layer_idx, SsdSpec]
+def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+    """Score a tree."""
+    layer = step.state.layers[mixer.layer_idx, SsdSpec]
     spec = layer.spec
     inner = spec.nheads * spec.headdim
     gate, xbc, dt = _project(mixer, hidden_states).split([inner, spec.channels, spec.nheads], dim=-1)

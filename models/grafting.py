@@ -1,0 +1,61 @@
+"""What every adapter does in the same way: override a module's forward, make room for states, take over a window."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.models.state import TreeStep
+
+__all__ = ["Zeros", "graft_forward", "take_window"]
+
+
+def graft_forward(
+    module: Any, tree_forward: Callable[..., Any], plain_forward: Callable[..., Any] | None = None
+) -> None:
+    """Make a module score trees where a ``TreeStep`` stands among the arguments that it is called with.
+
+    Args:
+        module: a part of a transformers model.
+        tree_forward: called as ``tree_forward(module, step, *args, **kwargs)`` with the step that was found.
+        plain_forward: called as ``plain_forward(module, *args, **kwargs)`` where there is no step; None for the class's
+            own forward.
+    """
+
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        step = next((value for value in (*args, *kwargs.values()) if isinstance(value, TreeStep)), None)
+        if step is not None:
+            return tree_forward(module, step, *args, **kwargs)
+        return (type(module).forward if plain_forward is None else plain_forward)(module, *args, **kwargs)
+
+    module.forward = types.MethodType(forward, module)  # a bound method: a deep copy of the model binds its own module
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros:
+    """Makes zeroed tensors for a stack of layers.
+
+    Attributes:
+        leading: sizes that every tensor begins with: layers and sequences.
+        dtype: of the tensors unless told otherwise.
+        device: of the tensors.
+    """
+
+    leading: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Make a tensor [*leading, *shape]."""
+        return torch.zeros(*self.leading, *shape, dtype=dtype or self.dtype, device=self.device)
+
+
+def take_window(window: Tensor, cache_layer: Any) -> None:
+    """Copy the newest inputs that a transformers cache layer keeps of a convolution into float[batch, c, width - 1]."""
+    inputs = cache_layer.conv_states[0]
+    window.copy_(inputs[..., inputs.shape[-1] - window.shape[-1] :])
