@@ -47,7 +47,10 @@ def _load_rows(row_ptr, column, inside, WIDTH: tl.constexpr, WIDE: tl.constexpr)
 
 @triton.jit
 def _is_ancestor(bits_ptr, node, ancestor, n, WORDS: tl.constexpr):
-    """Read bits `ancestor` of the rows `node` as [nodes, ancestors]; False outside the tree."""
+    """Read bits `ancestor` of the rows `node` as [nodes, ancestors]; False outside the tree.
+
+    With `tree_kernels.is_ancestor` in its place 16 nodes of heads of 224 spill on sm_90.
+    """
     found = (node >= n)[:, None] & (ancestor < 0)[None, :]
     for word in tl.static_range(WORDS):
         bits = tl.load(bits_ptr + node * WORDS + word, mask=node < n, other=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,14 +17,6 @@ from stree.models.state import DecodeState
 PARENTS = torch.tensor([[-1, 0, 1, 2, 0], [-1, 0, 1, 1, -1]], dtype=torch.int32)
 TOKENS = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 8, 0]])
 PROMPTS = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=["bamba", "mamba2", "llama"])

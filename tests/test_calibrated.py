@@ -28,8 +28,6 @@ from stree.sampling import Sampling
 from stree.tree import TokenTree
 from stree.verify import SAMPLED, Acceptance
 
-torch.set_num_threads(1)
-
 PLAIN = Sampling(1.0)
 EXACT = 1e-12  # total variation: sums in float64
 CPU = torch.device("cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,14 +33,6 @@ LONG: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("mamba2", {"chunk_size": 64}),
     "mamba2-attention": ("bamba", {"num_hidden_layers": 2, "mamba_chunk_size": 64}),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def advanced(lm: TreeLM, rng: random.Random, texts: list[list[int]], commits: int = 1) -> DecodeState:

@@ -36,8 +36,6 @@ from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import Acceptance, accept
 
-torch.set_num_threads(1)
-
 GROWTHS: dict[str, Growth] = {
     "chain": Chain(3),
     "static": Static([2, 2]),

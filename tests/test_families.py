@@ -6,7 +6,7 @@ Test ids are transformers' model types.  The oracle is always an ungrafted copy'
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
@@ -51,14 +51,6 @@ ROUTED = {
     "qwen3_5_moe_text",
     "qwen3_next",
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=[torch.float32, torch.float64], ids=["float32", "float64"])

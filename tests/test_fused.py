@@ -29,7 +29,6 @@ from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import DELTA, SAMPLED, Acceptance, DraftLaws
 
-torch.set_num_threads(1)
 PLAIN = Sampling(1.0)
 EXACT = 1e-12
 RETRIEVED = ([0, 1, 2, 0, 1], [-1, 0, 1, 0, 3])  # paths 1-2 and 0-1 below the root

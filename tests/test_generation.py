@@ -24,8 +24,6 @@ from stree.models.tree_lm import TreeLM
 from stree.sampling import Random, Sampling
 from stree.verify import Acceptance
 
-torch.set_num_threads(1)
-
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3, 4, 2], [9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 20, 21], [1]]
 NEW_TOKENS = 24

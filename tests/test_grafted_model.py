@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,6 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from stree import TreeLM
 
 FLOAT32 = TOLERANCE[torch.float32]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def left_padded() -> tuple[Tensor, Tensor]:

@@ -18,8 +18,6 @@ from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import SAMPLED, DraftLaws
 
-torch.set_num_threads(1)
-
 PLAIN = Sampling(1.0)
 EXACT = 1e-12  # total variation: sums in float64
 

@@ -22,8 +22,6 @@ import stree
 from stree import TreeLM
 from stree.models.loading import load_config
 
-torch.set_num_threads(1)
-
 LAYERS, PADDED = 2, 104  # 97 tokens padded to a multiple of 8
 MIXER_KEYS = {
     "Mamba1": ["in_proj.weight", "conv1d.weight", "conv1d.bias", "x_proj.weight", "dt_proj.weight", "dt_proj.bias",
@@ -253,7 +251,6 @@ DEVICE_MAPS: dict[str, Any] = {
 
 @pytest.mark.parametrize("device_map", DEVICE_MAPS.values(), ids=DEVICE_MAPS)
 def test_a_device_map_loads_the_same_model(device_map: Any, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     model = tiny_model("bamba")
     model.save_pretrained(tmp_path)
     lm = TreeLM.from_pretrained(tmp_path, device_map=device_map)
@@ -264,7 +261,6 @@ def test_a_device_map_loads_the_same_model(device_map: Any, tmp_path: Path) -> N
 
 
 def test_offloaded_layers_are_refused(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     tiny_model("bamba").save_pretrained(tmp_path)
     places = ["embed_tokens", "layers.0", "layers.2", "final_layernorm", "rotary_emb"]
     device_map = {"lm_head": "cpu", "model.layers.1": "disk", **{f"model.{place}": "cpu" for place in places}}

@@ -14,8 +14,6 @@ from stree.growth import RSDC, Sequoia, Static, parse_growth
 from stree.growth.positional import best_parents
 from stree.sampling import Sampling
 
-torch.set_num_threads(1)
-
 
 def best_value(num_nodes: int, depth: int, rates: tuple[float, ...]) -> float:
     """Expected accepted nodes, root included, of the best tree: Sequoia's recursion over subtree sizes and ranks."""

@@ -29,8 +29,6 @@ from stree.drafters import ModelDrafter
 from stree.growth import Chain, Static
 from stree.processing import EachNode, Node, processed
 
-torch.set_num_threads(1)
-
 
 def add_text(input_ids: Tensor, logits: Tensor) -> Tensor:
     """Make the logits depend on the length, the order and every token of the text."""

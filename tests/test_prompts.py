@@ -25,8 +25,6 @@ from tiny_models import (
 import stree
 from stree import TreeLM
 
-torch.set_num_threads(1)
-
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_in_chunks_leaves_what_it_leaves_in_one_piece(family: str) -> None:

@@ -14,8 +14,6 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from stree.sampling import MAX_RANKS, Draws, Random, Sampling, _number, _philox
 
-torch.set_num_threads(1)
-
 ALPHA = 1e-6  # false alarms of a statistical test; the seeds are fixed, so a test passes always or never
 
 

@@ -22,7 +22,6 @@ from stree.steering import AutoSize, FixedSize
 from stree.tree import TokenTree
 from stree.verify import Acceptance
 
-torch.set_num_threads(1)
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 3, 9, 3, 9], [1, 2, 4, 1, 2, 4, 1]]
 
 

@@ -15,8 +15,6 @@ from stree.verify import Acceptance, DraftLaws, accept
 from stree.verify.traversal import _hold, _hold_chain
 from stree.verify.trials import Trials
 
-torch.set_num_threads(1)
-
 EXACT = 1e-12  # total variation: sums in float64
 PLAIN = Sampling(1.0)
 SHAPES = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,14 +36,6 @@ SHAPES = {
     "batch3-33nodes": ([3, 20, 9], [33, 1, 20]),
     "batch4-64nodes": ([7, 16, 1, 12], [64, 40, 5, 64]),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=DTYPES, ids=["float32", "float64"])

@@ -19,7 +19,6 @@ from stree.models.trimmed import TrimmedLM
 from stree.sampling import Sampling
 from stree.vocabulary import load_vocabulary, most_frequent, save_vocabulary
 
-torch.set_num_threads(1)
 KEPT = [0, 3, 5, 8, 13, 21, 34, 55, 89]
 
 

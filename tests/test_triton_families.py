@@ -6,7 +6,6 @@ What ``backend="auto"`` chooses for CUDA tensors is chosen here on the CPU.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,14 +28,6 @@ from stree import TokenTree
 from stree.kernels import checks
 
 ATTENTION = {"attention_step", "kv_commit"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -13,8 +13,6 @@ from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import DELTA, SAMPLED, Acceptance, DraftLaws, accept
 
-torch.set_num_threads(1)
-
 EXACT = 1e-12  # total variation: sums in float64
 SEEN = 0.01  # a wrong rule must differ at least this much
 

@@ -20,7 +20,6 @@ from stree.kernels import topology
 from stree.sampling import Random, Sampling
 from stree.verify import accept
 
-torch.set_num_threads(1)
 STEPS = 10
 GROWTHS: dict[str, Growth] = {
     "chain": Chain(3),
