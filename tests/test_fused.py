@@ -223,6 +223,29 @@ def test_the_model_keeps_step_when_retrieved_nodes_are_accepted() -> None:
         model_run.observe(Acceptance(torch.zeros(2, 1).int(), torch.zeros(2).int(), torch.tensor(pending)))
 
 
+def test_the_model_keeps_step_when_the_accepted_path_runs_through_its_last_own_node_into_retrieved_ones() -> None:
+    lm, text, pending = grafted(tiny_model("mamba2")), [3, 1, 4, 1, 5], 7
+    own: list[int] = []
+    for _ in range(2):  # what a chain of two drafts: its last node is never run
+        with torch.no_grad():
+            own.append(int(lm.model(torch.tensor([[*text, pending, *own]])).logits[0, -1].argmax()))
+    retrieval = Retrieval([0, *own, 12, 13], [-1, 0, 1, 2, 3])
+    run = FusedDrafter(ModelDrafter(lm), retrieval).start(
+        lm.vocab_size, [text], Random(0, torch.arange(1), torch.tensor([5]))
+    )
+    draft = run.propose(torch.tensor([pending]), Chain(2).bind(Sampling()), 8)
+    assert draft.tree.tokens.tolist() == [[pending, *own, 12, 13]]
+    path = torch.arange(5, dtype=torch.int32)[None]
+    run.observe(Acceptance(path, torch.tensor([5], dtype=torch.int32), torch.tensor([21])))
+    whole = [*text, pending, *own, 12, 13, 21]
+    model_run = run._runs[0]
+    found = model_run.propose(torch.tensor([21]), Chain(1).bind(Sampling(1.0)), 2)
+    assert found.laws is not None
+    with torch.no_grad():
+        expected = lm.model(torch.tensor([whole])).logits[0, -1].softmax(-1)
+    torch.testing.assert_close(found.laws.probs[0, 0], expected, rtol=1e-3, atol=1e-5)
+
+
 def test_bad_parts_are_refused() -> None:
     part = ModelDrafter(TableLM(TableLaw.random(3, 0)).as_lm())
     with pytest.raises(ValueError, match=r"least_value must be in \[0, 1\], got 2"):

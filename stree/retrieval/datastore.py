@@ -162,7 +162,7 @@ class Datastore:
         return total, [(count, token, (depth + 1, by_token[token])) for count, token in best[:MOST_CHILDREN]]
 
     def _windows(self, key: bytes) -> list[list[int]]:
-        """Read what follows occurrences of a reversed string: lists of tokens, past a document's end separators."""
+        """Read what follows occurrences of a reversed string: lists of tokens; no node is grown past a separator."""
         low = self._bound(key, after=False)
         high = self._bound(key, after=True, low=low)
         count = min(high - low, MOST_OCCURRENCES)
@@ -170,8 +170,6 @@ class Datastore:
         columns = places[:, None] - 1 - np.arange(LONGEST_CONTINUATION)
         tokens = self._tokens[columns.clip(0)].astype(np.int64)
         tokens[columns < 0] = self.vocab_size
-        # What stands behind a separator is another document.
-        tokens[np.maximum.accumulate(tokens == self.vocab_size, axis=1)] = self.vocab_size
         return tokens.tolist()  # type: ignore[no-any-return]
 
     def _longest_match(self, key: bytes) -> int:
