@@ -183,6 +183,16 @@ def test_small_and_changing_budgets_emit_the_same_text(budget: int | str) -> Non
     assert text == stree.generate(target, PROMPTS, NoDrafter(), budget=1, max_new_tokens=40).sequences
 
 
+def test_a_fused_tree_has_values_where_retrieval_took_the_model_s_whole_budget() -> None:
+    law = TableLaw.random(4, 0)
+    run = FusedDrafter(ModelDrafter(TableLM(law).as_lm()), Retrieval([0, 2], [-1, 0])).start(
+        4, [[0]], Random(0, torch.zeros(1).long(), torch.zeros(1).long())
+    )
+    draft = run.propose(torch.tensor([0]), DySpec(depth=2).bind(Sampling()), 2)
+    assert draft.tree.tokens.tolist() == [[0, 2]]
+    assert draft.values is not None and draft.values.tolist() == [[1.0, 1.0]]
+
+
 def test_values_of_a_fused_tree_never_rise_along_a_path() -> None:
     draft = greedy_fused(Retrieval([0, 1, 3, 2, 0, 2], [-1, 0, 1, 2, 1, 0]))
     assert draft.values is not None

@@ -118,7 +118,7 @@ class _ModelRun:
         mask = torch.ones(len(pending), 1, 1, dtype=torch.bool, device=pending.device)
         self._root, self._selected = pending, None
         self._tree = TokenTree.unchecked(pending[:, None], depths - 1, depths, mask)
-        return Draft(self._tree, None, 0)
+        return Draft(self._tree, None, 0, values=torch.ones(len(pending), 1, device=pending.device))
 
     def extend(self, tree: TokenTree) -> None:
         """Take note that others appended nodes to the proposed tree, and that ``tree`` is verified instead."""
