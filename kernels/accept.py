@@ -85,17 +85,24 @@ def _draw(
         scores, uniform, depths,
         None if sequences is None else sequences.contiguous(), None if positions is None else positions.contiguous(),
         drawn, n, vocab, *_key(seed or 0), *scores.stride()[:2],
-        **draw_constants(vocab, greedy=uniform is None and seed is None), num_warps=8,
+        **draw_constants(vocab, greedy=uniform is None and seed is None, aligned=_is_aligned(scores)), num_warps=8,
     )  # fmt: skip
     return drawn
 
 
-def draw_constants(vocab: int, *, greedy: bool) -> dict[str, Any]:
+def draw_constants(vocab: int, *, greedy: bool, aligned: bool = True) -> dict[str, Any]:
     """List the compile-time constants of a draw; ahead-of-time builds take theirs from here too."""
     block = min(BLOCK, padded(vocab))
     return {
         "GREEDY": greedy, "PURPOSE": TARGET, "UNITS": UNITS, "BLOCK": block, "BLOCKS": padded(-(-vocab // block)),
+        "ALIGNED": aligned,
     }  # fmt: skip
+
+
+def _is_aligned(scores: Tensor) -> bool:
+    """Tell whether every row begins at a multiple of 16 bytes; a matter of the vocabulary, not of the tree."""
+    places = (scores.data_ptr(), *(stride * scores.itemsize for stride in scores.stride()[:2]))
+    return all(place % 16 == 0 for place in places)
 
 
 def _key(seed: int) -> tuple[int, int]:

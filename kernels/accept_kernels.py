@@ -25,7 +25,7 @@ def philox_kernel(
     position_ptr, sequence_ptr, node_ptr, out_ptr, count, purpose, key_low, key_high, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Give the number of each counter; grid (blocks of counters)."""
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
     position = tl.load(position_ptr + index, inside, 0)
     sequence = tl.load(sequence_ptr + index, inside, 0)
@@ -40,16 +40,22 @@ def _weights(law_ptr, index, vocab, UNITS: tl.constexpr):
     return (law * UNITS + 0.5).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["n", "vocab", "key_low", "key_high"])
+@triton.jit(
+    do_not_specialize=["n", "vocab", "key_low", "key_high", "stride_score_b", "stride_score_n"],
+    do_not_specialize_on_alignment=["score_ptr"],
+)
 def draw_kernel(
     score_ptr, uniform_ptr, depths_ptr, sequences_ptr, positions_ptr, drawn_ptr,
     n, vocab, key_low, key_high, stride_score_b, stride_score_n,
     GREEDY: tl.constexpr, PURPOSE: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Draw one token: the argmax, or by a given number or that of a counter; grid (nodes, batch)."""
-    node = tl.program_id(0)
+    node = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     score_ptr += batch * stride_score_b + node * stride_score_n
+    if ALIGNED:  # said once for every tree: with strides of n rows Triton would build anew for n = 16, 32, ...
+        score_ptr = tl.multiple_of(score_ptr, 16)
     lane = tl.arange(0, BLOCK)
     if GREEDY:
         best = tl.full((BLOCK,), float("-inf"), tl.float32)

@@ -31,9 +31,9 @@ def gated_rms_norm(
     for name, tensor in (("x", x), ("gate", gate), ("weight", weight)):
         check_inner(name, tensor)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows, opening, tile = x.flatten(0, -2), gate.flatten(0, -2), NormTile.of(width)
+    (rows, stride), (opening, gate_stride), tile = _rows(x), _rows(gate), NormTile.of(width)
     gated_norm_kernel[(len(rows), groups)](
-        rows, opening, weight, y, rows.stride(0), opening.stride(0), x.shape[-1], eps,
+        rows, opening, weight, y, stride, gate_stride, x.shape[-1], float(eps),
         WIDTH=width, BLOCK=tile.width, NORM_FIRST=norm_before_gate, SILU=activation == "silu",
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -52,9 +52,15 @@ def rms_norm_add(
         check_inner(name, tensor)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
-    rows, stream, tile = x.flatten(0, -2), residual.flatten(0, -2), NormTile.of(width)
+    (rows, stride), (stream, stream_stride), tile = _rows(x), _rows(residual), NormTile.of(width)
     norm_add_kernel[(len(rows),)](
-        rows, stream, weight, y, total, rows.stride(0), stream.stride(0), eps, offset,
+        rows, stream, weight, y, total, stride, stream_stride, float(eps), float(offset),
         WIDTH=width, BLOCK=tile.width, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y, total
+
+
+def _rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """View a tensor as rows; give their distance, for a single one too, which shall need no build of its own."""
+    rows = tensor.flatten(0, -2)
+    return rows, rows.stride(0) if len(rows) > 1 else tensor.stride(-2)

@@ -14,6 +14,7 @@ import torch
 from host_reads import NoHostReads
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch_keys import Key, launch_keys
 from torch import Tensor
 
 from stree import Sampling, TokenTree, accept
@@ -280,3 +281,33 @@ def test_without_a_gpu_or_the_interpreter_triton_is_refused(monkeypatch: pytest.
     if DEVICE == "cpu":
         with pytest.raises(RuntimeError, match="choice with backend='triton' needs CUDA tensors, got a tensor on cpu"):
             choice(torch.ones(1, 2), torch.zeros(1, dtype=torch.float64), backend="triton")
+
+
+def keys_of(monkeypatch: pytest.MonkeyPatch, n: int, vocab: int, sampling: Sampling, batch: int = 1) -> list[Key]:
+    problem = Problem.draw(n, vocab, batch=batch)
+    with launch_keys(monkeypatch) as keys:
+        problem.walk(sampling, "triton")
+    return keys
+
+
+@pytest.mark.parametrize("vocab", [101, 128])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_tree_of_a_generation_asks_for_a_build_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, vocab: int, temperature: float
+) -> None:
+    sampling = Sampling(temperature)
+    first = keys_of(monkeypatch, 7, vocab, sampling)
+    assert [name for name, _ in first] == ["draw_kernel", "walk_kernel"]
+    for n, batch in ((1, 1), (16, 1), (2, 8), (16, 16)):
+        assert keys_of(monkeypatch, n, vocab, sampling, batch) == first
+    assert keys_of(monkeypatch, 17, vocab, sampling) != first, "a wider walk is another build, and its key shows it"
+
+
+def test_a_kernel_that_specialises_its_integers_has_another_key_for_one_and_for_sixteen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for kernel in (kernels.draw_kernel, kernels.walk_kernel):
+        options = "kwargs" if hasattr(kernel, "kwargs") else "__dict__"
+        monkeypatch.setitem(getattr(kernel, options), "do_not_specialize", [])
+    seen = {tuple(keys_of(monkeypatch, n, 101, Sampling(0.0))) for n in (1, 7, 16)}
+    assert len(seen) == 3

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from launch_keys import Key, launch_keys
 from torch import Tensor
 
 from stree.kernels import ops
@@ -177,3 +178,18 @@ def test_bad_input_is_refused() -> None:
         ops.rms_norm_add(wide, wide, wide[0], eps=EPS, backend="triton")
     with pytest.raises(NotImplementedError, match="takes groups of channels up to 16384, got 16385"):
         ops.gated_rms_norm(wide, wide, wide[0], eps=EPS, backend="triton")
+
+
+@pytest.mark.parametrize("width", [39, 48])
+def test_no_number_of_rows_asks_for_a_build_of_its_own(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    def keys(batch: int, n: int) -> list[Key]:
+        projected, weight = draw(batch, n, 112), draw(width)
+        x, gate = projected[..., :width], projected[..., 64 : 64 + width]
+        with launch_keys(monkeypatch) as found:
+            ops.gated_rms_norm(x, gate, weight, eps=EPS, backend="triton")
+            ops.rms_norm_add(x, gate, weight, eps=EPS, backend="triton")
+        return found
+
+    first = keys(1, 5)
+    assert [name for name, _ in first] == ["gated_norm_kernel", "norm_add_kernel"]
+    assert all(keys(*sizes) == first for sizes in ((1, 1), (1, 16), (16, 1), (3, 7)))
