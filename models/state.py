@@ -140,12 +140,21 @@ class DecodeState:
         max_nodes: most nodes of a tree, root included.
         pending: the last verified and not yet committed tree, or None.
         length_bound: int, known to the host; no sequence is longer.
+        fixed_shapes: whether every step has the shapes of every other, as a captured graph needs: attention then looks
+            at the whole memory of the context, whatever the lengths.
     """
 
     def __init__(
-        self, specs: Mapping[Site, LayerSpec], batch: int, max_length: int, max_nodes: int, device: Any
+        self,
+        specs: Mapping[Site, LayerSpec],
+        batch: int,
+        max_length: int,
+        max_nodes: int,
+        device: Any,
+        *,
+        fixed_shapes: bool = False,
     ) -> None:
-        self.max_length, self.max_nodes = max_length, max_nodes
+        self.max_length, self.max_nodes, self.fixed_shapes = max_length, max_nodes, fixed_shapes
         self.specs = specs
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.pending: Pending | None = None
@@ -198,7 +207,9 @@ class DecodeState:
         if max_length < self.max_length or max_nodes < self.max_nodes:
             present = f"max_length {self.max_length} and max_nodes {self.max_nodes}"
             raise ValueError(f"a resized state must have at least {present}, got {max_length} and {max_nodes}")
-        other = DecodeState(self.specs, self.batch_size, max_length, max_nodes, self.lengths.device)
+        other = DecodeState(
+            self.specs, self.batch_size, max_length, max_nodes, self.lengths.device, fixed_shapes=self.fixed_shapes
+        )
         for spec, stack in self.stacks.items():
             other.stacks[spec].overwrite(stack)
         other.lengths.copy_(self.lengths)
@@ -247,7 +258,7 @@ class TreeStep:
         state: the state read, whose stash is written.
         topology: the tree's shape, computed once for all layers.
         first: nodes below it stand in the stash already.
-        length_bound: int, known to the host; no sequence of the state is longer.
+        length_bound: int, rows of the context that attention looks at; no sequence of the state is longer.
         attending: the layer whose attention runs; a module that several layers share does not know its own.
         copies: the same step on other devices where layers stand, by device.
     """

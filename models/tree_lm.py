@@ -112,13 +112,18 @@ class TreeLM:
         """Dtype of the weights."""
         return cast(Tensor, self.model.get_input_embeddings().weight).dtype
 
-    def new_state(self, batch_size: int = 1, max_length: int = 4096, max_nodes: int = 64) -> DecodeState:
+    def new_state(
+        self, batch_size: int = 1, max_length: int = 4096, max_nodes: int = 64, *, fixed_shapes: bool = False
+    ) -> DecodeState:
         """Allocate an empty state.
 
         Args:
             batch_size: sequences.
             max_length: most committed tokens a sequence.
             max_nodes: most nodes of a tree, root included.
+            fixed_shapes: whether steps shall all have the same shapes, whatever the lengths, so that one can be
+                captured and replayed.  On a device ``commit`` then trusts that no text goes beyond ``max_length``; rows
+                of one that does are dropped.
 
         Raises:
             ValueError: a size below 1.
@@ -126,7 +131,7 @@ class TreeLM:
         for name, size in (("batch_size", batch_size), ("max_length", max_length), ("max_nodes", max_nodes)):
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
-        state = DecodeState(self._specs, batch_size, max_length, max_nodes, self.device)
+        state = DecodeState(self._specs, batch_size, max_length, max_nodes, self.device, fixed_shapes=fixed_shapes)
         state.bind(self._mixers)
         return state
 
@@ -193,12 +198,12 @@ class TreeLM:
         topology = Topology.of(
             tree.parents, self._conv_width, mask=tree.ancestor_mask, depths=tree.depths, jumps=self._jumps
         )
-        step = TreeStep(state, topology, first, state.length_bound)
+        step = TreeStep(state, topology, first, state.max_length if state.fixed_shapes else state.length_bound)
         positions = None
         if self.family.takes_positions:
             positions = (state.lengths[:, None] + tree.depths[:, first:]).long()
-            # A host integer bounds the context; on the CPU reading the exact one costs nothing and makes it shorter.
-            step.length_bound = int(state.lengths.max()) if on_host else state.length_bound
+            if on_host and not state.fixed_shapes:  # reading the exact bound costs nothing here and makes it shorter
+                step.length_bound = int(state.lengths.max())
         logits = self._forward(tree.tokens[:, first:], step, positions)
         state.pending = Pending(tree, topology)
         return logits.to(state_dtype(logits.dtype))
@@ -229,7 +234,9 @@ class TreeLM:
         if (pending.tree.is_checked and reads_freely(path)) or checks_everywhere():
             check_path(pending.tree, path, path_lengths)
         bound = state.length_bound + path.shape[1]
-        if bound > state.max_length:
+        if bound > state.max_length and state.fixed_shapes and not reads_freely(path):
+            bound = state.max_length
+        elif bound > state.max_length:
             bound = int((state.lengths + path_lengths).max())
             if bound > state.max_length:
                 raise ValueError(f"committing makes {bound} tokens, which exceeds max_length {state.max_length}")

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from host_reads import NoHostReads
-from tiny_family_models import FAMILIES, family_model
+from tiny_family_models import EVERY_ADAPTER, FAMILIES, family_model
 from tiny_models import (
     TOLERANCE,
     as_commit,
@@ -30,6 +30,7 @@ from tiny_models import (
     right_padded,
     tree_error,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
@@ -381,3 +382,61 @@ def test_neither_a_trees_forward_nor_a_commit_reads_the_device(family: str, monk
         tree = random_tree(rng, [8, 5])
         lm.verify(state, tree)
         lm.commit(state, *as_commit([path_to(tree, 0, 7), [0]]))
+
+
+class Sizes(TorchDispatchMode):
+    """Note operators with the sizes of what they return."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[tuple[str, list[list[int]]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        parts = out if isinstance(out, (tuple, list)) else (out,)
+        self.seen.append((str(func), [[*part.shape] for part in parts if isinstance(part, torch.Tensor)]))
+        return out
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("family", EVERY_ADAPTER)
+def test_steps_of_fixed_shapes_run_the_same_operators_on_the_same_sizes(
+    family: str, fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topology, "waits_always", True)
+    rng = random.Random(13)
+    model = family_model(family)
+    lm, texts = grafted(model), random_texts(rng, [9, 4])
+    state = lm.new_state(2, 24, 6, fixed_shapes=fixed)
+    lm.prefill(state, *right_padded(texts))
+    steps = []
+    for short in ([0], [], [0]):
+        tree = random_tree(rng, [6, 6])
+        paths = [path_to(tree, 0, 4), short]
+        path, lengths = as_commit([*paths, [0] * 6])
+        with Sizes() as sizes:
+            lm.verify(state, tree)
+            lm.commit(state, path[:2], lengths[:2])
+        texts = extended(texts, tree, paths)
+        steps.append(sizes.seen)
+    assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
+    attends = any(hasattr(stack, "keys") for stack in state.stacks.values())
+    same = fixed or not attends
+    assert [step == steps[0] for step in steps] == [True, same, same]
+
+
+def test_a_text_beyond_a_fixed_state_loses_rows_and_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "waits_always", True)
+    rng = random.Random(15)
+    model = family_model("llama")
+    lm, texts = grafted(model), random_texts(rng, [9, 4])
+    state = lm.new_state(2, 12, 6, fixed_shapes=True)
+    lm.prefill(state, *right_padded(texts))
+    tree = TokenTree.chain(torch.tensor(random_texts(rng, [6, 6])))
+    paths = [[*range(6)], [0]]
+    lm.verify(state, tree)
+    lm.commit(state, *as_commit(paths))
+    texts = extended(texts, tree, paths)
+    assert (
+        tree_error(model, texts[1:], TokenTree(tree.tokens[1], tree.parents[1]), lm.verify(state, tree)[1:]) < FLOAT32
+    )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_family_models import family_model
+from tiny_family_models import EVERY_ADAPTER, family_model
 from tiny_models import (
     TOLERANCE,
     as_commit,
@@ -29,17 +29,6 @@ from stree.models.placement import step_on
 from stree.models.state import TreeStep
 
 META = torch.device("meta")
-EVERY_ADAPTER = (
-    "gemma3_text",
-    "jamba",
-    "kimi_linear",
-    "lfm2",
-    "minimax",
-    "qwen3_next",
-    "recurrent_gemma",
-    "zamba",
-    "zamba2",
-)
 
 
 def moved(value: Any, device: torch.device) -> Any:

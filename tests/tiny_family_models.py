@@ -11,6 +11,18 @@ from transformers import PreTrainedModel
 
 BUILDERS = {**tiny_families.BUILDERS, **tiny_families_delta.BUILDERS}
 FAMILIES = sorted(BUILDERS)
+# Together they hold a layer of every kind.
+EVERY_ADAPTER = (
+    "gemma3_text",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "minimax",
+    "qwen3_next",
+    "recurrent_gemma",
+    "zamba",
+    "zamba2",
+)
 
 
 def family_model(
