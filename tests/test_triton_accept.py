@@ -20,6 +20,7 @@ from torch import Tensor
 from stree import Sampling, TokenTree, accept
 from stree.kernels import accept as kernels
 from stree.kernels.accept_door import Backend, MatchedPath, choice, match_accept, philox_uniform
+from stree.kernels.accept_kernels import draw_kernel, walk_kernel
 from stree.kernels.topology import Topology
 from stree.sampling import Random
 from stree.verify import Acceptance
@@ -306,7 +307,7 @@ def test_no_tree_of_a_generation_asks_for_a_build_of_its_own(
 def test_a_kernel_that_specialises_its_integers_has_another_key_for_one_and_for_sixteen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for kernel in (kernels.draw_kernel, kernels.walk_kernel):
+    for kernel in (draw_kernel, walk_kernel):
         options = "kwargs" if hasattr(kernel, "kwargs") else "__dict__"
         monkeypatch.setitem(getattr(kernel, options), "do_not_specialize", [])
     seen = {tuple(keys_of(monkeypatch, n, 101, Sampling(0.0))) for n in (1, 7, 16)}
