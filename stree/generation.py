@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -11,7 +12,8 @@ from stree.growth import Growth
 from stree.models.tree_lm import TreeLM
 from stree.processing import EachNode, LogitsProcessor, NodeProcessor, processed
 from stree.sampling import Sampling
-from stree.session import Generation, Observer, Session, Streamer
+from stree.session import Observer, Session, Streamer
+from stree.statistics import Generation
 from stree.steering import MAX_DEPTH, AutoSize, FixedSize
 from stree.verify import VERIFIERS
 
@@ -36,7 +38,7 @@ class GenerationInterrupted(KeyboardInterrupt):
 
 def generate(
     lm: TreeLM,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]] | Iterator[Sequence[int]],
     drafter: Drafter | None = None,
     growth: Growth | None = None,
     budget: int | str = 16,
@@ -47,12 +49,14 @@ def generate(
     logits_processor: LogitsProcessor | None = None,
     seed: int = 0,
     streamer: Streamer | None = None,
+    max_batch: int | None = None,
+    max_length: int | None = None,
 ) -> Generation:
     """Generate from a target, token for token distributed as the target alone would.
 
     Args:
         lm: the target.
-        prompts: token lists of any lengths, none empty; they run as one batch.
+        prompts: token lists of any lengths, none empty; or an iterator of them, read as slots become free.
         drafter: what proposes trees; None for ``SuffixDrafter()``.
         growth: the shape of a model drafter's trees; None for its default, ``Calibrated()``.
         budget: most nodes a step, root included; 1 is plain decoding; "auto" for the size of the best measured
@@ -67,6 +71,10 @@ def generate(
             there, and for the draft model's likewise.  It must depend on nothing but its arguments.
         seed: of the random numbers.
         streamer: receives tokens as they are emitted; one prompt only.
+        max_batch: most sequences at once; the next prompt takes the place of one that has finished.  None for all
+            prompts of a list together.  No text depends on it.
+        max_length: most tokens of a prompt and its new ones; None for what the longest prompt of a list needs.  Memory
+            is bounded by ``max_batch`` times it.  An iterator needs both.
 
     Returns:
         Sequences and statistics.
@@ -80,13 +88,14 @@ def generate(
     return run(
         lm, prompts, SuffixDrafter() if drafter is None else drafter, growth=growth, budget=budget, verifier=verifier,
         sampling=Sampling() if sampling is None else sampling, max_new_tokens=max_new_tokens,
-        stop_token_ids=stop_token_ids, processor=processor, seed=seed, streamer=streamer,
+        stop_token_ids=stop_token_ids, processor=processor, seed=seed, streamer=streamer, max_batch=max_batch,
+        max_length=max_length,
     )  # fmt: skip
 
 
 def run(
     lm: TreeLM,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]] | Iterator[Sequence[int]],
     drafter: Drafter,
     *,
     growth: Growth | None,
@@ -99,17 +108,20 @@ def run(
     seed: int,
     streamer: Streamer | None,
     observer: Observer | None = None,
+    max_batch: int | None = None,
+    max_length: int | None = None,
 ) -> Generation:
     """Do what ``generate`` does, with a processor of many nodes and an observer of every token."""
-    _check(lm, prompts, drafter, budget, verifier, max_new_tokens, streamer)
+    _check(lm, drafter, budget, verifier, max_new_tokens)
+    slots = _slots(lm, prompts, max_new_tokens, max_batch, max_length, streamer)
     if budget == 1:
         drafter = NoDrafter()
-    steering = _steering(lm, drafter, growth, budget, sampling, len(prompts))
+    steering = _steering(lm, drafter, growth, budget, sampling, slots.max_batch)
     if processor is not None:
         lm, drafter = _with_processor(lm, drafter, processor)
     session = Session(
-        lm, [list(prompt) for prompt in prompts], sampling=sampling, max_new_tokens=max_new_tokens,
-        stop_token_ids=stop_token_ids, seed=seed, streamer=streamer, observer=observer,
+        lm, slots.prompts, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, seed=seed,
+        max_batch=slots.max_batch, max_length=slots.max_length, streamer=streamer, observer=observer,
     )  # fmt: skip
     shape = None if steering.growth is None else str(steering.growth)
     session.settings = {"growth": shape, "budget": budget, "verifier": verifier}
@@ -146,15 +158,78 @@ def _with_processor(lm: TreeLM, drafter: Drafter, processor: NodeProcessor) -> t
     return processed(lm, processor, is_target=True), drafter
 
 
-def _check(
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """Prompts, each with what is wrong with it or None, and the room there is for them."""
+
+    prompts: Iterator[tuple[list[int], str | None]]
+    max_batch: int
+    max_length: int
+
+
+def _slots(
     lm: TreeLM,
-    prompts: Sequence[Sequence[int]],
-    drafter: Drafter,
-    budget: int | str,
-    verifier: str,
+    prompts: Sequence[Sequence[int]] | Iterator[Sequence[int]],
     max_new_tokens: int,
+    max_batch: int | None,
+    max_length: int | None,
     streamer: Streamer | None,
-) -> None:
+) -> _Slots:
+    """Make room for the prompts; those of a list are all looked at before anything runs.
+
+    Raises:
+        ValueError: no prompts, no room for one, or an iterator without a bound.
+        TypeError: prompts that are none.
+    """
+    for name, size in (("max_batch", max_batch), ("max_length", max_length)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    if isinstance(prompts, (str, Tensor)):
+        raise ValueError(f"generate needs at least one prompt, a list of token lists, got {type(prompts).__name__}")
+    bound = min((length for length in (max_length, lm.max_length) if length is not None), default=None)
+
+    if isinstance(prompts, Iterator):
+        if max_batch is None or max_length is None:
+            raise ValueError("an iterator of prompts needs max_batch and max_length, which bound the memory")
+        return _Slots(_each(lm, prompts, max_new_tokens, bound), max_batch, max_length)
+    known = [_checked(lm, row, prompt, max_new_tokens, bound) for row, prompt in enumerate(prompts)]
+    if not known:
+        raise ValueError("generate needs at least one prompt, a list of token lists, got none")
+    if streamer is not None and len(known) > 1:
+        raise ValueError(f"a streamer takes one prompt, got {len(known)}")
+    longest = max(map(len, known)) + max_new_tokens
+    batch = min(max_batch or len(known), len(known))
+    return _Slots(((prompt, None) for prompt in known), batch, max_length or longest)
+
+
+def _each(
+    lm: TreeLM, prompts: Iterator[Sequence[int]], max_new_tokens: int, max_length: int | None
+) -> Iterator[tuple[list[int], str | None]]:
+    """Look at prompts as they come: one that cannot be run must not end the others."""
+    for row, prompt in enumerate(prompts):
+        try:
+            yield _checked(lm, row, prompt, max_new_tokens, max_length), None
+        except (TypeError, ValueError) as problem:
+            yield list(prompt) if hasattr(prompt, "__len__") else [], f"refused: {problem}"
+
+
+def _checked(lm: TreeLM, row: int, prompt: Sequence[int], max_new_tokens: int, max_length: int | None) -> list[int]:
+    """Look at a prompt: a list of tokens of the vocabulary that leaves room for the new ones."""
+    if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
+        raise TypeError(f"prompt {row} must be a list of tokens, got {type(prompt).__name__}")
+    if not len(prompt):
+        raise ValueError(f"prompt {row} is empty; every prompt needs at least one token")
+    bad = next((token for token in prompt if not 0 <= token < lm.vocab_size), None)
+    if bad is not None:
+        raise ValueError(f"prompt {row} has token {bad}, outside the vocabulary of {lm.vocab_size}")
+    if max_length is not None and len(prompt) + max_new_tokens > max_length:
+        raise ValueError(
+            f"prompt {row} of {len(prompt)} tokens plus {max_new_tokens} new ones exceeds max_length {max_length}"
+        )
+    return list(prompt)
+
+
+def _check(lm: TreeLM, drafter: Drafter, budget: int | str, verifier: str, max_new_tokens: int) -> None:
     """Refuse bad arguments before anything runs."""
     if isinstance(budget, str) and budget != "auto":
         raise ValueError(f"budget must be a number of nodes or 'auto', got {budget!r}")
@@ -165,24 +240,6 @@ def _check(
             raise ValueError(f"{name} must be at least 1, got {value}")
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
-    if isinstance(prompts, (str, Tensor)) or not prompts:
-        what = "none" if not isinstance(prompts, (str, Tensor)) else type(prompts).__name__
-        raise ValueError(f"generate needs at least one prompt, a list of token lists, got {what}")
-    for row, prompt in enumerate(prompts):
-        if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
-            raise TypeError(f"prompt {row} must be a list of tokens, got {type(prompt).__name__}")
-        if not len(prompt):
-            raise ValueError(f"prompt {row} is empty; every prompt needs at least one token")
-        bad = next((token for token in prompt if not 0 <= token < lm.vocab_size), None)
-        if bad is not None:
-            raise ValueError(f"prompt {row} has token {bad}, outside the vocabulary of {lm.vocab_size}")
-        if lm.max_length is not None and len(prompt) + max_new_tokens > lm.max_length:
-            raise ValueError(
-                f"prompt {row} of {len(prompt)} tokens plus {max_new_tokens} new ones exceeds max_length "
-                f"{lm.max_length}"
-            )
     for model in drafter.models if isinstance(drafter, HasModel) else ():
         if model.device != lm.device:
             raise ValueError(f"drafter and target must be on one device, got {model.device} and {lm.device}")
-    if streamer is not None and len(prompts) > 1:
-        raise ValueError(f"a streamer takes one prompt, got {len(prompts)}")

@@ -1,4 +1,4 @@
-"""One run of the loop: draft a tree, verify it in one pass, accept a path, commit it.
+"""One generation: texts on the host, a step after the other on the device, sequences that come and go between steps.
 
 It knows a drafter, a growth and a model by their protocols only.
 """
@@ -6,33 +6,22 @@ It knows a drafter, a growth and a model by their protocols only.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from stree.drafters import Draft, Drafter
+from stree.drafters import Drafter
 from stree.models.tree_lm import TreeLM
+from stree.program import Program, Round
 from stree.sampling import Random, Sampling
+from stree.statistics import Generation, Statistics
 from stree.steering import Steering
-from stree.verify import Acceptance, accept
 
-__all__ = ["Generation", "Observer", "Session", "Streamer"]
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What ``generate`` returns.
-
-    Attributes:
-        sequences: prompt and new tokens of each input, in input order; a stop token is kept.
-        stats: JSON-able; seconds by part, steps, tau, draft calls, acceptance by depth, finish reasons.
-    """
-
-    sequences: list[list[int]]
-    stats: dict[str, Any]
+__all__ = ["Observer", "Session", "Streamer"]
 
 
 class Streamer(Protocol):
@@ -59,45 +48,20 @@ class Observer(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Stats:
-    """Sums over the steps of a run."""
-
-    prefill_s: float = 0.0
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    accept_s: float = 0.0
-    commit_s: float = 0.0
-    total_s: float = 0.0
-    steps: int = 0
-    draft_calls: int = 0
-    nodes: int = 0
-    row_steps: int = 0
-    row_tokens: int = 0
-    accepted: list[int] = field(default_factory=list)  # row steps that accepted exactly i drafted nodes
-
-    def record(self, draft: Draft, num_accepted: Sequence[int]) -> None:
-        """Count a step: nodes accepted by each sequence that took part."""
-        self.steps += 1
-        self.draft_calls += draft.num_calls
-        self.nodes += draft.tree.tokens.shape[1]
-        self.row_steps += len(num_accepted)
-        self.row_tokens += sum(num_accepted) + len(num_accepted)
-        for count in num_accepted:
-            self.accepted += [0] * (count + 1 - len(self.accepted))
-            self.accepted[count] += 1
-
-
 class Session:
-    """One generation: texts on the host, state on the device.
+    """One generation.
+
+    Slots of the batch hold sequences; when one has finished and prompts are left, the next takes its slot.
 
     Args:
         lm: the target.
-        prompts: token lists, checked by the caller.
+        prompts: token lists with None, or with the reason why one cannot be run, by which its sequence ends.
         sampling: how the target's tokens are drawn.
         max_new_tokens: most new tokens a sequence.
         stop_token_ids: tokens that end a sequence.
         seed: of the random numbers.
+        max_batch: slots.
+        max_length: most tokens of a prompt and its new tokens.
         streamer: receives tokens as they are emitted, or None.
         observer: sees what every token was drawn from and may end a sequence, or None.
     """
@@ -105,24 +69,28 @@ class Session:
     def __init__(
         self,
         lm: TreeLM,
-        prompts: list[list[int]],
+        prompts: Iterable[tuple[list[int], str | None]],
         *,
         sampling: Sampling,
         max_new_tokens: int,
         stop_token_ids: Iterable[int] | None,
         seed: int,
+        max_batch: int,
+        max_length: int,
         streamer: Streamer | None = None,
         observer: Observer | None = None,
     ) -> None:
-        self.lm, self.prompts, self.sampling, self.max_new_tokens = lm, prompts, sampling, max_new_tokens
+        self.lm, self.sampling, self.max_new_tokens, self.seed = lm, sampling, max_new_tokens, seed
+        self.max_batch, self.max_length = max_batch, max_length
         self.streamer, self.observer = streamer, observer
         self.stop = frozenset(stop_token_ids or ())
-        self.new: list[list[int]] = [[] for _ in prompts]
-        self.reasons: list[str | None] = [None] * len(prompts)
+        self.waiting = iter(prompts)
+        self.prompts: list[list[int]] = []
+        self.new: list[list[int]] = []
+        self.reasons: list[str | None] = []
+        self.slots: list[int] = []  # the sequence that each row of the batch holds
         self.device = lm.device  # asked for once: it is looked up through the model's modules
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
-        self.rng = Random(seed, torch.arange(len(prompts), device=self.device), lengths)
-        self.stats = _Stats()
+        self.stats = Statistics()
         self.settings: dict[str, Any] = {}
         self.is_started = False
 
@@ -132,124 +100,135 @@ class Session:
         return sum(map(len, self.new))
 
     def run(self, drafter: Drafter, steering: Steering, verifier: str) -> None:
-        """Generate until every sequence has finished."""
-        began = clock = self._clock()
-        lengths = torch.tensor([len(prompt) for prompt in self.prompts])
-        width = int(lengths.max())
-        input_ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in self.prompts])
-        # The last step starts below the limit and may commit a whole path beyond it.
-        nodes = steering.max_nodes
-        state = self.lm.new_state(len(self.prompts), width + self.max_new_tokens + nodes, nodes)
-        logits = self.lm.prefill(state, input_ids, lengths)
-        run = drafter.start(self.lm.vocab_size, self.prompts, self.rng)
-        pending = self._first_token(logits)
-        if self.streamer is not None:
-            self.streamer.put(input_ids[0])
-        self.is_started = True
-        self._emit([[token] for token in pending.tolist()], logits[:, None])
-        self.stats.prefill_s = self._clock() - clock
-        self.stats.total_s = self._clock() - began
-        while None in self.reasons:
-            clock = started = self._clock()
-            draft = run.propose(pending, *steering.next())
-            clock = self._lap("draft_s", clock)
-            logits = self.lm.verify(state, draft.tree)
-            clock = self._lap("verify_s", clock)
-            self.rng = self.rng.at(state.lengths.long())
-            acceptance = accept(draft.tree, logits, self.sampling, self.rng, draft.laws, verifier, draft.max_depth)
-            if any(reason is not None for reason in self.reasons):
-                acceptance = self._hold_finished(acceptance)
-            clock = self._lap("accept_s", clock)
-            self.lm.commit(state, acceptance.path, acceptance.path_lengths)
-            clock = self._lap("commit_s", clock)
-            run.observe(acceptance)
-            clock = self._lap("draft_s", clock)
-            pending = torch.where(acceptance.path_lengths > 0, acceptance.next_token, pending)
-            self._take(draft, acceptance, logits)
-            clock = self._lap("accept_s", clock)
-            steering.observe(draft, acceptance, clock - started)
-            self.stats.total_s = self._clock() - began
+        """Generate until every sequence has finished.
+
+        On a device the host hears of a step while the next one runs, unless it must know more before it can go on.
+        """
+        self._began = time.perf_counter()
+        program = self._start(drafter, steering.max_nodes, verifier)
+        self._refill(program)
+        is_late = self.device.type == "cuda" and self.observer is None and not steering.watches
+        launched: deque[Round] = deque()
+        try:
+            while None in self.reasons:
+                began = time.perf_counter()
+                launched.append(program.step(*steering.next()))
+                if len(launched) > is_late:
+                    self._take(program, launched.popleft(), steering, began)
+                    self._refill(program)
+        finally:  # what was launched before something failed is heard all the same
+            while launched and None in self.reasons:
+                self._take(program, launched.popleft(), steering, began)
 
     def output(self, reason: str) -> Generation:
         """Report texts and statistics; sequences that have not finished end for ``reason``."""
-        stats, steps = self.stats, max(self.stats.row_steps, 1)
-        reached = [sum(stats.accepted[depth:]) for depth in range(len(stats.accepted))]
-        seconds = max(stats.total_s, 1e-9)
-        report: dict[str, Any] = {
+        report = {
             "num_prompt_tokens": [len(prompt) for prompt in self.prompts],
             "num_new_tokens": [len(new) for new in self.new],
             "finish_reasons": [known or reason for known in self.reasons],
-            "steps": stats.steps,
-            "tau": stats.row_tokens / steps if stats.row_steps else 0.0,
-            "draft_calls": stats.draft_calls,
-            "nodes_per_step": stats.nodes / max(stats.steps, 1),
-            "acceptance_by_depth": [now / before for before, now in zip(reached, reached[1:], strict=False)],
-            "tokens_per_s": self.num_new_tokens / seconds,
+            **self.stats.report(self.num_new_tokens),
             **self.settings,
         }
-        for name in ("total_s", "prefill_s", "draft_s", "verify_s", "accept_s", "commit_s"):
-            report[name] = getattr(stats, name)
-        sequences = [prompt + new for prompt, new in zip(self.prompts, self.new, strict=True)]
-        return Generation(sequences, report)
+        return Generation([prompt + new for prompt, new in zip(self.prompts, self.new, strict=True)], report)
 
-    def _first_token(self, logits: Tensor) -> Tensor:
-        """Draw the token after each prompt: int64[batch]."""
+    def _start(self, drafter: Drafter, max_nodes: int, verifier: str) -> Program:
+        """Prefill the first prompts together and draw their first tokens."""
+        prompts = list(islice(self._runnable(), self.max_batch))
+        if not prompts:
+            raise ValueError(f"no prompt can be run: {self.reasons[0] if self.reasons else 'there is none'}")
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        width = int(lengths.max())
+        input_ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
+        # The last step starts below the limit and may commit a whole path beyond it.
+        state = self.lm.new_state(len(prompts), self.max_length + max_nodes, max_nodes)
+        logits = self.lm.prefill(state, input_ids, lengths)
+        rng = Random(self.seed, torch.arange(len(prompts), device=self.device), lengths.to(self.device))
+        program = Program(
+            self.lm, state, drafter.start(self.lm.vocab_size, prompts, rng), rng, sampling=self.sampling,
+            verifier=verifier, stop_token_ids=self.stop, max_new_tokens=self.max_new_tokens,
+        )  # fmt: skip
+        self._check(logits)
+        if self.streamer is not None:
+            self.streamer.put(input_ids[0])
+        self.is_started = True
+        self._first_tokens(program, range(len(prompts)), rng, logits)
+        self.stats.prefill_s = self.stats.total_s = time.perf_counter() - self._began
+        return program
+
+    def _refill(self, program: Program) -> None:
+        """Give the slots of sequences that have finished to prompts that wait."""
+        for row in range(len(self.slots)):
+            while self.reasons[self.slots[row]] is not None:
+                prompt = next(self._runnable(row), None)
+                if prompt is None:
+                    return
+                began = time.perf_counter()
+                logits, rng = program.admit(row, self.slots[row], prompt)
+                self._check(logits)
+                self._first_tokens(program, [row], rng, logits)
+                self.stats.prefill_s += time.perf_counter() - began
+
+    def _runnable(self, row: int | None = None) -> Iterator[list[int]]:
+        """Take up the waiting prompts that can be run, each in a new slot or in that of ``row``."""
+        for prompt, problem in self.waiting:
+            self.prompts.append(prompt)
+            self.new.append([])
+            self.reasons.append(problem)
+            if problem is None:
+                sequence = len(self.prompts) - 1
+                if row is None:
+                    self.slots.append(sequence)
+                else:
+                    self.slots[row] = sequence
+                yield prompt
+
+    def _check(self, logits: Tensor) -> None:
+        """Refuse NaN logits of prompts."""
         if bool(logits.isnan().any()):
             raise ValueError("the target's logits are NaN after the prompt")
+
+    def _first_tokens(self, program: Program, rows: Sequence[int], rng: Random, logits: Tensor) -> None:
+        """Draw the token after the prompts of some rows from float[len(rows), vocab] logits."""
         if self.sampling.is_greedy:
-            return logits.argmax(-1)
-        return self.rng.choice("target", self.sampling.law(logits), torch.zeros_like(self.rng.positions))
+            tokens = logits.argmax(-1)
+        else:
+            tokens = rng.choice("target", self.sampling.law(logits), torch.zeros_like(rng.positions))
+        for place, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
+            self._emit(row, [token], logits[place][None])
+            program.begin(row, token, is_finished=self.reasons[self.slots[row]] is not None)
 
-    def _hold_finished(self, acceptance: Acceptance) -> Acceptance:
-        """Let finished sequences stand still."""
-        is_live = torch.tensor([reason is None for reason in self.reasons], device=acceptance.path.device)
-        return replace(acceptance, path_lengths=acceptance.path_lengths * is_live)
-
-    def _take(self, draft: Draft, acceptance: Acceptance, logits: Tensor) -> None:
-        """Bring a step's tokens to the host; those after each node of the path were drawn from its logits."""
-        tokens = draft.tree.tokens.gather(1, acceptance.path.clamp(min=0).long()).tolist()
-        following = acceptance.next_token.tolist()
-        lengths = acceptance.path_lengths.tolist()
-        self.stats.record(draft, [length - 1 for length in lengths if length])
-        rows = [
-            [*path[1:length], token] if length else []
-            for path, length, token in zip(tokens, lengths, following, strict=True)
-        ]
+    def _take(self, program: Program, step: Round, steering: Steering, began: float) -> None:
+        """Hear of a step: its tokens go to the texts, its times and lengths to the statistics."""
+        rows, committed = step.emitted()
+        logits = step.logits
         if self.observer is not None:
-            logits = logits.take_along_dim(acceptance.path.clamp(min=0).long()[..., None], 1)
-        self._emit(rows, logits)
-
-    def _emit(self, rows: list[list[int]], logits: Tensor) -> None:
-        """Append tokens to the texts, up to a stop token or the limit; token i was drawn from logits[:, i]."""
+            logits = logits.take_along_dim(step.acceptance.path.clamp(min=0).long()[..., None], 1)
         for row, tokens in enumerate(rows):
-            if self.reasons[row] is not None:
-                continue
-            tokens = tokens[: self.max_new_tokens - len(self.new[row])]
-            stop = next((place for place, token in enumerate(tokens) if token in self.stop), None)
-            if stop is not None:
-                tokens = tokens[: stop + 1]
-                self.reasons[row] = "stop"
-            if self.observer is not None and tokens:
-                end = self.observer.observe(row, tokens, logits[row, : len(tokens)])
-                if end is not None:
-                    tokens = tokens[:end]
-                    self.reasons[row] = "stop"
-            self.new[row] += tokens
-            if self.reasons[row] is None and len(self.new[row]) >= self.max_new_tokens:
-                self.reasons[row] = "length"
-            if self.streamer is not None and tokens:
-                self.streamer.put(torch.tensor(tokens))
-        if self.streamer is not None and None not in self.reasons:
-            self.streamer.end()
+            if tokens and self._emit(row, tokens, logits[row]):
+                program.finish(row)
+        self.stats.record(step.draft, committed, step.clock.seconds())
+        now = time.perf_counter()
+        steering.observe(step.draft, step.acceptance, now - began)
+        self.stats.total_s = now - self._began
 
-    def _clock(self) -> float:
-        """Read the time, seconds; waits for the device, so that parts are charged with their own work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+    def _emit(self, row: int, tokens: list[int], logits: Tensor) -> bool:
+        """Append tokens of a row, cut at its end, to its text; token i was drawn from logits[i].
 
-    def _lap(self, name: str, since: float) -> float:
-        """Charge the time since ``since`` to a part."""
-        now = self._clock()
-        setattr(self.stats, name, getattr(self.stats, name) + now - since)
-        return now
+        Returns:
+            Whether the observer ended the sequence.
+        """
+        sequence, is_ended = self.slots[row], False
+        if self.observer is not None:
+            end = self.observer.observe(sequence, tokens, logits[: len(tokens)])
+            is_ended = end is not None
+            tokens = tokens[:end]
+        self.new[sequence] += tokens
+        if is_ended or tokens[-1] in self.stop:
+            self.reasons[sequence] = "stop"
+        elif len(self.new[sequence]) >= self.max_new_tokens:
+            self.reasons[sequence] = "length"
+        if self.streamer is not None:
+            self.streamer.put(torch.tensor(tokens))
+            if self.reasons[sequence] is not None:
+                self.streamer.end()
+        return is_ended

@@ -28,9 +28,15 @@ TIMED = (1, 4, 16, 64)  # nodes of the trees that are timed; costs between them 
 
 
 class Steering(Protocol):
-    """Decides the size of every step."""
+    """Decides the size of every step.
+
+    Attributes:
+        max_nodes: most nodes of a step.
+        watches: whether a step's outcome must be observed before the next size is asked for.
+    """
 
     max_nodes: int
+    watches: bool
 
     def next(self) -> tuple[Growth | None, int]:
         """Give growth and budget of the next step."""
@@ -43,6 +49,8 @@ class Steering(Protocol):
 
 class FixedSize:
     """The same growth and budget always."""
+
+    watches = False
 
     def __init__(self, growth: Growth | None, budget: int) -> None:
         self.growth, self.max_nodes = growth, budget
@@ -68,6 +76,8 @@ class AutoSize:
         batch: sequences.
         max_depth: deepest tree; None for the growth's own depth.
     """
+
+    watches = True
 
     def __init__(
         self, lm: TreeLM, drafter: Drafter, growth: Growth | None, batch: int, *, max_depth: int | None = None

@@ -36,3 +36,6 @@ class _NoRun:
 
     def observe(self, acceptance: Acceptance) -> None:
         """Ignore it."""
+
+    def admit(self, row: int, prompt: Sequence[int]) -> None:
+        """Ignore it."""

@@ -50,6 +50,10 @@ class DraftRun(Protocol):
         """
         ...
 
+    def admit(self, row: int, prompt: Sequence[int]) -> None:
+        """Begin another text in place of one that has ended; nothing that was learnt of that may matter to it."""
+        ...
+
 
 class Drafter(Protocol):
     """A way to draft; it may have an attribute ``default_growth`` for callers who name no growth."""

@@ -1,0 +1,69 @@
+"""What a run reports: texts, and sums over its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stree.drafters import Draft
+
+__all__ = ["Generation", "Statistics"]
+
+PARTS = ("draft_s", "verify_s", "accept_s", "commit_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What ``generate`` returns.
+
+    Attributes:
+        sequences: prompt and new tokens of each input, in input order; a stop token is kept.
+        stats: JSON-able; seconds by part, steps, tau, draft calls, acceptance by depth, finish reasons.
+    """
+
+    sequences: list[list[int]]
+    stats: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Sums over the steps of a run."""
+
+    total_s: float = 0.0
+    prefill_s: float = 0.0
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    steps: int = 0
+    draft_calls: int = 0
+    nodes: int = 0
+    row_steps: int = 0
+    row_tokens: int = 0
+    accepted: list[int] = field(default_factory=list)  # row steps that accepted exactly i drafted nodes
+
+    def record(self, draft: Draft, committed: Sequence[int], seconds: Sequence[tuple[str, float]]) -> None:
+        """Count a step: nodes committed by each sequence, 0 for one that stood still, and seconds by part."""
+        self.steps += 1
+        self.draft_calls += draft.num_calls
+        self.nodes += draft.tree.tokens.shape[1]
+        for part, time in seconds:
+            self.parts[part] += time
+        for count in filter(None, committed):
+            self.row_steps += 1
+            self.row_tokens += count
+            self.accepted += [0] * (count - len(self.accepted))
+            self.accepted[count - 1] += 1
+
+    def report(self, num_new_tokens: int) -> dict[str, Any]:
+        """Give rates and times, JSON-able."""
+        reached = [sum(self.accepted[depth:]) for depth in range(len(self.accepted))]
+        return {
+            "steps": self.steps,
+            "tau": self.row_tokens / self.row_steps if self.row_steps else 0.0,
+            "draft_calls": self.draft_calls,
+            "nodes_per_step": self.nodes / max(self.steps, 1),
+            "acceptance_by_depth": [now / before for before, now in zip(reached, reached[1:], strict=False)],
+            "tokens_per_s": num_new_tokens / max(self.total_s, 1e-9),
+            "total_s": self.total_s,
+            "prefill_s": self.prefill_s,
+            **self.parts,
+        }
