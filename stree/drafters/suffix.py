@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from stree.drafters.protocol import Draft
 from stree.growth import Growth
-from stree.retrieval import LONGEST_MATCH, Continuations, Datastore, SuffixAutomaton, merged
+from stree.retrieval import LONGEST_MATCH, Datastore, Nodes, SuffixAutomaton, unite
 from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance
@@ -61,38 +62,34 @@ class _SuffixRun:
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         """Append the pending tokens to the texts and lay out their continuations."""
-        trees = []
-        values = []
+        nodes = Nodes.empty(len(pending), budget - 1)
+        size = 1
         for row, token in enumerate(pending.tolist()):
             if self._known[row] < 0:
                 self._read(row, [token])
                 self._known[row] = token
-            found = self._continuations(row, budget - 1)
-            trees.append(([token, *found.tokens], [-1, *found.parents]))
-            values.append([1.0, *found.values])
-        n, deepest = max(len(tokens) for tokens, _ in trees), 0
-        for (tokens, parents), value in zip(trees, values, strict=True):
-            depths = [0]
-            for parent in parents[1:]:
-                depths.append(depths[parent] + 1)
-            deepest = max(deepest, *depths)
-            tokens += [0] * (n - len(tokens))
-            parents += [-1] * (n - len(parents))
-            value += [0.0] * (n - len(value))
-        columns = torch.tensor(trees, device=pending.device)  # [batch, 2, n]
-        self._tree = TokenTree.unchecked(columns[:, 0], columns[:, 1].to(torch.int32))
-        return Draft(self._tree, None, deepest, values=torch.tensor(values, device=pending.device))
+            nodes.tokens[row, 0] = token
+            size = max(size, self._lay_out(row, nodes.row(row)))
+        tokens, parents, values, depths = (
+            torch.from_numpy(np.ascontiguousarray(array[:, :size])).to(pending.device) for array in nodes
+        )
+        self._tree = TokenTree.unchecked(tokens, parents, depths)
+        return Draft(self._tree, None, int(nodes.depths.max()), values=values.float())
 
     def extend(self, tree: TokenTree) -> None:
         """Take note that another tree is verified: only its tokens matter here."""
         self._tree = tree
 
-    def _continuations(self, row: int, max_nodes: int) -> Continuations:
-        """Look up what may follow a text: in itself, and in the store where there is one."""
-        own = self._automata[row].tree(max_nodes, self._min_match)
+    def _lay_out(self, row: int, nodes: Nodes) -> int:
+        """Write what may follow a text: in itself, and in the store where there is one; return the tree's size."""
         if self._store is None:
-            return own
-        return merged(own, self._store.tree(self._ends[row], max_nodes, max(self._min_match, 2)), max_nodes)
+            return self._automata[row].lay_out(nodes, self._min_match)
+        own, stored = (Nodes.empty(len(nodes.tokens) - 1) for _ in range(2))
+        sizes = (
+            self._automata[row].lay_out(own, self._min_match),
+            self._store.lay_out(self._ends[row], stored, max(self._min_match, 2)),
+        )
+        return unite(own, sizes[0], stored, sizes[1], nodes)
 
     def _read(self, row: int, tokens: list[int]) -> None:
         """Append tokens to a text."""
@@ -107,3 +104,8 @@ class _SuffixRun:
             if length:
                 self._read(row, accepted[row][1:length])
                 self._known[row] = -1
+
+    def admit(self, row: int, prompt: Sequence[int]) -> None:
+        """Begin an automaton of another text."""
+        self._automata[row], self._ends[row] = SuffixAutomaton(prompt), list(prompt[-LONGEST_MATCH:])
+        self._known[row] = -1

@@ -4,7 +4,7 @@ It knows tokens only: no models, no trees of tensors.
 """
 
 from stree.retrieval.automaton import SuffixAutomaton
-from stree.retrieval.continuations import Continuations, merged
+from stree.retrieval.continuations import Continuations, Nodes, merged, unite
 from stree.retrieval.datastore import LONGEST_MATCH, Datastore
 
-__all__ = ["LONGEST_MATCH", "Continuations", "Datastore", "SuffixAutomaton", "merged"]
+__all__ = ["LONGEST_MATCH", "Continuations", "Datastore", "Nodes", "SuffixAutomaton", "merged", "unite"]

@@ -1,15 +1,12 @@
-"""A tree of likely continuations as plain lists, and the union of two."""
+"""A tree of likely continuations: as the arrays that compiled code writes, and as plain lists."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self
 
-__all__ = ["Continuations", "best_first", "merged"]
+import numpy as np
 
-Place = TypeVar("Place")
-Candidate = tuple[float, int, Place]  # value, token, and where its own continuations are looked up
+__all__ = ["Continuations", "Nodes", "merged", "unite"]
 
 
 class Continuations(NamedTuple):
@@ -26,53 +23,54 @@ class Continuations(NamedTuple):
     values: list[float]
 
 
-def best_first(
-    roots: Iterable[Candidate[Place]],
-    expand: Callable[[float, Place], Iterable[Candidate[Place]]],
-    max_nodes: int,
-) -> Continuations:
-    """Take the most probable nodes one after the other; ``expand`` lists the children of a node taken."""
-    tokens: list[int] = []
-    parents: list[int] = []
-    values: list[float] = []
-    heap: list[tuple[float, int, int, int, Place]] = []
-    count = parent = 0  # the count breaks ties, so that places are never compared
-    candidates = roots
-    while len(tokens) < max_nodes:
-        for value, token, place in candidates:
-            heapq.heappush(heap, (-value, count, parent, token, place))
-            count += 1
-        if not heap:
-            break
-        negative, _, above, token, place = heapq.heappop(heap)
-        tokens.append(token)
-        parents.append(above)
-        values.append(-negative)
-        parent, candidates = len(tokens), expand(-negative, place)
-    return Continuations(tokens, parents, values)
+class Nodes(NamedTuple):
+    """Room for a tree, its root at place 0, and the tree once it is laid out; places beyond it are padding.
+
+    Attributes:
+        tokens: int64[n]; 0 for padding.
+        parents: int32[n]; -1 for the root and padding.
+        values: float64[n]; 1 for the root, 0 for padding.
+        depths: int32[n]; 0 for the root and padding.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    values: np.ndarray
+    depths: np.ndarray
+
+    @classmethod
+    def empty(cls, *shape: int) -> Self:
+        """Make room for trees of ``shape[-1]`` nodes below their roots; further dimensions come before."""
+        size = (*shape[:-1], shape[-1] + 1)
+        values = np.zeros(size)
+        values[..., 0] = 1
+        return cls(np.zeros(size, np.int64), np.full(size, -1, np.int32), values, np.zeros(size, np.int32))
+
+    def row(self, index: int) -> Self:
+        """Give the tree of a batch's row, which shares its memory."""
+        return type(self)(*(array[index] for array in self))
+
+    def below_root(self, size: int) -> Continuations:
+        """List what was laid out, ``size`` nodes with the root."""
+        return Continuations(*(array[1:size].tolist() for array in self[:3]))
 
 
 def merged(first: Continuations, second: Continuations, max_nodes: int) -> Continuations:
     """Unite two trees by longest prefix and keep the best ``max_nodes``; a node of both has the greater value."""
-    nodes: list[list[tuple[int, int]]] = [[]]  # children of each united node: token, node
-    parents, tokens, values = [-1], [-1], [2.0]
-    for tree in (first, second):
-        place = [0]
-        for token, parent, value in zip(*tree, strict=True):
-            above = place[parent]
-            node = next((child for known, child in nodes[above] if known == token), None)
-            if node is None:
-                node = len(nodes)
-                nodes[above].append((token, node))
-                nodes.append([])
-                parents.append(above)
-                tokens.append(token)
-                values.append(value)
-            values[node] = max(values[node], value)
-            place.append(node)
-    # A parent is at least as probable as its children and was found before them: a stable order keeps it first.
-    order = sorted(range(1, len(nodes)), key=lambda node: -values[node])[:max_nodes]
-    number = {0: 0} | {node: place for place, node in enumerate(order, 1)}
-    return Continuations(
-        [tokens[node] for node in order], [number[parents[node]] for node in order], [values[node] for node in order]
-    )
+    nodes = Nodes.empty(max_nodes)
+    both = [_as_nodes(first), _as_nodes(second)]
+    return nodes.below_root(unite(both[0], len(both[0].tokens), both[1], len(both[1].tokens), nodes))
+
+
+def unite(first: Nodes, first_size: int, second: Nodes, second_size: int, out: Nodes) -> int:
+    """Write the union of two trees of some sizes, as ``merged`` gives it; return its size, the root included."""
+    from stree.retrieval import compiled  # imports numba
+
+    return int(compiled.merge(*first[:3], first_size, *second[:3], second_size, *out))
+
+
+def _as_nodes(found: Continuations) -> Nodes:
+    """Write lists into arrays."""
+    nodes = Nodes.empty(len(found.tokens))
+    nodes.tokens[1:], nodes.parents[1:], nodes.values[1:] = found
+    return nodes

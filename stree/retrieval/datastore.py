@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from stree.retrieval.continuations import Candidate, Continuations, best_first
+from stree.retrieval.continuations import Continuations, Nodes
 
 __all__ = ["Datastore"]
 
@@ -24,10 +24,7 @@ FORMAT = "stree-datastore-1"
 LONGEST_MATCH = 32  # tokens of context that are compared; a power of two
 LONGEST_CONTINUATION = 16
 MOST_OCCURRENCES = 64  # of one match that are looked at, evenly spaced among all
-MOST_CHILDREN = 8
-WIDTH = 4  # bytes of a token, big-endian, so that bytes compare as tokens do
-
-Place = tuple[int, list[int]]  # depth, and the occurrences whose continuations agree up to there
+WIDTH = 4  # bytes of a token, big-endian
 
 
 class Datastore:
@@ -39,12 +36,8 @@ class Datastore:
         num_tokens: tokens stored, one separator a document included.
     """
 
-    def __init__(
-        self, text: bytes | mmap.mmap, order: np.ndarray, vocab_size: int, tokenizer: str, start: int = 0
-    ) -> None:
-        self._text, self._start = text, start  # the texts' bytes begin there; a slice of either is bytes
-        self._order = order
-        self._tokens = np.frombuffer(text, ">u4", len(order), start)
+    def __init__(self, text: np.ndarray, order: np.ndarray, vocab_size: int, tokenizer: str) -> None:
+        self._text, self._order = text, order  # uint8[4 x size], uint32[size]; what is built is read-only as a map is
         self.vocab_size, self.tokenizer, self.num_tokens = vocab_size, tokenizer, len(order)
 
     @classmethod
@@ -76,16 +69,17 @@ class Datastore:
         if size == len(parts) // 2:
             raise ValueError("a datastore needs at least one token, got none")
         reverse = np.concatenate(parts)[::-1]
-        return cls(reverse.astype(">u4").tobytes(), _suffix_order(reverse), vocab_size, tokenizer)
+        text, order = reverse.astype(">u4").view(np.uint8), _suffix_order(reverse)
+        text.flags.writeable = order.flags.writeable = False
+        return cls(text, order, vocab_size, tokenizer)
 
     def save(self, path: str | Path) -> None:
         """Write one file, whole or not at all."""
         path = Path(path)
         draft = path.with_name(path.name + ".part")
         metadata = {"format": FORMAT, "vocab_size": str(self.vocab_size), "tokenizer": self.tokenizer}
-        text = np.frombuffer(self._text, np.uint8, WIDTH * self.num_tokens, self._start)
         try:
-            save_file({"text": text, "order": np.ascontiguousarray(self._order)}, draft, metadata=metadata)
+            save_file({"text": self._text, "order": self._order}, draft, metadata=metadata)
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
@@ -112,8 +106,12 @@ class Datastore:
         body = 8 + int.from_bytes(whole[:8], "little")
         header = json.loads(whole[8:body])
         text, order = (body + int(header[name]["data_offsets"][0]) for name in ("text", "order"))
-        order_view = np.frombuffer(whole, np.uint32, size, order)
-        return cls(whole, order_view, int(metadata["vocab_size"]), metadata.get("tokenizer", ""), text)
+        return cls(
+            np.frombuffer(whole, np.uint8, WIDTH * size, text),
+            np.frombuffer(whole, np.uint32, size, order),
+            int(metadata["vocab_size"]),
+            metadata.get("tokenizer", ""),
+        )
 
     def tree(self, context: Sequence[int], max_nodes: int, min_match: int = 2) -> Continuations:
         """Lay out what followed the longest suffixes of a context that occur in the store.
@@ -125,79 +123,19 @@ class Datastore:
             max_nodes: most nodes, the root not counted.
             min_match: shortest match that may predict.
         """
-        key = np.array(context[: -LONGEST_MATCH - 1 : -1], dtype=">u4").tobytes()
-        length = self._longest_match(key)
-        roots: dict[int, Candidate[Place]] = {}
-        windows: list[list[int]] = []
-        value = 1.0
-        for matched in (length, length // 2):
-            if matched < max(min_match, 1):
-                break
-            begin = len(windows)
-            windows += self._windows(key[: WIDTH * matched])
-            total, followers = self._followers(windows, 0, range(begin, len(windows)))
-            value /= total
-            for count, token, place in followers:
-                if token not in roots:
-                    roots[token] = (value * count, token, place)
+        nodes = Nodes.empty(max_nodes)
+        return nodes.below_root(self.lay_out(context, nodes, min_match))
 
-        def expand(value: float, place: Place) -> list[Candidate[Place]]:
-            total, followers = self._followers(windows, *place)
-            return [(value * count / total, token, below) for count, token, below in followers]
+    def lay_out(self, context: Sequence[int], nodes: Nodes, min_match: int = 2) -> int:
+        """Write the tree that ``tree`` gives, as large as there is room for; return its size, the root included."""
+        from stree.retrieval import compiled  # imports numba
 
-        return best_first(roots.values(), expand, max_nodes)
-
-    def _followers(
-        self, windows: list[list[int]], depth: int, rows: Iterable[int]
-    ) -> tuple[int, list[tuple[int, int, Place]]]:
-        """Give 1 + the number of continuations at a depth of some windows, and the most frequent ones."""
-        if depth >= LONGEST_CONTINUATION:
-            return 1, []
-        by_token: dict[int, list[int]] = {}
-        for row in rows:
-            by_token.setdefault(windows[row][depth], []).append(row)
-        by_token.pop(self.vocab_size, None)
-        best = sorted([(len(found), token) for token, found in by_token.items()], reverse=True)
-        total = 1 + sum([count for count, _ in best])
-        return total, [(count, token, (depth + 1, by_token[token])) for count, token in best[:MOST_CHILDREN]]
-
-    def _windows(self, key: bytes) -> list[list[int]]:
-        """Read what follows occurrences of a reversed string: lists of tokens; no node is grown past a separator."""
-        low = self._bound(key, after=False)
-        high = self._bound(key, after=True, low=low)
-        count = min(high - low, MOST_OCCURRENCES)
-        places = self._order[low + (np.arange(count) * (high - low)) // max(count, 1)].astype(np.int64)
-        columns = places[:, None] - 1 - np.arange(LONGEST_CONTINUATION)
-        tokens = self._tokens[columns.clip(0)].astype(np.int64)
-        tokens[columns < 0] = self.vocab_size
-        return tokens.tolist()  # type: ignore[no-any-return]
-
-    def _longest_match(self, key: bytes) -> int:
-        """Find how many tokens of a reversed context occur: the most that a neighbour in the order shares."""
-        place = self._bound(key, after=False)
-        longest = 0
-        for neighbour in (place - 1, place):
-            if 0 <= neighbour < self.num_tokens:
-                begin = self._start + WIDTH * int(self._order[neighbour])
-                other = self._text[begin : begin + len(key)]
-                same = 0
-                while same < min(len(key), len(other)) and key[same : same + WIDTH] == other[same : same + WIDTH]:
-                    same += WIDTH
-                longest = max(longest, same // WIDTH)
-        return longest
-
-    def _bound(self, key: bytes, *, after: bool, low: int = 0) -> int:
-        """Find the first suffix that is not before ``key``, or the first that is after all that begin with it."""
-        text, start, order, width, high = self._text, self._start, self._order, len(key), self.num_tokens
-        while low < high:
-            middle = (low + high) // 2
-            begin = start + WIDTH * int(order[middle])
-            found = text[begin : begin + width]
-            if found < key or (after and found == key):
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        key = np.array(context[: -LONGEST_MATCH - 1 : -1], dtype=np.int64)
+        return int(
+            compiled.draft_stored(
+                self._text, self._order, key, self.vocab_size, min_match, MOST_OCCURRENCES, LONGEST_CONTINUATION, *nodes
+            )
+        )
 
 
 def _suffix_order(symbols: np.ndarray) -> np.ndarray:
