@@ -30,9 +30,22 @@ class Build:
     integers: dict[str, int]
     tile: Any
 
+    @property
+    def switches(self) -> tuple[tuple[str, bool], ...]:
+        """What is compiled in or out of the kernel besides the tile."""
+        return tuple((name, value) for name, value in sorted(self.constants.items()) if isinstance(value, bool))
+
     def compile(self, arch: int) -> Record:
         """Compile for an architecture and read what the machine code takes."""
+        source = self.source()
+        options = {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
+        built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        return {"shared_bytes": built.metadata.shared, **_usage(built.asm["cubin"])}
+
+    def source(self) -> ASTSource:
+        """Give the kernel with the types of its arguments, as a launch would build it."""
         signature, constants, attributes = {}, dict(self.constants), {}
+        unspecialised = {param.name for param in self.kernel.params if param.do_not_specialize}
         for place, name in enumerate(self.kernel.arg_names):
             if name in self.pointers:
                 signature[name] = self.pointers[name]
@@ -41,16 +54,13 @@ class Build:
                 signature[name] = "constexpr"
             elif name in self.integers:
                 signature[name] = "i32"
-                if self.integers[name] % 16 == 0:
+                if self.integers[name] % 16 == 0 and name not in unspecialised:
                     attributes[(place,)] = [["tt.divisibility", 16]]
             elif name in ("low", "high", "scale", "softcap", "eps", "offset"):
                 signature[name] = "fp32"
             else:
                 signature[name], constants[name] = "constexpr", None
-        source = ASTSource(self.kernel, signature, constants, attributes)
-        options = {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
-        built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-        return {"shared_bytes": built.metadata.shared, **_usage(built.asm["cubin"])}
+        return ASTSource(self.kernel, signature, constants, attributes)
 
 
 def _usage(cubin: bytes) -> Record:

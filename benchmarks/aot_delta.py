@@ -16,7 +16,7 @@ def gated_delta_build(layer: Delta, n: int, dtype: torch.dtype, path: int = 16) 
     tile = GatedDeltaTile.of(n, path, layer.key_dim, layer.value_dim, layer.per_channel)
     constants = gated_delta_constants(
         tile, layer.key_dim, layer.value_dim, layer.heads // layer.key_heads, n, channels=layer.per_channel,
-        fold=True, scan=True, keep=True, stashed=False, known=False,
+        fold=True, scan=True, keep=True, stashed=False, known=False, aligned=layer.per_channel,
     )  # fmt: skip
     rows = POINTERS[dtype]
     # As the models call it: q and k come from a normalisation in float32, and u is stashed in float32.

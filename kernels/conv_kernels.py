@@ -7,8 +7,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stree.kernels.tree_kernels import STEP_INTEGERS
 
-@triton.jit
+
+@triton.jit(do_not_specialize=STEP_INTEGERS)
 def conv_kernel(
     window_ptr, path_ptr, lengths_ptr, old_ptr,
     x_ptr, weight_ptr, bias_ptr, index_ptr, stash_ptr, y_ptr,

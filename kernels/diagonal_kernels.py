@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stree.kernels.tree_kernels import softplus
+from stree.kernels.tree_kernels import STEP_INTEGERS, softplus
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def _stash(
         tl.store(stash_ptr + node * stride_stash_n + column[None, :], row, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=STEP_INTEGERS)
 def diagonal_kernel(
     state_ptr, rate_ptr, bias_ptr, D_ptr, walk_ptr, y_ptr,
     path_ptr, lengths_ptr, old_step_ptr, old_x_ptr, old_B_ptr,

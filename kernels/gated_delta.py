@@ -165,6 +165,7 @@ def _launch(
         **gated_delta_constants(
             tile, dk, dv, heads // keys.shape[2], n, channels=channels, fold=old is not None, scan=new is not None,
             keep=keep, stashed=new_from > 0, known=known > 0,
+            aligned=channels and g is not None and g.stride(0) % 16 == 0 == g.stride(1) % 16,
         ),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -183,12 +184,13 @@ def gated_delta_constants(
     keep: bool,
     stashed: bool,
     known: bool,
+    aligned: bool,
 ) -> dict[str, Any]:
     """List the compile-time constants of a build; ahead-of-time builds take theirs from here too."""
     return {
         "DK": dk, "DV": dv, "SHARED": shared, "NODES": tile.nodes, "PATH": tile.path, "BLOCK_K": tile.key,
         "BLOCK_V": tile.value, "WORDS": -(-n // 32), "CHANNELS": channels, "FOLD": fold, "SCAN": scan, "KEEP": keep,
-        "STASHED": stashed, "KNOWN": known,
+        "STASHED": stashed, "KNOWN": known, "ALIGNED": aligned,
         "WIDE": interpreted(),  # the interpreter multiplies bfloat16 as if it were integers
         "EXACT": "tf32x3",
         "WINDOW": 64,  # e^64 and e^-64 leave float32 room for the factors and for the low parts of tf32x3

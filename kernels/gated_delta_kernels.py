@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stree.kernels.tree_kernels import is_ancestor, split_decay
+from stree.kernels.tree_kernels import STEP_INTEGERS, is_ancestor, split_decay
 
 
 @triton.jit
@@ -17,7 +17,10 @@ def _path_sums(bits_ptr, log_decay, n, NODES: tl.constexpr, WORDS: tl.constexpr)
     e^-105 is 0 in float32, so clamping there loses nothing.  The parts have at most 11 bits, which float16 holds.
     """
     node = tl.arange(0, NODES)
-    below = is_ancestor(bits_ptr, node[:, None], node[None, :], n, WORDS).to(tl.float16)
+    # The word of each pair, not all words of each row as in `is_ancestor`: those would not fit in registers.
+    word_ptr = bits_ptr + node[:, None] * WORDS + (node // 32)[None, :]
+    word = tl.load(word_ptr, (node < n)[:, None] & (node < n)[None, :], 0)
+    below = ((word >> (node % 32)[None, :]) & 1).to(tl.float16)
     bounded = tl.maximum(log_decay, -105.0)
     high = tl.floor(bounded * 8.0 + 0.5) * 0.125
     middle = tl.floor((bounded - high) * 8192.0 + 0.5) * 0.0001220703125
@@ -113,7 +116,7 @@ def _solve(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=(*STEP_INTEGERS, "stride_g_b", "stride_beta_b"))
 def gated_delta_kernel(
     state_ptr, bits_ptr, o_ptr, u_ptr, known_ptr, path_ptr, lengths_ptr, old_k_ptr, old_u_ptr, old_g_ptr,
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, stash_k_ptr, stash_g_ptr,
@@ -125,7 +128,7 @@ def gated_delta_kernel(
     DK: tl.constexpr, DV: tl.constexpr, SHARED: tl.constexpr, NODES: tl.constexpr, PATH: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr, FOLD: tl.constexpr,
     SCAN: tl.constexpr, KEEP: tl.constexpr, STASHED: tl.constexpr, KNOWN: tl.constexpr, WIDE: tl.constexpr,
-    EXACT: tl.constexpr, WINDOW: tl.constexpr,
+    EXACT: tl.constexpr, WINDOW: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Fold a path into some columns of a state and score a tree with them; grid (blocks of dv, heads, batch)."""
     head = tl.program_id(1)
@@ -154,6 +157,8 @@ def gated_delta_kernel(
         is_new, is_old = (node >= new_from) & (node < n), node < new_from
         q_ptr += batch * stride_q_b + (node - new_from) * stride_q_n + k_inner
         k_ptr += batch * stride_k_b + (node - new_from) * stride_k_n + k_inner
+        if ALIGNED:  # rows of g of all key channels, whatever their number
+            stride_g_b = tl.multiple_of(stride_g_b, 16)
         g_ptr += batch * stride_g_b + (node - new_from) * stride_g_n + g_inner
         stash_k_ptr += batch * stride_stash_k_b + node * stride_stash_k_n + k_inner
         stash_g_ptr += batch * stride_stash_g_b + node * stride_stash_g_n + g_inner
@@ -218,6 +223,9 @@ def gated_delta_kernel(
         if not CHANNELS:
             seen_k, seen_q = seen_k * from_root[None, :], seen_q * from_root[None, :]
         wanted = (column < DV)[:, None]
+        # Read again, not held through the loop, where they would not fit in registers beside the scores.
+        below = is_ancestor(bits_ptr, node[None, :], node[:, None], n, WORDS)
+        beta = tl.load(beta_ptr, is_new, 0.0).to(tl.float32)[None, :]
         value_ptr = v_ptr + batch * stride_v_b + ((node - new_from) * stride_v_n + head * DV)[None, :] + column[:, None]
         value = tl.load(value_ptr, is_new[None, :] & wanted, 0.0).to(tl.float32)
         target = beta * (value - seen_k)
@@ -235,7 +243,7 @@ def gated_delta_kernel(
         tl.store(o_ptr, out * scale, ((node >= first) & (node < n))[None, :] & wanted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=(*STEP_INTEGERS, "stride_g_b"))
 def gated_delta_keep_kernel(
     k_ptr, g_ptr, stash_k_ptr, stash_g_ptr, first, key_width, g_width,
     stride_k_b, stride_k_n, stride_g_b, stride_g_n,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stree.kernels.tree_kernels import is_ancestor, softplus, split_decay
+from stree.kernels.tree_kernels import STEP_INTEGERS, is_ancestor, softplus, split_decay
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def _step_sizes(raw, bias, low, high, SOFTPLUS: tl.constexpr):
     return tl.minimum(tl.maximum(softplus(raw + bias), low), high) if SOFTPLUS else raw
 
 
-@triton.jit
+@triton.jit(do_not_specialize=(*STEP_INTEGERS, "stride_dt_b"))
 def ssd_kernel(
     state_ptr, A_ptr, bias_ptr, D_ptr, bits_ptr, y_ptr,
     path_ptr, lengths_ptr, old_x_ptr, old_dt_ptr, old_B_ptr,
@@ -138,7 +138,7 @@ def ssd_kernel(
                 tl.store(stash_dt_ptr + batch * stride_stash_dt_b + node * nheads + head, dt, is_new)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=(*STEP_INTEGERS, "stride_dt_b"))
 def ssd_keep_kernel(
     xbc_ptr, dt_ptr, bias_ptr, stash_ptr, stash_dt_ptr,
     first, nheads, inner, shared_channels, low, high,

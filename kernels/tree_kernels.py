@@ -1,4 +1,4 @@
-"""Device functions that several kernels share: step sizes, exact sums of decays, ancestors."""
+"""What kernels share: step sizes, exact sums of decays, ancestors, and the integers that no build depends on."""
 
 # mypy: disable-error-code="no-untyped-def, no-any-return, untyped-decorator"
 
@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+# These change from step to step.  Triton would build a kernel anew where one is 1 or, first, a multiple of 16.
+STEP_INTEGERS = ("n", "first", "new_from", "known", "path_size")
 
 
 @triton.jit
