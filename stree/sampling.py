@@ -60,7 +60,7 @@ class Sampling:
             logits = logits.float()
         if self.is_greedy:
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        logits = logits / self.temperature
+        logits = logits / self.temperature  # a tensor of our own: what follows may write to it
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < kth, -torch.inf)
@@ -69,7 +69,7 @@ class Sampling:
             probs = ordered.softmax(-1)
             beyond = probs.cumsum(-1) - probs >= self.top_p  # the token that reaches top_p stays
             logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
-        return logits.softmax(-1)
+        return torch.softmax(logits, -1, out=logits if logits.device.type == "cpu" else None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,7 +171,8 @@ class Draws:
         """
         rows = law.shape[1]
         if self._numbers is not None:
-            return _Line(law, count).draw(self._numbers[:, first : first + rows, :count])
+            numbers = self._numbers[:, first : first + rows, :count]
+            return _draw_on_host(law, numbers) if law.device.type == "cpu" else _Line(law, count).draw(numbers)
         tokens, probs = [], []
         node = torch.arange(first, first + rows, device=law.device).expand(law.shape[:2]) * MAX_RANKS
         least = LEAST_MASS * law.sum(-1, keepdim=True)
@@ -183,41 +184,44 @@ class Draws:
         return torch.cat(tokens, -1), torch.cat(probs, -1)
 
 
-class _Line:
-    """Laws laid end to end on lines of float64, from which tokens are drawn and taken away.
+def _draw_on_host(law: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw by float64[batch, rows, count] uniform numbers from laws on the CPU: tokens and their probabilities."""
+    from stree.draws import draw_rows  # imports numba
 
-    On the CPU the arithmetic of the few draws is NumPy's, several times faster than torch's on small tensors.
-    """
+    tokens, probs = torch.empty(numbers.shape, dtype=torch.long), law.new_empty(numbers.shape)
+    flat = [tensor.reshape(-1, tensor.shape[-1]).numpy() for tensor in (law, numbers, tokens, probs)]
+    draw_rows(*flat, LEAST_MASS)
+    return tokens, probs
+
+
+class _Line:
+    """Laws laid end to end on lines of float64, from which tokens are drawn and taken away, on any device."""
 
     def __init__(self, law: Tensor, count: int) -> None:
         self._law, self._cumulative = law, law.cumsum(-1, dtype=torch.float64)
-        self._on_host = law.device.type == "cpu"
         shape = (*law.shape[:-1], count)
-        self._tokens = self._words(law.new_empty(shape, dtype=torch.long))
-        self._probs = self._words(law.new_empty(shape, dtype=torch.float64))
+        self._tokens = law.new_empty(shape, dtype=torch.long)
+        self._probs = law.new_empty(shape, dtype=torch.float64)
         # Of each token drawn: where it begins on the line of all tokens but the other drawn ones.
-        self._begins = self._words(law.new_empty(shape, dtype=torch.float64))
-        self._rest = self._words(self._cumulative[..., -1]) * (1 - 2.0**-52)  # products that round up stay below it
+        self._begins = law.new_empty(shape, dtype=torch.float64)
+        self._rest = self._cumulative[..., -1] * (1 - 2.0**-52)  # products that round up stay below it
         self._least = self._rest * LEAST_MASS
 
     def draw(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Draw by float64[..., count] uniform numbers; return tokens and their probabilities."""
-        numbers = self._words(numbers)
         for j in range(numbers.shape[-1]):
             self._draw_one(j, numbers[..., j] * self._rest)
-        tokens, probs = torch.as_tensor(self._tokens), torch.as_tensor(self._probs)
-        return tokens, probs.to(self._law.dtype)
+        return self._tokens, self._probs.to(self._law.dtype)
 
-    def _draw_one(self, j: int, level: Any) -> None:
+    def _draw_one(self, j: int, level: Tensor) -> None:
         """Draw at a level of what is left and take the token away."""
         tokens, probs, begins = self._tokens[..., :j], self._probs[..., :j], self._begins[..., :j]
         if j:
             level = level + (probs * (begins <= level[..., None])).sum(-1)  # steps over the tokens drawn before
-        found = torch.searchsorted(self._cumulative, torch.as_tensor(level)[..., None], right=True)
-        found.clamp_(max=self._law.shape[-1] - 1)
-        token = self._words(found)
-        prob = self._words(self._law.gather(-1, found).double())
-        above = self._words(self._cumulative.gather(-1, found)) - prob
+        token = torch.searchsorted(self._cumulative, level[..., None], right=True)
+        token.clamp_(max=self._law.shape[-1] - 1)
+        prob = self._law.gather(-1, token).double()
+        above = self._cumulative.gather(-1, token) - prob
         if j:
             # Drawn again: nothing else is left.
             prob = prob * ((tokens != token).all(-1) & (self._rest > self._least))[..., None]
@@ -226,10 +230,6 @@ class _Line:
         self._begins[..., j] = above[..., 0]
         self._tokens[..., j], self._probs[..., j] = token[..., 0], prob[..., 0]
         self._rest = self._rest - prob[..., 0]
-
-    def _words(self, tensor: Tensor) -> Any:
-        """Give a tensor to NumPy if it is on the host."""
-        return tensor.numpy() if self._on_host else tensor
 
 
 def _number(high: Any, low: Any) -> Tensor:

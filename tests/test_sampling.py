@@ -12,7 +12,8 @@ from scipy import stats
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from stree.sampling import MAX_RANKS, Draws, Random, Sampling, _number, _philox
+from stree import draws
+from stree.sampling import MAX_RANKS, Draws, Random, Sampling, _Line, _number, _philox
 
 ALPHA = 1e-6  # false alarms of a statistical test; the seeds are fixed, so a test passes always or never
 
@@ -235,20 +236,27 @@ class ChoosingRandom(Random):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab", [23, 700])
 @pytest.mark.parametrize("sharpness", [0.0, 2.0, 8.0, 30.0], ids=["flat", "soft", "sharp", "nearly-one-hot"])
-def test_draws_at_once_are_the_choices_made_one_after_the_other(sharpness: float, dtype: torch.dtype) -> None:
+def test_draws_at_once_are_the_choices_made_one_after_the_other(
+    sharpness: float, vocab: int, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    law = (sharpness * torch.randn(200, 3, 23, generator=generator, dtype=dtype)).softmax(-1)
+    law = (sharpness * torch.randn(200, 3, vocab, generator=generator, dtype=dtype)).softmax(-1)
     law[:, 1, 4:] = 0.0  # a support of four tokens, unnormalised: fewer than there are draws
+    law[:, 1, :4] = 0.3 * (sharpness * torch.randn(200, 4, generator=generator, dtype=dtype)).softmax(-1)
     law[:50, 2] = 0.0
     index, position = torch.arange(200), torch.full((200,), 5)
-    tokens, probs = Draws(Random(3, index, position), 7, 6).draw(law, 4, 6)
     one_by_one, expected = Draws(ChoosingRandom(3, index, position), 7, 6).draw(law, 4, 6)
-    assert torch.equal(probs > 0, expected > 0)
-    assert torch.equal(probs, expected)
-    assert torch.equal(tokens[probs > 0], one_by_one[probs > 0])
-    assert (probs[:, 1, 4:] == 0).all()
-    assert (probs[:50, 2] == 0).all()
+    at_once = Draws(Random(3, index, position), 7, 6)
+    assert at_once._numbers is not None
+    anywhere = _Line(law, 6).draw(at_once._numbers[:, 4:7])
+    for tokens, probs in (at_once.draw(law, 4, 6), anywhere):
+        assert torch.equal(probs > 0, expected > 0)
+        assert torch.equal(probs, expected)
+        assert torch.equal(tokens[probs > 0], one_by_one[probs > 0])
+        assert (probs[:, 1, 4:] == 0).all()
+        assert (probs[:50, 2] == 0).all()
 
 
 def test_nothing_is_drawn_from_the_last_crumbs_of_a_law() -> None:
@@ -274,6 +282,14 @@ def test_draws_beyond_the_support_have_probability_zero() -> None:
     assert sorted(tokens[0, 0, :2].tolist()) == [1, 3]
     assert (probs[0, 0, :2] > 0).all()
     assert probs[0, 0, 2:].tolist() == [0, 0]
+
+
+def test_a_level_past_the_end_by_rounding_gives_the_last_token_that_is_left() -> None:
+    law, drawn = np.array([[0.3, 0.0, 0.5, 0.2, 0.0]]), np.array([[3]])
+    blocks = np.array([0.8])
+    for level, token in ((0.0, 0), (0.79, 2), (0.81, 2)):
+        assert draws._find.py_func(law, 0, blocks, drawn, 1, level) == token
+    assert draws._find.py_func(np.zeros((1, 5)), 0, np.zeros(1), drawn, 1, 0.0) == -1
 
 
 @pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2.0**-53])

@@ -1,0 +1,99 @@
+"""Drawing without replacement on the CPU, compiled: one look at a law, then a few steps a draw.
+
+numba keeps the machine code beside this file; `stree.sampling` imports it with the first draw.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-any-return"
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+__all__ = ["draw_rows"]
+
+BLOCK = 256  # tokens that are summed together
+
+Array = np.ndarray[Any, Any]
+inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+@inner
+def _sum(law: Array, row: int, begin: int, end: int) -> float:
+    """Sum a part of a law in float64, along eight lines that need not wait for each other."""
+    a = b = c = d = e = f = g = h = 0.0
+    whole = begin + (end - begin) // 8 * 8
+    for at in range(begin, whole, 8):
+        a += np.float64(law[row, at])
+        b += np.float64(law[row, at + 1])
+        c += np.float64(law[row, at + 2])
+        d += np.float64(law[row, at + 3])
+        e += np.float64(law[row, at + 4])
+        f += np.float64(law[row, at + 5])
+        g += np.float64(law[row, at + 6])
+        h += np.float64(law[row, at + 7])
+    for at in range(whole, end):
+        a += np.float64(law[row, at])
+    return ((a + b) + (c + d)) + ((e + f) + (g + h))
+
+
+@inner
+def _is_drawn(tokens: Array, row: int, count: int, token: int) -> bool:
+    """Tell whether a token is among the first ``count`` of a row."""
+    for place in range(count):  # noqa: SIM110 compiled: no generators
+        if tokens[row, place] == token:
+            return True
+    return False
+
+
+@inner
+def _find(law: Array, row: int, blocks: Array, tokens: Array, drawn: int, level: float) -> int:
+    """Find the token at a level of the line of all tokens but those drawn; -1 where there is none."""
+    begin = 0.0  # of the block on the line
+    for block in range(len(blocks)):
+        end = begin + blocks[block]
+        if end > level:
+            at = begin
+            for token in range(block * BLOCK, min(block * BLOCK + BLOCK, law.shape[1])):
+                if law[row, token] > 0 and not _is_drawn(tokens, row, drawn, token):
+                    at += np.float64(law[row, token])
+                    if at > level:
+                        return token
+        begin = end
+    token = law.shape[1] - 1  # past the end by rounding: the last one
+    while token >= 0 and (law[row, token] == 0 or _is_drawn(tokens, row, drawn, token)):
+        token -= 1
+    return token
+
+
+@njit(cache=True, error_model="numpy")
+def draw_rows(law: Array, numbers: Array, tokens: Array, probs: Array, least: float) -> None:
+    """Draw from every row of a law, one token after the other, each from what the earlier ones leave, by inversion.
+
+    Args:
+        law: float[rows, vocab], not negative.
+        numbers: float64[rows, count], uniform in [0, 1).
+        tokens: int64[rows, count], written.
+        probs: float[rows, count], written: the tokens' probabilities under ``law``, 0 once less than ``least`` of it is
+            left.
+        least: see ``probs``.
+    """
+    vocab = law.shape[1]
+    blocks = np.empty((vocab + BLOCK - 1) // BLOCK, np.float64)
+    for row in range(law.shape[0]):
+        rest = 0.0
+        for block in range(len(blocks)):
+            blocks[block] = _sum(law, row, block * BLOCK, min(block * BLOCK + BLOCK, vocab))
+            rest += blocks[block]
+        rest *= 1 - 2.0**-52  # products that round up stay below it
+        crumbs = rest * least
+        for place in range(numbers.shape[1]):
+            tokens[row, place], probs[row, place] = 0, 0
+            if rest > crumbs:
+                token = _find(law, row, blocks, tokens, place, numbers[row, place] * rest)
+                if token >= 0:
+                    tokens[row, place], probs[row, place] = token, law[row, token]
+                    rest -= np.float64(law[row, token])
+                    blocks[token // BLOCK] -= np.float64(law[row, token])
