@@ -1,6 +1,9 @@
 """Compile the Triton kernels ahead of time, without a GPU, at the shapes of real models: registers, spills, memory.
 
 Run: python benchmarks/aot_table.py [--arch 90] [--nodes 16 64] [--out FILE] [--check]
+
+Launches with one machine code share a build, as they do in Triton's cache.  A run that is cut short leaves the records
+that it has in FILE, with the version of Triton.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import triton
 from aot_build import Build, Record
 
 SHARED_LIMIT = {80: 166912, 90: 232448}  # bytes a block may ask for: A100 163 KiB, H100 and H200 227 KiB
-NODES = (16, 32, 64, 128)
+NODES = (1, 4, 16, 32, 64, 128)
 
 # Operation -> how a launch is described, by model shape, nodes and dtype, and the shapes by model.
 BUILDERS: Mapping[str, tuple[Callable[[Any, int, torch.dtype], Build], Mapping[str, Any]]] = {
@@ -44,37 +47,51 @@ def builds(nodes: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterator[tupl
 
 
 def main() -> int:
-    """Compile and print the table; with --check, fail on spills at 16-64 nodes and on too much shared memory."""
+    """Compile and print the table; with --check, fail on spills (16-64 nodes, sm_90) and on too much shared memory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90])
     parser.add_argument("--ops", nargs="+", choices=list(BUILDERS), default=list(BUILDERS))
     parser.add_argument("--nodes", type=int, nargs="+", default=list(NODES))
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--out", type=Path, help="file that the records are written to")
-    parser.add_argument("--distinct", action="store_true", help="compile only builds that differ")
+    parser.add_argument(
+        "--distinct",
+        action="store_true",
+        help="one build for each tile and its switches, at the first model that has it",
+    )
     parser.add_argument("--check", action="store_true", help="exit with 1 on spills or too much shared memory")
     options = parser.parse_args()
-    records, seen = [], set()
-    for arch in options.arch:
-        for names, build in builds(options.nodes, [getattr(torch, name) for name in options.dtypes]):
-            if names["op"] not in options.ops:
-                continue
-            key = (arch, names["op"], names["dtype"], build.tile)
-            if options.distinct and key in seen:
-                continue
-            seen.add(key)
-            record = {**names, "arch": f"sm_{arch}", **build.compile(arch), "warps": build.tile.warps}
-            records.append(record)
-            print(json.dumps(record), flush=True)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(
-            "".join(json.dumps({**record, "triton": triton.__version__}) + "\n" for record in records)
-        )
-    return int(options.check and any(_is_bad(record) for record in records))
+        options.out.unlink(missing_ok=True)
+    failed = False
+    for record in compiled(options):
+        record |= {"triton": triton.__version__}
+        failed |= is_bad(record)
+        print(json.dumps(record), flush=True)
+        if options.out:
+            with options.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+    return int(options.check and failed)
 
 
-def _is_bad(record: Record) -> bool:
+def compiled(options: argparse.Namespace) -> Iterator[Record]:
+    """Compile the launches that were asked for, each machine code once."""
+    tiles: set[Any] = set()
+    known: dict[Any, Record] = {}
+    for arch in options.arch:
+        for names, build in builds(options.nodes, [getattr(torch, name) for name in options.dtypes]):
+            tile = (arch, names["op"], names["dtype"], build.tile, build.switches)
+            if names["op"] not in options.ops or (options.distinct and tile in tiles):
+                continue
+            tiles.add(tile)
+            key = (arch, build.tile.warps, build.tile.stages, build.source().hash())
+            if key not in known:
+                known[key] = build.compile(arch)
+            yield {**names, "arch": f"sm_{arch}", **known[key], "warps": build.tile.warps}
+
+
+def is_bad(record: Record) -> bool:
     """Tell whether a record breaks a limit."""
     spills = record["spill_bytes"] > 0 and record["arch"] == "sm_90" and 16 <= record["nodes"] <= 64
     return bool(spills or record["shared_bytes"] > SHARED_LIMIT[int(record["arch"][3:])])

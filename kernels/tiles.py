@@ -1,7 +1,7 @@
 """Tile sizes of the Triton kernels by shape: a small table in place of tuning at run time.  Imports no Triton.
 
 The entries were chosen for no spills in ahead-of-time builds (`benchmarks/aot_table.py`), not by timing: no GPU figure
-exists yet.
+exists yet.  `benchmarks/retune_tiles.py` times other entries on a GPU and prints the best.
 """
 
 from __future__ import annotations
@@ -71,6 +71,10 @@ class SsdTile:
         )
 
 
+# nodes in a pass -> (most channels, warps, stages); 16 nodes by 64 channels are 8 elements a thread.
+_CONV: dict[int, tuple[int, int, int]] = dict.fromkeys((1, 2, 4, 8, 16), (64, 4, 1))
+
+
 @dataclass(frozen=True, slots=True)
 class ConvTile:
     """What the build of a convolution kernel depends on besides dtypes.
@@ -89,8 +93,10 @@ class ConvTile:
 
     @classmethod
     def of(cls, rows: int, channels: int) -> ConvTile:
-        """Choose a tile of at most 16 nodes and 64 channels: 8 elements a thread."""
-        return cls(min(16, padded(rows, 1)), min(64, padded(channels, 1)), 4, 1)
+        """Choose a tile of at most 16 nodes."""
+        nodes = min(16, padded(rows, 1))
+        most, warps, stages = _CONV[nodes]
+        return cls(nodes, min(most, padded(channels, 1)), warps, stages)
 
 
 # (headdim padded to a power of two, float32 rows) -> (most rows, keys in a pass, warps, stages, precision).
@@ -129,6 +135,11 @@ class AttentionTile:
         return cls(min(most, padded(rows)), keys, warps, stages, precision)
 
 
+# 2^18 states of all sequences or more -> (most states of a program, nodes loaded together, warps).  A thread holds 8
+# states, which shares the reading of rows best, or 4 where that would leave much of a GPU idle.
+_DIAGONAL: dict[bool, tuple[int, int, int]] = {False: (128, 8, 1), True: (256, 8, 1)}
+
+
 @dataclass(frozen=True, slots=True)
 class DiagonalTile:
     """What the build of a diagonal kernel depends on besides dtypes.
@@ -153,13 +164,10 @@ class DiagonalTile:
 
     @classmethod
     def of(cls, n: int, dstate: int, channels: int) -> DiagonalTile:
-        """Choose a tile for so many channels of all sequences: one warp, which never waits for another.
-
-        A thread holds 8 states, which shares the reading of rows best, or 4 where that would leave much of a GPU idle.
-        """
+        """Choose a tile for so many channels of all sequences: one warp, which never waits for another."""
         width = padded(dstate, 1)
-        states = 256 if channels * dstate >= 2**18 else 128
-        return cls(min(32, max(1, states // width)), width, 16, 8, walk_slots(n), 1, 1)
+        states, ahead, warps = _DIAGONAL[channels * dstate >= 2**18]
+        return cls(min(32, max(1, states // width)), width, 16, ahead, walk_slots(n), warps, 1)
 
 
 # (nodes padded to a power of two, decay a key channel) -> (most dv, most dk in a tile, warps, stages).

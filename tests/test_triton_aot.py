@@ -1,6 +1,7 @@
 """The Triton kernels compile without a GPU: no spills, and shared memory within the chip's limit.
 
-The full table is benchmarks/results/aot/*.jsonl, made by benchmarks/aot_table.py; here, one build for each tile.
+The full table is benchmarks/results/aot/*.jsonl, made by benchmarks/aot_table.py; here, one build for each tile and its
+switches.
 
 Run: python -m pytest tests/test_triton_aot.py
 """
@@ -36,11 +37,25 @@ def shapes() -> dict[str, list[str]]:
     return found
 
 
+def test_the_check_fails_on_spills_at_16_to_64_nodes_on_hopper_and_on_too_much_shared_memory() -> None:
+    good = {"arch": "sm_90", "nodes": 64, "spill_bytes": 0, "shared_bytes": 232448}
+    bad = [good | {"spill_bytes": 8}, good | {"spill_bytes": 8, "nodes": 16}, good | {"shared_bytes": 232449},
+           good | {"arch": "sm_80"}]  # fmt: skip
+    allowed = [good, good | {"spill_bytes": 8, "nodes": 128}]
+    judged = "print(json.dumps([aot_table.is_bad(record) for record in json.loads(sys.argv[1])]))"
+    done = run("-c", f"import json, sys, aot_table; {judged}", json.dumps(bad + allowed))
+    assert done.returncode == 0 and json.loads(done.stdout) == [True] * 4 + [False] * 2, done.stderr
+
+
 def test_every_tile_at_64_nodes_compiles_for_hopper_without_spills(shapes: dict[str, list[str]]) -> None:
     done = run("benchmarks/aot_table.py", "--arch", "90", "--nodes", "64", "--distinct", "--check")
     assert done.returncode == 0, done.stdout + done.stderr
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert {record["op"] for record in records} == set(shapes)
+    # A decay a head and a decay a channel have one tile but not one machine code.
+    assert {record["model"] for record in records if record["op"] == "gated_delta_step"} == set(
+        shapes["gated_delta_step"]
+    )
     assert {record["dtype"] for record in records} == {"bfloat16", "float32"}
 
 

@@ -1,0 +1,99 @@
+"""The script that retunes the table of tiles runs without a GPU at tiny sizes, and never chooses a wrong tile.
+
+Run: TRITON_INTERPRET=1 python -m pytest tests/test_retune_tiles.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import gpu_cases
+import retune_tiles
+from shapes import Mixer
+
+from stree.kernels import tiles
+
+TINY = Mixer(1, 16, 16, 1)
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> retune_tiles.Watched:
+    """Put a table that can be told other entries in the place of that of SSD."""
+    watched = retune_tiles.Watched(tiles._SSD)
+    monkeypatch.setattr(tiles, "_SSD", watched)
+    return watched
+
+
+def test_every_table_of_a_case_is_tuned_and_its_key_is_the_one_looked_up(table: retune_tiles.Watched) -> None:
+    assert set(retune_tiles.TABLES) == {"ssd_step", "gated_delta_step", "attention_step", "selective_step", "conv_step"}
+    for name, values in retune_tiles.TABLES.values():
+        assert {len(values)} == {len(entry) for entry in getattr(tiles, name).values()}
+    table.other = (32, 16, 4, 3)
+    tile = tiles.SsdTile.of(40, 40, 1, 64, 128, torch.bfloat16)
+    assert table.key == (64, False) and (tile.headdim, tile.dstate, tile.warps, tile.stages) == table.other
+
+
+def test_the_script_runs_at_tiny_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU the script times it")
+    for name, _ in retune_tiles.TABLES.values():
+        monkeypatch.setattr(tiles, name, getattr(tiles, name))  # the script replaces the tables
+    monkeypatch.setattr(
+        gpu_cases, "SMALL", [(gpu_cases.ssd_case, {"tiny": TINY}), (gpu_cases.conv_case, {"tiny": TINY})]
+    )
+    out = tmp_path / "tiles.jsonl"
+    monkeypatch.setattr(
+        sys, "argv", ["retune_tiles.py", "--smoke", "--ops", "ssd_step", "conv_step", "--out", str(out)]
+    )
+    assert retune_tiles.main() == 0
+    records = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    measured, best = [r for r in records if "p50" in r], [r for r in records if "best" in r]
+    assert [(r["op"], r["present"]) for r in measured] == [
+        ("ssd_step", True), ("ssd_step", False), ("conv_step", True), ("conv_step", False)
+    ]  # fmt: skip
+    assert all(r["correct"] and r["metric"] == "interpreter, not meaningful" for r in measured)
+    assert [(r["op"], r["key"]) for r in best] == [("ssd_step", [16, True]), ("conv_step", 8)]
+    printed = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("_SSD:    (16, True): (") for line in printed)
+    assert json.loads(printed[-1]) == {"bench": "retune_tiles", "measured": 4, "entries": 2, "wrong": 0}
+
+
+def test_a_candidate_that_computes_something_else_is_not_timed(table: retune_tiles.Watched) -> None:
+    case = gpu_cases.ssd_case("tiny", TINY, 1, 3, torch.float32, torch.device("cpu"))
+    right = case.providers["reference"]
+
+    def wrong_with_another_tile(inputs: gpu_cases.Inputs) -> torch.Tensor:
+        tiles.SsdTile.of(3, 3, 4, 16, 16, torch.float32)
+        return right(inputs) * (1.0 if table.other in (None, table.get(table.key)) else 1.01)
+
+    broken = gpu_cases.Case(
+        case.op, case.params, case.make, {"triton": wrong_with_another_tile, "reference": right}, 1, 1
+    )
+    present, other = retune_tiles.measure(broken, table, torch.float32, torch.device("cpu"))
+    assert present["correct"] and "p50" in present and not other["correct"] and "p50" not in other
+
+
+def test_the_best_entry_is_right_everywhere_and_fastest_on_average() -> None:
+    def record(entry: str, time: float | None, **extra: Any) -> dict[str, Any]:
+        names = {"op": "ssd_step", "key": (16, False), "entry": (entry,), "present": entry == "now"}
+        return names | ({"correct": False} if time is None else {"correct": True, "p50": time}) | extra
+
+    fast_but_wrong_once = [record("wrong", 1.0), record("wrong", None)]
+    found = retune_tiles.choose(
+        [record("now", 8.0), record("now", 8.0), record("even", 4.0), record("even", 4.0),
+         record("uneven", 2.0), record("uneven", 9.0), *fast_but_wrong_once]
+    )  # fmt: skip
+    assert found == [
+        {"op": "ssd_step", "key": (16, False), "best": ("even",), "now": ("now",), "gain": pytest.approx(2.0)}
+    ]
