@@ -1,7 +1,7 @@
 """Text, tokenizer and packed token streams for `train_bundled.py`.
 
 Knows nothing of models: it reads text folders, holds named packages and books out, trains the byte-level BPE and
-packs encoded documents into flat uint16 streams with an end-of-text token after each one.
+packs encoded documents into flat streams with an end-of-text token after each one.
 """
 
 import io
@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
-import torch
 import zstandard
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
+
+from stree.distill.text import pack
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -39,7 +40,7 @@ MIXTURE = {"python": 0.55, "english": 0.30, "gsm8k": 0.15}
 SOURCE_CAP = 10_000_000
 """Characters taken from one source at most, so that three large packages do not crowd out the others."""
 
-MAX_EPOCHS = {"gsm8k": 3.0, "sampled": 8.0}
+MAX_PASSES = {"gsm8k": 3.0}
 """Passes over a stream after which it is left out of the mixture; without an entry, no limit."""
 
 
@@ -139,13 +140,6 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int, characters: 
     )
 
 
-def pack(encoded: Sequence[Sequence[int]], eos: int) -> np.ndarray:
-    """Join token lists into one uint16 stream, an end-of-text token after each: (total,)."""
-    if not encoded:
-        return np.zeros(0, dtype=np.uint16)
-    return np.concatenate([np.asarray([*tokens, eos], dtype=np.uint16) for tokens in encoded])
-
-
 def encode_streams(documents: Sequence[Document], tokenizer: PreTrainedTokenizerFast) -> dict[str, np.ndarray]:
     """Encode the training documents of every kind into one packed stream a kind."""
     backend, eos = tokenizer.backend_tokenizer, int(tokenizer.eos_token_id)
@@ -158,43 +152,3 @@ def encode_streams(documents: Sequence[Document], tokenizer: PreTrainedTokenizer
         if encoded:
             streams[kind] = pack(encoded, eos)
     return streams
-
-
-class Batches:
-    """Draws training windows from packed streams by the mixture, each stream in a fresh random order every pass.
-
-    Args:
-        streams: kind -> uint16 tokens (total,).
-        length: tokens a window feeds to the model; a window holds one more, the last one's target.
-        seed: fixes the order.
-    """
-
-    def __init__(self, streams: dict[str, np.ndarray], length: int, seed: int) -> None:
-        self.streams = {kind: tokens for kind, tokens in streams.items() if len(tokens) > length + 1}
-        if not self.streams:
-            raise ValueError(f"every stream is shorter than a window of {length + 1} tokens")
-        self.length = length
-        self.rng = np.random.default_rng(seed)
-        self.starts: dict[str, list[int]] = {kind: [] for kind in self.streams}
-        self.drawn = dict.fromkeys(self.streams, 0)
-
-    def epochs(self, kind: str) -> float:
-        """Passes over a stream so far."""
-        return self.drawn[kind] * self.length / len(self.streams[kind])
-
-    def window(self, kind: str) -> np.ndarray:
-        """Next window of a stream: (length + 1,)."""
-        if not self.starts[kind]:
-            last = len(self.streams[kind]) - self.length - 1
-            offset = int(self.rng.integers(0, min(self.length, last + 1)))
-            self.starts[kind] = [int(s) for s in self.rng.permutation(np.arange(offset, last + 1, self.length))]
-        start = self.starts[kind].pop()
-        self.drawn[kind] += 1
-        return self.streams[kind][start : start + self.length + 1]
-
-    def next(self, batch: int) -> torch.Tensor:
-        """Next batch of windows: int64 (batch, length + 1)."""
-        kinds = [k for k in self.streams if self.epochs(k) < MAX_EPOCHS.get(k, float("inf"))] or list(self.streams)
-        weights = np.array([MIXTURE.get(kind, 1.0) for kind in kinds])
-        picks = self.rng.choice(len(kinds), size=batch, p=weights / weights.sum())
-        return torch.from_numpy(np.stack([self.window(kinds[i]) for i in picks]).astype(np.int64))

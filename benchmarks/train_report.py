@@ -14,6 +14,8 @@ from tqdm import tqdm
 from train_data import HELD_OUT, MIXTURE, Document
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from stree.distill.report import agreement
+
 WINDOW = 1024
 """Most tokens a forward pass sees while measuring."""
 
@@ -66,8 +68,9 @@ def measure(
             total["tokens"] += count
             total["target"] -= float(wanted.gather(1, actual).sum())
             total["drafter"] -= float(proposed.gather(1, actual).sum())
-            total["top1"] += float((wanted.argmax(1) == proposed.argmax(1)).sum())
-            total["accepted"] += float(torch.minimum(wanted, proposed).exp().sum())
+            found = agreement(wanted, proposed)
+            total["top1"] += found["top1"]
+            total["accepted"] += found["accepted"]
     bits = math.log(2.0) * total["bytes"]
     return {
         "bytes": total["bytes"],

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stree import drafters, growth
+    from stree import distill, drafters, growth
     from stree.generation import Generation, GenerationError, GenerationInterrupted, generate
     from stree.hook import custom_generate
     from stree.models.tree_lm import TreeLM
@@ -26,6 +26,7 @@ __all__ = [
     "TreeLM",
     "accept",
     "custom_generate",
+    "distill",
     "drafters",
     "generate",
     "growth",
@@ -50,7 +51,7 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name."""
-    if name in ("drafters", "growth"):
+    if name in ("distill", "drafters", "growth"):
         return importlib.import_module(f"stree.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'stree' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The command line: ``stree generate``, ``bench``, ``info``, ``datastore`` and ``trim-vocab``."""
+"""The command line: ``stree generate``, ``distill``, ``bench``, ``info``, ``datastore`` and ``trim-vocab``."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from stree.bench.command import add_bench
+from stree.distill.command import add_distill
 from stree.info import add_info
+from stree.inputs import ASSETS, load_tokenizer, locate, tokenizer_fingerprint
 from stree.prepare import add_prepare
 
 __all__ = ["main"]
-
-ASSETS = Path(__file__).resolve().parent / "assets"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--device", default="auto", help="auto, cpu, cuda, ...")
     command.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, ...")
     command.add_argument("--json", action="store_true", help="print one JSON document as the last line")
-    add_prepare(commands, ASSETS)
+    add_prepare(commands)
+    add_distill(commands)
     add_bench(commands)
     add_info(commands, ASSETS)
     return parser
@@ -99,18 +99,19 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    target = _locate(arguments.target, "target")
+    target = locate(arguments.target, "target")
     lm = _load(arguments, target)
-    tokenizer = _tokenizer(arguments, arguments.tokenizer or target)
-    drafter = _drafter(arguments, tokenizer)
-    prompt_ids = _encode(arguments, tokenizer, prompt)
+    tokenizer = _tokenizer(arguments, target)
     stop = lm.model.generation_config.eos_token_id
+    stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
+    drafter = _drafter(arguments, tokenizer, stops)
+    prompt_ids = _encode(arguments, tokenizer, prompt)
     streamer: Any = _Progress(arguments.max_new_tokens) if arguments.json else TextStreamer(tokenizer)
     status = 0
     try:
         output = generate(
             lm, [prompt_ids], drafter, growth, budget, arguments.verifier, sampling, arguments.max_new_tokens,
-            stop if isinstance(stop, list) else [] if stop is None else [stop], seed=arguments.seed, streamer=streamer,
+            stops, seed=arguments.seed, streamer=streamer,
         )  # fmt: skip
     except GenerationInterrupted as interrupt:
         streamer.end()
@@ -142,16 +143,8 @@ def _load(arguments: argparse.Namespace, name: str) -> Any:
 
 
 def _tokenizer(arguments: argparse.Namespace, name: str) -> Any:
-    """Load a tokenizer; a native mamba-ssm checkpoint has none of its own."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=arguments.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"no tokenizer that transformers can read at {name!r}; name one by --tokenizer") from error
-    if tokenizer.get_vocab().keys() == tokenizer.get_added_vocab().keys():  # made by transformers for want of one
-        raise ValueError(f"the tokenizer at {name!r} knows no words; name one by --tokenizer")
-    return tokenizer
+    """Load the tokenizer of a checkpoint, or the one that the options name."""
+    return load_tokenizer(arguments.tokenizer or name, trust_remote_code=arguments.trust_remote_code)
 
 
 def _encode(arguments: argparse.Namespace, tokenizer: Any, prompt: str) -> list[int]:
@@ -168,13 +161,8 @@ def _encode(arguments: argparse.Namespace, tokenizer: Any, prompt: str) -> list[
     return ids
 
 
-def _locate(name: str, role: str) -> str:
-    """Turn 'bundled' into its folder."""
-    return str(ASSETS / role) if name == "bundled" else name
-
-
-def _drafter(arguments: argparse.Namespace, tokenizer: Any) -> Any:
-    """Load the drafter that the options name."""
+def _drafter(arguments: argparse.Namespace, tokenizer: Any, stops: Sequence[int]) -> Any:
+    """Load the drafter that the options name; ``stops`` end the target's texts."""
     from stree.drafters import FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
     from stree.vocabulary import load_vocabulary
 
@@ -191,15 +179,15 @@ def _drafter(arguments: argparse.Namespace, tokenizer: Any) -> Any:
         return NoDrafter() if name == "none" else SuffixDrafter(_datastore(arguments, tokenizer))
     if is_fused:
         name = rest or "bundled"
-    folder = _locate(name, "drafter")
+    folder = locate(name, "drafter")
     lm = _load(arguments, folder)
-    theirs, ours = _tokenizer(arguments, arguments.tokenizer or folder).get_vocab(), tokenizer.get_vocab()
+    theirs, ours = _tokenizer(arguments, folder).get_vocab(), tokenizer.get_vocab()
     if theirs != ours:
         raise ValueError(
             f"drafter {name!r} and target {arguments.target!r} have different tokenizers "
             f"({len(theirs)} and {len(ours)} tokens, {len(theirs.items() & ours.items())} the same)"
         )
-    kept = None if arguments.drafter_vocab is None else load_vocabulary(arguments.drafter_vocab, lm.vocab_size)
+    kept = None if arguments.drafter_vocab is None else load_vocabulary(arguments.drafter_vocab, lm.vocab_size, stops)
     drafter = ModelDrafter(lm, vocab=kept)
     return FusedDrafter(drafter, SuffixDrafter(_datastore(arguments, tokenizer))) if is_fused else drafter
 
@@ -208,7 +196,6 @@ def _datastore(arguments: argparse.Namespace, tokenizer: Any) -> Any:
     """Load the datastore that the options name, or None."""
     if arguments.datastore is None:
         return None
-    from stree.prepare import tokenizer_fingerprint
     from stree.retrieval import Datastore
 
     store = Datastore.load(arguments.datastore)

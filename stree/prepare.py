@@ -6,31 +6,33 @@ Nothing heavy is imported before a command runs.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["add_prepare", "documents", "tokenizer_fingerprint"]
+from stree.inputs import documents, load_tokenizer, locate, output_file, tokenizer_fingerprint
+
+__all__ = ["add_prepare"]
 
 
-def add_prepare(commands: Any, assets: Path) -> None:
-    """Register the commands with an argparse subparsers object; ``assets`` holds the bundled pair."""
+def add_prepare(commands: Any) -> None:
+    """Register the commands with an argparse subparsers object."""
     store = commands.add_parser("datastore", help="texts to draft from", description="Texts to draft from.")
     actions = store.add_subparsers(required=True, metavar="COMMAND")
     build = _command(actions, "build", "index text files, so that 'stree generate --datastore' drafts from them")
-    build.set_defaults(run=_build, assets=assets)
+    build.set_defaults(run=_build)
     build.add_argument(
         "files", nargs="+", type=Path, metavar="FILES", help="text files, JSON lines, or folders of them"
     )
     build.add_argument("--target", default="bundled", help="whose tokenizer: 'bundled', a folder, or a hub id")
+    build.add_argument("--tokenizer", default=None, help="a folder or hub id, where the target's own has none")
     build.add_argument("--max-tokens", type=int, default=1 << 26, help="bound of the store; 8 bytes a token")
     build.add_argument("--out", type=Path, required=True, help="file to write")
 
     trim = _command(commands, "trim-vocab", "list the tokens that a drafter's head keeps: the most frequent ones")
-    trim.set_defaults(run=_trim, assets=assets)
+    trim.set_defaults(run=_trim)
     trim.add_argument("--target", default="bundled", help="'bundled', a folder, or a hub id")
+    trim.add_argument("--tokenizer", default=None, help="a folder or hub id, where the target's own has none")
     source = trim.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", nargs="+", type=Path, help="count in text files, JSON lines, or folders of them")
     source.add_argument("--prompts", nargs="+", type=Path, help="count in what the target generates from these")
@@ -50,95 +52,71 @@ def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     return command
 
 
-def documents(paths: Sequence[Path]) -> Iterator[str]:
-    """Read texts: a file is one, a line of a .jsonl file is one (its ``text`` or ``prompt``), a folder all its files.
-
-    Raises:
-        ValueError: a path that is not there, a file that is no text, or a line without a text; the message names it.
-    """
-    for path in paths:
-        if not path.exists():
-            raise ValueError(f"there is no file or folder {path}")
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if not file.is_file():
-                continue
-            try:
-                text = file.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{file} is no UTF-8 text: {error}") from error
-            if file.suffix == ".jsonl":
-                yield from _lines(file, text)
-            elif text:
-                yield text
-
-
-def _lines(file: Path, text: str) -> Iterator[str]:
-    """Read the texts of JSON lines."""
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"line {number} of {file} is not JSON: {error}") from error
-        found = record.get("text", record.get("prompt")) if isinstance(record, dict) else None
-        if not isinstance(found, str):
-            raise ValueError(f"line {number} of {file} must have a text or prompt that is a string")
-        yield found
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Name a tokenizer by what its tokens are, so that another one's datastore is noticed."""
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
-
-
-def _target_of(arguments: argparse.Namespace) -> str:
-    """Turn 'bundled' into its folder."""
-    return str(arguments.assets / "target") if arguments.target == "bundled" else arguments.target
-
-
 def _build(arguments: argparse.Namespace) -> int:
     """Run ``stree datastore build``."""
     from rich.console import Console
     from rich.progress import track
-    from transformers import AutoTokenizer
 
     from stree.retrieval import Datastore
 
-    texts = list(documents(arguments.files))
-    if not texts:
-        raise ValueError(f"there is no text in {', '.join(map(str, arguments.files))}")
-    tokenizer = AutoTokenizer.from_pretrained(_target_of(arguments))
+    out = output_file(arguments.out)
+    texts = _texts(arguments.files)
+    tokenizer = load_tokenizer(arguments.tokenizer or locate(arguments.target, "target"))
     shown = track(texts, "tokenizing", console=Console(stderr=True), transient=True)
     store = Datastore.build(
         (tokenizer(text, verbose=False)["input_ids"] for text in shown), len(tokenizer),
         tokenizer=tokenizer_fingerprint(tokenizer), max_tokens=arguments.max_tokens,
     )  # fmt: skip
-    store.save(arguments.out)
-    print(f"{arguments.out}: {len(texts)} texts, {store.num_tokens} tokens, {arguments.out.stat().st_size} bytes")
+    store.save(out)
+    print(f"{out}: {len(texts)} texts, {store.num_tokens} tokens, {out.stat().st_size} bytes")
     return 0
+
+
+def _texts(paths: Sequence[Path]) -> list[str]:
+    """Read texts; refuse to find none."""
+    texts = list(documents(paths))
+    if not any(text.strip() for text in texts):
+        raise ValueError(f"there is no text in {', '.join(map(str, paths))}")
+    return texts
 
 
 def _trim(arguments: argparse.Namespace) -> int:
     """Run ``stree trim-vocab``."""
-    from transformers import AutoConfig, AutoTokenizer
+    from stree.models.families import config_of_text_model
+    from stree.models.loading import load_config
+    from stree.vocabulary import check_keep, most_frequent, save_vocabulary
 
-    from stree.vocabulary import most_frequent, save_vocabulary
-
-    name = _target_of(arguments)
-    tokenizer, config = AutoTokenizer.from_pretrained(name), AutoConfig.from_pretrained(name)
-    stop = config.eos_token_id
-    always = stop if isinstance(stop, list) else [] if stop is None else [stop]
-    texts = [tokenizer(text, verbose=False)["input_ids"] for text in documents(arguments.text or arguments.prompts)]
+    out = output_file(arguments.out)
+    source = arguments.text or arguments.prompts
+    texts = _texts(source)
+    name = locate(arguments.target, "target")
+    config = config_of_text_model(load_config(name))
+    tokenizer = load_tokenizer(arguments.tokenizer or name)
+    always = _stop_tokens(name, config, tokenizer)
+    check_keep(arguments.keep, config.vocab_size, always)
+    counted = [tokenizer(text, verbose=False)["input_ids"] for text in texts]
     if arguments.prompts:
-        texts = _generated(arguments, name, texts, always)
-    kept = most_frequent(texts, config.vocab_size, arguments.keep, always)
-    known, counted = set(kept), sum(map(len, texts))
-    share = sum(token in known for text in texts for token in text) / max(counted, 1)
-    save_vocabulary(arguments.out, kept, config.vocab_size)
-    print(f"{arguments.out}: {len(kept)} of {config.vocab_size} tokens, {share:.1%} of the {counted} tokens counted")
+        counted = _generated(arguments, name, counted, always)
+    kept = most_frequent(counted, config.vocab_size, arguments.keep, always)
+    known, total = set(kept), sum(map(len, counted))
+    share = sum(token in known for text in counted for token in text) / max(total, 1)
+    save_vocabulary(out, kept, config.vocab_size)
+    print(f"{out}: {len(kept)} of {config.vocab_size} tokens, {share:.1%} of the {total} tokens counted")
     return 0
+
+
+def _stop_tokens(name: str, config: Any, tokenizer: Any) -> list[int]:
+    """List every token that may end a text of the target: its configs may name more than one."""
+    from transformers import GenerationConfig
+
+    try:
+        stop = GenerationConfig.from_pretrained(name).eos_token_id
+    except OSError:  # a checkpoint need not have one
+        stop = None
+    found: set[int] = set()
+    for part in (stop, config.eos_token_id, tokenizer.eos_token_id):
+        found |= set(part) if isinstance(part, list) else set() if part is None else {part}
+    return sorted(token for token in found if token < config.vocab_size)
 
 
 def _generated(

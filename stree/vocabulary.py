@@ -11,7 +11,18 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["load_vocabulary", "most_frequent", "save_vocabulary"]
+__all__ = ["check_keep", "load_vocabulary", "most_frequent", "save_vocabulary"]
+
+
+def check_keep(keep: int, vocab_size: int, always: Iterable[int] = ()) -> None:
+    """Refuse to keep too many tokens, none, or fewer than must stay.
+
+    Raises:
+        ValueError: keep outside [1, vocab_size] or below the number of tokens always kept.
+    """
+    least = max(len(set(always)), 1)
+    if not least <= keep <= vocab_size:
+        raise ValueError(f"keep must be in [{least}, {vocab_size}], got {keep}")
 
 
 def most_frequent(texts: Iterable[Sequence[int]], vocab_size: int, keep: int, always: Iterable[int] = ()) -> list[int]:
@@ -27,8 +38,7 @@ def most_frequent(texts: Iterable[Sequence[int]], vocab_size: int, keep: int, al
         ValueError: keep outside [1, vocab_size] or below the number of tokens always kept, or a token outside.
     """
     forced = sorted(set(always))
-    if not max(len(forced), 1) <= keep <= vocab_size:
-        raise ValueError(f"keep must be in [{max(len(forced), 1)}, {vocab_size}], got {keep}")
+    check_keep(keep, vocab_size, forced)
     counts = np.zeros(vocab_size, dtype=np.int64)
     for text in texts:
         part = np.asarray(text, dtype=np.int64)
@@ -41,15 +51,25 @@ def most_frequent(texts: Iterable[Sequence[int]], vocab_size: int, keep: int, al
 
 
 def save_vocabulary(path: str | Path, tokens: Sequence[int], vocab_size: int) -> None:
-    """Write a trimmed vocabulary as JSON."""
-    Path(path).write_text(json.dumps({"vocab_size": vocab_size, "kept": list(tokens)}) + "\n", encoding="utf-8")
+    """Write a trimmed vocabulary as JSON, whole or not at all."""
+    beside = Path(path).with_name(Path(path).name + ".part")
+    try:
+        beside.write_text(json.dumps({"vocab_size": vocab_size, "kept": list(tokens)}) + "\n", encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
-def load_vocabulary(path: str | Path, vocab_size: int) -> list[int]:
+def load_vocabulary(path: str | Path, vocab_size: int, needed: Iterable[int] = ()) -> list[int]:
     """Read a trimmed vocabulary.
 
+    Args:
+        path: of the file.
+        vocab_size: logits of the drafter.
+        needed: tokens that it must hold: those that end a text.
+
     Raises:
-        ValueError: no such file, not one of ours, or made for a vocabulary of another size.
+        ValueError: no such file, not one of ours, made for a vocabulary of another size, or a needed token left out.
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -58,4 +78,7 @@ def load_vocabulary(path: str | Path, vocab_size: int) -> list[int]:
         raise ValueError(f"no trimmed vocabulary can be read at {str(path)!r}: {error!r}") from error
     if size != vocab_size:
         raise ValueError(f"the trimmed vocabulary at {str(path)!r} is of {size} tokens, the drafter has {vocab_size}")
+    lost = sorted(set(needed) - set(kept))
+    if lost:
+        raise ValueError(f"the trimmed vocabulary at {str(path)!r} leaves out the target's stop tokens {lost}")
     return kept

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for area in ("stree", "kernels", "models") for path in (ROOT / area).rglob("*.py"))
 
 # What each module may import of the package; folders stand for their files.  A module that is not named here fails the
-# test, so that it is given a place.  The tree may use the index arithmetic of kernels/topology.py and no other kernel.
+# test, so that it is given a place.  Tree and sampling may use kernels/topology.py and no other kernel.
 FOLDERS = (
     "stree.kernels",
     "stree.models",
@@ -25,15 +25,18 @@ FOLDERS = (
     "stree.drafters",
     "stree.verify",
     "stree.bench",
+    "stree.distill",
     "stree.retrieval",
 )
 PLAIN = {"stree.sampling", "stree.tree"}
 POLICIES = {"stree.growth", "stree.retrieval", "stree.verify", "stree.budget"}
+LOOP = {"stree.program", "stree.statistics", "stree.steering"}
 ENGINE = PLAIN | POLICIES | {"stree.kernels", "stree.models", "stree.drafters"}
 ALLOWED: dict[str, set[str]] = {
-    "stree": ENGINE | {"stree.generation", "stree.hook"},
+    "stree": ENGINE | {"stree.distill", "stree.generation", "stree.hook"},
     "stree.tree": {"stree.kernels.topology"},
-    "stree.sampling": set(),
+    "stree.sampling": {"stree.draws"},
+    "stree.draws": set(),
     "stree.retrieval": {"stree.retrieval"},
     "stree.vocabulary": set(),
     "stree.growth": PLAIN | {"stree.growth"},
@@ -42,12 +45,19 @@ ALLOWED: dict[str, set[str]] = {
     "stree.drafters": PLAIN | POLICIES | {"stree.models", "stree.drafters", "stree.kernels.topology"},
     "stree.steering": PLAIN | POLICIES | {"stree.models", "stree.drafters"},
     "stree.processing": PLAIN | {"stree.models"},
-    "stree.session": PLAIN | POLICIES | {"stree.models", "stree.drafters", "stree.steering"},
+    "stree.statistics": {"stree.drafters"},
+    "stree.program": PLAIN | POLICIES | {"stree.models", "stree.drafters"},
+    "stree.session": PLAIN | POLICIES | LOOP | {"stree.models", "stree.drafters", "stree.kernels.topology"},
     "stree.generation": PLAIN
     | POLICIES
-    | {"stree.models", "stree.drafters", "stree.processing", "stree.session", "stree.steering"},
-    "stree.prepare": ENGINE | {"stree.generation", "stree.vocabulary"},
-    "stree.cli": ENGINE | {"stree.generation", "stree.bench", "stree.info", "stree.prepare", "stree.vocabulary"},
+    | LOOP
+    | {"stree.models", "stree.drafters", "stree.processing", "stree.session"},
+    "stree.inputs": set(),
+    "stree.prepare": ENGINE | {"stree.generation", "stree.inputs", "stree.vocabulary"},
+    "stree.distill": ENGINE | {"stree.distill", "stree.generation", "stree.inputs"},
+    "stree.cli": ENGINE
+    | {"stree.generation", "stree.bench", "stree.distill", "stree.info", "stree.inputs", "stree.prepare"}
+    | {"stree.vocabulary"},
     "stree.cost": set(),
     "stree.bench": ENGINE | {"stree.generation", "stree.cost", "stree.bench"},
     "stree.info": {"stree.models"},
@@ -58,7 +68,8 @@ ALLOWED: dict[str, set[str]] = {
 }
 OUTSIDE = {
     # The benches compare with transformers' own generate.
-    "transformers": {"stree.models", "stree.cli", "stree.prepare", "stree.hook", "stree.hook_steps", "stree.bench"},
+    "transformers": {"stree.models", "stree.cli", "stree.prepare", "stree.hook", "stree.hook_steps", "stree.bench"}
+    | {"stree.distill", "stree.inputs"},
     "triton": {"stree.kernels"},
 }
 

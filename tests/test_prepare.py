@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from transformers import GenerationConfig, PreTrainedConfig
 
-from stree.cli import ASSETS, main
-from stree.prepare import documents
+from stree.cli import main
+from stree.inputs import ASSETS, documents
+from stree.prepare import _stop_tokens
 from stree.retrieval import Datastore
-from stree.vocabulary import load_vocabulary
+from stree.vocabulary import load_vocabulary, save_vocabulary
 
 TEXT = "def area_of_circle(radius):\n    return 3.14159 * radius * radius\n" * 3
 
@@ -107,9 +110,49 @@ def test_a_fused_drafter_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["datastore", "build", "nowhere", "--out", "x"], "there is no file or folder nowhere"),
         (["trim-vocab", "--text", "nowhere", "--keep", "9", "--out", "x"], "there is no file or folder nowhere"),
+        (["trim-vocab", "--text", "{blank}", "--keep", "9", "--out", "x"], "there is no text in"),
+        (["trim-vocab", "--text", "{code}", "--keep", "0", "--out", "x"], "keep must be in [1, 4096], got 0"),
+        (["trim-vocab", "--prompts", "{code}", "--keep", "4097", "--out", "x"], "keep must be in [1, 4096], got 4097"),
+        (
+            ["trim-vocab", "--text", "{code}", "--keep", "9", "--out", "no/x"],
+            "cannot write no/x: it stands in no",
+        ),
+        (["datastore", "build", "{blank}", "--out", "x"], "there is no text in"),
+        (["datastore", "build", "{code}", "--out", "no/x"], "cannot write no/x: it stands in no"),
+        (["datastore", "build", "{code}", "--out", "."], "cannot write .: it is a folder"),
+        (["datastore", "build", "{code}", "--out", "x", "--max-tokens", "3"], "the documents exceed max_tokens 3"),
+        (
+            ["datastore", "build", "{code}", "--out", "x", "--target", "no/where"],
+            "no tokenizer that transformers",
+        ),
         (["generate", "x", "--drafter", "none", "--drafter-vocab", "x"], "--drafter-vocab trims a draft model's head"),
     ],
 )
-def test_mistakes_are_said(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(options) == 2
+def test_mistakes_are_said_and_nothing_is_written(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "blank.txt").write_text(" \n", encoding="utf-8")
+    (tmp_path / "code.py").write_text(TEXT, encoding="utf-8")
+    assert main([option.format(blank="blank.txt", code="code.py") for option in options]) == 2
     assert message in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"blank.txt", "code.py"}
+
+
+def test_a_vocabulary_without_the_target_s_stop_tokens_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "kept.json"
+    save_vocabulary(path, [3, 5], 9)
+    assert load_vocabulary(path, 9, [5]) == [3, 5]
+    with pytest.raises(ValueError, match=r"kept.json' leaves out the target's stop tokens \[0, 7\]"):
+        load_vocabulary(path, 9, [7, 5, 0])
+
+
+def test_every_stop_token_that_a_target_names_is_kept(tmp_path: Path) -> None:
+    config, tokenizer = PreTrainedConfig(eos_token_id=2, vocab_size=9), SimpleNamespace(eos_token_id=4)
+    assert _stop_tokens(str(tmp_path), config, tokenizer) == [2, 4]
+    GenerationConfig(eos_token_id=[2, 6, 11]).save_pretrained(tmp_path)
+    assert _stop_tokens(str(tmp_path), config, tokenizer) == [2, 4, 6], "a token without a logit is left out"

@@ -1,0 +1,92 @@
+"""The folder of one drafter: who may write into it, the checkpoints of an unfinished run, and the finished files.
+
+``checkpoints/run.json`` marks a run that is not finished, ``distill.json`` a drafter that is.  Finished files come in
+only when all of them are written, config.json last, and the checkpoints go.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+__all__ = ["METRICS", "RunFolder"]
+
+METRICS = "distill.json"
+
+
+class RunFolder:
+    """A folder that was looked at and not yet written to.
+
+    Args:
+        path: where the drafter goes.
+        resume: go on with the unfinished run that the folder holds.
+        force: begin anew where the folder holds another run or drafter.
+
+    Raises:
+        ValueError: the folder holds something that neither option allows to touch, or nothing to resume.
+
+    Attributes:
+        checkpoints: folder of the unfinished run.
+        resume: whether to go on with what is in there.
+    """
+
+    def __init__(self, path: str | Path, *, resume: bool = False, force: bool = False) -> None:
+        self.path, self.resume = Path(path), resume
+        self.checkpoints = self.path / "checkpoints"
+        self._about = self.checkpoints / "run.json"
+        if resume and force:
+            raise ValueError("resume goes on with a run, force begins anew: give one of them")
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{self.path} is no folder")
+        is_run, is_drafter = self._about.exists(), (self.path / METRICS).exists()
+        if resume and not is_run:
+            what = "a finished drafter" if is_drafter else "no run of stree distill"
+            raise ValueError(f"{self.path} holds {what}: there is nothing to resume")
+        if resume or not self.path.exists() or not any(self.path.iterdir()):
+            return
+        if not is_run and not is_drafter:
+            raise ValueError(f"{self.path} holds files that stree distill did not make; choose another folder")
+        if not force:
+            what = "an unfinished run; resume it" if is_run else "a finished drafter; choose another folder"
+            raise ValueError(f"{self.path} holds {what}, or begin anew by force")
+
+    def check(self, config: dict[str, Any]) -> None:
+        """Refuse to resume a run of another configuration.
+
+        Raises:
+            ValueError: it names what differs.
+        """
+        if not self.resume:
+            return
+        try:
+            known = json.loads(self._about.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{self._about} cannot be read: {error}; begin anew by force") from error
+        for key, value in json.loads(json.dumps(config)).items():
+            if known.get(key) != value:
+                raise ValueError(f"{self.path} holds a run with {key} {known.get(key)!r}, got {value!r}")
+
+    def claim(self, config: dict[str, Any]) -> None:
+        """Begin a run, or go on with one; its configuration must have been checked."""
+        if self.resume:
+            return
+        if self.checkpoints.exists():
+            shutil.rmtree(self.checkpoints)
+        self.checkpoints.mkdir(parents=True)
+        beside = self._about.with_suffix(".part")
+        beside.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        os.replace(beside, self._about)
+
+    @property
+    def result(self) -> Path:
+        """Where the finished files are made."""
+        return self.checkpoints / "result"
+
+    def publish(self) -> None:
+        """Bring the finished files into the folder and take the checkpoints away."""
+        for file in sorted(self.result.iterdir(), key=lambda file: file.name == "config.json"):
+            os.replace(file, self.path / file.name)
+        shutil.rmtree(self.checkpoints)

@@ -1,0 +1,205 @@
+"""Making a drafter from a target and texts: the parts of the recipe in their order, then measuring and saving."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from stree.distill.continuations import write_continuations
+from stree.distill.folder import METRICS, RunFolder
+from stree.distill.network import build, check_forward, drafter_config, use_training_forward
+from stree.distill.report import card, measure_laws, measure_tau
+from stree.distill.settings import Settings
+from stree.distill.text import Batches, Text, encode, hold_out
+from stree.distill.training import Laws, compiler, distill_loss, laws_of, matmul_dtype, text_loss, train
+from stree.models.tree_lm import TreeLM
+
+__all__ = ["distill_drafter", "fit", "save_model"]
+
+GENERATED_PASSES = 8.0  # passes over target-generated text, after which it is left out
+GENERATING_SHARE = 0.15  # of the minutes, for writing
+MAY_CHANGE = ("muon_lr", "adam_lr", "compile", "save_every")  # when a run is resumed
+
+
+def distill_drafter(
+    target: TreeLM,
+    tokenizer: Any,
+    texts: Iterable[str],
+    out: str | Path,
+    settings: Settings | None = None,
+    *,
+    name: str | None = None,
+    resume: bool = False,
+    force: bool = False,
+) -> dict[str, Any]:
+    """Train a small Mamba-2 drafter for a target and save it as a transformers checkpoint.
+
+    Args:
+        target: what the drafter shall foretell.
+        tokenizer: the target's, of transformers; it is saved beside the drafter.
+        texts: documents; their end is held out and measured on.
+        out: a new or empty folder.  What it gets: config, weights, tokenizer, README.md (the card), distill.json.
+        settings: sizes, time and recipe.
+        name: of the target, for the card.
+        resume: go on with the unfinished run in ``out``; texts and settings must be the same.
+        force: begin anew where ``out`` holds another run or drafter.
+
+    Returns:
+        What distill.json holds: held-out measures, tau, stages, settings.
+
+    Raises:
+        ValueError: too little text, a size outside its range, a folder that holds something else; nothing is written.
+        RuntimeError: training diverged; the last checkpoint stays.
+    """
+    folder = RunFolder(out, resume=resume, force=force)
+    settings = _sized(settings or Settings(), target)
+    name = str(name or target.model.name_or_path or target.model.config.model_type)
+    separator, special = _special_tokens(target, tokenizer)
+    stream = encode(list(texts), tokenizer, target.vocab_size, separator)
+    train_stream, held_out = hold_out(stream, settings.length)
+    config = drafter_config(target.vocab_size, settings.hidden or 0, settings.layers, special)
+    kept = {key: str(value) for key, value in asdict(settings).items() if key not in MAY_CHANGE}
+    about = {
+        "target": name, "vocab_size": target.vocab_size,
+        "text": hashlib.sha256(stream.tobytes()).hexdigest()[:16], **kept,
+    }  # fmt: skip
+    folder.check(about)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        check_forward(build(config), use_training_forward)
+        drafter = build(config).to(target.device)
+    folder.claim(about)
+    text = Text({"text": train_stream}, {"text": 1.0}, separator=separator)
+    stages, generated = fit(
+        target,
+        laws_of(target.model, matmul_dtype(settings, target.device)),
+        drafter,
+        text,
+        settings,
+        folder.checkpoints,
+        resume=resume,
+    )
+    save_model(drafter, tokenizer, folder.result)
+    saved = TreeLM.from_pretrained(folder.result, device=target.device)
+    exact = [laws_of(lm.model, torch.float32) for lm in (target, saved)]
+    metrics = {
+        **about, **_environment(target.device),
+        "num_parameters": drafter.num_parameters(), "text_tokens": len(train_stream), "generated_tokens": generated,
+        "stages": stages, "settings": {key: str(value) for key, value in asdict(settings).items()},
+        "held_out": measure_laws(exact[0], exact[1], held_out, settings.length, target.device),
+        "tau": measure_tau(target, saved, held_out),
+    }  # fmt: skip
+    (folder.result / METRICS).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+    (folder.result / "README.md").write_text(card(metrics), encoding="utf-8")
+    folder.publish()
+    return metrics
+
+
+def fit(
+    target: TreeLM,
+    laws: Laws,
+    drafter: PreTrainedModel,
+    text: Text,
+    settings: Settings,
+    folder: Path,
+    *,
+    resume: bool = False,
+) -> tuple[dict[str, dict[str, float]], int]:
+    """Train a drafter in place: on the text, then on the target's laws.
+
+    Args:
+        target: what writes text of its own.
+        laws: its logits; a faster form of the same model, perhaps.
+        drafter: with or without training; its forward is replaced by the training one.
+        text: to train on.
+        settings: the recipe.
+        folder: of the checkpoints.
+        resume: go on with them.
+
+    Returns:
+        What each part did, and how many tokens the target wrote.
+    """
+    use_training_forward(drafter, matmul_dtype(settings, target.device), compiler(settings))
+    first, writing, second = _plan(settings)
+    batches = Batches(text, settings.length, settings.seed)
+    stages = {"text": train("text", drafter, text_loss(settings), batches, settings, folder, resume=resume, **first)}
+    generated = np.zeros(0, dtype=np.int32)
+    if settings.generated:
+        generated = write_continuations(
+            target, text, folder / "generated.npz", least=settings.length + 1, temperature=settings.temperature,
+            seed=settings.seed, resume=resume, save_every=settings.save_every, **writing,
+        )  # fmt: skip
+        text = _with_generated(text, generated, settings.generated)
+    batches = Batches(text, settings.length, settings.seed + 1)
+    loss = distill_loss(laws, settings)
+    stages["distill"] = train("distill", drafter, loss, batches, settings, folder, resume=resume, **second)
+    return stages, len(generated)
+
+
+def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    """Save configuration, generation configuration, bfloat16 weights and tokenizer."""
+    copy = type(model)(type(model.config).from_dict(model.config.to_dict()))
+    copy.load_state_dict(model.state_dict())
+    copy.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _plan(settings: Settings) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Divide the budget: text, writing, and the target's laws."""
+    if settings.steps is not None:
+        first = int(settings.steps * settings.text_share)
+        rest = settings.steps - first
+        wanted = rest * settings.batch_size * settings.length * settings.generated
+        return {"steps": first}, {"tokens": math.ceil(wanted / GENERATED_PASSES)}, {"steps": rest}
+    seconds = 60 * settings.minutes
+    writing = GENERATING_SHARE * seconds if settings.generated else 0.0
+    first_seconds = settings.text_share * (seconds - writing)
+    return {"seconds": first_seconds}, {"seconds": writing}, {"seconds": seconds - writing - first_seconds}
+
+
+def _with_generated(text: Text, generated: np.ndarray, share: float) -> Text:
+    """Add what the target wrote, with its share of the windows."""
+    whole = sum(text.shares.values())
+    return Text(
+        {**text.streams, "generated": generated},
+        {**{kind: part * (1 - share) / whole for kind, part in text.shares.items()}, "generated": share},
+        {**text.passes, "generated": GENERATED_PASSES},
+        text.separator,
+    )
+
+
+def _sized(settings: Settings, target: TreeLM) -> Settings:
+    """Choose the width where none is given; refuse windows that the target cannot run."""
+    if target.max_length is not None and settings.length > target.max_length:
+        raise ValueError(f"length must be at most the target's {target.max_length} positions, got {settings.length}")
+    if settings.hidden is not None:
+        return settings
+    width = int(target.model.get_input_embeddings().weight.shape[1])
+    return replace(settings, hidden=max(64, width // 2 // 32 * 32))
+
+
+def _special_tokens(target: TreeLM, tokenizer: Any) -> tuple[int | None, dict[str, Any]]:
+    """Find the token that stands after a document, and the special tokens of the drafter's config."""
+    config, stop = target.model.config.get_text_config(), target.model.generation_config.eos_token_id
+    stop = config.eos_token_id if stop is None else stop
+    known = [tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])]
+    separator = next((token for token in known if token is not None and token < target.vocab_size), None)
+    ids = {name: getattr(config, name, None) for name in ("bos_token_id", "pad_token_id")}
+    return separator, {**ids, "eos_token_id": stop}
+
+
+def _environment(device: torch.device) -> dict[str, str]:
+    """Say what a drafter was trained on."""
+    threads = f"{torch.get_num_threads()} CPU threads"
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
+    return {"machine": machine, "torch": torch.__version__, "transformers": transformers.__version__}

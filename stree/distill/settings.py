@@ -1,0 +1,84 @@
+"""What can be chosen about making a drafter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from stree.distill.network import CHUNK
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a drafter is made; the defaults are the bundled drafter's recipe.
+
+    Attributes:
+        hidden: width, a multiple of 16; None for half the target's.
+        layers: Mamba-2 layers.
+        minutes: of training, target-generated text included; measuring comes on top.
+        steps: optimiser steps instead of minutes; the result then depends on nothing but text, settings and machine.
+        text_share: share of the training on text alone, by cross entropy, before the target's laws are learnt.
+        generated: share of the windows of the second part that the target wrote itself; 0 for none.
+        temperature: at which it writes.
+        batch_size: windows a step.
+        length: tokens of a window, a multiple of 64 or less.
+        muon_lr: peak learning rate of the matrices.
+        adam_lr: peak learning rate of the embedding and all vectors.
+        warmup: share of a part in which the rates rise.
+        decay: share of a part in which they fall to zero.
+        clip: largest norm of a gradient.
+        dtype: of matmuls, None for bfloat16 on a GPU and float32 on a CPU; decays, norms, losses and weights stay in
+            float32.
+        compile: whether torch.compile is used; faster after its minutes of compiling.
+        save_every: seconds between checkpoints.
+        seed: of weights, windows and generated text.
+
+    Raises:
+        ValueError: one outside its range.
+    """
+
+    hidden: int | None = None
+    layers: int = 2
+    minutes: float = 20.0
+    steps: int | None = None
+    text_share: float = 0.45
+    generated: float = 0.5
+    temperature: float = 1.0
+    batch_size: int = 4
+    length: int = 512
+    muon_lr: float = 8e-3
+    adam_lr: float = 6e-3
+    warmup: float = 0.01
+    decay: float = 0.6
+    clip: float = 1.0
+    dtype: torch.dtype | None = None
+    compile: bool = False
+    save_every: float = 60.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Look at every value."""
+        for name in ("layers", "batch_size", "steps", "hidden"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.hidden is not None and self.hidden % 16:
+            raise ValueError(f"hidden must be a multiple of 16, got {self.hidden}")
+        if self.length < 8 or (self.length > CHUNK and self.length % CHUNK):
+            raise ValueError(f"length must be a multiple of {CHUNK}, or in [8, {CHUNK}], got {self.length}")
+        for name in ("minutes", "muon_lr", "adam_lr", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and above 0, got {getattr(self, name)}")
+        for name, high in (("text_share", 1.0), ("generated", 1.0)):
+            if not 0 <= getattr(self, name) < high:
+                raise ValueError(f"{name} must be in [0, {high:g}), got {getattr(self, name)}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed must be in [0, 2**31), got {self.seed}")
+        if self.dtype not in (None, torch.bfloat16, torch.float32):
+            raise ValueError(f"dtype must be bfloat16 or float32 (float16 overflows in training), got {self.dtype}")

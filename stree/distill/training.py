@@ -1,0 +1,237 @@
+"""One stage of training: losses, optimisers, the schedule, and checkpoints from which it goes on exactly.
+
+It knows windows of tokens and models, no text files.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recomputed
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from stree.distill.network import Compile, hidden_states
+from stree.distill.settings import Settings
+from stree.distill.text import Batches
+
+__all__ = ["Laws", "LossFn", "compiler", "distill_loss", "laws_of", "matmul_dtype", "text_loss", "train"]
+
+LossFn = Callable[[PreTrainedModel, Tensor], Tensor]
+Laws = Callable[[Tensor], Tensor]  # int64[batch, length] tokens -> float[batch, length, vocab] logits of the target
+LOGITS_AT_ONCE = 1 << 26  # logits of a loss that are kept for its gradient; more are computed again, part by part
+
+
+def schedule(progress: float, warmup: float, decay: float) -> float:
+    """Learning-rate factor at a share of the budget: linear warm-up, flat, linear decay to zero over the last share."""
+    progress = min(max(progress, 0.0), 1.0)
+    return min(1.0, (progress + 1e-3) / (warmup + 1e-3), (1.0 - progress) / decay)
+
+
+def make_optimizers(model: PreTrainedModel, settings: Settings) -> list[torch.optim.Optimizer]:
+    """Muon for hidden matrices, AdamW for the embedding, the convolutions and all vectors."""
+    embedding = model.get_input_embeddings().weight
+    matrices = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
+    rest = [p for p in model.parameters() if p.ndim != 2]
+    muon = torch.optim.Muon(
+        matrices, lr=settings.muon_lr, momentum=0.95, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"
+    )
+    groups = [{"params": [embedding], "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=settings.adam_lr, betas=(0.9, 0.95), eps=1e-10)
+    for optimizer in (muon, adam):
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return [muon, adam]
+
+
+def matmul_dtype(settings: Settings, device: torch.device) -> torch.dtype:
+    """Choose the dtype of matmuls; in eager mode bfloat16 is slower than float32 on a CPU."""
+    return settings.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def compiler(settings: Settings) -> Compile:
+    """``torch.compile`` for fixed shapes, or the identity."""
+    return partial(torch.compile, dynamic=False) if settings.compile else lambda function: function
+
+
+def text_loss(settings: Settings) -> LossFn:
+    """Mean cross-entropy in nats of the next token on windows int64[batch, length + 1]."""
+
+    def head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        dtype = matmul_dtype(settings, hidden.device)
+        logits = F.linear(hidden.to(dtype), weight.to(dtype)).float()
+        return F.cross_entropy(logits, labels, reduction="sum")
+
+    head = compiler(settings)(head)
+
+    def loss(model: PreTrainedModel, windows: Tensor) -> Tensor:
+        return _mean_over_rows(head, model, hidden_states(model, windows[:, :-1]), windows[:, 1:])
+
+    return loss
+
+
+def distill_loss(laws: Laws, settings: Settings) -> LossFn:
+    """Mean KL divergence in nats from the target's next-token law to the drafter's, at temperature 1."""
+
+    def head(hidden: Tensor, weight: Tensor, wanted: Tensor) -> Tensor:
+        dtype = matmul_dtype(settings, hidden.device)
+        logits = F.linear(hidden.to(dtype), weight.to(dtype)).float()
+        wanted = wanted.float().log_softmax(-1)
+        return (wanted.exp() * (wanted - logits.log_softmax(-1))).sum()
+
+    head = compiler(settings)(head)
+
+    def loss(model: PreTrainedModel, windows: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = laws(windows[:, :-1])
+        return _mean_over_rows(head, model, hidden_states(model, windows[:, :-1]), wanted)
+
+    return loss
+
+
+def _mean_over_rows(head: Callable[..., Tensor], model: PreTrainedModel, hidden: Tensor, wanted: Tensor) -> Tensor:
+    """Average a loss over positions, some at a time where the vocabulary is large.
+
+    Args:
+        head: sums the loss over float[rows, hidden], the head's weight and what is wanted of the rows.
+        model: the drafter.
+        hidden: float[batch, length, hidden].
+        wanted: [batch, length, ...].
+    """
+    weight = cast(Tensor, model.get_output_embeddings().weight)
+    rows, wanted = hidden.flatten(0, 1), wanted.flatten(0, 1)
+    size = max(1, LOGITS_AT_ONCE // weight.shape[0])
+    if len(rows) <= size:
+        return head(rows, weight, wanted) / len(rows)
+    parts = zip(rows.split(size), wanted.split(size), strict=True)
+    sums = [recomputed(head, part, weight, other, use_reentrant=False) for part, other in parts]
+    return torch.stack(sums).sum() / len(rows)
+
+
+def laws_of(target: PreTrainedModel, dtype: torch.dtype) -> Laws:
+    """Make the function that gives a target's logits; float32 weights are multiplied in ``dtype`` (autocast)."""
+    own = target.get_input_embeddings().weight
+    lowered = dtype != torch.float32 and own.dtype == torch.float32
+
+    def laws(tokens: Tensor) -> Tensor:
+        with torch.autocast(own.device.type, dtype, enabled=lowered):
+            return cast(Tensor, target(tokens, use_cache=False).logits)
+
+    return laws
+
+
+def save_atomically(path: Path, content: Any) -> None:
+    """Write what ``torch.load(weights_only=True)`` reads, whole or not at all."""
+    beside = path.with_name(path.name + ".part")
+    torch.save(content, beside)
+    os.replace(beside, path)
+
+
+def train(
+    name: str,
+    model: PreTrainedModel,
+    loss_fn: LossFn,
+    batches: Batches,
+    settings: Settings,
+    folder: Path,
+    *,
+    seconds: float | None = None,
+    steps: int | None = None,
+    resume: bool = False,
+) -> dict[str, float]:
+    """Train a model, whose forward is the training one, for some time or steps, with checkpoints.
+
+    Args:
+        name: of the stage; the checkpoint is ``folder/<name>.pt``.
+        model: trained in place, on its own device.
+        loss_fn: loss in nats of a batch of windows.
+        batches: source of windows.
+        settings: batch size, learning rates and schedule.
+        folder: where checkpoints go.
+        seconds: budget of the stage, time before a resumption included.
+        steps: budget in steps; one of both is given.
+        resume: continue from the stage's checkpoint where there is one.
+
+    Returns:
+        Steps, tokens, seconds and the final smoothed loss.
+
+    Raises:
+        RuntimeError: the loss is no longer finite; the last checkpoint stays.
+    """
+    path = folder / f"{name}.pt"
+    optimizers = make_optimizers(model.train(), settings)
+    done = {"steps": 0.0, "tokens": 0.0, "seconds": 0.0, "loss": 0.0}
+    if resume and path.exists():
+        done = _load(path, model, optimizers, batches)
+
+    def save() -> None:
+        states = [optimizer.state_dict() for optimizer in optimizers]
+        content = {"model": model.state_dict(), "optimizers": states, "done": done, "batches": batches.state}
+        save_atomically(path, content)
+
+    key, budget = ("steps", float(steps)) if steps is not None else ("seconds", float(cast(float, seconds)))
+    last = last_save = time.monotonic()
+    with tqdm(total=round(budget), initial=round(done[key]), desc=name, unit=key[:-1], mininterval=1.0) as bar:
+        while done[key] < budget:
+            factor = schedule(done[key] / budget, settings.warmup, settings.decay)
+            windows = batches.next(settings.batch_size).to(model.device)
+            value = _step(model, loss_fn(model, windows), optimizers, factor, settings.clip)
+            if not math.isfinite(value):
+                raise RuntimeError(f"{name}: the loss is {value} at step {int(done['steps'])}; lower learning rates")
+            now = time.monotonic()
+            _count(done, value, windows[:, 1:].numel(), now - last)
+            last = now
+            bar.set_postfix(loss=f"{done['loss']:.3f}", tokens=f"{done['tokens'] / 1e6:.2f}M", refresh=False)
+            bar.update(min(round(done[key]), round(budget)) - bar.n)
+            if now - last_save >= settings.save_every:
+                save()
+                last_save = now
+    save()
+    return done
+
+
+def _load(path: Path, model: PreTrainedModel, optimizers: list[torch.optim.Optimizer], batches: Batches) -> dict:
+    """Put a checkpoint back, but for the peak rates, which may be others now; return what was done."""
+    saved = torch.load(path, map_location=model.device, weights_only=True)
+    model.load_state_dict(saved["model"])
+    for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+        peaks = [group["peak_lr"] for group in optimizer.param_groups]
+        optimizer.load_state_dict(state)
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["peak_lr"] = peak
+    batches.load(saved["batches"])
+    return cast(dict, saved["done"])
+
+
+def _step(
+    model: PreTrainedModel, loss: Tensor, optimizers: list[torch.optim.Optimizer], factor: float, clip: float
+) -> float:
+    """Follow a loss's gradient once; return the loss.  One that is not finite is not followed."""
+    value = loss.item()
+    if not math.isfinite(value):
+        return value
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), clip, error_if_nonfinite=True)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+        optimizer.step()
+        optimizer.zero_grad()
+    return value
+
+
+def _count(done: dict[str, float], value: float, tokens: int, seconds: float) -> None:
+    """Add a step to what was done."""
+    done["loss"] = value if not done["steps"] else 0.98 * done["loss"] + 0.02 * value
+    done["seconds"] += seconds
+    done["tokens"] += tokens
+    done["steps"] += 1

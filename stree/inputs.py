@@ -1,0 +1,90 @@
+"""What the commands read: text files, tokenizers, and the place of the bundled pair."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ASSETS", "documents", "load_tokenizer", "locate", "output_file", "tokenizer_fingerprint"]
+
+ASSETS = Path(__file__).resolve().parent / "assets"
+
+
+def locate(name: str, role: str) -> str:
+    """Turn 'bundled' into the folder of the bundled target or drafter."""
+    return str(ASSETS / role) if name == "bundled" else name
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
+    """Load a tokenizer; a native mamba-ssm checkpoint has none of its own.
+
+    Raises:
+        ValueError: none there, or one that knows no words.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"no tokenizer that transformers can read at {name!r}; name one by --tokenizer") from error
+    if tokenizer.get_vocab().keys() == tokenizer.get_added_vocab().keys():  # made by transformers for want of one
+        raise ValueError(f"the tokenizer at {name!r} knows no words; name one by --tokenizer")
+    return tokenizer
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Name a tokenizer by what its tokens are, so that another one's datastore is noticed."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
+
+
+def output_file(path: Path) -> Path:
+    """Refuse a file that could not be written, before the work whose result it shall hold.
+
+    Raises:
+        ValueError: it is a folder, or the folder of it is not there.
+    """
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        why = "is a folder" if path.is_dir() else "stands in no folder that there is"
+        raise ValueError(f"cannot write {path}: it {why}")
+    return path
+
+
+def documents(paths: Sequence[Path]) -> Iterator[str]:
+    """Read texts: a file is one, a line of a .jsonl file is one (its ``text`` or ``prompt``), a folder all its files.
+
+    Raises:
+        ValueError: a path that is not there, a file that is no text, or a line without a text; the message names it.
+    """
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"there is no file or folder {path}")
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if not file.is_file():
+                continue
+            try:
+                text = file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is no UTF-8 text: {error}") from error
+            if file.suffix == ".jsonl":
+                yield from _lines(file, text)
+            elif text:
+                yield text
+
+
+def _lines(file: Path, text: str) -> Iterator[str]:
+    """Read the texts of JSON lines."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number} of {file} is not JSON: {error}") from error
+        found = record.get("text", record.get("prompt")) if isinstance(record, dict) else None
+        if not isinstance(found, str):
+            raise ValueError(f"line {number} of {file} must have a text or prompt that is a string")
+        yield found
