@@ -9,14 +9,16 @@ from torch import Tensor
 from stree.kernels.topology import reads_freely
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree, checks_everywhere
+from stree.verify.longest import longest
 from stree.verify.match import match
 from stree.verify.rejection import reject
 from stree.verify.traversal import traverse
 from stree.verify.values import Acceptance, DraftLaws
 
-__all__ = ["VERIFIERS", "accept"]
+__all__ = ["LONGEST", "VERIFIERS", "accept"]
 
 VERIFIERS: Final = ("auto", "match", "rejection", "traversal", "block")
+LONGEST: Final = "lossy-longest"  # no verifier to choose: what ``TargetInit`` runs with
 
 
 def accept(
@@ -33,6 +35,7 @@ def accept(
     "match" is lossless for every tree, and the best there is for DELTA nodes.  "rejection" and "traversal" need the law
     that each child was really drawn from after its elder siblings; a DELTA child's is one-hot.  Traversal accepts at
     least as much as rejection; without branches it is known as block verification, and "block" insists on that.
+    LONGEST, improved MCSD's rule for ``TargetInit``, is not lossless.
 
     Args:
         tree: n nodes.
@@ -40,7 +43,8 @@ def accept(
         sampling: temperature, top-k, top-p of the target.
         rng: numbers of this step, positioned at the roots.
         draft: laws of the children; None means that all are DELTA.
-        verifier: "match", "rejection", "traversal", "block", or "auto": traversal where laws are given, else match.
+        verifier: "match", "rejection", "traversal", "block", or "auto": traversal where laws are given, else match;
+            LONGEST is for ``TargetInit`` alone.
         max_depth: bound of the depths known to the host; None reads it, which waits for a device.
 
     Raises:
@@ -56,7 +60,7 @@ def accept(
             raise ValueError(
                 f"draft must have probs float[{batch}, rows, {vocab}], row and kind [{batch}, {n}], got {shapes}"
             )
-    if verifier not in VERIFIERS:
+    if verifier not in (*VERIFIERS, LONGEST):
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
     is_looked_at = reads_freely(target_logits) or checks_everywhere()
     if verifier == "block" and is_looked_at and not bool((tree.depths == tree.num_nodes[:, None] - 1).any(1).all()):
@@ -68,6 +72,8 @@ def accept(
             raise ValueError(f"the target's logits are NaN at (row, node) {nodes[:4]}")
     if max_depth is None:
         max_depth = int(tree.depths.max())
+    if verifier == LONGEST:
+        return longest(tree, target_logits, sampling, rng, draft, max_depth)
     if sampling.is_greedy or verifier == "match" or (verifier == "auto" and draft is None):
         return match(tree, target_logits, sampling, rng, max_depth)
     rule = reject if verifier == "rejection" else traverse

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from stree.kernels.topology import reads_freely
 from stree.tree import TokenTree
 from stree.verify.paths import Siblings
-from stree.verify.values import DELTA, DraftLaws
+from stree.verify.values import DELTA, INDEPENDENT, DraftLaws
 
 __all__ = ["Trials"]
 
@@ -84,9 +84,9 @@ class Trials:
         facts = self._facts[self._batch, child]
         token = self._token.gather(1, child).unsqueeze(-1)
         before, mass = self._left.index_select(1, nodes), self._mass.index_select(1, nodes)
+        ratio = before.gather(-1, token).squeeze(-1) / mass * facts[..., 0]
+        self.ratio.scatter_(1, child, ratio)
         left = before * (held / mass).unsqueeze(-1)
-        below = left.gather(-1, token).squeeze(-1) * facts[..., 0]
-        self.ratio.scatter_(1, child, below / held.clamp(min=TINY))
         if self._probs is not None and self._row is not None:
             law = self._probs[self._batch, self._row.gather(1, child)].to(left.dtype)
             left.addcmul_(law, facts[..., 1:2], value=-1)
@@ -97,7 +97,7 @@ class Trials:
         self._left.index_copy_(1, nodes, torch.where(is_left.unsqueeze(-1), left, before))
         self._mass.index_copy_(1, nodes, torch.where(is_left, total, mass))
         # Without a child: held / (held + 1 - held), that is held.  In this order: total + 1 would round total away.
-        return below.clamp_(max=1), total / (total + (1 - held)).clamp_(min=TINY)
+        return (held * ratio).clamp_(max=1), total / (total + (1 - held)).clamp_(min=TINY)
 
     def law_at(self, leaf: Tensor) -> Tensor:
         """Give what is left at int64[batch] nodes: float[batch, vocab], not normalised."""
@@ -116,9 +116,10 @@ def _facts(tree: TokenTree, siblings: Siblings, draft: DraftLaws | None) -> Tens
     row = draft.row.long().clamp(0, draft.probs.shape[1] - 1)
     batch = torch.arange(len(row), device=row.device)[:, None]
     at = draft.probs[batch.unsqueeze(-1), row.unsqueeze(-1), tree.tokens[:, None]].double()  # [batch, node, token]
-    is_again = (siblings.is_elder & (tree.tokens[:, :, None] == tree.tokens[:, None])).any(-1)  # an elder's token
+    is_masked = siblings.is_elder & (draft.kind != INDEPENDENT)[:, :, None]  # elders that the node's law is without
+    is_again = (is_masked & (tree.tokens[:, :, None] == tree.tokens[:, None])).any(-1)  # an elder's token
     # In float64: of a law that its elders use up nearly all still ten digits are known.
-    spent = (at * (siblings.is_elder & ~is_again[:, None])).sum(-1)
+    spent = (at * (is_masked & ~is_again[:, None])).sum(-1)
     rest = (draft.probs.sum(-1, dtype=torch.float64).gather(1, row) - spent).clamp(min=TINY)
     own = at.diagonal(dim1=1, dim2=2) * ~is_again
     is_delta = draft.kind == DELTA

@@ -7,20 +7,22 @@ from typing import Final
 
 from torch import Tensor
 
-__all__ = ["DELTA", "SAMPLED", "Acceptance", "DraftLaws"]
+__all__ = ["DELTA", "INDEPENDENT", "SAMPLED", "Acceptance", "DraftLaws"]
 
 SAMPLED: Final = 0
 DELTA: Final = 1
+INDEPENDENT: Final = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftLaws:
-    """From which law each node was drawn; earlier siblings are masked out of it by the verifier.
+    """From which law each node was drawn; of SAMPLED nodes the verifier masks earlier siblings out of it.
 
     Attributes:
         probs: float[batch, rows, vocab], after every draft-side processor; rows that no node names may hold anything.
         row: int32[batch, n], the row of each node; ignored for the root, padding and DELTA nodes.
-        kind: int8[batch, n], SAMPLED or DELTA (chosen without chance: top-k, retrieved).
+        kind: int8[batch, n], SAMPLED (without replacement), DELTA (chosen without chance: top-k, retrieved) or
+            INDEPENDENT (with replacement: from the law as it is, whatever the earlier siblings are).
         max_children: bound of a node's children known to the host; None reads it, which waits for a device.
     """
 
@@ -44,12 +46,14 @@ class Acceptance:
         ratios: float[batch, n], the verifier's log: of each drafted node min(1, p(x) / q(x)), the probability that its
             test accepts it, p being what its elder siblings' rejection leaves; undefined for the root and padding.
             None from greedy and MATCH, which test nothing.
+        left: float[batch, vocab], law of the token after ``next_token``; from LONGEST only, which leaves it undrawn.
     """
 
     path: Tensor
     path_lengths: Tensor
     next_token: Tensor
     ratios: Tensor | None = None
+    left: Tensor | None = None
 
     @property
     def num_accepted(self) -> Tensor:
