@@ -126,7 +126,7 @@ def _choices(growth: Growth | None, max_depth: int | None) -> tuple[list[Choice]
     if growth is None:
         return flat_choices(MAX_NODES), False
     plan = growth.plan(MAX_NODES)
-    if plan.layers and all(layer.slots is not None for layer in plan.layers):
+    if plan.is_fixed:
         return [PLAIN, Choice(plan.num_nodes + 1, len(plan.layers))], True
     if plan.is_heap:  # a draft call a node
         return flat_choices(MAX_NODES), True

@@ -12,7 +12,7 @@ from enumeration import TableLaw, TableLM, emitted_law, total_variation
 from test_growth import all_drafts, draft_of, nodes_by_path, random_rows
 
 from stree.drafters import ModelDrafter
-from stree.growth import Calibrated, Chain, DySpec, Estimate, parse_growth
+from stree.growth import Calibrated, Chain, DySpec, Estimate, Plan, parse_growth
 from stree.growth.calibrated import least_value
 from stree.growth.estimates import (
     AFTER,
@@ -100,7 +100,7 @@ class Taught(Calibrated):
         tree = TokenTree(torch.zeros(batch, 3).long(), torch.tensor([[-1, 0, 0]]).expand(batch, 3))
         law = torch.full((batch, 1, 3), 1 / 3)
         for _ in range(100):
-            estimate.begin()
+            estimate.begin(Plan((), 0), random_rows(batch))
             estimate.rate(torch.ones(batch, 1), law[..., :2], law)
             estimate.keep(torch.tensor([[0, 1]]).expand(batch, 2))
             ratios = torch.tensor([[0.0, 0.0, 1.0]]).expand(batch, 3)
@@ -143,7 +143,7 @@ def test_ratings_and_what_is_learnt_are_those_of_a_table_kept_by_hand() -> None:
         return (PRIOR_TESTS / (1 + math.exp(-logit)) + passed) / (PRIOR_TESTS + tests)
 
     for _ in range(3):
-        estimate.begin()
+        estimate.begin(Plan((), 0), random_rows(1))
         priority, value = estimate.rate(reach, probs, law)
         for node in range(3):
             (before, after), (younger, _) = cells(node, 0), cells(node, 1)

@@ -13,10 +13,26 @@ from torch import Tensor
 
 from stree import growth as growth_module
 from stree.drafters import Draft, ModelDrafter
-from stree.growth import RSDC, Calibrated, Chain, DySpec, Growth, Layer, Sequoia, Static
+from stree.growth import (
+    RSDC,
+    RSDS,
+    Calibrated,
+    Chain,
+    Confidence,
+    DecisionStop,
+    DepthStop,
+    DySpec,
+    Eagle2,
+    Growth,
+    Layer,
+    OptTree,
+    Sequoia,
+    SpecInfer,
+    Static,
+)
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
-from stree.verify import SAMPLED, DraftLaws
+from stree.verify import DELTA, INDEPENDENT, SAMPLED, DraftLaws
 
 PLAIN = Sampling(1.0)
 EXACT = 1e-12  # total variation: sums in float64
@@ -253,6 +269,8 @@ def test_layers_take_the_best_slots_before_their_tokens_are_drawn(seed: int, thr
     assert nodes_by_path(draft.tree) == expected
 
 
+# A decision model that goes on where the greatest of the draft's probabilities is above 0.7.
+SURE = [[[100.0, *[0.0] * 10, -70.4]]]
 POLICIES: dict[str, tuple[Growth, int]] = {
     "chain": (Chain(2), 3),
     "static-2-1": (Static([2, 1]), 5),
@@ -265,6 +283,29 @@ POLICIES: dict[str, tuple[Growth, int]] = {
     "sequoia": (Sequoia(depth=2, rates=(0.5, 0.2)), 5),
     "calibrated": (Calibrated(depth=2, ranks=2), 5),
     "calibrated-cut": (Calibrated(depth=2, ranks=2), 4),
+    "specinfer": (SpecInfer([2, 1]), 5),
+    "specinfer-deep": (SpecInfer([1, 2]), 4),
+    "rsds": (RSDS(2, 2), 5),
+}
+# Of sampled children: below a root of token 0 the draft is sure, below 2 less and below 1 not (see STOPPED_LAW).
+STOPPED: dict[str, tuple[Growth, int]] = {
+    "chain-sure": (Chain(3, stop=Confidence(least_prob=0.6)), 4),
+    "chain-entropy": (Chain(3, stop=Confidence(most_entropy=0.8)), 4),
+    "depth": (DepthStop(Static([2, 1]), threshold=-0.5, layers=[1]), 5),
+    "depth-layers": (DepthStop(DySpec(depth=2, ranks=2), threshold=-0.3, layers=None), 5),
+    "depth-rsds": (DepthStop(RSDS(2, 2), threshold=-0.5, layers=None), 5),
+    "decision": (DecisionStop(Static([2, 1]), weights=SURE), 5),
+    "decision-calibrated": (DecisionStop(Calibrated(depth=2, ranks=2), weights=SURE), 5),
+}
+STOPPED_LAW = TableLaw.random(3, 148)  # greatest probabilities 0.77, 0.42, 0.65
+# Of deterministic children, with the stop rules that they are meant for.
+DELTAS: dict[str, tuple[Growth, int]] = {
+    "opt-tree": (OptTree(depth=2, least_gain=0.0), 5),
+    "opt-tree-stop": (OptTree(depth=3, least_gain=0.6), 5),
+    "eagle2": (Eagle2(depth=2, beam=2), 5),
+    "eagle2-narrow": (Eagle2(depth=3, beam=1), 4),
+    "eagle2-depth-stop": (DepthStop(Eagle2(depth=3, beam=2), threshold=-0.6, layers=None), 5),
+    "eagle2-decision": (DecisionStop(Eagle2(depth=2, beam=2), weights=SURE), 5),
 }
 
 
@@ -276,14 +317,28 @@ def num_draws(growth: Growth, budget: int) -> int:
     )
 
 
+class Timed(Outcomes):
+    """Outcomes with fixed uniform numbers besides: growth may ask for them, verification may not."""
+
+    def uniform(self, purpose: str, offset: Tensor, node: Tensor) -> Tensor:
+        assert purpose == "draft"
+        seeds = (node.long() * 2654435761 % 2**32).double() / 2**32
+        return (seeds + SEED * 0.3819660113) % 1.0
+
+
+SEED = 1
+
+
 def all_drafts(law: TableLaw, growth: Growth, budget: int, sampling: Sampling) -> tuple[DraftedTrees, Tensor]:
     """Draft with every outcome of every draw: the trees, and int64[batch, draws] what was drawn, if it can be."""
-    outcomes = Outcomes.all(0, num_draws(growth.bind(sampling), budget), law.vocab)
+    plan = growth.bind(sampling).plan(budget)
+    is_drawn = plan.drawing != "top" and not sampling.is_greedy
+    outcomes = Timed.all(0, num_draws(growth.bind(sampling), budget) if is_drawn else 0, law.vocab)
     draft = draft_of(law, growth, budget, sampling, as_random(outcomes), len(outcomes.weight))
     rows = (outcomes.weight > 0).nonzero()[:, 0]
-    laws = draft.laws or DraftLaws(
-        torch.zeros(len(outcomes.weight), 1, law.vocab), draft.tree.parents, draft.tree.parents
-    )
+    parents = draft.tree.parents
+    nothing = torch.zeros(len(outcomes.weight), 1, law.vocab, dtype=law.logits.dtype)
+    laws = draft.laws or DraftLaws(nothing, parents, torch.full_like(parents, DELTA, dtype=torch.int8))
     return DraftedTrees(draft.tree.tokens, draft.tree.parents, laws, outcomes.weight).select(rows), outcomes.tokens[
         rows
     ]
@@ -296,9 +351,34 @@ def test_every_growth_emits_the_target_s_law_exactly(policy: str, verifier: str)
     target, law = TableLaw.random(3, 11), TableLaw.random(3, 12)
     trees, _ = all_drafts(law, growth, budget, PLAIN)
     assert abs(float(trees.weight.sum()) - 1) < EXACT
-    assert (trees.laws.kind == SAMPLED).all()
+    assert (trees.laws.kind == (INDEPENDENT if policy.startswith("specinfer") else SAMPLED)).all()
     length = int(trees.tree.depths.max()) + 1
     assert total_variation(emitted_law(target, trees, PLAIN, verifier, length), target.joint(PLAIN, length)) < EXACT
+
+
+@pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
+@pytest.mark.parametrize("policy", STOPPED)
+def test_every_stopped_growth_emits_the_target_s_law_exactly(policy: str, verifier: str) -> None:
+    growth, budget = STOPPED[policy]
+    target = TableLaw.random(3, 11)
+    trees, _ = all_drafts(STOPPED_LAW, growth, budget, PLAIN)
+    assert abs(float(trees.weight.sum()) - 1) < EXACT
+    assert len(trees.tree.num_nodes.unique()) > 1, "some trees stop, some do not"
+    length = int(trees.tree.depths.max()) + 1
+    assert total_variation(emitted_law(target, trees, PLAIN, verifier, length), target.joint(PLAIN, length)) < EXACT
+
+
+@pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
+@pytest.mark.parametrize("policy", DELTAS)
+def test_trees_of_the_most_probable_tokens_emit_the_law_exactly(policy: str, verifier: str) -> None:
+    growth, budget = DELTAS[policy]
+    for seed, law, sampling in ((11, STOPPED_LAW, PLAIN), (13, TableLaw.random(3, 14), Sampling(0.5, top_k=2))):
+        target = TableLaw.random(3, seed)
+        assert draft_of(law, growth, budget, sampling, random_rows(1)).laws is None
+        trees, _ = all_drafts(law, growth, budget, sampling)
+        length = int(trees.tree.depths.max()) + 1
+        emitted = emitted_law(target, trees, sampling, verifier, length)
+        assert total_variation(emitted, target.joint(sampling, length)) < EXACT
 
 
 @pytest.mark.parametrize("policy", ["layers", "layers-cut", "heap"])

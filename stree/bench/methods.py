@@ -153,8 +153,7 @@ def _nodes(growth: Growth) -> int:
             plan = growth.plan(budget)
         except ValueError:
             continue  # a fixed shape larger than this
-        is_fixed = not plan.is_heap and all(layer.slots is not None for layer in plan.layers)
-        return plan.num_nodes + 1 if is_fixed else BUDGET
+        return plan.num_nodes + 1 if plan.is_fixed else BUDGET
     raise ValueError(f"a tree of {type(growth).__name__} has more than 1024 nodes")
 
 

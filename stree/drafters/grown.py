@@ -17,11 +17,15 @@ __all__ = ["GrownTree", "num_columns", "prune"]
 
 def num_columns(plan: Plan) -> int:
     """Count the columns of a draft model's tree: two lead ones and every node that the plan may grow."""
-    return 2 + (plan.num_nodes if plan.is_heap else sum(layer.width for layer in plan.layers))
+    leaves = min(plan.num_nodes, sum(layer.leaves for layer in plan.layers))
+    return 2 + leaves + (plan.num_nodes if plan.is_heap else sum(layer.width for layer in plan.layers))
 
 
 class GrownTree:
     """A draft model's tree while it grows: columns are appended, and the new ones run.
+
+    Its arrays, the ancestor mask among them, are laid out once for the plan's largest tree; a draft call sees a slice
+    of them, and a new layer writes its own rows (sliced topology-aware mask: improved MCSD, arXiv 2409.10644).
 
     Columns 0 and 1 hold [leaf, pending] or [pending, padding]; the node i > 0 of the target's tree is column i + 1.
 
@@ -54,6 +58,7 @@ class GrownTree:
         self.size = 2
         self._begin, self._places = 0, 1  # of the frontier: its first node, and how many the plan gives it
         self._plan = plan
+        self._leaves: list[tuple[Tensor, Tensor, Tensor]] = []  # columns of parents, tokens, values
 
     def run(self, lm: TreeLM, state: Any) -> Tensor:
         """Run the columns that were not yet run; return the logits of the frontier, float[batch, above, vocab]."""
@@ -82,47 +87,64 @@ class GrownTree:
         """Parents of the columns in use: int32[batch, size]."""
         return self._parents[:, : self.size]
 
-    def add(self, layer: Layer, slots: Tensor, tokens: Tensor, value: Tensor, is_taken: Tensor) -> bool:
-        """Append a layer below the frontier.
+    def add(self, layer: Layer, slots: Tensor, tokens: Tensor, chosen: Tensor, is_taken: Tensor) -> bool:
+        """Append a layer below the frontier; its leaves wait for ``add_leaves``.
 
         Args:
             layer: the plan's layer.
-            slots: int64[batch, width], slots of the frontier.
+            slots: int64[batch, width + leaves], slots of the frontier.
             tokens: int64[batch, above x ranks], of all slots.
-            value: float[batch, above x ranks], of all slots.
-            is_taken: bool[batch, width]; if slots are chosen by value, those taken come first.
+            chosen: float[batch, width + leaves], values of the nodes; 0 where there is none.
+            is_taken: bool[batch, width + leaves]; if slots are chosen by value, those taken come first.
 
         Returns:
             Whether there is a layer to go on from.
         """
-        chosen = value.gather(1, slots) * is_taken
-        width = slots.shape[1] if layer.slots is not None else self._worthwhile(chosen, is_taken)
+        width = min(layer.width, slots.shape[1])
+        if reads_freely(is_taken):  # columns that are padding in every row need not be there
+            count = int(is_taken[:, :width].sum(1).max())
+            width = count if layer.slots is None else width * (count > 0)
         if not width:
             return False
-        if width < slots.shape[1]:
-            slots, chosen, is_taken = slots[:, :width], chosen[:, :width], is_taken[:, :width]
         parent = slots // layer.ranks
         column = parent + (self._begin + 1) if self._begin else self.lead[:, None].expand_as(slots)
-        before = self.size - 1
-        self.add_below(column, tokens.gather(1, slots), chosen, is_taken)
-        self.frontier_value, self._begin = chosen, before
+        before, token = self.size - 1, tokens.gather(1, slots)
+        if layer.leaves:
+            self._leaves.append((column[:, layer.width :], token[:, layer.width :], chosen[:, layer.width :]))
+        self.add_below(column[:, :width], token[:, :width], chosen[:, :width], is_taken[:, :width])
+        self.frontier_value, self._begin = chosen[:, :width], before
         self.frontier_number += self._places
         self._places = layer.width
         self.num_layers += 1
         return True
 
-    def _worthwhile(self, chosen: Tensor, is_taken: Tensor) -> int:
-        """Count the leading nodes of a layer that can matter: fewer than all only where reading waits for nothing.
+    def are_worthwhile(self, chosen: Tensor, is_taken: Tensor) -> Tensor:
+        """Tell which nodes of a layer can still be proposed: bool[batch, width + leaves].
 
         A pruned tree keeps its best nodes and values never grow along a path, so a node that is not among the best by
         now has no descendant that will be.
         """
-        if not reads_freely(chosen):
-            return chosen.shape[1]
-        if self._plan.is_pruned and self.size - 1 + chosen.shape[1] > self._plan.num_nodes:
-            known = torch.cat([self._value[:, : self.size - 1], chosen], 1)
-            is_taken = is_taken & (chosen >= known.topk(self._plan.num_nodes + 1).values[:, -1:])
-        return int(is_taken.sum(1).max())
+        if not self._plan.is_pruned or self.size - 1 + chosen.shape[1] <= self._plan.num_nodes:
+            return is_taken
+        known = torch.cat([self._value[:, : self.size - 1], chosen], 1)
+        least = known.topk(self._plan.num_nodes + 1).values[:, -1:]
+        return is_taken & (chosen >= least)
+
+    def stop(self, goes_on: Tensor) -> bool:
+        """Let nothing grow below the frontier where bool[batch] is False; tell whether anything still may."""
+        self.frontier_value = self.frontier_value * goes_on[:, None]
+        return not reads_freely(goes_on) or bool(goes_on.any())
+
+    def add_leaves(self) -> None:
+        """Append the best of the leaves, which are never run."""
+        if not self._leaves:
+            return
+        column, token, value = (torch.cat(parts, 1) for parts in zip(*self._leaves, strict=True))
+        kept = value.sort(dim=1, descending=True, stable=True).indices[:, : self._plan.num_nodes]
+        if reads_freely(value):
+            kept = kept[:, : int((value > 0).sum(1).max())]
+        value = value.gather(1, kept)
+        self.add_below(column.gather(1, kept), token.gather(1, kept), value, value > 0)
 
     def add_below(self, column: Tensor, token: Tensor, value: Tensor, is_taken: Tensor) -> None:
         """Append nodes int64[batch, width] of some values below columns; padding where not taken."""
@@ -145,10 +167,12 @@ class GrownTree:
         if plan.is_pruned:
             if n <= plan.num_nodes + 1:
                 return None
+            # Equal values keep their order, so a parent, which stands before its children, comes first.
             order = self._value[:, :n].sort(dim=1, descending=True, stable=True).indices
             return order[:, : plan.num_nodes + 1].sort(1).values
-        is_fixed = plan.is_heap or all(layer.slots is not None for layer in plan.layers)
-        if is_fixed or (reads_freely(tree.tokens) and len(tree.tokens) == 1):  # of one row no place is padding
+        if (
+            plan.is_heap or plan.is_fixed or (reads_freely(tree.tokens) and len(tree.tokens) == 1)
+        ):  # of one row no place is padding
             return None
         order = tree.is_padding.to(torch.int8).sort(dim=1, stable=True).indices
         return order[:, : plan.num_nodes + 1]

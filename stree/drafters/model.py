@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from stree.drafters.grown import GrownTree, num_columns, prune
+from stree.drafters.offers import offers_of
 from stree.drafters.protocol import Draft
-from stree.growth import Calibrated, Estimate, Growth, Layer, Limited, Plan, choose_slots
+from stree.growth import Calibrated, Estimate, Growth, Limited, Plan, choose_slots
+from stree.kernels.topology import reads_freely
 from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
-from stree.sampling import MAX_RANKS, Draws, Random
+from stree.sampling import MAX_RANKS, Random, Sampling
 from stree.tree import TokenTree
-from stree.verify import SAMPLED, Acceptance, DraftLaws
+from stree.verify import INDEPENDENT, SAMPLED, Acceptance, DraftLaws
 
 __all__ = ["ModelDrafter"]
 
@@ -70,15 +72,18 @@ class _ModelRun:
         width = int(lengths.max())
         input_ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
         self._lm, self._rng = lm, rng
-        self._state = lm.new_state(len(prompts), 2 * width + 1024, 66)
-        lm.prefill(self._state, input_ids, lengths)
         self._leaf = torch.zeros(len(prompts), dtype=torch.long, device=lm.device)
+        self._max_length: int | None = None  # of a text, where it is known
+        self._state = lm.new_state(len(prompts), 2 * width + 1024, 66)
+        self._state.fixed_shapes = not reads_freely(self._leaf)
+        lm.prefill(self._state, input_ids, lengths)
         self._has_leaf = torch.zeros(len(prompts), dtype=torch.bool, device=lm.device)
         self._growth: Growth | None = None  # the one that the estimate belongs to
         self._estimate: Estimate
         self._extension: tuple[int, Tensor] | None = None  # nodes of the own tree; tokens of the one verified instead
         self._behind: tuple[Tensor, Tensor] | None = None  # accepted but never run: int64[batch, m], their number
         self._root: Tensor | None = None  # the pending tokens where nothing else was proposed
+        self._left_out = torch.zeros_like(self._leaf)  # nodes of the next budget that others fill
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         """Grow a tree with a draft call a layer (a node for a heap), the first of which also runs the last leaf.
@@ -92,13 +97,14 @@ class _ModelRun:
         base = growth.base if isinstance(growth, Limited) else growth
         if base is not self._growth:
             self._growth, self._estimate = base, base.estimate(len(self._leaf), self._leaf.device)
-        self._estimate.begin()
         num_calls = self._catch_up()
         self._reserve(num_columns(plan))
         self._rng = self._rng.at(self._state.lengths.long() + self._has_leaf)
+        self._estimate.begin(plan, self._rng)
         self._grown = grown = GrownTree(pending, self._leaf, self._has_leaf, plan)
         self._selected: Tensor | None = None  # of each node of the proposed tree, its number while it grew
-        laws = self._grow_heap(grown, plan, growth) if plan.is_heap else self._grow_layers(grown, plan, growth)
+        grow = self._grow_heap if plan.is_heap else self._grow_layers
+        laws = grow(grown, plan, growth.sampling)
         tree = grown.target_tree()
         row, depth = tree.parents, plan.num_nodes if plan.is_heap else grown.num_layers
         selected = grown.select(tree, plan)
@@ -106,9 +112,10 @@ class _ModelRun:
             self._selected = selected
             tree, row = prune(tree, selected), row.gather(1, selected)
         self._tree, draft_laws = tree, None
-        if not growth.sampling.is_greedy:
+        if laws:
             most = plan.num_nodes if plan.is_heap else max((layer.ranks for layer in plan.layers), default=0)
-            draft_laws = DraftLaws(torch.cat(laws, 1), row, torch.full_like(row, SAMPLED, dtype=torch.int8), most)
+            kind = INDEPENDENT if plan.drawing == "independent" else SAMPLED
+            draft_laws = DraftLaws(torch.cat(laws, 1), row, torch.full_like(row, kind, dtype=torch.int8), most)
         values = grown.values[:, : tree.tokens.shape[1]] if selected is None else grown.values.gather(1, selected)
         return Draft(tree, draft_laws, depth, num_calls + grown.num_calls, values)
 
@@ -119,6 +126,10 @@ class _ModelRun:
         self._root, self._selected = pending, None
         self._tree = TokenTree.unchecked(pending[:, None], depths - 1, depths, mask)
         return Draft(self._tree, None, 0, values=torch.ones(len(pending), 1, device=pending.device))
+
+    def leave(self, count: Tensor) -> None:
+        """Leave int64[batch] nodes of the next budget to others; a growth that draws by value heeds it."""
+        self._left_out = count
 
     def extend(self, tree: TokenTree) -> None:
         """Take note that others appended nodes to the proposed tree, and that ``tree`` is verified instead."""
@@ -147,8 +158,8 @@ class _ModelRun:
         count = torch.where(is_live, lengths + lead - unrun.long(), 0)
         self._lm.commit(self._state, full.to(torch.int32), count.to(torch.int32))
         leaf = self._grown.tokens.gather(1, last).squeeze(1)
-        self._leaf = torch.where(unrun, leaf, self._leaf)
-        self._has_leaf = torch.where(is_live, unrun, self._has_leaf)
+        self._leaf.copy_(torch.where(unrun, leaf, self._leaf))
+        self._has_leaf.copy_(torch.where(is_live, unrun, self._has_leaf))
 
     def _observe_root(self, acceptance: Acceptance) -> None:
         """Put accepted tokens that were never run behind those that wait already."""
@@ -167,6 +178,19 @@ class _ModelRun:
         both = torch.cat([waiting, tokens], 1)
         source = torch.where(place < count[:, None], place, place - count[:, None] + waiting.shape[1])
         self._behind = both.gather(1, source.clamp(max=both.shape[1] - 1)), count + lengths
+
+    def admit(self, row: int, prompt: Sequence[int]) -> None:
+        """Run another prompt into a row whose text has ended."""
+        if len(prompt) > self._state.max_length:
+            self._state = self._state.resized(2 * len(prompt), self._state.max_nodes)
+        single = self._lm.new_state(1, self._state.max_length, self._state.max_nodes)
+        self._lm.prefill(single, torch.tensor([prompt]))
+        self._state.write_row(row, single)
+        self._has_leaf[row] = False
+        if self._growth is not None:
+            self._estimate.forget(row)
+        if self._behind is not None:
+            self._behind[1][row] = 0
 
     def _own_part(self, acceptance: Acceptance) -> Acceptance:
         """Cut accepted paths where they leave the own tree; what follows there is run before the next draft."""
@@ -209,52 +233,57 @@ class _ModelRun:
         self._lm.verify(self._state, TokenTree.unchecked(tokens * is_node, chain))
         path = place.to(torch.int32).expand(len(tokens), -1)
         self._lm.commit(self._state, path, lengths.to(torch.int32))
-        self._has_leaf = self._has_leaf & (count == 0)
+        self._has_leaf &= count == 0
+
+    def reserve(self, max_length: int) -> None:
+        """Make room once for texts of ``max_length`` tokens: no later step has to."""
+        self._max_length = max_length
+        if max_length > self._state.max_length:
+            self._state = self._state.resized(max_length, self._state.max_nodes)
 
     def _reserve(self, nodes: int) -> None:
-        """Make the state larger where so many nodes need it: the length of a text is not known at the start."""
+        """Make the state larger where so many nodes, or a text whose length was not known, need it."""
         state = self._state
-        length = state.length_bound + nodes
+        length = state.length_bound + nodes if self._max_length is None else self._max_length
         if length > state.max_length or nodes > state.max_nodes:
             self._state = state.resized(
                 max(state.max_length, 2 * length if length > state.max_length else 0), max(nodes, state.max_nodes)
             )
 
-    def _grow_layers(self, grown: GrownTree, plan: Plan, growth: Growth) -> list[Tensor]:
+    def _grow_layers(self, grown: GrownTree, plan: Plan, sampling: Sampling) -> list[Tensor]:
         """Grow layer by layer; return the laws of the nodes that were run, float[batch, nodes, vocab], if sampled."""
-        greedy, estimate = growth.sampling.is_greedy, self._estimate
-        left = torch.full_like(self._leaf, plan.num_nodes)
+        estimate, drawing = self._estimate, "top" if sampling.is_greedy else plan.drawing
+        offer = offers_of(drawing, self._rng, plan)
+        left, self._left_out = plan.num_nodes - self._left_out, torch.zeros_like(self._left_out)
         laws: list[Tensor] = []
-        draws = None if greedy else _draws_of(self._rng, plan)
         for depth, layer in enumerate(plan.layers):
             logits = grown.run(self._lm, self._state)
-            law = logits.softmax(-1) if greedy else growth.sampling.law(logits)
-            tokens, probs = self._offer(law, layer, grown, draws)
-            priority, value = estimate.rate(grown.frontier_value, probs, law)
-            if not greedy:
+            law = logits.softmax(-1) if sampling.is_greedy else sampling.law(logits)
+            if drawing != "top":
                 laws.append(law)
-            limit = left if not plan.is_pruned else torch.full_like(left, layer.width)
-            sure = limit if plan.is_pruned else left // (len(plan.layers) - depth)
-            slots, is_taken = choose_slots(layer, priority.flatten(1), limit, plan.threshold, sure)
-            if not grown.add(layer, slots, tokens.flatten(1), value.flatten(1), is_taken):
+            tokens, probs = offer(law, grown.frontier_number, layer.ranks)
+            priority, value = estimate.rate(grown.frontier_value, probs, law)
+            most = left if not plan.is_pruned else torch.full_like(left, layer.width + layer.leaves)
+            sure = most if plan.is_pruned else left // (len(plan.layers) - depth)
+            slots, is_taken = choose_slots(layer, priority.flatten(1), most, plan.threshold, sure)
+            chosen = value.flatten(1).gather(1, slots) * is_taken
+            is_taken = grown.are_worthwhile(chosen, is_taken)
+            chosen = chosen * is_taken
+            goes_on = estimate.goes_on(chosen[:, : layer.width])
+            if not grown.add(layer, slots, tokens.flatten(1), chosen, is_taken):
                 break
             estimate.keep(slots[:, : grown.frontier_value.shape[1]])
             left = left - is_taken.sum(1)
+            if goes_on is not None and not grown.stop(goes_on):
+                break
+        grown.add_leaves()
         if not plan.layers:
-            laws.append(grown.run(self._lm, self._state).softmax(-1))
+            grown.run(self._lm, self._state)
         return laws
 
-    def _offer(self, law: Tensor, layer: Layer, grown: GrownTree, draws: Draws | None) -> tuple[Tensor, Tensor]:
-        """Offer each frontier node's children: int64 and float[batch, above, ranks], in draw order."""
-        if draws is None:
-            probs, tokens = law.topk(min(layer.ranks, law.shape[-1]), -1)
-            beyond = (0, layer.ranks - probs.shape[-1])  # more ranks than tokens
-            return torch.nn.functional.pad(tokens, beyond), torch.nn.functional.pad(probs, beyond)
-        return draws.draw(law, grown.frontier_number, layer.ranks)
-
-    def _grow_heap(self, grown: GrownTree, plan: Plan, growth: Growth) -> list[Tensor]:
-        """Draw one node after the other at the best slot; a draft call each."""
-        greedy = growth.sampling.is_greedy
+    def _grow_heap(self, grown: GrownTree, plan: Plan, sampling: Sampling) -> list[Tensor]:
+        """Draw one node after the other at the best slot, a draft call each; return the laws if sampled."""
+        greedy = sampling.is_greedy
         batch = self._leaf.shape[0]
         rows = torch.arange(batch, device=self._leaf.device)
         laws: list[Tensor] = []
@@ -265,7 +294,7 @@ class _ModelRun:
         for node in range(plan.num_nodes):
             if node:
                 logits = grown.run(self._lm, self._state)
-            laws.append(logits.softmax(-1) if greedy else growth.sampling.law(logits))
+            laws.append(logits.softmax(-1) if greedy else sampling.law(logits))
             rest = torch.cat([rest, laws[-1]], 1)
             mass = rest.sum(-1)
             best = rest.max(-1).values / mass.clamp(min=1e-38) if greedy else (mass > 0).to(rest.dtype)
@@ -281,10 +310,4 @@ class _ModelRun:
             value = upper * share * is_taken
             reach = torch.cat([reach.scatter(1, parent, upper * (1 - share)), value], 1)
             grown.add_below(torch.where(parent > 0, parent + 1, grown.lead[:, None]), token, value, is_taken)
-        return laws or [logits.softmax(-1)]
-
-
-def _draws_of(rng: Random, plan: Plan) -> Draws:
-    """Make the draws of all layers."""
-    num_nodes = 1 + sum(layer.width for layer in plan.layers[:-1])
-    return Draws(rng, num_nodes, max((layer.ranks for layer in plan.layers), default=0))
+        return [] if greedy else laws

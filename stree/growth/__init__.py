@@ -3,26 +3,38 @@
 A growth is a policy over slots.  Growths know no model: a drafter asks for a ``Plan`` and fills it layer by layer.
 """
 
+from stree.growth.beam import RSDS
 from stree.growth.calibrated import Calibrated
+from stree.growth.decision import DecisionStop
 from stree.growth.dyspec import DySpec
 from stree.growth.estimates import Estimate
 from stree.growth.fixed import Chain, Static
 from stree.growth.names import parse_growth
 from stree.growth.plan import Growth, Layer, Limited, Plan, choose_slots
-from stree.growth.positional import RSDC, Sequoia
+from stree.growth.positional import RSDC, Sequoia, SpecInfer
+from stree.growth.reranked import Eagle2, OptTree
+from stree.growth.stops import Confidence, DepthStop, Stop
 
 __all__ = [
     "RSDC",
+    "RSDS",
     "Calibrated",
     "Chain",
+    "Confidence",
+    "DecisionStop",
+    "DepthStop",
     "DySpec",
+    "Eagle2",
     "Estimate",
     "Growth",
     "Layer",
     "Limited",
+    "OptTree",
     "Plan",
     "Sequoia",
+    "SpecInfer",
     "Static",
+    "Stop",
     "choose_slots",
     "parse_growth",
 ]

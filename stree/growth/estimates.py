@@ -6,14 +6,18 @@ probability that it is accepted together with all its ancestors, may.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+from stree.sampling import Random
 from stree.tree import TokenTree
 
-__all__ = ["Calibration", "DraftEstimate", "Estimate", "PathEstimate"]
+if TYPE_CHECKING:
+    from stree.growth.plan import Plan
+
+__all__ = ["Calibration", "DraftEstimate", "Estimate", "PathEstimate", "spent_before"]
 
 # Of the bundled pair at temperature 0.8, fitted to 11,520 tests on HumanEval: log-odds that a child of this rank is
 # accepted, before its draw (with SHARPNESS x sum of q^2) and after it (with CONFIDENCE x log q).
@@ -28,8 +32,13 @@ PRIOR_TESTS = 8.0  # what a cell of the table knows beforehand counts as so many
 class Estimate(Protocol):
     """What a growth believes, for one run; it may learn from the verifier's log."""
 
-    def begin(self) -> None:
-        """Forget the nodes kept so far: a new tree begins to grow."""
+    def begin(self, plan: Plan, rng: Random) -> None:
+        """Forget the nodes kept so far: a new tree begins to grow.
+
+        Args:
+            plan: of the tree.
+            rng: numbers of this step.
+        """
         ...
 
     def rate(self, reach: Tensor, probs: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,8 +55,23 @@ class Estimate(Protocol):
         """
         ...
 
+    def goes_on(self, values: Tensor) -> Tensor | None:
+        """Decide before the next draft call whether anything grows below a new layer.
+
+        Args:
+            values: float[batch, width], values of the layer's nodes, leaves left out, 0 where there is none.
+
+        Returns:
+            bool[batch], or None where it always does.
+        """
+        ...
+
     def keep(self, slots: Tensor) -> None:
         """Take note that int64[batch, width] of the slots rated last became nodes."""
+        ...
+
+    def forget(self, row: int) -> None:
+        """Forget what was learnt of a sequence: another takes its place."""
         ...
 
     def learn(self, tree: TokenTree, selected: Tensor | None, ratios: Tensor, is_live: Tensor) -> None:
@@ -65,7 +89,7 @@ class Estimate(Protocol):
 class PathEstimate:
     """Children known beforehand: the product of the draft probabilities along the path (OPT-Tree, EAGLE-2)."""
 
-    def begin(self) -> None:
+    def begin(self, plan: Plan, rng: Random) -> None:
         """Do nothing."""
 
     def rate(self, reach: Tensor, probs: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,8 +97,15 @@ class PathEstimate:
         value = reach[..., None] * probs
         return value, value
 
+    def goes_on(self, values: Tensor) -> Tensor | None:
+        """Never stop."""
+        return None
+
     def keep(self, slots: Tensor) -> None:
         """Learn nothing."""
+
+    def forget(self, row: int) -> None:
+        """Do nothing: nothing was learnt."""
 
     def learn(self, tree: TokenTree, selected: Tensor | None, ratios: Tensor, is_live: Tensor) -> None:
         """Learn nothing."""
@@ -86,7 +117,7 @@ class DraftEstimate(PathEstimate):
     def rate(self, reach: Tensor, probs: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
         """Rate a slot by the probability that verification gets as far as testing it."""
         # Summed before the own probability: no rounding may let a slot depend on its token or pass its elder.
-        spent = _before(probs)
+        spent = spent_before(probs)
         return reach[..., None] * (1 - spent).clamp(min=0) * (probs > 0), reach[..., None] * probs
 
 
@@ -112,12 +143,13 @@ class Calibration:
         odds = torch.cat([cells(BEFORE, SHARPNESS, middles[0]), cells(AFTER, CONFIDENCE, middles[1])])
         self._sharpness, self._confidence = self._sharpness.to(device), self._confidence.to(device)
         self._tests = torch.full((batch, len(odds)), PRIOR_TESTS, device=device)
-        self._passed = odds.sigmoid().to(device) * self._tests
+        self._prior = odds.sigmoid().to(device) * PRIOR_TESTS
+        self._passed = self._prior.repeat(batch, 1)
         self._rank = torch.arange(ranks, device=device)
         self._first_after = ranks * (len(SHARPNESS_EDGES) + 1)  # the cells before a draw stand first
         self._kept: list[Tensor] = []
 
-    def begin(self) -> None:
+    def begin(self, plan: Plan, rng: Random) -> None:
         """Forget the cells kept so far."""
         self._kept = []
 
@@ -126,7 +158,7 @@ class Calibration:
         ranks = probs.shape[-1]
         odds = self._passed / self._tests
         sharp = torch.bucketize(torch.linalg.vecdot(law, law), self._sharpness)
-        sure = torch.bucketize(probs / (1 - _before(probs)).clamp(min=1e-6), self._confidence)
+        sure = torch.bucketize(probs / (1 - spent_before(probs)).clamp(min=1e-6), self._confidence)
         before = self._rank[:ranks] * (len(self._sharpness) + 1) + sharp[..., None]
         after = self._first_after + self._rank[:ranks] * (len(self._confidence) + 1) + sure
         self._cells = torch.stack([before, after], -1)
@@ -134,6 +166,15 @@ class Calibration:
         untested = torch.cat([reach[..., None], (1 - found[..., :-1])], -1).cumprod(-1)
         priority = (untested * expected).cummin(-1).values
         return priority * (probs > 0), untested * found * (probs > 0)
+
+    def goes_on(self, values: Tensor) -> Tensor | None:
+        """Never stop."""
+        return None
+
+    def forget(self, row: int) -> None:
+        """Give a sequence the tables of one that begins."""
+        self._tests[row] = PRIOR_TESTS
+        self._passed[row] = self._prior
 
     def keep(self, slots: Tensor) -> None:
         """Remember the cells of new nodes."""
@@ -159,7 +200,7 @@ class Calibration:
             self._passed.scatter_add_(1, cells[..., number], made * ratios)
 
 
-def _before(probs: Tensor) -> Tensor:
+def spent_before(probs: Tensor) -> Tensor:
     """Sum what stands before each place, exclusively."""
     return torch.cat([torch.zeros_like(probs[..., :1]), probs.cumsum(-1)[..., :-1]], -1)
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 import torch
 
+from stree.growth.estimates import Estimate
 from stree.growth.plan import Bound, Layer, Plan
+from stree.growth.stops import Confidence, Stopped
 
 __all__ = ["Chain", "Static"]
 
@@ -50,12 +54,12 @@ class Static(Bound):
         nodes = sum(layer.width for layer in layers)
         if nodes + 1 > budget:
             raise ValueError(f"a tree of {nodes + 1} nodes (root included) exceeds the budget of {budget}")
-        return Plan(tuple(layers), nodes)
+        return Plan(tuple(layers), nodes, is_fixed=True)
 
     def _layers(self) -> list[Layer]:
         """Order nodes by depth and number their slots."""
         if self.shape[0] != -1:
-            sizes = torch.tensor(self.shape).cumprod(0).tolist()
+            sizes = list(accumulate(self.shape, mul))
             return [Layer(size, ranks, tuple(range(size))) for size, ranks in zip(sizes, self.shape, strict=True)]
         above, layers = [0], []
         while above:
@@ -70,9 +74,18 @@ class Static(Bound):
 
 @dataclass(frozen=True)
 class Chain(Bound):
-    """A tree without branches that drafts ``depth`` tokens (speculative decoding, arXiv 2211.17192)."""
+    """A tree without branches that drafts ``depth`` tokens (speculative decoding, arXiv 2211.17192).
+
+    Args:
+        depth: most tokens.
+        stop: looks before each draw whether the draft is sure enough, or None.
+
+    Raises:
+        ValueError: a depth below 1.
+    """
 
     depth: int
+    stop: Confidence | None = None
 
     def __post_init__(self) -> None:
         if self.depth < 1:
@@ -81,3 +94,8 @@ class Chain(Bound):
     def plan(self, budget: int) -> Plan:
         """Lay out the chain."""
         return Static([1] * self.depth).plan(budget)
+
+    def estimate(self, batch: int, device: torch.device) -> Estimate:
+        """Trust the draft's own probabilities, as far as they are sure."""
+        estimate = super().estimate(batch, device)
+        return estimate if self.stop is None else Stopped(estimate, self.stop)

@@ -7,7 +7,8 @@ probability that verification gets as far as testing it (also called reach).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from functools import lru_cache
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -15,7 +16,11 @@ from torch import Tensor
 from stree.growth.estimates import DraftEstimate, Estimate, PathEstimate
 from stree.sampling import Sampling
 
-__all__ = ["Bound", "Growth", "Layer", "Limited", "Plan", "choose_slots"]
+__all__ = ["Bound", "Drawing", "Growth", "Layer", "Limited", "Plan", "Wrapped", "choose_slots"]
+
+# How children come about when sampling: drawn without replacement, drawn with it, or the most probable ones, which are
+# chosen without chance (kind DELTA).  At temperature 0 every growth takes the most probable ones.
+Drawing = Literal["distinct", "independent", "top"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +31,13 @@ class Layer:
         width: nodes of the layer, padding included.
         ranks: children offered by each node of the layer above.
         slots: the chosen slots, parent's place in its layer x ranks + rank, or None to choose by value.
+        leaves: the next best slots, which become nodes that get no children and are not run.
     """
 
     width: int
     ranks: int
     slots: tuple[int, ...] | None = None
+    leaves: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,8 @@ class Plan:
             to come, which is taken whatever its value: the budget is paid for anyway.
         is_pruned: deterministic children only: grow every layer to its width, keep the best ``num_nodes`` in the end.
         is_heap: one node a draft call, always at the slot of the greatest value.
+        drawing: how children come about when sampling.
+        is_fixed: needs its nodes whatever the budget.
     """
 
     layers: tuple[Layer, ...]
@@ -51,6 +60,8 @@ class Plan:
     threshold: float = 0.0
     is_pruned: bool = False
     is_heap: bool = False
+    drawing: Drawing = "distinct"
+    is_fixed: bool = False
 
 
 class Growth(Protocol):
@@ -97,7 +108,35 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Limited:
+class Wrapped:
+    """Another growth, changed.
+
+    Args:
+        base: the other.
+    """
+
+    base: Growth
+
+    @property
+    def sampling(self) -> Sampling:
+        """What children are drawn with."""
+        return self.base.sampling
+
+    def bind(self, sampling: Sampling) -> Self:
+        """Give this policy for children drawn under ``sampling``."""
+        return replace(self, base=self.base.bind(sampling))
+
+    def plan(self, budget: int) -> Plan:
+        """Lay out the other's tree."""
+        return self.base.plan(budget)
+
+    def estimate(self, batch: int, device: torch.device) -> Estimate:
+        """Begin the other's estimate."""
+        return self.base.estimate(batch, device)
+
+
+@dataclass(frozen=True)
+class Limited(Wrapped):
     """Another growth, cut at a depth; what it learns is the other's.
 
     Args:
@@ -105,26 +144,18 @@ class Limited:
         depth: most layers.
     """
 
-    base: Growth
     depth: int
-
-    @property
-    def sampling(self) -> Sampling:
-        """What children are drawn with."""
-        return self.base.sampling
-
-    def bind(self, sampling: Sampling) -> Limited:
-        """Give this policy for children drawn under ``sampling``."""
-        return Limited(self.base.bind(sampling), self.depth)
 
     def plan(self, budget: int) -> Plan:
         """Lay out the other's tree for this depth."""
-        base: Any = self.base
-        return replace(base, depth=self.depth).plan(budget)  # type: ignore[no-any-return]
+        return _cut(self.base, self.depth).plan(budget)
 
-    def estimate(self, batch: int, device: torch.device) -> Estimate:
-        """Begin the other's estimate."""
-        return self.base.estimate(batch, device)
+
+def _cut(growth: Any, depth: int) -> Growth:
+    """Give a growth, or the one inside it, another depth."""
+    if isinstance(growth, Wrapped):
+        return replace(growth, base=_cut(growth.base, depth))
+    return replace(growth, depth=depth)  # type: ignore[no-any-return]
 
 
 def choose_slots(layer: Layer, value: Tensor, left: Tensor, threshold: float, sure: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,13 +170,20 @@ def choose_slots(layer: Layer, value: Tensor, left: Tensor, threshold: float, su
         sure: int64[batch], the best slots that are taken whatever their value.
 
     Returns:
-        int64[batch, width] slots and bool[batch, width], whether each is taken.
+        int64[batch, width + leaves] slots and bool[batch, width + leaves], whether each is taken.
     """
     if layer.slots is not None:
-        index = torch.tensor(layer.slots, device=value.device).expand(value.shape[0], -1)
+        index = _on_device(layer.slots, value.device).expand(value.shape[0], -1)
         return index, value.gather(1, index) > 0
     ordered, index = value.sort(dim=1, descending=True, stable=True)  # stable: an earlier sibling wins a tie
-    ordered, index = ordered[:, : layer.width], index[:, : layer.width]
+    width = layer.width + layer.leaves
+    ordered, index = ordered[:, :width], index[:, :width]
     rank = torch.arange(ordered.shape[1], device=value.device)
     is_worth = (ordered >= threshold) | (rank < sure[:, None])
     return index, (ordered > 0) & is_worth & (rank < left[:, None])
+
+
+@lru_cache(maxsize=256)
+def _on_device(slots: tuple[int, ...], device: torch.device) -> Tensor:
+    """Put the slots of a fixed layer on a device, once."""
+    return torch.tensor(slots, device=device)

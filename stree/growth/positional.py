@@ -1,16 +1,16 @@
-"""Fixed trees whose children are drawn without replacement: given widths, or the best shape for measured acceptance."""
+"""Fixed trees: given widths, drawn without replacement or with it, or the best shape for measured acceptance."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from stree.growth.fixed import Static
 from stree.growth.plan import Bound, Plan
 
-__all__ = ["RSDC", "Sequoia"]
+__all__ = ["RSDC", "Sequoia", "SpecInfer"]
 
 # Of the bundled pair at temperature 0.8, 192 steps on HumanEval.
 RATES = (0.58, 0.105, 0.07, 0.03)
@@ -40,6 +40,32 @@ class RSDC(Bound):
     def plan(self, budget: int) -> Plan:
         """Lay out the tree; its nodes are ordered by depth."""
         return Static(self.widths).plan(budget)
+
+
+@dataclass(frozen=True)
+class SpecInfer(Bound):
+    """The same number of children for every node of a depth, drawn with replacement (SpecInfer, arXiv 2305.09781).
+
+    Siblings may carry the same token; each is a node and is tested, as multi-step speculative sampling wants it.  A
+    baseline: drawn without replacement (``RSDC``) as many nodes accept more.
+
+    Args:
+        widths: children of a node, by depth (the paper's expansion configuration).
+
+    Raises:
+        ValueError: no width, or one below 1.
+    """
+
+    widths: Sequence[int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "widths", tuple(self.widths))
+        if not self.widths or min(self.widths) < 1:
+            raise ValueError(f"SpecInfer needs widths of at least 1, got {list(self.widths)}")
+
+    def plan(self, budget: int) -> Plan:
+        """Lay out the tree; its nodes are ordered by depth."""
+        return replace(Static(self.widths).plan(budget), drawing="independent")
 
 
 @dataclass(frozen=True)

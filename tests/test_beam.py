@@ -1,0 +1,172 @@
+"""Stochastic beam search and drawing with replacement: their trees against the papers' procedures, and exactness."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import test_growth
+import torch
+from enumeration import TableLaw, TableLM, emitted_law, total_variation
+from test_growth import EXACT, PLAIN, all_drafts, draft_of, nodes_by_path, random_rows
+from torch import Tensor
+
+from stree.drafters import ModelDrafter
+from stree.growth import RSDC, RSDS, Growth, SpecInfer
+from stree.growth.beam import _Race
+from stree.sampling import MAX_RANKS, Random, Sampling
+from stree.verify import INDEPENDENT, SAMPLED, DraftLaws, accept
+
+CRITICAL = 6.0  # standard deviations of a chi-square statistic above its mean
+
+
+def gumbel_beams(law: TableLaw, width: int, depth: int, count: int) -> Tensor:
+    """Perturb and keep the greatest: RSD-S by its listing, vectorised over runs; int64[count, width * depth] paths."""
+    generator = torch.Generator().manual_seed(7)
+    vocab, log_law = law.vocab, law.logits.log_softmax(-1)
+    last, phi, g = (torch.zeros(count, 1, dtype=dtype) for dtype in (torch.long, torch.float64, torch.float64))
+    path = torch.zeros(count, 1, dtype=torch.long)  # the tokens below the root as digits from 1
+    found = []
+    for _ in range(depth):
+        phi = phi[..., None] + log_law[last]
+        noise = -torch.empty(phi.shape, dtype=torch.float64).exponential_(generator=generator).log()
+        perturbed = phi + noise
+        greatest = perturbed.amax(-1, keepdim=True)
+        g = -((-g[..., None]).exp() - (-greatest).exp() + (-perturbed).exp()).log()
+        g, kept = g.flatten(1).topk(width)
+        phi, last = phi.flatten(1).gather(1, kept), kept % vocab
+        path = path.gather(1, kept // vocab) * (vocab + 1) + last + 1
+        found.append(path)
+    return torch.cat(found, 1)
+
+
+def drafted_beams(law: TableLaw, growth: Growth, count: int) -> Tensor:
+    """Draft with the growth; paths as above."""
+    tree = draft_of(law, growth, 32, PLAIN, random_rows(count), count).tree
+    paths = torch.zeros_like(tree.tokens)
+    for node in range(1, tree.tokens.shape[1]):
+        above = paths.gather(1, tree.parents[:, node : node + 1].long())[:, 0]
+        paths[:, node] = above * (law.vocab + 1) + tree.tokens[:, node] + 1
+    return paths[:, 1:]
+
+
+def distance(left: Tensor, right: Tensor) -> float:
+    """Compare two samples of int64[count, ...] outcomes by chi-square, in standard deviations above its mean."""
+    counts = [Counter(map(tuple, sample.tolist())) for sample in (left, right)]
+    cells = [[count[key] for count in counts] for key in counts[0] | counts[1]]
+    common = [cell for cell in cells if sum(cell) >= 10]
+    rare = [sum(column) for column in zip(*[cell for cell in cells if sum(cell) < 10], strict=True)]
+    common += [rare] if rare else []
+    statistic = sum((first - second) ** 2 / (first + second) for first, second in common)
+    freedom = len(common) - 1
+    return float((statistic - freedom) / (2 * freedom) ** 0.5)
+
+
+def test_races_are_gumbel_beams() -> None:
+    law, count = TableLaw.random(4, 3), 40_000
+    ours, theirs = drafted_beams(law, RSDS(2, 2), count), gumbel_beams(law, 2, 2, count)
+    assert abs(distance(ours, theirs)) < CRITICAL
+    assert distance(drafted_beams(law, RSDC([2, 1]), count), theirs) > CRITICAL
+
+
+def chi_square(growth: Growth, verifier: str, samples: int, laws: Any = None) -> float:
+    """Draft and accept many times; compare the first two tokens with the target's joint law."""
+    target, law = TableLaw.random(4, 21), TableLaw.random(4, 22)
+    rng = random_rows(samples)
+    run = ModelDrafter(TableLM(law).as_lm()).start(4, [[0]] * samples, rng)
+    draft = run.propose(torch.zeros(samples, dtype=torch.long), growth.bind(PLAIN), 16)
+    rng = rng.at(torch.ones(samples, dtype=torch.long))
+    accepted = accept(draft.tree, target.logits[draft.tree.tokens], PLAIN, rng, draft.laws, verifier, draft.max_depth)
+    emitted = draft.tree.tokens.gather(1, accepted.path.clamp(min=0).long())[:, 1:]
+    place = accepted.path_lengths[:, None].long() - 1
+    emitted = torch.cat([emitted, torch.zeros_like(place)], 1).scatter(1, place, accepted.next_token[:, None])
+    # Where one token was emitted, the next is drawn from the target itself.
+    beyond = Random(1, rng.sequences, rng.positions).choice(
+        "target", PLAIN.law(target.logits)[emitted[:, 0]], torch.zeros(samples, dtype=torch.long)
+    )
+    second = torch.where(place[:, 0] == 0, beyond, emitted[:, 1])
+    observed = torch.bincount(emitted[:, 0] * 4 + second, minlength=16).double()
+    expected = target.joint(PLAIN, 2) * samples
+    statistic = float(((observed - expected) ** 2 / expected).sum())
+    return float((statistic - 15) / 30**0.5)
+
+
+@pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
+def test_two_hundred_thousand_steps_emit_the_target_s_law(verifier: str) -> None:
+    assert chi_square(RSDS(3, 2), verifier, 200_000) < CRITICAL
+
+
+def test_a_beam_cut_by_the_tokens_own_probability_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    rate = _Race.rate
+
+    def by_probability(self: _Race, reach: Tensor, probs: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
+        _, value = rate(self, reach, probs, law)
+        return value, value
+
+    monkeypatch.setattr(_Race, "rate", by_probability)
+    assert chi_square(RSDS(3, 2), "rejection", 50_000) > CRITICAL
+
+
+@pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
+@pytest.mark.parametrize("seed", [2, 3])
+def test_whatever_the_waiting_times_the_law_is_exact(seed: int, verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_growth, "SEED", seed)
+    target, law = TableLaw.random(3, 31), TableLaw.random(3, 32)
+    trees, _ = all_drafts(law, RSDS(2, 2), 5, PLAIN)
+    assert abs(float(trees.weight.sum()) - 1) < EXACT
+    assert total_variation(emitted_law(target, trees, PLAIN, verifier, 3), target.joint(PLAIN, 3)) < EXACT
+
+
+def test_a_beam_is_full_and_its_siblings_differ() -> None:
+    law = TableLaw.random(6, 1)
+    for sampling in (Sampling(), PLAIN):
+        tree = draft_of(law, RSDS(3, 4), 13, sampling, random_rows(50), 50).tree
+        tree.check()
+        assert (tree.num_nodes == 13).all()
+        assert torch.equal(tree.depths, torch.tensor([0, *(1 + node // 3 for node in range(12))]).expand(50, -1).int())
+        for row in range(50):
+            paths = nodes_by_path(tree, row)
+            assert len(set(paths)) == len(paths)
+
+
+def test_children_drawn_with_replacement_are_those_of_their_numbers() -> None:
+    law, sampling = TableLaw.random(4, 5), Sampling(0.8)
+    draft = draft_of(law, SpecInfer([3, 2]), 10, sampling, random_rows(300), 300)
+    assert draft.laws is not None
+    assert (draft.laws.kind == INDEPENDENT).all()
+    assert (draft.tree.num_nodes == 10).all()
+    rng, zero = random_rows(300).at(torch.ones(300, dtype=torch.long)), torch.zeros(300, dtype=torch.long)
+    table = sampling.law(law.logits)
+    for node, (parent, rank) in enumerate([(0, 0), (0, 1), (0, 2), *((1 + n // 2, n % 2) for n in range(6))], 1):
+        above = draft.tree.tokens[:, parent]
+        drawn = rng.choice("draft", table[above], zero, parent * MAX_RANKS + rank)
+        assert torch.equal(draft.tree.tokens[:, node], drawn)
+    twins = draft.tree.tokens[:, 1] == draft.tree.tokens[:, 2]
+    assert 0 < int(twins.sum()) < 300
+
+
+def test_siblings_taken_for_distinct_ones_break_the_law() -> None:
+    target, law = TableLaw.random(3, 11), TableLaw.random(3, 12)
+    trees, _ = all_drafts(law, SpecInfer([2]), 3, PLAIN)
+    joint = target.joint(PLAIN, 2)
+    assert total_variation(emitted_law(target, trees, PLAIN, "rejection", 2), joint) < EXACT
+    laws = DraftLaws(trees.laws.probs, trees.laws.row, torch.full_like(trees.laws.kind, SAMPLED))
+    wrong = type(trees)(trees.tokens, trees.parents, laws, trees.weight)
+    assert total_variation(emitted_law(target, wrong, PLAIN, "rejection", 2), joint) > 0.005
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RSDS(0, 2), "width must be at least 1, got 0"),
+        (lambda: RSDS(2, 0), "depth must be at least 1, got 0"),
+        (lambda: RSDS(3, 2).plan(6), r"a tree of 7 nodes \(root included\) exceeds the budget of 6"),
+        (lambda: SpecInfer([]), r"SpecInfer needs widths of at least 1, got \[\]"),
+        (lambda: SpecInfer([2, 0]), r"SpecInfer needs widths of at least 1, got \[2, 0\]"),
+        (lambda: SpecInfer([2, 2]).plan(6), r"a tree of 7 nodes \(root included\) exceeds the budget of 6"),
+    ],
+)
+def test_a_shape_that_is_none_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
