@@ -50,7 +50,7 @@ _KINDS: dict[str, tuple[torch.dtype, ...]] = {
 
 def choose(op: str, backend: Backend, tensor: Tensor) -> Callable[..., Any]:
     """Return the implementation of an operation for a tensor's device."""
-    if backend == "reference" or (backend == "auto" and not _has_triton(op, tensor)):
+    if backend == "reference" or (backend == "auto" and not has_triton(op, tensor.device, tensor.dtype)):
         modules = (reference, reference_steps, reference_accept, reference_norm)
         return getattr(next(module for module in modules if hasattr(module, op)), op)  # type: ignore[no-any-return]
     if backend not in ("auto", "triton"):
@@ -75,9 +75,9 @@ def _launched_on(device: torch.device, function: Callable[..., Any]) -> Callable
     return call
 
 
-def _has_triton(op: str, tensor: Tensor) -> bool:
-    """Tell whether "auto" means Triton: for a CUDA tensor of an operation that has it, but not in float64."""
-    return tensor.is_cuda and op in TRITON and tensor.dtype != torch.float64
+def has_triton(op: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether "auto" means Triton: for CUDA tensors of an operation that has it, but not in float64."""
+    return device.type == "cuda" and op in TRITON and dtype != torch.float64
 
 
 def check(name: str, tensor: Tensor, kind: str, shape: tuple[int, ...], like: Tensor) -> None:

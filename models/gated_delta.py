@@ -7,7 +7,7 @@ and leaves its decays to a module.  Which projections a family has is read off t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +75,8 @@ class DeltaStack(LayerStack):
         stash_g: float32[max_nodes, heads] or, per channel, [max_nodes, heads, dk], log decays.
     """
 
+    shared: ClassVar[tuple[str, ...]] = ("stash_k", "stash_u", "stash_g")
+
     spec: DeltaSpec
     window: Tensor
     state: Tensor
@@ -121,16 +123,16 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
     layer = step.state.layers[mixer.layer_idx, DeltaSpec]
     spec, wide, conv, made = layer.spec, layer.state.dtype, mixer.conv1d, _project(mixer, hidden_states)
     qkv = ops.conv_step(
-        layer.window, layer.stash_conv, None, None, made.qkv, conv.weight.squeeze(1), conv.bias, step.topology,
+        layer.window, layer.stash_conv, step.path, None, made.qkv, conv.weight.squeeze(1), conv.bias, step.topology,
         activation=mixer.activation, first=step.first,
     )  # fmt: skip
     q, k, v = qkv.split(spec.splits, dim=-1)
     q, k = (_normalised(part.unflatten(-1, (spec.key_heads, spec.dk)).to(wide)) for part in (q, k))
     beta = made.b.sigmoid() * (2 if getattr(mixer, "allow_neg_eigval", False) else 1)
     out = ops.gated_delta_step(
-        layer.state, layer.stash_k, layer.stash_u, layer.stash_g, None, None, q, k,
+        layer.state, layer.stash_k, layer.stash_u, layer.stash_g, step.entries, None, q, k,
         v.unflatten(-1, (spec.heads, spec.dv)), _log_decays(mixer, hidden_states, made.a, wide), beta, step.topology,
-        first=step.first,
+        first=step.first, folded=step.kept(mixer.layer_idx, DeltaSpec),
     )  # fmt: skip
     norm = mixer.norm if hasattr(mixer, "norm") else mixer.o_norm
     out = norm(out.flatten(0, 2), made.gate.reshape(-1, spec.dv)).view(*hidden_states.shape[:2], -1)

@@ -54,6 +54,7 @@ class LightningStack(LayerStack):
     """
 
     weights: ClassVar[frozenset[str]] = frozenset({"A"})
+    shared: ClassVar[tuple[str, ...]] = ("stash_vkq", "stash_dt")
 
     spec: LightningSpec
     state: Tensor
@@ -98,8 +99,9 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
     q, k, v = qkv.split(headdim, dim=-1)
     vkq = torch.cat((v.flatten(2), k.flatten(2), q.flatten(2)), dim=-1)
     y = ops.ssd_step(
-        layer.state, layer.stash_vkq, layer.stash_dt, None, None, vkq, vkq.new_zeros(*vkq.shape[:2], heads), layer.A,
-        None, step.topology, headdim=headdim, ngroups=heads, dt_limit=(1.0, 1.0), first=step.first,
+        layer.state, layer.stash_vkq, layer.stash_dt, step.entries, None, vkq,
+        vkq.new_zeros(*vkq.shape[:2], heads), layer.A, None, step.topology, headdim=headdim, ngroups=heads,
+        dt_limit=(1.0, 1.0), first=step.first, folded=step.kept(mixer.layer_idx, LightningSpec),
     )  # fmt: skip
     y = torch.sigmoid(mixer.output_gate(hidden_states)) * mixer.norm(y.flatten(2))
     return mixer.out_proj(y), None

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.kernels.topology import Topology
 from stree.models.state import TreeStep
 
 __all__ = ["keep_on_device", "step_on"]
@@ -34,20 +33,23 @@ def step_on(step: TreeStep, device: torch.device) -> TreeStep:
     if device not in step.copies:
         state = copy.copy(step.state)
         state.lengths = step.state.lengths.to(device)
-        step.copies[device] = dataclasses.replace(step, state=state, topology=_moved(step.topology, device))
+        topology, path, entries = (_moved(part, device) for part in (step.topology, step.path, step.entries))
+        step.copies[device] = dataclasses.replace(step, state=state, topology=topology, path=path, entries=entries)
     return step.copies[device]
 
 
-def _moved(topology: Topology, device: torch.device) -> Topology:
-    """Copy a topology to another device."""
+def _moved(indices: Any, device: torch.device) -> Any:
+    """Copy a topology or an accepted path to another device; None stays None."""
+    if indices is None:
+        return None
     moved: dict[str, Any] = {}
-    for field in dataclasses.fields(topology):
-        value = getattr(topology, field.name)
+    for field in dataclasses.fields(indices):
+        value = getattr(indices, field.name)
         if isinstance(value, Tensor):
             moved[field.name] = value.to(device)
         elif isinstance(value, tuple):
             moved[field.name] = tuple(part.to(device) for part in value)
-    return dataclasses.replace(topology, **moved)
+    return dataclasses.replace(indices, **moved)
 
 
 def _forward(mixer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -75,6 +75,8 @@ class RgLruStack(LayerStack):
         stash_x: float[max_nodes, channels], gated and normalised inputs of the recurrence.
     """
 
+    shared: ClassVar[tuple[str, ...]] = ()
+
     window: Tensor
     state: Tensor
     stash_conv: Tensor
@@ -118,8 +120,8 @@ def _forward(block: Any, cache: TreeStep, input_states: Tensor, *_: Any, **kwarg
     """Score a tree."""
     layer, conv = cache.state.layers[block.layer_idx, RgLruSpec], block.conv_1d
     x = ops.conv_step(
-        layer.window, layer.stash_conv, None, None, block.linear_x(input_states), conv.weight.squeeze(1), conv.bias,
-        cache.topology, activation=None, first=cache.first,
+        layer.window, layer.stash_conv, cache.path, None, block.linear_x(input_states), conv.weight.squeeze(1),
+        conv.bias, cache.topology, activation=None, first=cache.first,
     )  # fmt: skip
     block.tree_twin.recurrent_states = (layer, cache)  # what its forward hands on to its scan
     twin = block.tree_twin  # called by its class: a hook on the block's own unit would run that one
@@ -149,7 +151,7 @@ def _tree_scan(
     gate = recurrent_gate.to(layer.state.dtype)
     log_a = gate.clamp(min=torch.finfo(gate.dtype).tiny).log()
     out = ops.diagonal_step(
-        layer.state, layer.stash_log_a, layer.stash_x, None, None, log_a, hidden_states, step.topology,
+        layer.state, layer.stash_log_a, layer.stash_x, step.path, None, log_a, hidden_states, step.topology,
         first=step.first,
     )  # fmt: skip
     return out, None

@@ -74,6 +74,8 @@ class SelectiveStack(LayerStack):
     """
 
     weights: ClassVar[frozenset[str]] = frozenset({"A"})
+    shared: ClassVar[tuple[str, ...]] = ("stash_x", "stash_dt", "stash_B")
+    node_dim: ClassVar[int] = 3
 
     spec: SelectiveSpec
     window: Tensor
@@ -131,16 +133,17 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
     x, gate = projected.unflatten(2, (-1, 2)).movedim(3, 0).contiguous() if by_head else projected.chunk(2, dim=2)
     conv = mixer.conv1d
     x = ops.conv_step(
-        layer.window, layer.stash_conv, None, None, x, conv.weight.squeeze(1), conv.bias, step.topology,
+        layer.window, layer.stash_conv, step.path, None, x, conv.weight.squeeze(1), conv.bias, step.topology,
         activation=mixer.activation, first=step.first,
     )  # fmt: skip
     x = x.unflatten(2, (layer.spec.nheads, -1)).transpose(1, 2)  # [batch, nheads, rows, channels]
     dt, B, C, bias, D = (_head_parameters if by_head else _parameters)(mixer, x)
+    kept = step.kept(mixer.layer_idx, SelectiveSpec)
     heads = [
         ops.selective_step(
-            layer.state[:, head], layer.stash_x[:, head], layer.stash_dt[:, head], layer.stash_B[:, head], None, None,
-            x[:, head], dt[:, head], layer.A[head], B[:, head], C[:, head], bias[head], step.topology,
-            D=D[head], first=step.first,
+            layer.state[:, head], layer.stash_x[:, head], layer.stash_dt[:, head], layer.stash_B[:, head], step.entries,
+            None, x[:, head], dt[:, head], layer.A[head], B[:, head], C[:, head], bias[head], step.topology,
+            D=D[head], first=step.first, folded=None if kept is None else tuple(rows[:, head] for rows in kept),
         )
         for head in range(layer.spec.nheads)
     ]  # fmt: skip

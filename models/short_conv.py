@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ class ShortConvStack(LayerStack):
         stash_conv: float[max_nodes, channels], its inputs at the pending nodes.
     """
 
+    shared: ClassVar[tuple[str, ...]] = ()
+
     window: Tensor
     stash_conv: Tensor
 
@@ -71,7 +73,7 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
     layer = step.state.layers[mixer.layer_idx, ShortConvSpec]
     B, C, x = mixer.in_proj(hidden_states).chunk(3, dim=-1)
     y = ops.conv_step(
-        layer.window, layer.stash_conv, None, None, B * x, mixer.conv.weight.squeeze(1), mixer.conv.bias,
+        layer.window, layer.stash_conv, step.path, None, B * x, mixer.conv.weight.squeeze(1), mixer.conv.bias,
         step.topology, activation=None, first=step.first,
     )  # fmt: skip
     return mixer.out_proj(C * y)

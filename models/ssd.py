@@ -73,6 +73,7 @@ class SsdStack(LayerStack):
     """
 
     weights: ClassVar[frozenset[str]] = frozenset({"A"})
+    shared: ClassVar[tuple[str, ...]] = ("stash_xbc", "stash_dt")
 
     spec: SsdSpec
     window: Tensor
@@ -129,12 +130,13 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
     gate, xbc, dt = _project(mixer, hidden_states).split([inner, spec.channels, spec.nheads], dim=-1)
     conv = mixer.conv1d
     xbc = ops.conv_step(
-        layer.window, layer.stash_conv, None, None, xbc, conv.weight.squeeze(1), conv.bias, step.topology,
+        layer.window, layer.stash_conv, step.path, None, xbc, conv.weight.squeeze(1), conv.bias, step.topology,
         activation=mixer.activation, first=step.first,
     )  # fmt: skip
     y = ops.ssd_step(
-        layer.state, layer.stash_xbc, layer.stash_dt, None, None, xbc, dt, layer.A, mixer.dt_bias, step.topology,
-        headdim=spec.headdim, ngroups=spec.ngroups, D=mixer.D, dt_limit=mixer.time_step_limit, first=step.first,
+        layer.state, layer.stash_xbc, layer.stash_dt, step.entries, None, xbc, dt, layer.A, mixer.dt_bias,
+        step.topology, headdim=spec.headdim, ngroups=spec.ngroups, D=mixer.D, dt_limit=mixer.time_step_limit,
+        first=step.first, folded=step.kept(mixer.layer_idx, SsdSpec),
     )  # fmt: skip
     y, norm = y.flatten(2), mixer.norm
     y = y * F.silu(gate) if isinstance(norm, nn.Identity) else norm(y, gate)

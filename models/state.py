@@ -14,7 +14,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from stree.kernels.topology import Topology, reads_freely
+from stree.kernels.topology import AcceptedPath, Topology, reads_freely
+from stree.models.unfolded import MOST_ENTRIES, Unfolded
 from stree.tree import TokenTree
 
 __all__ = ["DecodeState", "LayerSpec", "LayerStack", "Prefilled", "Site", "TreeStep", "state_dtype"]
@@ -48,9 +49,14 @@ class LayerStack:
 
     Attributes:
         weights: names of the tensors [layers, ...] that a layer's sequences share, taken over by ``bind``.
+        shared: names of the tensors of the stash that all programs of a scan read, if the scan of the next tree can
+            fold a path; None where a path is folded when it is committed.
+        node_dim: dimension of the nodes in those.
     """
 
     weights: ClassVar[frozenset[str]] = frozenset()
+    shared: ClassVar[tuple[str, ...] | None] = None
+    node_dim: ClassVar[int] = 2
 
     def commit(self, path: Tensor, path_lengths: Tensor, lengths: Tensor) -> None:
         """Fold int32[batch, m] paths of the stash into the state, in place; ``lengths`` are those before it."""
@@ -142,6 +148,11 @@ class DecodeState:
         length_bound: int, known to the host; no sequence is longer.
         fixed_shapes: whether every step has the shapes of every other, as a captured graph needs: attention then looks
             at the whole memory of the context, whatever the lengths.
+        is_lazy: whether a committed path waits for the next tree's scan, which folds it in the same pass over a state.
+        unfolded: that path, where there are layers that can wait.
+        kept: by site, the rows of that path in what a layer's scan shares.
+        is_torn: whether a forward failed that had such a path to fold: some layers have it, others have not.  One who
+            knows that none has, as of a captured graph that was never run, may set it to False.
     """
 
     def __init__(
@@ -153,9 +164,10 @@ class DecodeState:
         device: Any,
         *,
         fixed_shapes: bool = False,
+        is_lazy: bool = False,
     ) -> None:
         self.max_length, self.max_nodes, self.fixed_shapes = max_length, max_nodes, fixed_shapes
-        self.specs = specs
+        self.specs, self.is_lazy, self.is_torn = specs, is_lazy, False
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.pending: Pending | None = None
         self.length_bound = 0
@@ -174,7 +186,8 @@ class DecodeState:
     @property
     def num_bytes(self) -> int:
         """Bytes of memory, stash included."""
-        return sum(stack.num_bytes for stack in self.stacks.values())
+        waiting = 0 if self.unfolded is None else self.unfolded.num_bytes
+        return waiting + sum(stack.num_bytes for stack in self.stacks.values())
 
     def clone(self) -> DecodeState:
         """Copy the committed state; a pending tree is left out."""
@@ -191,6 +204,7 @@ class DecodeState:
             raise ValueError(f"batch_indices must be int[batch], got {[*rows.shape]}")
         if reads_freely(rows) and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.batch_size:
             raise ValueError(f"batch_indices must be in [0, {self.batch_size}), got {rows.tolist()}")
+        self.fold()
         other = object.__new__(DecodeState)
         other.__dict__.update(self.__dict__)
         other.pending = None
@@ -207,9 +221,11 @@ class DecodeState:
         if max_length < self.max_length or max_nodes < self.max_nodes:
             present = f"max_length {self.max_length} and max_nodes {self.max_nodes}"
             raise ValueError(f"a resized state must have at least {present}, got {max_length} and {max_nodes}")
+        self.fold()
         other = DecodeState(
-            self.specs, self.batch_size, max_length, max_nodes, self.lengths.device, fixed_shapes=self.fixed_shapes
-        )
+            self.specs, self.batch_size, max_length, max_nodes, self.lengths.device,
+            fixed_shapes=self.fixed_shapes, is_lazy=self.is_lazy,
+        )  # fmt: skip
         for spec, stack in self.stacks.items():
             other.stacks[spec].overwrite(stack)
         other.lengths.copy_(self.lengths)
@@ -217,12 +233,26 @@ class DecodeState:
         return other
 
     def commit(self, path: Tensor, path_lengths: Tensor) -> None:
-        """Fold int32[batch, m] paths of the pending tree into every layer and consume the tree."""
+        """Fold int32[batch, m] paths of the pending tree into every layer, or let them wait, and consume the tree."""
         if path.shape[1]:
+            waits = self.unfolded if path.shape[1] <= MOST_ENTRIES else None
             for spec, stack in self.stacks.items():
-                stack.commit(*(tensor.to(spec.device) for tensor in (path, path_lengths, self.lengths)))
+                if waits is None or stack.shared is None:
+                    stack.commit(*(tensor.to(spec.device) for tensor in (path, path_lengths, self.lengths)))
+            if waits is not None:
+                waits.put(path, path_lengths)
             self.lengths += path_lengths
         self.pending = None
+
+    def fold(self) -> None:
+        """Fold a path that waits, so that the states may be looked at; nothing happens where none does."""
+        if self.unfolded is None:
+            return
+        path = self.unfolded.path.int(), self.unfolded.lengths
+        for spec, stack in self.stacks.items():
+            if stack.shared is not None:
+                stack.commit(*(tensor.to(spec.device) for tensor in (*path, self.lengths)))
+        self.unfolded.lengths.zero_()
 
     def bind(self, mixers: Mapping[Site, Any]) -> None:
         """Take over what committing needs of the layers' weights."""
@@ -239,6 +269,8 @@ class DecodeState:
 
     def write_row(self, row: int, other: DecodeState) -> None:
         """Take over sequence ``row`` from a state of batch 1 and equal sizes."""
+        self.fold()
+        other.fold()
         for spec, stack in self.stacks.items():
             stack.write_row(row, other.stacks[spec])
         self.lengths[row] = other.lengths[0]
@@ -248,6 +280,12 @@ class DecodeState:
         """Hold the stacks, and a view of every layer so that no step makes one."""
         self.stacks = stacks
         self.layers: dict[Site, Any] = {site: stacks[spec].layer(slot) for site, (spec, slot) in self._slots.items()}
+        waiting = {spec: stack for spec, stack in stacks.items() if stack.shared is not None}
+        self.unfolded = Unfolded(waiting, self.lengths) if self.is_lazy and waiting else None
+        self.kept: dict[Site, tuple[Tensor, ...]] = {}
+        if self.unfolded is not None:
+            for site, (spec, slot) in self._slots.items():
+                self.kept[site] = tuple(rows[slot] for rows in self.unfolded.kept.get(spec, ()))
 
 
 @dataclass(eq=False)  # without slots: transformers 5.17 leaves notes of its own on a RecurrentGemma's cache
@@ -259,6 +297,8 @@ class TreeStep:
         topology: the tree's shape, computed once for all layers.
         first: nodes below it stand in the stash already.
         length_bound: int, rows of the context that attention looks at; no sequence of the state is longer.
+        path: the committed path that every layer folds before it scans, as nodes of the stash, or None.
+        entries: the same path as entries of what ``kept`` gives.
         attending: the layer whose attention runs; a module that several layers share does not know its own.
         copies: the same step on other devices where layers stand, by device.
     """
@@ -267,8 +307,14 @@ class TreeStep:
     topology: Topology
     first: int
     length_bound: int
+    path: AcceptedPath | None = None
+    entries: AcceptedPath | None = None
     attending: int = -1
     copies: dict[torch.device, TreeStep] = dataclasses.field(default_factory=dict)
+
+    def kept(self, layer: int, spec: type[LayerSpec]) -> Any:
+        """Give the rows of the path that a layer's scan folds from, or None where there is nothing to fold."""
+        return None if self.entries is None else self.state.kept[layer, spec]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Pass the new rows on: they stay pending, the attention adapter stores them under the layer named here."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from stree.kernels.checks import has_triton
 from stree.kernels.topology import Topology, reads_freely
 from stree.models.checks import check_path, describe, is_integer
 from stree.models.families import family_of, stateful_modules
@@ -38,9 +39,12 @@ class TreeLM:
 
     Attributes:
         chunk_size: most prompt tokens that the model runs at once, or None for whole prompts; see ``prefill``.
+        is_lazy: whether states let a committed path wait for the next tree's scan; None: where that scan folds it in
+            one pass over a state, which are the devices that run the Triton versions.
     """
 
     chunk_size: int | None = None
+    is_lazy: bool | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
@@ -131,7 +135,10 @@ class TreeLM:
         for name, size in (("batch_size", batch_size), ("max_length", max_length), ("max_nodes", max_nodes)):
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
-        state = DecodeState(self._specs, batch_size, max_length, max_nodes, self.device, fixed_shapes=fixed_shapes)
+        is_lazy = has_triton("ssd_step", self.device, self.dtype) if self.is_lazy is None else self.is_lazy
+        state = DecodeState(
+            self._specs, batch_size, max_length, max_nodes, self.device, fixed_shapes=fixed_shapes, is_lazy=is_lazy
+        )
         state.bind(self._mixers)
         return state
 
@@ -204,7 +211,14 @@ class TreeLM:
             positions = (state.lengths[:, None] + tree.depths[:, first:]).long()
             if on_host and not state.fixed_shapes:  # reading the exact bound costs nothing here and makes it shorter
                 step.length_bound = int(state.lengths.max())
+        waits = state.unfolded if first == 0 else None
+        if waits is not None:
+            step.path, step.entries = waits.accepted(self._conv_width)
+            state.is_torn = True  # until every layer has folded
         logits = self._forward(tree.tokens[:, first:], step, positions)
+        if waits is not None:
+            waits.lengths.zero_()
+            state.is_torn = False
         state.pending = Pending(tree, topology)
         return logits.to(state_dtype(logits.dtype))
 
@@ -281,6 +295,10 @@ class TreeLM:
         """Refuse the state of another model: it may fit in shape and still hold that one's decay rates."""
         if state.specs is not self._specs:
             raise ValueError("the state belongs to another TreeLM; use one from this one's new_state")
+        if state.is_torn:
+            raise RuntimeError(
+                "the state is lost: a forward failed while its layers folded the last path; make a new one"
+            )
 
     def _check_tokens(self, tokens: Tensor) -> None:
         """Refuse tokens outside the vocabulary."""

@@ -28,10 +28,10 @@ from stree import TokenTree, TreeLM
 from stree.models.state import DecodeState
 
 FLOAT32 = TOLERANCE[torch.float32]
-# Two layers, as the second sees the errors of the first; chunks of 64 for the long forward.
-LONG: dict[str, tuple[str, dict[str, Any]]] = {
-    "mamba2": ("mamba2", {"chunk_size": 64}),
-    "mamba2-attention": ("bamba", {"num_hidden_layers": 2, "mamba_chunk_size": 64}),
+# Two layers, as the second sees the errors of the first; chunks of 64 for the long forward; eager and lazy commits.
+LONG: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "mamba2": ("mamba2", {"chunk_size": 64}, False),
+    "mamba2-attention": ("bamba", {"num_hidden_layers": 2, "mamba_chunk_size": 64}, True),
 }
 
 
@@ -260,11 +260,14 @@ def test_a_resized_state_has_room_for_more_and_leaves_the_original_alone(family:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "changes"), LONG.values(), ids=LONG)
-def test_the_state_after_2000_commits_equals_one_computed_from_scratch(family: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("family", "changes", "is_lazy"), LONG.values(), ids=LONG)
+def test_the_state_after_2000_commits_equals_one_computed_from_scratch(
+    family: str, changes: dict[str, Any], is_lazy: bool
+) -> None:
     rng = random.Random(11)
     model = tiny_model(family, **changes)
     lm, texts = grafted(model), random_texts(rng, [5, 2])
+    lm.is_lazy = is_lazy
     state = lm.new_state(2, max_length=8192, max_nodes=8)
     lm.prefill(state, *right_padded(texts))
     for _ in range(2000):

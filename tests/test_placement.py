@@ -55,10 +55,13 @@ def split_model(family: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("family", EVERY_ADAPTER)
-def test_no_layer_meets_a_tensor_of_another_device(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "is_lazy"), [*((family, False) for family in EVERY_ADAPTER), ("jamba", True), ("kimi_linear", True)]
+)
+def test_no_layer_meets_a_tensor_of_another_device(family: str, is_lazy: bool) -> None:
     rng = random.Random(0)
     lm = TreeLM(split_model(family))
+    lm.is_lazy = is_lazy
     state = lm.new_state(2, 64, 16)
     lm.prefill(state, *right_padded(random_texts(rng, [9, 4])))
     for _ in range(2):

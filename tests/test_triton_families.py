@@ -21,11 +21,11 @@ from tiny_models import (
     right_padded,
     tree_error,
 )
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from stree import TokenTree
 from stree.kernels import checks
+from stree.models import tree_lm
 
 ATTENTION = {"attention_step", "kv_commit"}
 
@@ -35,11 +35,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Let "auto" mean Triton wherever an operation has it; give the set of operations that "auto" was asked for."""
     names: set[str] = set()
 
-    def has_triton(op: str, _: Tensor) -> bool:
+    def has_triton(op: str, *_: object) -> bool:
         names.add(op)
         return op in checks.TRITON
 
-    monkeypatch.setattr(checks, "_has_triton", has_triton)
+    for module in (checks, tree_lm):
+        monkeypatch.setattr(module, "has_triton", has_triton)
     return names
 
 
