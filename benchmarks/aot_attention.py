@@ -8,15 +8,13 @@ from typing import Any
 
 import torch
 from aot_build import POINTERS, Build
-from shapes import ATTENTIONS, Attention
+from shapes import ATTENTIONS, VOCABULARIES, Attention
 
 from stree.kernels.accept import draw_constants
 from stree.kernels.accept_kernels import draw_kernel, walk_kernel
-from stree.kernels.attention import attention_constants, kv_commit_constants, merge_constants, split_context
+from stree.kernels.attention import attention_constants, kv_commit_constants, merge_constants
 from stree.kernels.attention_kernels import attention_kernel, kv_commit_kernel, merge_kernel
 from stree.kernels.tiles import AttentionTile, padded
-
-CONTEXT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +26,13 @@ class Launch:
     stages: int = 3
 
 
-VOCABULARIES = {"vocabulary of 131072": 131072}
-
-
 def attention_build(layer: Attention, n: int, dtype: torch.dtype) -> Build:
-    """Describe the launch of a step over a cache of 4,096 rows, one sequence, without a path to fold."""
+    """Describe the launch of a step, one sequence, without a path to fold."""
     shared = layer.heads // layer.kv_heads
     tile = AttentionTile.of(n * shared, layer.headdim, dtype)
     constants = attention_constants(
-        tile, layer.headdim, layer.headdim, layer.kv_heads, shared, n,
-        window=False, softcap=False, direct=False, keep=True, known=False,
+        tile, layer.headdim, layer.value_dim, layer.kv_heads, shared, n,
+        window=False, softcap=False, direct=False, keep=True, known=False, shares=layer.latent is not None,
     )  # fmt: skip
     names = ("q_ptr", "k_cache_ptr", "v_cache_ptr", "k_ptr", "v_ptr", "stash_k_ptr", "stash_v_ptr", "out_ptr")
     pointers = dict.fromkeys(names, POINTERS[dtype]) | {"lse_ptr": "*fp32"}
@@ -48,19 +43,16 @@ def attention_build(layer: Attention, n: int, dtype: torch.dtype) -> Build:
 
 def merge_build(layer: Attention, n: int, dtype: torch.dtype) -> Build:
     """Describe the merge of the parts of such a step."""
-    shared = layer.heads // layer.kv_heads
-    tile = AttentionTile.of(n * shared, layer.headdim, dtype)
-    parts, _ = split_context(CONTEXT, -(-n * shared // tile.rows) * layer.kv_heads, tile.keys)
-    constants = merge_constants(layer.kv_heads, shared, layer.headdim, parts)
+    constants = merge_constants(layer.kv_heads, layer.heads // layer.kv_heads, layer.value_dim)
     pointers = {"part_ptr": POINTERS[dtype], "lse_ptr": "*fp32", "out_ptr": POINTERS[dtype]}
-    return Build(merge_kernel, constants, pointers, {"parts": 1}, Launch(padded(layer.headdim), 4))
+    return Build(merge_kernel, constants, pointers, {"parts": 1}, Launch(padded(layer.value_dim), 4))
 
 
 def kv_commit_build(layer: Attention, n: int, dtype: torch.dtype) -> Build:
     """Describe the append of a path; the build is the same for all trees."""
     pointers = dict.fromkeys(("k_cache_ptr", "v_cache_ptr", "k_ptr", "v_ptr"), POINTERS[dtype])
     pointers |= {"lengths_ptr": "*i32", "path_ptr": "*i64", "path_lengths_ptr": "*i64"}
-    constants = kv_commit_constants(layer.headdim, layer.headdim, after=False)
+    constants = kv_commit_constants(layer.headdim, layer.value_dim, after=False)
     integers = _integers(kv_commit_kernel.arg_names, layer.headdim)
     return Build(kv_commit_kernel, constants, pointers, integers, Launch(padded(layer.headdim), 4))
 

@@ -46,11 +46,17 @@ class Selective:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Sizes of an attention layer."""
+    """Sizes of an attention layer; latent attention has values that are the first columns of its keys."""
 
     heads: int
     kv_heads: int
     headdim: int
+    latent: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of a value."""
+        return self.headdim if self.latent is None else self.latent
 
 
 MIXERS = {
@@ -80,6 +86,8 @@ ATTENTIONS = {
     "Zamba2-7B": Attention(32, 32, 224),
     "Jamba-mini": Attention(32, 8, 128),
 }
+VOCABULARIES = {"vocabulary of 131072": 131072}
+LATENTS = {"Kimi-Linear-48B": Attention(32, 1, 576, latent=512)}
 
 
 def binary_tree(batch: int, n: int, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stree.kernels.attention_kernels import attention_kernel, kv_commit_kernel, merge_kernel
 from stree.kernels.tiles import (
-    MAX_ATTENTION_HEADDIM,
+    MAX_ATTENTION_HEADDIMS,
     MAX_NODES,
     AttentionTile,
     check_inner,
@@ -143,6 +143,7 @@ def _attend(
     n, shared = topology.parents.shape[1], heads // kv_heads
     check_limit(op, "trees of nodes", n, MAX_NODES)
     tile = AttentionTile.of(rows * shared, max(dim, value_dim), q.dtype)
+    shares = _is_prefix(v_cache, k_cache) and _is_prefix(stash_v, stash_k)
     blocks = -(-rows * shared // tile.rows)
     parts, chunk = split_context(context, blocks * batch * kv_heads, tile.keys)
     out = torch.empty(batch, rows, heads, value_dim, dtype=q.dtype, device=q.device)
@@ -152,21 +153,22 @@ def _attend(
         partial = torch.empty(*sizes, value_dim, dtype=q.dtype, device=q.device)
         lse = torch.empty(sizes, dtype=torch.float32, device=q.device)
     new_from = first if stash is not None else 0
+    factors = (scale * LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E)
     attention_kernel[(blocks, parts, batch * kv_heads)](
         q, k_cache, v_cache, lengths.contiguous(), k, v, topology.ancestor_bits(), topology.depths.contiguous(),
         stash_k, stash_v, partial, lse,
-        n, first, new_from, context, chunk, window or 0, float(scale), float(softcap or 0.0),
+        n, first, new_from, context, chunk, window or 0, *factors,
         *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         *stash_k.stride()[:3], *stash_v.stride()[:3],
         **attention_constants(
             tile, dim, value_dim, kv_heads, shared, n, window=window is not None, softcap=softcap is not None,
-            direct=parts == 1, keep=stash is not None, known=new_from > 0,
+            direct=parts == 1, keep=stash is not None, known=new_from > 0, shares=shares,
         ),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if parts > 1:
         merge_kernel[(heads, rows, batch)](
-            partial, lse, out, parts, **merge_constants(kv_heads, shared, value_dim, parts), num_warps=4
+            partial, lse, out, parts, **merge_constants(kv_heads, shared, value_dim), num_warps=4
         )
     return out
 
@@ -189,16 +191,29 @@ def split_context(context: int, programs: int, keys: int) -> tuple[int, int]:
 
 PROGRAMS = 132  # multiprocessors of an H100 or H200; a fixed number, so that results do not depend on the chip
 MAX_PARTS, LEAST_CHUNK = 128, 64
+LOG2E = 1.4426950408889634  # GPUs raise 2 to a power; scores are scaled once for it
 
 
 def _check_dims(op: str, *, k_cache: Tensor, v_cache: Tensor, **rows: Tensor) -> tuple[int, int]:
     """Require head sizes that the kernels have tiles for and rows that are contiguous; return the sizes of k and v."""
     dims = k_cache.shape[3], v_cache.shape[3]
-    for name, size in zip("kv", dims, strict=True):
-        check_limit(op, f"a head size of {name}", size, MAX_ATTENTION_HEADDIM)
+    for name, size, most in zip("kv", dims, MAX_ATTENTION_HEADDIMS, strict=True):
+        check_limit(op, f"a head size of {name}", size, most)
     for name, tensor in {"k_cache": k_cache, "v_cache": v_cache, **rows}.items():
         check_inner(name, tensor)
     return dims
+
+
+def _is_prefix(values: Tensor, keys: Tensor) -> bool:
+    """Tell whether values are the first columns of the keys, as those of latents are; then they are read once."""
+    same = values.data_ptr() == keys.data_ptr() and values.stride() == keys.stride()
+    return same and values.shape[3] == split_head(keys.shape[3])[0]
+
+
+def split_head(dim: int) -> tuple[int, int]:
+    """Cut a head of keys into two tiles' columns: a head of 576 as 512 and 64, one of up to 256 not at all."""
+    main = dim if dim <= 256 else 1 << (dim.bit_length() - 1)
+    return main, dim - main
 
 
 def attention_constants(
@@ -214,22 +229,26 @@ def attention_constants(
     direct: bool,
     keep: bool,
     known: bool,
+    shares: bool = False,
 ) -> dict[str, Any]:
     """List the compile-time constants of a build; ahead-of-time builds take theirs from here too."""
+    main, rest = split_head(dim)
     return {
         "HEADS": kv_heads, "SHARED": shared, "DIM": dim, "VALUE_DIM": value_dim,
-        "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "BLOCK_D": padded(dim), "BLOCK_V": padded(value_dim),
-        "WORDS": -(-n // 32), "WINDOW": window, "SOFTCAP": softcap, "DIRECT": direct, "KEEP": keep, "KNOWN": known,
+        "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "BLOCK_T": 16,  # nodes in a pass; with more, 64 nodes spill
+        "BLOCK_D": padded(main), "BLOCK_E": padded(rest) if rest else 0, "BLOCK_V": padded(value_dim),
+        "WORDS": -(-n // 32), "SHARES": shares,
+        "WINDOW": window, "SOFTCAP": softcap, "DIRECT": direct, "KEEP": keep, "KNOWN": known,
         "WIDE": interpreted(),  # the interpreter multiplies bfloat16 as if it were integers
         "EXACT": tile.precision,
     }  # fmt: skip
 
 
-def merge_constants(kv_heads: int, shared: int, value_dim: int, parts: int) -> dict[str, Any]:
-    """List the compile-time constants of the merge."""
+def merge_constants(kv_heads: int, shared: int, value_dim: int) -> dict[str, Any]:
+    """List the compile-time constants of the merge; the same for any number of parts, which grows with a context."""
     return {
         "HEADS": kv_heads, "SHARED": shared, "VALUE_DIM": value_dim, "BLOCK_V": padded(value_dim),
-        "PARTS": padded(parts), "BLOCK_P": 8,
+        "PARTS": MAX_PARTS, "BLOCK_P": max(8, min(64, 8192 // padded(value_dim))),
     }  # fmt: skip
 
 

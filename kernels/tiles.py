@@ -15,7 +15,7 @@ from torch import Tensor
 from stree.kernels.walk import walk_slots
 
 MAX_NODES, MAX_HEADDIM, MAX_DSTATE = 128, 128, 256
-MAX_ATTENTION_HEADDIM = 256
+MAX_ATTENTION_HEADDIMS = (576, 512)  # of keys and of values
 MAX_DELTA_DIM = 256
 MAX_NORM_WIDTH = 16384
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -101,12 +101,14 @@ class ConvTile:
 
 # (headdim padded to a power of two, float32 rows) -> (most rows, keys in a pass, warps, stages, precision).
 _ATTENTION: dict[tuple[int, bool], tuple[int, int, int, int, str]] = {
-    (64, False): (128, 32, 8, 4, "tf32x3"),
-    (128, False): (128, 32, 8, 4, "tf32x3"),
-    (256, False): (64, 16, 8, 4, "tf32x3"),
+    (64, False): (128, 64, 8, 3, "tf32x3"),
+    (128, False): (128, 64, 8, 3, "tf32x3"),
+    (256, False): (128, 32, 8, 3, "tf32x3"),
     (64, True): (32, 16, 4, 2, "tf32x3"),
     (128, True): (16, 16, 4, 2, "tf32x3"),
     (256, True): (16, 32, 8, 2, "ieee"),  # the halves of a query row of 256 that tf32x3 splits off spill
+    (512, False): (32, 32, 8, 2, "tf32x3"),  # 64 rows of 512 sums spill
+    (512, True): (16, 16, 8, 2, "ieee"),
 }
 
 
@@ -131,7 +133,7 @@ class AttentionTile:
     @classmethod
     def of(cls, rows: int, headdim: int, dtype: torch.dtype) -> AttentionTile:
         """Choose a tile for so many rows and the larger of the head sizes of k and v."""
-        most, keys, warps, stages, precision = _ATTENTION[padded(headdim, 64), dtype == torch.float32]
+        most, keys, warps, stages, precision = _ATTENTION[min(padded(headdim, 64), 512), dtype == torch.float32]
         return cls(min(most, padded(rows)), keys, warps, stages, precision)
 
 

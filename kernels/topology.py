@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stree.kernels.tiles import MAX_NODES
 from stree.kernels.walk import depth_first_walk
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "ancestor_mask",
     "conv_rows",
     "jump_rows",
+    "most_nodes",
     "reads_freely",
     "take_rows",
 ]
@@ -31,6 +33,11 @@ waits_always = False  # set by tests, so that the code that a device would run i
 def reads_freely(tensor: Tensor) -> bool:
     """Tell whether the host can read a tensor without waiting for a device."""
     return tensor.device.type == "cpu" and not waits_always
+
+
+def most_nodes(device: torch.device, dtype: torch.dtype) -> int | None:
+    """Return the most nodes of a tree on a device, None for any number: Triton's bound, and float64 runs without it."""
+    return MAX_NODES if device.type == "cuda" and dtype != torch.float64 else None
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from stree.kernels import ops
-from stree.kernels.tiles import MAX_ATTENTION_HEADDIM
 from stree.models.attention import graft_twin
 from stree.models.grafting import Zeros
 from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep
@@ -33,11 +32,6 @@ class LatentSpec(LayerSpec):
     rotary: int
     dtype: torch.dtype
     device: torch.device
-
-    @property
-    def backend(self) -> ops.Backend:
-        """The reference for latents that are wider than the heads which the Triton version of attention takes."""
-        return "auto" if self.rank + self.rotary <= MAX_ATTENTION_HEADDIM else "reference"
 
     def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> LatentStack:
         """Make zeroed tensors for some layers."""
@@ -66,7 +60,7 @@ class LatentStack(LayerStack):
         keys, stash_keys = self.keys.flatten(0, 1), self.stash_keys.flatten(0, 1)
         path, path_lengths = path.repeat(layers, 1), path_lengths.repeat(layers)
         rows = (keys, keys[..., :rank], lengths.repeat(layers), stash_keys, stash_keys[..., :rank])
-        ops.kv_commit(*rows, path, path_lengths, backend=self.spec.backend)
+        ops.kv_commit(*rows, path, path_lengths)
 
     def load(self, slot: int, prefilled: Prefilled) -> None:
         """Take over the latents, moved left by the padding."""
@@ -122,7 +116,7 @@ def latent_attention_forward(
     out = ops.attention_step(
         keys, keys[..., :rank], step.state.lengths, layer.stash_keys, layer.stash_keys[..., :rank], None, None,
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), step.topology,
-        scale=scaling, first=step.first, backend=layer.spec.backend,
+        scale=scaling, first=step.first,
     )  # fmt: skip
     return torch.einsum("bnhr,hvr->bnhv", out, expand[:, nope:]), None
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from stree.kernels.topology import most_nodes
 from stree.models.checks import describe, is_integer
 from stree.models.state import DecodeState
 from stree.tree import TokenTree
@@ -47,7 +48,7 @@ def check_prompts(state: DecodeState, input_ids: Tensor, lengths: Tensor | None)
 
 
 def continue_prefill(lm: TreeLM, state: DecodeState, input_ids: Tensor, lengths: Tensor, logits: Tensor) -> Tensor:
-    """Run what a state has not seen of some prompts, ``max_nodes`` tokens at a time.
+    """Run what a state has not seen of some prompts, as many tokens at a time as it and the kernels take nodes.
 
     Args:
         lm: the model.
@@ -61,8 +62,9 @@ def continue_prefill(lm: TreeLM, state: DecodeState, input_ids: Tensor, lengths:
     """
     rows = torch.arange(state.batch_size, device=input_ids.device)
     begin, longest = state.length_bound, int(lengths.max())
+    most = min(state.max_nodes, most_nodes(lm.device, lm.dtype) or state.max_nodes)
     while begin < longest:
-        n = min(state.max_nodes, longest - begin)
+        n = min(most, longest - begin)
         index = torch.arange(n, dtype=torch.int32, device=input_ids.device)
         count = (lengths - begin).clamp(0, n)  # of a finished prompt none is left
         is_token = index < count[:, None]

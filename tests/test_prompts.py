@@ -24,6 +24,9 @@ from tiny_models import (
 
 import stree
 from stree import TreeLM
+from stree.kernels.tiles import MAX_NODES
+from stree.kernels.topology import most_nodes
+from stree.models import prompts
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -62,13 +65,23 @@ def test_no_forward_is_wider_than_its_chunk(chunk_size: int | None, max_nodes: i
     assert widths.seen == expected
 
 
+def test_what_follows_is_cut_to_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert most_nodes(torch.device("cuda:1"), torch.bfloat16) == MAX_NODES
+    assert most_nodes(torch.device("cuda"), torch.float64) is None is most_nodes(torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(prompts, "most_nodes", lambda device, dtype: 4)
+    lm = TreeLM(tiny_model("mamba2"))
+    widths = Widths(lm.model)
+    lm.prefill(lm.new_state(1, 32, 16), torch.arange(19)[None], chunk_size=9)
+    assert widths.seen == [9, 4, 4, 2]
+
+
 def test_a_model_s_own_chunk_size_serves_generate() -> None:
-    model, prompts = tiny_model("bamba"), [list(range(30)), [3, 4, 5]]
-    expected = stree.generate(TreeLM(model), prompts, max_new_tokens=8).sequences
+    model, texts = tiny_model("bamba"), [list(range(30)), [3, 4, 5]]
+    expected = stree.generate(TreeLM(model), texts, max_new_tokens=8).sequences
     lm = TreeLM(model)
     lm.chunk_size = 11
     widths = Widths(lm.model)
-    assert stree.generate(lm, prompts, budget=16, max_new_tokens=8).sequences == expected
+    assert stree.generate(lm, texts, budget=16, max_new_tokens=8).sequences == expected
     assert widths.seen[:3] == [11, 16, 3]
 
 
