@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Self, cast
 
 import torch
+from tables import TableLaw, TableLM
 from torch import Tensor
 
-from stree.models.tree_lm import TreeLM
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import DELTA, SAMPLED, Acceptance, DraftLaws, accept
@@ -22,6 +22,7 @@ from stree.verify import DELTA, SAMPLED, Acceptance, DraftLaws, accept
 __all__ = [
     "Cells",
     "DraftedTrees",
+    "MoreDraws",
     "Outcomes",
     "TableLM",
     "TableLaw",
@@ -37,81 +38,12 @@ __all__ = [
 Verify = Callable[[TokenTree, Tensor, Random, DraftLaws | None], Acceptance]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TableLaw:
-    """A toy language model: the law of the next token after the last one, float64[vocab, vocab] logits."""
+class MoreDraws(Exception):
+    """A draft asks for more draws than outcomes were made for; ``count`` are known to be needed."""
 
-    logits: Tensor
-
-    @classmethod
-    def random(cls, vocab: int, seed: int, scale: float = 1.5) -> Self:
-        generator = torch.Generator().manual_seed(seed)
-        return cls(scale * torch.randn(vocab, vocab, generator=generator, dtype=torch.float64))
-
-    @property
-    def vocab(self) -> int:
-        return self.logits.shape[0]
-
-    def joint(self, sampling: Sampling, length: int) -> Tensor:
-        """Law of the ``length`` tokens after a root of token 0: float64[vocab ** length]."""
-        law = sampling.law(self.logits)
-        joint = law[0]
-        for _ in range(length - 1):
-            last = torch.arange(joint.numel()) % self.vocab
-            joint = (joint[:, None] * law[last]).flatten()
-        return joint
-
-
-@dataclass(slots=True, eq=False)
-class TableState:
-    """How long the texts of a ``TableLM`` are."""
-
-    lengths: Tensor
-    max_length: int
-    max_nodes: int
-    length_bound: int = 0
-
-    def resized(self, max_length: int, max_nodes: int) -> TableState:
-        return TableState(self.lengths, max_length, max_nodes, self.length_bound)
-
-
-@dataclass(slots=True, eq=False)
-class TableLM:
-    """A ``TreeLM`` without a model: the logits after a token are a row of a table.
-
-    Attributes:
-        law: the table.
-        num_calls: forward passes of trees.
-    """
-
-    law: TableLaw
-    num_calls: int = 0
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    max_length: None = None
-
-    @property
-    def vocab_size(self) -> int:
-        return self.law.vocab
-
-    def new_state(self, batch_size: int, max_length: int, max_nodes: int) -> TableState:
-        return TableState(torch.zeros(batch_size, dtype=torch.int32), max_length, max_nodes)
-
-    def prefill(self, state: TableState, input_ids: Tensor, lengths: Tensor) -> Tensor:
-        state.lengths = lengths.to(torch.int32)
-        state.length_bound = int(lengths.max())
-        return self.law.logits[input_ids.gather(1, lengths[:, None].long() - 1).squeeze(1)]
-
-    def verify(self, state: TableState, tree: TokenTree, first: int = 0) -> Tensor:
-        self.num_calls += 1
-        return self.law.logits[tree.tokens[:, first:]]
-
-    def commit(self, state: TableState, path: Tensor, path_lengths: Tensor) -> None:
-        state.lengths = state.lengths + path_lengths
-        state.length_bound = int(state.lengths.max())
-
-    def as_lm(self) -> TreeLM:
-        """Pass it off as the model that it replaces."""
-        return cast(TreeLM, self)
+    def __init__(self, count: int) -> None:
+        super().__init__(f"{count} draws are asked for")
+        self.count = count
 
 
 @dataclass(slots=True, eq=False)
@@ -164,6 +96,8 @@ class Outcomes:
         if purpose == "draft":
             places = torch.arange(self.num_draft_draws, self.num_draft_draws + width).expand(len(probs), -1)
             self.num_draft_draws += width
+            if self.num_draft_draws > self.tokens.shape[1]:
+                raise MoreDraws(self.num_draft_draws)
         else:
             assert width == 1, "one draw a sequence"
             places = torch.zeros(len(probs), 1, dtype=torch.long)
@@ -315,7 +249,7 @@ def every_outcome(
     vocab, n = target.vocab, trees.tokens.shape[1]
     if verifier == "match":
         law = sampling.law(target.logits)
-        levels = [law[[0]]] + [law] * int(trees.tree.depths.max())
+        levels = [law[trees.tokens[:1, 0]]] + [law] * int(trees.tree.depths.max())
         possible: Outcomes | Cells = Cells.of(levels)
     else:
         possible = Outcomes.all(n - 1, 1, vocab)

@@ -1,0 +1,93 @@
+"""Toy language models: the law of the next token is a row of a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Self, cast
+
+import torch
+from torch import Tensor
+
+from stree.models.tree_lm import TreeLM
+from stree.sampling import Sampling
+from stree.tree import TokenTree
+
+__all__ = ["TableLM", "TableLaw"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableLaw:
+    """A toy language model: the law of the next token after the last one, float64[vocab, vocab] logits."""
+
+    logits: Tensor
+
+    @classmethod
+    def random(cls, vocab: int, seed: int, scale: float = 1.5) -> Self:
+        generator = torch.Generator().manual_seed(seed)
+        return cls(scale * torch.randn(vocab, vocab, generator=generator, dtype=torch.float64))
+
+    @property
+    def vocab(self) -> int:
+        return self.logits.shape[0]
+
+    def joint(self, sampling: Sampling, length: int) -> Tensor:
+        """Law of the ``length`` tokens after a root of token 0: float64[vocab ** length]."""
+        law = sampling.law(self.logits)
+        joint = law[0]
+        for _ in range(length - 1):
+            last = torch.arange(joint.numel()) % self.vocab
+            joint = (joint[:, None] * law[last]).flatten()
+        return joint
+
+
+@dataclass(slots=True, eq=False)
+class TableState:
+    """How long the texts of a ``TableLM`` are."""
+
+    lengths: Tensor
+    max_length: int
+    max_nodes: int
+    length_bound: int = 0
+    fixed_shapes: bool = False
+
+    def resized(self, max_length: int, max_nodes: int) -> TableState:
+        return TableState(self.lengths, max_length, max_nodes, self.length_bound)
+
+
+@dataclass(slots=True, eq=False)
+class TableLM:
+    """A ``TreeLM`` without a model: the logits after a token are a row of a table.
+
+    Attributes:
+        law: the table.
+        num_calls: forward passes of trees.
+    """
+
+    law: TableLaw
+    num_calls: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    max_length: None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.law.vocab
+
+    def new_state(self, batch_size: int, max_length: int, max_nodes: int) -> TableState:
+        return TableState(torch.zeros(batch_size, dtype=torch.int32), max_length, max_nodes)
+
+    def prefill(self, state: TableState, input_ids: Tensor, lengths: Tensor) -> Tensor:
+        state.lengths = lengths.to(torch.int32)
+        state.length_bound = int(lengths.max())
+        return self.law.logits[input_ids.gather(1, lengths[:, None].long() - 1).squeeze(1)]
+
+    def verify(self, state: TableState, tree: TokenTree, first: int = 0) -> Tensor:
+        self.num_calls += 1
+        return self.law.logits[tree.tokens[:, first:]]
+
+    def commit(self, state: TableState, path: Tensor, path_lengths: Tensor) -> None:
+        state.lengths = state.lengths + path_lengths
+        state.length_bound = int(state.lengths.max())
+
+    def as_lm(self) -> TreeLM:
+        """Pass it off as the model that it replaces."""
+        return cast(TreeLM, self)
