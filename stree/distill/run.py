@@ -68,11 +68,10 @@ def distill_drafter(
     stream = encode(list(texts), tokenizer, target.vocab_size, separator)
     train_stream, held_out = hold_out(stream, settings.length)
     config = drafter_config(target.vocab_size, settings.hidden or 0, settings.layers, special)
-    kept = {key: str(value) for key, value in asdict(settings).items() if key not in MAY_CHANGE}
-    about = {
-        "target": name, "vocab_size": target.vocab_size,
-        "text": hashlib.sha256(stream.tobytes()).hexdigest()[:16], **kept,
-    }  # fmt: skip
+    digest = hashlib.sha256(stream.tobytes()).hexdigest()[:16]
+    identity = {"target": name, "vocab_size": target.vocab_size, "text": digest}
+    recipe = {key: str(value) for key, value in asdict(settings).items()}
+    about = {**identity, **{key: value for key, value in recipe.items() if key not in MAY_CHANGE}}
     folder.check(about)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
@@ -93,9 +92,9 @@ def distill_drafter(
     saved = TreeLM.from_pretrained(folder.result, device=target.device)
     exact = [laws_of(lm.model, torch.float32) for lm in (target, saved)]
     metrics = {
-        **about, **_environment(target.device),
+        **identity, **_environment(target.device),
         "num_parameters": drafter.num_parameters(), "text_tokens": len(train_stream), "generated_tokens": generated,
-        "stages": stages, "settings": {key: str(value) for key, value in asdict(settings).items()},
+        "stages": stages, "settings": recipe,
         "held_out": measure_laws(exact[0], exact[1], held_out, settings.length, target.device),
         "tau": measure_tau(target, saved, held_out),
     }  # fmt: skip
