@@ -122,7 +122,7 @@ def test_a_fused_drafter_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:
         (["datastore", "build", "{code}", "--out", "."], "cannot write .: it is a folder"),
         (["datastore", "build", "{code}", "--out", "x", "--max-tokens", "3"], "the documents exceed max_tokens 3"),
         (
-            ["datastore", "build", "{code}", "--out", "x", "--target", "no/where"],
+            ["datastore", "build", "{code}", "--out", "x", "--target", "no/such/folder"],
             "no tokenizer that transformers",
         ),
         (["generate", "x", "--drafter", "none", "--drafter-vocab", "x"], "--drafter-vocab trims a draft model's head"),
