@@ -69,7 +69,8 @@ class Outcomes:
     @classmethod
     def all(cls, num_coins: int, num_places: int, vocab: int) -> Self:
         """Make every combination of coins and tokens."""
-        coins = torch.tensor(list(itertools.product((False, True), repeat=num_coins))).reshape(2**num_coins, num_coins)
+        falls = list(itertools.product((False, True), repeat=num_coins))
+        coins = torch.tensor(falls, dtype=torch.bool).reshape(2**num_coins, num_coins)
         digits = itertools.product(range(vocab), repeat=num_places)
         tokens = torch.tensor(list(digits), dtype=torch.long).reshape(vocab**num_places, num_places)
         return cls(coins.repeat_interleave(len(tokens), 0), tokens.repeat(len(coins), 1))

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from enumeration import DraftedTrees, TableLaw, drafted_trees, emitted_law, total_variation
+from enumeration import DraftedTrees, TableLaw, drafted_trees, emitted_law, every_outcome, total_variation
 from torch import Tensor
 
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import DELTA, SAMPLED, Acceptance, DraftLaws, accept
+from stree.verify.trials import Trials
 
 EXACT = 1e-12  # total variation: sums in float64
 SEEN = 0.01  # a wrong rule must differ at least this much
@@ -156,6 +157,67 @@ def test_sampled_nodes_taken_as_chosen_ones_give_another_law_under_rejection() -
     laws = replace(chosen.laws, kind=torch.full_like(chosen.laws.kind, SAMPLED))
     emitted = emitted_law(target, replace(chosen, laws=laws), PLAIN, "rejection", 2)
     assert total_variation(emitted, target.joint(PLAIN, 2)) > SEEN
+
+
+def test_the_log_is_how_often_a_test_accepts() -> None:
+    target, draft = TableLaw.random(4, 9), TableLaw.random(4, 10)
+    parents = [-1, 0, 0, 0, 2]
+    trees = drafted_trees(draft, parents, PLAIN, delta={1: 3})
+    for row in range(0, len(trees.weight), 7):
+        one = trees.select(torch.tensor([row]))
+        made, passed, log = torch.zeros(5), torch.zeros(5), None
+        for _, accepted, weight in every_outcome(target, one, PLAIN, "rejection"):
+            log = accepted.ratios
+            is_on = (accepted.path[:, :, None] == torch.arange(5)).any(1)
+            for node in range(1, 5):
+                elders = [other for other in range(1, node) if parents[other] == parents[node]]
+                is_tested = is_on[:, parents[node]] & ~is_on[:, elders].any(1)
+                made[node] += weight[is_tested].sum()
+                passed[node] += weight[is_tested & is_on[:, node]].sum()
+        assert log is not None
+        is_made = made > 1e-9
+        assert int(is_made.sum()) >= 2
+        torch.testing.assert_close(log[0, is_made], (passed / made)[is_made].double(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "traversal", "block"])
+def test_the_log_of_a_chain_is_p_over_q_even_below_a_node_that_is_impossible(verifier: str) -> None:
+    target, draft = TableLaw.random(4, 11), TableLaw.random(4, 12)
+    trees = drafted_trees(draft, [-1, 0, 1, 2], PLAIN)
+    logits = target.logits[trees.tokens]
+    logits[:, 0, 1] = -torch.inf  # held with probability 0, and so is all below it
+    ratios = accept(trees.tree, logits, PLAIN, random_rows(len(trees.weight)), trees.laws, verifier).ratios
+    assert ratios is not None
+    law, above = PLAIN.law(logits), trees.tokens[:, 1:, None]
+    expected = law[:, :-1].gather(2, above) / trees.laws.probs[:, :-1].gather(2, above)
+    torch.testing.assert_close(ratios[:, 1:], expected.squeeze(2).clamp(max=1))
+
+
+@pytest.mark.parametrize("scale", [1.0, 10.0, 40.0, 100.0])
+def test_float32_errs_in_what_it_emits_after_a_rejection_by_no_more_than_rounding(scale: float) -> None:
+    # Laws from far apart to equal but for the last bit, and tails that underflow: where nothing is left and p itself is
+    # put in for it, a rejection must be as rare as rounding.
+    count, vocab = 200, 20
+    generator = torch.Generator().manual_seed(0)
+    logits = scale * torch.randn(count, vocab, generator=generator, dtype=torch.float64)
+    apart = 10 ** torch.linspace(-9, 0.5, count, dtype=torch.float64)[:, None]
+    draft_logits = logits + apart * torch.randn(count, vocab, generator=generator, dtype=torch.float64)
+    tokens = torch.arange(vocab).repeat(count)
+    probs, draft_probs = (one.float().softmax(-1).repeat_interleave(vocab, 0) for one in (logits, draft_logits))
+    tree, nothing = TokenTree.chain(torch.stack([torch.zeros_like(tokens), tokens], 1)), torch.zeros(len(tokens), 2)
+    trials = Trials(
+        tree, probs[:, None].repeat(1, 2, 1), DraftLaws(draft_probs[:, None], nothing.int(), nothing.char())
+    )
+    below, _ = trials.test(torch.tensor([0]), torch.ones(len(tokens), 1).long(), torch.ones(len(tokens), 1))
+    left = trials.law_at(torch.zeros_like(tokens)).double()
+    assert bool((left >= 0).all()) and bool((left.sum(-1) > 0).all())
+    target, draft = (law.double() / law.double().sum(-1, True) for law in (probs, draft_probs))
+    accepted, drawn = below[:, 0].double(), draft.gather(1, tokens[:, None]).squeeze(1)
+    right = (target / draft.clamp(min=1e-300)).gather(1, tokens[:, None]).squeeze(1).clamp(max=1)
+    after = (target - draft).clamp(min=0)
+    apart = (left / left.sum(-1, True) - after / after.sum(-1, True).clamp(min=1e-300)).abs().sum(-1)
+    error = drawn * ((1 - accepted) * apart + (accepted - right).abs())
+    assert float(error.view(count, vocab).sum(1).max()) < 2e-6
 
 
 @pytest.mark.parametrize("verifier", ["auto", "match", "rejection", "traversal"])
