@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from enumeration import TableLaw, TableLM, emitted_law, total_variation
 from test_growth import EXACT, PLAIN, all_drafts, draft_of, nodes_by_path, random_rows
 from torch import Tensor
 
-from stree.drafters import ModelDrafter
+from stree.drafters import Draft, ModelDrafter
 from stree.growth import RSDC, RSDS, Growth, SpecInfer
 from stree.growth.beam import _Race
 from stree.sampling import MAX_RANKS, Random, Sampling
@@ -70,13 +71,17 @@ def test_races_are_gumbel_beams() -> None:
     assert distance(drafted_beams(law, RSDC([2, 1]), count), theirs) > CRITICAL
 
 
-def chi_square(growth: Growth, verifier: str, samples: int, laws: Any = None) -> float:
+@cache
+def drafted_steps(growth: Growth, samples: int) -> Draft:
+    """Draft many times below token 0."""
+    run = ModelDrafter(TableLM(TableLaw.random(4, 22)).as_lm()).start(4, [[0]] * samples, random_rows(samples))
+    return run.propose(torch.zeros(samples, dtype=torch.long), growth.bind(PLAIN), 16)
+
+
+def chi_square(growth: Growth, verifier: str, samples: int) -> float:
     """Draft and accept many times; compare the first two tokens with the target's joint law."""
-    target, law = TableLaw.random(4, 21), TableLaw.random(4, 22)
-    rng = random_rows(samples)
-    run = ModelDrafter(TableLM(law).as_lm()).start(4, [[0]] * samples, rng)
-    draft = run.propose(torch.zeros(samples, dtype=torch.long), growth.bind(PLAIN), 16)
-    rng = rng.at(torch.ones(samples, dtype=torch.long))
+    target, draft = TableLaw.random(4, 21), drafted_steps(growth, samples)
+    rng = random_rows(samples).at(torch.ones(samples, dtype=torch.long))
     accepted = accept(draft.tree, target.logits[draft.tree.tokens], PLAIN, rng, draft.laws, verifier, draft.max_depth)
     emitted = draft.tree.tokens.gather(1, accepted.path.clamp(min=0).long())[:, 1:]
     place = accepted.path_lengths[:, None].long() - 1
