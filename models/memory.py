@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from stree.models.families import config_of_text_model
 from stree.models.tree_lm import TreeLM
 
-__all__ = ["Memory", "empty_model", "measure_memory"]
+__all__ = ["Memory", "empty_model", "measure_memory", "modules_by_kind", "weight_bytes"]
 
 KINDS = {
     "SsdStack": "Mamba-2",
@@ -75,3 +75,22 @@ def measure_memory(lm: TreeLM) -> Memory:
             part = ("kv_stash" if is_stash else "kv") if keeps_keys else ("stash" if is_stash else name)
             sums[part] += tensor.nbytes
     return Memory(layers, sums["state"], sums["window"], sums["kv"], sums["stash"], sums["kv_stash"])
+
+
+def modules_by_kind(lm: TreeLM) -> list[tuple[str, Any]]:
+    """List the modules that keep something of a sequence, each once, with what it keeps."""
+    state = lm.new_state(1, 1, 1)
+    kinds = {spec: KINDS[type(stack).__name__] for spec, stack in state.stacks.items()}
+    named: dict[int, tuple[list[str], Any]] = {}
+    for site, module in lm._mixers.items():
+        named.setdefault(id(module), ([], module))[0].append(kinds[state.specs[site]])
+    return [(" and ".join(dict.fromkeys(names)), module) for names, module in named.values()]
+
+
+def weight_bytes(lm: TreeLM) -> int:
+    """Count the bytes of all weights that a forward pass reads whole: all but an input embedding of its own."""
+    embedding, head = lm.model.get_input_embeddings().weight, lm.model.get_output_embeddings().weight
+    whole = {id(weight): weight.nbytes for weight in lm.model.parameters()}
+    if embedding is not head:
+        whole.pop(id(embedding))
+    return sum(whole.values())

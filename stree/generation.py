@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from stree.drafters import Drafter, HasModel, NoDrafter, SuffixDrafter
+from stree.drafters import Drafter, HasModel, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.drafters.initialised import InitialisedDrafter
 from stree.growth import Growth
+from stree.growth.target_init import TargetInit
 from stree.models.tree_lm import TreeLM
 from stree.processing import EachNode, LogitsProcessor, NodeProcessor, processed
 from stree.sampling import Sampling
 from stree.session import Observer, Session, Streamer
 from stree.statistics import Generation
 from stree.steering import MAX_DEPTH, AutoSize, FixedSize
-from stree.verify import VERIFIERS
+from stree.verify import LONGEST, VERIFIERS
 
 __all__ = ["Generation", "GenerationError", "GenerationInterrupted", "Streamer", "generate", "run"]
 
@@ -51,6 +53,7 @@ def generate(
     streamer: Streamer | None = None,
     max_batch: int | None = None,
     max_length: int | None = None,
+    allow_lossy: bool = False,
 ) -> Generation:
     """Generate from a target, token for token distributed as the target alone would.
 
@@ -75,9 +78,10 @@ def generate(
             prompts of a list together.  No text depends on it.
         max_length: most tokens of a prompt and its new ones; None for what the longest prompt of a list needs.  Memory
             is bounded by ``max_batch`` times it.  An iterator needs both.
+        allow_lossy: let ``TargetInit`` run, whose text is not distributed as the target's.
 
     Returns:
-        Sequences and statistics.
+        Sequences and statistics, which say under "lossless" whether the text has the target's law.
 
     Raises:
         ValueError: an argument outside its range; the message names it.
@@ -89,7 +93,7 @@ def generate(
         lm, prompts, SuffixDrafter() if drafter is None else drafter, growth=growth, budget=budget, verifier=verifier,
         sampling=Sampling() if sampling is None else sampling, max_new_tokens=max_new_tokens,
         stop_token_ids=stop_token_ids, processor=processor, seed=seed, streamer=streamer, max_batch=max_batch,
-        max_length=max_length,
+        max_length=max_length, allow_lossy=allow_lossy,
     )  # fmt: skip
 
 
@@ -110,21 +114,28 @@ def run(
     observer: Observer | None = None,
     max_batch: int | None = None,
     max_length: int | None = None,
+    allow_lossy: bool = False,
 ) -> Generation:
     """Do what ``generate`` does, with a processor of many nodes and an observer of every token."""
     _check(lm, drafter, budget, verifier, max_new_tokens)
+    is_lossy = isinstance(growth, TargetInit)
+    if is_lossy:
+        _check_lossy(drafter, budget, verifier, allow_lossy)
     slots = _slots(lm, prompts, max_new_tokens, max_batch, max_length, streamer)
     if budget == 1:
         drafter = NoDrafter()
     steering = _steering(lm, drafter, growth, budget, sampling, slots.max_batch)
     if processor is not None:
         lm, drafter = _with_processor(lm, drafter, processor)
+    if is_lossy and isinstance(drafter, ModelDrafter):
+        drafter, verifier = InitialisedDrafter(drafter), LONGEST
     session = Session(
         lm, slots.prompts, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, seed=seed,
-        max_batch=slots.max_batch, max_length=slots.max_length, streamer=streamer, observer=observer,
+        max_batch=slots.max_batch, max_length=slots.max_length, refills=slots.refills, streamer=streamer,
+        observer=observer,
     )  # fmt: skip
     shape = None if steering.growth is None else str(steering.growth)
-    session.settings = {"growth": shape, "budget": budget, "verifier": verifier}
+    session.settings = {"growth": shape, "budget": budget, "verifier": verifier, "lossless": not is_lossy}
     try:
         session.run(drafter, steering, verifier)
     except KeyboardInterrupt as interrupt:
@@ -158,6 +169,18 @@ def _with_processor(lm: TreeLM, drafter: Drafter, processor: NodeProcessor) -> t
     return processed(lm, processor, is_target=True), drafter
 
 
+def _check_lossy(drafter: Drafter, budget: int | str, verifier: str, allow_lossy: bool) -> None:
+    """Refuse ``TargetInit`` where it is not allowed, or where it cannot run."""
+    if not allow_lossy:
+        raise ValueError("TargetInit does not keep the target's law; it runs only with allow_lossy=True")
+    if not isinstance(drafter, ModelDrafter):
+        raise ValueError(f"TargetInit needs a ModelDrafter, got {type(drafter).__name__}")
+    if isinstance(budget, str):
+        raise ValueError("TargetInit has a fixed shape; its budget must be a number of nodes, got 'auto'")
+    if verifier != "auto":
+        raise ValueError(f"TargetInit has a verifier of its own; leave verifier at 'auto', got {verifier!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class _Slots:
     """Prompts, each with what is wrong with it or None, and the room there is for them."""
@@ -165,6 +188,7 @@ class _Slots:
     prompts: Iterator[tuple[list[int], str | None]]
     max_batch: int
     max_length: int
+    refills: bool
 
 
 def _slots(
@@ -191,7 +215,7 @@ def _slots(
     if isinstance(prompts, Iterator):
         if max_batch is None or max_length is None:
             raise ValueError("an iterator of prompts needs max_batch and max_length, which bound the memory")
-        return _Slots(_each(lm, prompts, max_new_tokens, bound), max_batch, max_length)
+        return _Slots(_each(lm, prompts, max_new_tokens, bound), max_batch, max_length, refills=True)
     known = [_checked(lm, row, prompt, max_new_tokens, bound) for row, prompt in enumerate(prompts)]
     if not known:
         raise ValueError("generate needs at least one prompt, a list of token lists, got none")
@@ -199,7 +223,7 @@ def _slots(
         raise ValueError(f"a streamer takes one prompt, got {len(known)}")
     longest = max(map(len, known)) + max_new_tokens
     batch = min(max_batch or len(known), len(known))
-    return _Slots(((prompt, None) for prompt in known), batch, max_length or longest)
+    return _Slots(((prompt, None) for prompt in known), batch, max_length or longest, refills=batch < len(known))
 
 
 def _each(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.drafters import Draft, DraftRun
+from stree.drafters import Draft, DraftRun, Slotted
 from stree.growth import Growth
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
@@ -152,6 +152,7 @@ class Program:
         Returns:
             float[1, vocab] logits of its first token, and the random numbers of that.
         """
+        assert isinstance(self.run, Slotted), "the session looked"
         self.run.admit(row, prompt)
         length = torch.tensor([len(prompt)], device=self.pending.device)
         single = self.lm.new_state(1, self.state.max_length, self.state.max_nodes)

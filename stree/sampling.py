@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stree.kernels.topology import reads_freely
+
 __all__ = ["MAX_RANKS", "Draws", "Random", "Sampling"]
 
 PURPOSES = {"target": 0, "accept": 1, "draft": 2}
@@ -110,7 +112,7 @@ class Random:
         node = torch.as_tensor(node, device=offset.device)
         words: list[Any] = list(torch.broadcast_tensors(position.long(), sequence, node.long()))
         # NumPy runs the same integer arithmetic about five times faster than torch on small CPU tensors.
-        if offset.device.type == "cpu":
+        if reads_freely(offset):
             words = [word.numpy() for word in words]
         high, low = _philox(words[0], words[1], PURPOSES[purpose], words[2], self.seed)
         return _number(high, low)
@@ -172,7 +174,7 @@ class Draws:
         rows = law.shape[1]
         if self._numbers is not None:
             numbers = self._numbers[:, first : first + rows, :count]
-            return _draw_on_host(law, numbers) if law.device.type == "cpu" else _Line(law, count).draw(numbers)
+            return _draw_on_host(law, numbers) if reads_freely(law) else _Line(law, count).draw(numbers)
         tokens, probs = [], []
         node = torch.arange(first, first + rows, device=law.device).expand(law.shape[:2]) * MAX_RANKS
         least = LEAST_MASS * law.sum(-1, keepdim=True)

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stree.drafters import Drafter
+from stree.drafters import Bounded, Drafter, Slotted
+from stree.kernels.topology import reads_freely
 from stree.models.tree_lm import TreeLM
 from stree.program import Program, Round
 from stree.sampling import Random, Sampling
@@ -62,6 +63,7 @@ class Session:
         seed: of the random numbers.
         max_batch: slots.
         max_length: most tokens of a prompt and its new tokens.
+        refills: whether there may be more prompts than slots.
         streamer: receives tokens as they are emitted, or None.
         observer: sees what every token was drawn from and may end a sequence, or None.
     """
@@ -77,11 +79,12 @@ class Session:
         seed: int,
         max_batch: int,
         max_length: int,
+        refills: bool = False,
         streamer: Streamer | None = None,
         observer: Observer | None = None,
     ) -> None:
         self.lm, self.sampling, self.max_new_tokens, self.seed = lm, sampling, max_new_tokens, seed
-        self.max_batch, self.max_length = max_batch, max_length
+        self.max_batch, self.max_length, self.refills = max_batch, max_length, refills
         self.streamer, self.observer = streamer, observer
         self.stop = frozenset(stop_token_ids or ())
         self.waiting = iter(prompts)
@@ -141,11 +144,17 @@ class Session:
         input_ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
         # The last step starts below the limit and may commit a whole path beyond it.
         state = self.lm.new_state(len(prompts), self.max_length + max_nodes, max_nodes)
+        state.fixed_shapes = not reads_freely(state.lengths)  # where steps are replayed they must not grow
         logits = self.lm.prefill(state, input_ids, lengths)
         rng = Random(self.seed, torch.arange(len(prompts), device=self.device), lengths.to(self.device))
+        run = drafter.start(self.lm.vocab_size, prompts, rng)
+        if isinstance(run, Bounded):
+            run.reserve(state.max_length)
+        if self.refills and not isinstance(run, Slotted):
+            raise TypeError(f"{type(drafter).__name__} cannot take up a prompt in mid-run; leave max_batch out")
         program = Program(
-            self.lm, state, drafter.start(self.lm.vocab_size, prompts, rng), rng, sampling=self.sampling,
-            verifier=verifier, stop_token_ids=self.stop, max_new_tokens=self.max_new_tokens,
+            self.lm, state, run, rng, sampling=self.sampling, verifier=verifier, stop_token_ids=self.stop,
+            max_new_tokens=self.max_new_tokens,
         )  # fmt: skip
         self._check(logits)
         if self.streamer is not None:

@@ -1,18 +1,30 @@
-"""A watch over host reads: on a GPU each would make the host wait for the device."""
+"""Watches over a step: host reads, which on a GPU would make the host wait, and whether all steps are alike."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 
 class NoHostReads(TorchDispatchMode):
-    """Fail on operators whose result or shape depends on data that the host would have to read."""
+    """Fail on operators whose result or shape depends on data that the host would have to read, and on reading it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._methods = _NoReadingMethods()
+
+    def __enter__(self) -> NoHostReads:
+        self._methods.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._methods.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in ("index", "index_put", "index_put_"):  # tagged, but only masks are read
@@ -22,3 +34,34 @@ class NoHostReads(TorchDispatchMode):
         if reads:
             raise AssertionError(f"{func} reads the device")
         return func(*args, **(kwargs or {}))
+
+
+class _NoReadingMethods(TorchFunctionMode):
+    """Fail on methods that read a tensor without an operator."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("tolist", "numpy", "__array__"):
+            raise AssertionError(f"{func.__name__} reads the device")
+        return func(*args, **(kwargs or {}))
+
+
+class Trace(TorchDispatchMode):
+    """Note every operator with its numbers and the sizes of what it takes and gives: what a graph would capture."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[tuple[str, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.seen.append((str(func), _sizes((args, kwargs)), _sizes(out)))
+        return out
+
+
+def _sizes(value: Any) -> Any:
+    """Put sizes, strides and dtypes in place of tensors."""
+    leaves, structure = tree_flatten(value)
+    return [
+        (tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else str(leaf)
+        for leaf in leaves
+    ], str(structure)

@@ -1,33 +1,75 @@
-"""A step waits for the device nowhere: what a GPU would run is run on the CPU under a watch over host reads.
+"""A step is a device program: it waits for the device nowhere, and every step runs what every other runs.
+
+What a GPU would run is run on the CPU, under a watch over host reads and a trace of operators and sizes.
 
 Run: python -m pytest tests/test_waits.py
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from host_reads import NoHostReads
+from host_reads import NoHostReads, Trace
 from tiny_models import grafted, random_texts, tiny_model
+from torch import Tensor
 
-from stree.drafters import ModelDrafter
-from stree.growth import Calibrated, Chain, DySpec, Growth, Static
+import stree
+from stree.drafters import Bounded, ModelDrafter, NoDrafter
+from stree.growth import (
+    RSDS,
+    Calibrated,
+    Chain,
+    Confidence,
+    DecisionStop,
+    DepthStop,
+    DySpec,
+    Eagle2,
+    Growth,
+    OptTree,
+    Sequoia,
+    SpecInfer,
+    Static,
+)
 from stree.kernels import topology
+from stree.program import Program
 from stree.sampling import Random, Sampling
-from stree.verify import accept
 
 STEPS = 10
-GROWTHS: dict[str, Growth] = {
+GROWTHS: dict[str, Growth | None] = {
+    "none": None,
     "chain": Chain(3),
     "static": Static([2, 2]),
+    "sequoia": Sequoia(depth=3),
     "dyspec": DySpec(depth=3),
     "heap": DySpec(form="heap"),
     "calibrated": Calibrated(depth=3),
+    "specinfer": SpecInfer([2, 2]),
+    "rsds": RSDS(3, 3),
+    "opt-tree": OptTree(depth=3),
+    "eagle2": DepthStop(Eagle2(depth=3, beam=3), threshold=-2.0, layers=None),
+    "decision": DecisionStop(Chain(3, stop=Confidence(0.02)), threshold=0.1),
 }
+TEXTS = random_texts(random.Random(0), [6, 6])
+
+
+class Watch(Trace):
+    """A trace of a step that reads nothing."""
+
+    def __enter__(self) -> Watch:
+        self._reads = NoHostReads()
+        self._reads.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._reads.__exit__(*error)
 
 
 @pytest.fixture
@@ -36,54 +78,111 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def run_steps(growth: Growth, temperature: float, watch: bool) -> tuple[list[list[int]], set[int]]:
-    """Run the loop's steps without the loop, as ``Session`` does; return texts and the numbers of nodes."""
+def program(growth: Growth | None, temperature: float, stop: list[int] | None = None) -> Program:
+    """Begin two texts as a session would."""
     target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))
-    texts = random_texts(random.Random(0), [6, 6])
-    sampling, lengths = Sampling(temperature), torch.tensor([6, 6])
     state = target.new_state(2, 512, 16)
-    logits = target.prefill(state, torch.tensor(texts))
-    rng = Random(0, torch.arange(2), lengths)
-    run = ModelDrafter(draft).start(target.vocab_size, texts, rng)
-    pending = logits.argmax(-1)
-    bound = growth.bind(sampling)
-    emitted, sizes = [pending], set()
-    for _ in range(STEPS):
-        with NoHostReads() if watch else torch.no_grad():
-            proposal = run.propose(pending, bound, 12)
-            logits = target.verify(state, proposal.tree)
-            acceptance = accept(
-                proposal.tree, logits, sampling, rng.at(state.lengths.long()), proposal.laws, "auto", proposal.max_depth
-            )
-            target.commit(state, acceptance.path, acceptance.path_lengths)
-            run.observe(acceptance)
-            path = acceptance.path.clamp(min=0).long()
-            tokens = proposal.tree.tokens.gather(1, path).masked_fill(acceptance.path < 0, -1)
-            pending = acceptance.next_token
-        emitted += [*tokens[:, 1:].T, pending]
-        sizes.add(proposal.tree.tokens.shape[1])
-    rows = torch.stack(emitted, 1).tolist()
-    return [[token for token in row if token >= 0] for row in rows], sizes
+    state.fixed_shapes = topology.waits_always
+    logits = target.prefill(state, torch.tensor(TEXTS))
+    rng = Random(0, torch.arange(2), torch.tensor([6, 6]))
+    drafter = NoDrafter() if growth is None else ModelDrafter(draft)
+    run = drafter.start(target.vocab_size, TEXTS, rng)
+    if isinstance(run, Bounded):
+        run.reserve(512)
+    begun = Program(
+        target, state, run, rng, sampling=Sampling(temperature), verifier="auto", stop_token_ids=stop or [],
+        max_new_tokens=500,
+    )  # fmt: skip
+    for row, token in enumerate(logits.argmax(-1).tolist()):
+        begun.begin(row, token, is_finished=False)
+    return begun
+
+
+def run_steps(begun: Program, growth: Growth | None, *watches: Any) -> list[list[int]]:
+    """Run steps, each under one of the watches or none; return the new tokens, read when all have been launched."""
+    bound = None if growth is None else growth.bind(begun.sampling)
+    steps = []
+    for watch in watches:
+        with watch:
+            steps.append(begun.step(bound, 12))
+    texts: list[list[int]] = [[], []]
+    for step in steps:
+        for text, tokens in zip(texts, step.emitted()[0], strict=True):
+            text += tokens
+    return texts
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", GROWTHS)
-def test_ten_steps_read_nothing_and_have_one_shape(name: str, temperature: float, as_on_a_device: None) -> None:
-    _, sizes = run_steps(GROWTHS[name], temperature, watch=True)
-    assert len(sizes) == 1, f"trees of {sizes} nodes: a graph could not be replayed"
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", GROWTHS)
-def test_what_a_device_would_run_emits_what_the_cpu_emits(
+def test_ten_steps_read_nothing_and_are_one_program(
     name: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    growth = copy.deepcopy(GROWTHS[name])
-    on_host, _ = run_steps(growth, temperature, watch=False)
+    growth = GROWTHS[name]
+    plain = [contextlib.nullcontext()] * STEPS
+    on_host = run_steps(program(growth, temperature), copy.deepcopy(growth), *plain)
     monkeypatch.setattr(topology, "waits_always", True)
-    assert run_steps(growth, temperature, watch=False)[0] == on_host
+    begun = program(growth, temperature)
+    # The first step makes what the others find made: index tensors, room for the plan's columns.
+    run = run_steps(begun, growth, NoHostReads())
+    places = persistent(begun)
+    traces = [Watch() for _ in range(STEPS - 1)]
+    texts = run_steps(begun, growth, *traces)
+    assert [one + more for one, more in zip(run, texts, strict=True)] == on_host
+    assert persistent(begun) == places and len(places) > 10
+    first, *others = [trace.seen for trace in traces]
+    assert len(first) > 100
+    for later in others:
+        differing = [(one, other) for one, other in zip(first, later, strict=False) if one != other]
+        assert later == first, differing[:1] or (len(first), len(later))
+
+
+def persistent(begun: Program) -> dict[str, int]:
+    """List where the tensors of a program, of its states and of what its draft run learns lie."""
+    places: dict[str, int] = {}
+
+    def note(name: str, holder: Any) -> None:
+        for key, value in vars(holder).items():
+            if isinstance(value, Tensor):
+                places[f"{name}.{key}"] = value.data_ptr()
+
+    note("program", begun)
+    for name, holder in (("target", begun.state), ("draft", getattr(begun.run, "_state", None))):
+        if holder is not None:
+            note(name, holder)
+            for number, stack in enumerate(holder.stacks.values()):
+                note(f"{name}.{number}", stack)
+    note("run", begun.run)
+    for key in ("_tests", "_passed"):
+        if hasattr(getattr(begun.run, "_estimate", None), key):
+            places[key] = getattr(begun.run, "_estimate").__dict__[key].data_ptr()  # noqa: B009
+    return places
 
 
 def test_the_watch_sees_what_the_cpu_reads() -> None:
+    begun = program(GROWTHS["dyspec"], 0.8)
     with pytest.raises(AssertionError, match="reads the device"):
-        run_steps(GROWTHS["dyspec"], 0.8, watch=True)
+        run_steps(begun, GROWTHS["dyspec"], NoHostReads())
+
+
+def test_the_trace_sees_that_the_cpu_s_steps_differ() -> None:
+    traces = [Trace() for _ in range(4)]
+    run_steps(program(GROWTHS["dyspec"], 0.8), GROWTHS["dyspec"], *traces)
+    assert any(trace.seen != traces[1].seen for trace in traces[2:])
+
+
+def test_a_stop_token_and_the_limit_end_sequences_without_the_host(as_on_a_device: None) -> None:
+    lm = grafted(tiny_model("bamba"))
+    drafter = ModelDrafter(grafted(tiny_model("mamba2", seed=1)))
+    whole = stree.generate(lm, TEXTS, drafter, max_new_tokens=24).sequences
+    stop = whole[0][6 + 9]
+    expected = []
+    for text in whole:
+        new = text[6:]
+        expected.append(new[: new.index(stop) + 1] if stop in new else new)
+    begun = program(Chain(3), 0.0, [stop])
+    begun.max_new_tokens = 24
+    texts = [[int(token)] for token in begun.pending]
+    for _ in range(24):
+        for text, tokens in zip(texts, begun.step(Chain(3), 4).emitted()[0], strict=True):
+            text += tokens
+    assert texts == expected and begun.is_finished.all()

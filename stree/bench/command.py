@@ -21,6 +21,7 @@ def add_bench(commands: Any) -> None:
     _add_report(bench)
     _add_kernels(bench)
     _add_cost(bench)
+    _add_profile(bench)
 
 
 def _add(bench: Any, name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
@@ -121,6 +122,20 @@ def _add_cost(bench: Any) -> None:
     command.add_argument("--out", type=Path, default=None, help="file; by default one in the user's cache folder")
 
 
+def _add_profile(bench: Any) -> None:
+    """Describe ``stree bench profile``."""
+    command = _add(bench, "profile", _profile, "show where the time of a step goes, and its roofline")
+    _add_models(command)
+    command.add_argument("--growth", default=None, help="of a draft model's trees; see stree/growth/README.md")
+    command.add_argument("--budget", type=int, default=16, help="most nodes a step, root included")
+    command.add_argument("--batch", type=int, default=1, help="sequences")
+    command.add_argument("--context", type=int, default=256, help="tokens of the prompts")
+    command.add_argument("--max-new-tokens", type=int, default=64, help="tokens that each sequence emits")
+    command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    command.add_argument("--out", type=Path, default=None, help="file of JSON lines to which the profile is appended")
+    command.add_argument("--json", action="store_true", help="print it as one JSON document in the last line")
+
+
 def _run(arguments: argparse.Namespace) -> int:
     """Run ``stree bench run``."""
     from stree.bench.start import start_run
@@ -157,3 +172,10 @@ def _cost(arguments: argparse.Namespace) -> int:
     from stree.bench.start import start_cost
 
     return start_cost(arguments)
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    """Run ``stree bench profile``."""
+    from stree.bench.start import start_profile
+
+    return start_profile(arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,14 +17,16 @@ from stree.bench.measure_cost import Points, measure_cost
 from stree.bench.methods import DEFAULT, Method, parse_methods
 from stree.bench.pair import Pair
 from stree.bench.plan import Settings, Suite, read_suites
+from stree.bench.profile import Shape, profile, profile_tables
 from stree.bench.prompts import parse_suites
-from stree.bench.records import Record, command_line
+from stree.bench.records import Record, append, command_line, environment
 from stree.bench.report import load_runs, write_report
 from stree.bench.runner import Runner
 from stree.bench.steps import measure_steps
 from stree.cost import CostTable, default_path
+from stree.growth import parse_growth
 
-__all__ = ["start_cost", "start_run"]
+__all__ = ["start_cost", "start_profile", "start_run"]
 
 
 def start_run(arguments: argparse.Namespace) -> int:
@@ -87,6 +90,31 @@ def start_cost(arguments: argparse.Namespace) -> int:
     path = arguments.out or default_path(*pair.names, table.device, table.dtype, table.threads)
     table.save(path)
     _show_cost(table, path)
+    return 0
+
+
+def start_profile(arguments: argparse.Namespace) -> int:
+    """Profile steps, print tables, and append the record to a file.
+
+    Raises:
+        ValueError: a bad option.
+    """
+    for name in ("budget", "batch", "context", "max_new_tokens"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+    growth = None if arguments.growth is None else parse_growth(arguments.growth)
+    pair = _load(arguments)
+    shape = Shape(
+        growth, arguments.budget, arguments.batch, arguments.context, arguments.max_new_tokens, arguments.temperature
+    )
+    record = profile(pair, shape) | {"env": brief(environment(pair.target.device))}
+    console = Console()
+    for table in profile_tables(record):
+        console.print(table)
+    if arguments.out is not None:
+        append(arguments.out, [record])
+    if arguments.json:
+        console.print(json.dumps(record), markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

@@ -7,7 +7,10 @@ token and observes what became of it.
 from stree.drafters.fused import FusedDrafter
 from stree.drafters.model import ModelDrafter
 from stree.drafters.none import NoDrafter
-from stree.drafters.protocol import Draft, Drafter, DraftRun, HasModel
+from stree.drafters.protocol import Bounded, Draft, Drafter, DraftRun, HasModel, Slotted
 from stree.drafters.suffix import SuffixDrafter
 
-__all__ = ["Draft", "DraftRun", "Drafter", "FusedDrafter", "HasModel", "ModelDrafter", "NoDrafter", "SuffixDrafter"]
+__all__ = [
+    "Bounded", "Draft", "DraftRun", "Drafter", "FusedDrafter", "HasModel", "ModelDrafter", "NoDrafter", "Slotted",
+    "SuffixDrafter",
+]  # fmt: skip

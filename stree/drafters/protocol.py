@@ -14,7 +14,7 @@ from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftLaws
 
-__all__ = ["Draft", "DraftRun", "Drafter", "Extensible", "HasModel"]
+__all__ = ["Bounded", "Draft", "DraftRun", "Drafter", "Extensible", "HasModel", "Slotted"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,11 +50,6 @@ class DraftRun(Protocol):
         """
         ...
 
-    def admit(self, row: int, prompt: Sequence[int]) -> None:
-        """Begin another text in place of one that has ended; nothing that was learnt of that may matter to it."""
-        ...
-
-
 class Drafter(Protocol):
     """A way to draft; it may have an attribute ``default_growth`` for callers who name no growth."""
 
@@ -76,6 +71,24 @@ class Extensible(Protocol):
 
         A run whose nodes do not stand first in it, in their own order, must learn from tokens alone.
         """
+        ...
+
+
+@runtime_checkable
+class Slotted(Protocol):
+    """A run whose rows can hold one text after the other."""
+
+    def admit(self, row: int, prompt: Sequence[int]) -> None:
+        """Begin another text in place of one that has ended; nothing that was learnt of that may matter to it."""
+        ...
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """A run that has a state of its own, whose memory can be reserved."""
+
+    def reserve(self, max_length: int) -> None:
+        """Make room once for texts of ``max_length`` tokens: no later step has to."""
         ...
 
 

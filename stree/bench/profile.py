@@ -1,0 +1,208 @@
+"""``stree bench profile``: where the time of a step goes, and how near its bytes come to the memory's bandwidth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from stree.bench.pair import Pair
+from stree.bench.records import Record
+from stree.drafters import Drafter, ModelDrafter, SuffixDrafter
+from stree.generation import generate
+from stree.growth import Growth
+from stree.models.memory import measure_memory, modules_by_kind, weight_bytes
+from stree.models.state import TreeStep
+from stree.sampling import Sampling
+
+__all__ = ["Shape", "profile", "profile_tables"]
+
+WARM_UP = 16  # tokens
+COPIED = 2**28  # bytes of the buffer by which the bandwidth is measured
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is run.
+
+    Attributes:
+        growth: of a model drafter's trees, or None for the default.
+        budget: most nodes a step, root included.
+        batch: sequences.
+        context: tokens of the prompts.
+        new_tokens: tokens that each sequence emits under the watch.
+        temperature: 0 is greedy.
+    """
+
+    growth: Growth | None
+    budget: int
+    batch: int
+    context: int
+    new_tokens: int
+    temperature: float
+
+
+class _Watch:
+    """Times of modules while they score trees, by name: seconds, on a device from events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._open: dict[int, Any] = {}
+        self._spans: list[tuple[str, Any, Any]] = []
+
+    @contextmanager
+    def over(self, modules: Sequence[tuple[str, Any]]) -> Iterator[None]:
+        """Watch modules, each under a name."""
+        handles = []
+        for name, module in modules:
+            handles += [
+                module.register_forward_pre_hook(self._begin, with_kwargs=True),
+                module.register_forward_hook(self._ender(name)),
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def seconds(self, names: Sequence[str]) -> dict[str, float]:
+        """Sum the spans of each name."""
+        if self._is_cuda:
+            torch.cuda.synchronize()
+        sums = dict.fromkeys(names, 0.0)
+        for name, began, ended in self._spans:
+            sums[name] += 1e-3 * began.elapsed_time(ended) if self._is_cuda else ended - began
+        return sums
+
+    def _begin(self, module: Any, args: Any, kwargs: Any) -> None:
+        """Start a span if a tree is scored; prompts are not looked at."""
+        if any(isinstance(value, TreeStep) for value in (*args, *kwargs.values())):
+            self._open[id(module)] = self._mark()
+
+    def _ender(self, name: str) -> Callable[..., None]:
+        def end(module: Any, *_: Any) -> None:
+            began = self._open.pop(id(module), None)
+            if began is not None:
+                self._spans.append((name, began, self._mark()))
+
+        return end
+
+    def _mark(self) -> Any:
+        """Note the time, or put an event into the stream."""
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def profile(pair: Pair, shape: Shape) -> Record:
+    """Generate under a watch over every stateful layer and over the draft model.
+
+    Args:
+        pair: the models; without a draft model the suffix drafter drafts.
+        shape: what is run.
+
+    Returns:
+        Milliseconds a step by part, bytes a verification moves by kind, and the bandwidth of this run.
+    """
+    lm, draft = pair.target, pair.drafter
+    drafter: Drafter = SuffixDrafter() if draft is None else ModelDrafter(draft)
+    rows = torch.arange(shape.batch * shape.context).view(shape.batch, -1)
+    prompts = (rows * 7919 % lm.vocab_size).tolist()
+
+    def run(tokens: int) -> dict[str, Any]:
+        return generate(
+            lm,
+            prompts,
+            drafter,
+            shape.growth,
+            shape.budget,
+            sampling=Sampling(shape.temperature),
+            max_new_tokens=tokens,
+        ).stats
+
+    run(WARM_UP)  # what is compiled or found out once
+    modules = modules_by_kind(lm)
+    kinds = list(dict.fromkeys(name for name, _ in modules))
+    head = ("output head", lm.model.get_output_embeddings())
+    watch = _Watch(lm.device)
+    drafts = [] if draft is None else [("draft", draft.model)]
+    with watch.over([*modules, head, *drafts]):
+        stats = run(shape.new_tokens)
+    inside = watch.seconds([*kinds, head[0], "draft"])
+    steps = max(stats["steps"], 1)
+    parts = {"draft model": inside.pop("draft")}
+    parts["growth"] = stats["draft_s"] - parts["draft model"]
+    parts |= {f"verify: {name}": seconds for name, seconds in inside.items()}
+    parts["verify: the rest"] = stats["verify_s"] - sum(inside.values())
+    parts |= {"accept": stats["accept_s"], "commit": stats["commit_s"]}
+    whole = stats["total_s"] - stats["prefill_s"]
+    parts["host and idle"] = whole - sum(parts.values())
+    moved = _bytes(pair, shape, stats)
+    bandwidth = copy_bandwidth(lm.device)
+    bound_ms = 1e3 * sum(moved.values()) / bandwidth
+    verify_ms = 1e3 * (stats["verify_s"] + stats["commit_s"]) / steps
+    return {
+        "bench": "profile",
+        "params": {
+            "budget": shape.budget, "growth": stats["growth"], "batch": shape.batch, "context": shape.context,
+            "new_tokens": shape.new_tokens, "temperature": shape.temperature,
+        },
+        "steps": stats["steps"], "tau": stats["tau"], "draft_calls": stats["draft_calls"],
+        "step_ms": 1e3 * whole / steps,
+        "ms": {name: 1e3 * seconds / steps for name, seconds in parts.items()},
+        "bytes": moved, "bytes_per_s": bandwidth, "verify_ms": verify_ms, "bound_ms": bound_ms,
+        "of_bound": bound_ms / verify_ms,
+    }  # fmt: skip
+
+
+def _bytes(pair: Pair, shape: Shape, stats: dict[str, Any]) -> dict[str, int]:
+    """Count what a verification and its commit must move: each weight and state once, whatever the tree.
+
+    All experts of a layer are counted, as a tree may reach them all.
+    """
+    memory, nodes = measure_memory(pair.target), stats["nodes_per_step"]
+    length = shape.context + shape.new_tokens / 2
+    return {
+        "weights": weight_bytes(pair.target),
+        "states, read and written": 2 * shape.batch * (memory.state + memory.window),
+        "keys and values": round(shape.batch * length * memory.kv_per_token),
+        "stash, written": round(shape.batch * nodes * (memory.stash_per_node + memory.kv_stash_per_node)),
+    }
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Measure the memory's bandwidth by copying a large buffer: bytes read and written a second, the best of five."""
+    source = torch.ones(COPIED // 4, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(6):
+        watch = _Watch(device)
+        began = watch._mark()
+        target.copy_(source)
+        ended = watch._mark()
+        watch._spans.append(("copy", began, ended))
+        best = min(best, watch.seconds(["copy"])["copy"])
+    return 2 * COPIED / best
+
+
+def profile_tables(record: Record) -> list[Table]:
+    """Show a profile: the parts of a step, and the bytes of a verification."""
+    params = " ".join(f"{name}={value}" for name, value in record["params"].items())
+    parts = Table("part", "ms a step", "share", title=f"step ({params})")
+    for name, ms in record["ms"].items():
+        parts.add_row(name, f"{ms:.3f}", f"{ms / record['step_ms']:.1%}")
+    parts.add_row("whole step", f"{record['step_ms']:.3f}", "", end_section=True)
+    moved = Table("moved by verify and commit", "MB", title="roofline")
+    for name, count in record["bytes"].items():
+        moved.add_row(name, f"{count / 1e6:.2f}")
+    rate, bound = record["bytes_per_s"] / 1e9, record["bound_ms"]
+    moved.add_row(f"at {rate:.1f} GB/s, as a copy reaches in this run", f"{bound:.3f} ms", end_section=True)
+    moved.add_row("verify and commit took", f"{record['verify_ms']:.3f} ms, bound {record['of_bound']:.0%} of it")
+    return [parts, moved]

@@ -1,0 +1,148 @@
+"""Sequences come and go between steps: no text depends on the slots, and none on what fails beside it.
+
+Run: python -m pytest tests/test_slots.py
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from tiny_models import grafted, random_texts, tiny_model
+
+import stree
+from stree.drafters import Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.growth import Chain
+from stree.models.tree_lm import TreeLM
+from stree.sampling import Sampling
+
+NEW = 14
+TEXTS = [*random_texts(random.Random(3), [7, 3, 1, 12, 5]), [4, 5, 6, 4, 5, 6, 4]]
+
+
+@cache
+def lm() -> TreeLM:
+    return grafted(tiny_model("bamba"))
+
+
+@cache
+def drafter(name: str) -> Drafter:
+    model = ModelDrafter(grafted(tiny_model("mamba2", seed=1)))
+    every = {"none": NoDrafter(), "suffix": SuffixDrafter(), "model": model}
+    return FusedDrafter(model, SuffixDrafter()) if name == "fused" else every[name]
+
+
+def generated(name: str, temperature: float, max_batch: int | None, stop: int = -1) -> stree.Generation:
+    return stree.generate(
+        lm(), TEXTS, drafter(name), sampling=Sampling(temperature), max_new_tokens=NEW, stop_token_ids=[stop],
+        max_batch=max_batch,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", ["none", "suffix", "model", "fused"])
+def test_no_text_depends_on_the_number_of_slots(name: str, temperature: float) -> None:
+    together = generated(name, temperature, None)
+    stop = together.sequences[1][3 + 4]  # ends some texts in the middle, and frees slots at different times
+    together = generated(name, temperature, None, stop)
+    assert {"stop", "length"} == set(together.stats["finish_reasons"])
+    for slots in (1, 2, 4):
+        alone = generated(name, temperature, slots, stop)
+        assert alone.sequences == together.sequences
+        for key in ("finish_reasons", "num_prompt_tokens", "num_new_tokens"):
+            assert alone.stats[key] == together.stats[key]
+    assert alone.stats["steps"] > together.stats["steps"]
+
+
+def test_a_text_that_ends_with_its_first_token_gives_its_slot_on_at_once() -> None:
+    first = generated("none", 0.0, None).sequences[0][len(TEXTS[0])]
+    out = generated("model", 0.0, 1, first)
+    assert out.sequences[0] == [*TEXTS[0], first] and out.stats["finish_reasons"][0] == "stop"
+    assert out.sequences == generated("none", 0.0, None, first).sequences
+
+
+def test_an_iterator_is_read_as_slots_become_free() -> None:
+    read: list[int] = []
+
+    def prompts() -> Iterator[list[int]]:
+        for number, text in enumerate(TEXTS):
+            read.append(number)
+            yield text
+
+    class Streams:
+        """Note how many prompts have been read when a text goes on."""
+
+        def observe(self, row: int, tokens: object, logits: object) -> None:
+            seen.setdefault(row, len(read))
+
+    seen: dict[int, int] = {}
+    out = stree.generation.run(
+        lm(), prompts(), NoDrafter(), growth=None, budget=1, verifier="auto", sampling=Sampling(), max_new_tokens=NEW,
+        stop_token_ids=None, processor=None, seed=0, streamer=None, observer=Streams(), max_batch=2, max_length=32,
+    )  # fmt: skip
+    assert seen == {0: 2, 1: 2, 2: 3, 3: 4, 4: 5, 5: 6}
+    assert out.sequences == generated("none", 0.0, None).sequences
+
+
+@pytest.mark.parametrize("place", [0, 2, 5])
+def test_a_prompt_that_cannot_be_run_ends_no_other(place: int) -> None:
+    bad = {"[] is empty": [], "exceeds max_length 32": [1] * 19, "token 10000": [10000]}
+    prompts = [*TEXTS[:place], *bad.values(), *TEXTS[place:]]
+    out = stree.generate(lm(), iter(prompts), drafter("model"), max_new_tokens=NEW, max_batch=2, max_length=32)
+    expected = generated("model", 0.0, None).sequences
+    assert out.sequences == [*expected[:place], *bad.values(), *expected[place:]]
+    refused = out.stats["finish_reasons"][place : place + 3]
+    assert ["is empty" in refused[0], "exceeds max_length 32" in refused[1], "token 10000" in refused[2]] == [True] * 3
+    assert all(reason.startswith("refused: prompt") for reason in refused)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": iter(TEXTS)}, "needs max_batch and max_length"),
+        ({"prompts": iter(TEXTS), "max_batch": 2}, "needs max_batch and max_length"),
+        ({"prompts": iter([]), "max_batch": 2, "max_length": 9}, "no prompt can be run"),
+        ({"prompts": iter([[], []]), "max_batch": 2, "max_length": 9}, "no prompt can be run: refused: prompt 0"),
+        ({"prompts": TEXTS, "max_batch": 0}, "max_batch must be at least 1, got 0"),
+        ({"prompts": TEXTS, "max_length": -1}, "max_length must be at least 1, got -1"),
+        ({"prompts": TEXTS, "max_length": 20}, "prompt 0 of 7 tokens plus 14 new ones exceeds max_length 20"),
+    ],
+)
+def test_a_bad_bound_is_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        stree.generate(lm(), **arguments, max_new_tokens=NEW)  # type: ignore[arg-type]
+
+
+def test_a_drafter_that_cannot_take_up_a_prompt_is_refused_before_anything_runs() -> None:
+    class Plain:
+        def start(self, *_: object) -> object:
+            run = NoDrafter().start(0, [], None)  # type: ignore[arg-type]
+
+            class Run:
+                propose, observe = run.propose, run.observe
+
+            return Run()
+
+    assert stree.generate(lm(), TEXTS, Plain(), max_new_tokens=2).sequences  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Plain cannot take up a prompt in mid-run"):
+        stree.generate(lm(), TEXTS, Plain(), max_new_tokens=2, max_batch=1)  # type: ignore[arg-type]
+
+
+def test_what_one_text_taught_an_estimate_does_not_reach_the_next() -> None:
+    arguments = {"sampling": Sampling(0.8), "max_new_tokens": NEW}
+    alone = stree.generate(lm(), TEXTS[:1], drafter("model"), **arguments).sequences  # type: ignore[arg-type]
+    out = stree.generate(lm(), TEXTS[:1] * 3, drafter("model"), **arguments, max_batch=1)  # type: ignore[arg-type]
+    assert out.sequences[:1] == alone
+    assert len({tuple(text) for text in out.sequences}) == 3  # numbers are those of the caller's input, not of the slot
+
+
+def test_slots_serve_chains_whose_last_leaf_was_never_run() -> None:
+    arguments = {"growth": Chain(3), "budget": 4, "max_new_tokens": NEW}
+    self_drafter = ModelDrafter(lm())  # everything is accepted, so that a leaf is left at every step
+    together = stree.generate(lm(), TEXTS, self_drafter, **arguments)  # type: ignore[arg-type]
+    assert together.stats["tau"] > 3
+    assert stree.generate(lm(), TEXTS, self_drafter, **arguments, max_batch=2).sequences == together.sequences  # type: ignore[arg-type]
+    assert torch.equal(torch.tensor(together.stats["num_new_tokens"]), torch.full((len(TEXTS),), NEW))
