@@ -1,0 +1,107 @@
+"""Candidates from the target's own law, continued by a draft model: what ``TargetInit`` runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from stree.drafters.model import ModelDrafter
+from stree.drafters.protocol import Draft
+from stree.growth import Growth
+from stree.models.tree_lm import TreeLM
+from stree.sampling import Random
+from stree.tree import TokenTree
+from stree.verify import Acceptance
+
+__all__ = ["InitialisedDrafter"]
+
+
+class InitialisedDrafter:
+    """A model drafter whose root draws its children from the law that verification left, not from its own.
+
+    For LONGEST only, which leaves such a law.  A text's first step has none: it proposes the root alone, emits nothing,
+    and is not counted in tau.
+
+    Args:
+        drafter: what continues the candidates.
+    """
+
+    def __init__(self, drafter: ModelDrafter) -> None:
+        self.drafter = drafter
+
+    @property
+    def models(self) -> Sequence[TreeLM]:
+        """The draft model."""
+        return self.drafter.models
+
+    def with_model(self, change: Callable[[TreeLM], TreeLM]) -> InitialisedDrafter:
+        """Give a drafter over ``change`` of this one's model."""
+        return InitialisedDrafter(self.drafter.with_model(change))
+
+    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _InitialisedRun:
+        """Begin a run."""
+        model = _InitialisedLM(self.drafter.lm)
+        run = ModelDrafter(cast(TreeLM, model)).start(vocab_size, prompts, rng)
+        return _InitialisedRun(run, model, len(prompts))
+
+
+class _InitialisedLM:
+    """A draft model that says what it is told of the first nodes of a tree."""
+
+    def __init__(self, lm: TreeLM) -> None:
+        self._lm = lm
+        self.told: Tensor | None = None  # float[batch, vocab]
+
+    def __getattr__(self, name: str) -> Any:
+        """Pass on whatever else the model has."""
+        return getattr(self._lm, name)
+
+    def verify(self, state: Any, tree: TokenTree, first: int = 0) -> Tensor:
+        """Score a tree; a call with ``first=0`` runs the leading columns, of which the pending token is one."""
+        logits = self._lm.verify(state, tree, first)
+        return logits if first or self.told is None else self.told[:, None].to(logits).expand_as(logits)
+
+
+class _InitialisedRun:
+    """A draft model's run, and the law that the last verification left in each row."""
+
+    def __init__(self, run: Any, model: _InitialisedLM, batch: int) -> None:
+        self._run, self._model = run, model
+        self._left: Tensor | None = None
+        self._has_left = torch.zeros(batch, 1, dtype=torch.bool, device=model.device)
+        self._is_someone_new = True
+
+    def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+        """Draw candidates and continue them; the root stands alone where nothing was left."""
+        assert growth is not None, "TargetInit is no default"
+        if self._left is not None:
+            temperature = 1.0 if growth.sampling.is_greedy else growth.sampling.temperature
+            self._model.told = self._left.log() * temperature  # what the draft's own law takes back
+        draft: Draft = self._run.propose(pending, growth, budget)
+        if not self._is_someone_new:
+            return draft
+        is_node = self._has_left.expand_as(draft.tree.tokens).clone()
+        is_node[:, 0] = True
+        parents = draft.tree.parents.masked_fill(~is_node, -1)
+        return replace(draft, tree=TokenTree.unchecked(draft.tree.tokens * is_node, parents))
+
+    def observe(self, acceptance: Acceptance) -> None:
+        """Keep what was left."""
+        assert acceptance.left is not None, "TargetInit is verified by LONGEST"
+        self._left, self._is_someone_new = acceptance.left, False
+        self._has_left.fill_(True)
+        self._run.observe(acceptance)
+
+    def admit(self, row: int, prompt: Sequence[int]) -> None:
+        """Begin another text, of which nothing is known yet."""
+        self._has_left[row] = False
+        self._is_someone_new = True
+        self._run.admit(row, prompt)
+
+    def reserve(self, max_length: int) -> None:
+        """Make room for texts of ``max_length`` tokens."""
+        self._run.reserve(max_length)
