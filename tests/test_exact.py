@@ -108,7 +108,7 @@ def test_every_growth_with_every_verifier_emits_the_target_s_law(name: str, veri
 def test_no_growth_is_left_out() -> None:
     offered = {getattr(growths, name) for name in growths.__all__}
     policies = {one for one in offered if isinstance(one, type) and hasattr(one, "plan") and hasattr(one, "bind")}
-    policies -= {growths.Growth, growths.Limited}
+    policies -= {growths.Growth, growths.Limited, growths.TargetInit}  # the last is lossy
     assert policies == {type(growth) for growth, _ in OFFERED.values()}
 
 

@@ -14,6 +14,7 @@ from stree.growth.plan import Growth, Layer, Limited, Plan, choose_slots
 from stree.growth.positional import RSDC, Sequoia, SpecInfer
 from stree.growth.reranked import Eagle2, OptTree
 from stree.growth.stops import Confidence, DepthStop, Stop
+from stree.growth.target_init import TargetInit
 
 __all__ = [
     "RSDC",
@@ -35,6 +36,7 @@ __all__ = [
     "SpecInfer",
     "Static",
     "Stop",
+    "TargetInit",
     "choose_slots",
     "parse_growth",
 ]
