@@ -87,7 +87,7 @@ class Outcomes:
         factor = torch.where(is_asked, torch.where(coin, probs, 1 - probs), 1.0)
         self.weight *= factor.prod(1)
         count = torch.zeros_like(self.asked, dtype=torch.long).scatter_add_(1, node - 1, is_asked.long())
-        assert count.max() <= 1, "a coin is tossed twice"
+        assert not (count > 1).any(), "a coin is tossed twice"
         self.asked |= count > 0
         return coin & is_asked
 
