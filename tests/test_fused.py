@@ -24,7 +24,7 @@ from torch import Tensor
 
 import stree
 from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
-from stree.growth import Chain, DySpec, Growth, Static
+from stree.growth import Calibrated, Chain, DySpec, Growth, Static
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import DELTA, SAMPLED, Acceptance, DraftLaws
@@ -67,12 +67,16 @@ def num_draws(growth: Growth, budget: int, retrieved: int) -> int:
     return count
 
 
-def all_fused(law: TableLaw, growth: Growth, budget: int, retrieval: Retrieval) -> DraftedTrees:
+def all_fused(
+    law: TableLaw, growth: Growth, budget: int, retrieval: Retrieval, order: str = "model-first"
+) -> DraftedTrees:
     """Draft with every outcome of every draw."""
     outcomes = Outcomes.all(0, num_draws(growth, budget, len(retrieval.tokens) - 1), law.vocab)
     batch = len(outcomes.weight)
-    drafter = FusedDrafter(ModelDrafter(TableLM(law).as_lm()), retrieval, least_share=0.0)
-    run = drafter.start(law.vocab, [[0]] * batch, as_random(outcomes))
+    parts: list[Drafter] = [ModelDrafter(TableLM(law).as_lm()), retrieval]
+    if order == "retrieved-first":
+        parts.reverse()
+    run = FusedDrafter(*parts, least_share=0.0).start(law.vocab, [[0]] * batch, as_random(outcomes))
     draft = run.propose(torch.zeros(batch, dtype=torch.long), growth.bind(PLAIN), budget)
     assert draft.laws is not None
     draft.tree.check()
@@ -89,16 +93,37 @@ GROWTHS: dict[str, tuple[Growth, int]] = {
 }
 
 
+ORDERS = ["model-first", "retrieved-first"]
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "traversal"])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", GROWTHS)
-def test_every_fused_tree_emits_the_target_s_law_exactly(name: str) -> None:
+def test_every_fused_tree_emits_the_target_s_law_exactly(name: str, order: str, verifier: str) -> None:
     growth, budget = GROWTHS[name]
     target, law = TableLaw.random(3, 21), TableLaw.random(3, 22)
-    trees = all_fused(law, growth, budget, Retrieval(*RETRIEVED))
+    trees = all_fused(law, growth, budget, Retrieval(*RETRIEVED), order)
     assert abs(float(trees.weight.sum()) - 1) < EXACT
     assert (trees.laws.kind == DELTA).any() and (trees.laws.kind == SAMPLED).any()
     length = int(trees.tree.depths.max()) + 1
-    emitted = emitted_law(target, trees, PLAIN, "rejection", length)
+    emitted = emitted_law(target, trees, PLAIN, verifier, length)
     assert total_variation(emitted, target.joint(PLAIN, length)) < EXACT
+
+
+def test_retrieved_nodes_that_come_first_are_tested_first_and_never_drawn_again() -> None:
+    trees = all_fused(TableLaw.random(3, 22), Static([2]), 6, Retrieval([0, 1, 2], [-1, 0, 1]), "retrieved-first")
+    assert (trees.tokens[:, 1:3] == torch.tensor([1, 2])).all()
+    assert (trees.laws.kind[:, 1:3] == DELTA).all()
+    drawn = (trees.laws.kind == SAMPLED) & (trees.parents == 0)
+    assert drawn[:, 3:].sum(1).tolist() == [2] * len(trees.weight)
+    assert (trees.tokens[drawn] != 1).all()
+
+
+def test_a_law_that_retrieval_uses_up_is_still_fused_exactly() -> None:
+    target, law = TableLaw.random(3, 21), TableLaw.random(3, 22)
+    trees = all_fused(law, Chain(1), 6, Retrieval([0, 0, 1, 2], [-1, 0, 0, 0]), "retrieved-first")
+    emitted = emitted_law(target, trees, PLAIN, "rejection", 2)
+    assert total_variation(emitted, target.joint(PLAIN, 2)) < EXACT
 
 
 def wrongly_marked(trees: DraftedTrees) -> DraftedTrees:
@@ -161,9 +186,10 @@ def test_retrieved_first_tokens_that_the_draft_finds_unlikely_are_left_out_when_
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 3, 9, 3, 9], [1, 2, 4, 1, 2, 4, 1]]
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("growth", [Chain(2), DySpec(depth=2)], ids=["chain", "layers"])
-def test_generated_text_is_that_of_plain_decoding(temperature: float, growth: Growth) -> None:
+def test_generated_text_is_that_of_plain_decoding(temperature: float, growth: Growth, order: str) -> None:
     target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))
 
     def text(drafter: Drafter, growth: Growth | None = None) -> list[list[int]]:
@@ -172,7 +198,26 @@ def test_generated_text_is_that_of_plain_decoding(temperature: float, growth: Gr
             verifier="match",
         ).sequences  # fmt: skip
 
-    assert text(FusedDrafter(ModelDrafter(draft), SuffixDrafter()), growth) == text(NoDrafter())
+    parts: list[Drafter] = [ModelDrafter(draft), SuffixDrafter()]
+    if order == "retrieved-first":
+        parts.reverse()
+    assert text(FusedDrafter(*parts), growth) == text(NoDrafter())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_sampled_text_does_not_depend_on_its_neighbours(order: str) -> None:
+    target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))
+    parts: list[Drafter] = [ModelDrafter(draft), SuffixDrafter()]
+    if order == "retrieved-first":
+        parts.reverse()
+
+    def text(prompts: list[list[int]]) -> list[list[int]]:
+        return stree.generate(
+            target, prompts, FusedDrafter(*parts, least_value=0.1, least_share=0.0), Calibrated(2), budget=8,
+            sampling=Sampling(0.8), max_new_tokens=24, verifier="rejection",
+        ).sequences  # fmt: skip
+
+    assert text(PROMPTS)[:1] == text(PROMPTS[:1])
 
 
 @pytest.mark.parametrize("budget", [2, 3, "auto"])
@@ -201,12 +246,14 @@ def test_values_of_a_fused_tree_never_rise_along_a_path() -> None:
     assert (draft.values > 0).all()
 
 
-def test_the_model_keeps_step_when_retrieved_nodes_are_accepted() -> None:
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_model_keeps_step_when_retrieved_nodes_are_accepted(order: str) -> None:
     lm = grafted(tiny_model("mamba2"))
     texts = [[3, 1, 4, 1, 5], [9, 2, 6]]
-    run = FusedDrafter(ModelDrafter(lm), Retrieval([0, 11, 12, 13], [-1, 0, 1, 2])).start(
-        lm.vocab_size, texts, Random(0, torch.arange(2), torch.tensor([5, 3]))
-    )
+    parts: list[Drafter] = [ModelDrafter(lm), Retrieval([0, 11, 12, 13], [-1, 0, 1, 2])]
+    if order == "retrieved-first":
+        parts.reverse()
+    run = FusedDrafter(*parts).start(lm.vocab_size, texts, Random(0, torch.arange(2), torch.tensor([5, 3])))
     pending = [7, 8]
     # Accepted: all retrieved nodes and none; an own node and some retrieved ones; nothing, standing still.
     for taken in ((4, 1), (1, 3), (0, 4), (3, 0)):
@@ -224,6 +271,8 @@ def test_the_model_keeps_step_when_retrieved_nodes_are_accepted() -> None:
                 pending[row] = 20 + length
         run.observe(Acceptance(path, torch.tensor(taken, dtype=torch.int32), torch.tensor(pending)))
         model_run = run._runs[0]
+        if run._hiding is not None:
+            run._hiding._offered = None
         draft = model_run.propose(torch.tensor(pending), Chain(1).bind(Sampling()), 2)
         for row, text in enumerate(texts):
             whole = torch.tensor([[*text, pending[row]]])
@@ -263,13 +312,13 @@ def test_bad_parts_are_refused() -> None:
     rng = Random(0, torch.zeros(1).long(), torch.zeros(1).long())
     with pytest.raises(TypeError, match="FusedDrafter needs drafters whose trees can be extended, got NoDrafter"):
         FusedDrafter(NoDrafter(), SuffixDrafter()).start(3, [[0]], rng)
-    with pytest.raises(TypeError, match="the second drafter of FusedDrafter must not run a model, got ModelDrafter"):
+    with pytest.raises(TypeError, match="needs a drafter that runs no model, got ModelDrafter and ModelDrafter"):
         FusedDrafter(part, part).start(3, [[0]], rng)
     without_values = Retrieval([0, 1], [-1, 0])
     propose = without_values.propose
     without_values.propose = lambda *arguments: replace(propose(*arguments), values=None)  # type: ignore[method-assign]
     run = FusedDrafter(part, without_values).start(3, [[0]], rng)
-    with pytest.raises(ValueError, match="the second drafter of FusedDrafter must draft deterministic nodes"):
+    with pytest.raises(ValueError, match="a drafter of FusedDrafter must draft deterministic nodes"):
         run.propose(torch.tensor([0]), Chain(1).bind(PLAIN), 4)
 
 
