@@ -16,6 +16,7 @@ from torch import Tensor
 from stree.kernels import ops
 from stree.kernels.topology import AcceptedPath
 from stree.models.grafting import Zeros, graft_forward, take_window
+from stree.models.lean import gated_norm
 from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep, state_dtype
 
 __all__ = ["DeltaSpec", "DeltaStack", "graft_gated_delta"]
@@ -135,7 +136,7 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
         first=step.first, folded=step.kept(mixer.layer_idx, DeltaSpec),
     )  # fmt: skip
     norm = mixer.norm if hasattr(mixer, "norm") else mixer.o_norm
-    out = norm(out.flatten(0, 2), made.gate.reshape(-1, spec.dv)).view(*hidden_states.shape[:2], -1)
+    out = gated_norm(norm, out.flatten(0, 2), made.gate.reshape(-1, spec.dv)).view(*hidden_states.shape[:2], -1)
     return _out_proj(mixer)(out)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from stree.kernels import ops
 from stree.kernels.topology import AcceptedPath
 from stree.models.grafting import Zeros, graft_forward, take_window
+from stree.models.lean import gated_norm
 from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep, state_dtype
 
 __all__ = ["SsdSpec", "SsdStack", "graft_ssd"]
@@ -139,7 +140,7 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
         first=step.first, folded=step.kept(mixer.layer_idx, SsdSpec),
     )  # fmt: skip
     y, norm = y.flatten(2), mixer.norm
-    y = y * F.silu(gate) if isinstance(norm, nn.Identity) else norm(y, gate)
+    y = y * F.silu(gate) if isinstance(norm, nn.Identity) else gated_norm(norm, y, gate)
     return mixer.out_proj(y.to(hidden_states.dtype))
 
 

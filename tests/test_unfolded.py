@@ -98,19 +98,18 @@ def test_trees_after_lazy_commits_are_exact(family: str) -> None:
 def test_a_waiting_path_goes_into_clones_selections_and_larger_states(family: str) -> None:
     decoding = Decoding(family, [9, 2])
     decoding.step([6, 6])
-    made = [
-        (decoding.state.select(torch.tensor([1, 1, 0])), [1, 1, 0]),
-        (decoding.state.clone(), [0, 1]),
-        (decoding.state.resized(128, 32), [0, 1]),
-    ]
-    decoding.step([5, 5])  # the state it came from goes its own way, and changes no other
-    texts = [text[: int(length)] for text, length in zip(decoding.texts, made[1][0].lengths, strict=True)]
-    for state, rows in made:
-        grown = [texts[row] for row in rows]
+    made: list[tuple[DecodeState, list[list[int]]]] = []
+    for rows in ([1, 1, 0], None, [0, 1]):
+        state = decoding.state
+        other = state.resized(128, 32) if rows is None else state.select(torch.tensor(rows))
+        made.append((other, [decoding.texts[row] for row in rows or (0, 1)]))
+        decoding.step([5, 5])  # the state it came from goes its own way, and changes no other
+    for state, texts in made:
+        grown = texts
         for _ in range(2):
-            tree = random_tree(decoding.rng, [5] * len(rows))
+            tree = random_tree(decoding.rng, [5] * len(texts))
             assert_exact(decoding.model, grown, tree, decoding.lm.verify(state, tree))
-            paths = [random_path(decoding.rng, tree, row) for row in range(len(rows))]
+            paths = [random_path(decoding.rng, tree, row) for row in range(len(texts))]
             decoding.lm.commit(state, *as_commit(paths))
             grown = extended(grown, tree, paths)
     decoding.score([5, 5])
