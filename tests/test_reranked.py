@@ -109,6 +109,9 @@ def test_ties_keep_no_child_without_its_parent(growth: Growth) -> None:
                 paths = nodes_by_path(draft.tree, row)
                 assert len(set(paths)) == len(paths) == min(budget - 1, 4 if logits is sure else 99)
                 assert all(path[:-1] in paths for path in paths if len(path) > 1)
+                assert int(draft.tree.tokens[row, 0]) == row, "the root ties too"
+                if logits is sure:
+                    assert max(paths) == tuple((row + step) % 5 for step in range(1, len(paths) + 1))
 
 
 def test_a_row_s_tree_does_not_depend_on_its_neighbours() -> None:

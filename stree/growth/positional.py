@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import torch
+from torch import Tensor
+
+from stree.growth.estimates import DraftEstimate, Estimate, PathEstimate
 from stree.growth.fixed import Static
 from stree.growth.plan import Bound, Plan
 
@@ -66,6 +70,18 @@ class SpecInfer(Bound):
     def plan(self, budget: int) -> Plan:
         """Lay out the tree; its nodes are ordered by depth."""
         return replace(Static(self.widths).plan(budget), drawing="independent")
+
+    def estimate(self, batch: int, device: torch.device) -> Estimate:
+        """Trust the draft's own probabilities."""
+        return PathEstimate() if self.sampling.is_greedy else _Repeated()
+
+
+class _Repeated(DraftEstimate):
+    """Children drawn with replacement: what the elder siblings drew takes nothing away."""
+
+    def rate(self, reach: Tensor, probs: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
+        """Rate every slot alike: all of them are nodes."""
+        return reach[..., None] * (probs > 0), reach[..., None] * probs
 
 
 @dataclass(frozen=True)
