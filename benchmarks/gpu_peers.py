@@ -1,8 +1,9 @@
 """Other people's ways to score a tree, run beside ours on the same inputs, where their packages or files are at hand.
 
-``unrolled``: each root-to-leaf path as a sequence of its own, on our kernels.  ``mamba_ssm``: the same rows through
-mamba-ssm's one-token update.  ``sglang``: SGLang's sequential kernels with one state snapshot a node, and their scatter
-commit, from the files in ``--peer-dir`` (laid out as in its wheel).  ``sdpa``: torch's attention for one token.
+``unrolled``: each root-to-leaf path as a sequence of its own, on our kernels.  ``mamba_ssm``, ``mamba_ssm_chunk``: the
+same rows through mamba-ssm's one-token update, token by token, and through its chunked scan.  ``sglang``: SGLang's
+sequential kernels with one state snapshot a node, and their scatter commit, from the files in ``--peer-dir`` (laid out
+as in its wheel).  ``sdpa``: torch's attention for one token.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shapes import Mixer, leaf_paths
+from shapes import Delta, Mixer, leaf_paths
 from torch import Tensor
 
 from stree.kernels import ops
@@ -44,14 +45,18 @@ def ssd_peers(mixer: Mixer, parents: Tensor) -> dict[str, Provider]:
     peers: dict[str, Provider] = {"unrolled": _ssd_unrolled(mixer, parents)}
     if importlib.util.find_spec("mamba_ssm"):
         peers["mamba_ssm"] = _ssd_mamba(mixer, parents)
+        peers["mamba_ssm_chunk"] = _ssd_mamba_chunk(mixer, parents)
     if _peer_dir is not None:
         peers["sglang"] = _ssd_sglang(mixer)
     return peers
 
 
-def delta_peers(parents: Tensor) -> dict[str, Provider]:
+def delta_peers(sizes: Delta, parents: Tensor) -> dict[str, Provider]:
     """List what can run a gated delta step on this machine besides ours."""
-    return {} if _peer_dir is None else {"sglang": _delta_sglang()}
+    peers: dict[str, Provider] = {"unrolled": _delta_unrolled(parents)}
+    if _peer_dir is not None and not sizes.per_channel:
+        peers["sglang"] = _delta_sglang()
+    return peers
 
 
 def attention_peers() -> dict[str, Provider]:
@@ -120,6 +125,42 @@ def _ssd_mamba(mixer: Mixer, parents: Tensor) -> Provider:
             for t in range(depth)
         ]
         return torch.stack(outputs, 1).view(batch, leaves * depth, h, p)[:, places]
+
+    return run
+
+
+def _ssd_mamba_chunk(mixer: Mixer, parents: Tensor) -> Provider:
+    """Run the same rows through mamba-ssm's chunked scan, from the committed state."""
+    scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
+    paths, places, leaves, depth = _rows(parents)
+    batch = parents.shape[0]
+
+    def run(i: Inputs) -> Tensor:
+        state = _folded(mixer, i).repeat_interleave(leaves, 0)
+        x, B, C = _split(mixer, i["xbc"][:, paths].flatten(0, 1))
+        dt = i["dt"][:, paths].flatten(0, 1)
+        y = scan(
+            x, dt, i["A"], B, C, chunk_size=max(16, depth), D=i["D"], dt_bias=i["bias"], initial_states=state,
+            dt_softplus=True,
+        )  # fmt: skip
+        return y.view(batch, leaves * depth, mixer.heads, mixer.headdim)[:, places]  # type: ignore[no-any-return]
+
+    return run
+
+
+def _delta_unrolled(parents: Tensor) -> Provider:
+    """Copy the state to every leaf's row and run the rows as chains."""
+    paths, places, leaves, depth = _rows(parents)
+    batch = parents.shape[0]
+    chain = torch.arange(-1, depth - 1, dtype=torch.int32, device=parents.device).expand(batch * leaves, depth)
+    topology = Topology.of(chain.contiguous())
+
+    def run(i: Inputs) -> Tensor:
+        ops.gated_delta_commit(i["state"], i["stash_k"], i["stash_u"], i["stash_g"], i["accepted"], None)
+        state = i["state"].repeat_interleave(leaves, 0)
+        q, k, v, g, beta = (i[name][:, paths].flatten(0, 1) for name in ("q", "k", "v", "g", "beta"))
+        out, _ = ops.gated_delta_tree_scan(q, k, v, g, beta, topology, state)
+        return out.view(batch, leaves * depth, *out.shape[2:])[:, places]
 
     return run
 

@@ -10,6 +10,7 @@ command ends with 1.  Each case rotates among input sets that exceed the cache, 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,10 +37,8 @@ from torch import Tensor
 from stree.bench.records import Record, append, environment
 
 ROOT = Path(__file__).resolve().parent.parent
-# float32 sums on matrix units differ in order from float64; 16-bit rows have 8 to 11 bits of mantissa.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 CACHE_BYTES = 256 << 20  # four times the second-level cache of an H200
-PARTS = ("tests", "kernels", "steps")
+SLOW = ("reference", "unrolled")  # of many launches: fewer input sets, no fewer replays
 SIZES = [(b, n) for n in (32, 16, 64, 1, 4, 128) for b in (1, 16, 64, 4)]
 
 
@@ -73,6 +73,8 @@ class Suite:
         files = [str(path.relative_to(ROOT)) for path in paths if "DEVICE = " in path.read_text(encoding="utf-8")]
         limit = max(self.deadline - time.monotonic(), 1)
         command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *files]
+        if importlib.util.find_spec("xdist"):  # most of their time is compilation
+            command += ["-n", str(max(1, (os.cpu_count() or 2) - 2))]
         try:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit)
             code, lines = done.returncode, done.stdout.splitlines()
@@ -85,18 +87,42 @@ class Suite:
 
     def run_kernels(self, bar: Progress) -> None:
         """Compare and time every case until the time is up."""
+        if self.device.type == "cuda":
+            self.build_kernels()
         ceilings = self.measure_ceilings()
-        smoke = self.options.smoke
-        kinds, sizes = (gpu_cases.SMALL, [(2, 5)]) if smoke else (gpu_cases.KINDS, SIZES)
-        dtypes = [torch.float32] if smoke else [getattr(torch, name) for name in self.options.dtypes]
-        found = [case for dtype in dtypes for case in gpu_cases.cases(kinds, sizes, dtype, self.device)]
+        found = self.cases()
         task = bar.add_task("kernels", total=len(found))
-        for place, case in enumerate(found):
+        for place, (case, dtype) in enumerate(found):
             if self.is_over:
                 self.add({"bench": "unfinished", "cases": len(found) - place})
                 break
-            self.run_case(case, dtypes[place * len(dtypes) // len(found)], ceilings)
+            self.run_case(case, dtype, ceilings)
             bar.advance(task)
+
+    def cases(self) -> list[tuple[gpu_cases.Case, torch.dtype]]:
+        """List what is timed."""
+        smoke = self.options.smoke
+        kinds, sizes = (gpu_cases.SMALL, [(2, 5)]) if smoke else (gpu_cases.KINDS, SIZES)
+        dtypes = [torch.float32] if smoke else [getattr(torch, name) for name in self.options.dtypes]
+        return [(case, dtype) for dtype in dtypes for case in gpu_cases.cases(kinds, sizes, dtype, self.device)]
+
+    def build_kernels(self) -> None:
+        """Let several processes launch every case once, so that Triton's cache holds the builds before any is timed."""
+        count = max(1, (os.cpu_count() or 2) - 2)
+        own = [sys.executable, str(Path(__file__).resolve()), "--dtypes", *self.options.dtypes]
+        began = time.monotonic()
+        workers = [subprocess.Popen([*own, "--build-share", str(share), str(count)]) for share in range(count)]
+        codes = [worker.wait() for worker in workers]
+        # One that fails has said why; its cases are built, and fail, once more when they are compared.
+        self.add({"bench": "builds", "processes": count, "exit": codes, "seconds": time.monotonic() - began})
+
+    def build_share(self, share: int, count: int) -> None:
+        """Launch one share of the cases, untimed; the builds of batch 1 and 16 serve the others."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        found = [case for case, _ in self.cases() if case.params["batch"] in (1, 16)]
+        for case in found[share::count]:
+            for name in {"triton", "unrolled"} & set(case.providers):
+                case.providers[name](case.make(generator))
 
     def run_case(self, case: gpu_cases.Case, dtype: torch.dtype, ceilings: Record) -> None:
         """Compare each provider with float64, then time it."""
@@ -117,16 +143,32 @@ class Suite:
                 "snapshot_bytes": case.snapshot_bytes,
             }  # fmt: skip
             try:
-                error = float((provider(gpu_cases.copied(first)).double() - expected).abs().max()) / scale
-                record |= {"error": error, "correct": error <= TOLERANCE[dtype]}
+                inputs = gpu_cases.copied(first)
+                with self.peak_bytes(record):
+                    output = provider(inputs)
+                error = float((output.double() - expected).abs().max()) / scale
+                del inputs, output
+                record |= {"error": error, "correct": error <= case.tolerance(dtype)}
                 if record["correct"]:
-                    record |= self.time(provider, [case.make(generator) for _ in range(count)])
-                    if ceilings and count * case.num_bytes >= CACHE_BYTES // 2:
-                        record["bandwidth_share"] = case.num_bytes / record["p50"] / ceilings["gb_per_s"] / 1e3
+                    sets = min(count, 8) if name in SLOW else count
+                    record |= self.time(provider, [case.make(generator) for _ in range(sets)])
+                    record |= shares(case, dtype, record["p50"], ceilings, sets)
             except Exception as problem:  # one provider's failure is a finding, not the end of the suite
                 record |= {"correct": False, "problem": f"{type(problem).__name__}: {problem}"[:500]}
             self.failures += not record["correct"]
             self.add(record)
+
+    @contextmanager
+    def peak_bytes(self, record: Record) -> Iterator[None]:
+        """Note the most memory that a call takes beside its inputs: outputs, copies, snapshots of peers."""
+        if self.device.type != "cuda":
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        yield
+        torch.cuda.synchronize(self.device)
+        record["peak_bytes"] = torch.cuda.max_memory_allocated(self.device) - before
 
     def time(self, provider: Callable[[Any], Tensor], sets: list[Any]) -> Record:
         """Time one call, in microseconds: a graph of one call on each set on a GPU, plain calls elsewhere."""
@@ -155,6 +197,17 @@ class Suite:
         return ceilings
 
 
+def shares(case: gpu_cases.Case, dtype: torch.dtype, micros: float, ceilings: Record, sets: int) -> Record:
+    """Set bytes and operations a second beside what was measured; bytes only where the sets exceed the cache."""
+    found: Record = {}
+    if ceilings and sets * case.num_bytes >= CACHE_BYTES // 2:
+        found["bandwidth_share"] = case.num_bytes / micros / ceilings["gb_per_s"] / 1e3
+    if ceilings and case.flops:
+        rate = ceilings["tf32_tflops" if dtype == torch.float32 else "bf16_tflops"]
+        found["rate_share"] = case.flops / micros / rate / 1e6
+    return found
+
+
 def rows(records: list[Record]) -> Iterator[list[str]]:
     """Give the lines of the table: what was measured, and ours against each other provider."""
     ours = {_key(r): r["p50"] for r in records if r.get("provider") == "triton" and "p50" in r}
@@ -164,9 +217,15 @@ def rows(records: list[Record]) -> Iterator[list[str]]:
         params, mine = record["params"], ours.get(_key(record))
         yield [
             record["bench"], params["model"], str(params["batch"]), str(params.get("n", 1)), record["provider"],
-            f"{record['p50']:.1f}", f"{record.get('bandwidth_share', 0):.2f}",
+            f"{record['p50']:.1f}", *(_share(record, f"{name}_share") for name in ("bandwidth", "rate")),
+            f"{record['peak_bytes'] / 2**20:.1f}" if "peak_bytes" in record else "-",
             f"{mine / record['p50']:.2f}" if mine else "-",
         ]  # fmt: skip
+
+
+def _share(record: Record, name: str) -> str:
+    """Write a share, or a dash where none was measured."""
+    return f"{record[name]:.2f}" if name in record else "-"
 
 
 def _key(record: Record) -> str:
@@ -177,14 +236,14 @@ def _key(record: Record) -> str:
 def main() -> int:
     """Run the parts, write records, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--parts", nargs="+", default=["tests", "kernels", "steps"], choices=["tests", "kernels", "steps"]
-    )
+    parts = ["steps", "kernels", "tests"]
+    parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     parser.add_argument("--out", type=Path, help="folder for gpu_suite.jsonl")
     parser.add_argument("--minutes", type=float, default=9.0, help="stop starting cases after this time")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--peer-dir", type=Path, help="folder with SGLang's kernel files, laid out as in its wheel")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, for a machine without a GPU")
+    parser.add_argument("--build-share", type=int, nargs=2, help="only launch share I of N of the cases: I N")
     options = parser.parse_args()
     if not (torch.cuda.is_available() or options.smoke):
         parser.error("this suite needs a CUDA device; without one pass --smoke")
@@ -192,11 +251,15 @@ def main() -> int:
         parser.error("without a CUDA device the kernels need TRITON_INTERPRET=1")
     gpu_peers.use_peer_dir(options.peer_dir)
     suite = Suite(options)
+    if options.build_share:
+        with torch.inference_mode():
+            suite.build_share(*options.build_share)
+        return 0
     whole, began = suite.deadline, time.monotonic()
     with torch.inference_mode(), Progress(console=Console(stderr=True)) as bar:
         # Each part has its share of the time, and what it leaves goes to the next.
         if "steps" in options.parts:
-            suite.deadline = began + 0.3 * (whole - began)
+            suite.deadline = began + 0.25 * (whole - began)
             for record in gpu_steps.measure(suite.device, options.smoke, suite.deadline):
                 suite.failures += "problem" in record
                 suite.add(record)
@@ -206,7 +269,9 @@ def main() -> int:
         suite.deadline = whole
         if "tests" in options.parts and not options.smoke:
             suite.run_tests()
-    table = Table("operation", "model", "batch", "nodes", "provider", "us", "of bandwidth", "ours / it")
+    table = Table(
+        "operation", "model", "batch", "nodes", "provider", "us", "of bandwidth", "of rate", "MiB", "ours / it"
+    )
     for line in rows(suite.records):
         table.add_row(*line)
     Console().print(table)

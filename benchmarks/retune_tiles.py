@@ -24,7 +24,7 @@ from typing import Any
 import gpu_cases
 import torch
 from gpu_clock import time_graph
-from gpu_suite import CACHE_BYTES, TOLERANCE
+from gpu_suite import CACHE_BYTES
 from rich.console import Console
 from rich.table import Table as Printed
 
@@ -77,7 +77,7 @@ def measure(case: gpu_cases.Case, table: Watched, dtype: torch.dtype, device: to
         record |= {"present": entry == present, "correct": False}
         try:
             error = float((call(gpu_cases.copied(first)).double() - expected).abs().max() / expected.abs().max())
-            record |= {"error": error, "correct": error <= TOLERANCE[dtype]}
+            record |= {"error": error, "correct": error <= case.tolerance(dtype)}
             if record["correct"]:
                 taken = time_graph(lambda: [call(inputs) for inputs in sets], device, len(sets))
                 record |= {"metric": "latency" if is_gpu else "interpreter, not meaningful", "unit": "us", **taken}

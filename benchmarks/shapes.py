@@ -52,6 +52,7 @@ class Attention:
     kv_heads: int
     headdim: int
     latent: int | None = None
+    context: int = 4096
 
     @property
     def value_dim(self) -> int:

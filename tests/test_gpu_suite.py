@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,10 @@ def test_the_suite_runs_every_kernel_and_step_at_tiny_sizes(tmp_path: Path) -> N
     records = [json.loads(line) for line in (tmp_path / "gpu_suite.jsonl").read_text(encoding="utf-8").splitlines()]
     timed = {(record["bench"], record["provider"]) for record in records if "p50" in record}
     expected = {("step", "eager"), ("step", "transformers"), ("ssd_step", "unrolled")}
-    expected |= {(f"{op}_step", name) for op in ("ssd", "conv", "gated_delta", "selective", "attention")
-                 for name in ("triton", "reference")}  # fmt: skip
+    expected |= {("gated_delta_step", "unrolled")}
+    steps = [f"{op}_step" for op in ("ssd", "conv", "gated_delta", "selective", "diagonal", "attention")]
+    launches = [*steps, "gated_rms_norm", "rms_norm_add", "kv_commit", "match_accept"]
+    expected |= {(op, name) for op in launches for name in ("triton", "reference")}
     assert timed == expected
     last = json.loads(done.stdout.splitlines()[-1])
     assert last["bench"] == "gpu_suite" and last["measured"] == sum("p50" in record for record in records)
@@ -52,7 +55,7 @@ def test_a_provider_that_is_wrong_or_fails_is_reported_and_not_timed() -> None:
         raise MemoryError("no room")
 
     providers = {"reference": right, "wrong": lambda inputs: right(inputs) * 1.001, "failing": failing}
-    suite.run_case(gpu_cases.Case(case.op, case.params, case.make, providers, 1, 1), torch.float32, {})
+    suite.run_case(replace(case, providers=providers), torch.float32, {})
     found = {record["provider"]: record for record in suite.records}
     assert found["reference"]["correct"] and "p50" in found["reference"]
     assert not found["wrong"]["correct"] and "p50" not in found["wrong"]
