@@ -54,6 +54,7 @@ class StubState:
     max_length: int
     max_nodes: int
     length_bound: int = 0
+    fixed_shapes: bool = False
 
     def resized(self, max_length: int, max_nodes: int) -> StubState:
         """Give room for more."""
