@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ class OwnProbability(DySpec):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_chain_that_drops_its_token_of_low_probability(seed: int) -> None:
     # Budget 2 at depth 2: no layer has a sure share.
-    shape = {"depth": 2, "ranks": 1, "threshold": 0.3}
+    shape: dict[str, Any] = {"depth": 2, "ranks": 1, "threshold": 0.3}
     assert distance(seed, drafter_of(seed), OwnProbability(**shape), 2) > 0.0165
     assert distance(seed, drafter_of(seed), DySpec(**shape), 2) < EXACT  # stops below the token, which stays
 
