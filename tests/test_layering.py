@@ -35,7 +35,7 @@ ENGINE = PLAIN | POLICIES | {"stree.kernels", "stree.models", "stree.drafters"}
 ALLOWED: dict[str, set[str]] = {
     "stree": ENGINE | {"stree.distill", "stree.generation", "stree.hook"},
     "stree.tree": {"stree.kernels.topology"},
-    "stree.sampling": {"stree.draws"},
+    "stree.sampling": {"stree.draws", "stree.kernels.topology"},
     "stree.draws": set(),
     "stree.retrieval": {"stree.retrieval"},
     "stree.vocabulary": set(),

@@ -129,7 +129,7 @@ class _ModelRun:
 
     def leave(self, count: Tensor) -> None:
         """Leave int64[batch] nodes of the next budget to others; a growth that draws by value heeds it."""
-        self._left_out = count
+        self._left_out.copy_(count)
 
     def extend(self, tree: TokenTree) -> None:
         """Take note that others appended nodes to the proposed tree, and that ``tree`` is verified instead."""
@@ -254,7 +254,8 @@ class _ModelRun:
         """Grow layer by layer; return the laws of the nodes that were run, float[batch, nodes, vocab], if sampled."""
         estimate, drawing = self._estimate, "top" if sampling.is_greedy else plan.drawing
         offer = offers_of(drawing, self._rng, plan)
-        left, self._left_out = plan.num_nodes - self._left_out, torch.zeros_like(self._left_out)
+        left = plan.num_nodes - self._left_out
+        self._left_out.zero_()
         laws: list[Tensor] = []
         for depth, layer in enumerate(plan.layers):
             logits = grown.run(self._lm, self._state)
