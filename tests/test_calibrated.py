@@ -12,8 +12,8 @@ from enumeration import TableLaw, TableLM, emitted_law, total_variation
 from test_growth import all_drafts, draft_of, nodes_by_path, random_rows
 
 from stree.drafters import ModelDrafter
-from stree.growth import Calibrated, Chain, DySpec, Estimate, Plan, parse_growth
-from stree.growth.calibrated import least_value
+from stree.growth import Calibrated, Chain, DySpec, Estimate, Layer, Plan, choose_slots, parse_growth
+from stree.growth.calibrated import TYPICAL, typical_values
 from stree.growth.estimates import (
     AFTER,
     BEFORE,
@@ -38,9 +38,8 @@ CPU = torch.device("cpu")
     [
         (lambda: Calibrated(depth=0), "depth must be at least 1, got 0"),
         (lambda: Calibrated(ranks=0), "ranks must be at least 1, got 0"),
-        (lambda: Calibrated(threshold=1.0), r"threshold must be in \[0, 1\), got 1.0"),
     ],
-    ids=["depth", "ranks", "threshold"],
+    ids=["depth", "ranks"],
 )
 def test_a_shape_that_is_none_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -56,23 +55,45 @@ def test_at_temperature_0_the_tree_is_that_of_greatest_path_probability(budget: 
     assert nodes_by_path(calibrated.tree) == nodes_by_path(dyspec.tree)
 
 
-def test_the_least_value_is_that_of_the_last_node_of_the_best_tree() -> None:
-    typical, depth = (0.58, 0.25, 0.22, 0.12), 3
+def typical(depth: int, ranks: int, value: float = 1.0) -> list[float]:
+    """List the values of all nodes below one, by recursion."""
     values = []
+    for chance in TYPICAL[:ranks] if depth else ():
+        values += [value * chance, *typical(depth - 1, ranks, value * chance)]
+        value *= 1 - chance
+    return values
 
-    def visit(level: int, value: float) -> None:
-        tested = value
-        for chance in typical:
-            values.append(tested * chance)
-            if level < depth:
-                visit(level + 1, tested * chance)
-            tested *= 1 - chance
 
-    visit(1, 1.0)
-    values.sort(reverse=True)
-    for nodes in (1, 2, 7, 30, len(values)):
-        assert least_value(nodes, depth) == pytest.approx(values[nodes - 1])
-    assert least_value(len(values) + 1, depth) == 0.0
+@pytest.mark.parametrize(("depth", "ranks"), [(3, 4), (2, 6), (4, 1), (0, 3)])
+def test_typical_values_are_those_of_the_best_nodes_of_the_whole_tree(depth: int, ranks: int) -> None:
+    values = sorted(typical(depth, ranks), reverse=True)
+    for nodes in {1, 2, 7, 30, len(values) + 1}:
+        assert typical_values(nodes, depth, ranks) == pytest.approx(tuple(values[:nodes]))
+
+
+@pytest.mark.parametrize("left", [0, 1, 4, 9, 40])
+def test_a_layer_leaves_room_for_what_is_worth_as_much_below_it(left: int) -> None:
+    below = tuple(typical_values(63, 2, 4))
+    value = torch.tensor([[0.9, 0.06, 0.03, 0.0], [0.4, 0.35, 0.3, 0.2], [0.0, 0.0, 0.0, 0.0]])
+    layer = Layer(4, 4, below=below)
+    _, is_taken = choose_slots(layer, value, torch.full((3,), left), 0.0, torch.zeros(3).long())
+    for row, values in enumerate(value.tolist()):
+        wanted = 0
+        for count, least in enumerate(values, 1):
+            size = count + sum(above * each >= least for above in values[:count] for each in below)
+            if least and count <= left and (size <= left or count == 1):
+                wanted = count
+        assert is_taken[row].tolist() == [place < wanted for place in range(4)]
+
+
+def test_a_sure_root_grows_deep_and_another_wide() -> None:
+    plan = Calibrated(depth=4).bind(PLAIN).plan(16)
+    sure, unsure = torch.tensor([[0.97, 0.01, 0.01, 0.005]]), torch.tensor([[0.4, 0.3, 0.2, 0.15]])
+    taken = [
+        int(choose_slots(plan.layers[0], value, torch.tensor([15]), plan.threshold, torch.tensor([0]))[1].sum())
+        for value in (sure, unsure)
+    ]
+    assert taken[0] == 1 < taken[1]
 
 
 def place(value: float, edges: tuple[float, ...]) -> int:

@@ -32,12 +32,16 @@ class Layer:
         ranks: children offered by each node of the layer above.
         slots: the chosen slots, parent's place in its layer x ranks + rank, or None to choose by value.
         leaves: the next best slots, which become nodes that get no children and are not run.
+        below: values of the best nodes that typically grow below a node of this layer, relative to it, best first;
+            slots are taken as far as the budget lasts if what is worth as much below them is taken, too.  None to go
+            by a threshold.
     """
 
     width: int
     ranks: int
     slots: tuple[int, ...] | None = None
     leaves: int = 0
+    below: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +170,7 @@ def choose_slots(layer: Layer, value: Tensor, left: Tensor, threshold: float, su
         value: float[batch, above x ranks], value of each slot; at most 0 where there is none.  Later siblings never
             have the greater value, so an earlier one is never passed over.
         left: int64[batch], nodes that the budget still allows.
-        threshold: least value.
+        threshold: least value, where the layer does not say what grows below it.
         sure: int64[batch], the best slots that are taken whatever their value.
 
     Returns:
@@ -179,11 +183,30 @@ def choose_slots(layer: Layer, value: Tensor, left: Tensor, threshold: float, su
     width = layer.width + layer.leaves
     ordered, index = ordered[:, :width], index[:, :width]
     rank = torch.arange(ordered.shape[1], device=value.device)
-    is_worth = (ordered >= threshold) | (rank < sure[:, None])
+    if layer.below is None:
+        is_worth = (ordered >= threshold) | (rank < sure[:, None])
+    else:
+        is_worth = (_size_down_to(ordered, layer.below) <= left[:, None]) | (rank == 0)
     return index, (ordered > 0) & is_worth & (rank < left[:, None])
 
 
-@lru_cache(maxsize=256)
-def _on_device(slots: tuple[int, ...], device: torch.device) -> Tensor:
-    """Put the slots of a fixed layer on a device, once."""
-    return torch.tensor(slots, device=device)
+def _size_down_to(ordered: Tensor, below: tuple[float, ...]) -> Tensor:
+    """Estimate how many nodes are worth as much as each slot: the slots before it and what typically grows below them.
+
+    Args:
+        ordered: float[batch, width], values of slots, best first.
+        below: relative values of what grows below a node, best first.
+
+    Returns:
+        int64[batch, width], the slot itself counted; it never falls from slot to slot.
+    """
+    rank = torch.arange(ordered.shape[1], device=ordered.device)
+    least = ordered[:, :, None] / ordered[:, None].clamp(min=1e-38)  # [batch, slot, slot before it]
+    worth = len(below) - torch.searchsorted(_on_device(below[::-1], ordered.device).to(ordered.dtype), least)
+    return rank + 1 + (worth * (rank <= rank[:, None])).sum(-1)
+
+
+@lru_cache(maxsize=1024)
+def _on_device(numbers: tuple[int, ...] | tuple[float, ...], device: torch.device) -> Tensor:
+    """Put what a layer says on a device, once."""
+    return torch.tensor(numbers, dtype=None if numbers else torch.float32, device=device)
