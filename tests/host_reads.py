@@ -18,13 +18,13 @@ class NoHostReads(TorchDispatchMode):
         self._methods = _NoReadingMethods()
 
     def __enter__(self) -> NoHostReads:
-        self._methods.__enter__()
-        super().__enter__()
+        self._methods.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._methods.__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._methods.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in ("index", "index_put", "index_put_"):  # tagged, but only masks are read

@@ -80,7 +80,7 @@ def drafted_steps(growth: Growth, samples: int) -> Draft:
 
 def chi_square(growth: Growth, verifier: str, samples: int) -> float:
     """Draft and accept many times; compare the first two tokens with the target's joint law."""
-    target, draft = TableLaw.random(4, 21), drafted_steps(growth, samples)
+    target, draft = TableLaw.random(4, 21), drafted_steps(growth, samples)  # type: ignore[arg-type]
     rng = random_rows(samples).at(torch.ones(samples, dtype=torch.long))
     accepted = accept(draft.tree, target.logits[draft.tree.tokens], PLAIN, rng, draft.laws, verifier, draft.max_depth)
     emitted = draft.tree.tokens.gather(1, accepted.path.clamp(min=0).long())[:, 1:]

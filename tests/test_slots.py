@@ -31,7 +31,7 @@ def lm() -> TreeLM:
 @cache
 def drafter(name: str) -> Drafter:
     model = ModelDrafter(grafted(tiny_model("mamba2", seed=1)))
-    every = {"none": NoDrafter(), "suffix": SuffixDrafter(), "model": model}
+    every: dict[str, Drafter] = {"none": NoDrafter(), "suffix": SuffixDrafter(), "model": model}
     return FusedDrafter(model, SuffixDrafter()) if name == "fused" else every[name]
 
 

@@ -64,11 +64,11 @@ class Watch(Trace):
     def __enter__(self) -> Watch:
         self._reads = NoHostReads()
         self._reads.__enter__()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._reads.__exit__(*error)
 
 
@@ -100,11 +100,10 @@ def program(growth: Growth | None, temperature: float, stop: list[int] | None = 
 
 def run_steps(begun: Program, growth: Growth | None, *watches: Any) -> list[list[int]]:
     """Run steps, each under one of the watches or none; return the new tokens, read when all have been launched."""
-    bound = None if growth is None else growth.bind(begun.sampling)
     steps = []
     for watch in watches:
         with watch:
-            steps.append(begun.step(bound, 12))
+            steps.append(begun.step(growth, 12))
     texts: list[list[int]] = [[], []]
     for step in steps:
         for text, tokens in zip(texts, step.emitted()[0], strict=True):
@@ -112,12 +111,17 @@ def run_steps(begun: Program, growth: Growth | None, *watches: Any) -> list[list
     return texts
 
 
+def bound(name: str, temperature: float) -> Growth | None:
+    growth = GROWTHS[name]
+    return None if growth is None else growth.bind(Sampling(temperature))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", GROWTHS)
 def test_ten_steps_read_nothing_and_are_one_program(
     name: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    growth = GROWTHS[name]
+    growth = bound(name, temperature)
     plain = [contextlib.nullcontext()] * STEPS
     on_host = run_steps(program(growth, temperature), copy.deepcopy(growth), *plain)
     monkeypatch.setattr(topology, "waits_always", True)
@@ -160,14 +164,14 @@ def persistent(begun: Program) -> dict[str, int]:
 
 
 def test_the_watch_sees_what_the_cpu_reads() -> None:
-    begun = program(GROWTHS["dyspec"], 0.8)
+    growth = bound("dyspec", 0.8)
     with pytest.raises(AssertionError, match="reads the device"):
-        run_steps(begun, GROWTHS["dyspec"], NoHostReads())
+        run_steps(program(growth, 0.8), growth, NoHostReads())
 
 
 def test_the_trace_sees_that_the_cpu_s_steps_differ() -> None:
-    traces = [Trace() for _ in range(4)]
-    run_steps(program(GROWTHS["dyspec"], 0.8), GROWTHS["dyspec"], *traces)
+    traces, growth = [Trace() for _ in range(4)], bound("dyspec", 0.8)
+    run_steps(program(growth, 0.8), growth, *traces)
     assert any(trace.seen != traces[1].seen for trace in traces[2:])
 
 

@@ -30,6 +30,8 @@ def check_method(pair: Pair, method: Method, cases: Sequence[Case], law_texts: i
     try:
         for case in cases:
             run = execute(pair, method, case)
+            if method.is_lossy:
+                return {"status": "ok", "lossless": None, "verifier": run.stats["verifier"]}
             verdict = {"verifier": verifier_name(method, case.temperature, run)}
             verdict |= _verdict(pair, method, case, run, None)
             if verdict["lossless"] is None and not method.is_peer:
@@ -65,6 +67,8 @@ def judge(pair: Pair, method: Method, case: Case, runs: Sequence[Run], others: d
         runs: of the method.
         others: all methods' runs of the same prompts, by name.
     """
+    if method.is_lossy:
+        return {"verifier": runs[0].stats["verifier"], "lossless": None}
     verdict: Record = {"verifier": verifier_name(method, case.temperature, runs[0])}
     for repeat, run in enumerate(runs):
         one = Case(case.prompts, case.new_tokens, case.temperature, case.seed + repeat)

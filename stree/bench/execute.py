@@ -82,7 +82,7 @@ def execute(pair: Pair, method: Method, case: Case) -> Run:
         lm = _engine(pair, method)
         out = generate(
             cast(TreeLM, lm), case.prompts, drafter, method.growth, method.budget, method.verifier,
-            Sampling(case.temperature), case.new_tokens, seed=case.seed,
+            Sampling(case.temperature), case.new_tokens, seed=case.seed, allow_lossy=method.is_lossy,
         )  # fmt: skip
         seconds = time.perf_counter() - began
         tokens = [text[len(prompt) :] for text, prompt in zip(out.sequences, case.prompts, strict=True)]

@@ -20,7 +20,7 @@ from stree.models.tree_lm import TreeLM
 from stree.sampling import Random
 from stree.verify import Acceptance
 
-__all__ = ["Points", "measure_cost"]
+__all__ = ["Points", "clock", "measure_cost"]
 
 LAYERS = 3  # draft calls of one width that are timed together
 WARM_UP = 2
@@ -83,10 +83,10 @@ def _target_ms(lm: TreeLM, nodes: int, batch: int, context: int, rounds: int) ->
     lengths = torch.full((batch,), length, dtype=torch.int32, device=lm.device)
     times = []
     for _ in range(rounds + WARM_UP):
-        began = _clock(lm.device)
+        began = clock(lm.device)
         lm.verify(state, tree)
         lm.commit(state, path, lengths)
-        times.append(_clock(lm.device) - began)
+        times.append(clock(lm.device) - began)
     return 1e3 * statistics.median(times[WARM_UP:])
 
 
@@ -104,15 +104,15 @@ def _draft_ms(lm: TreeLM, width: int, batch: int, context: int, rounds: int) -> 
     for _ in range(rounds + WARM_UP):
         seconds = []
         for shape in shapes:
-            began = _clock(lm.device)
+            began = clock(lm.device)
             run.propose(pending, shape, budget)
-            seconds.append(_clock(lm.device) - began)
+            seconds.append(clock(lm.device) - began)
             run.observe(nothing)
         times.append((seconds[0] - seconds[1]) / LAYERS)
     return max(1e3 * statistics.median(times[WARM_UP:]), 1e-6)  # noise may outweigh a call of a tiny model
 
 
-def _clock(device: torch.device) -> float:
+def clock(device: torch.device) -> float:
     """Read the time, seconds; waits for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from stree.growth import Chain, Growth, parse_growth
+from stree.growth import Chain, Growth, TargetInit, parse_growth
 from stree.verify import VERIFIERS
 
 __all__ = ["DEFAULT", "Method", "parse_methods"]
@@ -63,6 +63,11 @@ class Method:
         """Whether another library generates."""
         return self.drafter in ("transformers", "mamba-ssm")
 
+    @property
+    def is_lossy(self) -> bool:
+        """Whether its text is known not to have the target's law: it is timed for comparison, and said to be lossy."""
+        return isinstance(self.growth, TargetInit)
+
     def with_depth(self, depth: int) -> Method:
         """Give the chain of one depth under this method's name."""
         return replace(self, growth=Chain(depth), budget=depth + 1, depths=())
@@ -111,6 +116,10 @@ def _parse(name: str, verifier: str) -> Method:
         if not depths or depths[0] < 1:
             raise ValueError(f"method {name!r} must go from a depth of at least 1 up")
         return Method(name, "model", Chain(depths[-1]), depths[-1] + 1, verifier, depths=depths)
+    lossy = re.fullmatch(r"lossy-target-init:(\d+),(\d+)", rest)
+    if lossy:
+        width, depth = int(lossy[1]), int(lossy[2])
+        return Method(name, "model", TargetInit(width, depth), 1 + width * (depth + 1), "auto")
     engine, tree = (kind, shape or f"dyspec:{BUDGET}") if kind in BASELINES else ("tree", rest)
     growth, nodes = _parse_tree(tree, name)
     return Method(name, "model", growth, nodes, verifier, engine)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from stree.bench.measure_cost import clock
 from stree.bench.pair import Pair
 from stree.bench.records import Record
 from stree.drafters import Drafter, ModelDrafter, SuffixDrafter
@@ -48,10 +49,15 @@ class Shape:
 
 
 class _Watch:
-    """Times of modules while they score trees, by name: seconds, on a device from events."""
+    """Times of modules while a model scores trees, by name: seconds, on a device from events.
 
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+    Args:
+        model: the target's model, within whose forward passes over trees its output head is timed.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._head = model, model.get_output_embeddings()
+        self._is_cuda = model.device.type == "cuda"
         self._open: dict[int, Any] = {}
         self._spans: list[tuple[str, Any, Any]] = []
 
@@ -81,7 +87,8 @@ class _Watch:
 
     def _begin(self, module: Any, args: Any, kwargs: Any) -> None:
         """Start a span if a tree is scored; prompts are not looked at."""
-        if any(isinstance(value, TreeStep) for value in (*args, *kwargs.values())):
+        scores = any(isinstance(value, TreeStep) for value in (*args, *kwargs.values()))
+        if scores or (module is self._head and id(self._model) in self._open):
             self._open[id(module)] = self._mark()
 
     def _ender(self, name: str) -> Callable[..., None]:
@@ -131,11 +138,12 @@ def profile(pair: Pair, shape: Shape) -> Record:
     modules = modules_by_kind(lm)
     kinds = list(dict.fromkeys(name for name, _ in modules))
     head = ("output head", lm.model.get_output_embeddings())
-    watch = _Watch(lm.device)
+    watch = _Watch(lm.model)
     drafts = [] if draft is None else [("draft", draft.model)]
-    with watch.over([*modules, head, *drafts]):
+    with watch.over([*modules, head, *drafts, ("target", lm.model)]):
         stats = run(shape.new_tokens)
-    inside = watch.seconds([*kinds, head[0], "draft"])
+    inside = watch.seconds([*kinds, head[0], "draft", "target"])
+    del inside["target"]
     steps = max(stats["steps"], 1)
     parts = {"draft model": inside.pop("draft")}
     parts["growth"] = stats["draft_s"] - parts["draft model"]
@@ -183,12 +191,9 @@ def copy_bandwidth(device: torch.device) -> float:
     target = torch.empty_like(source)
     best = float("inf")
     for _ in range(6):
-        watch = _Watch(device)
-        began = watch._mark()
+        began = clock(device)
         target.copy_(source)
-        ended = watch._mark()
-        watch._spans.append(("copy", began, ended))
-        best = min(best, watch.seconds(["copy"])["copy"])
+        best = min(best, clock(device) - began)
     return 2 * COPIED / best
 
 

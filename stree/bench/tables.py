@@ -50,6 +50,8 @@ def verdict_text(row: Record) -> str:
         if "logit_gap" in row:
             return f"FAILS: differs, logit gap {row['logit_gap']:.2g} of {row['logit_scale']:.2g}"
         return f"FAILS: p = {row['p_value']:.1g}" if "p_value" in row else "FAILS: differs"
+    if row["method"].startswith("lossy"):
+        return f"LOSSY by design ({row['verifier']})"
     if row["drafter"] == "transformers":
         return "the reference" if row["temperature"] == 0 else "own random numbers"
     if row["lossless"] is None and row["drafter"] == "none":

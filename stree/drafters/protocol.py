@@ -50,6 +50,7 @@ class DraftRun(Protocol):
         """
         ...
 
+
 class Drafter(Protocol):
     """A way to draft; it may have an attribute ``default_growth`` for callers who name no growth."""
 
