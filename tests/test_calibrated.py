@@ -17,10 +17,8 @@ from stree.growth.calibrated import TYPICAL, typical_values
 from stree.growth.estimates import (
     AFTER,
     BEFORE,
-    CONFIDENCE,
     CONFIDENCE_EDGES,
     PRIOR_TESTS,
-    SHARPNESS,
     SHARPNESS_EDGES,
     Calibration,
 )
@@ -147,19 +145,26 @@ def test_ratings_and_what_is_learnt_are_those_of_a_table_kept_by_hand() -> None:
     ratios = [0.0, 0.6, 0.3, 0.9]
     made = {1: 1.0, 2: 1 - 0.6, 3: 0.6}
     estimate = Calibration(1, 2, CPU)
-    counted: dict[str, dict[tuple[int, int], tuple[float, float]]] = {"before": {}, "after": {}}
+    counted: dict[str, dict[tuple[int, ...], tuple[float, float]]] = {"before": {}, "after": {}}
 
-    def cells(node: int, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    def cells(node: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         sharpness = float((law[0, node] ** 2).sum())
         spent = float(probs[0, node, :rank].sum())
         confidence = float(probs[0, node, rank]) / (1 - spent)
-        return (rank, place(sharpness, SHARPNESS_EDGES)), (rank, place(confidence, CONFIDENCE_EDGES))
+        before = (rank, place(sharpness, SHARPNESS_EDGES))
+        return before, (*before, place(confidence, CONFIDENCE_EDGES))
 
-    def odds(table: str, cell: tuple[int, int]) -> float:
-        edges = [0.0, *(SHARPNESS_EDGES if table == "before" else CONFIDENCE_EDGES), 1.0]
-        middle = (edges[cell[1]] + edges[cell[1] + 1]) / 2
-        level = (BEFORE if table == "before" else AFTER)[cell[0]]
-        logit = level + (SHARPNESS * middle if table == "before" else CONFIDENCE * math.log(middle))
+    def middle(edges: tuple[float, ...], number: int) -> float:
+        bounds = [0.0, *edges, 1.0]
+        return (bounds[number] + bounds[number + 1]) / 2
+
+    def odds(table: str, cell: tuple[int, ...]) -> float:
+        sharpness = middle(SHARPNESS_EDGES, cell[1])
+        if table == "before":
+            logit = BEFORE[cell[0]][0] + BEFORE[cell[0]][1] * sharpness
+        else:
+            level, slope, steep = AFTER[cell[0]]
+            logit = level + slope * sharpness + steep * math.log(middle(CONFIDENCE_EDGES, cell[2]))
         passed, tests = counted[table].get(cell, (0.0, 0.0))
         return (PRIOR_TESTS / (1 + math.exp(-logit)) + passed) / (PRIOR_TESTS + tests)
 
