@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["Calibration", "DraftEstimate", "Estimate", "PathEstimate", "spent_before"]
 
 # Of the bundled pair at temperatures 0.6 to 1, fitted to tests on prompts 33-48 of HumanEval, GSM8K and MT-Bench, which
-# nothing is measured on: log-odds that a child of each rank is accepted, before its draw (level, slope by the sum of q^2)
-# and after it (level, slopes by the sum of q^2 and by log q of the token).
+# nothing is measured on: log-odds that a child of each rank is accepted, before its draw (level, slope by the sum of
+# q^2) and after it (level, slopes by the sum of q^2 and by log q of the token).
 BEFORE = ((-0.39, 2.49), (-1.44, 1.99), (-1.73, 1.12), (-1.99, 0.97), (-2.24, 0.63), (-2.3, 0.5))
 AFTER = (
     (0.07, 1.96, 0.11), (-0.61, 1.22, 0.22), (-0.77, 0.39, 0.26), (-0.74, 0.27, 0.34), (-1.41, 0.26, 0.21),
