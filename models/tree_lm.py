@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stree.kernels.checks import has_triton
-from stree.kernels.topology import Topology, reads_freely
+from stree.kernels.topology import Topology, most_nodes, reads_freely
 from stree.models.checks import check_path, describe, is_integer
 from stree.models.families import family_of, stateful_modules
 from stree.models.loading import load_model
@@ -131,10 +131,14 @@ class TreeLM:
 
         Raises:
             ValueError: a size below 1.
+            NotImplementedError: more nodes than the device's kernels take.
         """
         for name, size in (("batch_size", batch_size), ("max_length", max_length), ("max_nodes", max_nodes)):
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
+        most = most_nodes(self.device, self.dtype)
+        if most is not None and max_nodes > most:
+            raise NotImplementedError(f"max_nodes must be at most {most} on {self.device}, got {max_nodes}")
         is_lazy = has_triton("ssd_step", self.device, self.dtype) if self.is_lazy is None else self.is_lazy
         state = DecodeState(
             self._specs, batch_size, max_length, max_nodes, self.device, fixed_shapes=fixed_shapes, is_lazy=is_lazy

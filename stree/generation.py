@@ -11,6 +11,7 @@ from stree.drafters import Drafter, HasModel, ModelDrafter, NoDrafter, SuffixDra
 from stree.drafters.initialised import InitialisedDrafter
 from stree.growth import Growth
 from stree.growth.target_init import TargetInit
+from stree.kernels.topology import most_nodes
 from stree.models.tree_lm import TreeLM
 from stree.processing import EachNode, LogitsProcessor, NodeProcessor, processed
 from stree.sampling import Sampling
@@ -264,6 +265,12 @@ def _check(lm: TreeLM, drafter: Drafter, budget: int | str, verifier: str, max_n
             raise ValueError(f"{name} must be at least 1, got {value}")
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
-    for model in drafter.models if isinstance(drafter, HasModel) else ():
+    models = drafter.models if isinstance(drafter, HasModel) else ()
+    for model in (lm, *models):
+        most = most_nodes(model.device, model.dtype)
+        most = None if most is None else most - (model is not lm)  # a draft model runs its last leaf beside the tree
+        if most is not None and isinstance(budget, int) and budget > most:
+            raise NotImplementedError(f"budget must be at most {most} on {model.device}, got {budget}")
+    for model in models:
         if model.device != lm.device:
             raise ValueError(f"drafter and target must be on one device, got {model.device} and {lm.device}")

@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "stree.generation": PLAIN
     | POLICIES
     | LOOP
-    | {"stree.models", "stree.drafters", "stree.processing", "stree.session"},
+    | {"stree.models", "stree.drafters", "stree.kernels.topology", "stree.processing", "stree.session"},
     "stree.inputs": set(),
     "stree.prepare": ENGINE | {"stree.generation", "stree.inputs", "stree.vocabulary"},
     "stree.distill": ENGINE | {"stree.distill", "stree.generation", "stree.inputs"},

@@ -16,6 +16,7 @@ from tiny_models import grafted, random_texts, tiny_model
 import stree
 from stree.drafters import Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Chain
+from stree.models import tree_lm
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
@@ -146,3 +147,17 @@ def test_slots_serve_chains_whose_last_leaf_was_never_run() -> None:
     assert together.stats["tau"] > 3
     assert stree.generate(lm(), TEXTS, self_drafter, **arguments, max_batch=2).sequences == together.sequences  # type: ignore[arg-type]
     assert torch.equal(torch.tensor(together.stats["num_new_tokens"]), torch.full((len(TEXTS),), NEW))
+
+
+def test_a_tree_that_a_device_s_kernels_do_not_take_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stree.generation, "most_nodes", lambda device, dtype: 8)
+    monkeypatch.setattr(tree_lm, "most_nodes", lambda device, dtype: 8)
+    assert stree.generate(lm(), TEXTS, NoDrafter(), budget=8, max_new_tokens=1).sequences
+    with pytest.raises(NotImplementedError, match="budget must be at most 8 on cpu, got 9"):
+        stree.generate(lm(), TEXTS, SuffixDrafter(), budget=9, max_new_tokens=1)
+    with pytest.raises(NotImplementedError, match="budget must be at most 7 on cpu, got 8"):
+        stree.generate(lm(), TEXTS, drafter("model"), budget=8, max_new_tokens=1)
+    with pytest.raises(NotImplementedError, match="max_nodes must be at most 8 on cpu, got 9"):
+        lm().new_state(1, 16, 9)
