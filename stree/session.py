@@ -143,13 +143,14 @@ class Session:
         width = int(lengths.max())
         input_ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
         # The last step starts below the limit and may commit a whole path beyond it.
-        state = self.lm.new_state(len(prompts), self.max_length + max_nodes, max_nodes)
+        room = self.max_length + max_nodes
+        state = self.lm.new_state(len(prompts), room, max_nodes)
         state.fixed_shapes = not reads_freely(state.lengths)  # where steps are replayed they must not grow
         logits = self.lm.prefill(state, input_ids, lengths)
         rng = Random(self.seed, torch.arange(len(prompts), device=self.device), lengths.to(self.device))
         run = drafter.start(self.lm.vocab_size, prompts, rng)
         if isinstance(run, Bounded):
-            run.reserve(state.max_length)
+            run.reserve(room)
         if self.refills and not isinstance(run, Slotted):
             raise TypeError(f"{type(drafter).__name__} cannot take up a prompt in mid-run; leave max_batch out")
         program = Program(
