@@ -108,6 +108,9 @@ def test_growths_draw_the_same_below_equal_nodes_and_a_growth_twice_the_same() -
     assert torch.equal(tree.tokens[:, [0, 1, 4, 10]], chain.tokens)
     siblings = tree.tokens[:, 1:4]
     assert (siblings.sort(1).values.diff(dim=1) > 0).all(), "children are drawn without replacement"
+    law, first = torch.full((2, 1, VOCAB), 1 / VOCAB), torch.zeros(2, 1).long()
+    drawn = {tuple(rng.choice("draft", law, first, first + rank)[:, 0].tolist()) for rank in range(4)}
+    assert len(drawn) == 4, "siblings have their own numbers"
 
 
 def test_nodes_that_stand_twice_draw_their_own_children() -> None:
@@ -119,11 +122,11 @@ def test_nodes_that_stand_twice_draw_their_own_children() -> None:
 
 
 def test_a_suffix_drafter_is_told_of_the_text_and_not_of_what_was_accepted() -> None:
-    texts = torch.tensor([[3, 1, 2, 3, 1]])
+    texts = torch.tensor([[3, 1, 2, 3, 1, 2, 1]])
     rng = Random(0, torch.zeros(1).long(), torch.zeros(1).long())
     walked = Walked(SuffixDrafter(), texts, 2).start(VOCAB, [[1, 2]], rng)
     fresh = SuffixDrafter()
-    for begin in (0, 2):
+    for begin in (0, 2, 4):
         draft = walked.propose(texts[:, begin], None, 4)
         prompt = [1, 2, *texts[0, :begin].tolist()]
         wanted = fresh.start(VOCAB, [prompt], rng).propose(texts[:, begin], None, 4)

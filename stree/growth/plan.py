@@ -186,7 +186,7 @@ def choose_slots(layer: Layer, value: Tensor, left: Tensor, threshold: float, su
     if layer.below is None:
         is_worth = (ordered >= threshold) | (rank < sure[:, None])
     else:
-        is_worth = (_size_down_to(ordered, layer.below) <= left[:, None]) | (rank == 0)
+        is_worth = _size_down_to(ordered, layer.below) <= left[:, None]
     return index, (ordered > 0) & is_worth & (rank < left[:, None])
 
 
