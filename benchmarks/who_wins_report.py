@@ -33,6 +33,17 @@ ORDERS = (
 )
 
 
+HEAD = """# Who wins: expected tokens a step
+
+Written by `python benchmarks/bench_who_wins.py --write`; how a figure is made stands in that file. Bundled pair, texts
+of the target alone, mean over contexts of the expected number of tokens that a step emits, the target's own included. A
+size is nodes (root included) x most draft calls; `chain` is the chain of as many draft calls, block verification;
+`@rejection` and `@match` are other verifiers of the same trees. Intervals are paired bootstraps over prompts. A bar is
+met where the interval excludes what it must, missed where it lies beyond, else open. "1 best" sets the default beside
+the growth of at most as many nodes and draft calls that comes nearest to it.
+"""
+
+
 @dataclass(frozen=True)
 class Bar:
     """One comparison.
@@ -187,47 +198,65 @@ def _chains(results: Results, suite: str, temperature: float, row: dict[str, lis
 
 
 def bars(directory: Path) -> Record:
-    """Count verdicts by bar."""
-    found: dict[str, dict[str, int]] = {}
+    """Count verdicts by bar and suite."""
+    found: dict[str, dict[str, dict[str, int]]] = {}
     for bar in comparisons(Results(directory)):
-        counts = found.setdefault(bar.bar, {})
+        counts = found.setdefault(bar.bar, {}).setdefault(bar.suite, {})
         counts[bar.verdict] = counts.get(bar.verdict, 0) + 1
     return {"bench": "who_wins", "bars": found}
 
 
 def markdown(directory: Path) -> str:
-    """Write the tables: mean tau by method and size, then every comparison."""
+    """Write the tables: mean tau by method and size, every comparison over all suites, verdicts by suite."""
     results = Results(directory)
     if not results.rows:
         return ""
-    lines = ["# Who wins: expected tokens a step", ""]
+    lines = [HEAD]
     for temperature in results.temperatures:
         lines += [*_table(results, temperature), ""]
-    lines += ["## Bars", "", "| bar | suite | T | what | ratio [95%] | must exclude | verdict |",
-              "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
-    for bar in sorted(comparisons(results), key=lambda bar: bar.bar):
-        value, low, high = bar.ratio
-        ends = "" if low is None else f" [{low:.3f}, {high:.3f}]"
-        least = "" if bar.least is None else f"< {bar.least:g}"
-        lines.append(f"| {bar.bar} | {bar.suite} | {bar.temperature:g} | {bar.what} | {value:.3f}{ends} | {least} | "
-                     f"{bar.verdict} |")  # fmt: skip
+    whole = results.suites[-1]  # "all" where there are several
+    lines += ["## Bars", "", "| bar | T | what | ratio [95%] | must exclude | verdict |",
+              "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    for bar in sorted(comparisons(results), key=lambda bar: (bar.bar, bar.temperature)):
+        if bar.suite == whole:
+            value, low, high = bar.ratio
+            ends = "" if low is None else f" [{low:.3f}, {high:.3f}]"
+            least = "" if bar.least is None else f"< {bar.least:g}"
+            lines.append(
+                f"| {bar.bar} | {bar.temperature:g} | {bar.what} | {value:.3f}{ends} | {least} | {bar.verdict} |"
+            )
+    lines += ["", "## Verdicts by suite", "", f"| bar | {' | '.join(results.suites)} |",
+              f"| --- |{' --- |' * len(results.suites)}"]  # fmt: skip
+    for name, by_suite in sorted(bars(directory)["bars"].items()):
+        cells = [", ".join(f"{count} {verdict}" for verdict, count in sorted(by_suite.get(suite, {}).items())
+                           if verdict != "-") for suite in results.suites]  # fmt: skip
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def _table(results: Results, temperature: float) -> list[str]:
-    """Lay out one temperature: a line a method and size, a column a suite."""
-    rows = [results.rows.get((suite, temperature), {}) for suite in results.suites]
-    count = {suite: len(next(iter(row.values()))) for suite, row in zip(results.suites, rows, strict=True) if row}
-    heads = [f"{suite} ({count.get(suite, 0)})" for suite in results.suites]
-    lines = [f"## Temperature {temperature:g}", "", f"| method | nodes x calls | {' | '.join(heads)} |",
-             f"| --- | --- |{' --- |' * len(heads)}"]  # fmt: skip
-    for key in sorted(set[str]().union(*rows), key=_order):
-        cells = [f"{np.mean(row[key]):.2f}" if key in row else "" for row in rows]
-        lines.append(f"| {name_of(key)} | {key.split(' ')[1]} | {' | '.join(cells)} |")
+    """Lay out one temperature over all its suites: a line a method, a column a size."""
+    row = results.rows[results.suites[-1], temperature]
+    prompts = {suite: len(next(iter(results.rows[suite, temperature].values())))
+               for suite in results.suites if (suite, temperature) in results.rows}  # fmt: skip
+    sizes = sorted({key.split(" ")[1] for key in row if name_of(key) == DEFAULT}, key=_order)
+    lines = [f"## Temperature {temperature:g}", "",
+             f"Prompts: {', '.join(f'{suite} {count}' for suite, count in prompts.items())}.", "",
+             f"| method | {' | '.join(sizes)} |", f"| --- |{' --- |' * len(sizes)}"]  # fmt: skip
+    best = [results.best_chain(results.suites[-1], temperature, int(size.split("x")[0])) for size in sizes]
+    depths = [f"{np.mean(row[key]):.2f} (depth {key.split('x')[1]})" for key in best]
+    lines.append(f"| best chain of at most as many nodes | {' | '.join(depths)} |")
+    for name in sorted({name_of(key) for key in row}, key=lambda name: (name != DEFAULT, name)):
+        keys = [chain_of(name, size) if name.startswith("chain") else f"{name} {size}" for size in sizes]
+        if name == "suffix":
+            keys = [f"{name} {size.split('x')[0]}x0" for size in sizes]
+        if name == "stree":
+            keys = [f"{name} 13x4" if size == "16x4" else "" for size in sizes]
+        cells = [f"{np.mean(row[key]):.2f}" if key in row else "" for key in keys]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
-def _order(key: str) -> tuple[Any, ...]:
-    """Sort by nodes, then by calls and name; chains by themselves."""
-    nodes, calls = key.split(" ")[1].split("x")
-    return not key.startswith("chain"), int(nodes), int(calls), name_of(key)
+def _order(size: str) -> tuple[int, ...]:
+    """Sort by nodes, then by calls."""
+    return tuple(map(int, size.split("x")))

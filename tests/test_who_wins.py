@@ -183,4 +183,7 @@ def test_bars_are_met_missed_or_open_by_their_intervals(tmp_path: Path) -> None:
     assert found["2 equal calls"].ratio == pytest.approx((1.5, 1.5, 1.5)) and found["2 equal calls"].verdict == "met"
     assert found["3 traversal"].verdict == "missed" and found["3 traversal"].ratio[0] == pytest.approx(0.75)
     assert found["1 best"].what == "calibrated 16x4 / sequoia 16x4" and found["1 best"].verdict == "open"
-    assert "| calibrated | 16x4 | 3.00 |" in who_wins_report.markdown(tmp_path)
+    written = who_wins_report.markdown(tmp_path)
+    assert "| method | 16x4 |" in written and "| calibrated | 3.00 |" in written and "| chain | 2.00 |" in written
+    assert "| 2 equal calls | 0.8 | calibrated 16x4 / chain 5x4 | 1.500 [1.500, 1.500] | < 1.2 | met |" in written
+    assert "| 3 traversal | 1 missed |" in written
