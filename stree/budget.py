@@ -110,6 +110,14 @@ class BudgetController:
         self._current = self._start()
         self._opening = [0, self._current, 0, self._current]  # both are timed before one is preferred
         self._running, self._credit, self._turn = self._current, 0.0, 0
+        self._wanted = 0.0  # credit that the next trial costs, as last reckoned
+        # bool[choices, choices]: the second is no larger than the first.
+        self._smaller = (self._sizes[None] <= self._sizes[:, None]).all(2)
+
+    @property
+    def best(self) -> Choice:
+        """The best known size; the first one drafts where nothing is known yet."""
+        return self.choices[self._opening[-1] if self._opening else self._current]
 
     def choose(self) -> Choice:
         """Give the size of the next step: the best known one, or a trial that the time saved for trials can pay."""
@@ -118,7 +126,7 @@ class BudgetController:
             return self.choices[self._running]
         ms = self._ms
         self._credit += self._probe_share * ms[self._current]
-        trial = self._trial(ms)
+        trial = self._trial(ms) if self._credit >= self._wanted else None
         self._running = self._current if trial is None else trial
         return self.choices[self._running]
 
@@ -162,7 +170,7 @@ class BudgetController:
         """Count for the choice that ran and all smaller ones what their trees would have emitted."""
         order = np.argsort(-values, axis=1, kind="stable")
         rank = np.argsort(order, axis=1, kind="stable")
-        known = (self._sizes <= self._sizes[ran]).all(1)
+        known = self._smaller[ran].copy()
         known[0] = True
         sizes = self._sizes[known][:, :, None, None]  # [known, 2, 1, 1]
         is_inside = (rank < sizes[:, 0]) & (depths <= sizes[:, 1])  # [known, batch, n]
@@ -187,11 +195,9 @@ class BudgetController:
         if reference and promised[reference] > 0:
             kept = float((self._emitted[reference] / seen[reference] - 1) / promised[reference])
         expected = (self._emitted + PRIOR * (1 + kept * promised)) / (seen + PRIOR)
-        expected = np.where(self._seen > 0, expected, 0.0)
-        for index in np.flatnonzero(self._seen <= 0):
-            smaller = (self._sizes <= self._sizes[index]).all(1) & (self._seen > 0)
-            expected[index] = expected[smaller].max(initial=0.0)
-        return expected
+        is_seen = self._seen > 0
+        expected = np.where(is_seen, expected, 0.0)
+        return np.where(is_seen, expected, (self._smaller * expected).max(1))
 
     def _best(self) -> int:
         """Find the choice of the greatest goodput; the present one stays unless another is better by the margin."""
@@ -219,8 +225,10 @@ class BudgetController:
         trial = int(np.where(candidates, cost, np.inf).argmin())
         loss = ms[trial] - expected[trial] * ms[self._current] / max(expected[self._current], 1e-12)
         if loss > self._credit:
+            self._wanted = self._credit + 0.5 * (loss - self._credit)  # by then times and counts may have changed
             return None
         self._credit -= max(loss, 0.0)
+        self._wanted = 0.0
         self._turn += 1
         return trial
 

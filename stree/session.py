@@ -108,7 +108,7 @@ class Session:
         On a device the host hears of a step while the next one runs, unless it must know more before it can go on.
         """
         self._began = time.perf_counter()
-        program = self._start(drafter, steering.max_nodes, verifier)
+        program = self._start(drafter, steering, verifier)
         self._refill(program)
         is_late = self.device.type == "cuda" and self.observer is None and not steering.watches
         launched: deque[Round] = deque()
@@ -134,7 +134,7 @@ class Session:
         }
         return Generation([prompt + new for prompt, new in zip(self.prompts, self.new, strict=True)], report)
 
-    def _start(self, drafter: Drafter, max_nodes: int, verifier: str) -> Program:
+    def _start(self, drafter: Drafter, steering: Steering, verifier: str) -> Program:
         """Prefill the first prompts together and draw their first tokens."""
         prompts = list(islice(self._runnable(), self.max_batch))
         if not prompts:
@@ -143,13 +143,14 @@ class Session:
         width = int(lengths.max())
         input_ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
         # The last step starts below the limit and may commit a whole path beyond it.
+        max_nodes = steering.max_nodes
         room = self.max_length + max_nodes
         state = self.lm.new_state(len(prompts), room, max_nodes)
         state.fixed_shapes = not reads_freely(state.lengths)  # where steps are replayed they must not grow
         logits = self.lm.prefill(state, input_ids, lengths)
         rng = Random(self.seed, torch.arange(len(prompts), device=self.device), lengths.to(self.device))
         run = drafter.start(self.lm.vocab_size, prompts, rng)
-        if isinstance(run, Bounded):
+        if isinstance(run, Bounded) and not steering.is_off:
             run.reserve(room)
         if self.refills and not isinstance(run, Slotted):
             raise TypeError(f"{type(drafter).__name__} cannot take up a prompt in mid-run; leave max_batch out")

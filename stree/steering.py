@@ -33,10 +33,16 @@ class Steering(Protocol):
     Attributes:
         max_nodes: most nodes of a step.
         watches: whether a step's outcome must be observed before the next size is asked for.
+        is_off: whether plain decoding goes on for now, so that a drafter need not be made ready.
     """
 
     max_nodes: int
     watches: bool
+
+    @property
+    def is_off(self) -> bool:
+        """Tell whether the next step drafts nothing."""
+        ...
 
     def next(self) -> tuple[Growth | None, int]:
         """Give growth and budget of the next step."""
@@ -54,6 +60,11 @@ class FixedSize:
 
     def __init__(self, growth: Growth | None, budget: int) -> None:
         self.growth, self.max_nodes = growth, budget
+
+    @property
+    def is_off(self) -> bool:
+        """Tell whether nothing is ever drafted."""
+        return self.max_nodes == 1
 
     def next(self) -> tuple[Growth | None, int]:
         """Give them."""
@@ -90,6 +101,11 @@ class AutoSize:
         if key not in known:
             known[key] = BudgetController(choices, _step_ms(lm, models, batch))
         self.controller = known[key]
+
+    @property
+    def is_off(self) -> bool:
+        """Tell whether plain decoding is the best known size."""
+        return self.controller.best == PLAIN
 
     def next(self) -> tuple[Growth | None, int]:
         """Ask the controller."""

@@ -145,6 +145,25 @@ def test_a_draft_call_a_layer_also_when_the_accepted_leaf_was_never_run(growth: 
     assert loop.calls == [depth] * 5
 
 
+def test_the_prompts_are_not_run_until_a_tree_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("bamba")
+    draft_lm, lengths = grafted(model), []
+
+    def prefill(state: DecodeState, tokens: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        lengths.append(sizes.tolist())
+        return TreeLM.prefill(draft_lm, state, tokens, sizes)
+
+    monkeypatch.setattr(draft_lm, "prefill", prefill)
+    loop = Loop(grafted(model), ModelDrafter(draft_lm), random_texts(random.Random(2), [4, 6]), Sampling(), Chain(3))
+    for is_live in ([True, True], [True, False], [True, True]):
+        loop.step(is_live, 1)
+    assert not lengths
+    loop.run.propose(loop.pending, Chain(3).bind(Sampling()), 4)
+    loop.run.observe(standing_still(2))
+    assert lengths == [[4, 6]]
+    assert state_error(loop, model) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("family", ["mamba2", "llama"])
 def test_the_draft_state_grows_when_text_or_tree_outgrow_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(family)

@@ -12,6 +12,7 @@ from stree.drafters.offers import offers_of
 from stree.drafters.protocol import Draft
 from stree.growth import Calibrated, Estimate, Growth, Limited, Plan, choose_slots
 from stree.kernels.topology import reads_freely
+from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
 from stree.sampling import MAX_RANKS, Random, Sampling
@@ -68,15 +69,10 @@ class _ModelRun:
     """
 
     def __init__(self, lm: TreeLM, prompts: Sequence[Sequence[int]], rng: Random) -> None:
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        width = int(lengths.max())
-        input_ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
-        self._lm, self._rng = lm, rng
+        self._lm, self._rng, self._prompts = lm, rng, list(prompts)
         self._leaf = torch.zeros(len(prompts), dtype=torch.long, device=lm.device)
         self._max_length: int | None = None  # of a text, where it is known
-        self._state = lm.new_state(len(prompts), 2 * width + 1024, 66)
-        self._state.fixed_shapes = not reads_freely(self._leaf)
-        lm.prefill(self._state, input_ids, lengths)
+        self._begun: DecodeState | None = None  # None until the prompts have been run
         self._has_leaf = torch.zeros(len(prompts), dtype=torch.bool, device=lm.device)
         self._growth: Growth | None = None  # the one that the estimate belongs to
         self._estimate: Estimate
@@ -97,6 +93,7 @@ class _ModelRun:
         base = growth.base if isinstance(growth, Limited) else growth
         if base is not self._growth:
             self._growth, self._estimate = base, base.estimate(len(self._leaf), self._leaf.device)
+        self._begin()
         num_calls = self._catch_up()
         self._reserve(num_columns(plan))
         self._rng = self._rng.at(self._state.lengths.long() + self._has_leaf)
@@ -181,11 +178,13 @@ class _ModelRun:
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
         """Run another prompt into a row whose text has ended."""
-        if len(prompt) > self._state.max_length:
-            self._state = self._state.resized(2 * len(prompt), self._state.max_nodes)
-        single = self._lm.new_state(1, self._state.max_length, self._state.max_nodes)
-        self._lm.prefill(single, torch.tensor([prompt]))
-        self._state.write_row(row, single)
+        self._prompts[row] = prompt
+        if self._begun is not None:
+            if len(prompt) > self._state.max_length:
+                self._begun = self._state.resized(2 * len(prompt), self._state.max_nodes)
+            single = self._lm.new_state(1, self._state.max_length, self._state.max_nodes)
+            self._lm.prefill(single, torch.tensor([prompt]))
+            self._state.write_row(row, single)
         self._has_leaf[row] = False
         if self._growth is not None:
             self._estimate.forget(row)
@@ -236,17 +235,33 @@ class _ModelRun:
         self._has_leaf &= count == 0
 
     def reserve(self, max_length: int) -> None:
-        """Make room once for texts of ``max_length`` tokens: no later step has to."""
+        """Make room once for texts of ``max_length`` tokens, and run the prompts: no later step has to."""
         self._max_length = max_length
-        if max_length > self._state.max_length:
-            self._state = self._state.resized(max_length, self._state.max_nodes)
+        self._begin()
+
+    @property
+    def _state(self) -> DecodeState:
+        """The draft model's state."""
+        assert self._begun is not None, "a tree begins the run"
+        return self._begun
+
+    def _begin(self) -> None:
+        """Run the prompts, once: plain decoding does without."""
+        if self._begun is not None:
+            return
+        lengths = torch.tensor([len(prompt) for prompt in self._prompts])
+        width = int(lengths.max())
+        input_ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in self._prompts])
+        self._begun = self._lm.new_state(len(lengths), max(self._max_length or 2 * width + 1024, width), 66)
+        self._begun.fixed_shapes = not reads_freely(self._leaf)
+        self._lm.prefill(self._begun, input_ids, lengths)
 
     def _reserve(self, nodes: int) -> None:
         """Make the state larger where so many nodes, or a text whose length was not known, need it."""
         state = self._state
         length = state.length_bound + nodes if self._max_length is None else self._max_length
         if length > state.max_length or nodes > state.max_nodes:
-            self._state = state.resized(
+            self._begun = state.resized(
                 max(state.max_length, 2 * length if length > state.max_length else 0), max(nodes, state.max_nodes)
             )
 

@@ -89,7 +89,7 @@ class Bounded(Protocol):
     """A run that has a state of its own, whose memory can be reserved."""
 
     def reserve(self, max_length: int) -> None:
-        """Make room once for texts of ``max_length`` tokens: no later step has to."""
+        """Make room once for texts of ``max_length`` tokens, and run the prompts: no later step has to."""
         ...
 
 
