@@ -277,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--limit", type=int, default=16, help="prompts a suite")
     parser.add_argument("--batch", type=int, default=8, help="prompts that run side by side")
-    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--stride", type=int, default=4, help="tokens between contexts")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no new batch after so many")
     parser.add_argument("--again", type=lambda text: text.split(","), default=[], help="methods to measure anew")
@@ -288,7 +288,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if options.suite and not (options.markdown or options.write):
-        names = ("limit", "batch", "new_tokens", "stride", "seed", "temperature")
+        if options.limit % options.batch:  # a batch that is cut short would count as finished when more are asked for
+            parser.error(f"--limit must be a multiple of --batch {options.batch}, got {options.limit}")
+        names = ("batch", "new_tokens", "stride", "seed")
         config = {name: getattr(options, name) for name in names}
         config |= {"suites": {name: path.name for name, path in options.suite.items()}, "target": "bundled"}
         command = f"bench_who_wins.py --suite {','.join(f'{name}={path.name}' for name, path in options.suite.items())}"

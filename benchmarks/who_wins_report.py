@@ -83,7 +83,6 @@ class Results:
     def __init__(self, directory: Path) -> None:
         self.records = read(directory / "results.jsonl")
         blocks: dict[tuple[str, float, int], dict[str, list[float]]] = {}
-        self.sizes: dict[str, tuple[float, float]] = {}  # mean nodes and draft calls, of the last record
         for record in self.records:
             params = record["params"]
             block = blocks.setdefault((params["suite"], params["temperature"], params["batch"]), {})
@@ -96,6 +95,10 @@ class Results:
                 for key, tau in block.items():
                     row.setdefault(key, []).extend(tau)
         self.suites = [*suites, "all"] if len(suites) > 1 else suites
+        self.measured: dict[float, dict[str, list[float]]] = {}  # tau of the real loop, a value a batch of prompts
+        for record in self.records:
+            for key, tau in record.get("measured", {}).items():
+                self.measured.setdefault(record["params"]["temperature"], {}).setdefault(key, []).append(tau)
         self.temperatures = sorted({temperature for _, temperature in self.rows})
         for row in self.rows.values():  # only what every prompt of the row has can be paired
             most = max(map(len, row.values()))
@@ -254,7 +257,8 @@ def _table(results: Results, temperature: float) -> list[str]:
             keys = [f"{name} 13x4" if size == "16x4" else "" for size in sizes]
         cells = [f"{np.mean(row[key]):.2f}" if key in row else "" for key in keys]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
+    real = [f"{key} {np.mean(tau):.2f}" for key, tau in results.measured.get(temperature, {}).items()]
+    return [*lines, "", f"The real loop on the same prompts emits: {', '.join(real)}."] if real else lines
 
 
 def _order(size: str) -> tuple[int, ...]:

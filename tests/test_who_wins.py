@@ -149,6 +149,9 @@ def test_a_run_is_resumed_and_reported(small: None, tmp_path: Path, capsys: pyte
     arguments = ["--suite", f"toy={suite}", "--limit", "2", "--batch", "1", "--new-tokens", "4", "--out",
                  str(tmp_path / "out"), "--temperature", "0,1"]  # fmt: skip
     results = tmp_path / "out" / "results.jsonl"
+    with pytest.raises(SystemExit):
+        bench_who_wins.main([*arguments, "--batch", "4"])
+    assert "--limit must be a multiple of --batch 4, got 2" in capsys.readouterr().err
     bench_who_wins.main([*arguments, "--minutes", "0"])
     assert not results.exists()
     bench_who_wins.main(arguments)
@@ -173,7 +176,8 @@ def test_a_run_is_resumed_and_reported(small: None, tmp_path: Path, capsys: pyte
 def test_bars_are_met_missed_or_open_by_their_intervals(tmp_path: Path) -> None:
     def record(batch: int, tau: dict[str, Any]) -> str:
         params = {"suite": "toy", "temperature": 0.8, "batch": batch}
-        return json.dumps({"metric": "expected_tokens", "params": params, "tau": tau}) + "\n"
+        real = {"calibrated 16x4": 2.5 + batch} if "chain 5x4" in tau else {}
+        return json.dumps({"metric": "expected_tokens", "params": params, "tau": tau, "measured": real}) + "\n"
 
     chain, noise = [2.0, 2.1, 1.9, 2.0], [1.0, 5.0, 1.5, 4.0]
     first = {"calibrated 16x4": [9.0] * 4, "chain 5x4": chain, "calibrated@rejection 16x4": [2 * x for x in chain]}
@@ -186,4 +190,4 @@ def test_bars_are_met_missed_or_open_by_their_intervals(tmp_path: Path) -> None:
     written = who_wins_report.markdown(tmp_path)
     assert "| method | 16x4 |" in written and "| calibrated | 3.00 |" in written and "| chain | 2.00 |" in written
     assert "| 2 equal calls | 0.8 | calibrated 16x4 / chain 5x4 | 1.500 [1.500, 1.500] | < 1.2 | met |" in written
-    assert "| 3 traversal | 1 missed |" in written
+    assert "| 3 traversal | 1 missed |" in written and "the same prompts emits: calibrated 16x4 2.50." in written
