@@ -17,7 +17,7 @@ __all__ = ["draw_rows"]
 BLOCK = 256  # tokens that are summed together
 
 Array = np.ndarray[Any, Any]
-inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+inner = njit(error_model="numpy")
 
 
 @inner

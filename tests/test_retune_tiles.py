@@ -78,7 +78,7 @@ def test_a_candidate_that_computes_something_else_is_not_timed(table: retune_til
         return right(inputs) * (1.0 if table.other in (None, table.get(table.key)) else 1.01)
 
     broken = gpu_cases.Case(
-        case.op, case.params, case.make, {"triton": wrong_with_another_tile, "reference": right}, 1, 1
+        case.op, case.params, case.make, {"triton": wrong_with_another_tile, "reference": right}, 1, 1, case.terms
     )
     present, other = retune_tiles.measure(broken, table, torch.float32, torch.device("cpu"))
     assert present["correct"] and "p50" in present and not other["correct"] and "p50" not in other

@@ -288,8 +288,8 @@ def test_a_level_past_the_end_by_rounding_gives_the_last_token_that_is_left() ->
     law, drawn = np.array([[0.3, 0.0, 0.5, 0.2, 0.0]]), np.array([[3]])
     blocks = np.array([0.8])
     for level, token in ((0.0, 0), (0.79, 2), (0.81, 2)):
-        assert draws._find.py_func(law, 0, blocks, drawn, 1, level) == token
-    assert draws._find.py_func(np.zeros((1, 5)), 0, np.zeros(1), drawn, 1, 0.0) == -1
+        assert draws._find(law, 0, blocks, drawn, 1, level) == token
+    assert draws._find(np.zeros((1, 5)), 0, np.zeros(1), drawn, 1, 0.0) == -1
 
 
 @pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2.0**-53])
