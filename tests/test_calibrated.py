@@ -12,11 +12,12 @@ from enumeration import TableLaw, TableLM, emitted_law, total_variation
 from test_growth import all_drafts, draft_of, nodes_by_path, random_rows
 
 from stree.drafters import ModelDrafter
-from stree.growth import Calibrated, Chain, DySpec, Estimate, Layer, Plan, choose_slots, parse_growth
+from stree.growth import Calibrated, Chain, Estimate, Layer, Plan, choose_slots, parse_growth
 from stree.growth.calibrated import TYPICAL, typical_values
 from stree.growth.estimates import (
     AFTER,
     BEFORE,
+    CERTAIN,
     CONFIDENCE_EDGES,
     PRIOR_TESTS,
     SHARPNESS_EDGES,
@@ -45,12 +46,29 @@ def test_a_shape_that_is_none_is_refused(make: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("budget", [2, 9, 17])
-def test_at_temperature_0_the_tree_is_that_of_greatest_path_probability(budget: int) -> None:
+def test_at_temperature_0_the_tree_is_that_of_the_greatest_chances(budget: int) -> None:
     law = TableLaw.random(6, 3, scale=2.0)
-    calibrated = draft_of(law, Calibrated(depth=3), budget, Sampling(), random_rows(1))
-    dyspec = draft_of(law, DySpec(depth=3), budget, Sampling(), random_rows(1))
-    assert calibrated.laws is None
-    assert nodes_by_path(calibrated.tree) == nodes_by_path(dyspec.tree)
+    draft = draft_of(law, Calibrated(depth=3), budget, Sampling(), random_rows(1))
+    assert draft.laws is None
+    probs = law.logits.softmax(-1)
+    values: dict[tuple[int, ...], float] = {}
+
+    def visit(path: tuple[int, ...], value: float) -> None:
+        row = probs[path[-1] if path else 0]
+        least = 1.0
+        for rank, token in enumerate(row.argsort(descending=True)[:4].tolist()):
+            level, by_confidence, by_sharpness = CERTAIN[rank]
+            odds = level + by_confidence * math.log(row[token]) + by_sharpness * float((row * row).sum())
+            least = min(least, 1 / (1 + math.exp(-odds)))
+            values[(*path, token)] = value * least
+            if len(path) < 2:
+                visit((*path, token), value * least)
+
+    visit((), 1.0)
+    assert draft.values is not None
+    assert sorted(nodes_by_path(draft.tree)) == sorted(sorted(values, key=lambda path: -values[path])[: budget - 1])
+    wanted = [1.0, *(values[path] for path in nodes_by_path(draft.tree))]
+    assert draft.values[0].tolist() == pytest.approx(wanted, rel=1e-5)
 
 
 def typical(depth: int, ranks: int, value: float = 1.0) -> list[float]:

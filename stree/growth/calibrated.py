@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from stree.growth.estimates import Calibration, Estimate, PathEstimate
+from stree.growth.estimates import Calibration, Estimate, RankEstimate
 from stree.growth.plan import Bound, Layer, Plan
 
 __all__ = ["Calibrated"]
@@ -27,7 +27,8 @@ class Calibrated(Bound):
     sibling rank and by how sharp the draft's law is, counted from the verifier's own log.  Slots are taken layer by
     layer before their tokens are drawn, and what is drawn stays.  A layer takes its best slots as far as the budget
     lasts if all that typically grows below them and is worth as much is taken, too: a tree whose first slots are good
-    grows deep, another wide.  At temperature 0 it is DySpec's tree: the nodes of the greatest path probability.
+    grows deep, another wide.  At temperature 0 the nodes of the greatest value are kept, the product of the chances
+    that draft tokens of such ranks and probabilities are the target's own.
 
     Args:
         depth: most draft calls.
@@ -60,7 +61,8 @@ class Calibrated(Bound):
 
     def estimate(self, batch: int, device: torch.device) -> Estimate:
         """Begin to learn."""
-        return PathEstimate() if self.sampling.is_greedy else Calibration(batch, self.ranks or MOST_RANKS, device)
+        ranks = self.ranks or MOST_RANKS
+        return RankEstimate(ranks, device) if self.sampling.is_greedy else Calibration(batch, ranks, device)
 
 
 @lru_cache(maxsize=1024)
