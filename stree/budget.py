@@ -112,7 +112,7 @@ class BudgetController:
         self._running, self._credit, self._turn = self._current, 0.0, 0
         self._wanted = 0.0  # credit that the next trial costs, as last reckoned
         # bool[choices, choices]: the second is no larger than the first.
-        self._smaller = (self._sizes[None] <= self._sizes[:, None]).all(2)
+        self._smaller = np.asarray((self._sizes[None] <= self._sizes[:, None]).all(2))
 
     @property
     def best(self) -> Choice:

@@ -66,6 +66,7 @@ class TableLM:
     law: TableLaw
     num_calls: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float64
     max_length: None = None
 
     @property
