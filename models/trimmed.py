@@ -61,10 +61,9 @@ class TrimmedLM(TreeLM):
 
 def _stop_tokens(model: Any) -> set[int]:
     """List the tokens that end a text for this model."""
-    stop = getattr(model.config, "eos_token_id", None)
-    if stop is None:
-        return set()
-    return set(stop) if isinstance(stop, (list, tuple)) else {stop}
+    named = (getattr(config, "eos_token_id", None) for config in (model.config, model.generation_config))
+    lists = (stop if isinstance(stop, (list, tuple)) else [stop] for stop in named)
+    return {token for stop in lists for token in stop if token is not None}
 
 
 def _with_head(model: Any, kept: Tensor) -> Any:

@@ -59,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"stree.generation", "stree.bench", "stree.distill", "stree.info", "stree.inputs", "stree.prepare"}
     | {"stree.vocabulary"},
     "stree.cost": set(),
-    "stree.bench": ENGINE | {"stree.generation", "stree.cost", "stree.bench"},
+    "stree.bench": ENGINE | {"stree.generation", "stree.cost", "stree.bench", "stree.inputs"},
     "stree.info": {"stree.models"},
     "stree.hook": ENGINE | {"stree.generation", "stree.hook_steps", "stree.session"},
     "stree.hook_steps": {"stree.processing"},

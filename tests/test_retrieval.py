@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,6 +147,26 @@ def test_bad_stores_are_refused(tmp_path: Path) -> None:
     save_file({"weight": np.zeros(3, dtype=np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="model.safetensors' is no datastore of format stree-datastore-1, got None"):
         Datastore.load(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": None}, {"vocab_size": "-1"}, {"order": np.int64}, {"text": np.int8}])
+def test_a_store_of_other_contents_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    store = Datastore.build([[1, 2, 3]], 4)
+    parts = {"text": store._text, "order": store._order}
+    parts = {name: part.astype(change.get(name, part.dtype)) for name, part in parts.items()}
+    metadata = {"format": "stree-datastore-1", "vocab_size": "4"} | change
+    known = {name: value for name, value in metadata.items() if isinstance(value, str)}
+    save_file(parts, tmp_path / "other.store", metadata=known)
+    with pytest.raises(ValueError, match="other.store' is no datastore of format"):
+        Datastore.load(tmp_path / "other.store")
+
+
+def test_a_damaged_order_leads_out_of_no_text() -> None:
+    text = [1, 2, 3, 1, 2, 3, 1, 2]
+    store = Datastore.build([text], 4)
+    damaged = Datastore(store._text, np.full_like(store._order, 2**31), 4)
+    damaged.tree(text, 8)  # whatever it gives, nothing outside the arrays is read
+    assert store.tree(text, 8).tokens
 
 
 def test_the_union_of_two_trees_keeps_the_best_nodes_of_both() -> None:

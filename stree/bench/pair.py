@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from stree.inputs import ASSETS, locate
 from stree.models.tree_lm import TreeLM
 
 __all__ = ["Pair"]
-
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
 
 @dataclass(eq=False)
@@ -56,8 +54,8 @@ class Pair:
         logging.disable_progress_bar()
         if drafter is None:
             drafter = "bundled" if target == "bundled" else "none"
-        source = _locate(target, "target")
-        drafter_source = None if drafter == "none" else _locate(drafter, "drafter")
+        source = locate(target, "target")
+        drafter_source = None if drafter == "none" else locate(drafter, "drafter")
         lm = TreeLM.from_pretrained(source, device=device, dtype=dtype)
         draft = None if drafter_source is None else TreeLM.from_pretrained(drafter_source, device, dtype)
         if draft is not None and draft.vocab_size != lm.vocab_size:
@@ -124,8 +122,3 @@ class Pair:
         stops = stop if isinstance(stop, list) else [stop]
         end = next((place for place, token in enumerate(answer) if token in stops), len(answer))
         return list(answer[:end])
-
-
-def _locate(name: str, role: str) -> str:
-    """Turn 'bundled' into its folder."""
-    return str(ASSETS / role) if name == "bundled" else name

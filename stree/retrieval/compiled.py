@@ -358,6 +358,12 @@ def _token_at(text: Array, place: int) -> int:
 
 
 @inner
+def _suffix(order: Array, rank: int) -> int:
+    """Read where a suffix begins; a damaged file must not lead out of the text."""
+    return min(np.int64(order[rank]), len(order) - 1)
+
+
+@inner
 def _shared(text: Array, begin: int, key: Array) -> int:
     """Count the leading tokens that a suffix shares with a key."""
     most = min(len(key), len(text) // 4 - begin)
@@ -373,7 +379,7 @@ def _bound(text: Array, order: Array, key: Array, after: bool, low: int) -> int:
     high = len(order)
     while low < high:
         middle = (low + high) // 2
-        begin = np.int64(order[middle])
+        begin = _suffix(order, middle)
         same = _shared(text, begin, key)
         if same == len(key):
             is_before = after
@@ -391,7 +397,7 @@ def longest_match(text: Array, order: Array, key: Array) -> int:
     """Find how many tokens of a reversed context occur in a store: the most that a neighbour in the order shares."""
     place, longest = _bound(text, order, key, False, 0), 0
     for neighbour in range(max(place - 1, 0), min(place + 1, len(order))):
-        longest = max(longest, _shared(text, np.int64(order[neighbour]), key))
+        longest = max(longest, _shared(text, _suffix(order, neighbour), key))
     return longest
 
 
@@ -405,7 +411,7 @@ def read_windows(text: Array, order: Array, key: Array, vocab_size: int, windows
     found = _bound(text, order, key, True, low) - low
     count = min(found, len(windows))
     for row in range(count):
-        place = np.int64(order[low + row * found // count])
+        place = _suffix(order, low + row * found // count)
         for ahead in range(windows.shape[1]):
             at = place - 1 - ahead
             windows[row, ahead] = _token_at(text, at) if at >= 0 else vocab_size

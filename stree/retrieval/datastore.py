@@ -94,11 +94,14 @@ class Datastore:
         try:
             with safe_open(path, framework="numpy") as file:
                 metadata = file.metadata() or {}
-                shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 no mapping
+                parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 no mapping
+                shapes = {name: part.get_shape() for name, part in parts.items()}
+                dtypes = {name: part.get_dtype() for name, part in parts.items()}
         except (OSError, SafetensorError) as error:
             raise ValueError(f"no datastore can be read at {str(path)!r}: {error}") from error
         size = shapes.get("order", [0])[0]
-        if metadata.get("format") != FORMAT or shapes.get("text") != [WIDTH * size] or not size:
+        is_whole = dtypes == {"text": "U8", "order": "U32"} and metadata.get("vocab_size", "").isdigit()
+        if metadata.get("format") != FORMAT or shapes.get("text") != [WIDTH * size] or not size or not is_whole:
             raise ValueError(f"{str(path)!r} is no datastore of format {FORMAT}, got {metadata.get('format')!r}")
         with open(path, "rb") as raw:
             whole = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
