@@ -78,9 +78,12 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def program(growth: Growth | None, temperature: float, stop: list[int] | None = None) -> Program:
+def program(
+    growth: Growth | None, temperature: float, stop: list[int] | None = None, *, is_lazy: bool = False
+) -> Program:
     """Begin two texts as a session would."""
     target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))
+    target.is_lazy = draft.is_lazy = is_lazy
     state = target.new_state(2, 512, 16)
     state.fixed_shapes = topology.waits_always
     logits = target.prefill(state, torch.tensor(TEXTS))
@@ -116,16 +119,18 @@ def bound(name: str, temperature: float) -> Growth | None:
     return None if growth is None else growth.bind(Sampling(temperature))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", GROWTHS)
+@pytest.mark.parametrize(
+    ("name", "temperature", "is_lazy"),
+    [*((name, temperature, False) for name in GROWTHS for temperature in (0.0, 0.8)), ("calibrated", 0.8, True)],
+)
 def test_ten_steps_read_nothing_and_are_one_program(
-    name: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+    name: str, temperature: float, is_lazy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     growth = bound(name, temperature)
     plain = [contextlib.nullcontext()] * STEPS
     on_host = run_steps(program(growth, temperature), copy.deepcopy(growth), *plain)
     monkeypatch.setattr(topology, "waits_always", True)
-    begun = program(growth, temperature)
+    begun = program(growth, temperature, is_lazy=is_lazy)
     # The first step makes what the others find made: index tensors, room for the plan's columns.
     run = run_steps(begun, growth, NoHostReads())
     places = persistent(begun)
