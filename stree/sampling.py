@@ -53,16 +53,21 @@ class Sampling:
         """Whether every draw is an argmax."""
         return self.temperature == 0
 
-    def law(self, logits: Tensor) -> Tensor:
+    def law(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
         """Turn float[..., vocab] logits into probabilities of the same shape, in float32 or wider.
 
         At temperature 0 the law is one-hot at the argmax.
+
+        Args:
+            logits: any scale.
+            out: where the probabilities go, or None for a tensor of their own.
         """
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
         if self.is_greedy:
-            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        logits = logits / self.temperature  # a tensor of our own: what follows may write to it
+            out = torch.empty_like(logits) if out is None else out
+            return out.zero_().scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        logits = torch.div(logits, self.temperature, out=out)  # a tensor of our own: what follows may write to it
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < kth, -torch.inf)
@@ -71,7 +76,8 @@ class Sampling:
             probs = ordered.softmax(-1)
             beyond = probs.cumsum(-1) - probs >= self.top_p  # the token that reaches top_p stays
             logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
-        return torch.softmax(logits, -1, out=logits if logits.device.type == "cpu" else None)
+        own = logits if logits.device.type == "cpu" else None
+        return torch.softmax(logits, -1, out=own if out is None else out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

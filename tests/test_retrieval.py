@@ -164,7 +164,7 @@ def test_a_store_of_other_contents_is_refused(change: dict[str, Any], tmp_path: 
 def test_a_damaged_order_leads_out_of_no_text() -> None:
     text = [1, 2, 3, 1, 2, 3, 1, 2]
     store = Datastore.build([text], 4)
-    damaged = Datastore(store._text, np.full_like(store._order, 2**31), 4)
+    damaged = Datastore(store._text, np.full_like(store._order, 2**31), 4, "")
     damaged.tree(text, 8)  # whatever it gives, nothing outside the arrays is read
     assert store.tree(text, 8).tokens
 

@@ -79,6 +79,7 @@ class _ModelRun:
         self._extension: tuple[int, Tensor] | None = None  # nodes of the own tree; tokens of the one verified instead
         self._behind: tuple[Tensor, Tensor] | None = None  # accepted but never run: int64[batch, m], their number
         self._root: Tensor | None = None  # the pending tokens where nothing else was proposed
+        self._room: Tensor | None = None  # for the laws of a step
         self._left_out = torch.zeros_like(self._leaf)  # nodes of the next budget that others fill
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
@@ -109,10 +110,10 @@ class _ModelRun:
             self._selected = selected
             tree, row = prune(tree, selected), row.gather(1, selected)
         self._tree, draft_laws = tree, None
-        if laws:
+        if laws is not None:
             most = plan.num_nodes if plan.is_heap else max((layer.ranks for layer in plan.layers), default=0)
             kind = INDEPENDENT if plan.drawing == "independent" else SAMPLED
-            draft_laws = DraftLaws(torch.cat(laws, 1), row, torch.full_like(row, kind, dtype=torch.int8), most)
+            draft_laws = DraftLaws(laws, row, torch.full_like(row, kind, dtype=torch.int8), most)
         values = grown.values[:, : tree.tokens.shape[1]] if selected is None else grown.values.gather(1, selected)
         return Draft(tree, draft_laws, depth, num_calls + grown.num_calls, values)
 
@@ -265,18 +266,28 @@ class _ModelRun:
                 max(state.max_length, 2 * length if length > state.max_length else 0), max(nodes, state.max_nodes)
             )
 
-    def _grow_layers(self, grown: GrownTree, plan: Plan, sampling: Sampling) -> list[Tensor]:
+    def _room_for_laws(self, plan: Plan, logits: Tensor) -> Tensor:
+        """Give memory for the laws of a tree's nodes that are run: the same for every step."""
+        shape = (len(logits), 1 + sum(layer.width for layer in plan.layers[:-1]), logits.shape[-1])
+        if self._room is None or self._room.shape != shape:
+            self._room = logits.new_empty(shape)
+        return self._room
+
+    def _grow_layers(self, grown: GrownTree, plan: Plan, sampling: Sampling) -> Tensor | None:
         """Grow layer by layer; return the laws of the nodes that were run, float[batch, nodes, vocab], if sampled."""
         estimate, drawing = self._estimate, "top" if sampling.is_greedy else plan.drawing
         offer = offers_of(drawing, self._rng, plan)
         left = plan.num_nodes - self._left_out
         self._left_out.zero_()
-        laws: list[Tensor] = []
+        laws, used = None, 0
         for depth, layer in enumerate(plan.layers):
             logits = grown.run(self._lm, self._state)
-            law = logits.softmax(-1) if sampling.is_greedy else sampling.law(logits)
-            if drawing != "top":
-                laws.append(law)
+            if drawing == "top":
+                law = logits.softmax(-1) if sampling.is_greedy else sampling.law(logits)
+            else:
+                laws = self._room_for_laws(plan, logits)
+                law = sampling.law(logits, out=laws[:, used : used + logits.shape[1]])
+                used += logits.shape[1]
             tokens, probs = offer(law, grown.frontier_number, layer.ranks)
             priority, value = estimate.rate(grown.frontier_value, probs, law)
             most = left if not plan.is_pruned else torch.full_like(left, layer.width + layer.leaves)
@@ -295,9 +306,9 @@ class _ModelRun:
         grown.add_leaves()
         if not plan.layers:
             grown.run(self._lm, self._state)
-        return laws
+        return None if laws is None else laws[:, :used]
 
-    def _grow_heap(self, grown: GrownTree, plan: Plan, sampling: Sampling) -> list[Tensor]:
+    def _grow_heap(self, grown: GrownTree, plan: Plan, sampling: Sampling) -> Tensor | None:
         """Draw one node after the other at the best slot, a draft call each; return the laws if sampled."""
         greedy = sampling.is_greedy
         batch = self._leaf.shape[0]
@@ -326,4 +337,4 @@ class _ModelRun:
             value = upper * share * is_taken
             reach = torch.cat([reach.scatter(1, parent, upper * (1 - share)), value], 1)
             grown.add_below(torch.where(parent > 0, parent + 1, grown.lead[:, None]), token, value, is_taken)
-        return [] if greedy else laws
+        return None if greedy else torch.cat(laws, 1)

@@ -133,7 +133,7 @@ class RankEstimate(PathEstimate):
         """Rate a slot by the product of its path's chances; a younger sibling's is never the greater."""
         ranks = probs.shape[-1]
         odds = self._level[:ranks] + self._by_confidence[:ranks] * probs.clamp(min=1e-9).log()
-        odds = odds + self._by_sharpness[:ranks] * torch.linalg.vecdot(law, law)[..., None]
+        odds = odds + self._by_sharpness[:ranks] * torch.linalg.vector_norm(law, dim=-1).square()[..., None]
         value = reach[..., None] * (odds.sigmoid().cummin(-1).values * (probs > 0))
         return value, value
 
@@ -184,7 +184,7 @@ class Calibration:
         """Rate a slot by the probability that its child is accepted, over whatever token is drawn."""
         ranks = probs.shape[-1]
         odds = self._passed / self._tests
-        sharp = torch.bucketize(torch.linalg.vecdot(law, law), self._sharpness)
+        sharp = torch.bucketize(torch.linalg.vector_norm(law, dim=-1).square(), self._sharpness)
         sure = torch.bucketize(probs / (1 - spent_before(probs)).clamp(min=1e-6), self._confidence)
         before = self._rank[:ranks] * (len(self._sharpness) + 1) + sharp[..., None]
         after = self._first_after + before * (len(self._confidence) + 1) + sure
