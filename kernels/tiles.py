@@ -27,7 +27,7 @@ _SSD: dict[tuple[int, bool], tuple[int, int, int, int]] = {
     (64, False): (64, 16, 8, 2),  # 32 columns of dstate spill under Triton 3.6
     (128, False): (64, 16, 8, 2),
     (16, True): (64, 16, 4, 2),
-    (32, True): (64, 16, 4, 2),
+    (32, True): (64, 16, 8, 2),  # 4 warps spill
     (64, True): (64, 16, 8, 2),
     (128, True): (64, 16, 8, 2),
 }
@@ -179,7 +179,7 @@ _GATED_DELTA: dict[tuple[int, bool], tuple[int, int, int, int]] = {
     (64, False): (32, 16, 8, 2),
     (128, False): (32, 16, 8, 2),
     (16, True): (64, 32, 4, 2),
-    (32, True): (64, 16, 4, 2),
+    (32, True): (64, 16, 8, 2),
     (64, True): (32, 16, 8, 2),
     (128, True): (32, 16, 8, 2),
 }

@@ -64,7 +64,9 @@ def test_the_committed_table_is_whole_and_within_the_limits(arch: str, shapes: d
     lines = (RESULTS / f"{arch}.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     launches = ((op, model) for op, models in shapes.items() for model in models)
-    expected = {(*launch, n, dtype) for launch in launches for n in (16, 64) for dtype in ("bfloat16", "float32")}
+    expected = {
+        (*launch, n, dtype) for launch in launches for n in (1, 4, 16, 32, 64, 128) for dtype in ("bfloat16", "float32")
+    }
     found = {(r["op"], r["model"], r["nodes"], r["dtype"]) for r in records}
     assert expected <= found and len(found) == len(records)
     limit = {"sm_80": 166912, "sm_90": 232448}[arch]
