@@ -64,8 +64,8 @@ def test_the_peak_of_a_run_is_its_own() -> None:
     if not memory.reset_peak(CPU):
         pytest.skip("this machine does not let a process reset its peak")
     before = memory.peak_mib(CPU)
-    block = torch.ones(64 << 18)  # 64 MiB
-    assert memory.peak_mib(CPU) > before + 50
+    block = torch.ones(256 << 18)  # 256 MiB: more than an allocator keeps of what other tests have freed
+    assert memory.peak_mib(CPU) > before + 150
     del block
     memory.reset_peak(CPU)
     assert memory.peak_mib(CPU) < before + 32
