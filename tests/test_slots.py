@@ -18,7 +18,7 @@ from stree.drafters import Drafter, FusedDrafter, ModelDrafter, NoDrafter, Suffi
 from stree.growth import Chain
 from stree.models import tree_lm
 from stree.models.tree_lm import TreeLM
-from stree.sampling import Sampling
+from stree.sampling import Random, Sampling
 
 NEW = 14
 TEXTS = [*random_texts(random.Random(3), [7, 3, 1, 12, 5]), [4, 5, 6, 4, 5, 6, 4]]
@@ -63,6 +63,9 @@ def test_a_text_that_ends_with_its_first_token_gives_its_slot_on_at_once() -> No
     out = generated("model", 0.0, 1, first)
     assert out.sequences[0] == [*TEXTS[0], first] and out.stats["finish_reasons"][0] == "stop"
     assert out.sequences == generated("none", 0.0, None, first).sequences
+    arguments = {"max_new_tokens": NEW, "stop_token_ids": [first], "max_batch": 1}
+    again = stree.generate(lm(), [*TEXTS[:1] * 3, TEXTS[1]], NoDrafter(), **arguments)  # type: ignore[arg-type]
+    assert again.sequences == [*out.sequences[:1] * 3, out.sequences[1]]
 
 
 def test_an_iterator_is_read_as_slots_become_free() -> None:
@@ -140,12 +143,22 @@ def test_what_one_text_taught_an_estimate_does_not_reach_the_next() -> None:
     assert len({tuple(text) for text in out.sequences}) == 3  # numbers are those of the caller's input, not of the slot
 
 
+def test_a_text_that_stood_still_leaves_no_pending_token_behind() -> None:
+    rng = Random(0, torch.arange(1), torch.zeros(1, dtype=torch.long))
+    run = SuffixDrafter().start(50, [[5, 6, 7]], rng)
+    run.propose(torch.tensor([6]), None, 4)  # reads the pending token, whose text has ended
+    run.admit(0, [1, 2, 3, 9, 1, 2])
+    assert run.propose(torch.tensor([3]), None, 4).tree.tokens[0, :3].tolist() == [3, 9, 1]
+
+
 def test_slots_serve_chains_whose_last_leaf_was_never_run() -> None:
     arguments = {"growth": Chain(3), "budget": 4, "max_new_tokens": NEW}
     self_drafter = ModelDrafter(lm())  # everything is accepted, so that a leaf is left at every step
     together = stree.generate(lm(), TEXTS, self_drafter, **arguments)  # type: ignore[arg-type]
     assert together.stats["tau"] > 3
-    assert stree.generate(lm(), TEXTS, self_drafter, **arguments, max_batch=2).sequences == together.sequences  # type: ignore[arg-type]
+    alone = stree.generate(lm(), TEXTS, self_drafter, **arguments, max_batch=2)  # type: ignore[arg-type]
+    assert alone.sequences == together.sequences
+    assert alone.stats["tau"] == together.stats["tau"]  # no leaf of an earlier text stands before the next
     assert torch.equal(torch.tensor(together.stats["num_new_tokens"]), torch.full((len(TEXTS),), NEW))
 
 
