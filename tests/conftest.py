@@ -26,3 +26,27 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
             return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
         monkeypatch.setattr(torch, name, poisoned)
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Save a tiny target with its tokenizer."""
+    from tiny_pairs import save_tiny
+
+    return save_tiny(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def target(target_folder: str) -> Any:
+    """Load it."""
+    import stree
+
+    return stree.TreeLM.from_pretrained(target_folder, "cpu")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(target_folder: str) -> Any:
+    """Load its tokenizer."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(target_folder)
