@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from stree.drafters import SuffixDrafter
-from stree.retrieval import LONGEST_MATCH, Continuations, Datastore, SuffixAutomaton, compiled, datastore, merged
+from stree.retrieval import LONGEST_MATCH, Continuations, Datastore, SuffixAutomaton, compiled_store, datastore, merged
 from stree.sampling import Random
 from stree.verify import Acceptance
 
@@ -48,7 +48,7 @@ def longest_match(texts: list[list[int]], context: list[int]) -> int:
 
 def stored_match(store: Datastore, context: list[int]) -> int:
     key = np.array(context[: -LONGEST_MATCH - 1 : -1], dtype=np.int64)
-    return int(compiled.longest_match(store._text, store._order, key))
+    return int(compiled_store.longest_match(store._text, store._order, key))
 
 
 def paths(found: Continuations) -> list[tuple[int, ...]]:

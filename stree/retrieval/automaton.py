@@ -30,7 +30,7 @@ class SuffixAutomaton:
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         # Imported with the first text: whoever does not retrieve need not wait for numba.
-        from stree.retrieval import compiled
+        from stree.retrieval import compiled_automaton as compiled
 
         self._compiled = compiled
         self._sizes = np.array([1, 0, 0, 0])
@@ -80,7 +80,7 @@ class SuffixAutomaton:
         return int(self._compiled.draft_own(*self._arrays(), *nodes, min_match, backoff))
 
     def _arrays(self) -> tuple[np.ndarray, ...]:
-        """Give what `stree.retrieval.compiled` calls an automaton."""
+        """Give what `stree.retrieval.compiled_automaton` calls an automaton."""
         return self._sizes, self._states, self._edges, self._slots, self._frequent
 
     def _reserve(self, tokens: int) -> None:

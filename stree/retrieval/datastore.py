@@ -131,7 +131,7 @@ class Datastore:
 
     def lay_out(self, context: Sequence[int], nodes: Nodes, min_match: int = 2) -> int:
         """Write the tree that ``tree`` gives, as large as there is room for; return its size, the root included."""
-        from stree.retrieval import compiled  # imports numba
+        from stree.retrieval import compiled_store as compiled  # imports numba
 
         key = np.array(context[: -LONGEST_MATCH - 1 : -1], dtype=np.int64)
         return int(
