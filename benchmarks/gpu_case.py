@@ -13,10 +13,11 @@ import torch
 from shapes import binary_tree
 from torch import Tensor
 
+from stree.kernels.checks import Backend
 from stree.kernels.precision import float32_tolerance
 from stree.kernels.topology import AcceptedPath, Topology
 
-__all__ = ["PATH", "Case", "Inputs", "Provider", "copied", "draws", "tree_inputs", "widened"]
+__all__ = ["PATH", "Case", "Inputs", "Provider", "both", "copied", "draws", "tree_inputs", "widened"]
 
 Inputs = dict[str, Any]
 Provider = Callable[[Inputs], Tensor]
@@ -60,6 +61,11 @@ class Case:
         if self.terms is None:
             return 0.0
         return float32_tolerance(self.terms) if dtype == torch.float32 else TOLERANCE[dtype]
+
+
+def both(provide: Callable[[Backend], Provider]) -> dict[str, Provider]:
+    """Give the two ways that every operation has of its own."""
+    return {"triton": provide("triton"), "reference": provide("reference")}
 
 
 def copied(inputs: Inputs) -> Inputs:

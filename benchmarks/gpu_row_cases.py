@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gpu_peers
 import torch
-from gpu_case import PATH, Case, Inputs, Provider, draws, tree_inputs
+from gpu_case import PATH, Case, Inputs, Provider, both, draws, tree_inputs
 from shapes import Attention, Mixer
 from torch import Tensor
 
@@ -47,7 +47,7 @@ def attention_case(model: str, sizes: Attention, batch: int, n: int, dtype: torc
         "attention_step",
         {"model": model, "batch": batch, "n": n, "context": sizes.context},
         make,
-        {"triton": step("triton"), "reference": step("reference"), **peers},
+        {**both(step), **peers},
         num_bytes=batch
         * size
         * (kv_heads * (sizes.context + 2 * n) * (dim + own_values) + n * heads * (dim + value_dim)),
@@ -79,7 +79,7 @@ def commit_case(model: str, sizes: Attention, batch: int, n: int, dtype: torch.d
         "kv_commit",
         {"model": model, "batch": batch, "n": n},
         make,
-        {"triton": commit("triton"), "reference": commit("reference")},
+        both(commit),
         num_bytes=4 * batch * min(PATH, n.bit_length()) * kv_heads * dim * dtype.itemsize,
         flops=0,
     )
@@ -102,7 +102,7 @@ def gated_norm_case(model: str, mixer: Mixer, batch: int, n: int, dtype: torch.d
         "gated_rms_norm",
         {"model": model, "batch": batch, "n": n},
         make,
-        {"triton": norm("triton"), "reference": norm("reference")},
+        both(norm),
         num_bytes=3 * batch * n * channels * dtype.itemsize,
         flops=0,
         terms=channels // mixer.groups,
@@ -124,7 +124,7 @@ def norm_add_case(model: str, mixer: Mixer, batch: int, n: int, dtype: torch.dty
         "rms_norm_add",
         {"model": model, "batch": batch, "n": n},
         make,
-        {"triton": norm("triton"), "reference": norm("reference")},
+        both(norm),
         num_bytes=4 * batch * n * channels * dtype.itemsize,
         flops=0,
         terms=channels,
@@ -156,7 +156,7 @@ def accept_case(model: str, vocab: int, batch: int, n: int, dtype: torch.dtype, 
         "match_accept",
         {"model": model, "batch": batch, "n": n},
         make,
-        {"triton": walk("triton"), "reference": walk("reference")},
+        both(walk),
         num_bytes=4 * batch * n * vocab,
         flops=0,
     )

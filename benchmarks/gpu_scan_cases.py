@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gpu_peers
 import torch
-from gpu_case import PATH, Case, Inputs, Provider, draws, tree_inputs
+from gpu_case import PATH, Case, Inputs, Provider, both, draws, tree_inputs
 from shapes import Delta, Mixer, Selective
 
 from stree.kernels import ops
@@ -42,7 +42,7 @@ def ssd_case(model: str, mixer: Mixer, batch: int, n: int, dtype: torch.dtype, d
         "ssd_step",
         {"model": model, "batch": batch, "n": n},
         make,
-        {"triton": step("triton"), "reference": step("reference"), **gpu_peers.ssd_peers(mixer, tree["parents"])},
+        {**both(step), **gpu_peers.ssd_peers(mixer, tree["parents"])},
         num_bytes=batch * (8 * h * p * s + n * size * (2 * mixer.channels + h * p) + 4 * n * h),
         flops=batch * (2 * h * p * s * (n + PATH) + 2 * h * n * n * (s + p)),
         terms=s + n + PATH,
@@ -76,7 +76,7 @@ def conv_case(model: str, mixer: Mixer, batch: int, n: int, dtype: torch.dtype, 
         "conv_step",
         {"model": model, "batch": batch, "n": n},
         make,
-        {"triton": step("triton"), "reference": step("reference")},
+        both(step),
         num_bytes=size * channels * (batch * (3 * n + 2 * (mixer.width - 1)) + mixer.width),
         flops=0,
         terms=mixer.width,
@@ -118,7 +118,7 @@ def delta_case(model: str, sizes: Delta, batch: int, n: int, dtype: torch.dtype,
         "gated_delta_step",
         {"model": model, "batch": batch, "n": n},
         make,
-        {"triton": step("triton"), "reference": step("reference"), **peers},
+        {**both(step), **peers},
         num_bytes=batch * (8 * hv * dk * dv + n * (2 * stash + 4 * 2 * hk * dk + 2 * size * hv * dv)),
         flops=batch * hv * (2 * dk * dv * (2 * n + PATH) + 2 * n * n * (2 * dk + 2 * dv)),
         terms=dk + 2 * n + PATH,
@@ -158,7 +158,7 @@ def selective_case(model: str, sizes: Selective, batch: int, n: int, dtype: torc
         "selective_step",
         {"model": model, "batch": batch, "n": n},
         make,
-        {"triton": step("triton"), "reference": step("reference")},
+        both(step),
         num_bytes=batch * (8 * channels * dstate + n * (channels * (4 * size + 4) + 3 * dstate * size)),
         flops=0,
         terms=dstate + n + PATH,
@@ -192,7 +192,7 @@ def diagonal_case(model: str, sizes: Selective, batch: int, n: int, dtype: torch
         "diagonal_step",
         {"model": model, "batch": batch, "n": n},
         make,
-        {"triton": step("triton"), "reference": step("reference")},
+        both(step),
         num_bytes=batch * channels * (8 + n * (8 + 3 * size)),
         flops=0,
         terms=n + PATH,
