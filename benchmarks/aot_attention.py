@@ -60,7 +60,7 @@ def kv_commit_build(layer: Attention, n: int, dtype: torch.dtype) -> Build:
 def draw_build(vocab: int, n: int, dtype: torch.dtype) -> Build:
     """Describe the draw of a token at every node by the numbers of the nodes' positions."""
     pointers = {"score_ptr": POINTERS[dtype], "depths_ptr": "*i32"}
-    pointers |= dict.fromkeys(("sequences_ptr", "positions_ptr", "drawn_ptr"), "*i64")
+    pointers |= dict.fromkeys(("sequences_ptr", "positions_ptr", "key_ptr", "drawn_ptr"), "*i64")
     constants = draw_constants(vocab, greedy=False)
     return Build(draw_kernel, constants, pointers, _integers(draw_kernel.arg_names, vocab), Launch(vocab, 8))
 
@@ -79,7 +79,7 @@ def _integers(names: list[str], stride: int) -> dict[str, int]:
     return {
         name: stride if name.startswith("stride_") else 1
         for name in names
-        if name.startswith(("stride_", "key_")) or name in plain
+        if name.startswith("stride_") or name in plain
     }
 
 

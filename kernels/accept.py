@@ -24,12 +24,12 @@ MAX_VOCAB = 1 << 20
 BLOCK = 4096  # of a vocabulary in one pass
 
 
-def philox_uniform(position: Tensor, sequence: Tensor, node: Tensor, *, seed: int, purpose: int) -> Tensor:
+def philox_uniform(position: Tensor, sequence: Tensor, node: Tensor, *, seed: int | Tensor, purpose: int) -> Tensor:
     """Give the uniform numbers of counters; see `stree.kernels.accept_door`."""
     out = torch.empty(position.shape, dtype=torch.float64, device=position.device)
     count = out.numel()
     philox_kernel[(-(-count // 128),)](
-        position.contiguous(), sequence.contiguous(), node.contiguous(), out, count, purpose, *_key(seed), BLOCK=128
+        position.contiguous(), sequence.contiguous(), node.contiguous(), _key(seed, out), out, count, purpose, BLOCK=128
     )
     return out
 
@@ -46,7 +46,7 @@ def match_accept(
     scores: Tensor,
     *,
     width: int,
-    seed: int | None,
+    seed: int | Tensor | None,
     sequences: Tensor | None,
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,7 +71,7 @@ def _draw(
     *,
     uniform: Tensor | None = None,
     depths: Tensor | None = None,
-    seed: int | None = None,
+    seed: int | Tensor | None = None,
     sequences: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> Tensor:
@@ -84,7 +84,7 @@ def _draw(
     draw_kernel[(n, batch)](
         scores, uniform, depths,
         None if sequences is None else sequences.contiguous(), None if positions is None else positions.contiguous(),
-        drawn, n, vocab, *_key(seed or 0), *scores.stride()[:2],
+        None if seed is None else _key(seed, drawn), drawn, n, vocab, *scores.stride()[:2],
         **draw_constants(vocab, greedy=uniform is None and seed is None, aligned=_is_aligned(scores)), num_warps=8,
     )  # fmt: skip
     return drawn
@@ -105,7 +105,8 @@ def _is_aligned(scores: Tensor) -> bool:
     return all(place % 16 == 0 for place in places)
 
 
-def _key(seed: int) -> tuple[int, int]:
-    """Split a seed into the two words of its key, as signed 32-bit integers."""
-    low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-    return low - ((low >> 31) << 32), high - ((high >> 31) << 32)
+def _key(seed: int | Tensor, like: Tensor) -> Tensor:
+    """Give a seed as int64[] on the device of a tensor, modulo 2^64."""
+    if isinstance(seed, Tensor):
+        return seed
+    return torch.full((), (seed + (1 << 63)) % (1 << 64) - (1 << 63), dtype=torch.int64, device=like.device)

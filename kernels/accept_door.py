@@ -32,7 +32,13 @@ class MatchedPath:
 
 
 def philox_uniform(
-    position: Tensor, sequence: Tensor, node: Tensor, *, seed: int, purpose: int = 0, backend: Backend = "auto"
+    position: Tensor,
+    sequence: Tensor,
+    node: Tensor,
+    *,
+    seed: int | Tensor,
+    purpose: int = 0,
+    backend: Backend = "auto",
 ) -> Tensor:
     """Give the uniform number of each counter (position, sequence, purpose, node) under the key `seed`.
 
@@ -43,7 +49,7 @@ def philox_uniform(
         position: int64[...].
         sequence: int64, shape of position.
         node: int64, shape of position.
-        seed: any integer.
+        seed: any integer; or int64[], which a captured launch reads anew whenever it is replayed.
         purpose: what the numbers are for; 0 is the target's own tokens.
         backend: see `stree.kernels.ops`.
 
@@ -53,6 +59,8 @@ def philox_uniform(
     check("position", position, "int64", (*position.shape,), position)
     check("sequence", sequence, "int64", (*position.shape,), position)
     check("node", node, "int64", (*position.shape,), position)
+    if isinstance(seed, Tensor):
+        check("seed", seed, "int64", (), position)
     out: Tensor = choose("philox_uniform", backend, position)(position, sequence, node, seed=seed, purpose=purpose)
     return out
 
@@ -87,7 +95,7 @@ def match_accept(
     scores: Tensor,
     *,
     max_depth: int | None = None,
-    seed: int | None = None,
+    seed: int | Tensor | None = None,
     sequences: Tensor | None = None,
     positions: Tensor | None = None,
     backend: Backend = "auto",
@@ -104,7 +112,7 @@ def match_accept(
         parents: the trees.
         scores: float[b, n, vocab]: logits without a seed, laws as `choice` takes them with one; not NaN.
         max_depth: bound of the depths; the returned paths have min(n, max_depth + 1) entries.  None: n - 1.
-        seed: key of the numbers, or None for greedy.
+        seed: key of the numbers, an integer or int64[], or None for greedy.
         sequences: int64[b], with a seed.
         positions: int64[b], position of the root, with a seed.
         backend: see `stree.kernels.ops`.
@@ -122,6 +130,8 @@ def match_accept(
             raise ValueError(f"seed, sequences and positions go together, got seed {seed} and {name} {words}")
         if words is not None:
             check(name, words, "int64", (batch,), scores)
+    if isinstance(seed, Tensor):
+        check("seed", seed, "int64", (), scores)
     width = n if max_depth is None else min(n, max_depth + 1)
     walk = choose("match_accept", backend, scores)
     return MatchedPath(

@@ -9,20 +9,20 @@ import triton.language as tl
 
 
 @triton.jit
-def _uniform(position, sequence, purpose, node, key_low, key_high):
-    """Make 53 bits of the first two Philox words of a counter a number in [0, 1)."""
+def _uniform(position, sequence, purpose, node, key):
+    """Make 53 bits of the first two Philox words of a counter under an int64 key a number in [0, 1)."""
     c2 = (position * 0 + purpose).to(tl.uint32)
     high, low, _, _ = tl.philox_impl(
         position.to(tl.uint32), sequence.to(tl.uint32), c2, node.to(tl.uint32),
-        key_low.to(tl.uint32, bitcast=True), key_high.to(tl.uint32, bitcast=True),
+        key.to(tl.uint32), (key >> 32).to(tl.uint32),
     )  # fmt: skip
     # Both products are exact, so a fused multiply-add changes nothing.
     return ((high >> 5).to(tl.float64) * 67108864.0 + (low >> 6).to(tl.float64)) * 1.1102230246251565e-16
 
 
-@triton.jit(do_not_specialize=["count", "purpose", "key_low", "key_high"])
+@triton.jit(do_not_specialize=["count", "purpose"])
 def philox_kernel(
-    position_ptr, sequence_ptr, node_ptr, out_ptr, count, purpose, key_low, key_high, BLOCK: tl.constexpr
+    position_ptr, sequence_ptr, node_ptr, key_ptr, out_ptr, count, purpose, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Give the number of each counter; grid (blocks of counters)."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -30,7 +30,7 @@ def philox_kernel(
     position = tl.load(position_ptr + index, inside, 0)
     sequence = tl.load(sequence_ptr + index, inside, 0)
     node = tl.load(node_ptr + index, inside, 0)
-    tl.store(out_ptr + index, _uniform(position, sequence, purpose, node, key_low, key_high), inside)
+    tl.store(out_ptr + index, _uniform(position, sequence, purpose, node, tl.load(key_ptr)), inside)
 
 
 @triton.jit
@@ -41,12 +41,12 @@ def _weights(law_ptr, index, vocab, UNITS: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["n", "vocab", "key_low", "key_high", "stride_score_b", "stride_score_n"],
+    do_not_specialize=["n", "vocab", "stride_score_b", "stride_score_n"],
     do_not_specialize_on_alignment=["score_ptr"],
 )
 def draw_kernel(
-    score_ptr, uniform_ptr, depths_ptr, sequences_ptr, positions_ptr, drawn_ptr,
-    n, vocab, key_low, key_high, stride_score_b, stride_score_n,
+    score_ptr, uniform_ptr, depths_ptr, sequences_ptr, positions_ptr, key_ptr, drawn_ptr,
+    n, vocab, stride_score_b, stride_score_n,
     GREEDY: tl.constexpr, PURPOSE: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +71,7 @@ def draw_kernel(
         else:
             position = tl.load(positions_ptr + batch) + tl.load(depths_ptr + batch * n + node) + 1
             sequence = tl.load(sequences_ptr + batch)
-            number = _uniform(position, sequence, PURPOSE, position * 0, key_low, key_high)
+            number = _uniform(position, sequence, PURPOSE, position * 0, tl.load(key_ptr))
         block = tl.arange(0, BLOCKS)
         sums = tl.zeros((BLOCKS,), tl.int64)
         for start in range(0, vocab, BLOCK):

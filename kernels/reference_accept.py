@@ -17,7 +17,7 @@ UNITS = 2.0**60  # of a weight of one: weights that sum to at most 4 stay below 
 _WORD = 0xFFFFFFFF
 
 
-def philox_uniform(position: Tensor, sequence: Tensor, node: Tensor, *, seed: int, purpose: int) -> Tensor:
+def philox_uniform(position: Tensor, sequence: Tensor, node: Tensor, *, seed: int | Tensor, purpose: int) -> Tensor:
     """Run ten rounds of Philox 4x32 and make 53 bits of its first two words a number in [0, 1)."""
     c0, c1, c3 = position & _WORD, sequence & _WORD, node & _WORD
     c2 = torch.full_like(c0, purpose)
@@ -43,7 +43,7 @@ def match_accept(
     scores: Tensor,
     *,
     width: int,
-    seed: int | None,
+    seed: int | Tensor | None,
     sequences: Tensor | None,
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -221,16 +221,22 @@ class DecodeState:
         if max_length < self.max_length or max_nodes < self.max_nodes:
             present = f"max_length {self.max_length} and max_nodes {self.max_nodes}"
             raise ValueError(f"a resized state must have at least {present}, got {max_length} and {max_nodes}")
-        self.fold()
         other = DecodeState(
             self.specs, self.batch_size, max_length, max_nodes, self.lengths.device,
             fixed_shapes=self.fixed_shapes, is_lazy=self.is_lazy,
         )  # fmt: skip
-        for spec, stack in self.stacks.items():
-            other.stacks[spec].overwrite(stack)
-        other.lengths.copy_(self.lengths)
-        other.length_bound = self.length_bound
+        other.overwrite(self)
         return other
+
+    def overwrite(self, other: DecodeState) -> None:
+        """Take over the sequences of a state of as many, with as much or less room; nothing moves to another place."""
+        other.fold()
+        for spec, stack in self.stacks.items():
+            stack.overwrite(other.stacks[spec])
+        if self.unfolded is not None:
+            self.unfolded.lengths.zero_()
+        self.lengths.copy_(other.lengths)
+        self.length_bound, self.pending, self.is_torn = other.length_bound, None, False
 
     def commit(self, path: Tensor, path_lengths: Tensor) -> None:
         """Fold int32[batch, m] paths of the pending tree into every layer, or let them wait, and consume the tree."""

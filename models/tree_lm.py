@@ -41,13 +41,16 @@ class TreeLM:
         chunk_size: most prompt tokens that the model runs at once, or None for whole prompts; see ``prefill``.
         is_lazy: whether states let a committed path wait for the next tree's scan; None: where that scan folds it in
             one pass over a state, which are the devices that run the Triton versions.
+        is_captured: whether steps of a generation are captured as CUDA graphs and replayed; None: where they can be.
+        kept: what a generation keeps with the model for the next one; clear it to free that memory.
     """
 
     chunk_size: int | None = None
     is_lazy: bool | None = None
+    is_captured: bool | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model.eval()
+        self.model, self.kept = model.eval(), dict[str, Any]()
         self.family = family_of(model.config)
         self._mixers: dict[Site, Any] = {}
         self._specs: dict[Site, LayerSpec] = {}
@@ -110,6 +113,11 @@ class TreeLM:
     def device(self) -> torch.device:
         """Where tokens go in."""
         return cast(Tensor, self.model.get_input_embeddings().weight).device
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where its stateful layers stand."""
+        return {spec.device for spec in self._specs.values()}
 
     @property
     def dtype(self) -> torch.dtype:

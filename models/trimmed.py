@@ -44,6 +44,7 @@ class TrimmedLM(TreeLM):
         if lost:
             raise ValueError(f"a trimmed vocabulary must keep the model's stop tokens, got one without {sorted(lost)}")
         self.__dict__.update(lm.__dict__)
+        self.kept = {}  # what is kept with the whole model is of its own head
         self._kept, self._size = rows.sort().values, size
         self.model = _with_head(lm.model, self._kept)
 

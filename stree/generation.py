@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stree.drafters import Drafter, HasModel, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.drafters.initialised import InitialisedDrafter
+from stree.engine import engine_of
 from stree.growth import Growth
 from stree.growth.target_init import TargetInit
 from stree.kernels.topology import most_nodes
@@ -126,6 +127,7 @@ def run(
     if budget == 1:
         drafter = NoDrafter()
     steering = _steering(lm, drafter, growth, budget, sampling, slots.max_batch)
+    engine = engine_of(lm) if processor is None and not is_lossy else None  # else host code runs in every step
     if processor is not None:
         lm, drafter = _with_processor(lm, drafter, processor)
     if is_lossy and isinstance(drafter, ModelDrafter):
@@ -133,7 +135,7 @@ def run(
     session = Session(
         lm, slots.prompts, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, seed=seed,
         max_batch=slots.max_batch, max_length=slots.max_length, refills=slots.refills, streamer=streamer,
-        observer=observer,
+        observer=observer, engine=engine,
     )  # fmt: skip
     shape = None if steering.growth is None else str(steering.growth)
     session.settings = {"growth": shape, "budget": budget, "verifier": verifier, "lossless": not is_lossy}

@@ -1,27 +1,42 @@
 """One step of the loop as device work: draft, verify, accept, commit, and what of it the host is to hear.
 
 Nothing here reads the device.  What a step leaves for the next one stands in tensors that are written in place, stop
-tokens and lengths are looked after on the device, and the host reads a step's tokens when it pleases.
+tokens and lengths are looked after on the device, and the host reads a step's tokens when it pleases.  So a step can be
+captured once and replayed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from stree.drafters import Draft, DraftRun, Slotted
+from stree.drafters import Capturable, Draft, Drafter, DraftRun, Restartable, Slotted, padded_prompts
+from stree.graphs import Graphs
 from stree.growth import Growth
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random, Sampling
+from stree.tree import TokenTree
 from stree.verify import Acceptance, accept
 
 __all__ = ["Program", "Round", "StepClock"]
+
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)  # nodes of trees that are brought to a captured verification
+
+
+class Clock(Protocol):
+    """Knows when the parts of a step ended."""
+
+    def seconds(self) -> list[tuple[str, float]]:
+        """List parts and their times, seconds; on a device, of a step that has ended."""
+        ...
 
 
 class StepClock:
@@ -37,7 +52,8 @@ class StepClock:
         if self._device.type != "cuda":
             self._marks.append((part, time.perf_counter()))
             return
-        event = torch.cuda.Event(enable_timing=True)
+        # An external event is recorded anew by every replay of the graph that it is captured in.
+        event = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())
         event.record(torch.cuda.current_stream(self._device))
         self._marks.append((part, event))
 
@@ -50,13 +66,42 @@ class StepClock:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ReplayClock:
+    """When a replay ended, charged to its parts as they shared the first one.
+
+    Attributes:
+        clock: marks around the replay.
+        shares: parts, and of the replay's time the share of each.
+    """
+
+    clock: StepClock
+    shares: Sequence[tuple[str, float]]
+
+    def seconds(self) -> list[tuple[str, float]]:
+        """List parts and their times, seconds."""
+        whole = sum(time_s for _, time_s in self.clock.seconds())
+        return [(part, share * whole) for part, share in self.shares]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clocks:
+    """Marks of a step that is launched in pieces."""
+
+    clocks: Sequence[Clock]
+
+    def seconds(self) -> list[tuple[str, float]]:
+        """List parts and their times, seconds."""
+        return [part for clock in self.clocks for part in clock.seconds()]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Round:
     """One step that was launched.
 
     Attributes:
         draft: what was proposed.
         acceptance: what was accepted; path length 0 where a sequence stood still.
-        logits: float[batch, n, vocab], of the tree's nodes.
+        logits: float[batch, n, vocab], of the tree's nodes.  Of a replayed step these tensors hold until the next one.
         report: int64[batch, m + 2] on the host: up to m emitted tokens, their number, and the nodes committed.
         arrival: event after which ``report`` may be read, or None where it may be at once.
         clock: when its parts ended.
@@ -67,7 +112,7 @@ class Round:
     logits: Tensor
     report: Tensor
     arrival: Any
-    clock: StepClock
+    clock: Clock
 
     def emitted(self) -> tuple[list[list[int]], list[int]]:
         """Wait for the report; give each sequence's new tokens, and the nodes that it committed."""
@@ -77,64 +122,98 @@ class Round:
         return [row[: row[-2]] for row in rows], [row[-1] for row in rows]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Done:
+    """A step's work, launched: what becomes a ``Round`` once its report is on its way."""
+
+    draft: Draft
+    found: Acceptance
+    logits: Tensor
+    report: Tensor
+    clock: Clock
+
+
 class Program:
     """The steps of a batch of sequences, from one to the next on the device.
 
     Args:
         lm: the target.
-        state: its state, prefilled.
-        run: the drafter's run for the same sequences.
-        rng: random numbers; its positions are not used.
+        state: its state, empty.
+        rng: random numbers; its sequences are written, its positions are not used.
         sampling: how the target's tokens are drawn.
         verifier: see ``stree.accept``.
         stop_token_ids: tokens that end a sequence.
-        max_new_tokens: most new tokens a sequence.
+        graphs: captures steps and replays them, or None to launch every operation of every step.
 
     Attributes:
+        run: the drafter's run for the same sequences, from ``fill`` on.
         pending: int64[batch], emitted tokens that were not yet run.
         num_new: int64[batch], tokens emitted.
+        limit: int64[batch], most new tokens.
         is_finished: bool[batch], sequences that stand still.
     """
+
+    run: DraftRun
 
     def __init__(
         self,
         lm: TreeLM,
         state: DecodeState,
-        run: DraftRun,
         rng: Random,
         *,
         sampling: Sampling,
         verifier: str,
         stop_token_ids: Iterable[int],
-        max_new_tokens: int,
+        graphs: Graphs | None = None,
     ) -> None:
-        self.lm, self.state, self.run, self.rng = lm, state, run, rng
-        self.sampling, self.verifier, self.max_new_tokens = sampling, verifier, max_new_tokens
+        self.lm, self.state, self.rng = lm, state, rng
+        self.sampling, self.verifier, self.graphs = sampling, verifier, graphs
         self.pending = torch.zeros_like(rng.sequences)
         self.num_new = torch.zeros_like(rng.sequences)
-        self.is_finished = torch.zeros_like(rng.sequences, dtype=torch.bool)
+        self.limit = torch.zeros_like(rng.sequences)
+        self.is_finished = torch.ones_like(rng.sequences, dtype=torch.bool)
         self._stop = torch.tensor(sorted(stop_token_ids), dtype=torch.long, device=rng.sequences.device)
         self._places: dict[int, Tensor] = {}
+        self._trees: dict[int, TokenTree] = {}  # by nodes, what captured verifications read
+        self._shares: dict[Hashable, Sequence[tuple[str, float]]] = {}
+        self._version: int | None = None  # of the run's tensors
+
+    def fill(self, drafter: Drafter, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Tensor:
+        """Begin as many texts as there are rows, whatever these held.
+
+        Args:
+            drafter: the same one every time.
+            prompts: token lists.
+            max_new_tokens: most new tokens a sequence.
+            seed: of the random numbers.
+
+        Returns:
+            float[batch, vocab] logits of their first tokens.
+        """
+        input_ids, lengths = padded_prompts(prompts)
+        if not self.state.length_bound:
+            logits = self.lm.prefill(self.state, input_ids, lengths)
+        else:
+            filled = self.lm.new_state(len(prompts), input_ids.shape[1], 1)
+            logits = self.lm.prefill(filled, input_ids, lengths)
+            self.state.overwrite(filled)
+        if self.graphs is not None:
+            self.state.length_bound = self.state.max_length  # replays do not count
+        if isinstance(self.rng.seed, Tensor):
+            self.rng.seed.fill_((seed + (1 << 63)) % (1 << 64) - (1 << 63))
+        self.rng.sequences.copy_(torch.arange(len(prompts)))
+        self.limit.fill_(max_new_tokens)
+        if isinstance(getattr(self, "run", None), Restartable):
+            self.run.restart(prompts)  # type: ignore[attr-defined]
+        else:
+            self.run = drafter.start(self.lm.vocab_size, prompts, self.rng.at(lengths.to(self.pending.device)))
+        return logits
 
     def step(self, growth: Growth | None, budget: int) -> Round:
         """Launch a step of at most ``budget`` nodes a sequence."""
-        clock = StepClock(self.pending.device)
-        draft = self.run.propose(self.pending, growth, budget)
-        clock.lap("draft_s")
-        logits = self.lm.verify(self.state, draft.tree)
-        clock.lap("verify_s")
-        rng = self.rng.at(self.state.lengths.long())
-        found = accept(draft.tree, logits, self.sampling, rng, draft.laws, self.verifier, draft.max_depth)
-        found = replace(found, path_lengths=found.path_lengths.masked_fill(self.is_finished, 0))
-        clock.lap("accept_s")
-        self.lm.commit(self.state, found.path, found.path_lengths)
-        clock.lap("commit_s")
-        self.run.observe(found)
-        clock.lap("draft_s")
-        report = self._emit(draft, found)
-        clock.lap("accept_s")
-        report, arrival = self._send(report)  # behind the last mark, which has a time once it has arrived
-        return Round(draft, found, logits, report, arrival, clock)
+        done = self._launch(growth, budget)
+        report, arrival = self._send(done.report)
+        return Round(done.draft, done.found, done.logits, report, arrival, done.clock)
 
     def begin(self, row: int, token: int, *, is_finished: bool) -> None:
         """Start a sequence whose prompt was run and whose first token was emitted."""
@@ -161,20 +240,114 @@ class Program:
         self.rng.sequences[row] = sequence  # in place: the drafter's numbers are keyed by the same tensor
         return logits, Random(self.rng.seed, self.rng.sequences[row : row + 1], length)
 
-    def _emit(self, draft: Draft, found: Acceptance) -> Tensor:
+    def _launch(self, growth: Growth | None, budget: int) -> _Done:
+        """Replay the step where it can be captured, the part behind the draft where only that can, else launch all."""
+        run, graphs = self.run, self.graphs
+        if graphs is not None and isinstance(run, Capturable):
+            if run.version != self._version:
+                graphs.clear()
+                self._version = run.version
+            if run.is_steady(budget):
+                work = partial(self._whole, growth, budget)
+                done, is_replayed = self._replayed(graphs, f"budget {budget}, {growth!r}", work)
+                if is_replayed:
+                    run.replayed(budget)
+                return done
+        elif graphs is not None:
+            clock = StepClock(self.pending.device)
+            draft = run.propose(self.pending, growth, budget)
+            clock.lap("draft_s")
+            if draft.laws is None:
+                return self._launch_target(graphs, draft, clock)
+            return self._after(draft, clock)
+        return self._whole(growth, budget)
+
+    def _whole(self, growth: Growth | None, budget: int) -> _Done:
+        """Draft and do what follows."""
+        clock = StepClock(self.pending.device)
+        draft = self.run.propose(self.pending, growth, budget)
+        clock.lap("draft_s")
+        return self._after(draft, clock)
+
+    def _after(self, draft: Draft, clock: StepClock) -> _Done:
+        """Verify a draft, commit what is accepted and tell the drafter."""
+        done = self._target(draft, clock)
+        self.run.observe(done.found)
+        clock.lap("draft_s")
+        report = self._emit(draft.tree, done.found)
+        clock.lap("accept_s")
+        return replace(done, report=report)
+
+    def _target(self, draft: Draft, clock: StepClock) -> _Done:
+        """Do the target's part: verify, accept, commit."""
+        logits = self.lm.verify(self.state, draft.tree)
+        clock.lap("verify_s")
+        rng = self.rng.at(self.state.lengths.long())
+        found = accept(draft.tree, logits, self.sampling, rng, draft.laws, self.verifier, draft.max_depth)
+        found = replace(found, path_lengths=found.path_lengths.masked_fill(self.is_finished, 0))
+        clock.lap("accept_s")
+        self.lm.commit(self.state, found.path, found.path_lengths)
+        clock.lap("commit_s")
+        return _Done(draft, found, logits, found.path, clock)
+
+    def _launch_target(self, graphs: Graphs, draft: Draft, clock: StepClock) -> _Done:
+        """Bring a tree that the host has made to a captured verification."""
+        n = draft.tree.tokens.shape[1]
+        size = min(size for size in (*BUCKETS, n) if size >= n)
+        tree = self._tree(size)
+        tree.tokens.zero_()[:, :n] = draft.tree.tokens
+        tree.parents.fill_(-1)[:, :n] = draft.tree.parents
+        done, _ = self._replayed(graphs, f"{size} nodes", partial(self._verified, size))
+        told = StepClock(self.pending.device)
+        self.run.observe(done.found)
+        told.lap("draft_s")
+        return replace(done, draft=draft, clock=Clocks([clock, done.clock, told]))
+
+    def _verified(self, size: int) -> _Done:
+        """Do the target's part for a tree that was brought."""
+        known = self._tree(size)
+        clock = StepClock(self.pending.device)
+        draft = Draft(TokenTree.unchecked(known.tokens, known.parents), None, size - 1)
+        done = self._target(draft, clock)
+        report = self._emit(draft.tree, done.found)
+        clock.lap("accept_s")
+        return replace(done, report=report)
+
+    def _replayed(self, graphs: Graphs, key: str, work: Callable[[], _Done]) -> tuple[_Done, bool]:
+        """Do captured work, timed as a whole; its parts are timed the first time only."""
+        clock = StepClock(self.pending.device)
+        done, is_replayed = graphs.run(key, work, self._give_up)
+        if not is_replayed:
+            return done, False
+        clock.lap("")
+        if key not in self._shares:
+            if self.pending.device.type == "cuda":
+                torch.cuda.synchronize(self.pending.device)
+            parts = done.clock.seconds()
+            whole = max(sum(time_s for _, time_s in parts), 1e-12)
+            self._shares[key] = [(part, time_s / whole) for part, time_s in parts]
+        return replace(done, clock=ReplayClock(clock, self._shares[key])), True
+
+    def _give_up(self) -> None:
+        """Forget a capture that failed: nothing of it has run."""
+        self.state.is_torn = False
+        if isinstance(self.run, Capturable):
+            self.run.give_up()
+
+    def _emit(self, tree: TokenTree, found: Acceptance) -> Tensor:
         """Take the tokens after the path's nodes, up to a stop token or the limit, and make the last one pending."""
         place = self._place(found.path.shape[1])
         length = found.path_lengths.long()[:, None]
         following = found.next_token[:, None]
-        tokens = draft.tree.tokens.gather(1, found.path.clamp(min=0).long())
+        tokens = tree.tokens.gather(1, found.path.clamp(min=0).long())
         tokens = torch.where(place == length - 1, following, tokens.roll(-1, 1))
-        count = torch.minimum(length, self.max_new_tokens - self.num_new[:, None])
+        count = torch.minimum(length, (self.limit - self.num_new)[:, None])
         if len(self._stop):
             ends = (tokens[..., None] == self._stop).any(-1) & (place < count)
             count = torch.minimum(count, torch.where(ends, place + 1, len(place)).amin(1, keepdim=True))
             self.is_finished |= ends.any(1)
         self.num_new += count.squeeze(1)
-        self.is_finished |= self.num_new >= self.max_new_tokens
+        self.is_finished |= self.num_new >= self.limit
         self.pending.copy_(torch.where(length > 0, following, self.pending[:, None]).squeeze(1))
         return torch.cat([tokens, count, length], 1)
 
@@ -193,3 +366,10 @@ class Program:
         if count not in self._places:
             self._places[count] = torch.arange(count, device=self.pending.device)
         return self._places[count]
+
+    def _tree(self, size: int) -> TokenTree:
+        """Give the tokens and parents that captured verifications of so many nodes read, made once."""
+        if size not in self._trees:
+            tokens = self.pending.new_zeros(len(self.pending), size)
+            self._trees[size] = TokenTree.unchecked(tokens, torch.full_like(tokens, -1, dtype=torch.int32))
+        return self._trees[size]

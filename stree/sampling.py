@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stree.kernels.accept_door import philox_uniform
 from stree.kernels.topology import reads_freely
 
 __all__ = ["MAX_RANKS", "Draws", "Random", "Sampling"]
@@ -85,12 +86,12 @@ class Random:
     """Random numbers of a batch, by counter; an object with the same three methods may stand in for it.
 
     Attributes:
-        seed: int, the key.
+        seed: the key, an integer, or int64[] that captured work reads anew whenever it is replayed.
         sequences: int64[batch], index of each row in the caller's input.
         positions: int64[batch], position of the root (the pending token) in its text.
     """
 
-    seed: int
+    seed: int | Tensor
     sequences: Tensor
     positions: Tensor
 
@@ -115,13 +116,14 @@ class Random:
         """
         shape = (-1,) + (1,) * (offset.dim() - 1)
         position, sequence = self.positions.view(shape) + offset, self.sequences.view(shape)
-        node = torch.as_tensor(node, device=offset.device)
-        words: list[Any] = list(torch.broadcast_tensors(position.long(), sequence, node.long()))
+        if not isinstance(node, Tensor):
+            node = torch.full((), node, device=offset.device)
+        words = torch.broadcast_tensors(position.long(), sequence, node.long())
+        if not reads_freely(offset):
+            return philox_uniform(*words, seed=self.seed, purpose=PURPOSES[purpose])
         # NumPy runs the same integer arithmetic about five times faster than torch on small CPU tensors.
-        if reads_freely(offset):
-            words = [word.numpy() for word in words]
-        high, low = _philox(words[0], words[1], PURPOSES[purpose], words[2], self.seed)
-        return _number(high, low)
+        position, sequence, node = (word.numpy() for word in words)
+        return _number(*_philox(position, sequence, PURPOSES[purpose], node, int(self.seed)))
 
     def choice(self, purpose: str, probs: Tensor, offset: Tensor, node: Tensor | int = 0) -> Tensor:
         """Draw one index from each law by inversion.
@@ -241,16 +243,13 @@ class _Line:
 
 
 def _number(high: Any, low: Any) -> Tensor:
-    """Make 53 bits of two int64 words (torch or NumPy) a float64 in [0, 1)."""
+    """Make 53 bits of two int64 words a float64 in [0, 1)."""
     bits = (high >> 5) * (1 << 26) + (low >> 6)
-    if isinstance(bits, np.ndarray):
-        return torch.from_numpy(np.ascontiguousarray(bits * 2.0**-53))
-    number: Tensor = bits.double() * 2.0**-53  # not bits * 2.0**-53, which torch computes in float32
-    return number
+    return torch.from_numpy(np.ascontiguousarray(bits * 2.0**-53))
 
 
 def _philox(c0: Any, c1: Any, c2: int, c3: Any, seed: int) -> tuple[Any, Any]:
-    """Run ten rounds of Philox 4x32 on int64 words (torch or NumPy) and return the first two words of the block."""
+    """Run ten rounds of Philox 4x32 on int64 NumPy words and return the first two words of the block."""
     mask = 0xFFFFFFFF
     c0, c1, c3 = c0 & mask, c1 & mask, c3 & mask
     k0, k1 = seed & mask, (seed >> 32) & mask

@@ -14,7 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stree.drafters import Bounded, Drafter, Slotted
+from stree.drafters import Bounded, Drafter, NoDrafter, Slotted
+from stree.engine import Engine, rounded
+from stree.graphs import Graphs
 from stree.kernels.topology import reads_freely
 from stree.models.tree_lm import TreeLM
 from stree.program import Program, Round
@@ -66,6 +68,7 @@ class Session:
         refills: whether there may be more prompts than slots.
         streamer: receives tokens as they are emitted, or None.
         observer: sees what every token was drawn from and may end a sequence, or None.
+        engine: keeps programs whose steps are captured, or None where they are launched one by one.
     """
 
     def __init__(
@@ -82,7 +85,9 @@ class Session:
         refills: bool = False,
         streamer: Streamer | None = None,
         observer: Observer | None = None,
+        engine: Engine | None = None,
     ) -> None:
+        self.engine = engine
         self.lm, self.sampling, self.max_new_tokens, self.seed = lm, sampling, max_new_tokens, seed
         self.max_batch, self.max_length, self.refills = max_batch, max_length, refills
         self.streamer, self.observer = streamer, observer
@@ -95,6 +100,8 @@ class Session:
         self.device = lm.device  # asked for once: it is looked up through the model's modules
         self.stats = Statistics()
         self.settings: dict[str, Any] = {}
+        self._graphs: Graphs | None = None
+        self._replays = 0  # that the graphs had seen before
         self.is_started = False
 
     @property
@@ -108,7 +115,25 @@ class Session:
         On a device the host hears of a step while the next one runs, unless it must know more before it can go on.
         """
         self._began = time.perf_counter()
-        program = self._start(drafter, steering, verifier)
+        prompts = list(islice(self._runnable(), self.max_batch))
+        if not prompts:
+            raise ValueError(f"no prompt can be run: {self.reasons[0] if self.reasons else 'there is none'}")
+        # The last step starts below the limit and may commit a whole path beyond it.
+        room = self.max_length + steering.max_nodes
+        room = room if self.engine is None else rounded(room)
+        kind = NoDrafter if isinstance(drafter, NoDrafter) else id(drafter)
+        key = len(prompts), room, steering.max_nodes, self.sampling, verifier, self.stop, kind, repr(steering.growth)
+        program = self.engine.take(key) if self.engine is not None else None
+        if program is None:
+            program = self._program(len(prompts), room, steering.max_nodes, verifier)
+        self._graphs, self._replays = program.graphs, 0 if program.graphs is None else program.graphs.num_replays
+        self._start(program, drafter, steering, prompts)
+        self._loop(program, steering)
+        if self.engine is not None:
+            self.engine.keep(key, program, drafter)
+
+    def _loop(self, program: Program, steering: Steering) -> None:
+        """Launch steps and hear of them until every sequence has finished."""
         self._refill(program)
         is_late = self.device.type == "cuda" and self.observer is None and not steering.watches
         launched: deque[Round] = deque()
@@ -132,39 +157,37 @@ class Session:
             **self.stats.report(self.num_new_tokens),
             **self.settings,
         }
+        if self._graphs is not None:
+            known = self._graphs.report()
+            report["graphs"] = {**known, "replays": known["replays"] - self._replays}
         return Generation([prompt + new for prompt, new in zip(self.prompts, self.new, strict=True)], report)
 
-    def _start(self, drafter: Drafter, steering: Steering, verifier: str) -> Program:
-        """Prefill the first prompts together and draw their first tokens."""
-        prompts = list(islice(self._runnable(), self.max_batch))
-        if not prompts:
-            raise ValueError(f"no prompt can be run: {self.reasons[0] if self.reasons else 'there is none'}")
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        width = int(lengths.max())
-        input_ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
-        # The last step starts below the limit and may commit a whole path beyond it.
-        max_nodes = steering.max_nodes
-        room = self.max_length + max_nodes
-        state = self.lm.new_state(len(prompts), room, max_nodes)
+    def _program(self, batch: int, room: int, max_nodes: int, verifier: str) -> Program:
+        """Make room for texts."""
+        state = self.lm.new_state(batch, room, max_nodes)
         state.fixed_shapes = not reads_freely(state.lengths)  # where steps are replayed they must not grow
-        logits = self.lm.prefill(state, input_ids, lengths)
-        rng = Random(self.seed, torch.arange(len(prompts), device=self.device), lengths.to(self.device))
-        run = drafter.start(self.lm.vocab_size, prompts, rng)
-        if isinstance(run, Bounded) and not steering.is_off:
-            run.reserve(room)
-        if self.refills and not isinstance(run, Slotted):
-            raise TypeError(f"{type(drafter).__name__} cannot take up a prompt in mid-run; leave max_batch out")
-        program = Program(
-            self.lm, state, run, rng, sampling=self.sampling, verifier=verifier, stop_token_ids=self.stop,
-            max_new_tokens=self.max_new_tokens,
+        sequences = torch.arange(batch, device=self.device)
+        seed = self.seed if self.engine is None else torch.zeros_like(sequences[0])
+        return Program(
+            self.lm, state, Random(seed, sequences, torch.zeros_like(sequences)), sampling=self.sampling,
+            verifier=verifier, stop_token_ids=self.stop, graphs=None if self.engine is None else self.engine.graphs(),
         )  # fmt: skip
+
+    def _start(self, program: Program, drafter: Drafter, steering: Steering, prompts: list[list[int]]) -> None:
+        """Prefill the first prompts together and draw their first tokens."""
+        logits = program.fill(drafter, prompts, self.max_new_tokens, self.seed)
+        if self.refills and not isinstance(program.run, Slotted):
+            raise TypeError(f"{type(drafter).__name__} cannot take up a prompt in mid-run; leave max_batch out")
+        if isinstance(program.run, Bounded):
+            room = program.state.max_length
+            program.run.reserve(room, steering.growth, steering.max_nodes, begins=not steering.is_off)
         self._check(logits)
         if self.streamer is not None:
-            self.streamer.put(input_ids[0])
+            self.streamer.put(torch.tensor(prompts[0]))
         self.is_started = True
-        self._first_tokens(program, range(len(prompts)), rng, logits)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        self._first_tokens(program, range(len(prompts)), program.rng.at(lengths), logits)
         self.stats.prefill_s = self.stats.total_s = time.perf_counter() - self._began
-        return program
 
     def _refill(self, program: Program) -> None:
         """Give the slots of sequences that have finished to prompts that wait."""

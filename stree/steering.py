@@ -31,11 +31,13 @@ class Steering(Protocol):
     """Decides the size of every step.
 
     Attributes:
+        growth: the shape that its steps are made of, or None.
         max_nodes: most nodes of a step.
         watches: whether a step's outcome must be observed before the next size is asked for.
         is_off: whether plain decoding goes on for now, so that a drafter need not be made ready.
     """
 
+    growth: Growth | None
     max_nodes: int
     watches: bool
 

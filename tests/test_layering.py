@@ -30,12 +30,12 @@ FOLDERS = (
 )
 PLAIN = {"stree.sampling", "stree.tree"}
 POLICIES = {"stree.growth", "stree.retrieval", "stree.verify", "stree.budget"}
-LOOP = {"stree.program", "stree.statistics", "stree.steering"}
+LOOP = {"stree.engine", "stree.graphs", "stree.program", "stree.statistics", "stree.steering"}
 ENGINE = PLAIN | POLICIES | {"stree.kernels", "stree.models", "stree.drafters"}
 ALLOWED: dict[str, set[str]] = {
     "stree": ENGINE | {"stree.distill", "stree.generation", "stree.hook"},
     "stree.tree": {"stree.kernels.topology"},
-    "stree.sampling": {"stree.draws", "stree.kernels.topology"},
+    "stree.sampling": {"stree.draws", "stree.kernels.accept_door", "stree.kernels.topology"},
     "stree.draws": set(),
     "stree.retrieval": {"stree.retrieval"},
     "stree.vocabulary": set(),
@@ -46,7 +46,9 @@ ALLOWED: dict[str, set[str]] = {
     "stree.steering": PLAIN | POLICIES | {"stree.models", "stree.drafters"},
     "stree.processing": PLAIN | {"stree.models"},
     "stree.statistics": {"stree.drafters"},
-    "stree.program": PLAIN | POLICIES | {"stree.models", "stree.drafters"},
+    "stree.graphs": set(),
+    "stree.program": PLAIN | POLICIES | {"stree.graphs", "stree.models", "stree.drafters"},
+    "stree.engine": {"stree.graphs", "stree.models", "stree.program"},
     "stree.session": PLAIN | POLICIES | LOOP | {"stree.models", "stree.drafters", "stree.kernels.topology"},
     "stree.generation": PLAIN
     | POLICIES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from stree import draws
-from stree.sampling import MAX_RANKS, Draws, Random, Sampling, _Line, _number, _philox
+from stree.kernels import topology
+from stree.sampling import MAX_RANKS, Draws, Random, Sampling, _Line, _philox
 
 ALPHA = 1e-6  # false alarms of a statistical test; the seeds are fixed, so a test passes always or never
 
@@ -52,21 +53,25 @@ def test_philox_gives_the_published_words(
 ) -> None:
     seed = key[0] | key[1] << 32
     c0, c1, c2, c3 = counter
-    numpy_words = _philox(np.array([c0]), np.array([c1]), c2, np.array([c3]), seed)
-    torch_words = _philox(torch.tensor([c0]), torch.tensor([c1]), c2, torch.tensor([c3]), seed)
-    assert tuple(int(word[0]) for word in numpy_words) == words
-    assert tuple(int(word[0]) for word in torch_words) == words
+    found = _philox(np.array([c0]), np.array([c1]), c2, np.array([c3]), seed)
+    assert tuple(int(word[0]) for word in found) == words
 
 
-def test_numpy_and_torch_run_the_same_arithmetic() -> None:
-    generator = torch.Generator().manual_seed(0)
-    c0, c1, c3 = (torch.randint(0, 1 << 32, (1000,), generator=generator) for _ in range(3))
-    for seed in (0, 1, 2**40 + 3, -1):
-        by_torch = _philox(c0, c1, 2, c3, seed)
-        by_numpy = _philox(c0.numpy(), c1.numpy(), 2, c3.numpy(), seed)
-        for left, right in zip(by_torch, by_numpy, strict=True):
-            assert torch.equal(left, torch.from_numpy(right))
-        assert torch.equal(_number(*by_torch), _number(*by_numpy))
+@pytest.mark.parametrize("seed", [0, 1, 2**40 + 3, -1, 2**63 + 5, 2**64 + 1])
+def test_a_device_s_numbers_are_the_cpu_s_whether_the_seed_is_a_tensor_or_not(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = torch.randint(0, 1 << 32, (2, 1000), generator=torch.Generator().manual_seed(0))
+    rng = Random(seed, words[0], words[1])
+    node = torch.arange(1000)
+    on_host = rng.uniform("draft", node, node)
+    monkeypatch.setattr(topology, "waits_always", True)
+    assert torch.equal(rng.uniform("draft", node, node), on_host)
+    key = torch.tensor((seed + 2**63) % 2**64 - 2**63)
+    rng = replace(rng, seed=key)
+    assert torch.equal(rng.uniform("draft", node, node), on_host)
+    key += 1
+    assert not torch.equal(rng.uniform("draft", node, node), on_host)
 
 
 def test_numbers_do_not_depend_on_the_batch_around_them() -> None:

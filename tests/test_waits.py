@@ -86,16 +86,12 @@ def program(
     target.is_lazy = draft.is_lazy = is_lazy
     state = target.new_state(2, 512, 16)
     state.fixed_shapes = topology.waits_always
-    logits = target.prefill(state, torch.tensor(TEXTS))
     rng = Random(0, torch.arange(2), torch.tensor([6, 6]))
     drafter = NoDrafter() if growth is None else ModelDrafter(draft)
-    run = drafter.start(target.vocab_size, TEXTS, rng)
-    if isinstance(run, Bounded):
-        run.reserve(512)
-    begun = Program(
-        target, state, run, rng, sampling=Sampling(temperature), verifier="auto", stop_token_ids=stop or [],
-        max_new_tokens=500,
-    )  # fmt: skip
+    begun = Program(target, state, rng, sampling=Sampling(temperature), verifier="auto", stop_token_ids=stop or [])
+    logits = begun.fill(drafter, TEXTS, 500, seed=0)
+    if isinstance(begun.run, Bounded):
+        begun.run.reserve(512, growth, 12, begins=True)
     for row, token in enumerate(logits.argmax(-1).tolist()):
         begun.begin(row, token, is_finished=False)
     return begun
@@ -190,7 +186,7 @@ def test_a_stop_token_and_the_limit_end_sequences_without_the_host(as_on_a_devic
         new = text[6:]
         expected.append(new[: new.index(stop) + 1] if stop in new else new)
     begun = program(Chain(3), 0.0, [stop])
-    begun.max_new_tokens = 24
+    begun.limit.fill_(24)
     texts = [[int(token)] for token in begun.pending]
     for _ in range(24):
         for text, tokens in zip(texts, begun.step(Chain(3), 4).emitted()[0], strict=True):

@@ -7,10 +7,20 @@ token and observes what became of it.
 from stree.drafters.fused import FusedDrafter
 from stree.drafters.model import ModelDrafter
 from stree.drafters.none import NoDrafter
-from stree.drafters.protocol import Bounded, Draft, Drafter, DraftRun, HasModel, Slotted
+from stree.drafters.protocol import (
+    Bounded,
+    Capturable,
+    Draft,
+    Drafter,
+    DraftRun,
+    HasModel,
+    Restartable,
+    Slotted,
+    padded_prompts,
+)
 from stree.drafters.suffix import SuffixDrafter
 
 __all__ = [
-    "Bounded", "Draft", "DraftRun", "Drafter", "FusedDrafter", "HasModel", "ModelDrafter", "NoDrafter", "Slotted",
-    "SuffixDrafter",
+    "Bounded", "Capturable", "Draft", "DraftRun", "Drafter", "FusedDrafter", "HasModel", "ModelDrafter", "NoDrafter",
+    "Restartable", "Slotted", "SuffixDrafter", "padded_prompts",
 ]  # fmt: skip

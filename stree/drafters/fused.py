@@ -188,11 +188,11 @@ class _FusedRun:
             assert isinstance(run, Slotted), f"{type(run).__name__} cannot take up a text in mid-run"
             run.admit(row, prompt)
 
-    def reserve(self, max_length: int) -> None:
+    def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
         """Tell those that it matters to."""
         for run in self._runs:
             if isinstance(run, Bounded):
-                run.reserve(max_length)
+                run.reserve(max_length, growth, budget, begins=begins)
 
 
 class _HidingLM:

@@ -102,6 +102,6 @@ class _InitialisedRun:
         self._is_someone_new = True
         self._run.admit(row, prompt)
 
-    def reserve(self, max_length: int) -> None:
-        """Make room for texts of ``max_length`` tokens."""
-        self._run.reserve(max_length)
+    def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
+        """Make room for texts of ``max_length`` tokens and trees of a budget."""
+        self._run.reserve(max_length, growth, budget, begins=begins)

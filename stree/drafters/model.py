@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stree.drafters.grown import GrownTree, num_columns, prune
 from stree.drafters.offers import offers_of
-from stree.drafters.protocol import Draft
+from stree.drafters.protocol import Draft, padded_prompts
 from stree.growth import Calibrated, Estimate, Growth, Limited, Plan, choose_slots
 from stree.kernels.topology import reads_freely
 from stree.models.state import DecodeState
@@ -66,18 +66,26 @@ class _ModelRun:
     The draft model's tree has one column more than the target's: it begins with the chain [leaf, pending] where the
     last accepted leaf was never run, and with [pending] and a padding column elsewhere.  Node i of the target's tree,
     i > 0, is node i + 1 of it.
+
+    Attributes:
+        version: counts how often tensors that outlive a step were replaced by larger ones.
     """
 
     def __init__(self, lm: TreeLM, prompts: Sequence[Sequence[int]], rng: Random) -> None:
         self._lm, self._rng, self._prompts = lm, rng, list(prompts)
         self._leaf = torch.zeros(len(prompts), dtype=torch.long, device=lm.device)
         self._max_length: int | None = None  # of a text, where it is known
+        self._largest: Plan | None = None  # of all plans to come, where it is known
+        self.version = 0
         self._begun: DecodeState | None = None  # None until the prompts have been run
         self._has_leaf = torch.zeros(len(prompts), dtype=torch.bool, device=lm.device)
         self._growth: Growth | None = None  # the one that the estimate belongs to
         self._estimate: Estimate
         self._extension: tuple[int, Tensor] | None = None  # nodes of the own tree; tokens of the one verified instead
-        self._behind: tuple[Tensor, Tensor] | None = None  # accepted but never run: int64[batch, m], their number
+        # Accepted but never run: int64[batch, room + 1], the last column of which is nobody's, and their number.
+        self._waiting, self._num_waiting = self._leaf.new_zeros(len(prompts), 1), torch.zeros_like(self._leaf)
+        self._most_waiting = 0  # bound of their number, known to the host
+        self._is_extended = False
         self._root: Tensor | None = None  # the pending tokens where nothing else was proposed
         self._room: Tensor | None = None  # for the laws of a step
         self._left_out = torch.zeros_like(self._leaf)  # nodes of the next budget that others fill
@@ -93,7 +101,10 @@ class _ModelRun:
         plan = growth.plan(budget)
         base = growth.base if isinstance(growth, Limited) else growth
         if base is not self._growth:
-            self._growth, self._estimate = base, base.estimate(len(self._leaf), self._leaf.device)
+            if self._growth is None or repr(base) != repr(self._growth):
+                self._estimate = base.estimate(len(self._leaf), self._leaf.device)
+                self.version += 1
+            self._growth = base
         self._begin()
         num_calls = self._catch_up()
         self._reserve(num_columns(plan))
@@ -131,8 +142,7 @@ class _ModelRun:
 
     def extend(self, tree: TokenTree) -> None:
         """Take note that others appended nodes to the proposed tree, and that ``tree`` is verified instead."""
-        own = self._tree.tokens.shape[1]
-        self._extension = own, tree.tokens
+        self._extension, self._is_extended = (self._tree.tokens.shape[1], tree.tokens), True
 
     def observe(self, acceptance: Acceptance) -> None:
         """Commit the accepted nodes that were run; keep an accepted leaf that was not for the next call."""
@@ -167,30 +177,35 @@ class _ModelRun:
         tokens = root[:, None]
         if self._extension is not None:
             (_, tokens), self._extension = self._extension, None
-        tokens = tokens.gather(1, path.clamp(min=0).long())
-        if self._behind is None:
-            self._behind = tokens, lengths
-            return
-        waiting, count = self._behind
-        place = torch.arange(waiting.shape[1] + tokens.shape[1], device=root.device)
-        both = torch.cat([waiting, tokens], 1)
-        source = torch.where(place < count[:, None], place, place - count[:, None] + waiting.shape[1])
-        self._behind = both.gather(1, source.clamp(max=both.shape[1] - 1)), count + lengths
+        self._wait(tokens.gather(1, path.clamp(min=0).long()), lengths)
+
+    def _wait(self, tokens: Tensor, count: Tensor) -> None:
+        """Put the first ``count``, int64[batch], of int64[batch, m] accepted tokens behind those that wait."""
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        self._most_waiting += tokens.shape[1]
+        room = self._waiting.shape[1] - 1
+        if self._most_waiting > room and (self._max_length is None or room < self._max_length):
+            larger = self._max_length or 2 * self._most_waiting
+            self._waiting = torch.nn.functional.pad(self._waiting, (0, larger - room))
+            self.version += 1
+        end = self._waiting.shape[1] - 1
+        index = torch.where(place < count[:, None], self._num_waiting[:, None] + place, end).clamp_(max=end)
+        self._waiting.scatter_(1, index, tokens)
+        self._num_waiting += count
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
         """Run another prompt into a row whose text has ended."""
         self._prompts[row] = prompt
         if self._begun is not None:
             if len(prompt) > self._state.max_length:
-                self._begun = self._state.resized(2 * len(prompt), self._state.max_nodes)
+                self._resize(2 * len(prompt), self._state.max_nodes)
             single = self._lm.new_state(1, self._state.max_length, self._state.max_nodes)
             self._lm.prefill(single, torch.tensor([prompt]))
             self._state.write_row(row, single)
         self._has_leaf[row] = False
         if self._growth is not None:
             self._estimate.forget(row)
-        if self._behind is not None:
-            self._behind[1][row] = 0
+        self._num_waiting[row] = 0
 
     def _own_part(self, acceptance: Acceptance) -> Acceptance:
         """Cut accepted paths where they leave the own tree; what follows there is run before the next draft."""
@@ -202,22 +217,23 @@ class _ModelRun:
         is_own = (path < own) & (place < lengths[:, None])
         count = is_own.sum(1, dtype=torch.int32)
         beyond = (place + count[:, None]).clamp(max=path.shape[1] - 1).long()
-        self._behind = tokens.gather(1, path.gather(1, beyond).clamp(min=0)), lengths - count
+        self._wait(tokens.gather(1, path.gather(1, beyond).clamp(min=0)), (lengths - count).long())
         own_path = torch.where(is_own, path, -1).to(torch.int32)
         return Acceptance(own_path, count, acceptance.next_token)
 
     def _catch_up(self) -> int:
         """Run and commit the accepted tokens that were never run, as chains; return the draft calls it took."""
-        if self._behind is None:
+        if not self._most_waiting:
             return 0
-        (tokens, count), self._behind = self._behind, None
-        calls = 0
-        while bool((count > 0).any()):
-            piece = tokens[:, :MOST_CAUGHT_UP]
-            self._run_chain(piece, count.clamp(max=piece.shape[1]))
-            tokens, count = tokens[:, MOST_CAUGHT_UP:], (count - MOST_CAUGHT_UP).clamp(min=0)
-            calls += 1
-        return calls
+        most = self._most_waiting
+        if reads_freely(self._num_waiting) or self._is_extended:  # who extends trees has waited for the host anyway
+            most = int(self._num_waiting.max())
+        for begin in range(0, most, MOST_CAUGHT_UP):
+            piece = self._waiting[:, begin : min(begin + MOST_CAUGHT_UP, most)]
+            self._run_chain(piece, (self._num_waiting - begin).clamp(0, piece.shape[1]))
+        self._num_waiting.zero_()
+        self._most_waiting = 0
+        return -(-most // MOST_CAUGHT_UP)
 
     def _run_chain(self, tokens: Tensor, count: Tensor) -> None:
         """Run and commit the last leaf and the first ``count`` of int64[batch, m] tokens of every sequence."""
@@ -235,10 +251,46 @@ class _ModelRun:
         self._lm.commit(self._state, path, lengths.to(torch.int32))
         self._has_leaf &= count == 0
 
-    def reserve(self, max_length: int) -> None:
-        """Make room once for texts of ``max_length`` tokens, and run the prompts: no later step has to."""
-        self._max_length = max_length
-        self._begin()
+    def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
+        """Make room once for texts of ``max_length`` tokens and trees of a budget: no later step has to."""
+        if budget > 1:
+            self._largest = (ModelDrafter.default_growth if growth is None else growth).plan(budget)
+        if max_length != self._max_length:
+            self._max_length = max_length
+            self._waiting = self._waiting.new_zeros(len(self._waiting), max_length + 1)
+            self.version += 1
+        if begins:
+            self._begin()
+
+    def restart(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Begin as many other texts; those that run already keep their memory."""
+        self._prompts = list(prompts)
+        for row in range(len(prompts)):
+            if self._growth is not None:
+                self._estimate.forget(row)
+        self._has_leaf.zero_()
+        self._num_waiting.zero_()
+        self._left_out.zero_()
+        self._most_waiting, self._root, self._extension = 0, None, None
+        if self._begun is not None:
+            input_ids, lengths = padded_prompts(prompts)
+            filled = self._lm.new_state(len(prompts), input_ids.shape[1], 1)
+            self._lm.prefill(filled, input_ids, lengths)
+            self._begun.overwrite(filled)
+
+    def is_steady(self, budget: int) -> bool:
+        """Tell whether the next step is the work of all steps: it is not where the model must catch up first."""
+        return budget == 1 or (self._begun is not None and not self._most_waiting)
+
+    def replayed(self, budget: int) -> None:
+        """Take note of a token that waits now."""
+        self._most_waiting += budget == 1
+
+    def give_up(self) -> None:
+        """Forget what a step has begun on the host."""
+        self._root, self._extension = None, None
+        if self._begun is not None:
+            self._begun.is_torn = False
 
     @property
     def _state(self) -> DecodeState:
@@ -250,10 +302,10 @@ class _ModelRun:
         """Run the prompts, once: plain decoding does without."""
         if self._begun is not None:
             return
-        lengths = torch.tensor([len(prompt) for prompt in self._prompts])
-        width = int(lengths.max())
-        input_ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in self._prompts])
-        self._begun = self._lm.new_state(len(lengths), max(self._max_length or 2 * width + 1024, width), 66)
+        input_ids, lengths = padded_prompts(self._prompts)
+        width = input_ids.shape[1]
+        nodes = 66 if self._largest is None else max(num_columns(self._largest), MOST_CAUGHT_UP + 1)
+        self._begun = self._lm.new_state(len(lengths), max(self._max_length or 2 * width + 1024, width), nodes)
         self._begun.fixed_shapes = not reads_freely(self._leaf)
         self._lm.prefill(self._begun, input_ids, lengths)
 
@@ -262,16 +314,24 @@ class _ModelRun:
         state = self._state
         length = state.length_bound + nodes if self._max_length is None else self._max_length
         if length > state.max_length or nodes > state.max_nodes:
-            self._begun = state.resized(
+            self._resize(
                 max(state.max_length, 2 * length if length > state.max_length else 0), max(nodes, state.max_nodes)
             )
 
+    def _resize(self, max_length: int, max_nodes: int) -> None:
+        """Put a larger state in the place of the present one."""
+        self._begun = self._state.resized(max_length, max_nodes)
+        self.version += 1
+
     def _room_for_laws(self, plan: Plan, logits: Tensor) -> Tensor:
         """Give memory for the laws of a tree's nodes that are run: the same for every step."""
-        shape = (len(logits), 1 + sum(layer.width for layer in plan.layers[:-1]), logits.shape[-1])
-        if self._room is None or self._room.shape != shape:
-            self._room = logits.new_empty(shape)
-        return self._room
+        batch, vocab = len(logits), logits.shape[-1]
+        rows = _num_run(plan)
+        if self._room is None or self._room.numel() < batch * rows * vocab:
+            most = max(rows, 0 if self._largest is None else _num_run(self._largest))
+            self._room = logits.new_empty(batch * most * vocab)
+            self.version += 1
+        return self._room[: batch * rows * vocab].view(batch, rows, vocab)
 
     def _grow_layers(self, grown: GrownTree, plan: Plan, sampling: Sampling) -> Tensor | None:
         """Grow layer by layer; return the laws of the nodes that were run, float[batch, nodes, vocab], if sampled."""
@@ -338,3 +398,8 @@ class _ModelRun:
             reach = torch.cat([reach.scatter(1, parent, upper * (1 - share)), value], 1)
             grown.add_below(torch.where(parent > 0, parent + 1, grown.lead[:, None]), token, value, is_taken)
         return None if greedy else torch.cat(laws, 1)
+
+
+def _num_run(plan: Plan) -> int:
+    """Count the nodes of a plan that are run, the root among them."""
+    return 1 + sum(layer.width for layer in plan.layers[:-1])

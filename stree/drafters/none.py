@@ -27,6 +27,8 @@ class NoDrafter:
 class _NoRun:
     """A run that drafts nothing."""
 
+    version = 0
+
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         """Return the roots."""
         batch = pending.shape[0]
@@ -38,4 +40,17 @@ class _NoRun:
         """Ignore it."""
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
+        """Ignore it."""
+
+    def restart(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Ignore them."""
+
+    def is_steady(self, budget: int) -> bool:
+        """Tell that all steps are alike."""
+        return True
+
+    def replayed(self, budget: int) -> None:
+        """Ignore it."""
+
+    def give_up(self) -> None:
         """Ignore it."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from stree.growth import Growth
@@ -14,7 +15,18 @@ from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftLaws
 
-__all__ = ["Bounded", "Draft", "DraftRun", "Drafter", "Extensible", "HasModel", "Slotted"]
+__all__ = [
+    "Bounded",
+    "Capturable",
+    "Draft",
+    "DraftRun",
+    "Drafter",
+    "Extensible",
+    "HasModel",
+    "Restartable",
+    "Slotted",
+    "padded_prompts",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,8 +100,40 @@ class Slotted(Protocol):
 class Bounded(Protocol):
     """A run that has a state of its own, whose memory can be reserved."""
 
-    def reserve(self, max_length: int) -> None:
-        """Make room once for texts of ``max_length`` tokens, and run the prompts: no later step has to."""
+    def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
+        """Make room once for texts of ``max_length`` tokens and trees of a budget; run the prompts if it ``begins``."""
+        ...
+
+
+@runtime_checkable
+class Restartable(Protocol):
+    """A run that can begin anew, in the memory that it has."""
+
+    def restart(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Begin as many other texts as it has; nothing that was learnt of the old ones may matter to them."""
+        ...
+
+
+@runtime_checkable
+class Capturable(Protocol):
+    """A run that drafts on the device alone, so that a step can be captured and replayed.
+
+    Attributes:
+        version: another number whenever tensors that captured work reads or writes were replaced.
+    """
+
+    version: int
+
+    def is_steady(self, budget: int) -> bool:
+        """Tell whether the next step of this budget is the same work as all such steps."""
+        ...
+
+    def replayed(self, budget: int) -> None:
+        """Take note that a step was replayed, whose host code did not run."""
+        ...
+
+    def give_up(self) -> None:
+        """Take note that a step's host code ran, but nothing on the device."""
         ...
 
 
@@ -105,3 +149,10 @@ class HasModel(Protocol):
     def with_model(self, change: Callable[[TreeLM], TreeLM]) -> Drafter:
         """Give a drafter like this one over ``change`` of its model: what the loop processes logits with."""
         ...
+
+
+def padded_prompts(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Lay prompts side by side: int64[batch, longest], right-padded, and their lengths int64[batch], on the host."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    width = int(lengths.max())
+    return torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]), lengths

@@ -7,7 +7,7 @@ probability that verification gets as far as testing it (also called reach).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any, Literal, Protocol, Self
 
 import torch
@@ -206,7 +206,7 @@ def _size_down_to(ordered: Tensor, below: tuple[float, ...]) -> Tensor:
     return rank + 1 + (worth * (rank <= rank[:, None])).sum(-1)
 
 
-@lru_cache(maxsize=1024)
+@cache  # captured steps read them: none may be dropped
 def _on_device(numbers: tuple[int, ...] | tuple[float, ...], device: torch.device) -> Tensor:
     """Put what a layer says on a device, once."""
     return torch.tensor(numbers, dtype=None if numbers else torch.float32, device=device)

@@ -112,7 +112,8 @@ def _facts(tree: TokenTree, siblings: Siblings, draft: DraftLaws | None) -> Tens
         what q has besides at the token, 1 for a DELTA node.
     """
     if draft is None:
-        return torch.tensor([1.0, 0.0, 1.0], device=tree.tokens.device).expand(*tree.tokens.shape, 3)
+        one_hot = torch.arange(3, device=tree.tokens.device) != 1  # made there: nothing is copied from the host
+        return one_hot.float().expand(*tree.tokens.shape, 3)
     row = draft.row.long().clamp(0, draft.probs.shape[1] - 1)
     batch = torch.arange(len(row), device=row.device)[:, None]
     at = draft.probs[batch.unsqueeze(-1), row.unsqueeze(-1), tree.tokens[:, None]].double()  # [batch, node, token]

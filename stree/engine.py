@@ -1,0 +1,88 @@
+"""What a target keeps between calls where steps are captured: programs with their states and their graphs.
+
+A graph holds the places of what it was captured with, so a program serves all texts of one shape: as many sequences,
+as much room, the same laws, the same drafter.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any
+
+from stree.graphs import CudaRecorder, Graphs, Recorder
+from stree.models.tree_lm import TreeLM
+from stree.program import Program
+
+__all__ = ["Engine", "engine_of", "rounded"]
+
+MOST_PROGRAMS = 4
+ROOM = 256  # least room for a text; powers of two above it, so that texts of about one length share a program
+
+
+class Engine:
+    """The programs of one target, at most MOST_PROGRAMS; the one that was not used for longest is dropped first.
+
+    Args:
+        recorder: captures their steps.
+
+    Attributes:
+        recorder: it.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self._programs: OrderedDict[Hashable, tuple[Program, Any]] = OrderedDict()
+
+    def take(self, key: Hashable) -> Program | None:
+        """Give a program of this kind, if there is one; nobody else has it until it is put back."""
+        known = self._programs.pop(key, None)
+        return None if known is None else known[0]
+
+    def keep(self, key: Hashable, program: Program, drafter: Any) -> None:
+        """Put a program back, with the drafter that it belongs to."""
+        self._programs[key] = program, drafter
+        while len(self._programs) > MOST_PROGRAMS:
+            self._programs.popitem(last=False)
+
+    def release(self) -> None:
+        """Drop all programs, their states and graphs."""
+        self._programs.clear()
+
+    def graphs(self) -> Graphs:
+        """Begin the graphs of a new program."""
+        return Graphs(self.recorder)
+
+    def report(self) -> list[dict[str, Any]]:
+        """Describe the programs, JSON-able: sequences, room, bytes of the state, graphs and their bytes."""
+        return [
+            {
+                "batch": program.state.batch_size, "max_length": program.state.max_length,
+                "max_nodes": program.state.max_nodes, "state_bytes": program.state.num_bytes,
+                **(program.graphs.report() if program.graphs is not None else {}),
+            }
+            for program, _ in self._programs.values()
+        ]  # fmt: skip
+
+
+def engine_of(lm: TreeLM) -> Engine | None:
+    """Give a target's engine, or None where its steps are launched one by one.
+
+    Steps are captured on CUDA, unless ``lm.is_captured`` is False or the model's layers stand on several devices.
+    """
+    if not _can_capture(lm):
+        return None
+    if "engine" not in lm.kept:
+        lm.kept["engine"] = Engine(CudaRecorder(lm.device))
+    engine: Engine = lm.kept["engine"]
+    return engine
+
+
+def rounded(length: int) -> int:
+    """Give the room that texts of about this length share."""
+    return max(ROOM, 1 << (length - 1).bit_length())
+
+
+def _can_capture(lm: TreeLM) -> bool:
+    """Tell whether a model's steps can be captured."""
+    return lm.device.type == "cuda" and lm.is_captured is not False and len(lm.devices) == 1

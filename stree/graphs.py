@@ -1,0 +1,145 @@
+"""Work that is captured once and replayed from then on: on CUDA, a graph for every kind of step.
+
+It knows no model and no drafting: work is a function without arguments that reads and writes tensors which stay where
+they are, and whose host code does the same every time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["CudaRecorder", "Graph", "Graphs", "Recorder"]
+
+WARM_UP = 2  # runs before a capture: what is compiled or allocated once must not be part of it
+MOST_GRAPHS = 32
+
+logger = logging.getLogger("stree")
+
+
+class Graph(Protocol):
+    """Captured work."""
+
+    def replay(self) -> None:
+        """Launch it again, on the tensors that it was captured with."""
+        ...
+
+
+class Recorder(Protocol):
+    """Captures work on a device."""
+
+    def capture(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
+        """Call work once without running it on the device; give what replays it, and what it returned."""
+        ...
+
+    def allocated(self) -> int:
+        """Count the bytes that the device's allocator holds."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs of one device, with one memory pool: what is dead between graphs is shared.
+
+    Args:
+        device: where the work runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+
+    def capture(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
+        """Capture on a stream of its own; other threads may go on using the device."""
+        graph = torch.cuda.CUDAGraph()
+        recording = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
+        with torch.cuda.device(self._device), recording:
+            out = work()
+        return graph, out
+
+    def allocated(self) -> int:
+        """Count the bytes that the caching allocator has reserved."""
+        return int(torch.cuda.memory_reserved(self._device))
+
+
+@dataclass(slots=True)
+class _Kind:
+    """One kind of work: how often it ran, and its graph, if it has one."""
+
+    runs: int = 0
+    graph: Graph | None = None
+    out: Any = None
+    num_bytes: int = 0
+
+
+class Graphs:
+    """The graphs of one owner, at most so many; the one that was not used for longest is dropped first.
+
+    Args:
+        recorder: captures.
+        most: graphs.
+
+    Attributes:
+        problems: why a kind of work cannot be captured, by kind; it runs without a graph.
+    """
+
+    def __init__(self, recorder: Recorder, most: int = MOST_GRAPHS) -> None:
+        self._recorder, self._most = recorder, most
+        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+        self.problems: dict[Hashable, str] = {}
+        self.num_replays = 0
+
+    def run(self, key: Hashable, work: Callable[[], Any], give_up: Callable[[], None]) -> tuple[Any, bool]:
+        """Do work: at first as it is, then captured and replayed.
+
+        Args:
+            key: its kind; the tensors and numbers that work of one kind finds are always the same ones.
+            work: what to do.
+            give_up: called after a capture that failed, before work is done without it: nothing has run on the device.
+
+        Returns:
+            What work returned, now or when it was captured, and whether it was replayed.
+        """
+        kind = self._kinds.setdefault(key, _Kind())
+        self._kinds.move_to_end(key)
+        kind.runs += 1
+        if kind.graph is None and kind.runs > WARM_UP and key not in self.problems:
+            self._capture(key, kind, work, give_up)
+        if kind.graph is None:
+            return work(), False
+        kind.graph.replay()
+        self.num_replays += 1
+        return kind.out, True
+
+    def clear(self) -> None:
+        """Drop all graphs: what they were captured with is gone."""
+        self._kinds.clear()
+
+    def report(self) -> dict[str, Any]:
+        """Say what there is, JSON-able."""
+        captured = [kind for kind in self._kinds.values() if kind.graph is not None]
+        return {
+            "graphs": len(captured),
+            "graph_bytes": sum(kind.num_bytes for kind in captured),
+            "replays": self.num_replays,
+            "not_captured": {str(key): problem for key, problem in self.problems.items()},
+        }
+
+    def _capture(self, key: Hashable, kind: _Kind, work: Callable[[], Any], give_up: Callable[[], None]) -> None:
+        """Capture a kind of work; what cannot be captured is remembered, and said."""
+        captured = [other for other, known in self._kinds.items() if known.graph is not None]
+        if len(captured) >= self._most:
+            del self._kinds[captured[0]]
+        before = self._recorder.allocated()
+        try:
+            kind.graph, kind.out = self._recorder.capture(work)
+        except Exception as problem:  # whatever a model's own code does that no graph can hold
+            kind.graph = None
+            self.problems[key] = f"{type(problem).__name__}: {problem}"[:500]
+            logger.warning("a step (%s) runs without a CUDA graph: %s", key, self.problems[key])
+            give_up()
+            return
+        kind.num_bytes = max(self._recorder.allocated() - before, 0)

@@ -1,0 +1,137 @@
+"""A stand-in for CUDA graphs on the CPU: operators are noted with their tensors, and run again on the same memory.
+
+As on a GPU, capturing changes nothing, host code does not run again, nothing may be read or brought from the host, and
+memory that was freed after a capture must not be used by it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from host_reads import NoHostReads
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class TapeError(RuntimeError):
+    """What a CUDA graph could not hold, or would do wrong."""
+
+
+class Tape(TorchDispatchMode):
+    """One captured graph: operators in the order of their calls."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self._own: set[int] = set()  # storages made while recording
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # by storage, a view of all of it and what it held
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket.__name__ == "lift_fresh":  # a number put into a slice, which a device's kernel is given
+            self._own |= {_place(tensor) for tensor in _tensors(args)}
+        for tensor in _written(func, args, kwargs):
+            self._save(tensor)
+        out = func(*args, **kwargs)
+        taken = {_place(tensor) for tensor in _tensors((args, kwargs))}
+        made = [tensor for tensor in _tensors(out) if _place(tensor) not in taken]
+        self._own |= {_place(tensor) for tensor in made}
+        self._calls.append((func, args, kwargs, made))
+        return out
+
+    def undo(self) -> None:
+        """Put back what the recorded run has overwritten; count who holds what it did not make."""
+        for whole, held in self._before.values():
+            whole.copy_(held)
+        self._before.clear()
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Run everything again."""
+        self._look_for_freed()
+        for func, args, kwargs, made in self._calls:
+            if not made and not _written(func, args, kwargs):
+                continue  # a view
+            out = func(*args, **kwargs)
+            fresh = _tensors(out)
+            for old, new in zip(made, fresh if len(fresh) == len(made) else [], strict=bool(made)):
+                old.copy_(new)
+
+    def _save(self, tensor: Tensor) -> None:
+        """Keep what a storage holds before the first write to it."""
+        place = _place(tensor)
+        if place not in self._own and place not in self._before:
+            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            self._before[place] = whole, whole.clone()
+
+    def _look_for_freed(self) -> None:
+        """Fail if nobody but the tape holds memory that it did not make."""
+        times: dict[int, int] = {}  # that the tape holds each tensor
+        held: dict[int, dict[int, Tensor]] = {}
+        for _, args, kwargs, made in self._calls:
+            for tensor in [*_tensors((args, kwargs)), *made]:
+                times[id(tensor)] = times.get(id(tensor), 0) + 1
+                if _place(tensor) not in self._own:
+                    held.setdefault(_place(tensor), {})[id(tensor)] = tensor
+        del tensor
+        for tensors in held.values():
+            views = [*tensors.values()]
+            storage = views[0].untyped_storage()
+            others = torch._C._storage_Use_Count(storage._cdata) - len(views) - 1
+            # Beside the tape, two collections here and the argument of getrefcount hold a tensor.
+            if others <= 0 and all(sys.getrefcount(views[i]) <= times[id(views[i])] + 3 for i in range(len(views))):
+                raise TapeError(f"a replayed step uses memory that was freed, once a tensor {[*views[0].shape]}")
+
+
+class _NothingFromTheHost(TorchFunctionMode):
+    """Fail where numbers of the host are made a tensor, for which a device would wait."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.tensor, torch.as_tensor, torch.from_numpy):
+            raise TapeError(f"a captured step brings numbers from the host by {func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+class TapeRecorder:
+    """Records tapes where a device would record CUDA graphs."""
+
+    def __init__(self) -> None:
+        self.tapes: list[Tape] = []
+
+    def capture(self, work: Callable[[], Any]) -> tuple[Tape, Any]:
+        """Record work and undo it."""
+        tape = Tape()
+        try:
+            with NoHostReads(), _NothingFromTheHost(), tape:
+                out = work()
+        finally:
+            tape.undo()
+        self.tapes.append(tape)
+        return tape, out
+
+    def allocated(self) -> int:
+        """Count nothing."""
+        return 0
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _place(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """List the tensors that an operator writes."""
+    written = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            written += _tensors(value)
+    return written

@@ -1,0 +1,247 @@
+"""Steps that are captured once and replayed give what steps launched one by one give, in every way to draft.
+
+A tape takes the place of CUDA graphs: host code does not run again, nothing may be read, moved or freed.
+
+Run: python -m pytest tests/test_graphs.py
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from tape import Tape, TapeError, TapeRecorder
+from test_waits import GROWTHS
+from tiny_models import grafted, random_texts, tiny_model
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+import stree
+from stree import engine
+from stree.drafters import Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.engine import Engine
+from stree.graphs import WARM_UP, Graphs
+from stree.growth import Calibrated, Chain, Growth
+from stree.kernels import topology
+from stree.sampling import Sampling
+from stree.steering import AutoSize
+
+TEXTS = random_texts(random.Random(0), [6, 9])
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def drafter() -> ModelDrafter:
+    return ModelDrafter(grafted(tiny_model("mamba2", seed=1)))
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], stree.TreeLM]]:
+    """Give what makes a target whose steps are captured, in the code that a device would run."""
+
+    def begin() -> stree.TreeLM:
+        monkeypatch.setattr(topology, "waits_always", True)
+        monkeypatch.setattr(engine, "_can_capture", lambda lm: "engine" in lm.kept)
+        lm = grafted(tiny_model("bamba"))
+        lm.kept["engine"] = Engine(TapeRecorder())
+        return lm
+
+    yield begin
+
+
+def generate(lm: stree.TreeLM, drafter: Drafter, seed: int = 0, texts: Any = TEXTS, **options: Any) -> stree.Generation:
+    return stree.generate(lm, texts, drafter, max_new_tokens=options.pop("max_new_tokens", NEW), seed=seed, **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", GROWTHS)
+def test_replayed_steps_give_the_texts_of_launched_ones(
+    name: str, temperature: float, drafter: ModelDrafter, capture: Callable[[], stree.TreeLM]
+) -> None:
+    growth: Growth | None = GROWTHS[name]
+    options: dict[str, Any] = {"growth": growth, "budget": 1 if growth is None else 12}
+    drafts = NoDrafter() if growth is None else drafter
+    sampling = Sampling(temperature)
+    eager = [generate(grafted(tiny_model("bamba")), drafts, seed, sampling=sampling, **options) for seed in (0, 1)]
+    lm = capture()
+    for number, seed in enumerate((0, 1)):
+        found = generate(lm, drafts, seed, sampling=sampling, **options)
+        assert found.sequences == eager[seed].sequences
+        assert found.stats["tau"] == eager[seed].stats["tau"]
+        assert found.stats["draft_calls"] >= eager[seed].stats["draft_calls"]  # the CPU may stop where nothing is left
+        assert found.stats["graphs"]["graphs"] == 1 and not found.stats["graphs"]["not_captured"]
+        launched = found.stats["steps"] - found.stats["graphs"]["replays"]
+        assert WARM_UP <= launched <= WARM_UP + 1 if number == 0 else launched == 0, "the first one's graph serves all"
+    assert len(lm.kept["engine"].recorder.tapes) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_trees_that_the_host_lays_out_are_brought_to_captured_verifications(
+    temperature: float, capture: Callable[[], stree.TreeLM]
+) -> None:
+    text = [[5, 6, 7, 8, 9] * 4, [3, 4] * 5]
+    sampling = Sampling(temperature)
+    eager = generate(grafted(tiny_model("bamba")), SuffixDrafter(), texts=text, sampling=sampling)
+    found = generate(capture(), SuffixDrafter(), texts=text, sampling=sampling)
+    assert found.sequences == eager.sequences and found.stats["tau"] == eager.stats["tau"]
+    assert found.stats["graphs"]["replays"] > 4 and found.stats["nodes_per_step"] == eager.stats["nodes_per_step"]
+
+
+def test_a_fused_tree_is_launched_as_it_is_and_keeps_its_text(
+    drafter: ModelDrafter, capture: Callable[[], stree.TreeLM]
+) -> None:
+    fused, text = FusedDrafter(drafter, SuffixDrafter()), [[5, 6, 7, 8, 9] * 4]
+    for sampling in (Sampling(), Sampling(0.8)):
+        eager = generate(grafted(tiny_model("bamba")), fused, texts=text, sampling=sampling)
+        assert generate(capture(), fused, texts=text, sampling=sampling).sequences == eager.sequences
+        topology.waits_always = False
+
+
+def test_slots_take_up_texts_between_replays(drafter: ModelDrafter, capture: Callable[[], stree.TreeLM]) -> None:
+    texts = random_texts(random.Random(3), [4, 7, 5, 6, 3])
+    options: dict[str, Any] = {"growth": Calibrated(depth=3), "budget": 8, "max_batch": 2, "sampling": Sampling(0.8)}
+    eager = generate(grafted(tiny_model("bamba")), drafter, texts=texts, **options)
+    found = generate(capture(), drafter, texts=texts, **options)
+    assert found.sequences == eager.sequences and found.stats["graphs"]["replays"] > 10
+
+
+def test_a_controller_changes_between_graphs(
+    drafter: ModelDrafter, capture: Callable[[], stree.TreeLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [1, 1, 8, 8, 8, 8, 1, 1, 1, 4, 4, 4, 8, 8, 1, 1, 4, 8, 4, 1, 1, 1, 8]
+
+    def of_a_list(self: AutoSize) -> tuple[Growth | None, int]:
+        steps = self.__dict__.setdefault("steps", [])
+        steps.append(sizes[len(steps) % len(sizes)])
+        return self.growth, steps[-1]
+
+    monkeypatch.setattr(AutoSize, "next", of_a_list)
+    monkeypatch.setattr(AutoSize, "observe", lambda *_: None)
+    expected = generate(grafted(tiny_model("bamba")), NoDrafter(), budget=1, max_new_tokens=60).sequences
+    lm = capture()
+    for _ in range(2):
+        found = generate(lm, drafter, growth=Calibrated(depth=3), budget="auto", max_new_tokens=60)
+        assert found.sequences == expected
+    assert found.stats["graphs"]["graphs"] == 3 and found.stats["graphs"]["replays"] > 15
+
+
+def test_texts_of_another_length_or_law_get_a_program_of_their_own(
+    drafter: ModelDrafter, capture: Callable[[], stree.TreeLM]
+) -> None:
+    kinds: list[dict[str, Any]] = [
+        {}, {"texts": TEXTS[:1]}, {"sampling": Sampling(0.5)}, {"growth": Chain(2)}, {"stop_token_ids": [1]},
+        {"max_length": 400},
+    ]  # fmt: skip
+    eager = [generate(grafted(tiny_model("bamba")), drafter, budget=4, **kind).sequences for kind in kinds]
+    lm = capture()
+    for _ in range(2):
+        assert [generate(lm, drafter, budget=4, **kind).sequences for kind in kinds] == eager
+    assert len(lm.kept["engine"].report()) == engine.MOST_PROGRAMS < len(kinds)
+
+
+@dataclass(frozen=True)
+class Reading(Chain):
+    """A chain whose shape asks the device, which no graph can hold."""
+
+    def estimate(self, batch: int, device: torch.device) -> Any:
+        known = super().estimate(batch, device)
+
+        class Asking(type(known)):  # type: ignore[misc]
+            def goes_on(self, values: Tensor) -> None:
+                torch.tensor(3)
+
+        known.__class__ = Asking
+        return known
+
+
+def test_what_cannot_be_captured_is_said_and_launched(
+    drafter: ModelDrafter, capture: Callable[[], stree.TreeLM], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = generate(grafted(tiny_model("bamba")), drafter, growth=Chain(3), budget=4).sequences
+    with caplog.at_level(logging.WARNING, "stree"):
+        found = generate(capture(), drafter, growth=Reading(3), budget=4)
+    assert found.sequences == expected
+    assert found.stats["graphs"]["graphs"] == 0 == found.stats["graphs"]["replays"]
+    assert len(caplog.records) == 1 and "without a CUDA graph: TapeError: a captured step brings" in caplog.text
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_a_capture_that_fails_half_way_leaves_the_text_as_it_was(
+    drafter: ModelDrafter, capture: Callable[[], stree.TreeLM], monkeypatch: pytest.MonkeyPatch, is_lazy: bool
+) -> None:
+    expected = generate(grafted(tiny_model("bamba")), drafter, growth=Calibrated(3), budget=8).sequences
+    lm = capture()
+    lm.is_lazy = is_lazy
+    commit = type(lm).commit
+
+    def failing(self: Any, *operands: Any) -> None:
+        if self is lm and isinstance(_get_current_dispatch_mode(), Tape):
+            raise RuntimeError("out of memory, say")
+        commit(self, *operands)
+
+    monkeypatch.setattr(type(lm), "commit", failing)
+    found = generate(lm, drafter, growth=Calibrated(3), budget=8)
+    assert found.sequences == expected and "out of memory" in str(found.stats["graphs"]["not_captured"])
+
+
+def test_a_program_whose_text_failed_is_not_used_again(
+    drafter: ModelDrafter, capture: Callable[[], stree.TreeLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generate(grafted(tiny_model("bamba")), drafter, budget=4).sequences
+    lm = capture()
+    generate(lm, drafter, budget=4)
+    assert len(lm.kept["engine"].report()) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(Graphs, "run", lambda *_: (_ for _ in ()).throw(RuntimeError("device lost")))
+        with pytest.raises(stree.GenerationError, match="device lost"):
+            generate(lm, drafter, budget=4)
+    assert not lm.kept["engine"].report()
+    assert generate(lm, drafter, budget=4).sequences == expected
+
+
+def test_the_least_used_graph_is_dropped() -> None:
+    recorder = TapeRecorder()
+    graphs = Graphs(recorder, most=2)
+    value = torch.zeros(3)
+    for key, times in (("a", 4), ("b", 4), ("a", 1), ("c", 4), ("b", 1), ("a", 2)):
+        for _ in range(times):
+            graphs.run(key, lambda: value.add_(1), lambda: None)
+    assert value.tolist() == [16.0] * 3
+    assert len(recorder.tapes) == 3 and graphs.report()["graphs"] == 2
+
+
+def test_the_tape_sees_what_a_graph_would_do_wrong() -> None:
+    with torch.no_grad():
+        value, other = torch.zeros(3), torch.ones(3)
+        tape, out = TapeRecorder().capture(lambda: value.add_(1) + other)
+        assert value.tolist() == [0.0] * 3, "capturing runs nothing"
+        tape.replay()
+        assert value.tolist() == [1.0] * 3 and out.tolist() == [2.0] * 3
+        with pytest.raises(AssertionError, match="reads the device"):
+            TapeRecorder().capture(lambda: bool(value.any()))
+        with pytest.raises(TapeError, match="from the host"):
+            TapeRecorder().capture(lambda: torch.tensor([1, 2]) + 1)
+        held = [torch.zeros(2)]
+        tape, _ = TapeRecorder().capture(lambda: held[0] + 1)
+        tape.replay()
+        held.clear()
+        with pytest.raises(TapeError, match="was freed"):
+            tape.replay()
+
+
+def test_a_number_that_the_host_counts_shows(drafter: ModelDrafter, capture: Callable[[], stree.TreeLM]) -> None:
+    """The control: a seed that a graph holds as a number gives the first text's draws to the second."""
+    sampling = Sampling(0.8)
+    eager = [generate(grafted(tiny_model("bamba")), drafter, seed, sampling=sampling).sequences for seed in (0, 1)]
+    lm = capture()
+    assert generate(lm, drafter, 0, sampling=sampling).sequences == eager[0]
+    ((key, (program, drafts)),) = lm.kept["engine"]._programs.items()
+    run: Any = program.run
+    program.rng = run._rng = replace(program.rng, seed=0)
+    program.graphs.clear()
+    assert generate(lm, drafter, 1, sampling=sampling).sequences != eager[1]
