@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from stree.drafters import Drafter, HasModel, ModelDrafter, NoDrafter, SuffixDrafter
@@ -15,6 +16,7 @@ from stree.growth.target_init import TargetInit
 from stree.kernels.topology import most_nodes
 from stree.models.tree_lm import TreeLM
 from stree.processing import EachNode, LogitsProcessor, NodeProcessor, processed
+from stree.room import arithmetic, check_room, has_room
 from stree.sampling import Sampling
 from stree.session import Observer, Session, Streamer
 from stree.statistics import Generation
@@ -25,7 +27,12 @@ __all__ = ["Generation", "GenerationError", "GenerationInterrupted", "Streamer",
 
 
 class GenerationError(RuntimeError):
-    """A drafter, the model or a streamer failed; ``output`` holds what was generated before."""
+    """A drafter, the model or a streamer failed.
+
+    Attributes:
+        output: what was generated: before the failure, or, where only the drafter failed, everything, as the rest is
+            then decoded without it.
+    """
 
     def __init__(self, message: str, output: Generation) -> None:
         super().__init__(message)
@@ -56,6 +63,7 @@ def generate(
     max_batch: int | None = None,
     max_length: int | None = None,
     allow_lossy: bool = False,
+    cancelled: Callable[[int], bool] | None = None,
 ) -> Generation:
     """Generate from a target, token for token distributed as the target alone would.
 
@@ -81,12 +89,14 @@ def generate(
         max_length: most tokens of a prompt and its new ones; None for what the longest prompt of a list needs.  Memory
             is bounded by ``max_batch`` times it.  An iterator needs both.
         allow_lossy: let ``TargetInit`` run, whose text is not distributed as the target's.
+        cancelled: asked after every step, by each running prompt's place in ``prompts``, whether that one shall end;
+            the others go on unchanged.
 
     Returns:
         Sequences and statistics, which say under "lossless" whether the text has the target's law.
 
     Raises:
-        ValueError: an argument outside its range; the message names it.
+        ValueError: an argument outside its range, which the message names, or states that memory cannot hold.
         GenerationError: something failed in the loop; it carries what was generated before.
         GenerationInterrupted: Ctrl-C; likewise.
     """
@@ -95,7 +105,7 @@ def generate(
         lm, prompts, SuffixDrafter() if drafter is None else drafter, growth=growth, budget=budget, verifier=verifier,
         sampling=Sampling() if sampling is None else sampling, max_new_tokens=max_new_tokens,
         stop_token_ids=stop_token_ids, processor=processor, seed=seed, streamer=streamer, max_batch=max_batch,
-        max_length=max_length, allow_lossy=allow_lossy,
+        max_length=max_length, allow_lossy=allow_lossy, cancelled=cancelled,
     )  # fmt: skip
 
 
@@ -117,6 +127,7 @@ def run(
     max_batch: int | None = None,
     max_length: int | None = None,
     allow_lossy: bool = False,
+    cancelled: Callable[[int], bool] | None = None,
 ) -> Generation:
     """Do what ``generate`` does, with a processor of many nodes and an observer of every token."""
     _check(lm, drafter, budget, verifier, max_new_tokens)
@@ -128,6 +139,10 @@ def run(
         drafter = NoDrafter()
     steering = _steering(lm, drafter, growth, budget, sampling, slots.max_batch)
     engine = engine_of(lm) if processor is None and not is_lossy else None  # else host code runs in every step
+    sizes = slots.max_batch, slots.max_length + steering.max_nodes, steering.max_nodes
+    if engine is not None and not has_room(lm, drafter, *sizes):
+        engine.release()
+    check_room(lm, drafter, *sizes)
     if processor is not None:
         lm, drafter = _with_processor(lm, drafter, processor)
     if is_lossy and isinstance(drafter, ModelDrafter):
@@ -135,7 +150,7 @@ def run(
     session = Session(
         lm, slots.prompts, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, seed=seed,
         max_batch=slots.max_batch, max_length=slots.max_length, refills=slots.refills, streamer=streamer,
-        observer=observer, engine=engine,
+        observer=observer, engine=engine, cancelled=cancelled,
     )  # fmt: skip
     shape = None if steering.growth is None else str(steering.growth)
     session.settings = {"growth": shape, "budget": budget, "verifier": verifier, "lossless": not is_lossy}
@@ -144,10 +159,18 @@ def run(
     except KeyboardInterrupt as interrupt:
         raise GenerationInterrupted(session.output("interrupted")) from interrupt
     except Exception as error:
-        if not session.is_started:
+        is_memory = isinstance(error, torch.OutOfMemoryError)
+        if is_memory and engine is not None:
+            engine.release()
+        if not (session.is_started or is_memory):
             raise
         message = f"generation failed after {session.num_new_tokens} new tokens: {error}"
+        if is_memory:
+            message += f"; the target's state takes {arithmetic(lm, *sizes)}; lower max_batch, max_length or budget"
         raise GenerationError(message, session.output("error")) from error
+    if session.problem is not None:
+        message = f"the drafter failed, and the rest was decoded without it: {session.problem}"
+        raise GenerationError(message, session.output("length")) from session.problem
     return session.output("length")
 
 

@@ -84,6 +84,8 @@ class Graphs:
 
     Attributes:
         problems: why a kind of work cannot be captured, by kind; it runs without a graph.
+        num_replays: replays of all of them.
+        is_capturing: whether work is called to be captured.
     """
 
     def __init__(self, recorder: Recorder, most: int = MOST_GRAPHS) -> None:
@@ -91,6 +93,7 @@ class Graphs:
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
         self.problems: dict[Hashable, str] = {}
         self.num_replays = 0
+        self.is_capturing = False
 
     def run(self, key: Hashable, work: Callable[[], Any], give_up: Callable[[], None]) -> tuple[Any, bool]:
         """Do work: at first as it is, then captured and replayed.
@@ -134,6 +137,7 @@ class Graphs:
         if len(captured) >= self._most:
             del self._kinds[captured[0]]
         before = self._recorder.allocated()
+        self.is_capturing = True
         try:
             kind.graph, kind.out = self._recorder.capture(work)
         except Exception as problem:  # whatever a model's own code does that no graph can hold
@@ -142,4 +146,6 @@ class Graphs:
             logger.warning("a step (%s) runs without a CUDA graph: %s", key, self.problems[key])
             give_up()
             return
+        finally:
+            self.is_capturing = False
         kind.num_bytes = max(self._recorder.allocated() - before, 0)

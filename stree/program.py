@@ -7,6 +7,7 @@ captured once and replayed.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stree.drafters import Capturable, Draft, Drafter, DraftRun, Restartable, Slotted, padded_prompts
+from stree.drafters import Capturable, Draft, Drafter, DraftRun, NoDrafter, Restartable, Slotted, padded_prompts
 from stree.graphs import Graphs
 from stree.growth import Growth
 from stree.models.state import DecodeState
@@ -27,6 +28,8 @@ from stree.verify import Acceptance, accept
 
 __all__ = ["Program", "Round", "StepClock"]
 
+
+logger = logging.getLogger("stree")
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)  # nodes of trees that are brought to a captured verification
 
@@ -151,9 +154,11 @@ class Program:
         num_new: int64[batch], tokens emitted.
         limit: int64[batch], most new tokens.
         is_finished: bool[batch], sequences that stand still.
+        problem: why the drafter was given up in mid-text, or None.
     """
 
     run: DraftRun
+    problem: Exception | None = None
 
     def __init__(
         self,
@@ -255,7 +260,7 @@ class Program:
                 return done
         elif graphs is not None:
             clock = StepClock(self.pending.device)
-            draft = run.propose(self.pending, growth, budget)
+            draft = self._propose(growth, budget)
             clock.lap("draft_s")
             if draft.laws is None:
                 return self._launch_target(graphs, draft, clock)
@@ -265,17 +270,40 @@ class Program:
     def _whole(self, growth: Growth | None, budget: int) -> _Done:
         """Draft and do what follows."""
         clock = StepClock(self.pending.device)
-        draft = self.run.propose(self.pending, growth, budget)
+        draft = self._propose(growth, budget)
         clock.lap("draft_s")
         return self._after(draft, clock)
+
+    def _propose(self, growth: Growth | None, budget: int) -> Draft:
+        """Let the drafter propose; one that fails is replaced by none, and the text goes on."""
+        try:
+            return self.run.propose(self.pending, growth, budget)
+        except Exception as problem:
+            self._retire(problem)
+            return self.run.propose(self.pending, None, 1)
+
+    def _observe(self, found: Acceptance) -> None:
+        """Tell the drafter, likewise."""
+        try:
+            self.run.observe(found)
+        except Exception as problem:
+            self._retire(problem)
+
+    def _retire(self, problem: Exception) -> None:
+        """Go on without the drafter; in a capture it is the capture that failed."""
+        if self.graphs is not None and self.graphs.is_capturing:
+            raise problem
+        logger.warning("the drafter failed, decoding goes on without it: %s: %s", type(problem).__name__, problem)
+        self.problem = problem
+        self.run = NoDrafter().start(self.lm.vocab_size, [], self.rng)
 
     def _after(self, draft: Draft, clock: StepClock) -> _Done:
         """Verify a draft, commit what is accepted and tell the drafter."""
         done = self._target(draft, clock)
-        self.run.observe(done.found)
-        clock.lap("draft_s")
         report = self._emit(draft.tree, done.found)
         clock.lap("accept_s")
+        self._observe(done.found)
+        clock.lap("draft_s")
         return replace(done, report=report)
 
     def _target(self, draft: Draft, clock: StepClock) -> _Done:
@@ -299,7 +327,7 @@ class Program:
         tree.parents.fill_(-1)[:, :n] = draft.tree.parents
         done, _ = self._replayed(graphs, f"{size} nodes", partial(self._verified, size))
         told = StepClock(self.pending.device)
-        self.run.observe(done.found)
+        self._observe(done.found)
         told.lap("draft_s")
         return replace(done, draft=draft, clock=Clocks([clock, done.clock, told]))
 

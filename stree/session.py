@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -69,7 +69,13 @@ class Session:
         streamer: receives tokens as they are emitted, or None.
         observer: sees what every token was drawn from and may end a sequence, or None.
         engine: keeps programs whose steps are captured, or None where they are launched one by one.
+        cancelled: asked after every step of each running sequence, by its number, whether it shall end; or None.
+
+    Attributes:
+        problem: why the drafter was given up in mid-text, or None.
     """
+
+    problem: Exception | None = None
 
     def __init__(
         self,
@@ -86,8 +92,9 @@ class Session:
         streamer: Streamer | None = None,
         observer: Observer | None = None,
         engine: Engine | None = None,
+        cancelled: Callable[[int], bool] | None = None,
     ) -> None:
-        self.engine = engine
+        self.engine, self.cancelled = engine, cancelled
         self.lm, self.sampling, self.max_new_tokens, self.seed = lm, sampling, max_new_tokens, seed
         self.max_batch, self.max_length, self.refills = max_batch, max_length, refills
         self.streamer, self.observer = streamer, observer
@@ -100,6 +107,7 @@ class Session:
         self.device = lm.device  # asked for once: it is looked up through the model's modules
         self.stats = Statistics()
         self.settings: dict[str, Any] = {}
+        self._ending: set[int] = set()
         self._graphs: Graphs | None = None
         self._replays = 0  # that the graphs had seen before
         self.is_started = False
@@ -129,13 +137,14 @@ class Session:
         self._graphs, self._replays = program.graphs, 0 if program.graphs is None else program.graphs.num_replays
         self._start(program, drafter, steering, prompts)
         self._loop(program, steering)
-        if self.engine is not None:
+        self.problem = program.problem
+        if self.engine is not None and self.problem is None:
             self.engine.keep(key, program, drafter)
 
     def _loop(self, program: Program, steering: Steering) -> None:
         """Launch steps and hear of them until every sequence has finished."""
         self._refill(program)
-        is_late = self.device.type == "cuda" and self.observer is None and not steering.watches
+        is_late = self._is_late(steering)
         launched: deque[Round] = deque()
         try:
             while None in self.reasons:
@@ -143,10 +152,15 @@ class Session:
                 launched.append(program.step(*steering.next()))
                 if len(launched) > is_late:
                     self._take(program, launched.popleft(), steering, began)
+                    self._cancel(program, is_late)
                     self._refill(program)
         finally:  # what was launched before something failed is heard all the same
             while launched and None in self.reasons:
                 self._take(program, launched.popleft(), steering, began)
+
+    def _is_late(self, steering: Steering) -> bool:
+        """Tell whether a step is launched before the last one is heard of."""
+        return self.device.type == "cuda" and self.observer is None and not steering.watches
 
     def output(self, reason: str) -> Generation:
         """Report texts and statistics; sequences that have not finished end for ``reason``."""
@@ -238,12 +252,32 @@ class Session:
         if self.observer is not None:
             logits = logits.take_along_dim(step.acceptance.path.clamp(min=0).long()[..., None], 1)
         for row, tokens in enumerate(rows):
-            if tokens and self._emit(row, tokens, logits[row]):
+            if self.slots[row] in self._ending:  # it was launched before its end was asked for
+                self._end(self.slots[row])
+            elif tokens and self._emit(row, tokens, logits[row]):
                 program.finish(row)
         self.stats.record(step.draft, committed, step.clock.seconds())
         now = time.perf_counter()
         steering.observe(step.draft, step.acceptance, now - began)
         self.stats.total_s = now - self._began
+
+    def _cancel(self, program: Program, is_late: bool) -> None:
+        """End the sequences that are asked to; one that runs in a step not yet heard of ends when that is."""
+        if self.cancelled is None:
+            return
+        for row, sequence in enumerate(self.slots):
+            if self.reasons[sequence] is None and sequence not in self._ending and self.cancelled(sequence):
+                program.finish(row)
+                self._ending.add(sequence)
+                if not is_late:
+                    self._end(sequence)
+
+    def _end(self, sequence: int) -> None:
+        """End a sequence that was cancelled."""
+        self._ending.discard(sequence)
+        self.reasons[sequence] = "cancelled"
+        if self.streamer is not None:
+            self.streamer.end()
 
     def _emit(self, row: int, tokens: list[int], logits: Tensor) -> bool:
         """Append tokens of a row, cut at its end, to its text; token i was drawn from logits[i].

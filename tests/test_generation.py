@@ -183,8 +183,10 @@ def test_a_text_has_exactly_max_new_tokens(new_tokens: int) -> None:
 class Recorder:
     """Passes a drafter through and notes what it does; fails or is interrupted at a step."""
 
-    def __init__(self, inner: Drafter, fail_at: int = -1, failure: BaseException | None = None) -> None:
-        self.inner, self.fail_at, self.failure = inner, fail_at, failure
+    def __init__(
+        self, inner: Drafter, fail_at: int = -1, failure: BaseException | None = None, part: str = "propose"
+    ) -> None:
+        self.inner, self.fail_at, self.failure, self.part = inner, fail_at, failure, part
         self.lengths: list[list[int]] = []
         self.calls: list[int] = []
         self.columns: list[int] = []
@@ -194,17 +196,21 @@ class Recorder:
         return self
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
-        if len(self.lengths) == self.fail_at:
-            assert self.failure is not None
-            raise self.failure
+        self._fail("propose")
         draft = self.run.propose(pending, growth, budget)
         self.calls.append(draft.num_calls)
         self.columns.append(draft.tree.tokens.shape[1])
         return draft
 
     def observe(self, acceptance: Acceptance) -> None:
+        self._fail("observe")
         self.lengths.append(acceptance.path_lengths.tolist())
         self.run.observe(acceptance)
+
+    def _fail(self, part: str) -> None:
+        if part == self.part and len(self.lengths) == self.fail_at:
+            assert self.failure is not None
+            raise self.failure
 
 
 @pytest.mark.parametrize("name", ["self-chain", "mamba2-layers", "suffix"])
@@ -294,24 +300,81 @@ def test_a_logits_processor_gives_transformers_text_with_it(processor: Any, name
     assert expected != [text[: len(prompt) + 12] for prompt, text in zip(prompts, greedy_texts(), strict=False)]
 
 
+@pytest.mark.parametrize("part", ["propose", "observe"])
 @pytest.mark.parametrize("name", ["self-chain", "suffix"])
-def test_a_failing_drafter_reports_what_was_generated_and_leaves_the_model_usable(name: str) -> None:
+def test_a_drafter_that_dies_is_done_without_and_said(name: str, part: str, caplog: pytest.LogCaptureFixture) -> None:
     drafter, growth, budget = way(name)
-    recorder = Recorder(drafter, 2, ArithmeticError("the drafter broke"))
-    with pytest.raises(
-        stree.GenerationError, match=r"generation failed after \d+ new tokens: the drafter broke"
-    ) as caught:
+    recorder = Recorder(drafter, 2, ArithmeticError("the drafter broke"), part)
+    match = "the drafter failed, and the rest was decoded without it: the drafter broke"
+    with pytest.raises(stree.GenerationError, match=match) as caught, caplog.at_level("WARNING", "stree"):
         stree.generate(lm(), PROMPTS, recorder, growth, budget, max_new_tokens=NEW_TOKENS)
     assert isinstance(caught.value.__cause__, ArithmeticError)
-    out = caught.value.output
-    expected = [1 + sum(step[row] for step in recorder.lengths) for row in range(4)]
-    assert out.stats["num_new_tokens"] == expected
-    assert out.sequences == [
-        text[: len(prompt) + count] for prompt, text, count in zip(PROMPTS, greedy_texts(), expected, strict=True)
-    ]
-    assert out.stats["finish_reasons"] == ["error"] * 4
-    assert f"after {sum(expected)} new tokens" in str(caught.value)
+    assert caught.value.output.sequences == greedy_texts()
+    assert caught.value.output.stats["finish_reasons"] == ["length"] * 4
+    assert "goes on without it: ArithmeticError: the drafter broke" in caplog.text
     assert stree.generate(lm(), PROMPTS, *way(name), max_new_tokens=NEW_TOKENS).sequences == greedy_texts()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_one_text_of_a_batch_is_cancelled_and_the_others_end_as_they_would(temperature: float) -> None:
+    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "sampling": Sampling(temperature)}
+    whole = stree.generate(lm(), PROMPTS, *way("self-chain"), **options).sequences
+    asked: list[int] = []
+
+    def cancelled(sequence: int) -> bool:
+        asked.append(sequence)
+        return sequence == 1 and asked.count(1) == 2
+
+    for max_batch in (None, 2):
+        asked.clear()
+        out = stree.generate(lm(), PROMPTS, *way("self-chain"), cancelled=cancelled, max_batch=max_batch, **options)
+        reasons = out.stats["finish_reasons"]
+        assert reasons == ["length", "cancelled", "length", "length"] and asked.count(1) == 2
+        assert out.sequences[1] == whole[1][: len(out.sequences[1])]
+        assert len(PROMPTS[1]) < len(out.sequences[1]) < len(whole[1])
+        assert [text for row, text in enumerate(out.sequences) if row != 1] == [whole[0], *whole[2:]]
+
+
+def test_a_text_that_is_cancelled_while_its_next_step_runs_ends_with_what_was_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a device, where a step is launched before the last one is heard of."""
+    whole = stree.generate(lm(), PROMPTS, *way("self-chain"), max_new_tokens=NEW_TOKENS).sequences
+    monkeypatch.setattr("stree.session.Session._is_late", lambda *_: True)
+    asked: list[int] = []
+    out = stree.generate(
+        lm(), PROMPTS, *way("self-chain"), max_new_tokens=NEW_TOKENS, max_batch=2,
+        cancelled=lambda sequence: asked.append(sequence) or sequence == 1 and asked.count(1) == 2,
+    )  # fmt: skip
+    assert out.stats["finish_reasons"] == ["length", "cancelled", "length", "length"]
+    assert out.sequences[1] == whole[1][: len(out.sequences[1])] and len(out.sequences[1]) < len(whole[1])
+    assert [text for row, text in enumerate(out.sequences) if row != 1] == [whole[0], *whole[2:]]
+
+
+def test_what_memory_cannot_hold_is_refused_with_the_sum() -> None:
+    match = r"the states need [\d.,]+ GB, .* = 2 texts x \(1 state x .* tokens x .*\) and .* are free on cpu; lower"
+    drafter, growth, budget = way("self-chain")
+    with pytest.raises(ValueError, match=match):
+        stree.generate(lm(), iter(PROMPTS), drafter, growth, budget, max_new_tokens=4, max_batch=2, max_length=1 << 40)
+
+
+def test_memory_that_runs_out_is_said_with_the_sum_and_less_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, growth, budget = way("self-chain")
+    verify = stree.TreeLM.verify
+
+    def failing(self: Any, state: Any, tree: Any, first: int = 0) -> Any:
+        if state.batch_size > 2:
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+        return verify(self, state, tree, first)
+
+    monkeypatch.setattr(stree.TreeLM, "verify", failing)
+    with pytest.raises(
+        stree.GenerationError, match=r"tried to allocate 2 GiB.* = 4 texts x .*lower max_batch"
+    ) as error:
+        stree.generate(lm(), PROMPTS, NoDrafter(), growth, budget, max_new_tokens=NEW_TOKENS)
+    assert error.value.output.stats["finish_reasons"] == ["error"] * 4
+    out = stree.generate(lm(), PROMPTS, drafter, growth, budget, max_new_tokens=NEW_TOKENS, max_batch=2)
+    assert out.sequences == greedy_texts()
 
 
 def test_ctrl_c_reports_what_was_generated_and_leaves_the_model_usable() -> None:

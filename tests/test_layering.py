@@ -30,7 +30,7 @@ FOLDERS = (
 )
 PLAIN = {"stree.sampling", "stree.tree"}
 POLICIES = {"stree.growth", "stree.retrieval", "stree.verify", "stree.budget"}
-LOOP = {"stree.engine", "stree.graphs", "stree.program", "stree.statistics", "stree.steering"}
+LOOP = {"stree.room", "stree.engine", "stree.graphs", "stree.program", "stree.statistics", "stree.steering"}
 ENGINE = PLAIN | POLICIES | {"stree.kernels", "stree.models", "stree.drafters"}
 ALLOWED: dict[str, set[str]] = {
     "stree": ENGINE | {"stree.distill", "stree.generation", "stree.hook"},
@@ -54,6 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     | POLICIES
     | LOOP
     | {"stree.models", "stree.drafters", "stree.kernels.topology", "stree.processing", "stree.session"},
+    "stree.room": {"stree.drafters", "stree.models"},
     "stree.inputs": set(),
     "stree.prepare": ENGINE | {"stree.generation", "stree.inputs", "stree.vocabulary"},
     "stree.distill": ENGINE | {"stree.distill", "stree.generation", "stree.inputs"},

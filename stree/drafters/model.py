@@ -132,7 +132,7 @@ class _ModelRun:
         """Propose nothing and run nothing; the model catches up before it drafts again."""
         depths = torch.zeros(len(pending), 1, dtype=torch.int32, device=pending.device)
         mask = torch.ones(len(pending), 1, 1, dtype=torch.bool, device=pending.device)
-        self._root, self._selected = pending, None
+        self._root, self._selected = pending.clone(), None  # the next one is written in its place
         self._tree = TokenTree.unchecked(pending[:, None], depths - 1, depths, mask)
         return Draft(self._tree, None, 0, values=torch.ones(len(pending), 1, device=pending.device))
 

@@ -1,0 +1,87 @@
+"""Whether what a generation needs fits into memory, asked before any of it is taken."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from stree.drafters import Drafter, HasModel
+from stree.models.memory import Memory, measure_memory
+from stree.models.tree_lm import TreeLM
+
+__all__ = ["arithmetic", "check_room", "free_bytes", "has_room", "state_bytes"]
+
+
+def check_room(lm: TreeLM, drafter: Drafter, batch: int, length: int, nodes: int) -> None:
+    """Refuse what cannot fit.
+
+    Args:
+        lm: the target.
+        drafter: its models keep states of the same texts.
+        batch: sequences at once.
+        length: most tokens of each.
+        nodes: most nodes of a tree.
+
+    Raises:
+        ValueError: target and draft models need more than is free; the message does the sum.
+    """
+    models = _models(lm, drafter, nodes)
+    need, free = sum(state_bytes(model, batch, length, nodes) for model in models), free_bytes(lm.device)
+    if need > free:
+        sums = " and ".join(arithmetic(model, batch, length, nodes) for model in models)
+        raise ValueError(
+            f"the states need {_size(need)}, {sums}, and {_size(free)} are free on {lm.device}; "
+            "lower max_batch, max_length or budget"
+        )
+
+
+def has_room(lm: TreeLM, drafter: Drafter, batch: int, length: int, nodes: int) -> bool:
+    """Tell whether it fits; see ``check_room``."""
+    need = sum(state_bytes(model, batch, length, nodes) for model in _models(lm, drafter, nodes))
+    return need <= free_bytes(lm.device)
+
+
+def state_bytes(lm: TreeLM, batch: int, length: int, nodes: int) -> int:
+    """Count the bytes of a decode state: ``batch`` texts of ``length`` tokens, each with a tree of ``nodes``."""
+    return batch * sum(size * count for _, size, count in _terms(lm, length, nodes))
+
+
+def arithmetic(lm: TreeLM, batch: int, length: int, nodes: int) -> str:
+    """Write the sum of ``state_bytes`` out."""
+    terms = " + ".join(f"{count:,} {name} x {_size(size)}" for name, size, count in _terms(lm, length, nodes) if size)
+    return f"{_size(state_bytes(lm, batch, length, nodes))} = {batch} texts x ({terms})"
+
+
+def free_bytes(device: torch.device) -> int:
+    """Count the bytes that can still be taken: on a device also those that its allocator keeps for later."""
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + kept
+
+
+def _models(lm: TreeLM, drafter: Drafter, nodes: int) -> list[TreeLM]:
+    """List the models that keep states of known sizes."""
+    models = [lm, *(drafter.models if isinstance(drafter, HasModel) and nodes > 1 else ())]
+    return [model for model in models if isinstance(model, TreeLM)]
+
+
+def _terms(lm: TreeLM, length: int, nodes: int) -> list[tuple[str, int, int]]:
+    """List what a text keeps: names, bytes of one and their number."""
+    if "memory" not in lm.kept:
+        lm.kept["memory"] = measure_memory(lm)
+    memory: Memory = lm.kept["memory"]
+    return [
+        ("state", memory.state + memory.window, 1),
+        ("tokens", memory.kv_per_token, length),
+        ("nodes", memory.stash_per_node + memory.kv_stash_per_node, nodes),
+    ]
+
+
+def _size(count: float) -> str:
+    """Write bytes in the largest fitting unit."""
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.1f} GB"
