@@ -42,7 +42,9 @@ ALLOWED: dict[str, set[str]] = {
     "stree.growth": PLAIN | {"stree.growth"},
     "stree.verify": PLAIN | {"stree.verify", "stree.kernels"},
     "stree.budget": PLAIN,
-    "stree.drafters": PLAIN | POLICIES | {"stree.models", "stree.drafters", "stree.kernels.topology"},
+    "stree.drafters": PLAIN
+    | POLICIES
+    | {"stree.models", "stree.drafters", "stree.kernels.tiles", "stree.kernels.topology"},
     "stree.steering": PLAIN | POLICIES | {"stree.models", "stree.drafters"},
     "stree.processing": PLAIN | {"stree.models"},
     "stree.statistics": {"stree.drafters"},

@@ -36,7 +36,7 @@ from stree.growth import (
     SpecInfer,
     Static,
 )
-from stree.kernels import topology
+from stree.kernels import tiles, topology
 from stree.program import Program
 from stree.sampling import Random, Sampling
 
@@ -192,3 +192,25 @@ def test_a_stop_token_and_the_limit_end_sequences_without_the_host(as_on_a_devic
         for text, tokens in zip(texts, begun.step(Chain(3), 4).emitted()[0], strict=True):
             text += tokens
     assert texts == expected and begun.is_finished.all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("growth", [Calibrated(depth=8), DySpec(depth=8), OptTree(), Eagle2(), DySpec(form="heap")])
+def test_a_large_tree_of_fixed_shapes_fits_the_kernels(
+    growth: Growth, temperature: float, as_on_a_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify, sizes = stree.TreeLM.verify, set()
+
+    def watched(self: stree.TreeLM, state: Any, tree: stree.TokenTree, first: int = 0) -> Tensor:
+        sizes.add(tree.tokens.shape[1])
+        assert state.max_nodes <= tiles.MAX_NODES
+        return verify(self, state, tree, first)
+
+    monkeypatch.setattr(stree.TreeLM, "verify", watched)
+    lm, sampling = grafted(tiny_model("bamba")), Sampling(temperature)
+    drafter = ModelDrafter(grafted(tiny_model("mamba2", seed=1)))
+    found = stree.generate(lm, TEXTS, drafter, growth, 64, sampling=sampling, max_new_tokens=4, verifier="match")
+    assert 64 in sizes and max(sizes) <= tiles.MAX_NODES
+    monkeypatch.setattr(topology, "waits_always", False)
+    plain = stree.generate(lm, TEXTS, budget=1, sampling=sampling, max_new_tokens=4)
+    assert found.sequences == plain.sequences

@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stree.growth import Layer, Plan
+from stree.kernels.tiles import MAX_NODES
 from stree.kernels.topology import reads_freely
 from stree.models.tree_lm import TreeLM
 from stree.tree import TokenTree
 
-__all__ = ["GrownTree", "num_columns", "prune"]
+__all__ = ["LEAD", "GrownTree", "narrowed", "num_columns", "num_run", "prune"]
+
+LEAD = 2  # columns before the drafted ones
 
 
 def num_columns(plan: Plan) -> int:
     """Count the columns of a draft model's tree: two lead ones and every node that the plan may grow."""
     leaves = min(plan.num_nodes, sum(layer.leaves for layer in plan.layers))
-    return 2 + leaves + (plan.num_nodes if plan.is_heap else sum(layer.width for layer in plan.layers))
+    return LEAD + leaves + (plan.num_nodes if plan.is_heap else sum(layer.width for layer in plan.layers))
+
+
+def num_run(plan: Plan) -> int:
+    """Count the nodes of a plan that are run, the root among them: all but those of the last layer."""
+    return max(plan.num_nodes, 1) if plan.is_heap else 1 + sum(layer.width for layer in plan.layers[:-1])
+
+
+def narrowed(plan: Plan) -> Plan:
+    """Make the widest layers of a plan narrower, so that a draft model's kernels take all nodes that it runs.
+
+    Fixed shapes need a column for whatever each layer may hold, also where all of them never hold it together.  A tree
+    of a layer's chosen slots stays as it is.
+    """
+    widths = [layer.width for layer in plan.layers]
+    room = MAX_NODES - LEAD + 1  # the root is one of the leading columns
+    if num_run(plan) <= room or plan.num_nodes > room or plan.is_fixed or plan.is_heap:
+        return plan
+    most = max(widths)
+    while most > 1 and 1 + sum(min(width, most) for width in widths[:-1]) > room:
+        most -= 1
+    layers = [layer if layer.width <= most else replace(layer, width=most) for layer in plan.layers]
+    return replace(plan, layers=tuple(layers))
 
 
 class GrownTree:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from stree.drafters.grown import GrownTree, num_columns, prune
+from stree.drafters.grown import LEAD, GrownTree, narrowed, num_run, prune
 from stree.drafters.offers import offers_of
 from stree.drafters.protocol import Draft, padded_prompts
 from stree.growth import Calibrated, Estimate, Growth, Limited, Plan, choose_slots
@@ -98,7 +98,7 @@ class _ModelRun:
         growth = ModelDrafter.default_growth if growth is None else growth
         if budget == 1:
             return self._propose_root(pending)
-        plan = growth.plan(budget)
+        plan = narrowed(growth.plan(budget))
         base = growth.base if isinstance(growth, Limited) else growth
         if base is not self._growth:
             if self._growth is None or repr(base) != repr(self._growth):
@@ -107,7 +107,7 @@ class _ModelRun:
             self._growth = base
         self._begin()
         num_calls = self._catch_up()
-        self._reserve(num_columns(plan))
+        self._reserve(num_run(plan) + LEAD - 1)
         self._rng = self._rng.at(self._state.lengths.long() + self._has_leaf)
         self._estimate.begin(plan, self._rng)
         self._grown = grown = GrownTree(pending, self._leaf, self._has_leaf, plan)
@@ -254,7 +254,7 @@ class _ModelRun:
     def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
         """Make room once for texts of ``max_length`` tokens and trees of a budget: no later step has to."""
         if budget > 1:
-            self._largest = (ModelDrafter.default_growth if growth is None else growth).plan(budget)
+            self._largest = narrowed((ModelDrafter.default_growth if growth is None else growth).plan(budget))
         if max_length != self._max_length:
             self._max_length = max_length
             self._waiting = self._waiting.new_zeros(len(self._waiting), max_length + 1)
@@ -304,7 +304,7 @@ class _ModelRun:
             return
         input_ids, lengths = padded_prompts(self._prompts)
         width = input_ids.shape[1]
-        nodes = 66 if self._largest is None else max(num_columns(self._largest), MOST_CAUGHT_UP + 1)
+        nodes = 66 if self._largest is None else max(num_run(self._largest) + LEAD - 1, MOST_CAUGHT_UP + 1)
         self._begun = self._lm.new_state(len(lengths), max(self._max_length or 2 * width + 1024, width), nodes)
         self._begun.fixed_shapes = not reads_freely(self._leaf)
         self._lm.prefill(self._begun, input_ids, lengths)
@@ -326,9 +326,9 @@ class _ModelRun:
     def _room_for_laws(self, plan: Plan, logits: Tensor) -> Tensor:
         """Give memory for the laws of a tree's nodes that are run: the same for every step."""
         batch, vocab = len(logits), logits.shape[-1]
-        rows = _num_run(plan)
+        rows = num_run(plan)
         if self._room is None or self._room.numel() < batch * rows * vocab:
-            most = max(rows, 0 if self._largest is None else _num_run(self._largest))
+            most = max(rows, 0 if self._largest is None else num_run(self._largest))
             self._room = logits.new_empty(batch * most * vocab)
             self.version += 1
         return self._room[: batch * rows * vocab].view(batch, rows, vocab)
@@ -398,8 +398,3 @@ class _ModelRun:
             reach = torch.cat([reach.scatter(1, parent, upper * (1 - share)), value], 1)
             grown.add_below(torch.where(parent > 0, parent + 1, grown.lead[:, None]), token, value, is_taken)
         return None if greedy else torch.cat(laws, 1)
-
-
-def _num_run(plan: Plan) -> int:
-    """Count the nodes of a plan that are run, the root among them."""
-    return 1 + sum(layer.width for layer in plan.layers[:-1])
