@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from stree.sampling import Random, Sampling
     from stree.tree import TokenTree
     from stree.verify import Acceptance, DraftLaws, accept
+    from stree.warming import warm_up
 
 __all__ = [
     "Acceptance",
@@ -30,6 +31,7 @@ __all__ = [
     "drafters",
     "generate",
     "growth",
+    "warm_up",
 ]
 
 # Looked up on first use, so that ``import stree`` loads neither torch nor transformers.
@@ -46,6 +48,7 @@ _HOMES = {
     "accept": "stree.verify",
     "custom_generate": "stree.hook",
     "generate": "stree.generation",
+    "warm_up": "stree.warming",
 }
 
 

@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--seed", type=int, default=0, help="of the random numbers")
     command.add_argument("--device", default="auto", help="auto, cpu, cuda, ...")
     command.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, ...")
+    command.add_argument("--eager", action="store_true", help="do without CUDA graphs")
     command.add_argument("--json", action="store_true", help="print one JSON document as the last line")
     add_prepare(commands)
     add_distill(commands)
@@ -101,6 +102,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     target = locate(arguments.target, "target")
     lm = _load(arguments, target)
+    lm.is_captured = False if arguments.eager else None
     tokenizer = _tokenizer(arguments, target)
     stop = lm.model.generation_config.eos_token_id
     stops = stop if isinstance(stop, list) else [] if stop is None else [stop]

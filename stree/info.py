@@ -10,6 +10,8 @@ from typing import Any
 
 __all__ = ["add_info", "describe_model"]
 
+LENGTH, NODES = 4096, 64  # of the text and the tree by which a program's memory is shown
+
 
 def add_info(commands: Any, assets: Path) -> None:
     """Register the command with an argparse subparsers object; ``assets`` holds the bundled pair."""
@@ -39,9 +41,12 @@ def describe_model(config: Any, dtype: Any, *, trust_remote_code: bool = False) 
     Returns:
         A JSON-able dict; where ``is_supported`` is False, ``reason`` says why and there are no sizes.
     """
+    from stree.engine import MOST_PROGRAMS
+    from stree.graphs import MOST_GRAPHS
     from stree.models.families import config_of_text_model, family_of
     from stree.models.memory import empty_model, measure_memory
     from stree.models.tree_lm import TreeLM
+    from stree.room import state_bytes
 
     config = config_of_text_model(config)
     report: dict[str, Any] = {
@@ -68,7 +73,11 @@ def describe_model(config: Any, dtype: Any, *, trust_remote_code: bool = False) 
         "stash_bytes_per_node": memory.stash_per_node,
         "kv_stash_bytes_per_node": memory.kv_stash_per_node,
         "nodes_per_state": memory.state / memory.stash_per_node if memory.state else None,
-    }
+        "graphs": {
+            "programs": MOST_PROGRAMS, "graphs_per_program": MOST_GRAPHS, "max_length": LENGTH, "max_nodes": NODES,
+            "state_bytes": state_bytes(lm, 1, LENGTH, NODES),
+        },
+    }  # fmt: skip
 
 
 def _info(arguments: argparse.Namespace) -> int:
@@ -107,6 +116,11 @@ def _page(report: dict[str, Any]) -> str:
         f", 1/{ratio:.0f} of a state" if ratio else ""
     )
     lines["stash, keys"] = f"{_size(report['kv_stash_bytes_per_node'])} a node"
+    graphs = report["graphs"]
+    lines["CUDA graphs"] = (
+        f"kept for at most {graphs['programs']} kinds of batch, {graphs['graphs_per_program']} graphs each; "
+        f"{_size(graphs['state_bytes'])} a sequence of {graphs['max_length']:,} tokens and {graphs['max_nodes']} nodes"
+    )
     lines["supported"] = "yes"
     return _aligned(lines)
 

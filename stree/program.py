@@ -20,6 +20,7 @@ from torch import Tensor
 from stree.drafters import Capturable, Draft, Drafter, DraftRun, NoDrafter, Restartable, Slotted, padded_prompts
 from stree.graphs import Graphs
 from stree.growth import Growth
+from stree.kernels.topology import reads_freely
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random, Sampling
@@ -104,7 +105,8 @@ class Round:
     Attributes:
         draft: what was proposed.
         acceptance: what was accepted; path length 0 where a sequence stood still.
-        logits: float[batch, n, vocab], of the tree's nodes.  Of a replayed step these tensors hold until the next one.
+        logits: float[batch, n, vocab], of the tree's nodes.  On a device the tensors of a replayed step hold until the
+            next one, but for what a program that is watched brings to the host.
         report: int64[batch, m + 2] on the host: up to m emitted tokens, their number, and the nodes committed.
         arrival: event after which ``report`` may be read, or None where it may be at once.
         clock: when its parts ended.
@@ -155,9 +157,11 @@ class Program:
         limit: int64[batch], most new tokens.
         is_finished: bool[batch], sequences that stand still.
         problem: why the drafter was given up in mid-text, or None.
+        is_watched: whether a step's draft and accepted paths are brought to the host with its report.
     """
 
     run: DraftRun
+    is_watched: bool = False
     problem: Exception | None = None
 
     def __init__(
@@ -217,7 +221,13 @@ class Program:
     def step(self, growth: Growth | None, budget: int) -> Round:
         """Launch a step of at most ``budget`` nodes a sequence."""
         done = self._launch(growth, budget)
-        report, arrival = self._send(done.report)
+        if self.is_watched:
+            done = replace(done, draft=_on_host(done.draft), found=_found_on_host(done.found))
+        report = _to_host(done.report)  # behind the last mark, which has a time once it has arrived
+        arrival = None
+        if done.report.device.type == "cuda":
+            arrival = torch.cuda.Event()
+            arrival.record(torch.cuda.current_stream(done.report.device))
         return Round(done.draft, done.found, done.logits, report, arrival, done.clock)
 
     def begin(self, row: int, token: int, *, is_finished: bool) -> None:
@@ -379,16 +389,6 @@ class Program:
         self.pending.copy_(torch.where(length > 0, following, self.pending[:, None]).squeeze(1))
         return torch.cat([tokens, count, length], 1)
 
-    def _send(self, report: Tensor) -> tuple[Tensor, Any]:
-        """Start to bring a tensor to the host; give it and the event of its arrival."""
-        if report.device.type != "cuda":
-            return report, None
-        host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
-        host.copy_(report, non_blocking=True)
-        arrival = torch.cuda.Event()
-        arrival.record(torch.cuda.current_stream(report.device))
-        return host, arrival
-
     def _place(self, count: int) -> Tensor:
         """Give int64[count] = 0, 1, ..., made once."""
         if count not in self._places:
@@ -401,3 +401,26 @@ class Program:
             tokens = self.pending.new_zeros(len(self.pending), size)
             self._trees[size] = TokenTree.unchecked(tokens, torch.full_like(tokens, -1, dtype=torch.int32))
         return self._trees[size]
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Start to bring a tensor to the host; it is there once what was launched before has ended."""
+    if reads_freely(tensor):
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _on_host(draft: Draft) -> Draft:
+    """Bring what a controller asks of a draft to the host: its shape and values."""
+    tree = draft.tree
+    if reads_freely(tree.tokens):
+        return draft
+    tensors = [_to_host(tensor) for tensor in (tree.tokens, tree.parents, tree.depths, tree.ancestor_mask)]
+    values = None if draft.values is None else _to_host(draft.values)
+    return replace(draft, tree=TokenTree.unchecked(*tensors), values=values)
+
+
+def _found_on_host(found: Acceptance) -> Acceptance:
+    """Bring the accepted paths to the host."""
+    return replace(found, path=_to_host(found.path), path_lengths=_to_host(found.path_lengths))

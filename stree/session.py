@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stree.drafters import Bounded, Drafter, NoDrafter, Slotted
+from stree.drafters import Bounded, Drafter, NoDrafter, Slotted, SuffixDrafter
 from stree.engine import Engine, rounded
 from stree.graphs import Graphs
 from stree.kernels.topology import reads_freely
@@ -110,6 +110,7 @@ class Session:
         self._ending: set[int] = set()
         self._graphs: Graphs | None = None
         self._replays = 0  # that the graphs had seen before
+        self._heard = 0.0  # when the last step had been heard of
         self.is_started = False
 
     @property
@@ -129,7 +130,8 @@ class Session:
         # The last step starts below the limit and may commit a whole path beyond it.
         room = self.max_length + steering.max_nodes
         room = room if self.engine is None else rounded(room)
-        kind = NoDrafter if isinstance(drafter, NoDrafter) else id(drafter)
+        # Runs of these keep nothing for the next text.
+        kind = type(drafter) if type(drafter) in (NoDrafter, SuffixDrafter) else id(drafter)
         key = len(prompts), room, steering.max_nodes, self.sampling, verifier, self.stop, kind, repr(steering.growth)
         program = self.engine.take(key) if self.engine is not None else None
         if program is None:
@@ -144,23 +146,23 @@ class Session:
     def _loop(self, program: Program, steering: Steering) -> None:
         """Launch steps and hear of them until every sequence has finished."""
         self._refill(program)
-        is_late = self._is_late(steering)
-        launched: deque[Round] = deque()
+        program.is_watched = steering.watches
+        is_late = self._is_late()
+        launched: deque[tuple[float, Round]] = deque()
         try:
             while None in self.reasons:
-                began = time.perf_counter()
-                launched.append(program.step(*steering.next()))
+                launched.append((time.perf_counter(), program.step(*steering.next())))
                 if len(launched) > is_late:
-                    self._take(program, launched.popleft(), steering, began)
+                    self._take(program, *launched.popleft(), steering)
                     self._cancel(program, is_late)
                     self._refill(program)
         finally:  # what was launched before something failed is heard all the same
             while launched and None in self.reasons:
-                self._take(program, launched.popleft(), steering, began)
+                self._take(program, *launched.popleft(), steering)
 
-    def _is_late(self, steering: Steering) -> bool:
+    def _is_late(self) -> bool:
         """Tell whether a step is launched before the last one is heard of."""
-        return self.device.type == "cuda" and self.observer is None and not steering.watches
+        return self.device.type == "cuda" and self.observer is None
 
     def output(self, reason: str) -> Generation:
         """Report texts and statistics; sequences that have not finished end for ``reason``."""
@@ -245,7 +247,7 @@ class Session:
             self._emit(row, [token], logits[place][None])
             program.begin(row, token, is_finished=self.reasons[self.slots[row]] is not None)
 
-    def _take(self, program: Program, step: Round, steering: Steering, began: float) -> None:
+    def _take(self, program: Program, began: float, step: Round, steering: Steering) -> None:
         """Hear of a step: its tokens go to the texts, its times and lengths to the statistics."""
         rows, committed = step.emitted()
         logits = step.logits
@@ -258,7 +260,9 @@ class Session:
                 program.finish(row)
         self.stats.record(step.draft, committed, step.clock.seconds())
         now = time.perf_counter()
-        steering.observe(step.draft, step.acceptance, now - began)
+        # One that was launched while another ran has taken what passed since that was heard of.
+        steering.observe(step.draft, step.acceptance, now - max(began, self._heard))
+        self._heard = time.perf_counter()
         self.stats.total_s = now - self._began
 
     def _cancel(self, program: Program, is_late: bool) -> None:

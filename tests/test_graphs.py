@@ -54,7 +54,9 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], stree.Tree
     yield begin
 
 
-def generate(lm: stree.TreeLM, drafter: Drafter, seed: int = 0, texts: Any = TEXTS, **options: Any) -> stree.Generation:
+def generate(
+    lm: stree.TreeLM, drafter: Drafter | None, seed: int = 0, texts: Any = TEXTS, **options: Any
+) -> stree.Generation:
     return stree.generate(lm, texts, drafter, max_new_tokens=options.pop("max_new_tokens", NEW), seed=seed, **options)
 
 
@@ -157,6 +159,39 @@ class Reading(Chain):
 
         known.__class__ = Asking
         return known
+
+
+@pytest.mark.parametrize("drafts", ["model", "suffix"])
+def test_warming_up_captures_before_the_first_text(
+    drafts: str, drafter: ModelDrafter, capture: Callable[[], stree.TreeLM]
+) -> None:
+    options: dict[str, Any] = {"sampling": Sampling(0.8), "stop_token_ids": [1]}
+    chosen: Drafter | None = drafter if drafts == "model" else None
+    eager = generate(grafted(tiny_model("bamba")), chosen, budget=4, **options).sequences
+    lm = capture()
+    reports = stree.warm_up(
+        lm, chosen, max_length=120, budgets=(1, 4), batch_sizes=(1, 2), shows_progress=False, **options
+    )
+    assert len(reports) == 4 and all(report["graphs"] for report in reports)
+    found = generate(lm, chosen, budget=4, max_length=120, **options)
+    assert found.sequences == eager
+    assert drafts != "model" or found.stats["graphs"]["replays"] == found.stats["steps"]
+    with pytest.raises(ValueError, match="max_length must be above 25 to capture steps of 4 nodes, got 20"):
+        stree.warm_up(lm, drafter, max_length=20, budgets=(4,))
+    with pytest.raises(ValueError, match="steps are captured on a single CUDA device"):
+        stree.warm_up(grafted(tiny_model("bamba")), drafter, max_length=20)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_controller_that_hears_late_keeps_the_text(
+    temperature: float, drafter: ModelDrafter, capture: Callable[[], stree.TreeLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"sampling": Sampling(temperature), "verifier": "match", "max_new_tokens": 30}
+    eager = generate(grafted(tiny_model("bamba")), NoDrafter(), budget=1, **options).sequences
+    monkeypatch.setattr("stree.session.Session._is_late", lambda _: True)
+    for lm in (grafted(tiny_model("bamba")), capture()):
+        for _ in range(2):
+            assert generate(lm, drafter, budget="auto", **options).sequences == eager
 
 
 def test_what_cannot_be_captured_is_said_and_launched(

@@ -33,7 +33,7 @@ POLICIES = {"stree.growth", "stree.retrieval", "stree.verify", "stree.budget"}
 LOOP = {"stree.room", "stree.engine", "stree.graphs", "stree.program", "stree.statistics", "stree.steering"}
 ENGINE = PLAIN | POLICIES | {"stree.kernels", "stree.models", "stree.drafters"}
 ALLOWED: dict[str, set[str]] = {
-    "stree": ENGINE | {"stree.distill", "stree.generation", "stree.hook"},
+    "stree": ENGINE | {"stree.distill", "stree.generation", "stree.hook", "stree.warming"},
     "stree.tree": {"stree.kernels.topology"},
     "stree.sampling": {"stree.draws", "stree.kernels.accept_door", "stree.kernels.topology"},
     "stree.draws": set(),
@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "stree.processing": PLAIN | {"stree.models"},
     "stree.statistics": {"stree.drafters"},
     "stree.graphs": set(),
-    "stree.program": PLAIN | POLICIES | {"stree.graphs", "stree.models", "stree.drafters"},
+    "stree.program": PLAIN | POLICIES | {"stree.graphs", "stree.kernels.topology", "stree.models", "stree.drafters"},
     "stree.engine": {"stree.graphs", "stree.models", "stree.program"},
     "stree.session": PLAIN | POLICIES | LOOP | {"stree.models", "stree.drafters", "stree.kernels.topology"},
     "stree.generation": PLAIN
@@ -65,7 +65,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"stree.vocabulary"},
     "stree.cost": set(),
     "stree.bench": ENGINE | {"stree.generation", "stree.cost", "stree.bench", "stree.inputs"},
-    "stree.info": {"stree.models"},
+    "stree.info": {"stree.engine", "stree.graphs", "stree.models", "stree.room"},
+    "stree.warming": ENGINE | {"stree.engine", "stree.generation", "stree.graphs"},
     "stree.hook": ENGINE | {"stree.generation", "stree.hook_steps", "stree.session"},
     "stree.hook_steps": {"stree.processing"},
     "stree.kernels": {"stree.kernels"},
