@@ -8,7 +8,7 @@ from typing import Any
 
 from stree.drafters import Draft
 
-__all__ = ["Generation", "Statistics"]
+__all__ = ["PARTS", "Generation", "Statistics"]
 
 PARTS = ("draft_s", "verify_s", "accept_s", "commit_s")
 

@@ -64,7 +64,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"stree.generation", "stree.bench", "stree.distill", "stree.info", "stree.inputs", "stree.prepare"}
     | {"stree.vocabulary"},
     "stree.cost": set(),
-    "stree.bench": ENGINE | {"stree.generation", "stree.cost", "stree.bench", "stree.inputs"},
+    "stree.bench": ENGINE
+    | {"stree.generation", "stree.cost", "stree.bench", "stree.engine", "stree.inputs", "stree.statistics"},
     "stree.info": {"stree.engine", "stree.graphs", "stree.models", "stree.room"},
     "stree.warming": ENGINE | {"stree.engine", "stree.generation", "stree.graphs"},
     "stree.hook": ENGINE | {"stree.generation", "stree.hook_steps", "stree.session"},

@@ -15,13 +15,16 @@ from stree.bench.measure_cost import clock
 from stree.bench.pair import Pair
 from stree.bench.records import Record
 from stree.drafters import Drafter, ModelDrafter, SuffixDrafter
+from stree.engine import engine_of
 from stree.generation import generate
 from stree.growth import Growth
 from stree.models.memory import measure_memory, modules_by_kind, weight_bytes
 from stree.models.state import TreeStep
+from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
+from stree.statistics import PARTS
 
-__all__ = ["Shape", "profile", "profile_tables"]
+__all__ = ["Shape", "bytes_moved", "copy_bandwidth", "profile", "profile_tables"]
 
 WARM_UP = 16  # tokens
 COPIED = 2**28  # bytes of the buffer by which the bandwidth is measured
@@ -111,12 +114,16 @@ class _Watch:
 def profile(pair: Pair, shape: Shape) -> Record:
     """Generate under a watch over every stateful layer and over the draft model.
 
+    Where steps are captured they are also timed as they then run, replayed, which no watch can look into; the parts are
+    those of steps launched operation by operation.
+
     Args:
         pair: the models; without a draft model the suffix drafter drafts.
         shape: what is run.
 
     Returns:
-        Milliseconds a step by part, bytes a verification moves by kind, and the bandwidth of this run.
+        Milliseconds a step by part, bytes a verification moves by kind, and the bandwidth of this run; under
+        "replayed", milliseconds of a step that is replayed and the share of it that the device idles, or None.
     """
     lm, draft = pair.target, pair.drafter
     drafter: Drafter = SuffixDrafter() if draft is None else ModelDrafter(draft)
@@ -135,13 +142,18 @@ def profile(pair: Pair, shape: Shape) -> Record:
         ).stats
 
     run(WARM_UP)  # what is compiled or found out once
+    replayed = None if engine_of(lm) is None else _replayed(run, shape.new_tokens)
     modules = modules_by_kind(lm)
     kinds = list(dict.fromkeys(name for name, _ in modules))
     head = ("output head", lm.model.get_output_embeddings())
     watch = _Watch(lm.model)
     drafts = [] if draft is None else [("draft", draft.model)]
-    with watch.over([*modules, head, *drafts, ("target", lm.model)]):
-        stats = run(shape.new_tokens)
+    was, lm.is_captured = lm.is_captured, False
+    try:
+        with watch.over([*modules, head, *drafts, ("target", lm.model)]):
+            stats = run(shape.new_tokens)
+    finally:
+        lm.is_captured = was
     inside = watch.seconds([*kinds, head[0], "draft", "target"])
     del inside["target"]
     steps = max(stats["steps"], 1)
@@ -163,25 +175,48 @@ def profile(pair: Pair, shape: Shape) -> Record:
             "new_tokens": shape.new_tokens, "temperature": shape.temperature,
         },
         "steps": stats["steps"], "tau": stats["tau"], "draft_calls": stats["draft_calls"],
-        "step_ms": 1e3 * whole / steps,
+        "step_ms": 1e3 * whole / steps, "replayed": replayed,
         "ms": {name: 1e3 * seconds / steps for name, seconds in parts.items()},
         "bytes": moved, "bytes_per_s": bandwidth, "verify_ms": verify_ms, "bound_ms": bound_ms,
         "of_bound": bound_ms / verify_ms,
     }  # fmt: skip
 
 
+def _replayed(run: Callable[[int], dict[str, Any]], tokens: int) -> Record:
+    """Time steps whose graphs the first of two runs has captured."""
+    run(tokens)
+    stats = run(tokens)
+    whole, busy = stats["total_s"] - stats["prefill_s"], sum(stats[part] for part in PARTS)
+    steps = max(stats["steps"], 1)
+    return {"step_ms": 1e3 * whole / steps, "idle": max(1 - busy / whole, 0.0), **stats["graphs"]}
+
+
 def _bytes(pair: Pair, shape: Shape, stats: dict[str, Any]) -> dict[str, int]:
+    """Count what a verification of this run and its commit must move."""
+    length = shape.context + shape.new_tokens / 2
+    return bytes_moved(pair.target, batch=shape.batch, length=length, nodes=stats["nodes_per_step"])
+
+
+def bytes_moved(lm: TreeLM, *, batch: int, length: float, nodes: float) -> dict[str, int]:
     """Count what a verification and its commit must move: each weight and state once, whatever the tree.
 
     All experts of a layer are counted, as a tree may reach them all.
+
+    Args:
+        lm: the target.
+        batch: sequences.
+        length: committed tokens of each.
+        nodes: of a tree, root included.
+
+    Returns:
+        Bytes by what they are.
     """
-    memory, nodes = measure_memory(pair.target), stats["nodes_per_step"]
-    length = shape.context + shape.new_tokens / 2
+    memory = measure_memory(lm)
     return {
-        "weights": weight_bytes(pair.target),
-        "states, read and written": 2 * shape.batch * (memory.state + memory.window),
-        "keys and values": round(shape.batch * length * memory.kv_per_token),
-        "stash, written": round(shape.batch * nodes * (memory.stash_per_node + memory.kv_stash_per_node)),
+        "weights": weight_bytes(lm),
+        "states, read and written": 2 * batch * (memory.state + memory.window),
+        "keys and values": round(batch * length * memory.kv_per_token),
+        "stash, written": round(batch * nodes * (memory.stash_per_node + memory.kv_stash_per_node)),
     }
 
 
@@ -204,6 +239,9 @@ def profile_tables(record: Record) -> list[Table]:
     for name, ms in record["ms"].items():
         parts.add_row(name, f"{ms:.3f}", f"{ms / record['step_ms']:.1%}")
     parts.add_row("whole step", f"{record['step_ms']:.3f}", "", end_section=True)
+    if record["replayed"] is not None:
+        replayed = record["replayed"]
+        parts.add_row(f"replayed, idle {replayed['idle']:.1%}", f"{replayed['step_ms']:.3f}", "", end_section=True)
     moved = Table("moved by verify and commit", "MB", title="roofline")
     for name, count in record["bytes"].items():
         moved.add_row(name, f"{count / 1e6:.2f}")
