@@ -51,17 +51,19 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
 
     def capture(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
         """Capture on a stream of its own; other threads may go on using the device."""
-        graph = torch.cuda.CUDAGraph()
-        recording = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
-        with torch.cuda.device(self._device), recording:
-            out = work()
+        with torch.cuda.device(self._device):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                out = work()
         return graph, out
 
     def allocated(self) -> int:
-        """Count the bytes that the caching allocator has reserved."""
+        """Count the bytes that the caching allocator cannot give back."""
+        torch.cuda.empty_cache()
         return int(torch.cuda.memory_reserved(self._device))
 
 

@@ -203,7 +203,7 @@ class Program:
         if not self.state.length_bound:
             logits = self.lm.prefill(self.state, input_ids, lengths)
         else:
-            filled = self.lm.new_state(len(prompts), input_ids.shape[1], 1)
+            filled = self.lm.new_state(len(prompts), input_ids.shape[1], self.state.max_nodes)
             logits = self.lm.prefill(filled, input_ids, lengths)
             self.state.overwrite(filled)
         if self.graphs is not None:

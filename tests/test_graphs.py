@@ -17,6 +17,7 @@ import pytest
 import torch
 from tape import Tape, TapeError, TapeRecorder
 from test_waits import GROWTHS
+from tiny_family_models import FAMILIES, family_model
 from tiny_models import grafted, random_texts, tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -92,6 +93,19 @@ def test_trees_that_the_host_lays_out_are_brought_to_captured_verifications(
     found = generate(capture(), SuffixDrafter(), texts=text, sampling=sampling)
     assert found.sequences == eager.sequences and found.stats["tau"] == eager.stats["tau"]
     assert found.stats["graphs"]["replays"] > 4 and found.stats["nodes_per_step"] == eager.stats["nodes_per_step"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_s_verification_can_be_captured(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, text = stree.TreeLM(family_model(family)), [[5, 6, 7, 8] * 4]
+    expected = generate(lm, SuffixDrafter(), texts=text, budget=4, max_new_tokens=8).sequences
+    monkeypatch.setattr(topology, "waits_always", True)
+    monkeypatch.setattr(engine, "_can_capture", lambda _: True)
+    lm.kept["engine"] = Engine(TapeRecorder())
+    for _ in range(2):
+        found = generate(lm, SuffixDrafter(), texts=text, budget=4, max_new_tokens=8)
+        assert found.sequences == expected and not found.stats["graphs"]["not_captured"]
+    assert found.stats["graphs"]["replays"] > 0
 
 
 def test_a_fused_tree_is_launched_as_it_is_and_keeps_its_text(

@@ -274,7 +274,7 @@ class _ModelRun:
         self._most_waiting, self._root, self._extension = 0, None, None
         if self._begun is not None:
             input_ids, lengths = padded_prompts(prompts)
-            filled = self._lm.new_state(len(prompts), input_ids.shape[1], 1)
+            filled = self._lm.new_state(len(prompts), input_ids.shape[1], self._begun.max_nodes)
             self._lm.prefill(filled, input_ids, lengths)
             self._begun.overwrite(filled)
 
