@@ -10,8 +10,8 @@ import torch
 from aot_build import POINTERS, Build
 from shapes import ATTENTIONS, VOCABULARIES, Attention
 
-from stree.kernels.accept import draw_constants
-from stree.kernels.accept_kernels import draw_kernel, walk_kernel
+from stree.kernels.accept import distinct_constants, draw_constants
+from stree.kernels.accept_kernels import distinct_kernel, draw_kernel, walk_kernel
 from stree.kernels.attention import attention_constants, kv_commit_constants, merge_constants
 from stree.kernels.attention_kernels import attention_kernel, kv_commit_kernel, merge_kernel
 from stree.kernels.tiles import AttentionTile, padded
@@ -65,6 +65,13 @@ def draw_build(vocab: int, n: int, dtype: torch.dtype) -> Build:
     return Build(draw_kernel, constants, pointers, _integers(draw_kernel.arg_names, vocab), Launch(vocab, 8))
 
 
+def distinct_build(vocab: int, n: int, dtype: torch.dtype) -> Build:
+    """Describe the draws of four children without replacement, from laws, which are float32 whatever the model."""
+    pointers = {"law_ptr": "*fp32", "uniform_ptr": "*fp64", "tokens_ptr": "*i64", "probs_ptr": "*fp32", "least": "fp32"}
+    integers = _integers(distinct_kernel.arg_names, vocab) | {"rows": 1, "count": 1}
+    return Build(distinct_kernel, distinct_constants(vocab, 4), pointers, integers, Launch(vocab, 8))
+
+
 def walk_build(vocab: int, n: int, dtype: torch.dtype) -> Build:
     """Describe the walk down a tree; no vocabulary and no dtype reaches it."""
     pointers = dict.fromkeys(("tokens_ptr", "drawn_ptr", "next_ptr"), "*i64") | {"mask_ptr": "*i1"}
@@ -88,5 +95,6 @@ BUILDERS: dict[str, tuple[Callable[[Any, int, torch.dtype], Build], Mapping[str,
     "attention_merge": (merge_build, ATTENTIONS),
     "kv_commit": (kv_commit_build, ATTENTIONS),
     "accept_draw": (draw_build, VOCABULARIES),
+    "accept_distinct": (distinct_build, VOCABULARIES),
     "accept_walk": (walk_build, VOCABULARIES),
 }

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.kernels.accept_kernels import draw_kernel, philox_kernel, walk_kernel
+from stree.kernels.accept_kernels import distinct_kernel, draw_kernel, philox_kernel, walk_kernel
 from stree.kernels.reference_accept import TARGET, UNITS
 from stree.kernels.tiles import MAX_NODES, check_inner, check_kernel_dtypes, check_limit, padded
 from stree.kernels.topology import Topology
 
-__all__ = ["choice", "match_accept", "philox_uniform"]
+__all__ = ["choice", "draw_distinct", "match_accept", "philox_uniform"]
 
 MAX_VOCAB = 1 << 20
 BLOCK = 4096  # of a vocabulary in one pass
@@ -38,6 +38,28 @@ def choice(law: Tensor, uniform: Tensor) -> Tensor:
     """Draw one index from each law; see `stree.kernels.accept_door`."""
     drawn = _draw("choice", law.reshape(-1, 1, law.shape[-1]), uniform=uniform.contiguous())
     return drawn.view(uniform.shape)
+
+
+def draw_distinct(law: Tensor, uniform: Tensor, *, least: float) -> tuple[Tensor, Tensor]:
+    """Draw without replacement from each law; see `stree.kernels.accept_door`."""
+    batch, rows, vocab = law.shape
+    count = uniform.shape[2]
+    check_kernel_dtypes("draw_distinct", law=law)
+    check_limit("draw_distinct", "a vocabulary", vocab, MAX_VOCAB)
+    check_inner("law", law)
+    tokens, probs = law.new_empty(uniform.shape, dtype=torch.int64), law.new_empty(uniform.shape)
+    if count:
+        distinct_kernel[(rows, batch)](
+            law, uniform.contiguous(), tokens, probs, rows, count, vocab, least, *law.stride()[:2],
+            **distinct_constants(vocab, count, aligned=_is_aligned(law)), num_warps=8,
+        )  # fmt: skip
+    return tokens, probs
+
+
+def distinct_constants(vocab: int, count: int, *, aligned: bool = True) -> dict[str, Any]:
+    """List the compile-time constants of draws without replacement; ahead-of-time builds take theirs from here too."""
+    known = draw_constants(vocab, greedy=False, aligned=aligned)
+    return {name: known[name] for name in ("UNITS", "BLOCK", "BLOCKS", "ALIGNED")} | {"COUNT": padded(count, 1)}
 
 
 def match_accept(

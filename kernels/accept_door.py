@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stree.kernels.checks import Backend, Parents, check, check_nodes, check_rank, choose, take_topology
 
-__all__ = ["Backend", "MatchedPath", "choice", "match_accept", "philox_uniform"]
+__all__ = ["Backend", "MatchedPath", "choice", "draw_distinct", "match_accept", "philox_uniform"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +87,29 @@ def choice(law: Tensor, uniform: Tensor, *, backend: Backend = "auto") -> Tensor
     check("uniform", uniform, "float64", (*law.shape[:-1],), law)
     out: Tensor = choose("choice", backend, law)(law, uniform)
     return out
+
+
+def draw_distinct(
+    law: Tensor, uniform: Tensor, *, least: float = 0.0, backend: Backend = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Draw several indices from each law without replacement: each by `choice` from what the earlier ones leave.
+
+    Args:
+        law: float[b, rows, vocab], not negative, summing to at most 4, need not be one; weights below 2^-61 are none.
+        uniform: float64[b, rows, count], in [0, 1).
+        least: nothing is drawn from less than this share of a law.
+        backend: see `stree.kernels.ops`.
+
+    Returns:
+        int64[b, rows, count] indices in draw order, and their probabilities under ``law``, of its dtype: 0 where
+        nothing was left to be drawn from, and the index is then meaningless.
+    """
+    check_rank("law", law, "b rows vocab")
+    check("law", law, "float", (*law.shape[:2], max(law.shape[2], 1)), law)
+    check_rank("uniform", uniform, "b rows count")
+    check("uniform", uniform, "float64", (*law.shape[:2], uniform.shape[2]), law)
+    drawn: tuple[Tensor, Tensor] = choose("draw_distinct", backend, law)(law, uniform, least=least)
+    return drawn
 
 
 def match_accept(

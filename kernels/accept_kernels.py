@@ -86,6 +86,49 @@ def draw_kernel(
     tl.store(drawn_ptr + batch * n + node, tl.minimum(token, vocab - 1).to(tl.int64))
 
 
+@triton.jit(
+    do_not_specialize=["rows", "count", "vocab", "least", "stride_law_b", "stride_law_r"],
+    do_not_specialize_on_alignment=["law_ptr"],
+)
+def distinct_kernel(
+    law_ptr, uniform_ptr, tokens_ptr, probs_ptr, rows, count, vocab, least, stride_law_b, stride_law_r,
+    UNITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Draw tokens of one law one after the other, each from what is left of it; grid (rows, batch)."""
+    batch = tl.program_id(1).to(tl.int64)
+    place = batch * rows + tl.program_id(0)
+    law_ptr += batch * stride_law_b + tl.program_id(0).to(tl.int64) * stride_law_r
+    if ALIGNED:
+        law_ptr = tl.multiple_of(law_ptr, 16)
+    lane = tl.arange(0, BLOCK)
+    block = tl.arange(0, BLOCKS)
+    sums = tl.zeros((BLOCKS,), tl.int64)  # of the weights that are left, by block
+    for start in range(0, vocab, BLOCK):
+        part = tl.sum(_weights(law_ptr, start + lane, vocab, UNITS), 0)
+        sums = tl.where(block == start // BLOCK, part, sums)
+    total = tl.sum(sums, 0)
+    crumbs = total.to(tl.float64) * least
+    order = tl.arange(0, COUNT)
+    drawn = tl.full((COUNT,), -1, tl.int64)
+    for draw in range(0, count):
+        number = tl.load(uniform_ptr + place * count + draw)
+        target = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
+        found = tl.sum((tl.cumsum(sums, 0) <= target).to(tl.int32), 0)
+        before = tl.sum(tl.where(block < found, sums, 0), 0)
+        index = found * BLOCK + lane
+        is_gone = tl.max((index[:, None] == drawn[None, :]).to(tl.int32), 1) != 0
+        weights = tl.where(is_gone, 0, _weights(law_ptr, index, vocab, UNITS))
+        inside = tl.sum((tl.cumsum(weights, 0) + before <= target).to(tl.int32), 0)
+        token = tl.minimum(found * BLOCK + inside, vocab - 1)
+        law = tl.load(law_ptr + token)
+        tl.store(tokens_ptr + place * count + draw, token.to(tl.int64))
+        tl.store(probs_ptr + place * count + draw, tl.where(total.to(tl.float64) > crumbs, law, 0.0))
+        weight = tl.sum(tl.where(lane == inside, weights, 0), 0)
+        sums = tl.where(block == found, sums - weight, sums)
+        total -= weight
+        drawn = tl.where(order == draw, token.to(tl.int64), drawn)
+
+
 @triton.jit(do_not_specialize=["n", "width"])
 def walk_kernel(
     tokens_ptr, parents_ptr, depths_ptr, mask_ptr, drawn_ptr, path_ptr, lengths_ptr, next_ptr, n, width,

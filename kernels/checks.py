@@ -35,7 +35,7 @@ TRITON: dict[str, str] = {
     **dict.fromkeys(("gated_rms_norm", "rms_norm_add"), "stree.kernels.norm"),
     **dict.fromkeys(("tree_conv1d", "conv_commit", "conv_step"), "stree.kernels.conv"),
     **dict.fromkeys(("tree_attention", "attention_step", "kv_commit"), "stree.kernels.attention"),
-    **dict.fromkeys(("philox_uniform", "choice", "match_accept"), "stree.kernels.accept"),
+    **dict.fromkeys(("philox_uniform", "choice", "draw_distinct", "match_accept"), "stree.kernels.accept"),
 }
 
 DEBUG = os.environ.get("STREE_DEBUG") == "1"

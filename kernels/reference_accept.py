@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stree.kernels.topology import Topology
 
-__all__ = ["TARGET", "UNITS", "choice", "match_accept", "philox_uniform"]
+__all__ = ["TARGET", "UNITS", "choice", "draw_distinct", "match_accept", "philox_uniform"]
 
 TARGET = 0  # purpose of the numbers of the target's own tokens
 UNITS = 2.0**60  # of a weight of one: weights that sum to at most 4 stay below 2^63
@@ -35,6 +35,22 @@ def choice(law: Tensor, uniform: Tensor) -> Tensor:
     total = cumulative[..., -1:]
     target = torch.minimum((uniform.unsqueeze(-1) * total.double()).long(), total - 1)
     return (cumulative <= target).sum(-1).clamp_(max=law.shape[-1] - 1)
+
+
+def draw_distinct(law: Tensor, uniform: Tensor, *, least: float) -> tuple[Tensor, Tensor]:
+    """Draw one index after the other, each by ``choice`` from the weights that the earlier ones leave."""
+    weights = (law.double() * UNITS + 0.5).long()
+    crumbs = weights.sum(-1, keepdim=True).double() * least
+    tokens, probs = torch.empty_like(uniform, dtype=torch.long), torch.empty_like(uniform, dtype=law.dtype)
+    for place in range(uniform.shape[-1]):
+        cumulative = weights.cumsum(-1)
+        total = cumulative[..., -1:]
+        target = torch.minimum((uniform[..., place, None] * total.double()).long(), total - 1)
+        token = (cumulative <= target).sum(-1, keepdim=True).clamp_(max=law.shape[-1] - 1)
+        tokens[..., place] = token.squeeze(-1)
+        probs[..., place] = (law.gather(-1, token) * (total > crumbs)).squeeze(-1)
+        weights.scatter_(-1, token, 0)
+    return tokens, probs
 
 
 def match_accept(

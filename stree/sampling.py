@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stree.kernels.accept_door import philox_uniform
+from stree.kernels.accept_door import draw_distinct, philox_uniform
 from stree.kernels.topology import reads_freely
 
 __all__ = ["MAX_RANKS", "Draws", "Random", "Sampling"]
@@ -182,7 +182,7 @@ class Draws:
         rows = law.shape[1]
         if self._numbers is not None:
             numbers = self._numbers[:, first : first + rows, :count]
-            return _draw_on_host(law, numbers) if reads_freely(law) else _Line(law, count).draw(numbers)
+            return _draw_on_host(law, numbers) if reads_freely(law) else draw_distinct(law, numbers, least=LEAST_MASS)
         tokens, probs = [], []
         node = torch.arange(first, first + rows, device=law.device).expand(law.shape[:2]) * MAX_RANKS
         least = LEAST_MASS * law.sum(-1, keepdim=True)
@@ -202,44 +202,6 @@ def _draw_on_host(law: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     flat = [tensor.reshape(-1, tensor.shape[-1]).numpy() for tensor in (law, numbers, tokens, probs)]
     draw_rows(*flat, LEAST_MASS)
     return tokens, probs
-
-
-class _Line:
-    """Laws laid end to end on lines of float64, from which tokens are drawn and taken away, on any device."""
-
-    def __init__(self, law: Tensor, count: int) -> None:
-        self._law, self._cumulative = law, law.cumsum(-1, dtype=torch.float64)
-        shape = (*law.shape[:-1], count)
-        self._tokens = law.new_empty(shape, dtype=torch.long)
-        self._probs = law.new_empty(shape, dtype=torch.float64)
-        # Of each token drawn: where it begins on the line of all tokens but the other drawn ones.
-        self._begins = law.new_empty(shape, dtype=torch.float64)
-        self._rest = self._cumulative[..., -1] * (1 - 2.0**-52)  # products that round up stay below it
-        self._least = self._rest * LEAST_MASS
-
-    def draw(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw by float64[..., count] uniform numbers; return tokens and their probabilities."""
-        for j in range(numbers.shape[-1]):
-            self._draw_one(j, numbers[..., j] * self._rest)
-        return self._tokens, self._probs.to(self._law.dtype)
-
-    def _draw_one(self, j: int, level: Tensor) -> None:
-        """Draw at a level of what is left and take the token away."""
-        tokens, probs, begins = self._tokens[..., :j], self._probs[..., :j], self._begins[..., :j]
-        if j:
-            level = level + (probs * (begins <= level[..., None])).sum(-1)  # steps over the tokens drawn before
-        token = torch.searchsorted(self._cumulative, level[..., None], right=True)
-        token.clamp_(max=self._law.shape[-1] - 1)
-        prob = self._law.gather(-1, token).double()
-        above = self._cumulative.gather(-1, token) - prob
-        if j:
-            # Drawn again: nothing else is left.
-            prob = prob * ((tokens != token).all(-1) & (self._rest > self._least))[..., None]
-            begins -= prob * (tokens > token)
-            above = above - (probs * (tokens < token)).sum(-1)[..., None]
-        self._begins[..., j] = above[..., 0]
-        self._tokens[..., j], self._probs[..., j] = token[..., 0], prob[..., 0]
-        self._rest = self._rest - prob[..., 0]
 
 
 def _number(high: Any, low: Any) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stree import Sampling, TokenTree, accept
 from stree.kernels import accept as kernels
-from stree.kernels.accept_door import Backend, MatchedPath, choice, match_accept, philox_uniform
+from stree.kernels.accept_door import Backend, MatchedPath, choice, draw_distinct, match_accept, philox_uniform
 from stree.kernels.accept_kernels import draw_kernel, walk_kernel
 from stree.kernels.topology import Topology
 from stree.sampling import Random
@@ -77,6 +77,45 @@ def is_same(found: MatchedPath, expected: Acceptance) -> bool:
     """Tell whether all three tensors are equal, dtypes too."""
     pairs = ((getattr(found, name).cpu(), getattr(expected, name)) for name in MatchedPath.__slots__)
     return all(left.dtype == right.dtype and torch.equal(left, right) for left, right in pairs)
+
+
+@pytest.mark.parametrize(("vocab", "count"), [(3, 4), (101, 1), (4097, 6), (9000, 3)])
+@pytest.mark.parametrize("sharpness", [0.0, 3.0, 30.0])
+def test_distinct_draws_are_choices_from_what_the_earlier_ones_leave(vocab: int, count: int, sharpness: float) -> None:
+    rng = torch.Generator().manual_seed(vocab)
+    law = (sharpness * torch.randn(2, 3, vocab, generator=rng)).softmax(-1).to(DEVICE)
+    law[0, 1] = torch.tensor([0.3, 0.2] + [0.0] * (vocab - 2))
+    law[1, 2] = 0.0
+    uniform = torch.rand(2, 3, count, generator=rng, dtype=torch.float64).to(DEVICE)
+    uniform[0, 0, -1] = 1 - 2.0**-53
+    least = 2.0**-20
+    tokens, probs = draw_distinct(law, uniform, least=least, backend="triton")
+    left, is_left = law.clone(), probs > 0
+    for place in range(count):
+        assert torch.equal(is_left[..., place], left.double().sum(-1) > least * law.double().sum(-1))
+        one = choice(left, uniform[..., place].contiguous(), backend="reference")
+        assert torch.equal(tokens[..., place][is_left[..., place]], one[is_left[..., place]])
+        assert torch.equal(probs[..., place], law.gather(-1, one[..., None]).squeeze(-1) * is_left[..., place])
+        left.scatter_(-1, tokens[..., place, None], 0.0)
+    expected = draw_distinct(law, uniform, least=least, backend="reference")
+    assert torch.equal(probs, expected[1]) and torch.equal(tokens[is_left], expected[0][is_left])
+    strided = draw_distinct(law.repeat(1, 2, 1)[:, ::2], uniform, least=least, backend="triton")
+    assert strided[0].shape == uniform.shape
+    with pytest.raises(ValueError, match="uniform must be float64"):
+        draw_distinct(law, uniform[:1], least=least)
+
+
+def test_no_layer_of_a_tree_asks_for_a_build_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keys(rows: int, count: int, vocab: int = 101) -> list[Key]:
+        law = torch.full((2, rows, vocab), 1 / vocab, device=DEVICE)
+        with launch_keys(monkeypatch) as seen:
+            draw_distinct(law, torch.zeros(2, rows, count, dtype=torch.float64, device=DEVICE), backend="triton")
+        return seen
+
+    first = keys(1, 4)
+    assert [name for name, _ in first] == ["distinct_kernel"]
+    assert keys(16, 3) == first == keys(17, 4)
+    assert keys(1, 4, 5000) != first
 
 
 @by_backend
