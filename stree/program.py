@@ -257,25 +257,42 @@ class Program:
 
     def _launch(self, growth: Growth | None, budget: int) -> _Done:
         """Replay the step where it can be captured, the part behind the draft where only that can, else launch all."""
-        run, graphs = self.run, self.graphs
-        if graphs is not None and isinstance(run, Capturable):
-            if run.version != self._version:
-                graphs.clear()
-                self._version = run.version
-            if run.is_steady(budget):
-                work = partial(self._whole, growth, budget)
-                done, is_replayed = self._replayed(graphs, f"budget {budget}, {growth!r}", work)
-                if is_replayed:
-                    run.replayed(budget)
-                return done
-        elif graphs is not None:
-            clock = StepClock(self.pending.device)
-            draft = self._propose(growth, budget)
+        graphs = self.graphs
+        if graphs is None:
+            return self._whole(growth, budget)
+        clock = StepClock(self.pending.device)
+        if isinstance(self.run, Capturable):
+            num_calls = self._settle(budget)
             clock.lap("draft_s")
-            if draft.laws is None:
-                return self._launch_target(graphs, draft, clock)
-            return self._after(draft, clock)
-        return self._whole(growth, budget)
+            return self._launch_whole(graphs, growth, budget, num_calls, clock)
+        draft = self._propose(growth, budget)
+        clock.lap("draft_s")
+        return self._launch_target(graphs, draft, clock) if draft.laws is None else self._after(draft, clock)
+
+    def _settle(self, budget: int) -> int:
+        """Let the drafter do what only this step needs; give the draft calls it took."""
+        assert isinstance(self.run, Capturable), "the caller looked"
+        try:
+            return self.run.settle(budget)
+        except Exception as problem:
+            self._retire(problem)
+            return 0
+
+    def _launch_whole(
+        self, graphs: Graphs, growth: Growth | None, budget: int, num_calls: int, clock: StepClock
+    ) -> _Done:
+        """Replay a step, drafting included."""
+        run = self.run
+        assert isinstance(run, Capturable), "the caller looked"
+        if run.version != self._version:
+            graphs.clear()
+            self._version = run.version
+        work = partial(self._whole, growth, budget)
+        done, is_replayed = self._replayed(graphs, f"budget {budget}, {growth!r}", work)
+        if is_replayed:
+            run.replayed(budget)
+        draft = replace(done.draft, num_calls=done.draft.num_calls + num_calls)
+        return replace(done, draft=draft, clock=Clocks([clock, done.clock]))
 
     def _whole(self, growth: Growth | None, budget: int) -> _Done:
         """Draft and do what follows."""
@@ -305,6 +322,8 @@ class Program:
             raise problem
         logger.warning("the drafter failed, decoding goes on without it: %s: %s", type(problem).__name__, problem)
         self.problem = problem
+        if self.graphs is not None:
+            self.graphs.clear()
         self.run = NoDrafter().start(self.lm.vocab_size, [], self.rng)
 
     def _after(self, draft: Draft, clock: StepClock) -> _Done:

@@ -27,9 +27,9 @@ from stree import engine
 from stree.drafters import Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.engine import Engine
 from stree.graphs import WARM_UP, Graphs
-from stree.growth import Calibrated, Chain, Growth
+from stree.growth import Calibrated, Chain, Growth, Limited
 from stree.kernels import topology
-from stree.sampling import Sampling
+from stree.sampling import Random, Sampling
 from stree.steering import AutoSize
 
 TEXTS = random_texts(random.Random(0), [6, 9])
@@ -83,6 +83,16 @@ def test_replayed_steps_give_the_texts_of_launched_ones(
     assert len(lm.kept["engine"].recorder.tapes) == 1
 
 
+def test_a_path_that_waits_when_a_text_ends_is_not_folded_into_the_next(
+    drafter: ModelDrafter, capture: Callable[[], stree.TreeLM]
+) -> None:
+    expected = [generate(grafted(tiny_model("bamba")), drafter, texts=[text], budget=4).sequences for text in TEXTS]
+    lm = capture()
+    lm.is_lazy = True
+    for text, found in zip(TEXTS, expected, strict=True):
+        assert generate(lm, drafter, texts=[text], budget=4).sequences == found
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_trees_that_the_host_lays_out_are_brought_to_captured_verifications(
     temperature: float, capture: Callable[[], stree.TreeLM]
@@ -126,24 +136,48 @@ def test_slots_take_up_texts_between_replays(drafter: ModelDrafter, capture: Cal
     assert found.sequences == eager.sequences and found.stats["graphs"]["replays"] > 10
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_controller_changes_between_graphs(
-    drafter: ModelDrafter, capture: Callable[[], stree.TreeLM], monkeypatch: pytest.MonkeyPatch
+    temperature: float, drafter: ModelDrafter, capture: Callable[[], stree.TreeLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = [1, 1, 8, 8, 8, 8, 1, 1, 1, 4, 4, 4, 8, 8, 1, 1, 4, 8, 4, 1, 1, 1, 8]
+    shapes = [(1, 3), (1, 3), *[(8, 2)] * 4, *[(1, 3)] * 3, *[(64, 5)] * 4, *[(8, 2)] * 4, (1, 3), (64, 5), (1, 3)]
 
     def of_a_list(self: AutoSize) -> tuple[Growth | None, int]:
         steps = self.__dict__.setdefault("steps", [])
-        steps.append(sizes[len(steps) % len(sizes)])
-        return self.growth, steps[-1]
+        steps.append(shapes[len(steps) % len(shapes)])
+        assert self.growth is not None
+        return Limited(self.growth, steps[-1][1]), steps[-1][0]
 
     monkeypatch.setattr(AutoSize, "next", of_a_list)
     monkeypatch.setattr(AutoSize, "observe", lambda *_: None)
-    expected = generate(grafted(tiny_model("bamba")), NoDrafter(), budget=1, max_new_tokens=60).sequences
+    options: dict[str, Any] = {"sampling": Sampling(temperature), "verifier": "match", "max_new_tokens": 40}
+    expected = generate(grafted(tiny_model("bamba")), NoDrafter(), budget=1, **options).sequences
     lm = capture()
     for _ in range(2):
-        found = generate(lm, drafter, growth=Calibrated(depth=3), budget="auto", max_new_tokens=60)
+        found = generate(lm, drafter, growth=Calibrated(depth=2), budget="auto", **options)
         assert found.sequences == expected
     assert found.stats["graphs"]["graphs"] == 3 and found.stats["graphs"]["replays"] > 15
+
+
+@pytest.mark.parametrize("part", ["settle", "propose", "observe"])
+def test_a_drafter_that_dies_leaves_no_graph_behind(
+    part: str, drafter: ModelDrafter, capture: Callable[[], stree.TreeLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generate(grafted(tiny_model("bamba")), NoDrafter(), budget=1).sequences
+    lm, calls = capture(), []
+    run = type(drafter.start(lm.vocab_size, TEXTS, Random(0, torch.arange(2), torch.zeros(2, dtype=torch.long))))
+    known = getattr(run, part)
+
+    def dying(self: Any, *operands: Any) -> Any:
+        calls.append(part)
+        if len(calls) == WARM_UP + (3 if part == "settle" else 0):
+            raise ArithmeticError("the drafter broke")
+        return known(self, *operands)
+
+    monkeypatch.setattr(run, part, dying)
+    with pytest.raises(stree.GenerationError, match="decoded without it: the drafter broke") as error:
+        generate(lm, drafter, budget=4)
+    assert error.value.output.sequences == expected and not lm.kept["engine"].report()
 
 
 def test_texts_of_another_length_or_law_get_a_program_of_their_own(
@@ -257,11 +291,12 @@ def test_the_least_used_graph_is_dropped() -> None:
     recorder = TapeRecorder()
     graphs = Graphs(recorder, most=2)
     value = torch.zeros(3)
-    for key, times in (("a", 4), ("b", 4), ("a", 1), ("c", 4), ("b", 1), ("a", 2)):
+    for key, times in (("a", 4), ("b", 4), ("a", 1), ("c", 4), ("b", 1), ("a", 3)):
         for _ in range(times):
             graphs.run(key, lambda: value.add_(1), lambda: None)
-    assert value.tolist() == [16.0] * 3
+    assert value.tolist() == [17.0] * 3
     assert len(recorder.tapes) == 3 and graphs.report()["graphs"] == 2
+    assert graphs.num_replays == 2 + 2 + 1 + 2 + 3, "one that was used lately stays"
 
 
 def test_the_tape_sees_what_a_graph_would_do_wrong() -> None:

@@ -278,9 +278,12 @@ class _ModelRun:
             self._lm.prefill(filled, input_ids, lengths)
             self._begun.overwrite(filled)
 
-    def is_steady(self, budget: int) -> bool:
-        """Tell whether the next step is the work of all steps: it is not where the model must catch up first."""
-        return budget == 1 or (self._begun is not None and not self._most_waiting)
+    def settle(self, budget: int) -> int:
+        """Run the prompts and what was accepted unseen, if a tree is to be drafted; give the draft calls it took."""
+        if budget == 1:
+            return 0
+        self._begin()
+        return self._catch_up()
 
     def replayed(self, budget: int) -> None:
         """Take note of a token that waits now."""

@@ -45,9 +45,9 @@ class _NoRun:
     def restart(self, prompts: Sequence[Sequence[int]]) -> None:
         """Ignore them."""
 
-    def is_steady(self, budget: int) -> bool:
-        """Tell that all steps are alike."""
-        return True
+    def settle(self, budget: int) -> int:
+        """Do nothing: all steps are alike."""
+        return 0
 
     def replayed(self, budget: int) -> None:
         """Ignore it."""

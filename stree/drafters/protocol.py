@@ -124,8 +124,8 @@ class Capturable(Protocol):
 
     version: int
 
-    def is_steady(self, budget: int) -> bool:
-        """Tell whether the next step of this budget is the same work as all such steps."""
+    def settle(self, budget: int) -> int:
+        """Do what only this step of its budget needs, so that it is like all others; give the draft calls it took."""
         ...
 
     def replayed(self, budget: int) -> None:
