@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,11 +51,26 @@ def gated_norm_build(norm: Norm, n: int, dtype: torch.dtype) -> Build:
 
 def norm_add_build(norm: Norm, n: int, dtype: torch.dtype) -> Build:
     """Describe the launch of a norm of a residual sum; any number of nodes takes the same build."""
+    names = ("x_ptr", "other_ptr", "residual_ptr", "weight_ptr", "y_ptr", "total_ptr")
+    return _norm_build(norm, dtype, names, ("stride_x_row", "stride_other_row", "stride_residual_row"))
+
+
+def norm_build(norm: Norm, n: int, dtype: torch.dtype) -> Build:
+    """Describe the launch of a norm of rows; any number of nodes takes the same build."""
+    return _norm_build(norm, dtype, ("x_ptr", "weight_ptr", "y_ptr"), ("stride_x_row",))
+
+
+def _norm_build(norm: Norm, dtype: torch.dtype, pointers: Sequence[str], strides: Sequence[str]) -> Build:
+    """Describe a launch of the kernel that adds and normalises; strides of rows that are not there are 0."""
     tile = NormTile.of(norm.channels)
     constants = {"WIDTH": norm.channels, "BLOCK": tile.width}
-    pointers = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "y_ptr", "total_ptr"), POINTERS[dtype])
-    integers = dict.fromkeys(("stride_x_row", "stride_residual_row"), norm.channels)
-    return Build(norm_add_kernel, constants, pointers, integers, tile)
+    absent = dict.fromkeys(("stride_other_row", "stride_residual_row"), 0)
+    integers = absent | dict.fromkeys(strides, norm.channels)
+    return Build(norm_add_kernel, constants, dict.fromkeys(pointers, POINTERS[dtype]), integers, tile)
 
 
-BUILDERS = {"gated_rms_norm": (gated_norm_build, GATED), "rms_norm_add": (norm_add_build, STREAMS)}
+BUILDERS = {
+    "gated_rms_norm": (gated_norm_build, GATED),
+    "rms_norm_add": (norm_add_build, STREAMS),
+    "rms_norm": (norm_build, STREAMS),
+}

@@ -20,6 +20,7 @@ import aot_delta
 import aot_diagonal
 import aot_mamba2
 import aot_norm
+import aot_pointwise
 import torch
 import triton
 from aot_build import Build, Record
@@ -31,6 +32,7 @@ NODES = (1, 4, 16, 32, 64, 128)
 BUILDERS: Mapping[str, tuple[Callable[[Any, int, torch.dtype], Build], Mapping[str, Any]]] = {
     **aot_mamba2.BUILDERS,
     **aot_norm.BUILDERS,
+    **aot_pointwise.BUILDERS,
     **aot_diagonal.BUILDERS,
     **aot_delta.BUILDERS,
     **aot_attention.BUILDERS,

@@ -7,18 +7,23 @@ from typing import Any
 
 import torch
 from gpu_case import Case, Inputs, copied
+from gpu_pointwise_cases import activation_case, delta_inputs_case, experts_case, norm_case, rotary_case
 from gpu_row_cases import accept_case, attention_case, commit_case, gated_norm_case, norm_add_case
 from gpu_scan_cases import conv_case, delta_case, diagonal_case, selective_case, ssd_case
 from shapes import (
     ATTENTIONS,
     DELTAS,
     DIAGONALS,
+    EXPERTS,
+    FEED_FORWARDS,
     LATENTS,
     MIXERS,
     SELECTIVES,
     VOCABULARIES,
     Attention,
     Delta,
+    Experts,
+    FeedForward,
     Mixer,
     Selective,
 )
@@ -29,15 +34,20 @@ __all__ = [
     "Case",
     "Inputs",
     "accept_case",
+    "activation_case",
     "attention_case",
     "cases",
     "commit_case",
     "conv_case",
     "copied",
     "delta_case",
+    "delta_inputs_case",
     "diagonal_case",
+    "experts_case",
     "gated_norm_case",
     "norm_add_case",
+    "norm_case",
+    "rotary_case",
     "selective_case",
     "ssd_case",
 ]
@@ -52,6 +62,11 @@ KINDS: list[tuple[Callable[..., Case], Mapping[str, Any]]] = [
     (attention_case, LATENTS),
     (gated_norm_case, MIXERS),
     (norm_add_case, MIXERS),
+    (norm_case, MIXERS),
+    (rotary_case, ATTENTIONS),
+    (activation_case, FEED_FORWARDS),
+    (delta_inputs_case, DELTAS),
+    (experts_case, EXPERTS),
     (commit_case, ATTENTIONS),
     (accept_case, VOCABULARIES),
 ]
@@ -65,6 +80,11 @@ SMALL: list[tuple[Callable[..., Case], Mapping[str, Any]]] = [
     (attention_case, {"tiny-latent": Attention(2, 1, 24, latent=16, context=160)}),
     (gated_norm_case, {"tiny": Mixer(2, 16, 16, 1)}),
     (norm_add_case, {"tiny": Mixer(2, 16, 16, 1)}),
+    (norm_case, {"tiny": Mixer(2, 16, 16, 1)}),
+    (rotary_case, {"tiny": Attention(2, 1, 16)}),
+    (activation_case, {"tiny": FeedForward(40)}),
+    (experts_case, {"tiny": Experts(4, 2, 40, 24)}),
+    (delta_inputs_case, {"tiny": Delta(1, 2, 16, 16), "tiny-kda": Delta(2, 2, 16, 16, per_channel=True)}),
     (commit_case, {"tiny": Attention(2, 1, 16)}),
     (accept_case, {"tiny": 50}),
 ]

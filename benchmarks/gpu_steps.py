@@ -1,30 +1,46 @@
-"""Times whole forward passes over trees at the shapes of published models, with random weights.
+"""Times whole steps of a target at the shapes of published models, with random weights: verify of a tree, and commit.
 
-Each verify is captured in a CUDA graph of its own and replayed; the same calls without a graph, and transformers' own
-forward of one token, show what launching costs.  Without a GPU tiny models are run once, without graphs.
+A step starts as in the middle of a text: the path of the step before waits, and the verify folds it.  The commit puts
+its own path there.  Steps are timed as replays of a CUDA graph and as plain calls; beside them stand the same graph
+without lean layers, transformers' own forward of one token, and mamba-ssm's one-token decode with its CUDA graph where
+it is installed.  Every record says what the step must move at least, how long that takes at the bandwidth of a copy in
+the same run, and how much longer it takes than one node.  Without a GPU tiny models are run, without graphs.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+from bench_memory import published
 from gpu_clock import time_graph
+from gpu_peer_steps import mamba_ssm_step, why_not
 from shapes import binary_tree
-from transformers import AutoModelForCausalLM, BambaConfig, Mamba2Config
+from transformers import AutoModelForCausalLM, BambaConfig, Mamba2Config, PreTrainedConfig
 
 import stree
+from stree.bench.profile import bytes_moved, copy_bandwidth
 from stree.bench.records import Record, quantiles
+from stree.models.native import config_of_native
+
+__all__ = ["DRAFTERS", "NODES", "configurations", "measure", "state_for", "step_of", "timed"]
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 NODES = (1, 4, 8, 16, 32, 64)
+PLAIN_NODES = (1, 16)  # that are timed without lean layers, too
 SIZES = ((1, 256), (8, 256), (1, 4096), (8, 4096))  # batch, tokens of context
+PATH = 3  # most nodes of a committed path
+ROOM = 512  # tokens that repeated steps may commit
+KEPT_LAYERS = {"Qwen3-Next-80B": 12}  # a quarter of the model, 40 GB, fits
+# A drafter a twentieth of the target's size, for composite figures (`gpu_end_to_end.py`).
+DRAFTERS = {"mamba2-2.7b": "mamba2-130m", "Nemotron-H-8B": "mamba2-400m", "tiny-mamba2": "tiny-drafter"}
 
 
-def configurations(smoke: bool) -> dict[str, Any]:
+def configurations(smoke: bool) -> dict[str, PreTrainedConfig]:
     """Give the models' configurations: published ones, or tiny ones of the same kinds."""
     if smoke:
         small = Mamba2Config(num_hidden_layers=2, hidden_size=32, state_size=16, head_dim=16, num_heads=4, n_groups=1,
@@ -32,68 +48,163 @@ def configurations(smoke: bool) -> dict[str, Any]:
         hybrid = BambaConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=32, num_attention_heads=2,
                              num_key_value_heads=1, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=16,
                              mamba_d_state=16, vocab_size=64, mamba_chunk_size=16)  # fmt: skip
-        return {"tiny-mamba2": small, "tiny-bamba": hybrid}
-    return {
-        "mamba2-2.7b": Mamba2Config(num_hidden_layers=64, hidden_size=2560, state_size=128, head_dim=64, num_heads=80,
-                                    n_groups=1, vocab_size=50288, tie_word_embeddings=True),
-        "Bamba-9B": BambaConfig(attn_layer_indices=[9, 18, 27]),  # else the defaults, which are Bamba-9B's
-    }  # fmt: skip
+        drafter = Mamba2Config(num_hidden_layers=1, hidden_size=16, state_size=8, head_dim=16, num_heads=2, n_groups=1,
+                               vocab_size=64, chunk_size=16)  # fmt: skip
+        return {"tiny-mamba2": small, "tiny-drafter": drafter, "tiny-bamba": hybrid}
+    whole = published()
+    shapes = {"mamba2-2.7b": whole.pop("mamba2-2.7b"), "mamba2-130m": _mamba2(768, 24, 50277)}
+    shapes |= {"Nemotron-H-8B": whole.pop("Nemotron-H-8B"), "mamba2-400m": _mamba2(1024, 40, 131072)}
+    shapes |= {_name(name): _kept(config, KEPT_LAYERS.get(name)) for name, config in whole.items()}
+    shapes["Bamba-9B"] = BambaConfig(attn_layer_indices=[9, 18, 27])  # else the defaults, which are Bamba-9B's
+    return shapes
+
+
+def _mamba2(width: int, layers: int, vocab: int) -> PreTrainedConfig:
+    """Make a Mamba-2 as mamba-ssm's published ones are."""
+    return config_of_native(
+        {
+            "d_model": width, "n_layer": layers, "vocab_size": vocab, "ssm_cfg": {"layer": "Mamba2"}, "rms_norm": True,
+            "pad_vocab_size_multiple": 16, "tie_embeddings": True,
+        }
+    )  # fmt: skip
+
+
+def _name(model: str) -> str:
+    """Say in its name that only a part of a model is run."""
+    return f"{model}, {KEPT_LAYERS[model]} layers" if model in KEPT_LAYERS else model
+
+
+def _kept(config: PreTrainedConfig, layers: int | None) -> PreTrainedConfig:
+    """Keep the first layers of a model; None keeps all."""
+    if layers is not None:
+        config.num_hidden_layers = layers
+        config.layer_types = config.layer_types[:layers]
+    return config
 
 
 def measure(device: torch.device, smoke: bool, deadline: float) -> Iterator[Record]:
     """Give a record for every model, size and number of nodes until the time is up."""
+    bandwidth = copy_bandwidth(device)
     for name, config in configurations(smoke).items():
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[device.type])
+        lm = stree.TreeLM(model)
         for batch, context in ((1, 8),) if smoke else SIZES:
+            params = {"model": name, "batch": batch, "context": context}
             base = {
-                "bench": "step", "params": {"model": name, "batch": batch, "context": context}, "metric": "latency",
-                "unit": "us", "dtype": str(model.dtype)[6:],
-                "weight_bytes": sum(parameter.nbytes for parameter in model.parameters()),
+                "bench": "step", "params": params, "metric": "latency",
+                "unit": "us", "dtype": str(model.dtype)[6:], "bytes_per_s": bandwidth,
             }  # fmt: skip
             if time.monotonic() > deadline:
                 yield base | {"bench": "unfinished"}
                 return
-            for record in _sizes(stree.TreeLM(model), batch, context):
-                yield base | record | {"params": {**base["params"], **record["params"]}}
-        del model
+            ones: dict[str, float] = {}
+            for record in _records(lm, config, batch, context):
+                record |= {"params": {**params, **record["params"]}}
+                yield base | record | _compared(record, bandwidth, ones)
+        del model, lm
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def _sizes(lm: stree.TreeLM, batch: int, context: int) -> Iterator[Record]:
-    """Time trees of every size on one state, which verification leaves as it is."""
-    state = _state(lm, batch, context)
+def _compared(record: Record, bandwidth: float, ones: dict[str, float]) -> Record:
+    """Set a latency beside the bound of its bytes, and beside one node of the same provider, whose time is kept."""
+    if "p50" not in record:
+        return {}
+    found: Record = {}
+    if record["params"]["n"] == 1:
+        ones[record["provider"]] = record["p50"]
+    if record["provider"] in ones:
+        found["over_one_node"] = record["p50"] / ones[record["provider"]]
+    if "bytes" in record:
+        bound = 1e6 * sum(record["bytes"].values()) / bandwidth
+        found |= {"bound_us": bound, "of_bound": bound / record["p50"]}
+    return found
+
+
+def _records(lm: stree.TreeLM, config: PreTrainedConfig, batch: int, context: int) -> Iterator[Record]:
+    """Time trees of every size on one state, then the other providers of a one-token step."""
+    state = state_for(lm, batch, context)
+    on_device = lm.device.type == "cuda"
     for n in NODES:
-        tokens = torch.randint(lm.vocab_size, (batch, n)).to(lm.device)  # a failed capture may spoil the device's draws
-        verify = partial(lm.verify, state, stree.TokenTree.unchecked(tokens, binary_tree(batch, n, lm.device)))
-        record = {"params": {"n": n}, "state_bytes": state.num_bytes}
-        yield record | {"provider": "eager"} | _eager(verify)
-        if lm.device.type == "cuda":
-            yield record | {"provider": "graph"} | _graph(verify)
-    yield {"params": {}, "provider": "transformers"} | _eager(_one_token(lm, batch))
+        step = step_of(lm, state, n, context)
+        record = {
+            "params": {"n": n}, "state_dtype": "float32", "state_bytes": state.num_bytes,
+            "bytes": _bytes(lm, batch, context, n),
+        }  # fmt: skip
+        yield record | {"provider": "eager"} | _eager(step)
+        if on_device:
+            yield record | {"provider": "graph"} | _graph(step)
+            if n in PLAIN_NODES:
+                lm.is_lean = False
+                yield record | {"provider": "graph, not lean"} | _graph(step)
+                lm.is_lean = True
+    del state, step
+    yield {"params": {"n": 1}, "provider": "transformers"} | _eager(_one_token(lm, batch))
+    reason = why_not(config, lm.device)
+    if reason is None:
+        yield from mamba_ssm_step(config, batch, context, lm.dtype)
+    else:
+        yield {"params": {"n": 1}, "provider": "mamba_ssm", "unavailable": reason}
 
 
-def _state(lm: stree.TreeLM, batch: int, context: int) -> Any:
+def step_of(lm: stree.TreeLM, state: Any, n: int, context: int) -> Callable[[], Any]:
+    """Give a call that verifies a binary tree and commits its leftmost path; the text may not outgrow the state."""
+    batch = state.batch_size
+    tokens = torch.randint(lm.vocab_size, (batch, n)).to(lm.device)  # a failed capture may spoil the device's draws
+    tree = stree.TokenTree.unchecked(tokens, binary_tree(batch, n, lm.device))
+    tree = stree.TokenTree.unchecked(tokens, tree.parents, tree.depths, tree.ancestor_mask)  # as a growth leaves it
+    length = min(PATH, n.bit_length())
+    path = torch.tensor([[2**depth - 1 for depth in range(length)]] * batch, dtype=torch.int32, device=lm.device)
+    lengths = torch.full((batch,), length, dtype=torch.int32, device=lm.device)
+    state.lengths.fill_(context)
+    state.length_bound = context
+
+    def step() -> Any:
+        logits = lm.verify(state, tree)
+        lm.commit(state, path, lengths)
+        return logits
+
+    return step
+
+
+def state_for(lm: stree.TreeLM, batch: int, context: int) -> Any:
     """Make a state that claims ``context`` tokens; what it holds is random, since only time is measured."""
-    state = lm.new_state(batch, context + 64, max(NODES))
+    state = lm.new_state(batch, context + ROOM, max(NODES), fixed_shapes=True)
     lm.prefill(state, torch.randint(lm.vocab_size, (batch, 4), device=lm.device))
     for stack in state.stacks.values():
         for _, tensor in stack._tensors():
             if tensor.shape[2:3] and not bool(tensor.any()):
                 tensor.normal_(std=0.02)
-    state.lengths.fill_(context)
-    state.length_bound = context
     return state
+
+
+def _bytes(lm: stree.TreeLM, batch: int, context: int, n: int) -> dict[str, int]:
+    """Count what a step must move; of experts, as many as uniform routing is expected to reach."""
+    moved = bytes_moved(lm, batch=batch, length=context, nodes=n)
+    experts = {id(p): p for module in lm.model.modules() if type(module).__name__.endswith("Experts")
+               for p in module.parameters()}  # fmt: skip
+    if experts:
+        chosen = lm.model.config.num_experts_per_tok
+        held = sum(p.nbytes for p in experts.values())
+        reached = sum(p.nbytes * (1 - (1 - chosen / p.shape[0]) ** (batch * n)) for p in experts.values())
+        moved["weights"] += math.ceil(reached) - held
+    return moved
+
+
+def timed(step: Callable[[], Any], device: torch.device) -> Record:
+    """Time a step in the way that counts on a device: replays of its graph; plain calls on a CPU."""
+    return _graph(step) if device.type == "cuda" else _eager(step)
 
 
 def _one_token(lm: stree.TreeLM, batch: int) -> Any:
     """Give a call of transformers' own forward for one token after a short prompt."""
     options: Record = {"use_cache": True, lm.family.cache_argument: lm.family.new_cache(lm.model.config)}
-    lm.model(torch.ones(batch, 8, dtype=torch.long, device=lm.device), **options)
+    with torch.no_grad():
+        lm.model(torch.ones(batch, 8, dtype=torch.long, device=lm.device), **options)
     if lm.family.takes_positions:
         options["position_ids"] = torch.full((batch, 1), 8, device=lm.device)
-    return partial(lm.model, torch.ones(batch, 1, dtype=torch.long, device=lm.device), **options)
+    return torch.no_grad()(partial(lm.model, torch.ones(batch, 1, dtype=torch.long, device=lm.device), **options))
 
 
 def _eager(call: Callable[[], Any], runs: int = 10) -> Record:

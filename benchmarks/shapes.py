@@ -60,6 +60,25 @@ class Attention:
         return self.headdim if self.latent is None else self.latent
 
 
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """Channels between the projections of a feed-forward."""
+
+    channels: int
+    activation: str = "silu"
+    gated: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Sizes of a mixture of gated experts; each row is routed to ``share`` of them."""
+
+    count: int
+    share: int
+    channels: int
+    inner: int
+
+
 MIXERS = {
     "mamba2-2.7b": Mixer(80, 64, 128, 1),
     "Nemotron-H-8B": Mixer(128, 64, 128, 8),
@@ -86,6 +105,17 @@ ATTENTIONS = {
     "Falcon-H1-7B": Attention(12, 2, 128),
     "Zamba2-7B": Attention(32, 32, 224),
     "Jamba-mini": Attention(32, 8, 128),
+}
+FEED_FORWARDS = {
+    "Bamba-9B": FeedForward(14336),
+    "Nemotron-H-8B": FeedForward(21504, "relu_squared", gated=False),
+    "Granite-4.0-H-tiny": FeedForward(1024),
+    "Gemma-3-4B": FeedForward(10240, "gelu_tanh"),
+}
+EXPERTS = {
+    "Granite-4.0-H-tiny": Experts(64, 6, 1536, 512),
+    "Qwen3-Next-80B": Experts(512, 10, 2048, 512),
+    "Jamba-mini": Experts(16, 2, 4096, 14336),
 }
 VOCABULARIES = {"vocabulary of 131072": 131072}
 LATENTS = {"Kimi-Linear-48B": Attention(32, 1, 576, latent=512)}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stree.kernels import reference, reference_accept, reference_norm, reference_steps
+from stree.kernels import reference, reference_accept, reference_norm, reference_pointwise, reference_steps
 from stree.kernels.topology import AcceptedPath, Topology, reads_freely
 
 Backend = Literal["auto", "reference", "triton"]
@@ -32,7 +32,9 @@ TRITON: dict[str, str] = {
         "stree.kernels.diagonal",
     ),
     **dict.fromkeys(("gated_delta_tree_scan", "gated_delta_commit", "gated_delta_step"), "stree.kernels.gated_delta"),
-    **dict.fromkeys(("gated_rms_norm", "rms_norm_add"), "stree.kernels.norm"),
+    **dict.fromkeys(("gated_rms_norm", "rms_norm", "rms_norm_add"), "stree.kernels.norm"),
+    **dict.fromkeys(("delta_inputs", "gated_activation", "rotary"), "stree.kernels.pointwise"),
+    "experts": "stree.kernels.experts",
     **dict.fromkeys(("tree_conv1d", "conv_commit", "conv_step"), "stree.kernels.conv"),
     **dict.fromkeys(("tree_attention", "attention_step", "kv_commit"), "stree.kernels.attention"),
     **dict.fromkeys(("philox_uniform", "choice", "draw_distinct", "match_accept"), "stree.kernels.accept"),
@@ -51,7 +53,7 @@ _KINDS: dict[str, tuple[torch.dtype, ...]] = {
 def choose(op: str, backend: Backend, tensor: Tensor) -> Callable[..., Any]:
     """Return the implementation of an operation for a tensor's device."""
     if backend == "reference" or (backend == "auto" and not has_triton(op, tensor.device, tensor.dtype)):
-        modules = (reference, reference_steps, reference_accept, reference_norm)
+        modules = (reference, reference_steps, reference_accept, reference_norm, reference_pointwise)
         return getattr(next(module for module in modules if hasattr(module, op)), op)  # type: ignore[no-any-return]
     if backend not in ("auto", "triton"):
         raise ValueError(f"backend must be 'auto', 'reference' or 'triton', got {backend!r}")

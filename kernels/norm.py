@@ -10,7 +10,7 @@ from torch import Tensor
 from stree.kernels.norm_kernels import gated_norm_kernel, norm_add_kernel
 from stree.kernels.tiles import MAX_NORM_WIDTH, NormTile, check_inner, check_kernel_dtypes, check_limit
 
-__all__ = ["gated_rms_norm", "rms_norm_add"]
+__all__ = ["as_rows", "gated_rms_norm", "rms_norm", "rms_norm_add"]
 
 
 def gated_rms_norm(
@@ -31,7 +31,7 @@ def gated_rms_norm(
     for name, tensor in (("x", x), ("gate", gate), ("weight", weight)):
         check_inner(name, tensor)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (rows, stride), (opening, gate_stride), tile = _rows(x), _rows(gate), NormTile.of(width)
+    (rows, stride), (opening, gate_stride), tile = as_rows(x), as_rows(gate), NormTile.of(width)
     gated_norm_kernel[(len(rows), groups)](
         rows, opening, weight, y, stride, gate_stride, x.shape[-1], float(eps),
         WIDTH=width, BLOCK=tile.width, NORM_FIRST=norm_before_gate, SILU=activation == "silu",
@@ -40,27 +40,71 @@ def gated_rms_norm(
     return y
 
 
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0) -> Tensor:
+    """Normalise rows; see `stree.kernels.norm_ops`."""
+    y, _ = _launch("rms_norm", x, None, None, weight, eps=eps, offset=offset, scale=1.0, other_scale=1.0)
+    return y
+
+
 def rms_norm_add(
-    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    scale: float = 1.0,
+    other: Tensor | None = None,
+    other_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Add x to the residual stream and normalise the sum; see `stree.kernels.norm_ops`."""
-    check_kernel_dtypes("rms_norm_add", x=x)
-    check_kernel_dtypes("rms_norm_add", residual=residual)
+    y, total = _launch(
+        "rms_norm_add", x, other, residual, weight, eps=eps, offset=offset, scale=scale, other_scale=other_scale
+    )
+    assert total is not None, "a sum was asked for"
+    return y, total
+
+
+def _launch(
+    op: str,
+    x: Tensor,
+    other: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor,
+    *,
+    eps: float,
+    offset: float,
+    scale: float,
+    other_scale: float,
+) -> tuple[Tensor, Tensor | None]:
+    """Normalise x or, with a residual stream, the sum; give it too then."""
+    check_kernel_dtypes(op, x=x)
     width = x.shape[-1]
-    check_limit("rms_norm_add", "rows of channels", width, MAX_NORM_WIDTH)
-    for name, tensor in (("x", x), ("residual", residual), ("weight", weight)):
-        check_inner(name, tensor)
+    check_limit(op, "rows of channels", width, MAX_NORM_WIDTH)
+    parts = {"x": x, "other": other, "residual": residual, "weight": weight}
+    for name, tensor in parts.items():
+        if tensor is not None:
+            check_inner(name, tensor)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
-    (rows, stride), (stream, stream_stride), tile = _rows(x), _rows(residual), NormTile.of(width)
+    total: Tensor | None = None
+    second = added = None
+    (rows, stride), second_stride, stream_stride, tile = as_rows(x), 0, 0, NormTile.of(width)
+    if residual is not None:
+        check_kernel_dtypes(op, residual=residual)
+        total = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+        added, stream_stride = as_rows(residual)
+    if other is not None:
+        check_kernel_dtypes(op, other=other)
+        second, second_stride = as_rows(other)
     norm_add_kernel[(len(rows),)](
-        rows, stream, weight, y, total, stride, stream_stride, float(eps), float(offset),
+        rows, second, added, weight, y, total, stride, second_stride, stream_stride,
+        float(eps), float(offset), float(scale), float(other_scale),
         WIDTH=width, BLOCK=tile.width, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y, total
 
 
-def _rows(tensor: Tensor) -> tuple[Tensor, int]:
+def as_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """View a tensor as rows; give their distance, for a single one too, which shall need no build of its own."""
     rows = tensor.flatten(0, -2)
     return rows, rows.stride(0) if len(rows) > 1 else tensor.stride(-2)

@@ -60,6 +60,31 @@ def gated_rms_norm(
     return out
 
 
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, backend: Backend = "auto") -> Tensor:
+    """Normalise rows by their root mean square: y = x / sqrt(mean(x^2) + eps) * (weight + offset).
+
+    Sums and products are float32, and the result is rounded once.
+
+    Args:
+        x: float[..., c]; may be a view with a common stride between rows.
+        weight: float[c].
+        eps: added to the mean square.
+        offset: added to the weight; 1 for the Gemmas, Qwen3-Next, Qwen3.5 and RecurrentGemma.
+        backend: see `stree.kernels.ops`.
+
+    Returns:
+        float[..., c], dtype of x, contiguous.
+
+    Raises:
+        ValueError: a shape or device disagrees.
+        NotImplementedError: backend="triton" with more than 16384 channels.
+    """
+    _check_rows(x)
+    check("weight", weight, "float", (x.shape[-1],), x)
+    out: Tensor = choose("rms_norm", backend, x)(x, weight, eps=eps, offset=offset)
+    return out
+
+
 def rms_norm_add(
     x: Tensor,
     residual: Tensor,
@@ -67,20 +92,28 @@ def rms_norm_add(
     *,
     eps: float,
     offset: float = 0.0,
+    scale: float = 1.0,
+    other: Tensor | None = None,
+    other_scale: float = 1.0,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Add a layer's output to the residual stream and normalise the sum for the next layer.
 
-        total = residual + x        y = total / sqrt(mean(total^2) + eps) * (weight + offset)
+        total = residual + scale * x + other_scale * other
+        y = total / sqrt(mean(total^2) + eps) * (weight + offset)
 
-    The sum is rounded to the dtype of the stream before it is normalised, as the models do.
+    The sum is rounded to the dtype of the stream before it is normalised, as the models do; its terms are not.
 
     Args:
         x: float[..., c].
         residual: float[..., c], the stream; float32 where the model keeps it so.  Read, never written.
         weight: float[c].
         eps: added to the mean square.
-        offset: added to the weight; 1 for Qwen3-Next and RecurrentGemma.
+        offset: added to the weight; see `rms_norm`.
+        scale: factor of x, such as Granite's residual multiplier.
+        other: float[..., c], what a layer computes beside x (shared and routed experts, attention and recurrence), or
+            None.
+        other_scale: factor of it.
         backend: see `stree.kernels.ops`.
 
     Returns:
@@ -92,9 +125,13 @@ def rms_norm_add(
     """
     _check_rows(x)
     check("residual", residual, "float", tuple(x.shape), x)
+    if other is not None:
+        check("other", other, "float", tuple(x.shape), x)
     check("weight", weight, "float", (x.shape[-1],), x)
     norm = choose("rms_norm_add", backend, x)
-    out: tuple[Tensor, Tensor] = norm(x, residual, weight, eps=eps, offset=offset)
+    out: tuple[Tensor, Tensor] = norm(
+        x, residual, weight, eps=eps, offset=offset, scale=scale, other=other, other_scale=other_scale
+    )
     return out
 
 

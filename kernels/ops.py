@@ -42,7 +42,8 @@ from stree.kernels.checks import (
     take_path,
     take_topology,
 )
-from stree.kernels.norm_ops import gated_rms_norm, rms_norm_add
+from stree.kernels.norm_ops import gated_rms_norm, rms_norm, rms_norm_add
+from stree.kernels.pointwise_ops import delta_inputs, experts, gated_activation, rotary
 from stree.kernels.steps import (
     attention_step,
     conv_step,
@@ -63,15 +64,20 @@ __all__ = [
     "attention_step",
     "conv_commit",
     "conv_step",
+    "delta_inputs",
     "diagonal_commit",
     "diagonal_step",
     "diagonal_tree_scan",
+    "experts",
+    "gated_activation",
     "gated_delta_commit",
     "gated_delta_step",
     "gated_delta_tree_scan",
     "gated_rms_norm",
     "kv_commit",
+    "rms_norm",
     "rms_norm_add",
+    "rotary",
     "selective_commit",
     "selective_step",
     "selective_tree_scan",

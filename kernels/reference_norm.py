@@ -30,12 +30,29 @@ def gated_rms_norm(
     return (values * opening if norm_before_gate else values).to(x.dtype)
 
 
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0) -> Tensor:
+    """Normalise rows."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return (_normalise(x.to(dtype), eps) * (weight.to(dtype) + offset)).to(x.dtype)
+
+
 def rms_norm_add(
-    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    scale: float = 1.0,
+    other: Tensor | None = None,
+    other_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Add x to the residual stream and normalise the sum as it is stored."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    total = (residual.to(dtype) + x.to(dtype)).to(residual.dtype)
+    added = x.to(dtype) * scale
+    if other is not None:
+        added = added + other.to(dtype) * other_scale
+    total = (residual.to(dtype) + added).to(residual.dtype)
     normed = _normalise(total.to(dtype), eps) * (weight.to(dtype) + offset)
     return normed.to(x.dtype), total
 

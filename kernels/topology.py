@@ -20,6 +20,7 @@ __all__ = [
     "ancestor_bits",
     "ancestor_mask",
     "conv_rows",
+    "is_launched",
     "jump_rows",
     "most_nodes",
     "reads_freely",
@@ -28,11 +29,17 @@ __all__ = [
 
 
 waits_always = False  # set by tests, so that the code that a device would run is run on the CPU
+launches_always = False  # likewise for what Triton kernels need and make, under the interpreter
 
 
 def reads_freely(tensor: Tensor) -> bool:
     """Tell whether the host can read a tensor without waiting for a device."""
     return tensor.device.type == "cpu" and not waits_always
+
+
+def is_launched(tensor: Tensor) -> bool:
+    """Tell whether Triton kernels make the indices of a tensor, and read them."""
+    return tensor.is_cuda or launches_always
 
 
 def most_nodes(device: torch.device, dtype: torch.dtype) -> int | None:
@@ -176,16 +183,21 @@ class Topology:
             jumps: whether the model has layers with a diagonal state (Mamba-1, RG-LRU).
         """
         mask = ancestor_mask(parents) if mask is None else mask
+        depths = mask.sum(-1, dtype=torch.int32) - 1 if depths is None else depths
+        if is_launched(mask):
+            from stree.kernels.topology_launch import tree_indices
+
+            made = tree_indices(parents, mask, conv_width)
+            walk = depth_first_walk(parents, mask) if jumps else None
+            return cls(parents, mask, depths, made.hidden, made.path_sum, made.conv_index, bits=made.bits, walk=walk)
         return cls(
             parents=parents,
             mask=mask,
-            depths=mask.sum(-1, dtype=torch.int32) - 1 if depths is None else depths,
+            depths=depths,
             hidden=~mask,
             path_sum=mask.double(),
             conv_index=None if conv_width is None else conv_rows(parents, conv_width),
-            jumps=jump_rows(parents) if jumps and not mask.is_cuda else None,
-            bits=ancestor_bits(mask) if mask.is_cuda else None,
-            walk=depth_first_walk(parents, mask) if jumps and mask.is_cuda else None,
+            jumps=jump_rows(parents) if jumps else None,
         )
 
     @classmethod
@@ -242,6 +254,12 @@ class AcceptedPath:
         """Derive the indices from int32[batch, m] and int32[batch], without reading the device."""
         if path.shape[1] == 0:
             path = path.new_zeros(path.shape[0], 1)  # one entry, past every length
+        if is_launched(path):
+            from stree.kernels.topology_launch import path_indices
+
+            made = path_indices(path, path_lengths, conv_width)
+            window = made.conv_from, made.conv_rows, made.conv_keeps
+            return cls(made.batch, made.rows, made.lengths, made.beyond, *window)
         size, m = path.shape
         batch = torch.arange(size, device=path.device)[:, None]
         lengths = path_lengths.long()

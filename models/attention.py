@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 
 from stree.kernels import ops
 from stree.models.grafting import Zeros, graft_forward
+from stree.models.lean import with_lean_rotary
 from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep
 
 __all__ = ["KvSpec", "KvStack", "graft_attention", "graft_twin"]
@@ -100,9 +101,9 @@ def graft_twin(attention: Any, implementation: str) -> Any:
 
 
 def _forward(attention: Any, step: TreeStep, *args: Any, **kwargs: Any) -> Any:
-    """Run the class's own forward on the twin."""
+    """Run the class's own forward on the twin, with rotary positions in one launch."""
     kwargs["attention_mask"] = step  # reaches the implementation as its attention_mask
-    return type(attention).forward(attention.tree_twin, *args, **kwargs)
+    return with_lean_rotary(type(attention).forward)(attention.tree_twin, *args, **kwargs)
 
 
 def tree_attention_forward(

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stree.kernels import ops
@@ -113,6 +112,8 @@ def graft_gated_delta(mixer: Any) -> DeltaSpec:
             "dk": mixer.head_k_dim,
             "dv": mixer.head_v_dim,
         }
+    if hasattr(mixer, "in_proj_qkvz"):
+        mixer.__dict__["tree_columns"] = _columns(mixer, weight.device)
     graft_forward(mixer, _forward)
     return DeltaSpec(
         **sizes, dconv=mixer.conv_kernel_size, per_channel=per_channel, dtype=weight.dtype, device=weight.device
@@ -122,22 +123,31 @@ def graft_gated_delta(mixer: Any) -> DeltaSpec:
 def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
     """Score a tree."""
     layer = step.state.layers[mixer.layer_idx, DeltaSpec]
-    spec, wide, conv, made = layer.spec, layer.state.dtype, mixer.conv1d, _project(mixer, hidden_states)
+    spec, conv, made = layer.spec, mixer.conv1d, _project(mixer, hidden_states)
     qkv = ops.conv_step(
         layer.window, layer.stash_conv, step.path, None, made.qkv, conv.weight.squeeze(1), conv.bias, step.topology,
         activation=mixer.activation, first=step.first,
     )  # fmt: skip
-    q, k, v = qkv.split(spec.splits, dim=-1)
-    q, k = (_normalised(part.unflatten(-1, (spec.key_heads, spec.dk)).to(wide)) for part in (q, k))
-    beta = made.b.sigmoid() * (2 if getattr(mixer, "allow_neg_eigval", False) else 1)
+    qk, v = qkv.split([2 * spec.key_heads * spec.dk, spec.heads * spec.dv], dim=-1)
+    rates = () if made.a is None else (made.a, mixer.A_log, mixer.dt_bias)
+    scale = 2.0 if getattr(mixer, "allow_neg_eigval", False) else 1.0
+    q, k, g, beta = ops.delta_inputs(qk, made.b, *rates, key_heads=spec.key_heads, eps=EPSILON, scale=scale)
     out = ops.gated_delta_step(
         layer.state, layer.stash_k, layer.stash_u, layer.stash_g, step.entries, None, q, k,
-        v.unflatten(-1, (spec.heads, spec.dv)), _log_decays(mixer, hidden_states, made.a, wide), beta, step.topology,
-        first=step.first, folded=step.kept(mixer.layer_idx, DeltaSpec),
+        v.unflatten(-1, (spec.heads, spec.dv)), mixer.forget_gate(hidden_states) if g is None else g, beta,
+        step.topology, first=step.first, folded=step.kept(mixer.layer_idx, DeltaSpec),
     )  # fmt: skip
     norm = mixer.norm if hasattr(mixer, "norm") else mixer.o_norm
     out = gated_norm(norm, out.flatten(0, 2), made.gate.reshape(-1, spec.dv)).view(*hidden_states.shape[:2], -1)
     return _out_proj(mixer)(out)
+
+
+def _columns(mixer: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """List the columns of Qwen3-Next's two projections that are q, k and v; the gate; b and a: int64."""
+    projections = mixer.in_proj_qkvz, mixer.in_proj_ba
+    mixed, raw = (torch.arange(part.weight.shape[0], device="cpu")[None, None] for part in projections)
+    q, k, v, gate, b, a = (part.flatten() for part in mixer.fix_query_key_value_ordering(mixed, raw))
+    return torch.cat((q, k, v)).to(device), gate.to(device), torch.cat((b, a)).to(device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,9 +166,10 @@ class _Projected:
 def _project(mixer: Any, hidden_states: Tensor) -> _Projected:
     """Run a mixer's projections."""
     if hasattr(mixer, "in_proj_qkvz"):  # Qwen3-Next: interleaved by key head
-        mixed = mixer.in_proj_qkvz(hidden_states), mixer.in_proj_ba(hidden_states)
-        q, k, v, gate, b, a = mixer.fix_query_key_value_ordering(*mixed)
-        return _Projected(torch.cat((q.flatten(2), k.flatten(2), v.flatten(2)), dim=-1), gate, b, a)
+        mixed, raw = mixer.in_proj_qkvz(hidden_states), mixer.in_proj_ba(hidden_states)
+        qkv, gate, ba = mixer.tree_columns
+        b, a = raw[..., ba].chunk(2, dim=-1)
+        return _Projected(mixed[..., qkv], mixed[..., gate], b, a)
     if hasattr(mixer, "in_proj_qkv"):  # Qwen3.5
         names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         return _Projected(*(getattr(mixer, name)(hidden_states) for name in names))
@@ -168,20 +179,6 @@ def _project(mixer: Any, hidden_states: Tensor) -> _Projected:
     gate = mixer.g_b_proj(mixer.g_a_proj(hidden_states)) if low_rank else mixer.g_proj(hidden_states)
     a = None if hasattr(mixer, "forget_gate") else mixer.a_proj(hidden_states)
     return _Projected(qkv, gate, mixer.b_proj(hidden_states), a)
-
-
-def _log_decays(mixer: Any, hidden_states: Tensor, a: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Compute log decays: one a head from the raw ``a``, or one a key channel by the mixer's module."""
-    if a is None:
-        g: Tensor = mixer.forget_gate(hidden_states)
-    else:
-        g = -mixer.A_log.to(dtype).exp() * F.softplus(a.to(dtype) + mixer.dt_bias)
-    return g
-
-
-def _normalised(x: Tensor) -> Tensor:
-    """Divide by the length of the last dimension."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON)
 
 
 def _out_proj(mixer: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stree.models.lean import waiting
 from stree.models.state import TreeStep
 
 __all__ = ["Zeros", "graft_forward", "take_window"]
@@ -30,7 +31,7 @@ def graft_forward(
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         step = next((value for value in (*args, *kwargs.values()) if isinstance(value, TreeStep)), None)
         if step is not None:
-            return tree_forward(module, step, *args, **kwargs)
+            return waiting(tree_forward(module, step, *args, **kwargs))
         return (type(module).forward if plain_forward is None else plain_forward)(module, *args, **kwargs)
 
     module.forward = types.MethodType(forward, module)  # a bound method: a deep copy of the model binds its own module

@@ -147,7 +147,7 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
         )
         for head in range(layer.spec.nheads)
     ]  # fmt: skip
-    y = torch.cat(heads, 2) * F.silu(gate)
+    y = ops.gated_activation(gate, heads[0] if len(heads) == 1 else torch.cat(heads, 2))
     return mixer.out_proj(y.to(hidden_states.dtype))
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stree.kernels import ops
@@ -140,7 +139,7 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
         first=step.first, folded=step.kept(mixer.layer_idx, SsdSpec),
     )  # fmt: skip
     y, norm = y.flatten(2), mixer.norm
-    y = y * F.silu(gate) if isinstance(norm, nn.Identity) else gated_norm(norm, y, gate)
+    y = ops.gated_activation(gate, y) if isinstance(norm, nn.Identity) else gated_norm(norm, y, gate)
     return mixer.out_proj(y.to(hidden_states.dtype))
 
 

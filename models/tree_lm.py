@@ -17,6 +17,7 @@ from stree.kernels.checks import has_triton
 from stree.kernels.topology import Topology, most_nodes, reads_freely
 from stree.models.checks import check_path, describe, is_integer
 from stree.models.families import family_of, stateful_modules
+from stree.models.lean import graft_lean, scoring
 from stree.models.loading import load_model
 from stree.models.placement import keep_on_device
 from stree.models.prompts import check_prompts, continue_prefill
@@ -41,6 +42,8 @@ class TreeLM:
         chunk_size: most prompt tokens that the model runs at once, or None for whole prompts; see ``prefill``.
         is_lazy: whether states let a committed path wait for the next tree's scan; None: where that scan folds it in
             one pass over a state, which are the devices that run the Triton versions.
+        is_lean: whether trees may be scored with `stree.models.lean` in place of transformers' norms, rotary positions
+            and feed-forwards, on those devices.
         is_captured: whether steps of a generation are captured as CUDA graphs and replayed; None: where they can be.
         kept: what a generation keeps with the model for the next one; clear it to free that memory.
     """
@@ -48,6 +51,7 @@ class TreeLM:
     chunk_size: int | None = None
     is_lazy: bool | None = None
     is_captured: bool | None = None
+    is_lean: bool = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.kept = model.eval(), dict[str, Any]()
@@ -57,6 +61,7 @@ class TreeLM:
         for layer, mixer, graft in stateful_modules(model, self.family):
             spec = graft(mixer)
             self._mixers[layer, type(spec)], self._specs[layer, type(spec)] = mixer, spec
+        graft_lean(model)
         if {self.device} != {spec.device for spec in self._specs.values()}:
             for site, mixer in self._mixers.items():
                 keep_on_device(mixer, self._specs[site].device)
@@ -280,7 +285,8 @@ class TreeLM:
             kwargs["position_ids"] = positions
         kwargs[self.family.cache_argument] = cache
         # Without use_cache a model hands on whatever cache it is given; with it, some insist on a class of their own.
-        return cast(Tensor, self.model(input_ids, attention_mask=mask, use_cache=not is_tree, **kwargs).logits)
+        with scoring(is_tree and self.is_lean):
+            return cast(Tensor, self.model(input_ids, attention_mask=mask, use_cache=not is_tree, **kwargs).logits)
 
     def _prefill_batch(self, state: DecodeState, input_ids: Tensor, lengths: Tensor, longest: int) -> Tensor:
         """Run prompts together, left-padded where their lengths differ."""

@@ -77,7 +77,8 @@ def test_slots_retrieval_and_the_controller_give_the_cpu_s_texts() -> None:
         found = []
         for device in ("cpu", DEVICE):
             lm, drafter = pair(device)
-            chosen = {"model": drafter, "suffix": SuffixDrafter(), "none": NoDrafter()}[name]
+            drafters: dict[str, Drafter] = {"model": drafter, "suffix": SuffixDrafter(), "none": NoDrafter()}
+            chosen = drafters[name]
             found += [texts(lm, chosen, prompts=prompts, **options).sequences for _ in range(2)]
         assert found == [found[0]] * 4, (name, options)
 

@@ -38,7 +38,8 @@ def test_the_suite_runs_every_kernel_and_step_at_tiny_sizes(tmp_path: Path) -> N
     expected = {("step", "eager"), ("step", "transformers"), ("ssd_step", "unrolled")}
     expected |= {("gated_delta_step", "unrolled")}
     steps = [f"{op}_step" for op in ("ssd", "conv", "gated_delta", "selective", "diagonal", "attention")]
-    launches = [*steps, "gated_rms_norm", "rms_norm_add", "kv_commit", "match_accept"]
+    launches = [*steps, "gated_rms_norm", "rms_norm_add", "rms_norm", "kv_commit", "match_accept"]
+    launches += ["rotary", "gated_activation", "delta_inputs", "experts"]
     expected |= {(op, name) for op in launches for name in ("triton", "reference")}
     assert timed == expected
     last = json.loads(done.stdout.splitlines()[-1])

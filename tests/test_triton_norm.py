@@ -138,11 +138,38 @@ def test_norm_of_a_residual_sum_equals_the_module_of_transformers(
     assert torch.equal(total, residual + x) and error(y, module(residual + x)) < TOLERANCE[torch.float32]
 
 
+@BACKENDS
+def test_norm_of_rows_equals_its_law(backend: ops.Backend, dtype: torch.dtype) -> None:
+    x, weight = draw(2, 5, 90)[..., :41].to(dtype), draw(41, seed=2).to(dtype)
+    y = ops.rms_norm(x, weight, eps=EPS, offset=1.0, backend=backend)
+    rows = x.double()
+    expected = rows / ((rows**2).mean(-1, keepdim=True) + EPS).sqrt() * (weight.double() + 1)
+    assert y.dtype == dtype and y.is_contiguous() and error(y, expected) < TOLERANCE[dtype]
+
+
+@BACKENDS
+@pytest.mark.parametrize("other_scale", [None, 0.7], ids=["one-term", "two-terms"])
+def test_scaled_terms_of_a_residual_sum_are_rounded_once(
+    backend: ops.Backend, dtype: torch.dtype, other_scale: float | None
+) -> None:
+    x, residual, other = (draw(2, 5, 41, seed=seed).to(dtype) for seed in range(3))
+    terms: dict[str, Any] = {} if other_scale is None else {"other": other, "other_scale": other_scale}
+    weight = torch.ones(41, dtype=dtype, device=DEVICE)
+    y, total = ops.rms_norm_add(x, residual, weight, eps=EPS, scale=-1.3, **terms, backend=backend)
+    expected = residual.double() - 1.3 * x.double() + (other_scale or 0) * other.double()
+    # Half a unit in the last place; the interpreter cuts bfloat16 off, which makes it a whole one.
+    rounding = torch.finfo(dtype).eps * (1 if backend == "triton" else 0.501)
+    assert error(total, expected) < (rounding if dtype.itemsize == 2 else TOLERANCE[dtype])
+    stored = total.double()
+    assert error(y, stored / ((stored**2).mean(-1, keepdim=True) + EPS).sqrt()) < TOLERANCE[dtype]
+
+
 def test_rows_of_nothing_are_normalised_to_nothing() -> None:
     x, weight = torch.zeros(1, 3, 20, device=DEVICE), torch.ones(20, device=DEVICE)
     for y in (
         ops.gated_rms_norm(x, x, weight, eps=EPS, backend="triton"),
         *ops.rms_norm_add(x, x, weight, eps=EPS, backend="triton"),
+        ops.rms_norm(x, weight, eps=EPS, backend="triton"),
     ):
         assert torch.equal(y, x)
 
@@ -169,6 +196,10 @@ def test_bad_input_is_refused() -> None:
         ops.rms_norm_add(x, x[:, 1:], weight, eps=EPS)
     with pytest.raises(ValueError, match=r"x must be \[\.\.\., c\] with at least one dimension of rows, got"):
         ops.rms_norm_add(weight, weight, weight, eps=EPS)
+    with pytest.raises(ValueError, match=r"other must be float\[2, 3, 12\], got float32\[2, 2, 12\]"):
+        ops.rms_norm_add(x, x, weight, eps=EPS, other=x[:, 1:])
+    with pytest.raises(ValueError, match=r"weight must be float\[12\], got float32\[11\]"):
+        ops.rms_norm(x, weight[1:], eps=EPS)
     with pytest.raises(TypeError, match="gated_rms_norm with backend='triton' takes float32, bfloat16 or float16"):
         ops.gated_rms_norm(x.double(), x, weight, eps=EPS, backend="triton")
     with pytest.raises(ValueError, match="gate must be contiguous in its last dimension, got strides"):
@@ -188,8 +219,10 @@ def test_no_number_of_rows_asks_for_a_build_of_its_own(monkeypatch: pytest.Monke
         with launch_keys(monkeypatch) as found:
             ops.gated_rms_norm(x, gate, weight, eps=EPS, backend="triton")
             ops.rms_norm_add(x, gate, weight, eps=EPS, backend="triton")
+            ops.rms_norm_add(x, gate, weight, eps=EPS, other=gate, backend="triton")
+            ops.rms_norm(x, weight, eps=EPS, backend="triton")
         return found
 
     first = keys(1, 5)
-    assert [name for name, _ in first] == ["gated_norm_kernel", "norm_add_kernel"]
+    assert [name for name, _ in first] == ["gated_norm_kernel", *["norm_add_kernel"] * 3]
     assert all(keys(*sizes) == first for sizes in ((1, 1), (1, 16), (16, 1), (3, 7)))

@@ -1,0 +1,156 @@
+"""Composite speeds: the steps that one pair was measured to need, at the step times that other shapes take.
+
+A composite figure says what the measured trees would bring if a pair of these shapes agreed as often as the measured
+pair does.  It is a calculation from two measurements, and is labelled so wherever it is shown.  It knows no models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stree.bench.records import Record
+from stree.bench.summary import Ratio, interval
+
+__all__ = ["StepTimes", "composite_rows", "overhead_s", "pooled", "seconds_of"]
+
+Array = NDArray[np.float64]
+Key = tuple[str, int, int]  # suite, batch of prompts, turn
+Blocks = Mapping[Key, Record]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of a whole step (verify and commit) by nodes, measured at some sizes, ascending."""
+
+    nodes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    @classmethod
+    def of(cls, records: Sequence[Record], model: str, provider: str, batch: int, context: int) -> StepTimes:
+        """Take them from records of ``gpu_steps``.
+
+        Raises:
+            ValueError: there are none of this model, provider, batch and context.
+        """
+        asked = {"model": model, "batch": batch, "context": context}
+        found = {
+            r["params"]["n"]: 1e-6 * r["p50"]
+            for r in records
+            if r.get("provider") == provider and "p50" in r and asked.items() <= r["params"].items()
+        }
+        if not found:
+            raise ValueError(f"there are no step times of {model} by {provider} at batch {batch}, context {context}")
+        return cls(*map(tuple, zip(*sorted(found.items()), strict=True)))
+
+    def at(self, nodes: float) -> float:
+        """Interpolate between sizes; beyond the largest the last slope goes on."""
+        if nodes > self.nodes[-1] and len(self.nodes) > 1:
+            slope = (self.seconds[-1] - self.seconds[-2]) / (self.nodes[-1] - self.nodes[-2])
+            return self.seconds[-1] + max(slope, 0.0) * (nodes - self.nodes[-1])
+        return float(np.interp(nodes, self.nodes, self.seconds))
+
+
+def pooled(records: Sequence[Record], temperature: float) -> dict[str, dict[Key, Record]]:
+    """Gather timed records of a run by method and prompt, all suites together.
+
+    A method that is not lossless on every prompt, or lacks prompts that plain decoding has, is left out.
+    """
+    methods: dict[str, dict[Key, Record]] = {}
+    for record in records:
+        params = record["params"]
+        if record["metric"] == "tokens_per_s" and params["temperature"] == temperature:
+            blocks = methods.setdefault(record["provider"], {})
+            blocks[params["suite"], params["batch"], params["turn"]] = record
+    whole = methods.get("plain", {}).keys()
+    return {
+        name: blocks
+        for name, blocks in methods.items()
+        if blocks.keys() >= whole and all(block["lossless"] is not False for block in blocks.values())
+    }
+
+
+def overhead_s(blocks: Blocks, new_tokens: int, target: StepTimes, draft: StepTimes) -> float:
+    """Estimate seconds a step outside the models' forwards: all that a run took less its steps and draft calls.
+
+    Args:
+        blocks: of one method, as measured, one repeat each.
+        new_tokens: that every sequence emitted.
+        target: the measured pair's own.
+        draft: likewise.
+    """
+    took: float = sum(len(b["params"]["prompts"]) * new_tokens / b["p50"] - b["prefill_s"] for b in blocks.values())
+    steps: int = sum(b["steps"] for b in blocks.values())
+    forwards = sum(seconds_of(b, target, draft, 0.0) for b in blocks.values())
+    return max(0.0, took - forwards) / max(steps, 1)
+
+
+def seconds_of(block: Record, target: StepTimes, draft: StepTimes, overhead: float) -> float:
+    """Compute what the steps of a measured block take at given step times.
+
+    A draft call is a whole step of the drafter of as many nodes as a call drafted on average, its commit included,
+    though most calls have none.
+    """
+    steps, calls = block["steps"], block["draft_calls"]
+    nodes = block["verified"] / max(steps, 1)
+    width = max(1.0, (block["verified"] - steps) / calls) if calls else 0.0
+    return float(steps * (target.at(nodes) + overhead) + (calls * draft.at(width) if calls else 0.0))
+
+
+def composite_rows(
+    methods: Mapping[str, Blocks],
+    overheads: Mapping[str, float],
+    target: StepTimes,
+    draft: StepTimes,
+) -> list[Record]:
+    """Compute the composite speed of every method, and of the best tree over the best chain and over plain decoding.
+
+    "Best" is the least total time over the measured prompts, for chains and trees alike.
+
+    Args:
+        methods: blocks of each, of one temperature; "plain" among them.  Methods whose sizes followed the clock of the
+            measured pair ("auto") or that are no draft model's are left out.
+        overheads: seconds a step outside the forwards, by method, as `overhead_s` has them.
+        target: step times of the shape.
+        draft: step times of its drafter.
+
+    Returns:
+        A record a method, with ``over_plain``, and ``over_chain`` for trees: (value, low, high) of a paired bootstrap.
+    """
+    kept = {
+        name: blocks
+        for name, blocks in methods.items()
+        if name == "plain" or (name != "auto" and next(iter(blocks.values()))["params"]["drafter"] == "model")
+    }
+    keys = sorted(kept["plain"])
+    seconds = {
+        name: [seconds_of(blocks[key], target, draft, overheads[name]) for key in keys] for name, blocks in kept.items()
+    }
+    chains = [name for name in seconds if name.startswith("chain")]
+    trees = [name for name in seconds if name != "plain" and name not in chains]
+    best_chain = min(chains, key=lambda name: sum(seconds[name]), default=None)
+    best_tree = min(trees, key=lambda name: sum(seconds[name]), default=None)
+    rows = []
+    for name, blocks in kept.items():
+        whole = sum(seconds[name])
+        steps = sum(blocks[key]["steps"] for key in keys)
+        row: Record = {
+            "method": name,
+            "is_best": name in (best_chain, best_tree),
+            "tau": sum(blocks[key]["tau"] * blocks[key]["steps"] for key in keys) / steps,
+            "step_ms": 1e3 * whole / steps,
+            "outside_forwards": steps * overheads[name] / whole,
+            "over_plain": speedup(seconds["plain"], seconds[name]),
+        }
+        if name in trees and best_chain is not None:
+            row |= {"chain": best_chain, "over_chain": speedup(seconds[best_chain], seconds[name])}
+        rows.append(row)
+    return rows
+
+
+def speedup(base: Sequence[float], other: Sequence[float]) -> Ratio:
+    """Give how many times less ``other`` takes over the same prompts, with its 95 % interval."""
+    return interval(lambda a, b, axis=-1: np.asarray(a.sum(axis) / b.sum(axis)), base, other)

@@ -1,0 +1,183 @@
+"""A sum that waits for the norm that reads it, so that both are one launch.
+
+While a tree is scored, mixers and feed-forwards hand their output on as a sum of one term.  transformers' layers add
+it to their stream and multiply it by their factors as they would a tensor; what comes out waits as well, until a norm
+adds it up on its way or somebody wants the tensor.  It knows no layer and no family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from stree.kernels import ops
+
+__all__ = ["WaitingSum", "norm_of"]
+
+MOST_TERMS = 3  # that a norm adds up
+ADDITIONS = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__)
+
+
+class WaitingSum:
+    """A tensor that is a sum of scaled tensors of one shape, added up when somebody needs it.
+
+    Everything but sums, factors, shape, dtype, device and casts is passed on to the tensor.
+
+    Args:
+        terms: tensors of one shape with their factors.
+        source: the sum of which this one is a cast, or None.
+        dtype: of that cast.
+    """
+
+    __slots__ = ("_dtype", "_source", "_terms")
+
+    def __init__(
+        self,
+        terms: Sequence[tuple[Tensor, float]],
+        source: WaitingSum | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._terms, self._source, self._dtype = tuple(terms), source, dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Sizes of every term."""
+        return self._root._terms[0][0].shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where the terms are."""
+        return self._root._terms[0][0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The widest dtype of a term, or that of the cast."""
+        if self._dtype is not None:
+            return self._dtype
+        first, *rest = (tensor.dtype for tensor, _ in self._terms)
+        for dtype in rest:
+            first = torch.promote_types(first, dtype)
+        return first
+
+    @property
+    def value(self) -> Tensor:
+        """The tensor, added up at the first call as transformers' layers would."""
+        if self._source is not None:
+            return self._source.value.to(self.dtype)
+        (tensor, factor), *rest = self._terms
+        total = tensor if factor == 1 else tensor * factor
+        for tensor, factor in rest:
+            total = total + (tensor if factor == 1 else tensor * factor)
+        self._terms = ((total, 1.0),)
+        return total
+
+    @property
+    def _root(self) -> WaitingSum:
+        """The sum itself, where this is a cast of it."""
+        return self if self._source is None else self._source
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Cast without adding up; anything else that ``Tensor.to`` does, it does to the tensor."""
+        wanted = [*args, *kwargs.values()]
+        if len(wanted) == 1 and isinstance(wanted[0], torch.dtype):
+            dtype = wanted[0]
+            return self if dtype == self.dtype else WaitingSum((), self._root, dtype)
+        return self.value.to(*args, **kwargs)
+
+    def __add__(self, other: Any) -> Any:
+        """Add a tensor or another sum."""
+        return self._joined(other, self_first=True)
+
+    def __radd__(self, other: Any) -> Any:
+        """Be added to a tensor."""
+        return self._joined(other, self_first=False)
+
+    def __mul__(self, factor: Any) -> Any:
+        """Scale every term by a number."""
+        if self._source is None and isinstance(factor, (int, float)):
+            return WaitingSum([(tensor, scale * factor) for tensor, scale in self._terms])
+        return self.value * factor
+
+    __rmul__ = __mul__
+
+    def __getattr__(self, name: str) -> Any:
+        """Take from the tensor what a sum does not have; special names are looked up by the interpreter alone."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.value, name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Stand for the tensor in every function of torch; a sum with a tensor waits."""
+        if func in ADDITIONS and len(args) == 2 and not kwargs:
+            left, right = args
+            return left + right if isinstance(left, WaitingSum) else right.__radd__(left)
+        return func(*tree_map(_added_up, tuple(args)), **tree_map(_added_up, dict(kwargs or {})))
+
+    def _joined(self, other: Any, *, self_first: bool) -> Any:
+        """Add without adding up where a norm still can; terms stand in the order in which they were written."""
+        fits = isinstance(other, (Tensor, WaitingSum)) and other.shape == self.shape and other.device == self.device
+        if not fits or self._source is not None or getattr(other, "_source", None) is not None:
+            other = _added_up(other)
+            return self.value + other if self_first else other + self.value
+        theirs = other._terms if isinstance(other, WaitingSum) else ((other, 1.0),)
+        mine = self._terms
+        if len(mine) + len(theirs) > MOST_TERMS:
+            mine, theirs = ((self.value, 1.0),), ((_added_up(other), 1.0),)
+        return WaitingSum((*mine, *theirs) if self_first else (*theirs, *mine))
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    """Make a special method that the tensor answers."""
+
+    def method(self: WaitingSum, *args: Any) -> Any:
+        return getattr(self.value, name)(*map(_added_up, args))
+
+    return method
+
+
+for _name in ("__getitem__", "__sub__", "__rsub__", "__truediv__", "__neg__", "__matmul__", "__pow__", "__len__"):
+    setattr(WaitingSum, _name, _passed_on(_name))
+
+
+def _added_up(value: Any) -> Any:
+    """Put the tensor in place of a sum."""
+    return value.value if isinstance(value, WaitingSum) else value
+
+
+def norm_of(x: Tensor | WaitingSum, weight: Tensor, *, eps: float, offset: float) -> Tensor:
+    """Normalise rows; a sum that waits is added up in the same launch, and then has its value.
+
+    Args:
+        x: float[..., c].
+        weight: float[c].
+        eps: added to the mean square.
+        offset: added to the weight.
+
+    Returns:
+        float[..., c], dtype of x.
+    """
+    if isinstance(x, WaitingSum):
+        root = x._root
+        stream = next(
+            (i for i, (term, scale) in enumerate(root._terms) if scale == 1 and term.dtype == root.dtype), None
+        )
+        rest = [term for i, term in enumerate(root._terms) if i != stream]
+        first = next((i for i, (term, _) in enumerate(rest) if term.dtype == x.dtype), None)
+        if stream is not None and first is not None:
+            term, scale = rest.pop(first)
+            other, other_scale = rest[0] if rest else (None, 1.0)
+            y, total = ops.rms_norm_add(
+                term, root._terms[stream][0], weight, eps=eps, offset=offset, scale=scale, other=other,
+                other_scale=other_scale,
+            )  # fmt: skip
+            root._terms = ((total, 1.0),)
+            return y
+        x = x.value
+    return ops.rms_norm(x, weight, eps=eps, offset=offset)
