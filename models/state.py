@@ -236,7 +236,7 @@ class DecodeState:
         if self.unfolded is not None:
             self.unfolded.lengths.zero_()
         self.lengths.copy_(other.lengths)
-        self.length_bound, self.pending, self.is_torn = other.length_bound, None, False
+        self.length_bound, self.pending = other.length_bound, None
 
     def commit(self, path: Tensor, path_lengths: Tensor) -> None:
         """Fold int32[batch, m] paths of the pending tree into every layer, or let them wait, and consume the tree."""

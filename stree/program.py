@@ -206,8 +206,6 @@ class Program:
             filled = self.lm.new_state(len(prompts), input_ids.shape[1], self.state.max_nodes)
             logits = self.lm.prefill(filled, input_ids, lengths)
             self.state.overwrite(filled)
-        if self.graphs is not None:
-            self.state.length_bound = self.state.max_length  # replays do not count
         if isinstance(self.rng.seed, Tensor):
             self.rng.seed.fill_((seed + (1 << 63)) % (1 << 64) - (1 << 63))
         self.rng.sequences.copy_(torch.arange(len(prompts)))
@@ -350,7 +348,7 @@ class Program:
     def _launch_target(self, graphs: Graphs, draft: Draft, clock: StepClock) -> _Done:
         """Bring a tree that the host has made to a captured verification."""
         n = draft.tree.tokens.shape[1]
-        size = min(size for size in (*BUCKETS, n) if size >= n)
+        size = min(next((size for size in BUCKETS if size >= n), n), self.state.max_nodes)
         tree = self._tree(size)
         tree.tokens.zero_()[:, :n] = draft.tree.tokens
         tree.parents.fill_(-1)[:, :n] = draft.tree.parents

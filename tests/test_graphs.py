@@ -7,6 +7,7 @@ Run: python -m pytest tests/test_graphs.py
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -24,21 +25,28 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import stree
 from stree import engine
-from stree.drafters import Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.engine import Engine
 from stree.graphs import WARM_UP, Graphs
 from stree.growth import Calibrated, Chain, Growth, Limited
 from stree.kernels import topology
+from stree.program import Program
 from stree.sampling import Random, Sampling
 from stree.steering import AutoSize
 
 TEXTS = random_texts(random.Random(0), [6, 9])
-NEW = 12
+NEW = 20
 
 
 @pytest.fixture(scope="module")
 def drafter() -> ModelDrafter:
-    return ModelDrafter(grafted(tiny_model("mamba2", seed=1)))
+    """A draft model near the target, so that what it drafts is accepted often, and not always."""
+    model = copy.deepcopy(tiny_model("bamba"))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return ModelDrafter(stree.TreeLM(model))
 
 
 @pytest.fixture
@@ -91,6 +99,37 @@ def test_a_path_that_waits_when_a_text_ends_is_not_folded_into_the_next(
     lm.is_lazy = True
     for text, found in zip(TEXTS, expected, strict=True):
         assert generate(lm, drafter, texts=[text], budget=4).sequences == found
+
+
+def test_a_shorter_text_ends_where_it_must(drafter: ModelDrafter, capture: Callable[[], stree.TreeLM]) -> None:
+    lm, options = capture(), {"growth": Chain(3), "budget": 4}
+    for new in (20, 7, 13):
+        expected = generate(grafted(tiny_model("bamba")), drafter, max_new_tokens=new, **options)
+        found = generate(lm, drafter, max_new_tokens=new, **options)
+        assert found.sequences == expected.sequences and found.stats["num_new_tokens"] == [new] * 2
+    assert found.stats["tau"] > 1.3 and found.stats["graphs"]["replays"] == found.stats["steps"]
+
+
+def test_nothing_is_left_of_a_larger_tree_that_was_brought(
+    capture: Callable[[], stree.TreeLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, seen, lm = Program._launch_target, set(), capture()
+
+    def watched(self: Program, graphs: Graphs, draft: Draft, clock: Any) -> Any:
+        done = launch(self, graphs, draft, clock)
+        n = draft.tree.tokens.shape[1]
+        size, tree = min((size, tree) for size, tree in self._trees.items() if size >= n)
+        assert tree.tokens[:, n:].eq(0).all() and tree.parents[:, n:].eq(-1).all()
+        assert tree.tokens[:, :n].equal(draft.tree.tokens) and tree.parents[:, :n].equal(draft.tree.parents)
+        seen.add((n, size))
+        return done
+
+    monkeypatch.setattr(Program, "_launch_target", watched)
+    sizes = iter([7, 3, 12, 5, 6, 8, 20, 30, 3, 9] * 9)
+    monkeypatch.setattr(AutoSize, "next", lambda self: (None, next(sizes)))
+    monkeypatch.setattr(AutoSize, "observe", lambda *_: None)
+    generate(lm, SuffixDrafter(), texts=[[5, 6, 7, 8, 9] * 4, [3, 4] * 5], max_new_tokens=40, budget="auto")
+    assert len({n for n, size in seen if 1 < n < size}) > 2, "some trees were smaller than their bucket"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -152,11 +191,13 @@ def test_a_controller_changes_between_graphs(
     monkeypatch.setattr(AutoSize, "observe", lambda *_: None)
     options: dict[str, Any] = {"sampling": Sampling(temperature), "verifier": "match", "max_new_tokens": 40}
     expected = generate(grafted(tiny_model("bamba")), NoDrafter(), budget=1, **options).sequences
+    eager = generate(grafted(tiny_model("bamba")), drafter, growth=Calibrated(depth=2), budget="auto", **options)
     lm = capture()
     for _ in range(2):
         found = generate(lm, drafter, growth=Calibrated(depth=2), budget="auto", **options)
-        assert found.sequences == expected
-    assert found.stats["graphs"]["graphs"] == 3 and found.stats["graphs"]["replays"] > 15
+        assert found.sequences == expected == eager.sequences
+        assert found.stats["steps"] == eager.stats["steps"], "drafts as good as the eager ones"
+    assert found.stats["graphs"]["graphs"] == 3 and found.stats["graphs"]["replays"] > 8
 
 
 @pytest.mark.parametrize("part", ["settle", "propose", "observe"])

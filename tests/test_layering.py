@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for area in ("stree", "kernels", "models") for path in (ROOT / area).rglob("*.py"))
 
 # What each module may import of the package; folders stand for their files.  A module that is not named here fails the
-# test, so that it is given a place.  Tree and sampling may use kernels/topology.py and no other kernel.
+# test, so that it is given a place.  Tree and sampling use of kernels/ the topology and the random numbers.
 FOLDERS = (
     "stree.kernels",
     "stree.models",
