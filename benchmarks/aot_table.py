@@ -21,6 +21,7 @@ import aot_diagonal
 import aot_mamba2
 import aot_norm
 import aot_pointwise
+import aot_traversal
 import torch
 import triton
 from aot_build import Build, Record
@@ -36,6 +37,7 @@ BUILDERS: Mapping[str, tuple[Callable[[Any, int, torch.dtype], Build], Mapping[s
     **aot_diagonal.BUILDERS,
     **aot_delta.BUILDERS,
     **aot_attention.BUILDERS,
+    **aot_traversal.BUILDERS,
 }
 
 

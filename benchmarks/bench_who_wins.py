@@ -42,7 +42,7 @@ from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftLaws
 
 SIZES = ((4, 3), (8, 4), (16, 4), (32, 6), (64, 6))  # nodes, root included, and draft calls
-DEEPER = ((16, 6), (64, 8))  # sizes of the default alone
+DEEPER = ((16, 6), (32, 4), (64, 4), (64, 8))  # sizes of the default alone
 FUSED = ((16, 4), (64, 6))
 CHAINS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15)
 # Children by depth: of trees that fit into a size, those that did best on other prompts.
@@ -163,13 +163,13 @@ class Block:
         for step in range(self.num_steps):
             begin = step * self.stride
             for kind, growth, run in zip(self.kinds, self.growths, self.runs, strict=True):
-                self._step(kind, growth, run, self.texts[:, begin])
+                self._step(kind, growth, run, self.texts[:, begin], self.texts[:, begin + 1])
             for model in (self.target, self.draft):
                 model.move(self.texts[:, begin : begin + self.stride])
         return {name: sums / self.num_steps for name, sums in self.sums.items()}
 
-    def _step(self, kind: Method, growth: Growth | None, run: DraftRun, pending: Tensor) -> None:
-        """Draft, judge, and let the run learn."""
+    def _step(self, kind: Method, growth: Growth | None, run: DraftRun, pending: Tensor, following: Tensor) -> None:
+        """Draft below int64[batch] tokens of the texts, judge, and let the run learn; the texts go on as given."""
         draft = run.propose(pending, growth, kind.nodes)
         tree, laws = draft.tree, draft.laws
         logits = self.target.verify(None, tree)
@@ -187,7 +187,7 @@ class Block:
                 self._add(replace(kind, name=name), 1 + on_path.sum(1), tree.num_nodes.double(), draft.num_calls)
         # The replayed model stays where it is: it must think that nothing but the root was accepted.
         zero = torch.zeros(len(pending), 1, dtype=torch.int32)
-        run.observe(Acceptance(zero, zero[:, 0] + 1, accepted[0].next_token, accepted[0].ratios))
+        run.observe(Acceptance(zero, zero[:, 0] + 1, following, accepted[0].ratios))
 
     def _add(self, kind: Method, tau: Tensor, nodes: Tensor | float, calls: int) -> None:
         """Add one context's figures."""

@@ -129,6 +129,26 @@ def distinct_kernel(
         drawn = tl.where(order == draw, token.to(tl.int64), drawn)
 
 
+@triton.jit
+def walk(mask_ptr, depths_ptr, blocked, path_ptr, length_ptr, n, width, NODES: tl.constexpr):
+    """Write the path to the deepest node of a tree above which none is blocked, itself included; return the node."""
+    node = tl.arange(0, NODES)
+    inside = node < n
+    pairs = inside[:, None] & inside[None, :]
+    mask = tl.load(mask_ptr + node[:, None] * n + node[None, :], pairs, 0) != 0
+    reached = inside & (tl.max((mask & blocked[None, :]).to(tl.int32), 1) == 0)
+    # Of equally deep nodes the first counts: the root before padding, an elder before a sibling of the same token.
+    depth = tl.load(depths_ptr + node, inside, 0)
+    leaf = n - 1 - tl.max(tl.where(reached, depth * n + n - 1 - node, -1), 0) % n
+    on_path = tl.load(mask_ptr + leaf * n + node, inside, 0) != 0
+    length = tl.sum(on_path.to(tl.int32), 0)
+    place = tl.cumsum(on_path.to(tl.int32), 0) - 1
+    tl.store(path_ptr + place, node, on_path & (place < width))
+    tl.store(path_ptr + node, node * 0 - 1, (node >= length) & (node < width))
+    tl.store(length_ptr, length)
+    return leaf
+
+
 @triton.jit(do_not_specialize=["n", "width"])
 def walk_kernel(
     tokens_ptr, parents_ptr, depths_ptr, mask_ptr, drawn_ptr, path_ptr, lengths_ptr, next_ptr, n, width,
@@ -139,21 +159,11 @@ def walk_kernel(
     node = tl.arange(0, NODES)
     inside = node < n
     drawn_ptr += batch * n
-    mask_ptr += batch * n * n
     parent = tl.load(parents_ptr + batch * n + node, inside, 0)
     above = tl.load(drawn_ptr + tl.maximum(parent, 0), inside, 0)
     blocked = (tl.load(tokens_ptr + batch * n + node, inside, 0) != above) & (node > 0)
-    pairs = inside[:, None] & inside[None, :]
-    mask = tl.load(mask_ptr + node[:, None] * n + node[None, :], pairs, 0) != 0
-    reached = inside & (tl.max((mask & blocked[None, :]).to(tl.int32), 1) == 0)
-    # Of equally deep nodes the first counts: the root before padding, an elder before a sibling of the same token.
-    depth = tl.load(depths_ptr + batch * n + node, inside, 0)
-    leaf = n - 1 - tl.max(tl.where(reached, depth * n + n - 1 - node, -1), 0) % n
-    on_path = tl.load(mask_ptr + leaf * n + node, inside, 0) != 0
-    length = tl.sum(on_path.to(tl.int32), 0)
-    place = tl.cumsum(on_path.to(tl.int32), 0) - 1
     path_ptr += batch * width
-    tl.store(path_ptr + place, node, on_path & (place < width))
-    tl.store(path_ptr + node, node * 0 - 1, (node >= length) & (node < width))
-    tl.store(lengths_ptr + batch, length)
+    leaf = walk(
+        mask_ptr + batch * n * n, depths_ptr + batch * n, blocked, path_ptr, lengths_ptr + batch, n, width, NODES
+    )
     tl.store(next_ptr + batch, tl.load(drawn_ptr + leaf))

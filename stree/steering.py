@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -103,6 +104,8 @@ class AutoSize:
         if key not in known:
             known[key] = BudgetController(choices, _step_ms(lm, models, batch))
         self.controller = known[key]
+        self._launched: deque[Choice] = deque()  # sizes that were given and not yet observed
+        self._own_seconds = 0.0  # that observing the last step took, which a step of its kind costs
 
     @property
     def is_off(self) -> bool:
@@ -112,27 +115,35 @@ class AutoSize:
     def next(self) -> tuple[Growth | None, int]:
         """Ask the controller."""
         choice = self.controller.choose()
+        self._launched.append(choice)
         if self.growth is None or self._is_fixed or choice == PLAIN:
             return self.growth, choice.nodes
         return Limited(self.growth, choice.depth), choice.nodes
 
     def observe(self, draft: Draft, acceptance: Acceptance, seconds: float) -> None:
-        """Report to the controller.
+        """Report to the controller; of a step of plain decoding nothing but its time, so nothing is read.
 
         Raises:
             ValueError: the drafter gives its nodes no values.
         """
+        began = time.perf_counter()
+        choice = self._launched.popleft()
+        if choice == PLAIN:
+            self.controller.observe_plain(1e3 * seconds)
+            return
         tree = draft.tree
         if draft.values is None and tree.tokens.shape[1] > 1:
             raise ValueError('budget="auto" needs a drafter that gives its nodes values')
-        values = torch.ones(tree.tokens.shape) if draft.values is None else draft.values.masked_fill(tree.is_padding, 0)
-        place = torch.arange(acceptance.path.shape[1], device=acceptance.path.device)
-        is_on = place < acceptance.path_lengths[:, None]
-        path = acceptance.path.clamp(min=0).long()
-        is_accepted = torch.zeros_like(tree.tokens).scatter_add_(1, path, is_on.long()) > 0
-        self.controller.observe(
-            values.double().cpu().numpy(), tree.depths.cpu().numpy(), is_accepted.cpu().numpy(), 1e3 * seconds
-        )
+        parents, depths = tree.parents.cpu().numpy(), tree.depths.cpu().numpy().copy()
+        is_node = parents >= 0
+        is_node[:, 0] = True
+        values = is_node * (1.0 if draft.values is None else draft.values.cpu().numpy())
+        path, lengths = acceptance.path.cpu().numpy(), acceptance.path_lengths.cpu().numpy()
+        row, place = np.nonzero(np.arange(path.shape[1]) < lengths[:, None])
+        is_accepted = np.zeros(parents.shape, dtype=bool)
+        is_accepted[row, path[row, place]] = True
+        self.controller.observe(choice, values, depths, is_accepted, 1e3 * (seconds + self._own_seconds))
+        self._own_seconds = time.perf_counter() - began
 
 
 def _choices(growth: Growth | None, max_depth: int | None) -> tuple[list[Choice], bool]:

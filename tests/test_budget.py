@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from stree.budget import BudgetController, Choice, flat_choices, layered_choices
+from stree.budget import LOOK, BudgetController, Choice, flat_choices, layered_choices
 
 PLAIN = Choice(1, 0)
 LARGEST, DEEPEST = 64, 16
@@ -63,15 +63,19 @@ def cut(step: Step, choice: Choice) -> Step:
 def replay(
     controller: BudgetController, steps: list[Step], ms: Callable[[Choice], float], count: int, seed: int
 ) -> float:
-    """Run the controller on recorded steps; return tokens a millisecond."""
+    """Run the controller on recorded steps; return tokens a millisecond, every step counted as its size's mean."""
     rng = np.random.default_rng(seed)
-    tokens, time = 0, 0.0
+    mean = {choice: float(np.mean([cut(step, choice)[2].sum() for step in steps])) for choice in controller.choices}
+    tokens = time = 0.0
     for _ in range(count):
         step, choice = steps[rng.integers(len(steps))], controller.choose()
         values, depths, is_accepted = cut(step, choice)
         took = ms(choice) * (1 + 0.05 * rng.standard_normal())
-        tokens, time = tokens + int(is_accepted.sum()), time + took
-        controller.observe(values, depths, is_accepted, took)
+        tokens, time = tokens + mean[choice], time + ms(choice)
+        if choice == PLAIN:
+            controller.observe_plain(took)
+        else:
+            controller.observe(choice, values, depths, is_accepted, took)
     return tokens / time
 
 
@@ -128,18 +132,17 @@ def test_the_controller_follows_a_drafter_that_becomes_useless_and_recovers() ->
 
 def test_a_step_teaches_what_smaller_trees_would_have_emitted() -> None:
     controller = BudgetController(layered_choices(4, 3), lambda choice: 1.0, memory=10**9)
-    controller._running = controller.choices.index(Choice(4, 3))
     # Root, two children, a grandchild below the better one: accepted are the root, that child and the grandchild.
     values = np.array([[1.0, 0.3, 0.6, 0.5]])
     depths = np.array([[0, 1, 1, 2]])
-    controller.observe(values, depths, np.array([[True, False, True, True]]))
+    controller.observe(Choice(4, 3), values, depths, np.array([[True, False, True, True]]))
     emitted = dict(zip(controller.choices, controller._emitted - np.eye(len(controller.choices))[0], strict=True))
     assert emitted[PLAIN] == pytest.approx(1)
     assert emitted[Choice(2, 1)] == pytest.approx(2)
     assert emitted[Choice(3, 1)] == pytest.approx(2), "the grandchild is deeper"
     assert emitted[Choice(3, 2)] == pytest.approx(3)
     assert emitted[Choice(4, 3)] == pytest.approx(3)
-    controller.observe(values, depths, np.zeros((1, 4), dtype=bool))
+    controller.observe(Choice(4, 3), values, depths, np.zeros((1, 4), dtype=bool))
     assert controller._emitted[0] == pytest.approx(2), "a sequence that stood still teaches nothing"
 
 
@@ -153,11 +156,84 @@ def test_one_slow_step_is_soon_forgotten() -> None:
     replay(controller, steps, ms, 400, seed=11)
     used = controller.choices[controller._current]
     assert used.nodes >= 6
-    controller._running = controller._current
-    controller.observe(*cut(steps[0], used), 1e6)
+    controller.observe(used, *cut(steps[0], used), 1e6)
     assert controller.choices[controller._current].nodes > 1, "decoding is not given up for one slow step"
     replay(controller, steps, ms, 60, seed=12)
     assert controller.choices[controller._current].nodes >= 6
+
+
+def off_controller(ms: Callable[[Choice], float]) -> BudgetController:
+    """Give a controller that has learnt that drafting is of no use."""
+    steps = recorded_steps(0.0, 1, 50, seed=13)
+    for step in steps:
+        step[2][:, 1:] = False
+    controller = BudgetController(layered_choices(16, 4), ms)
+    replay(controller, steps, ms, 200, seed=14)
+    assert controller.best == PLAIN
+    return controller
+
+
+def test_steps_of_plain_decoding_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, looks = off_controller(lambda choice: 10.0 + choice.nodes + choice.depth), 0
+    settle = BudgetController._settle
+
+    def counted(self: BudgetController) -> None:
+        nonlocal looks
+        looks += 1
+        settle(self)
+
+    monkeypatch.setattr(BudgetController, "_settle", counted)
+    trials: list[None] = []
+    monkeypatch.setattr(BudgetController, "_trial", lambda self, ms: trials.append(None))
+    controller._credit = controller._wanted = 0.0  # a trial may be thought about at every look
+    for _ in range(320):
+        assert controller.choose() == PLAIN
+        controller.observe_plain(11.0)
+    assert 0 < looks <= 320 // LOOK and len(trials) <= 1 + 320 // LOOK
+
+
+@pytest.mark.parametrize("excess", [1.0, 10.0], ids=["as-predicted", "ten-times"])
+def test_trials_cost_no_more_than_their_share_however_long_they_take(excess: float) -> None:
+    # A trial runs the prompt through the draft model, or all that was emitted since the last one.
+    def ms(choice: Choice) -> float:
+        return 10.0 + choice.nodes + choice.depth
+
+    controller = off_controller(ms)
+    plain = lost = 0.0
+    for _ in range(4000):
+        choice = controller.choose()
+        if choice == PLAIN:
+            controller.observe_plain(11.0)
+            plain += 11.0
+        else:
+            took = excess * ms(choice)
+            values = np.array([[1.0] + [0.1] * (choice.nodes - 1)])
+            depths = np.array([[0] + [1] * (choice.nodes - 1)])
+            controller.observe(choice, values, depths, np.arange(choice.nodes)[None] < 1, took)
+            lost += took - 11.0
+    assert 0 < lost < 0.012 * plain
+
+
+def test_a_machine_that_slows_down_is_no_reason_to_draft_less() -> None:
+    controller = BudgetController(layered_choices(8, 3), lambda choice: 10.0 + choice.nodes)
+    steps = recorded_steps(0.7, 1, 100, seed=15)
+    replay(controller, steps, lambda choice: 10.0 + choice.nodes, 300, seed=16)
+    used = controller.choices[controller._current]
+    assert used != PLAIN
+    before = controller._ms
+    for step in steps:
+        controller.observe(used, *cut(step, used), 3 * (10.0 + used.nodes))
+    slower = controller._ms / before
+    assert slower[controller._index[used]] > 2
+    assert slower[0] == pytest.approx(slower[controller._index[used]], rel=0.05)
+    assert controller.choices[controller._current] != PLAIN
+
+
+def test_the_first_step_of_a_size_may_take_long() -> None:
+    controller = BudgetController(layered_choices(2, 1), lambda choice: 10.0)
+    for took in (1000.0, 12.0):
+        controller.observe(Choice(2, 1), np.ones((1, 2)), np.array([[0, 1]]), np.ones((1, 2), dtype=bool), took)
+    assert controller._ms_of(1) == pytest.approx(12.0)
 
 
 def test_choices_cover_sizes_and_depths() -> None:

@@ -265,3 +265,9 @@ def test_large_budgets_offer_more_children() -> None:
     assert [layer.ranks for layer in Calibrated(depth=2).plan(32).layers] == [4, 4]
     assert [layer.ranks for layer in Calibrated(depth=2).plan(33).layers] == [6, 6]
     assert [layer.ranks for layer in Calibrated(depth=2, ranks=3).plan(33).layers] == [3, 3]
+
+
+def test_large_budgets_grow_deeper_unless_a_depth_is_given() -> None:
+    assert [len(Calibrated().plan(budget).layers) for budget in (2, 16, 17, 64)] == [4, 4, 6, 6]
+    assert [len(Calibrated(depth=3).plan(budget).layers) for budget in (16, 64)] == [3, 3]
+    assert parse_growth("calibrated:5") == Calibrated(depth=5)

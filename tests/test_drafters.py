@@ -263,7 +263,7 @@ def test_the_tree_of_a_smaller_budget_is_the_beginning_of_that_of_a_larger(text:
 def test_the_most_frequent_continuation_stands_first() -> None:
     # After "1 2": 3 twice, 4 once; after "2" alone also 5.
     text = [1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 2, 5, 6, 1, 2]
-    tokens, parents, _ = SuffixAutomaton(text).tree(16)
+    tokens, parents, _ = SuffixAutomaton(text).tree(40)
     children = [token for token, parent in zip(tokens, parents, strict=True) if parent == 0]
     assert children[:2] == [3, 4]
     assert 5 in children
@@ -324,3 +324,19 @@ def test_the_suffix_drafter_reads_what_was_accepted_and_no_token_twice() -> None
             for begin in range(len(expected[row]) - size + 1):
                 part = tuple(expected[row][begin : begin + size])
                 assert automaton.count(part) == occurrences(expected[row], part)
+
+
+def test_the_longer_a_match_the_more_its_only_continuation_is_believed() -> None:
+    for length in (1, 2, 6):
+        match = list(range(length))
+        chances = [1 / (1 + 1.5 / size) for size in (length, length + 1)]
+        found = SuffixAutomaton([8, *match, 9, 7, *match]).tree(2).values
+        assert found == pytest.approx([chances[0], chances[0] * chances[1]])
+
+
+def test_what_a_match_leaves_open_is_shared_out_by_shorter_ones() -> None:
+    # After "1 2": 3; after "2" alone: 3 and 5.
+    tokens, parents, values = SuffixAutomaton([1, 2, 3, 9, 2, 5, 8, 1, 2]).tree(40)
+    by_token = {token: value for token, parent, value in zip(tokens, parents, values, strict=True) if parent == 0}
+    left = 0.75 / 1.75
+    assert by_token == pytest.approx({3: 1 / 1.75, 5: left / 3.5})

@@ -24,10 +24,17 @@ from torch import Tensor
 
 import stree
 from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.drafters.fused import _graft_row
+from stree.drafters.trust import Listed
 from stree.growth import Calibrated, Chain, DySpec, Growth, Static
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import DELTA, SAMPLED, Acceptance, DraftLaws
+
+
+def random_rows(batch: int) -> Random:
+    return Random(0, torch.arange(batch), torch.zeros(batch).long())
+
 
 PLAIN = Sampling(1.0)
 EXACT = 1e-12
@@ -165,10 +172,83 @@ def test_retrieved_branches_hang_below_the_longest_prefix_that_they_share() -> N
 
 
 def test_retrieved_nodes_of_little_value_and_beyond_the_budget_are_left_out() -> None:
-    retrieval = Retrieval([0, 2, 3, 0], [-1, 0, 0, 1], [1.0, 0.9, 0.1, 0.8])
-    assert greedy_fused(retrieval).tree.tokens.tolist() == [[0, 1, 3, 2, 0]]
-    assert greedy_fused(retrieval, budget=4).tree.tokens.tolist() == [[0, 1, 3, 2]]
-    assert greedy_fused(retrieval, least_value=0.0).tree.tokens.tolist() == [[0, 1, 3, 2, 3, 0]]
+    retrieval = Retrieval([0, 2, 3, 0], [-1, 0, 0, 1], [1.0, 0.9, 0.01, 0.8])
+    assert greedy_fused(retrieval, least_value=0.2).tree.tokens.tolist() == [[0, 1, 3, 2, 0]]
+    assert greedy_fused(retrieval, budget=4).tree.tokens.tolist() == [[0, 1, 3, 2]], "a chain keeps its nodes"
+    assert greedy_fused(retrieval).tree.tokens.tolist() == [[0, 1, 3, 2, 3, 0]]
+
+
+def shared(values: Sequence[float], temperature: float, order: str, budget: int = 8) -> Draft:
+    """Fuse a retrieved chain of some values with a calibrated tree."""
+    retrieval = Retrieval([0, *[2] * (len(values) - 1)], range(-1, len(values) - 1), values)
+    parts: list[Drafter] = [ModelDrafter(TableLM(TableLaw.random(4, 5, scale=2.0)).as_lm()), retrieval]
+    if order == "retrieved-first":
+        parts.reverse()
+    run = FusedDrafter(*parts, least_share=0.0).start(4, [[0]], Random(0, torch.zeros(1).long(), torch.zeros(1).long()))
+    return run.propose(torch.tensor([0]), Calibrated(3).bind(Sampling(temperature)), budget)
+
+
+def of_chain(draft: Draft) -> int:
+    """Count the nodes of the longest path of 2s, which the retrieved chain is."""
+    tree, node, count = draft.tree, 0, 0
+    while True:
+        below = (tree.parents[0] == node) & (tree.tokens[0] == 2)
+        if not below.any():
+            return count
+        node, count = int(below.nonzero()[0]), count + 1
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_sure_retrieval_takes_the_budget_and_an_unsure_one_next_to_nothing(temperature: float, order: str) -> None:
+    sure = shared([0.999**depth for depth in range(9)], temperature, order)
+    unsure = shared([0.01**depth for depth in range(9)], temperature, order)
+    assert sure.tree.num_nodes.tolist() == [8] and unsure.tree.num_nodes.tolist() == [8]
+    assert of_chain(sure) >= 6
+    assert of_chain(unsure) <= 4
+
+
+class Drawn(Retrieval):
+    """A drafter that draws the same tree always, whatever growth it is given."""
+
+    def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+        draft = super().propose(pending, growth, budget)
+        parents = draft.tree.parents
+        laws = DraftLaws(
+            torch.full((len(pending), 1, 4), 0.25), parents, torch.full_like(parents, SAMPLED).to(torch.int8)
+        )
+        return replace(draft, laws=laws)
+
+
+def test_what_was_drawn_stays_though_no_growth_says_that_it_is_drawn() -> None:
+    drawn = Drawn([0, 3, 1], [-1, 0, 0], [1.0, 0.1, 0.05])
+    sure = Retrieval([0, 2, 2, 2], [-1, 0, 1, 2], [1.0, 0.99, 0.98, 0.97])
+    run = FusedDrafter(drawn, sure).start(4, [[0]], random_rows(1))
+    assert run.propose(torch.zeros(1).long(), None, 4).tree.tokens.tolist() == [[0, 3, 1, 2]]
+
+
+def test_a_sequence_learns_how_far_to_trust_retrieval_while_it_goes_on_and_anew_in_another_text() -> None:
+    lm = TableLM(TableLaw.random(4, 5)).as_lm()
+    retrieval = Retrieval([0, 2, 2], [-1, 0, 1], [1.0, 0.6, 0.3])
+    run = FusedDrafter(ModelDrafter(lm), retrieval).start(4, [[0]] * 3, random_rows(3))
+    run.propose(torch.zeros(3).long(), Chain(1).bind(Sampling()), 6)
+    # Accepted: nothing of it; the first sequence's next token was retrieved, the second's not, the third stands still.
+    path, lengths = torch.zeros(3, 1).int(), torch.tensor([1, 1, 0]).int()
+    run.observe(Acceptance(path, lengths, torch.tensor([2, 3, 3])))
+    levels = run._trust._level
+    assert levels[0] > 0 > levels[1] and levels[2] == 0
+    another = ModelDrafter(lm).start(4, [[0]] * 3, random_rows(3))
+    run._runs = (another, SuffixDrafter().start(4, [[0]] * 3, random_rows(3)))
+    run.admit(1, [0, 1])
+    assert run._trust._level[1] == 0 < run._trust._level[0]
+
+
+def test_what_both_find_is_worth_what_retrieval_says_and_the_model_s_share_of_the_rest() -> None:
+    own = Listed([0, 1, 2, 3], [-1, 0, 0, 1], [1.0, 0.5, 0.25, 0.2])
+    found = _graft_row(own, Listed([0, 2, 5], [-1, 0, 1], [1.0, 0.8, 0.4]), [True] * 3, room=9, shares=True)
+    assert found.tokens == [0, 1, 2, 3, 5] and found.parents == [-1, 0, 0, 1, 2]
+    # 0.8 is retrieved below the root; the model shares out the other 0.2, and nothing was retrieved below its token 1.
+    assert found.values == pytest.approx([1, 0.2 * 0.5, 0.8 + 0.2 * 0.25, 0.2 * 0.5 * 0.4, (0.8 + 0.05) * 0.5])
 
 
 def test_retrieved_first_tokens_that_the_draft_finds_unlikely_are_left_out_when_sampling() -> None:

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from stree.drafters.grown import prune
 from stree.drafters.protocol import Bounded, Draft, Drafter, DraftRun, Extensible, HasModel, Slotted
-from stree.growth import Growth
+from stree.drafters.trust import Listed, Trust
+from stree.growth import Growth, Plan
+from stree.growth.calibrated import typical_values
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
@@ -26,20 +28,23 @@ from stree.verify import DELTA, Acceptance, DraftLaws
 
 __all__ = ["FusedDrafter"]
 
+TYPICAL_DEPTH, TYPICAL_RANKS = 6, 4  # of the tree that retrieved nodes are compared with before one is drawn
 UNLIKELY = -1e30  # logit of a hidden token: its probability is 0 unless nothing else is left, and then no NaN
 
 
 class FusedDrafter:
     """Draft with a model and from retrieved text at once.
 
-    Retrieved continuations of enough value take their places in the budget first, at most half of it; the model's tree
-    has the rest, and places that retrieval leaves empty.  ``FusedDrafter(model, suffix)`` lets siblings of the model
-    be tested first, and what was retrieved extends the model's branches; ``FusedDrafter(suffix, model)`` tests
-    retrieved ones first, and the model drafts beside them.
+    Both share one budget by value, the probability that a node is right: retrieval may take nearly all of it, or
+    nothing.  Where the model's children are chosen without chance, both trees are made and the best nodes of their
+    union kept.  Where they are drawn, what was retrieved takes the places at which it is worth more than a model's node
+    typically is, before anything is drawn, and places that are left.  ``FusedDrafter(model, suffix)`` lets siblings of
+    the model be tested first, and what was retrieved extends the model's branches; ``FusedDrafter(suffix, model)``
+    tests retrieved ones first, and the model drafts beside them.
 
     Args:
         first: whose nodes are tested first.
-        second: the other.  One of the two retrieves: its nodes are all DELTA and carry values, such as
+        second: the other.  Both give their nodes values.  One of the two retrieves: its nodes are all DELTA, such as
             ``SuffixDrafter``'s; the nodes of the other may be sampled.
         least_value: least value of a retrieved node.
         least_share: least probability that the draft's law gives a retrieved first token; used when sampling, where the
@@ -49,7 +54,7 @@ class FusedDrafter:
         ValueError: a threshold outside [0, 1].
     """
 
-    def __init__(self, first: Drafter, second: Drafter, *, least_value: float = 0.2, least_share: float = 0.01) -> None:
+    def __init__(self, first: Drafter, second: Drafter, *, least_value: float = 0.0, least_share: float = 0.01) -> None:
         for name, value in (("least_value", least_value), ("least_share", least_share)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {value}")
@@ -93,7 +98,8 @@ class FusedDrafter:
         for part, run in zip((drafting, retrieving), runs, strict=True):
             if not isinstance(run, Extensible):
                 raise TypeError(f"FusedDrafter needs drafters whose trees can be extended, got {type(part).__name__}")
-        return _FusedRun(runs[0], runs[1], self.least_value, self.least_share, hiding[0] if hiding else None)
+        hidden = hiding[0] if hiding else None
+        return _FusedRun(runs[0], runs[1], Trust(len(prompts)), self.least_value, self.least_share, hidden)
 
 
 @runtime_checkable
@@ -113,10 +119,17 @@ class _FusedRun:
     """
 
     def __init__(
-        self, drafting: DraftRun, retrieving: DraftRun, least_value: float, least_share: float, hiding: _HidingLM | None
+        self,
+        drafting: DraftRun,
+        retrieving: DraftRun,
+        trust: Trust,
+        least_value: float,
+        least_share: float,
+        hiding: _HidingLM | None,
     ) -> None:
-        self._runs = (drafting, retrieving)
+        self._runs, self._trust = (drafting, retrieving), trust
         self._least_value, self._least_share, self._hiding = least_value, least_share, hiding
+        self._tokens: Tensor  # int64[batch, n], of the tree verified
         self._order: Tensor | None = None  # int64[batch, n], the drafting run's number of each node verified
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
@@ -125,14 +138,18 @@ class _FusedRun:
         retrieved = retrieving.propose(pending, growth, budget)
         if retrieved.laws is not None or retrieved.values is None:
             raise ValueError("a drafter of FusedDrafter must draft deterministic nodes with values")
+        temperature = 0.0 if growth is None else growth.sampling.temperature
+        retrieved = replace(retrieved, values=self._trust.rate(retrieved.tree, retrieved.values, temperature))
+        assert retrieved.values is not None, "just rated"
         is_worth = (retrieved.values >= self._least_value) & ~retrieved.tree.is_padding
-        room = is_worth[:, 1:].sum(1).clamp(max=budget // 2)
-        own = budget
-        if isinstance(drafting, Yielding) and _goes_by_row(growth, budget):
-            drafting.leave(room)
-        else:
-            own = max(budget - int(room.max()), _least_budget(growth, budget))
-            room = torch.full_like(room, budget - own)
+        plan = None if growth is None else growth.plan(budget)
+        room, own = _room(retrieved, is_worth, budget), budget
+        if plan is not None and not plan.is_pruned:
+            if isinstance(drafting, Yielding) and _goes_by_row(plan, growth):
+                drafting.leave(room)
+            else:
+                own = max(budget - int(room.max()), plan.num_nodes + 1 if plan.is_fixed else 1)
+                room = torch.full_like(room, budget - own)
         if self._hiding is not None:
             # What is hidden from the model must be in the tree: the best, as many as there is room for for sure.
             is_worth[:, 1:] &= is_worth[:, 1:].cumsum(1) <= room[:, None]
@@ -142,33 +159,34 @@ class _FusedRun:
             is_worth = self._hiding.shown
         elif draft.laws is not None:
             is_worth &= _has_share(retrieved.tree, draft.laws.probs[:, 0], self._least_share)
-        return self._united(draft, retrieved, is_worth, budget)
+        return self._united(draft, retrieved, is_worth, budget, is_chosen_after=plan is None or plan.is_pruned)
 
-    def _united(self, draft: Draft, retrieved: Draft, is_worth: Tensor, budget: int) -> Draft:
+    def _united(self, draft: Draft, retrieved: Draft, is_worth: Tensor, budget: int, *, is_chosen_after: bool) -> Draft:
         """Unite both trees, bring the nodes into the order of testing and tell both runs."""
         assert retrieved.values is not None, "propose looked"
         drafting, retrieving = self._runs
         assert isinstance(drafting, Extensible) and isinstance(retrieving, Extensible), "start looked"
-        kept = retrieved.values * is_worth
-        tree, added = _graft(draft.tree, retrieved.tree, kept, budget, shares=self._hiding is None)
+        if draft.values is None:
+            raise ValueError("a drafter of FusedDrafter must give its nodes values")
+        is_chosen_after &= draft.laws is None  # what was drawn stays
+        room = budget - (1 if is_chosen_after else draft.tree.num_nodes)
+        tree, values = _graft(draft, retrieved, is_worth, room, shares=self._hiding is None)
         drafting.extend(tree)
-        rest = torch.ones_like(kept[:, 0])
+        if is_chosen_after:
+            tree = _best(tree, values, budget)
         place = tree.is_padding.long()
         if self._hiding is not None:
-            is_first = retrieved.tree.depths == 1
-            rest = (1 - (kept * is_first).sum(1)).clamp(min=0)  # the model's nodes are right where those are not
             is_own = torch.arange(place.shape[1], device=place.device) < draft.tree.tokens.shape[1]
             place = 2 * place + is_own
             place[:, 0] = 0
         size = int((~tree.is_padding).sum(1).max())
         self._order = order = place.sort(dim=1, stable=True).indices[:, :size]
         self._num_columns = place.shape[1]
+        laws = _with_delta(draft.laws, place.shape[1] - draft.tree.tokens.shape[1], order)
+        values = (values * ~tree.is_padding).gather(1, order)
         tree = prune(tree, order)
         retrieving.extend(tree)
-        values, laws = None, _with_delta(draft.laws, added.shape[1], order)
-        if draft.values is not None:
-            own = torch.cat([draft.values[:, :1], draft.values[:, 1:] * rest[:, None]], 1)
-            values = _below_parents(torch.cat([own, added], 1).gather(1, order), tree)
+        self._tokens = tree.tokens
         return Draft(tree, laws, max(draft.max_depth, retrieved.max_depth), draft.num_calls, values)
 
     def observe(self, acceptance: Acceptance) -> None:
@@ -181,12 +199,21 @@ class _FusedRun:
             ratios = ratios.new_zeros(len(ratios), self._num_columns).scatter_(1, self._order, ratios)
         drafting.observe(replace(acceptance, path=own, ratios=ratios))
         retrieving.observe(acceptance)
+        accepted = self._tokens.gather(1, path.clamp(min=0).long()).tolist()
+        following = acceptance.next_token.tolist()
+        self._trust.learn(
+            [
+                [*accepted[row][1:length], following[row]] if length else []
+                for row, length in enumerate(acceptance.path_lengths.tolist())
+            ]
+        )
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
         """Tell both."""
         for run in self._runs:
             assert isinstance(run, Slotted), f"{type(run).__name__} cannot take up a text in mid-run"
             run.admit(row, prompt)
+        self._trust.forget(row)
 
     def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
         """Tell those that it matters to."""
@@ -241,75 +268,105 @@ def _has_share(tree: TokenTree, law: Tensor, least: float) -> Tensor:
     return ~(tree.ancestor_mask & unlikely[:, None]).any(-1)
 
 
-def _goes_by_row(growth: Growth | None, budget: int) -> bool:
+def _goes_by_row(plan: Plan, growth: Growth | None) -> bool:
     """Tell whether a growth draws by value, so that every row may have a budget of its own and its numbers stay."""
     if growth is None or growth.sampling.is_greedy:
         return False
-    plan = growth.plan(budget)
-    return not plan.is_pruned and not plan.is_heap and all(layer.slots is None for layer in plan.layers)
+    return not plan.is_heap and all(layer.slots is None for layer in plan.layers)
 
 
-def _least_budget(growth: Growth | None, budget: int) -> int:
-    """Give the nodes that a fixed shape needs, root included; 1 for a shape that takes what it gets."""
-    if growth is None:
-        return 1
-    plan = growth.plan(budget)
-    return plan.num_nodes + 1 if plan.is_fixed else 1
+def _room(retrieved: Draft, is_worth: Tensor, budget: int) -> Tensor:
+    """Count the retrieved nodes that are worth more than what a model's tree typically has in their places.
+
+    Where retrieval is right a model's nodes beside it are of no use, so they count half as far as its first tokens are
+    probable.
+
+    Returns:
+        int64[batch], at most ``budget - 2`` where that is not negative: the model drafts in any case.
+    """
+    assert retrieved.values is not None, "propose looked"
+    values = retrieved.values * is_worth
+    sure = (values * (retrieved.tree.depths == 1)).sum(1, keepdim=True).clamp(max=1)
+    typical = torch.tensor(typical_values(budget - 1, TYPICAL_DEPTH, TYPICAL_RANKS), device=values.device)
+    typical = typical.to(values.dtype) * (1 - 0.5 * sure)
+    both = torch.cat([values[:, 1:], typical.expand(len(values), -1)], 1)
+    most = max(budget - 2, 0)
+    best = both.sort(dim=1, descending=True, stable=True).indices[:, : budget - 1]
+    is_taken = (best < values.shape[1] - 1) & (both.gather(1, best) > 0)
+    return is_taken.sum(1).clamp(max=most)
+
+
+def _best(tree: TokenTree, values: Tensor, budget: int) -> TokenTree:
+    """Make padding of all but the ``budget`` nodes of the greatest value, which never rises along a path."""
+    order = torch.where(tree.is_padding, -1.0, values).sort(dim=1, descending=True, stable=True).indices
+    is_kept = torch.zeros_like(tree.is_padding).scatter_(1, order[:, :budget], True) & ~tree.is_padding
+    return TokenTree.unchecked(tree.tokens * is_kept, torch.where(is_kept, tree.parents, -1))
 
 
 def _graft(
-    tree: TokenTree, retrieved: TokenTree, values: Tensor, budget: int, *, shares: bool
+    draft: Draft, retrieved: Draft, is_worth: Tensor, room: Tensor | int, *, shares: bool
 ) -> tuple[TokenTree, Tensor]:
-    """Append retrieved nodes of positive value, best first, below the longest prefixes that a tree shares with them.
+    """Append retrieved nodes, best first and as many as there is room for, to a model's tree.
 
-    Unless it ``shares``, all of them are appended, as its nodes are to be tested after theirs.
+    They stand below the longest prefixes that the model's tree shares with them.  Unless it ``shares``, all of them are
+    appended, as its nodes are to be tested after theirs.
 
-    Returns the united tree and the values of the nodes appended, float[batch, more].
+    Returns the united tree and the values of its nodes, float[batch, n].
     """
-    rows = zip(
-        tree.tokens.tolist(), tree.parents.tolist(), retrieved.tokens.tolist(), retrieved.parents.tolist(),
-        values.tolist(), strict=True,
-    )  # fmt: skip
-    room = (budget - tree.num_nodes).tolist()
-    grafted = [_graft_row(*row, room=left, shares=shares) for row, left in zip(rows, room, strict=True)]
-    more = max(len(row) for row in grafted)
-    padded = [row + [(0, -1, 0.0)] * (more - len(row)) for row in grafted]
-    added = torch.tensor(padded, dtype=torch.float64, device=tree.tokens.device).view(len(grafted), more, 3)
-    tokens, parents = added[..., 0].long(), added[..., 1].to(torch.int32)
-    united = TokenTree.unchecked(torch.cat([tree.tokens, tokens], 1), torch.cat([tree.parents, parents], 1))
-    return united, added[..., 2].to(values.dtype)
+    assert draft.values is not None and retrieved.values is not None, "propose looked"
+    tree, batch = draft.tree, len(draft.values)
+    rooms = [room] * batch if isinstance(room, int) else room.tolist()
+    rows = []
+    for row, (worth, left) in enumerate(zip(is_worth.tolist(), rooms, strict=True)):
+        own, other = (Listed.of(one.tree, one.values, row) for one in (draft, retrieved) if one.values is not None)
+        rows.append(_graft_row(own, other, worth, room=left, shares=shares))
+    size = max(len(row.tokens) for row in rows)
+    device = tree.tokens.device
+    tokens, parents, values = (
+        torch.tensor([part + [empty] * (size - len(part)) for part in parts], dtype=dtype, device=device)
+        for parts, empty, dtype in zip(
+            zip(*rows, strict=True), (0, -1, 0.0), (torch.long, torch.int32, draft.values.dtype), strict=True
+        )
+    )
+    return TokenTree.unchecked(tokens, parents), values
 
 
-def _graft_row(
-    tokens: list[int],
-    parents: list[int],
-    others: list[int],
-    above: list[int],
-    values: list[float],
-    *,
-    room: int,
-    shares: bool,
-) -> list[tuple[int, int, float]]:
-    """Unite one row; return token, parent and value of the nodes to append."""
+def _graft_row(own: Listed, other: Listed, is_worth: list[bool], *, room: int, shares: bool) -> Listed:
+    """Unite one row; give all nodes of the united tree, and what they are worth together.
+
+    What was retrieved is believed first, and the model as far as that leaves something unsaid (an escape, as in PPM):
+    a child's probability is the retrieved one, and of what the retrieved children leave the model's share.
+    """
+    tokens, parents = list(own.tokens), list(own.parents)
     children = {(parent, tokens[node]): node for node, parent in enumerate(parents) if parent >= 0} if shares else {}
     place = {0: 0}  # node of the united tree for each retrieved one
-    added: list[tuple[int, int, float]] = []
-    for node in range(1, len(others)):
-        if not values[node] or above[node] not in place:
+    share = [0.0] * len(tokens)  # of each node, what retrieval gives it below its parent
+    said = [0.0] * len(tokens)  # the sum of that over a node's children
+    for node in range(1, len(other.tokens)):
+        above = place.get(other.parents[node], -1)
+        if not is_worth[node] or above < 0:
             continue
-        key = (place[above[node]], others[node])
+        key = (above, other.tokens[node])
         if key not in children:
-            if len(added) == room:
+            if len(tokens) - len(own.tokens) >= room:
                 continue
-            children[key] = len(tokens) + len(added)
-            added.append((others[node], key[0], values[node]))
-        place[node] = children[key]
-    return added
-
-
-def _below_parents(values: Tensor, tree: TokenTree) -> Tensor:
-    """Let no value exceed one above it, whoever estimated them: float[batch, n]."""
-    return torch.where(tree.ancestor_mask, values[:, None], torch.inf).amin(-1)
+            children[key] = len(tokens)
+            tokens.append(other.tokens[node])
+            parents.append(above)
+            share.append(0.0)
+            said.append(0.0)
+        place[node] = found = children[key]
+        share[found] = other.values[node] / max(other.values[other.parents[node]], 1e-30)
+        said[above] += share[found]
+    values = [1.0] * len(tokens)
+    for node in range(1, len(tokens)):
+        above = parents[node]
+        if above < 0:
+            values[node] = 0.0
+            continue
+        drafted = own.values[node] / max(own.values[above], 1e-30) if node < len(own.tokens) else 0.0
+        values[node] = values[above] * min(share[node] + max(1 - said[above], 0.0) * drafted, 1.0)
+    return Listed(tokens, parents, values)
 
 
 def _with_delta(laws: DraftLaws | None, more: int, order: Tensor) -> DraftLaws | None:

@@ -14,6 +14,7 @@ from stree.growth.plan import Bound, Layer, Plan
 __all__ = ["Calibrated"]
 
 MOST_RANKS = 6
+MOST_DEPTH = 6
 # Acceptance by sibling rank, the elder ones refused: the bundled pair at temperatures 0.6 to 1, 48 prompts.
 TYPICAL = (0.6, 0.28, 0.18, 0.14, 0.12, 0.1)
 
@@ -31,14 +32,14 @@ class Calibrated(Bound):
     that draft tokens of such ranks and probabilities are the target's own.
 
     Args:
-        depth: most draft calls.
+        depth: most draft calls; None for 4, and 6 where the budget is above 16 (the README beside this file says why).
         ranks: most children of a node; None for 4, and 6 where the budget is above 32.
 
     Raises:
         ValueError: a size below 1.
     """
 
-    depth: int = 4
+    depth: int | None = None
     ranks: int | None = None
 
     def __post_init__(self) -> None:
@@ -50,12 +51,13 @@ class Calibrated(Bound):
         """Lay out the widest tree that the budget allows."""
         nodes = budget - 1
         ranks = self.ranks or (MOST_RANKS if budget > 32 else 4)
+        depth = self.depth or (MOST_DEPTH if budget > 16 else 4)
         greedy = self.sampling.is_greedy
         layers: list[Layer] = []
         above = 1
-        for level in range(1, self.depth + 1 if nodes else 1):
+        for level in range(1, depth + 1 if nodes else 1):
             above = min(nodes, above * ranks)
-            below = None if greedy else typical_values(nodes, self.depth - level, ranks)
+            below = None if greedy else typical_values(nodes, depth - level, ranks)
             layers.append(Layer(above, ranks, below=below))
         return Plan(tuple(layers), nodes, is_pruned=greedy)
 

@@ -155,7 +155,9 @@ class DepthStop(StoppedGrowth):
 
     The paper adds it to EAGLE-2 with up to 11 layers, looking at three of them.  It compares the logarithm of the sum
     of the beam's path probabilities with a threshold; here values are what the growth's estimate gives, and nodes that
-    can no longer be proposed count nothing.
+    can no longer be proposed count nothing.  Below the default the next call brought an accepted token in at most one
+    step of eight (bundled pair, 34 nodes of ``Calibrated`` and EAGLE-2 at temperatures 0 and 0.8, layers 4 to 7, 16
+    prompts of HumanEval and GSM8K); a call is worth about 0.2 tokens there.
 
     Args:
         base: a growth of layers.
@@ -166,7 +168,7 @@ class DepthStop(StoppedGrowth):
         ValueError: a threshold that is no number below 0, or no depth, or one below 1.
     """
 
-    threshold: float = -1.0
+    threshold: float = -1.5
     layers: Sequence[int] | None = (5, 7, 9)
 
     def __post_init__(self) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stree.kernels import traversal_door
 from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify.paths import deepest
 from stree.verify.rejection import toss
 from stree.verify.trials import Trials
-from stree.verify.values import Acceptance, DraftLaws
+from stree.verify.values import DELTA, INDEPENDENT, Acceptance, DraftLaws
 
-__all__ = ["traverse"]
+__all__ = ["traverse", "traverse_by_kernels"]
 
 
 def traverse(tree: TokenTree, target_law: Tensor, rng: Random, draft: DraftLaws | None, max_depth: int) -> Acceptance:
@@ -22,6 +23,9 @@ def traverse(tree: TokenTree, target_law: Tensor, rng: Random, draft: DraftLaws 
     parent's law is what the child leaves, and its probability of being held is weighed anew.  The first node in
     post-order whose coin shows is accepted.  Without branches this is block verification (arXiv 2403.10444).
     """
+    # A stand-in tosses and draws by itself.
+    if target_law.is_cuda and target_law.dtype == torch.float32 and type(rng) is Random:
+        return traverse_by_kernels(tree, target_law, rng, draft, max_depth)
     trials = Trials(tree, target_law, draft)
     held = _hold_chain(trials, max_depth) if trials.siblings.most == 1 else _hold(tree, trials, max_depth)
     shown = toss(rng, held, trials.siblings.is_drafted)
@@ -30,6 +34,22 @@ def traverse(tree: TokenTree, target_law: Tensor, rng: Random, draft: DraftLaws 
     depth = tree.depths.gather(1, leaf[:, None]).squeeze(1)
     next_token = rng.choice("target", trials.law_at(leaf), depth + 1)
     return Acceptance(path, path_lengths, next_token, trials.ratio[:, :-1].clamp(max=1))
+
+
+def traverse_by_kernels(
+    tree: TokenTree, target_law: Tensor, rng: Random, draft: DraftLaws | None, max_depth: int
+) -> Acceptance:
+    """Do the same in Triton, in launches whose number depends on sizes alone (`stree.kernels.traversal_door`).
+
+    The numbers are the same; sums are rounded otherwise, and ``target_law`` is left as it is.
+    """
+    rows = None if draft is None else traversal_door.DraftRows(draft.probs, draft.row, draft.kind, DELTA, INDEPENDENT)
+    found = traversal_door.traverse(
+        tree.tokens, tree.parents, tree.ancestor_mask, tree.depths, target_law, rows, max_depth=max_depth,
+        max_children=None if draft is None else draft.max_children,
+        seed=rng.seed, sequences=rng.sequences.long(), positions=rng.positions.long(),
+    )  # fmt: skip
+    return Acceptance(found.path, found.path_lengths, found.next_token, found.ratios)
 
 
 def _hold(tree: TokenTree, trials: Trials, max_depth: int) -> Tensor:
