@@ -29,7 +29,14 @@ def philox_uniform(position: Tensor, sequence: Tensor, node: Tensor, *, seed: in
     out = torch.empty(position.shape, dtype=torch.float64, device=position.device)
     count = out.numel()
     philox_kernel[(-(-count // 128),)](
-        position.contiguous(), sequence.contiguous(), node.contiguous(), _key(seed, out), out, count, purpose, BLOCK=128
+        position.contiguous(),
+        sequence.contiguous(),
+        node.contiguous(),
+        key_of(seed, out),
+        out,
+        count,
+        purpose,
+        BLOCK=128,
     )
     return out
 
@@ -51,7 +58,7 @@ def draw_distinct(law: Tensor, uniform: Tensor, *, least: float) -> tuple[Tensor
     if count:
         distinct_kernel[(rows, batch)](
             law, uniform.contiguous(), tokens, probs, rows, count, vocab, least, *law.stride()[:2],
-            **distinct_constants(vocab, count, aligned=_is_aligned(law)), num_warps=8,
+            **distinct_constants(vocab, count, aligned=is_aligned(law)), num_warps=8,
         )  # fmt: skip
     return tokens, probs
 
@@ -106,8 +113,8 @@ def _draw(
     draw_kernel[(n, batch)](
         scores, uniform, depths,
         None if sequences is None else sequences.contiguous(), None if positions is None else positions.contiguous(),
-        None if seed is None else _key(seed, drawn), drawn, n, vocab, *scores.stride()[:2],
-        **draw_constants(vocab, greedy=uniform is None and seed is None, aligned=_is_aligned(scores)), num_warps=8,
+        None if seed is None else key_of(seed, drawn), drawn, n, vocab, *scores.stride()[:2],
+        **draw_constants(vocab, greedy=uniform is None and seed is None, aligned=is_aligned(scores)), num_warps=8,
     )  # fmt: skip
     return drawn
 
@@ -121,13 +128,13 @@ def draw_constants(vocab: int, *, greedy: bool, aligned: bool = True) -> dict[st
     }  # fmt: skip
 
 
-def _is_aligned(scores: Tensor) -> bool:
+def is_aligned(scores: Tensor) -> bool:
     """Tell whether every row begins at a multiple of 16 bytes; a matter of the vocabulary, not of the tree."""
     places = (scores.data_ptr(), *(stride * scores.itemsize for stride in scores.stride()[:2]))
     return all(place % 16 == 0 for place in places)
 
 
-def _key(seed: int | Tensor, like: Tensor) -> Tensor:
+def key_of(seed: int | Tensor, like: Tensor) -> Tensor:
     """Give a seed as int64[] on the device of a tensor, modulo 2^64."""
     if isinstance(seed, Tensor):
         return seed

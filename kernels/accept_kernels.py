@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _uniform(position, sequence, purpose, node, key):
+def uniform_of(position, sequence, purpose, node, key):
     """Make 53 bits of the first two Philox words of a counter under an int64 key a number in [0, 1)."""
     c2 = (position * 0 + purpose).to(tl.uint32)
     high, low, _, _ = tl.philox_impl(
@@ -30,7 +30,7 @@ def philox_kernel(
     position = tl.load(position_ptr + index, inside, 0)
     sequence = tl.load(sequence_ptr + index, inside, 0)
     node = tl.load(node_ptr + index, inside, 0)
-    tl.store(out_ptr + index, _uniform(position, sequence, purpose, node, tl.load(key_ptr)), inside)
+    tl.store(out_ptr + index, uniform_of(position, sequence, purpose, node, tl.load(key_ptr)), inside)
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def draw_kernel(
         else:
             position = tl.load(positions_ptr + batch) + tl.load(depths_ptr + batch * n + node) + 1
             sequence = tl.load(sequences_ptr + batch)
-            number = _uniform(position, sequence, PURPOSE, position * 0, tl.load(key_ptr))
+            number = uniform_of(position, sequence, PURPOSE, position * 0, tl.load(key_ptr))
         block = tl.arange(0, BLOCKS)
         sums = tl.zeros((BLOCKS,), tl.int64)
         for start in range(0, vocab, BLOCK):

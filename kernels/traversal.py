@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stree.kernels import traversal_ends_kernels as ends
 from stree.kernels import traversal_kernels as code
-from stree.kernels.accept import MAX_VOCAB, _is_aligned, _key
+from stree.kernels.accept import MAX_VOCAB, is_aligned, key_of
 from stree.kernels.reference_accept import TARGET, UNITS
 from stree.kernels.tiles import MAX_NODES, check_inner, check_limit, padded
 from stree.kernels.traversal_door import DraftRows, TraversedPath
@@ -63,7 +63,7 @@ def traverse(
     if draft is not None:
         check_inner("draft.probs", draft.probs)
     seed, sequences, positions = numbers
-    words = sequences.contiguous(), positions.contiguous(), _key(seed, law)
+    words = sequences.contiguous(), positions.contiguous(), key_of(seed, law)
     operands = tuple(tensor.contiguous() for tensor in tree)
     work = _Work.of(law, draft)
     with torch.cuda.device_of(law):  # Triton launches on the current device, wherever the tensors are
@@ -113,7 +113,7 @@ class _Work:
         """Make room."""
         batch, n, vocab = law.shape
         probs = None if draft is None else draft.probs
-        values = constants(n, vocab, aligned=_is_aligned(law) and (probs is None or _is_aligned(probs)))
+        values = constants(n, vocab, aligned=is_aligned(law) and (probs is None or is_aligned(probs)))
         nodes = values["NODES"]
         return cls(
             law=law,

@@ -30,6 +30,7 @@ from stree.engine import Engine
 from stree.graphs import WARM_UP, Graphs
 from stree.growth import Calibrated, Chain, Growth, Limited
 from stree.kernels import topology
+from stree.models.trimmed import TrimmedLM
 from stree.program import Program
 from stree.sampling import Random, Sampling
 from stree.steering import AutoSize
@@ -102,7 +103,8 @@ def test_a_path_that_waits_when_a_text_ends_is_not_folded_into_the_next(
 
 
 def test_a_shorter_text_ends_where_it_must(drafter: ModelDrafter, capture: Callable[[], stree.TreeLM]) -> None:
-    lm, options = capture(), {"growth": Chain(3), "budget": 4}
+    lm = capture()
+    options: dict[str, Any] = {"growth": Chain(3), "budget": 4}
     for new in (20, 7, 13):
         expected = generate(grafted(tiny_model("bamba")), drafter, max_new_tokens=new, **options)
         found = generate(lm, drafter, max_new_tokens=new, **options)
@@ -219,19 +221,36 @@ def test_a_drafter_that_dies_leaves_no_graph_behind(
     with pytest.raises(stree.GenerationError, match="decoded without it: the drafter broke") as error:
         generate(lm, drafter, budget=4)
     assert error.value.output.sequences == expected and not lm.kept["engine"].report()
+    assert error.value.output.stats["draft_calls"] < 20, "none after that"
+
+
+def test_memory_that_runs_out_frees_what_is_kept(
+    drafter: ModelDrafter, capture: Callable[[], stree.TreeLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = capture()
+    generate(lm, drafter, budget=4)
+    assert len(lm.kept["engine"].report()) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(lm, "verify", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("tried 2 GiB")))
+        with pytest.raises(stree.GenerationError, match="tried 2 GiB.*lower max_batch"):
+            generate(lm, drafter, budget=8)
+    assert not lm.kept["engine"].report()
+    whole = generate(grafted(tiny_model("bamba")), drafter, budget=8).sequences
+    assert generate(lm, drafter, budget=8).sequences == whole
+    assert TrimmedLM(lm, range(lm.vocab_size)).kept is not lm.kept, "another head, another program"
 
 
 def test_texts_of_another_length_or_law_get_a_program_of_their_own(
     drafter: ModelDrafter, capture: Callable[[], stree.TreeLM]
 ) -> None:
-    kinds: list[dict[str, Any]] = [
-        {}, {"texts": TEXTS[:1]}, {"sampling": Sampling(0.5)}, {"growth": Chain(2)}, {"stop_token_ids": [1]},
-        {"max_length": 400},
+    other: list[dict[str, Any]] = [
+        {"budget": 1}, {"budget": 1, "sampling": Sampling(0.8)}, {}, {"texts": TEXTS[:1]},
+        {"sampling": Sampling(0.5)}, {"growth": Chain(2)}, {"stop_token_ids": [1]}, {"max_length": 400},
     ]  # fmt: skip
-    eager = [generate(grafted(tiny_model("bamba")), drafter, budget=4, **kind).sequences for kind in kinds]
+    kinds = [{"budget": 4, "max_new_tokens": 8, **kind} for kind in other]
+    eager = [generate(grafted(tiny_model("bamba")), drafter, **kind).sequences for kind in kinds]
     lm = capture()
-    for _ in range(2):
-        assert [generate(lm, drafter, budget=4, **kind).sequences for kind in kinds] == eager
+    assert [generate(lm, drafter, **kind).sequences for kind in kinds] == eager
     assert len(lm.kept["engine"].report()) == engine.MOST_PROGRAMS < len(kinds)
 
 

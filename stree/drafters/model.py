@@ -85,6 +85,7 @@ class _ModelRun:
         # Accepted but never run: int64[batch, room + 1], the last column of which is nobody's, and their number.
         self._waiting, self._num_waiting = self._leaf.new_zeros(len(prompts), 1), torch.zeros_like(self._leaf)
         self._most_waiting = 0  # bound of their number, known to the host
+        self._parts: list[tuple[Tensor, Tensor]] = []  # on the CPU they are put together when they are needed
         self._is_extended = False
         self._root: Tensor | None = None  # the pending tokens where nothing else was proposed
         self._room: Tensor | None = None  # for the laws of a step
@@ -181,8 +182,11 @@ class _ModelRun:
 
     def _wait(self, tokens: Tensor, count: Tensor) -> None:
         """Put the first ``count``, int64[batch], of int64[batch, m] accepted tokens behind those that wait."""
-        place = torch.arange(tokens.shape[1], device=tokens.device)
         self._most_waiting += tokens.shape[1]
+        if reads_freely(tokens):
+            self._parts.append((tokens, count))
+            return
+        place = torch.arange(tokens.shape[1], device=tokens.device)
         room = self._waiting.shape[1] - 1
         if self._most_waiting > room and (self._max_length is None or room < self._max_length):
             larger = self._max_length or 2 * self._most_waiting
@@ -206,6 +210,8 @@ class _ModelRun:
         if self._growth is not None:
             self._estimate.forget(row)
         self._num_waiting[row] = 0
+        for _, count in self._parts:
+            count[row] = 0
 
     def _own_part(self, acceptance: Acceptance) -> Acceptance:
         """Cut accepted paths where they leave the own tree; what follows there is run before the next draft."""
@@ -225,12 +231,15 @@ class _ModelRun:
         """Run and commit the accepted tokens that were never run, as chains; return the draft calls it took."""
         if not self._most_waiting:
             return 0
-        most = self._most_waiting
-        if reads_freely(self._num_waiting) or self._is_extended:  # who extends trees has waited for the host anyway
-            most = int(self._num_waiting.max())
+        waiting, number, most = self._waiting, self._num_waiting, self._most_waiting
+        if self._parts:
+            waiting, number = _behind_each_other(self._parts)
+            self._parts = []
+        if reads_freely(number) or self._is_extended:  # who extends trees has waited for the host anyway
+            most = int(number.max())
         for begin in range(0, most, MOST_CAUGHT_UP):
-            piece = self._waiting[:, begin : min(begin + MOST_CAUGHT_UP, most)]
-            self._run_chain(piece, (self._num_waiting - begin).clamp(0, piece.shape[1]))
+            piece = waiting[:, begin : min(begin + MOST_CAUGHT_UP, most)]
+            self._run_chain(piece, (number - begin).clamp(0, piece.shape[1]))
         self._num_waiting.zero_()
         self._most_waiting = 0
         return -(-most // MOST_CAUGHT_UP)
@@ -271,7 +280,7 @@ class _ModelRun:
         self._has_leaf.zero_()
         self._num_waiting.zero_()
         self._left_out.zero_()
-        self._most_waiting, self._root, self._extension = 0, None, None
+        self._parts, self._most_waiting, self._root, self._extension = [], 0, None, None
         if self._begun is not None:
             input_ids, lengths = padded_prompts(prompts)
             filled = self._lm.new_state(len(prompts), input_ids.shape[1], self._begun.max_nodes)
@@ -401,3 +410,10 @@ class _ModelRun:
             reach = torch.cat([reach.scatter(1, parent, upper * (1 - share)), value], 1)
             grown.add_below(torch.where(parent > 0, parent + 1, grown.lead[:, None]), token, value, is_taken)
         return None if greedy else torch.cat(laws, 1)
+
+
+def _behind_each_other(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Put together the first int64[batch] of each int64[batch, m] tokens: int64[batch, sum of m] and their number."""
+    is_one = torch.cat([torch.arange(tokens.shape[1]) < count[:, None] for tokens, count in parts], 1)
+    order = is_one.to(torch.int8).sort(dim=1, descending=True, stable=True).indices
+    return torch.cat([tokens for tokens, _ in parts], 1).gather(1, order), is_one.sum(1)
