@@ -19,6 +19,7 @@ __all__ = ["BudgetController", "Choice", "flat_choices", "layered_choices"]
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 PRIOR = 50  # observations that the promised values are worth
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+COARSE_NODES, COARSE_DEPTHS = (4, 8, 16, 32, 64, 128), (2, 4, 8, 16)
 PRIOR_KEPT = 5.0  # accepted drafts, all of them promised, that a drafter is credited with beforehand
 KEPT_STEPS = 50  # steps with drafts over which the share of kept promises is averaged
 LOOK = 16  # steps of plain decoding between two looks at all choices
@@ -47,16 +48,22 @@ class Choice:
 PLAIN = Choice(1, 0)
 
 
-def layered_choices(max_nodes: int, max_depth: int) -> list[Choice]:
+def layered_choices(max_nodes: int, max_depth: int, *, is_coarse: bool = False) -> list[Choice]:
     """List sizes for a draft model whose tree grows a layer a call, plain decoding first.
+
+    Args:
+        max_nodes: most nodes, root included.
+        max_depth: most draft calls.
+        is_coarse: whether to list a few sizes only, for where each one is captured before it is fast.
 
     Raises:
         ValueError: a size below 1.
     """
     if max_nodes < 1 or max_depth < 1:
         raise ValueError(f"max_nodes and max_depth must be at least 1, got {max_nodes} and {max_depth}")
-    depths = [depth for depth in DEPTHS if depth < max_depth] + [max_depth]
-    return [PLAIN, *(Choice(nodes, depth) for nodes in _sizes(max_nodes) for depth in depths if depth < nodes)]
+    depths = [depth for depth in (COARSE_DEPTHS if is_coarse else DEPTHS) if depth < max_depth] + [max_depth]
+    sizes = _sizes(max_nodes, COARSE_NODES if is_coarse else NODES)
+    return [PLAIN, *(Choice(nodes, depth) for nodes in sizes for depth in depths if depth < nodes)]
 
 
 def flat_choices(max_nodes: int) -> list[Choice]:
@@ -67,12 +74,12 @@ def flat_choices(max_nodes: int) -> list[Choice]:
     """
     if max_nodes < 1:
         raise ValueError(f"max_nodes must be at least 1, got {max_nodes}")
-    return [Choice(nodes, nodes - 1) for nodes in (1, *_sizes(max_nodes))]
+    return [Choice(nodes, nodes - 1) for nodes in (1, *_sizes(max_nodes, NODES))]
 
 
-def _sizes(max_nodes: int) -> list[int]:
-    """List numbers of nodes above 1."""
-    return [nodes for nodes in NODES if 1 < nodes < max_nodes] + [max_nodes] * (max_nodes > 1)
+def _sizes(max_nodes: int, sizes: Sequence[int]) -> list[int]:
+    """List numbers of nodes above 1: those of ``sizes`` that are smaller, and the largest."""
+    return [nodes for nodes in sizes if 1 < nodes < max_nodes] + [max_nodes] * (max_nodes > 1)
 
 
 class BudgetController:

@@ -98,7 +98,8 @@ class AutoSize:
     ) -> None:
         self.max_nodes, self.growth = MAX_NODES, growth
         models = drafter.models if isinstance(drafter, HasModel) else []
-        choices, self._is_fixed = _choices(growth if models else None, max_depth)
+        is_coarse = lm.device.type == "cuda" and lm.is_captured is not False  # each size is captured
+        choices, self._is_fixed = _choices(growth if models else None, max_depth, is_coarse=is_coarse)
         known = _controllers.setdefault(lm, {})
         key = (batch, type(drafter), tuple(map(id, models)), repr(growth), tuple(choices))
         if key not in known:
@@ -146,8 +147,8 @@ class AutoSize:
         self._own_seconds = time.perf_counter() - began
 
 
-def _choices(growth: Growth | None, max_depth: int | None) -> tuple[list[Choice], bool]:
-    """List the sizes to choose from, and whether the growth is to be used as it is, not cut at a depth.
+def _choices(growth: Growth | None, max_depth: int | None, *, is_coarse: bool) -> tuple[list[Choice], bool]:
+    """List the sizes to choose from, a few only if ``is_coarse``, and whether the growth is not to be cut at a depth.
 
     Raises:
         ValueError: a growth that cannot be cut.
@@ -161,7 +162,7 @@ def _choices(growth: Growth | None, max_depth: int | None) -> tuple[list[Choice]
         return flat_choices(MAX_NODES), True
     if not hasattr(growth, "depth"):
         raise ValueError(f'budget="auto" needs a growth that has a depth, a heap or a fixed shape, got {growth}')
-    return layered_choices(MAX_NODES, max_depth or max(len(plan.layers), 1)), False
+    return layered_choices(MAX_NODES, max_depth or max(len(plan.layers), 1), is_coarse=is_coarse), False
 
 
 def _step_ms(lm: TreeLM, models: Sequence[TreeLM], batch: int) -> Callable[[Choice], float]:

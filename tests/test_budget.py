@@ -242,6 +242,9 @@ def test_choices_cover_sizes_and_depths() -> None:
     assert layered_choices(1, 5) == [PLAIN]
     assert layered_choices(3, 9) == [PLAIN, Choice(2, 1), Choice(3, 1), Choice(3, 2)]
     assert Choice(5, 2) in layered_choices(5, 2)
+    coarse = layered_choices(64, 8, is_coarse=True)
+    assert coarse[0] == PLAIN and set(coarse) < set(layered_choices(64, 8)) and len(coarse) == 13
+    assert Choice(4, 2) in coarse and Choice(64, 8) in coarse and Choice(6, 2) not in coarse
 
 
 def test_bad_settings_are_refused() -> None:
