@@ -186,6 +186,7 @@ class Program:
         self._trees: dict[int, TokenTree] = {}  # by nodes, what captured verifications read
         self._shares: dict[Hashable, Sequence[tuple[str, float]]] = {}
         self._version: int | None = None  # of the run's tensors
+        self._is_used = False  # whether the state holds texts
 
     def fill(self, drafter: Drafter, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Tensor:
         """Begin as many texts as there are rows, whatever these held.
@@ -200,12 +201,13 @@ class Program:
             float[batch, vocab] logits of their first tokens.
         """
         input_ids, lengths = padded_prompts(prompts)
-        if not self.state.length_bound:
+        if not self._is_used:
             logits = self.lm.prefill(self.state, input_ids, lengths)
         else:
             filled = self.lm.new_state(len(prompts), input_ids.shape[1], self.state.max_nodes)
             logits = self.lm.prefill(filled, input_ids, lengths)
             self.state.overwrite(filled)
+        self._is_used = True
         if isinstance(self.rng.seed, Tensor):
             self.rng.seed.fill_((seed + (1 << 63)) % (1 << 64) - (1 << 63))
         self.rng.sequences.copy_(torch.arange(len(prompts)))

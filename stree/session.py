@@ -137,7 +137,7 @@ class Session:
         if program is None:
             program = self._program(len(prompts), room, steering.max_nodes, verifier)
         self._graphs, self._replays = program.graphs, 0 if program.graphs is None else program.graphs.num_replays
-        self._start(program, drafter, steering, prompts)
+        self._start(program, drafter, steering, prompts, room)
         self._loop(program, steering)
         self.problem = program.problem
         if self.engine is not None and self.problem is None:
@@ -189,13 +189,14 @@ class Session:
             verifier=verifier, stop_token_ids=self.stop, graphs=None if self.engine is None else self.engine.graphs(),
         )  # fmt: skip
 
-    def _start(self, program: Program, drafter: Drafter, steering: Steering, prompts: list[list[int]]) -> None:
-        """Prefill the first prompts together and draw their first tokens."""
+    def _start(
+        self, program: Program, drafter: Drafter, steering: Steering, prompts: list[list[int]], room: int
+    ) -> None:
+        """Prefill the first prompts together, with room for so many tokens each, and draw their first tokens."""
         logits = program.fill(drafter, prompts, self.max_new_tokens, self.seed)
         if self.refills and not isinstance(program.run, Slotted):
             raise TypeError(f"{type(drafter).__name__} cannot take up a prompt in mid-run; leave max_batch out")
         if isinstance(program.run, Bounded):
-            room = program.state.max_length
             program.run.reserve(room, steering.growth, steering.max_nodes, begins=not steering.is_off)
         self._check(logits)
         if self.streamer is not None:
