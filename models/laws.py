@@ -128,7 +128,7 @@ def activation_of(function: Callable[[Tensor], Tensor]) -> str | None:
     with torch.no_grad():
         y = function(x)
     for name in ACTIVATIONS:
-        if torch.allclose(y, reference_pointwise.gated_activation(x, None, activation=name), rtol=0, atol=CLOSE):
+        if _is_close(y, reference_pointwise.gated_activation(x, None, activation=name)):
             return name
     return None
 
@@ -152,6 +152,11 @@ def _is_free(activation: Any) -> bool:
 def _takes_rows(kind: type) -> bool:
     """Tell whether a module takes one tensor."""
     return len(inspect.signature(kind.forward).parameters) == 2  # type: ignore[attr-defined]
+
+
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    """Compare results, whatever width the module has given its own."""
+    return torch.allclose(found.to(expected.dtype), expected, rtol=0, atol=CLOSE)
 
 
 def _draw(*shape: int, seed: int) -> Tensor:
@@ -184,7 +189,7 @@ def _probed_norm(module: Any, eps: str) -> Norm | None:
         return None
     y = type(module).forward(_small_copy(module, weight=nn.Parameter(weight), **{eps: 0.25}), x)
     for offset in (0.0, 1.0):
-        if torch.allclose(y, reference_norm.rms_norm(x, weight, eps=0.25, offset=offset), rtol=0, atol=CLOSE):
+        if _is_close(y, reference_norm.rms_norm(x, weight, eps=0.25, offset=offset)):
             return Norm(eps, offset)
     return None
 
@@ -211,7 +216,7 @@ def _computes(module: Any, names: FeedForward) -> bool:
     act = F.silu if names.activation is None else getattr(module, names.activation)
     hidden = act(gate * factors.get(GATE_FACTOR, 1)) * up
     expected = parts[names.down](hidden) * factors.get(DOWN_FACTOR, 1)
-    return isinstance(y, Tensor) and y.shape == expected.shape and torch.allclose(y, expected, rtol=0, atol=CLOSE)
+    return isinstance(y, Tensor) and y.shape == expected.shape and _is_close(y, expected)
 
 
 @torch.no_grad()
@@ -233,9 +238,7 @@ def _mixes(module: Any, names: Experts) -> bool:
         return y
 
     expected = reference_pointwise.experts(x, index, weights, up, down, activation="silu", gated=names.gated)
-    return (
-        torch.allclose(run(torch.float32), expected, rtol=0, atol=CLOSE) and run(torch.bfloat16).dtype == torch.bfloat16
-    )
+    return _is_close(run(torch.float32), expected) and run(torch.bfloat16).dtype == torch.bfloat16
 
 
 @torch.no_grad()
@@ -247,6 +250,6 @@ def _probed_rotary(function: Callable[..., Any]) -> bool | None:
     q, k, (cos, sin) = _draw(2, 3, 5, 8, seed=0), _draw(2, 1, 5, 8, seed=1), _draw(2, 2, 5, 8, seed=2)
     expected = reference_pointwise.rotary(q, k, cos, sin)
     found = function(q, k, cos, sin)
-    if not all(torch.allclose(a, b, rtol=0, atol=CLOSE) for a, b in zip(found, expected, strict=True)):
+    if not all(_is_close(a, b) for a, b in zip(found, expected, strict=True)):
         return None
     return function(q.bfloat16(), k.bfloat16(), cos, sin)[0].dtype == torch.bfloat16  # type: ignore[no-any-return]
