@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from gpu_case import Case, Inputs, copied
-from gpu_pointwise_cases import activation_case, delta_inputs_case, experts_case, norm_case, rotary_case
-from gpu_row_cases import accept_case, attention_case, commit_case, gated_norm_case, norm_add_case
+from gpu_pointwise_cases import activation_case, delta_inputs_case, experts_case, rotary_case
+from gpu_row_cases import accept_case, attention_case, commit_case, gated_norm_case, stream_norm_case
 from gpu_scan_cases import conv_case, delta_case, diagonal_case, selective_case, ssd_case
 from shapes import (
     ATTENTIONS,
@@ -45,12 +46,13 @@ __all__ = [
     "diagonal_case",
     "experts_case",
     "gated_norm_case",
-    "norm_add_case",
-    "norm_case",
     "rotary_case",
     "selective_case",
     "ssd_case",
+    "stream_norm_case",
 ]
+
+norm_add_case, norm_case = (partial(stream_norm_case, adds=adds) for adds in (True, False))
 
 KINDS: list[tuple[Callable[..., Case], Mapping[str, Any]]] = [
     (ssd_case, MIXERS),

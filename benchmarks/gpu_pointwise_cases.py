@@ -1,35 +1,13 @@
-"""Cases of the GPU suite: what lean layers run: norms of rows, rotary positions, activations, mixtures of experts."""
+"""Cases of the GPU suite: what lean layers run: rotary positions, activations, mixtures of experts."""
 
 from __future__ import annotations
 
 import torch
 from gpu_case import Case, Inputs, Provider, both, draws
-from shapes import Attention, Delta, Experts, FeedForward, Mixer
+from shapes import Attention, Delta, Experts, FeedForward
 
 from stree.kernels import ops
 from stree.kernels.checks import Backend
-
-
-def norm_case(model: str, mixer: Mixer, batch: int, n: int, dtype: torch.dtype, device: torch.device) -> Case:
-    """Time the norm of rows half as wide as the layer, which is the stream of models of these sizes."""
-    channels = mixer.heads * mixer.headdim // 2
-
-    def make(generator: torch.Generator) -> Inputs:
-        draw = draws(generator, dtype)
-        return {"x": draw(batch, n, channels), "weight": draw(channels)}
-
-    def norm(backend: Backend) -> Provider:
-        return lambda i: ops.rms_norm(i["x"], i["weight"], eps=1e-5, backend=backend)
-
-    return Case(
-        "rms_norm",
-        {"model": model, "batch": batch, "n": n},
-        make,
-        both(norm),
-        num_bytes=2 * batch * n * channels * dtype.itemsize,
-        flops=0,
-        terms=channels,
-    )
 
 
 def rotary_case(model: str, sizes: Attention, batch: int, n: int, dtype: torch.dtype, device: torch.device) -> Case:

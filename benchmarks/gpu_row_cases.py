@@ -109,23 +109,28 @@ def gated_norm_case(model: str, mixer: Mixer, batch: int, n: int, dtype: torch.d
     )
 
 
-def norm_add_case(model: str, mixer: Mixer, batch: int, n: int, dtype: torch.dtype, device: torch.device) -> Case:
-    """Time the norm of a residual sum, as wide as half the layer, which is the stream of models of these sizes."""
+def stream_norm_case(
+    model: str, mixer: Mixer, batch: int, n: int, dtype: torch.dtype, device: torch.device, *, adds: bool
+) -> Case:
+    """Time the norm of rows, or of a residual sum, as wide as half the layer: the stream of models of these sizes."""
     channels = mixer.heads * mixer.headdim // 2
 
     def make(generator: torch.Generator) -> Inputs:
         draw = draws(generator, dtype)
-        return {"x": draw(batch, n, channels), "stream": draw(batch, n, channels), "weight": draw(channels)}
+        names = ("x", "stream") if adds else ("x",)
+        return {**{name: draw(batch, n, channels) for name in names}, "weight": draw(channels)}
 
     def norm(backend: Backend) -> Provider:
-        return lambda i: ops.rms_norm_add(i["x"], i["stream"], i["weight"], eps=1e-5, backend=backend)[0]
+        if adds:
+            return lambda i: ops.rms_norm_add(i["x"], i["stream"], i["weight"], eps=1e-5, backend=backend)[0]
+        return lambda i: ops.rms_norm(i["x"], i["weight"], eps=1e-5, backend=backend)
 
     return Case(
-        "rms_norm_add",
+        "rms_norm_add" if adds else "rms_norm",
         {"model": model, "batch": batch, "n": n},
         make,
         both(norm),
-        num_bytes=4 * batch * n * channels * dtype.itemsize,
+        num_bytes=(4 if adds else 2) * batch * n * channels * dtype.itemsize,
         flops=0,
         terms=channels,
     )

@@ -201,12 +201,19 @@ def toss_kernel(
 
 @triton.jit
 def _leaf_weights(
-    law_ptr, probs_ptr, plan_ptr, state_ptr, leaf, index, vocab, stride_law_n, stride_r,
-    NODES: tl.constexpr, UNITS: tl.constexpr, ALIGNED: tl.constexpr,
+    law_ptr, probs_ptr, plan_ptr, state_ptr, leaf_ptr, batch, index, vocab, stride_law_b, stride_law_n, stride_b,
+    stride_r, NODES: tl.constexpr, UNITS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Compute what is left at a leaf, normalised, as integers."""
+    """Compute what is left at a sequence's leaf, normalised, as integers."""
+    law_ptr += batch * stride_law_b
+    plan_ptr += batch * PLAN_ROWS * NODES
+    state_ptr += batch * STATE_ROWS * NODES
+    leaf = tl.load(leaf_ptr + batch)
+    own_ptr = probs_ptr
+    if probs_ptr is not None:
+        own_ptr = probs_ptr + batch * stride_b
     left = left_of(
-        law_ptr, probs_ptr, plan_ptr, state_ptr, leaf, tl.load(plan_ptr + OWN * NODES + leaf),
+        law_ptr, own_ptr, plan_ptr, state_ptr, leaf, tl.load(plan_ptr + OWN * NODES + leaf),
         tl.load(plan_ptr + COUNT * NODES + leaf), index, vocab, stride_law_n, stride_r, NODES, ALIGNED,
     )  # fmt: skip
     law = left.to(tl.float64) / tl.load(state_ptr + AFTER * NODES + leaf).to(tl.float64)
@@ -223,13 +230,9 @@ def leaf_kernel(
 ):  # fmt: skip
     """Sum a block of what is left at the leaf, as integers; grid (blocks, batch)."""
     block, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    own_ptr = probs_ptr
-    if probs_ptr is not None:
-        own_ptr = probs_ptr + batch * stride_b
     weight = _leaf_weights(
-        law_ptr + batch * stride_law_b, own_ptr, plan_ptr + batch * PLAN_ROWS * NODES,
-        state_ptr + batch * STATE_ROWS * NODES, tl.load(leaf_ptr + batch), block * BLOCK + tl.arange(0, BLOCK), vocab,
-        stride_law_n, stride_r, NODES, UNITS, ALIGNED,
+        law_ptr, probs_ptr, plan_ptr, state_ptr, leaf_ptr, batch, block * BLOCK + tl.arange(0, BLOCK), vocab,
+        stride_law_b, stride_law_n, stride_b, stride_r, NODES, UNITS, ALIGNED,
     )  # fmt: skip
     tl.store(sums_ptr + batch * tl.num_programs(0) + block, tl.sum(weight, 0))
 
@@ -254,13 +257,9 @@ def next_kernel(
     target = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
     found = tl.sum((tl.cumsum(sums, 0) <= target).to(tl.int32), 0)
     before = tl.sum(tl.where(block < found, sums, 0), 0)
-    own_ptr = probs_ptr
-    if probs_ptr is not None:
-        own_ptr = probs_ptr + batch * stride_b
     weight = _leaf_weights(
-        law_ptr + batch * stride_law_b, own_ptr, plan_ptr + batch * PLAN_ROWS * NODES,
-        state_ptr + batch * STATE_ROWS * NODES, tl.load(leaf_ptr + batch), found * BLOCK + tl.arange(0, BLOCK), vocab,
-        stride_law_n, stride_r, NODES, UNITS, ALIGNED,
+        law_ptr, probs_ptr, plan_ptr, state_ptr, leaf_ptr, batch, found * BLOCK + tl.arange(0, BLOCK), vocab,
+        stride_law_b, stride_law_n, stride_b, stride_r, NODES, UNITS, ALIGNED,
     )  # fmt: skip
     token = found * BLOCK + tl.sum((tl.cumsum(weight, 0) + before <= target).to(tl.int32), 0)
     tl.store(next_ptr + batch, tl.minimum(token, vocab - 1).to(tl.int64))

@@ -6,139 +6,22 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/test_triton_traversal.py
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import oracles
 import pytest
 import torch
-from host_reads import NoHostReads
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from launch_keys import Key, launch_keys
 from torch import Tensor
+from traversal_problems import CLOSE, DEVICE, Problem
 
 from stree import TokenTree
 from stree.kernels import traversal as kernels
-from stree.kernels.traversal_door import DraftRows, TraversedPath
-from stree.kernels.traversal_door import traverse as traverse_on_device
+from stree.kernels.traversal_door import TraversedPath
 from stree.sampling import PURPOSES, Random
-from stree.verify import DraftLaws
-from stree.verify.traversal import _hold, _hold_chain, traverse, traverse_by_kernels
+from stree.verify.traversal import traverse, traverse_by_kernels
 from stree.verify.trials import Trials
 from stree.verify.values import DELTA, INDEPENDENT, SAMPLED
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Sums of float32 laws, each weight rounded to 2^-24; a test divides by what is left, of which most laws keep a tenth.
-CLOSE = 5e-6
-STAR = [-1, *[0] * 11]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A batch of trees and the laws that their nodes are tested with."""
-
-    tree: TokenTree
-    law: Tensor
-    draft: DraftLaws | None
-    rng: Random
-
-    @classmethod
-    def draw(
-        cls,
-        n: int,
-        vocab: int,
-        *,
-        seed: int = 0,
-        batch: int = 3,
-        padding: int = 0,
-        kinds: tuple[int, ...] = (SAMPLED, DELTA, INDEPENDENT),
-        zeros: float = 0.0,
-        shape: list[int] | None = None,
-        sharp: float = 1.0,
-    ) -> Problem:
-        """Draw trees whose laws differ by factors of about two; of the laws some weights are zero."""
-        rng = torch.Generator().manual_seed(seed)
-        parents = oracles.random_parents(batch, n, rng, padding)
-        if shape is not None:
-            parents = torch.tensor(shape, dtype=torch.int32).expand(batch, n).contiguous()
-        target = sharp * torch.randn(batch, n, vocab, generator=rng)
-        target = target.masked_fill(torch.rand(batch, n, vocab, generator=rng) < zeros, -torch.inf)
-        target[..., 0] = 1.0
-        stored = target + 0.7 * torch.randn(batch, n, vocab, generator=rng)
-        stored[..., 1] = 0.0
-        row = parents.clamp(min=0)
-        law, probs = target.softmax(-1), stored.softmax(-1)
-        tokens = torch.zeros(batch, n, dtype=torch.long)
-        kind = torch.tensor(kinds)[torch.randint(len(kinds), (batch, n), generator=rng)].to(torch.int8)
-        for b in range(batch):
-            for i in range(1, n):
-                if parents[b, i] >= 0:
-                    own = probs[b, row[b, i]].clone()
-                    if kind[b, i] == SAMPLED:
-                        own[tokens[b, 1:i][parents[b, 1:i] == parents[b, i]]] = 0
-                    tokens[b, i] = torch.multinomial(own + 1e-9, 1, generator=rng)
-        draft = DraftLaws(probs, row, kind, max_children=None) if kinds != (DELTA,) else None
-        sequences, positions = torch.randint(0, 2**20, (2, batch), generator=rng)
-        return cls(TokenTree(tokens, parents), law, draft, Random(seed, sequences, positions))
-
-    def moved(self) -> Problem:
-        """Give the same on the device."""
-        tree, draft, rng = self.tree, self.draft, self.rng
-        words = (tensor.to(DEVICE) for tensor in (tree.tokens, tree.parents, tree.depths, tree.ancestor_mask))
-        if draft is not None:
-            laws = draft.probs.to(DEVICE), draft.row.to(DEVICE), draft.kind.to(DEVICE)
-            draft = DraftLaws(*laws, draft.max_children)
-        rng = Random(rng.seed, rng.sequences.to(DEVICE), rng.positions.to(DEVICE))
-        return Problem(TokenTree.unchecked(*words), self.law.to(DEVICE), draft, rng)
-
-    @property
-    def depth(self) -> int:
-        """Depth of the deepest tree."""
-        return int(self.tree.depths.max())
-
-    def wide(self, kind: int | None = None) -> tuple[Tensor, Tensor]:
-        """Compute coins and ratios in float64, of nodes of another kind if one is given."""
-        draft = self.draft
-        if draft is not None:
-            given = draft.kind if kind is None else torch.full_like(draft.kind, kind)
-            draft = replace(draft, probs=draft.probs.double(), kind=given)
-        trials = Trials(self.tree, self.law.double(), draft)
-        return self._hold(trials), trials.ratio[:, :-1].clamp(max=1)
-
-    def narrow(self) -> Tensor:
-        """Compute coins in float32, in torch."""
-        return self._hold(Trials(self.tree, self.law.clone(), self.draft))
-
-    def _hold(self, trials: Trials) -> Tensor:
-        chains = trials.siblings.most == 1
-        return _hold_chain(trials, self.depth) if chains else _hold(self.tree, trials, self.depth)
-
-    def found(self, max_children: int | None = None) -> TraversedPath:
-        """Run the kernels."""
-        moved, rows = self.moved(), None
-        tree, rng = moved.tree, moved.rng
-        if moved.draft is not None:
-            rows = DraftRows(moved.draft.probs, moved.draft.row, moved.draft.kind, DELTA, INDEPENDENT)
-        return traverse_on_device(
-            tree.tokens, tree.parents, tree.ancestor_mask, tree.depths, moved.law, rows, max_depth=self.depth,
-            max_children=max_children, seed=rng.seed, sequences=rng.sequences, positions=rng.positions,
-        )  # fmt: skip
-
-    def error(self, coins: Tensor, ratios: Tensor, found: TraversedPath) -> float:
-        """Measure how far the kernels' coins and ratios are from these, at drafted nodes."""
-        drafted = self.tree.parents >= 0
-        pairs = (found.coins.cpu() - coins, found.ratios.cpu() - ratios)
-        return max(float((pair.abs() * drafted).max()) for pair in pairs)
-
-    def check(self, found: TraversedPath, close: float = CLOSE) -> None:
-        """Require the coins of float64 and the outcome of the torch code."""
-        assert self.error(*self.wide(), found) < close
-        expected = traverse(self.tree, self.law.clone(), self.rng, self.draft, self.depth)
-        for name in ("path", "path_lengths", "next_token"):
-            left, right = getattr(found, name).cpu(), getattr(expected, name)
-            assert left.dtype == right.dtype and torch.equal(left, right), name
-        assert expected.ratios is not None
-        assert float((found.ratios.cpu() - expected.ratios).abs().max()) < close
 
 
 @given(
@@ -259,64 +142,6 @@ def test_what_a_node_of_no_law_names_may_hold_anything() -> None:
     assert bool(is_delta[problem.tree.parents >= 0].any())
 
 
-@pytest.mark.parametrize("launched", [0, 1, 3])
-def test_waves_that_have_no_launch_of_their_own_are_run_by_the_last_one(
-    launched: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for shape, vocab in ((STAR, 40), ([-1, 0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 9], kernels.BLOCK + 90)):
-        problem = Problem.draw(len(shape), vocab, seed=5, shape=shape)
-        with monkeypatch.context() as patch:
-            patch.setattr(kernels, "MAX_WAVES", 99)
-            expected = problem.found()
-            patch.setattr(kernels, "MAX_WAVES", launched)
-            found = problem.found()
-        problem.check(found)
-        for name in TraversedPath.__slots__:
-            assert torch.equal(getattr(found, name), getattr(expected, name)), name
-
-
-def test_more_waves_than_launches_are_needed_and_bounded_by_what_the_host_knows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    problem = Problem.draw(12, 40, seed=6, shape=STAR)
-    names = {}
-    for bound in (None, 11, 4):
-        with launch_keys(monkeypatch) as keys:
-            found = problem.found(bound)
-        names[bound] = [name for name, _ in keys]
-        if bound != 4:
-            problem.check(found)
-    assert names[None] == names[11] and len(names[None]) == 22
-    assert names[None].count("settle_kernel") == kernels.MAX_WAVES
-    assert names[None].count("rest_kernel") == 1 and names[4].count("rest_kernel") == 0
-    assert names[4].count("settle_kernel") == names[4].count("reject_kernel") == 4
-    assert kernels.num_waves(12, 1, 11) == 11 and kernels.num_waves(12, 5, None) == 11
-    assert kernels.num_waves(7, 3, 2) == 4 and kernels.num_waves(1, 0, None) == 0
-
-
-def keys_of(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> list[Key]:
-    with launch_keys(monkeypatch) as keys:
-        problem.found()
-    return keys
-
-
-def test_launches_depend_on_sizes_and_not_on_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = keys_of(monkeypatch, Problem.draw(16, 101, shape=list(range(-1, 15))))
-    for seed in range(2):
-        assert keys_of(monkeypatch, Problem.draw(16, 101, seed=seed)) == expected
-    chosen = set(expected)
-    for n in (10, 13, 16):  # trees of another number of nodes take no builds of their own
-        assert set(keys_of(monkeypatch, Problem.draw(n, 101, batch=1 + n % 3))) == chosen
-    assert set(keys_of(monkeypatch, Problem.draw(16, 101, kinds=(DELTA,)))) != chosen
-
-
-def test_a_traversal_reads_nothing_of_the_device() -> None:
-    problem = Problem.draw(9, 40).moved()
-    depth = problem.depth
-    with NoHostReads():
-        traverse_by_kernels(problem.tree, problem.law, problem.rng, problem.draft, depth)
-
-
 def test_the_rule_of_a_gpu_gives_an_acceptance_and_leaves_the_law_as_it_is() -> None:
     problem = Problem.draw(17, 40, seed=8, padding=2)
     moved = problem.moved()
@@ -392,32 +217,3 @@ def test_coins_that_are_wrong_in_one_thing_are_told_apart(control: str, monkeypa
     found = problem.found()
     problem.check(found)
     assert problem.error(*CONTROLS[control](problem, monkeypatch), found) > 100 * CLOSE
-
-
-def test_what_cannot_be_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem.draw(3, 5)
-    with pytest.raises(TypeError, match=r"law must be float32\[3, 3, 5\], got float64\[3, 3, 5\]"):
-        replace(problem, law=problem.law.double()).found()
-    with pytest.raises(ValueError, match=r"tokens must be int64\[3, 4\], got int64\[3, 3\]"):
-        replace(problem, law=torch.ones(3, 4, 5)).found()
-    assert problem.draft is not None
-    with pytest.raises(ValueError, match=r"draft.probs must be float\[3, 3, 5\], got float32\[3, 3, 4\]"):
-        replace(problem, draft=replace(problem.draft, probs=torch.ones(3, 3, 4))).found()
-    with pytest.raises(ValueError, match=r"draft.row and draft.kind must be \[3, 3\], got \[3, 2\] and \[3, 3\]"):
-        replace(problem, draft=replace(problem.draft, row=problem.draft.row[:, :2])).found()
-    with pytest.raises(ValueError, match=r"mask must be bool\[3, 3, 3\], got bool\[3, 3, 2\]"):
-        tree = problem.tree
-        traverse_on_device(
-            tree.tokens, tree.parents, tree.ancestor_mask[..., :2], tree.depths, problem.law, max_depth=1, seed=0,
-            sequences=problem.rng.sequences, positions=problem.rng.positions,
-        )  # fmt: skip
-    with pytest.raises(ValueError, match=r"draft.probs must be contiguous in its last dimension, got strides"):
-        replace(problem, draft=replace(problem.draft, probs=torch.ones(3, 5, 3).mT)).found()
-    long = TokenTree(torch.zeros(1, 129, dtype=torch.long), torch.arange(-1, 128)[None])
-    rng = Random(0, torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
-    with pytest.raises(NotImplementedError, match="traverse with backend='triton' takes trees of nodes up to 128"):
-        Problem(long, torch.ones(1, 129, 2), None, rng).found()
-    if DEVICE == "cpu":
-        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        with pytest.raises(RuntimeError, match="traverse needs CUDA tensors, got a tensor on cpu"):
-            problem.found()

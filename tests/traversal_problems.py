@@ -1,0 +1,131 @@
+"""Trees, laws and coins for the tests of traversal in Triton, with what the torch code makes of them in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import oracles
+import torch
+from torch import Tensor
+
+from stree import TokenTree
+from stree.kernels.traversal_door import DraftRows, TraversedPath
+from stree.kernels.traversal_door import traverse as traverse_on_device
+from stree.sampling import Random
+from stree.verify import DraftLaws
+from stree.verify.traversal import _hold, _hold_chain, traverse
+from stree.verify.trials import Trials
+from stree.verify.values import DELTA, INDEPENDENT, SAMPLED
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Sums of float32 laws, each weight rounded to 2^-24; a test divides by what is left, of which most laws keep a tenth.
+CLOSE = 5e-6
+STAR = [-1, *[0] * 11]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A batch of trees and the laws that their nodes are tested with."""
+
+    tree: TokenTree
+    law: Tensor
+    draft: DraftLaws | None
+    rng: Random
+
+    @classmethod
+    def draw(
+        cls,
+        n: int,
+        vocab: int,
+        *,
+        seed: int = 0,
+        batch: int = 3,
+        padding: int = 0,
+        kinds: tuple[int, ...] = (SAMPLED, DELTA, INDEPENDENT),
+        zeros: float = 0.0,
+        shape: list[int] | None = None,
+        sharp: float = 1.0,
+    ) -> Problem:
+        """Draw trees whose laws differ by factors of about two; of the laws some weights are zero."""
+        rng = torch.Generator().manual_seed(seed)
+        parents = oracles.random_parents(batch, n, rng, padding)
+        if shape is not None:
+            parents = torch.tensor(shape, dtype=torch.int32).expand(batch, n).contiguous()
+        target = sharp * torch.randn(batch, n, vocab, generator=rng)
+        target = target.masked_fill(torch.rand(batch, n, vocab, generator=rng) < zeros, -torch.inf)
+        target[..., 0] = 1.0
+        stored = target + 0.7 * torch.randn(batch, n, vocab, generator=rng)
+        stored[..., 1] = 0.0
+        row = parents.clamp(min=0)
+        law, probs = target.softmax(-1), stored.softmax(-1)
+        tokens = torch.zeros(batch, n, dtype=torch.long)
+        kind = torch.tensor(kinds)[torch.randint(len(kinds), (batch, n), generator=rng)].to(torch.int8)
+        for b in range(batch):
+            for i in range(1, n):
+                if parents[b, i] >= 0:
+                    own = probs[b, row[b, i]].clone()
+                    if kind[b, i] == SAMPLED:
+                        own[tokens[b, 1:i][parents[b, 1:i] == parents[b, i]]] = 0
+                    tokens[b, i] = torch.multinomial(own + 1e-9, 1, generator=rng)
+        draft = DraftLaws(probs, row, kind, max_children=None) if kinds != (DELTA,) else None
+        sequences, positions = torch.randint(0, 2**20, (2, batch), generator=rng)
+        return cls(TokenTree(tokens, parents), law, draft, Random(seed, sequences, positions))
+
+    def moved(self) -> Problem:
+        """Give the same on the device."""
+        tree, draft, rng = self.tree, self.draft, self.rng
+        words = (tensor.to(DEVICE) for tensor in (tree.tokens, tree.parents, tree.depths, tree.ancestor_mask))
+        if draft is not None:
+            laws = draft.probs.to(DEVICE), draft.row.to(DEVICE), draft.kind.to(DEVICE)
+            draft = DraftLaws(*laws, draft.max_children)
+        rng = Random(rng.seed, rng.sequences.to(DEVICE), rng.positions.to(DEVICE))
+        return Problem(TokenTree.unchecked(*words), self.law.to(DEVICE), draft, rng)
+
+    @property
+    def depth(self) -> int:
+        """Depth of the deepest tree."""
+        return int(self.tree.depths.max())
+
+    def wide(self, kind: int | None = None) -> tuple[Tensor, Tensor]:
+        """Compute coins and ratios in float64, of nodes of another kind if one is given."""
+        draft = self.draft
+        if draft is not None:
+            given = draft.kind if kind is None else torch.full_like(draft.kind, kind)
+            draft = replace(draft, probs=draft.probs.double(), kind=given)
+        trials = Trials(self.tree, self.law.double(), draft)
+        return self._hold(trials), trials.ratio[:, :-1].clamp(max=1)
+
+    def narrow(self) -> Tensor:
+        """Compute coins in float32, in torch."""
+        return self._hold(Trials(self.tree, self.law.clone(), self.draft))
+
+    def _hold(self, trials: Trials) -> Tensor:
+        chains = trials.siblings.most == 1
+        return _hold_chain(trials, self.depth) if chains else _hold(self.tree, trials, self.depth)
+
+    def found(self, max_children: int | None = None) -> TraversedPath:
+        """Run the kernels."""
+        moved, rows = self.moved(), None
+        tree, rng = moved.tree, moved.rng
+        if moved.draft is not None:
+            rows = DraftRows(moved.draft.probs, moved.draft.row, moved.draft.kind, DELTA, INDEPENDENT)
+        return traverse_on_device(
+            tree.tokens, tree.parents, tree.ancestor_mask, tree.depths, moved.law, rows, max_depth=self.depth,
+            max_children=max_children, seed=rng.seed, sequences=rng.sequences, positions=rng.positions,
+        )  # fmt: skip
+
+    def error(self, coins: Tensor, ratios: Tensor, found: TraversedPath) -> float:
+        """Measure how far the kernels' coins and ratios are from these, at drafted nodes."""
+        drafted = self.tree.parents >= 0
+        pairs = (found.coins.cpu() - coins, found.ratios.cpu() - ratios)
+        return max(float((pair.abs() * drafted).max()) for pair in pairs)
+
+    def check(self, found: TraversedPath, close: float = CLOSE) -> None:
+        """Require the coins of float64 and the outcome of the torch code."""
+        assert self.error(*self.wide(), found) < close
+        expected = traverse(self.tree, self.law.clone(), self.rng, self.draft, self.depth)
+        for name in ("path", "path_lengths", "next_token"):
+            left, right = getattr(found, name).cpu(), getattr(expected, name)
+            assert left.dtype == right.dtype and torch.equal(left, right), name
+        assert expected.ratios is not None
+        assert float((found.ratios.cpu() - expected.ratios).abs().max()) < close
