@@ -131,6 +131,14 @@ def test_a_token_that_an_elder_took_out_of_the_draft_s_law_has_no_weight_in_it()
     assert set(found.ratios[:, 2].tolist()) == {0.0, 1.0}  # by whether anything is left of the target's
 
 
+def test_stored_laws_need_not_sum_to_one() -> None:
+    problem = Problem.draw(12, 200, seed=5, kinds=(SAMPLED, DELTA))
+    assert problem.draft is not None
+    share = torch.rand(problem.draft.probs.shape[:2], generator=torch.Generator().manual_seed(0))[..., None] + 0.1
+    found = replace(problem, draft=replace(problem.draft, probs=problem.draft.probs * share)).found()
+    problem.check(found)
+
+
 def test_what_a_node_of_no_law_names_may_hold_anything() -> None:
     problem = Problem.draw(9, 40, seed=3, kinds=(SAMPLED, DELTA))
     assert problem.draft is not None
