@@ -351,8 +351,7 @@ def test_every_growth_emits_the_target_s_law_exactly(policy: str, verifier: str)
     target, law = TableLaw.random(3, 11), TableLaw.random(3, 12)
     trees, _ = all_drafts(law, growth, budget, PLAIN)
     assert abs(float(trees.weight.sum()) - 1) < EXACT
-    kinds = {"specinfer": {INDEPENDENT}, "calibrated": {SAMPLED, DELTA}}.get(policy.split("-")[0], {SAMPLED})
-    assert set(trees.laws.kind.unique().tolist()) == kinds
+    assert (trees.laws.kind == (INDEPENDENT if policy.startswith("specinfer") else SAMPLED)).all()
     length = int(trees.tree.depths.max()) + 1
     assert total_variation(emitted_law(target, trees, PLAIN, verifier, length), target.joint(PLAIN, length)) < EXACT
 
@@ -399,8 +398,8 @@ def test_whether_a_slot_is_taken_does_not_depend_on_its_own_token(policy: str, m
     choices: list[tuple[Layer, Tensor, Tensor]] = []
     choose = growth_module.choose_slots
 
-    def recorded(layer: Layer, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        slots, is_taken = choose(layer, *arguments, **options)
+    def recorded(layer: Layer, *arguments: Any) -> tuple[Tensor, Tensor]:
+        slots, is_taken = choose(layer, *arguments)
         choices.append((layer, slots, is_taken))
         return slots, is_taken
 

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.drafters.offers import Offered
 from stree.growth import Layer, Plan
 from stree.kernels.tiles import MAX_NODES
 from stree.kernels.topology import reads_freely
 from stree.models.tree_lm import TreeLM
 from stree.tree import TokenTree
-from stree.verify import DELTA, INDEPENDENT, SAMPLED
 
 __all__ = ["LEAD", "GrownTree", "narrowed", "num_columns", "num_run", "prune"]
 
@@ -78,8 +76,6 @@ class GrownTree:
         self._parents[:, 1] += lead
         self._depths = torch.zeros(batch, room, dtype=torch.int32, device=device)
         self._depths[:, 1] = lead
-        kind = INDEPENDENT if plan.drawing == "independent" else SAMPLED
-        self._kinds = torch.full((batch, room - 1), kind, dtype=torch.int8, device=device)  # of the target's nodes
         self._mask = torch.eye(room, dtype=torch.bool, device=device).repeat(batch, 1, 1)
         self._mask[:, 1, 0] = has_leaf
         self._value = torch.ones(batch, room - 1, device=device)  # of the target's nodes
@@ -108,11 +104,6 @@ class GrownTree:
         return self._value[:, : self.size - 1]
 
     @property
-    def kinds(self) -> Tensor:
-        """How each node of the target's tree came about when sampling: int8[batch, size - 1]."""
-        return self._kinds[:, : self.size - 1]
-
-    @property
     def tokens(self) -> Tensor:
         """Tokens of the columns in use: int64[batch, size]."""
         return self._tokens[:, : self.size]
@@ -122,13 +113,13 @@ class GrownTree:
         """Parents of the columns in use: int32[batch, size]."""
         return self._parents[:, : self.size]
 
-    def add(self, layer: Layer, slots: Tensor, offered: Offered, chosen: Tensor, is_taken: Tensor) -> bool:
+    def add(self, layer: Layer, slots: Tensor, tokens: Tensor, chosen: Tensor, is_taken: Tensor) -> bool:
         """Append a layer below the frontier; its leaves wait for ``add_leaves``.
 
         Args:
             layer: the plan's layer.
             slots: int64[batch, width + leaves], slots of the frontier.
-            offered: children of the frontier's nodes.
+            tokens: int64[batch, above x ranks], of all slots.
             chosen: float[batch, width + leaves], values of the nodes; 0 where there is none.
             is_taken: bool[batch, width + leaves]; if slots are chosen by value, those taken come first.
 
@@ -143,10 +134,7 @@ class GrownTree:
             return False
         parent = slots // layer.ranks
         column = parent + (self._begin + 1) if self._begin else self.lead[:, None].expand_as(slots)
-        before, token = self.size - 1, offered.tokens.flatten(1).gather(1, slots)
-        if offered.is_chosen is not None:
-            is_delta = offered.is_chosen.flatten(1).gather(1, slots[:, :width])
-            self._kinds[:, before : before + width] = torch.where(is_delta, DELTA, SAMPLED)
+        before, token = self.size - 1, tokens.gather(1, slots)
         if layer.leaves:
             self._leaves.append((column[:, layer.width :], token[:, layer.width :], chosen[:, layer.width :]))
         self.add_below(column[:, :width], token[:, :width], chosen[:, :width], is_taken[:, :width])

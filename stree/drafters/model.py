@@ -17,7 +17,7 @@ from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
 from stree.sampling import MAX_RANKS, Random, Sampling
 from stree.tree import TokenTree
-from stree.verify import Acceptance, DraftLaws
+from stree.verify import INDEPENDENT, SAMPLED, Acceptance, DraftLaws
 
 __all__ = ["ModelDrafter"]
 
@@ -124,8 +124,8 @@ class _ModelRun:
         self._tree, draft_laws = tree, None
         if laws is not None:
             most = plan.num_nodes if plan.is_heap else max((layer.ranks for layer in plan.layers), default=0)
-            kinds = grown.kinds[:, : tree.tokens.shape[1]] if selected is None else grown.kinds.gather(1, selected)
-            draft_laws = DraftLaws(laws, row, kinds, most)
+            kind = INDEPENDENT if plan.drawing == "independent" else SAMPLED
+            draft_laws = DraftLaws(laws, row, torch.full_like(row, kind, dtype=torch.int8), most)
         values = grown.values[:, : tree.tokens.shape[1]] if selected is None else grown.values.gather(1, selected)
         return Draft(tree, draft_laws, depth, num_calls + grown.num_calls, values)
 
@@ -360,20 +360,16 @@ class _ModelRun:
                 laws = self._room_for_laws(plan, logits)
                 law = sampling.law(logits, out=laws[:, used : used + logits.shape[1]])
                 used += logits.shape[1]
-            goes_on = estimate.draws(grown.frontier_value, law)
-            reach = grown.frontier_value if goes_on is None else grown.frontier_value * goes_on[:, None]
-            offered = offer(law, grown.frontier_number, layer.ranks)
-            priority, value = estimate.rate(reach, offered.probs, law, offered.is_chosen)
+            tokens, probs = offer(law, grown.frontier_number, layer.ranks)
+            priority, value = estimate.rate(grown.frontier_value, probs, law)
             most = left if not plan.is_pruned else torch.full_like(left, layer.width + layer.leaves)
             sure = most if plan.is_pruned else left // (len(plan.layers) - depth)
-            slots, is_taken = choose_slots(
-                layer, priority.flatten(1), most, plan.threshold, sure, in_order=offered.is_chosen is not None
-            )
+            slots, is_taken = choose_slots(layer, priority.flatten(1), most, plan.threshold, sure)
             chosen = value.flatten(1).gather(1, slots) * is_taken
             is_taken = grown.are_worthwhile(chosen, is_taken)
             chosen = chosen * is_taken
             goes_on = estimate.goes_on(chosen[:, : layer.width])
-            if not grown.add(layer, slots, offered, chosen, is_taken):
+            if not grown.add(layer, slots, tokens.flatten(1), chosen, is_taken):
                 break
             estimate.keep(slots[:, : grown.frontier_value.shape[1]])
             left = left - is_taken.sum(1)

@@ -1,8 +1,8 @@
-"""What a draft law offers below a node: children in the order of their tests, with their probabilities."""
+"""What a draft law offers below a node: children in draw order, with their probabilities."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,36 +11,23 @@ from stree.growth import Plan
 from stree.growth.plan import Drawing
 from stree.sampling import MAX_RANKS, Draws, Random
 
-__all__ = ["Independent", "Offered", "Offers", "WithFavourite", "offers_of", "top"]
-
-FAVOURITE = 0.3  # least probability of a favourite; 0.25 to 0.35 accept about as much
-
-
-class Offered(NamedTuple):
-    """Children of some nodes.
-
-    Attributes:
-        tokens: int64[batch, rows, count], in the order of their tests.
-        probs: float[batch, rows, count], under the law as it was given: 0 where there is no child.
-        is_chosen: bool[batch, rows, count], children chosen without chance among drawn ones; None: all are alike.
-    """
-
-    tokens: Tensor
-    probs: Tensor
-    is_chosen: Tensor | None = None
+__all__ = ["Independent", "Offers", "offers_of", "top"]
 
 
 class Offers(Protocol):
     """Children of the nodes of a growing tree."""
 
-    def __call__(self, law: Tensor, first: int, count: int) -> Offered:
+    def __call__(self, law: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Offer children.
 
         Args:
-            law: float[batch, rows, vocab], laws below the nodes first, first + 1, ...; what is left is the law that
-                the drawn ones were drawn from.
+            law: float[batch, rows, vocab], laws below the nodes first, first + 1, ...
             first: number of the first node.
             count: children a node.
+
+        Returns:
+            int64[batch, rows, count] tokens in draw order and float[batch, rows, count] their probabilities under
+            ``law``: 0 where there is none.
         """
         ...
 
@@ -52,55 +39,14 @@ def offers_of(drawing: Drawing, rng: Random, plan: Plan) -> Offers:
     if drawing == "independent":
         return Independent(rng)
     num_nodes = 1 + sum(layer.width for layer in plan.layers[:-1])
-    draws = Draws(rng, num_nodes, max((layer.ranks for layer in plan.layers), default=0))
-    if drawing == "favourite":
-        return WithFavourite(draws)
-    return lambda law, first, count: Offered(*draws.draw(law, first, count))
+    return Draws(rng, num_nodes, max((layer.ranks for layer in plan.layers), default=0)).draw
 
 
-def top(law: Tensor, first: int, count: int) -> Offered:
+def top(law: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     """Offer the most probable tokens, chosen without chance; arguments as for ``Offers``."""
     probs, tokens = law.topk(min(count, law.shape[-1]), -1)
     beyond = (0, count - probs.shape[-1])  # more children than tokens
-    return Offered(torch.nn.functional.pad(tokens, beyond), torch.nn.functional.pad(probs, beyond))
-
-
-class WithFavourite:
-    """The most probable token where the draft gives it enough, and draws without replacement from the rest.
-
-    Of one candidate chosen and one drawn from the rest a test accepts p(favourite) + sum over the rest of min(p, r), r
-    being the rest of q made a law: the most that any rule accepts of them, and more than two draws do wherever q has a
-    favourite (greedy draft sampling, arXiv 2502.18779).  For that the drawn one must be tested first.
-
-    Args:
-        draws: of the others.
-    """
-
-    def __init__(self, draws: Draws) -> None:
-        self._draws = draws
-
-    def __call__(self, law: Tensor, first: int, count: int) -> Offered:
-        """Offer one drawn token, the favourite if there is one, and others drawn; arguments as for ``Offers``.
-
-        A law with a favourite is left without it.
-        """
-        if count == 1:
-            return Offered(*self._draws.draw(law, first, count))
-        prob, token = law.max(-1, keepdim=True)
-        is_favourite = prob >= FAVOURITE
-        law.scatter_(-1, token, prob.masked_fill(is_favourite, 0))
-        tokens, probs = self._draws.draw(law, first, count)
-        return Offered(
-            _insert(tokens, token, is_favourite),
-            _insert(probs, prob, is_favourite),
-            torch.nn.functional.pad(is_favourite, (1, count - 2)),
-        )
-
-
-def _insert(drawn: Tensor, chosen: Tensor, is_there: Tensor) -> Tensor:
-    """Put [batch, rows, 1] second among [batch, rows, count], where it is there; the last one makes room."""
-    later = torch.cat([drawn[..., :1], chosen, drawn[..., 1:-1]], -1)
-    return torch.where(is_there, later, drawn)
+    return torch.nn.functional.pad(tokens, beyond), torch.nn.functional.pad(probs, beyond)
 
 
 class Independent:
@@ -113,7 +59,7 @@ class Independent:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def __call__(self, law: Tensor, first: int, count: int) -> Offered:
+    def __call__(self, law: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Offer tokens drawn one by one from the same law; arguments as for ``Offers``."""
         batch, rows = law.shape[:2]
         node = torch.arange(first, first + rows, device=law.device)[:, None] * MAX_RANKS
@@ -127,4 +73,4 @@ class Independent:
         else:  # a stand-in that chooses by itself is asked for every single draw
             law_of_each, node = law.repeat_interleave(count, 1), node.flatten(1)
             tokens = self._rng.choice("draft", law_of_each, torch.zeros_like(node), node).view(batch, rows, count)
-        return Offered(tokens, law.gather(-1, tokens))
+        return tokens, law.gather(-1, tokens)

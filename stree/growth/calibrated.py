@@ -59,7 +59,7 @@ class Calibrated(Bound):
             above = min(nodes, above * ranks)
             below = None if greedy else typical_values(nodes, depth - level, ranks)
             layers.append(Layer(above, ranks, below=below))
-        return Plan(tuple(layers), nodes, is_pruned=greedy, drawing="favourite")
+        return Plan(tuple(layers), nodes, is_pruned=greedy)
 
     def estimate(self, batch: int, device: torch.device) -> Estimate:
         """Begin to learn."""

@@ -19,9 +19,8 @@ from stree.sampling import Sampling
 __all__ = ["Bound", "Drawing", "Growth", "Layer", "Limited", "Plan", "Wrapped", "choose_slots"]
 
 # How children come about when sampling: drawn without replacement, drawn with it, or the most probable ones, which are
-# chosen without chance (kind DELTA); or the most probable one alone is chosen, where it is a favourite, and the others
-# are drawn without replacement from the rest.  At temperature 0 every growth takes the most probable ones.
-Drawing = Literal["distinct", "independent", "top", "favourite"]
+# chosen without chance (kind DELTA).  At temperature 0 every growth takes the most probable ones.
+Drawing = Literal["distinct", "independent", "top"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,19 +162,16 @@ def _cut(growth: Any, depth: int) -> Growth:
     return replace(growth, depth=depth)  # type: ignore[no-any-return]
 
 
-def choose_slots(
-    layer: Layer, value: Tensor, left: Tensor, threshold: float, sure: Tensor, *, in_order: bool = False
-) -> tuple[Tensor, Tensor]:
+def choose_slots(layer: Layer, value: Tensor, left: Tensor, threshold: float, sure: Tensor) -> tuple[Tensor, Tensor]:
     """Choose the slots of a layer.
 
     Args:
         layer: the plan's layer.
-        value: float[batch, above x ranks], value of each slot; at most 0 where there is none.  Of drawn siblings a
-            later one never has the greater value, so an earlier one is never passed over.
+        value: float[batch, above x ranks], value of each slot; at most 0 where there is none.  Later siblings never
+            have the greater value, so an earlier one is never passed over.
         left: int64[batch], nodes that the budget still allows.
         threshold: least value, where the layer does not say what grows below it.
         sure: int64[batch], the best slots that are taken whatever their value.
-        in_order: whether those taken are to stand by parent and rank, not by value.
 
     Returns:
         int64[batch, width + leaves] slots and bool[batch, width + leaves], whether each is taken.
@@ -191,12 +187,7 @@ def choose_slots(
         is_worth = (ordered >= threshold) | (rank < sure[:, None])
     else:
         is_worth = _size_down_to(ordered, layer.below) <= left[:, None]
-    is_taken = (ordered > 0) & is_worth & (rank < left[:, None])
-    if in_order:
-        beyond = value.shape[1]
-        index = torch.where(is_taken, index, beyond).sort(1).values
-        return index.clamp(max=beyond - 1), index < beyond
-    return index, is_taken
+    return index, (ordered > 0) & is_worth & (rank < left[:, None])
 
 
 def _size_down_to(ordered: Tensor, below: tuple[float, ...]) -> Tensor:
