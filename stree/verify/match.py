@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels.accept_door import Backend, match_accept
-from stree.kernels.topology import Topology
+from stree.kernels.topology import Topology, is_launched
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify.paths import deepest
@@ -20,7 +20,7 @@ def match(tree: TokenTree, target_logits: Tensor, sampling: Sampling, rng: Rando
 
     The draws are coupled over siblings and depths alike; lossless for every tree (field name: naive sampling).
     """
-    if target_logits.is_cuda and type(rng) is Random:  # a stand-in draws by itself
+    if is_launched(target_logits) and type(rng) is Random:  # a stand-in draws by itself
         return match_by_kernels(tree, target_logits, sampling, rng, max_depth)
     if sampling.is_greedy:
         drawn = target_logits.argmax(-1)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels import traversal_door
+from stree.kernels.topology import is_launched
 from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify.paths import deepest
@@ -24,7 +25,7 @@ def traverse(tree: TokenTree, target_law: Tensor, rng: Random, draft: DraftLaws 
     post-order whose coin shows is accepted.  Without branches this is block verification (arXiv 2403.10444).
     """
     # A stand-in tosses and draws by itself.
-    if target_law.is_cuda and target_law.dtype == torch.float32 and type(rng) is Random:
+    if is_launched(target_law) and target_law.dtype == torch.float32 and type(rng) is Random:
         return traverse_by_kernels(tree, target_law, rng, draft, max_depth)
     trials = Trials(tree, target_law, draft)
     held = _hold_chain(trials, max_depth) if trials.siblings.most == 1 else _hold(tree, trials, max_depth)
