@@ -10,6 +10,7 @@ import torch
 from aot_build import POINTERS, Build
 from shapes import ATTENTIONS, DELTAS, EXPERTS, FEED_FORWARDS, Attention, Delta, Experts, FeedForward
 
+from stree.kernels.bookkeeping_kernels import columns_kernel, emit_kernel
 from stree.kernels.experts_kernels import experts_down_kernel, experts_sum_kernel, experts_up_kernel
 from stree.kernels.pointwise_kernels import delta_inputs_kernel, gated_activation_kernel, rotary_kernel
 from stree.kernels.tiles import DeltaInputsTile, ExpertsTile, PointwiseTile, RotaryTile, padded
@@ -92,6 +93,22 @@ def path_build(width: int, n: int, dtype: torch.dtype) -> Build:
     return Build(path_kernel, constants, pointers, integers, Launch())
 
 
+def emit_build(_: int, n: int, dtype: torch.dtype) -> Build:
+    """Describe the launch that writes down what a step emits; n is the length of the paths."""
+    names = ("tokens_ptr", "next_ptr", "stop_ptr", "limit_ptr", "num_new_ptr", "pending_ptr", "report_ptr")
+    pointers = dict.fromkeys(names, "*i64") | dict.fromkeys(("path_ptr", "lengths_ptr"), "*i32")
+    integers = dict.fromkeys(("m", "num_stop", "stride_t", "stride_p"), n)
+    return Build(emit_kernel, {"PLACES": padded(n)}, pointers | {"finished_ptr": "*i8"}, integers, Launch())
+
+
+def columns_build(_: int, n: int, dtype: torch.dtype) -> Build:
+    """Describe the launch that writes an accepted path down as columns; n is its length."""
+    pointers = dict.fromkeys(("path_ptr", "lengths_ptr", "full_ptr", "count_ptr"), "*i32")
+    pointers |= dict.fromkeys(("order_ptr", "tokens_ptr", "leaf_ptr"), "*i64") | {"has_leaf_ptr": "*i8"}
+    integers = dict.fromkeys(("m", "num_run", "stride_t", "stride_p", "stride_o"), n)
+    return Build(columns_kernel, {"PLACES": padded(n + 1)}, pointers, integers, Launch())
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """How a kernel without a tile is launched."""
@@ -141,4 +158,6 @@ BUILDERS: dict[str, tuple[Callable[[Any, int, torch.dtype], Build], Mapping[str,
     "experts_sum": (experts_sum_build, EXPERTS),
     "tree_indices": (tree_build, WIDTHS),
     "path_indices": (path_build, WIDTHS),
+    "emit": (emit_build, {"any model": 0}),
+    "path_on_columns": (columns_build, {"any model": 0}),
 }

@@ -2,8 +2,9 @@
 
 Run: python benchmarks/step_counts.py [--out FILE]
 
-A tiny hybrid target and a tiny Mamba-2 drafter take a step at fixed shapes, with Triton's kernels under its interpreter,
-as a GPU would.  Counted is what `kernel_counts.py` counts; forwards are counted apart, and depend on the models.
+A tiny hybrid target and a tiny Mamba-2 drafter take a step at fixed shapes, with Triton's kernels under its
+interpreter, as a GPU would.  Counted is what `kernel_counts.py` counts; forwards are counted apart, and depend on the
+models.
 """
 
 from __future__ import annotations
@@ -70,28 +71,31 @@ class StepCounts(kernel_counts.Counts):
 def count(nodes: int, depth: int, temperature: float) -> Record:
     """Count one step of a draft model's tree of so many nodes and draft calls."""
     growth = Calibrated(depth).bind(Sampling(temperature))
-    accept = stree.program.accept
+    loop: Any = stree.program
+    accept = loop.accept
     with kernel_counts.as_on_a_gpu():
         target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))
         state = target.new_state(1, 512, max(size for size, _ in SIZES), fixed_shapes=True)
         rng = Random(torch.zeros((), dtype=torch.long), torch.arange(1), torch.tensor([len(PROMPT)]))
         program = Program(target, state, rng, sampling=growth.sampling, verifier="auto", stop_token_ids=[1])
         program.fill(ModelDrafter(draft), [PROMPT], 400, 0)
-        program.run.reserve(512, growth, nodes, begins=True)  # type: ignore[attr-defined]
+        run: Any = program.run
+        run.reserve(512, growth, nodes, begins=True)
         program.begin(0, 3, is_finished=False)
         program.step(growth, nodes)
         places = Places()
+        counts = StepCounts(target, places)
         for owner, name, part in (
-            (target, "_forward", FORWARDS[1]), (draft, "_forward", FORWARDS[0]), (program.run, "propose", "growth"),
-            (target, "verify", "verify"), (stree.program, "accept", "accept"), (target, "commit", "commit"),
-            (program, "_emit", "emit"), (program.run, "observe", "observe"),
+            (target, "_forward", FORWARDS[1]), (draft, "_forward", FORWARDS[0]), (run, "propose", "growth"),
+            (target, "verify", "verify"), (loop, "accept", "accept"), (target, "commit", "commit"),
+            (program, "_emit", "emit"), (run, "observe", "observe"),
         ):  # fmt: skip
             places.within(owner, name, part)
         try:
-            with StepCounts(target, places).watching() as counts:
+            with counts.watching():
                 program.step(growth, nodes)
         finally:
-            stree.program.accept = accept  # type: ignore[attr-defined]
+            loop.accept = accept
     by_part: Counter[str] = Counter()
     for (part, _), number in counts.parts.items():
         by_part[part] += number

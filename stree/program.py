@@ -20,6 +20,7 @@ from torch import Tensor
 from stree.drafters import Capturable, Draft, Drafter, DraftRun, NoDrafter, Restartable, Slotted, padded_prompts
 from stree.graphs import Graphs
 from stree.growth import Growth
+from stree.kernels.bookkeeping import Texts, emit
 from stree.kernels.topology import reads_freely
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
@@ -182,7 +183,6 @@ class Program:
         self.limit = torch.zeros_like(rng.sequences)
         self.is_finished = torch.ones_like(rng.sequences, dtype=torch.bool)
         self._stop = torch.tensor(sorted(stop_token_ids), dtype=torch.long, device=rng.sequences.device)
-        self._places: dict[int, Tensor] = {}
         self._trees: dict[int, TokenTree] = {}  # by nodes, what captured verifications read
         self._shares: dict[Hashable, Sequence[tuple[str, float]]] = {}
         self._version: int | None = None  # of the run's tensors
@@ -392,27 +392,9 @@ class Program:
             self.run.give_up()
 
     def _emit(self, tree: TokenTree, found: Acceptance) -> Tensor:
-        """Take the tokens after the path's nodes, up to a stop token or the limit, and make the last one pending."""
-        place = self._place(found.path.shape[1])
-        length = found.path_lengths.long()[:, None]
-        following = found.next_token[:, None]
-        tokens = tree.tokens.gather(1, found.path.clamp(min=0).long())
-        tokens = torch.where(place == length - 1, following, tokens.roll(-1, 1))
-        count = torch.minimum(length, (self.limit - self.num_new)[:, None])
-        if len(self._stop):
-            ends = (tokens[..., None] == self._stop).any(-1) & (place < count)
-            count = torch.minimum(count, torch.where(ends, place + 1, len(place)).amin(1, keepdim=True))
-            self.is_finished |= ends.any(1)
-        self.num_new += count.squeeze(1)
-        self.is_finished |= self.num_new >= self.limit
-        self.pending.copy_(torch.where(length > 0, following, self.pending[:, None]).squeeze(1))
-        return torch.cat([tokens, count, length], 1)
-
-    def _place(self, count: int) -> Tensor:
-        """Give int64[count] = 0, 1, ..., made once."""
-        if count not in self._places:
-            self._places[count] = torch.arange(count, device=self.pending.device)
-        return self._places[count]
+        """Write down what the step emits: see `stree.kernels.bookkeeping.emit`."""
+        texts = Texts(self.pending, self.num_new, self.limit, self.is_finished, self._stop)
+        return emit(tree.tokens, found.path, found.path_lengths, found.next_token, texts)
 
     def _tree(self, size: int) -> TokenTree:
         """Give the tokens and parents that captured verifications of so many nodes read, made once."""

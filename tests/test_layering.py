@@ -44,12 +44,14 @@ ALLOWED: dict[str, set[str]] = {
     "stree.budget": PLAIN,
     "stree.drafters": PLAIN
     | POLICIES
-    | {"stree.models", "stree.drafters", "stree.kernels.tiles", "stree.kernels.topology"},
+    | {"stree.models", "stree.drafters", "stree.kernels.bookkeeping", "stree.kernels.tiles", "stree.kernels.topology"},
     "stree.steering": PLAIN | POLICIES | {"stree.models", "stree.drafters"},
     "stree.processing": PLAIN | {"stree.models"},
     "stree.statistics": {"stree.drafters"},
     "stree.graphs": set(),
-    "stree.program": PLAIN | POLICIES | {"stree.graphs", "stree.kernels.topology", "stree.models", "stree.drafters"},
+    "stree.program": PLAIN
+    | POLICIES
+    | {"stree.graphs", "stree.kernels.bookkeeping", "stree.kernels.topology", "stree.models", "stree.drafters"},
     "stree.engine": {"stree.graphs", "stree.models", "stree.program"},
     "stree.session": PLAIN | POLICIES | LOOP | {"stree.models", "stree.drafters", "stree.kernels.topology"},
     "stree.generation": PLAIN

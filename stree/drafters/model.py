@@ -11,6 +11,7 @@ from stree.drafters.grown import LEAD, GrownTree, narrowed, num_run, prune
 from stree.drafters.offers import offers_of
 from stree.drafters.protocol import Draft, padded_prompts
 from stree.growth import Calibrated, Estimate, Growth, Limited, Plan, choose_slots
+from stree.kernels.bookkeeping import path_on_columns
 from stree.kernels.topology import reads_freely
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
@@ -153,22 +154,11 @@ class _ModelRun:
             ratios = acceptance.ratios[:, : self._tree.tokens.shape[1]]  # others may have appended nodes
             self._estimate.learn(self._tree, self._selected, ratios, acceptance.path_lengths > 0)
         acceptance = self._own_part(acceptance)
-        path, lengths = acceptance.path.long().clamp(min=0), acceptance.path_lengths
-        if self._selected is not None:
-            path = self._selected.gather(1, path)
-        is_live = lengths > 0
-        lead = self._has_leaf.long()
-        nodes = torch.where(path > 0, path + 1, lead[:, None])
-        last = nodes.gather(1, (lengths.long() - 1).clamp(min=0)[:, None])
-        unrun = (last.squeeze(1) >= self._grown.num_run) & is_live
-        # Shift by one where the leaf goes first.
-        place = torch.arange(path.shape[1] + 1, device=path.device) - lead[:, None]
-        full = nodes.gather(1, place.clamp(0, path.shape[1] - 1)).masked_fill(place < 0, 0)
-        count = torch.where(is_live, lengths + lead - unrun.long(), 0)
-        self._lm.commit(self._state, full.to(torch.int32), count.to(torch.int32))
-        leaf = self._grown.tokens.gather(1, last).squeeze(1)
-        self._leaf.copy_(torch.where(unrun, leaf, self._leaf))
-        self._has_leaf.copy_(torch.where(is_live, unrun, self._has_leaf))
+        path, count = path_on_columns(
+            acceptance.path, acceptance.path_lengths, self._selected, self._grown.tokens, self._has_leaf, self._leaf,
+            self._grown.num_run,
+        )  # fmt: skip
+        self._lm.commit(self._state, path, count)
 
     def _observe_root(self, acceptance: Acceptance) -> None:
         """Put accepted tokens that were never run behind those that wait already."""

@@ -1,0 +1,156 @@
+"""What a step writes down at its end: the tokens that it emits, and its path on the columns of a draft model's tree.
+
+On the CPU these are torch's operators, where Triton launches they are one launch each; the values are the same.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stree.kernels.tiles import padded
+from stree.kernels.topology import is_launched
+
+__all__ = ["Texts", "emit", "path_on_columns"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Texts:
+    """What is known of the texts of a batch; steps write to all but ``limit`` and ``stop``.
+
+    Attributes:
+        pending: int64[batch], the last token, which the next step begins with.
+        num_new: int64[batch], new tokens.
+        limit: int64[batch], most of them.
+        is_finished: bool[batch].
+        stop: int64[tokens], tokens that end a text.
+    """
+
+    pending: Tensor
+    num_new: Tensor
+    limit: Tensor
+    is_finished: Tensor
+    stop: Tensor
+
+
+def emit(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor, texts: Texts) -> Tensor:
+    """Take the tokens after the path's nodes, up to a stop token or the limit, and make the last one pending.
+
+    Args:
+        tokens: int64[batch, n], of the tree.
+        path: int32[batch, m], nodes from the root down; entries past the length may hold anything below n.
+        path_lengths: int32[batch], 0 for a text that stands still.
+        next_token: int64[batch].
+        texts: written to.
+
+    Returns:
+        int64[batch, m + 2]: the tokens, how many of them count, and the path's length.
+    """
+    if is_launched(tokens):
+        return _emit_in_one(tokens, path, path_lengths, next_token, texts)
+    place = torch.arange(path.shape[1], device=path.device)
+    length = path_lengths.long()[:, None]
+    following = next_token[:, None]
+    emitted = tokens.gather(1, path.clamp(min=0).long())
+    emitted = torch.where(place == length - 1, following, emitted.roll(-1, 1))
+    count = torch.minimum(length, (texts.limit - texts.num_new)[:, None])
+    if len(texts.stop):
+        ends = (emitted[..., None] == texts.stop).any(-1) & (place < count)
+        count = torch.minimum(count, torch.where(ends, place + 1, len(place)).amin(1, keepdim=True))
+        texts.is_finished.logical_or_(ends.any(1))
+    texts.num_new.add_(count.squeeze(1))
+    texts.is_finished.logical_or_(texts.num_new >= texts.limit)
+    texts.pending.copy_(torch.where(length > 0, following, texts.pending[:, None]).squeeze(1))
+    return torch.cat([emitted, count, length], 1)
+
+
+def _emit_in_one(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor, texts: Texts) -> Tensor:
+    """Do the same in one launch."""
+    from stree.kernels.bookkeeping_kernels import emit_kernel  # imports triton
+
+    batch, m = path.shape
+    tokens, path = _rows_of(tokens), _rows_of(path)
+    report = tokens.new_empty(batch, m + 2)
+    with torch.cuda.device_of(tokens):  # Triton launches on the current device, wherever the tensors are
+        emit_kernel[(batch,)](
+            tokens, path, path_lengths.contiguous(), next_token.contiguous(), texts.stop, texts.limit, texts.num_new,
+            texts.is_finished.view(torch.int8), texts.pending, report, m, len(texts.stop), tokens.stride(0),
+            path.stride(0), PLACES=padded(m), num_warps=1,
+        )  # fmt: skip
+    return report
+
+
+def path_on_columns(
+    path: Tensor,
+    path_lengths: Tensor,
+    order: Tensor | None,
+    tokens: Tensor,
+    has_leaf: Tensor,
+    leaf: Tensor,
+    num_run: int,
+) -> tuple[Tensor, Tensor]:
+    """Write an accepted path down as columns of a draft model's tree, and take its leaf where that was never run.
+
+    The tree begins with the chain [leaf, pending] where there is a leaf, else with [pending]; node i > 0 stands in
+    column i + 1.
+
+    Args:
+        path: int32[batch, m], accepted nodes from the root down.
+        path_lengths: int32[batch], 0 for a text that stands still.
+        order: int64[batch, n], number of each proposed node while the tree grew, or None: the same.
+        tokens: int64[batch, columns].
+        has_leaf: bool[batch], whether the tree begins with a leaf; hereafter whether the next one does.
+        leaf: int64[batch], its token; written to.
+        num_run: columns that were run.
+
+    Returns:
+        int32[batch, m + 1] columns to commit and int32[batch] how many of them.
+    """
+    if is_launched(tokens):
+        return _path_in_one(path, path_lengths, order, tokens, has_leaf, leaf, num_run)
+    nodes = path.long().clamp(min=0)
+    if order is not None:
+        nodes = order.gather(1, nodes)
+    is_live, lead = path_lengths > 0, has_leaf.long()
+    columns = torch.where(nodes > 0, nodes + 1, lead[:, None])
+    last = columns.gather(1, (path_lengths.long() - 1).clamp(min=0)[:, None])
+    is_unrun = (last.squeeze(1) >= num_run) & is_live
+    place = torch.arange(path.shape[1] + 1, device=path.device) - lead[:, None]  # shifted where the leaf goes first
+    full = columns.gather(1, place.clamp(0, path.shape[1] - 1)).masked_fill(place < 0, 0)
+    count = torch.where(is_live, path_lengths + lead - is_unrun.long(), 0)
+    leaf.copy_(torch.where(is_unrun, tokens.gather(1, last).squeeze(1), leaf))
+    has_leaf.copy_(torch.where(is_live, is_unrun, has_leaf))
+    return full.to(torch.int32), count.to(torch.int32)
+
+
+def _path_in_one(
+    path: Tensor,
+    path_lengths: Tensor,
+    order: Tensor | None,
+    tokens: Tensor,
+    has_leaf: Tensor,
+    leaf: Tensor,
+    num_run: int,
+) -> tuple[Tensor, Tensor]:
+    """Do the same in one launch."""
+    from stree.kernels.bookkeeping_kernels import columns_kernel
+
+    batch, m = path.shape
+    path, tokens, order = _rows_of(path), _rows_of(tokens), None if order is None else _rows_of(order)
+    full, count = path.new_empty(batch, m + 1), path.new_empty(batch)
+    with torch.cuda.device_of(tokens):
+        columns_kernel[(batch,)](
+            path, path_lengths.contiguous(), order, tokens, has_leaf.view(torch.int8), leaf, full, count, m, num_run,
+            tokens.stride(0), path.stride(0), 0 if order is None else order.stride(0), PLACES=padded(m + 1),
+            num_warps=1,
+        )  # fmt: skip
+    return full, count
+
+
+def _rows_of(tensor: Tensor) -> Tensor:
+    """Give a matrix whose rows are contiguous."""
+    return tensor if tensor.stride(1) == 1 else tensor.contiguous()
