@@ -70,12 +70,11 @@ def replay(
     for _ in range(count):
         step, choice = steps[rng.integers(len(steps))], controller.choose()
         values, depths, is_accepted = cut(step, choice)
-        took = ms(choice) * (1 + 0.05 * rng.standard_normal())
         tokens, time = tokens + mean[choice], time + ms(choice)
         if choice == PLAIN:
-            controller.observe_plain(took)
+            controller.observe_plain()
         else:
-            controller.observe(choice, values, depths, is_accepted, took)
+            controller.observe(choice, values, depths, is_accepted)
     return tokens / time
 
 
