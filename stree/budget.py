@@ -31,7 +31,7 @@ MOST_PATIENCE = 3.0
 REFUSED = np.linspace(0.02, 1.0, 50)  # how often one node alone may be no prefix of the text
 TYPICAL = 0.4  # how often it is, before anything was seen
 DEAREST = 2.0  # of plain decoding's time, what the first tree may take
-ALLOWANCE = 0.7  # steps of plain decoding that drafts may lose before they are given up
+ALLOWANCE = 1.0  # steps of plain decoding that drafts may lose before they are given up
 
 # Milliseconds of steps by int[...] nodes, root included, and int[...] draft calls, which broadcast: float[...].
 StepMs = Callable[[np.ndarray, np.ndarray], np.ndarray]

@@ -32,7 +32,8 @@ from stree.verify import Acceptance
 __all__ = ["StepTimes", "step_times"]
 
 ROUNDS = 3  # the fastest step of a size counts
-LONGEST_S = 1.0  # after which the rounds that have ended must do
+MOST_PLAIN = 4  # steps of plain decoding in two rounds
+LONGEST_S = 1.0  # after which two rounds must do
 SMALL, MIDDLE, LARGE = 4, 16, 64  # nodes of the trees that are timed; what lies between is interpolated
 SHALLOW, DEEP = 2, 4  # and their draft calls
 
@@ -211,8 +212,7 @@ class _Rehearsal(AutoSize):
             self._steps.setdefault(choice, []).append((ms, draft.tree.tokens.shape[1], draft.num_calls))
         elif timing == "behind":
             self._behind.append(ms)
-        is_round_over = choice == PLAIN and PLAIN in self._steps
-        if is_round_over and now > self._deadline:
+        if choice == PLAIN and len(self._steps.get(PLAIN, ())) >= MOST_PLAIN and now > self._deadline:
             self._heard = len(self._script)
 
     def times(self) -> StepTimes:
@@ -246,7 +246,7 @@ def _timed_choices(sizes: Sizes) -> list[Choice]:
 def _script(choices: Sequence[Choice], on_device: bool) -> list[tuple[Choice, str]]:
     """List all steps, each "timed", "behind" plain decoding, or neither."""
     if not on_device:
-        each = [(choice, "timed") for choice in choices]
+        each = [(choice, "timed") for choice in (*choices, PLAIN)]
         return [(choices[0], ""), *each, *[(choices[0], "behind"), *each] * (ROUNDS - 1)]
     each = [(choice, timing) for choice in choices for timing in ("", "timed", "")]
     return [*[(choice, "") for choice, _ in each] * (2 * WARM_UP // 3 + 2), *each * ROUNDS]
