@@ -107,7 +107,7 @@ def step_times(
     )  # fmt: skip
     known = _known.setdefault(lm, {})
     if key not in known:
-        rehearsal = _Rehearsal(sizes, has_model=bool(models), on_device=lm.device.type == "cuda")
+        rehearsal = _Rehearsal(sizes, has_model=bool(models), on_device=lm.device.type == "cuda" or engine is not None)
         stand_in = drafter if models else _Bushy()
         if looks_at_text is not None:
             lm, stand_in = with_processor(lm, stand_in, _Untouched(looks_at_text))
@@ -155,8 +155,8 @@ class _Rehearsal(AutoSize):
     Args:
         sizes: of which a few are timed.
         has_model: whether draft calls are made.
-        on_device: whether a step is launched before the last one is heard of: only in the middle of equal ones does
-            one begin when the last has ended.  The first steps of a size are captured there.
+        on_device: whether steps are captured, and launched before the last one is heard of: the second of two equal
+            ones is timed.
     """
 
     def __init__(self, sizes: Sizes, *, has_model: bool, on_device: bool) -> None:
@@ -248,8 +248,9 @@ def _script(choices: Sequence[Choice], on_device: bool) -> list[tuple[Choice, st
     if not on_device:
         each = [(choice, "timed") for choice in (*choices, PLAIN)]
         return [(choices[0], ""), *each, *[(choices[0], "behind"), *each] * (ROUNDS - 1)]
-    each = [(choice, timing) for choice in choices for timing in ("", "timed", "")]
-    return [*[(choice, "") for choice, _ in each] * (2 * WARM_UP // 3 + 2), *each * ROUNDS]
+    room = [(choice, "") for choice in choices]  # whatever a size makes room for, graphs are captured behind it
+    warm = [(choice, "") for choice in choices for _ in range(WARM_UP + 1)]
+    return [*room, *warm, *[(choice, timing) for choice in choices for timing in ("", "timed")] * ROUNDS]
 
 
 def _call_ms(trees: Sequence[tuple[float, int, int]]) -> float:
