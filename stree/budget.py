@@ -168,7 +168,7 @@ class BudgetController:
             self._count_plain()
             self._settle()
         is_off = self._current == 0
-        if self._credit < self._wanted or (is_off and self._plain_steps):
+        if self._credit < self._wanted or (is_off and self._plain_steps) or not self._seen[self._current]:
             return self.choices[self._current]
         trial = self._trial()
         return self.choices[self._current if trial is None else trial]
@@ -261,7 +261,7 @@ class BudgetController:
         known = self._smaller[ran].copy()
         known[0] = True
         sizes = self._sizes[known][:, :, None, None, None]  # [known, 2, 1, 1, 1]
-        is_inside = np.asarray((rank < sizes[:, 0]) & (depths <= sizes[:, 1]))  # [known, steps, batch, n]
+        is_inside = np.logical_and(rank < sizes[:, 0], depths <= sizes[:, 1])  # [known, steps, batch, n]
         is_inside[int(known[:ran].sum())] = True  # others may have put deeper nodes into what ran
         is_live = is_accepted.any(2)
         count = is_live.sum(1)  # of each step

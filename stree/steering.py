@@ -17,7 +17,6 @@ from torch import Tensor
 from stree.budget import PLAIN, BudgetController, Choice, StepMs, flat_choices, layered_choices
 from stree.drafters import Draft
 from stree.growth import Growth, Limited
-from stree.growth.plan import Wrapped
 from stree.verify import Acceptance
 
 __all__ = ["AutoSize", "FixedSize", "Sizes", "Steering"]
@@ -121,15 +120,10 @@ class Sizes:
             plan = growth.plan(MOST_FIXED)
         if plan.is_heap:  # a draft call a node
             return cls(growth, flat_choices(MAX_NODES))
-        if plan.is_fixed or not _has_depth(growth):
+        if plan.is_fixed or not hasattr(growth, "depth"):
             return cls(growth, [PLAIN, Choice(plan.num_nodes + 1, max(len(plan.layers), 1))])
         deepest = max_depth or max(len(plan.layers), 1)
         return cls(growth, layered_choices(MAX_NODES, deepest, is_coarse=is_coarse), is_cut=True)
-
-
-def _has_depth(growth: Growth) -> bool:
-    """Tell whether a growth, or the one inside it, can be cut at a depth."""
-    return _has_depth(growth.base) if isinstance(growth, Wrapped) else hasattr(growth, "depth")
 
 
 class AutoSize:

@@ -139,6 +139,8 @@ def test_it_begins_with_trees_where_they_promise_to_pay_and_without_where_not() 
     choices = layered_choices(LARGEST, 8)
     assert BudgetController(choices, cost(1.0)).choose().nodes > 4
     assert BudgetController(choices, cost(20.0)).choose() == PLAIN
+    for call in (0.1, 1.0, 3.0):
+        assert size_ms(cost(call), BudgetController(choices, cost(call)).choose()) <= 2 * 10.05, "else much is at stake"
 
 
 def test_what_draws_little_costs_little() -> None:

@@ -300,9 +300,17 @@ def test_a_controller_that_hears_late_keeps_the_text(
     options: dict[str, Any] = {"sampling": Sampling(temperature), "verifier": "match", "max_new_tokens": 30}
     eager = generate(grafted(tiny_model("bamba")), NoDrafter(), budget=1, **options).sequences
     monkeypatch.setattr("stree.session.Session._is_late", lambda _: True)
+    padded, begin = [], AutoSize.__init__
+
+    def noted(self: AutoSize, *arguments: Any, **named: Any) -> None:
+        padded.append(named.get("is_padded"))
+        begin(self, *arguments, **named)
+
+    monkeypatch.setattr(AutoSize, "__init__", noted)
     for lm in (grafted(tiny_model("bamba")), capture()):
         for _ in range(2):
             assert generate(lm, drafter, budget="auto", **options).sequences == eager
+    assert padded == [None, False, False, None, True, True], "each measured once; captured trees have fixed sizes"
 
 
 def test_what_cannot_be_captured_is_said_and_launched(

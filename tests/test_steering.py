@@ -167,9 +167,9 @@ def test_values_are_guessed_where_there_are_none(monkeypatch: pytest.MonkeyPatch
     assert seen[0].tolist() == [[1 / (1 + depth) for depth in tree.depths[0].tolist()]]
 
 
-def given(monkeypatch: pytest.MonkeyPatch, tree_ms: float, call_ms: float) -> None:
+def given(monkeypatch: pytest.MonkeyPatch, tree_ms: float, call_ms: float, behind_ms: float = 0.0) -> None:
     """Let steps take what is said: plain decoding 1 millisecond, trees and draft calls that much."""
-    times = StepTimes(1.0, np.array([1.0, 64.0]), np.array([1.0, 64 * tree_ms]), call_ms)
+    times = StepTimes(1.0, np.array([1.0, 64.0]), np.array([1.0, 64 * tree_ms]), call_ms, behind_ms)
     monkeypatch.setattr("stree.generation.step_times", lambda *_, **__: times)
 
 
@@ -219,6 +219,15 @@ def test_other_costs_lead_to_other_texts(monkeypatch: pytest.MonkeyPatch) -> Non
     (large, first), (small, second), (none, third) = texts
     assert large > 2 * small > 2 > 1.5 > none
     assert first != second != third != first
+
+
+def test_what_a_draft_model_has_to_catch_up_with_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+    for behind_ms in (0.0, 1e6):
+        given(monkeypatch, 0.05, 2.0, behind_ms)
+        out = stree.generate(pair()[0], PROMPTS, drafters()["same-model"], max_new_tokens=200)
+        steps.append(out.stats["steps"])
+    assert steps[0] < steps[1] == 199, "no trial pays where it takes so long"
 
 
 def test_each_text_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
