@@ -90,12 +90,12 @@ def generate(
         seed: of the random numbers.
         streamer: receives tokens as they are emitted; one prompt only.
         max_batch: most sequences at once; the next prompt takes the place of one that has finished.  None for all
-            prompts of a list together.  No text depends on it.
+            prompts of a list together.  Under a fixed budget no text depends on it.
         max_length: most tokens of a prompt and its new ones; None for what the longest prompt of a list needs.  Memory
             is bounded by ``max_batch`` times it.  An iterator needs both.
         allow_lossy: let ``TargetInit`` run, whose text is not distributed as the target's.
         cancelled: asked after every step, by each running prompt's place in ``prompts``, whether that one shall end;
-            the others go on unchanged.
+            the others go on, under a fixed budget unchanged.
 
     Returns:
         Sequences and statistics, which say under "lossless" whether the text has the target's law.

@@ -31,9 +31,7 @@ from stree.verify import Acceptance
 
 __all__ = ["StepTimes", "step_times"]
 
-ROUNDS = 3  # the fastest step of a size counts
-MOST_PLAIN = 4  # steps of plain decoding in two rounds
-LONGEST_S = 1.0  # after which two rounds must do
+ROUNDS = 2  # the fastest step of a size counts
 SMALL, MIDDLE, LARGE = 4, 16, 64  # nodes of the trees that are timed; what lies between is interpolated
 SHALLOW, DEEP = 2, 4  # and their draft calls
 
@@ -166,7 +164,6 @@ class _Rehearsal(AutoSize):
         self.most_tokens = sum(choice.depth + 1 for choice, _ in self._script) + 1
         self._begun = self._heard = 0
         self._is_first, self._last = True, 0.0
-        self._deadline = time.perf_counter() + LONGEST_S
         # Milliseconds by size, and the nodes and draft calls that it turned out to have.
         self._steps: dict[Choice, list[tuple[float, int, int]]] = {}
         self._behind: list[float] = []
@@ -212,8 +209,6 @@ class _Rehearsal(AutoSize):
             self._steps.setdefault(choice, []).append((ms, draft.tree.tokens.shape[1], draft.num_calls))
         elif timing == "behind":
             self._behind.append(ms)
-        if choice == PLAIN and len(self._steps.get(PLAIN, ())) >= MOST_PLAIN and now > self._deadline:
-            self._heard = len(self._script)
 
     def times(self) -> StepTimes:
         """Interpolate between what was timed."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -112,20 +111,6 @@ def test_no_tree_is_faster_than_plain_decoding_and_no_larger_one_than_a_smaller(
     found = Stage(monkeypatch, lambda nodes, calls: 10.0 if nodes != 16 else 5.0).play(LAYERED)
     table = found(np.arange(1, 65)[:, None], np.arange(9))
     assert (table > 9.99).all() and (np.diff(table, axis=0) >= 0).all() and (np.diff(table, axis=1) >= 0).all()
-
-
-def slowed(factor: int, nodes: int, calls: int) -> float:
-    return factor * layered_ms(nodes, calls)
-
-
-def test_a_slow_machine_is_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = []
-    for factor in (1, 100):
-        stage = Stage(monkeypatch, partial(slowed, factor))
-        found = stage.play(LAYERED)
-        assert found(np.array(16), np.array(4)) == pytest.approx(factor * layered_ms(16, 4))
-        counts.append(len(stage.steps))
-    assert counts[1] * 3 == counts[0] * 2, "two rounds in place of three"
 
 
 def measured(
