@@ -245,7 +245,7 @@ class BudgetController:
         self._fade(self._decay ** len(self._waiting))
         share = (1 - 1 / KEPT_STEPS) ** len(self._waiting)
         self._waiting = []
-        is_live = is_accepted.any(2)
+        is_live = is_accepted.max(2)
         if is_live.any():
             self._accepted = share * self._accepted + float(is_accepted.sum() - is_live.sum())
             self._promised = share * self._promised + float((values.sum(2) - 1)[is_live].sum())
@@ -263,7 +263,7 @@ class BudgetController:
         sizes = self._sizes[known][:, :, None, None, None]  # [known, 2, 1, 1, 1]
         is_inside = np.logical_and(rank < sizes[:, 0], depths <= sizes[:, 1])  # [known, steps, batch, n]
         is_inside[int(known[:ran].sum())] = True  # others may have put deeper nodes into what ran
-        is_live = is_accepted.any(2)
+        is_live = is_accepted.max(2)
         count = is_live.sum(1)  # of each step
         self._seen[known] += count.sum()
         self._emitted[known] += (is_inside & is_accepted).sum((1, 2, 3))

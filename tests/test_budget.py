@@ -237,7 +237,7 @@ def test_steps_of_plain_decoding_are_looked_at_together(monkeypatch: pytest.Monk
 def test_trials_cost_no_more_than_their_share(behind_ms: float) -> None:
     # A draft model first runs what was emitted since the last trial.
     def ms(nodes: np.ndarray, depth: np.ndarray) -> np.ndarray:
-        return 9.0 + nodes + depth
+        return np.asarray(9.0 + nodes + depth)
 
     controller = off_controller(ms, behind_ms)
     plain = lost = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def test_a_copying_text_takes_fewer_forwards_than_tokens(family: str) -> None:
     assert expected[:5] == [8, 5, 6, 7, 8]
     for drafter in ("suffix", draft_model()):
         arguments |= {"drafter": drafter, "budget": 16}
-        out, forwards = count_forwards(model, lambda: hooked(model, PROMPTS[:1], **arguments))
+        out, forwards = count_forwards(model, partial(hooked, model, PROMPTS[:1], **arguments))
         assert new_tokens(PROMPTS[:1], out) == [expected]
         assert forwards < NEW_TOKENS / 2
 
