@@ -111,10 +111,10 @@ def step_times(
             lm, stand_in = with_processor(lm, stand_in, _Untouched(looks_at_text))
         try:
             _run(lm, stand_in, rehearsal, batch, sampling, verifier, engine)
+            known[key] = rehearsal.times()
         except Exception as problem:  # the caller's own text will meet it, or not
             logger.debug("what steps take could not be measured: %s: %s", type(problem).__name__, problem)
             return GUESS
-        known[key] = rehearsal.times()
     return known[key]
 
 

@@ -42,13 +42,16 @@ class Stage:
         self.steps: list[tuple[int, int]] = []
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
-    def play(self, sizes: Sizes, *, has_model: bool = True, on_device: bool = False, slow: int = 0) -> StepTimes:
-        """Take all steps; every ``slow``-th takes a hundred times as long."""
+    def play(
+        self, sizes: Sizes, *, has_model: bool = True, on_device: bool = False, slow: int = 0, text: int = 10**6
+    ) -> StepTimes:
+        """Take all steps, ``text`` of them a text; every ``slow``-th takes a hundred times as long."""
         actor = rehearsal._Rehearsal(sizes, has_model=has_model, on_device=on_device)
-        actor.begin()
-        self.now += 0.5  # the prompt
         number, was_plain = 0, False
         while not actor.is_done:
+            if number % text == 0:
+                actor.begin()
+                self.now += 0.5  # the prompt
             growth, nodes = actor.next()
             calls = self.calls(growth, nodes) if has_model else 0
             self.steps.append((nodes, calls))
@@ -82,6 +85,12 @@ def test_what_steps_take_is_found_and_what_disturbs_them_is_not(
         assert found(np.array(nodes), np.array(depth)) == pytest.approx(layered_ms(nodes, depth))
     assert found(np.array(1), np.array(0)) == pytest.approx(10.0)
     assert found.behind_ms == pytest.approx(0.0 if on_device else 5.0)
+
+
+def test_the_prompt_of_a_text_is_no_part_of_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Stage(monkeypatch, layered_ms, behind_ms=5.0).play(LAYERED, text=7)
+    assert found(np.array(16), np.array(4)) == pytest.approx(layered_ms(16, 4))
+    assert found.behind_ms == 0, "each round began a text"
 
 
 def test_trees_that_differ_in_nodes_and_calls_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
