@@ -203,6 +203,17 @@ def test_a_step_teaches_what_smaller_trees_would_have_emitted() -> None:
     assert spent[Choice(4, 3)] == 24, "no node was deeper than two"
 
 
+def test_a_tree_that_ran_emitted_what_it_did_whatever_others_put_into_it() -> None:
+    controller = BudgetController(layered_choices(4, 3), lambda nodes, depth: nodes + 10.0 * depth, memory=10**9)
+    values, depths = (
+        np.array([[1.0, 0.6, 0.5]]),
+        np.array([[0, 1, 2]]),
+    )  # the last was retrieved, below a tree of depth 1
+    controller.observe(Choice(3, 1), values, depths, np.ones((1, 3), dtype=bool))
+    emitted = dict(zip(controller.choices, controller._emitted, strict=True))
+    assert emitted[Choice(3, 1)] == 3 and emitted[Choice(2, 1)] == 2
+
+
 def off_controller(ms: StepMs, behind_ms: float = 0.0) -> BudgetController:
     """Give a controller that has learnt that drafting is of no use."""
     steps = recorded_steps(0.0, 1, 50, seed=13)
