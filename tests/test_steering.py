@@ -10,7 +10,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -108,14 +108,14 @@ def given(monkeypatch: pytest.MonkeyPatch, tree_ms: float, call_ms: float, behin
 @pytest.mark.parametrize("name", GROWTHS)
 def test_every_growth_runs_by_default(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = pair()
-    arguments: Any = target, PROMPTS, ModelDrafter(draft), GROWTHS[name]
+    text = partial(stree.generate, target, PROMPTS, ModelDrafter(draft), GROWTHS[name], max_new_tokens=12)
     if name not in ("heap", "large"):  # which take long on these models
-        assert stree.generate(*arguments, max_new_tokens=12).sequences == plain_texts()
+        assert text().sequences == plain_texts()
     given(monkeypatch, 0.02, 0.01)  # trees pay
-    out = stree.generate(*arguments, max_new_tokens=12)
+    out = text()
     assert out.sequences == plain_texts()
     assert out.stats["budget"] == "auto" and out.stats["nodes_per_step"] > 1.3
-    sampled = stree.generate(*arguments, sampling=Sampling(0.8), max_new_tokens=12)
+    sampled = text(sampling=Sampling(0.8))
     assert [len(text) for text in sampled.sequences] == [len(text) for text in out.sequences]
 
 
