@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,19 +46,19 @@ class Stage:
     def play(
         self, sizes: Sizes, *, has_model: bool = True, on_device: bool = False, slow: int = 0, text: int = 10**6
     ) -> StepTimes:
-        """Take all steps, ``text`` of them a text; every ``slow``-th takes a hundred times as long."""
+        """Take all steps, ``text`` of them a text; every ``slow``-th takes ten times as long."""
         actor = rehearsal._Rehearsal(sizes, has_model=has_model, on_device=on_device)
         number, was_plain = 0, False
         while not actor.is_done:
             if number % text == 0:
                 actor.begin()
-                self.now += 0.5  # the prompt
+                self.now += 0.1  # the prompt
             growth, nodes = actor.next()
             calls = self.calls(growth, nodes) if has_model else 0
             self.steps.append((nodes, calls))
             number += 1
             ms = self.ms(nodes, calls) + self.behind_ms * (was_plain and nodes > 1)
-            self.now += 1e-3 * ms * (100 if slow and number % slow == 0 else 1)
+            self.now += 1e-3 * ms * (10 if slow and number % slow == 0 else 1)
             was_plain = nodes == 1
             tree = TokenTree.chain(list(range(nodes)))
             path, length = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
@@ -120,6 +121,20 @@ def test_no_tree_is_faster_than_plain_decoding_and_no_larger_one_than_a_smaller(
     found = Stage(monkeypatch, lambda nodes, calls: 10.0 if nodes != 16 else 5.0).play(LAYERED)
     table = found(np.arange(1, 65)[:, None], np.arange(9))
     assert (table > 9.99).all() and (np.diff(table, axis=0) >= 0).all() and (np.diff(table, axis=1) >= 0).all()
+
+
+def slowed(factor: int, nodes: int, calls: int) -> float:
+    return factor * layered_ms(nodes, calls)
+
+
+def test_a_slow_machine_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for factor in (1, 100):
+        stage = Stage(monkeypatch, partial(slowed, factor))
+        found = stage.play(LAYERED)
+        assert found(np.array(16), np.array(4)) == pytest.approx(factor * layered_ms(16, 4))
+        counts.append(len(stage.steps))
+    assert counts == [14, 7]
 
 
 def measured(
