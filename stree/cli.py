@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--trust-remote-code", action="store_true", help="execute the checkpoints' own code")
     command.add_argument(
-        "--budget", default="16", help="most nodes a step, root included; 1 is plain decoding, auto by goodput"
+        "--budget", default="auto", help="most nodes a step, root included; 1 is plain decoding, auto by goodput"
     )
     command.add_argument("--verifier", default="auto", help="auto, match, rejection, traversal or block")
     command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens")

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from stree.budget import PLAIN, Choice
 from stree.drafters import Drafter, HasModel, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.drafters.initialised import InitialisedDrafter
-from stree.engine import engine_of
+from stree.engine import Engine, engine_of
 from stree.growth import Growth
 from stree.growth.target_init import TargetInit
 from stree.kernels.topology import most_nodes
 from stree.models.tree_lm import TreeLM
-from stree.processing import EachNode, LogitsProcessor, NodeProcessor, processed
+from stree.processing import EachNode, LogitsProcessor, NodeProcessor, with_processor
+from stree.rehearsal import step_times
 from stree.room import arithmetic, check_room, has_room
 from stree.sampling import Sampling
 from stree.session import Observer, Session, Streamer
 from stree.statistics import Generation
-from stree.steering import MAX_DEPTH, AutoSize, FixedSize
+from stree.steering import MAX_DEPTH, MOST_FIXED, AutoSize, FixedSize, Sizes, Steering
 from stree.verify import LONGEST, VERIFIERS
 
 __all__ = ["Generation", "GenerationError", "GenerationInterrupted", "Streamer", "generate", "run"]
@@ -52,7 +55,7 @@ def generate(
     prompts: Sequence[Sequence[int]] | Iterator[Sequence[int]],
     drafter: Drafter | None = None,
     growth: Growth | None = None,
-    budget: int | str = 16,
+    budget: int | str = "auto",
     verifier: str = "auto",
     sampling: Sampling | None = None,
     max_new_tokens: int = 128,
@@ -72,9 +75,11 @@ def generate(
         prompts: token lists of any lengths, none empty; or an iterator of them, read as slots become free.
         drafter: what proposes trees; None for ``SuffixDrafter()``.
         growth: the shape of a model drafter's trees; None for its default, ``Calibrated()``.
-        budget: most nodes a step, root included; 1 is plain decoding; "auto" for the size of the best measured
-            goodput, up to 64 nodes, chosen anew for every step.  How long steps take differs from run to run, so with
-            "auto" a seed names a text only where trees do not matter to it: greedy and MATCH.
+        budget: most nodes a step, root included; 1 is plain decoding; "auto" for the size of the best goodput, up to 64
+            nodes, chosen anew for every step.  What steps take is measured before the first text of a kind, which its
+            statistics leave out, and kept with ``lm``: within a process a seed names a text.  A batch shares one size a
+            step, so with a temperature and a draft model, MATCH apart, a text depends under "auto" on the prompts that
+            share its batch, and on the process; under a fixed budget it does not.
         verifier: "auto", "match", "rejection", "traversal" or "block"; see ``stree.accept``.
         sampling: temperature, top-k, top-p; None for greedy.
         max_new_tokens: most new tokens a sequence.
@@ -85,12 +90,12 @@ def generate(
         seed: of the random numbers.
         streamer: receives tokens as they are emitted; one prompt only.
         max_batch: most sequences at once; the next prompt takes the place of one that has finished.  None for all
-            prompts of a list together.  No text depends on it.
+            prompts of a list together.  Under a fixed budget no text depends on it.
         max_length: most tokens of a prompt and its new ones; None for what the longest prompt of a list needs.  Memory
             is bounded by ``max_batch`` times it.  An iterator needs both.
         allow_lossy: let ``TargetInit`` run, whose text is not distributed as the target's.
         cancelled: asked after every step, by each running prompt's place in ``prompts``, whether that one shall end;
-            the others go on unchanged.
+            the others go on, under a fixed budget unchanged.
 
     Returns:
         Sequences and statistics, which say under "lossless" whether the text has the target's law.
@@ -133,18 +138,25 @@ def run(
     _check(lm, drafter, budget, verifier, max_new_tokens)
     is_lossy = isinstance(growth, TargetInit)
     if is_lossy:
-        _check_lossy(drafter, budget, verifier, allow_lossy)
+        _check_lossy(drafter, verifier, allow_lossy)
     slots = _slots(lm, prompts, max_new_tokens, max_batch, max_length, streamer)
     if budget == 1:
         drafter = NoDrafter()
-    steering = _steering(lm, drafter, growth, budget, sampling, slots.max_batch)
     engine = engine_of(lm) if processor is None and not is_lossy else None  # else host code runs in every step
-    sizes = slots.max_batch, slots.max_length + steering.max_nodes, steering.max_nodes
-    if engine is not None and not has_room(lm, drafter, *sizes):
-        engine.release()
-    check_room(lm, drafter, *sizes)
+    shape = _shape(drafter, growth, sampling)
+    choices = _choices(drafter, shape, budget, has_growth=growth is not None, is_captured=engine is not None)
+    _check_nodes(lm, drafter, choices.max_nodes)
+    room = slots.max_batch, slots.max_length + choices.max_nodes, choices.max_nodes
+    _make_room(lm, drafter, engine, room)
+    measured = None
+    if len(choices.choices) > 1:
+        measured = partial(
+            step_times, lm, drafter, choices, slots.max_batch, sampling=sampling, verifier=verifier, engine=engine,
+            processor=processor,
+        )  # fmt: skip
+    is_padded = engine is not None and isinstance(drafter, HasModel) and bool(drafter.models)
     if processor is not None:
-        lm, drafter = _with_processor(lm, drafter, processor)
+        lm, drafter = with_processor(lm, drafter, processor)
     if is_lossy and isinstance(drafter, ModelDrafter):
         drafter, verifier = InitialisedDrafter(drafter), LONGEST
     session = Session(
@@ -152,9 +164,14 @@ def run(
         max_batch=slots.max_batch, max_length=slots.max_length, refills=slots.refills, streamer=streamer,
         observer=observer, engine=engine, cancelled=cancelled,
     )  # fmt: skip
-    shape = None if steering.growth is None else str(steering.growth)
-    session.settings = {"growth": shape, "budget": budget, "verifier": verifier, "lossless": not is_lossy}
+    named = None if shape is None else str(shape)
+    session.settings = {"growth": named, "budget": budget, "verifier": verifier, "lossless": not is_lossy}
     try:
+        steering: Steering = FixedSize(shape, choices.max_nodes)
+        if measured is not None:
+            times = measured()
+            steering = AutoSize(choices, times, is_padded=is_padded, behind_ms=times.behind_ms)
+            _make_room(lm, drafter, engine, room)
         session.run(drafter, steering, verifier)
     except KeyboardInterrupt as interrupt:
         raise GenerationInterrupted(session.output("interrupted")) from interrupt
@@ -166,7 +183,7 @@ def run(
             raise
         message = f"generation failed after {session.num_new_tokens} new tokens: {error}"
         if is_memory:
-            message += f"; the target's state takes {arithmetic(lm, *sizes)}; lower max_batch, max_length or budget"
+            message += f"; the target's state takes {arithmetic(lm, *room)}; lower max_batch, max_length or budget"
         raise GenerationError(message, session.output("error")) from error
     if session.problem is not None:
         message = f"the drafter failed, and the rest was decoded without it: {session.problem}"
@@ -174,35 +191,43 @@ def run(
     return session.output("length")
 
 
-def _steering(
-    lm: TreeLM, drafter: Drafter, growth: Growth | None, budget: int | str, sampling: Sampling, batch: int
-) -> FixedSize | AutoSize:
-    """Decide who decides the size of every step."""
+def _shape(drafter: Drafter, growth: Growth | None, sampling: Sampling) -> Growth | None:
+    """Give the growth of all steps, bound to the sampling, or None where the drafter has none."""
     default: Growth | None = getattr(drafter, "default_growth", None)
     shape = default if growth is None else growth
-    shape = None if shape is None else shape.bind(sampling)
+    return None if shape is None else shape.bind(sampling)
+
+
+def _choices(
+    drafter: Drafter, shape: Growth | None, budget: int | str, *, has_growth: bool, is_captured: bool
+) -> Sizes:
+    """List the sizes that steps may have: one, or what "auto" chooses from."""
+    if isinstance(budget, str) and isinstance(drafter, NoDrafter):
+        return Sizes(shape, [PLAIN])
+    if isinstance(budget, str) and not isinstance(shape, TargetInit):
+        has_model = isinstance(drafter, HasModel) and bool(drafter.models)
+        return Sizes.of(shape, None if has_growth else MAX_DEPTH, has_model=has_model, is_coarse=is_captured)
     if isinstance(budget, str):
-        return AutoSize(lm, drafter, shape, batch, max_depth=MAX_DEPTH if growth is None else None)
+        assert shape is not None, "it is TargetInit"
+        budget = shape.plan(MOST_FIXED).num_nodes + 1
     if shape is not None:
         shape.plan(budget)  # refuses a fixed shape above the budget
-    return FixedSize(shape, budget)
+    return Sizes(shape, [Choice(budget, 0)])
 
 
-def _with_processor(lm: TreeLM, drafter: Drafter, processor: NodeProcessor) -> tuple[TreeLM, Drafter]:
-    """Put a processor behind the target, and behind every draft model."""
-    if isinstance(drafter, HasModel):
-        drafter = drafter.with_model(lambda draft_lm: processed(draft_lm, processor, is_target=False))
-    return processed(lm, processor, is_target=True), drafter
+def _make_room(lm: TreeLM, drafter: Drafter, engine: Engine | None, room: tuple[int, int, int]) -> None:
+    """Drop what is kept for other texts where these need its memory; refuse what cannot fit."""
+    if engine is not None and not has_room(lm, drafter, *room):
+        engine.release()
+    check_room(lm, drafter, *room)
 
 
-def _check_lossy(drafter: Drafter, budget: int | str, verifier: str, allow_lossy: bool) -> None:
+def _check_lossy(drafter: Drafter, verifier: str, allow_lossy: bool) -> None:
     """Refuse ``TargetInit`` where it is not allowed, or where it cannot run."""
     if not allow_lossy:
         raise ValueError("TargetInit does not keep the target's law; it runs only with allow_lossy=True")
     if not isinstance(drafter, ModelDrafter):
         raise ValueError(f"TargetInit needs a ModelDrafter, got {type(drafter).__name__}")
-    if isinstance(budget, str):
-        raise ValueError("TargetInit has a fixed shape; its budget must be a number of nodes, got 'auto'")
     if verifier != "auto":
         raise ValueError(f"TargetInit has a verifier of its own; leave verifier at 'auto', got {verifier!r}")
 
@@ -291,11 +316,17 @@ def _check(lm: TreeLM, drafter: Drafter, budget: int | str, verifier: str, max_n
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
     models = drafter.models if isinstance(drafter, HasModel) else ()
-    for model in (lm, *models):
-        most = most_nodes(model.device, model.dtype)
-        most = None if most is None else most - (model is not lm)  # a draft model runs its last leaf beside the tree
-        if most is not None and isinstance(budget, int) and budget > most:
-            raise NotImplementedError(f"budget must be at most {most} on {model.device}, got {budget}")
+    if isinstance(budget, int):
+        _check_nodes(lm, drafter, budget)
     for model in models:
         if model.device != lm.device:
             raise ValueError(f"drafter and target must be on one device, got {model.device} and {lm.device}")
+
+
+def _check_nodes(lm: TreeLM, drafter: Drafter, nodes: int) -> None:
+    """Refuse larger trees than kernels take."""
+    for model in (lm, *(drafter.models if isinstance(drafter, HasModel) else ())):
+        most = most_nodes(model.device, model.dtype)
+        most = None if most is None else most - (model is not lm)  # a draft model runs its last leaf beside the tree
+        if most is not None and nodes > most:
+            raise NotImplementedError(f"budget must be at most {most} on {model.device}, got {nodes}")

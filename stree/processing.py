@@ -12,10 +12,11 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from stree.drafters import Drafter, HasModel
 from stree.models.tree_lm import TreeLM
 from stree.tree import TokenTree
 
-__all__ = ["EachNode", "LogitsProcessor", "Node", "NodeProcessor", "processed"]
+__all__ = ["EachNode", "LogitsProcessor", "Node", "NodeProcessor", "processed", "with_processor"]
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
@@ -54,6 +55,13 @@ class EachNode:
     def __call__(self, nodes: Sequence[Node], logits: Tensor) -> Tensor:
         """Process node by node."""
         return torch.cat([self._processor(node.text[None], row[None]) for node, row in zip(nodes, logits, strict=True)])
+
+
+def with_processor(lm: TreeLM, drafter: Drafter, processor: NodeProcessor) -> tuple[TreeLM, Drafter]:
+    """Put a processor behind the target, and behind every draft model, for one generation."""
+    if isinstance(drafter, HasModel):
+        drafter = drafter.with_model(lambda draft_lm: processed(draft_lm, processor, is_target=False))
+    return processed(lm, processor, is_target=True), drafter
 
 
 def processed(lm: TreeLM, processor: NodeProcessor, *, is_target: bool) -> TreeLM:

@@ -110,7 +110,6 @@ class Session:
         self._ending: set[int] = set()
         self._graphs: Graphs | None = None
         self._replays = 0  # that the graphs had seen before
-        self._heard = 0.0  # when the last step had been heard of
         self.is_started = False
 
     @property
@@ -148,17 +147,17 @@ class Session:
         self._refill(program)
         program.is_watched = steering.watches
         is_late = self._is_late()
-        launched: deque[tuple[float, Round]] = deque()
+        launched: deque[Round] = deque()
         try:
             while None in self.reasons:
-                launched.append((time.perf_counter(), program.step(*steering.next())))
+                launched.append(program.step(*steering.next()))
                 if len(launched) > is_late:
-                    self._take(program, *launched.popleft(), steering)
+                    self._take(program, launched.popleft(), steering)
                     self._cancel(program, is_late)
                     self._refill(program)
         finally:  # what was launched before something failed is heard all the same
             while launched and None in self.reasons:
-                self._take(program, *launched.popleft(), steering)
+                self._take(program, launched.popleft(), steering)
 
     def _is_late(self) -> bool:
         """Tell whether a step is launched before the last one is heard of."""
@@ -248,7 +247,7 @@ class Session:
             self._emit(row, [token], logits[place][None])
             program.begin(row, token, is_finished=self.reasons[self.slots[row]] is not None)
 
-    def _take(self, program: Program, began: float, step: Round, steering: Steering) -> None:
+    def _take(self, program: Program, step: Round, steering: Steering) -> None:
         """Hear of a step: its tokens go to the texts, its times and lengths to the statistics."""
         rows, committed = step.emitted()
         logits = step.logits
@@ -260,11 +259,8 @@ class Session:
             elif tokens and self._emit(row, tokens, logits[row]):
                 program.finish(row)
         self.stats.record(step.draft, committed, step.clock.seconds())
-        now = time.perf_counter()
-        # One that was launched while another ran has taken what passed since that was heard of.
-        steering.observe(step.draft, step.acceptance, now - max(began, self._heard))
-        self._heard = time.perf_counter()
-        self.stats.total_s = now - self._began
+        self.stats.total_s = time.perf_counter() - self._began
+        steering.observe(step.draft, step.acceptance)
 
     def _cancel(self, program: Program, is_late: bool) -> None:
         """End the sequences that are asked to; one that runs in a step not yet heard of ends when that is."""

@@ -1,31 +1,28 @@
-"""How large each step's tree is: a fixed size, or what a controller chooses by measured goodput.
+"""How large each step's tree is: a fixed size, or what a controller chooses by goodput.
 
-The loop asks before a step and reports after it.  Choosing reads what past steps drafted, accepted and took; all of it
-is settled before the next token is drawn, so no text depends on it but through the sizes of trees.
+The loop asks before a step and reports after it.  Choosing reads what past steps drafted and accepted; all of it is
+settled before the next token is drawn, so no text depends on it but through the sizes of trees.
 """
 
 from __future__ import annotations
 
-import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
-import torch
+from torch import Tensor
 
-from stree.budget import PLAIN, BudgetController, Choice, flat_choices, layered_choices
-from stree.drafters import Draft, Drafter, HasModel
+from stree.budget import PLAIN, BudgetController, Choice, StepMs, flat_choices, layered_choices
+from stree.drafters import Draft
 from stree.growth import Growth, Limited
-from stree.models.tree_lm import TreeLM
-from stree.tree import TokenTree
 from stree.verify import Acceptance
 
-__all__ = ["AutoSize", "FixedSize", "Steering"]
+__all__ = ["AutoSize", "FixedSize", "Sizes", "Steering"]
 
 MAX_NODES, MAX_DEPTH = 64, 8
-TIMED = (1, 4, 16, 64)  # nodes of the trees that are timed; costs between them are interpolated
+MOST_FIXED = 1 << 20  # nodes of a fixed shape that is laid out; what kernels take is checked where they are known
 
 
 class Steering(Protocol):
@@ -51,7 +48,7 @@ class Steering(Protocol):
         """Give growth and budget of the next step."""
         ...
 
-    def observe(self, draft: Draft, acceptance: Acceptance, seconds: float) -> None:
+    def observe(self, draft: Draft, acceptance: Acceptance) -> None:
         """Take note of a step."""
         ...
 
@@ -73,40 +70,82 @@ class FixedSize:
         """Give them."""
         return self.growth, self.max_nodes
 
-    def observe(self, draft: Draft, acceptance: Acceptance, seconds: float) -> None:
+    def observe(self, draft: Draft, acceptance: Acceptance) -> None:
         """Learn nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sizes:
+    """The sizes that a controller may choose from.
+
+    Attributes:
+        growth: the shape that their trees are made of, or None.
+        choices: plain decoding first.
+        is_cut: whether the growth is cut at a choice's depth, a draft call less a layer.
+    """
+
+    growth: Growth | None
+    choices: Sequence[Choice]
+    is_cut: bool = False
+
+    @property
+    def max_nodes(self) -> int:
+        """Most nodes of a step."""
+        return max(choice.nodes for choice in self.choices)
+
+    def step(self, choice: Choice) -> tuple[Growth | None, int]:
+        """Give growth and budget of a step."""
+        if self.growth is None or not self.is_cut or choice == PLAIN:
+            return self.growth, choice.nodes
+        return Limited(self.growth, choice.depth), choice.nodes
+
+    @classmethod
+    def of(cls, growth: Growth | None, max_depth: int | None = None, *, has_model: bool, is_coarse: bool) -> Sizes:
+        """List the sizes of a growth: of a fixed shape, and of one without a depth, all of it or nothing.
+
+        Args:
+            growth: the shape, bound to the sampling, or None.
+            max_depth: deepest tree; None for the growth's own depth.
+            has_model: whether trees are drafted by a model; else their depth costs nothing.
+            is_coarse: whether to list a few only, for where each one is captured.
+
+        Raises:
+            ValueError: a shape that cannot be laid out.
+        """
+        if growth is None or not has_model:
+            return cls(growth, flat_choices(MAX_NODES))
+        try:
+            plan = growth.plan(MAX_NODES)
+        except ValueError:  # a fixed shape of more nodes, which then names its own size
+            plan = growth.plan(MOST_FIXED)
+        if plan.is_heap:  # a draft call a node
+            return cls(growth, flat_choices(MAX_NODES))
+        if plan.is_fixed or not hasattr(growth, "depth"):
+            return cls(growth, [PLAIN, Choice(plan.num_nodes + 1, max(len(plan.layers), 1))])
+        deepest = max_depth or max(len(plan.layers), 1)
+        return cls(growth, layered_choices(MAX_NODES, deepest, is_coarse=is_coarse), is_cut=True)
 
 
 class AutoSize:
     """A controller over budgets, and over depths where a draft model grows layer by layer.
 
-    Costs are measured once for a pair of models and a batch size, on the machine that runs them, and corrected by what
-    steps take; what is learnt of a pair, batch size and growth is kept for the next texts.
+    It begins anew for every generation and reads no clock, so one that is repeated takes the same sizes.  Nodes whose
+    drafter gives them no values are taken to be right with the chance 1 / (1 + depth).
 
     Args:
-        lm: the target.
-        drafter: proposes the trees, and must give its nodes values.
-        growth: the shape, bound to the sampling, or None.
-        batch: sequences.
-        max_depth: deepest tree; None for the growth's own depth.
+        sizes: what to choose from.
+        step_ms: what steps take.
+        is_padded: as for ``BudgetController``.
+        behind_ms: likewise.
     """
 
     watches = True
 
-    def __init__(
-        self, lm: TreeLM, drafter: Drafter, growth: Growth | None, batch: int, *, max_depth: int | None = None
-    ) -> None:
-        self.max_nodes, self.growth = MAX_NODES, growth
-        models = drafter.models if isinstance(drafter, HasModel) else []
-        is_coarse = lm.device.type == "cuda" and lm.is_captured is not False  # each size is captured
-        choices, self._is_fixed = _choices(growth if models else None, max_depth, is_coarse=is_coarse)
-        known = _controllers.setdefault(lm, {})
-        key = (batch, type(drafter), tuple(map(id, models)), repr(growth), tuple(choices))
-        if key not in known:
-            known[key] = BudgetController(choices, _step_ms(lm, models, batch))
-        self.controller = known[key]
+    def __init__(self, sizes: Sizes, step_ms: StepMs, *, is_padded: bool = False, behind_ms: float = 0.0) -> None:
+        self.max_nodes, self.growth = sizes.max_nodes, sizes.growth
+        self.controller = BudgetController(sizes.choices, step_ms, is_padded=is_padded, behind_ms=behind_ms)
+        self._sizes = sizes
         self._launched: deque[Choice] = deque()  # sizes that were given and not yet observed
-        self._own_seconds = 0.0  # that observing the last step took, which a step of its kind costs
 
     @property
     def is_off(self) -> bool:
@@ -115,95 +154,30 @@ class AutoSize:
 
     def next(self) -> tuple[Growth | None, int]:
         """Ask the controller."""
-        choice = self.controller.choose()
+        return self._launch(self.controller.choose())
+
+    def _launch(self, choice: Choice) -> tuple[Growth | None, int]:
+        """Give the step of a size, which will be observed."""
         self._launched.append(choice)
-        if self.growth is None or self._is_fixed or choice == PLAIN:
-            return self.growth, choice.nodes
-        return Limited(self.growth, choice.depth), choice.nodes
+        return self._sizes.step(choice)
 
-    def observe(self, draft: Draft, acceptance: Acceptance, seconds: float) -> None:
-        """Report to the controller; of a step of plain decoding nothing but its time, so nothing is read.
-
-        Raises:
-            ValueError: the drafter gives its nodes no values.
-        """
-        began = time.perf_counter()
+    def observe(self, draft: Draft, acceptance: Acceptance) -> None:
+        """Report to the controller; of a step of plain decoding only that it was, so nothing is read."""
         choice = self._launched.popleft()
         if choice == PLAIN:
-            self.controller.observe_plain(1e3 * seconds)
+            self.controller.observe_plain()
             return
-        tree = draft.tree
-        if draft.values is None and tree.tokens.shape[1] > 1:
-            raise ValueError('budget="auto" needs a drafter that gives its nodes values')
-        parents, depths = tree.parents.cpu().numpy(), tree.depths.cpu().numpy().copy()
+        parents, depths = draft.tree.parents.cpu().numpy(), draft.tree.depths.cpu().numpy().copy()
         is_node = parents >= 0
         is_node[:, 0] = True
-        values = is_node * (1.0 if draft.values is None else draft.values.cpu().numpy())
+        values = is_node * _values(draft.values, depths)
         path, lengths = acceptance.path.cpu().numpy(), acceptance.path_lengths.cpu().numpy()
         row, place = np.nonzero(np.arange(path.shape[1]) < lengths[:, None])
         is_accepted = np.zeros(parents.shape, dtype=bool)
         is_accepted[row, path[row, place]] = True
-        self.controller.observe(choice, values, depths, is_accepted, 1e3 * (seconds + self._own_seconds))
-        self._own_seconds = time.perf_counter() - began
+        self.controller.observe(choice, values, depths, is_accepted)
 
 
-def _choices(growth: Growth | None, max_depth: int | None, *, is_coarse: bool) -> tuple[list[Choice], bool]:
-    """List the sizes to choose from, a few only if ``is_coarse``, and whether the growth is not to be cut at a depth.
-
-    Raises:
-        ValueError: a growth that cannot be cut.
-    """
-    if growth is None:
-        return flat_choices(MAX_NODES), False
-    plan = growth.plan(MAX_NODES)
-    if plan.is_fixed:
-        return [PLAIN, Choice(plan.num_nodes + 1, len(plan.layers))], True
-    if plan.is_heap:  # a draft call a node
-        return flat_choices(MAX_NODES), True
-    if not hasattr(growth, "depth"):
-        raise ValueError(f'budget="auto" needs a growth that has a depth, a heap or a fixed shape, got {growth}')
-    return layered_choices(MAX_NODES, max_depth or max(len(plan.layers), 1), is_coarse=is_coarse), False
-
-
-def _step_ms(lm: TreeLM, models: Sequence[TreeLM], batch: int) -> Callable[[Choice], float]:
-    """Give the predicted milliseconds of a step: a verification, and a draft call a layer."""
-    target, drafts = _verify_ms(lm, batch), [_verify_ms(model, batch) for model in models]
-
-    def step_ms(choice: Choice) -> float:
-        width = -(-(choice.nodes - 1) // max(choice.depth, 1))
-        return target(choice.nodes) + choice.depth * sum(draft(max(width, 1)) for draft in drafts)
-
-    return step_ms
-
-
-# What was learnt of a pair serves its next texts; it sets sizes only, so no text's law depends on another.
-_controllers: weakref.WeakKeyDictionary[TreeLM, dict[Any, BudgetController]] = weakref.WeakKeyDictionary()
-_measured: weakref.WeakKeyDictionary[TreeLM, dict[int, Sequence[float]]] = weakref.WeakKeyDictionary()
-
-
-def _verify_ms(lm: TreeLM, batch: int) -> Callable[[int], float]:
-    """Give the milliseconds of a forward pass by nodes, measured once for a model and a batch size."""
-    known = _measured.setdefault(lm, {})
-    if batch not in known:
-        known[batch] = [_time_verify(lm, batch, nodes) for nodes in TIMED]
-    times = known[batch]
-    return lambda nodes: float(np.interp(nodes, TIMED, times))
-
-
-def _time_verify(lm: TreeLM, batch: int, nodes: int) -> float:
-    """Time the verification of a tree after a text of two tokens: the fastest of three calls, after one."""
-    state = lm.new_state(batch, 2 + nodes, nodes)
-    lm.prefill(state, torch.zeros(batch, 2, dtype=torch.long))
-    index = torch.arange(nodes, dtype=torch.int32, device=lm.device)
-    parents = ((index + 1) // 2 - 1).expand(batch, nodes).contiguous()
-    tree = TokenTree.unchecked(torch.zeros(batch, nodes, dtype=torch.long, device=lm.device), parents)
-    times = []
-    for _ in range(4):
-        if lm.device.type == "cuda":
-            torch.cuda.synchronize(lm.device)
-        began = time.perf_counter()
-        lm.verify(state, tree)
-        if lm.device.type == "cuda":
-            torch.cuda.synchronize(lm.device)
-        times.append(1e3 * (time.perf_counter() - began))
-    return min(times[1:])
+def _values(values: Tensor | None, depths: np.ndarray) -> np.ndarray:
+    """Give float[batch, n] values of nodes, also where the drafter gave none."""
+    return 1 / (1 + depths) if values is None else np.asarray(values.cpu().numpy())

@@ -41,7 +41,7 @@ def warm_up(
         drafter: the very object that will draft.
         growth: as for ``generate``.
         max_length: as for ``generate``, which must be told it too.
-        budgets: nodes a step.
+        budgets: nodes a step, of which ``generate`` must name one; under "auto" sizes are captured as they are chosen.
         batch_sizes: sequences at once.
         sampling: as for ``generate``.
         verifier: as for ``generate``.

@@ -54,7 +54,7 @@ class TableState:
         return TableState(self.lengths, max_length, max_nodes, self.length_bound)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class TableLM:
     """A ``TreeLM`` without a model: the logits after a token are a row of a table.
 

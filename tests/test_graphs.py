@@ -32,6 +32,7 @@ from stree.growth import Calibrated, Chain, Growth, Limited
 from stree.kernels import topology
 from stree.models.trimmed import TrimmedLM
 from stree.program import Program
+from stree.rehearsal import GUESS
 from stree.sampling import Random, Sampling
 from stree.steering import AutoSize
 
@@ -130,6 +131,7 @@ def test_nothing_is_left_of_a_larger_tree_that_was_brought(
     sizes = iter([7, 3, 12, 5, 6, 8, 20, 30, 3, 9] * 9)
     monkeypatch.setattr(AutoSize, "next", lambda self: (None, next(sizes)))
     monkeypatch.setattr(AutoSize, "observe", lambda *_: None)
+    monkeypatch.setattr("stree.generation.step_times", lambda *_, **__: GUESS)
     generate(lm, SuffixDrafter(), texts=[[5, 6, 7, 8, 9] * 4, [3, 4] * 5], max_new_tokens=40, budget="auto")
     assert len({n for n, size in seen if 1 < n < size}) > 2, "some trees were smaller than their bucket"
 
@@ -140,8 +142,8 @@ def test_trees_that_the_host_lays_out_are_brought_to_captured_verifications(
 ) -> None:
     text = [[5, 6, 7, 8, 9] * 4, [3, 4] * 5]
     sampling = Sampling(temperature)
-    eager = generate(grafted(tiny_model("bamba")), SuffixDrafter(), texts=text, sampling=sampling)
-    found = generate(capture(), SuffixDrafter(), texts=text, sampling=sampling)
+    eager = generate(grafted(tiny_model("bamba")), SuffixDrafter(), texts=text, sampling=sampling, budget=16)
+    found = generate(capture(), SuffixDrafter(), texts=text, sampling=sampling, budget=16)
     assert found.sequences == eager.sequences and found.stats["tau"] == eager.stats["tau"]
     assert found.stats["graphs"]["replays"] > 4 and found.stats["nodes_per_step"] == eager.stats["nodes_per_step"]
 
@@ -164,8 +166,8 @@ def test_a_fused_tree_is_launched_as_it_is_and_keeps_its_text(
 ) -> None:
     fused, text = FusedDrafter(drafter, SuffixDrafter()), [[5, 6, 7, 8, 9] * 4]
     for sampling in (Sampling(), Sampling(0.8)):
-        eager = generate(grafted(tiny_model("bamba")), fused, texts=text, sampling=sampling)
-        assert generate(capture(), fused, texts=text, sampling=sampling).sequences == eager.sequences
+        eager = generate(grafted(tiny_model("bamba")), fused, texts=text, sampling=sampling, budget=16)
+        assert generate(capture(), fused, texts=text, sampling=sampling, budget=16).sequences == eager.sequences
         topology.waits_always = False
 
 
@@ -191,6 +193,7 @@ def test_a_controller_changes_between_graphs(
 
     monkeypatch.setattr(AutoSize, "next", of_a_list)
     monkeypatch.setattr(AutoSize, "observe", lambda *_: None)
+    monkeypatch.setattr("stree.generation.step_times", lambda *_, **__: GUESS)
     options: dict[str, Any] = {"sampling": Sampling(temperature), "verifier": "match", "max_new_tokens": 40}
     expected = generate(grafted(tiny_model("bamba")), NoDrafter(), budget=1, **options).sequences
     eager = generate(grafted(tiny_model("bamba")), drafter, growth=Calibrated(depth=2), budget="auto", **options)
@@ -297,9 +300,17 @@ def test_a_controller_that_hears_late_keeps_the_text(
     options: dict[str, Any] = {"sampling": Sampling(temperature), "verifier": "match", "max_new_tokens": 30}
     eager = generate(grafted(tiny_model("bamba")), NoDrafter(), budget=1, **options).sequences
     monkeypatch.setattr("stree.session.Session._is_late", lambda _: True)
+    padded, begin = [], AutoSize.__init__
+
+    def noted(self: AutoSize, *arguments: Any, **named: Any) -> None:
+        padded.append(named.get("is_padded"))
+        begin(self, *arguments, **named)
+
+    monkeypatch.setattr(AutoSize, "__init__", noted)
     for lm in (grafted(tiny_model("bamba")), capture()):
         for _ in range(2):
             assert generate(lm, drafter, budget="auto", **options).sequences == eager
+    assert padded == [None, False, False, None, True, True], "each measured once; captured trees have fixed sizes"
 
 
 def test_what_cannot_be_captured_is_said_and_launched(
@@ -381,11 +392,13 @@ def test_the_tape_sees_what_a_graph_would_do_wrong() -> None:
 def test_a_number_that_the_host_counts_shows(drafter: ModelDrafter, capture: Callable[[], stree.TreeLM]) -> None:
     """The control: a seed that a graph holds as a number gives the first text's draws to the second."""
     sampling = Sampling(0.8)
-    eager = [generate(grafted(tiny_model("bamba")), drafter, seed, sampling=sampling).sequences for seed in (0, 1)]
+    eager = [
+        generate(grafted(tiny_model("bamba")), drafter, seed, sampling=sampling, budget=16).sequences for seed in (0, 1)
+    ]
     lm = capture()
-    assert generate(lm, drafter, 0, sampling=sampling).sequences == eager[0]
+    assert generate(lm, drafter, 0, sampling=sampling, budget=16).sequences == eager[0]
     ((key, (program, drafts)),) = lm.kept["engine"]._programs.items()
     run: Any = program.run
     program.rng = run._rng = replace(program.rng, seed=0)
     program.graphs.clear()
-    assert generate(lm, drafter, 1, sampling=sampling).sequences != eager[1]
+    assert generate(lm, drafter, 1, sampling=sampling, budget=16).sequences != eager[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ def test_greedy_text_is_that_of_every_prompt_alone(family: str) -> None:
     expected = [plain(model, prompt) for prompt in PROMPTS]
     for drafter in ("suffix", draft):
         for rows in (1, 3):
-            out = hooked(model, PROMPTS[:rows], drafter=drafter)
+            out = hooked(model, PROMPTS[:rows], drafter=drafter, budget=16)
             assert new_tokens(PROMPTS[:rows], out) == expected[:rows], (rows, drafter)
     assert plain(model, PROMPTS[0]) == expected[0], "the hook changed plain generate"
 
@@ -49,7 +50,8 @@ def test_a_copying_text_takes_fewer_forwards_than_tokens(family: str) -> None:
     expected = plain(model, PROMPTS[0], **arguments)
     assert expected[:5] == [8, 5, 6, 7, 8]
     for drafter in ("suffix", draft_model()):
-        out, forwards = count_forwards(model, lambda: hooked(model, PROMPTS[:1], drafter=drafter, **arguments))  # noqa: B023
+        arguments |= {"drafter": drafter, "budget": 16}
+        out, forwards = count_forwards(model, partial(hooked, model, PROMPTS[:1], **arguments))
         assert new_tokens(PROMPTS[:1], out) == [expected]
         assert forwards < NEW_TOKENS / 2
 

@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     | POLICIES
     | {"stree.models", "stree.drafters", "stree.kernels.bookkeeping", "stree.kernels.tiles", "stree.kernels.topology"},
     "stree.steering": PLAIN | POLICIES | {"stree.models", "stree.drafters"},
-    "stree.processing": PLAIN | {"stree.models"},
+    "stree.processing": PLAIN | {"stree.drafters", "stree.models"},
     "stree.statistics": {"stree.drafters"},
     "stree.graphs": set(),
     "stree.program": PLAIN
@@ -54,10 +54,15 @@ ALLOWED: dict[str, set[str]] = {
     | {"stree.graphs", "stree.kernels.bookkeeping", "stree.kernels.topology", "stree.models", "stree.drafters"},
     "stree.engine": {"stree.graphs", "stree.models", "stree.program"},
     "stree.session": PLAIN | POLICIES | LOOP | {"stree.models", "stree.drafters", "stree.kernels.topology"},
+    "stree.rehearsal": PLAIN
+    | POLICIES
+    | LOOP
+    | {"stree.models", "stree.drafters", "stree.processing", "stree.session"},
     "stree.generation": PLAIN
     | POLICIES
     | LOOP
-    | {"stree.models", "stree.drafters", "stree.kernels.topology", "stree.processing", "stree.session"},
+    | {"stree.models", "stree.drafters", "stree.kernels.topology", "stree.processing", "stree.rehearsal"}
+    | {"stree.session"},
     "stree.room": {"stree.drafters", "stree.models"},
     "stree.inputs": set(),
     "stree.prepare": ENGINE | {"stree.generation", "stree.inputs", "stree.vocabulary"},

@@ -38,8 +38,8 @@ def drafter(name: str) -> Drafter:
 
 def generated(name: str, temperature: float, max_batch: int | None, stop: int = -1) -> stree.Generation:
     return stree.generate(
-        lm(), TEXTS, drafter(name), sampling=Sampling(temperature), max_new_tokens=NEW, stop_token_ids=[stop],
-        max_batch=max_batch,
+        lm(), TEXTS, drafter(name), budget=16, sampling=Sampling(temperature), max_new_tokens=NEW,
+        stop_token_ids=[stop], max_batch=max_batch,
     )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def test_a_drafter_that_cannot_take_up_a_prompt_is_refused_before_anything_runs(
 
 
 def test_what_one_text_taught_an_estimate_does_not_reach_the_next() -> None:
-    arguments = {"sampling": Sampling(0.8), "max_new_tokens": NEW}
+    arguments = {"budget": 16, "sampling": Sampling(0.8), "max_new_tokens": NEW}
     alone = stree.generate(lm(), TEXTS[:1], drafter("model"), **arguments).sequences  # type: ignore[arg-type]
     out = stree.generate(lm(), TEXTS[:1] * 3, drafter("model"), **arguments, max_batch=1)  # type: ignore[arg-type]
     assert out.sequences[:1] == alone

@@ -1,24 +1,49 @@
-"""budget="auto": what is generated does not change, sizes are learnt, and a draft model that is left alone catches up.
+"""budget="auto", the default: texts do not change nor follow the clock, and a draft model left alone catches up.
 
 Run: python -m pytest tests/test_steering.py
 """
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import grafted, random_texts, tiny_model
 from torch import Tensor
 
 import stree
-from stree.budget import Choice
+from stree.budget import PLAIN, BudgetController, Choice, flat_choices
 from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
-from stree.growth import Chain, DySpec, Growth, Limited
+from stree.growth import (
+    RSDC,
+    RSDS,
+    Calibrated,
+    Chain,
+    Confidence,
+    DecisionStop,
+    DepthStop,
+    DySpec,
+    Eagle2,
+    Growth,
+    Limited,
+    OptTree,
+    Plan,
+    Sequoia,
+    SpecInfer,
+    Static,
+)  # fmt: skip
+from stree.growth.plan import Bound
+from stree.rehearsal import GUESS, StepTimes
 from stree.sampling import Random, Sampling
-from stree.steering import AutoSize, FixedSize
+from stree.steering import AutoSize, FixedSize, Sizes
 from stree.tree import TokenTree
 from stree.verify import Acceptance
 
@@ -50,25 +75,181 @@ def test_text_is_that_of_plain_decoding(name: str, temperature: float) -> None:
     assert auto.stats["budget"] == "auto"
 
 
+def test_it_is_the_default() -> None:
+    for function in (stree.generate, stree.custom_generate):
+        assert inspect.signature(function).parameters["budget"].default == "auto"
+
+
+GROWTHS: dict[str, Growth] = {
+    "calibrated": Calibrated(), "calibrated-2": Calibrated(depth=2), "dyspec": DySpec(), "heap": DySpec(form="heap"),
+    "opt-tree": OptTree(), "eagle2": Eagle2(), "sequoia": Sequoia(), "chain": Chain(3), "static": Static([3, 2]),
+    "stree": Static.stree(), "large": Static([70]), "rsdc": RSDC([2, 2]), "rsds": RSDS(3, 2),
+    "specinfer": SpecInfer([2, 1]), "depth-stop": DepthStop(Eagle2()), "decision": DecisionStop(Calibrated()),
+    "stopped-chain": Chain(4, stop=Confidence(least_prob=0.2)), "stopped-fixed": DepthStop(RSDC([2, 2])),
+}  # fmt: skip
+
+
+@cache
+def pair() -> tuple[stree.TreeLM, stree.TreeLM]:
+    return grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))
+
+
+@cache
+def plain_texts() -> list[list[int]]:
+    return stree.generate(pair()[0], PROMPTS, NoDrafter(), budget=1, max_new_tokens=12).sequences
+
+
+def given(monkeypatch: pytest.MonkeyPatch, tree_ms: float, call_ms: float, behind_ms: float = 0.0) -> None:
+    """Let steps take what is said: plain decoding 1 millisecond, trees and draft calls that much."""
+    times = StepTimes(1.0, np.array([1.0, 64.0]), np.array([1.0, 64 * tree_ms]), call_ms, behind_ms)
+    monkeypatch.setattr("stree.generation.step_times", lambda *_, **__: times)
+
+
+@pytest.mark.parametrize("name", GROWTHS)
+def test_every_growth_runs_by_default(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = pair()
+    text = partial(stree.generate, target, PROMPTS, ModelDrafter(draft), GROWTHS[name], max_new_tokens=12)
+    if name not in ("heap", "large"):  # which take long on these models
+        assert text().sequences == plain_texts()
+    given(monkeypatch, 0.02, 0.01)  # trees pay
+    out = text()
+    assert out.sequences == plain_texts()
+    assert out.stats["budget"] == "auto" and out.stats["nodes_per_step"] > 1.3
+    sampled = text(sampling=Sampling(0.8))
+    assert [len(text) for text in sampled.sequences] == [len(text) for text in out.sequences]
+
+
+class Valueless:
+    """A drafter that drafts one node and says nothing of its worth."""
+
+    starts = 0
+
+    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> Valueless:
+        self.starts += 1
+        return self
+
+    def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+        if budget == 1:
+            return Draft(TokenTree.unchecked(pending[:, None], torch.full((len(pending), 1), -1)), None, 0)
+        tokens = torch.stack([pending, pending], 1)
+        parents = torch.tensor([[-1, 0]] * len(pending), dtype=torch.int32)
+        return Draft(TokenTree.unchecked(tokens, parents), None, 1)
+
+    def observe(self, acceptance: Acceptance) -> None:
+        pass
+
+
+DRAFTERS: dict[str, Callable[[stree.TreeLM], Drafter | None]] = {
+    "default": lambda draft: None,
+    "none": lambda draft: NoDrafter(),
+    "suffix": lambda draft: SuffixDrafter(),
+    "model": ModelDrafter,
+    "trimmed": lambda draft: ModelDrafter(draft, vocab=range(60)),
+    "fused": lambda draft: FusedDrafter(ModelDrafter(draft), SuffixDrafter()),
+    "fused-suffix-first": lambda draft: FusedDrafter(SuffixDrafter(), ModelDrafter(draft)),
+    "without-values": lambda draft: Valueless(),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_runs_by_default(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = pair()
+    drafter = DRAFTERS[name](draft)
+    assert stree.generate(target, PROMPTS, drafter, max_new_tokens=12).sequences == plain_texts()
+    if isinstance(drafter, Valueless):
+        assert drafter.starts == 1, "a drafter of the user's own is not rehearsed with"
+    given(monkeypatch, 0.02, 0.01)  # trees pay
+    out = stree.generate(target, PROMPTS, drafter, max_new_tokens=12)
+    assert out.sequences == plain_texts()
+    assert (out.stats["nodes_per_step"] > 1) == (name != "none")
+    by_turns = stree.generate(target, iter(PROMPTS), drafter, max_new_tokens=12, max_batch=2, max_length=30) if (
+        name != "without-values"  # which takes up no prompt in mid-run
+    ) else None  # fmt: skip
+    assert by_turns is None or by_turns.sequences == plain_texts()
+
+
+def test_values_are_guessed_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[np.ndarray] = []
+    monkeypatch.setattr(BudgetController, "observe", lambda self, choice, values, *_: seen.append(values))
+    sizes = Sizes(None, flat_choices(4))
+    auto = AutoSize(sizes, GUESS)
+    auto._launch(Choice(4, 3))
+    tree = TokenTree.from_paths([[1, 2, 3], [1, 4]])
+    path, lengths = torch.tensor([[0, -1]], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    auto.observe(Draft(tree, None, 2), Acceptance(path, lengths, torch.tensor([0])))
+    assert seen[0].tolist() == [[1 / (1 + depth) for depth in tree.depths[0].tolist()]]
+
+
 def test_a_perfect_drafter_is_used_and_a_useless_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Costs are given, not measured, and so are times: what is tested is the choice.
-    target = grafted(tiny_model("bamba"))
-    monkeypatch.setattr(
-        "stree.steering._verify_ms", lambda lm, batch: lambda nodes: (1.0 if lm is target else 0.05) + 0.01 * nodes
-    )
+    # Costs are given, not measured: what is tested is the choice.
+    given(monkeypatch, 0.05, 0.05)
     prompts = random_texts(random.Random(0), [9])
     sizes: dict[str, list[float]] = {}
     for name in ("same-model", "model"):
-        auto = AutoSize(target, drafters()[name], DySpec(depth=4).bind(Sampling()), 1)
-        controller = auto.controller
-        plain, tree = controller.observe_plain, controller.observe
-        monkeypatch.setattr(controller, "observe_plain", lambda ms, plain=plain: plain())
-        monkeypatch.setattr(controller, "observe", lambda *step, tree=tree: tree(*step[:4]))
-        monkeypatch.setattr("stree.generation._steering", lambda *_, auto=auto: auto)
-        out = stree.generate(target, prompts, drafters()[name], budget="auto", max_new_tokens=300)
+        out = stree.generate(pair()[0], prompts, drafters()[name], DySpec(depth=4), max_new_tokens=300)
         sizes[name] = [out.stats["nodes_per_step"], out.stats["tau"]]
     assert sizes["same-model"][1] > 2.5
     assert sizes["model"][0] < sizes["same-model"][0]
+
+
+def test_a_seed_names_a_text_whatever_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))
+    options: dict[str, Any] = {"sampling": Sampling(1.0), "max_new_tokens": 60, "seed": 5}
+
+    def text() -> tuple[list[list[int]], int, float]:
+        out = stree.generate(target, PROMPTS, ModelDrafter(draft), **options)
+        return out.sequences, out.stats["steps"], out.stats["nodes_per_step"]
+
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: 1e-6 * next(ticks))  # all steps take about as long: trees pay
+    first = text()
+    assert first[2] > 2, "else trees do not matter"
+    noise, late = random.Random(1), 0.0
+
+    def noisy() -> float:
+        nonlocal late
+        late += noise.choice([1e-6, 1e-5, 0.001, 0.3])
+        return late
+
+    monkeypatch.setattr(time, "perf_counter", noisy)
+    assert text() == first
+    assert stree.generate(target, PROMPTS[:2], ModelDrafter(draft), **options).sequences  # another batch is measured
+    assert text() == first
+
+
+def test_other_costs_lead_to_other_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the one above: a sampled text does follow the sizes."""
+    texts = []
+    for tree_ms, call_ms in ((0.02, 0.01), (0.03, 1.0), (5.0, 5.0)):
+        given(monkeypatch, tree_ms, call_ms)
+        drafter = ModelDrafter(pair()[1])
+        out = stree.generate(pair()[0], PROMPTS, drafter, sampling=Sampling(1.0), max_new_tokens=60, seed=5)
+        texts.append((out.stats["nodes_per_step"], out.sequences))
+    (large, first), (small, second), (none, third) = texts
+    assert large > 2 * small > 2 > 1.5 > none
+    assert first != second != third != first
+
+
+def test_what_a_draft_model_has_to_catch_up_with_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+    for behind_ms in (0.0, 1e6):
+        given(monkeypatch, 0.05, 2.0, behind_ms)
+        out = stree.generate(pair()[0], PROMPTS, drafters()["same-model"], max_new_tokens=200)
+        steps.append(out.stats["steps"])
+    assert steps[0] < steps[1] == 199, "no trial pays where it takes so long"
+
+
+def test_each_text_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, 0.05, 0.2)
+    target, draft = pair()
+
+    def steps(prompt: list[int]) -> tuple[int, float]:
+        out = stree.generate(target, [prompt], ModelDrafter(draft), max_new_tokens=60)
+        return out.stats["steps"], out.stats["nodes_per_step"]
+
+    alone = steps(PROMPTS[0])
+    steps(PROMPTS[1])
+    assert steps(PROMPTS[0]) == alone
 
 
 def test_a_model_that_stood_idle_catches_up_on_what_was_emitted() -> None:
@@ -104,28 +285,43 @@ def check_next_tokens(lm: stree.TreeLM, draft: Draft, texts: Sequence[Sequence[i
 
 
 def test_choices_follow_the_drafter_and_the_growth() -> None:
-    target = grafted(tiny_model("bamba"))
+    def choices(growth: Growth | None, *, has_model: bool = True, is_coarse: bool = False) -> list[Choice]:
+        return list(Sizes.of(growth, has_model=has_model, is_coarse=is_coarse).choices)
 
-    def choices(drafter: Drafter, growth: Growth | None) -> list[Choice]:
-        return AutoSize(target, drafter, growth, 1).controller.choices
-
-    model = drafters()["model"]
-    assert choices(model, Chain(3).bind(Sampling())) == [Choice(1, 0), Choice(4, 3)], "a fixed shape, or nothing"
-    layered = choices(model, DySpec(depth=3).bind(Sampling()))
+    assert choices(Chain(3).bind(Sampling())) == [PLAIN, Choice(4, 3)], "a fixed shape, or nothing"
+    assert choices(Static([70, 1]).bind(Sampling())) == [PLAIN, Choice(141, 2)], "whatever its size"
+    layered = choices(DySpec(depth=3).bind(Sampling()))
     assert max(choice.depth for choice in layered) == 3
     assert {choice.depth for choice in layered if choice.nodes == 16} == {1, 2, 3}
-    heap = choices(model, DySpec(form="heap").bind(Sampling()))
+    assert choices(DepthStop(DySpec(depth=3)).bind(Sampling())) == layered, "the one inside has a depth"
+    assert len(choices(DySpec(depth=3).bind(Sampling()), is_coarse=True)) < len(layered)
+    heap = choices(DySpec(form="heap").bind(Sampling()))
     assert all(choice.depth == choice.nodes - 1 for choice in heap), "a heap makes a draft call a node"
-    assert all(choice.depth == choice.nodes - 1 for choice in choices(SuffixDrafter(), DySpec().bind(Sampling())))
+    flat = choices(DySpec().bind(Sampling()), has_model=False)
+    assert flat == flat_choices(64)
+    assert max(Sizes.of(Calibrated(), 2, has_model=True, is_coarse=False).choices, key=lambda c: c.depth).depth == 2
 
 
-def test_what_was_learnt_of_a_pair_is_kept_for_its_next_texts() -> None:
-    target, drafter = grafted(tiny_model("bamba")), drafters()["model"]
-    growth = DySpec(depth=3).bind(Sampling())
-    first = AutoSize(target, drafter, growth, 1)
-    assert AutoSize(target, drafter, growth, 1).controller is first.controller
-    for other in (AutoSize(target, drafter, growth, 2), AutoSize(target, SuffixDrafter(), growth, 1)):
-        assert other.controller is not first.controller
+def test_a_growth_without_a_depth_is_taken_whole_or_not_at_all() -> None:
+    class Opaque(Bound):
+        def plan(self, budget: int) -> Plan:
+            return Calibrated(depth=2).bind(self.sampling).plan(min(budget, 9))
+
+    growth = Opaque()
+    assert list(Sizes.of(growth, has_model=True, is_coarse=False).choices) == [PLAIN, Choice(9, 2)]
+    target, draft = pair()
+    out = stree.generate(target, PROMPTS, ModelDrafter(draft), growth, max_new_tokens=12)
+    assert out.sequences == plain_texts()
+
+
+def test_a_shape_that_cannot_be_laid_out_is_refused() -> None:
+    class Broken(Bound):
+        def plan(self, budget: int) -> Plan:
+            raise ValueError("no tree of mine")
+
+    target, draft = pair()
+    with pytest.raises(ValueError, match="no tree of mine"):
+        stree.generate(target, PROMPTS, ModelDrafter(draft), Broken())
 
 
 def test_a_limited_growth_is_the_other_cut_at_a_depth() -> None:
@@ -140,26 +336,6 @@ def test_a_limited_growth_is_the_other_cut_at_a_depth() -> None:
 def test_a_fixed_size_is_always_the_same() -> None:
     fixed = FixedSize(None, 7)
     assert fixed.next() == fixed.next() == (None, 7)
-
-
-class Valueless:
-    """A drafter that drafts one node and says nothing of its worth."""
-
-    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> Valueless:
-        return self
-
-    def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
-        tokens = torch.stack([pending, pending], 1)
-        parents = torch.tensor([[-1, 0]] * len(pending), dtype=torch.int32)
-        return Draft(TokenTree.unchecked(tokens, parents), None, 1)
-
-    def observe(self, acceptance: Acceptance) -> None:
-        pass
-
-
-def test_a_drafter_without_values_is_refused() -> None:
-    with pytest.raises(stree.GenerationError, match='budget="auto" needs a drafter that gives its nodes values'):
-        stree.generate(grafted(tiny_model("mamba2")), PROMPTS, Valueless(), budget="auto")
 
 
 def test_a_fused_drafter_has_the_models_of_its_parts() -> None:

@@ -31,12 +31,11 @@ def generate(growth: Any, prompts: list[list[int]], drafter: Any = None, **optio
     [
         ({}, "TargetInit does not keep the target's law; it runs only with allow_lossy=True"),
         ({"allow_lossy": True, "drafter": SuffixDrafter()}, "TargetInit needs a ModelDrafter, got SuffixDrafter"),
-        ({"allow_lossy": True, "budget": "auto"}, "its budget must be a number of nodes, got 'auto'"),
         ({"allow_lossy": True, "budget": 12}, r"a tree of 13 nodes \(root included\) exceeds the budget of 12"),
         ({"allow_lossy": True, "budget": 1}, r"a tree of 13 nodes \(root included\) exceeds the budget of 1"),
         ({"allow_lossy": True, "verifier": "match"}, "leave verifier at 'auto', got 'match'"),
     ],
-    ids=["not-allowed", "drafter", "auto", "budget", "plain", "verifier"],
+    ids=["not-allowed", "drafter", "budget", "plain", "verifier"],
 )
 def test_what_cannot_run_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -47,6 +46,14 @@ def test_what_cannot_run_is_refused(options: dict[str, Any], message: str) -> No
 def test_a_shape_that_is_none_is_refused(sizes: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
         TargetInit(*sizes)
+
+
+def test_its_default_budget_is_its_own_size() -> None:
+    options: dict[str, Any] = {"allow_lossy": True, "max_new_tokens": 8, "sampling": PLAIN}
+    large = TargetInit(12, 7)  # 97 nodes
+    found = generate(large, [[0]], **options)
+    assert found.sequences == generate(large, [[0]], budget=97, **options).sequences
+    assert found.stats["budget"] == "auto"
 
 
 def test_its_verifier_cannot_be_chosen() -> None:

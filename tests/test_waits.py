@@ -179,7 +179,7 @@ def test_the_trace_sees_that_the_cpu_s_steps_differ() -> None:
 def test_a_stop_token_and_the_limit_end_sequences_without_the_host(as_on_a_device: None) -> None:
     lm = grafted(tiny_model("bamba"))
     drafter = ModelDrafter(grafted(tiny_model("mamba2", seed=1)))
-    whole = stree.generate(lm, TEXTS, drafter, max_new_tokens=24).sequences
+    whole = stree.generate(lm, TEXTS, drafter, budget=16, max_new_tokens=24).sequences
     stop = whole[0][6 + 9]
     expected = []
     for text in whole:

@@ -1,0 +1,300 @@
+"""What a step of each size takes, measured once: a few steps of the loop on a text that nobody reads.
+
+It decides nothing.  What is measured is kept with the target and never measured again, so that whoever chooses sizes by
+it chooses the same ones for the same text.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stree.budget import PLAIN, Choice
+from stree.drafters import Draft, Drafter, HasModel
+from stree.engine import Engine
+from stree.graphs import WARM_UP
+from stree.growth import Growth
+from stree.models.tree_lm import TreeLM
+from stree.processing import Node, NodeProcessor, with_processor
+from stree.sampling import Random, Sampling
+from stree.session import Session
+from stree.steering import AutoSize, Sizes
+from stree.tree import TokenTree
+from stree.verify import Acceptance
+
+__all__ = ["StepTimes", "step_times"]
+
+ROUNDS = 2  # the fastest step of a size counts
+LONGEST_S = 1.0  # after which the round that is over must do
+SMALL, MIDDLE, LARGE = 4, 16, 64  # nodes of the trees that are timed; what lies between is interpolated
+SHALLOW, DEEP = 2, 4  # and their draft calls
+
+logger = logging.getLogger("stree")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepTimes:
+    """Milliseconds of a step: of plain decoding, and of a tree by its nodes and draft calls.
+
+    Attributes:
+        plain_ms: of plain decoding.
+        nodes: float[points], rising.
+        tree_ms: float[points], of trees of so many nodes without their draft calls; never falling.
+        call_ms: of a draft call.
+        behind_ms: that a tree takes more after plain decoding.
+    """
+
+    plain_ms: float
+    nodes: np.ndarray
+    tree_ms: np.ndarray
+    call_ms: float = 0.0
+    behind_ms: float = 0.0
+
+    def __call__(self, nodes: np.ndarray, calls: np.ndarray) -> np.ndarray:
+        """Give float[...] milliseconds of int[...] nodes, root included, and int[...] draft calls."""
+        nodes, calls = np.broadcast_arrays(nodes, calls)
+        tree = np.interp(nodes, self.nodes, self.tree_ms) + self.call_ms * calls
+        return np.where((nodes == 1) & (calls == 0), self.plain_ms, np.maximum(tree, self.plain_ms))
+
+
+# Before anything could be measured: a draft call is a quarter of a step, 64 nodes take twice what one does.
+GUESS = StepTimes(1.0, np.array([1.0, 64.0]), np.array([1.0, 2.0]), 0.25)
+
+_known: weakref.WeakKeyDictionary[TreeLM, dict[Hashable, StepTimes]] = weakref.WeakKeyDictionary()
+
+
+def step_times(
+    lm: TreeLM,
+    drafter: Drafter,
+    sizes: Sizes,
+    batch: int,
+    *,
+    sampling: Sampling,
+    verifier: str,
+    engine: Engine | None,
+    processor: NodeProcessor | None,
+) -> StepTimes:
+    """Give what steps take, measured before the first text of a kind.
+
+    A drafter without a model counts as free, as looking something up is; so does what a processor does with a node's
+    logits: neither is asked about a text that is none of the caller's.
+
+    Args:
+        lm: the target.
+        drafter: its models' calls are timed, with everything that a step does around them.
+        sizes: what will be chosen from.
+        batch: sequences.
+        sampling: how tokens are drawn.
+        verifier: see ``stree.accept``.
+        engine: captures steps, which are then timed as they are replayed; None where they are launched.
+        processor: what will process logits, or None; only whether it looks at texts matters.
+    """
+    models = drafter.models if isinstance(drafter, HasModel) else ()
+    looks_at_text = None if processor is None else processor.looks_at_text
+    key = (
+        batch, tuple(map(weakref.ref, models)), type(drafter) if models else None, tuple(sizes.choices),
+        None if sizes.growth is None else repr(sizes.growth.bind(Sampling())), verifier,
+        (sampling.is_greedy, sampling.top_k is None, sampling.top_p is None), engine is not None, looks_at_text,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    known = _known.setdefault(lm, {})
+    if key not in known:
+        rehearsal = _Rehearsal(sizes, has_model=bool(models), on_device=lm.device.type == "cuda" or engine is not None)
+        stand_in = drafter if models else _Bushy()
+        if looks_at_text is not None:
+            lm, stand_in = with_processor(lm, stand_in, _Untouched(looks_at_text))
+        try:
+            _run(lm, stand_in, rehearsal, batch, sampling, verifier, engine)
+            known[key] = rehearsal.times()
+        except Exception as problem:  # the caller's own text will meet it, or not
+            logger.debug("what steps take could not be measured: %s: %s", type(problem).__name__, problem)
+            return GUESS
+    return known[key]
+
+
+def _run(
+    lm: TreeLM,
+    drafter: Drafter,
+    rehearsal: _Rehearsal,
+    batch: int,
+    sampling: Sampling,
+    verifier: str,
+    engine: Engine | None,
+) -> None:
+    """Generate until all steps were taken, with an engine of its own: nothing that is kept for texts is disturbed."""
+    room = 2 + rehearsal.most_tokens + rehearsal.max_nodes
+    length = room if lm.max_length is None else min(room, lm.max_length)
+    while not rehearsal.is_done:
+        left = rehearsal.num_left
+        rehearsal.begin()
+        session = Session(
+            lm, [([0, 0], None)] * batch, sampling=sampling, max_new_tokens=length - 2, stop_token_ids=None,
+            seed=left, max_batch=batch, max_length=length, cancelled=lambda _: rehearsal.is_done,
+            engine=None if engine is None else Engine(engine.recorder),
+        )  # fmt: skip
+        session.run(drafter, rehearsal, verifier)
+        if session.problem is not None:
+            raise session.problem
+        if rehearsal.num_left == left:
+            raise RuntimeError(f"texts of {length} tokens leave no room for a step")
+
+
+class _Rehearsal(AutoSize):
+    """Takes steps of given sizes, small and large by turns, so that what disturbs the machine disturbs all of them.
+
+    A controller learns from them, as it takes its time; nobody asks what.
+
+    Args:
+        sizes: of which a few are timed.
+        has_model: whether draft calls are made.
+        on_device: whether steps are captured, and launched before the last one is heard of: the second of two equal
+            ones is timed.
+    """
+
+    def __init__(self, sizes: Sizes, *, has_model: bool, on_device: bool) -> None:
+        super().__init__(sizes, GUESS)
+        self._calls_matter = has_model and sizes.is_cut
+        timed = _timed_choices(sizes)
+        self._script = _script(timed, on_device)
+        self._round = len(self._script) if on_device else len(timed) + 2
+        self._deadline = time.perf_counter() + LONGEST_S
+        self.most_tokens = sum(choice.depth + 1 for choice, _ in self._script) + 1
+        self._begun = self._heard = 0
+        self._is_first, self._last = True, 0.0
+        # Milliseconds by size, and the nodes and draft calls that it turned out to have.
+        self._steps: dict[Choice, list[tuple[float, int, int]]] = {}
+        self._behind: list[float] = []
+
+    @property
+    def num_left(self) -> int:
+        """Steps not yet heard of."""
+        return len(self._script) - self._heard
+
+    @property
+    def is_done(self) -> bool:
+        """Tell whether all steps were heard of."""
+        return self.num_left <= 0
+
+    @property
+    def is_off(self) -> bool:
+        """Tell that trees will be drafted."""
+        return False
+
+    def begin(self) -> None:
+        """Begin a text: the rest of the steps is to come, the first of which is not timed."""
+        self._begun, self._is_first = self._heard, True
+        self._launched.clear()
+
+    def next(self) -> tuple[Growth | None, int]:
+        """Give the next size; plain decoding when all were given."""
+        choice = self._script[self._begun][0] if self._begun < len(self._script) else PLAIN
+        self._begun += 1
+        return self._launch(choice)
+
+    def observe(self, draft: Draft, acceptance: Acceptance) -> None:
+        """Take the time since the last step was heard of."""
+        super().observe(draft, acceptance)
+        now = time.perf_counter()
+        ms, self._last = 1e3 * (now - self._last), now
+        if self.is_done:
+            return
+        choice, timing = self._script[self._heard]
+        self._heard += 1
+        if self._is_first:
+            self._is_first = False
+        elif timing == "timed":
+            self._steps.setdefault(choice, []).append((ms, draft.tree.tokens.shape[1], draft.num_calls))
+        elif timing == "behind":
+            self._behind.append(ms)
+        if now > self._deadline and self._heard % self._round == 0:
+            self._heard = len(self._script)
+
+    def times(self) -> StepTimes:
+        """Interpolate between what was timed."""
+        fastest = {choice: min(steps) for choice, steps in self._steps.items()}
+        plain_ms = fastest.pop(PLAIN)[0]
+        trees = [fastest[choice] for choice in sorted(fastest, key=lambda choice: (choice.nodes, choice.depth))]
+        call_ms = _call_ms(trees) if self._calls_matter else 0.0
+        points = [(float(nodes), ms - call_ms * calls) for ms, nodes, calls in trees]
+        if len(trees) > 1:  # below the smallest tree the first slope goes on; what draws nothing runs a root alone
+            points.append((1.0, _below(points, plain_ms) if self._calls_matter else plain_ms))
+        nodes = sorted({count for count, _ in points})
+        tree_ms = [float(np.mean([ms for count, ms in points if count == known])) for known in nodes]
+        behind_ms = max(min(self._behind) - trees[0][0], 0.0) if self._behind else 0.0
+        return StepTimes(plain_ms, np.array(nodes), np.maximum.accumulate(tree_ms), call_ms, behind_ms)
+
+
+def _timed_choices(sizes: Sizes) -> list[Choice]:
+    """Choose the sizes that are timed, smallest first, plain decoding last."""
+    deepest = max(choice.depth for choice in sizes.choices)
+    if len(sizes.choices) <= 3:
+        return [*sizes.choices[1:], PLAIN]
+    if not sizes.is_cut:
+        return [*(Choice(nodes, nodes - 1) for nodes in (SMALL, MIDDLE, LARGE)), PLAIN]
+    deep = min(DEEP, deepest)
+    shallow = min(SHALLOW, max(deep - 1, 1))
+    pairs = ((SMALL, shallow), (MIDDLE, shallow), (MIDDLE, deep), (LARGE, deep))
+    return [*dict.fromkeys(Choice(nodes, depth) for nodes, depth in pairs), PLAIN]
+
+
+def _script(choices: Sequence[Choice], on_device: bool) -> list[tuple[Choice, str]]:
+    """List all steps, each "timed", "behind" plain decoding, or neither."""
+    if not on_device:
+        each = [(choice, "timed") for choice in (*choices, PLAIN)]
+        return [(choices[0], ""), *each, *[(choices[0], "behind"), *each] * (ROUNDS - 1)]
+    room = [(choice, "") for choice in choices]  # whatever a size makes room for, graphs are captured behind it
+    warm = [(choice, "") for choice in choices for _ in range(WARM_UP + 1)]
+    return [*room, *warm, *[(choice, timing) for choice in choices for timing in ("", "timed")] * ROUNDS]
+
+
+def _call_ms(trees: Sequence[tuple[float, int, int]]) -> float:
+    """Find what a draft call more takes, from trees that differ in their calls, but for what their nodes do."""
+    pairs = [(before, after) for before, after in zip(trees, trees[1:], strict=False)]
+    wider = [(m1 - m0) / (n1 - n0) for (m0, n0, c0), (m1, n1, c1) in pairs if n1 > n0 and c1 == c0]
+    node_ms = max(wider[-1], 0.0) if wider else 0.0
+    deeper = [(m1 - m0 - node_ms * (n1 - n0)) / (c1 - c0) for (m0, n0, c0), (m1, n1, c1) in pairs if c1 > c0]
+    return max(deeper[-1], 0.0) if deeper else 0.0
+
+
+def _below(points: Sequence[tuple[float, float]], plain_ms: float) -> float:
+    """Go on with the first slope down to one node."""
+    (nodes, ms), (more, later) = points[:2]
+    slope = max((later - ms) / (more - nodes), 0.0) if more > nodes else 0.0
+    return max(ms - slope * (nodes - 1), min(plain_ms, ms))
+
+
+class _Untouched:
+    """A processor that leaves logits as they are."""
+
+    def __init__(self, looks_at_text: bool) -> None:
+        self.looks_at_text = looks_at_text
+
+    def __call__(self, nodes: Sequence[Node], logits: Tensor) -> Tensor:
+        """Give them back."""
+        return logits
+
+
+class _Bushy:
+    """Drafts binary trees as large as the budget allows, of two tokens: what retrieval may propose at most."""
+
+    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _Bushy:
+        """Begin."""
+        return self
+
+    def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+        """Draft a tree."""
+        index = torch.arange(budget, device=pending.device)
+        parents = ((index + 1) // 2 - 1).to(torch.int32).expand(len(pending), -1).contiguous()
+        tokens = (index % 2).repeat(len(pending), 1)
+        tokens[:, 0] = pending
+        return Draft(TokenTree.unchecked(tokens, parents), None, budget.bit_length() - 1)
+
+    def observe(self, acceptance: Acceptance) -> None:
+        """Learn nothing."""

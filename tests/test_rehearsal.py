@@ -1,0 +1,246 @@
+"""What steps take: found from a few of them, measured once, kept with the model, and nobody's text is touched.
+
+Run: python -m pytest tests/test_rehearsal.py
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import grafted, tiny_model
+from torch import Tensor
+
+import stree
+from stree import rehearsal
+from stree.budget import PLAIN, Choice, flat_choices
+from stree.drafters import Draft, ModelDrafter, SuffixDrafter
+from stree.growth import Calibrated, Chain, DySpec, Limited
+from stree.growth.plan import Growth
+from stree.rehearsal import GUESS, StepTimes, step_times
+from stree.sampling import Sampling
+from stree.steering import Sizes
+from stree.tree import TokenTree
+from stree.verify import Acceptance
+
+PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 3, 9, 3, 9]]
+LAYERED = Sizes.of(Calibrated(depth=8).bind(Sampling()), has_model=True, is_coarse=False)
+
+
+class Stage:
+    """A loop whose steps take what they are said to, on a clock of its own."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, ms: Callable[[int, int], float], behind_ms: float = 0.0
+    ) -> None:
+        self.now, self.ms, self.behind_ms = 0.0, ms, behind_ms
+        self.steps: list[tuple[int, int]] = []
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def play(
+        self, sizes: Sizes, *, has_model: bool = True, on_device: bool = False, slow: int = 0, text: int = 10**6
+    ) -> StepTimes:
+        """Take all steps, ``text`` of them a text; every ``slow``-th takes ten times as long."""
+        actor = rehearsal._Rehearsal(sizes, has_model=has_model, on_device=on_device)
+        number, was_plain = 0, False
+        while not actor.is_done:
+            if number % text == 0:
+                actor.begin()
+                self.now += 0.1  # the prompt
+            growth, nodes = actor.next()
+            calls = self.calls(growth, nodes) if has_model else 0
+            self.steps.append((nodes, calls))
+            number += 1
+            ms = self.ms(nodes, calls) + self.behind_ms * (was_plain and nodes > 1)
+            self.now += 1e-3 * ms * (10 if slow and number % slow == 0 else 1)
+            was_plain = nodes == 1
+            tree = TokenTree.chain(list(range(nodes)))
+            path, length = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+            actor.observe(Draft(tree, None, nodes - 1, calls), Acceptance(path, length, torch.tensor([1])))
+        return actor.times()
+
+    @staticmethod
+    def calls(growth: Growth | None, nodes: int) -> int:
+        if nodes == 1 or growth is None:
+            return 0
+        return growth.depth if isinstance(growth, Limited) else len(growth.plan(nodes).layers)
+
+
+def layered_ms(nodes: int, calls: int) -> float:
+    return 10.0 if nodes == 1 else 12.0 + 0.25 * nodes + 2.0 * calls
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_steps_take_is_found_and_what_disturbs_them_is_not(
+    on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(monkeypatch, layered_ms, behind_ms=5.0)
+    found = stage.play(LAYERED, on_device=on_device, slow=7)
+    for nodes, depth in ((2, 1), (4, 2), (10, 3), (16, 8), (40, 1), (64, 8)):
+        assert found(np.array(nodes), np.array(depth)) == pytest.approx(layered_ms(nodes, depth))
+    assert found(np.array(1), np.array(0)) == pytest.approx(10.0)
+    assert found.behind_ms == pytest.approx(0.0 if on_device else 5.0)
+
+
+def test_the_prompt_of_a_text_is_no_part_of_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Stage(monkeypatch, layered_ms, behind_ms=5.0).play(LAYERED, text=7)
+    assert found(np.array(16), np.array(4)) == pytest.approx(layered_ms(16, 4))
+    assert found.behind_ms == 0, "each round began a text"
+
+
+def test_trees_that_differ_in_nodes_and_calls_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    trees = [(ms, nodes, calls) for nodes, calls in ((4, 2), (10, 2), (16, 4), (64, 4)) for ms in [1.5 * calls + nodes]]
+    assert rehearsal._call_ms(trees) == pytest.approx(1.5)
+    assert rehearsal._call_ms(trees[:2]) == 0, "nothing says what a call takes"
+    assert rehearsal._call_ms([(9.0, 4, 2), (8.0, 4, 4)]) == 0, "never less than nothing"
+
+
+def test_retrieved_trees_cost_by_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Stage(monkeypatch, lambda nodes, calls: 9.0 + nodes).play(Sizes(None, flat_choices(64)), has_model=False)
+    assert found(np.array([1, 2, 4, 40, 64]), np.array([0, 1, 3, 39, 63])).tolist() == pytest.approx(
+        [10, 11, 13, 49, 73]
+    )
+
+
+def test_a_fixed_shape_is_timed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch, layered_ms)
+    found = stage.play(Sizes.of(Chain(3).bind(Sampling()), has_model=True, is_coarse=False))
+    assert set(stage.steps) == {(4, 3), (1, 0)}
+    assert found(np.array([1, 4]), np.array([0, 3])).tolist() == pytest.approx([10.0, 19.0])
+
+
+def test_no_tree_is_faster_than_plain_decoding_and_no_larger_one_than_a_smaller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = Stage(monkeypatch, lambda nodes, calls: 10.0 if nodes != 16 else 5.0).play(LAYERED)
+    table = found(np.arange(1, 65)[:, None], np.arange(9))
+    assert (table > 9.99).all() and (np.diff(table, axis=0) >= 0).all() and (np.diff(table, axis=1) >= 0).all()
+
+
+def slowed(factor: int, nodes: int, calls: int) -> float:
+    return factor * layered_ms(nodes, calls)
+
+
+def test_a_slow_machine_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for factor in (1, 100):
+        stage = Stage(monkeypatch, partial(slowed, factor))
+        found = stage.play(LAYERED)
+        assert found(np.array(16), np.array(4)) == pytest.approx(factor * layered_ms(16, 4))
+        counts.append(len(stage.steps))
+    assert counts == [14, 7]
+
+
+def measured(
+    target: stree.TreeLM, drafter: Any, sizes: Sizes, *, batch: int = 1, sampling: Sampling | None = None
+) -> StepTimes:
+    return step_times(
+        target, drafter, sizes, batch, sampling=sampling or Sampling(), verifier="auto", engine=None, processor=None
+    )
+
+
+def test_it_is_measured_once_for_what_makes_up_a_step() -> None:
+    target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))
+    flat = Sizes(None, flat_choices(64))
+    first = measured(target, ModelDrafter(draft), LAYERED)
+    assert measured(target, ModelDrafter(draft), LAYERED) is first
+    hot, warm = Sampling(1.0), Sampling(0.7)
+    sampled = measured(target, ModelDrafter(draft), LAYERED, sampling=hot)
+    assert measured(target, ModelDrafter(draft), LAYERED, sampling=warm) is sampled
+    other = Sizes.of(DySpec(depth=8).bind(Sampling()), has_model=True, is_coarse=False)
+    found = [
+        first,
+        sampled,
+        measured(target, ModelDrafter(draft), LAYERED, batch=2),
+        measured(target, SuffixDrafter(), flat),
+        measured(target, ModelDrafter(draft), other),
+        measured(target, ModelDrafter(target), LAYERED),
+        measured(draft, ModelDrafter(target), LAYERED),
+        measured(target, ModelDrafter(draft), LAYERED, sampling=Sampling(1.0, top_p=0.9)),
+    ]
+    assert len(set(map(id, found))) == len(found) and GUESS not in found
+
+
+def test_it_is_kept_as_long_as_the_target() -> None:
+    target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))
+    before = len(rehearsal._known)
+    stree.generate(target, PROMPTS, ModelDrafter(draft), max_new_tokens=4)
+    assert len(rehearsal._known) == before + 1
+    del target, draft
+    gc.collect()
+    assert len(rehearsal._known) == before
+
+
+def test_random_numbers_are_left_alone() -> None:
+    target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))
+    state = torch.get_rng_state()
+    options: dict[str, Any] = {"sampling": Sampling(1.0), "verifier": "match", "max_new_tokens": 12, "seed": 3}
+    found = stree.generate(target, PROMPTS, ModelDrafter(draft), **options)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert found.sequences == stree.generate(target, PROMPTS, budget=1, **options).sequences
+
+
+def test_a_processor_is_asked_about_the_caller_s_texts_only() -> None:
+    texts: list[list[int]] = []
+
+    def processor(text: Tensor, logits: Tensor) -> Tensor:
+        texts.append(text[0].tolist())
+        return logits
+
+    target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))
+    options: dict[str, Any] = {"max_new_tokens": 8, "logits_processor": processor}
+    found = stree.generate(target, PROMPTS[:1], ModelDrafter(draft), **options)
+    assert all(text[:10] == PROMPTS[0] for text in texts) and texts
+    assert found.sequences == stree.generate(target, PROMPTS[:1], budget=1, **options).sequences
+
+
+def test_what_cannot_be_measured_is_guessed_and_the_text_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))
+    expected = stree.generate(target, PROMPTS, budget=1, max_new_tokens=12).sequences
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rehearsal, "_run", fails)
+        assert measured(target, ModelDrafter(draft), LAYERED) is GUESS
+        assert stree.generate(target, PROMPTS, ModelDrafter(draft), max_new_tokens=12).sequences == expected
+    assert measured(target, ModelDrafter(draft), LAYERED) is not GUESS, "it is measured when it can be"
+
+
+def test_ctrl_c_while_measuring_is_an_interrupted_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stops(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rehearsal, "_run", stops)
+    with pytest.raises(stree.GenerationInterrupted) as caught:
+        stree.generate(grafted(tiny_model("bamba")), PROMPTS)
+    assert caught.value.output.sequences == []
+
+
+def test_a_text_of_few_tokens_leaves_room_for_some_steps_at_a_time() -> None:
+    target, draft = grafted(tiny_model("llama", max_position_embeddings=24)), grafted(tiny_model("mamba2", seed=1))
+    assert target.max_length == 24
+    assert measured(target, ModelDrafter(draft), LAYERED) is not GUESS
+
+
+def test_plain_decoding_and_a_fixed_budget_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stree.generation.step_times", lambda *_, **__: pytest.fail("it was measured"))
+    target = grafted(tiny_model("bamba"))
+    stree.generate(target, PROMPTS, stree.drafters.NoDrafter(), max_new_tokens=4)
+    stree.generate(target, PROMPTS, budget=8, max_new_tokens=4)
+
+
+def test_sizes_that_are_timed_are_sizes_that_are_chosen() -> None:
+    coarse = Sizes.of(Calibrated(depth=8).bind(Sampling()), has_model=True, is_coarse=True)
+    for sizes in (LAYERED, coarse, Sizes(None, flat_choices(64))):
+        timed = rehearsal._timed_choices(sizes)
+        assert timed[-1] == PLAIN and set(timed) <= set(sizes.choices) and len(timed) >= 4
+    shallow = Sizes.of(Calibrated(depth=1).bind(Sampling()), has_model=True, is_coarse=False)
+    assert rehearsal._timed_choices(shallow) == [Choice(4, 1), Choice(16, 1), Choice(64, 1), PLAIN]
