@@ -95,7 +95,7 @@ def test_a_layer_leaves_room_for_what_is_worth_as_much_below_it(left: int) -> No
     below = tuple(typical_values(63, 2, 4))
     value = torch.tensor([[0.9, 0.06, 0.03, 0.0], [0.4, 0.35, 0.3, 0.2], [0.0, 0.0, 0.0, 0.0]])
     layer = Layer(4, 4, below=below)
-    _, is_taken = choose_slots(layer, value, torch.full((3,), left), 0.0, torch.zeros(3).long())
+    _, is_taken = choose_slots(layer, value, torch.full((3,), left), 0.0, 1)
     for row, values in enumerate(value.tolist()):
         wanted = 0
         for count, least in enumerate(values, 1):
@@ -109,7 +109,7 @@ def test_a_sure_root_grows_deep_and_another_wide() -> None:
     plan = Calibrated(depth=4).bind(PLAIN).plan(16)
     sure, unsure = torch.tensor([[0.97, 0.01, 0.01, 0.005]]), torch.tensor([[0.4, 0.3, 0.2, 0.15]])
     taken = [
-        int(choose_slots(plan.layers[0], value, torch.tensor([15]), plan.threshold, torch.tensor([0]))[1].sum())
+        int(choose_slots(plan.layers[0], value, torch.tensor([15]), plan.threshold, 1)[1].sum())
         for value in (sure, unsure)
     ]
     assert taken[0] == 1 < taken[1]

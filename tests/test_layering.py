@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "stree.draws": set(),
     "stree.retrieval": {"stree.retrieval"},
     "stree.vocabulary": set(),
-    "stree.growth": PLAIN | {"stree.growth"},
+    "stree.growth": PLAIN | {"stree.growth", "stree.kernels.growth_door", "stree.kernels.reference_growth"},
     "stree.verify": PLAIN | {"stree.verify", "stree.kernels"},
     "stree.budget": PLAIN,
     "stree.drafters": PLAIN

@@ -364,11 +364,10 @@ class _ModelRun:
             reach = grown.frontier_value if goes_on is None else grown.frontier_value * goes_on[:, None]
             offered = offer(law, grown.frontier_number, layer.ranks)
             priority, value = estimate.rate(reach, offered.probs, law, offered.is_chosen)
-            most = left if not plan.is_pruned else torch.full_like(left, layer.width + layer.leaves)
-            sure = most if plan.is_pruned else left // (len(plan.layers) - depth)
             slots, is_taken = choose_slots(
-                layer, priority.flatten(1), most, plan.threshold, sure, in_order=offered.is_chosen is not None
-            )
+                layer, priority.flatten(1), None if plan.is_pruned else left, plan.threshold, len(plan.layers) - depth,
+                in_order=offered.is_chosen is not None,
+            )  # fmt: skip
             chosen = value.flatten(1).gather(1, slots) * is_taken
             is_taken = grown.are_worthwhile(chosen, is_taken)
             chosen = chosen * is_taken

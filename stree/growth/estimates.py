@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from stree.kernels.growth_door import RankFit, Table, rate_by_rank, rate_by_table
+from stree.kernels.reference_growth import spent_before
 from stree.sampling import Random
 from stree.tree import TokenTree
 
@@ -146,14 +148,11 @@ class RankEstimate(PathEstimate):
 
     def __init__(self, ranks: int, device: torch.device) -> None:
         fits = [CERTAIN[min(rank, len(CERTAIN) - 1)] for rank in range(ranks)]
-        self._level, self._by_confidence, self._by_sharpness = torch.tensor(fits, device=device).unbind(1)
+        self._fit = RankFit(*torch.tensor(fits, device=device).T.contiguous())
 
     def rate(self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rate a slot by the product of its path's chances; a younger sibling's is never the greater."""
-        ranks = probs.shape[-1]
-        odds = self._level[:ranks] + self._by_confidence[:ranks] * probs.clamp(min=1e-9).log()
-        odds = odds + self._by_sharpness[:ranks] * torch.linalg.vector_norm(law, dim=-1).square()[..., None]
-        value = reach[..., None] * (odds.sigmoid().cummin(-1).values * (probs > 0))
+        value = rate_by_rank(self._fit, reach, probs, torch.linalg.vector_norm(law, dim=-1))
         return value, value
 
 
@@ -182,8 +181,8 @@ class Calibration:
     """
 
     def __init__(self, batch: int, ranks: int, device: torch.device) -> None:
-        self._sharpness, self._confidence = torch.tensor(SHARPNESS_EDGES), torch.tensor(CONFIDENCE_EDGES)
-        sharp, sure = _middles(self._sharpness), _middles(self._confidence).log()
+        edges = torch.tensor(SHARPNESS_EDGES), torch.tensor(CONFIDENCE_EDGES)
+        sharp, sure = _middles(edges[0]), _middles(edges[1]).log()
         # Rows of the table: ranks of drawn children, then ranks where there is a favourite, itself the second.
         before, after = (
             torch.tensor([fit[min(rank, len(fit) - 1)] for fit in fits for rank in range(ranks)])
@@ -192,12 +191,11 @@ class Calibration:
         level, by_sharpness, by_confidence = after[:, :, None, None].unbind(1)  # [2 x ranks, 1, 1] each
         odds = before[:, :1] + before[:, 1:] * sharp
         odds = torch.cat([odds.flatten(), (level + by_sharpness * sharp[:, None] + by_confidence * sure).flatten()])
-        self._sharpness, self._confidence = self._sharpness.to(device), self._confidence.to(device)
         self._tests = torch.full((batch, len(odds)), PRIOR_TESTS, device=device)
         self._prior = odds.sigmoid().to(device) * PRIOR_TESTS
         self._passed = self._prior.repeat(batch, 1)
-        self._rank, self._most = torch.arange(ranks, device=device), ranks
-        self._first_after = 2 * ranks * (len(SHARPNESS_EDGES) + 1)  # the cells before a draw stand first
+        rank = torch.arange(ranks, device=device)
+        self._table = Table(self._passed, self._tests, *(edge.to(device) for edge in edges), rank)
         self._kept: list[Tensor] = []
 
     def begin(self, plan: Plan, rng: Random) -> None:
@@ -209,33 +207,9 @@ class Calibration:
 
     def rate(self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rate a slot by the probability that its child is accepted, over whatever token is drawn."""
-        ranks = probs.shape[-1]
-        odds = self._passed / self._tests
-        squares = torch.linalg.vector_norm(law, dim=-1).square()
-        row, spent = self._rank[:ranks], spent_before(probs)
-        if is_chosen is not None:
-            favourite = (probs * is_chosen).sum(-1, keepdim=True)  # the law is without it
-            squares = squares + favourite.squeeze(-1).square()
-            row = row + self._most * (favourite > 0)
-            spent = (spent_before(probs.masked_fill(is_chosen, 0)) + favourite).masked_fill(is_chosen, 0)
-        sharp = torch.bucketize(squares, self._sharpness)
-        sure = torch.bucketize(probs / (1 - spent).clamp(min=1e-6), self._confidence)
-        before = row * (len(self._sharpness) + 1) + sharp[..., None]
-        after = self._first_after + before * (len(self._confidence) + 1) + sure
-        self._cells = torch.stack([before, after], -1)
-        expected, found = odds.gather(1, self._cells.flatten(1)).view(self._cells.shape).unbind(-1)
-        refused = 1 - found
-        if is_chosen is not None:  # once the first one is refused, a favourite is the target's own token more often
-            refused = torch.where(is_chosen, 1 - found / refused[..., :1].clamp(min=1e-6), refused).clamp(min=0)
-        untested = torch.cat([reach[..., None], refused[..., :-1]], -1).cumprod(-1)
-        priority, value = untested * expected, untested * found
-        if is_chosen is None:
-            priority = priority.cummin(-1).values
-        else:
-            own = reach[..., None] * found
-            priority = torch.where(is_chosen, own, priority.masked_fill(is_chosen, torch.inf).cummin(-1).values)
-            value = torch.where(is_chosen, own, value)
-        return priority * (probs > 0), value * (probs > 0)
+        norms = torch.linalg.vector_norm(law, dim=-1)
+        priority, value, self._cells = rate_by_table(self._table, reach, probs, norms, is_chosen)
+        return priority, value
 
     def goes_on(self, values: Tensor) -> Tensor | None:
         """Never stop."""
@@ -270,17 +244,11 @@ class Calibration:
         above = (tree.ancestor_mask * own[:, None]).sum(-1) - own
         counts = is_drafted & is_live[:, None]
         reached, made = above.exp() * counts, (above + missed).exp() * counts
-        sharps = len(self._sharpness) + 1
-        is_favourite = cells[..., 0] // sharps == self._most + 1
+        is_favourite = cells[..., 0] // (len(SHARPNESS_EDGES) + 1) == len(self._table.rank) + 1
         tests, passed = torch.where(is_favourite, reached, made), made * ratios
         for number in range(2):
             self._tests.scatter_add_(1, cells[..., number], tests)
             self._passed.scatter_add_(1, cells[..., number], passed)
-
-
-def spent_before(probs: Tensor) -> Tensor:
-    """Sum what stands before each place, exclusively."""
-    return torch.cat([torch.zeros_like(probs[..., :1]), probs.cumsum(-1)[..., :-1]], -1)
 
 
 def _middles(edges: Tensor) -> Tensor:
