@@ -7,6 +7,9 @@ kernel whose grid and build depend on sizes alone; elsewhere, in float64 and bey
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -14,9 +17,78 @@ from stree.kernels import reference_growth
 from stree.kernels.reference_growth import RankFit, Ratings, Table
 from stree.kernels.topology import is_launched
 
-__all__ = ["MAX_SLOTS", "RankFit", "Ratings", "Table", "choose", "rate_by_rank", "rate_by_table"]
+__all__ = [
+    "MAX_SLOTS",
+    "Appended",
+    "Chosen",
+    "Columns",
+    "RankFit",
+    "Ratings",
+    "Table",
+    "append",
+    "choose",
+    "rate_by_rank",
+    "rate_by_table",
+]
 
 MAX_SLOTS, MAX_WIDTH, MAX_BELOW = 1024, 128, 255  # of a layer, of those taken, and of the values below a node
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """A growing tree's columns, laid out once for its largest size; every tensor is contiguous.
+
+    Attributes:
+        lead: int64[batch], column of the root.
+        tokens: int64[batch, room].
+        parents: int32[batch, room].
+        depths: int32[batch, room].
+        mask: bool[batch, room, room], ancestors of each column; a new one has itself alone.
+        values: float32[batch, room - 1], of the columns but the first.
+        kinds: int8[batch, room - 1], likewise.
+    """
+
+    lead: Tensor
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    mask: Tensor
+    values: Tensor
+    kinds: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chosen:
+    """Slots that become the nodes of a layer, and what all slots offer.
+
+    Attributes:
+        slots: int64[batch, count].
+        is_taken: bool[batch, count].
+        value: float32[batch, above, ranks], of each slot's child.
+        tokens: int64[batch, above, ranks].
+        is_chosen: bool[batch, above, ranks], children chosen without chance beside drawn ones; None: all are alike.
+    """
+
+    slots: Tensor
+    is_taken: Tensor
+    value: Tensor
+    tokens: Tensor
+    is_chosen: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Appended:
+    """The nodes of a layer.
+
+    Attributes:
+        values: float32[batch, count], 0 where there is none.
+        column: int64[batch, count], that each is below; None where the layer has no leaves.
+        tokens: int64[batch, count], likewise.
+    """
+
+    values: Tensor
+    column: Tensor | None
+    tokens: Tensor | None
 
 
 def choose(
@@ -91,6 +163,42 @@ def rate_by_table(table: Table, reach: Tensor, probs: Tensor, norms: Tensor, is_
 
         return growth.rate_by_table(table, reach, probs, norms, is_chosen)
     return reference_growth.rate_by_table(table, reach, probs, norms, is_chosen)
+
+
+def append(
+    columns: Columns,
+    chosen: Chosen,
+    left: Tensor,
+    *,
+    width: int,
+    frontier: int,
+    size: int,
+    num_nodes: int | None,
+    kinds: tuple[int, int],
+) -> Appended:
+    """Append the nodes of a layer, padding where a slot is not taken; its specification is `GrownTree.add`, in torch.
+
+    Args:
+        columns: of the tree; those from ``size`` on are written.
+        chosen: the slots.
+        left: int64[batch], reduced by what is taken.
+        width: nodes that are appended; the others are leaves, which are appended when the tree is grown.
+        frontier: first column of the layer above; 0 for the root's.
+        size: columns in use.
+        num_nodes: only nodes are kept that as many others of the tree and the layer, and no more, may be better than;
+            None to keep all.
+        kinds: what nodes chosen without chance, and all others, are called.
+
+    Raises:
+        RuntimeError: tensors are not on a CUDA device, and Triton does not interpret.
+    """
+    if not left.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError(f"append needs CUDA tensors, got a tensor on {left.device}")
+    from stree.kernels import growth_columns
+
+    return growth_columns.append(
+        columns, chosen, left, width=width, frontier=frontier, size=size, num_nodes=num_nodes, kinds=kinds
+    )
 
 
 def _is_launched(tensor: Tensor) -> bool:

@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "stree.budget": PLAIN,
     "stree.drafters": PLAIN
     | POLICIES
-    | {"stree.models", "stree.drafters", "stree.kernels.tiles", "stree.kernels.topology"},
+    | {"stree.models", "stree.drafters", "stree.kernels.growth_door", "stree.kernels.tiles", "stree.kernels.topology"},
     "stree.steering": PLAIN | POLICIES | {"stree.models", "stree.drafters"},
     "stree.processing": PLAIN | {"stree.models"},
     "stree.statistics": {"stree.drafters"},

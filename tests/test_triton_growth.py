@@ -14,6 +14,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from stree.drafters.grown import GrownTree
+from stree.drafters.offers import Offered
+from stree.growth import Layer, Plan
 from stree.growth.calibrated import typical_values
 from stree.growth.estimates import Calibration, RankEstimate
 from stree.kernels import growth as kernels
@@ -22,7 +25,7 @@ from stree.kernels.growth_door import RankFit, Table
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KINDS = ("random", "ties", "zeros", "few", "tiny")
-ROUNDING = {"rtol": 1e-5, "atol": 1e-7}  # a logarithm and an exponential of float32 differ in their last bits
+ROUNDING = 1e-5, 1e-7  # relative and absolute: a logarithm and an exponential of float32 differ in their last bits
 
 
 def some_values(kind: str, batch: int, slots: int, seed: int) -> Tensor:
@@ -131,7 +134,7 @@ def test_ratings_by_a_table_are_those_of_torch(batch: int, above: int, ranks: in
         expected, found = reference_growth.rate_by_table(*operands), kernels.rate_by_table(*operands)
         for name in expected._fields:
             one, other = getattr(found, name), getattr(expected, name)
-            assert torch.equal(one, other) if DEVICE.type == "cpu" else torch.allclose(one, other, **ROUNDING), name
+            assert torch.equal(one, other) if DEVICE.type == "cpu" else torch.allclose(one, other, *ROUNDING), name
         drawn = found.priority if children.is_chosen is None else found.priority.masked_fill(children.is_chosen, 0)
         live = drawn.flatten(0, 1)
         for row in live:
@@ -159,7 +162,7 @@ def test_ratings_by_rank_are_those_of_torch(batch: int, above: int, ranks: int) 
         children = Children.draw(batch, above, ranks, seed, has_favourites=False)
         operands = fit, children.reach, children.probs.sort(-1, descending=True).values, children.norms
         expected, found = reference_growth.rate_by_rank(*operands), kernels.rate_by_rank(*operands)
-        torch.testing.assert_close(found, expected, **ROUNDING)
+        assert torch.allclose(found, expected, *ROUNDING)
         assert torch.equal(found > 0, expected > 0) and bool((found.diff(dim=-1) <= 0).all())
 
 
@@ -186,3 +189,54 @@ def test_what_no_kernel_takes_is_left_to_torch(launched: None, monkeypatch: pyte
     assert asked == []
     growth_door.choose(small, None, None, **options)  # type: ignore[arg-type]
     assert asked == ["choose"]
+
+
+LAYERS = {  # plans whose layers hold leaves, padding and nodes that cannot be proposed any more
+    "drawn": Plan((Layer(4, 4), Layer(9, 4, leaves=3), Layer(5, 3, leaves=2), Layer(7, 2)), 15),
+    "pruned": Plan((Layer(4, 4), Layer(6, 3), Layer(6, 3), Layer(6, 2)), 9, is_pruned=True),
+    "wide": Plan((Layer(6, 6), Layer(36, 6), Layer(63, 6), Layer(63, 6)), 63),
+    "one": Plan((Layer(1, 1), Layer(1, 1)), 2),
+}
+
+
+def grown_tree(name: str, batch: int, seed: int, *, has_favourites: bool) -> GrownTree:
+    """Grow a tree by slots, tokens and values that mean nothing."""
+    plan, generator = LAYERS[name], torch.Generator().manual_seed(seed)
+
+    def drawn(most: int, *shape: int) -> Tensor:
+        return torch.randint(most, (batch, *shape), generator=generator).to(DEVICE)
+
+    has_leaf = drawn(2).bool()
+    grown = GrownTree(drawn(50), drawn(50), has_leaf, torch.full((batch,), plan.num_nodes, device=DEVICE), plan)
+    above = 1
+    for layer in plan.layers:
+        count = min(layer.width + layer.leaves, above * layer.ranks)
+        slots = torch.rand(batch, above * layer.ranks, generator=generator).topk(count).indices.to(DEVICE)
+        value = drawn(9, above, layer.ranks) / 9
+        value *= value.new_ones(()) if above == 1 else grown.frontier_value.amax()
+        is_taken = (drawn(3, count) > 0) & (value.flatten(1).gather(1, slots) > 0)
+        offered = Offered(
+            drawn(50, above, layer.ranks), value, drawn(2, above, layer.ranks).bool() if has_favourites else None
+        )
+        grown.add(layer, slots, is_taken, offered, value)
+        above = grown.frontier_value.shape[1]
+    grown.add_leaves()
+    return grown
+
+
+@pytest.mark.parametrize("has_favourites", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_columns_appended_are_those_of_torch(
+    name: str, batch: int, has_favourites: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topology, "waits_always", True)
+    for seed in range(3):
+        expected = grown_tree(name, batch, seed, has_favourites=has_favourites)
+        with monkeypatch.context() as patch:
+            patch.setattr(topology, "launches_always", True)
+            found = grown_tree(name, batch, seed, has_favourites=has_favourites)
+        for part in ("_tokens", "_parents", "_depths", "_mask", "_value", "_kinds", "frontier_value"):
+            assert torch.equal(getattr(found, part), getattr(expected, part)), part
+        assert name == "pruned" or torch.equal(found.left, expected.left)
+        assert (found.size, found.num_layers) == (expected.size, expected.num_layers)

@@ -111,7 +111,7 @@ class _ModelRun:
         self._reserve(num_run(plan) + LEAD - 1)
         self._rng = self._rng.at(self._state.lengths.long() + self._has_leaf)
         self._estimate.begin(plan, self._rng)
-        self._grown = grown = GrownTree(pending, self._leaf, self._has_leaf, plan)
+        self._grown = grown = GrownTree(pending, self._leaf, self._has_leaf, plan.num_nodes - self._left_out, plan)
         self._selected: Tensor | None = None  # of each node of the proposed tree, its number while it grew
         grow = self._grow_heap if plan.is_heap else self._grow_layers
         laws = grow(grown, plan, growth.sampling)
@@ -349,7 +349,6 @@ class _ModelRun:
         """Grow layer by layer; return the laws of the nodes that were run, float[batch, nodes, vocab], if sampled."""
         estimate, drawing = self._estimate, "top" if sampling.is_greedy else plan.drawing
         offer = offers_of(drawing, self._rng, plan)
-        left = plan.num_nodes - self._left_out
         self._left_out.zero_()
         laws, used = None, 0
         for depth, layer in enumerate(plan.layers):
@@ -364,18 +363,14 @@ class _ModelRun:
             reach = grown.frontier_value if goes_on is None else grown.frontier_value * goes_on[:, None]
             offered = offer(law, grown.frontier_number, layer.ranks)
             priority, value = estimate.rate(reach, offered.probs, law, offered.is_chosen)
+            left, layers_left = None if plan.is_pruned else grown.left, len(plan.layers) - depth
             slots, is_taken = choose_slots(
-                layer, priority.flatten(1), None if plan.is_pruned else left, plan.threshold, len(plan.layers) - depth,
-                in_order=offered.is_chosen is not None,
-            )  # fmt: skip
-            chosen = value.flatten(1).gather(1, slots) * is_taken
-            is_taken = grown.are_worthwhile(chosen, is_taken)
-            chosen = chosen * is_taken
-            goes_on = estimate.goes_on(chosen[:, : layer.width])
-            if not grown.add(layer, slots, offered, chosen, is_taken):
+                layer, priority.flatten(1), left, plan.threshold, layers_left, in_order=offered.is_chosen is not None
+            )
+            if not grown.add(layer, slots, is_taken, offered, value):
                 break
+            goes_on = estimate.goes_on(grown.frontier_value)
             estimate.keep(slots[:, : grown.frontier_value.shape[1]])
-            left = left - is_taken.sum(1)
             if goes_on is not None and not grown.stop(goes_on):
                 break
         grown.add_leaves()
