@@ -40,7 +40,7 @@ def choose(
         choose_kernel[(batch,)](
             value, None if left is None else left.contiguous(), below, slots, is_taken,
             count, width, 0 if below is None else len(below), threshold, layers_left, value.stride(0),
-            **constants, IN_ORDER=in_order, num_warps=choose_warps(constants["SLOTS"]),
+            **constants, IN_ORDER=in_order, num_warps=choose_warps(constants["SLOTS"], constants["WIDTH"]),
         )  # fmt: skip
     return slots, is_taken
 
@@ -50,9 +50,9 @@ def choose_constants(slots: int, width: int) -> dict[str, Any]:
     return {"SLOTS": padded(slots), "WIDTH": padded(width), "STEPS": BELOW_STEPS}
 
 
-def choose_warps(slots: int) -> int:
-    """Choose warps by padded slots: 8 pairs a thread spill nothing, and one warp waits for no other."""
-    return 1 if slots <= 32 else 4 if slots <= 128 else 8
+def choose_warps(slots: int, width: int) -> int:
+    """Choose warps by padded sizes, so that pairs of 128 taken slots do not spill; one warp waits for no other."""
+    return 16 if width > 64 else 1 if slots <= 32 else 4 if slots <= 128 else 8
 
 
 def rate_by_rank(fit: RankFit, reach: Tensor, probs: Tensor, norms: Tensor) -> Tensor:

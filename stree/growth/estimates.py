@@ -148,7 +148,7 @@ class RankEstimate(PathEstimate):
 
     def __init__(self, ranks: int, device: torch.device) -> None:
         fits = [CERTAIN[min(rank, len(CERTAIN) - 1)] for rank in range(ranks)]
-        self._fit = RankFit(*torch.tensor(fits, device=device).T.contiguous())
+        self._fit = RankFit(*(column.contiguous() for column in torch.tensor(fits, device=device).unbind(1)))
 
     def rate(self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rate a slot by the product of its path's chances; a younger sibling's is never the greater."""
@@ -195,7 +195,7 @@ class Calibration:
         self._prior = odds.sigmoid().to(device) * PRIOR_TESTS
         self._passed = self._prior.repeat(batch, 1)
         rank = torch.arange(ranks, device=device)
-        self._table = Table(self._passed, self._tests, *(edge.to(device) for edge in edges), rank)
+        self._table = Table(self._passed, self._tests, edges[0].to(device), edges[1].to(device), rank)
         self._kept: list[Tensor] = []
 
     def begin(self, plan: Plan, rng: Random) -> None:
