@@ -52,7 +52,7 @@ def choose_constants(slots: int, width: int) -> dict[str, Any]:
 
 def choose_warps(slots: int, width: int) -> int:
     """Choose warps by padded sizes, so that pairs of 128 taken slots do not spill; one warp waits for no other."""
-    return 16 if width > 64 else 1 if slots <= 32 else 4 if slots <= 128 else 8
+    return 16 if width > 64 else 1 if slots <= 32 else 4
 
 
 def rate_by_rank(fit: RankFit, reach: Tensor, probs: Tensor, norms: Tensor) -> Tensor:

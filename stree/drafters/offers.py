@@ -61,7 +61,9 @@ def offers_of(drawing: Drawing, rng: Random, plan: Plan) -> Offers:
 def top(law: Tensor, first: int, count: int) -> Offered:
     """Offer the most probable tokens, chosen without chance; arguments as for ``Offers``."""
     probs, tokens = law.topk(min(count, law.shape[-1]), -1)
-    beyond = (0, count - probs.shape[-1])  # more children than tokens
+    if law.shape[-1] >= count:
+        return Offered(tokens, probs)
+    beyond = (0, count - law.shape[-1])
     return Offered(torch.nn.functional.pad(tokens, beyond), torch.nn.functional.pad(probs, beyond))
 
 
@@ -86,21 +88,7 @@ class WithFavourite:
         """
         if count == 1:
             return Offered(*self._draws.draw(law, first, count))
-        prob, token = law.max(-1, keepdim=True)
-        is_favourite = prob >= FAVOURITE
-        law.scatter_(-1, token, prob.masked_fill(is_favourite, 0))
-        tokens, probs = self._draws.draw(law, first, count)
-        return Offered(
-            _insert(tokens, token, is_favourite),
-            _insert(probs, prob, is_favourite),
-            torch.nn.functional.pad(is_favourite, (1, count - 2)),
-        )
-
-
-def _insert(drawn: Tensor, chosen: Tensor, is_there: Tensor) -> Tensor:
-    """Put [batch, rows, 1] second among [batch, rows, count], where it is there; the last one makes room."""
-    later = torch.cat([drawn[..., :1], chosen, drawn[..., 1:-1]], -1)
-    return torch.where(is_there, later, drawn)
+        return Offered(*self._draws.draw_beside(law, first, count, FAVOURITE))
 
 
 class Independent:

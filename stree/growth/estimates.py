@@ -222,7 +222,7 @@ class Calibration:
 
     def keep(self, slots: Tensor) -> None:
         """Remember the cells of new nodes."""
-        self._kept.append(self._cells.flatten(1, 2).take_along_dim(slots[..., None], 1))
+        self._kept.append(self._cells.flatten(1, 2).gather(1, slots[..., None].expand(-1, -1, 2)))
 
     def learn(self, tree: TokenTree, selected: Tensor | None, ratios: Tensor, is_live: Tensor) -> None:
         """Count every test by the probability that it is made: its ancestors accepted, its elder siblings not.
