@@ -62,6 +62,13 @@ def test_the_slots_of_a_large_layer_are_those_of_a_stable_sort(kind: str) -> Non
         check_choice(value, torch.tensor([left], device=DEVICE), below, 63, 2, in_order=in_order)
 
 
+def test_what_is_worth_exactly_as_much_below_a_slot_counts() -> None:
+    below = torch.tensor([0.125, 0.25, 0.25, 0.5, 1.0], device=DEVICE)
+    value = torch.tensor([[1.0, 0.5, 0.25, 0.25, 0.125, 0.0625]], device=DEVICE)
+    for left in range(25):
+        check_choice(value, torch.tensor([left], device=DEVICE), below, 6, 1, in_order=False)
+
+
 def relative_values(nodes: int, depth: int) -> Tensor:
     """List the values that a layer says grow below a node of it."""
     return torch.tensor(typical_values(nodes, depth, 4)[::-1], dtype=torch.float32, device=DEVICE)

@@ -35,7 +35,7 @@ from stree.sampling import Random, Sampling
 from stree.verify import accept
 
 PROMPTS = [[5, 6, 7, 8, 9, 3], [4, 4, 8, 1]]
-GROWTHS = {
+GROWTHS: dict[str, Growth] = {
     "calibrated": Calibrated(depth=3),
     "dyspec": DySpec(depth=3),
     "sequoia": Sequoia(depth=3),
