@@ -56,7 +56,7 @@ class Build:
                 signature[name] = "i32"
                 if self.integers[name] % 16 == 0 and name not in unspecialised:
                     attributes[(place,)] = [["tt.divisibility", 16]]
-            elif name in ("low", "high", "scale", "other_scale", "softcap", "eps", "offset"):
+            elif name in ("low", "high", "scale", "other_scale", "softcap", "eps", "offset", "threshold"):
                 signature[name] = "fp32"
             else:
                 signature[name], constants[name] = "constexpr", None

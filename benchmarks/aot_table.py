@@ -18,6 +18,7 @@ from typing import Any
 import aot_attention
 import aot_delta
 import aot_diagonal
+import aot_growth
 import aot_mamba2
 import aot_norm
 import aot_pointwise
@@ -38,6 +39,7 @@ BUILDERS: Mapping[str, tuple[Callable[[Any, int, torch.dtype], Build], Mapping[s
     **aot_delta.BUILDERS,
     **aot_attention.BUILDERS,
     **aot_traversal.BUILDERS,
+    **aot_growth.BUILDERS,
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,20 +12,23 @@ from enumeration import TableLaw, TableLM, emitted_law, total_variation
 from test_growth import all_drafts, draft_of, nodes_by_path, random_rows
 
 from stree.drafters import ModelDrafter
+from stree.drafters.offers import WithFavourite
 from stree.growth import Calibrated, Chain, Estimate, Layer, Plan, choose_slots, parse_growth
 from stree.growth.calibrated import TYPICAL, typical_values
 from stree.growth.estimates import (
     AFTER,
+    AFTER_BESIDE,
     BEFORE,
+    BEFORE_BESIDE,
     CERTAIN,
     CONFIDENCE_EDGES,
     PRIOR_TESTS,
     SHARPNESS_EDGES,
     Calibration,
 )
-from stree.sampling import Sampling
+from stree.sampling import Draws, Sampling
 from stree.tree import TokenTree
-from stree.verify import SAMPLED, Acceptance
+from stree.verify import DELTA, SAMPLED, Acceptance
 
 PLAIN = Sampling(1.0)
 EXACT = 1e-12  # total variation: sums in float64
@@ -92,7 +95,7 @@ def test_a_layer_leaves_room_for_what_is_worth_as_much_below_it(left: int) -> No
     below = tuple(typical_values(63, 2, 4))
     value = torch.tensor([[0.9, 0.06, 0.03, 0.0], [0.4, 0.35, 0.3, 0.2], [0.0, 0.0, 0.0, 0.0]])
     layer = Layer(4, 4, below=below)
-    _, is_taken = choose_slots(layer, value, torch.full((3,), left), 0.0, torch.zeros(3).long())
+    _, is_taken = choose_slots(layer, value, torch.full((3,), left), 0.0, 1)
     for row, values in enumerate(value.tolist()):
         wanted = 0
         for count, least in enumerate(values, 1):
@@ -106,7 +109,7 @@ def test_a_sure_root_grows_deep_and_another_wide() -> None:
     plan = Calibrated(depth=4).bind(PLAIN).plan(16)
     sure, unsure = torch.tensor([[0.97, 0.01, 0.01, 0.005]]), torch.tensor([[0.4, 0.3, 0.2, 0.15]])
     taken = [
-        int(choose_slots(plan.layers[0], value, torch.tensor([15]), plan.threshold, torch.tensor([0]))[1].sum())
+        int(choose_slots(plan.layers[0], value, torch.tensor([15]), plan.threshold, 1)[1].sum())
         for value in (sure, unsure)
     ]
     assert taken[0] == 1 < taken[1]
@@ -118,29 +121,137 @@ def place(value: float, edges: tuple[float, ...]) -> int:
 
 @pytest.mark.parametrize("policy", [(2, 2, 5), (2, 2, 4), (1, 3, 3)], ids=["whole", "cut", "star"])
 @pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
-def test_the_emitted_law_is_the_target_s(policy: tuple[int, int, int], verifier: str) -> None:
+@pytest.mark.parametrize("has_favourite", [False, True])
+def test_the_emitted_law_is_the_target_s(policy: tuple[int, int, int], verifier: str, has_favourite: bool) -> None:
     depth, ranks, budget = policy
     target, law = TableLaw.random(3, 11), TableLaw.random(3, 12)
-    trees, _ = all_drafts(law, Calibrated(depth=depth, ranks=ranks), budget, PLAIN)
+    trees, _ = all_drafts(law, Calibrated(depth, ranks, has_favourite), budget, PLAIN)
     assert abs(float(trees.weight.sum()) - 1) < EXACT
-    assert (trees.laws.kind == SAMPLED).all()
+    assert set(trees.laws.kind.unique().tolist()) == ({SAMPLED, DELTA} if has_favourite else {SAMPLED})
     length = int(trees.tree.depths.max()) + 1
     assert total_variation(emitted_law(target, trees, PLAIN, verifier, length), target.joint(PLAIN, length)) < EXACT
 
 
+# Five tokens: below 0 and 3 the draft has a favourite, elsewhere none.
+MIXED = TableLaw(torch.tensor([[2.0, 0.1, 0.0, 0.2, 0.1], *[[0.1, 0.0, 0.05, 0.1, 0.02]] * 2, [0.3, 0.0, 0.0, 1.0, 0.1],
+                               [0.0, 0.1, 0.0, 0.1, 0.0]]).double())  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("depth", "budget"), [(1, 3), (2, 4), (2, 5)])
+@pytest.mark.parametrize("verifier", ["rejection", "traversal"])
+def test_the_emitted_law_is_the_target_s_where_some_laws_have_a_favourite(
+    verifier: str, depth: int, budget: int, seed: int
+) -> None:
+    target = TableLaw.random(5, seed)
+    trees, _ = all_drafts(MIXED, Calibrated(depth, 2, has_favourite=True), budget, PLAIN)
+    assert abs(float(trees.weight.sum()) - 1) < EXACT
+    assert set(trees.laws.kind[trees.parents >= 0].tolist()) == {SAMPLED, DELTA}
+    assert (
+        total_variation(emitted_law(target, trees, PLAIN, verifier, depth + 1), target.joint(PLAIN, depth + 1)) < EXACT
+    )
+
+
+@pytest.mark.parametrize("fault", ["the law keeps the favourite", "the favourite passes for drawn"])
+@pytest.mark.parametrize("verifier", ["rejection", "traversal"])
+def test_a_favourite_that_the_verifier_is_misled_about_changes_the_law(verifier: str, fault: str) -> None:
+    target = TableLaw.random(5, 1)
+    trees, _ = all_drafts(MIXED, Calibrated(1, 2, has_favourite=True), 3, PLAIN)
+    if fault == "the law keeps the favourite":
+        probs = trees.laws.probs.clone()
+        probs[:, 0, 0] = 1 - probs[:, 0].sum(-1)
+        laws = replace(trees.laws, probs=probs)
+    else:
+        laws = replace(trees.laws, kind=torch.full_like(trees.laws.kind, SAMPLED))
+    assert (
+        total_variation(emitted_law(target, replace(trees, laws=laws), PLAIN, verifier, 2), target.joint(PLAIN, 2))
+        > 0.01
+    )
+
+
+def test_the_favourite_is_offered_second_and_the_others_are_drawn_from_the_rest() -> None:
+    law = torch.tensor([[[0.1, 0.6, 0.3], [0.2, 0.24, 0.56], [0.0, 1.0, 0.0]], [[0.25, 0.25, 0.5]] * 3])
+    law = torch.cat([law, torch.full((2, 1, 3), 0.2)], 1)
+    given = law.clone()
+    draws = Draws(random_rows(2), 4, 3)
+    offered = WithFavourite(draws)(law, 0, 3)
+    assert offered.is_chosen is not None
+    assert offered.is_chosen.tolist() == [[[False, True, False]] * 3 + [[False] * 3]] * 2
+    left = [[0.1, 0.0, 0.3], [0.2, 0.24, 0.0], [0.0, 0.0, 0.0], [0.2, 0.2, 0.2]]
+    torch.testing.assert_close(law[0], torch.tensor(left))
+    tokens, probs = draws.draw(law, 0, 3)
+    assert torch.equal(offered.tokens[..., ::2][:, :3], tokens[:, :3, :2]), "the same draws from what is left"
+    assert torch.equal(offered.tokens[:, 3], tokens[:, 3])
+    assert offered.tokens[0, :3, 1].tolist() == [1, 2, 1]
+    assert torch.equal(offered.probs[:, :3, ::2], probs[:, :3, :2])
+    assert torch.equal(offered.probs[:, :3, 1], given[:, :3].amax(-1))
+    single = WithFavourite(draws)(given, 0, 1)
+    assert single.is_chosen is None, "an only child is drawn from the whole law"
+
+
+def test_ratings_beside_a_favourite_are_those_of_a_table_kept_by_hand() -> None:
+    squares, favourite = 0.6**2 + 0.3**2 + 0.1**2, 0.6
+    law = torch.tensor([[[0.0, 0.3, 0.1]]])
+    probs, is_chosen = torch.tensor([[[0.1, 0.6, 0.3]]]), torch.tensor([[[False, True, False]]])
+    reach = torch.tensor([[0.5]])
+    estimate = Calibration(1, 3, CPU)
+    middles = [(a + b) / 2 for a, b in zip((0.0, *CONFIDENCE_EDGES), (*CONFIDENCE_EDGES, 1.0), strict=True)]
+    edges = (0.0, *SHARPNESS_EDGES, 1.0)
+    sharp = (edges[place(squares, SHARPNESS_EDGES)] + edges[place(squares, SHARPNESS_EDGES) + 1]) / 2
+
+    def prior(rank: int, confidence: float | None) -> float:
+        if confidence is None:
+            odds = BEFORE_BESIDE[rank][0] + BEFORE_BESIDE[rank][1] * sharp
+        else:
+            level, slope, steep = AFTER_BESIDE[rank]
+            odds = level + slope * sharp + steep * math.log(middles[place(confidence, CONFIDENCE_EDGES)])
+        return 1 / (1 + math.exp(-odds))
+
+    priority, value = estimate.rate(reach, probs, law, is_chosen)
+    first, own, last = prior(0, 0.1 / 0.4), prior(1, favourite), prior(2, 0.3 / 0.3)
+    left = max(1 - first - own, 0.0)
+    eldest = prior(0, None)
+    assert priority[0, 0].tolist() == pytest.approx([0.5 * eldest, 0.5 * own, 0.5 * min(eldest, left * prior(2, None))])
+    assert value[0, 0].tolist() == pytest.approx([0.5 * first, 0.5 * own, 0.5 * left * last])
+    # The drawn one is tested first; the favourite counts whether or not that was refused.
+    estimate.begin(Plan((), 0), random_rows(1))
+    estimate.keep(torch.tensor([[0, 1]]))
+    tree = TokenTree(torch.zeros(1, 3).long(), torch.tensor([[-1, 0, 0]]))
+    estimate.learn(tree, None, torch.tensor([[0.0, 0.2, 0.7]]), torch.tensor([True]))
+    after = estimate.rate(reach, probs, law, is_chosen)[1][0, 0, :2] / 0.5
+    tests = PRIOR_TESTS + 1
+    wanted = [(PRIOR_TESTS * first + 0.2) / tests, (PRIOR_TESTS * own + 0.8 * 0.7) / tests]
+    assert after.tolist() == pytest.approx(wanted)
+
+
+def test_a_favourite_s_priority_does_not_depend_on_what_is_drawn_beside_it() -> None:
+    estimate = Calibration(1, 3, CPU)
+    law, is_chosen = torch.tensor([[[0.0, 0.39, 0.01]]]), torch.tensor([[[False, True, False]]])
+    ratings = [
+        estimate.rate(torch.ones(1, 1), torch.tensor([[[first, 0.6, rest]]]), law, is_chosen)[0][0, 0]
+        for first, rest in ((0.39, 0.01), (0.01, 0.39))
+    ]
+    assert torch.equal(ratings[0][:2], ratings[1][:2]) and not torch.equal(ratings[0], ratings[1])
+    assert all(rating[2] <= rating[0] for rating in ratings)
+
+
 @dataclass(frozen=True)
 class Taught(Calibrated):
-    """A growth that begins with what a log taught it: that eldest children are refused and their siblings accepted."""
+    """A growth that begins with what a log taught it: that favourites are refused and drawn children accepted."""
 
     def estimate(self, batch: int, device: torch.device) -> Estimate:
         estimate = super().estimate(batch, device)
         tree = TokenTree(torch.zeros(batch, 3).long(), torch.tensor([[-1, 0, 0]]).expand(batch, 3))
-        law = torch.full((batch, 1, 3), 1 / 3)
+        law = torch.tensor([[[0.0, 0.27, 0.23]]]).expand(batch, 1, 3)
+        probs, is_chosen = (
+            torch.tensor([[[0.27, 0.5]]]).expand(batch, 1, 2),
+            torch.tensor([[[False, True]]]).expand(batch, 1, 2),
+        )
         for _ in range(100):
             estimate.begin(Plan((), 0), random_rows(batch))
-            estimate.rate(torch.ones(batch, 1), law[..., :2], law)
+            estimate.rate(torch.ones(batch, 1), probs, law, is_chosen)
             estimate.keep(torch.tensor([[0, 1]]).expand(batch, 2))
-            ratios = torch.tensor([[0.0, 0.0, 1.0]]).expand(batch, 3)
+            ratios = torch.tensor([[0.0, 1.0, 0.0]]).expand(batch, 3)
             estimate.learn(tree, None, ratios, torch.ones(batch, dtype=torch.bool))
         return estimate
 
@@ -148,9 +259,11 @@ class Taught(Calibrated):
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])
 def test_the_emitted_law_is_the_target_s_whatever_was_learnt(verifier: str) -> None:
     target, law = TableLaw.random(3, 11, scale=0.5), TableLaw.random(3, 12, scale=0.5)
-    trees, _ = all_drafts(law, Taught(depth=2, ranks=2), 4, PLAIN)
-    naive, _ = all_drafts(law, Calibrated(depth=2, ranks=2), 4, PLAIN)
-    assert not torch.equal(trees.parents, naive.parents), "what was learnt should change trees"
+    trees, _ = all_drafts(law, Taught(2, 2, has_favourite=True), 4, PLAIN)
+    naive, _ = all_drafts(law, Calibrated(2, 2, has_favourite=True), 4, PLAIN)
+    shapes = [set(map(tuple, one.parents.tolist())) for one in (trees, naive)]
+    assert shapes[0] != shapes[1], "what was learnt should change trees"
+    trees = replace(trees, weight=trees.weight / trees.weight.sum())  # draws that nothing asked for count each outcome
     assert total_variation(emitted_law(target, trees, PLAIN, verifier, 3), target.joint(PLAIN, 3)) < EXACT
 
 

@@ -97,6 +97,7 @@ GROWTHS: dict[str, tuple[Growth, int]] = {
     "static": (Static([2]), 6),
     "static-deep": (Static([1, 1]), 6),
     "layers": (DySpec(depth=1, ranks=2), 6),
+    "favourite": (Calibrated(1, 2, has_favourite=True), 6),
 }
 
 
@@ -261,6 +262,15 @@ def test_retrieved_first_tokens_that_the_draft_finds_unlikely_are_left_out_when_
         below = tree.tokens[0][tree.ancestor_mask[0].any(0)].tolist()[1:]
         assert set(below) >= set(kept)
         assert (3 in below) == (3 in kept)
+
+
+def test_the_root_s_law_includes_the_model_s_favourite() -> None:
+    lm = TableLM(TableLaw(torch.tensor([[0.0, 3, 2, -9]] * 4, dtype=torch.float64))).as_lm()
+    retrieval = Retrieval([0, 1, 3, 3], [-1, 0, 0, 1])
+    run = FusedDrafter(ModelDrafter(lm), retrieval, least_share=0.01).start(4, [[0]], random_rows(1))
+    draft = run.propose(torch.tensor([0]), Calibrated(1, has_favourite=True).bind(PLAIN), 8)
+    paths = draft.tree.tokens[0][draft.tree.ancestor_mask[0, -1]].tolist()
+    assert paths == [0, 1, 3], "what was retrieved below the favourite stays, the draft's unlikely token goes"
 
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 3, 9, 3, 9], [1, 2, 4, 1, 2, 4, 1]]

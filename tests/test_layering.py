@@ -39,12 +39,13 @@ ALLOWED: dict[str, set[str]] = {
     "stree.draws": set(),
     "stree.retrieval": {"stree.retrieval"},
     "stree.vocabulary": set(),
-    "stree.growth": PLAIN | {"stree.growth"},
+    "stree.growth": PLAIN | {"stree.growth", "stree.kernels.growth_door", "stree.kernels.reference_growth"},
     "stree.verify": PLAIN | {"stree.verify", "stree.kernels"},
     "stree.budget": PLAIN,
     "stree.drafters": PLAIN
     | POLICIES
-    | {"stree.models", "stree.drafters", "stree.kernels.bookkeeping", "stree.kernels.tiles", "stree.kernels.topology"},
+    | {"stree.models", "stree.drafters", "stree.kernels.bookkeeping", "stree.kernels.growth_door"}
+    | {"stree.kernels.tiles", "stree.kernels.topology"},
     "stree.steering": PLAIN | POLICIES | {"stree.models", "stree.drafters"},
     "stree.processing": PLAIN | {"stree.drafters", "stree.models"},
     "stree.statistics": {"stree.drafters"},

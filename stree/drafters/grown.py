@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stree.drafters.offers import Offered
 from stree.growth import Layer, Plan
+from stree.kernels.growth_door import Chosen, Columns, append
 from stree.kernels.tiles import MAX_NODES
-from stree.kernels.topology import reads_freely
+from stree.kernels.topology import is_launched, reads_freely
 from stree.models.tree_lm import TreeLM
 from stree.tree import TokenTree
+from stree.verify import DELTA, INDEPENDENT, SAMPLED
 
 __all__ = ["LEAD", "GrownTree", "narrowed", "num_columns", "num_run", "prune"]
 
@@ -58,6 +61,7 @@ class GrownTree:
     Attributes:
         lead: int64[batch], column of the pending token.
         frontier_value: float[batch, above], estimated probability that verification reaches the nodes grown last.
+        left: int64[batch], nodes that the budget still allows.
         frontier_number: what the first of them is called in random draws; it does not depend on the batch.
         size: columns in use.
         num_run: columns that were run.
@@ -65,10 +69,11 @@ class GrownTree:
         num_layers: layers added.
     """
 
-    def __init__(self, pending: Tensor, leaf: Tensor, has_leaf: Tensor, plan: Plan) -> None:
+    def __init__(self, pending: Tensor, leaf: Tensor, has_leaf: Tensor, left: Tensor, plan: Plan) -> None:
         batch, device = pending.shape[0], pending.device
         room = num_columns(plan)
         self.lead = lead = has_leaf.long()
+        self.left = left
         self._tokens = pending.new_zeros(batch, room)
         self._tokens[:, 0] = torch.where(has_leaf, leaf, pending)
         self._tokens[:, 1] = pending * lead
@@ -76,6 +81,8 @@ class GrownTree:
         self._parents[:, 1] += lead
         self._depths = torch.zeros(batch, room, dtype=torch.int32, device=device)
         self._depths[:, 1] = lead
+        kind = INDEPENDENT if plan.drawing == "independent" else SAMPLED
+        self._kinds = torch.full((batch, room - 1), kind, dtype=torch.int8, device=device)  # of the target's nodes
         self._mask = torch.eye(room, dtype=torch.bool, device=device).repeat(batch, 1, 1)
         self._mask[:, 1, 0] = has_leaf
         self._value = torch.ones(batch, room - 1, device=device)  # of the target's nodes
@@ -104,6 +111,11 @@ class GrownTree:
         return self._value[:, : self.size - 1]
 
     @property
+    def kinds(self) -> Tensor:
+        """How each node of the target's tree came about when sampling: int8[batch, size - 1]."""
+        return self._kinds[:, : self.size - 1]
+
+    @property
     def tokens(self) -> Tensor:
         """Tokens of the columns in use: int64[batch, size]."""
         return self._tokens[:, : self.size]
@@ -113,44 +125,84 @@ class GrownTree:
         """Parents of the columns in use: int32[batch, size]."""
         return self._parents[:, : self.size]
 
-    def add(self, layer: Layer, slots: Tensor, tokens: Tensor, chosen: Tensor, is_taken: Tensor) -> bool:
+    def add(self, layer: Layer, slots: Tensor, is_taken: Tensor, offered: Offered, value: Tensor) -> bool:
         """Append a layer below the frontier; its leaves wait for ``add_leaves``.
 
         Args:
             layer: the plan's layer.
             slots: int64[batch, width + leaves], slots of the frontier.
-            tokens: int64[batch, above x ranks], of all slots.
-            chosen: float[batch, width + leaves], values of the nodes; 0 where there is none.
             is_taken: bool[batch, width + leaves]; if slots are chosen by value, those taken come first.
+            offered: children of the frontier's nodes.
+            value: float[batch, above, ranks], values of the children.
 
         Returns:
             Whether there is a layer to go on from.
         """
-        width = min(layer.width, slots.shape[1])
-        if reads_freely(is_taken):  # columns that are padding in every row need not be there
-            count = int(is_taken[:, :width].sum(1).max())
-            width = count if layer.slots is None else width * (count > 0)
-        if not width:
-            return False
-        parent = slots // layer.ranks
-        column = parent + (self._begin + 1) if self._begin else self.lead[:, None].expand_as(slots)
-        before, token = self.size - 1, tokens.gather(1, slots)
-        if layer.leaves:
-            self._leaves.append((column[:, layer.width :], token[:, layer.width :], chosen[:, layer.width :]))
-        self.add_below(column[:, :width], token[:, :width], chosen[:, :width], is_taken[:, :width])
-        self.frontier_value, self._begin = chosen[:, :width], before
+        before, width = self.size - 1, min(layer.width, slots.shape[1])
+        if is_launched(slots) and not reads_freely(slots) and width:
+            self._launch(Chosen(slots, is_taken, value.float(), offered.tokens, offered.is_chosen), width)
+        else:
+            chosen = value.flatten(1).gather(1, slots) * is_taken
+            is_taken = self._are_worthwhile(chosen, is_taken)
+            chosen = chosen * is_taken
+            if reads_freely(is_taken):  # columns that are padding in every row need not be there
+                count = int(is_taken[:, :width].sum(1).max())
+                width = count if layer.slots is None else width * (count > 0)
+            if not width:
+                return False
+            self._append(layer, slots, is_taken, offered, chosen, width)
+        self._begin = before
         self.frontier_number += self._places
         self._places = layer.width
         self.num_layers += 1
         return True
 
-    def are_worthwhile(self, chosen: Tensor, is_taken: Tensor) -> Tensor:
+    def _append(
+        self, layer: Layer, slots: Tensor, is_taken: Tensor, offered: Offered, chosen: Tensor, width: int
+    ) -> None:
+        """Append a layer of some width, whose nodes have float[batch, width + leaves] values."""
+        parent = slots // layer.ranks
+        column = parent + (self._begin + 1) if self._begin else self.lead[:, None].expand_as(slots)
+        before, token = self.size - 1, offered.tokens.flatten(1).gather(1, slots)
+        if offered.is_chosen is not None:
+            is_delta = offered.is_chosen.flatten(1).gather(1, slots[:, :width])
+            self._kinds[:, before : before + width] = torch.where(is_delta, DELTA, SAMPLED)
+        if layer.leaves:
+            self._leaves.append((column[:, layer.width :], token[:, layer.width :], chosen[:, layer.width :]))
+        self.add_below(column[:, :width], token[:, :width], chosen[:, :width], is_taken[:, :width])
+        self.frontier_value = chosen[:, :width]
+        self.left = self.left - is_taken.sum(1)
+
+    def _launch(self, chosen: Chosen, width: int) -> None:
+        """Append a layer in one launch."""
+        arrays = self._tokens, self._parents, self._depths, self._mask, self._value, self._kinds
+        appended = append(
+            Columns(self.lead, *arrays),
+            chosen,
+            self.left,
+            width=width,
+            frontier=self._begin + 1 if self._begin else 0,
+            size=self.size,
+            num_nodes=self._plan.num_nodes if self._is_contested(chosen.slots) else None,
+            kinds=(DELTA, SAMPLED),
+        )
+        if appended.column is not None and appended.tokens is not None:
+            column, token = appended.column[:, width:], appended.tokens[:, width:]
+            self._leaves.append((column, token, appended.values[:, width:]))
+        self.frontier_value = appended.values[:, :width]
+        self.size += width
+
+    def _is_contested(self, slots: Tensor) -> bool:
+        """Tell whether not all nodes of a pruned tree can be proposed once these slots are taken."""
+        return self._plan.is_pruned and self.size - 1 + slots.shape[1] > self._plan.num_nodes
+
+    def _are_worthwhile(self, chosen: Tensor, is_taken: Tensor) -> Tensor:
         """Tell which nodes of a layer can still be proposed: bool[batch, width + leaves].
 
         A pruned tree keeps its best nodes and values never grow along a path, so a node that is not among the best by
         now has no descendant that will be.
         """
-        if not self._plan.is_pruned or self.size - 1 + chosen.shape[1] <= self._plan.num_nodes:
+        if not self._is_contested(chosen):
             return is_taken
         known = torch.cat([self._value[:, : self.size - 1], chosen], 1)
         least = known.topk(self._plan.num_nodes + 1).values[:, -1:]

@@ -18,7 +18,7 @@ from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
 from stree.sampling import MAX_RANKS, Random, Sampling
 from stree.tree import TokenTree
-from stree.verify import INDEPENDENT, SAMPLED, Acceptance, DraftLaws
+from stree.verify import Acceptance, DraftLaws
 
 __all__ = ["ModelDrafter"]
 
@@ -112,7 +112,7 @@ class _ModelRun:
         self._reserve(num_run(plan) + LEAD - 1)
         self._rng = self._rng.at(self._state.lengths.long() + self._has_leaf)
         self._estimate.begin(plan, self._rng)
-        self._grown = grown = GrownTree(pending, self._leaf, self._has_leaf, plan)
+        self._grown = grown = GrownTree(pending, self._leaf, self._has_leaf, plan.num_nodes - self._left_out, plan)
         self._selected: Tensor | None = None  # of each node of the proposed tree, its number while it grew
         grow = self._grow_heap if plan.is_heap else self._grow_layers
         laws = grow(grown, plan, growth.sampling)
@@ -125,8 +125,8 @@ class _ModelRun:
         self._tree, draft_laws = tree, None
         if laws is not None:
             most = plan.num_nodes if plan.is_heap else max((layer.ranks for layer in plan.layers), default=0)
-            kind = INDEPENDENT if plan.drawing == "independent" else SAMPLED
-            draft_laws = DraftLaws(laws, row, torch.full_like(row, kind, dtype=torch.int8), most)
+            kinds = grown.kinds[:, : tree.tokens.shape[1]] if selected is None else grown.kinds.gather(1, selected)
+            draft_laws = DraftLaws(laws, row, kinds, most)
         values = grown.values[:, : tree.tokens.shape[1]] if selected is None else grown.values.gather(1, selected)
         return Draft(tree, draft_laws, depth, num_calls + grown.num_calls, values)
 
@@ -339,7 +339,6 @@ class _ModelRun:
         """Grow layer by layer; return the laws of the nodes that were run, float[batch, nodes, vocab], if sampled."""
         estimate, drawing = self._estimate, "top" if sampling.is_greedy else plan.drawing
         offer = offers_of(drawing, self._rng, plan)
-        left = plan.num_nodes - self._left_out
         self._left_out.zero_()
         laws, used = None, 0
         for depth, layer in enumerate(plan.layers):
@@ -350,19 +349,18 @@ class _ModelRun:
                 laws = self._room_for_laws(plan, logits)
                 law = sampling.law(logits, out=laws[:, used : used + logits.shape[1]])
                 used += logits.shape[1]
-            tokens, probs = offer(law, grown.frontier_number, layer.ranks)
-            priority, value = estimate.rate(grown.frontier_value, probs, law)
-            most = left if not plan.is_pruned else torch.full_like(left, layer.width + layer.leaves)
-            sure = most if plan.is_pruned else left // (len(plan.layers) - depth)
-            slots, is_taken = choose_slots(layer, priority.flatten(1), most, plan.threshold, sure)
-            chosen = value.flatten(1).gather(1, slots) * is_taken
-            is_taken = grown.are_worthwhile(chosen, is_taken)
-            chosen = chosen * is_taken
-            goes_on = estimate.goes_on(chosen[:, : layer.width])
-            if not grown.add(layer, slots, tokens.flatten(1), chosen, is_taken):
+            goes_on = estimate.draws(grown.frontier_value, law)
+            reach = grown.frontier_value if goes_on is None else grown.frontier_value * goes_on[:, None]
+            offered = offer(law, grown.frontier_number, layer.ranks)
+            priority, value = estimate.rate(reach, offered.probs, law, offered.is_chosen)
+            left, layers_left = None if plan.is_pruned else grown.left, len(plan.layers) - depth
+            slots, is_taken = choose_slots(
+                layer, priority.flatten(1), left, plan.threshold, layers_left, in_order=offered.is_chosen is not None
+            )
+            if not grown.add(layer, slots, is_taken, offered, value):
                 break
+            goes_on = estimate.goes_on(grown.frontier_value)
             estimate.keep(slots[:, : grown.frontier_value.shape[1]])
-            left = left - is_taken.sum(1)
             if goes_on is not None and not grown.stop(goes_on):
                 break
         grown.add_leaves()

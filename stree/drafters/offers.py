@@ -1,8 +1,8 @@
-"""What a draft law offers below a node: children in draw order, with their probabilities."""
+"""What a draft law offers below a node: children in the order of their tests, with their probabilities."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,23 +11,36 @@ from stree.growth import Plan
 from stree.growth.plan import Drawing
 from stree.sampling import MAX_RANKS, Draws, Random
 
-__all__ = ["Independent", "Offers", "offers_of", "top"]
+__all__ = ["Independent", "Offered", "Offers", "WithFavourite", "offers_of", "top"]
+
+FAVOURITE = 0.3  # least probability of a favourite; 0.25 to 0.35 accept about as much
+
+
+class Offered(NamedTuple):
+    """Children of some nodes.
+
+    Attributes:
+        tokens: int64[batch, rows, count], in the order of their tests.
+        probs: float[batch, rows, count], under the law as it was given: 0 where there is no child.
+        is_chosen: bool[batch, rows, count], children chosen without chance among drawn ones; None: all are alike.
+    """
+
+    tokens: Tensor
+    probs: Tensor
+    is_chosen: Tensor | None = None
 
 
 class Offers(Protocol):
     """Children of the nodes of a growing tree."""
 
-    def __call__(self, law: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, law: Tensor, first: int, count: int) -> Offered:
         """Offer children.
 
         Args:
-            law: float[batch, rows, vocab], laws below the nodes first, first + 1, ...
+            law: float[batch, rows, vocab], laws below the nodes first, first + 1, ...; what is left is the law that
+                the drawn ones were drawn from.
             first: number of the first node.
             count: children a node.
-
-        Returns:
-            int64[batch, rows, count] tokens in draw order and float[batch, rows, count] their probabilities under
-            ``law``: 0 where there is none.
         """
         ...
 
@@ -39,14 +52,43 @@ def offers_of(drawing: Drawing, rng: Random, plan: Plan) -> Offers:
     if drawing == "independent":
         return Independent(rng)
     num_nodes = 1 + sum(layer.width for layer in plan.layers[:-1])
-    return Draws(rng, num_nodes, max((layer.ranks for layer in plan.layers), default=0)).draw
+    draws = Draws(rng, num_nodes, max((layer.ranks for layer in plan.layers), default=0))
+    if drawing == "favourite":
+        return WithFavourite(draws)
+    return lambda law, first, count: Offered(*draws.draw(law, first, count))
 
 
-def top(law: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+def top(law: Tensor, first: int, count: int) -> Offered:
     """Offer the most probable tokens, chosen without chance; arguments as for ``Offers``."""
     probs, tokens = law.topk(min(count, law.shape[-1]), -1)
-    beyond = (0, count - probs.shape[-1])  # more children than tokens
-    return torch.nn.functional.pad(tokens, beyond), torch.nn.functional.pad(probs, beyond)
+    if law.shape[-1] >= count:
+        return Offered(tokens, probs)
+    beyond = (0, count - law.shape[-1])
+    return Offered(torch.nn.functional.pad(tokens, beyond), torch.nn.functional.pad(probs, beyond))
+
+
+class WithFavourite:
+    """The most probable token where the draft gives it enough, and draws without replacement from the rest.
+
+    Of one candidate chosen and one drawn from the rest a test accepts p(favourite) + sum over the rest of min(p, r), r
+    being the rest of q made a law: the most that any rule accepts of them, and more than two draws do wherever q has a
+    favourite (greedy draft sampling, arXiv 2502.18779).  For that the drawn one must be tested first.
+
+    Args:
+        draws: of the others.
+    """
+
+    def __init__(self, draws: Draws) -> None:
+        self._draws = draws
+
+    def __call__(self, law: Tensor, first: int, count: int) -> Offered:
+        """Offer one drawn token, the favourite if there is one, and others drawn; arguments as for ``Offers``.
+
+        A law with a favourite is left without it.
+        """
+        if count == 1:
+            return Offered(*self._draws.draw(law, first, count))
+        return Offered(*self._draws.draw_beside(law, first, count, FAVOURITE))
 
 
 class Independent:
@@ -59,7 +101,7 @@ class Independent:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def __call__(self, law: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, law: Tensor, first: int, count: int) -> Offered:
         """Offer tokens drawn one by one from the same law; arguments as for ``Offers``."""
         batch, rows = law.shape[:2]
         node = torch.arange(first, first + rows, device=law.device)[:, None] * MAX_RANKS
@@ -73,4 +115,4 @@ class Independent:
         else:  # a stand-in that chooses by itself is asked for every single draw
             law_of_each, node = law.repeat_interleave(count, 1), node.flatten(1)
             tokens = self._rng.choice("draft", law_of_each, torch.zeros_like(node), node).view(batch, rows, count)
-        return tokens, law.gather(-1, tokens)
+        return Offered(tokens, law.gather(-1, tokens))

@@ -34,6 +34,9 @@ class Calibrated(Bound):
     Args:
         depth: most draft calls; None for 4, and 6 where the budget is above 16 (the README beside this file says why).
         ranks: most children of a node; None for 4, and 6 where the budget is above 32.
+        has_favourite: whether a token that the draft gives 0.3 or more is chosen without chance, its siblings drawn
+            from the rest and tested before it (greedy draft sampling, arXiv 2502.18779).  Recursive rejection accepts
+            more of such children; traversal hardly does (the README beside this file has figures).
 
     Raises:
         ValueError: a size below 1.
@@ -41,6 +44,7 @@ class Calibrated(Bound):
 
     depth: int | None = None
     ranks: int | None = None
+    has_favourite: bool = False
 
     def __post_init__(self) -> None:
         for name, size in (("depth", self.depth), ("ranks", self.ranks)):
@@ -59,7 +63,7 @@ class Calibrated(Bound):
             above = min(nodes, above * ranks)
             below = None if greedy else typical_values(nodes, depth - level, ranks)
             layers.append(Layer(above, ranks, below=below))
-        return Plan(tuple(layers), nodes, is_pruned=greedy)
+        return Plan(tuple(layers), nodes, is_pruned=greedy, drawing="favourite" if self.has_favourite else "distinct")
 
     def estimate(self, batch: int, device: torch.device) -> Estimate:
         """Begin to learn."""

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from stree.kernels.growth_door import RankFit, Table, rate_by_rank, rate_by_table
+from stree.kernels.reference_growth import spent_before
 from stree.sampling import Random
 from stree.tree import TokenTree
 
@@ -26,6 +28,12 @@ BEFORE = ((-0.39, 2.49), (-1.44, 1.99), (-1.73, 1.12), (-1.99, 0.97), (-2.24, 0.
 AFTER = (
     (0.07, 1.96, 0.11), (-0.61, 1.22, 0.22), (-0.77, 0.39, 0.26), (-0.74, 0.27, 0.34), (-1.41, 0.26, 0.21),
     (-1.4, 0.2, 0.2),
+)  # fmt: skip
+# Likewise below laws with a favourite, which is the second child, fitted to what recursive rejection would accept.
+BEFORE_BESIDE = ((-0.01, -2.87), (-1.51, 3.91), (-1.46, -0.46), (-1.74, -0.32), (-1.77, -0.54), (-2.08, -0.33))
+AFTER_BESIDE = (
+    (0.49, -3.15, 0.15), (-1.26, 3.63, 0.21), (-0.5, -0.89, 0.31), (-0.53, -0.73, 0.39), (-0.55, -0.88, 0.38),
+    (-0.8, -0.67, 0.39),
 )  # fmt: skip
 # The same prompts without chance: log-odds that the draft's token of a rank is the target's own (level, slopes by log
 # q of the token and by the sum of q^2).  A small draft is right more often than it is sure.
@@ -47,17 +55,27 @@ class Estimate(Protocol):
         """
         ...
 
-    def rate(self, reach: Tensor, probs: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
+    def rate(self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rate the slots below a layer.
 
         Args:
             reach: float[batch, above], values of the layer's nodes.
-            probs: float[batch, above, ranks], probability of each drawn child under ``law``, 0 where there is none.
-            law: float[batch, above, vocab].
+            probs: float[batch, above, ranks], probability that the draft gives each child, 0 where there is none.
+            law: float[batch, above, vocab], that the drawn ones were drawn from.
+            is_chosen: bool[batch, above, ranks], children chosen without chance beside drawn ones; None for none.
 
         Returns:
-            float[batch, above, ranks] twice: priorities of the slots, which never grow from sibling to sibling and are
-            0 where there is no child, and values of the children.
+            float[batch, above, ranks] twice: priorities of the slots, which never grow from drawn sibling to drawn
+            sibling and are 0 where there is no child, and values of the children.
+        """
+        ...
+
+    def draws(self, reach: Tensor, law: Tensor) -> Tensor | None:
+        """Decide after a draft call, before tokens are drawn from its laws: bool[batch], None where it draws anyway.
+
+        Args:
+            reach: float[batch, above], values of the nodes that were run, 0 where there is none.
+            law: float[batch, above, vocab].
         """
         ...
 
@@ -98,7 +116,10 @@ class PathEstimate:
     def begin(self, plan: Plan, rng: Random) -> None:
         """Do nothing."""
 
-    def rate(self, reach: Tensor, probs: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
+    def draws(self, reach: Tensor, law: Tensor) -> None:
+        """Draw anyway."""
+
+    def rate(self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rate a slot by its child's path probability."""
         value = reach[..., None] * probs
         return value, value
@@ -127,21 +148,18 @@ class RankEstimate(PathEstimate):
 
     def __init__(self, ranks: int, device: torch.device) -> None:
         fits = [CERTAIN[min(rank, len(CERTAIN) - 1)] for rank in range(ranks)]
-        self._level, self._by_confidence, self._by_sharpness = torch.tensor(fits, device=device).unbind(1)
+        self._fit = RankFit(*(column.contiguous() for column in torch.tensor(fits, device=device).unbind(1)))
 
-    def rate(self, reach: Tensor, probs: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
+    def rate(self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rate a slot by the product of its path's chances; a younger sibling's is never the greater."""
-        ranks = probs.shape[-1]
-        odds = self._level[:ranks] + self._by_confidence[:ranks] * probs.clamp(min=1e-9).log()
-        odds = odds + self._by_sharpness[:ranks] * torch.linalg.vector_norm(law, dim=-1).square()[..., None]
-        value = reach[..., None] * (odds.sigmoid().cummin(-1).values * (probs > 0))
+        value = rate_by_rank(self._fit, reach, probs, torch.linalg.vector_norm(law, dim=-1))
         return value, value
 
 
 class DraftEstimate(PathEstimate):
     """Drawn children: a test accepts with the draft's own probability (DySpec)."""
 
-    def rate(self, reach: Tensor, probs: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
+    def rate(self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rate a slot by the probability that verification gets as far as testing it."""
         # Summed before the own probability: no rounding may let a slot depend on its token or pass its elder.
         spent = spent_before(probs)
@@ -151,8 +169,10 @@ class DraftEstimate(PathEstimate):
 class Calibration:
     """Acceptance by sibling rank and by what the draft knows, learnt from the verifier's log; a table a sequence.
 
-    A slot is rated by its rank and by how sharp its law is, the sum of its squares; once the child is drawn, also by
-    the probability that it was drawn with: on that its own children's and its younger siblings' ratings rest.
+    A slot is rated by its rank, by whether its siblings have a favourite, and by how sharp its law is, the sum of its
+    squares; once the child is drawn, also by the probability that it was drawn with: on that its own children's and its
+    younger siblings' ratings rest.  A favourite is known before any draw, and its chance is that it is the target's own
+    token, whether the sibling that is tested before it was refused or is not there: no draw has a say in it.
 
     Args:
         batch: sequences; none learns from another, so that no result depends on its neighbours.
@@ -161,38 +181,35 @@ class Calibration:
     """
 
     def __init__(self, batch: int, ranks: int, device: torch.device) -> None:
-        self._sharpness, self._confidence = torch.tensor(SHARPNESS_EDGES), torch.tensor(CONFIDENCE_EDGES)
-        sharp, sure = _middles(self._sharpness), _middles(self._confidence).log()
-        last = len(BEFORE) - 1
-        before, after = (torch.tensor([fit[min(rank, last)] for rank in range(ranks)]) for fit in (BEFORE, AFTER))
-        level, by_sharpness, by_confidence = after[:, :, None, None].unbind(1)  # [ranks, 1, 1] each
+        edges = torch.tensor(SHARPNESS_EDGES), torch.tensor(CONFIDENCE_EDGES)
+        sharp, sure = _middles(edges[0]), _middles(edges[1]).log()
+        # Rows of the table: ranks of drawn children, then ranks where there is a favourite, itself the second.
+        before, after = (
+            torch.tensor([fit[min(rank, len(fit) - 1)] for fit in fits for rank in range(ranks)])
+            for fits in ((BEFORE, BEFORE_BESIDE), (AFTER, AFTER_BESIDE))
+        )
+        level, by_sharpness, by_confidence = after[:, :, None, None].unbind(1)  # [2 x ranks, 1, 1] each
         odds = before[:, :1] + before[:, 1:] * sharp
         odds = torch.cat([odds.flatten(), (level + by_sharpness * sharp[:, None] + by_confidence * sure).flatten()])
-        self._sharpness, self._confidence = self._sharpness.to(device), self._confidence.to(device)
         self._tests = torch.full((batch, len(odds)), PRIOR_TESTS, device=device)
         self._prior = odds.sigmoid().to(device) * PRIOR_TESTS
         self._passed = self._prior.repeat(batch, 1)
-        self._rank = torch.arange(ranks, device=device)
-        self._first_after = ranks * (len(SHARPNESS_EDGES) + 1)  # the cells before a draw stand first
+        rank = torch.arange(ranks, device=device)
+        self._table = Table(self._passed, self._tests, edges[0].to(device), edges[1].to(device), rank)
         self._kept: list[Tensor] = []
 
     def begin(self, plan: Plan, rng: Random) -> None:
         """Forget the cells kept so far."""
         self._kept = []
 
-    def rate(self, reach: Tensor, probs: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
+    def draws(self, reach: Tensor, law: Tensor) -> None:
+        """Draw anyway."""
+
+    def rate(self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rate a slot by the probability that its child is accepted, over whatever token is drawn."""
-        ranks = probs.shape[-1]
-        odds = self._passed / self._tests
-        sharp = torch.bucketize(torch.linalg.vector_norm(law, dim=-1).square(), self._sharpness)
-        sure = torch.bucketize(probs / (1 - spent_before(probs)).clamp(min=1e-6), self._confidence)
-        before = self._rank[:ranks] * (len(self._sharpness) + 1) + sharp[..., None]
-        after = self._first_after + before * (len(self._confidence) + 1) + sure
-        self._cells = torch.stack([before, after], -1)
-        expected, found = odds.gather(1, self._cells.flatten(1)).view(self._cells.shape).unbind(-1)
-        untested = torch.cat([reach[..., None], (1 - found[..., :-1])], -1).cumprod(-1)
-        priority = (untested * expected).cummin(-1).values
-        return priority * (probs > 0), untested * found * (probs > 0)
+        norms = torch.linalg.vector_norm(law, dim=-1)
+        priority, value, self._cells = rate_by_table(self._table, reach, probs, norms, is_chosen)
+        return priority, value
 
     def goes_on(self, values: Tensor) -> Tensor | None:
         """Never stop."""
@@ -205,10 +222,13 @@ class Calibration:
 
     def keep(self, slots: Tensor) -> None:
         """Remember the cells of new nodes."""
-        self._kept.append(self._cells.flatten(1, 2).take_along_dim(slots[..., None], 1))
+        self._kept.append(self._cells.flatten(1, 2).gather(1, slots[..., None].expand(-1, -1, 2)))
 
     def learn(self, tree: TokenTree, selected: Tensor | None, ratios: Tensor, is_live: Tensor) -> None:
-        """Count every test by the probability that it is made: its ancestors accepted, its elder siblings not."""
+        """Count every test by the probability that it is made: its ancestors accepted, its elder siblings not.
+
+        A favourite counts as often as its parent is accepted: its chance is not that of its test.
+        """
         if not self._kept:
             return
         cells = torch.nn.functional.pad(torch.cat(self._kept, 1), (0, 0, 1, 0))
@@ -220,16 +240,15 @@ class Calibration:
         index = torch.arange(n, device=ratios.device)
         is_elder = (tree.parents[:, :, None] == tree.parents[:, None]) & (index[:, None] > index)
         missed = (is_elder * (1 - ratios).clamp(min=1e-6).log()[:, None]).sum(-1)
-        path = (tree.ancestor_mask * (ratios.clamp(min=1e-6).log() + missed)[:, None]).sum(-1)
-        made = (path - ratios.clamp(min=1e-6).log()).exp() * (is_drafted & is_live[:, None])
+        own = ratios.clamp(min=1e-6).log() + missed
+        above = (tree.ancestor_mask * own[:, None]).sum(-1) - own
+        counts = is_drafted & is_live[:, None]
+        reached, made = above.exp() * counts, (above + missed).exp() * counts
+        is_favourite = cells[..., 0] // (len(SHARPNESS_EDGES) + 1) == len(self._table.rank) + 1
+        tests, passed = torch.where(is_favourite, reached, made), made * ratios
         for number in range(2):
-            self._tests.scatter_add_(1, cells[..., number], made)
-            self._passed.scatter_add_(1, cells[..., number], made * ratios)
-
-
-def spent_before(probs: Tensor) -> Tensor:
-    """Sum what stands before each place, exclusively."""
-    return torch.cat([torch.zeros_like(probs[..., :1]), probs.cumsum(-1)[..., :-1]], -1)
+            self._tests.scatter_add_(1, cells[..., number], tests)
+            self._passed.scatter_add_(1, cells[..., number], passed)
 
 
 def _middles(edges: Tensor) -> Tensor:

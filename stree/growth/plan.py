@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from stree.growth.estimates import DraftEstimate, Estimate, PathEstimate
+from stree.kernels.growth_door import choose
 from stree.sampling import Sampling
 
 __all__ = ["Bound", "Drawing", "Growth", "Layer", "Limited", "Plan", "Wrapped", "choose_slots"]
 
 # How children come about when sampling: drawn without replacement, drawn with it, or the most probable ones, which are
-# chosen without chance (kind DELTA).  At temperature 0 every growth takes the most probable ones.
-Drawing = Literal["distinct", "independent", "top"]
+# chosen without chance (kind DELTA); or the most probable one alone is chosen, where it is a favourite, and the others
+# are drawn without replacement from the rest.  At temperature 0 every growth takes the most probable ones.
+Drawing = Literal["distinct", "independent", "top", "favourite"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,16 +164,19 @@ def _cut(growth: Any, depth: int) -> Growth:
     return replace(growth, depth=depth)  # type: ignore[no-any-return]
 
 
-def choose_slots(layer: Layer, value: Tensor, left: Tensor, threshold: float, sure: Tensor) -> tuple[Tensor, Tensor]:
+def choose_slots(
+    layer: Layer, value: Tensor, left: Tensor | None, threshold: float, layers_left: int, *, in_order: bool = False
+) -> tuple[Tensor, Tensor]:
     """Choose the slots of a layer.
 
     Args:
         layer: the plan's layer.
-        value: float[batch, above x ranks], value of each slot; at most 0 where there is none.  Later siblings never
-            have the greater value, so an earlier one is never passed over.
-        left: int64[batch], nodes that the budget still allows.
+        value: float[batch, above x ranks], value of each slot; 0 where there is none.  Of drawn siblings a later one
+            never has the greater value, so an earlier one is never passed over.
+        left: int64[batch], nodes that the budget still allows; None where the layer is grown to its width.
         threshold: least value, where the layer does not say what grows below it.
-        sure: int64[batch], the best slots that are taken whatever their value.
+        layers_left: an equal share of what is left, for so many layers, is taken whatever its value.
+        in_order: whether those taken are to stand by parent and rank, not by value.
 
     Returns:
         int64[batch, width + leaves] slots and bool[batch, width + leaves], whether each is taken.
@@ -179,31 +184,11 @@ def choose_slots(layer: Layer, value: Tensor, left: Tensor, threshold: float, su
     if layer.slots is not None:
         index = _on_device(layer.slots, value.device).expand(value.shape[0], -1)
         return index, value.gather(1, index) > 0
-    ordered, index = value.sort(dim=1, descending=True, stable=True)  # stable: an earlier sibling wins a tie
-    width = layer.width + layer.leaves
-    ordered, index = ordered[:, :width], index[:, :width]
-    rank = torch.arange(ordered.shape[1], device=value.device)
-    if layer.below is None:
-        is_worth = (ordered >= threshold) | (rank < sure[:, None])
-    else:
-        is_worth = _size_down_to(ordered, layer.below) <= left[:, None]
-    return index, (ordered > 0) & is_worth & (rank < left[:, None])
-
-
-def _size_down_to(ordered: Tensor, below: tuple[float, ...]) -> Tensor:
-    """Estimate how many nodes are worth as much as each slot: the slots before it and what typically grows below them.
-
-    Args:
-        ordered: float[batch, width], values of slots, best first.
-        below: relative values of what grows below a node, best first.
-
-    Returns:
-        int64[batch, width], the slot itself counted; it never falls from slot to slot.
-    """
-    rank = torch.arange(ordered.shape[1], device=ordered.device)
-    least = ordered[:, :, None] / ordered[:, None].clamp(min=1e-38)  # [batch, slot, slot before it]
-    worth = len(below) - torch.searchsorted(_on_device(below[::-1], ordered.device).to(ordered.dtype), least)
-    return rank + 1 + (worth * (rank <= rank[:, None])).sum(-1)
+    below = None if layer.below is None else _on_device(layer.below[::-1], value.device)
+    return choose(
+        value, left, below,
+        width=layer.width + layer.leaves, threshold=threshold, layers_left=layers_left, in_order=in_order,
+    )  # fmt: skip
 
 
 @cache  # captured steps read them: none may be dropped

@@ -51,7 +51,7 @@ class Stop(Protocol):
 
 
 class Stopped:
-    """An estimate that rates everything 0 once a rule has stopped a sequence.
+    """An estimate that draws nothing more once a rule has stopped a sequence.
 
     Args:
         base: the estimate.
@@ -66,10 +66,14 @@ class Stopped:
         self._depth = 0
         self._base.begin(plan, rng)
 
-    def rate(self, reach: Tensor, probs: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
-        """Rate slots as the base does, of sequences that draw on."""
-        draws = self._rule.draws(reach, law)
-        return self._base.rate(reach if draws is None else reach * draws[:, None], probs, law)
+    def draws(self, reach: Tensor, law: Tensor) -> Tensor | None:
+        """Ask the rule, and another one that the base may have."""
+        base, own = self._base.draws(reach, law), self._rule.draws(reach, law)
+        return base if own is None else own if base is None else base & own
+
+    def rate(self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Rate slots as the base does."""
+        return self._base.rate(reach, probs, law, is_chosen)
 
     def goes_on(self, values: Tensor) -> Tensor | None:
         """Ask both."""

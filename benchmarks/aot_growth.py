@@ -1,0 +1,69 @@
+"""The builds of a layer of growth, for trees of some nodes with some children each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from aot_attention import Launch
+from aot_build import Build
+
+from stree.kernels import growth
+from stree.kernels.growth_columns import append_constants
+from stree.kernels.growth_columns_kernels import append_kernel
+from stree.kernels.growth_kernels import choose_kernel, rank_kernel, table_kernel
+
+RANKS = {"4 children a node": 4, "6 children a node": 6}
+POINTERS = {
+    **dict.fromkeys(("reach_ptr", "probs_ptr", "norms_ptr", "passed_ptr", "tests_ptr", "rating_ptr"), "*fp32"),
+    **dict.fromkeys(("sharpness_ptr", "confidence_ptr", "level_ptr", "priority_ptr", "values_ptr"), "*fp32"),
+    **dict.fromkeys(("value_ptr", "below_ptr"), "*fp32"),
+    **dict.fromkeys(("cells_ptr", "slots_ptr", "left_ptr", "lead_ptr", "offered_ptr", "tokens_ptr"), "*i64"),
+    **dict.fromkeys(("above_ptr", "leaf_ptr"), "*i64"),
+    **dict.fromkeys(("parents_ptr", "depths_ptr"), "*i32"),
+    **dict.fromkeys(("taken_ptr", "chosen_ptr", "mask_ptr"), "*i1"),
+    "kinds_ptr": "*i8",
+}
+EDGES = 7  # of sharpness and of confidence
+
+
+def _build(kernel: Any, constants: dict[str, Any], size: int, warps: int) -> Build:
+    """Describe the launch of a kernel; values are float32 whatever the dtype of a model."""
+    names = kernel.arg_names
+    pointers = {name: kind for name, kind in POINTERS.items() if name in names}
+    integers = {name: 1 for name in names if name not in constants and name not in pointers}
+    return Build(
+        kernel, constants, pointers, {k: v for k, v in integers.items() if k != "threshold"}, Launch(size, warps)
+    )
+
+
+def choose_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
+    """Describe the choice of a layer below the widest one."""
+    width = max(n - 1, 1)
+    constants = growth.choose_constants(width * ranks, width)
+    warps = growth.choose_warps(constants["SLOTS"], constants["WIDTH"])
+    return _build(choose_kernel, constants | {"IN_ORDER": True}, constants["SLOTS"], warps)
+
+
+def table_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
+    """Describe the ratings by a table; any number of nodes takes the same build."""
+    return _build(table_kernel, {"SHARPNESS": EDGES, "CONFIDENCE": EDGES, "NODES": growth.NODES}, growth.NODES, 1)
+
+
+def rank_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
+    """Describe the ratings by rank; any number of nodes takes the same build."""
+    return _build(rank_kernel, {"NODES": growth.NODES}, growth.NODES, 1)
+
+
+def append_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
+    """Describe the columns of a pruned tree's layer; any number of nodes takes the same build."""
+    return _build(append_kernel, append_constants((1, 0), prunes=True), 0, 4)
+
+
+BUILDERS: dict[str, tuple[Callable[[Any, int, torch.dtype], Build], Mapping[str, Any]]] = {
+    "growth_choose": (choose_build, RANKS),
+    "growth_rate_by_table": (table_build, RANKS),
+    "growth_rate_by_rank": (rank_build, RANKS),
+    "growth_append": (append_build, RANKS),
+}

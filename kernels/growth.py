@@ -1,0 +1,88 @@
+"""One layer of growth in Triton: a launch for each function of `stree.kernels.growth_door`."""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.kernels.growth_kernels import choose_kernel, rank_kernel, table_kernel
+from stree.kernels.reference_growth import RankFit, Ratings, Table
+from stree.kernels.tiles import padded
+
+__all__ = ["choose", "choose_constants", "rate_by_rank", "rate_by_table"]
+
+NODES = 32  # whose children a program of one warp rates, a lane a node
+BELOW_STEPS = 8  # halvings of a list of up to 255 values
+
+
+def choose(
+    value: Tensor,
+    left: Tensor | None,
+    below: Tensor | None,
+    *,
+    width: int,
+    threshold: float,
+    layers_left: int,
+    in_order: bool,
+) -> tuple[Tensor, Tensor]:
+    """Choose the best slots; see `stree.kernels.growth_door`."""
+    value = value if value.stride(1) == 1 else value.contiguous()
+    batch, count = value.shape
+    width = min(width, count)
+    slots = value.new_empty(batch, width, dtype=torch.int64)
+    is_taken = value.new_empty(batch, width, dtype=torch.bool)
+    constants = choose_constants(count, width)
+    with torch.cuda.device_of(value):  # Triton launches on the current device, wherever the tensors are
+        choose_kernel[(batch,)](
+            value, None if left is None else left.contiguous(), below, slots, is_taken,
+            count, width, 0 if below is None else len(below), threshold, layers_left, value.stride(0),
+            **constants, IN_ORDER=in_order, num_warps=choose_warps(constants["SLOTS"], constants["WIDTH"]),
+        )  # fmt: skip
+    return slots, is_taken
+
+
+def choose_constants(slots: int, width: int) -> dict[str, Any]:
+    """List the compile-time constants of a choice; ahead-of-time builds take theirs from here too."""
+    return {"SLOTS": padded(slots), "WIDTH": padded(width), "STEPS": BELOW_STEPS}
+
+
+def choose_warps(slots: int, width: int) -> int:
+    """Choose warps by padded sizes, so that pairs of 128 taken slots do not spill; one warp waits for no other."""
+    return 16 if width > 64 else 1 if slots <= 32 else 4
+
+
+def rate_by_rank(fit: RankFit, reach: Tensor, probs: Tensor, norms: Tensor) -> Tensor:
+    """Rate children known beforehand; see `stree.kernels.growth_door`."""
+    probs = probs.contiguous()
+    batch, above, ranks = probs.shape
+    reach = reach if reach.stride(1) == 1 else reach.contiguous()
+    value = torch.empty_like(probs)
+    with torch.cuda.device_of(probs):
+        rank_kernel[(-(-above // NODES), batch)](
+            reach, probs, norms.contiguous(), fit.level, fit.by_confidence, fit.by_sharpness, value,
+            above, ranks, reach.stride(0), NODES=NODES, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return value
+
+
+def rate_by_table(table: Table, reach: Tensor, probs: Tensor, norms: Tensor, is_chosen: Tensor | None) -> Ratings:
+    """Rate drawn children; see `stree.kernels.growth_door`."""
+    probs = probs.contiguous()
+    batch, above, ranks = probs.shape
+    reach = reach if reach.stride(1) == 1 else reach.contiguous()
+    ratings = Ratings(
+        torch.empty_like(probs), torch.empty_like(probs), probs.new_empty(*probs.shape, 2, dtype=torch.int64)
+    )
+    with torch.cuda.device_of(probs):
+        table_kernel[(-(-above // NODES), batch)](
+            reach, probs, norms.contiguous(), None if is_chosen is None else is_chosen.contiguous(),
+            table.passed, table.tests, table.sharpness, table.confidence, *ratings,
+            above, ranks, len(table.rank), table.tests.shape[1], reach.stride(0),
+            SHARPNESS=len(table.sharpness), CONFIDENCE=len(table.confidence), NODES=NODES, num_warps=1,
+            enable_fp_fusion=False,  # sums and products round as torch's do
+        )  # fmt: skip
+    return ratings

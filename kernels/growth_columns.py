@@ -1,0 +1,54 @@
+"""The columns of a growing tree in Triton: a launch a layer."""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.kernels.growth_columns_kernels import append_kernel
+from stree.kernels.growth_door import Appended, Chosen, Columns
+
+__all__ = ["append", "append_constants"]
+
+NODES = 16  # new ones that a program writes
+COLUMNS = 64  # of a mask that are copied together
+
+
+def append(
+    columns: Columns,
+    chosen: Chosen,
+    left: Tensor,
+    *,
+    width: int,
+    frontier: int,
+    size: int,
+    num_nodes: int | None,
+    kinds: tuple[int, int],
+) -> Appended:
+    """Append the nodes of a layer; see `stree.kernels.growth_door`."""
+    batch, count = chosen.slots.shape
+    room = columns.tokens.shape[1]
+    value = torch.empty(batch, count, dtype=torch.float32, device=left.device)
+    column = leaf = None
+    if width < count:
+        column, leaf = torch.empty_like(chosen.slots), torch.empty_like(chosen.slots)
+    is_chosen = chosen.is_chosen
+    with torch.cuda.device_of(left):  # Triton launches on the current device, wherever the tensors are
+        append_kernel[(-(-count // NODES), batch)](
+            chosen.slots, chosen.is_taken.contiguous(), chosen.value.contiguous(), chosen.tokens.contiguous(),
+            None if is_chosen is None else is_chosen.contiguous(), columns.lead, left,
+            columns.tokens, columns.parents, columns.depths, columns.mask, columns.values, columns.kinds,
+            value, column, leaf, count, width, chosen.tokens.shape[2], chosen.value[0].numel(), frontier, size, room,
+            num_nodes or 0, chosen.slots.stride(0), **append_constants(kinds, prunes=num_nodes is not None),
+            num_warps=4,
+        )  # fmt: skip
+    return Appended(value, column, leaf)
+
+
+def append_constants(kinds: tuple[int, int], *, prunes: bool) -> dict[str, Any]:
+    """List the compile-time constants of a layer; ahead-of-time builds take theirs from here too."""
+    return {"PRUNES": prunes, "DELTA": kinds[0], "SAMPLED": kinds[1], "NODES": NODES, "COLUMNS": COLUMNS}

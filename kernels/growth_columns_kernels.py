@@ -1,0 +1,87 @@
+"""Triton code of a growing tree's columns; `stree.kernels.growth_columns` launches it."""
+
+# mypy: disable-error-code="no-untyped-def, no-any-return, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rated(slots_ptr, taken_ptr, rating_ptr, node, count):
+    """Load some nodes' slots, whether they are taken, and their values, 0 where they are not."""
+    given = node < count
+    slot = tl.load(slots_ptr + node, given, 0).to(tl.int32)
+    taken = tl.load(taken_ptr + node, given, 0) != 0
+    return slot, taken, tl.where(taken, tl.load(rating_ptr + slot, given, 0.0), 0.0)
+
+
+@triton.jit
+def _count_greater(values, others):
+    """Count how many of the others are greater than each value."""
+    return tl.sum((others[None, :] > values[:, None]).to(tl.int32), 1)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "count", "width", "ranks", "slots", "frontier", "size", "room", "num_nodes", "stride_slots_b"
+    ]
+)  # fmt: skip
+def append_kernel(
+    slots_ptr, taken_ptr, rating_ptr, offered_ptr, chosen_ptr, lead_ptr, left_ptr,
+    tokens_ptr, parents_ptr, depths_ptr, mask_ptr, values_ptr, kinds_ptr, value_ptr, above_ptr, leaf_ptr,
+    count, width, ranks, slots, frontier, size, room, num_nodes, stride_slots_b,
+    PRUNES: tl.constexpr, DELTA: tl.constexpr, SAMPLED: tl.constexpr, NODES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write the columns of a layer's nodes, and note its leaves; grid (blocks of nodes, batch).
+
+    Columns before the layer are read and its own are written, so blocks do not wait for each other.
+    """
+    batch = tl.program_id(1).to(tl.int64)
+    node = tl.program_id(0) * NODES + tl.arange(0, NODES)
+    lane = tl.arange(0, COLUMNS)
+    given, inside = node < count, node < width
+    slots_ptr += batch * stride_slots_b
+    taken_ptr += batch * count
+    rating_ptr += batch * slots
+    values_ptr += batch * (room - 1)
+    slot, taken, value = _rated(slots_ptr, taken_ptr, rating_ptr, node, count)
+    if PRUNES:
+        greater = tl.zeros((NODES,), tl.int32)
+        for start in range(0, size - 1, COLUMNS):
+            known = tl.load(values_ptr + start + lane, start + lane < size - 1, 0.0)
+            greater += _count_greater(value, known)
+        for start in range(0, count, COLUMNS):
+            _, _, other = _rated(slots_ptr, taken_ptr, rating_ptr, start + lane, count)
+            greater += _count_greater(value, other)
+        taken = taken & (greater <= num_nodes)
+        value = tl.where(taken, value, 0.0)
+    if tl.program_id(0) == 0:
+        left = tl.load(left_ptr + batch)
+        for start in range(0, count, COLUMNS):
+            is_one = tl.load(taken_ptr + start + lane, start + lane < count, 0) != 0
+            left -= tl.sum(is_one.to(tl.int64), 0)
+        tl.store(left_ptr + batch, left)
+    column = tl.where(frontier > 0, slot // ranks + frontier, tl.load(lead_ptr + batch).to(tl.int32))
+    token = tl.load(offered_ptr + batch * slots + slot, given, 0)
+    tl.store(value_ptr + batch * count + node, value, given)
+    if above_ptr is not None:
+        tl.store(above_ptr + batch * count + node, column.to(tl.int64), given)
+        tl.store(leaf_ptr + batch * count + node, token, given)
+    if chosen_ptr is not None:
+        is_chosen = tl.load(chosen_ptr + batch * slots + slot, given, 0) != 0
+        kind = tl.where(is_chosen, DELTA, SAMPLED).to(tl.int8)
+        tl.store(kinds_ptr + batch * (room - 1) + size - 1 + node, kind, inside)
+    tl.store(values_ptr + size - 1 + node, value, inside)
+    row = batch * room
+    depth = tl.load(depths_ptr + row + column, inside, 0)
+    tl.store(depths_ptr + row + size + node, tl.where(taken, depth + 1, 0), inside)
+    tl.store(tokens_ptr + row + size + node, tl.where(taken, token, 0), inside)
+    tl.store(parents_ptr + row + size + node, tl.where(taken, column, -1), inside)
+    mask_ptr += row * room
+    for start in range(0, size, COLUMNS):
+        other = start + lane
+        pairs = inside[:, None] & (other < size)[None, :]
+        seen = tl.load(mask_ptr + column[:, None] * room + other[None, :], pairs, 0) != 0
+        tl.store(mask_ptr + (size + node)[:, None] * room + other[None, :], seen & taken[:, None], pairs)

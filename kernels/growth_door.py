@@ -1,0 +1,206 @@
+"""The front door to one layer of growth: what slots are worth, which are taken, and the columns that they become.
+
+Tensors alone: nothing here knows a plan, a drafter or a model.  On a GPU each function is one launch of a Triton
+kernel whose grid and build depend on sizes alone; elsewhere, in float64 and beyond MAX_SLOTS it is
+`stree.kernels.reference_growth`, which is its specification.  Nothing waits for a device.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stree.kernels import reference_growth
+from stree.kernels.reference_growth import RankFit, Ratings, Table
+from stree.kernels.topology import is_launched
+
+__all__ = [
+    "MAX_SLOTS",
+    "Appended",
+    "Chosen",
+    "Columns",
+    "RankFit",
+    "Ratings",
+    "Table",
+    "append",
+    "choose",
+    "rate_by_rank",
+    "rate_by_table",
+]
+
+MAX_SLOTS, MAX_WIDTH, MAX_BELOW = 1024, 128, 255  # of a layer, of those taken, and of the values below a node
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """A growing tree's columns, laid out once for its largest size; every tensor is contiguous.
+
+    Attributes:
+        lead: int64[batch], column of the root.
+        tokens: int64[batch, room].
+        parents: int32[batch, room].
+        depths: int32[batch, room].
+        mask: bool[batch, room, room], ancestors of each column; a new one has itself alone.
+        values: float32[batch, room - 1], of the columns but the first.
+        kinds: int8[batch, room - 1], likewise.
+    """
+
+    lead: Tensor
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    mask: Tensor
+    values: Tensor
+    kinds: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chosen:
+    """Slots that become the nodes of a layer, and what all slots offer.
+
+    Attributes:
+        slots: int64[batch, count].
+        is_taken: bool[batch, count].
+        value: float32[batch, above, ranks], of each slot's child.
+        tokens: int64[batch, above, ranks].
+        is_chosen: bool[batch, above, ranks], children chosen without chance beside drawn ones; None: all are alike.
+    """
+
+    slots: Tensor
+    is_taken: Tensor
+    value: Tensor
+    tokens: Tensor
+    is_chosen: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Appended:
+    """The nodes of a layer.
+
+    Attributes:
+        values: float32[batch, count], 0 where there is none.
+        column: int64[batch, count], that each is below; None where the layer has no leaves.
+        tokens: int64[batch, count], likewise.
+    """
+
+    values: Tensor
+    column: Tensor | None
+    tokens: Tensor | None
+
+
+def choose(
+    value: Tensor,
+    left: Tensor | None,
+    below: Tensor | None,
+    *,
+    width: int,
+    threshold: float,
+    layers_left: int,
+    in_order: bool,
+) -> tuple[Tensor, Tensor]:
+    """Choose the best slots of a layer; of equal ones the first counts.
+
+    Args:
+        value: float[batch, slots], not negative; a slot of value 0 is never taken.
+        left: int64[batch], nodes that the budget still allows; None takes whatever is positive, as far as the width
+            allows.
+        below: float32[m], ascending: values of the best nodes that typically grow below a slot's node, relative to it.
+            A slot is taken if the budget lasts for the slots before it and all that is worth as much below them.  None
+            to go by the threshold.
+        width: most slots.
+        threshold: least value of a slot that is taken beyond an equal share of what is left.
+        layers_left: what is left is shared by so many layers, this one counted.
+        in_order: whether those taken are to stand by index, not by value.
+
+    Returns:
+        int64[batch, min(width, slots)] slots and bool of that shape, whether each is taken.
+    """
+    options = {"width": width, "threshold": threshold, "layers_left": layers_left, "in_order": in_order}
+    fits = value.shape[1] <= MAX_SLOTS and min(width, value.shape[1]) <= MAX_WIDTH
+    if _is_launched(value) and fits and (below is None or len(below) <= MAX_BELOW):
+        from stree.kernels import growth
+
+        return growth.choose(value, left, below, **options)  # type: ignore[arg-type]
+    return reference_growth.choose(value, left, below, **options)  # type: ignore[arg-type]
+
+
+def rate_by_rank(fit: RankFit, reach: Tensor, probs: Tensor, norms: Tensor) -> Tensor:
+    """Rate children known beforehand by log-odds of their rank; a younger sibling's rating is never the greater.
+
+    Args:
+        fit: the log-odds.
+        reach: float[batch, above], values of the nodes.
+        probs: float[batch, above, ranks], draft probabilities of their children, 0 where there is none.
+        norms: float[batch, above], Euclidean norms of the nodes' laws.
+
+    Returns:
+        float[batch, above, ranks].
+    """
+    if _is_launched(probs):
+        from stree.kernels import growth
+
+        return growth.rate_by_rank(fit, reach, probs, norms)
+    return reference_growth.rate_by_rank(fit, reach, probs, norms)
+
+
+def rate_by_table(table: Table, reach: Tensor, probs: Tensor, norms: Tensor, is_chosen: Tensor | None) -> Ratings:
+    """Rate drawn children by what was counted of tests like theirs.
+
+    No slot's priority depends on the token drawn there, and a younger drawn sibling's is never the greater.
+
+    Args:
+        table: the counts.
+        reach: float[batch, above], values of the nodes.
+        probs: float[batch, above, ranks], draft probabilities of their children, 0 where there is none.
+        norms: float[batch, above], Euclidean norms of the laws that the drawn ones were drawn from.
+        is_chosen: bool[batch, above, ranks], at most one child a node, which was chosen without chance; None for none.
+    """
+    if _is_launched(probs):
+        from stree.kernels import growth
+
+        return growth.rate_by_table(table, reach, probs, norms, is_chosen)
+    return reference_growth.rate_by_table(table, reach, probs, norms, is_chosen)
+
+
+def append(
+    columns: Columns,
+    chosen: Chosen,
+    left: Tensor,
+    *,
+    width: int,
+    frontier: int,
+    size: int,
+    num_nodes: int | None,
+    kinds: tuple[int, int],
+) -> Appended:
+    """Append the nodes of a layer, padding where a slot is not taken; its specification is `GrownTree.add`, in torch.
+
+    Args:
+        columns: of the tree; those from ``size`` on are written.
+        chosen: the slots.
+        left: int64[batch], reduced by what is taken.
+        width: nodes that are appended; the others are leaves, which are appended when the tree is grown.
+        frontier: first column of the layer above; 0 for the root's.
+        size: columns in use.
+        num_nodes: only nodes are kept that as many others of the tree and the layer, and no more, may be better than;
+            None to keep all.
+        kinds: what nodes chosen without chance, and all others, are called.
+
+    Raises:
+        RuntimeError: tensors are not on a CUDA device, and Triton does not interpret.
+    """
+    if not left.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError(f"append needs CUDA tensors, got a tensor on {left.device}")
+    from stree.kernels import growth_columns
+
+    return growth_columns.append(
+        columns, chosen, left, width=width, frontier=frontier, size=size, num_nodes=num_nodes, kinds=kinds
+    )
+
+
+def _is_launched(tensor: Tensor) -> bool:
+    """Tell whether a kernel computes with a tensor: on a GPU, but not in float64."""
+    return is_launched(tensor) and tensor.dtype == torch.float32

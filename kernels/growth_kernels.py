@@ -1,0 +1,164 @@
+"""Triton code of one layer of growth; `stree.kernels.growth` launches it."""
+
+# mypy: disable-error-code="no-untyped-def, no-any-return, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _best(value_ptr, slots, SLOTS: tl.constexpr, WIDTH: tl.constexpr):
+    """Sort the best values, not negative, and their indices, of equal ones the first; 0 past the last slot."""
+    lane = tl.arange(0, SLOTS)
+    value = tl.load(value_ptr + lane, lane < slots, 0.0)
+    value = tl.where(value > 0, value, 0.0)  # the bits of numbers that are not negative are ordered as they are
+    key = (value.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (0x7FFFFFFF - lane).to(tl.int64)
+    best = tl.topk(tl.where(lane < slots, key, -1), WIDTH)
+    place = tl.arange(0, WIDTH)
+    ordered = tl.where(place < slots, (best >> 32).to(tl.int32), 0).to(tl.float32, bitcast=True)
+    return ordered, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _size_down_to(ordered, below_ptr, num_below, WIDTH: tl.constexpr, STEPS: tl.constexpr):
+    """Count what is worth as much as each slot: the slots before it, itself, and the ascending values below them."""
+    place = tl.arange(0, WIDTH)
+    tiny = tl.full((WIDTH,), 1e-38, tl.float32)  # a literal below the normal numbers is a float64 to Triton 3.6
+    least = tl.div_rn(ordered[:, None], tl.maximum(ordered, tiny)[None, :])
+    lower = tl.zeros((WIDTH, WIDTH), tl.int32)  # values that are less
+    for step in tl.static_range(STEPS):
+        further = lower + (1 << (STEPS - 1 - step))
+        inside = further <= num_below
+        value = tl.load(below_ptr + further - 1, inside, 0.0)
+        lower = tl.where(inside & (value < least), further, lower)
+    worth = tl.where(place[None, :] <= place[:, None], num_below - lower, 0)
+    return place + 1 + tl.sum(worth, 1)
+
+
+@triton.jit(do_not_specialize=["slots", "width", "num_below", "threshold", "layers_left", "stride_value_b"])
+def choose_kernel(
+    value_ptr, left_ptr, below_ptr, slots_ptr, taken_ptr,
+    slots, width, num_below, threshold, layers_left, stride_value_b,
+    SLOTS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, IN_ORDER: tl.constexpr,
+):  # fmt: skip
+    """Choose the best slots of a layer; grid (batch)."""
+    batch = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, WIDTH)
+    ordered, index = _best(value_ptr + batch * stride_value_b, slots, SLOTS, WIDTH)
+    is_taken = (ordered > 0) & (place < width)
+    if left_ptr is not None:
+        left = tl.load(left_ptr + batch).to(tl.int32)
+        if below_ptr is not None:
+            is_worth = _size_down_to(ordered, below_ptr, num_below, WIDTH, STEPS) <= left
+        else:
+            is_worth = (ordered >= threshold) | (place < left // layers_left)
+        is_taken = is_taken & is_worth & (place < left)
+    out = batch * width
+    if IN_ORDER:
+        before = is_taken[None, :] & (index[None, :] < index[:, None])
+        tl.store(slots_ptr + out + tl.sum(before.to(tl.int32), 1), index.to(tl.int64), is_taken)
+        count = tl.sum(is_taken.to(tl.int32), 0)
+        tl.store(slots_ptr + out + place, (place * 0 + slots - 1).to(tl.int64), (place >= count) & (place < width))
+        is_taken = place < count
+    else:
+        tl.store(slots_ptr + out + place, index.to(tl.int64), place < width)
+    tl.store(taken_ptr + out + place, is_taken, place < width)
+
+
+@triton.jit(do_not_specialize=["above", "ranks", "stride_reach_b"])
+def rank_kernel(
+    reach_ptr, probs_ptr, norms_ptr, level_ptr, confidence_ptr, sharpness_ptr, value_ptr, above, ranks, stride_reach_b,
+    NODES: tl.constexpr,
+):  # fmt: skip
+    """Rate children known beforehand, sibling after sibling; grid (blocks of nodes, batch)."""
+    batch = tl.program_id(1).to(tl.int64)
+    node = tl.program_id(0) * NODES + tl.arange(0, NODES)
+    inside = node < above
+    reach = tl.load(reach_ptr + batch * stride_reach_b + node, inside, 0.0)
+    norm = tl.load(norms_ptr + batch * above + node, inside, 0.0)
+    place = (batch * above + node) * ranks
+    least = tl.full((NODES,), 1.0, tl.float32)
+    for rank in range(ranks):
+        prob = tl.load(probs_ptr + place + rank, inside, 0.0)
+        odds = tl.load(level_ptr + rank) + tl.load(confidence_ptr + rank) * tl.log(tl.maximum(prob, 1e-9))
+        odds = odds + tl.load(sharpness_ptr + rank) * (norm * norm)
+        least = tl.minimum(least, tl.div_rn(1.0, 1.0 + tl.exp(-odds)))
+        tl.store(value_ptr + place + rank, reach * tl.where(prob > 0, least, 0.0), inside)
+
+
+@triton.jit
+def _count_below(value, edges_ptr, EDGES: tl.constexpr):
+    """Count the edges that are less than a value."""
+    count = (value > tl.load(edges_ptr)).to(tl.int32)
+    for edge in tl.static_range(1, EDGES):
+        count += (value > tl.load(edges_ptr + edge)).to(tl.int32)
+    return count
+
+
+@triton.jit(do_not_specialize=["above", "ranks", "most", "num_cells", "stride_reach_b"])
+def table_kernel(
+    reach_ptr, probs_ptr, norms_ptr, chosen_ptr, passed_ptr, tests_ptr, sharpness_ptr, confidence_ptr,
+    priority_ptr, value_ptr, cells_ptr, above, ranks, most, num_cells, stride_reach_b,
+    SHARPNESS: tl.constexpr, CONFIDENCE: tl.constexpr, NODES: tl.constexpr,
+):  # fmt: skip
+    """Rate drawn children, sibling after sibling, in the order and precision of torch's; grid (blocks, batch).
+
+    Cumulative sums and products are carried in float64, as torch's are on the CPU: cells are the same there.
+    """
+    batch = tl.program_id(1).to(tl.int64)
+    node = tl.program_id(0) * NODES + tl.arange(0, NODES)
+    inside = node < above
+    reach = tl.load(reach_ptr + batch * stride_reach_b + node, inside, 0.0)
+    norm = tl.load(norms_ptr + batch * above + node, inside, 0.0)
+    place = (batch * above + node) * ranks
+    passed_ptr += batch * num_cells
+    tests_ptr += batch * num_cells
+    squares = norm * norm
+    favourite = tl.zeros((NODES,), tl.float32)
+    if chosen_ptr is not None:
+        for rank in range(ranks):
+            is_chosen = tl.load(chosen_ptr + place + rank, inside, 0) != 0
+            favourite += tl.where(is_chosen, tl.load(probs_ptr + place + rank, inside, 0.0), 0.0)
+        squares += favourite * favourite
+    # Of the row of rank 0, before a draw.
+    sharp = _count_below(squares, sharpness_ptr, SHARPNESS)
+    sharp += tl.where(favourite > 0, most * (SHARPNESS + 1), 0)
+    spent = tl.zeros((NODES,), tl.float64)
+    untested = reach.to(tl.float64)
+    least = tl.full((NODES,), float("inf"), tl.float32)
+    first = tl.full((NODES,), 1.0, tl.float32)  # chance that the first sibling is refused
+    for rank in range(ranks):
+        prob = tl.load(probs_ptr + place + rank, inside, 0.0)
+        rest = 1.0 - (spent.to(tl.float32) + favourite)
+        if chosen_ptr is not None:
+            is_chosen = tl.load(chosen_ptr + place + rank, inside, 0) != 0
+            rest = tl.where(is_chosen, 1.0, rest)
+        share = tl.div_rn(prob, tl.maximum(rest, 1e-6))
+        before = sharp + rank * (SHARPNESS + 1)
+        after = before * (CONFIDENCE + 1) + _count_below(share, confidence_ptr, CONFIDENCE)
+        after += 2 * most * (SHARPNESS + 1)
+        expected = tl.div_rn(tl.load(passed_ptr + before, inside, 0.0), tl.load(tests_ptr + before, inside, 1.0))
+        found = tl.div_rn(tl.load(passed_ptr + after, inside, 0.0), tl.load(tests_ptr + after, inside, 1.0))
+        refused = 1.0 - found
+        upper = untested.to(tl.float32)
+        priority, value = upper * expected, upper * found
+        if chosen_ptr is not None:
+            first = tl.where(rank == 0, refused, first)
+            # Once the first one is refused, a favourite is the target's own token more often.
+            refused = tl.where(is_chosen, 1.0 - tl.div_rn(found, tl.maximum(first, 1e-6)), refused)
+            refused = tl.maximum(refused, 0.0)
+            least = tl.minimum(least, tl.where(is_chosen, float("inf"), priority))
+            priority = tl.where(is_chosen, reach * found, least)
+            value = tl.where(is_chosen, reach * found, value)
+            spent += tl.where(is_chosen, 0.0, prob).to(tl.float64)
+        else:
+            least = tl.minimum(least, priority)
+            priority = least
+            spent += prob.to(tl.float64)
+        tl.store(priority_ptr + place + rank, tl.where(prob > 0, priority, 0.0), inside)
+        tl.store(value_ptr + place + rank, tl.where(prob > 0, value, 0.0), inside)
+        tl.store(cells_ptr + (place + rank) * 2, before.to(tl.int64), inside)
+        tl.store(cells_ptr + (place + rank) * 2 + 1, after.to(tl.int64), inside)
+        untested = untested * refused.to(tl.float64)

@@ -1,0 +1,159 @@
+"""What a layer of growth computes, in torch: which slots it takes, and what slots are worth.
+
+It knows numbers only: no tokens, no model, no plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["RankFit", "Ratings", "Table", "choose", "rate_by_rank", "rate_by_table", "spent_before"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """What was counted of tests, a row of cells a sequence.
+
+    A child falls into a cell before its draw, by the row of its rank and by how sharp its law is, and into another
+    after it, also by its own probability.  Cells are numbered rows x sharpness; behind those stand rows x sharpness x
+    confidence.  There are twice as many rows as ranks: the second half is for nodes that have a favourite.
+
+    Attributes:
+        passed: float32[batch, cells], tests passed.
+        tests: float32[batch, cells], tests made; positive.
+        sharpness: float32[m], ascending edges of the sum of squares.
+        confidence: float32[k], ascending edges of the probability.
+        rank: int64[ranks], 0, 1, 2, ...
+    """
+
+    passed: Tensor
+    tests: Tensor
+    sharpness: Tensor
+    confidence: Tensor
+    rank: Tensor
+
+    @property
+    def first_after(self) -> int:
+        """The first cell of those after a draw."""
+        return 2 * len(self.rank) * (len(self.sharpness) + 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankFit:
+    """Log-odds of a child: a level and slopes by the log of its probability and by the sum of squares of its law.
+
+    Attributes:
+        level: float32[ranks].
+        by_confidence: float32[ranks].
+        by_sharpness: float32[ranks].
+    """
+
+    level: Tensor
+    by_confidence: Tensor
+    by_sharpness: Tensor
+
+
+class Ratings(NamedTuple):
+    """What slots are worth.
+
+    Attributes:
+        priority: float[batch, above, ranks], known before the draw.
+        value: float[batch, above, ranks], of the child that was drawn.
+        cells: int64[batch, above, ranks, 2], before the draw and after it.
+    """
+
+    priority: Tensor
+    value: Tensor
+    cells: Tensor
+
+
+def choose(
+    value: Tensor,
+    left: Tensor | None,
+    below: Tensor | None,
+    *,
+    width: int,
+    threshold: float,
+    layers_left: int,
+    in_order: bool,
+) -> tuple[Tensor, Tensor]:
+    """Choose the best slots; see `stree.kernels.growth_door`."""
+    ordered, index = value.sort(dim=1, descending=True, stable=True)  # stable: an earlier sibling wins a tie
+    ordered, index = ordered[:, :width], index[:, :width]
+    is_taken = ordered > 0
+    if left is not None:
+        rank = torch.arange(ordered.shape[1], device=value.device)
+        if below is None:
+            is_worth = (ordered >= threshold) | (rank < (left // layers_left)[:, None])
+        else:
+            is_worth = _size_down_to(ordered, below) <= left[:, None]
+        is_taken &= is_worth & (rank < left[:, None])
+    if in_order:
+        beyond = value.shape[1]
+        index = torch.where(is_taken, index, beyond).sort(1).values
+        return index.clamp(max=beyond - 1), index < beyond
+    return index, is_taken
+
+
+def _size_down_to(ordered: Tensor, below: Tensor) -> Tensor:
+    """Estimate how many nodes are worth as much as each slot: the slots before it and what typically grows below them.
+
+    Args:
+        ordered: float[batch, width], values of slots, best first.
+        below: float32[m], relative values of what grows below a node, ascending.
+
+    Returns:
+        int64[batch, width], the slot itself counted; it never falls from slot to slot.
+    """
+    rank = torch.arange(ordered.shape[1], device=ordered.device)
+    least = ordered[:, :, None] / ordered[:, None].clamp(min=1e-38)  # [batch, slot, slot before it]
+    worth = len(below) - torch.searchsorted(below.to(ordered.dtype), least)
+    return rank + 1 + (worth * (rank <= rank[:, None])).sum(-1)
+
+
+def rate_by_rank(fit: RankFit, reach: Tensor, probs: Tensor, norms: Tensor) -> Tensor:
+    """Rate children known beforehand; see `stree.kernels.growth_door`."""
+    ranks = probs.shape[-1]
+    odds = fit.level[:ranks] + fit.by_confidence[:ranks] * probs.clamp(min=1e-9).log()
+    odds = odds + fit.by_sharpness[:ranks] * norms.square()[..., None]
+    return reach[..., None] * (odds.sigmoid().cummin(-1).values * (probs > 0))
+
+
+def rate_by_table(table: Table, reach: Tensor, probs: Tensor, norms: Tensor, is_chosen: Tensor | None) -> Ratings:
+    """Rate slots by what a table has counted; see `stree.kernels.growth_door`."""
+    ranks = probs.shape[-1]
+    odds = table.passed / table.tests
+    squares = norms.square()
+    row, spent = table.rank[:ranks], spent_before(probs)
+    if is_chosen is not None:
+        favourite = (probs * is_chosen).sum(-1, keepdim=True)  # the law is without it
+        squares = squares + favourite.squeeze(-1).square()
+        row = row + len(table.rank) * (favourite > 0)
+        spent = (spent_before(probs.masked_fill(is_chosen, 0)) + favourite).masked_fill(is_chosen, 0)
+    sharp = torch.bucketize(squares, table.sharpness)
+    sure = torch.bucketize(probs / (1 - spent).clamp(min=1e-6), table.confidence)
+    before = row * (len(table.sharpness) + 1) + sharp[..., None]
+    after = table.first_after + before * (len(table.confidence) + 1) + sure
+    cells = torch.stack([before, after], -1)
+    expected, found = odds.gather(1, cells.flatten(1)).view(cells.shape).unbind(-1)
+    refused = 1 - found
+    if is_chosen is not None:  # once the first one is refused, a favourite is the target's own token more often
+        refused = torch.where(is_chosen, 1 - found / refused[..., :1].clamp(min=1e-6), refused).clamp(min=0)
+    untested = torch.cat([reach[..., None], refused[..., :-1]], -1).cumprod(-1)
+    priority, value = untested * expected, untested * found
+    if is_chosen is None:
+        priority = priority.cummin(-1).values
+    else:
+        own = reach[..., None] * found
+        priority = torch.where(is_chosen, own, priority.masked_fill(is_chosen, torch.inf).cummin(-1).values)
+        value = torch.where(is_chosen, own, value)
+    return Ratings(priority * (probs > 0), value * (probs > 0), cells)
+
+
+def spent_before(probs: Tensor) -> Tensor:
+    """Sum what stands before each place, exclusively."""
+    return torch.cat([torch.zeros_like(probs[..., :1]), probs.cumsum(-1)[..., :-1]], -1)

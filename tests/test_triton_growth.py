@@ -1,0 +1,249 @@
+"""One layer of growth in Triton equals the same in torch: the slots chosen, their ratings, the columns appended.
+
+Run: TRITON_INTERPRET=1 python -m pytest tests/test_triton_growth.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from stree.drafters.grown import GrownTree
+from stree.drafters.offers import Offered
+from stree.growth import Layer, Plan
+from stree.growth.calibrated import typical_values
+from stree.growth.estimates import Calibration, RankEstimate
+from stree.kernels import growth as kernels
+from stree.kernels import growth_door, reference_growth, topology
+from stree.kernels.growth_door import RankFit, Table
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+KINDS = ("random", "ties", "zeros", "few", "tiny")
+ROUNDING = 1e-5, 1e-7  # relative and absolute: a logarithm and an exponential of float32 differ in their last bits
+
+
+def some_values(kind: str, batch: int, slots: int, seed: int) -> Tensor:
+    """Draw float32[batch, slots] of values that are hard to order."""
+    generator = torch.Generator().manual_seed(seed)
+    value = torch.rand(batch, slots, generator=generator)
+    if kind == "ties":
+        value = (value * 3).round() / 3
+    elif kind == "zeros":
+        value = value * 0
+    elif kind == "few":
+        value = value * (torch.rand(batch, slots, generator=generator) < 0.2)
+    elif kind == "tiny":
+        value = value * 10 ** -(40 * torch.rand(batch, slots, generator=generator))
+    return value.to(DEVICE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("batch", "slots", "width"), [(1, 1, 1), (3, 4, 4), (1, 24, 15), (3, 90, 15), (1, 17, 64)])
+def test_the_slots_chosen_are_those_of_a_stable_sort(batch: int, slots: int, width: int, kind: str) -> None:
+    value = some_values(kind, batch, slots, seed=slots)
+    for number, (left, layers_left) in enumerate(((0, 1), (1, 2), (width // 2, 1), (width, 3), (999, 1))):
+        lefts = torch.full((batch,), left, device=DEVICE) - torch.arange(batch, device=DEVICE).clamp(max=left)
+        for size in (None, number):
+            below = None if size is None else relative_values(width, size)
+            check_choice(value, lefts, below, width, layers_left, in_order=bool((number + (size is None)) % 2))
+        check_choice(value, None, None, width, layers_left, in_order=bool(number % 2))
+
+
+@pytest.mark.parametrize("kind", ["ties", "few"])
+def test_the_slots_of_a_large_layer_are_those_of_a_stable_sort(kind: str) -> None:
+    value = some_values(kind, 1, 378, seed=5)
+    for left, below, in_order in ((50, relative_values(63, 3), True), (70, None, False)):
+        check_choice(value, torch.tensor([left], device=DEVICE), below, 63, 2, in_order=in_order)
+
+
+def test_what_is_worth_exactly_as_much_below_a_slot_counts() -> None:
+    below = torch.tensor([0.125, 0.25, 0.25, 0.5, 1.0], device=DEVICE)
+    value = torch.tensor([[1.0, 0.5, 0.25, 0.25, 0.125, 0.0625]], device=DEVICE)
+    for left in range(25):
+        check_choice(value, torch.tensor([left], device=DEVICE), below, 6, 1, in_order=False)
+
+
+def relative_values(nodes: int, depth: int) -> Tensor:
+    """List the values that a layer says grow below a node of it."""
+    return torch.tensor(typical_values(nodes, depth, 4)[::-1], dtype=torch.float32, device=DEVICE)
+
+
+def check_choice(
+    value: Tensor, left: Tensor | None, below: Tensor | None, width: int, layers_left: int, *, in_order: bool
+) -> None:
+    """Compare a choice with the reference's."""
+    options = {"width": width, "threshold": 0.3, "layers_left": layers_left, "in_order": in_order}
+    expected = reference_growth.choose(value, left, below, **options)  # type: ignore[arg-type]
+    found = kernels.choose(value, left, below, **options)  # type: ignore[arg-type]
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
+def test_a_choice_reads_rows_of_any_stride_and_a_value_equal_to_the_threshold_is_taken() -> None:
+    value = torch.tensor([[0.5, 0.25, 0.75, 0.25], [0.25, 0.25, 0.5, 0.125]], device=DEVICE)
+    for given in (value, value.T.contiguous().T, torch.cat([value, value], 1)[:, :4]):
+        slots, is_taken = kernels.choose(
+            given, torch.tensor([9, 9], device=DEVICE), None, width=3, threshold=0.25, layers_left=99, in_order=False
+        )
+        assert slots.tolist() == [[2, 0, 1], [2, 0, 1]] and bool(is_taken.all())
+
+
+@dataclass(frozen=True)
+class Children:
+    """Some nodes' children and what is known of them."""
+
+    reach: Tensor
+    probs: Tensor
+    norms: Tensor
+    is_chosen: Tensor | None
+
+    @classmethod
+    def draw(cls, batch: int, above: int, ranks: int, seed: int, *, has_favourites: bool) -> Children:
+        """Draw laws whose draws may run out, some sharp and some of them with a favourite in the second place."""
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(batch, above, ranks + 2, generator=generator) * 4 * torch.rand(1, generator=generator)
+        law = logits.softmax(-1)
+        probs = law[..., :ranks].clone()
+        probs[torch.rand(batch, above, ranks, generator=generator) < 0.1] = 0.0
+        probs = torch.where(torch.rand(batch, above, 1, generator=generator) < 0.1, probs.cumprod(-1), probs)
+        is_chosen = None
+        if has_favourites:
+            is_chosen = torch.zeros(batch, above, ranks, dtype=torch.bool)
+            is_chosen[..., 1:2] = (torch.rand(batch, above, 1, generator=generator) < 0.6) & (probs[..., 1:2] > 0)
+            is_chosen = is_chosen.to(DEVICE)
+        reach = torch.rand(batch, above + 3, generator=generator)[:, :above]
+        reach[:, above // 2 :: 3] = 0.0
+        return cls(reach.to(DEVICE), probs.to(DEVICE), torch.linalg.vector_norm(law, dim=-1).to(DEVICE), is_chosen)
+
+
+def some_table(batch: int, ranks: int, seed: int) -> Table:
+    """Give a table that some tests were counted in."""
+    table = Calibration(batch, ranks, DEVICE)._table
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.rand(table.tests.shape, generator=generator).to(DEVICE) * 9
+    passed = made * torch.rand(made.shape, generator=generator).to(DEVICE)
+    return replace(table, tests=table.tests + made, passed=table.passed + passed)
+
+
+@pytest.mark.parametrize("has_favourites", [False, True])
+@pytest.mark.parametrize(("batch", "above", "ranks"), [(1, 1, 4), (3, 1, 1), (1, 15, 4), (3, 36, 6), (1, 63, 6)])
+def test_ratings_by_a_table_are_those_of_torch(batch: int, above: int, ranks: int, has_favourites: bool) -> None:
+    has_favourites &= ranks > 1
+    for seed in range(4):
+        children = Children.draw(batch, above, ranks, seed, has_favourites=has_favourites)
+        table = some_table(batch, 6, seed)
+        operands = table, children.reach, children.probs, children.norms, children.is_chosen
+        expected, found = reference_growth.rate_by_table(*operands), kernels.rate_by_table(*operands)
+        for name in expected._fields:
+            one, other = getattr(found, name), getattr(expected, name)
+            assert torch.equal(one, other) if DEVICE.type == "cpu" else torch.allclose(one, other, *ROUNDING), name
+        drawn = found.priority if children.is_chosen is None else found.priority.masked_fill(children.is_chosen, 0)
+        live = drawn.flatten(0, 1)
+        for row in live:
+            assert bool((row[row > 0].diff() <= 0).all())
+
+
+@pytest.mark.parametrize("edge", ["sharpness", "confidence"])
+def test_a_number_at_an_edge_of_the_table_falls_below_it(edge: str) -> None:
+    table = some_table(1, 2, seed=0)
+    edges = getattr(table, edge)
+    # Powers of two have exact squares and quotients.
+    table = replace(table, **{edge: torch.tensor([2.0**-k for k in range(2 * len(edges), 0, -2)], device=DEVICE)})
+    norms = torch.tensor([[2.0**-k for k in range(8)]], device=DEVICE)
+    probs = torch.tensor([[[2.0**-k, 0.0] for k in range(8)]], device=DEVICE)
+    operands = table, torch.ones(1, 8, device=DEVICE), probs, norms, None
+    expected, found = reference_growth.rate_by_table(*operands).cells, kernels.rate_by_table(*operands).cells
+    assert torch.equal(found, expected) and len(set(expected[0, :, 0, 0 if edge == "sharpness" else 1].tolist())) > 4
+
+
+@pytest.mark.parametrize(("batch", "above", "ranks"), [(1, 1, 4), (3, 1, 1), (1, 15, 4), (3, 36, 6), (1, 63, 6)])
+def test_ratings_by_rank_are_those_of_torch(batch: int, above: int, ranks: int) -> None:
+    fit = RankEstimate(6, DEVICE)._fit
+    fits = [fit, RankFit(*(-getattr(fit, field.name) for field in fields(fit)))]  # under which younger ones are surer
+    for seed, fit in enumerate(fits):
+        children = Children.draw(batch, above, ranks, seed, has_favourites=False)
+        operands = fit, children.reach, children.probs.sort(-1, descending=True).values, children.norms
+        expected, found = reference_growth.rate_by_rank(*operands), kernels.rate_by_rank(*operands)
+        assert torch.allclose(found, expected, *ROUNDING)
+        assert torch.equal(found > 0, expected > 0) and bool((found.diff(dim=-1) <= 0).all())
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let kernels do what they would do on a GPU."""
+    monkeypatch.setattr(topology, "launches_always", True)
+    monkeypatch.setattr(topology, "waits_always", True)
+    yield
+
+
+def test_what_no_kernel_takes_is_left_to_torch(launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    for name in ("choose", "rate_by_table", "rate_by_rank"):
+        monkeypatch.setattr(kernels, name, lambda *_, name=name, **__: asked.append(name))
+    options = {"width": 4, "threshold": 0.0, "layers_left": 1, "in_order": False}
+    small = torch.rand(1, 8, device=DEVICE)
+    growth_door.choose(small.double(), None, None, **options)  # type: ignore[arg-type]
+    growth_door.choose(torch.rand(1, growth_door.MAX_SLOTS + 1, device=DEVICE), None, None, **options)  # type: ignore[arg-type]
+    wide = torch.rand(1, growth_door.MAX_WIDTH + 9, device=DEVICE)
+    growth_door.choose(wide, None, None, **{**options, "width": growth_door.MAX_WIDTH + 1})  # type: ignore[arg-type]
+    left, below = torch.ones(1, dtype=torch.long, device=DEVICE), torch.rand(growth_door.MAX_BELOW + 1, device=DEVICE)
+    growth_door.choose(small, left, below.sort().values, **options)  # type: ignore[arg-type]
+    assert asked == []
+    growth_door.choose(small, None, None, **options)  # type: ignore[arg-type]
+    assert asked == ["choose"]
+
+
+LAYERS = {  # plans whose layers hold leaves, padding and nodes that cannot be proposed any more
+    "drawn": Plan((Layer(4, 4), Layer(9, 4, leaves=3), Layer(5, 3, leaves=2), Layer(7, 2)), 15),
+    "pruned": Plan((Layer(4, 4), Layer(6, 3), Layer(6, 3), Layer(6, 2)), 9, is_pruned=True),
+    "wide": Plan((Layer(6, 6), Layer(36, 6), Layer(63, 6), Layer(63, 6)), 63),
+    "one": Plan((Layer(1, 1), Layer(1, 1)), 2),
+}
+
+
+def grown_tree(name: str, batch: int, seed: int, *, has_favourites: bool) -> GrownTree:
+    """Grow a tree by slots, tokens and values that mean nothing."""
+    plan, generator = LAYERS[name], torch.Generator().manual_seed(seed)
+
+    def drawn(most: int, *shape: int) -> Tensor:
+        return torch.randint(most, (batch, *shape), generator=generator).to(DEVICE)
+
+    has_leaf = drawn(2).bool()
+    grown = GrownTree(drawn(50), drawn(50), has_leaf, torch.full((batch,), plan.num_nodes, device=DEVICE), plan)
+    above = 1
+    for layer in plan.layers:
+        count = min(layer.width + layer.leaves, above * layer.ranks)
+        slots = torch.rand(batch, above * layer.ranks, generator=generator).topk(count).indices.to(DEVICE)
+        value = drawn(9, above, layer.ranks) / 9
+        value *= value.new_ones(()) if above == 1 else grown.frontier_value.amax()
+        is_taken = (drawn(3, count) > 0) & (value.flatten(1).gather(1, slots) > 0)
+        offered = Offered(
+            drawn(50, above, layer.ranks), value, drawn(2, above, layer.ranks).bool() if has_favourites else None
+        )
+        grown.add(layer, slots, is_taken, offered, value)
+        above = grown.frontier_value.shape[1]
+    grown.add_leaves()
+    return grown
+
+
+@pytest.mark.parametrize("has_favourites", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_columns_appended_are_those_of_torch(
+    name: str, batch: int, has_favourites: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topology, "waits_always", True)
+    for seed in range(3):
+        expected = grown_tree(name, batch, seed, has_favourites=has_favourites)
+        with monkeypatch.context() as patch:
+            patch.setattr(topology, "launches_always", True)
+            found = grown_tree(name, batch, seed, has_favourites=has_favourites)
+        for part in ("_tokens", "_parents", "_depths", "_mask", "_value", "_kinds", "frontier_value"):
+            assert torch.equal(getattr(found, part), getattr(expected, part)), part
+        assert name == "pruned" or torch.equal(found.left, expected.left)
+        assert (found.size, found.num_layers) == (expected.size, expected.num_layers)

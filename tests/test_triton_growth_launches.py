@@ -1,0 +1,186 @@
+"""Whole drafts grown by Triton kernels: the same trees as in torch, few launches a layer, and builds that sizes choose.
+
+Run: TRITON_INTERPRET=1 python -m pytest tests/test_triton_growth_launches.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("launches are counted under Triton's interpreter", allow_module_level=True)
+
+import kernel_counts
+from host_reads import NoHostReads
+from launch_keys import launch_keys
+from tiny_models import grafted, tiny_model
+from triton.runtime.interpreter import InterpretedFunction
+
+from stree.drafters import ModelDrafter
+from stree.drafters.model import _ModelRun
+from stree.growth import RSDS, Calibrated, DepthStop, DySpec, Eagle2, Growth, OptTree, Sequoia, SpecInfer
+from stree.kernels import topology
+from stree.sampling import Random, Sampling
+from stree.verify import accept
+
+PROMPTS = [[5, 6, 7, 8, 9, 3], [4, 4, 8, 1]]
+GROWTHS: dict[str, Growth] = {
+    "calibrated": Calibrated(depth=3),
+    "favourite": Calibrated(depth=3, has_favourite=True),
+    "dyspec": DySpec(depth=3),
+    "sequoia": Sequoia(depth=3),
+    "specinfer": SpecInfer([2, 2]),
+    "rsds": RSDS(3, 3),
+    "opt-tree": OptTree(depth=3),
+    "eagle2": DepthStop(Eagle2(depth=3, beam=3), threshold=-2.0, layers=None),
+}
+
+
+def begun(growth: Growth, prompts: list[list[int]]) -> Any:
+    """Begin a run of a draft model."""
+    rng = Random(0, torch.arange(len(prompts)), torch.tensor([len(prompt) for prompt in prompts]))
+    drafter = ModelDrafter(grafted(tiny_model("mamba2", seed=1)))
+    run = drafter.start(drafter.lm.vocab_size, prompts, rng)
+    run.reserve(200, growth, 16, begins=True)
+    return run
+
+
+def drafts(growth: Growth, budget: int, steps: int) -> list[dict[str, Any]]:
+    """Propose and observe some steps, whose target is made of random logits."""
+    run, generator = begun(growth, PROMPTS), torch.Generator().manual_seed(3)
+    pending, found = torch.tensor([7, 9]), []
+    for _ in range(steps):
+        draft = run.propose(pending, growth, budget)
+        tree, laws = draft.tree, draft.laws
+        logits = torch.randn(*tree.tokens.shape, run._lm.vocab_size, generator=generator)
+        logits = logits.scatter_add(2, tree.tokens.roll(-1, 1)[..., None], torch.full_like(logits[..., :1], 4.0))
+        rng = Random(1, torch.arange(2), torch.zeros(2, dtype=torch.long))
+        acceptance = accept(tree, logits, growth.sampling, rng, draft=laws)
+        run.observe(acceptance)
+        pending = acceptance.next_token
+        names = ("tokens", "parents", "depths", "ancestor_mask")
+        step = {name: getattr(tree, name) for name in names} | {"values": draft.values, "pending": pending}
+        found.append(step if laws is None else step | {"row": laws.row, "kind": laws.kind})
+    return found
+
+
+@pytest.fixture
+def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let shapes be as fixed as on a GPU."""
+    monkeypatch.setattr(topology, "waits_always", True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", GROWTHS)
+def test_drafts_are_the_same_node_for_node(
+    name: str, temperature: float, fixed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growth = GROWTHS[name].bind(Sampling(temperature))
+    expected = drafts(growth, 12, 3)
+    monkeypatch.setattr(topology, "launches_always", True)
+    for step, (one, other) in enumerate(zip(drafts(growth, 12, 3), expected, strict=True)):
+        for part, tensor in one.items():
+            same = torch.allclose(tensor, other[part]) if part == "values" else torch.equal(tensor, other[part])
+            assert same, (step, part)
+    assert sum(int((step["parents"] >= 0).sum()) for step in expected) > 12
+
+
+class Counted(TorchDispatchMode):
+    """Counts launches, of our kernels and of operators, outside the model's forward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: Counter[str] = Counter()
+        self._is_inside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._is_inside and kernel_counts.launches(func):
+            self.found[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+    def inside(self, function: Any, *, is_kernel: bool) -> Any:
+        """Wrap what is not looked into; a kernel is one launch."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_kernel and not self._is_inside:
+                self.found[args[0].fn.__name__] += 1
+            before, self._is_inside = self._is_inside, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._is_inside = before
+
+        return call
+
+
+@contextmanager
+def counted(lm: Any) -> Iterator[Counter[str]]:
+    """Count what happens inside, but not in a model."""
+    counts = Counted()
+    with pytest.MonkeyPatch.context() as patch, counts:
+        patch.setattr(InterpretedFunction, "run", counts.inside(InterpretedFunction.run, is_kernel=True))
+        patch.setattr(lm, "verify", counts.inside(lm.verify, is_kernel=False))
+        yield counts.found
+
+
+def launches_of(growth: Growth, budget: int) -> Counter[str]:
+    """Count the launches of one proposal."""
+    run: _ModelRun = begun(growth, PROMPTS[:1])
+    with kernel_counts.as_on_a_gpu():
+        run._begun = None
+        run.propose(torch.tensor([7]), growth, budget)
+        with counted(run._lm) as found:
+            run.propose(torch.tensor([7]), growth, budget)
+    return found
+
+
+# Launches a layer, the law's among them, and launches of the rest of a proposal.  They may fall and must not rise.
+@pytest.mark.parametrize(("temperature", "most", "most_besides"), [(0.0, 6, 60), (0.8, 8, 75)])
+def test_a_layer_takes_few_launches(temperature: float, most: int, most_besides: int) -> None:
+    growths = [Calibrated(depth, ranks=4).bind(Sampling(temperature)) for depth in (2, 4)]
+    short, deep = (launches_of(growth, 16) for growth in growths)
+    each = (deep.total() - short.total()) / 2
+    assert each <= most, (each, deep - short)
+    assert short.total() - 2 * each <= most_besides, short
+    for name in ("choose_kernel", "append_kernel", "rank_kernel" if temperature == 0 else "table_kernel"):
+        assert (short[name], deep[name]) == (2, 4)
+
+
+def test_launches_of_a_layer_depend_on_sizes_and_not_on_values(fixed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "launches_always", True)
+    for temperature in (0.0, 0.8):
+        growth = Calibrated(3).bind(Sampling(temperature))
+        keys = {}
+        for pending in (3, 8):
+            run = begun(growth, PROMPTS[:1])
+            with launch_keys(monkeypatch) as found, NoHostReads():
+                run.propose(torch.tensor([pending]), growth, 16)
+            keys[pending] = found
+        assert keys[3] == keys[8]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_budgets_of_equal_padded_sizes_share_their_builds(
+    temperature: float, fixed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topology, "launches_always", True)
+    builds = []
+    for budget, prompts in ((14, PROMPTS), (16, PROMPTS[:1]), (17, PROMPTS)):
+        growth = Calibrated(3, ranks=4).bind(Sampling(temperature))
+        run = begun(growth, prompts)
+        with launch_keys(monkeypatch) as found:
+            run.propose(torch.tensor([7] * len(prompts)), growth, budget)
+        names = ("choose_kernel", "append_kernel", "rank_kernel", "table_kernel")
+        builds.append({key for key in found if key[0] in names})
+    assert builds[0] == builds[1] == builds[2]
