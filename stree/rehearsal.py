@@ -114,7 +114,8 @@ def step_times(
             _run(lm, stand_in, rehearsal, batch, sampling, verifier, engine)
             known[key] = rehearsal.times()
         except Exception as problem:  # the caller's own text will meet it, or not
-            logger.debug("what steps take could not be measured: %s: %s", type(problem).__name__, problem)
+            name = type(problem).__name__
+            logger.warning("what steps take could not be measured, sizes are guessed: %s: %s", name, problem)
             return GUESS
     return known[key]
 
