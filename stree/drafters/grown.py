@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stree.drafters.offers import Offered
 from stree.growth import Layer, Plan
-from stree.kernels.growth_door import Chosen, Columns, append
+from stree.kernels.growth_door import Chosen, Columns, Proposed, append, cut
 from stree.kernels.tiles import MAX_NODES
 from stree.kernels.topology import is_launched, reads_freely
 from stree.models.tree_lm import TreeLM
@@ -106,16 +106,6 @@ class GrownTree:
         return logits
 
     @property
-    def values(self) -> Tensor:
-        """Estimated probability of each node of the target's tree: float[batch, size - 1]."""
-        return self._value[:, : self.size - 1]
-
-    @property
-    def kinds(self) -> Tensor:
-        """How each node of the target's tree came about when sampling: int8[batch, size - 1]."""
-        return self._kinds[:, : self.size - 1]
-
-    @property
     def tokens(self) -> Tensor:
         """Tokens of the columns in use: int64[batch, size]."""
         return self._tokens[:, : self.size]
@@ -175,9 +165,8 @@ class GrownTree:
 
     def _launch(self, chosen: Chosen, width: int) -> None:
         """Append a layer in one launch."""
-        arrays = self._tokens, self._parents, self._depths, self._mask, self._value, self._kinds
         appended = append(
-            Columns(self.lead, *arrays),
+            self._columns,
             chosen,
             self.left,
             width=width,
@@ -191,6 +180,12 @@ class GrownTree:
             self._leaves.append((column, token, appended.values[:, width:]))
         self.frontier_value = appended.values[:, :width]
         self.size += width
+
+    @property
+    def _columns(self) -> Columns:
+        """The arrays, for kernels."""
+        arrays = self._tokens, self._parents, self._depths, self._mask, self._value, self._kinds
+        return Columns(self.lead, *arrays)
 
     def _is_contested(self, slots: Tensor) -> bool:
         """Tell whether not all nodes of a pruned tree can be proposed once these slots are taken."""
@@ -235,25 +230,36 @@ class GrownTree:
         self._tokens[:, begin:end] = token * is_taken
         self._parents[:, begin:end] = torch.where(is_taken, column, -1)
 
-    def select(self, tree: TokenTree, plan: Plan) -> Tensor | None:
+    def select(self, plan: Plan) -> Tensor | None:
         """Choose the nodes of the target's tree that are proposed: int64[batch, count], or None for all.
 
         Values never grow along a path and a stable order puts parents first, so what is kept is a tree.  What was drawn
         stays: of a sampled tree only padding is dropped.
         """
-        n = tree.tokens.shape[1]
+        n = self.size - 1
         if plan.is_pruned:
             if n <= plan.num_nodes + 1:
                 return None
             # Equal values keep their order, so a parent, which stands before its children, comes first.
             order = self._value[:, :n].sort(dim=1, descending=True, stable=True).indices
             return order[:, : plan.num_nodes + 1].sort(1).values
-        if (
-            plan.is_heap or plan.is_fixed or (reads_freely(tree.tokens) and len(tree.tokens) == 1)
-        ):  # of one row no place is padding
+        # Of one row no place is padding.
+        if plan.is_heap or plan.is_fixed or (reads_freely(self._tokens) and len(self._tokens) == 1):
             return None
-        order = tree.is_padding.to(torch.int8).sort(dim=1, stable=True).indices
-        return order[:, : plan.num_nodes + 1]
+        is_padding = self._parents[:, 1 : self.size] < 0
+        is_padding[:, 0] = False
+        return is_padding.to(torch.int8).sort(dim=1, stable=True).indices[:, : plan.num_nodes + 1]
+
+    def proposed(self, selected: Tensor | None) -> Proposed:
+        """Give the tree of int64[batch, count] nodes, or all, as the target sees it."""
+        if is_launched(self._tokens) and not reads_freely(self._tokens):
+            return cut(self._columns, selected, self.size)
+        tree = self.target_tree()
+        rows, values, kinds = tree.parents, self._value[:, : self.size - 1], self._kinds[:, : self.size - 1]
+        if selected is not None:
+            rows, values, kinds = (tensor.gather(1, selected) for tensor in (rows, values, kinds))
+            tree = prune(tree, selected)
+        return Proposed(tree.tokens, tree.parents, tree.depths, tree.ancestor_mask, values, kinds, rows)
 
     def target_tree(self) -> TokenTree:
         """Cut the leading column away: the tree as the target sees it."""
