@@ -9,13 +9,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.kernels.growth_columns_kernels import append_kernel, cut_kernel
+from stree.kernels.growth_columns_kernels import append_kernel, begin_kernel, cut_kernel
 from stree.kernels.growth_door import Appended, Chosen, Columns, Proposed
 
-__all__ = ["append", "append_constants", "cut", "cut_constants"]
+__all__ = ["append", "append_constants", "begin", "begin_constants", "cut", "cut_constants"]
 
 NODES = 16  # new ones that a program writes
 COLUMNS = 64  # of a mask that are copied together
+
+
+def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int, kind: int) -> Columns:
+    """Lay out columns; see `stree.kernels.growth_door`."""
+    batch = len(pending)
+    columns = Columns(
+        lead=pending.new_empty(batch),
+        tokens=pending.new_empty(batch, room),
+        parents=pending.new_empty(batch, room, dtype=torch.int32),
+        depths=pending.new_empty(batch, room, dtype=torch.int32),
+        mask=has_leaf.new_empty(batch, room, room),
+        values=pending.new_empty(batch, room - 1, dtype=torch.float32),
+        kinds=pending.new_empty(batch, room - 1, dtype=torch.int8),
+    )
+    with torch.cuda.device_of(pending):
+        begin_kernel[(-(-room // NODES), batch)](
+            pending.contiguous(), leaf.contiguous(), has_leaf.contiguous(), columns.lead, columns.tokens,
+            columns.parents, columns.depths, columns.mask, columns.values, columns.kinds, room,
+            **begin_constants(kind), num_warps=4,
+        )  # fmt: skip
+    return columns
+
+
+def begin_constants(kind: int) -> dict[str, Any]:
+    """List the compile-time constants of a layout; ahead-of-time builds take theirs from here too."""
+    return {"KIND": kind, "NODES": NODES, "COLUMNS": COLUMNS}
 
 
 def append(

@@ -23,6 +23,34 @@ def _count_greater(values, others):
     return tl.sum((others[None, :] > values[:, None]).to(tl.int32), 1)
 
 
+@triton.jit(do_not_specialize=["room"])
+def begin_kernel(
+    pending_ptr, leaf_ptr, flag_ptr, lead_ptr, tokens_ptr, parents_ptr, depths_ptr, mask_ptr, values_ptr, kinds_ptr,
+    room, KIND: tl.constexpr, NODES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Lay out the columns of a tree that begins to grow; grid (blocks of columns, batch)."""
+    batch = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * NODES + tl.arange(0, NODES)
+    lane = tl.arange(0, COLUMNS)
+    inside = column < room
+    lead = (tl.load(flag_ptr + batch) != 0).to(tl.int32)
+    pending = tl.load(pending_ptr + batch)
+    tl.store(lead_ptr + batch, lead.to(tl.int64))
+    first = tl.where(lead > 0, tl.load(leaf_ptr + batch), pending)
+    row = batch * room + column
+    tl.store(tokens_ptr + row, tl.where(column == 0, first, tl.where(column == 1, pending * lead, 0)), inside)
+    tl.store(parents_ptr + row, tl.where(column == 1, lead - 1, -1), inside)
+    tl.store(depths_ptr + row, tl.where(column == 1, lead, 0), inside)
+    node = batch * (room - 1) + column
+    tl.store(values_ptr + node, tl.full((NODES,), 1.0, tl.float32), column < room - 1)
+    tl.store(kinds_ptr + node, tl.full((NODES,), KIND, tl.int8), column < room - 1)
+    for start in range(0, room, COLUMNS):
+        other = start + lane
+        link = ((column == 1) & (column == lead))[:, None] & (other == 0)[None, :]
+        pairs = inside[:, None] & (other < room)[None, :]
+        tl.store(mask_ptr + row[:, None] * room + other[None, :], (column[:, None] == other[None, :]) | link, pairs)
+
+
 @triton.jit(
     do_not_specialize=[
         "count", "width", "ranks", "slots", "frontier", "size", "room", "num_nodes", "stride_slots_b"

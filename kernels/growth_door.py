@@ -27,6 +27,7 @@ __all__ = [
     "Ratings",
     "Table",
     "append",
+    "begin",
     "choose",
     "cut",
     "rate_by_rank",
@@ -188,6 +189,25 @@ def rate_by_table(table: Table, reach: Tensor, probs: Tensor, norms: Tensor, is_
 
         return growth.rate_by_table(table, reach, probs, norms, is_chosen)
     return reference_growth.rate_by_table(table, reach, probs, norms, is_chosen)
+
+
+def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int, kind: int) -> Columns:
+    """Lay out the columns of a tree that begins to grow; its specification is `GrownTree`, in torch.
+
+    Args:
+        pending: int64[batch], tokens of the roots.
+        leaf: int64[batch], tokens before them, columns of their own where there is one.
+        has_leaf: bool[batch].
+        room: columns.
+        kind: what nodes are called.
+
+    Raises:
+        RuntimeError: tensors are not on a CUDA device, and Triton does not interpret.
+    """
+    _check_launch("begin", pending)
+    from stree.kernels import growth_columns
+
+    return growth_columns.begin(pending, leaf, has_leaf, room, kind)
 
 
 def append(

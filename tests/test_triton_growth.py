@@ -183,13 +183,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_columns_are_written_by_a_kernel_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     grown = grown_tree("one", 1, 0, has_favourites=False)
-    chosen = growth_door.Chosen(*(torch.zeros(1, 1, dtype=torch.long) for _ in range(4)), None)
+    slots = torch.zeros(1, 1, dtype=torch.long)
+    chosen = growth_door.Chosen(slots, slots > 0, slots.float(), slots, None)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if DEVICE.type == "cpu":
         with pytest.raises(RuntimeError, match="append needs CUDA tensors, got a tensor on cpu"):
             growth_door.append(
                 grown._columns, chosen, grown.left, width=1, frontier=0, size=2, num_nodes=None, kinds=(1, 0)
             )
+        with pytest.raises(RuntimeError, match="begin needs CUDA tensors, got a tensor on cpu"):
+            growth_door.begin(slots[0], slots[0], slots[0] > 0, 5, 0)
         with pytest.raises(RuntimeError, match="cut needs CUDA tensors, got a tensor on cpu"):
             growth_door.cut(grown._columns, None, 2)
 

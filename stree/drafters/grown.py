@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stree.drafters.offers import Offered
 from stree.growth import Layer, Plan
-from stree.kernels.growth_door import Chosen, Columns, Proposed, append, cut
+from stree.kernels.growth_door import Chosen, Columns, Proposed, append, begin, cut
 from stree.kernels.tiles import MAX_NODES
 from stree.kernels.topology import is_launched, reads_freely
 from stree.models.tree_lm import TreeLM
@@ -70,22 +70,12 @@ class GrownTree:
     """
 
     def __init__(self, pending: Tensor, leaf: Tensor, has_leaf: Tensor, left: Tensor, plan: Plan) -> None:
-        batch, device = pending.shape[0], pending.device
-        room = num_columns(plan)
-        self.lead = lead = has_leaf.long()
-        self.left = left
-        self._tokens = pending.new_zeros(batch, room)
-        self._tokens[:, 0] = torch.where(has_leaf, leaf, pending)
-        self._tokens[:, 1] = pending * lead
-        self._parents = torch.full((batch, room), -1, dtype=torch.int32, device=device)
-        self._parents[:, 1] += lead
-        self._depths = torch.zeros(batch, room, dtype=torch.int32, device=device)
-        self._depths[:, 1] = lead
         kind = INDEPENDENT if plan.drawing == "independent" else SAMPLED
-        self._kinds = torch.full((batch, room - 1), kind, dtype=torch.int8, device=device)  # of the target's nodes
-        self._mask = torch.eye(room, dtype=torch.bool, device=device).repeat(batch, 1, 1)
-        self._mask[:, 1, 0] = has_leaf
-        self._value = torch.ones(batch, room - 1, device=device)  # of the target's nodes
+        lay_out = begin if is_launched(pending) and not reads_freely(pending) else _begin
+        self._columns = columns = lay_out(pending, leaf, has_leaf, num_columns(plan), kind)
+        self.lead, self.left, self._mask = columns.lead, left, columns.mask
+        self._tokens, self._parents, self._depths = columns.tokens, columns.parents, columns.depths
+        self._value, self._kinds = columns.values, columns.kinds  # of the target's nodes
         self.frontier_value = self._value[:, :1]
         self.frontier_number = self.num_run = self.num_calls = self.num_layers = 0
         self.size = 2
@@ -181,12 +171,6 @@ class GrownTree:
         self.frontier_value = appended.values[:, :width]
         self.size += width
 
-    @property
-    def _columns(self) -> Columns:
-        """The arrays, for kernels."""
-        arrays = self._tokens, self._parents, self._depths, self._mask, self._value, self._kinds
-        return Columns(self.lead, *arrays)
-
     def _is_contested(self, slots: Tensor) -> bool:
         """Tell whether not all nodes of a pruned tree can be proposed once these slots are taken."""
         return self._plan.is_pruned and self.size - 1 + slots.shape[1] > self._plan.num_nodes
@@ -276,6 +260,22 @@ class GrownTree:
         mask = self._mask[:, 1:size, 1:size].clone()
         mask[:, 1:, 0] = is_node
         return TokenTree.unchecked(tokens, parents, depths, mask)
+
+
+def _begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int, kind: int) -> Columns:
+    """Lay out columns as ``begin`` does."""
+    batch, device, lead = len(pending), pending.device, has_leaf.long()
+    tokens = pending.new_zeros(batch, room)
+    tokens[:, 0] = torch.where(has_leaf, leaf, pending)
+    tokens[:, 1] = pending * lead
+    parents = torch.full((batch, room), -1, dtype=torch.int32, device=device)
+    parents[:, 1] += lead
+    depths = torch.zeros(batch, room, dtype=torch.int32, device=device)
+    depths[:, 1] = lead
+    kinds = torch.full((batch, room - 1), kind, dtype=torch.int8, device=device)
+    mask = torch.eye(room, dtype=torch.bool, device=device).repeat(batch, 1, 1)
+    mask[:, 1, 0] = has_leaf
+    return Columns(lead, tokens, parents, depths, mask, torch.ones(batch, room - 1, device=device), kinds)
 
 
 def prune(tree: TokenTree, kept: Tensor) -> TokenTree:
