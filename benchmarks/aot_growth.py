@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from aot_attention import Launch
 from aot_build import Build
 
 from stree.kernels import growth
-from stree.kernels.growth_columns import append_constants
-from stree.kernels.growth_columns_kernels import append_kernel
+from stree.kernels.growth_columns import append_constants, begin_constants, cut_constants
+from stree.kernels.growth_columns_kernels import append_kernel, begin_kernel, cut_kernel
 from stree.kernels.growth_kernels import choose_kernel, rank_kernel, table_kernel
 
 RANKS = {"4 children a node": 4, "6 children a node": 6}
@@ -61,9 +62,26 @@ def append_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
     return _build(append_kernel, append_constants((1, 0), prunes=True), 0, 4)
 
 
+def begin_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
+    """Describe the layout of a tree's columns; any number of nodes takes the same build."""
+    build = _build(begin_kernel, begin_constants(0), 0, 4)
+    pointers = build.pointers | {"pending_ptr": "*i64", "flag_ptr": "*i1"}
+    return replace(build, pointers=pointers, integers={"room": 1})
+
+
+def cut_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
+    """Describe the cut of a tree out of its columns; any number of nodes takes the same build."""
+    pointers = dict.fromkeys(("parent_ptr", "depth_ptr", "row_ptr"), "*i32")
+    pointers |= {"kept_ptr": "*i64", "token_ptr": "*i64", "ancestor_ptr": "*i1", "kind_ptr": "*i8"}
+    build = _build(cut_kernel, cut_constants(), 0, 4)
+    return replace(build, pointers=build.pointers | pointers, integers={"count": 1, "room": 1})
+
+
 BUILDERS: dict[str, tuple[Callable[[Any, int, torch.dtype], Build], Mapping[str, Any]]] = {
     "growth_choose": (choose_build, RANKS),
     "growth_rate_by_table": (table_build, RANKS),
     "growth_rate_by_rank": (rank_build, RANKS),
     "growth_append": (append_build, RANKS),
+    "growth_begin": (begin_build, RANKS),
+    "growth_cut": (cut_build, RANKS),
 }

@@ -9,13 +9,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.kernels.growth_columns_kernels import append_kernel
-from stree.kernels.growth_door import Appended, Chosen, Columns
+from stree.kernels.growth_columns_kernels import append_kernel, begin_kernel, cut_kernel
+from stree.kernels.growth_door import Appended, Chosen, Columns, Proposed
 
-__all__ = ["append", "append_constants"]
+__all__ = ["append", "append_constants", "begin", "begin_constants", "cut", "cut_constants"]
 
 NODES = 16  # new ones that a program writes
 COLUMNS = 64  # of a mask that are copied together
+
+
+def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int, kind: int) -> Columns:
+    """Lay out columns; see `stree.kernels.growth_door`."""
+    batch = len(pending)
+    columns = Columns(
+        lead=pending.new_empty(batch),
+        tokens=pending.new_empty(batch, room),
+        parents=pending.new_empty(batch, room, dtype=torch.int32),
+        depths=pending.new_empty(batch, room, dtype=torch.int32),
+        mask=has_leaf.new_empty(batch, room, room),
+        values=pending.new_empty(batch, room - 1, dtype=torch.float32),
+        kinds=pending.new_empty(batch, room - 1, dtype=torch.int8),
+    )
+    with torch.cuda.device_of(pending):
+        begin_kernel[(-(-room // NODES), batch)](
+            pending.contiguous(), leaf.contiguous(), has_leaf.contiguous(), columns.lead, columns.tokens,
+            columns.parents, columns.depths, columns.mask, columns.values, columns.kinds, room,
+            **begin_constants(kind), num_warps=4,
+        )  # fmt: skip
+    return columns
+
+
+def begin_constants(kind: int) -> dict[str, Any]:
+    """List the compile-time constants of a layout; ahead-of-time builds take theirs from here too."""
+    return {"KIND": kind, "NODES": NODES, "COLUMNS": COLUMNS}
 
 
 def append(
@@ -52,3 +78,31 @@ def append(
 def append_constants(kinds: tuple[int, int], *, prunes: bool) -> dict[str, Any]:
     """List the compile-time constants of a layer; ahead-of-time builds take theirs from here too."""
     return {"PRUNES": prunes, "DELTA": kinds[0], "SAMPLED": kinds[1], "NODES": NODES, "COLUMNS": COLUMNS}
+
+
+def cut(columns: Columns, kept: Tensor | None, size: int) -> Proposed:
+    """Cut a tree out of its columns; see `stree.kernels.growth_door`."""
+    batch, room = columns.tokens.shape
+    count = size - 1 if kept is None else kept.shape[1]
+    made = Proposed(
+        tokens=columns.tokens.new_empty(batch, count),
+        parents=columns.parents.new_empty(batch, count),
+        depths=columns.depths.new_empty(batch, count),
+        mask=columns.mask.new_empty(batch, count, count),
+        values=columns.values.new_empty(batch, count),
+        kinds=columns.kinds.new_empty(batch, count),
+        rows=columns.parents.new_empty(batch, count),
+    )
+    with torch.cuda.device_of(columns.tokens):
+        cut_kernel[(-(-count // NODES), batch)](
+            None if kept is None else kept.contiguous(), columns.lead,
+            columns.tokens, columns.parents, columns.depths, columns.mask, columns.values, columns.kinds,
+            made.tokens, made.parents, made.depths, made.mask, made.values, made.kinds, made.rows, count, room,
+            **cut_constants(), num_warps=4,
+        )  # fmt: skip
+    return made
+
+
+def cut_constants() -> dict[str, Any]:
+    """List the compile-time constants of a cut; ahead-of-time builds take theirs from here too."""
+    return {"NODES": NODES, "COLUMNS": COLUMNS}

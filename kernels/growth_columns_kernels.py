@@ -23,6 +23,34 @@ def _count_greater(values, others):
     return tl.sum((others[None, :] > values[:, None]).to(tl.int32), 1)
 
 
+@triton.jit(do_not_specialize=["room"])
+def begin_kernel(
+    pending_ptr, leaf_ptr, flag_ptr, lead_ptr, tokens_ptr, parents_ptr, depths_ptr, mask_ptr, values_ptr, kinds_ptr,
+    room, KIND: tl.constexpr, NODES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Lay out the columns of a tree that begins to grow; grid (blocks of columns, batch)."""
+    batch = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * NODES + tl.arange(0, NODES)
+    lane = tl.arange(0, COLUMNS)
+    inside = column < room
+    lead = (tl.load(flag_ptr + batch) != 0).to(tl.int32)
+    pending = tl.load(pending_ptr + batch)
+    tl.store(lead_ptr + batch, lead.to(tl.int64))
+    first = tl.where(lead > 0, tl.load(leaf_ptr + batch), pending)
+    row = batch * room + column
+    tl.store(tokens_ptr + row, tl.where(column == 0, first, tl.where(column == 1, pending * lead, 0)), inside)
+    tl.store(parents_ptr + row, tl.where(column == 1, lead - 1, -1), inside)
+    tl.store(depths_ptr + row, tl.where(column == 1, lead, 0), inside)
+    node = batch * (room - 1) + column
+    tl.store(values_ptr + node, tl.full((NODES,), 1.0, tl.float32), column < room - 1)
+    tl.store(kinds_ptr + node, tl.full((NODES,), KIND, tl.int8), column < room - 1)
+    for start in range(0, room, COLUMNS):
+        other = start + lane
+        link = ((column == 1) & (column == lead))[:, None] & (other == 0)[None, :]
+        pairs = inside[:, None] & (other < room)[None, :]
+        tl.store(mask_ptr + row[:, None] * room + other[None, :], (column[:, None] == other[None, :]) | link, pairs)
+
+
 @triton.jit(
     do_not_specialize=[
         "count", "width", "ranks", "slots", "frontier", "size", "room", "num_nodes", "stride_slots_b"
@@ -85,3 +113,46 @@ def append_kernel(
         pairs = inside[:, None] & (other < size)[None, :]
         seen = tl.load(mask_ptr + column[:, None] * room + other[None, :], pairs, 0) != 0
         tl.store(mask_ptr + (size + node)[:, None] * room + other[None, :], seen & taken[:, None], pairs)
+
+
+@triton.jit(do_not_specialize=["count", "room"])
+def cut_kernel(
+    kept_ptr, lead_ptr, tokens_ptr, parents_ptr, depths_ptr, mask_ptr, values_ptr, kinds_ptr,
+    token_ptr, parent_ptr, depth_ptr, ancestor_ptr, value_ptr, kind_ptr, row_ptr, count, room,
+    NODES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write the nodes that are kept, or all, as the target sees them; grid (blocks of nodes, batch)."""
+    batch = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) * NODES + tl.arange(0, NODES)
+    lane = tl.arange(0, COLUMNS)
+    inside = place < count
+    lead = tl.load(lead_ptr + batch).to(tl.int32)
+    node = place
+    if kept_ptr is not None:
+        node = tl.load(kept_ptr + batch * count + place, inside, 0).to(tl.int32)
+    out = batch * count + place
+    column = batch * room + node + 1
+    parent = tl.load(parents_ptr + column, inside & (node > 0), -1)
+    is_node = parent >= 0
+    above = tl.where(is_node, tl.maximum(parent - 1, 0), -1)
+    depth = tl.load(depths_ptr + column, inside & (node > 0), 0)
+    tl.store(depth_ptr + out, tl.where(is_node, depth - lead, depth), inside)
+    token = tl.load(tokens_ptr + tl.where(node > 0, column, batch * room + lead), inside, 0)
+    tl.store(token_ptr + out, token, inside)
+    tl.store(value_ptr + out, tl.load(values_ptr + batch * (room - 1) + node, inside, 0.0), inside)
+    tl.store(kind_ptr + out, tl.load(kinds_ptr + batch * (room - 1) + node, inside, 0), inside)
+    tl.store(row_ptr + out, above, inside)
+    found = tl.where(is_node, 0, -1)
+    mask_ptr += batch * room * room
+    for start in range(0, count, COLUMNS):
+        at = start + lane
+        other = at
+        if kept_ptr is not None:
+            other = tl.load(kept_ptr + batch * count + at, at < count, -2).to(tl.int32)
+        found += tl.sum(tl.where(is_node[:, None] & (other[None, :] == above[:, None]), at[None, :], 0), 1)
+        pairs = inside[:, None] & (at < count)[None, :]
+        lower = pairs & (node > 0)[:, None] & (other > 0)[None, :]
+        seen = tl.load(mask_ptr + (node + 1)[:, None] * room + (other + 1)[None, :], lower, 0) != 0
+        root = (other == 0)[None, :] & (is_node | (node == 0))[:, None]
+        tl.store(ancestor_ptr + out[:, None] * count + at[None, :], seen | root, pairs)
+    tl.store(parent_ptr + out, found, inside)

@@ -22,11 +22,14 @@ __all__ = [
     "Appended",
     "Chosen",
     "Columns",
+    "Proposed",
     "RankFit",
     "Ratings",
     "Table",
     "append",
+    "begin",
     "choose",
+    "cut",
     "rate_by_rank",
     "rate_by_table",
 ]
@@ -89,6 +92,29 @@ class Appended:
     values: Tensor
     column: Tensor | None
     tokens: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proposed:
+    """A grown tree as the target sees it: nodes in place of columns, the root first.
+
+    Attributes:
+        tokens: int64[batch, n].
+        parents: int32[batch, n].
+        depths: int32[batch, n].
+        mask: bool[batch, n, n].
+        values: float32[batch, n].
+        kinds: int8[batch, n].
+        rows: int32[batch, n], each node's parent among all nodes that were grown.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    mask: Tensor
+    values: Tensor
+    kinds: Tensor
+    rows: Tensor
 
 
 def choose(
@@ -165,6 +191,25 @@ def rate_by_table(table: Table, reach: Tensor, probs: Tensor, norms: Tensor, is_
     return reference_growth.rate_by_table(table, reach, probs, norms, is_chosen)
 
 
+def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int, kind: int) -> Columns:
+    """Lay out the columns of a tree that begins to grow; its specification is `GrownTree`, in torch.
+
+    Args:
+        pending: int64[batch], tokens of the roots.
+        leaf: int64[batch], tokens before them, columns of their own where there is one.
+        has_leaf: bool[batch].
+        room: columns.
+        kind: what nodes are called.
+
+    Raises:
+        RuntimeError: tensors are not on a CUDA device, and Triton does not interpret.
+    """
+    _check_launch("begin", pending)
+    from stree.kernels import growth_columns
+
+    return growth_columns.begin(pending, leaf, has_leaf, room, kind)
+
+
 def append(
     columns: Columns,
     chosen: Chosen,
@@ -192,13 +237,35 @@ def append(
     Raises:
         RuntimeError: tensors are not on a CUDA device, and Triton does not interpret.
     """
-    if not left.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError(f"append needs CUDA tensors, got a tensor on {left.device}")
+    _check_launch("append", left)
     from stree.kernels import growth_columns
 
     return growth_columns.append(
         columns, chosen, left, width=width, frontier=frontier, size=size, num_nodes=num_nodes, kinds=kinds
     )
+
+
+def cut(columns: Columns, kept: Tensor | None, size: int) -> Proposed:
+    """Cut a tree out of its columns; its specification is `GrownTree.target_tree` with `prune`, in torch.
+
+    Args:
+        columns: of the tree.
+        kept: int64[batch, n] nodes, each behind its parent; None for all.
+        size: columns in use.
+
+    Raises:
+        RuntimeError: tensors are not on a CUDA device, and Triton does not interpret.
+    """
+    _check_launch("cut", columns.tokens)
+    from stree.kernels import growth_columns
+
+    return growth_columns.cut(columns, kept, size)
+
+
+def _check_launch(op: str, tensor: Tensor) -> None:
+    """Require what Triton runs on."""
+    if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError(f"{op} needs CUDA tensors, got a tensor on {tensor.device}")
 
 
 def _is_launched(tensor: Tensor) -> bool:

@@ -181,6 +181,22 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+def test_columns_are_written_by_a_kernel_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    grown = grown_tree("one", 1, 0, has_favourites=False)
+    slots = torch.zeros(1, 1, dtype=torch.long)
+    chosen = growth_door.Chosen(slots, slots > 0, slots.float(), slots, None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if DEVICE.type == "cpu":
+        with pytest.raises(RuntimeError, match="append needs CUDA tensors, got a tensor on cpu"):
+            growth_door.append(
+                grown._columns, chosen, grown.left, width=1, frontier=0, size=2, num_nodes=None, kinds=(1, 0)
+            )
+        with pytest.raises(RuntimeError, match="begin needs CUDA tensors, got a tensor on cpu"):
+            growth_door.begin(slots[0], slots[0], slots[0] > 0, 5, 0)
+        with pytest.raises(RuntimeError, match="cut needs CUDA tensors, got a tensor on cpu"):
+            growth_door.cut(grown._columns, None, 2)
+
+
 def test_what_no_kernel_takes_is_left_to_torch(launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     for name in ("choose", "rate_by_table", "rate_by_rank"):
@@ -234,7 +250,7 @@ def grown_tree(name: str, batch: int, seed: int, *, has_favourites: bool) -> Gro
 @pytest.mark.parametrize("has_favourites", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_columns_appended_are_those_of_torch(
+def test_the_columns_appended_and_the_tree_cut_out_of_them_are_those_of_torch(
     name: str, batch: int, has_favourites: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(topology, "waits_always", True)
@@ -245,5 +261,13 @@ def test_the_columns_appended_are_those_of_torch(
             found = grown_tree(name, batch, seed, has_favourites=has_favourites)
         for part in ("_tokens", "_parents", "_depths", "_mask", "_value", "_kinds", "frontier_value"):
             assert torch.equal(getattr(found, part), getattr(expected, part)), part
+        plan = LAYERS[name]
+        chosen, whole = expected.select(plan), expected.proposed(None)
+        with monkeypatch.context() as patch:
+            patch.setattr(topology, "launches_always", True)
+            pairs = [(found.proposed(None), whole), (found.proposed(chosen), expected.proposed(chosen))]
+        for one, other in pairs:
+            for part in one.__slots__:
+                assert torch.equal(getattr(one, part), getattr(other, part)), part
         assert name == "pruned" or torch.equal(found.left, expected.left)
         assert (found.size, found.num_layers) == (expected.size, expected.num_layers)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stree.drafters.offers import Offered
 from stree.growth import Layer, Plan
-from stree.kernels.growth_door import Chosen, Columns, append
+from stree.kernels.growth_door import Chosen, Columns, Proposed, append, begin, cut
 from stree.kernels.tiles import MAX_NODES
 from stree.kernels.topology import is_launched, reads_freely
 from stree.models.tree_lm import TreeLM
@@ -70,22 +70,12 @@ class GrownTree:
     """
 
     def __init__(self, pending: Tensor, leaf: Tensor, has_leaf: Tensor, left: Tensor, plan: Plan) -> None:
-        batch, device = pending.shape[0], pending.device
-        room = num_columns(plan)
-        self.lead = lead = has_leaf.long()
-        self.left = left
-        self._tokens = pending.new_zeros(batch, room)
-        self._tokens[:, 0] = torch.where(has_leaf, leaf, pending)
-        self._tokens[:, 1] = pending * lead
-        self._parents = torch.full((batch, room), -1, dtype=torch.int32, device=device)
-        self._parents[:, 1] += lead
-        self._depths = torch.zeros(batch, room, dtype=torch.int32, device=device)
-        self._depths[:, 1] = lead
         kind = INDEPENDENT if plan.drawing == "independent" else SAMPLED
-        self._kinds = torch.full((batch, room - 1), kind, dtype=torch.int8, device=device)  # of the target's nodes
-        self._mask = torch.eye(room, dtype=torch.bool, device=device).repeat(batch, 1, 1)
-        self._mask[:, 1, 0] = has_leaf
-        self._value = torch.ones(batch, room - 1, device=device)  # of the target's nodes
+        lay_out = begin if is_launched(pending) and not reads_freely(pending) else _begin
+        self._columns = columns = lay_out(pending, leaf, has_leaf, num_columns(plan), kind)
+        self.lead, self.left, self._mask = columns.lead, left, columns.mask
+        self._tokens, self._parents, self._depths = columns.tokens, columns.parents, columns.depths
+        self._value, self._kinds = columns.values, columns.kinds  # of the target's nodes
         self.frontier_value = self._value[:, :1]
         self.frontier_number = self.num_run = self.num_calls = self.num_layers = 0
         self.size = 2
@@ -104,16 +94,6 @@ class GrownTree:
         self.num_run = size
         self.num_calls += 1
         return logits
-
-    @property
-    def values(self) -> Tensor:
-        """Estimated probability of each node of the target's tree: float[batch, size - 1]."""
-        return self._value[:, : self.size - 1]
-
-    @property
-    def kinds(self) -> Tensor:
-        """How each node of the target's tree came about when sampling: int8[batch, size - 1]."""
-        return self._kinds[:, : self.size - 1]
 
     @property
     def tokens(self) -> Tensor:
@@ -175,9 +155,8 @@ class GrownTree:
 
     def _launch(self, chosen: Chosen, width: int) -> None:
         """Append a layer in one launch."""
-        arrays = self._tokens, self._parents, self._depths, self._mask, self._value, self._kinds
         appended = append(
-            Columns(self.lead, *arrays),
+            self._columns,
             chosen,
             self.left,
             width=width,
@@ -235,25 +214,36 @@ class GrownTree:
         self._tokens[:, begin:end] = token * is_taken
         self._parents[:, begin:end] = torch.where(is_taken, column, -1)
 
-    def select(self, tree: TokenTree, plan: Plan) -> Tensor | None:
+    def select(self, plan: Plan) -> Tensor | None:
         """Choose the nodes of the target's tree that are proposed: int64[batch, count], or None for all.
 
         Values never grow along a path and a stable order puts parents first, so what is kept is a tree.  What was drawn
         stays: of a sampled tree only padding is dropped.
         """
-        n = tree.tokens.shape[1]
+        n = self.size - 1
         if plan.is_pruned:
             if n <= plan.num_nodes + 1:
                 return None
             # Equal values keep their order, so a parent, which stands before its children, comes first.
             order = self._value[:, :n].sort(dim=1, descending=True, stable=True).indices
             return order[:, : plan.num_nodes + 1].sort(1).values
-        if (
-            plan.is_heap or plan.is_fixed or (reads_freely(tree.tokens) and len(tree.tokens) == 1)
-        ):  # of one row no place is padding
+        # Of one row no place is padding.
+        if plan.is_heap or plan.is_fixed or (reads_freely(self._tokens) and len(self._tokens) == 1):
             return None
-        order = tree.is_padding.to(torch.int8).sort(dim=1, stable=True).indices
-        return order[:, : plan.num_nodes + 1]
+        is_padding = self._parents[:, 1 : self.size] < 0
+        is_padding[:, 0] = False
+        return is_padding.to(torch.int8).sort(dim=1, stable=True).indices[:, : plan.num_nodes + 1]
+
+    def proposed(self, selected: Tensor | None) -> Proposed:
+        """Give the tree of int64[batch, count] nodes, or all, as the target sees it."""
+        if is_launched(self._tokens) and not reads_freely(self._tokens):
+            return cut(self._columns, selected, self.size)
+        tree = self.target_tree()
+        rows, values, kinds = tree.parents, self._value[:, : self.size - 1], self._kinds[:, : self.size - 1]
+        if selected is not None:
+            rows, values, kinds = (tensor.gather(1, selected) for tensor in (rows, values, kinds))
+            tree = prune(tree, selected)
+        return Proposed(tree.tokens, tree.parents, tree.depths, tree.ancestor_mask, values, kinds, rows)
 
     def target_tree(self) -> TokenTree:
         """Cut the leading column away: the tree as the target sees it."""
@@ -270,6 +260,22 @@ class GrownTree:
         mask = self._mask[:, 1:size, 1:size].clone()
         mask[:, 1:, 0] = is_node
         return TokenTree.unchecked(tokens, parents, depths, mask)
+
+
+def _begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int, kind: int) -> Columns:
+    """Lay out columns as ``begin`` does."""
+    batch, device, lead = len(pending), pending.device, has_leaf.long()
+    tokens = pending.new_zeros(batch, room)
+    tokens[:, 0] = torch.where(has_leaf, leaf, pending)
+    tokens[:, 1] = pending * lead
+    parents = torch.full((batch, room), -1, dtype=torch.int32, device=device)
+    parents[:, 1] += lead
+    depths = torch.zeros(batch, room, dtype=torch.int32, device=device)
+    depths[:, 1] = lead
+    kinds = torch.full((batch, room - 1), kind, dtype=torch.int8, device=device)
+    mask = torch.eye(room, dtype=torch.bool, device=device).repeat(batch, 1, 1)
+    mask[:, 1, 0] = has_leaf
+    return Columns(lead, tokens, parents, depths, mask, torch.ones(batch, room - 1, device=device), kinds)
 
 
 def prune(tree: TokenTree, kept: Tensor) -> TokenTree:

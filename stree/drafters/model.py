@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from stree.drafters.grown import LEAD, GrownTree, narrowed, num_run, prune
+from stree.drafters.grown import LEAD, GrownTree, narrowed, num_run
 from stree.drafters.offers import offers_of
 from stree.drafters.protocol import Draft, padded_prompts
 from stree.growth import Calibrated, Estimate, Growth, Limited, Plan, choose_slots
@@ -116,19 +116,15 @@ class _ModelRun:
         self._selected: Tensor | None = None  # of each node of the proposed tree, its number while it grew
         grow = self._grow_heap if plan.is_heap else self._grow_layers
         laws = grow(grown, plan, growth.sampling)
-        tree = grown.target_tree()
-        row, depth = tree.parents, plan.num_nodes if plan.is_heap else grown.num_layers
-        selected = grown.select(tree, plan)
-        if selected is not None:
-            self._selected = selected
-            tree, row = prune(tree, selected), row.gather(1, selected)
-        self._tree, draft_laws = tree, None
+        depth = plan.num_nodes if plan.is_heap else grown.num_layers
+        self._selected = grown.select(plan)
+        made = grown.proposed(self._selected)
+        self._tree = tree = TokenTree.unchecked(made.tokens, made.parents, made.depths, made.mask)
+        draft_laws = None
         if laws is not None:
             most = plan.num_nodes if plan.is_heap else max((layer.ranks for layer in plan.layers), default=0)
-            kinds = grown.kinds[:, : tree.tokens.shape[1]] if selected is None else grown.kinds.gather(1, selected)
-            draft_laws = DraftLaws(laws, row, kinds, most)
-        values = grown.values[:, : tree.tokens.shape[1]] if selected is None else grown.values.gather(1, selected)
-        return Draft(tree, draft_laws, depth, num_calls + grown.num_calls, values)
+            draft_laws = DraftLaws(laws, made.rows, made.kinds, most)
+        return Draft(tree, draft_laws, depth, num_calls + grown.num_calls, made.values)
 
     def _propose_root(self, pending: Tensor) -> Draft:
         """Propose nothing and run nothing; the model catches up before it drafts again."""
