@@ -142,14 +142,14 @@ def cut_kernel(
     tl.store(value_ptr + out, tl.load(values_ptr + batch * (room - 1) + node, inside, 0.0), inside)
     tl.store(kind_ptr + out, tl.load(kinds_ptr + batch * (room - 1) + node, inside, 0), inside)
     tl.store(row_ptr + out, above, inside)
-    found = tl.where(is_node, 0, -1)
+    found = place * 0 - 1
     mask_ptr += batch * room * room
     for start in range(0, count, COLUMNS):
         at = start + lane
         other = at
         if kept_ptr is not None:
             other = tl.load(kept_ptr + batch * count + at, at < count, -2).to(tl.int32)
-        found += tl.sum(tl.where(is_node[:, None] & (other[None, :] == above[:, None]), at[None, :], 0), 1)
+        found += tl.sum(tl.where(is_node[:, None] & (other[None, :] == above[:, None]), at[None, :] + 1, 0), 1)
         pairs = inside[:, None] & (at < count)[None, :]
         lower = pairs & (node > 0)[:, None] & (other > 0)[None, :]
         seen = tl.load(mask_ptr + (node + 1)[:, None] * room + (other + 1)[None, :], lower, 0) != 0

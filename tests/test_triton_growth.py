@@ -261,12 +261,12 @@ def test_the_columns_appended_and_the_tree_cut_out_of_them_are_those_of_torch(
             found = grown_tree(name, batch, seed, has_favourites=has_favourites)
         for part in ("_tokens", "_parents", "_depths", "_mask", "_value", "_kinds", "frontier_value"):
             assert torch.equal(getattr(found, part), getattr(expected, part)), part
-        plan = LAYERS[name]
-        chosen, whole = expected.select(plan), expected.proposed(None)
+        chosen = expected.select(LAYERS[name])
+        wanted = expected.proposed(None), expected.proposed(chosen)
         with monkeypatch.context() as patch:
             patch.setattr(topology, "launches_always", True)
-            pairs = [(found.proposed(None), whole), (found.proposed(chosen), expected.proposed(chosen))]
-        for one, other in pairs:
+            given = found.proposed(None), found.proposed(chosen)
+        for one, other in zip(given, wanted, strict=True):
             for part in one.__slots__:
                 assert torch.equal(getattr(one, part), getattr(other, part)), part
         assert name == "pruned" or torch.equal(found.left, expected.left)
