@@ -15,7 +15,7 @@ from torch import Tensor
 from stree.kernels.tiles import padded
 from stree.kernels.topology import is_launched
 
-__all__ = ["Texts", "emit", "path_on_columns"]
+__all__ = ["Drafted", "Texts", "emit", "path_on_columns"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +35,25 @@ class Texts:
     limit: Tensor
     is_finished: Tensor
     stop: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drafted:
+    """A draft model's tree, of whose accepted path the last node may not have been run.
+
+    Attributes:
+        order: int64[batch, n], number of each proposed node while the tree grew, or None: the same.
+        tokens: int64[batch, columns].
+        has_leaf: bool[batch], whether the tree begins with a leaf; hereafter whether the next one does.
+        leaf: int64[batch], its token.
+        num_run: columns that were run.
+    """
+
+    order: Tensor | None
+    tokens: Tensor
+    has_leaf: Tensor
+    leaf: Tensor
+    num_run: int
 
 
 def emit(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor, texts: Texts) -> Tensor:
@@ -84,15 +103,7 @@ def _emit_in_one(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token:
     return report
 
 
-def path_on_columns(
-    path: Tensor,
-    path_lengths: Tensor,
-    order: Tensor | None,
-    tokens: Tensor,
-    has_leaf: Tensor,
-    leaf: Tensor,
-    num_run: int,
-) -> tuple[Tensor, Tensor]:
+def path_on_columns(path: Tensor, path_lengths: Tensor, drafted: Drafted) -> tuple[Tensor, Tensor]:
     """Write an accepted path down as columns of a draft model's tree, and take its leaf where that was never run.
 
     The tree begins with the chain [leaf, pending] where there is a leaf, else with [pending]; node i > 0 stands in
@@ -101,24 +112,21 @@ def path_on_columns(
     Args:
         path: int32[batch, m], accepted nodes from the root down.
         path_lengths: int32[batch], 0 for a text that stands still.
-        order: int64[batch, n], number of each proposed node while the tree grew, or None: the same.
-        tokens: int64[batch, columns].
-        has_leaf: bool[batch], whether the tree begins with a leaf; hereafter whether the next one does.
-        leaf: int64[batch], its token; written to.
-        num_run: columns that were run.
+        drafted: the tree; its leaf is written to.
 
     Returns:
         int32[batch, m + 1] columns to commit and int32[batch] how many of them.
     """
-    if is_launched(tokens):
-        return _path_in_one(path, path_lengths, order, tokens, has_leaf, leaf, num_run)
+    if is_launched(drafted.tokens):
+        return _path_in_one(path, path_lengths, drafted)
+    order, tokens, has_leaf, leaf = drafted.order, drafted.tokens, drafted.has_leaf, drafted.leaf
     nodes = path.long().clamp(min=0)
     if order is not None:
         nodes = order.gather(1, nodes)
     is_live, lead = path_lengths > 0, has_leaf.long()
     columns = torch.where(nodes > 0, nodes + 1, lead[:, None])
     last = columns.gather(1, (path_lengths.long() - 1).clamp(min=0)[:, None])
-    is_unrun = (last.squeeze(1) >= num_run) & is_live
+    is_unrun = (last.squeeze(1) >= drafted.num_run) & is_live
     place = torch.arange(path.shape[1] + 1, device=path.device) - lead[:, None]  # shifted where the leaf goes first
     full = columns.gather(1, place.clamp(0, path.shape[1] - 1)).masked_fill(place < 0, 0)
     count = torch.where(is_live, path_lengths + lead - is_unrun.long(), 0)
@@ -127,25 +135,19 @@ def path_on_columns(
     return full.to(torch.int32), count.to(torch.int32)
 
 
-def _path_in_one(
-    path: Tensor,
-    path_lengths: Tensor,
-    order: Tensor | None,
-    tokens: Tensor,
-    has_leaf: Tensor,
-    leaf: Tensor,
-    num_run: int,
-) -> tuple[Tensor, Tensor]:
+def _path_in_one(path: Tensor, path_lengths: Tensor, drafted: Drafted) -> tuple[Tensor, Tensor]:
     """Do the same in one launch."""
     from stree.kernels.bookkeeping_kernels import columns_kernel
 
     batch, m = path.shape
-    path, tokens, order = _rows_of(path), _rows_of(tokens), None if order is None else _rows_of(order)
+    path, tokens = _rows_of(path), _rows_of(drafted.tokens)
+    order = None if drafted.order is None else _rows_of(drafted.order)
     full, count = path.new_empty(batch, m + 1), path.new_empty(batch)
     with torch.cuda.device_of(tokens):
         columns_kernel[(batch,)](
-            path, path_lengths.contiguous(), order, tokens, has_leaf.view(torch.int8), leaf, full, count, m, num_run,
-            tokens.stride(0), path.stride(0), 0 if order is None else order.stride(0), PLACES=padded(m + 1),
+            path, path_lengths.contiguous(), order, tokens, drafted.has_leaf.view(torch.int8), drafted.leaf, full,
+            count, m, drafted.num_run, tokens.stride(0), path.stride(0), 0 if order is None else order.stride(0),
+            PLACES=padded(m + 1),
             num_warps=1,
         )  # fmt: skip
     return full, count

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels.growth_kernels import choose_kernel, rank_kernel, table_kernel
-from stree.kernels.reference_growth import RankFit, Ratings, Table
+from stree.kernels.reference_growth import RankFit, Ratings, Table, Terms
 from stree.kernels.tiles import padded
 
 __all__ = ["choose", "choose_constants", "rate_by_rank", "rate_by_table"]
@@ -19,28 +19,19 @@ NODES = 32  # whose children a program of one warp rates, a lane a node
 BELOW_STEPS = 8  # halvings of a list of up to 255 values
 
 
-def choose(
-    value: Tensor,
-    left: Tensor | None,
-    below: Tensor | None,
-    *,
-    width: int,
-    threshold: float,
-    layers_left: int,
-    in_order: bool,
-) -> tuple[Tensor, Tensor]:
+def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Terms) -> tuple[Tensor, Tensor]:
     """Choose the best slots; see `stree.kernels.growth_door`."""
     value = value if value.stride(1) == 1 else value.contiguous()
     batch, count = value.shape
-    width = min(width, count)
+    width = min(terms.width, count)
     slots = value.new_empty(batch, width, dtype=torch.int64)
     is_taken = value.new_empty(batch, width, dtype=torch.bool)
     constants = choose_constants(count, width)
     with torch.cuda.device_of(value):  # Triton launches on the current device, wherever the tensors are
         choose_kernel[(batch,)](
             value, None if left is None else left.contiguous(), below, slots, is_taken,
-            count, width, 0 if below is None else len(below), threshold, layers_left, value.stride(0),
-            **constants, IN_ORDER=in_order, num_warps=choose_warps(constants["SLOTS"], constants["WIDTH"]),
+            count, width, 0 if below is None else len(below), terms.threshold, terms.layers_left, value.stride(0),
+            **constants, IN_ORDER=terms.in_order, num_warps=choose_warps(constants["SLOTS"], constants["WIDTH"]),
         )  # fmt: skip
     return slots, is_taken
 

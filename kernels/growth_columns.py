@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels.growth_columns_kernels import append_kernel, begin_kernel, cut_kernel
-from stree.kernels.growth_door import Appended, Chosen, Columns, Proposed
+from stree.kernels.growth_door import Appended, Chosen, Columns, Layout, Proposed
 
 __all__ = ["append", "append_constants", "begin", "begin_constants", "cut", "cut_constants"]
 
@@ -44,23 +44,13 @@ def begin_constants(kind: int) -> dict[str, Any]:
     return {"KIND": kind, "NODES": NODES, "COLUMNS": COLUMNS}
 
 
-def append(
-    columns: Columns,
-    chosen: Chosen,
-    left: Tensor,
-    *,
-    width: int,
-    frontier: int,
-    size: int,
-    num_nodes: int | None,
-    kinds: tuple[int, int],
-) -> Appended:
+def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Appended:
     """Append the nodes of a layer; see `stree.kernels.growth_door`."""
     batch, count = chosen.slots.shape
     room = columns.tokens.shape[1]
     value = torch.empty(batch, count, dtype=torch.float32, device=left.device)
     column = leaf = None
-    if width < count:
+    if layout.width < count:
         column, leaf = torch.empty_like(chosen.slots), torch.empty_like(chosen.slots)
     is_chosen = chosen.is_chosen
     with torch.cuda.device_of(left):  # Triton launches on the current device, wherever the tensors are
@@ -68,9 +58,9 @@ def append(
             chosen.slots, chosen.is_taken.contiguous(), chosen.value.contiguous(), chosen.tokens.contiguous(),
             None if is_chosen is None else is_chosen.contiguous(), columns.lead, left,
             columns.tokens, columns.parents, columns.depths, columns.mask, columns.values, columns.kinds,
-            value, column, leaf, count, width, chosen.tokens.shape[2], chosen.value[0].numel(), frontier, size, room,
-            num_nodes or 0, chosen.slots.stride(0), **append_constants(kinds, prunes=num_nodes is not None),
-            num_warps=4,
+            value, column, leaf, count, layout.width, chosen.tokens.shape[2], chosen.value[0].numel(), layout.frontier,
+            layout.size, room, layout.num_nodes or 0, chosen.slots.stride(0),
+            **append_constants(layout.kinds, prunes=layout.num_nodes is not None), num_warps=4,
         )  # fmt: skip
     return Appended(value, column, leaf)
 

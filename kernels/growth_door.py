@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels import reference_growth
-from stree.kernels.reference_growth import RankFit, Ratings, Table
+from stree.kernels.reference_growth import RankFit, Ratings, Table, Terms
 from stree.kernels.topology import is_launched
 
 __all__ = [
@@ -22,10 +22,12 @@ __all__ = [
     "Appended",
     "Chosen",
     "Columns",
+    "Layout",
     "Proposed",
     "RankFit",
     "Ratings",
     "Table",
+    "Terms",
     "append",
     "begin",
     "choose",
@@ -79,6 +81,26 @@ class Chosen:
     is_chosen: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the nodes of a layer stand.
+
+    Attributes:
+        width: nodes that are appended; the others are leaves, which are appended when the tree is grown.
+        frontier: first column of the layer above; 0 for the root's.
+        size: columns in use.
+        num_nodes: only nodes are kept that as many others of the tree and the layer, and no more, may be better than;
+            None to keep all.
+        kinds: what nodes chosen without chance, and all others, are called.
+    """
+
+    width: int
+    frontier: int
+    size: int
+    num_nodes: int | None
+    kinds: tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Appended:
     """The nodes of a layer.
@@ -117,16 +139,7 @@ class Proposed:
     rows: Tensor
 
 
-def choose(
-    value: Tensor,
-    left: Tensor | None,
-    below: Tensor | None,
-    *,
-    width: int,
-    threshold: float,
-    layers_left: int,
-    in_order: bool,
-) -> tuple[Tensor, Tensor]:
+def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Terms) -> tuple[Tensor, Tensor]:
     """Choose the best slots of a layer; of equal ones the first counts.
 
     Args:
@@ -136,21 +149,17 @@ def choose(
         below: float32[m], ascending: values of the best nodes that typically grow below a slot's node, relative to it.
             A slot is taken if the budget lasts for the slots before it and all that is worth as much below them.  None
             to go by the threshold.
-        width: most slots.
-        threshold: least value of a slot that is taken beyond an equal share of what is left.
-        layers_left: what is left is shared by so many layers, this one counted.
-        in_order: whether those taken are to stand by index, not by value.
+        terms: how many, of what value, and in which order.
 
     Returns:
         int64[batch, min(width, slots)] slots and bool of that shape, whether each is taken.
     """
-    options = {"width": width, "threshold": threshold, "layers_left": layers_left, "in_order": in_order}
-    fits = value.shape[1] <= MAX_SLOTS and min(width, value.shape[1]) <= MAX_WIDTH
+    fits = value.shape[1] <= MAX_SLOTS and min(terms.width, value.shape[1]) <= MAX_WIDTH
     if _is_launched(value) and fits and (below is None or len(below) <= MAX_BELOW):
         from stree.kernels import growth
 
-        return growth.choose(value, left, below, **options)  # type: ignore[arg-type]
-    return reference_growth.choose(value, left, below, **options)  # type: ignore[arg-type]
+        return growth.choose(value, left, below, terms)
+    return reference_growth.choose(value, left, below, terms)
 
 
 def rate_by_rank(fit: RankFit, reach: Tensor, probs: Tensor, norms: Tensor) -> Tensor:
@@ -210,29 +219,14 @@ def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int, kind: int)
     return growth_columns.begin(pending, leaf, has_leaf, room, kind)
 
 
-def append(
-    columns: Columns,
-    chosen: Chosen,
-    left: Tensor,
-    *,
-    width: int,
-    frontier: int,
-    size: int,
-    num_nodes: int | None,
-    kinds: tuple[int, int],
-) -> Appended:
+def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Appended:
     """Append the nodes of a layer, padding where a slot is not taken; its specification is `GrownTree.add`, in torch.
 
     Args:
-        columns: of the tree; those from ``size`` on are written.
+        columns: of the tree; those from ``layout.size`` on are written.
         chosen: the slots.
         left: int64[batch], reduced by what is taken.
-        width: nodes that are appended; the others are leaves, which are appended when the tree is grown.
-        frontier: first column of the layer above; 0 for the root's.
-        size: columns in use.
-        num_nodes: only nodes are kept that as many others of the tree and the layer, and no more, may be better than;
-            None to keep all.
-        kinds: what nodes chosen without chance, and all others, are called.
+        layout: where they stand.
 
     Raises:
         RuntimeError: tensors are not on a CUDA device, and Triton does not interpret.
@@ -240,9 +234,7 @@ def append(
     _check_launch("append", left)
     from stree.kernels import growth_columns
 
-    return growth_columns.append(
-        columns, chosen, left, width=width, frontier=frontier, size=size, num_nodes=num_nodes, kinds=kinds
-    )
+    return growth_columns.append(columns, chosen, left, layout)
 
 
 def cut(columns: Columns, kept: Tensor | None, size: int) -> Proposed:

@@ -11,7 +11,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["RankFit", "Ratings", "Table", "choose", "rate_by_rank", "rate_by_table", "spent_before"]
+__all__ = ["RankFit", "Ratings", "Table", "Terms", "choose", "rate_by_rank", "rate_by_table", "spent_before"]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On what terms the slots of a layer are taken.
+
+    Attributes:
+        width: most slots.
+        threshold: least value of a slot that is taken beyond an equal share of what is left.
+        layers_left: what is left is shared by so many layers, this one counted.
+        in_order: whether those taken are to stand by index, not by value.
+    """
+
+    width: int
+    threshold: float
+    layers_left: int
+    in_order: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,28 +88,19 @@ class Ratings(NamedTuple):
     cells: Tensor
 
 
-def choose(
-    value: Tensor,
-    left: Tensor | None,
-    below: Tensor | None,
-    *,
-    width: int,
-    threshold: float,
-    layers_left: int,
-    in_order: bool,
-) -> tuple[Tensor, Tensor]:
+def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Terms) -> tuple[Tensor, Tensor]:
     """Choose the best slots; see `stree.kernels.growth_door`."""
     ordered, index = value.sort(dim=1, descending=True, stable=True)  # stable: an earlier sibling wins a tie
-    ordered, index = ordered[:, :width], index[:, :width]
+    ordered, index = ordered[:, : terms.width], index[:, : terms.width]
     is_taken = ordered > 0
     if left is not None:
         rank = torch.arange(ordered.shape[1], device=value.device)
         if below is None:
-            is_worth = (ordered >= threshold) | (rank < (left // layers_left)[:, None])
+            is_worth = (ordered >= terms.threshold) | (rank < (left // terms.layers_left)[:, None])
         else:
             is_worth = _size_down_to(ordered, below) <= left[:, None]
         is_taken &= is_worth & (rank < left[:, None])
-    if in_order:
+    if terms.in_order:
         beyond = value.shape[1]
         index = torch.where(is_taken, index, beyond).sort(1).values
         return index.clamp(max=beyond - 1), index < beyond

@@ -22,7 +22,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from stree.kernels import bookkeeping
-from stree.kernels.bookkeeping import Texts
+from stree.kernels.bookkeeping import Drafted, Texts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -84,8 +84,8 @@ def test_a_path_on_columns_is_the_same(seed: int, batch: int, n: int, m: int, is
     num_run = int(draw(1, n + 2))
     given = path, lengths, order if is_ordered else None, tokens, has_leaf, leaf
     moved: list[Any] = [on_device(one) for one in given]
-    found = bookkeeping._path_in_one(*moved, num_run)
-    wanted = bookkeeping.path_on_columns(*given, num_run)
+    found = bookkeeping._path_in_one(*moved[:2], Drafted(*moved[2:], num_run))
+    wanted = bookkeeping.path_on_columns(*given[:2], Drafted(*given[2:], num_run))
     for one, other in zip((*found, *moved[4:]), (*wanted, has_leaf, leaf), strict=True):
         assert one.dtype == other.dtype and torch.equal(one.cpu(), other)
 
@@ -94,7 +94,7 @@ def test_a_path_on_columns_by_hand() -> None:
     path, lengths = torch.tensor([[0, 2, 3], [0, 1, -1], [0, -1, -1]]).int(), torch.tensor([3, 2, 0]).int()
     tokens = torch.arange(15).view(3, 5) + 10
     has_leaf, leaf = torch.tensor([True, False, True]), torch.tensor([1, 2, 3])
-    full, count = bookkeeping.path_on_columns(path, lengths, None, tokens, has_leaf, leaf, 3)
+    full, count = bookkeeping.path_on_columns(path, lengths, Drafted(None, tokens, has_leaf, leaf, 3))
     # Columns of the first: the old leaf, the root behind it, nodes 2 and 3 in columns 3 and 4, the last one never run.
     assert full[0].tolist() == [0, 1, 3, 4] and full[1, :2].tolist() == [0, 2]
     assert count.tolist() == [3, 2, 0]
@@ -111,7 +111,9 @@ def test_a_step_s_own_numbers_make_no_new_build(monkeypatch: pytest.MonkeyPatch)
         given = [on_device(one) for one in (draw(0, 7, 2, n), path, lengths, zero)]
         with launch_keys(monkeypatch) as keys:
             bookkeeping._emit_in_one(*given, Texts(*(on_device(getattr(texts, field.name)) for field in fields(Texts))))
-            bookkeeping._path_in_one(given[1], given[2], None, given[0], on_device(zero.bool()), on_device(zero), n)
+            bookkeeping._path_in_one(
+                given[1], given[2], Drafted(None, given[0], on_device(zero.bool()), on_device(zero), n)
+            )
         found.append(keys)
     assert [name for name, _ in found[0]] == ["emit_kernel", "columns_kernel"]
     assert found[0] == found[1] == found[2]

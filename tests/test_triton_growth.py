@@ -21,7 +21,7 @@ from stree.growth.calibrated import typical_values
 from stree.growth.estimates import Calibration, RankEstimate
 from stree.kernels import growth as kernels
 from stree.kernels import growth_door, reference_growth, topology
-from stree.kernels.growth_door import RankFit, Table
+from stree.kernels.growth_door import RankFit, Table, Terms
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KINDS = ("random", "ties", "zeros", "few", "tiny")
@@ -78,18 +78,16 @@ def check_choice(
     value: Tensor, left: Tensor | None, below: Tensor | None, width: int, layers_left: int, *, in_order: bool
 ) -> None:
     """Compare a choice with the reference's."""
-    options = {"width": width, "threshold": 0.3, "layers_left": layers_left, "in_order": in_order}
-    expected = reference_growth.choose(value, left, below, **options)  # type: ignore[arg-type]
-    found = kernels.choose(value, left, below, **options)  # type: ignore[arg-type]
+    terms = Terms(width, 0.3, layers_left, in_order)
+    expected, found = (owner.choose(value, left, below, terms) for owner in (reference_growth, kernels))
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
 def test_a_choice_reads_rows_of_any_stride_and_a_value_equal_to_the_threshold_is_taken() -> None:
     value = torch.tensor([[0.5, 0.25, 0.75, 0.25], [0.25, 0.25, 0.5, 0.125]], device=DEVICE)
     for given in (value, value.T.contiguous().T, torch.cat([value, value], 1)[:, :4]):
-        slots, is_taken = kernels.choose(
-            given, torch.tensor([9, 9], device=DEVICE), None, width=3, threshold=0.25, layers_left=99, in_order=False
-        )
+        terms = Terms(width=3, threshold=0.25, layers_left=99, in_order=False)
+        slots, is_taken = kernels.choose(given, torch.tensor([9, 9], device=DEVICE), None, terms)
         assert slots.tolist() == [[2, 0, 1], [2, 0, 1]] and bool(is_taken.all())
 
 
@@ -188,9 +186,8 @@ def test_columns_are_written_by_a_kernel_or_not_at_all(monkeypatch: pytest.Monke
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if DEVICE.type == "cpu":
         with pytest.raises(RuntimeError, match="append needs CUDA tensors, got a tensor on cpu"):
-            growth_door.append(
-                grown._columns, chosen, grown.left, width=1, frontier=0, size=2, num_nodes=None, kinds=(1, 0)
-            )
+            layout = growth_door.Layout(width=1, frontier=0, size=2, num_nodes=None, kinds=(1, 0))
+            growth_door.append(grown._columns, chosen, grown.left, layout)
         with pytest.raises(RuntimeError, match="begin needs CUDA tensors, got a tensor on cpu"):
             growth_door.begin(slots[0], slots[0], slots[0] > 0, 5, 0)
         with pytest.raises(RuntimeError, match="cut needs CUDA tensors, got a tensor on cpu"):
@@ -201,16 +198,16 @@ def test_what_no_kernel_takes_is_left_to_torch(launched: None, monkeypatch: pyte
     asked: list[str] = []
     for name in ("choose", "rate_by_table", "rate_by_rank"):
         monkeypatch.setattr(kernels, name, lambda *_, name=name, **__: asked.append(name))
-    options = {"width": 4, "threshold": 0.0, "layers_left": 1, "in_order": False}
+    terms = Terms(width=4, threshold=0.0, layers_left=1, in_order=False)
     small = torch.rand(1, 8, device=DEVICE)
-    growth_door.choose(small.double(), None, None, **options)  # type: ignore[arg-type]
-    growth_door.choose(torch.rand(1, growth_door.MAX_SLOTS + 1, device=DEVICE), None, None, **options)  # type: ignore[arg-type]
+    growth_door.choose(small.double(), None, None, terms)
+    growth_door.choose(torch.rand(1, growth_door.MAX_SLOTS + 1, device=DEVICE), None, None, terms)
     wide = torch.rand(1, growth_door.MAX_WIDTH + 9, device=DEVICE)
-    growth_door.choose(wide, None, None, **{**options, "width": growth_door.MAX_WIDTH + 1})  # type: ignore[arg-type]
+    growth_door.choose(wide, None, None, replace(terms, width=growth_door.MAX_WIDTH + 1))
     left, below = torch.ones(1, dtype=torch.long, device=DEVICE), torch.rand(growth_door.MAX_BELOW + 1, device=DEVICE)
-    growth_door.choose(small, left, below.sort().values, **options)  # type: ignore[arg-type]
+    growth_door.choose(small, left, below.sort().values, terms)
     assert asked == []
-    growth_door.choose(small, None, None, **options)  # type: ignore[arg-type]
+    growth_door.choose(small, None, None, terms)
     assert asked == ["choose"]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stree.drafters.offers import Offered
 from stree.growth import Layer, Plan
-from stree.kernels.growth_door import Chosen, Columns, Proposed, append, begin, cut
+from stree.kernels.growth_door import Chosen, Columns, Layout, Proposed, append, begin, cut
 from stree.kernels.tiles import MAX_NODES
 from stree.kernels.topology import is_launched, reads_freely
 from stree.models.tree_lm import TreeLM
@@ -155,16 +155,14 @@ class GrownTree:
 
     def _launch(self, chosen: Chosen, width: int) -> None:
         """Append a layer in one launch."""
-        appended = append(
-            self._columns,
-            chosen,
-            self.left,
-            width=width,
+        layout = Layout(
+            width,
             frontier=self._begin + 1 if self._begin else 0,
             size=self.size,
             num_nodes=self._plan.num_nodes if self._is_contested(chosen.slots) else None,
             kinds=(DELTA, SAMPLED),
         )
+        appended = append(self._columns, chosen, self.left, layout)
         if appended.column is not None and appended.tokens is not None:
             column, token = appended.column[:, width:], appended.tokens[:, width:]
             self._leaves.append((column, token, appended.values[:, width:]))

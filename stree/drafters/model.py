@@ -11,7 +11,7 @@ from stree.drafters.grown import LEAD, GrownTree, narrowed, num_run
 from stree.drafters.offers import offers_of
 from stree.drafters.protocol import Draft, padded_prompts
 from stree.growth import Calibrated, Estimate, Growth, Limited, Plan, choose_slots
-from stree.kernels.bookkeeping import path_on_columns
+from stree.kernels.bookkeeping import Drafted, path_on_columns
 from stree.kernels.topology import reads_freely
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
@@ -150,10 +150,8 @@ class _ModelRun:
             ratios = acceptance.ratios[:, : self._tree.tokens.shape[1]]  # others may have appended nodes
             self._estimate.learn(self._tree, self._selected, ratios, acceptance.path_lengths > 0)
         acceptance = self._own_part(acceptance)
-        path, count = path_on_columns(
-            acceptance.path, acceptance.path_lengths, self._selected, self._grown.tokens, self._has_leaf, self._leaf,
-            self._grown.num_run,
-        )  # fmt: skip
+        drafted = Drafted(self._selected, self._grown.tokens, self._has_leaf, self._leaf, self._grown.num_run)
+        path, count = path_on_columns(acceptance.path, acceptance.path_lengths, drafted)
         self._lm.commit(self._state, path, count)
 
     def _observe_root(self, acceptance: Acceptance) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stree.growth.estimates import DraftEstimate, Estimate, PathEstimate
-from stree.kernels.growth_door import choose
+from stree.kernels.growth_door import Terms, choose
 from stree.sampling import Sampling
 
 __all__ = ["Bound", "Drawing", "Growth", "Layer", "Limited", "Plan", "Wrapped", "choose_slots"]
@@ -185,10 +185,7 @@ def choose_slots(
         index = _on_device(layer.slots, value.device).expand(value.shape[0], -1)
         return index, value.gather(1, index) > 0
     below = None if layer.below is None else _on_device(layer.below[::-1], value.device)
-    return choose(
-        value, left, below,
-        width=layer.width + layer.leaves, threshold=threshold, layers_left=layers_left, in_order=in_order,
-    )  # fmt: skip
+    return choose(value, left, below, Terms(layer.width + layer.leaves, threshold, layers_left, in_order))
 
 
 @cache  # captured steps read them: none may be dropped
