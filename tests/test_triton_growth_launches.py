@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 pytest.importorskip("triton")
@@ -22,10 +19,10 @@ if torch.cuda.is_available():
     pytest.skip("launches are counted under Triton's interpreter", allow_module_level=True)
 
 import kernel_counts
+import step_counts
 from host_reads import NoHostReads
 from launch_keys import launch_keys
 from tiny_models import grafted, tiny_model
-from triton.runtime.interpreter import InterpretedFunction
 
 from stree.drafters import ModelDrafter
 from stree.drafters.model import _ModelRun
@@ -96,53 +93,18 @@ def test_drafts_are_the_same_node_for_node(
     assert sum(int((step["parents"] >= 0).sum()) for step in expected) > 12
 
 
-class Counted(TorchDispatchMode):
-    """Counts launches, of our kernels and of operators, outside the model's forward passes."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: Counter[str] = Counter()
-        self._is_inside = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._is_inside and kernel_counts.launches(func):
-            self.found[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-    def inside(self, function: Any, *, is_kernel: bool) -> Any:
-        """Wrap what is not looked into; a kernel is one launch."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if is_kernel and not self._is_inside:
-                self.found[args[0].fn.__name__] += 1
-            before, self._is_inside = self._is_inside, True
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._is_inside = before
-
-        return call
-
-
-@contextmanager
-def counted(lm: Any) -> Iterator[Counter[str]]:
-    """Count what happens inside, but not in a model."""
-    counts = Counted()
-    with pytest.MonkeyPatch.context() as patch, counts:
-        patch.setattr(InterpretedFunction, "run", counts.inside(InterpretedFunction.run, is_kernel=True))
-        patch.setattr(lm, "verify", counts.inside(lm.verify, is_kernel=False))
-        yield counts.found
-
-
 def launches_of(growth: Growth, budget: int) -> Counter[str]:
     """Count the launches of one proposal."""
     run: _ModelRun = begun(growth, PROMPTS[:1])
     with kernel_counts.as_on_a_gpu():
         run._begun = None
         run.propose(torch.tensor([7]), growth, budget)
-        with counted(run._lm) as found:
+        places = step_counts.Places()
+        places.within(run._lm, "verify", "forward")
+        counts = step_counts.StepCounts(run._lm, places)
+        with counts.watching():
             run.propose(torch.tensor([7]), growth, budget)
-    return found
+    return Counter({what: number for (part, what), number in counts.parts.items() if part != "forward"})
 
 
 # Launches a layer, the law's among them, and launches of the rest of a proposal.  They may fall and must not rise.
