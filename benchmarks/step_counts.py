@@ -1,6 +1,6 @@
 """Count the kernels of one whole decoding step, by part, without a GPU: what stands beside the models' forwards.
 
-Run: python benchmarks/step_counts.py [--out FILE]
+Run: python benchmarks/step_counts.py [--sizes 16x4 64x6] [--out FILE]
 
 A tiny hybrid target and a tiny Mamba-2 drafter take a step at fixed shapes, with Triton's kernels under its
 interpreter, as a GPU would.  Counted is what `kernel_counts.py` counts; forwards are counted apart, and depend on the
@@ -75,7 +75,7 @@ def count(nodes: int, depth: int, temperature: float) -> Record:
     accept = loop.accept
     with kernel_counts.as_on_a_gpu():
         target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))
-        state = target.new_state(1, 512, max(size for size, _ in SIZES), fixed_shapes=True)
+        state = target.new_state(1, 512, nodes, fixed_shapes=True)
         rng = Random(torch.zeros((), dtype=torch.long), torch.arange(1), torch.tensor([len(PROMPT)]))
         program = Program(target, state, rng, sampling=growth.sampling, verifier="auto", stop_token_ids=[1])
         program.fill(ModelDrafter(draft), [PROMPT], 400, 0)
@@ -128,10 +128,15 @@ def table(records: Sequence[Record]) -> Table:
 def main() -> None:
     """Count all sizes at both temperatures, and print a table and the records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=[f"{nodes}x{depth}" for nodes, depth in SIZES],
+                        help="nodes x draft calls; the interpreter is slow on large trees")  # fmt: skip
     parser.add_argument("--out", type=Path, help="file of JSON lines, replaced")
     options = parser.parse_args()
     env = environment()
-    records = [{**count(*size, temperature), "env": env} for temperature in TEMPERATURES for size in SIZES]
+    sizes = [tuple(map(int, size.split("x"))) for size in options.sizes]
+    records = [
+        {**count(nodes, depth, temperature), "env": env} for temperature in TEMPERATURES for nodes, depth in sizes
+    ]
     if options.out:
         write(options.out, records)
     Console(width=160).print(table(records))
