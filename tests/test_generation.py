@@ -94,7 +94,7 @@ def test_the_default_drafter_needs_no_model_and_drafts_what_repeats() -> None:
     expected = [3]
     for _ in range(40):
         expected.append(int(law.logits[expected[-1]].argmax()))
-    out = stree.generate(TableLM(law).as_lm(), [[3]], max_new_tokens=40)
+    out = stree.generate(TableLM(law).as_lm(), [[3]], budget=16, max_new_tokens=40)
     assert out.sequences == [expected]
     assert out.stats["draft_calls"] == 0
     assert out.stats["tau"] > 2
