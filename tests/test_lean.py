@@ -154,7 +154,7 @@ def test_lean_layers_change_no_logits_of_a_familys_tree(family: str, launched: C
     # Lean or not, the float64 oracle is as near.
     oracle = family_model(family, torch.float64)
     errors = [tree_error(oracle, texts, tree, found.double()) for found in (plain, logits)]
-    assert errors[1] < max(2 * errors[0], 1e-6)
+    assert errors[1] < max(4 * errors[0], 1e-6)
 
 
 @pytest.mark.parametrize("family", ["gemma", "granitemoehybrid", "qwen3_next", "mamba2"])
