@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["BudgetController", "Choice", "StepMs", "flat_choices", "layered_choices"]
+__all__ = ["BudgetController", "Choice", "Experience", "StepMs", "flat_choices", "layered_choices"]
 
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 PRIOR = 50  # observations that the promised values are worth
@@ -32,6 +32,9 @@ REFUSED = np.linspace(0.02, 1.0, 50)  # how often one node alone may be no prefi
 TYPICAL = 0.4  # how often it is, before anything was seen
 DEAREST = 2.0  # of plain decoding's time, what the first tree may take
 ALLOWANCE = 1.0  # steps of plain decoding that drafts may lose before they are given up
+PROMPT = 1.0  # steps of plain decoding that running the prompt through a draft model takes, about
+WORTH = 8.0  # observations that experience with other texts is worth
+FIRST_MARGIN = 0.25  # share by which by experience a tree must be better than plain decoding to begin with it
 
 # Milliseconds of steps by int[...] nodes, root included, and int[...] draft calls, which broadcast: float[...].
 StepMs = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -51,6 +54,25 @@ class Choice:
 
 
 PLAIN = Choice(1, 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experience:
+    """What steps have shown of every choice.
+
+    Attributes:
+        seen: float[choices], observations.
+        emitted: float[choices], the sum of the tokens that it emitted.
+        predicted: float[choices], the sum of what the values promised for it.
+        accepted: accepted drafts of all trees.
+        promised: what the values promised for them.
+    """
+
+    seen: np.ndarray
+    emitted: np.ndarray
+    predicted: np.ndarray
+    accepted: float
+    promised: float
 
 
 def layered_choices(max_nodes: int, max_depth: int, *, is_coarse: bool = False) -> list[Choice]:
@@ -96,6 +118,7 @@ class BudgetController:
     Args:
         choices: the sizes to choose from, plain decoding first.
         step_ms: what steps take.
+        experience: what steps on other texts have shown of these choices, or None.
         is_padded: whether a step takes what its size says, however few nodes were found for it.
         behind_ms: milliseconds that a tree takes more after plain decoding.
         memory: steps over which estimates are averaged, about.
@@ -111,6 +134,7 @@ class BudgetController:
         choices: Sequence[Choice],
         step_ms: StepMs,
         *,
+        experience: Experience | None = None,
         is_padded: bool = False,
         behind_ms: float = 0.0,
         memory: int = 200,
@@ -144,8 +168,13 @@ class BudgetController:
         self._predicted = np.zeros(len(self.choices))  # decayed sum of what the values promised for it
         self._spent_ms = np.zeros(len(self.choices))  # decayed sum of the time that its nodes took
         self._seen[0] = self._emitted[0] = self._predicted[0] = 1.0
-        self._spent_ms[0] = self._nominal_ms[0]
         self._accepted = self._promised = 0.0  # decayed sums over the drafts of all trees
+        if experience is not None:
+            share = min(1.0, WORTH / float(experience.seen.max()))
+            self._seen, self._emitted = share * experience.seen, share * experience.emitted
+            self._predicted = share * experience.predicted
+            self._accepted, self._promised = share * experience.accepted, share * experience.promised
+        self._spent_ms[:] = self._seen * self._nominal_ms
         self._current = 0
         self._credit, self._turn = 0.0, 0  # milliseconds saved for trials
         self._wanted = 0.0  # credit that the next trial costs, as last reckoned
@@ -155,7 +184,9 @@ class BudgetController:
         self._tree_steps = 0
         # bool[choices, choices]: the second is no larger than the first.
         self._smaller = np.asarray((self._sizes[None] <= self._sizes[:, None]).all(2))
-        self._current = self._start()
+        self._current = self._start(experience is not None)
+        if experience is not None and not self._current:
+            self._credit = -PROMPT * float(self._nominal_ms[0])
 
     @property
     def best(self) -> Choice:
@@ -199,6 +230,12 @@ class BudgetController:
         if is_trial or self._tree_steps <= OPENING or len(self._waiting) >= TOGETHER:
             self._learn_waiting(ran)
             self._settle()
+
+    def experience(self) -> Experience:
+        """Give what was seen so far."""
+        self._learn_waiting(self._current)
+        sums = (self._seen.copy(), self._emitted.copy(), self._predicted.copy())
+        return Experience(*sums, self._accepted, self._promised)
 
     def goodput(self) -> np.ndarray:
         """Estimate tokens a millisecond of every choice, float[choices]."""
@@ -347,7 +384,10 @@ class BudgetController:
             self._patience = min(1.5 * self._patience, MOST_PATIENCE)
         return trial
 
-    def _start(self) -> int:
+    def _start(self, is_experienced: bool) -> int:
         """Begin with the tree of the greatest goodput as far as can be said beforehand, or with none if none pays."""
-        affordable = self._nominal_ms <= DEAREST * self._nominal_ms[0]
-        return int(np.where(affordable, self.goodput(), 0.0).argmax())
+        goodput = self.goodput()
+        if is_experienced:
+            best = int(np.where(self._seen > 0, goodput, 0.0).argmax())
+            return best if goodput[best] > (1 + FIRST_MARGIN) * goodput[0] else 0
+        return int(np.where(self._nominal_ms <= DEAREST * self._nominal_ms[0], goodput, 0.0).argmax())

@@ -169,8 +169,10 @@ def run(
     try:
         steering: Steering = FixedSize(shape, choices.max_nodes)
         if measured is not None:
-            times = measured()
-            steering = AutoSize(choices, times, is_padded=is_padded, behind_ms=times.behind_ms)
+            times = measured(session.opening())
+            steering = AutoSize(
+                choices, times, experience=times.experience, is_padded=is_padded, behind_ms=times.behind_ms
+            )
             _make_room(lm, drafter, engine, room)
         session.run(drafter, steering, verifier)
     except KeyboardInterrupt as interrupt:

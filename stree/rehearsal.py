@@ -1,4 +1,4 @@
-"""What a step of each size takes, measured once: a few steps of the loop on a text that nobody reads.
+"""What a step of each size takes and brings, measured once: a few steps of the loop on a text that nobody reads.
 
 It decides nothing.  What is measured is kept with the target and never measured again, so that whoever chooses sizes by
 it chooses the same ones for the same text.
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stree.budget import PLAIN, Choice
+from stree.budget import PLAIN, Choice, Experience
 from stree.drafters import Draft, Drafter, HasModel
 from stree.engine import Engine
 from stree.graphs import WARM_UP
@@ -31,10 +31,11 @@ from stree.verify import Acceptance
 
 __all__ = ["StepTimes", "step_times"]
 
-ROUNDS = 2  # the fastest step of a size counts
-LONGEST_S = 1.0  # after which the round that is over must do
+ROUNDS = 6  # the first warms the machine, of the others the median counts
+LONGEST_S = 2.0  # after which one round must do
 SMALL, MIDDLE, LARGE = 4, 16, 64  # nodes of the trees that are timed; what lies between is interpolated
 SHALLOW, DEEP = 2, 4  # and their draft calls
+OPENING = 64  # tokens of the caller's first prompt that the text goes on from
 
 logger = logging.getLogger("stree")
 
@@ -49,6 +50,7 @@ class StepTimes:
         tree_ms: float[points], of trees of so many nodes without their draft calls; never falling.
         call_ms: of a draft call.
         behind_ms: that a tree takes more after plain decoding.
+        experience: what steps brought; None where nothing was drafted that tells of other texts.
     """
 
     plain_ms: float
@@ -56,6 +58,7 @@ class StepTimes:
     tree_ms: np.ndarray
     call_ms: float = 0.0
     behind_ms: float = 0.0
+    experience: Experience | None = None
 
     def __call__(self, nodes: np.ndarray, calls: np.ndarray) -> np.ndarray:
         """Give float[...] milliseconds of int[...] nodes, root included, and int[...] draft calls."""
@@ -75,6 +78,7 @@ def step_times(
     drafter: Drafter,
     sizes: Sizes,
     batch: int,
+    opening: Sequence[int],
     *,
     sampling: Sampling,
     verifier: str,
@@ -91,6 +95,7 @@ def step_times(
         drafter: its models' calls are timed, with everything that a step does around them.
         sizes: what will be chosen from.
         batch: sequences.
+        opening: the caller's first prompt, for a text like it.
         sampling: how tokens are drawn.
         verifier: see ``stree.accept``.
         engine: captures steps, which are then timed as they are replayed; None where they are launched.
@@ -111,7 +116,7 @@ def step_times(
         if looks_at_text is not None:
             lm, stand_in = with_processor(lm, stand_in, _Untouched(looks_at_text))
         try:
-            _run(lm, stand_in, rehearsal, batch, sampling, verifier, engine)
+            _run(lm, stand_in, rehearsal, [_cut(opening, lm.max_length)] * batch, sampling, verifier, engine)
             known[key] = rehearsal.times()
         except Exception as problem:  # the caller's own text will meet it, or not
             name = type(problem).__name__
@@ -120,24 +125,32 @@ def step_times(
     return known[key]
 
 
+def _cut(opening: Sequence[int], max_length: int | None) -> list[int]:
+    """Give the end of a prompt, an eighth of a text at most."""
+    most = OPENING if max_length is None else min(OPENING, max(max_length // 8, 1))
+    return list(opening[-most:])
+
+
 def _run(
     lm: TreeLM,
     drafter: Drafter,
     rehearsal: _Rehearsal,
-    batch: int,
+    openings: Sequence[Sequence[int]],
     sampling: Sampling,
     verifier: str,
     engine: Engine | None,
 ) -> None:
     """Generate until all steps were taken, with an engine of its own: nothing that is kept for texts is disturbed."""
-    room = 2 + rehearsal.most_tokens + rehearsal.max_nodes
+    most = max(map(len, openings))
+    room = most + rehearsal.most_tokens + rehearsal.max_nodes
     length = room if lm.max_length is None else min(room, lm.max_length)
     while not rehearsal.is_done:
         left = rehearsal.num_left
         rehearsal.begin()
         session = Session(
-            lm, [([0, 0], None)] * batch, sampling=sampling, max_new_tokens=length - 2, stop_token_ids=None,
-            seed=left, max_batch=batch, max_length=length, cancelled=lambda _: rehearsal.is_done,
+            lm, [(opening, None) for opening in openings], sampling=sampling, max_new_tokens=length - most,
+            stop_token_ids=None, seed=left, max_batch=len(openings), max_length=length,
+            cancelled=lambda _: rehearsal.is_done,
             engine=None if engine is None else Engine(engine.recorder),
         )  # fmt: skip
         session.run(drafter, rehearsal, verifier)
@@ -150,18 +163,18 @@ def _run(
 class _Rehearsal(AutoSize):
     """Takes steps of given sizes, small and large by turns, so that what disturbs the machine disturbs all of them.
 
-    A controller learns from them, as it takes its time; nobody asks what.
+    A controller learns from them, which takes its time too.
 
     Args:
         sizes: of which a few are timed.
-        has_model: whether draft calls are made.
+        has_model: whether draft calls are made, and so trees tell what others will bring.
         on_device: whether steps are captured, and launched before the last one is heard of: the second of two equal
             ones is timed.
     """
 
     def __init__(self, sizes: Sizes, *, has_model: bool, on_device: bool) -> None:
         super().__init__(sizes, GUESS)
-        self._calls_matter = has_model and sizes.is_cut
+        self._has_model, self._calls_matter = has_model, has_model and sizes.is_cut
         timed = _timed_choices(sizes)
         self._script = _script(timed, on_device)
         self._round = len(self._script) if on_device else len(timed) + 2
@@ -214,22 +227,23 @@ class _Rehearsal(AutoSize):
             self._steps.setdefault(choice, []).append((ms, draft.tree.tokens.shape[1], draft.num_calls))
         elif timing == "behind":
             self._behind.append(ms)
-        if now > self._deadline and self._heard % self._round == 0:
+        if now > self._deadline and self._heard >= self._round:
             self._heard = len(self._script)
 
     def times(self) -> StepTimes:
         """Interpolate between what was timed."""
-        fastest = {choice: min(steps) for choice, steps in self._steps.items()}
-        plain_ms = fastest.pop(PLAIN)[0]
-        trees = [fastest[choice] for choice in sorted(fastest, key=lambda choice: (choice.nodes, choice.depth))]
+        usual = {choice: _usual(steps) for choice, steps in self._steps.items()}
+        plain_ms = usual.pop(PLAIN)[0]
+        trees = [usual[choice] for choice in sorted(usual, key=lambda choice: (choice.nodes, choice.depth))]
         call_ms = _call_ms(trees) if self._calls_matter else 0.0
         points = [(float(nodes), ms - call_ms * calls) for ms, nodes, calls in trees]
         if len(trees) > 1:  # below the smallest tree the first slope goes on; what draws nothing runs a root alone
             points.append((1.0, _below(points, plain_ms) if self._calls_matter else plain_ms))
         nodes = sorted({count for count, _ in points})
         tree_ms = [float(np.mean([ms for count, ms in points if count == known])) for known in nodes]
-        behind_ms = max(min(self._behind) - trees[0][0], 0.0) if self._behind else 0.0
-        return StepTimes(plain_ms, np.array(nodes), np.maximum.accumulate(tree_ms), call_ms, behind_ms)
+        behind_ms = max(float(np.median(self._behind)) - trees[0][0], 0.0) if self._behind else 0.0
+        experience = self.controller.experience() if self._has_model else None
+        return StepTimes(plain_ms, np.array(nodes), np.maximum.accumulate(tree_ms), call_ms, behind_ms, experience)
 
 
 def _timed_choices(sizes: Sizes) -> list[Choice]:
@@ -253,6 +267,12 @@ def _script(choices: Sequence[Choice], on_device: bool) -> list[tuple[Choice, st
     room = [(choice, "") for choice in choices]  # whatever a size makes room for, graphs are captured behind it
     warm = [(choice, "") for choice in choices for _ in range(WARM_UP + 1)]
     return [*room, *warm, *[(choice, timing) for choice in choices for timing in ("", "timed")] * ROUNDS]
+
+
+def _usual(steps: Sequence[tuple[float, int, int]]) -> tuple[float, int, int]:
+    """Give the median of what a size took, the first time left out."""
+    warm = sorted(steps[1:] or steps)
+    return warm[(len(warm) - 1) // 2]
 
 
 def _call_ms(trees: Sequence[tuple[float, int, int]]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Protocol
 
 import torch
@@ -116,6 +116,12 @@ class Session:
     def num_new_tokens(self) -> int:
         """Tokens emitted so far."""
         return sum(map(len, self.new))
+
+    def opening(self) -> Sequence[int]:
+        """Give the next prompt, which stays the next one; of one that cannot be run a token."""
+        first = list(islice(self.waiting, 1))
+        self.waiting = chain(first, self.waiting)
+        return next((prompt for prompt, problem in first if problem is None), [0])
 
     def run(self, drafter: Drafter, steering: Steering, verifier: str) -> None:
         """Generate until every sequence has finished.

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from stree.budget import PLAIN, BudgetController, Choice, StepMs, flat_choices, layered_choices
+from stree.budget import PLAIN, BudgetController, Choice, Experience, StepMs, flat_choices, layered_choices
 from stree.drafters import Draft
 from stree.growth import Growth, Limited
 from stree.verify import Acceptance
@@ -135,15 +135,26 @@ class AutoSize:
     Args:
         sizes: what to choose from.
         step_ms: what steps take.
-        is_padded: as for ``BudgetController``.
+        experience: as for ``BudgetController``.
+        is_padded: likewise.
         behind_ms: likewise.
     """
 
     watches = True
 
-    def __init__(self, sizes: Sizes, step_ms: StepMs, *, is_padded: bool = False, behind_ms: float = 0.0) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        step_ms: StepMs,
+        *,
+        experience: Experience | None = None,
+        is_padded: bool = False,
+        behind_ms: float = 0.0,
+    ) -> None:
         self.max_nodes, self.growth = sizes.max_nodes, sizes.growth
-        self.controller = BudgetController(sizes.choices, step_ms, is_padded=is_padded, behind_ms=behind_ms)
+        self.controller = BudgetController(
+            sizes.choices, step_ms, experience=experience, is_padded=is_padded, behind_ms=behind_ms
+        )
         self._sizes = sizes
         self._launched: deque[Choice] = deque()  # sizes that were given and not yet observed
 

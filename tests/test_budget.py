@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from stree.budget import LOOK, BudgetController, Choice, StepMs, flat_choices, layered_choices
+from stree.budget import LOOK, BudgetController, Choice, Experience, StepMs, flat_choices, layered_choices
 
 PLAIN = Choice(1, 0)
 LARGEST, DEEPEST = 64, 16
@@ -141,6 +141,55 @@ def test_it_begins_with_trees_where_they_promise_to_pay_and_without_where_not() 
     assert BudgetController(choices, cost(20.0)).choose() == PLAIN
     for call in (0.1, 1.0, 3.0):
         assert size_ms(cost(call), BudgetController(choices, cost(call)).choose()) <= 2 * 10.05, "else much is at stake"
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_it_begins_as_other_texts_have_shown(is_padded: bool) -> None:
+    choices = layered_choices(LARGEST, 8)
+
+    def experience(agreement: float) -> Experience:
+        controller = BudgetController(choices, lambda nodes, depth: 1.0 + 0.0 * nodes)
+        for step in recorded_steps(agreement, 1, 40, seed=3):
+            values, depths, is_accepted = cut(step, Choice(64, 8))
+            is_accepted[:, 1:] &= agreement > 0
+            controller.observe(Choice(64, 8), values, depths, is_accepted)
+        return controller.experience()
+
+    def begun(agreement: float, ms: StepMs) -> BudgetController:
+        return BudgetController(choices, ms, experience=experience(agreement), is_padded=is_padded)
+
+    mean = means(choices, recorded_steps(0.7, 1, 200, seed=1))
+    for share, pays in ((0.7, True), (1.1, False)):  # what the best tree takes of what plain decoding takes for as much
+
+        def ms(nodes: np.ndarray, depth: np.ndarray, share: float = share) -> np.ndarray:
+            tree = share * mean[Choice(16, 4)] + 0.05 * (nodes - 16) + 0.2 * (depth - 4)
+            return np.where(nodes == 1, 1.0, np.maximum(tree, 1.6))
+
+        good = begun(0.7, ms)
+        assert (good.choose() != PLAIN) == pays
+        if pays:
+            best = max(choices, key=lambda choice: mean[choice] / size_ms(ms, choice))
+            reached = mean[good.choose()] / size_ms(ms, good.choose())
+            assert reached >= 0.85 * mean[best] / size_ms(ms, best)
+        useless = begun(0.0, ms)
+        plain = 0
+        while useless.choose() == PLAIN and plain < 1000:
+            useless.observe_plain()
+            plain += 1
+        assert plain >= 100, "a draft model's prompt is paid for first"
+        assert plain < 1000, "and it is tried in the end"
+
+
+def test_experience_is_worth_a_few_steps_of_the_text() -> None:
+    choices = layered_choices(8, 2)
+    controller = BudgetController(choices, lambda nodes, depth: 1.0 + 0.1 * nodes)
+    for step in recorded_steps(0.9, 1, 100, seed=3):
+        controller.observe(Choice(8, 2), *cut(step, Choice(8, 2)))
+    known = controller.experience()
+    later = BudgetController(choices, lambda nodes, depth: 1.0 + 0.1 * nodes, experience=known)
+    assert later._seen.max() == pytest.approx(8) and known.seen.max() > 60
+    assert later._emitted[3:] / later._seen[3:] == pytest.approx(known.emitted[3:] / known.seen[3:])
+    assert later._accepted / later._promised == pytest.approx(known.accepted / known.promised)
 
 
 def test_what_draws_little_costs_little() -> None:

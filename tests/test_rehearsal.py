@@ -81,7 +81,7 @@ def test_what_steps_take_is_found_and_what_disturbs_them_is_not(
     on_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = Stage(monkeypatch, layered_ms, behind_ms=5.0)
-    found = stage.play(LAYERED, on_device=on_device, slow=7)
+    found = stage.play(LAYERED, on_device=on_device, slow=11)
     for nodes, depth in ((2, 1), (4, 2), (10, 3), (16, 8), (40, 1), (64, 8)):
         assert found(np.array(nodes), np.array(depth)) == pytest.approx(layered_ms(nodes, depth))
     assert found(np.array(1), np.array(0)) == pytest.approx(10.0)
@@ -134,15 +134,16 @@ def test_a_slow_machine_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         found = stage.play(LAYERED)
         assert found(np.array(16), np.array(4)) == pytest.approx(factor * layered_ms(16, 4))
         counts.append(len(stage.steps))
-    assert counts == [14, 7]
+    assert counts == [42, 7]
 
 
 def measured(
     target: stree.TreeLM, drafter: Any, sizes: Sizes, *, batch: int = 1, sampling: Sampling | None = None
 ) -> StepTimes:
     return step_times(
-        target, drafter, sizes, batch, sampling=sampling or Sampling(), verifier="auto", engine=None, processor=None
-    )
+        target, drafter, sizes, batch, PROMPTS[0], sampling=sampling or Sampling(), verifier="auto", engine=None,
+        processor=None,
+    )  # fmt: skip
 
 
 def test_it_is_measured_once_for_what_makes_up_a_step() -> None:
@@ -165,6 +166,40 @@ def test_it_is_measured_once_for_what_makes_up_a_step() -> None:
         measured(target, ModelDrafter(draft), LAYERED, sampling=Sampling(1.0, top_p=0.9)),
     ]
     assert len(set(map(id, found))) == len(found) and GUESS not in found
+
+
+def test_it_goes_on_from_the_caller_s_first_prompt_that_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    openings: list[Any] = []
+
+    def heard(lm: Any, drafter: Any, actor: Any, given: Any, *_: Any) -> None:
+        openings.append(given)
+        raise RuntimeError("heard")
+
+    monkeypatch.setattr(rehearsal, "_run", heard)
+    target, draft = grafted(tiny_model("bamba")), ModelDrafter(grafted(tiny_model("mamba2", seed=1)))
+    text = [token % 40 for token in range(100)]
+    expected = stree.generate(target, [text, [5]], budget=1, max_new_tokens=3).sequences
+    assert stree.generate(target, [text, [5]], draft, max_new_tokens=3).sequences == expected, "no prompt was lost"
+    assert openings.pop() == [text[-rehearsal.OPENING :]] * 2
+    prompts = iter([[10**6], text])
+    with pytest.raises(ValueError, match="no prompt can be run"):
+        stree.generate(target, iter([[10**6]]), draft, max_new_tokens=3, max_batch=1, max_length=120)
+    assert openings.pop() == [[0]]
+    found = stree.generate(target, prompts, draft, max_new_tokens=3, max_batch=1, max_length=120)
+    assert found.sequences == [[10**6], expected[0]] and openings.pop() == [[0]]
+    assert rehearsal._cut(text, 80) == text[-10:] and rehearsal._cut(text, 4) == text[-1:] == rehearsal._cut([19], None)
+
+
+def test_what_steps_brought_is_kept_where_a_model_drafts() -> None:
+    target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))
+    assert measured(target, SuffixDrafter(), Sizes(None, flat_choices(64))).experience is None
+    for drafter, low, high in ((draft, 0.0, 0.5), (target, 0.9, 1.0)):
+        experience = measured(target, ModelDrafter(drafter), LAYERED).experience
+        assert experience is not None
+        number = LAYERED.choices.index(Choice(4, 2))
+        assert experience.seen[number] > 6, "every larger tree tells of it"
+        kept = (experience.emitted[number] / experience.seen[number] - 1) / 2
+        assert low <= kept <= high, "its own drafts are the target's tokens, a stranger's hardly ever"
 
 
 def test_it_is_kept_as_long_as_the_target() -> None:
