@@ -55,14 +55,14 @@ def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Ap
     is_chosen = chosen.is_chosen
     with torch.cuda.device_of(left):  # Triton launches on the current device, wherever the tensors are
         append_kernel[(-(-count // NODES), batch)](
-            chosen.slots, chosen.is_taken.contiguous(), chosen.value.contiguous(), chosen.tokens.contiguous(),
+            chosen.slots, chosen.is_taken.contiguous(), chosen.value.float().contiguous(), chosen.tokens.contiguous(),
             None if is_chosen is None else is_chosen.contiguous(), columns.lead, left,
             columns.tokens, columns.parents, columns.depths, columns.mask, columns.values, columns.kinds,
             value, column, leaf, count, layout.width, chosen.tokens.shape[2], chosen.value[0].numel(), layout.frontier,
             layout.size, room, layout.num_nodes or 0, chosen.slots.stride(0),
             **append_constants(layout.kinds, prunes=layout.num_nodes is not None), num_warps=4,
         )  # fmt: skip
-    return Appended(value, column, leaf)
+    return Appended(layout.width, value, column, leaf)
 
 
 def append_constants(kinds: tuple[int, int], *, prunes: bool) -> dict[str, Any]:

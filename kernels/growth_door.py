@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stree.kernels import reference_growth
 from stree.kernels.reference_growth import RankFit, Ratings, Table, Terms
-from stree.kernels.topology import is_launched
+from stree.kernels.topology import is_launched, reads_freely
 
 __all__ = [
     "MAX_SLOTS",
@@ -36,6 +36,7 @@ __all__ = [
     "rate_by_table",
 ]
 
+MOST_COMPARED = 1 << 20  # slots by width that one loop on the CPU goes through
 MAX_SLOTS, MAX_WIDTH, MAX_BELOW = 1024, 128, 255  # of a layer, of those taken, and of the values below a node
 
 
@@ -92,6 +93,7 @@ class Layout:
         num_nodes: only nodes are kept that as many others of the tree and the layer, and no more, may be better than;
             None to keep all.
         kinds: what nodes chosen without chance, and all others, are called.
+        is_cut: whether slots that are taken come first, so that the host may leave out columns that none needs.
     """
 
     width: int
@@ -99,6 +101,7 @@ class Layout:
     size: int
     num_nodes: int | None
     kinds: tuple[int, int]
+    is_cut: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,11 +109,13 @@ class Appended:
     """The nodes of a layer.
 
     Attributes:
+        width: columns appended; on the CPU none that is padding in every row, if taken slots come first.
         values: float32[batch, count], 0 where there is none.
         column: int64[batch, count], that each is below; None where the layer has no leaves.
         tokens: int64[batch, count], likewise.
     """
 
+    width: int
     values: Tensor
     column: Tensor | None
     tokens: Tensor | None
@@ -159,6 +164,10 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
         from stree.kernels import growth
 
         return growth.choose(value, left, below, terms)
+    if reads_freely(value) and value.numel() * terms.width <= MOST_COMPARED:
+        from stree.kernels import growth_compiled  # imports numba
+
+        return growth_compiled.choose(value, left, below, terms)
     return reference_growth.choose(value, left, below, terms)
 
 
@@ -197,6 +206,10 @@ def rate_by_table(table: Table, reach: Tensor, probs: Tensor, norms: Tensor, is_
         from stree.kernels import growth
 
         return growth.rate_by_table(table, reach, probs, norms, is_chosen)
+    if reads_freely(probs):
+        from stree.kernels import growth_compiled  # imports numba
+
+        return growth_compiled.rate_by_table(table, reach, probs, norms, is_chosen)
     return reference_growth.rate_by_table(table, reach, probs, norms, is_chosen)
 
 
@@ -229,8 +242,12 @@ def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Ap
         layout: where they stand.
 
     Raises:
-        RuntimeError: tensors are not on a CUDA device, and Triton does not interpret.
+        RuntimeError: tensors are neither on the CPU nor on a CUDA device.
     """
+    if not is_launched(left):
+        from stree.kernels import growth_compiled  # imports numba
+
+        return growth_compiled.append(columns, chosen, left, layout)
     _check_launch("append", left)
     from stree.kernels import growth_columns
 

@@ -119,18 +119,14 @@ class GrownTree:
             Whether there is a layer to go on from.
         """
         before, width = self.size - 1, min(layer.width, slots.shape[1])
-        if is_launched(slots) and not reads_freely(slots) and width:
-            self._launch(Chosen(slots, is_taken, value.float(), offered.tokens, offered.is_chosen), width)
-        else:
+        if width and (reads_freely(slots) or is_launched(slots)):
+            width = self._launch(layer, Chosen(slots, is_taken, value, offered.tokens, offered.is_chosen), width)
+        elif width:
             chosen = value.flatten(1).gather(1, slots) * is_taken
             is_taken = self._are_worthwhile(chosen, is_taken)
-            chosen = chosen * is_taken
-            if reads_freely(is_taken):  # columns that are padding in every row need not be there
-                count = int(is_taken[:, :width].sum(1).max())
-                width = count if layer.slots is None else width * (count > 0)
-            if not width:
-                return False
-            self._append(layer, slots, is_taken, offered, chosen, width)
+            self._append(layer, slots, is_taken, offered, chosen * is_taken, width)
+        if not width:
+            return False
         self._begin = before
         self.frontier_number += self._places
         self._places = layer.width
@@ -153,21 +149,26 @@ class GrownTree:
         self.frontier_value = chosen[:, :width]
         self.left = self.left - is_taken.sum(1)
 
-    def _launch(self, chosen: Chosen, width: int) -> None:
-        """Append a layer in one launch."""
+    def _launch(self, layer: Layer, chosen: Chosen, width: int) -> int:
+        """Append a layer at once; give its width."""
         layout = Layout(
             width,
             frontier=self._begin + 1 if self._begin else 0,
             size=self.size,
             num_nodes=self._plan.num_nodes if self._is_contested(chosen.slots) else None,
             kinds=(DELTA, SAMPLED),
+            is_cut=layer.slots is None,
         )
         appended = append(self._columns, chosen, self.left, layout)
-        if appended.column is not None and appended.tokens is not None:
-            column, token = appended.column[:, width:], appended.tokens[:, width:]
-            self._leaves.append((column, token, appended.values[:, width:]))
-        self.frontier_value = appended.values[:, :width]
-        self.size += width
+        if not appended.width:
+            return 0
+        if layer.leaves and appended.column is not None and appended.tokens is not None:
+            leaves = (appended.column, appended.tokens, appended.values)
+            column, token, value = (part[:, layer.width :] for part in leaves)
+            self._leaves.append((column, token, value))
+        self.frontier_value = appended.values[:, : appended.width]
+        self.size += appended.width
+        return appended.width
 
     def _is_contested(self, slots: Tensor) -> bool:
         """Tell whether not all nodes of a pruned tree can be proposed once these slots are taken."""

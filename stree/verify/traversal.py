@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels import traversal_door
-from stree.kernels.topology import is_launched
+from stree.kernels.topology import is_launched, reads_freely
 from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify.paths import deepest
@@ -27,6 +27,8 @@ def traverse(tree: TokenTree, target_law: Tensor, rng: Random, draft: DraftLaws 
     # A stand-in tosses and draws by itself.
     if is_launched(target_law) and target_law.dtype == torch.float32 and type(rng) is Random:
         return traverse_by_kernels(tree, target_law, rng, draft, max_depth)
+    if reads_freely(target_law):
+        return _traverse_on_host(tree, target_law, rng, draft, max_depth)
     trials = Trials(tree, target_law, draft)
     held = _hold_chain(trials, max_depth) if trials.siblings.most == 1 else _hold(tree, trials, max_depth)
     shown = toss(rng, held, trials.siblings.is_drafted)
@@ -51,6 +53,29 @@ def traverse_by_kernels(
         seed=rng.seed, sequences=rng.sequences.long(), positions=rng.positions.long(),
     )  # fmt: skip
     return Acceptance(found.path, found.path_lengths, found.next_token, found.ratios)
+
+
+def _traverse_on_host(
+    tree: TokenTree, target_law: Tensor, rng: Random, draft: DraftLaws | None, max_depth: int
+) -> Acceptance:
+    """Do the same compiled; ``target_law`` is written."""
+    from stree.verify import compiled  # imports numba
+
+    batch, n = tree.tokens.shape
+    law = target_law.contiguous()
+    if draft is None:
+        probs, row = law.new_zeros(batch, 1, 1), torch.zeros_like(tree.parents)
+        kind = torch.full((batch, n), DELTA, dtype=torch.int8)
+    else:
+        probs, row, kind = draft.probs, draft.row.to(torch.int32), draft.kind
+    held, ratios = law.new_empty(batch, n, dtype=torch.float64), law.new_empty(batch, n)
+    compiled.hold(*(part.contiguous().numpy() for part in (tree.tokens, tree.parents, law, probs, row, kind, held, ratios)))
+    shown = toss(rng, held, tree.parents >= 0)
+    path = tree.parents.new_empty(batch, min(n, max_depth + 1))
+    lengths, leaf = path.new_empty(batch), tree.tokens.new_empty(batch)
+    compiled.walk(*(part.contiguous().numpy() for part in (tree.parents, shown, path, lengths, leaf)))
+    law = law[torch.arange(batch), leaf]
+    return Acceptance(path, lengths, rng.choice("target", law, lengths), ratios)
 
 
 def _hold(tree: TokenTree, trials: Trials, max_depth: int) -> Tensor:
