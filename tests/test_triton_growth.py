@@ -259,6 +259,10 @@ def test_the_columns_appended_and_the_tree_cut_out_of_them_are_those_of_torch(
         for part in ("_tokens", "_parents", "_depths", "_mask", "_value", "_kinds", "frontier_value"):
             assert torch.equal(getattr(found, part), getattr(expected, part)), part
         chosen = expected.select(LAYERS[name])
+        with monkeypatch.context() as patch:
+            patch.setattr(topology, "launches_always", True)
+            picked = found.select(LAYERS[name])
+        assert chosen is picked is None or (chosen is not None and picked is not None and torch.equal(picked, chosen))
         wanted = expected.proposed(None), expected.proposed(chosen)
         with monkeypatch.context() as patch:
             patch.setattr(topology, "launches_always", True)
