@@ -68,8 +68,8 @@ def learn_constants(n: int) -> dict[str, Any]:
 
 
 def learn_warps(nodes: int) -> int:
-    """Choose warps by padded nodes, so that a thread holds 32 pairs of them at most."""
-    return max(1, nodes * nodes // 1024)
+    """Choose warps by padded nodes, so that a thread holds 16 pairs of them, above 16 nodes."""
+    return max(1, nodes * nodes // 512)
 
 
 @cache  # captured steps read them: none may be dropped

@@ -36,7 +36,7 @@ def learn_kernel(
     missed = tl.sum(tl.where(is_elder, tl.log(tl.maximum(1.0 - ratio, 1e-6))[None, :], 0.0), 1)
     own = tl.where(is_drafted, tl.log(tl.maximum(ratio, 1e-6)) + missed, 0.0)
     strict = inside[:, None] & inside[None, :] & (node[:, None] != node[None, :])
-    is_above = tl.load(mask_ptr + (batch * n + node)[:, None] * n + node[None, :], strict, 0) != 0
+    is_above = tl.load(mask_ptr + batch * n * n + (node[:, None] * n + node[None, :]), strict, 0) != 0
     above = tl.sum(tl.where(is_above, own[None, :], 0.0), 1)
     counts = is_drafted & (tl.load(live_ptr + batch + node * 0, is_drafted, 0) != 0)
     number = node.to(tl.int64)
@@ -45,7 +45,8 @@ def learn_kernel(
     notes_ptr += batch * num_notes
     slot = tl.load(notes_ptr + tl.load(places_ptr + number - 1, counts, 0), counts, 0)
     cells_ptr = notes_ptr + tl.load(places_ptr + num_kept + number - 1, counts, 0) + 2 * slot
-    before, after = tl.load(cells_ptr, counts, -1), tl.load(cells_ptr + 1, counts, -1)
+    before = tl.load(cells_ptr, counts, -1).to(tl.int32)
+    after = tl.load(cells_ptr + 1, counts, -1).to(tl.int32)
     is_favourite = (before >= first_favourite) & (before < beyond_favourites)
     made = tl.exp(above + missed)
     tests = tl.where(is_favourite, tl.exp(above), made)
