@@ -170,8 +170,7 @@ def select_kernel(
         value = tl.load(values_ptr + batch * (room - 1) + node, inside, 0.0)
         value = tl.where(value > 0, value, 0.0)  # the bits of numbers that are not negative are ordered as they are
         key = (value.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (0x7FFFFFFF - node).to(tl.int64)
-        key = tl.where(inside, key, -1)
-        best = tl.topk(key, WIDTH)
+        best = tl.topk(key, WIDTH)  # lanes past the last node come behind it, as 0 at a later place
         is_kept = key >= tl.min(tl.where(tl.arange(0, WIDTH) < count, best, 0x7FFFFFFFFFFFFFFF), 0)
         place = tl.cumsum(is_kept.to(tl.int32), 0) - 1
     else:
