@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
+from launch_keys import launch_keys
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -209,6 +210,18 @@ def test_what_no_kernel_takes_is_left_to_torch(launched: None, monkeypatch: pyte
     assert asked == []
     growth_door.choose(small, None, None, terms)
     assert asked == ["choose"]
+
+
+def test_selections_of_equal_padded_sizes_share_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    for by_value in (False, True):
+        found = []
+        for batch, room, size, count in ((1, 40, 20, 10), (3, 33, 33, 16), (2, 64, 18, 17)):
+            tokens = torch.zeros(batch, dtype=torch.long, device=DEVICE)
+            columns = growth_door.begin(tokens, tokens, tokens > 0, room, 0)
+            with launch_keys(monkeypatch) as keys:
+                growth_door.select(columns, size, count, by_value=by_value)
+            found.append(keys)
+        assert found[0] == found[1] != found[2] and [name for name, _ in found[0]] == ["select_kernel"]
 
 
 LAYERS = {  # plans whose layers hold leaves, padding and nodes that cannot be proposed any more
