@@ -51,9 +51,9 @@ def merge_build(layer: Attention, n: int, dtype: torch.dtype) -> Build:
 def kv_commit_build(layer: Attention, n: int, dtype: torch.dtype) -> Build:
     """Describe the append of a path; the build is the same for all trees."""
     pointers = dict.fromkeys(("k_cache_ptr", "v_cache_ptr", "k_ptr", "v_ptr"), POINTERS[dtype])
-    pointers |= {"lengths_ptr": "*i32", "path_ptr": "*i64", "path_lengths_ptr": "*i64"}
+    pointers |= {"lengths_ptr": "*i32", "path_ptr": "*i32", "path_lengths_ptr": "*i32"}
     constants = kv_commit_constants(layer.headdim, layer.value_dim, after=False)
-    integers = _integers(kv_commit_kernel.arg_names, layer.headdim)
+    integers = _integers(kv_commit_kernel.arg_names, layer.headdim) | {"sequences": 1}
     return Build(kv_commit_kernel, constants, pointers, integers, Launch(padded(layer.headdim), 4))
 
 

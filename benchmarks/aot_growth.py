@@ -11,9 +11,11 @@ from aot_attention import Launch
 from aot_build import Build
 
 from stree.kernels import growth
-from stree.kernels.growth_columns import append_constants, begin_constants, cut_constants
-from stree.kernels.growth_columns_kernels import append_kernel, begin_kernel, cut_kernel
+from stree.kernels.growth_columns import append_constants, begin_constants, cut_constants, select_constants
+from stree.kernels.growth_columns_kernels import append_kernel, begin_kernel, cut_kernel, select_kernel
 from stree.kernels.growth_kernels import choose_kernel, rank_kernel, table_kernel
+from stree.kernels.growth_learning import learn_constants, learn_warps
+from stree.kernels.growth_learning_kernels import learn_kernel
 
 RANKS = {"4 children a node": 4, "6 children a node": 6}
 POINTERS = {
@@ -77,11 +79,32 @@ def cut_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
     return replace(build, pointers=build.pointers | pointers, integers={"count": 1, "room": 1})
 
 
+def select_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
+    """Describe the selection of the best of twice as many nodes."""
+    constants = select_constants(2 * n, n, by_value=True)
+    build = _build(select_kernel, constants, constants["SLOTS"], 1 if constants["SLOTS"] <= 32 else 4)
+    pointers = {"parents_ptr": "*i32", "values_ptr": "*fp32", "kept_ptr": "*i64"}
+    return replace(build, pointers=pointers, integers={"n": 1, "count": 1, "room": 1})
+
+
+def learn_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
+    """Describe what a table learns from a tree of which not all grown nodes were proposed."""
+    constants = learn_constants(n)
+    build = _build(learn_kernel, constants, constants["NODES"], learn_warps(constants["NODES"]))
+    pointers = dict.fromkeys(("notes_ptr", "places_ptr", "numbers_ptr"), "*i64")
+    pointers |= {"parents_ptr": "*i32", "mask_ptr": "*i1", "live_ptr": "*i1"}
+    pointers |= dict.fromkeys(("ratios_ptr", "passed_ptr", "tests_ptr"), "*fp32")
+    integers = [name for name in learn_kernel.arg_names if name not in constants and name not in pointers]
+    return replace(build, pointers=pointers, integers=dict.fromkeys(integers, 1))
+
+
 BUILDERS: dict[str, tuple[Callable[[Any, int, torch.dtype], Build], Mapping[str, Any]]] = {
     "growth_choose": (choose_build, RANKS),
     "growth_rate_by_table": (table_build, RANKS),
     "growth_rate_by_rank": (rank_build, RANKS),
     "growth_append": (append_build, RANKS),
     "growth_begin": (begin_build, RANKS),
+    "growth_select": (select_build, RANKS),
     "growth_cut": (cut_build, RANKS),
+    "growth_learn": (learn_build, RANKS),
 }

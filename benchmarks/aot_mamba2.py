@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import torch
+from aot_attention import Launch
 from aot_build import POINTERS, Build
 from shapes import MIXERS, Mixer
 
+from stree.kernels.bookkeeping import ROW_COLUMNS
+from stree.kernels.bookkeeping_kernels import rows_kernel
 from stree.kernels.conv import conv_constants
 from stree.kernels.conv_kernels import conv_kernel
 from stree.kernels.ssd import ssd_constants
@@ -44,4 +47,17 @@ def conv_build(mixer: Mixer, n: int, dtype: torch.dtype) -> Build:
     return Build(conv_kernel, constants, pointers, integers, tile)
 
 
-BUILDERS = {"ssd_step": (ssd_build, MIXERS), "conv_step": (conv_build, MIXERS)}
+def rows_build(mixer: Mixer, n: int, dtype: torch.dtype) -> Build:
+    """Describe the copy of a waiting path's rows; the build is the same for all trees."""
+    rows = POINTERS[dtype]
+    pointers = {"nodes_ptr": "*i64", "source_ptr": rows, "rows_ptr": rows, "source2_ptr": "*fp32", "rows2_ptr": "*fp32"}
+    integers = {"width": mixer.channels, "width2": mixer.heads, "batch": 1, "inner": 1, "nodes": n}
+    constants = {"ENTRIES": 16, "COLUMNS": ROW_COLUMNS}
+    return Build(rows_kernel, constants, pointers, integers, Launch(ROW_COLUMNS, 4))
+
+
+BUILDERS = {
+    "ssd_step": (ssd_build, MIXERS),
+    "conv_step": (conv_build, MIXERS),
+    "copy_rows": (rows_build, MIXERS),
+}

@@ -80,7 +80,8 @@ def attention_step(
     cache = (k_cache, v_cache, lengths)
     if path is not None:
         accepted = AcceptedPath.cast(path, path_lengths)
-        _append("attention_step", cache, (stash_k, stash_v), accepted, lengths_count_path=True)
+        bare = accepted.rows, accepted.lengths
+        _append("attention_step", cache, (stash_k, stash_v), bare, lengths_count_path=True)
     return _attend(
         "attention_step", q, cache, (k, v), Topology.cast(parents), stash=(stash_k, stash_v),
         scale=scale, window=window, softcap=softcap, first=first,
@@ -98,24 +99,25 @@ def kv_commit(
 ) -> None:
     """Append the accepted rows of K and V to the caches, in place; see `stree.kernels.ops`."""
     check_kernel_dtypes("kv_commit", k_cache=k_cache, v_cache=v_cache, k=k, v=v)
-    accepted = AcceptedPath.cast(path, path_lengths)
-    _append("kv_commit", (k_cache, v_cache, lengths), (k, v), accepted, lengths_count_path=False)
+    bare = (path.rows, path.lengths) if isinstance(path, AcceptedPath) else (path, path_lengths)
+    _append("kv_commit", (k_cache, v_cache, lengths), (k, v), bare, lengths_count_path=False)
 
 
 def _append(
     op: str,
     cache: tuple[Tensor, Tensor, Tensor],
     new: tuple[Tensor, Tensor],
-    accepted: AcceptedPath,
+    path: tuple[Tensor, Tensor | None],
     *,
     lengths_count_path: bool,
 ) -> None:
-    """Launch the kernel that appends a path's rows to the caches."""
-    (k_cache, v_cache, lengths), (k, v) = cache, new
+    """Launch the kernel that appends a path's rows to the caches, of as many layers as there are."""
+    (k_cache, v_cache, lengths), (k, v), (nodes, path_lengths) = cache, new, path
+    assert path_lengths is not None, "a path given as a tensor needs path_lengths"
     dims = _check_dims(op, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     kv_commit_kernel[(k_cache.shape[1], k_cache.shape[0])](
-        k_cache, v_cache, lengths.contiguous(), k, v, accepted.rows, accepted.lengths,
-        k_cache.shape[2], accepted.rows.shape[1],
+        k_cache, v_cache, lengths.contiguous(), k, v, nodes.contiguous(), path_lengths.contiguous(),
+        lengths.shape[0], k_cache.shape[2], nodes.shape[1],
         *k_cache.stride()[:3], *v_cache.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         **kv_commit_constants(*dims, after=lengths_count_path), num_warps=4,
     )  # fmt: skip

@@ -249,20 +249,24 @@ def merge_kernel(
     tl.store(out_ptr + row_ptr + dv, out / norm, dv < VALUE_DIM)
 
 
-@triton.jit(do_not_specialize=["limit", "path_size"])
+@triton.jit(do_not_specialize=["sequences", "limit", "path_size"])
 def kv_commit_kernel(
-    k_cache_ptr, v_cache_ptr, lengths_ptr, k_ptr, v_ptr, path_ptr, path_lengths_ptr, limit, path_size,
+    k_cache_ptr, v_cache_ptr, lengths_ptr, k_ptr, v_ptr, path_ptr, path_lengths_ptr, sequences, limit, path_size,
     stride_k_cache_b, stride_k_cache_h, stride_k_cache_l, stride_v_cache_b, stride_v_cache_h, stride_v_cache_l,
     stride_k_b, stride_k_n, stride_k_h, stride_v_b, stride_v_n, stride_v_h,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ENTRIES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Append the rows of a path to one head's cache; grid (key heads, batch).  AFTER: lengths count them already."""
+    """Append the rows of a path to one head's cache; grid (key heads, layers x sequences).
+
+    AFTER: lengths count them already.
+    """
     head = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
+    sequence = batch % sequences
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    count = tl.load(path_lengths_ptr + batch).to(tl.int32)
-    length = tl.load(lengths_ptr + batch).to(tl.int32)
+    count = tl.load(path_lengths_ptr + sequence).to(tl.int32)
+    length = tl.load(lengths_ptr + sequence).to(tl.int32)
     if AFTER:
         length -= count
     k_cache_ptr += batch * stride_k_cache_b + head * stride_k_cache_h
@@ -273,7 +277,7 @@ def kv_commit_kernel(
         entry = start + tl.arange(0, ENTRIES)
         place = (length + entry).to(tl.int64)
         moves = (entry < count) & (entry < path_size) & (place >= 0) & (place < limit)
-        row = tl.load(path_ptr + batch * path_size + entry, moves, 0)
+        row = tl.load(path_ptr + sequence * path_size + entry, moves, 0).to(tl.int64)
         mask = moves[:, None] & (d < DIM)[None, :]
         key = tl.load(k_ptr + (row * stride_k_n)[:, None] + d[None, :], mask, 0.0)
         tl.store(k_cache_ptr + (place * stride_k_cache_l)[:, None] + d[None, :], key, mask)

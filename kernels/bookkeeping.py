@@ -1,4 +1,4 @@
-"""What a step writes down at its end: the tokens that it emits, and its path on the columns of a draft model's tree.
+"""What a step writes down: the tokens it emits, a path on a draft model's columns, a path that waits to be folded.
 
 On the CPU these are torch's operators, where Triton launches they are one launch each; the values are the same.
 """
@@ -7,15 +7,20 @@ On the CPU these are torch's operators, where Triton launches they are one launc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stree.kernels.tiles import padded
 from stree.kernels.topology import is_launched
 
-__all__ = ["Drafted", "Texts", "emit", "path_on_columns"]
+__all__ = ["Drafted", "Texts", "Waiting", "copy_rows", "emit", "path_on_columns", "put_path"]
+
+ROW_COLUMNS = 256  # of a row that a program copies
+MOST_SOURCES = 3  # whose rows are copied in one launch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +59,19 @@ class Drafted:
     has_leaf: Tensor
     leaf: Tensor
     num_run: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiting:
+    """Committed paths that wait for the next tree; a step writes to both.
+
+    Attributes:
+        path: int64[batch, entries], nodes of the last tree; 0 past the length.
+        lengths: int32[batch].
+    """
+
+    path: Tensor
+    lengths: Tensor
 
 
 def emit(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor, texts: Texts) -> Tensor:
@@ -151,6 +169,68 @@ def _path_in_one(path: Tensor, path_lengths: Tensor, drafted: Drafted) -> tuple[
             num_warps=1,
         )  # fmt: skip
     return full, count
+
+
+def put_path(path: Tensor, path_lengths: Tensor, waiting: Waiting, lengths: Tensor) -> None:
+    """Let paths wait, and count them as committed.
+
+    Args:
+        path: int32[batch, m], nodes from the root down; no more than there are entries.
+        path_lengths: int32[batch].
+        waiting: written to.
+        lengths: int32[batch], committed tokens; advanced.
+    """
+    entries = waiting.path.shape[1]
+    if is_launched(path):
+        from stree.kernels.bookkeeping_kernels import wait_kernel
+
+        path = _rows_of(path)
+        with torch.cuda.device_of(path):
+            wait_kernel[(len(path),)](
+                path, path_lengths.contiguous(), waiting.path, waiting.lengths, lengths, path.shape[1], path.stride(0),
+                ENTRIES=entries, num_warps=1,
+            )  # fmt: skip
+        return
+    waiting.lengths.copy_(path_lengths)
+    beyond = torch.arange(entries, device=path.device) >= path_lengths[:, None]
+    waiting.path.copy_(F.pad(path, (0, entries - path.shape[1])).masked_fill_(beyond, 0))
+    lengths.add_(path_lengths)
+
+
+def copy_rows(nodes: Tensor, begins: Tensor, sources: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+    """Copy the rows of some nodes of every layer; on a GPU up to three tensors' in a launch.
+
+    Args:
+        nodes: int64[batch, entries].
+        begins: int64[layers, batch, ..., 1], where a tree's nodes begin among the rows of a flat source.
+        sources: tensors [layers, batch, ..., n, c], contiguous; c may be several dimensions.
+        rows: [layers, batch, ..., entries, c] of each; written.
+    """
+    dim = begins.dim() - 1
+    if is_launched(nodes):
+        for first in range(0, len(sources), MOST_SOURCES):
+            one = slice(first, first + MOST_SOURCES)
+            _copy_in_one(nodes, begins, sources[one], rows[one])
+        return
+    nodes = nodes.unflatten(0, (1, -1, *(1,) * (dim - 2)))
+    index = (nodes + begins).flatten()
+    for source, taken in zip(sources, rows, strict=True):
+        torch.index_select(source.flatten(0, dim), 0, index, out=taken.flatten(0, dim))
+
+
+def _copy_in_one(nodes: Tensor, begins: Tensor, sources: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+    """Do the same in one launch."""
+    from stree.kernels.bookkeeping_kernels import rows_kernel
+
+    dim = begins.dim() - 1
+    widths = [source[(0,) * (dim + 1)].numel() for source in sources]
+    trees, inner = begins.numel(), begins[0, 0].numel()
+    none = [None] * (MOST_SOURCES - len(sources))
+    with torch.cuda.device_of(nodes):
+        rows_kernel[(trees, -(-max(widths) // ROW_COLUMNS))](
+            nodes, *sources, *none, *rows, *none, *widths, *none, len(nodes), inner, sources[0].shape[dim],
+            ENTRIES=nodes.shape[1], COLUMNS=ROW_COLUMNS, num_warps=4,
+        )  # fmt: skip
 
 
 def _rows_of(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Triton code of a step's bookkeeping; `stree.kernels.bookkeeping` launches it.  One program a sequence."""
+"""Triton code of a step's bookkeeping; `stree.kernels.bookkeeping` launches it."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -69,3 +69,46 @@ def columns_kernel(
     tl.store(count_ptr + row, tl.where(is_live, length + lead - is_unrun.to(tl.int32), 0))
     tl.store(leaf_ptr + row, tl.load(tokens_ptr + row * stride_t + last), is_unrun)
     tl.store(has_leaf_ptr + row, is_unrun.to(tl.int8), is_live)
+
+
+@triton.jit(do_not_specialize=["m", "stride_p"])
+def wait_kernel(
+    path_ptr, given_ptr, waiting_ptr, lengths_ptr, committed_ptr, m, stride_p, ENTRIES: tl.constexpr
+):  # fmt: skip
+    """Let a path wait, and count it as committed; grid (batch)."""
+    row = tl.program_id(0).to(tl.int64)
+    entry = tl.arange(0, ENTRIES)
+    length = tl.load(given_ptr + row)
+    node = tl.load(path_ptr + row * stride_p + entry, (entry < length) & (entry < m), 0)
+    tl.store(waiting_ptr + row * ENTRIES + entry, node.to(tl.int64))
+    tl.store(lengths_ptr + row, length)
+    tl.store(committed_ptr + row, tl.load(committed_ptr + row) + length)
+
+
+@triton.jit
+def _copy(source_ptr, rows_ptr, node, tree, nodes, width, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr):
+    """Copy some columns of some rows."""
+    begin = tl.program_id(1) * COLUMNS
+    if begin < width:
+        column = begin + tl.arange(0, COLUMNS)
+        inside = (node >= 0)[:, None] & (column < width)[None, :]
+        row = (tree * nodes + node) * width
+        taken = tl.load(source_ptr + row[:, None] + column[None, :], inside)
+        entry = (tree * ENTRIES + tl.arange(0, ENTRIES)) * width
+        tl.store(rows_ptr + entry[:, None] + column[None, :], taken, inside)
+
+
+@triton.jit(do_not_specialize=["batch", "inner", "nodes"])
+def rows_kernel(
+    nodes_ptr, source_ptr, source2_ptr, source3_ptr, rows_ptr, rows2_ptr, rows3_ptr, width, width2, width3,
+    batch, inner, nodes, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Copy the rows of some nodes from up to three tensors; grid (layers x batch x inner, blocks of columns)."""
+    tree = tl.program_id(0).to(tl.int64)
+    sequence = tree // inner % batch
+    node = tl.load(nodes_ptr + sequence * ENTRIES + tl.arange(0, ENTRIES))
+    _copy(source_ptr, rows_ptr, node, tree, nodes, width, ENTRIES, COLUMNS)
+    if source2_ptr is not None:
+        _copy(source2_ptr, rows2_ptr, node, tree, nodes, width2, ENTRIES, COLUMNS)
+    if source3_ptr is not None:
+        _copy(source3_ptr, rows3_ptr, node, tree, nodes, width3, ENTRIES, COLUMNS)

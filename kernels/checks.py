@@ -155,21 +155,26 @@ def take_path(
     path: Path, path_lengths: Tensor | None, batch: int, like: Tensor, width: int | None = None
 ) -> AcceptedPath:
     """Check a path and derive its indices where bare tensors are given."""
+    check_path(path, path_lengths, batch, like)
+    return AcceptedPath.cast(path, path_lengths, width)
+
+
+def check_path(path: Path, path_lengths: Tensor | None, batch: int, like: Tensor) -> None:
+    """Require a path of a batch, bare or with its indices."""
     if isinstance(path, AcceptedPath):
         if path_lengths is not None:
             raise ValueError("path_lengths must be None when path is an AcceptedPath, which holds them")
         check("path", path.rows, "int64", (batch, path.rows.shape[1]), like)
-        return AcceptedPath.cast(path, None, width)
+        return
     if path_lengths is None:
         raise ValueError(f"path_lengths must be int32[{batch}], got None")
     check("path", path, "int32", (batch, path.shape[-1] if path.ndim else 1), like)
     check("path_lengths", path_lengths, "int32", (batch,), like)
     if DEBUG:
-        _check_path(path, path_lengths)
-    return AcceptedPath.of(path, path_lengths, width)
+        _check_nodes(path, path_lengths)
 
 
-def _check_path(path: Tensor, path_lengths: Tensor) -> None:
+def _check_nodes(path: Tensor, path_lengths: Tensor) -> None:
     """Require lengths that the path has room for and nodes where it says so; reads the values."""
     room = path.shape[1]
     if bool(((path_lengths < 0) | (path_lengths > room)).any()):

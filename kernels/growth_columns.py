@@ -9,10 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.kernels.growth_columns_kernels import append_kernel, begin_kernel, cut_kernel
+from stree.kernels.growth_columns_kernels import append_kernel, begin_kernel, cut_kernel, select_kernel
 from stree.kernels.growth_door import Appended, Chosen, Columns, Layout, Proposed
+from stree.kernels.tiles import padded
 
-__all__ = ["append", "append_constants", "begin", "begin_constants", "cut", "cut_constants"]
+__all__ = [
+    "append",
+    "append_constants",
+    "begin",
+    "begin_constants",
+    "cut",
+    "cut_constants",
+    "select",
+    "select_constants",
+]
 
 NODES = 16  # new ones that a program writes
 COLUMNS = 64  # of a mask that are copied together
@@ -68,6 +78,24 @@ def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Ap
 def append_constants(kinds: tuple[int, int], *, prunes: bool) -> dict[str, Any]:
     """List the compile-time constants of a layer; ahead-of-time builds take theirs from here too."""
     return {"PRUNES": prunes, "DELTA": kinds[0], "SAMPLED": kinds[1], "NODES": NODES, "COLUMNS": COLUMNS}
+
+
+def select(columns: Columns, size: int, count: int, *, by_value: bool) -> Tensor:
+    """Choose the nodes that are proposed; see `stree.kernels.growth_door`."""
+    batch, room = columns.tokens.shape
+    kept = columns.tokens.new_empty(batch, count)
+    constants = select_constants(size - 1, count, by_value=by_value)
+    with torch.cuda.device_of(columns.tokens):
+        select_kernel[(batch,)](
+            columns.parents, columns.values, kept, size - 1, count, room,
+            **constants, num_warps=1 if constants["SLOTS"] <= 32 else 4,
+        )  # fmt: skip
+    return kept
+
+
+def select_constants(nodes: int, count: int, *, by_value: bool) -> dict[str, Any]:
+    """List the compile-time constants of a selection; ahead-of-time builds take theirs from here too."""
+    return {"SLOTS": padded(nodes), "WIDTH": padded(count), "BY_VALUE": by_value}
 
 
 def cut(columns: Columns, kept: Tensor | None, size: int) -> Proposed:

@@ -156,3 +156,27 @@ def cut_kernel(
         root = (other == 0)[None, :] & (is_node | (node == 0))[:, None]
         tl.store(ancestor_ptr + out[:, None] * count + at[None, :], seen | root, pairs)
     tl.store(parent_ptr + out, found, inside)
+
+
+@triton.jit(do_not_specialize=["n", "count", "room"])
+def select_kernel(
+    parents_ptr, values_ptr, kept_ptr, n, count, room, SLOTS: tl.constexpr, WIDTH: tl.constexpr, BY_VALUE: tl.constexpr
+):  # fmt: skip
+    """List the nodes that are proposed: the best of them, or all but padding, which comes last; grid (batch)."""
+    batch = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, SLOTS)
+    inside = node < n
+    if BY_VALUE:
+        value = tl.load(values_ptr + batch * (room - 1) + node, inside, 0.0)
+        value = tl.where(value > 0, value, 0.0)  # the bits of numbers that are not negative are ordered as they are
+        key = (value.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (0x7FFFFFFF - node).to(tl.int64)
+        best = tl.topk(key, WIDTH)  # lanes past the last node come behind it, as 0 at a later place
+        is_kept = key >= tl.min(tl.where(tl.arange(0, WIDTH) < count, best, 0x7FFFFFFFFFFFFFFF), 0)
+        place = tl.cumsum(is_kept.to(tl.int32), 0) - 1
+    else:
+        parent = tl.load(parents_ptr + batch * room + node + 1, inside, -1)
+        is_node = inside & ((parent >= 0) | (node == 0))
+        before = tl.cumsum(is_node.to(tl.int32), 0)
+        place = tl.where(is_node, before - 1, tl.sum(is_node.to(tl.int32), 0) + node - before)
+        is_kept = inside & (place < count)
+    tl.store(kept_ptr + batch * count + place, node.to(tl.int64), is_kept)

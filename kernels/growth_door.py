@@ -34,6 +34,7 @@ __all__ = [
     "cut",
     "rate_by_rank",
     "rate_by_table",
+    "select",
 ]
 
 MOST_COMPARED = 1 << 20  # slots by width that one loop on the CPU goes through
@@ -252,6 +253,28 @@ def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Ap
     from stree.kernels import growth_columns
 
     return growth_columns.append(columns, chosen, left, layout)
+
+
+def select(columns: Columns, size: int, count: int, *, by_value: bool) -> Tensor:
+    """Choose the nodes that are proposed, the root first; its specification is `GrownTree.select`, in torch.
+
+    Args:
+        columns: of the tree.
+        size: columns in use, one more than nodes; at most MAX_SLOTS + 1.
+        count: how many; no more than nodes.
+        by_value: whether those of the greatest value are, of equal ones the first; else all but padding, which comes
+            last.
+
+    Returns:
+        int64[batch, count] nodes in their order.
+
+    Raises:
+        RuntimeError: tensors are not on a CUDA device, and Triton does not interpret.
+    """
+    _check_launch("select", columns.tokens)
+    from stree.kernels import growth_columns
+
+    return growth_columns.select(columns, size, count, by_value=by_value)
 
 
 def cut(columns: Columns, kept: Tensor | None, size: int) -> Proposed:

@@ -36,6 +36,7 @@ from stree.kernels.checks import (
     check_conv,
     check_divides,
     check_nodes,
+    check_path,
     check_rank,
     choose,
     state_kind,
@@ -555,12 +556,12 @@ def kv_commit(
     Nothing is written past the end of a cache, nor for an empty path.
 
     Args:
-        k_cache: float[b, hk, L, d], written.
-        v_cache: float[b, hk, L, dv], written.
+        k_cache: float[r b, hk, L, d], written: b sequences of r layers, layer after layer.
+        v_cache: float[r b, hk, L, dv], written.
         lengths: int32[b], rows in use before the commit.
-        k: float[b, n, hk, d].
-        v: float[b, n, hk, dv].
-        path: accepted nodes.
+        k: float[r b, n, hk, d].
+        v: float[r b, n, hk, dv].
+        path: accepted nodes, of b sequences.
         path_lengths: their number, root included.
         backend: see the module.
     """
@@ -569,8 +570,11 @@ def kv_commit(
     check_rank("k", k, "b n hk d")
     batch, kv_heads, context, dim = k_cache.shape
     check("v_cache", v_cache, "float", (batch, kv_heads, context, v_cache.shape[3]), k_cache)
-    check("lengths", lengths, "int32", (batch,), k_cache)
+    check_rank("lengths", lengths, "b")
+    sequences = lengths.shape[0]
+    check_divides("rows of lengths", sequences, "rows of k_cache", batch)
+    check("lengths", lengths, "int32", (sequences,), k_cache)
     check("k", k, "float", (batch, k.shape[1], kv_heads, dim), k_cache)
     check("v", v, "float", (batch, k.shape[1], kv_heads, v_cache.shape[3]), k_cache)
-    accepted = take_path(path, path_lengths, batch, k_cache)
-    choose("kv_commit", backend, k_cache)(k_cache, v_cache, lengths, k, v, accepted, None)
+    check_path(path, path_lengths, sequences, k_cache)
+    choose("kv_commit", backend, k_cache)(k_cache, v_cache, lengths, k, v, path, path_lengths)

@@ -485,9 +485,15 @@ def kv_commit(
 ) -> None:
     """Append the accepted rows of K and V to the caches, in place; `lengths` is left to its owner.
 
-    Rows that have no place write back what the cache holds at (lengths + t) mod L, which is a different row for
+    Where the caches have r times as many rows as there are lengths, all layers of a kind are committed together.  Rows
+    that have no place write back what the cache holds at (lengths + t) mod L, which is a different row for
     every t, so no two writes meet.
     """
+    layers = k_cache.shape[0] // max(lengths.shape[0], 1)
+    if layers > 1:
+        nodes, counts = (path.rows, path.lengths) if isinstance(path, AcceptedPath) else (path, path_lengths)
+        assert counts is not None, "a path given as a tensor needs path_lengths"
+        path, path_lengths, lengths = nodes.repeat(layers, 1), counts.repeat(layers), lengths.repeat(layers)
     accepted = AcceptedPath.cast(path, path_lengths)
     limit = k_cache.shape[2]
     m = min(accepted.rows.shape[1], limit)

@@ -5,13 +5,26 @@ It knows numbers only: no tokens, no model, no plan.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["RankFit", "Ratings", "Table", "Terms", "choose", "rate_by_rank", "rate_by_table", "spent_before"]
+__all__ = [
+    "Kept",
+    "RankFit",
+    "Ratings",
+    "Table",
+    "Terms",
+    "Verdicts",
+    "choose",
+    "learn",
+    "rate_by_rank",
+    "rate_by_table",
+    "spent_before",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +71,12 @@ class Table:
         """The first cell of those after a draw."""
         return 2 * len(self.rank) * (len(self.sharpness) + 1)
 
+    @property
+    def favourites(self) -> range:
+        """The cells before a draw that favourites fall into: of the second rank where there is one."""
+        width = len(self.sharpness) + 1
+        return range((len(self.rank) + 1) * width, (len(self.rank) + 2) * width)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankFit:
@@ -86,6 +105,37 @@ class Ratings(NamedTuple):
     priority: Tensor
     value: Tensor
     cells: Tensor
+
+
+class Kept(NamedTuple):
+    """The slots of a layer that became nodes.
+
+    Attributes:
+        cells: int64[batch, above, ranks, 2], of all slots, as `Ratings` has them.
+        slots: int64[batch, width], of the nodes.
+    """
+
+    cells: Tensor
+    slots: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verdicts:
+    """What verification says of a tree's nodes.
+
+    Attributes:
+        parents: int32[batch, n], -1 for the root and for padding.
+        mask: bool[batch, n, n], ancestors of each node, itself included.
+        numbers: int64[batch, n], of each node among the root, 0, and all that became nodes; None: 0, 1, 2, ...
+        ratios: float[batch, n], acceptance probability of each node's test.
+        is_live: bool[batch], sequences that took part.
+    """
+
+    parents: Tensor
+    mask: Tensor
+    numbers: Tensor | None
+    ratios: Tensor
+    is_live: Tensor
 
 
 def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Terms) -> tuple[Tensor, Tensor]:
@@ -160,6 +210,29 @@ def rate_by_table(table: Table, reach: Tensor, probs: Tensor, norms: Tensor, is_
         priority = torch.where(is_chosen, own, priority.masked_fill(is_chosen, torch.inf).cummin(-1).values)
         value = torch.where(is_chosen, own, value)
     return Ratings(priority * (probs > 0), value * (probs > 0), cells)
+
+
+def learn(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> None:
+    """Count every test by the probability that it is made; see `stree.kernels.growth_learning`."""
+    taken = [cells.flatten(1, 2).gather(1, slots[..., None].expand(-1, -1, 2)) for cells, slots in kept]
+    cells = torch.nn.functional.pad(torch.cat(taken, 1), (0, 0, 1, 0))
+    if verdicts.numbers is not None:
+        cells = cells.take_along_dim(verdicts.numbers[..., None], 1)
+    parents = verdicts.parents
+    is_drafted = parents >= 0
+    ratios = torch.where(is_drafted, verdicts.ratios, 1.0).to(table.tests.dtype)
+    index = torch.arange(cells.shape[1], device=ratios.device)
+    is_elder = (parents[:, :, None] == parents[:, None]) & (index[:, None] > index)
+    missed = (is_elder * (1 - ratios).clamp(min=1e-6).log()[:, None]).sum(-1)
+    own = ratios.clamp(min=1e-6).log() + missed
+    above = (verdicts.mask * own[:, None]).sum(-1) - own
+    counts = is_drafted & verdicts.is_live[:, None]
+    reached, made = above.exp() * counts, (above + missed).exp() * counts
+    is_favourite = cells[..., 0] // len(table.favourites) == table.favourites.start // len(table.favourites)
+    tests, passed = torch.where(is_favourite, reached, made), made * ratios
+    for number in range(2):
+        table.tests.scatter_add_(1, cells[..., number], tests)
+        table.passed.scatter_add_(1, cells[..., number], passed)
 
 
 def spent_before(probs: Tensor) -> Tensor:

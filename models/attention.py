@@ -59,10 +59,8 @@ class KvStack(LayerStack):
 
     def commit(self, path: Tensor, path_lengths: Tensor, lengths: Tensor) -> None:
         """Append the paths' rows."""
-        layers = self.keys.shape[0]
         keys, values, stash_keys, stash_values = (tensor.flatten(0, 1) for _, tensor in self._tensors())
-        path, path_lengths = path.repeat(layers, 1), path_lengths.repeat(layers)
-        ops.kv_commit(keys, values, lengths.repeat(layers), stash_keys, stash_values, path, path_lengths)
+        ops.kv_commit(keys, values, lengths, stash_keys, stash_values, path, path_lengths)
 
     def load(self, slot: int, prefilled: Prefilled) -> None:
         """Take over keys and values, moved left by the padding.

@@ -56,11 +56,8 @@ class LatentStack(LayerStack):
 
     def commit(self, path: Tensor, path_lengths: Tensor, lengths: Tensor) -> None:
         """Append the paths' rows."""
-        layers, rank = self.keys.shape[0], self.spec.rank
-        keys, stash_keys = self.keys.flatten(0, 1), self.stash_keys.flatten(0, 1)
-        path, path_lengths = path.repeat(layers, 1), path_lengths.repeat(layers)
-        rows = (keys, keys[..., :rank], lengths.repeat(layers), stash_keys, stash_keys[..., :rank])
-        ops.kv_commit(*rows, path, path_lengths)
+        keys, stash_keys, rank = self.keys.flatten(0, 1), self.stash_keys.flatten(0, 1), self.spec.rank
+        ops.kv_commit(keys, keys[..., :rank], lengths, stash_keys, stash_keys[..., :rank], path, path_lengths)
 
     def load(self, slot: int, prefilled: Prefilled) -> None:
         """Take over the latents, moved left by the padding."""

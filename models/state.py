@@ -245,9 +245,10 @@ class DecodeState:
             for spec, stack in self.stacks.items():
                 if waits is None or stack.shared is None:
                     stack.commit(*(tensor.to(spec.device) for tensor in (path, path_lengths, self.lengths)))
-            if waits is not None:
-                waits.put(path, path_lengths)
-            self.lengths += path_lengths
+            if waits is None:
+                self.lengths += path_lengths
+            else:
+                waits.put(path, path_lengths, self.lengths)
         self.pending = None
 
     def fold(self) -> None:

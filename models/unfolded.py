@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from stree.kernels.bookkeeping import Waiting, copy_rows, put_path
 from stree.kernels.topology import AcceptedPath
 
 if TYPE_CHECKING:
@@ -53,11 +53,7 @@ class _Kept:
     def copy(self, nodes: Tensor) -> None:
         """Copy the rows of int64[batch, MOST_ENTRIES] nodes."""
         if self.sources:
-            dim = self.begins.dim() - 1
-            nodes = nodes.to(self.begins.device).unflatten(0, (1, -1, *(1,) * (dim - 2)))
-            index = (nodes + self.begins).flatten()
-            for source, rows in zip(self.sources, self.rows, strict=True):
-                torch.index_select(source.flatten(0, dim), 0, index, out=rows.flatten(0, dim))
+            copy_rows(nodes.to(self.begins.device), self.begins, self.sources, self.rows)
 
 
 class Unfolded:
@@ -76,6 +72,7 @@ class Unfolded:
     def __init__(self, stacks: Mapping[LayerSpec, LayerStack], lengths: Tensor) -> None:
         self.path = torch.zeros(*lengths.shape, MOST_ENTRIES, dtype=torch.int64, device=lengths.device)
         self.lengths = torch.zeros_like(lengths)
+        self._entries = torch.arange(MOST_ENTRIES, device=lengths.device).repeat(*lengths.shape, 1)
         self._kept = {spec: _Kept.of(stack) for spec, stack in stacks.items()}
         self.kept = {spec: kept.rows for spec, kept in self._kept.items()}
 
@@ -84,16 +81,19 @@ class Unfolded:
         """Bytes of memory."""
         return sum(rows.nbytes for kept in self.kept.values() for rows in kept)
 
-    def put(self, path: Tensor, path_lengths: Tensor) -> None:
-        """Take over int32[batch, m] nodes of the tree in the stash, m at most MOST_ENTRIES, and copy their rows."""
-        self.lengths.copy_(path_lengths)
-        beyond = torch.arange(MOST_ENTRIES, device=path.device) >= path_lengths[:, None]
-        self.path.copy_(F.pad(path, (0, MOST_ENTRIES - path.shape[1])).masked_fill_(beyond, 0))
+    def put(self, path: Tensor, path_lengths: Tensor, lengths: Tensor) -> None:
+        """Take over a path of the tree in the stash, copy its rows, and count it as committed.
+
+        Args:
+            path: int32[batch, m], m at most MOST_ENTRIES.
+            path_lengths: int32[batch].
+            lengths: int32[batch], committed tokens; advanced.
+        """
+        put_path(path, path_lengths, Waiting(self.path, self.lengths), lengths)
         for kept in self._kept.values():
             kept.copy(self.path)
 
     def accepted(self, conv_width: int | None) -> tuple[AcceptedPath, AcceptedPath]:
         """Give the path as nodes of the stash, and as entries of the kept rows: 0, 1, 2, ..."""
         nodes = AcceptedPath.of(self.path, self.lengths, conv_width)
-        entries = torch.arange(MOST_ENTRIES, device=self.path.device).masked_fill(nodes.beyond, 0)
-        return nodes, replace(nodes, rows=entries)
+        return nodes, replace(nodes, rows=self._entries)  # past the length there are rows, too: of the root

@@ -339,7 +339,7 @@ class Program:
         """Do the target's part: verify, accept, commit."""
         logits = self.lm.verify(self.state, draft.tree)
         clock.lap("verify_s")
-        rng = self.rng.at(self.state.lengths.long())
+        rng = self.rng.at(self.state.lengths)
         found = accept(draft.tree, logits, self.sampling, rng, draft.laws, self.verifier, draft.max_depth)
         found = replace(found, path_lengths=found.path_lengths.masked_fill(self.is_finished, 0))
         clock.lap("accept_s")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -88,7 +89,7 @@ class Random:
     Attributes:
         seed: the key, an integer, or int64[] that captured work reads anew whenever it is replayed.
         sequences: int64[batch], index of each row in the caller's input.
-        positions: int64[batch], position of the root (the pending token) in its text.
+        positions: int[batch], position of the root (the pending token) in its text.
     """
 
     seed: int | Tensor
@@ -162,10 +163,9 @@ class Draws:
         self._rng = rng
         self._numbers: Tensor | None = None
         if type(rng).choice is Random.choice:
-            device = rng.positions.device
-            node = torch.arange(num_nodes, device=device).unsqueeze(-1) * MAX_RANKS
-            node = (node + torch.arange(num_ranks, device=device)).expand(len(rng.positions), -1, -1)
-            self._numbers = rng.uniform("draft", torch.zeros_like(node[:, :1, :1]), node)
+            offset, node = _draft_counters(num_nodes, num_ranks, rng.positions.device)
+            rows = len(rng.positions)
+            self._numbers = rng.uniform("draft", offset.expand(rows, -1, -1), node.expand(rows, -1, -1))
 
     def draw(self, law: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Draw children one after the other, each from the law without the earlier ones, by inversion.
@@ -210,6 +210,13 @@ class Draws:
             return beside(law, favourite, lambda: self.draw(law, first, count))
         numbers = self._numbers[:, first : first + law.shape[1], :count]
         return draw_beside(law, numbers, least=LEAST_MASS, favourite=favourite)
+
+
+@cache  # captured steps read them: none may be dropped
+def _draft_counters(num_nodes: int, num_ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """List what tells the draws of a tree apart: int64[1, 1, 1] offset, 0, and int64[1, num_nodes, num_ranks] nodes."""
+    node = torch.arange(num_nodes, device=device).unsqueeze(-1) * MAX_RANKS + torch.arange(num_ranks, device=device)
+    return node.new_zeros(1, 1, 1), node.unsqueeze(0)
 
 
 def _draw_on_host(law: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,8 @@ ALLOWED: dict[str, set[str]] = {
     "stree.draws": set(),
     "stree.retrieval": {"stree.retrieval"},
     "stree.vocabulary": set(),
-    "stree.growth": PLAIN | {"stree.growth", "stree.kernels.growth_door", "stree.kernels.reference_growth"},
+    "stree.growth": PLAIN
+    | {"stree.growth", "stree.kernels.growth_door", "stree.kernels.growth_learning", "stree.kernels.reference_growth"},
     "stree.verify": PLAIN | {"stree.verify", "stree.kernels"},
     "stree.budget": PLAIN,
     "stree.drafters": PLAIN

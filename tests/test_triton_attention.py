@@ -24,7 +24,7 @@ from stree.kernels import attention_kernels as attention
 from stree.kernels import ops
 from stree.kernels.attention import split_context
 from stree.kernels.precision import float32_tolerance
-from stree.kernels.topology import Topology
+from stree.kernels.topology import AcceptedPath, Topology
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -331,8 +331,19 @@ def test_one_commit_serves_all_layers() -> None:
     keys, values, k, v = (
         torch.cat([getattr(layer, name) for layer in layers]) for name in ("k_cache", "v_cache", "k", "v")
     )
-    lengths = layers[0].lengths.repeat(3)
-    ops.kv_commit(keys, values, lengths, k, v, path.repeat(3, 1), path_lengths.repeat(3), backend="triton")
+    caches = [keys, values]
+    before = [tensor.clone() for tensor in caches]
+    ops.kv_commit(*caches, layers[0].lengths, k, v, path, path_lengths, backend="triton")
+    repeated = layers[0].lengths.repeat(3), k, v, path.repeat(3, 1), path_lengths.repeat(3)
+    accepted = layers[0].lengths, k, v, AcceptedPath.of(path, path_lengths), None
+    for backend in ("reference", "triton"):
+        for operands in (repeated, accepted):
+            others = [tensor.clone() for tensor in before]
+            ops.kv_commit(*others, *operands, backend=backend)
+            for one, other in zip(others, caches, strict=True):
+                assert torch.equal(one.nan_to_num(9), other.nan_to_num(9))
+    with pytest.raises(ValueError, match="rows of lengths must divide rows of k_cache, got 4 and 6"):
+        ops.kv_commit(*caches, layers[0].lengths.repeat(2), k, v, path, path_lengths)
     for i, layer in enumerate(layers):
         ops.kv_commit(
             layer.k_cache, layer.v_cache, layer.lengths, layer.k, layer.v, path, path_lengths, backend="triton"

@@ -21,8 +21,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from stree.kernels import bookkeeping
-from stree.kernels.bookkeeping import Drafted, Texts
+from stree.kernels import bookkeeping, topology
+from stree.kernels.bookkeeping import Drafted, Texts, Waiting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -99,6 +99,76 @@ def test_a_path_on_columns_by_hand() -> None:
     assert full[0].tolist() == [0, 1, 3, 4] and full[1, :2].tolist() == [0, 2]
     assert count.tolist() == [3, 2, 0]
     assert has_leaf.tolist() == [True, False, True] and leaf.tolist() == [14, 2, 3]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(2, 40), st.integers(1, 16))
+@settings(max_examples=40, deadline=None)
+def test_a_path_that_waits_is_the_same(seed: int, batch: int, n: int, m: int) -> None:
+    draw = numbers(seed)
+    torch.manual_seed(seed)
+    path, lengths = paths(draw, batch, n, m)
+    path = torch.where(path < 0, draw(-1, n, batch, m).int(), path)  # past a length anything may stand
+    committed = draw(0, 50, batch).int()
+    made = []
+    for launches in (False, True):
+        waiting, known = Waiting(draw(1, 9, batch, 16), draw(1, 9, batch).int()), on_device(committed)
+        waiting = Waiting(on_device(waiting.path), on_device(waiting.lengths))
+        wide = on_device(torch.cat([path, path], 1))[:, :m]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(topology, "launches_always", launches)
+            bookkeeping.put_path(wide, on_device(lengths), waiting, known)
+        made.append((waiting.path.cpu(), waiting.lengths.cpu(), known.cpu()))
+    for one, other in zip(*made, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    assert torch.equal(made[1][2], committed + lengths)
+
+
+STASHES: dict[
+    str, tuple[tuple[int, ...], list[tuple[int, ...]]]
+] = {  # leading dimensions behind layers and batch, and the shape of a node's row in each tensor
+    "none": ((), []),
+    "one": ((), [(5,)]),
+    "wide": ((), [(300,), (3,)]),
+    "three": ((), [(2, 8), (2, 16), (1,)]),
+    "heads": ((2,), [(7,), (257,), (16,)]),
+    "four": ((), [(4,), (5,), (6,), (520,)]),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", STASHES)
+def test_the_rows_of_a_path_are_those_of_torch(name: str, batch: int) -> None:
+    inner, shapes = STASHES[name]
+    layers, n = 4, 21
+    leading = (layers, batch, *inner)
+    nodes = numbers(batch)(0, n, batch, 16).to(DEVICE)
+    dtypes = (torch.bfloat16, torch.float32, torch.float16, torch.float32)
+    sources = [torch.randn(*leading, n, *shape).to(DEVICE, dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
+    begins = torch.arange(0, n * torch.Size(leading).numel(), n, device=DEVICE).view(*leading, 1)
+    found, expected = ([one.new_zeros(*leading, 16, *one.shape[len(leading) + 1 :]) for one in sources] for _ in "ab")
+    bookkeeping.copy_rows(nodes, begins, sources, expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topology, "launches_always", True)
+        bookkeeping.copy_rows(nodes, begins, sources, found)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other) and bool(other.any())
+
+
+def test_rows_of_the_same_widths_share_a_build_whatever_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    monkeypatch.setattr(topology, "launches_always", True)
+    for layers, batch, n in ((2, 1, 16), (3, 4, 33), (1, 2, 7)):
+        sources = [torch.zeros(layers, batch, n, width, device=DEVICE) for width in (48, 3)]
+        rows = [torch.zeros(layers, batch, 16, width, device=DEVICE) for width in (48, 3)]
+        begins = torch.arange(0, n * layers * batch, n, device=DEVICE).view(layers, batch, 1)
+        with launch_keys(monkeypatch) as keys:
+            bookkeeping.copy_rows(torch.zeros(batch, 16, dtype=torch.long, device=DEVICE), begins, sources, rows)
+            path, lengths = torch.zeros(batch, n % 13, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
+            waiting = Waiting(on_device(torch.zeros(batch, 16).long()), on_device(lengths))
+            bookkeeping.put_path(on_device(path), on_device(lengths), waiting, on_device(lengths))
+        found.append(keys)
+    assert [name for name, _ in found[0]] == ["rows_kernel", "wait_kernel"]
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_step_s_own_numbers_make_no_new_build(monkeypatch: pytest.MonkeyPatch) -> None:

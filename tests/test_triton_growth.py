@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
+from launch_keys import launch_keys
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -211,6 +212,18 @@ def test_what_no_kernel_takes_is_left_to_torch(launched: None, monkeypatch: pyte
     assert asked == ["choose"]
 
 
+def test_selections_of_equal_padded_sizes_share_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    for by_value in (False, True):
+        found = []
+        for batch, room, size, count in ((1, 40, 20, 10), (3, 33, 33, 16), (2, 64, 18, 17)):
+            tokens = torch.zeros(batch, dtype=torch.long, device=DEVICE)
+            columns = growth_door.begin(tokens, tokens, tokens > 0, room, 0)
+            with launch_keys(monkeypatch) as keys:
+                growth_door.select(columns, size, count, by_value=by_value)
+            found.append(keys)
+        assert found[0] == found[1] != found[2] and [name for name, _ in found[0]] == ["select_kernel"]
+
+
 LAYERS = {  # plans whose layers hold leaves, padding and nodes that cannot be proposed any more
     "drawn": Plan((Layer(4, 4), Layer(9, 4, leaves=3), Layer(5, 3, leaves=2), Layer(7, 2)), 15),
     "pruned": Plan((Layer(4, 4), Layer(6, 3), Layer(6, 3), Layer(6, 2)), 9, is_pruned=True),
@@ -259,6 +272,10 @@ def test_the_columns_appended_and_the_tree_cut_out_of_them_are_those_of_torch(
         for part in ("_tokens", "_parents", "_depths", "_mask", "_value", "_kinds", "frontier_value"):
             assert torch.equal(getattr(found, part), getattr(expected, part)), part
         chosen = expected.select(LAYERS[name])
+        with monkeypatch.context() as patch:
+            patch.setattr(topology, "launches_always", True)
+            picked = found.select(LAYERS[name])
+        assert chosen is picked is None or (chosen is not None and picked is not None and torch.equal(picked, chosen))
         wanted = expected.proposed(None), expected.proposed(chosen)
         with monkeypatch.context() as patch:
             patch.setattr(topology, "launches_always", True)

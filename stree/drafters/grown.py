@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stree.drafters.offers import Offered
 from stree.growth import Layer, Plan
-from stree.kernels.growth_door import Chosen, Columns, Layout, Proposed, append, begin, cut
+from stree.kernels.growth_door import MAX_SLOTS, Chosen, Columns, Layout, Proposed, append, begin, cut, select
 from stree.kernels.tiles import MAX_NODES
 from stree.kernels.topology import is_launched, reads_freely
 from stree.models.tree_lm import TreeLM
@@ -220,18 +220,24 @@ class GrownTree:
         stays: of a sampled tree only padding is dropped.
         """
         n = self.size - 1
+        if not self._is_selected(plan):
+            return None
+        if is_launched(self._tokens) and not reads_freely(self._tokens) and n <= MAX_SLOTS:
+            return select(self._columns, self.size, min(n, plan.num_nodes + 1), by_value=plan.is_pruned)
         if plan.is_pruned:
-            if n <= plan.num_nodes + 1:
-                return None
             # Equal values keep their order, so a parent, which stands before its children, comes first.
             order = self._value[:, :n].sort(dim=1, descending=True, stable=True).indices
             return order[:, : plan.num_nodes + 1].sort(1).values
-        # Of one row no place is padding.
-        if plan.is_heap or plan.is_fixed or (reads_freely(self._tokens) and len(self._tokens) == 1):
-            return None
         is_padding = self._parents[:, 1 : self.size] < 0
         is_padding[:, 0] = False
         return is_padding.to(torch.int8).sort(dim=1, stable=True).indices[:, : plan.num_nodes + 1]
+
+    def _is_selected(self, plan: Plan) -> bool:
+        """Tell whether not all nodes are proposed as they were grown."""
+        if plan.is_pruned:
+            return self.size - 1 > plan.num_nodes + 1
+        # Where the host reads, no place of a single row is padding.
+        return not (plan.is_heap or plan.is_fixed or (reads_freely(self._tokens) and len(self._tokens) == 1))
 
     def proposed(self, selected: Tensor | None) -> Proposed:
         """Give the tree of int64[batch, count] nodes, or all, as the target sees it."""

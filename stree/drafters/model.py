@@ -110,7 +110,7 @@ class _ModelRun:
         self._begin()
         num_calls = self._catch_up()
         self._reserve(num_run(plan) + LEAD - 1)
-        self._rng = self._rng.at(self._state.lengths.long() + self._has_leaf)
+        self._rng = self._rng.at(self._state.lengths + self._has_leaf)
         self._estimate.begin(plan, self._rng)
         self._grown = grown = GrownTree(pending, self._leaf, self._has_leaf, plan.num_nodes - self._left_out, plan)
         self._selected: Tensor | None = None  # of each node of the proposed tree, its number while it grew

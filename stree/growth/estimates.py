@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels.growth_door import RankFit, Table, rate_by_rank, rate_by_table
+from stree.kernels.growth_learning import Kept, Verdicts, learn
 from stree.kernels.reference_growth import spent_before
 from stree.sampling import Random
 from stree.tree import TokenTree
@@ -196,7 +197,7 @@ class Calibration:
         self._passed = self._prior.repeat(batch, 1)
         rank = torch.arange(ranks, device=device)
         self._table = Table(self._passed, self._tests, edges[0].to(device), edges[1].to(device), rank)
-        self._kept: list[Tensor] = []
+        self._kept: list[Kept] = []
 
     def begin(self, plan: Plan, rng: Random) -> None:
         """Forget the cells kept so far."""
@@ -222,33 +223,15 @@ class Calibration:
 
     def keep(self, slots: Tensor) -> None:
         """Remember the cells of new nodes."""
-        self._kept.append(self._cells.flatten(1, 2).gather(1, slots[..., None].expand(-1, -1, 2)))
+        self._kept.append(Kept(self._cells, slots))
 
     def learn(self, tree: TokenTree, selected: Tensor | None, ratios: Tensor, is_live: Tensor) -> None:
         """Count every test by the probability that it is made: its ancestors accepted, its elder siblings not.
 
         A favourite counts as often as its parent is accepted: its chance is not that of its test.
         """
-        if not self._kept:
-            return
-        cells = torch.nn.functional.pad(torch.cat(self._kept, 1), (0, 0, 1, 0))
-        if selected is not None:
-            cells = cells.take_along_dim(selected[..., None], 1)
-        n = cells.shape[1]
-        is_drafted = tree.parents >= 0
-        ratios = torch.where(is_drafted, ratios, 1.0).to(self._tests.dtype)
-        index = torch.arange(n, device=ratios.device)
-        is_elder = (tree.parents[:, :, None] == tree.parents[:, None]) & (index[:, None] > index)
-        missed = (is_elder * (1 - ratios).clamp(min=1e-6).log()[:, None]).sum(-1)
-        own = ratios.clamp(min=1e-6).log() + missed
-        above = (tree.ancestor_mask * own[:, None]).sum(-1) - own
-        counts = is_drafted & is_live[:, None]
-        reached, made = above.exp() * counts, (above + missed).exp() * counts
-        is_favourite = cells[..., 0] // (len(SHARPNESS_EDGES) + 1) == len(self._table.rank) + 1
-        tests, passed = torch.where(is_favourite, reached, made), made * ratios
-        for number in range(2):
-            self._tests.scatter_add_(1, cells[..., number], tests)
-            self._passed.scatter_add_(1, cells[..., number], passed)
+        if self._kept:
+            learn(self._table, self._kept, Verdicts(tree.parents, tree.ancestor_mask, selected, ratios, is_live))
 
 
 def _middles(edges: Tensor) -> Tensor:

@@ -1,0 +1,91 @@
+"""The front door to what a table of acceptances learns from a verified tree.
+
+On a GPU it is a launch behind one that puts together what the layers left; elsewhere, in float64 and beyond MAX_NODES
+nodes it is `stree.kernels.reference_growth.learn`, which is its specification.  For the launch nodes are found by
+their numbers, so that nothing is gathered before: a layer leaves its slots and the cells of all of them, and one list
+of places, made once for each plan, says where in a row of both a node's stand.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.kernels import reference_growth
+from stree.kernels.reference_growth import Kept, Table, Verdicts
+from stree.kernels.tiles import MAX_NODES, padded
+from stree.kernels.topology import is_launched
+
+__all__ = ["Kept", "Table", "Verdicts", "learn", "learn_constants", "learn_warps"]
+
+
+def learn(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> None:
+    """Count every test of a tree by the probability that it is made: its ancestors accepted, its elder siblings not.
+
+    A favourite counts as often as its parent is accepted: its chance is not that of its test.  Sums are formed in one
+    order, so what a table holds does not depend on the run.
+
+    Args:
+        table: ``tests`` and ``passed`` are added to, at the cells of each node that is no padding.
+        kept: what became nodes, layer by layer; they are numbered from 1.
+        verdicts: on the tree that was verified.
+    """
+    ratios = verdicts.ratios
+    if is_launched(ratios) and ratios.dtype == torch.float32 and verdicts.parents.shape[1] <= MAX_NODES:
+        _learn_in_one(table, kept, verdicts)
+    else:
+        reference_growth.learn(table, kept, verdicts)
+
+
+def _learn_in_one(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> None:
+    """Do the same in a launch behind another."""
+    from stree.kernels.growth_learning_kernels import learn_kernel  # imports triton
+
+    batch, n = verdicts.parents.shape
+    notes = torch.cat([part for cells, slots in kept for part in (slots, cells.flatten(1))], 1)
+    places = _places(tuple((slots.shape[1], cells[0].numel()) for cells, slots in kept), notes.device)
+    numbers, ratios = verdicts.numbers, verdicts.ratios
+    ratios = ratios if ratios.stride(1) == 1 else ratios.contiguous()
+    constants = learn_constants(n)
+    with torch.cuda.device_of(notes):  # Triton launches on the current device, wherever the tensors are
+        learn_kernel[(batch,)](
+            notes, places, None if numbers is None else numbers.contiguous(), verdicts.parents.contiguous(),
+            verdicts.mask.contiguous(), ratios, verdicts.is_live, table.passed, table.tests,
+            n, notes.shape[1], places.shape[1], table.tests.shape[1], table.favourites.start, table.favourites.stop,
+            ratios.stride(0), **constants, num_warps=learn_warps(constants["NODES"]),
+        )  # fmt: skip
+
+
+def learn_constants(n: int) -> dict[str, Any]:
+    """List the compile-time constants for trees of ``n`` nodes; ahead-of-time builds take theirs from here too."""
+    return {"NODES": padded(n)}
+
+
+def learn_warps(nodes: int) -> int:
+    """Choose warps by padded nodes, so that a thread holds 16 pairs of them, above 16 nodes."""
+    return max(1, nodes * nodes // 512)
+
+
+@cache  # captured steps read them: none may be dropped
+def _places(sizes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """List for each node, layer by layer, where its slot stands in a row of notes, and where its layer's cells begin.
+
+    Args:
+        sizes: nodes of each layer, and numbers in the cells of all its slots.
+        device: of the notes.
+
+    Returns:
+        int64[2, nodes].
+    """
+    found: list[tuple[int, int]] = []
+    begin = 0
+    for nodes, cells in sizes:
+        found += [(begin + node, begin + nodes) for node in range(nodes)]
+        begin += nodes + cells
+    return torch.tensor(found, dtype=torch.int64, device=device).view(-1, 2).T.contiguous()

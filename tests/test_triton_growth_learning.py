@@ -1,0 +1,214 @@
+"""What a table learns from a verified tree is in one launch what it is in torch.
+
+Run: TRITON_INTERPRET=1 python -m pytest tests/test_triton_growth_learning.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launch_keys import launch_keys
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from stree.growth.estimates import Calibration
+from stree.kernels import growth_learning, reference_growth, topology
+from stree.kernels.growth_learning import Kept, Table, Verdicts
+from stree.kernels.topology import ancestor_mask
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+RANKS = 3
+RATIOS: dict[str, Callable[[Tensor], Tensor]] = {
+    "random": lambda ratios: ratios,
+    "all accepted": torch.ones_like,
+    "all refused": torch.zeros_like,
+    "one or none": torch.round,
+    "sure": lambda ratios: 1 - 1e-5 * ratios,
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step teaches a table."""
+
+    table: Table
+    kept: list[Kept]
+    verdicts: Verdicts
+
+    @classmethod
+    def draw(
+        cls, batch: int, widths: list[int], n: int, seed: int, *, ratios: str = "random", cells: int | None = None
+    ) -> Step:
+        """Draw layers of some widths, of whose nodes, the root among them, ``n`` make a tree; padding among them.
+
+        ``cells`` is how many different ones nodes share before a draw and likewise after it; None for all there are.
+        """
+        generator = torch.Generator().manual_seed(seed)
+
+        def drawn(most: int, *shape: int) -> Tensor:
+            return torch.randint(most, (batch, *shape), generator=generator)
+
+        table = Calibration(batch, RANKS, DEVICE)._table
+        first, beyond = table.first_after, table.tests.shape[1]
+        kept, above = [], 1
+        for width in widths:
+            before = drawn(first, above, RANKS)
+            after = first + drawn(beyond - first, above, RANKS)
+            if cells is not None:
+                before, after = before % cells + table.favourites.start - cells // 2, first + after % cells
+            slots = torch.rand(batch, above * RANKS, generator=generator).argsort(1)[:, :width]
+            kept.append(Kept(torch.stack([before, after], -1).to(DEVICE), slots.to(DEVICE)))
+            above = slots.shape[1]
+        grown = 1 + sum(slots.shape[1] for _, slots in kept)
+        numbers = torch.rand(batch, grown - 1, generator=generator).argsort(1)[:, : n - 1].sort(1).values + 1
+        numbers = torch.nn.functional.pad(numbers, (1, 0))
+        n = numbers.shape[1]
+        parents = (torch.rand(batch, n, generator=generator) * torch.arange(n)).int()
+        parents[:, 0] = -1
+        is_dropped = drawn(5, n) == 0
+        is_dropped[:, 0] = False
+        parents[(ancestor_mask(parents) & is_dropped[:, None]).any(-1)] = -1
+        found = RATIOS[ratios](torch.rand(batch, n + 3, generator=generator))[:, :n]
+        found[parents < 0] = torch.nan  # nobody tests them
+        is_live = drawn(4) > 0
+        is_live[0] = True
+        verdicts = Verdicts(parents, ancestor_mask(parents), numbers, found, is_live)
+        moved = {name: getattr(verdicts, name).to(DEVICE) for name in Verdicts.__slots__}
+        tests = torch.rand(table.tests.shape, generator=generator).to(DEVICE)
+        return cls(replace(table, tests=tests, passed=tests / 2), kept, replace(verdicts, **moved))
+
+    def learnt(self, learn: Callable[[Table, list[Kept], Verdicts], None], dtype: torch.dtype) -> Table:
+        """Give the table after what a function has learnt."""
+        table = replace(self.table, **{name: getattr(self.table, name).to(dtype, copy=True) for name in SUMS})
+        learn(table, self.kept, self.verdicts)
+        return table
+
+
+SUMS = ("tests", "passed")
+
+
+def check(step: Step) -> None:
+    """Compare what is learnt with the reference's in float64; every cell that nobody counts stays to the bit."""
+    found = step.learnt(growth_learning._learn_in_one, torch.float32)
+    expected = step.learnt(reference_growth.learn, torch.float64)
+    for name in SUMS:
+        one, other, before = (getattr(table, name) for table in (found, expected, step.table))
+        assert torch.allclose(one.double(), other, rtol=1e-5, atol=2e-6), (name, (one - other).abs().max())
+        untouched = other == before
+        assert torch.equal(one[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("ratios", RATIOS)
+@given(
+    seed=st.integers(0, 10**6),
+    batch=st.integers(1, 4),
+    widths=st.lists(st.integers(1, 14), min_size=1, max_size=4),
+    n=st.integers(2, 40),
+    cells=st.sampled_from([None, 1, 2, 5]),
+)
+@settings(max_examples=40, deadline=None)
+def test_what_a_tree_teaches_is_the_same(
+    ratios: str, seed: int, batch: int, widths: list[int], n: int, cells: int | None
+) -> None:
+    check(Step.draw(batch, widths, n, seed, ratios=ratios, cells=cells))
+
+
+@pytest.mark.parametrize("n", [64, 100, 128])
+def test_what_a_large_tree_teaches_is_the_same(n: int) -> None:
+    for seed, cells in enumerate((None, 3)):
+        check(Step.draw(2, [3, 9, 27, 60, 60], n, seed, cells=cells))
+
+
+def test_nodes_that_are_all_proposed_need_no_numbers() -> None:
+    for seed in range(5):
+        step = Step.draw(3, [3, 7, 5], 16, seed, cells=4)
+        count = step.verdicts.parents.shape[1]
+        assert count == 1 + sum(slots.shape[1] for _, slots in step.kept)
+        numbers = torch.arange(count, device=DEVICE).expand(3, -1)
+        check(replace(step, verdicts=replace(step.verdicts, numbers=None)))
+        given, none = (
+            replace(step, verdicts=replace(step.verdicts, numbers=one)).learnt(
+                growth_learning._learn_in_one, torch.float32
+            )
+            for one in (numbers, None)
+        )
+        assert torch.equal(given.tests, none.tests) and torch.equal(given.passed, none.passed)
+
+
+def test_a_tree_of_its_root_and_rows_that_stand_still_teach_nothing() -> None:
+    alone = Step.draw(2, [3, 3], 1, seed=1)
+    still = Step.draw(2, [3, 3], 6, seed=2, cells=2)
+    still = replace(still, verdicts=replace(still.verdicts, is_live=torch.zeros_like(still.verdicts.is_live)))
+    for step in (alone, still):
+        found = step.learnt(growth_learning._learn_in_one, torch.float32)
+        assert torch.equal(found.tests, step.table.tests) and torch.equal(found.passed, step.table.passed)
+
+
+def test_a_favourite_and_its_siblings_by_hand() -> None:
+    table = Calibration(1, RANKS, DEVICE)._table
+    table = replace(table, tests=torch.zeros_like(table.tests), passed=torch.zeros_like(table.passed))
+    favourite, first = table.favourites.start, table.first_after
+    elder, younger = favourite - 1, table.favourites.stop  # the nearest cells that are no favourite's
+    # A root with three children, the second of which is its favourite; the third has a child in the first one's cells.
+    cells = torch.tensor([[[[elder, first], [favourite, first + 1], [younger, first + 2]]]], device=DEVICE)
+    below = torch.tensor([[[[elder, first]]] * 3], device=DEVICE).view(1, 3, 1, 2)
+    kept = [Kept(cells, torch.tensor([[0, 1, 2]], device=DEVICE)), Kept(below, torch.tensor([[2]], device=DEVICE))]
+    parents = torch.tensor([[-1, 0, 0, 0, 3]], dtype=torch.int32, device=DEVICE)
+    ratios = torch.tensor([[0.0, 0.25, 0.5, 0.5, 0.75]], device=DEVICE)
+    live = torch.tensor([True], device=DEVICE)
+    growth_learning._learn_in_one(table, kept, Verdicts(parents, ancestor_mask(parents), None, ratios, live))
+    third = 0.75 * 0.5
+    child = third * 0.5  # as often as its parent is accepted
+    wanted = {elder: (1 + child, 0.25 + 0.75 * child), favourite: (1, 0.75 * 0.5), younger: (third, third * 0.5)}
+    wanted |= {first: wanted[elder], first + 1: wanted[favourite], first + 2: wanted[younger]}
+    for cell, (tests, passed) in wanted.items():
+        assert float(table.tests[0, cell]) == pytest.approx(tests, rel=1e-5)
+        assert float(table.passed[0, cell]) == pytest.approx(passed, rel=1e-5)
+    assert int((table.tests != 0).sum()) == len(wanted)
+
+
+def test_a_table_learns_the_same_every_time_and_each_row_by_itself() -> None:
+    step = Step.draw(4, [3, 9, 9], 18, seed=3, cells=3)
+    first, again = (step.learnt(growth_learning._learn_in_one, torch.float32) for _ in range(2))
+    assert torch.equal(first.tests, again.tests) and torch.equal(first.passed, again.passed)
+    for row in range(4):
+        one = slice(row, row + 1)
+        alone = Step(
+            replace(step.table, tests=step.table.tests[one], passed=step.table.passed[one]),
+            [Kept(cells[one], slots[one]) for cells, slots in step.kept],
+            replace(step.verdicts, **{name: getattr(step.verdicts, name)[one] for name in Verdicts.__slots__}),
+        ).learnt(growth_learning._learn_in_one, torch.float32)
+        assert torch.equal(alone.tests[0], first.tests[row]) and torch.equal(alone.passed[0], first.passed[row])
+
+
+def test_what_no_kernel_takes_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "launches_always", True)
+    asked: list[Any] = []
+    monkeypatch.setattr(growth_learning, "_learn_in_one", lambda *given: asked.append(given))
+    step = Step.draw(1, [3, 9, 27, 60, 60], 129, seed=0)
+    wide = step.learnt(growth_learning.learn, torch.float32)
+    small = Step.draw(1, [3, 3], 5, seed=0)
+    exact = replace(small, verdicts=replace(small.verdicts, ratios=small.verdicts.ratios.double()))
+    found = exact.learnt(growth_learning.learn, torch.float32)
+    assert asked == [] and not torch.equal(wide.tests, step.table.tests)
+    assert torch.equal(found.tests, small.learnt(reference_growth.learn, torch.float32).tests)
+    small.learnt(growth_learning.learn, torch.float32)
+    assert len(asked) == 1
+
+
+def test_a_step_s_own_numbers_make_no_new_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for batch, widths, n in ((1, [3, 9, 9], 18), (3, [2, 6], 17), (2, [3, 9, 16, 20], 32)):
+        with launch_keys(monkeypatch) as keys:
+            Step.draw(batch, widths, n, seed=n).learnt(growth_learning._learn_in_one, torch.float32)
+        found.append(keys)
+    # Trees of 9 nodes at most have another padded size.
+    assert [name for name, _ in found[0]] == ["learn_kernel"]
+    assert found[0] == found[2] and found[0] != found[1]
