@@ -135,7 +135,7 @@ def _run(
     lm: TreeLM,
     drafter: Drafter,
     rehearsal: _Rehearsal,
-    openings: Sequence[Sequence[int]],
+    openings: Sequence[list[int]],
     sampling: Sampling,
     verifier: str,
     engine: Engine | None,
