@@ -1,4 +1,4 @@
-"""Drawing without replacement on the CPU, compiled: one look at a law, then a few steps a draw.
+"""Children of a law on the CPU, compiled: drawn without replacement, or the most probable ones; one look at the law.
 
 numba keeps the machine code beside this file; `stree.sampling` imports it with the first draw.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-__all__ = ["draw_rows"]
+__all__ = ["draw_rows", "top_rows"]
 
 BLOCK = 256  # tokens that are summed together
 
@@ -97,3 +97,40 @@ def draw_rows(law: Array, numbers: Array, tokens: Array, probs: Array, least: fl
                     tokens[row, place], probs[row, place] = token, law[row, token]
                     rest -= np.float64(law[row, token])
                     blocks[token // BLOCK] -= np.float64(law[row, token])
+
+
+@njit(error_model="numpy", fastmath={"nnan", "nsz", "reassoc"})  # so that weights are compared along many lines at once
+def _greatest(weights: Array) -> float:
+    """Give the greatest of some weights."""
+    greatest = weights[0]
+    for weight in weights:
+        greatest = max(greatest, weight)
+    return greatest
+
+
+@njit(cache=True, error_model="numpy")
+def top_rows(law: Array, tokens: Array, probs: Array) -> None:
+    """Find the most probable tokens of every row of a law, the first of equal ones first.
+
+    Args:
+        law: float[rows, vocab], not negative.
+        tokens: int64[rows, count], written, the most probable first; count is at most vocab.
+        probs: float[rows, count], written: their weights.
+    """
+    vocab, count = law.shape[1], tokens.shape[1]
+    for row in range(law.shape[0]):
+        found = 0
+        for begin in range(0, vocab, BLOCK):
+            end = min(begin + BLOCK, vocab)
+            if found == count and not _greatest(law[row, begin:end]) > probs[row, count - 1]:
+                continue
+            for token in range(begin, end):
+                prob = law[row, token]
+                if found == count and not prob > probs[row, count - 1]:
+                    continue
+                place = found if found < count else count - 1
+                found = min(found + 1, count)
+                while place > 0 and prob > probs[row, place - 1]:
+                    tokens[row, place], probs[row, place] = tokens[row, place - 1], probs[row, place - 1]
+                    place -= 1
+                tokens[row, place], probs[row, place] = token, prob

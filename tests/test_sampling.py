@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from stree import draws
+from stree.drafters.offers import top
 from stree.kernels import topology
 from stree.sampling import MAX_RANKS, Draws, Random, Sampling, _philox
 
@@ -305,3 +306,19 @@ def test_draws_at_the_ends_of_the_line_are_tokens_of_the_support(number: float) 
     tokens, probs = Draws(rng, 1, 3).draw(law, 0, 3)
     assert (probs > 0).all()
     assert sorted(tokens.flatten().tolist()) == [1, 3, 4]
+
+
+@pytest.mark.parametrize(("vocab", "count"), [(1, 1), (5, 5), (5, 8), (255, 6), (256, 6), (257, 8), (1000, 64)])
+def test_the_most_probable_children_are_those_of_a_stable_sort(vocab: int, count: int) -> None:
+    rng = torch.Generator().manual_seed(vocab)
+    for step in (0, 30, vocab):
+        law = torch.randn(2, 3, vocab, generator=rng).softmax(-1)
+        if step:  # many are equal, and many 0
+            law = (law * step).round() / step
+        for given in (law, law.double(), law.transpose(0, 1)):
+            expected = torch.sort(given, dim=-1, descending=True, stable=True)
+            found = top(given, 0, count)
+            kept = min(vocab, count)
+            assert torch.equal(found.tokens[..., :kept], expected.indices[..., :kept])
+            assert torch.equal(found.probs[..., :kept], expected.values[..., :kept])
+            assert found.tokens.shape[-1] == count and not found.probs[..., kept:].any()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stree.growth import Plan
 from stree.growth.plan import Drawing
+from stree.kernels.topology import reads_freely
 from stree.sampling import MAX_RANKS, Draws, Random
 
 __all__ = ["Independent", "Offered", "Offers", "WithFavourite", "offers_of", "top"]
@@ -60,11 +61,20 @@ def offers_of(drawing: Drawing, rng: Random, plan: Plan) -> Offers:
 
 def top(law: Tensor, first: int, count: int) -> Offered:
     """Offer the most probable tokens, chosen without chance; arguments as for ``Offers``."""
-    probs, tokens = law.topk(min(count, law.shape[-1]), -1)
+    probs, tokens = (_top_on_host if reads_freely(law) else torch.topk)(law, min(count, law.shape[-1]))
     if law.shape[-1] >= count:
         return Offered(tokens, probs)
     beyond = (0, count - law.shape[-1])
     return Offered(torch.nn.functional.pad(tokens, beyond), torch.nn.functional.pad(probs, beyond))
+
+
+def _top_on_host(law: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Find the most probable tokens of laws on the CPU: float[batch, rows, count] probabilities, and the tokens."""
+    from stree.draws import top_rows  # imports numba
+
+    probs, tokens = law.new_empty(*law.shape[:-1], count), torch.empty(*law.shape[:-1], count, dtype=torch.long)
+    top_rows(*(part.reshape(-1, part.shape[-1]).numpy() for part in (law, tokens, probs)))
+    return probs, tokens
 
 
 class WithFavourite:
