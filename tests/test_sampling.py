@@ -322,3 +322,10 @@ def test_the_most_probable_children_are_those_of_a_stable_sort(vocab: int, count
             assert torch.equal(found.tokens[..., :kept], expected.indices[..., :kept])
             assert torch.equal(found.probs[..., :kept], expected.values[..., :kept])
             assert found.tokens.shape[-1] == count and not found.probs[..., kept:].any()
+
+
+@pytest.mark.parametrize("token", [0, 255, 256, 511, 512, 599])
+def test_the_most_probable_child_is_found_wherever_it_stands(token: int) -> None:
+    law = torch.full((1, 1, 600), 1e-3)
+    law[..., token] = 0.4
+    assert top(law, 0, 3).tokens.tolist() == [[[token, *[other for other in (0, 1, 2) if other != token][:2]]]]
