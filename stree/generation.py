@@ -134,8 +134,12 @@ def run(
     max_length: int | None = None,
     allow_lossy: bool = False,
     cancelled: Callable[[int], bool] | None = None,
+    steered: Callable[[Sizes], Steering] | None = None,
 ) -> Generation:
-    """Do what ``generate`` does, with a processor of many nodes and an observer of every token."""
+    """Do what ``generate`` does, with a processor of many nodes and an observer of every token.
+
+    ``steered`` gives what decides on sizes instead of the controller.
+    """
     _check(lm, drafter, budget, verifier, max_new_tokens)
     is_lossy = isinstance(growth, TargetInit)
     if is_lossy:
@@ -175,6 +179,8 @@ def run(
                 choices, times, experience=times.experience, is_padded=is_padded, behind_ms=times.behind_ms
             )
             _make_room(lm, drafter, engine, room)
+        if steered is not None:
+            steering = steered(choices)
         session.run(drafter, steering, verifier)
     except KeyboardInterrupt as interrupt:
         raise GenerationInterrupted(session.output("interrupted")) from interrupt

@@ -19,7 +19,7 @@ from stree.drafters import Draft
 from stree.growth import Growth, Limited
 from stree.verify import Acceptance
 
-__all__ = ["AutoSize", "FixedSize", "Sizes", "Steering"]
+__all__ = ["AutoSize", "FixedSize", "Sizes", "Steering", "Tour"]
 
 MAX_NODES, MAX_DEPTH = 64, 8
 MOST_FIXED = 1 << 20  # nodes of a fixed shape that is laid out; what kernels take is checked where they are known
@@ -187,6 +187,40 @@ class AutoSize:
         is_accepted = np.zeros(parents.shape, dtype=bool)
         is_accepted[row, path[row, place]] = True
         self.controller.observe(choice, values, depths, is_accepted)
+
+
+class Tour:
+    """Every size a number of times, the largest first, then plain decoding: for who wants all of them captured.
+
+    Args:
+        times: steps of each size.
+    """
+
+    watches = False
+    is_off = False
+
+    def __init__(self, times: int) -> None:
+        self._times = times
+        self._left: list[Choice] | None = None  # the next one last
+
+    def over(self, sizes: Sizes) -> Tour:
+        """Begin to go through sizes, or go on with them in another text."""
+        self.max_nodes, self.growth, self._sizes = sizes.max_nodes, sizes.growth, sizes
+        if self._left is None:
+            self._left = [choice for choice in sizes.choices for _ in range(self._times)]
+        return self
+
+    @property
+    def is_done(self) -> bool:
+        """Tell whether all steps were launched."""
+        return self._left == []
+
+    def next(self) -> tuple[Growth | None, int]:
+        """Give the next size."""
+        return self._sizes.step(self._left.pop() if self._left else PLAIN)
+
+    def observe(self, draft: Draft, acceptance: Acceptance) -> None:
+        """Learn nothing."""
 
 
 def _values(values: Tensor | None, depths: np.ndarray) -> np.ndarray:

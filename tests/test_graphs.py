@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import stree
-from stree import engine
+from stree import engine, rehearsal
 from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.engine import Engine
+from stree.generation import _choices, _shape
 from stree.graphs import WARM_UP, Graphs
 from stree.growth import Calibrated, Chain, Growth, Limited
 from stree.kernels import topology
@@ -291,6 +292,32 @@ def test_warming_up_captures_before_the_first_text(
         stree.warm_up(lm, drafter, max_length=20, budgets=(4,))
     with pytest.raises(ValueError, match="steps are captured on a single CUDA device"):
         stree.warm_up(grafted(tiny_model("bamba")), drafter, max_length=20)
+
+
+@pytest.mark.parametrize("drafts", ["model", "suffix", "none"])
+def test_warming_up_captures_all_sizes_that_auto_chooses_from(
+    drafts: str, drafter: ModelDrafter, capture: Callable[[], stree.TreeLM]
+) -> None:
+    options: dict[str, Any] = {"sampling": Sampling(0.8), "verifier": "match", "stop_token_ids": [1]}
+    chosen: Drafter | None = {"model": drafter, "suffix": None, "none": NoDrafter()}[drafts]
+    eager = generate(grafted(tiny_model("bamba")), chosen, budget=1, **options).sequences
+    lm = capture()
+    (report,) = stree.warm_up(
+        lm, chosen, max_length=120, budgets=("auto",), batch_sizes=(2,), prompt=TEXTS[0], shows_progress=False,
+        **options,
+    )  # fmt: skip
+    asked = chosen or SuffixDrafter()
+    sizes = _choices(asked, _shape(asked, None, Sampling(0.8)), "auto", has_growth=False, is_captured=True)
+    most = len(sizes.choices)  # plain decoding among them; retrieved trees are as large as what is found
+    assert not report["not_captured"] and report["graphs"] >= (most if drafts != "suffix" else 2)
+    known = set(rehearsal._known.get(lm, {}))
+    found = generate(lm, chosen, budget="auto", max_length=120, **options)
+    assert found.sequences == eager
+    assert drafts == "suffix" or found.stats["graphs"]["replays"] == found.stats["steps"], "whatever it chose"
+    assert set(rehearsal._known.get(lm, {})) == known, "what steps take was measured too"
+    if drafts != "none":
+        with pytest.raises(ValueError, match="max_length 7 leaves no room for a step behind 6 tokens"):
+            stree.warm_up(lm, chosen, max_length=7, budgets=("auto",), prompt=TEXTS[0], shows_progress=False)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
