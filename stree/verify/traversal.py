@@ -69,7 +69,8 @@ def _traverse_on_host(
     else:
         probs, row, kind = draft.probs, draft.row.to(torch.int32), draft.kind
     held, ratios = law.new_empty(batch, n, dtype=torch.float64), law.new_empty(batch, n)
-    compiled.hold(*(part.contiguous().numpy() for part in (tree.tokens, tree.parents, law, probs, row, kind, held, ratios)))
+    given = (tree.tokens, tree.parents, law, probs, row, kind, held, ratios)
+    compiled.hold(*(part.contiguous().numpy() for part in given))
     shown = toss(rng, held, tree.parents >= 0)
     path = tree.parents.new_empty(batch, min(n, max_depth + 1))
     lengths, leaf = path.new_empty(batch), tree.tokens.new_empty(batch)
