@@ -147,7 +147,7 @@ def test_siblings_of_one_token_are_tested_as_in_torch(kinds: tuple[int, ...]) ->
         check_exactly(replace(problem, tree=TokenTree(tokens, problem.tree.parents)))
 
 
-def test_rows_that_no_node_names_may_hold_anything_and_a_row_beyond_the_laws_is_the_last() -> None:
+def test_rows_stand_in_any_order_one_beyond_them_is_the_nearest_and_one_that_no_node_names_may_hold_anything() -> None:
     problem = Problem.draw(9, 40, seed=3, shape=[-1, 0, 0, 1, 1, 2, 3, 3, 0])
     assert problem.draft is not None
     given = torch.where(problem.draft.kind == DELTA, -5, problem.draft.row)
@@ -156,6 +156,11 @@ def test_rows_that_no_node_names_may_hold_anything_and_a_row_beyond_the_laws_is_
     expected = Tested.of(problem)
     found = Tested.of(replace(problem, draft=replace(problem.draft, probs=probs, row=given)))
     assert torch.equal(found.coins, expected.coins) and torch.equal(found.left, expected.left)
+    low = replace(problem.draft, row=torch.where(problem.draft.row == 0, -2, problem.draft.row))
+    assert torch.equal(Tested.of(replace(problem, draft=low)).coins, expected.coins)
+    order = torch.tensor([4, 0, 8, 2, 6, 1, 3, 7, 5])
+    moved = replace(problem.draft, probs=problem.draft.probs[:, order], row=order.argsort()[problem.draft.row.long()])
+    assert torch.equal(Tested.of(replace(problem, draft=moved)).coins, expected.coins)
     few = replace(problem, draft=replace(problem.draft, probs=problem.draft.probs[:, :2]))
     Tested.of(few).check(few, CLOSE)
 
@@ -185,6 +190,19 @@ def test_a_law_that_nothing_is_left_of_stays_as_it_is() -> None:
         tested.check(problem, CLOSE)
         assert torch.equal(tested.left, law) and tested.accepted.path.tolist() == [[0, 1]]
         assert tested.coins[0, :2].tolist() == [0.0, 1.0] and tested.ratios[0, 1:].tolist() == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("rest", "children"), [(1e-8, 3), (1e-18, 1)])
+def test_a_root_that_is_sure_stays_sure_however_little_its_children_leave(rest: float, children: int) -> None:
+    law = torch.tensor([1 - 3 * rest, rest, rest, rest, 0.1 * rest], dtype=torch.float64)
+    drafted = torch.tensor([1 - 3 * rest, 2 * rest, 0.1 * rest, 0.1 * rest, 0.1 * rest], dtype=torch.float64)
+    tokens, parents = torch.tensor([[0, 0, 1, 2]]), torch.tensor([[-1, 0, 0, 0]])
+    tree, zero = TokenTree(tokens[:, : children + 1], parents[:, : children + 1]), torch.zeros(1).long()
+    for dtype in WIDTHS:
+        rows = torch.zeros_like(tree.parents)
+        draft = DraftLaws(drafted.to(dtype).expand(1, 1, 5), rows, rows)
+        coins = Tested.of(Problem(tree, law.to(dtype).repeat(1, children + 1, 1), draft, Random(0, zero, zero))).coins
+        assert bool(((coins >= 0) & (coins <= 1)).all()) and float(coins[0, 0]) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("scale", [1.0, 10.0, 40.0, 100.0])

@@ -22,6 +22,7 @@ from growth_problems import (
 from torch import Tensor
 
 from stree.drafters.grown import GrownTree
+from stree.drafters.offers import Offered
 from stree.growth import Layer, Plan
 from stree.kernels import growth_compiled, growth_door, reference_growth, topology
 from stree.kernels.growth_door import Chosen, Layout, Table, Terms
@@ -169,13 +170,14 @@ def test_ratings_by_a_table_are_those_of_torch(
             assert bool((row[row > 0].diff() <= 0).all())
 
 
-def test_a_narrow_table_rates_wide_laws_and_strides_change_nothing() -> None:
+def test_tables_and_laws_of_other_widths_are_rated_as_in_torch_and_strides_change_nothing() -> None:
     table, children = some_table(2, 6, 0, CPU), Children.draw(2, 7, 5, 0, has_favourites=True, device=CPU)
     assert children.is_chosen is not None
     wide = replace(
         children, reach=children.reach.double(), probs=children.probs.double(), norms=children.norms.double()
     )
     assert check_ratings(table, wide, ROUNDING).value.dtype == torch.float64
+    assert check_ratings(in_width(table, children, torch.float64)[0], children, ROUNDING).value.dtype == torch.float64
     reach, probs, norms = (
         torch.stack([part, part + 1], -1)[..., 0] for part in (children.reach, children.probs, children.norms)
     )
@@ -297,6 +299,24 @@ def test_a_layer_of_which_nothing_is_taken_leaves_the_columns_as_they_are(name: 
     forest = Forest(plan, 2, 0, has_favourites=True, device=CPU)
     given = forest.given(plan.layers[0])
     check_layer(deepcopy(forest.grown), forest.grown, plan.layers[0], given._replace(is_taken=given.is_taken & False))
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "values", "kept"),
+    [(3, (0.5, 0.4), 1), (3, (0.5, 0.5), 2), (3, (0.95, 0.85), 2), (2, (0.5, 0.4), 0), (9, (0.5, 0.0), 2)],
+)
+def test_a_node_goes_where_as_many_are_better_and_stays_where_it_is_worth_nothing(
+    num_nodes: int, values: tuple[float, float], kept: int
+) -> None:
+    plan = Plan((Layer(2, 2), Layer(2, 2)), num_nodes, is_pruned=True)
+    grown = Forest(plan, 1, 0, has_favourites=False, device=CPU).grown
+    slots, tokens = torch.tensor([[0, 1]]), torch.tensor([[[5, 6], [7, 8]]])
+    for layer, value in zip(plan.layers, ([[[0.9, 0.8]]], [[values, (0.7, 0.7)]]), strict=True):
+        worth = torch.tensor(value)
+        given = Given(slots, slots >= 0, Offered(tokens[:, : worth.shape[1]], worth, None), worth)
+        found = deepcopy(grown)
+        check_layer(found, grown, layer, given)
+    assert found.size == 4 + kept
 
 
 def test_strides_of_what_is_appended_change_nothing() -> None:

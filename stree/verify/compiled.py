@@ -140,7 +140,7 @@ def walk(parents: Array, shown: Array, path: Array, lengths: Array, leaf: Array)
     batch, n = parents.shape
     for b in range(batch):
         for node in range(n - 1, 0, -1):
-            if shown[b, node] and parents[b, node] > 0:
+            if shown[b, node]:
                 shown[b, parents[b, node]] = True
         last, count = 0, 1
         for place in range(path.shape[1]):
