@@ -92,6 +92,19 @@ def test_a_choice_reads_values_of_any_stride_and_integers_of_any_width() -> None
                 check_choice(given, lefts, torch.stack([below, below * 0], 1)[:, 0], terms)
 
 
+def test_shares_are_rounded_as_in_torch_before_they_are_compared() -> None:
+    value = torch.rand(1, 6, generator=torch.Generator().manual_seed(0)).sort(descending=True).values
+    below = (value[0] / value[0, :, None]).triu(1).flatten().unique()[1:]  # every share once
+    for left in range(45):
+        check_choice(value, torch.tensor([left]), below, Terms(6, 0.3, 1, in_order=False))
+    table, children = some_table(1, 6, 0, CPU), Children.draw(1, 30, 4, 0, has_favourites=False, device=CPU)
+    shares = children.probs / (1 - reference_growth.spent_before(children.probs)).clamp(min=1e-6)
+    count = len(table.confidence)
+    for edges in shares[..., 1:].flatten().unique().split(count):
+        if len(edges) == count:
+            check_ratings(replace(table, confidence=edges), children)
+
+
 def test_values_that_are_hardly_numbers_are_chosen_from_as_in_torch() -> None:
     # A share of what is below 1e-38 is taken of 1e-38, in float64 too.
     value, below = torch.tensor([[1e-37, 1e-38, 3e-39, 3e-39, 1e-39, 1e-40]]), torch.tensor([0.05, 0.2, 0.9])
