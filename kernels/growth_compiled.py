@@ -24,6 +24,7 @@ compiled = njit(cache=True, error_model="numpy")
 inner = njit(error_model="numpy")
 
 LEAST = 1e-6  # of what is left of a law, and of how often a sibling is refused
+TINY = 1e-38  # of a value that others are compared with
 
 
 def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Terms) -> tuple[Tensor, Tensor]:
@@ -138,7 +139,7 @@ def _choose(
 ) -> None:  # fmt: skip
     """Do what ``choose`` does; ``slots`` and ``is_taken`` are written."""
     batch, count = value.shape
-    width = slots.shape[1]
+    width, least = slots.shape[1], value.dtype.type(threshold)
     ordered = np.empty(width, value.dtype)
     free = np.empty(count, np.bool_)
     for b in range(batch):
@@ -157,7 +158,7 @@ def _choose(
                 if worth and goes_by_size:
                     worth = goes_on = goes_on and _size(ordered, place, below) <= left[b]
                 elif worth:
-                    worth = ordered[place] >= threshold or place < left[b] // layers_left
+                    worth = ordered[place] >= least or place < left[b] // layers_left
             is_taken[b, place] = worth
         if in_order:
             _sort_taken(slots[b], is_taken[b], count)
@@ -166,9 +167,9 @@ def _choose(
 @inner
 def _size(ordered: Array, place: int, below: Array) -> int:
     """Estimate how many nodes are worth as much as a slot: those before it and what typically grows below them."""
-    size = place + 1
+    size, tiny = place + 1, ordered.dtype.type(TINY)
     for other in range(place + 1):
-        share = ordered[place] / ordered[other]
+        share = ordered[place] / max(ordered[other], tiny)
         low, high = 0, len(below)
         while low < high:
             middle = (low + high) // 2
@@ -215,23 +216,24 @@ def _rate(
     """Do what ``rate_by_table`` does; the last three are written."""
     batch, above, count = probs.shape
     has_kinds = is_chosen.size > 0
-    one = probs.dtype.type(1)
+    kind = probs.dtype.type  # of all but what is summed and multiplied up, as in torch: in float64
+    zero, one, least = kind(0), kind(1), kind(LEAST)
     behind = 2 * ranks * (len(sharpness) + 1)  # the first cell of those after a draw
     for b in range(batch):
         for node in range(above):
-            favourite = one - one
+            favourite = zero
             for rank in range(count):
                 if has_kinds and is_chosen[b, node, rank]:
                     favourite += probs[b, node, rank]
             sharp = _cell(sharpness, norms[b, node] * norms[b, node] + favourite * favourite)
             first = ranks if favourite > 0 else 0
-            spent, untested, least = favourite, reach[b, node], one * np.inf
-            eldest = one
+            spent, untested = 0.0, np.float64(reach[b, node])
+            eldest, lowest = one, kind(np.inf)
             for rank in range(count):
-                prob = probs[b, node, rank]
+                prob, upper = probs[b, node, rank], kind(untested)
                 chosen = has_kinds and is_chosen[b, node, rank]
                 before = (first + rank) * (len(sharpness) + 1) + sharp
-                share = prob / max(one - (one - one if chosen else spent), one * LEAST)
+                share = prob if chosen else prob / max(one - (kind(spent) + favourite), least)
                 after = behind + before * (len(confidence) + 1) + _cell(confidence, share)
                 cells[b, node, rank, 0], cells[b, node, rank, 1] = before, after
                 expected, found = passed[b, before] / tests[b, before], passed[b, after] / tests[b, after]
@@ -240,13 +242,11 @@ def _rate(
                     eldest = refused
                 if chosen:
                     priority[b, node, rank] = value[b, node, rank] = reach[b, node] * found
-                    refused = max(one - found / max(eldest, one * LEAST), one - one)
+                    refused = one - found / max(eldest, least)
                 else:
-                    spent += prob
-                    least = min(least, untested * expected)
-                    priority[b, node, rank], value[b, node, rank] = least, untested * found
+                    spent += np.float64(prob)
+                    lowest = min(lowest, upper * expected)
+                    priority[b, node, rank], value[b, node, rank] = lowest, upper * found
                 if prob <= 0:
-                    priority[b, node, rank] = value[b, node, rank] = 0
-                if has_kinds:
-                    refused = max(refused, one - one)
-                untested *= refused
+                    priority[b, node, rank] = value[b, node, rank] = zero
+                untested *= np.float64(max(refused, zero) if has_kinds else refused)

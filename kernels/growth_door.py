@@ -1,8 +1,9 @@
 """The front door to one layer of growth: what slots are worth, which are taken, and the columns that they become.
 
 Tensors alone: nothing here knows a plan, a drafter or a model.  On a GPU each function is one launch of a Triton
-kernel whose grid and build depend on sizes alone; elsewhere, in float64 and beyond MAX_SLOTS it is
-`stree.kernels.reference_growth`, which is its specification.  Nothing waits for a device.
+kernel whose grid and build depend on sizes alone; in float64 and beyond MAX_SLOTS it is
+`stree.kernels.reference_growth`, which is its specification; on the CPU it is compiled, as far as
+`stree.kernels.growth_compiled` has it.  Nothing waits for a device.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def _run(
         left = rehearsal.num_left
         rehearsal.begin()
         session = Session(
-            lm, [(opening, None) for opening in openings], sampling=sampling, max_new_tokens=length - most,
+            lm, [(list(opening), None) for opening in openings], sampling=sampling, max_new_tokens=length - most,
             stop_token_ids=None, seed=left, max_batch=len(openings), max_length=length,
             cancelled=lambda _: rehearsal.is_done,
             engine=None if engine is None else Engine(engine.recorder),

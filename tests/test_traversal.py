@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from enumeration import TableLaw, drafted_trees, emitted_law, every_outcome, expected_tokens, total_variation
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
-from stree.verify import Acceptance, DraftLaws, accept
+from stree.verify import Acceptance, DraftLaws, accept, compiled, traversal
 from stree.verify.traversal import _hold, _hold_chain
 from stree.verify.trials import Trials
 
@@ -167,7 +169,7 @@ def test_chains_of_unequal_lengths_are_chains() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_another_weight_of_the_parent_gives_another_law(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_weight_of_the_parent_gives_another_law_in_torch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # min(S / (1 - q(x)), 1) instead of S / (S + 1 - r), as a public reimplementation has it.
     test = Trials.test
 
@@ -178,12 +180,54 @@ def test_another_weight_of_the_parent_gives_another_law(seed: int, monkeypatch: 
         own = 1 / trials._facts[trials._batch, child][..., 0].clamp(min=1e-12)
         return below, torch.where(child < trials.ratio.shape[1] - 1, (total / (1 - own)).clamp(max=1), held)
 
+    right, exact = law_of_a_chain(seed, in_torch=True)
+    assert total_variation(right, exact) < EXACT
+    monkeypatch.setattr(Trials, "test", wrong)
+    assert total_variation(law_of_a_chain(seed, in_torch=True)[0], exact) > 0.0032
+
+
+@pytest.mark.parametrize("weight", ["by its own law", "as before"])
+@pytest.mark.parametrize("seed", range(4))
+def test_another_weight_of_the_parent_gives_another_law_compiled(
+    seed: int, weight: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold = compiled.hold
+
+    def wrong(*given: Any) -> None:
+        hold(*given)
+        tokens, _, _, probs, row, _, held, ratio = given
+        coin, before = (
+            held[:, 1],
+            ratio[:, 1],
+        )  # of the node that has a child; a chain's first node is held by its ratio
+        left = coin * (1 - before) / np.maximum(1 - coin, 1e-12)
+        own = np.take_along_axis(probs[np.arange(len(row)), row[:, 2]], tokens[:, 2:], 1)[:, 0]
+        by_own = np.minimum(np.where(coin < 1, left, before) / (1 - own), 1)
+        held[:, 1] = before if weight == "as before" else by_own
+
+    right, exact = law_of_a_chain(seed)
+    assert total_variation(right, exact) < EXACT
+    monkeypatch.setattr(compiled, "hold", wrong)
+    assert total_variation(law_of_a_chain(seed)[0], exact) > 0.0032
+
+
+def law_of_a_chain(seed: int, *, in_torch: bool = False) -> tuple[Tensor, Tensor]:
+    """Enumerate what two drafted tokens emit; give the target's law, too."""
     target, draft = TableLaw.random(4, seed), TableLaw.random(4, 40 + seed)
     trees = drafted_trees(draft, [-1, 0, 1], PLAIN)
-    exact = target.joint(PLAIN, 3)
-    assert total_variation(emitted_law(target, trees, PLAIN, "traversal", 3), exact) < EXACT
-    monkeypatch.setattr(Trials, "test", wrong)
-    assert total_variation(emitted_law(target, trees, PLAIN, "traversal", 3), exact) > 0.0032
+    with pytest.MonkeyPatch.context() as patch:
+        if in_torch:
+            patch.setattr(traversal, "reads_freely", lambda _: False)
+        return emitted_law(target, trees, PLAIN, "traversal", 3), target.joint(PLAIN, 3)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_traversal_in_torch_emits_the_target_s_law(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traversal, "reads_freely", lambda _: False)
+    monkeypatch.setattr(compiled, "hold", None)  # not called
+    target, draft = TableLaw.random(3, 30), TableLaw.random(3, 31)
+    emitted = emitted_law(target, drafted_trees(draft, SHAPES[shape], PLAIN), PLAIN, "traversal", 5)
+    assert total_variation(emitted, target.joint(PLAIN, 5)) < EXACT
 
 
 def test_the_log_is_the_probability_that_a_test_accepts() -> None:

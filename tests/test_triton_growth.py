@@ -6,42 +6,22 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/test_triton_growth.py
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
+from growth_problems import DEVICE, KINDS, LAYERS, SIZES, Children, grown_tree, relative_values, some_table, some_values
 from launch_keys import launch_keys
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from stree.drafters.grown import GrownTree
-from stree.drafters.offers import Offered
-from stree.growth import Layer, Plan
-from stree.growth.calibrated import typical_values
-from stree.growth.estimates import Calibration, RankEstimate
+from stree.growth.estimates import RankEstimate
 from stree.kernels import growth as kernels
 from stree.kernels import growth_door, reference_growth, topology
-from stree.kernels.growth_door import RankFit, Table, Terms
+from stree.kernels.growth_door import RankFit, Terms
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-KINDS = ("random", "ties", "zeros", "few", "tiny")
 ROUNDING = 1e-5, 1e-7  # relative and absolute: a logarithm and an exponential of float32 differ in their last bits
-
-
-def some_values(kind: str, batch: int, slots: int, seed: int) -> Tensor:
-    """Draw float32[batch, slots] of values that are hard to order."""
-    generator = torch.Generator().manual_seed(seed)
-    value = torch.rand(batch, slots, generator=generator)
-    if kind == "ties":
-        value = (value * 3).round() / 3
-    elif kind == "zeros":
-        value = value * 0
-    elif kind == "few":
-        value = value * (torch.rand(batch, slots, generator=generator) < 0.2)
-    elif kind == "tiny":
-        value = value * 10 ** -(40 * torch.rand(batch, slots, generator=generator))
-    return value.to(DEVICE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,11 +50,6 @@ def test_what_is_worth_exactly_as_much_below_a_slot_counts() -> None:
         check_choice(value, torch.tensor([left], device=DEVICE), below, 6, 1, in_order=False)
 
 
-def relative_values(nodes: int, depth: int) -> Tensor:
-    """List the values that a layer says grow below a node of it."""
-    return torch.tensor(typical_values(nodes, depth, 4)[::-1], dtype=torch.float32, device=DEVICE)
-
-
 def check_choice(
     value: Tensor, left: Tensor | None, below: Tensor | None, width: int, layers_left: int, *, in_order: bool
 ) -> None:
@@ -92,45 +67,8 @@ def test_a_choice_reads_rows_of_any_stride_and_a_value_equal_to_the_threshold_is
         assert slots.tolist() == [[2, 0, 1], [2, 0, 1]] and bool(is_taken.all())
 
 
-@dataclass(frozen=True)
-class Children:
-    """Some nodes' children and what is known of them."""
-
-    reach: Tensor
-    probs: Tensor
-    norms: Tensor
-    is_chosen: Tensor | None
-
-    @classmethod
-    def draw(cls, batch: int, above: int, ranks: int, seed: int, *, has_favourites: bool) -> Children:
-        """Draw laws whose draws may run out, some sharp and some of them with a favourite in the second place."""
-        generator = torch.Generator().manual_seed(seed)
-        logits = torch.randn(batch, above, ranks + 2, generator=generator) * 4 * torch.rand(1, generator=generator)
-        law = logits.softmax(-1)
-        probs = law[..., :ranks].clone()
-        probs[torch.rand(batch, above, ranks, generator=generator) < 0.1] = 0.0
-        probs = torch.where(torch.rand(batch, above, 1, generator=generator) < 0.1, probs.cumprod(-1), probs)
-        is_chosen = None
-        if has_favourites:
-            is_chosen = torch.zeros(batch, above, ranks, dtype=torch.bool)
-            is_chosen[..., 1:2] = (torch.rand(batch, above, 1, generator=generator) < 0.6) & (probs[..., 1:2] > 0)
-            is_chosen = is_chosen.to(DEVICE)
-        reach = torch.rand(batch, above + 3, generator=generator)[:, :above]
-        reach[:, above // 2 :: 3] = 0.0
-        return cls(reach.to(DEVICE), probs.to(DEVICE), torch.linalg.vector_norm(law, dim=-1).to(DEVICE), is_chosen)
-
-
-def some_table(batch: int, ranks: int, seed: int) -> Table:
-    """Give a table that some tests were counted in."""
-    table = Calibration(batch, ranks, DEVICE)._table
-    generator = torch.Generator().manual_seed(seed)
-    made = torch.rand(table.tests.shape, generator=generator).to(DEVICE) * 9
-    passed = made * torch.rand(made.shape, generator=generator).to(DEVICE)
-    return replace(table, tests=table.tests + made, passed=table.passed + passed)
-
-
 @pytest.mark.parametrize("has_favourites", [False, True])
-@pytest.mark.parametrize(("batch", "above", "ranks"), [(1, 1, 4), (3, 1, 1), (1, 15, 4), (3, 36, 6), (1, 63, 6)])
+@pytest.mark.parametrize(("batch", "above", "ranks"), SIZES)
 def test_ratings_by_a_table_are_those_of_torch(batch: int, above: int, ranks: int, has_favourites: bool) -> None:
     has_favourites &= ranks > 1
     for seed in range(4):
@@ -160,7 +98,7 @@ def test_a_number_at_an_edge_of_the_table_falls_below_it(edge: str) -> None:
     assert torch.equal(found, expected) and len(set(expected[0, :, 0, 0 if edge == "sharpness" else 1].tolist())) > 4
 
 
-@pytest.mark.parametrize(("batch", "above", "ranks"), [(1, 1, 4), (3, 1, 1), (1, 15, 4), (3, 36, 6), (1, 63, 6)])
+@pytest.mark.parametrize(("batch", "above", "ranks"), SIZES)
 def test_ratings_by_rank_are_those_of_torch(batch: int, above: int, ranks: int) -> None:
     fit = RankEstimate(6, DEVICE)._fit
     fits = [fit, RankFit(*(-getattr(fit, field.name) for field in fields(fit)))]  # under which younger ones are surer
@@ -180,19 +118,30 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def test_columns_are_written_by_a_kernel_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_are_laid_out_and_cut_by_a_kernel_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     grown = grown_tree("one", 1, 0, has_favourites=False)
     slots = torch.zeros(1, 1, dtype=torch.long)
-    chosen = growth_door.Chosen(slots, slots > 0, slots.float(), slots, None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if DEVICE.type == "cpu":
+        with pytest.raises(RuntimeError, match="begin needs CUDA tensors, got a tensor on cpu"):
+            growth_door.begin(slots[0], slots[0], slots[0] > 0, 5, 0)
+        with pytest.raises(RuntimeError, match="select needs CUDA tensors, got a tensor on cpu"):
+            growth_door.select(grown._columns, 3, 1, by_value=True)
+        with pytest.raises(RuntimeError, match="cut needs CUDA tensors, got a tensor on cpu"):
+            growth_door.cut(grown._columns, None, 2)
+
+
+def test_columns_are_appended_by_a_kernel_where_kernels_are_launched(
+    launched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grown = grown_tree("one", 1, 0, has_favourites=False)
+    slots = torch.zeros(1, 1, dtype=torch.long)
+    chosen = growth_door.Chosen(slots, slots > 0, slots.float()[..., None], slots[..., None], None)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if DEVICE.type == "cpu":
         with pytest.raises(RuntimeError, match="append needs CUDA tensors, got a tensor on cpu"):
             layout = growth_door.Layout(width=1, frontier=0, size=2, num_nodes=None, kinds=(1, 0))
             growth_door.append(grown._columns, chosen, grown.left, layout)
-        with pytest.raises(RuntimeError, match="begin needs CUDA tensors, got a tensor on cpu"):
-            growth_door.begin(slots[0], slots[0], slots[0] > 0, 5, 0)
-        with pytest.raises(RuntimeError, match="cut needs CUDA tensors, got a tensor on cpu"):
-            growth_door.cut(grown._columns, None, 2)
 
 
 def test_what_no_kernel_takes_is_left_to_torch(launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,39 +171,6 @@ def test_selections_of_equal_padded_sizes_share_a_build(monkeypatch: pytest.Monk
                 growth_door.select(columns, size, count, by_value=by_value)
             found.append(keys)
         assert found[0] == found[1] != found[2] and [name for name, _ in found[0]] == ["select_kernel"]
-
-
-LAYERS = {  # plans whose layers hold leaves, padding and nodes that cannot be proposed any more
-    "drawn": Plan((Layer(4, 4), Layer(9, 4, leaves=3), Layer(5, 3, leaves=2), Layer(7, 2)), 15),
-    "pruned": Plan((Layer(4, 4), Layer(6, 3), Layer(6, 3), Layer(6, 2)), 9, is_pruned=True),
-    "wide": Plan((Layer(6, 6), Layer(36, 6), Layer(63, 6), Layer(63, 6)), 63),
-    "one": Plan((Layer(1, 1), Layer(1, 1)), 2),
-}
-
-
-def grown_tree(name: str, batch: int, seed: int, *, has_favourites: bool) -> GrownTree:
-    """Grow a tree by slots, tokens and values that mean nothing."""
-    plan, generator = LAYERS[name], torch.Generator().manual_seed(seed)
-
-    def drawn(most: int, *shape: int) -> Tensor:
-        return torch.randint(most, (batch, *shape), generator=generator).to(DEVICE)
-
-    has_leaf = drawn(2).bool()
-    grown = GrownTree(drawn(50), drawn(50), has_leaf, torch.full((batch,), plan.num_nodes, device=DEVICE), plan)
-    above = 1
-    for layer in plan.layers:
-        count = min(layer.width + layer.leaves, above * layer.ranks)
-        slots = torch.rand(batch, above * layer.ranks, generator=generator).topk(count).indices.to(DEVICE)
-        value = drawn(9, above, layer.ranks) / 9
-        value *= value.new_ones(()) if above == 1 else grown.frontier_value.amax()
-        is_taken = (drawn(3, count) > 0) & (value.flatten(1).gather(1, slots) > 0)
-        offered = Offered(
-            drawn(50, above, layer.ranks), value, drawn(2, above, layer.ranks).bool() if has_favourites else None
-        )
-        grown.add(layer, slots, is_taken, offered, value)
-        above = grown.frontier_value.shape[1]
-    grown.add_leaves()
-    return grown
 
 
 @pytest.mark.parametrize("has_favourites", [False, True])

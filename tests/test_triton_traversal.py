@@ -5,22 +5,19 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/test_triton_traversal.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from traversal_problems import CLOSE, DEVICE, Problem
+from traversal_problems import CLOSE, CONTROLS, DEVICE, Problem
 
 from stree import TokenTree
 from stree.kernels import traversal as kernels
 from stree.kernels.traversal_door import TraversedPath
 from stree.sampling import PURPOSES, Random
 from stree.verify.traversal import traverse, traverse_by_kernels
-from stree.verify.trials import Trials
 from stree.verify.values import DELTA, INDEPENDENT, SAMPLED
 
 
@@ -185,38 +182,6 @@ def test_coins_are_tossed_with_the_numbers_of_their_own_purpose() -> None:
         assert torch.equal(found.coins, later.coins)
         changed += not torch.equal(found.path, later.path)
     assert changed
-
-
-def parent_by_own_law(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
-    """Weigh a parent anew by min(S / (1 - q(x)), 1), as a public reimplementation does."""
-    test = Trials.test
-
-    def wrong(trials: Trials, nodes: Tensor, child: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        below, above = test(trials, nodes, child, held)
-        total = (above * (1 - held) / (1 - above).clamp(min=1e-12)).where(above < 1, held)
-        own = 1 / trials._facts[trials._batch, child][..., 0].clamp(min=1e-12)
-        return below, torch.where(child < trials.ratio.shape[1] - 1, (total / (1 - own)).clamp(max=1), held)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trials, "test", wrong)
-        return problem.wide()
-
-
-def parent_that_stays(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
-    """Leave a parent's weight as it was."""
-    test = Trials.test
-    with monkeypatch.context() as patch:
-        patch.setattr(Trials, "test", lambda *given: (test(*given)[0], given[3]))
-        return problem.wide()
-
-
-# What is wrong, and how coins and ratios that are wrong so are made.
-CONTROLS: dict[str, Callable[[Problem, pytest.MonkeyPatch], tuple[Tensor, Tensor]]] = {
-    "the parent's weight by the child's own law": parent_by_own_law,
-    "the parent's weight as before": parent_that_stays,
-    "elders not taken out of the draft's law": lambda problem, _: problem.wide(INDEPENDENT),
-    "laws taken for one-hot": lambda problem, _: problem.wide(DELTA),
-}
 
 
 @pytest.mark.parametrize("control", CONTROLS)

@@ -1,10 +1,12 @@
-"""Trees, laws and coins for the tests of traversal in Triton, with what the torch code makes of them in float64."""
+"""Trees, laws and coins for the tests of traversal in Triton and compiled, with what torch makes of them in float64."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import oracles
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from stree import TokenTree
 from stree.kernels.traversal_door import DraftRows, TraversedPath
 from stree.kernels.traversal_door import traverse as traverse_on_device
 from stree.sampling import Random
-from stree.verify import DraftLaws
+from stree.verify import Acceptance, DraftLaws, traversal
 from stree.verify.traversal import _hold, _hold_chain, traverse
 from stree.verify.trials import Trials
 from stree.verify.values import DELTA, INDEPENDENT, SAMPLED
@@ -88,12 +90,17 @@ class Problem:
 
     def wide(self, kind: int | None = None) -> tuple[Tensor, Tensor]:
         """Compute coins and ratios in float64, of nodes of another kind if one is given."""
+        coins, trials = self.wide_trials(kind)
+        return coins, trials.ratio[:, :-1].clamp(max=1)
+
+    def wide_trials(self, kind: int | None = None) -> tuple[Tensor, Trials]:
+        """Compute coins in float64; give what is left of the laws, too."""
         draft = self.draft
         if draft is not None:
             given = draft.kind if kind is None else torch.full_like(draft.kind, kind)
             draft = replace(draft, probs=draft.probs.double(), kind=given)
-        trials = Trials(self.tree, self.law.double(), draft)
-        return self._hold(trials), trials.ratio[:, :-1].clamp(max=1)
+        trials = Trials(self.tree, self.law.to(torch.float64, copy=True), draft)
+        return self._hold(trials), trials
 
     def narrow(self) -> Tensor:
         """Compute coins in float32, in torch."""
@@ -102,6 +109,12 @@ class Problem:
     def _hold(self, trials: Trials) -> Tensor:
         chains = trials.siblings.most == 1
         return _hold_chain(trials, self.depth) if chains else _hold(self.tree, trials, self.depth)
+
+    def outcome(self) -> Acceptance:
+        """Traverse in torch."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(traversal, "reads_freely", lambda _: False)
+            return traverse(self.tree, self.law.clone(), self.rng, self.draft, self.depth)
 
     def found(self, max_children: int | None = None) -> TraversedPath:
         """Run the kernels."""
@@ -123,9 +136,41 @@ class Problem:
     def check(self, found: TraversedPath, close: float = CLOSE) -> None:
         """Require the coins of float64 and the outcome of the torch code."""
         assert self.error(*self.wide(), found) < close
-        expected = traverse(self.tree, self.law.clone(), self.rng, self.draft, self.depth)
+        expected = self.outcome()
         for name in ("path", "path_lengths", "next_token"):
             left, right = getattr(found, name).cpu(), getattr(expected, name)
             assert left.dtype == right.dtype and torch.equal(left, right), name
         assert expected.ratios is not None
         assert float((found.ratios.cpu() - expected.ratios).abs().max()) < close
+
+
+def parent_by_own_law(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+    """Weigh a parent anew by min(S / (1 - q(x)), 1), as a public reimplementation does."""
+    test = Trials.test
+
+    def wrong(trials: Trials, nodes: Tensor, child: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+        below, above = test(trials, nodes, child, held)
+        total = (above * (1 - held) / (1 - above).clamp(min=1e-12)).where(above < 1, held)
+        own = 1 / trials._facts[trials._batch, child][..., 0].clamp(min=1e-12)
+        return below, torch.where(child < trials.ratio.shape[1] - 1, (total / (1 - own)).clamp(max=1), held)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trials, "test", wrong)
+        return problem.wide()
+
+
+def parent_that_stays(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+    """Leave a parent's weight as it was."""
+    test = Trials.test
+    with monkeypatch.context() as patch:
+        patch.setattr(Trials, "test", lambda *given: (test(*given)[0], given[3]))
+        return problem.wide()
+
+
+# What is wrong, and how coins and ratios that are wrong so are made.
+CONTROLS: dict[str, Callable[[Problem, pytest.MonkeyPatch], tuple[Tensor, Tensor]]] = {
+    "the parent's weight by the child's own law": parent_by_own_law,
+    "the parent's weight as before": parent_that_stays,
+    "elders not taken out of the draft's law": lambda problem, _: problem.wide(INDEPENDENT),
+    "laws taken for one-hot": lambda problem, _: problem.wide(DELTA),
+}

@@ -34,22 +34,11 @@ def _sum(law: Array) -> float:
 
 
 @inner
-def _leave(before: Array, scale: float, law: Array, factor: float, begin: int, end: int, left: Array) -> float:
-    """Write max(scale before - factor law, 0) of some tokens to ``left``; return its sum."""
+def _leave(before: Array, scale: float, law: Array, factor: float, left: Array) -> float:
+    """Write max(scale before - factor law, 0) to ``left``; return its sum."""
     total = 0.0
-    for token in range(begin, end):
+    for token in range(len(left)):
         rest = max(scale * np.float64(before[token]) - factor * np.float64(law[token]), 0.0)
-        left[token] = rest
-        total += rest
-    return total
-
-
-@inner
-def _scale(before: Array, scale: float, begin: int, end: int, left: Array) -> float:
-    """Write scale before of some tokens to ``left``; return its sum."""
-    total = 0.0
-    for token in range(begin, end):
-        rest = scale * np.float64(before[token])
         left[token] = rest
         total += rest
     return total
@@ -91,6 +80,9 @@ def hold(
         kind: int8[batch, n], likewise.
         held: float64[batch, n], written: each node's coin, the root's among them.
         ratio: float[batch, n], written: min(1, p / q) at the token of each drafted node, else 0.
+
+    Raises:
+        ValueError: a drafted node's token is beyond the vocabulary.
     """
     batch, n, vocab = law.shape
     rows = probs.shape[1]
@@ -106,29 +98,27 @@ def hold(
             parent, token = parents[b, node], tokens[b, node]
             if parent < 0:
                 continue
-            inverse, factor, own = 1.0, 0.0, 1.0  # 1 / q at the token, what makes the row q, and q besides the row
-            at = min(max(row[b, node], 0), rows - 1)
-            if kind[b, node] != DELTA:
+            if token < 0 or token >= vocab:
+                raise ValueError("a drafted token is not in the vocabulary")
+            before, chance = law[b, parent], held[b, parent]
+            own = before[token]
+            odds, scale = np.float64(own) / mass[parent], chance / mass[parent]
+            if kind[b, node] == DELTA:
+                before[token] = 0.0  # its law is one-hot: a rejection leaves all but it
+                total = _leave(before, scale, before, 0.0, left)
+                before[token] = own
+            else:
+                at = min(max(row[b, node], 0), rows - 1)
                 if whole[at] < 0:
                     whole[at] = _sum(probs[b, at])
                 rest = _rest(tokens[b], parents[b], kind[b], again, node, probs[b, at], whole[at])
                 drawn = 0.0 if again[node] else np.float64(probs[b, at, token])
-                inverse, factor, own = rest / max(drawn, TINY), 1 / rest, 0.0
-            before, chance = law[b, parent], held[b, parent]
-            odds = np.float64(before[token]) / mass[parent] * inverse
-            scale = chance / mass[parent]
-            if factor > 0:
-                total = _leave(before, scale, probs[b, at], factor, 0, token, left)
-                total += _leave(before, scale, probs[b, at], factor, token + 1, vocab, left)
-                own = factor * np.float64(probs[b, at, token])
-            else:
-                total = _scale(before, scale, 0, token, left) + _scale(before, scale, token + 1, vocab, left)
-            left[token] = max(scale * np.float64(before[token]) - own, 0.0)
-            total += np.float64(left[token])
+                odds *= rest / max(drawn, TINY)
+                total = _leave(before, scale, probs[b, at], 1 / rest, left)
             if total > NOTHING:  # else p is q but for rounding, and the child is accepted
                 mass[parent] = total
-                for at in range(vocab):
-                    before[at] = left[at]
+                for other in range(vocab):
+                    before[other] = left[other]
             held[b, node], ratio[b, node] = min(chance * odds, 1.0), min(odds, 1.0)
             held[b, parent] = total / max(total + (1 - chance), TINY)
 
@@ -143,11 +133,14 @@ def walk(parents: Array, shown: Array, path: Array, lengths: Array, leaf: Array)
         path: int32[batch, m], written: nodes from the root down, then -1.
         lengths: int32[batch], written: nodes on the path.
         leaf: int64[batch], written: the last of them.
+
+    Raises:
+        ValueError: the path is longer than m.
     """
     batch, n = parents.shape
     for b in range(batch):
         for node in range(n - 1, 0, -1):
-            if shown[b, node] and parents[b, node] > 0:
+            if shown[b, node]:
                 shown[b, parents[b, node]] = True
         last, count = 0, 1
         for place in range(path.shape[1]):
@@ -155,6 +148,8 @@ def walk(parents: Array, shown: Array, path: Array, lengths: Array, leaf: Array)
         path[b, 0] = 0
         for node in range(1, n):
             if parents[b, node] == last and shown[b, node]:
+                if count == path.shape[1]:
+                    raise ValueError("a path is deeper than max_depth")
                 last, path[b, count] = node, node
                 count += 1
         lengths[b], leaf[b] = count, last

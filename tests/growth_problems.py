@@ -1,0 +1,148 @@
+"""Values, laws, tables and layers for the tests of one layer of growth, in Triton and compiled for the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from stree.drafters.grown import GrownTree
+from stree.drafters.offers import Offered
+from stree.growth import Layer, Plan
+from stree.growth.calibrated import typical_values
+from stree.growth.estimates import Calibration
+from stree.kernels.growth_door import Table
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+KINDS = ("random", "ties", "zeros", "few", "tiny")
+SIZES = [(1, 1, 4), (3, 1, 1), (1, 15, 4), (3, 36, 6), (1, 63, 6)]  # batch, nodes above, ranks
+LAYERS = {  # plans whose layers hold leaves, padding and nodes that cannot be proposed any more
+    "drawn": Plan((Layer(4, 4), Layer(9, 4, leaves=3), Layer(5, 3, leaves=2), Layer(7, 2)), 15),
+    "pruned": Plan((Layer(4, 4), Layer(6, 3), Layer(6, 3), Layer(6, 2)), 9, is_pruned=True),
+    "wide": Plan((Layer(6, 6), Layer(36, 6), Layer(63, 6), Layer(63, 6)), 63),
+    "one": Plan((Layer(1, 1), Layer(1, 1)), 2),
+}
+
+
+def some_values(kind: str, batch: int, slots: int, seed: int, device: torch.device = DEVICE) -> Tensor:
+    """Draw float32[batch, slots] of values that are hard to order."""
+    generator = torch.Generator().manual_seed(seed)
+    value = torch.rand(batch, slots, generator=generator)
+    if kind == "ties":
+        value = (value * 3).round() / 3
+    elif kind == "zeros":
+        value = value * 0
+    elif kind == "few":
+        value = value * (torch.rand(batch, slots, generator=generator) < 0.2)
+    elif kind == "tiny":
+        value = value * 10 ** -(40 * torch.rand(batch, slots, generator=generator))
+    return value.to(device)
+
+
+def relative_values(nodes: int, depth: int, device: torch.device = DEVICE) -> Tensor:
+    """List the values that a layer says grow below a node of it."""
+    return torch.tensor(typical_values(nodes, depth, 4)[::-1], dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True)
+class Children:
+    """Some nodes' children and what is known of them."""
+
+    reach: Tensor
+    probs: Tensor
+    norms: Tensor
+    is_chosen: Tensor | None
+
+    @classmethod
+    def draw(
+        cls,
+        batch: int,
+        above: int,
+        ranks: int,
+        seed: int,
+        *,
+        has_favourites: bool,
+        device: torch.device = DEVICE,
+        place: int = 1,
+    ) -> Self:
+        """Draw laws whose draws may run out, some sharp and some of them with a favourite in one place."""
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(batch, above, ranks + 2, generator=generator) * 4 * torch.rand(1, generator=generator)
+        law = logits.softmax(-1)
+        probs = law[..., :ranks].clone()
+        probs[torch.rand(batch, above, ranks, generator=generator) < 0.1] = 0.0
+        probs = torch.where(torch.rand(batch, above, 1, generator=generator) < 0.1, probs.cumprod(-1), probs)
+        is_chosen = None
+        if has_favourites:
+            is_chosen = torch.zeros(batch, above, ranks, dtype=torch.bool)
+            own = probs[..., place : place + 1]
+            is_chosen[..., place : place + 1] = (torch.rand(batch, above, 1, generator=generator) < 0.6) & (own > 0)
+            is_chosen = is_chosen.to(device)
+        reach = torch.rand(batch, above + 3, generator=generator)[:, :above]
+        reach[:, above // 2 :: 3] = 0.0
+        return cls(reach.to(device), probs.to(device), torch.linalg.vector_norm(law, dim=-1).to(device), is_chosen)
+
+
+def some_table(batch: int, ranks: int, seed: int, device: torch.device = DEVICE) -> Table:
+    """Give a table that some tests were counted in."""
+    table = Calibration(batch, ranks, device)._table
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.rand(table.tests.shape, generator=generator).to(device) * 9
+    passed = made * torch.rand(made.shape, generator=generator).to(device)
+    return replace(table, tests=table.tests + made, passed=table.passed + passed)
+
+
+class Given(NamedTuple):
+    """What `GrownTree.add` takes beside a layer."""
+
+    slots: Tensor
+    is_taken: Tensor
+    offered: Offered
+    value: Tensor
+
+
+class Forest:
+    """A batch of trees that grow by slots, tokens and values that mean nothing."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        batch: int,
+        seed: int,
+        *,
+        has_favourites: bool,
+        device: torch.device = DEVICE,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.plan, self.generator = plan, torch.Generator().manual_seed(seed)
+        self.batch, self.has_favourites, self.device, self.dtype = batch, has_favourites, device, dtype
+        has_leaf = self._drawn(2).bool()
+        left = torch.full((batch,), plan.num_nodes, device=device)
+        self.grown = GrownTree(self._drawn(50), self._drawn(50), has_leaf, left, plan)
+
+    def _drawn(self, most: int, *shape: int) -> Tensor:
+        return torch.randint(most, (self.batch, *shape), generator=self.generator).to(self.device)
+
+    def given(self, layer: Layer) -> Given:
+        """Draw what a layer is made of."""
+        frontier = self.grown.frontier_value
+        above, ranks = frontier.shape[1], layer.ranks
+        count = min(layer.width + layer.leaves, above * ranks)
+        slots = torch.rand(self.batch, above * ranks, generator=self.generator).topk(count).indices.to(self.device)
+        value = self._drawn(9, above, ranks).to(self.dtype) / 9
+        value *= value.new_ones(()) if above == 1 else frontier.amax()
+        is_taken = (self._drawn(3, count) > 0) & (value.flatten(1).gather(1, slots) > 0)
+        tokens = self._drawn(50, above, ranks)
+        is_chosen = self._drawn(2, above, ranks).bool() if self.has_favourites else None
+        return Given(slots, is_taken, Offered(tokens, value, is_chosen), value)
+
+
+def grown_tree(name: str, batch: int, seed: int, *, has_favourites: bool) -> GrownTree:
+    """Grow a tree to its last layer."""
+    forest = Forest(LAYERS[name], batch, seed, has_favourites=has_favourites)
+    for layer in forest.plan.layers:
+        forest.grown.add(layer, *forest.given(layer))
+    forest.grown.add_leaves()
+    return forest.grown

@@ -1,0 +1,397 @@
+"""One layer of growth compiled for the CPU equals the same in torch: slots chosen, ratings, and columns appended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+from growth_problems import (
+    KINDS,
+    LAYERS,
+    SIZES,
+    Children,
+    Forest,
+    Given,
+    relative_values,
+    some_table,
+    some_values,
+)
+from torch import Tensor
+
+from stree.drafters.grown import GrownTree
+from stree.drafters.offers import Offered
+from stree.growth import Layer, Plan
+from stree.kernels import growth_compiled, growth_door, reference_growth, topology
+from stree.kernels.growth_door import Chosen, Layout, Table, Terms
+from stree.kernels.reference_growth import Ratings
+
+CPU = torch.device("cpu")
+WIDTHS = (torch.float32, torch.float64)
+ROUNDING = 1e-4  # relative: a share of float64 is refused by a count of float32, of which little may be left
+GROWN = (*LAYERS, "fixed", "fixed with leaves")
+FIXED = {
+    "fixed": Plan((Layer(3, 3, slots=(0, 1, 2)), Layer(5, 2, slots=(0, 1, 2, 4, 5)), Layer(4, 1)), 12, is_fixed=True),
+    "fixed with leaves": Plan((Layer(3, 4, slots=(0, 1, 3), leaves=1), Layer(4, 2, slots=(0, 1, 2, 5), leaves=2)), 9),
+}
+
+Choose = Callable[[Tensor, Tensor | None, Tensor | None, Terms], tuple[Tensor, Tensor]]
+
+
+def check_choice(
+    value: Tensor, left: Tensor | None, below: Tensor | None, terms: Terms, specified: Choose = reference_growth.choose
+) -> None:
+    """Require the very slots of the reference, for both widths."""
+    for dtype in WIDTHS:
+        expected = specified(value.to(dtype).contiguous(), left, None if below is None else below.contiguous(), terms)
+        found = growth_compiled.choose(value.to(dtype), left, below, terms)
+        assert [part.dtype for part in found] == [torch.long, torch.bool]
+        assert torch.equal(found[1], expected[1]) and torch.equal(found[0], expected[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("batch", "slots", "width"), [(1, 1, 1), (3, 4, 4), (1, 24, 15), (3, 90, 15), (1, 17, 64)])
+def test_the_slots_chosen_are_those_of_a_stable_sort(batch: int, slots: int, width: int, kind: str) -> None:
+    value = some_values(kind, batch, slots, seed=slots, device=CPU)
+    for number, (left, layers_left) in enumerate(((0, 1), (1, 2), (width // 2, 1), (width, 3), (999, 1))):
+        lefts = torch.full((batch,), left) - torch.arange(batch)  # also below nothing
+        for in_order in (False, True):
+            terms = Terms(width, 0.3, layers_left, in_order)
+            check_choice(value, lefts, None, terms)
+            check_choice(value, lefts, relative_values(width, number, CPU), terms)
+            check_choice(value, None, None, terms)
+            check_choice(value, None, relative_values(width, number, CPU), terms)
+
+
+def test_what_is_worth_exactly_as_much_counts_and_a_value_equal_to_the_threshold_is_taken() -> None:
+    below = torch.tensor([0.125, 0.25, 0.25, 0.5, 1.0])
+    value = torch.tensor([[1.0, 0.5, 0.25, 0.25, 0.125, 0.0625]])
+    taken = set()
+    for left in range(25):
+        for given in (below, below[:0], None):
+            terms = Terms(6, 0.25, 99, in_order=False)
+            check_choice(value, torch.tensor([left]), given, terms)
+            taken.add(int(growth_compiled.choose(value, torch.tensor([left]), given, terms)[1].sum()))
+    for threshold in (0.7, 0.3):  # which float32 rounds down and up
+        check_choice(
+            torch.tensor([[0.9, threshold, 0.2]]), torch.tensor([3]), None, Terms(3, threshold, 99, in_order=False)
+        )
+    assert taken == {0, 1, 2, 3, 4, 5, 6}
+    assert growth_compiled.choose(value, torch.tensor([9]), None, terms)[1].tolist() == [[True] * 4 + [False] * 2]
+
+
+def test_a_choice_reads_values_of_any_stride_and_integers_of_any_width() -> None:
+    value = some_values("ties", 3, 12, seed=1, device=CPU)
+    left, below = torch.tensor([5, 2, 9]), relative_values(8, 2, CPU)
+    for terms in (Terms(8, 0.3, 2, in_order=True), Terms(8, 0.3, 2, in_order=False)):
+        for given in (value.T.contiguous().T, torch.cat([value, value + 1], 1)[:, :12]):
+            for lefts in (left.int(), torch.stack([left, left + 1], 1)[:, 0]):
+                check_choice(given, lefts, below.double(), terms)
+                check_choice(given, lefts, torch.stack([below, below * 0], 1)[:, 0], terms)
+
+
+def test_shares_are_rounded_as_in_torch_before_they_are_compared() -> None:
+    value = torch.rand(1, 6, generator=torch.Generator().manual_seed(0)).sort(descending=True).values
+    below = (value[0] / value[0, :, None]).triu(1).flatten().unique()[1:]  # every share once
+    for left in range(45):
+        check_choice(value, torch.tensor([left]), below, Terms(6, 0.3, 1, in_order=False))
+    table, children = some_table(1, 6, 0, CPU), Children.draw(1, 30, 4, 0, has_favourites=False, device=CPU)
+    shares = children.probs / (1 - reference_growth.spent_before(children.probs)).clamp(min=1e-6)
+    count = len(table.confidence)
+    for edges in shares[..., 1:].flatten().unique().split(count):
+        if len(edges) == count:
+            check_ratings(replace(table, confidence=edges), children)
+
+
+def test_values_that_are_hardly_numbers_are_chosen_from_as_in_torch() -> None:
+    # A share of what is below 1e-38 is taken of 1e-38, in float64 too.
+    value, below = torch.tensor([[1e-37, 1e-38, 3e-39, 3e-39, 1e-39, 1e-40]]), torch.tensor([0.05, 0.2, 0.9])
+    for left in range(20):
+        check_choice(value, torch.tensor([left]), below, Terms(6, 0.3, 1, in_order=False))
+
+
+def test_no_row_and_no_place_are_chosen_from_as_in_torch() -> None:
+    for value, width in ((torch.rand(0, 4), 3), (torch.rand(2, 4), 0)):
+        check_choice(
+            value, torch.full((len(value),), 3), relative_values(4, 1, CPU), Terms(width, 0.3, 1, in_order=True)
+        )
+
+
+def by_another_rank(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Terms) -> tuple[Tensor, Tensor]:
+    """Choose where a later sibling wins a tie."""
+    slots, is_taken = reference_growth.choose(value.flip(1), left, below, terms)
+    return value.shape[1] - 1 - slots, is_taken
+
+
+WRONG_CHOICES: dict[str, Choose] = {
+    "a later slot wins a tie": by_another_rank,
+    "nothing grows below": lambda value, left, _, terms: reference_growth.choose(value, left, torch.zeros(0), terms),
+    "by the threshold": lambda value, left, _, terms: reference_growth.choose(value, left, None, terms),
+    "one more is left": lambda value, left, below, terms: reference_growth.choose(
+        value, None if left is None else left + 1, below, terms
+    ),
+    "by value": lambda value, left, below, terms: reference_growth.choose(
+        value, left, below, replace(terms, in_order=False)
+    ),
+}
+
+
+@pytest.mark.parametrize("control", WRONG_CHOICES)
+def test_choices_that_are_wrong_in_one_thing_are_told_apart(control: str) -> None:
+    value, left = some_values("ties", 3, 24, seed=0, device=CPU), torch.tensor([14, 9, 20])
+    given = value, left, relative_values(15, 3, CPU), Terms(15, 0.3, 2, in_order=True)
+    check_choice(*given)
+    with pytest.raises(AssertionError):
+        check_choice(*given, WRONG_CHOICES[control])
+
+
+def check_ratings(table: Table, children: Children, close: float = 0.0) -> Ratings:
+    """Require the reference's cells and values, bit for bit or nearly."""
+    given = table, children.reach, children.probs, children.norms, children.is_chosen
+    expected, found = reference_growth.rate_by_table(*given), growth_compiled.rate_by_table(*given)
+    assert torch.equal(found.cells, expected.cells)
+    for name in ("priority", "value"):
+        one, other = getattr(found, name), getattr(expected, name)
+        assert one.dtype == other.dtype and torch.equal(one > 0, other > 0), name
+        assert torch.allclose(one, other, rtol=close, atol=0.0), name
+    return found
+
+
+def in_width(table: Table, children: Children, dtype: torch.dtype) -> tuple[Table, Children]:
+    """Give the same in another dtype."""
+    counts = {name: getattr(table, name).to(dtype) for name in ("passed", "tests", "sharpness", "confidence")}
+    laws = {name: getattr(children, name).to(dtype) for name in ("reach", "probs", "norms")}
+    return replace(table, **counts), replace(children, **laws)
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+@pytest.mark.parametrize("favourite", [None, 0, 1, 2])
+@pytest.mark.parametrize(("batch", "above", "ranks"), SIZES)
+def test_ratings_by_a_table_are_those_of_torch(
+    batch: int, above: int, ranks: int, favourite: int | None, dtype: torch.dtype, poisoned_empty: None
+) -> None:
+    place = min(favourite or 0, ranks - 1)
+    for seed in range(4):
+        has_favourites = favourite is not None
+        children = Children.draw(batch, above, ranks, seed, has_favourites=has_favourites, device=CPU, place=place)
+        table, children = in_width(some_table(batch, 6, seed, CPU), children, dtype)
+        found = check_ratings(table, children)
+        drawn = found.priority if children.is_chosen is None else found.priority.masked_fill(children.is_chosen, 0)
+        for row in drawn.flatten(0, 1):
+            assert bool((row[row > 0].diff() <= 0).all())
+
+
+def test_tables_and_laws_of_other_widths_are_rated_as_in_torch_and_strides_change_nothing() -> None:
+    table, children = some_table(2, 6, 0, CPU), Children.draw(2, 7, 5, 0, has_favourites=True, device=CPU)
+    assert children.is_chosen is not None
+    wide = replace(
+        children, reach=children.reach.double(), probs=children.probs.double(), norms=children.norms.double()
+    )
+    assert check_ratings(table, wide, ROUNDING).value.dtype == torch.float64
+    assert check_ratings(in_width(table, children, torch.float64)[0], children, ROUNDING).value.dtype == torch.float64
+    reach, probs, norms = (
+        torch.stack([part, part + 1], -1)[..., 0] for part in (children.reach, children.probs, children.norms)
+    )
+    is_chosen = torch.stack([children.is_chosen, ~children.is_chosen], -1)[..., 0]
+    passed, tests = (torch.stack([part, part + 1], -1)[..., 0] for part in (table.passed, table.tests))
+    expected = check_ratings(table, children)
+    found = check_ratings(replace(table, passed=passed, tests=tests), Children(reach, probs, norms, is_chosen))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+@pytest.mark.parametrize("edge", ["sharpness", "confidence"])
+def test_a_number_at_an_edge_of_the_table_falls_below_it(edge: str, dtype: torch.dtype) -> None:
+    table = some_table(1, 2, 0, CPU)
+    # Powers of two have exact squares and quotients.
+    edges = torch.tensor([2.0**-k for k in range(2 * len(getattr(table, edge)), 0, -2)])
+    norms = torch.tensor([[2.0**-k for k in range(8)]])
+    probs = torch.tensor([[[2.0**-k, 0.0] for k in range(8)]])
+    given = in_width(replace(table, **{edge: edges}), Children(torch.ones(1, 8), probs, norms, None), dtype)
+    cells = check_ratings(*given).cells
+    assert len(set(cells[0, :, 0, 0 if edge == "sharpness" else 1].tolist())) > 4
+
+
+def test_laws_that_are_used_up_and_tables_that_only_pass_are_rated_as_in_torch() -> None:
+    table = some_table(1, 4, 0, CPU)
+    sure = replace(table, passed=table.tests.clone())
+    beyond = replace(table, passed=table.tests * 1.5)  # more passed than tested: counts are rounded
+    probs = torch.tensor([[[0.75, 0.25, 0.25, 0.5], [1.0, 0.5, 0.25, 0.125], [0.5, 0.5, 0.0, 0.25], [0.0] * 4]])
+    norms, reach = torch.linalg.vector_norm(probs, dim=-1), torch.tensor([[1.0, 0.5, 0.25, 1.0]])
+    for given in (table, sure, beyond):
+        for place in (None, 0, 1, 3):
+            is_chosen = None if place is None else (torch.arange(4) == place).expand(1, 4, 4)
+            check_ratings(given, Children(reach, probs, norms, is_chosen))
+
+
+def test_no_node_is_rated_as_in_torch() -> None:
+    children = Children(torch.rand(1, 0), torch.rand(1, 0, 3), torch.rand(1, 0), torch.zeros(1, 0, 3, dtype=torch.bool))
+    assert check_ratings(some_table(1, 4, 0, CPU), children).cells.shape == (1, 0, 3, 2)
+
+
+WRONG_CHILDREN: dict[str, Callable[[Children], Children]] = {
+    "favourites taken for drawn": lambda children: replace(children, is_chosen=None),
+    "another sharpness": lambda children: replace(children, norms=children.norms * 0.7),
+    "another reach": lambda children: replace(children, reach=children.reach * 1.001),
+    "siblings in another order": lambda children: replace(children, probs=children.probs.flip(-1)),
+}
+
+
+@pytest.mark.parametrize("control", WRONG_CHILDREN)
+def test_ratings_that_are_wrong_in_one_thing_are_told_apart(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, children = some_table(3, 6, 1, CPU), Children.draw(3, 12, 5, 1, has_favourites=True, device=CPU)
+    check_ratings(table, children)
+    rate = reference_growth.rate_by_table
+
+    def wrong(table: Table, *given: Tensor) -> Ratings:
+        other = WRONG_CHILDREN[control](Children(*given))
+        return rate(table, other.reach, other.probs, other.norms, other.is_chosen)
+
+    monkeypatch.setattr(reference_growth, "rate_by_table", wrong)
+    with pytest.raises(AssertionError):
+        check_ratings(table, children)
+
+
+def best_first(layer: Layer, given: Given) -> Given:
+    """Put slots that are taken first, the best of them before all, as a choice by value does."""
+    if layer.slots is not None:
+        return given
+    value = given.value.flatten(1).gather(1, given.slots) * given.is_taken
+    order = value.sort(dim=1, descending=True, stable=True).indices
+    return given._replace(slots=given.slots.gather(1, order), is_taken=given.is_taken.gather(1, order))
+
+
+def check_layer(found: GrownTree, expected: GrownTree, layer: Layer, given: Given) -> None:
+    """Append a layer compiled and in torch; the columns that one leaves out are padding in the other."""
+    before = deepcopy(found._columns)
+    went = found.add(layer, *given)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topology, "waits_always", True)
+        assert expected.add(layer, *given)
+    size, end = found.size, expected.size
+    taken = expected._parents[:, expected.size - expected.frontier_value.shape[1] : end] >= 0
+    width = int(taken.sum(1).max()) if layer.slots is None else taken.shape[1] * bool(taken.any())
+    assert went == bool(width) and size == end - taken.shape[1] + width
+    assert not bool(taken[:, width:].any()), "slots that are taken stand first"
+    for name in ("tokens", "parents", "depths", "mask", "values", "kinds"):
+        one, other, old = (getattr(tree, name) for tree in (found._columns, expected._columns, before))
+        last = size - (name in ("values", "kinds"))
+        assert torch.equal(one[:, :last], other[:, :last]), name
+        assert torch.equal(one[:, last:], old[:, last:]), f"{name} of columns that are not there"
+    assert torch.equal(found.left, expected.left)
+    if went:
+        assert torch.equal(found.frontier_value, expected.frontier_value[:, :width])
+        assert found.frontier_value.dtype == given.value.dtype
+        assert (found.num_layers, found._begin, found._places) == (expected.num_layers, expected._begin, layer.width)
+        assert len(found._leaves) == len(expected._leaves)
+        for parts, others in zip(found._leaves, expected._leaves, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(parts, others, strict=True))
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+@pytest.mark.parametrize("has_favourites", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", GROWN)
+def test_the_columns_appended_are_those_of_torch(
+    name: str, batch: int, has_favourites: bool, dtype: torch.dtype, poisoned_empty: None
+) -> None:
+    plan = (LAYERS | FIXED)[name]
+    for seed in range(4):
+        forest = Forest(plan, batch, seed, has_favourites=has_favourites, device=CPU, dtype=dtype)
+        for layer in plan.layers:
+            given = best_first(layer, forest.given(layer))
+            found = deepcopy(forest.grown)
+            check_layer(found, forest.grown, layer, given)
+
+
+@pytest.mark.parametrize("name", ["drawn", "fixed"])
+def test_a_layer_of_which_nothing_is_taken_leaves_the_columns_as_they_are(name: str) -> None:
+    plan = (LAYERS | FIXED)[name]
+    forest = Forest(plan, 2, 0, has_favourites=True, device=CPU)
+    given = forest.given(plan.layers[0])
+    check_layer(deepcopy(forest.grown), forest.grown, plan.layers[0], given._replace(is_taken=given.is_taken & False))
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "values", "kept"),
+    [(3, (0.5, 0.4), 1), (3, (0.5, 0.5), 2), (3, (0.95, 0.85), 2), (2, (0.5, 0.4), 0), (9, (0.5, 0.0), 2)],
+)
+def test_a_node_goes_where_as_many_are_better_and_stays_where_it_is_worth_nothing(
+    num_nodes: int, values: tuple[float, float], kept: int
+) -> None:
+    plan = Plan((Layer(2, 2), Layer(2, 2)), num_nodes, is_pruned=True)
+    grown = Forest(plan, 1, 0, has_favourites=False, device=CPU).grown
+    slots, tokens = torch.tensor([[0, 1]]), torch.tensor([[[5, 6], [7, 8]]])
+    for layer, value in zip(plan.layers, ([[[0.9, 0.8]]], [[values, (0.7, 0.7)]]), strict=True):
+        worth = torch.tensor(value)
+        given = Given(slots, slots >= 0, Offered(tokens[:, : worth.shape[1]], worth, None), worth)
+        found = deepcopy(grown)
+        check_layer(found, grown, layer, given)
+    assert found.size == 4 + kept
+
+
+def test_strides_of_what_is_appended_change_nothing() -> None:
+    plan = LAYERS["drawn"]
+    forest = Forest(plan, 3, 1, has_favourites=True, device=CPU)
+    for layer in plan.layers:
+        given = best_first(layer, forest.given(layer))
+        offered = given.offered
+        apart = [torch.stack([part, part], 1)[:, 0] for part in (given.slots, given.is_taken, given.value)]
+        assert offered.is_chosen is not None
+        far = offered._replace(tokens=offered.tokens.mT.contiguous().mT, is_chosen=offered.is_chosen.mT.contiguous().mT)
+        found = deepcopy(forest.grown)
+        assert found.add(layer, apart[0], apart[1], far, apart[2])
+        forest.grown.add(layer, *given)
+        for name in ("tokens", "parents", "depths", "mask", "values", "kinds"):
+            assert torch.equal(getattr(found._columns, name), getattr(forest.grown._columns, name)), name
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_nodes": 7}, {"num_nodes": None}, {"frontier": 1}, {"kinds": (0, 0)}, {"width": 4}], ids=str
+)
+def test_a_layout_that_is_wrong_in_one_thing_is_told_apart(
+    change: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = LAYERS["pruned"]
+    forest = Forest(plan, 3, 0, has_favourites=True, device=CPU)
+    append = growth_compiled.append
+
+    def wrong(columns: growth_door.Columns, chosen: Chosen, left: Tensor, layout: Layout) -> growth_door.Appended:
+        return append(columns, chosen, left, replace(layout, **change))  # type: ignore[arg-type]
+
+    noticed = []
+    for layer in plan.layers:
+        given = best_first(layer, forest.given(layer))
+        check_layer(deepcopy(forest.grown), deepcopy(forest.grown), layer, given)
+        with monkeypatch.context() as patch:
+            patch.setattr(growth_compiled, "append", wrong)
+            try:
+                check_layer(deepcopy(forest.grown), deepcopy(forest.grown), layer, given)
+            except AssertionError:
+                noticed.append(layer)
+        forest.grown.add(layer, *given)
+    assert noticed
+
+
+def test_the_door_calls_the_compiled_code_on_the_cpu_and_torch_where_it_must_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    for owner, by in ((growth_compiled, "compiled"), (reference_growth, "torch")):
+        for name in ("choose", "rate_by_table"):
+            monkeypatch.setattr(owner, name, lambda *_, word=f"{name} {by}": asked.append(word))
+    table, children = some_table(1, 4, 0, CPU), Children.draw(1, 3, 4, 0, has_favourites=False, device=CPU)
+    terms = Terms(4, 0.0, 1, in_order=False)
+
+    def ask() -> list[str]:
+        asked.clear()
+        growth_door.choose(torch.rand(1, 8), None, None, terms)
+        growth_door.choose(torch.rand(1, growth_door.MOST_COMPARED), None, None, terms)
+        growth_door.rate_by_table(table, children.reach, children.probs, children.norms, None)
+        return asked
+
+    assert ask() == ["choose compiled", "choose torch", "rate_by_table compiled"]
+    monkeypatch.setattr(topology, "waits_always", True)
+    assert ask() == ["choose torch", "choose torch", "rate_by_table torch"]
