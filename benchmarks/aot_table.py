@@ -19,6 +19,7 @@ import aot_attention
 import aot_delta
 import aot_diagonal
 import aot_growth
+import aot_law
 import aot_mamba2
 import aot_norm
 import aot_pointwise
@@ -40,6 +41,7 @@ BUILDERS: Mapping[str, tuple[Callable[[Any, int, torch.dtype], Build], Mapping[s
     **aot_attention.BUILDERS,
     **aot_traversal.BUILDERS,
     **aot_growth.BUILDERS,
+    **aot_law.BUILDERS,
 }
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stree.kernels import law_door
 from stree.kernels.accept_door import beside, draw_beside, draw_distinct, philox_uniform
 from stree.kernels.topology import reads_freely
 
@@ -64,12 +65,14 @@ class Sampling:
             logits: any scale.
             out: where the probabilities go, or None for a tensor of their own.
         """
+        if not (self.is_greedy or self._cuts(logits.shape[-1])):
+            return law_door.law(logits, self.temperature, out)
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
         if self.is_greedy:
             out = torch.empty_like(logits) if out is None else out
             return out.zero_().scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        logits = torch.div(logits, self.temperature, out=out)  # a tensor of our own: what follows may write to it
+        logits = torch.div(logits, self.temperature, out=out)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < kth, -torch.inf)
@@ -80,6 +83,20 @@ class Sampling:
             logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
         own = logits if logits.device.type == "cpu" else None
         return torch.softmax(logits, -1, out=own if out is None else out)
+
+    def law_and_norms(self, logits: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Give laws and their norms, where these cost no pass of their own; arguments as for ``law``.
+
+        Returns:
+            The laws, and float32[...], their Euclidean norms; None where whoever needs norms is to compute them.
+        """
+        if self.is_greedy or self._cuts(logits.shape[-1]):
+            return self.law(logits, out), None
+        return law_door.law_and_norms(logits, self.temperature, out)
+
+    def _cuts(self, vocab: int) -> bool:
+        """Tell whether top-k or top-p may leave tokens of a vocabulary out."""
+        return (self.top_k is not None and self.top_k < vocab) or (self.top_p is not None and self.top_p < 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -35,7 +35,7 @@ ENGINE = PLAIN | POLICIES | {"stree.kernels", "stree.models", "stree.drafters"}
 ALLOWED: dict[str, set[str]] = {
     "stree": ENGINE | {"stree.distill", "stree.generation", "stree.hook", "stree.warming"},
     "stree.tree": {"stree.kernels.topology"},
-    "stree.sampling": {"stree.draws", "stree.kernels.accept_door", "stree.kernels.topology"},
+    "stree.sampling": {"stree.draws", "stree.kernels.accept_door", "stree.kernels.law_door", "stree.kernels.topology"},
     "stree.draws": set(),
     "stree.retrieval": {"stree.retrieval"},
     "stree.vocabulary": set(),
@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "stree.drafters": PLAIN
     | POLICIES
     | {"stree.models", "stree.drafters", "stree.kernels.bookkeeping", "stree.kernels.growth_door"}
-    | {"stree.kernels.tiles", "stree.kernels.topology"},
+    | {"stree.kernels.law_door", "stree.kernels.tiles", "stree.kernels.topology"},
     "stree.steering": PLAIN | POLICIES | {"stree.models", "stree.drafters"},
     "stree.processing": PLAIN | {"stree.drafters", "stree.models"},
     "stree.statistics": {"stree.drafters"},

@@ -28,10 +28,14 @@ def test_parts_of_a_step_launch_what_they_should_and_no_more() -> None:
     assert parts["verify"] <= 5 and parts["loop"] <= 2
 
 
-def test_what_a_step_teaches_takes_one_launch_behind_another() -> None:
+def test_laws_take_one_launch_and_what_a_step_teaches_one_behind_another() -> None:
     record = step_counts.count(6, 2, 0.8)
     assert record["by_name"]["observe: learn_kernel"] == record["by_name"]["observe: cat"] == 1
     assert record["parts"]["observe"] <= 6
+    assert record["by_name"]["accept: law_kernel"] == 1 and record["parts"]["accept"] <= 17
+    assert not {"div", "softmax", "_softmax", "linalg_vector_norm"} & {
+        name.split(": ")[1] for name in record["by_name"]
+    }
 
 
 def test_more_draft_calls_launch_more_and_more_nodes_do_not() -> None:

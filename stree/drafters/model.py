@@ -12,6 +12,7 @@ from stree.drafters.offers import offers_of
 from stree.drafters.protocol import Draft, padded_prompts
 from stree.growth import Calibrated, Estimate, Growth, Limited, Plan, choose_slots
 from stree.kernels.bookkeeping import Drafted, path_on_columns
+from stree.kernels.law_door import law_and_norms
 from stree.kernels.topology import reads_freely
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
@@ -338,15 +339,17 @@ class _ModelRun:
         for depth, layer in enumerate(plan.layers):
             logits = grown.run(self._lm, self._state)
             if drawing == "top":
-                law = logits.softmax(-1) if sampling.is_greedy else sampling.law(logits)
+                law, norms = law_and_norms(logits) if sampling.is_greedy else sampling.law_and_norms(logits)
             else:
                 laws = self._room_for_laws(plan, logits)
-                law = sampling.law(logits, out=laws[:, used : used + logits.shape[1]])
+                law, norms = sampling.law_and_norms(logits, out=laws[:, used : used + logits.shape[1]])
                 used += logits.shape[1]
             goes_on = estimate.draws(grown.frontier_value, law)
             reach = grown.frontier_value if goes_on is None else grown.frontier_value * goes_on[:, None]
             offered = offer(law, grown.frontier_number, layer.ranks)
-            priority, value = estimate.rate(reach, offered.probs, law, offered.is_chosen)
+            if offered.is_chosen is not None:
+                norms = None  # the laws are left without their favourites
+            priority, value = estimate.rate(reach, offered.probs, law, offered.is_chosen, norms)
             left, layers_left = None if plan.is_pruned else grown.left, len(plan.layers) - depth
             slots, is_taken = choose_slots(
                 layer, priority.flatten(1), left, plan.threshold, layers_left, in_order=offered.is_chosen is not None

@@ -75,7 +75,9 @@ class _Race(DraftEstimate):
         self._waits = iter((-torch.log1p(-numbers)).split(widths, 1))  # for rate 1
         self._times = torch.ones_like(numbers[:, :1, 0])
 
-    def rate(self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def rate(
+        self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None, norms: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Rate a slot by when its child arrives, whoever it is."""
         above, ranks = probs.shape[1:]
         left = reach[..., None].double() * (1 - spent_before(probs)).clamp(min=0)

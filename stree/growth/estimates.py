@@ -56,7 +56,9 @@ class Estimate(Protocol):
         """
         ...
 
-    def rate(self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def rate(
+        self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None, norms: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Rate the slots below a layer.
 
         Args:
@@ -64,6 +66,8 @@ class Estimate(Protocol):
             probs: float[batch, above, ranks], probability that the draft gives each child, 0 where there is none.
             law: float[batch, above, vocab], that the drawn ones were drawn from.
             is_chosen: bool[batch, above, ranks], children chosen without chance beside drawn ones; None for none.
+            norms: float[batch, above], Euclidean norms of ``law`` where they are known; None: whoever needs them
+                computes them.
 
         Returns:
             float[batch, above, ranks] twice: priorities of the slots, which never grow from drawn sibling to drawn
@@ -120,7 +124,9 @@ class PathEstimate:
     def draws(self, reach: Tensor, law: Tensor) -> None:
         """Draw anyway."""
 
-    def rate(self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def rate(
+        self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None, norms: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Rate a slot by its child's path probability."""
         value = reach[..., None] * probs
         return value, value
@@ -151,16 +157,20 @@ class RankEstimate(PathEstimate):
         fits = [CERTAIN[min(rank, len(CERTAIN) - 1)] for rank in range(ranks)]
         self._fit = RankFit(*(column.contiguous() for column in torch.tensor(fits, device=device).unbind(1)))
 
-    def rate(self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def rate(
+        self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None, norms: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Rate a slot by the product of its path's chances; a younger sibling's is never the greater."""
-        value = rate_by_rank(self._fit, reach, probs, torch.linalg.vector_norm(law, dim=-1))
+        value = rate_by_rank(self._fit, reach, probs, _norms_of(law) if norms is None else norms)
         return value, value
 
 
 class DraftEstimate(PathEstimate):
     """Drawn children: a test accepts with the draft's own probability (DySpec)."""
 
-    def rate(self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def rate(
+        self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None, norms: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Rate a slot by the probability that verification gets as far as testing it."""
         # Summed before the own probability: no rounding may let a slot depend on its token or pass its elder.
         spent = spent_before(probs)
@@ -206,9 +216,11 @@ class Calibration:
     def draws(self, reach: Tensor, law: Tensor) -> None:
         """Draw anyway."""
 
-    def rate(self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def rate(
+        self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None, norms: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Rate a slot by the probability that its child is accepted, over whatever token is drawn."""
-        norms = torch.linalg.vector_norm(law, dim=-1)
+        norms = _norms_of(law) if norms is None else norms
         priority, value, self._cells = rate_by_table(self._table, reach, probs, norms, is_chosen)
         return priority, value
 
@@ -232,6 +244,12 @@ class Calibration:
         """
         if self._kept:
             learn(self._table, self._kept, Verdicts(tree.parents, tree.ancestor_mask, selected, ratios, is_live))
+
+
+def _norms_of(law: Tensor) -> Tensor:
+    """Give float[batch, above], Euclidean norms of float[batch, above, vocab] laws."""
+    norms: Tensor = torch.linalg.vector_norm(law, dim=-1)
+    return norms
 
 
 def _middles(edges: Tensor) -> Tensor:

@@ -79,7 +79,9 @@ class SpecInfer(Bound):
 class _Repeated(DraftEstimate):
     """Children drawn with replacement: what the elder siblings drew takes nothing away."""
 
-    def rate(self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def rate(
+        self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None, norms: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Rate every slot alike: all of them are nodes."""
         return reach[..., None] * (probs > 0), reach[..., None] * probs
 

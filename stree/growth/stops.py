@@ -71,9 +71,11 @@ class Stopped:
         base, own = self._base.draws(reach, law), self._rule.draws(reach, law)
         return base if own is None else own if base is None else base & own
 
-    def rate(self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def rate(
+        self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None, norms: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Rate slots as the base does."""
-        return self._base.rate(reach, probs, law, is_chosen)
+        return self._base.rate(reach, probs, law, is_chosen, norms)
 
     def goes_on(self, values: Tensor) -> Tensor | None:
         """Ask both."""
