@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "stree.drafters": PLAIN
     | POLICIES
     | {"stree.models", "stree.drafters", "stree.kernels.bookkeeping", "stree.kernels.growth_door"}
-    | {"stree.kernels.law_door", "stree.kernels.tiles", "stree.kernels.topology"},
+    | {"stree.draws", "stree.kernels.law_door", "stree.kernels.tiles", "stree.kernels.topology"},
     "stree.steering": PLAIN | POLICIES | {"stree.models", "stree.drafters"},
     "stree.processing": PLAIN | {"stree.drafters", "stree.models"},
     "stree.statistics": {"stree.drafters"},
@@ -76,7 +76,7 @@ ALLOWED: dict[str, set[str]] = {
     "stree.bench": ENGINE
     | {"stree.generation", "stree.cost", "stree.bench", "stree.engine", "stree.inputs", "stree.statistics"},
     "stree.info": {"stree.engine", "stree.graphs", "stree.models", "stree.room"},
-    "stree.warming": ENGINE | {"stree.engine", "stree.generation", "stree.graphs"},
+    "stree.warming": ENGINE | {"stree.engine", "stree.generation", "stree.graphs", "stree.steering"},
     "stree.hook": ENGINE | {"stree.generation", "stree.hook_steps", "stree.session"},
     "stree.hook_steps": {"stree.processing"},
     "stree.kernels": {"stree.kernels"},
