@@ -258,6 +258,14 @@ def _parts(record: Record) -> str:
     return ", ".join(f"{name} {number:.0f}" for name, number in record["parts"].items())
 
 
+def report(records: list[Record], shown: Table, out: Path | None) -> None:
+    """Write records to a file, if there is one, show them, and print them in the last line."""
+    if out:
+        write(out, records)
+    Console(width=160).print(shown)
+    print(json.dumps(records))
+
+
 def main() -> None:
     """Count all families, with and without lean layers, and print a table and the records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -272,10 +280,7 @@ def main() -> None:
     for family in options.families:
         for is_lean in (False, True):
             records += ({**record, "env": env} for record in count(family, options.nodes, is_lean=is_lean))
-    if options.out:
-        write(options.out, records)
-    Console(width=160).print(table(records))
-    print(json.dumps(records))
+    report(records, table(records), options.out)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ models.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,12 +17,11 @@ from typing import Any
 
 import kernel_counts  # sets the interpreter up, so before what it imports
 import torch
-from rich.console import Console
 from rich.table import Table
 from tiny_models import grafted, tiny_model
 
 import stree.program
-from stree.bench.records import Record, environment, write
+from stree.bench.records import Record, environment
 from stree.drafters import ModelDrafter
 from stree.growth import Calibrated
 from stree.program import Program
@@ -137,10 +135,7 @@ def main() -> None:
     records = [
         {**count(nodes, depth, temperature), "env": env} for temperature in TEMPERATURES for nodes, depth in sizes
     ]
-    if options.out:
-        write(options.out, records)
-    Console(width=160).print(table(records))
-    print(json.dumps(records))
+    kernel_counts.report(records, table(records), options.out)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from traversal_problems import CLOSE, CONTROLS, STAR, Problem
+from traversal_problems import CLOSE, CONTROLS, STAR, OneDraft, Problem
 
 from stree.sampling import Random
 from stree.tree import TokenTree
@@ -207,25 +207,9 @@ def test_a_root_that_is_sure_stays_sure_however_little_its_children_leave(rest: 
 
 @pytest.mark.parametrize("scale", [1.0, 10.0, 40.0, 100.0])
 def test_float32_errs_in_what_it_emits_after_a_rejection_by_no_more_than_rounding(scale: float) -> None:
-    # As in test_verify.py: laws from far apart to equal but for the last bit, and tails that underflow.
-    count, vocab = 200, 20
-    generator = torch.Generator().manual_seed(0)
-    logits = scale * torch.randn(count, vocab, generator=generator, dtype=torch.float64)
-    apart = 10 ** torch.linspace(-9, 0.5, count, dtype=torch.float64)[:, None]
-    other = logits + apart * torch.randn(count, vocab, generator=generator, dtype=torch.float64)
-    probs, drafted = (one.float().softmax(-1).repeat_interleave(vocab, 0) for one in (logits, other))
-    tokens = torch.arange(vocab).repeat(count)
-    tree, zero = TokenTree.chain(torch.stack([torch.zeros_like(tokens), tokens], 1)), torch.zeros(len(tokens)).long()
-    draft = DraftLaws(drafted[:, None], tree.parents.clamp(min=0), torch.zeros_like(tree.parents))
-    tested = Tested.of(Problem(tree, probs[:, None].repeat(1, 2, 1), draft, Random(0, zero, zero)))
-    left, accepted = tested.left[:, 0].double(), tested.coins[:, 1]
-    assert bool((left >= 0).all()) and bool((left.sum(-1) > 0).all())
-    target, drafted = (law.double() / law.double().sum(-1, True) for law in (probs, drafted))
-    drawn, right = (law.gather(1, tokens[:, None]).squeeze(1) for law in (drafted, target / drafted.clamp(min=1e-300)))
-    after = (target - drafted).clamp(min=0)
-    wrong = (left / left.sum(-1, True) - after / after.sum(-1, True).clamp(min=1e-300)).abs().sum(-1)
-    error = drawn * ((1 - accepted) * wrong + (accepted - right.clamp(max=1)).abs())
-    assert float(error.view(count, vocab).sum(1).max()) < 2e-6
+    one, zero = OneDraft.draw(scale), torch.zeros(1).long()
+    tested = Tested.of(Problem(one.tree, one.law, one.draft, Random(0, zero, zero)))
+    one.check(tested.left[:, 0], tested.coins[:, 1])
 
 
 def test_strides_and_integers_of_other_widths_change_nothing() -> None:

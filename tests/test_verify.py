@@ -8,6 +8,7 @@ import pytest
 import torch
 from enumeration import DraftedTrees, TableLaw, drafted_trees, emitted_law, every_outcome, total_variation
 from torch import Tensor
+from traversal_problems import OneDraft
 
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
@@ -195,29 +196,11 @@ def test_the_log_of_a_chain_is_p_over_q_even_below_a_node_that_is_impossible(ver
 
 @pytest.mark.parametrize("scale", [1.0, 10.0, 40.0, 100.0])
 def test_float32_errs_in_what_it_emits_after_a_rejection_by_no_more_than_rounding(scale: float) -> None:
-    # Laws from far apart to equal but for the last bit, and tails that underflow: where nothing is left and p itself is
-    # put in for it, a rejection must be as rare as rounding.
-    count, vocab = 200, 20
-    generator = torch.Generator().manual_seed(0)
-    logits = scale * torch.randn(count, vocab, generator=generator, dtype=torch.float64)
-    apart = 10 ** torch.linspace(-9, 0.5, count, dtype=torch.float64)[:, None]
-    draft_logits = logits + apart * torch.randn(count, vocab, generator=generator, dtype=torch.float64)
-    tokens = torch.arange(vocab).repeat(count)
-    probs, draft_probs = (one.float().softmax(-1).repeat_interleave(vocab, 0) for one in (logits, draft_logits))
-    tree, nothing = TokenTree.chain(torch.stack([torch.zeros_like(tokens), tokens], 1)), torch.zeros(len(tokens), 2)
-    trials = Trials(
-        tree, probs[:, None].repeat(1, 2, 1), DraftLaws(draft_probs[:, None], nothing.int(), nothing.char())
-    )
-    below, _ = trials.test(torch.tensor([0]), torch.ones(len(tokens), 1).long(), torch.ones(len(tokens), 1))
-    left = trials.law_at(torch.zeros_like(tokens)).double()
-    assert bool((left >= 0).all()) and bool((left.sum(-1) > 0).all())
-    target, draft = (law.double() / law.double().sum(-1, True) for law in (probs, draft_probs))
-    accepted, drawn = below[:, 0].double(), draft.gather(1, tokens[:, None]).squeeze(1)
-    right = (target / draft.clamp(min=1e-300)).gather(1, tokens[:, None]).squeeze(1).clamp(max=1)
-    after = (target - draft).clamp(min=0)
-    apart = (left / left.sum(-1, True) - after / after.sum(-1, True).clamp(min=1e-300)).abs().sum(-1)
-    error = drawn * ((1 - accepted) * apart + (accepted - right).abs())
-    assert float(error.view(count, vocab).sum(1).max()) < 2e-6
+    # Where nothing is left and p itself is put in for it, a rejection must be as rare as rounding.
+    given = OneDraft.draw(scale)
+    trials, root = Trials(given.tree, given.law.clone(), given.draft), torch.zeros(len(given.law)).long()
+    below, _ = trials.test(torch.tensor([0]), root[:, None] + 1, torch.ones(len(root), 1))
+    given.check(trials.law_at(root), below[:, 0])
 
 
 @pytest.mark.parametrize("verifier", ["auto", "match", "rejection", "traversal"])

@@ -174,3 +174,49 @@ CONTROLS: dict[str, Callable[[Problem, pytest.MonkeyPatch], tuple[Tensor, Tensor
     "elders not taken out of the draft's law": lambda problem, _: problem.wide(INDEPENDENT),
     "laws taken for one-hot": lambda problem, _: problem.wide(DELTA),
 }
+
+
+@dataclass(frozen=True)
+class OneDraft:
+    """Trees of one drafted token, every token of 200 pairs of laws: far apart to equal but for the last bit.
+
+    Attributes:
+        tree: a root and its child.
+        law: float32[trees, 2, vocab], the target's.
+        draft: that each child was drawn from.
+    """
+
+    tree: TokenTree
+    law: Tensor
+    draft: DraftLaws
+
+    @classmethod
+    def draw(cls, scale: float) -> OneDraft:
+        """Draw laws whose logits have a deviation of ``scale``: of great ones tails underflow."""
+        count, vocab = 200, 20
+        generator = torch.Generator().manual_seed(0)
+        logits = scale * torch.randn(count, vocab, generator=generator, dtype=torch.float64)
+        apart = 10 ** torch.linspace(-9, 0.5, count, dtype=torch.float64)[:, None]
+        other = logits + apart * torch.randn(count, vocab, generator=generator, dtype=torch.float64)
+        probs, drafted = (one.float().softmax(-1).repeat_interleave(vocab, 0) for one in (logits, other))
+        tokens = torch.arange(vocab).repeat(count)
+        tree = TokenTree.chain(torch.stack([torch.zeros_like(tokens), tokens], 1))
+        rows = torch.zeros_like(tree.parents)
+        return cls(tree, probs[:, None].repeat(1, 2, 1), DraftLaws(drafted[:, None], rows, rows))
+
+    def check(self, left: Tensor, accepted: Tensor) -> None:
+        """Require that what is emitted errs by no more than rounding.
+
+        Args:
+            left: float[trees, vocab], what a rejection leaves of the target's law, not normalised.
+            accepted: float[trees], probability with which each child is accepted.
+        """
+        left, accepted, tokens = left.double(), accepted.double(), self.tree.tokens[:, 1:]
+        assert bool((left >= 0).all()) and bool((left.sum(-1) > 0).all())
+        probs, drafted = self.law[:, 0].double(), self.draft.probs[:, 0].double()
+        target, drafted = probs / probs.sum(-1, True), drafted / drafted.sum(-1, True)
+        right = (target / drafted.clamp(min=1e-300)).gather(1, tokens).squeeze(1).clamp(max=1)
+        after = (target - drafted).clamp(min=0)
+        wrong = (left / left.sum(-1, True) - after / after.sum(-1, True).clamp(min=1e-300)).abs().sum(-1)
+        error = drafted.gather(1, tokens).squeeze(1) * ((1 - accepted) * wrong + (accepted - right).abs())
+        assert float(error.view(-1, left.shape[1]).sum(1).max()) < 2e-6
