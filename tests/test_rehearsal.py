@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -204,12 +205,12 @@ def test_what_steps_brought_is_kept_where_a_model_drafts() -> None:
 
 def test_it_is_kept_as_long_as_the_target() -> None:
     target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))
-    before = len(rehearsal._known)
     stree.generate(target, PROMPTS, ModelDrafter(draft), max_new_tokens=4)
-    assert len(rehearsal._known) == before + 1
+    assert target in rehearsal._known
+    kept = weakref.ref(target)
     del target, draft
     gc.collect()
-    assert len(rehearsal._known) == before
+    assert kept() is None, "what is known of a target does not keep it"
 
 
 def test_random_numbers_are_left_alone() -> None:
