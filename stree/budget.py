@@ -24,7 +24,7 @@ COARSE_NODES, COARSE_DEPTHS = (4, 8, 16, 32, 64, 128), (2, 4, 8, 16)
 PRIOR_KEPT = 5.0  # accepted drafts, all of them promised, that a drafter is credited with beforehand
 KEPT_STEPS = 50  # steps with drafts over which the share of kept promises is averaged
 LOOK = 16  # steps of plain decoding between two looks at all choices
-OPENING = 16  # steps with drafts that are looked at one by one; later TOGETHER are
+OPENING = 16  # steps with drafts that are looked at one by one without experience; later TOGETHER are
 TOGETHER = 4
 TRACE = 0.1  # observations below which nothing that was seen fades
 MOST_PATIENCE = 3.0
@@ -33,8 +33,8 @@ TYPICAL = 0.4  # how often it is, before anything was seen
 DEAREST = 2.0  # of plain decoding's time, what the first tree may take
 ALLOWANCE = 1.0  # steps of plain decoding that drafts may lose before they are given up
 PROMPT = 1.0  # steps of plain decoding that running the prompt through a draft model takes, about
-WORTH = 8.0  # observations that experience with other texts is worth
-FIRST_MARGIN = 0.25  # share by which by experience a tree must be better than plain decoding to begin with it
+WORTH = 15.0  # observations that experience with other texts is worth
+FIRST_MARGIN = 0.15  # share by which by experience a tree must be better than plain decoding to begin with it
 
 # Milliseconds of steps by int[...] nodes, root included, and int[...] draft calls, which broadcast: float[...].
 StepMs = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -175,6 +175,8 @@ class BudgetController:
             self._predicted = share * experience.predicted
             self._accepted, self._promised = share * experience.accepted, share * experience.promised
         self._spent_ms[:] = self._seen * self._nominal_ms
+        self._own = np.zeros(len(self.choices))  # decayed number of observations of each choice on this text
+        self._known: np.ndarray | None = None  # tokens that every choice emits by experience alone
         self._current = 0
         self._credit, self._turn = 0.0, 0  # milliseconds saved for trials
         self._wanted = 0.0  # credit that the next trial costs, as last reckoned
@@ -184,6 +186,8 @@ class BudgetController:
         self._tree_steps = 0
         # bool[choices, choices]: the second is no larger than the first.
         self._smaller = np.asarray((self._sizes[None] <= self._sizes[:, None]).all(2))
+        if experience is not None:
+            self._known = self._expected()
         self._current = self._start(experience is not None)
         if experience is not None and not self._current:
             self._credit = -PROMPT * float(self._nominal_ms[0])
@@ -227,7 +231,7 @@ class BudgetController:
             self._credit += self._probe_share * float(self._nominal_ms[ran])
         self._waiting.append((values, depths, is_accepted))
         self._tree_steps += 1
-        if is_trial or self._tree_steps <= OPENING or len(self._waiting) >= TOGETHER:
+        if is_trial or (self._known is None and self._tree_steps <= OPENING) or len(self._waiting) >= TOGETHER:
             self._learn_waiting(ran)
             self._settle()
 
@@ -265,6 +269,7 @@ class BudgetController:
 
     def _fade(self, share: float) -> None:
         """Keep a share of all counts; of what was seen at all a trace stays, which says what a trial would bring."""
+        self._own *= share
         kept = np.maximum(share, np.minimum(1.0, TRACE / np.maximum(self._seen, 1e-9)))
         for sums in (self._seen, self._emitted, self._predicted, self._spent_ms):
             sums *= kept
@@ -274,11 +279,7 @@ class BudgetController:
         self._count_plain()
         if not self._waiting:
             return
-        size = max(values.shape[1] for values, _, _ in self._waiting)
-        values, depths, is_accepted = (
-            np.stack([np.pad(part, ((0, 0), (0, size - part.shape[1]))) for part in parts])
-            for parts in zip(*self._waiting, strict=True)
-        )
+        values, depths, is_accepted = (_stacked(parts) for parts in zip(*self._waiting, strict=True))
         self._fade(self._decay ** len(self._waiting))
         share = (1 - 1 / KEPT_STEPS) ** len(self._waiting)
         self._waiting = []
@@ -303,6 +304,7 @@ class BudgetController:
         is_live = is_accepted.max(2)
         count = is_live.sum(1)  # of each step
         self._seen[known] += count.sum()
+        self._own[known] += count.sum()
         self._emitted[known] += (is_inside & is_accepted).sum((1, 2, 3))
         self._predicted[known] += np.where(is_inside & is_live[..., None], values, 0.0).sum((1, 2, 3))
         if self._is_padded:
@@ -329,7 +331,22 @@ class BudgetController:
         most = self._largest_seen()
         law = np.abs(self._laws[:, most] - expected[most]).argmin() if most else np.abs(REFUSED - TYPICAL).argmin()
         beyond = np.maximum(self._laws[law], (self._smaller * np.where(is_seen, expected, 0.0)).max(1))
-        return np.asarray(np.where(is_seen, expected, beyond))
+        return self._at_this_level(np.where(is_seen, expected, beyond))
+
+    def _at_this_level(self, expected: np.ndarray) -> np.ndarray:
+        """Correct what experience says of sizes that this text has not had: it agrees with its drafts more or less.
+
+        A step says nothing of larger trees.  What they emitted elsewhere is worth here what the sizes that ran make of
+        the difference, else the largest would always seem the best.
+        """
+        most = float(self._own[1:].max(initial=0.0))
+        if self._known is None or most <= 0:
+            return expected
+        ran = int(np.where(self._own >= most, self._nominal_ms, 0.0)[1:].argmax()) + 1
+        then, now = (np.abs(self._laws[:, ran] - tokens[ran]).argmin() for tokens in (self._known, expected))
+        share = np.minimum(self._own / most, 1.0)
+        share[0] = 1.0
+        return np.asarray(share * expected + (1 - share) * self._known * self._laws[now] / self._laws[then])
 
     def _settle(self) -> None:
         """Go over to the choice of the greatest goodput if it is better than the present one by the margin."""
@@ -391,3 +408,11 @@ class BudgetController:
             best = int(np.where(self._seen > 0, goodput, 0.0).argmax())
             return best if goodput[best] > (1 + FIRST_MARGIN) * goodput[0] else 0
         return int(np.where(self._nominal_ms <= DEAREST * self._nominal_ms[0], goodput, 0.0).argmax())
+
+
+def _stacked(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Put [batch, n] arrays, one a step, into [steps, batch, most n], padded with zeros."""
+    stacked = np.zeros((len(parts), len(parts[0]), max(part.shape[1] for part in parts)), parts[0].dtype)
+    for room, part in zip(stacked, parts, strict=True):
+        room[:, : part.shape[1]] = part
+    return stacked

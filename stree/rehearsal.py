@@ -31,11 +31,11 @@ from stree.verify import Acceptance
 
 __all__ = ["StepTimes", "step_times"]
 
-ROUNDS = 6  # the first warms the machine, of the others the median counts
-LONGEST_S = 2.0  # after which one round must do
+ROUNDS = 10  # of each size the first time warms the machine, of the others the median counts
+LONGEST_S = 2.0  # of timed rounds, after which no other begins
 SMALL, MIDDLE, LARGE = 4, 16, 64  # nodes of the trees that are timed; what lies between is interpolated
-SHALLOW, DEEP = 2, 4  # and their draft calls
-OPENING = 64  # tokens of the caller's first prompt that the text goes on from
+SHALLOW, DEEP = 2, 4  # draft calls of the smaller ones; the large one is as deep as trees may be
+OPENING = 12  # tokens of the caller's first prompt that a text goes on from, at most
 
 logger = logging.getLogger("stree")
 
@@ -116,7 +116,7 @@ def step_times(
         if looks_at_text is not None:
             lm, stand_in = with_processor(lm, stand_in, _Untouched(looks_at_text))
         try:
-            _run(lm, stand_in, rehearsal, [_cut(opening, lm.max_length)] * batch, sampling, verifier, engine)
+            _run(lm, stand_in, rehearsal, opening, batch, sampling, verifier, engine)
             known[key] = rehearsal.times()
         except Exception as problem:  # the caller's own text will meet it, or not
             name = type(problem).__name__
@@ -125,33 +125,33 @@ def step_times(
     return known[key]
 
 
-def _cut(opening: Sequence[int], max_length: int | None) -> list[int]:
-    """Give the end of a prompt, an eighth of a text at most."""
+def _cut(opening: Sequence[int], share: float, max_length: int | None) -> list[int]:
+    """Give the end of the first part of a prompt, an eighth of a text at most."""
     most = OPENING if max_length is None else min(OPENING, max(max_length // 8, 1))
-    return list(opening[-most:])
+    end = max(round(share * len(opening)), 1)
+    return list(opening[max(end - most, 0) : end])
 
 
 def _run(
     lm: TreeLM,
     drafter: Drafter,
     rehearsal: _Rehearsal,
-    openings: Sequence[list[int]],
+    opening: Sequence[int],
+    batch: int,
     sampling: Sampling,
     verifier: str,
     engine: Engine | None,
 ) -> None:
     """Generate until all steps were taken, with an engine of its own: nothing that is kept for texts is disturbed."""
-    most = max(map(len, openings))
-    room = most + rehearsal.most_tokens + rehearsal.max_nodes
+    engine = None if engine is None else Engine(engine.recorder)
+    room = OPENING + rehearsal.most_tokens + rehearsal.max_nodes
     length = room if lm.max_length is None else min(room, lm.max_length)
     while not rehearsal.is_done:
         left = rehearsal.num_left
-        rehearsal.begin()
+        text = _cut(opening, rehearsal.begin(), lm.max_length)
         session = Session(
-            lm, [(list(opening), None) for opening in openings], sampling=sampling, max_new_tokens=length - most,
-            stop_token_ids=None, seed=left, max_batch=len(openings), max_length=length,
-            cancelled=lambda _: rehearsal.is_done,
-            engine=None if engine is None else Engine(engine.recorder),
+            lm, [(text, None)] * batch, sampling=sampling, max_new_tokens=length - len(text), stop_token_ids=None,
+            seed=left, max_batch=batch, max_length=length, cancelled=lambda _: rehearsal.is_paused, engine=engine,
         )  # fmt: skip
         session.run(drafter, rehearsal, verifier)
         if session.problem is not None:
@@ -163,7 +163,8 @@ def _run(
 class _Rehearsal(AutoSize):
     """Takes steps of given sizes, small and large by turns, so that what disturbs the machine disturbs all of them.
 
-    A controller learns from them, which takes its time too.
+    A controller learns from them, which takes its time too.  Every round is a text of its own, which goes on from
+    another place of the prompt: one text agrees with its drafts more, another less.
 
     Args:
         sizes: of which a few are timed.
@@ -175,12 +176,12 @@ class _Rehearsal(AutoSize):
     def __init__(self, sizes: Sizes, *, has_model: bool, on_device: bool) -> None:
         super().__init__(sizes, GUESS)
         self._has_model, self._calls_matter = has_model, has_model and sizes.is_cut
-        timed = _timed_choices(sizes)
-        self._script = _script(timed, on_device)
-        self._round = len(self._script) if on_device else len(timed) + 2
-        self._deadline = time.perf_counter() + LONGEST_S
+        self._choices, self._on_device = _timed_choices(sizes), on_device
+        self._script = _script(self._choices, on_device, is_first=True)
+        self._round, self._num_rounds = 0, ROUNDS
+        self._deadline: float | None = None  # known when the first step is timed
         self.most_tokens = sum(choice.depth + 1 for choice, _ in self._script) + 1
-        self._begun = self._heard = 0
+        self._begun = self._heard = 0  # of this round
         self._is_first, self._last = True, 0.0
         # Milliseconds by size, and the nodes and draft calls that it turned out to have.
         self._steps: dict[Choice, list[tuple[float, int, int]]] = {}
@@ -189,25 +190,36 @@ class _Rehearsal(AutoSize):
     @property
     def num_left(self) -> int:
         """Steps not yet heard of."""
-        return len(self._script) - self._heard
+        return (self._num_rounds - self._round) * len(self._script) - self._heard
+
+    @property
+    def is_paused(self) -> bool:
+        """Tell whether all steps of this round were heard of."""
+        return self._heard == len(self._script)
 
     @property
     def is_done(self) -> bool:
         """Tell whether all steps were heard of."""
-        return self.num_left <= 0
+        return self.num_left == 0
 
     @property
     def is_off(self) -> bool:
         """Tell that trees will be drafted."""
         return False
 
-    def begin(self) -> None:
-        """Begin a text: the rest of the steps is to come, the first of which is not timed."""
+    def begin(self) -> float:
+        """Begin a text for what is left of a round, whose first step is not timed; give its share of the prompt."""
+        if self.is_paused:
+            self._round, self._heard = self._round + 1, 0
+            *trees, plain = self._choices  # the larger ones first by turns: a text agrees with its drafts more and more
+            self._choices = [*trees[::-1], plain]
+            self._script = _script(self._choices, self._on_device, is_first=False)
         self._begun, self._is_first = self._heard, True
         self._launched.clear()
+        return 1 - self._round / self._num_rounds
 
     def next(self) -> tuple[Growth | None, int]:
-        """Give the next size; plain decoding when all were given."""
+        """Give the next size; plain decoding when all of a round were given."""
         choice = self._script[self._begun][0] if self._begun < len(self._script) else PLAIN
         self._begun += 1
         return self._launch(choice)
@@ -217,18 +229,20 @@ class _Rehearsal(AutoSize):
         super().observe(draft, acceptance)
         now = time.perf_counter()
         ms, self._last = 1e3 * (now - self._last), now
-        if self.is_done:
+        if self.is_paused:
             return
         choice, timing = self._script[self._heard]
         self._heard += 1
+        if self._deadline is None and timing:
+            self._deadline = now - 1e-3 * ms + LONGEST_S
         if self._is_first:
             self._is_first = False
         elif timing == "timed":
             self._steps.setdefault(choice, []).append((ms, draft.tree.tokens.shape[1], draft.num_calls))
         elif timing == "behind":
             self._behind.append(ms)
-        if now > self._deadline and self._heard >= self._round:
-            self._heard = len(self._script)
+        if self.is_paused and self._deadline is not None and now > self._deadline:
+            self._num_rounds = self._round + 1
 
     def times(self) -> StepTimes:
         """Interpolate between what was timed."""
@@ -236,7 +250,9 @@ class _Rehearsal(AutoSize):
         plain_ms = usual.pop(PLAIN)[0]
         trees = [usual[choice] for choice in sorted(usual, key=lambda choice: (choice.nodes, choice.depth))]
         call_ms = _call_ms(trees) if self._calls_matter else 0.0
-        points = [(float(nodes), ms - call_ms * calls) for ms, nodes, calls in trees]
+        # The calls of the deepest tree, which few nodes share, take less than others: it is there for what it brings.
+        timed = trees[:-1] if self._calls_matter and len(trees) > 3 else trees
+        points = [(float(nodes), ms - call_ms * calls) for ms, nodes, calls in timed]
         if len(trees) > 1:  # below the smallest tree the first slope goes on; what draws nothing runs a root alone
             points.append((1.0, _below(points, plain_ms) if self._calls_matter else plain_ms))
         nodes = sorted({count for count, _ in points})
@@ -255,18 +271,21 @@ def _timed_choices(sizes: Sizes) -> list[Choice]:
         return [*(Choice(nodes, nodes - 1) for nodes in (SMALL, MIDDLE, LARGE)), PLAIN]
     deep = min(DEEP, deepest)
     shallow = min(SHALLOW, max(deep - 1, 1))
-    pairs = ((SMALL, shallow), (MIDDLE, shallow), (MIDDLE, deep), (LARGE, deep))
+    pairs = ((SMALL, shallow), (MIDDLE, shallow), (MIDDLE, deep), (LARGE, deep), (LARGE, deepest))
     return [*dict.fromkeys(Choice(nodes, depth) for nodes, depth in pairs), PLAIN]
 
 
-def _script(choices: Sequence[Choice], on_device: bool) -> list[tuple[Choice, str]]:
-    """List all steps, each "timed", "behind" plain decoding, or neither."""
+def _script(choices: Sequence[Choice], on_device: bool, *, is_first: bool) -> list[tuple[Choice, str]]:
+    """List the steps of a round, each "timed", "behind" plain decoding, or neither."""
     if not on_device:
-        each = [(choice, "timed") for choice in (*choices, PLAIN)]
-        return [(choices[0], ""), *each, *[(choices[0], "behind"), *each] * (ROUNDS - 1)]
+        small = min(choices[:-1], key=lambda choice: choice.nodes)
+        trees = [(choice, "timed") for choice in choices[:-1]]
+        return [(small, ""), *trees, (PLAIN, ""), (PLAIN, "timed"), (PLAIN, "timed"), (small, "behind")]
+    pairs = [(choice, timing) for choice in choices for timing in ("", "timed")]
+    if not is_first:
+        return pairs
     room = [(choice, "") for choice in choices]  # whatever a size makes room for, graphs are captured behind it
-    warm = [(choice, "") for choice in choices for _ in range(WARM_UP + 1)]
-    return [*room, *warm, *[(choice, timing) for choice in choices for timing in ("", "timed")] * ROUNDS]
+    return [*room, *[(choice, "") for choice in choices for _ in range(WARM_UP + 1)], *pairs]
 
 
 def _usual(steps: Sequence[tuple[float, int, int]]) -> tuple[float, int, int]:
@@ -280,8 +299,8 @@ def _call_ms(trees: Sequence[tuple[float, int, int]]) -> float:
     pairs = [(before, after) for before, after in zip(trees, trees[1:], strict=False)]
     wider = [(m1 - m0) / (n1 - n0) for (m0, n0, c0), (m1, n1, c1) in pairs if n1 > n0 and c1 == c0]
     node_ms = max(wider[-1], 0.0) if wider else 0.0
-    deeper = [(m1 - m0 - node_ms * (n1 - n0)) / (c1 - c0) for (m0, n0, c0), (m1, n1, c1) in pairs if c1 > c0]
-    return max(deeper[-1], 0.0) if deeper else 0.0
+    deeper = [(n1 - n0, (m1 - m0 - node_ms * (n1 - n0)) / (c1 - c0)) for (m0, n0, c0), (m1, n1, c1) in pairs if c1 > c0]
+    return max(min(deeper, key=lambda pair: pair[0])[1], 0.0) if deeper else 0.0
 
 
 def _below(points: Sequence[tuple[float, float]], plain_ms: float) -> float:

@@ -159,7 +159,7 @@ def test_it_begins_as_other_texts_have_shown(is_padded: bool) -> None:
         return BudgetController(choices, ms, experience=experience(agreement), is_padded=is_padded)
 
     mean = means(choices, recorded_steps(0.7, 1, 200, seed=1))
-    for share, pays in ((0.7, True), (1.1, False)):  # what the best tree takes of what plain decoding takes for as much
+    for share, pays in ((0.7, True), (1.3, False)):  # what the best tree takes of what plain decoding takes for as much
 
         def ms(nodes: np.ndarray, depth: np.ndarray, share: float = share) -> np.ndarray:
             tree = share * mean[Choice(16, 4)] + 0.05 * (nodes - 16) + 0.2 * (depth - 4)
@@ -187,9 +187,42 @@ def test_experience_is_worth_a_few_steps_of_the_text() -> None:
         controller.observe(Choice(8, 2), *cut(step, Choice(8, 2)))
     known = controller.experience()
     later = BudgetController(choices, lambda nodes, depth: 1.0 + 0.1 * nodes, experience=known)
-    assert later._seen.max() == pytest.approx(8) and known.seen.max() > 60
+    assert later._seen.max() == pytest.approx(15) and known.seen.max() > 60
     assert later._emitted[3:] / later._seen[3:] == pytest.approx(known.emitted[3:] / known.seen[3:])
     assert later._accepted / later._promised == pytest.approx(known.accepted / known.promised)
+    ran = later.best
+    for step in recorded_steps(0.9, 1, 4, seed=5):
+        assert later._own.max() == 0, "the text's own steps are looked at together"
+        later.observe(ran, *cut(step, ran))
+    assert later._own[later.choices.index(ran)] == 4
+
+
+def test_a_text_that_agrees_less_says_so_of_larger_trees_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    choices = layered_choices(LARGEST, 8)
+
+    def ms(nodes: np.ndarray, depth: np.ndarray) -> np.ndarray:
+        return 1.0 + 0.02 * nodes + 0.2 * depth
+
+    elsewhere = BudgetController(choices, ms)
+    for step in recorded_steps(0.8, 1, 60, seed=3):
+        elsewhere.observe(Choice(64, 8), *cut(step, Choice(64, 8)))
+    here = recorded_steps(0.35, 1, 200, seed=4)
+    mean, ran = means(choices, here), Choice(16, 4)
+
+    def beyond(controller: BudgetController) -> list[float]:
+        """Run one size; give how much more larger ones seem to emit than they do."""
+        for step in here[:24]:
+            controller._current = choices.index(ran)
+            controller.observe(ran, *cut(step, ran))
+        expected = dict(zip(choices, controller._expected(), strict=True))
+        larger = (Choice(24, 5), Choice(64, 4), Choice(64, 8))
+        return [expected[choice] / expected[ran] / (mean[choice] / mean[ran]) for choice in larger]
+
+    controller = BudgetController(choices, ms, experience=elsewhere.experience())
+    assert all(0.9 < error < 1.2 for error in beyond(controller))
+    unmoved = BudgetController(choices, ms, experience=elsewhere.experience())
+    monkeypatch.setattr(unmoved, "_at_this_level", lambda expected: expected)
+    assert max(beyond(unmoved)) > 1.5, "the largest would always seem the best"
 
 
 def test_what_draws_little_costs_little() -> None:

@@ -42,6 +42,7 @@ class Stage:
     ) -> None:
         self.now, self.ms, self.behind_ms = 0.0, ms, behind_ms
         self.steps: list[tuple[int, int]] = []
+        self.shares: list[float] = []
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
     def play(
@@ -51,8 +52,8 @@ class Stage:
         actor = rehearsal._Rehearsal(sizes, has_model=has_model, on_device=on_device)
         number, was_plain = 0, False
         while not actor.is_done:
-            if number % text == 0:
-                actor.begin()
+            if actor.is_paused or number % text == 0:
+                self.shares.append(actor.begin())
                 self.now += 0.1  # the prompt
             growth, nodes = actor.next()
             calls = self.calls(growth, nodes) if has_model else 0
@@ -90,14 +91,16 @@ def test_what_steps_take_is_found_and_what_disturbs_them_is_not(
 
 
 def test_the_prompt_of_a_text_is_no_part_of_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Stage(monkeypatch, layered_ms, behind_ms=5.0).play(LAYERED, text=7)
+    found = Stage(monkeypatch, layered_ms, behind_ms=5.0).play(LAYERED, text=9)
     assert found(np.array(16), np.array(4)) == pytest.approx(layered_ms(16, 4))
-    assert found.behind_ms == 0, "each round began a text"
+    assert found(np.array(1), np.array(0)) == pytest.approx(10.0)
 
 
 def test_trees_that_differ_in_nodes_and_calls_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     trees = [(ms, nodes, calls) for nodes, calls in ((4, 2), (10, 2), (16, 4), (64, 4)) for ms in [1.5 * calls + nodes]]
     assert rehearsal._call_ms(trees) == pytest.approx(1.5)
+    cheap = [(10.0, 4, 2), (22.0, 16, 2), (25.0, 16, 4), (26.0, 64, 8)]
+    assert rehearsal._call_ms(cheap) == pytest.approx(1.5), "of equal nodes"
     assert rehearsal._call_ms(trees[:2]) == 0, "nothing says what a call takes"
     assert rehearsal._call_ms([(9.0, 4, 2), (8.0, 4, 4)]) == 0, "never less than nothing"
 
@@ -124,18 +127,41 @@ def test_no_tree_is_faster_than_plain_decoding_and_no_larger_one_than_a_smaller(
     assert (table > 9.99).all() and (np.diff(table, axis=0) >= 0).all() and (np.diff(table, axis=1) >= 0).all()
 
 
-def slowed(factor: int, nodes: int, calls: int) -> float:
+def slowed(factor: float, nodes: int, calls: int) -> float:
     return factor * layered_ms(nodes, calls)
 
 
 def test_a_slow_machine_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
-    for factor in (1, 100):
+    for factor in (0.1, 100.0):
         stage = Stage(monkeypatch, partial(slowed, factor))
         found = stage.play(LAYERED)
         assert found(np.array(16), np.array(4)) == pytest.approx(factor * layered_ms(16, 4))
         counts.append(len(stage.steps))
-    assert counts == [42, 7]
+    assert counts == [100, 10]
+
+
+def test_each_round_goes_on_from_another_place_the_larger_trees_first_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch, partial(slowed, 0.1))
+    stage.play(LAYERED)
+    assert stage.shares == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
+    trees = [(4, 2), (16, 2), (16, 4), (64, 4), (64, 8)]
+    for number, begin in enumerate(range(0, 100, 10)):
+        order = trees[::-1] if number % 2 else trees
+        assert stage.steps[begin : begin + 10] == [(4, 2), *order, (1, 0), (1, 0), (1, 0), (4, 2)]
+
+
+def test_calls_that_few_nodes_share_say_nothing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Stage(monkeypatch, lambda nodes, calls: layered_ms(nodes, min(calls, 4))).play(LAYERED)
+    assert found(np.array(64), np.array(4)) == pytest.approx(layered_ms(64, 4))
+
+
+def test_a_piece_of_a_prompt_ends_within_it() -> None:
+    text = list(range(20, 120))
+    assert rehearsal._cut(text, 1.0, None) == text[-12:] and rehearsal._cut(text, 0.5, None) == text[38:50]
+    assert rehearsal._cut(text, 0.5, 80) == text[40:50], "an eighth of the longest text"
+    assert rehearsal._cut(text, 0.1, 4) == text[9:10] and rehearsal._cut([19], 0.1, None) == [19]
+    assert rehearsal._cut(text[:5], 0.5, None) == text[:2]
 
 
 def measured(
@@ -181,14 +207,13 @@ def test_it_goes_on_from_the_caller_s_first_prompt_that_can_be_run(monkeypatch: 
     text = [token % 40 for token in range(100)]
     expected = stree.generate(target, [text, [5]], budget=1, max_new_tokens=3).sequences
     assert stree.generate(target, [text, [5]], draft, max_new_tokens=3).sequences == expected, "no prompt was lost"
-    assert openings.pop() == [text[-rehearsal.OPENING :]] * 2
+    assert openings.pop() == text
     prompts = iter([[10**6], text])
     with pytest.raises(ValueError, match="no prompt can be run"):
         stree.generate(target, iter([[10**6]]), draft, max_new_tokens=3, max_batch=1, max_length=120)
-    assert openings.pop() == [[0]]
+    assert openings.pop() == [0]
     found = stree.generate(target, prompts, draft, max_new_tokens=3, max_batch=1, max_length=120)
-    assert found.sequences == [[10**6], expected[0]] and openings.pop() == [[0]]
-    assert rehearsal._cut(text, 80) == text[-10:] and rehearsal._cut(text, 4) == text[-1:] == rehearsal._cut([19], None)
+    assert found.sequences == [[10**6], expected[0]] and openings.pop() == [0]
 
 
 def test_what_steps_brought_is_kept_where_a_model_drafts() -> None:
