@@ -76,11 +76,11 @@ def generate(
         drafter: what proposes trees; None for ``SuffixDrafter()``.
         growth: the shape of a model drafter's trees; None for its default, ``Calibrated()``.
         budget: most nodes a step, root included; 1 is plain decoding; "auto" for the size of the best goodput, up to 64
-            nodes, chosen anew for every step.  What steps take, and what a draft model's trees bring behind pieces of the
-            first prompt, is measured before the first text of a kind, which its statistics leave out, and kept with
-            ``lm``: within a process a seed names a text.  A batch shares one size a step, so with a temperature and a draft
-            model, MATCH apart, a text depends under "auto" on the prompts that share its batch, and on the process;
-            under a fixed budget it does not.
+            nodes, chosen anew for every step.  What steps take, and what a draft model's trees bring behind pieces of
+            the first prompt, is measured before the first text of a kind, which its statistics leave out, and kept
+            with ``lm``: within a process a seed names a text.  A batch shares one size a step, so with a temperature
+            and a draft model, MATCH apart, a text depends under "auto" on the prompts that share its batch, and on the
+            process; under a fixed budget it does not.
         verifier: "auto", "match", "rejection", "traversal" or "block"; see ``stree.accept``.
         sampling: temperature, top-k, top-p; None for greedy.
         max_new_tokens: most new tokens a sequence.
