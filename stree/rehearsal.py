@@ -248,11 +248,13 @@ class _Rehearsal(AutoSize):
         """Interpolate between what was timed."""
         usual = {choice: _usual(steps) for choice, steps in self._steps.items()}
         plain_ms = usual.pop(PLAIN)[0]
-        trees = [usual[choice] for choice in sorted(usual, key=lambda choice: (choice.nodes, choice.depth))]
+        sizes = sorted(usual, key=lambda choice: (choice.nodes, choice.depth))
+        trees = [usual[choice] for choice in sizes]
         call_ms = _call_ms(trees) if self._calls_matter else 0.0
+        points = [(float(nodes), ms - call_ms * calls) for ms, nodes, calls in trees]
         # The calls of the deepest tree, which few nodes share, take less than others: it is there for what it brings.
-        timed = trees[:-1] if self._calls_matter and len(trees) > 3 else trees
-        points = [(float(nodes), ms - call_ms * calls) for ms, nodes, calls in timed]
+        if sizes[-1].depth > DEEP and sizes[-2:-1] == [Choice(LARGE, DEEP)]:
+            points.pop()
         if len(trees) > 1:  # below the smallest tree the first slope goes on; what draws nothing runs a root alone
             points.append((1.0, _below(points, plain_ms) if self._calls_matter else plain_ms))
         nodes = sorted({count for count, _ in points})

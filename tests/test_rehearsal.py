@@ -156,6 +156,16 @@ def test_calls_that_few_nodes_share_say_nothing_of_others(monkeypatch: pytest.Mo
     assert found(np.array(64), np.array(4)) == pytest.approx(layered_ms(64, 4))
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5])
+def test_trees_of_any_depth_are_timed_up_to_the_largest(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = Sizes.of(Calibrated(depth=depth).bind(Sampling()), has_model=True, is_coarse=False)
+    found = Stage(monkeypatch, layered_ms).play(sizes)
+    for nodes in (4, 16, 64):
+        if depth > 1:  # else nothing says what a call takes, and none differ
+            assert found(np.array(nodes), np.array(depth)) == pytest.approx(layered_ms(nodes, depth))
+    assert found(np.array(64), np.array(1)) > found(np.array(16), np.array(1))
+
+
 def test_a_piece_of_a_prompt_ends_within_it() -> None:
     text = list(range(20, 120))
     assert rehearsal._cut(text, 1.0, None) == text[-12:] and rehearsal._cut(text, 0.5, None) == text[38:50]
