@@ -266,14 +266,14 @@ class _Rehearsal(AutoSize):
 
 def _timed_choices(sizes: Sizes) -> list[Choice]:
     """Choose the sizes that are timed, smallest first, plain decoding last."""
-    deepest = max(choice.depth for choice in sizes.choices)
     if len(sizes.choices) <= 3:
         return [*sizes.choices[1:], PLAIN]
     if not sizes.is_cut:
         return [*(Choice(nodes, nodes - 1) for nodes in (SMALL, MIDDLE, LARGE)), PLAIN]
-    deep = min(DEEP, deepest)
-    shallow = min(SHALLOW, max(deep - 1, 1))
-    pairs = ((SMALL, shallow), (MIDDLE, shallow), (MIDDLE, deep), (LARGE, deep), (LARGE, deepest))
+    depths = sorted({choice.depth for choice in sizes.choices[1:]})
+    deep = max(depth for depth in depths if depth <= DEEP)
+    shallow = max((depth for depth in depths if depth <= min(SHALLOW, deep - 1)), default=deep)
+    pairs = ((SMALL, shallow), (MIDDLE, shallow), (MIDDLE, deep), (LARGE, deep), (LARGE, depths[-1]))
     return [*dict.fromkeys(Choice(nodes, depth) for nodes, depth in pairs), PLAIN]
 
 

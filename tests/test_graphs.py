@@ -294,6 +294,23 @@ def test_warming_up_captures_before_the_first_text(
         stree.warm_up(grafted(tiny_model("bamba")), drafter, max_length=20)
 
 
+def test_what_steps_take_is_measured_on_texts_that_share_their_graphs(
+    drafter: ModelDrafter, capture: Callable[[], stree.TreeLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, captured, begin = capture(), [], rehearsal._Rehearsal.begin
+    recorder = lm.kept["engine"].recorder
+
+    def begun(self: rehearsal._Rehearsal) -> float:
+        captured.append(len(recorder.tapes))
+        return begin(self)
+
+    monkeypatch.setattr(rehearsal._Rehearsal, "begin", begun)
+    monkeypatch.setattr(rehearsal, "LONGEST_S", 1e9)
+    generate(lm, drafter, budget="auto", max_new_tokens=2, growth=Calibrated(depth=2))
+    assert len(captured) == rehearsal.ROUNDS and captured[0] == 0
+    assert set(captured[1:]) == {4}, "three trees and plain decoding, in the first round"
+
+
 @pytest.mark.parametrize("drafts", ["model", "suffix", "none"])
 def test_warming_up_captures_all_sizes_that_auto_chooses_from(
     drafts: str, drafter: ModelDrafter, capture: Callable[[], stree.TreeLM]

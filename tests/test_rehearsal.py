@@ -309,8 +309,12 @@ def test_plain_decoding_and_a_fixed_budget_measure_nothing(monkeypatch: pytest.M
 
 
 def test_sizes_that_are_timed_are_sizes_that_are_chosen() -> None:
-    coarse = Sizes.of(Calibrated(depth=8).bind(Sampling()), has_model=True, is_coarse=True)
-    for sizes in (LAYERED, coarse, Sizes(None, flat_choices(64))):
+    layered = [
+        Sizes.of(Calibrated(depth=depth).bind(Sampling()), has_model=True, is_coarse=is_coarse)
+        for depth in range(1, 10)
+        for is_coarse in (False, True)
+    ]
+    for sizes in (*layered, Sizes(None, flat_choices(64))):
         timed = rehearsal._timed_choices(sizes)
         assert timed[-1] == PLAIN and set(timed) <= set(sizes.choices) and len(timed) >= 4
     shallow = Sizes.of(Calibrated(depth=1).bind(Sampling()), has_model=True, is_coarse=False)
