@@ -189,7 +189,7 @@ class _Rehearsal(AutoSize):
 
     @property
     def num_left(self) -> int:
-        """Steps not yet heard of."""
+        """Steps not yet heard of, if the rounds to come are as long as this one."""
         return (self._num_rounds - self._round) * len(self._script) - self._heard
 
     @property
