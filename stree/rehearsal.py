@@ -1,4 +1,4 @@
-"""What a step of each size takes and brings, measured once: a few steps of the loop on a text that nobody reads.
+"""What a step of each size takes and brings, measured once: a few steps of the loop on texts that nobody reads.
 
 It decides nothing.  What is measured is kept with the target and never measured again, so that whoever chooses sizes by
 it chooses the same ones for the same text.
