@@ -175,7 +175,7 @@ class BudgetController:
             self._predicted = share * experience.predicted
             self._accepted, self._promised = share * experience.accepted, share * experience.promised
         self._spent_ms[:] = self._seen * self._nominal_ms
-        self._own = np.zeros(len(self.choices))  # decayed number of observations of each choice on this text
+        self._own = np.zeros(len(self.choices))  # observations of each choice on this text
         self._known: np.ndarray | None = None  # tokens that every choice emits by experience alone
         self._current = 0
         self._credit, self._turn = 0.0, 0  # milliseconds saved for trials
@@ -269,7 +269,6 @@ class BudgetController:
 
     def _fade(self, share: float) -> None:
         """Keep a share of all counts; of what was seen at all a trace stays, which says what a trial would bring."""
-        self._own *= share
         kept = np.maximum(share, np.minimum(1.0, TRACE / np.maximum(self._seen, 1e-9)))
         for sums in (self._seen, self._emitted, self._predicted, self._spent_ms):
             sums *= kept

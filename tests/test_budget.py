@@ -223,6 +223,28 @@ def test_a_text_that_agrees_less_says_so_of_larger_trees_too(monkeypatch: pytest
     unmoved = BudgetController(choices, ms, experience=elsewhere.experience())
     monkeypatch.setattr(unmoved, "_at_this_level", lambda expected: expected)
     assert max(beyond(unmoved)) > 1.5, "the largest would always seem the best"
+    has_had = controller._own > 0
+    assert controller._expected()[has_had] == pytest.approx(unmoved._expected()[has_had]), "what ran speaks for itself"
+
+
+def test_the_largest_size_that_a_text_had_says_what_it_is_like() -> None:
+    choices = layered_choices(LARGEST, 8)
+
+    def ms(nodes: np.ndarray, depth: np.ndarray) -> np.ndarray:
+        return 1.0 + 0.1 * nodes + 0.1 * depth
+
+    here = recorded_steps(0.5, 1, 1, seed=3)[0]
+    first = BudgetController(choices, ms)
+    first.observe(Choice(64, 8), *cut(here, Choice(64, 8)))
+    controller = BudgetController(choices, ms, experience=first.experience())
+    laws, ran = controller._laws, choices.index(Choice(16, 4))
+    controller._known = laws[10]
+    controller._own[controller._smaller[ran]] = 5.0
+    expected = laws[10].copy()
+    expected[ran] = laws[30][ran]
+    found = controller._at_this_level(expected)
+    larger = ~controller._smaller[ran]
+    assert found[larger] == pytest.approx(laws[30][larger]) and found[~larger] == pytest.approx(expected[~larger])
 
 
 def test_what_draws_little_costs_little() -> None:

@@ -12,6 +12,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -298,17 +299,25 @@ def test_what_steps_take_is_measured_on_texts_that_share_their_graphs(
     drafter: ModelDrafter, capture: Callable[[], stree.TreeLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm, captured, begin = capture(), [], rehearsal._Rehearsal.begin
-    recorder = lm.kept["engine"].recorder
+    recorder, replay, replays = lm.kept["engine"].recorder, Tape.replay, [0]
 
     def begun(self: rehearsal._Rehearsal) -> float:
-        captured.append(len(recorder.tapes))
+        captured.append((len(recorder.tapes), replays[-1]))
         return begin(self)
+
+    def replayed(self: Tape) -> None:
+        replays.append(replays[-1] + 1)
+        replay(self)
+
+    monkeypatch.setattr(Tape, "replay", replayed)
 
     monkeypatch.setattr(rehearsal._Rehearsal, "begin", begun)
     monkeypatch.setattr(rehearsal, "LONGEST_S", 1e9)
     generate(lm, drafter, budget="auto", max_new_tokens=2, growth=Calibrated(depth=2))
-    assert len(captured) == rehearsal.ROUNDS and captured[0] == 0
-    assert set(captured[1:]) == {4}, "three trees and plain decoding, in the first round"
+    tapes, counts = zip(*captured, strict=True)
+    assert len(captured) == rehearsal.ROUNDS and tapes[0] == 0
+    assert set(tapes[1:]) == {4}, "three trees and plain decoding, in the first round"
+    assert all(after - before >= 8 for before, after in pairwise(counts)), "two steps of each size are replayed"
 
 
 @pytest.mark.parametrize("drafts", ["model", "suffix", "none"])

@@ -166,6 +166,21 @@ def test_trees_of_any_depth_are_timed_up_to_the_largest(depth: int, monkeypatch:
     assert found(np.array(64), np.array(1)) > found(np.array(16), np.array(1))
 
 
+def test_a_step_that_was_launched_ahead_of_a_round_s_end_is_nobody_s() -> None:
+    actor = rehearsal._Rehearsal(LAYERED, has_model=True, on_device=True)
+    root = TokenTree.chain([3])
+    outcome = Acceptance(torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), torch.tensor([1]))
+    actor.begin()
+    while not actor.is_paused:
+        _, nodes = actor.next()
+        tree = TokenTree.chain(list(range(nodes)))
+        actor.observe(Draft(tree, None, nodes - 1, nodes - 1), outcome)
+    left, steps = actor.num_left, {size: len(found) for size, found in actor._steps.items()}
+    assert actor.next() == (LAYERED.growth, 1)
+    actor.observe(Draft(root, None, 0, 0), outcome)
+    assert actor.num_left == left and {size: len(found) for size, found in actor._steps.items()} == steps
+
+
 def test_a_piece_of_a_prompt_ends_within_it() -> None:
     text = list(range(20, 120))
     assert rehearsal._cut(text, 1.0, None) == text[-12:] and rehearsal._cut(text, 0.5, None) == text[38:50]
