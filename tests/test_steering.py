@@ -130,7 +130,7 @@ class Valueless:
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         if budget == 1:
-            return Draft(TokenTree.unchecked(pending[:, None], torch.full((len(pending), 1), -1)), None, 0)
+            return Draft(TokenTree.chain(pending[:, None]), None, 0)
         tokens = torch.stack([pending, pending], 1)
         parents = torch.tensor([[-1, 0]] * len(pending), dtype=torch.int32)
         return Draft(TokenTree.unchecked(tokens, parents), None, 1)
@@ -158,6 +158,7 @@ def test_every_drafter_runs_by_default(name: str, monkeypatch: pytest.MonkeyPatc
     assert stree.generate(target, PROMPTS, drafter, max_new_tokens=12).sequences == plain_texts()
     if isinstance(drafter, Valueless):
         assert drafter.starts == 1, "a drafter of the user's own is not rehearsed with"
+    assert stree.generate(target, PROMPTS, drafter, budget=1, max_new_tokens=12).sequences == plain_texts()
     given(monkeypatch, 0.02, 0.01)  # trees pay
     out = stree.generate(target, PROMPTS, drafter, max_new_tokens=12)
     assert out.sequences == plain_texts()
