@@ -188,7 +188,7 @@ class BudgetController:
         self._smaller = np.asarray((self._sizes[None] <= self._sizes[:, None]).all(2))
         if experience is not None:
             self._known = self._expected()
-        self._current = self._start(experience is not None)
+        self._current = self._start()
         if experience is not None and not self._current:
             self._credit = -PROMPT * float(self._nominal_ms[0])
 
@@ -328,7 +328,7 @@ class BudgetController:
         expected = (self._emitted + PRIOR * (1 + kept * promised)) / (seen + PRIOR)
         is_seen = self._seen > 0
         most = self._largest_seen()
-        law = np.abs(self._laws[:, most] - expected[most]).argmin() if most else np.abs(REFUSED - TYPICAL).argmin()
+        law = self._law(most, expected) if most else np.abs(REFUSED - TYPICAL).argmin()
         beyond = np.maximum(self._laws[law], (self._smaller * np.where(is_seen, expected, 0.0)).max(1))
         return self._at_this_level(np.where(is_seen, expected, beyond))
 
@@ -337,15 +337,24 @@ class BudgetController:
 
         A step says nothing of larger trees.  What they emitted elsewhere is worth here what the sizes that ran make of
         the difference, else the largest would always seem the best.
+
+        Args:
+            expected: float[choices], tokens a step as all observations together say.
+
+        Returns:
+            float[choices].
         """
         most = float(self._own[1:].max(initial=0.0))
         if self._known is None or most <= 0:
             return expected
         ran = int(np.where(self._own >= most, self._nominal_ms, 0.0)[1:].argmax()) + 1
-        then, now = (np.abs(self._laws[:, ran] - tokens[ran]).argmin() for tokens in (self._known, expected))
+        then, now = self._law(ran, self._known), self._law(ran, expected)
         share = np.minimum(self._own / most, 1.0)
-        share[0] = 1.0
         return np.asarray(share * expected + (1 - share) * self._known * self._laws[now] / self._laws[then])
+
+    def _law(self, choice: int, tokens: np.ndarray) -> int:
+        """Name the law that suits the tokens of a choice, of float[choices]."""
+        return int(np.abs(self._laws[:, choice] - tokens[choice]).argmin())
 
     def _settle(self) -> None:
         """Go over to the choice of the greatest goodput if it is better than the present one by the margin."""
@@ -400,10 +409,10 @@ class BudgetController:
             self._patience = min(1.5 * self._patience, MOST_PATIENCE)
         return trial
 
-    def _start(self, is_experienced: bool) -> int:
+    def _start(self) -> int:
         """Begin with the tree of the greatest goodput as far as can be said beforehand, or with none if none pays."""
         goodput = self.goodput()
-        if is_experienced:
+        if self._known is not None:
             best = int(np.where(self._seen > 0, goodput, 0.0).argmax())
             return best if goodput[best] > (1 + FIRST_MARGIN) * goodput[0] else 0
         return int(np.where(self._nominal_ms <= DEAREST * self._nominal_ms[0], goodput, 0.0).argmax())

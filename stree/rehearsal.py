@@ -7,6 +7,7 @@ it chooses the same ones for the same text.
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from collections.abc import Hashable, Sequence
@@ -34,7 +35,7 @@ __all__ = ["StepTimes", "step_times"]
 ROUNDS = 10  # of each size the first time warms the machine, of the others the median counts
 LONGEST_S = 2.0  # of timed rounds, after which no other begins
 SMALL, MIDDLE, LARGE = 4, 16, 64  # nodes of the trees that are timed; what lies between is interpolated
-SHALLOW, DEEP = 2, 4  # draft calls of the smaller ones; the large one is as deep as trees may be
+SHALLOW, DEEP = 2, 4  # and their draft calls
 OPENING = 12  # tokens of the caller's first prompt that a text goes on from, at most
 
 logger = logging.getLogger("stree")
@@ -126,7 +127,7 @@ def step_times(
 
 
 def _cut(opening: Sequence[int], share: float, max_length: int | None) -> list[int]:
-    """Give the end of the first part of a prompt, an eighth of a text at most."""
+    """Give the last tokens of the first ``share`` of a prompt, an eighth of the longest text at most."""
     most = OPENING if max_length is None else min(OPENING, max(max_length // 8, 1))
     end = max(round(share * len(opening)), 1)
     return list(opening[max(end - most, 0) : end])
@@ -176,10 +177,13 @@ class _Rehearsal(AutoSize):
     def __init__(self, sizes: Sizes, *, has_model: bool, on_device: bool) -> None:
         super().__init__(sizes, GUESS)
         self._has_model, self._calls_matter = has_model, has_model and sizes.is_cut
-        self._choices, self._on_device = _timed_choices(sizes), on_device
-        self._script = _script(self._choices, on_device, is_first=True)
+        # Trees of a round.  The deepest one is not timed: its calls, which few nodes share, take less than others.
+        self._trees = [(choice, "timed") for choice in _timed_choices(sizes)[:-1]]
+        self._trees += [(choice, "") for choice in _deeper_choices(sizes)]
+        self._on_device = on_device
+        self._script = _script(self._trees, on_device, is_first=True)
         self._round, self._num_rounds = 0, ROUNDS
-        self._deadline: float | None = None  # known when the first step is timed
+        self._deadline = math.inf  # known when the first step is timed
         self.most_tokens = sum(choice.depth + 1 for choice, _ in self._script) + 1
         self._begun = self._heard = 0  # of this round
         self._is_first, self._last = True, 0.0
@@ -211,9 +215,8 @@ class _Rehearsal(AutoSize):
         """Begin a text for what is left of a round, whose first step is not timed; give its share of the prompt."""
         if self.is_paused:
             self._round, self._heard = self._round + 1, 0
-            *trees, plain = self._choices  # the larger ones first by turns: a text agrees with its drafts more and more
-            self._choices = [*trees[::-1], plain]
-            self._script = _script(self._choices, self._on_device, is_first=False)
+            self._trees.reverse()  # the larger ones first by turns: a text agrees with its drafts more and more
+            self._script = _script(self._trees, self._on_device, is_first=False)
         self._begun, self._is_first = self._heard, True
         self._launched.clear()
         return 1 - self._round / self._num_rounds
@@ -233,28 +236,24 @@ class _Rehearsal(AutoSize):
             return
         choice, timing = self._script[self._heard]
         self._heard += 1
-        if self._deadline is None and timing:
-            self._deadline = now - 1e-3 * ms + LONGEST_S
+        if timing:
+            self._deadline = min(self._deadline, now - 1e-3 * ms + LONGEST_S)
         if self._is_first:
             self._is_first = False
         elif timing == "timed":
             self._steps.setdefault(choice, []).append((ms, draft.tree.tokens.shape[1], draft.num_calls))
         elif timing == "behind":
             self._behind.append(ms)
-        if self.is_paused and self._deadline is not None and now > self._deadline:
+        if self.is_paused and now > self._deadline:
             self._num_rounds = self._round + 1
 
     def times(self) -> StepTimes:
         """Interpolate between what was timed."""
         usual = {choice: _usual(steps) for choice, steps in self._steps.items()}
         plain_ms = usual.pop(PLAIN)[0]
-        sizes = sorted(usual, key=lambda choice: (choice.nodes, choice.depth))
-        trees = [usual[choice] for choice in sizes]
+        trees = [usual[choice] for choice in sorted(usual, key=lambda choice: (choice.nodes, choice.depth))]
         call_ms = _call_ms(trees) if self._calls_matter else 0.0
         points = [(float(nodes), ms - call_ms * calls) for ms, nodes, calls in trees]
-        # The calls of the deepest tree, which few nodes share, take less than others: it is there for what it brings.
-        if sizes[-1].depth > DEEP and sizes[-2:-1] == [Choice(LARGE, DEEP)]:
-            points.pop()
         if len(trees) > 1:  # below the smallest tree the first slope goes on; what draws nothing runs a root alone
             points.append((1.0, _below(points, plain_ms) if self._calls_matter else plain_ms))
         nodes = sorted({count for count, _ in points})
@@ -273,21 +272,27 @@ def _timed_choices(sizes: Sizes) -> list[Choice]:
     depths = sorted({choice.depth for choice in sizes.choices[1:]})
     deep = max(depth for depth in depths if depth <= DEEP)
     shallow = max((depth for depth in depths if depth <= min(SHALLOW, deep - 1)), default=deep)
-    pairs = ((SMALL, shallow), (MIDDLE, shallow), (MIDDLE, deep), (LARGE, deep), (LARGE, depths[-1]))
+    pairs = ((SMALL, shallow), (MIDDLE, shallow), (MIDDLE, deep), (LARGE, deep))
     return [*dict.fromkeys(Choice(nodes, depth) for nodes, depth in pairs), PLAIN]
 
 
-def _script(choices: Sequence[Choice], on_device: bool, *, is_first: bool) -> list[tuple[Choice, str]]:
+def _deeper_choices(sizes: Sizes) -> list[Choice]:
+    """Give the largest tree at its deepest, where no timed one is as deep: it tells what all others bring."""
+    deepest = max(choice.depth for choice in sizes.choices)
+    return [Choice(LARGE, deepest)] if sizes.is_cut and len(sizes.choices) > 3 and deepest > DEEP else []
+
+
+def _script(trees: Sequence[tuple[Choice, str]], on_device: bool, *, is_first: bool) -> list[tuple[Choice, str]]:
     """List the steps of a round, each "timed", "behind" plain decoding, or neither."""
     if not on_device:
-        small = min(choices[:-1], key=lambda choice: choice.nodes)
-        trees = [(choice, "timed") for choice in choices[:-1]]
+        small = min((choice for choice, _ in trees), key=lambda choice: choice.nodes)
         return [(small, ""), *trees, (PLAIN, ""), (PLAIN, "timed"), (PLAIN, "timed"), (small, "behind")]
-    pairs = [(choice, timing) for choice in choices for timing in ("", "timed")]
+    sizes = [*trees, (PLAIN, "timed")]
+    pairs = [(choice, each) for choice, timing in sizes for each in ("", timing)]
     if not is_first:
         return pairs
-    room = [(choice, "") for choice in choices]  # whatever a size makes room for, graphs are captured behind it
-    return [*room, *[(choice, "") for choice in choices for _ in range(WARM_UP + 1)], *pairs]
+    room = [(choice, "") for choice, _ in sizes]  # whatever a size makes room for, graphs are captured behind it
+    return [*room, *[(choice, "") for choice, _ in sizes for _ in range(WARM_UP + 1)], *pairs]
 
 
 def _usual(steps: Sequence[tuple[float, int, int]]) -> tuple[float, int, int]:
