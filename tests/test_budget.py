@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -178,6 +179,21 @@ def test_it_begins_as_other_texts_have_shown(is_padded: bool) -> None:
             plain += 1
         assert plain >= 100, "a draft model's prompt is paid for first"
         assert plain < 1000, "and it is tried in the end"
+
+
+@pytest.mark.parametrize(("gain", "begins"), [(1.1, False), (1.2, True)])
+def test_it_begins_with_a_tree_only_where_that_promised_enough(gain: float, begins: bool) -> None:
+    choices = layered_choices(LARGEST, 8)
+    elsewhere = BudgetController(choices, lambda nodes, depth: 1.0 + 0.1 * nodes + 0.1 * depth)
+    for step in recorded_steps(0.7, 1, 40, seed=3):
+        elsewhere.observe(Choice(64, 8), *cut(step, Choice(64, 8)))
+    known = elsewhere.experience()
+
+    def ms(nodes: np.ndarray, depth: np.ndarray, plain_ms: float) -> np.ndarray:
+        return np.where(nodes == 1, plain_ms, 1.0 + 0.1 * nodes + 0.1 * depth)
+
+    best = BudgetController(choices, partial(ms, plain_ms=0.1), experience=known).goodput()[1:].max()
+    assert (BudgetController(choices, partial(ms, plain_ms=gain / best), experience=known).best != PLAIN) == begins
 
 
 def test_experience_is_worth_a_few_steps_of_the_text() -> None:
