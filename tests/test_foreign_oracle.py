@@ -1,12 +1,9 @@
 """A second oracle that nobody here wrote: mamba-ssm's own one-token kernel, run along every path of a tree.
 
-`selective_state_update` is Triton, so it runs interpreted on the CPU.  mamba-ssm is not a dependency of the tests; to
-install it without CUDA (pure Python, seconds), beside torch, triton, transformers and einops:
+`selective_state_update` is Triton, so it runs interpreted on the CPU.  mamba-ssm is not a dependency of the tests;
+`.ci/run` installs it without CUDA (pure Python, seconds) in a folder of its own and runs this file with that folder.
 
-    pip install setuptools wheel packaging ninja einops
-    MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE pip install --no-build-isolation --no-deps mamba-ssm==2.3.2.post1
-
-Run: TRITON_INTERPRET=1 python -m pytest tests/test_foreign_oracle.py
+Run: PYTHONPATH=.venv/foreign .venv/bin/python -m pytest tests/test_foreign_oracle.py
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ Update = Callable[..., Tensor]
 def update(monkeypatch: pytest.MonkeyPatch) -> Update:
     """Give mamba-ssm's kernel; on a CPU its package asks for CUDA modules that the kernel does without."""
     if importlib.util.find_spec("mamba_ssm") is None:
-        pytest.skip("mamba_ssm is not installed; the docstring of this file says how")
+        pytest.skip("mamba_ssm is not installed; .ci/run says how")
     if DEVICE == "cpu":
         for name in ("selective_scan_cuda", "causal_conv1d_cuda"):
             monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
