@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from stree.budget import PLAIN, Choice
 from stree.drafters import Drafter, HasModel, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.drafters.initialised import InitialisedDrafter
 from stree.engine import Engine, engine_of
@@ -22,6 +21,7 @@ from stree.rehearsal import step_times
 from stree.room import arithmetic, check_room, has_room
 from stree.sampling import Sampling
 from stree.session import Observer, Session, Streamer
+from stree.sizes import PLAIN, Choice
 from stree.statistics import Generation
 from stree.steering import MAX_DEPTH, MOST_FIXED, AutoSize, FixedSize, Sizes, Steering
 from stree.verify import LONGEST, VERIFIERS

@@ -17,15 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stree.budget import PLAIN, Choice, Experience
 from stree.drafters import Draft, Drafter, HasModel
 from stree.engine import Engine
+from stree.goodput import Experience
 from stree.graphs import WARM_UP
 from stree.growth import Growth
 from stree.models.tree_lm import TreeLM
 from stree.processing import Node, NodeProcessor, with_processor
 from stree.sampling import Random, Sampling
 from stree.session import Session
+from stree.sizes import PLAIN, Choice
 from stree.steering import AutoSize, Sizes
 from stree.tree import TokenTree
 from stree.verify import Acceptance

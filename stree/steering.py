@@ -14,9 +14,11 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from stree.budget import PLAIN, BudgetController, Choice, Experience, StepMs, flat_choices, layered_choices
+from stree.budget import BudgetController
 from stree.drafters import Draft
+from stree.goodput import Experience, StepMs
 from stree.growth import Growth, Limited
+from stree.sizes import PLAIN, Choice, flat_choices, layered_choices
 from stree.verify import Acceptance
 
 __all__ = ["AutoSize", "FixedSize", "Sizes", "Steering", "Tour"]

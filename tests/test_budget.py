@@ -12,7 +12,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from stree.budget import LOOK, BudgetController, Choice, Experience, StepMs, flat_choices, layered_choices
+from stree.budget import LOOK, BudgetController
+from stree.goodput import Experience, StepMs
+from stree.sizes import Choice, flat_choices, layered_choices
 
 PLAIN = Choice(1, 0)
 LARGEST, DEEPEST = 64, 16
@@ -203,14 +205,16 @@ def test_experience_is_worth_a_few_steps_of_the_text() -> None:
         controller.observe(Choice(8, 2), *cut(step, Choice(8, 2)))
     known = controller.experience()
     later = BudgetController(choices, lambda nodes, depth: 1.0 + 0.1 * nodes, experience=known)
-    assert later._seen.max() == pytest.approx(15) and known.seen.max() > 60
-    assert later._emitted[3:] / later._seen[3:] == pytest.approx(known.emitted[3:] / known.seen[3:])
-    assert later._accepted / later._promised == pytest.approx(known.accepted / known.promised)
+    kept = later.experience()
+    assert kept.seen.max() == pytest.approx(15) and known.seen.max() > 60
+    assert kept.emitted[3:] / kept.seen[3:] == pytest.approx(known.emitted[3:] / known.seen[3:])
+    assert kept.accepted / kept.promised == pytest.approx(known.accepted / known.promised)
     ran = later.best
+    before = later.goodput()
     for step in recorded_steps(0.9, 1, 4, seed=5):
-        assert later._own.max() == 0, "the text's own steps are looked at together"
+        assert later.goodput() == pytest.approx(before), "the text's own steps are looked at together"
         later.observe(ran, *cut(step, ran))
-    assert later._own[later.choices.index(ran)] == 4
+    assert later.goodput() != pytest.approx(before)
 
 
 def test_a_text_that_agrees_less_says_so_of_larger_trees_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,42 +229,25 @@ def test_a_text_that_agrees_less_says_so_of_larger_trees_too(monkeypatch: pytest
     here = recorded_steps(0.35, 1, 200, seed=4)
     mean, ran = means(choices, here), Choice(16, 4)
 
+    def tokens(controller: BudgetController) -> np.ndarray:
+        return controller._known.tokens(controller._current)
+
     def beyond(controller: BudgetController) -> list[float]:
         """Run one size; give how much more larger ones seem to emit than they do."""
         for step in here[:24]:
             controller._current = choices.index(ran)
             controller.observe(ran, *cut(step, ran))
-        expected = dict(zip(choices, controller._expected(), strict=True))
+        expected = dict(zip(choices, tokens(controller), strict=True))
         larger = (Choice(24, 5), Choice(64, 4), Choice(64, 8))
         return [expected[choice] / expected[ran] / (mean[choice] / mean[ran]) for choice in larger]
 
     controller = BudgetController(choices, ms, experience=elsewhere.experience())
     assert all(0.9 < error < 1.2 for error in beyond(controller))
     unmoved = BudgetController(choices, ms, experience=elsewhere.experience())
-    monkeypatch.setattr(unmoved, "_at_this_level", lambda expected: expected)
+    monkeypatch.setattr(unmoved._known, "_at_this_level", lambda expected: expected)
     assert max(beyond(unmoved)) > 1.5, "the largest would always seem the best"
-    has_had = controller._own > 0
-    assert controller._expected()[has_had] == pytest.approx(unmoved._expected()[has_had]), "what ran speaks for itself"
-
-
-def test_the_largest_size_that_a_text_had_says_what_it_is_like() -> None:
-    choices = layered_choices(LARGEST, 8)
-
-    def ms(nodes: np.ndarray, depth: np.ndarray) -> np.ndarray:
-        return 1.0 + 0.1 * nodes + 0.1 * depth
-
-    here = recorded_steps(0.5, 1, 1, seed=3)[0]
-    first = BudgetController(choices, ms)
-    first.observe(Choice(64, 8), *cut(here, Choice(64, 8)))
-    controller = BudgetController(choices, ms, experience=first.experience())
-    laws, ran = controller._laws, choices.index(Choice(16, 4))
-    controller._known = laws[10]
-    controller._own[controller._smaller[ran]] = 5.0
-    expected = laws[10].copy()
-    expected[ran] = laws[30][ran]
-    found = controller._at_this_level(expected)
-    larger = ~controller._smaller[ran]
-    assert found[larger] == pytest.approx(laws[30][larger]) and found[~larger] == pytest.approx(expected[~larger])
+    has_had = [choice.nodes <= ran.nodes and choice.depth <= ran.depth for choice in choices]
+    assert tokens(controller)[has_had] == pytest.approx(tokens(unmoved)[has_had]), "what ran speaks for itself"
 
 
 def test_what_draws_little_costs_little() -> None:
@@ -302,36 +289,6 @@ def test_the_controller_follows_a_drafter_that_becomes_useless_and_recovers() ->
     assert [controller.choose() for _ in range(10)].count(PLAIN) >= 9, "off, but for a trial"
     replay(controller, good, ms, 3000, seed=9)
     assert controller.choose().nodes > 1
-
-
-def test_a_step_teaches_what_smaller_trees_would_have_emitted() -> None:
-    controller = BudgetController(layered_choices(4, 3), lambda nodes, depth: nodes + 10.0 * depth, memory=10**9)
-    # Root, two children, a grandchild below the better one: accepted are the root, that child and the grandchild.
-    values = np.array([[1.0, 0.3, 0.6, 0.5]])
-    depths = np.array([[0, 1, 1, 2]])
-    controller.observe(Choice(4, 3), values, depths, np.array([[True, False, True, True]]))
-    emitted = dict(zip(controller.choices, controller._emitted - np.eye(len(controller.choices))[0], strict=True))
-    assert emitted[PLAIN] == pytest.approx(1)
-    assert emitted[Choice(2, 1)] == pytest.approx(2)
-    assert emitted[Choice(3, 1)] == pytest.approx(2), "the grandchild is deeper"
-    assert emitted[Choice(3, 2)] == pytest.approx(3)
-    assert emitted[Choice(4, 3)] == pytest.approx(3)
-    controller.observe(Choice(4, 3), values, depths, np.zeros((1, 4), dtype=bool))
-    assert controller._emitted[0] == pytest.approx(2), "a sequence that stood still teaches nothing"
-    spent = dict(zip(controller.choices, controller._spent_ms / np.maximum(controller._seen, 1e-9), strict=True))
-    assert spent[PLAIN] == 1 and spent[Choice(3, 1)] == 13
-    assert spent[Choice(4, 3)] == 24, "no node was deeper than two"
-
-
-def test_a_tree_that_ran_emitted_what_it_did_whatever_others_put_into_it() -> None:
-    controller = BudgetController(layered_choices(4, 3), lambda nodes, depth: nodes + 10.0 * depth, memory=10**9)
-    values, depths = (
-        np.array([[1.0, 0.6, 0.5]]),
-        np.array([[0, 1, 2]]),
-    )  # the last was retrieved, below a tree of depth 1
-    controller.observe(Choice(3, 1), values, depths, np.ones((1, 3), dtype=bool))
-    emitted = dict(zip(controller.choices, controller._emitted, strict=True))
-    assert emitted[Choice(3, 1)] == 3 and emitted[Choice(2, 1)] == 2
 
 
 def off_controller(ms: StepMs, behind_ms: float = 0.0) -> BudgetController:

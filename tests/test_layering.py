@@ -29,7 +29,7 @@ FOLDERS = (
     "stree.retrieval",
 )
 PLAIN = {"stree.sampling", "stree.tree"}
-POLICIES = {"stree.growth", "stree.retrieval", "stree.verify", "stree.budget"}
+POLICIES = {"stree.growth", "stree.retrieval", "stree.verify", "stree.budget", "stree.goodput", "stree.sizes"}
 LOOP = {"stree.room", "stree.engine", "stree.graphs", "stree.program", "stree.statistics", "stree.steering"}
 ENGINE = PLAIN | POLICIES | {"stree.kernels", "stree.models", "stree.drafters"}
 ALLOWED: dict[str, set[str]] = {
@@ -42,7 +42,9 @@ ALLOWED: dict[str, set[str]] = {
     "stree.growth": PLAIN
     | {"stree.growth", "stree.kernels.growth_door", "stree.kernels.growth_learning", "stree.kernels.reference_growth"},
     "stree.verify": PLAIN | {"stree.verify", "stree.kernels"},
-    "stree.budget": PLAIN,
+    "stree.sizes": set(),
+    "stree.goodput": {"stree.sizes"},
+    "stree.budget": {"stree.goodput", "stree.sizes"},
     "stree.drafters": PLAIN
     | POLICIES
     | {"stree.models", "stree.drafters", "stree.kernels.bookkeeping", "stree.kernels.growth_door"}

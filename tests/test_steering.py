@@ -20,7 +20,7 @@ from tiny_models import grafted, random_texts, tiny_model
 from torch import Tensor
 
 import stree
-from stree.budget import PLAIN, BudgetController, Choice, flat_choices
+from stree.budget import BudgetController
 from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import (
     RSDC,
@@ -43,6 +43,7 @@ from stree.growth import (
 from stree.growth.plan import Bound
 from stree.rehearsal import GUESS, StepTimes
 from stree.sampling import Random, Sampling
+from stree.sizes import PLAIN, Choice, flat_choices
 from stree.steering import AutoSize, FixedSize, Sizes
 from stree.tree import TokenTree
 from stree.verify import Acceptance
