@@ -27,6 +27,7 @@ __all__ = [
     "activation_of",
     "experts_of",
     "feed_forward_of",
+    "gates_whole_rows",
     "keeps_rotary_dtype",
     "norm_of_rows",
 ]
@@ -77,6 +78,7 @@ FEED_FORWARDS = (
 GATE_FACTOR, DOWN_FACTOR = "gate_multiplier", "down_multiplier"  # Falcon-H1's
 
 _norms: dict[type, Norm | None] = {}
+_gated_norms: dict[type, bool] = {}
 _feed_forwards: dict[type, FeedForward | None] = {}
 _experts: dict[type, Experts | None] = {}
 _rotaries: dict[Any, bool | None] = {}
@@ -92,6 +94,16 @@ def norm_of_rows(module: Any) -> Norm | None:
     if kind not in _norms:
         _norms[kind] = _probed_norm(module, names[0])
     return _norms[kind]
+
+
+def gates_whole_rows(module: Any) -> bool:
+    """Tell whether a module of rows and gates is `stree.kernels.ops.gated_rms_norm` with its defaults."""
+    kind = type(module)
+    if kind not in _gated_norms:
+        parameters = dict(module.named_parameters())
+        is_norm = parameters.keys() == {"weight"} and parameters["weight"].dim() == 1
+        _gated_norms[kind] = is_norm and hasattr(module, EPS_NAMES[0]) and _gates_whole_rows(module)
+    return _gated_norms[kind]
 
 
 def feed_forward_of(module: Any) -> FeedForward | None:
@@ -192,6 +204,14 @@ def _probed_norm(module: Any, eps: str) -> Norm | None:
         if _is_close(y, reference_norm.rms_norm(x, weight, eps=0.25, offset=offset)):
             return Norm(eps, offset)
     return None
+
+
+@torch.no_grad()
+def _gates_whole_rows(module: Any) -> bool:
+    """Run a small copy, where eps matters, and compare it with the law."""
+    x, gate, weight = _draw(3, 8, seed=0), _draw(3, 8, seed=1), _draw(8, seed=2)
+    twin = _small_copy(module, weight=nn.Parameter(weight), **{EPS_NAMES[0]: 0.25})
+    return _is_close(type(module).forward(twin, x, gate), reference_norm.gated_rms_norm(x, gate, weight, eps=0.25))
 
 
 def _parts(names: FeedForward) -> set[str]:

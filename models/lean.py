@@ -103,6 +103,8 @@ def gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
         facts = {"groups": norm.n_groups, "norm_before_gate": norm.norm_before_gate}
     elif getattr(norm, "activation", None) in ("silu", "sigmoid"):  # the delta rules
         facts = {"norm_before_gate": True, "activation": norm.activation}
+    elif laws.gates_whole_rows(norm):  # Mamba-2, Bamba, Granite-4.0-H of transformers below 5.23
+        facts = {}
     else:
         return norm(x, gate)  # type: ignore[no-any-return]
     return ops.gated_rms_norm(x, gate, norm.weight, eps=norm.variance_epsilon, **facts)

@@ -60,6 +60,7 @@ def test_a_gated_norm_in_one_launch_equals_the_familys_own(
     channels, draw = norm.weight.shape[0], torch.Generator().manual_seed(0)
     x, gate = (torch.randn(6, 2 * channels, generator=draw).to(dtype)[:, :channels] for _ in range(2))
     monkeypatch.setattr(checks, "has_triton", lambda op, *_: op in checks.TRITON)
+    lean.gated_norm(norm, x, gate)  # what a class computes is found out once, by running a small copy
     monkeypatch.setattr(type(norm), "forward", refuse)
     ours = lean.gated_norm(norm, x, gate)
     monkeypatch.undo()
@@ -67,6 +68,34 @@ def test_a_gated_norm_in_one_launch_equals_the_familys_own(
         theirs = norm(x[None], gate[None])[0] if "FalconH1" in type(norm).__name__ else norm(x, gate)
     assert ours.dtype == theirs.dtype
     assert float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max()) < ERROR[dtype]
+
+
+class WholeRows(torch.nn.Module):
+    """A gated norm as transformers 5.17 has it, which names no groups."""
+
+    def __init__(self, size: int, power: float = 1.0) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = torch.nn.Parameter(torch.linspace(0.5, 2, size)), 1e-3
+        self.power = power
+
+    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        x = hidden_states * torch.nn.functional.silu(gate) ** self.power
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+
+def test_a_gated_norm_that_names_no_groups_is_known_by_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Squared(WholeRows):
+        """Another law under the same names."""
+
+    x, gate = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(checks, "has_triton", lambda op, *_: op in checks.TRITON)
+    norm, other = WholeRows(16), Squared(16, 2.0)
+    with torch.no_grad():
+        expected, kept = norm(x, gate), other(x, gate)
+        assert torch.equal(lean.gated_norm(other, x, gate), kept)
+        lean.gated_norm(norm, x, gate)
+        monkeypatch.setattr(WholeRows, "forward", refuse)
+        torch.testing.assert_close(lean.gated_norm(norm, x, gate), expected)
 
 
 def refuse(*_: Any, **__: Any) -> Tensor:
