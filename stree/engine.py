@@ -14,7 +14,7 @@ from stree.graphs import CudaRecorder, Graphs, Recorder
 from stree.models.tree_lm import TreeLM
 from stree.program import Program
 
-__all__ = ["Engine", "engine_of", "rounded"]
+__all__ = ["Engine", "engine_of", "layout_of", "rounded"]
 
 MOST_PROGRAMS = 4
 ROOM = 256  # least room for a text; powers of two above it, so that texts of about one length share a program
@@ -33,6 +33,10 @@ class Engine:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self._programs: OrderedDict[Hashable, tuple[Program, Any]] = OrderedDict()
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Tell whether there is a program of this kind."""
+        return key in self._programs
 
     def take(self, key: Hashable) -> Program | None:
         """Give a program of this kind, if there is one; nobody else has it until it is put back."""
@@ -76,6 +80,12 @@ def engine_of(lm: TreeLM) -> Engine | None:
         lm.kept["engine"] = Engine(CudaRecorder(lm.device))
     engine: Engine = lm.kept["engine"]
     return engine
+
+
+def layout_of(lm: TreeLM) -> Hashable:
+    """Name what a captured step of a model holds beside its state: how it runs, and the places of its weights."""
+    weights = (tensor.data_ptr() for tensor in (*lm.model.parameters(), *lm.model.buffers()))
+    return lm.is_lazy, lm.is_lean, *weights
 
 
 def rounded(length: int) -> int:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
+from stree.arguments import check_arguments, check_lossy, check_nodes, slots_for, token_ids
 from stree.drafters import Drafter, HasModel, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.drafters.initialised import InitialisedDrafter
 from stree.engine import Engine, engine_of
 from stree.growth import Growth
 from stree.growth.target_init import TargetInit
-from stree.kernels.topology import most_nodes
 from stree.models.tree_lm import TreeLM
 from stree.processing import EachNode, LogitsProcessor, NodeProcessor, with_processor
 from stree.rehearsal import step_times
@@ -24,7 +22,7 @@ from stree.session import Observer, Session, Streamer
 from stree.sizes import PLAIN, Choice
 from stree.statistics import Generation
 from stree.steering import MAX_DEPTH, MOST_FIXED, AutoSize, FixedSize, Sizes, Steering
-from stree.verify import LONGEST, VERIFIERS
+from stree.verify import LONGEST
 
 __all__ = ["Generation", "GenerationError", "GenerationInterrupted", "Streamer", "generate", "run"]
 
@@ -38,16 +36,24 @@ class GenerationError(RuntimeError):
     """
 
     def __init__(self, message: str, output: Generation) -> None:
-        super().__init__(message)
+        super().__init__(message, output)  # both, so that it can be pickled
         self.output = output
+
+    def __str__(self) -> str:
+        """Give the message."""
+        return str(self.args[0])
 
 
 class GenerationInterrupted(KeyboardInterrupt):
     """Ctrl-C; ``output`` holds what was generated before."""
 
     def __init__(self, output: Generation) -> None:
-        super().__init__("generation interrupted")
+        super().__init__(output)
         self.output = output
+
+    def __str__(self) -> str:
+        """Say so."""
+        return "generation interrupted"
 
 
 def generate(
@@ -115,6 +121,8 @@ def generate(
     )  # fmt: skip
 
 
+@torch.inference_mode(False)  # what is kept for the next call must be usable outside of it
+@torch.no_grad()
 def run(
     lm: TreeLM,
     prompts: Sequence[Sequence[int]] | Iterator[Sequence[int]],
@@ -140,19 +148,20 @@ def run(
 
     ``steered`` gives what decides on sizes instead of the controller.
     """
-    _check(lm, drafter, budget, verifier, max_new_tokens)
+    check_arguments(lm, drafter, growth, budget, verifier, sampling, max_new_tokens)
+    stops = token_ids("stop_token_ids", () if stop_token_ids is None else stop_token_ids)
     is_lossy = isinstance(growth, TargetInit)
     if is_lossy:
-        _check_lossy(drafter, verifier, allow_lossy)
-    slots = _slots(lm, prompts, max_new_tokens, max_batch, max_length, streamer)
+        check_lossy(drafter, verifier, allow_lossy)
+    slots = slots_for(lm, prompts, max_new_tokens, max_batch, max_length, streamer)
     if budget == 1:
         drafter = NoDrafter()
     engine = engine_of(lm) if processor is None and not is_lossy else None  # else host code runs in every step
     shape = _shape(drafter, growth, sampling)
     choices = _choices(drafter, shape, budget, has_growth=growth is not None, is_captured=engine is not None)
-    _check_nodes(lm, drafter, choices.max_nodes)
+    check_nodes(lm, drafter, choices.max_nodes)
     room = slots.max_batch, slots.max_length + choices.max_nodes, choices.max_nodes
-    _make_room(lm, drafter, engine, room)
+    make_room = partial(_make_room, lm, drafter, engine, room)
     measured = None
     if len(choices.choices) > 1:
         measured = partial(
@@ -161,24 +170,26 @@ def run(
         )  # fmt: skip
     is_padded = engine is not None and isinstance(drafter, HasModel) and bool(drafter.models)
     if processor is not None:
-        lm, drafter = with_processor(lm, drafter, processor)
+        lm, drafter = with_processor(lm, drafter, processor, is_greedy=sampling.is_greedy)
     if is_lossy and isinstance(drafter, ModelDrafter):
         drafter, verifier = InitialisedDrafter(drafter), LONGEST
     session = Session(
-        lm, slots.prompts, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, seed=seed,
+        lm, slots.prompts, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stops, seed=seed,
         max_batch=slots.max_batch, max_length=slots.max_length, refills=slots.refills, streamer=streamer,
         observer=observer, engine=engine, cancelled=cancelled,
     )  # fmt: skip
+    steering: Steering = FixedSize(shape, choices.max_nodes)
+    key = None if engine is None else session.key(drafter, steering, verifier, slots.max_batch)
+    make_room(key)
     named = None if shape is None else str(shape)
     session.settings = {"growth": named, "budget": budget, "verifier": verifier, "lossless": not is_lossy}
     try:
-        steering: Steering = FixedSize(shape, choices.max_nodes)
         if measured is not None:
             times = measured(session.opening())
             steering = AutoSize(
                 choices, times, experience=times.experience, is_padded=is_padded, behind_ms=times.behind_ms
             )
-            _make_room(lm, drafter, engine, room)
+            make_room(key)
         if steered is not None:
             steering = steered(choices)
         session.run(drafter, steering, verifier)
@@ -224,118 +235,13 @@ def _choices(
     return Sizes(shape, [Choice(budget, 0)])
 
 
-def _make_room(lm: TreeLM, drafter: Drafter, engine: Engine | None, room: tuple[int, int, int]) -> None:
-    """Drop what is kept for other texts where these need its memory; refuse what cannot fit."""
+def _make_room(lm: TreeLM, drafter: Drafter, engine: Engine | None, room: tuple[int, int, int], key: Hashable) -> None:
+    """Drop what is kept for other texts where these need its memory; refuse what cannot fit.
+
+    A program of this kind that is kept has its memory already.
+    """
+    if engine is not None and key in engine:
+        return
     if engine is not None and not has_room(lm, drafter, *room):
         engine.release()
     check_room(lm, drafter, *room)
-
-
-def _check_lossy(drafter: Drafter, verifier: str, allow_lossy: bool) -> None:
-    """Refuse ``TargetInit`` where it is not allowed, or where it cannot run."""
-    if not allow_lossy:
-        raise ValueError("TargetInit does not keep the target's law; it runs only with allow_lossy=True")
-    if not isinstance(drafter, ModelDrafter):
-        raise ValueError(f"TargetInit needs a ModelDrafter, got {type(drafter).__name__}")
-    if verifier != "auto":
-        raise ValueError(f"TargetInit has a verifier of its own; leave verifier at 'auto', got {verifier!r}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Slots:
-    """Prompts, each with what is wrong with it or None, and the room there is for them."""
-
-    prompts: Iterator[tuple[list[int], str | None]]
-    max_batch: int
-    max_length: int
-    refills: bool
-
-
-def _slots(
-    lm: TreeLM,
-    prompts: Sequence[Sequence[int]] | Iterator[Sequence[int]],
-    max_new_tokens: int,
-    max_batch: int | None,
-    max_length: int | None,
-    streamer: Streamer | None,
-) -> _Slots:
-    """Make room for the prompts; those of a list are all looked at before anything runs.
-
-    Raises:
-        ValueError: no prompts, no room for one, or an iterator without a bound.
-        TypeError: prompts that are none.
-    """
-    for name, size in (("max_batch", max_batch), ("max_length", max_length)):
-        if size is not None and size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
-    if isinstance(prompts, (str, Tensor)):
-        raise ValueError(f"generate needs at least one prompt, a list of token lists, got {type(prompts).__name__}")
-    bound = min((length for length in (max_length, lm.max_length) if length is not None), default=None)
-
-    if isinstance(prompts, Iterator):
-        if max_batch is None or max_length is None:
-            raise ValueError("an iterator of prompts needs max_batch and max_length, which bound the memory")
-        return _Slots(_each(lm, prompts, max_new_tokens, bound), max_batch, max_length, refills=True)
-    known = [_checked(lm, row, prompt, max_new_tokens, bound) for row, prompt in enumerate(prompts)]
-    if not known:
-        raise ValueError("generate needs at least one prompt, a list of token lists, got none")
-    if streamer is not None and len(known) > 1:
-        raise ValueError(f"a streamer takes one prompt, got {len(known)}")
-    longest = max(map(len, known)) + max_new_tokens
-    batch = min(max_batch or len(known), len(known))
-    return _Slots(((prompt, None) for prompt in known), batch, max_length or longest, refills=batch < len(known))
-
-
-def _each(
-    lm: TreeLM, prompts: Iterator[Sequence[int]], max_new_tokens: int, max_length: int | None
-) -> Iterator[tuple[list[int], str | None]]:
-    """Look at prompts as they come: one that cannot be run must not end the others."""
-    for row, prompt in enumerate(prompts):
-        try:
-            yield _checked(lm, row, prompt, max_new_tokens, max_length), None
-        except (TypeError, ValueError) as problem:
-            yield list(prompt) if hasattr(prompt, "__len__") else [], f"refused: {problem}"
-
-
-def _checked(lm: TreeLM, row: int, prompt: Sequence[int], max_new_tokens: int, max_length: int | None) -> list[int]:
-    """Look at a prompt: a list of tokens of the vocabulary that leaves room for the new ones."""
-    if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
-        raise TypeError(f"prompt {row} must be a list of tokens, got {type(prompt).__name__}")
-    if not len(prompt):
-        raise ValueError(f"prompt {row} is empty; every prompt needs at least one token")
-    bad = next((token for token in prompt if not 0 <= token < lm.vocab_size), None)
-    if bad is not None:
-        raise ValueError(f"prompt {row} has token {bad}, outside the vocabulary of {lm.vocab_size}")
-    if max_length is not None and len(prompt) + max_new_tokens > max_length:
-        raise ValueError(
-            f"prompt {row} of {len(prompt)} tokens plus {max_new_tokens} new ones exceeds max_length {max_length}"
-        )
-    return list(prompt)
-
-
-def _check(lm: TreeLM, drafter: Drafter, budget: int | str, verifier: str, max_new_tokens: int) -> None:
-    """Refuse bad arguments before anything runs."""
-    if isinstance(budget, str) and budget != "auto":
-        raise ValueError(f"budget must be a number of nodes or 'auto', got {budget!r}")
-    for name, value in (("budget", budget), ("max_new_tokens", max_new_tokens)):
-        if not isinstance(value, (int, str)):
-            raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
-        if not isinstance(value, str) and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if verifier not in VERIFIERS:
-        raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
-    models = drafter.models if isinstance(drafter, HasModel) else ()
-    if isinstance(budget, int):
-        _check_nodes(lm, drafter, budget)
-    for model in models:
-        if model.device != lm.device:
-            raise ValueError(f"drafter and target must be on one device, got {model.device} and {lm.device}")
-
-
-def _check_nodes(lm: TreeLM, drafter: Drafter, nodes: int) -> None:
-    """Refuse larger trees than kernels take."""
-    for model in (lm, *(drafter.models if isinstance(drafter, HasModel) else ())):
-        most = most_nodes(model.device, model.dtype)
-        most = None if most is None else most - (model is not lm)  # a draft model runs its last leaf beside the tree
-        if most is not None and nodes > most:
-            raise NotImplementedError(f"budget must be at most {most} on {model.device}, got {nodes}")

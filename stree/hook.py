@@ -113,7 +113,7 @@ def custom_generate(
     new = [text[length:] for text, length in zip(output.sequences, lengths, strict=True)]
     columns = max(map(len, new))
     filler = 0 if padding is None else int(padding)
-    rows = input_ids.new_tensor([[*text, *[filler] * (columns - len(text))] for text in new])
+    rows = torch.tensor([[*text, *[filler] * (columns - len(text))] for text in new], device=input_ids.device)
     sequences = torch.cat([input_ids, rows], 1)
     if not generation_config.return_dict_in_generate:
         return sequences

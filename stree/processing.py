@@ -57,14 +57,16 @@ class EachNode:
         return torch.cat([self._processor(node.text[None], row[None]) for node, row in zip(nodes, logits, strict=True)])
 
 
-def with_processor(lm: TreeLM, drafter: Drafter, processor: NodeProcessor) -> tuple[TreeLM, Drafter]:
-    """Put a processor behind the target, and behind every draft model, for one generation."""
+def with_processor(
+    lm: TreeLM, drafter: Drafter, processor: NodeProcessor, *, is_greedy: bool
+) -> tuple[TreeLM, Drafter]:
+    """Put a processor behind the target, and behind every draft model, for one generation; see ``processed``."""
     if isinstance(drafter, HasModel):
         drafter = drafter.with_model(lambda draft_lm: processed(draft_lm, processor, is_target=False))
-    return processed(lm, processor, is_target=True), drafter
+    return processed(lm, processor, is_target=True, is_greedy=is_greedy), drafter
 
 
-def processed(lm: TreeLM, processor: NodeProcessor, *, is_target: bool) -> TreeLM:
+def processed(lm: TreeLM, processor: NodeProcessor, *, is_target: bool, is_greedy: bool = True) -> TreeLM:
     """Give a model whose logits went through a processor, for one generation.
 
     Args:
@@ -72,16 +74,20 @@ def processed(lm: TreeLM, processor: NodeProcessor, *, is_target: bool) -> TreeL
         processor: what its logits go through.
         is_target: whether a node whose token its parent's processed law excludes may be left out: the target
             cannot accept it, so the processor is not asked about a text that it has ruled out.
+        is_greedy: whether the target's tokens are the most likely ones, and token 0 where a processor that looks at
+            the text leaves none, as in transformers; else such a text is refused when it is reached.
     """
-    return cast(TreeLM, _ProcessedLM(lm, processor, is_target))
+    return cast(TreeLM, _ProcessedLM(lm, processor, is_target, is_greedy))
 
 
 class _ProcessedLM:
     """A TreeLM's prefill, verify and commit with processed logits; it keeps the texts of one batch."""
 
-    def __init__(self, lm: TreeLM, processor: NodeProcessor, is_target: bool) -> None:
+    def __init__(self, lm: TreeLM, processor: NodeProcessor, is_target: bool, is_greedy: bool) -> None:
         self._lm, self._processor, self._is_target = lm, processor, is_target
+        self._may_end = is_greedy or not is_target  # in a text after which no token is left
         self._texts: list[Tensor] = []
+        self._is_end = torch.empty(0)  # bool[batch, nodes] of the pending tree
 
     def __getattr__(self, name: str) -> Any:
         """Pass on whatever else the model has."""
@@ -93,13 +99,16 @@ class _ProcessedLM:
         rows = input_ids.to(self._lm.device)
         self._texts = [row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)]
         nodes = [Node(row, text) for row, text in enumerate(self._texts)] if self._processor.looks_at_text else []
-        return self._processor(nodes, logits)
+        logits = self._process(nodes, logits)
+        if not self._may_end:
+            _refuse(_leaves_none(logits))
+        return logits
 
     def verify(self, state: Any, tree: TokenTree, first: int = 0) -> Tensor:
         """Score a tree; process the logits of nodes first.. along their own paths."""
         logits = self._lm.verify(state, tree, first)
         if not self._processor.looks_at_text:
-            return self._processor([], logits.flatten(0, 1)).view_as(logits)
+            return self._process([], logits.flatten(0, 1)).view_as(logits)
         logits = logits.clone()
         texts = {(row, -1): text for row, text in enumerate(self._texts)}
         for rows, columns in _levels(tree):
@@ -111,17 +120,27 @@ class _ProcessedLM:
             if len(rows):
                 places = zip(rows.tolist(), columns.tolist(), strict=True)
                 nodes = [Node(row, texts[row, column]) for row, column in places]
-                logits[rows, columns - first] = self._processor(nodes, logits[rows, columns - first])
+                logits[rows, columns - first] = self._process(nodes, logits[rows, columns - first])
+        self._is_end = _leaves_none(logits)
         return logits
 
     def commit(self, state: Any, path: Tensor, path_lengths: Tensor) -> None:
         """Advance the state, and the texts with it."""
         if self._processor.looks_at_text:
             tree = state.pending.tree
-            tokens = tree.tokens.gather(1, path.long().clamp(0, tree.tokens.shape[1] - 1))  # past its length, anything
+            nodes = path.long().clamp(0, tree.tokens.shape[1] - 1)  # past its length, anything
+            if not self._may_end:
+                is_on_path = torch.arange(nodes.shape[1], device=nodes.device) < path_lengths[:, None]
+                _refuse((self._is_end.gather(1, nodes) & is_on_path).any(1))
+            tokens = tree.tokens.gather(1, nodes)
             for row, length in enumerate(path_lengths.tolist()):
                 self._texts[row] = torch.cat([self._texts[row], tokens[row, :length]])
         self._lm.commit(state, path, path_lengths)
+
+    def _process(self, nodes: Sequence[Node], logits: Tensor) -> Tensor:
+        """Process float[nodes, vocab]; a draft model's own logits stand where the processor leaves no token."""
+        found = self._processor(nodes, logits).to(logits)
+        return found if self._is_target else torch.where(_leaves_none(found)[:, None], logits, found)
 
     def _possible(
         self, tree: TokenTree, rows: Tensor, columns: Tensor, logits: Tensor, texts: dict[Any, Tensor], first: int
@@ -131,9 +150,21 @@ class _ProcessedLM:
             return rows, columns
         above = tree.parents[rows, columns].long()
         has_chance = logits[rows, above, tree.tokens[rows, columns]] > -torch.inf
+        has_chance |= _leaves_none(logits[rows, above])
         known = [(row, parent) in texts for row, parent in zip(rows.tolist(), above.tolist(), strict=True)]
         kept = has_chance & torch.tensor(known, device=rows.device)
         return rows[kept], columns[kept]
+
+
+def _leaves_none(logits: Tensor) -> Tensor:
+    """Tell where float[..., vocab] logits exclude every token: bool[...]."""
+    return logits.amax(-1) == -torch.inf
+
+
+def _refuse(is_end: Tensor) -> None:
+    """Refuse bool[batch] texts after which no token is left to draw."""
+    if bool(is_end.any()):
+        raise ValueError(f"the logits processor leaves no token to draw in rows {is_end.nonzero().flatten().tolist()}")
 
 
 def _levels(tree: TokenTree) -> list[tuple[Tensor, Tensor]]:

@@ -247,7 +247,10 @@ class Program:
             float[1, vocab] logits of its first token, and the random numbers of that.
         """
         assert isinstance(self.run, Slotted), "the session looked"
-        self.run.admit(row, prompt)
+        try:
+            self.run.admit(row, prompt)
+        except Exception as problem:
+            self._retire(problem)
         length = torch.tensor([len(prompt)], device=self.pending.device)
         single = self.lm.new_state(1, self.state.max_length, self.state.max_nodes)
         logits = self.lm.prefill(single, torch.tensor([prompt]), length)

@@ -116,7 +116,7 @@ def step_times(
         rehearsal = _Rehearsal(sizes, has_model=bool(models), on_device=lm.device.type == "cuda" or engine is not None)
         stand_in = drafter if models else _Bushy()
         if looks_at_text is not None:
-            lm, stand_in = with_processor(lm, stand_in, _Untouched(looks_at_text))
+            lm, stand_in = with_processor(lm, stand_in, _Untouched(looks_at_text), is_greedy=True)
         try:
             _run(lm, stand_in, rehearsal, opening, batch, sampling, verifier, engine)
             known[key] = rehearsal.times()

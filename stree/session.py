@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from stree.drafters import Bounded, Drafter, NoDrafter, Slotted, SuffixDrafter
-from stree.engine import Engine, rounded
+from stree.drafters import Bounded, Drafter, HasModel, NoDrafter, Slotted, SuffixDrafter
+from stree.engine import Engine, layout_of, rounded
 from stree.graphs import Graphs
 from stree.kernels.topology import reads_freely
 from stree.models.tree_lm import TreeLM
@@ -132,12 +132,8 @@ class Session:
         prompts = list(islice(self._runnable(), self.max_batch))
         if not prompts:
             raise ValueError(f"no prompt can be run: {self.reasons[0] if self.reasons else 'there is none'}")
-        # The last step starts below the limit and may commit a whole path beyond it.
-        room = self.max_length + steering.max_nodes
-        room = room if self.engine is None else rounded(room)
-        # Runs of these keep nothing for the next text.
-        kind = type(drafter) if type(drafter) in (NoDrafter, SuffixDrafter) else id(drafter)
-        key = len(prompts), room, steering.max_nodes, self.sampling, verifier, self.stop, kind, repr(steering.growth)
+        room = self._room(steering)
+        key = self.key(drafter, steering, verifier, len(prompts)) if self.engine is not None else None
         program = self.engine.take(key) if self.engine is not None else None
         if program is None:
             program = self._program(len(prompts), room, steering.max_nodes, verifier)
@@ -147,6 +143,22 @@ class Session:
         self.problem = program.problem
         if self.engine is not None and self.problem is None:
             self.engine.keep(key, program, drafter)
+
+    def key(self, drafter: Drafter, steering: Steering, verifier: str, batch: int) -> Hashable:
+        """Name the kind of program that a run of so many sequences needs: all that its captured steps hold."""
+        # Runs of these keep nothing for the next text.
+        kind = type(drafter) if type(drafter) in (NoDrafter, SuffixDrafter) else id(drafter)
+        models = (self.lm, *(drafter.models if isinstance(drafter, HasModel) else ()))
+        return (
+            batch, self._room(steering), steering.max_nodes, self.sampling, verifier, self.stop, kind,
+            repr(steering.growth), *map(layout_of, models),
+        )  # fmt: skip
+
+    def _room(self, steering: Steering) -> int:
+        """Count the tokens that a text needs room for."""
+        # The last step starts below the limit and may commit a whole path beyond it.
+        room = self.max_length + steering.max_nodes
+        return room if self.engine is None else rounded(room)
 
     def _loop(self, program: Program, steering: Steering) -> None:
         """Launch steps and hear of them until every sequence has finished."""

@@ -62,7 +62,7 @@ def warm_up(
         raise ValueError(
             f"steps are captured on a single CUDA device, and where is_captured is not False; got {lm.device}"
         )
-    stop = frozenset(stop_token_ids or ())
+    stop = [] if stop_token_ids is None else list(stop_token_ids)
     cases = [*product(batch_sizes, budgets)]
     for batch, budget in track(cases, "capturing steps", disable=not shows_progress, transient=True):
         prompts = [list(prompt)] * batch
@@ -97,7 +97,7 @@ def _tour(
     max_length: int,
     sampling: Sampling | None,
     verifier: str,
-    stop_token_ids: frozenset[int],
+    stop_token_ids: Sequence[int],
 ) -> None:
     """Take all sizes that a budget chooses from, in as many texts as that takes."""
     tour, seed = Tour(STEPS), 0

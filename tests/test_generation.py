@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from enumeration import TableLaw, TableLM
@@ -405,6 +407,19 @@ def test_a_drafter_that_fails_to_start_raises_its_own_error() -> None:
         ({"prompts": [[1], []]}, ValueError, "prompt 1 is empty; every prompt needs at least one token"),
         ({"prompts": [[1, VOCAB]]}, ValueError, "prompt 0 has token 97, outside the vocabulary of 97"),
         ({"prompts": [[1], [-3]]}, ValueError, "prompt 1 has token -3, outside the vocabulary of 97"),
+        ({"prompts": [[1, 2.5]]}, TypeError, r"prompt 0 must be token ids, integers, got \[1, 2.5\]"),
+        (
+            {"prompts": iter([[1]]), "streamer": Listener(), "max_batch": 1, "max_length": 200},
+            ValueError,
+            "a streamer takes one prompt, got an iterator",
+        ),
+        ({"max_new_tokens": "8"}, TypeError, "max_new_tokens must be an integer, got str"),
+        ({"stop_token_ids": "end"}, TypeError, "stop_token_ids must be token ids, integers, got 'end'"),
+        ({"stop_token_ids": 5}, TypeError, "stop_token_ids must be token ids, integers, got 5"),
+        ({"drafter": "suffix"}, TypeError, "drafter must be an object such as .*, got 'suffix'"),
+        ({"drafter": SuffixDrafter}, TypeError, "drafter must be an object such as .*, got <class"),
+        ({"growth": "chain:4"}, TypeError, "growth must be an object such as .*, got 'chain:4'"),
+        ({"sampling": 0.8}, TypeError, "sampling must be an object such as .*, got 0.8"),
         ({"budget": 0}, ValueError, "budget must be at least 1, got 0"),
         ({"budget": "many"}, ValueError, "budget must be a number of nodes or 'auto', got 'many'"),
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1, got 0"),
@@ -430,6 +445,15 @@ def test_a_drafter_that_fails_to_start_raises_its_own_error() -> None:
         "empty",
         "large",
         "negative",
+        "fraction",
+        "stream",
+        "digits",
+        "stop",
+        "one-stop",
+        "drafter-name",
+        "drafter-class",
+        "growth-name",
+        "temperature",
         "budget",
         "word",
         "length",
@@ -448,6 +472,29 @@ def test_a_bad_argument_is_refused_before_anything_runs(
     monkeypatch.setattr(TreeLM, "new_state", untouched)
     with pytest.raises(error, match=message):
         stree.generate(lm(), **{"prompts": PROMPTS[:1], "drafter": ModelDrafter(draft_lm("mamba2")), **arguments})
+
+
+def test_a_model_that_is_not_grafted_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"lm must be an object such as stree.TreeLM\(model\), got Mamba2"):
+        stree.generate(tiny_model("mamba2"), PROMPTS)
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.array, lambda tokens: [torch.tensor(token) for token in tokens]])
+def test_prompts_and_stop_tokens_may_be_tensors_and_arrays(make: Callable[[list[int]], Any]) -> None:
+    stop = greedy_texts()[0][len(PROMPTS[0]) + 5]
+    expected = stree.generate(lm(), PROMPTS[:2], budget=4, max_new_tokens=NEW_TOKENS, stop_token_ids=[stop])
+    prompts = [make(prompt) for prompt in PROMPTS[:2]]
+    found = stree.generate(lm(), prompts, budget=4, max_new_tokens=NEW_TOKENS, stop_token_ids=make([stop, stop]))
+    assert found.sequences == expected.sequences and found.stats["finish_reasons"][0] == "stop"
+    assert {type(token) for text in found.sequences for token in text} == {int}
+
+
+def test_what_ends_a_generation_can_be_pickled() -> None:
+    out = stree.Generation([[1, 2]], {"steps": 1})
+    for problem in (stree.GenerationError("it failed", out), stree.GenerationInterrupted(out)):
+        copied = pickle.loads(pickle.dumps(problem))
+        assert type(copied) is type(problem) and str(copied) == str(problem) and copied.output == out
+    assert str(problem) == "generation interrupted"
 
 
 def test_a_text_longer_than_the_model_s_positions_is_refused() -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import stree
-from stree import engine, rehearsal
+from stree import engine, rehearsal, room
 from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.engine import Engine
 from stree.generation import _choices, _shape
@@ -455,3 +455,51 @@ def test_a_number_that_the_host_counts_shows(drafter: ModelDrafter, capture: Cal
     program.rng = run._rng = replace(program.rng, seed=0)
     program.graphs.clear()
     assert generate(lm, drafter, 1, sampling=sampling, budget=16).sequences != eager[1]
+
+
+def test_weights_that_move_are_captured_anew(capture: Callable[[], stree.TreeLM]) -> None:
+    lm = capture()
+    expected = generate(lm, None, budget=8)
+    assert generate(lm, None, budget=8).stats["graphs"]["replays"] > 0
+    assert len(lm.kept["engine"].report()) == 1
+    for parameter in lm.model.parameters():  # what a trip to another device and back does
+        parameter.data = parameter.data.clone()
+    moved = generate(lm, None, budget=8)
+    assert moved.sequences == expected.sequences and len(lm.kept["engine"].report()) == 2
+    other = tiny_model("bamba", seed=7)
+    lm.model.load_state_dict(other.state_dict(), assign=True)
+    assert generate(lm, None, budget=8).sequences == generate(grafted(other), None, budget=8).sequences
+
+
+@pytest.mark.parametrize("option", ["is_lazy", "is_lean"])
+def test_what_a_model_is_told_later_is_captured_anew(option: str, capture: Callable[[], stree.TreeLM]) -> None:
+    lm = capture()
+    generate(lm, None, budget=8)
+    setattr(lm, option, option != "is_lean")
+    generate(lm, None, budget=8)
+    programs = [program for program, _ in lm.kept["engine"]._programs.values()]
+    assert len(programs) == 2 and (option == "is_lean" or [one.state.is_lazy for one in programs] == [False, True])
+
+
+def test_what_was_captured_in_inference_mode_serves_outside(
+    drafter: ModelDrafter, capture: Callable[[], stree.TreeLM]
+) -> None:
+    lm = capture()
+    with torch.inference_mode():
+        expected = generate(lm, drafter, budget=8).sequences
+    for _ in range(2):
+        assert generate(lm, drafter, budget=8).sequences == expected
+
+
+def test_a_kept_program_needs_no_more_room(
+    drafter: ModelDrafter, capture: Callable[[], stree.TreeLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = capture()
+    generate(lm, drafter, budget=8)
+    kept = {id(program) for program, _ in lm.kept["engine"]._programs.values()}
+    monkeypatch.setattr(room, "free_bytes", lambda device: 1)
+    found = generate(lm, drafter, budget=8)
+    assert found.stats["graphs"]["replays"] == found.stats["steps"]
+    assert {id(program) for program, _ in lm.kept["engine"]._programs.values()} == kept
+    with pytest.raises(ValueError, match="the states need"):
+        generate(lm, drafter, budget=9)

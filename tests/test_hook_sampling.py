@@ -29,7 +29,7 @@ from transformers import (
 
 # Sampling.  Joint frequencies of the first three tokens against their exact law, which transformers' own processors
 # make of fresh forwards.  Seeds are fixed; the significance is 1e-3.  Each law has a control that must be rejected.
-SAMPLES = {"temperature": 6000}  # 2000 of the other laws, whose controls are coarser
+SAMPLES = {"temperature": 6000, "min-p": 4000}  # 2000 of the other laws, whose controls are coarser
 LAWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "temperature": ({"temperature": 0.2, "top_k": 0}, {"temperature": 0.18}),
     "top-k": ({"temperature": 1.3, "top_k": 4}, {"top_k": 5}),

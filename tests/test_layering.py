@@ -62,11 +62,12 @@ ALLOWED: dict[str, set[str]] = {
     | POLICIES
     | LOOP
     | {"stree.models", "stree.drafters", "stree.processing", "stree.session"},
+    "stree.arguments": PLAIN | POLICIES | {"stree.models", "stree.drafters", "stree.kernels.topology", "stree.session"},
     "stree.generation": PLAIN
     | POLICIES
     | LOOP
-    | {"stree.models", "stree.drafters", "stree.kernels.topology", "stree.processing", "stree.rehearsal"}
-    | {"stree.session"},
+    | {"stree.models", "stree.drafters", "stree.processing", "stree.rehearsal"}
+    | {"stree.arguments", "stree.session"},
     "stree.room": {"stree.drafters", "stree.models"},
     "stree.inputs": set(),
     "stree.prepare": ENGINE | {"stree.generation", "stree.inputs", "stree.vocabulary"},

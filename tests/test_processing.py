@@ -22,10 +22,11 @@ from tiny_models import (
     tiny_model,
 )
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 import stree
 from stree import Sampling, TokenTree
-from stree.drafters import ModelDrafter
+from stree.drafters import ModelDrafter, SuffixDrafter
 from stree.growth import Chain, Static
 from stree.processing import EachNode, Node, processed
 
@@ -142,3 +143,45 @@ def add_bias(input_ids: Tensor, logits: Tensor) -> Tensor:
     """Prefer tokens by the last two of the text."""
     favourite = (input_ids[:, -1] * 7 + input_ids[:, -2]) % VOCAB
     return logits.scatter_add(1, favourite[:, None], torch.full((len(logits), 1), 5.0))
+
+
+def ends_at_six(input_ids: Tensor, logits: Tensor) -> Tensor:
+    """Leave no token after six."""
+    return torch.full_like(logits, -torch.inf) if input_ids.shape[1] >= 6 else logits
+
+
+@pytest.mark.parametrize("drafts", ["suffix", "model"])
+def test_greedy_text_after_which_no_token_is_left_is_that_of_transformers(drafts: str) -> None:
+    model = tiny_model("mamba2")
+    expected = model.generate(
+        torch.tensor([[1, 2, 3]]), do_sample=False, max_new_tokens=8, pad_token_id=0, eos_token_id=None,
+        logits_processor=LogitsProcessorList([ends_at_six]),
+    )  # fmt: skip
+    drafter = SuffixDrafter() if drafts == "suffix" else ModelDrafter(grafted(tiny_model("bamba")))
+    out = stree.generate(grafted(model), [[1, 2, 3]], drafter, budget=8, max_new_tokens=8, logits_processor=ends_at_six)
+    assert out.sequences == expected.tolist() and out.sequences[0][-5:] == [0] * 5
+
+
+@pytest.mark.parametrize(("drafts", "verifier"), [("suffix", "auto"), ("model", "auto"), ("model", "rejection")])
+def test_a_sampled_text_after_which_no_token_is_left_is_refused_where_it_is_reached(drafts: str, verifier: str) -> None:
+    lm = grafted(tiny_model("mamba2"))
+    drafter = SuffixDrafter() if drafts == "suffix" else ModelDrafter(grafted(tiny_model("bamba")))
+    options: dict[str, Any] = {"budget": 8, "sampling": Sampling(0.8), "verifier": verifier}
+    with pytest.raises(stree.GenerationError, match=r"leaves no token to draw in rows \[0\]") as caught:
+        stree.generate(lm, [[1, 2, 3]], drafter, max_new_tokens=8, logits_processor=ends_at_six, **options)
+    reached = caught.value.output.sequences[0]
+    assert 3 < len(reached) <= 6
+    out = stree.generate(lm, [[1, 2, 3]], drafter, max_new_tokens=3, logits_processor=ends_at_six, **options)
+    assert out.sequences[0][: len(reached)] == reached, "a text that ends before it is none of them"
+    with pytest.raises(ValueError, match="leaves no token to draw"):
+        stree.generate(lm, [[1, 2, 3, 4, 5, 6]], drafter, logits_processor=ends_at_six, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_processor_may_return_another_dtype(dtype: torch.dtype) -> None:
+    lm, drafter = grafted(tiny_model("mamba2")), ModelDrafter(grafted(tiny_model("bamba")))
+    found, expected = (
+        stree.generate(lm, [[1, 2, 3]], drafter, budget=8, max_new_tokens=8, logits_processor=processor).sequences
+        for processor in (lambda _, logits: logits.to(dtype), lambda _, logits: logits.to(dtype).float())
+    )
+    assert found == expected

@@ -6,14 +6,16 @@ Run: python -m pytest tests/test_slots.py
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import grafted, random_texts, tiny_model
 
 import stree
+from stree import arguments
 from stree.drafters import Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Chain
 from stree.models import tree_lm
@@ -165,7 +167,7 @@ def test_slots_serve_chains_whose_last_leaf_was_never_run() -> None:
 def test_a_tree_that_a_device_s_kernels_do_not_take_is_refused_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stree.generation, "most_nodes", lambda device, dtype: 8)
+    monkeypatch.setattr(arguments, "most_nodes", lambda device, dtype: 8)
     monkeypatch.setattr(tree_lm, "most_nodes", lambda device, dtype: 8)
     assert stree.generate(lm(), TEXTS, NoDrafter(), budget=8, max_new_tokens=1).sequences
     with pytest.raises(NotImplementedError, match="budget must be at most 8 on cpu, got 9"):
@@ -174,3 +176,20 @@ def test_a_tree_that_a_device_s_kernels_do_not_take_is_refused_before_anything_r
         stree.generate(lm(), TEXTS, drafter("model"), budget=8, max_new_tokens=1)
     with pytest.raises(NotImplementedError, match="max_nodes must be at most 8 on cpu, got 9"):
         lm().new_state(1, 16, 9)
+
+
+def test_a_drafter_that_dies_over_a_new_prompt_is_done_without() -> None:
+    class Mortal(SuffixDrafter):
+        def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> Any:
+            run: Any = super().start(vocab_size, prompts, rng)
+            run.admit = refuse
+            return run
+
+    def refuse(*_: Any) -> None:
+        raise ArithmeticError("the drafter broke")
+
+    expected = generated("none", 0.0, None).sequences
+    with pytest.raises(stree.GenerationError, match="decoded without it: the drafter broke") as caught:
+        stree.generate(lm(), TEXTS, Mortal(), budget=16, max_new_tokens=NEW, max_batch=2)
+    assert caught.value.output.sequences == expected
+    assert caught.value.output.stats["finish_reasons"] == ["length"] * len(TEXTS)

@@ -1,0 +1,155 @@
+"""What a caller hands to ``generate``, looked at before anything runs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from stree.drafters import Drafter, HasModel, ModelDrafter
+from stree.growth import Growth
+from stree.kernels.topology import most_nodes
+from stree.models.tree_lm import TreeLM
+from stree.sampling import Sampling
+from stree.session import Streamer
+from stree.verify import VERIFIERS
+
+__all__ = ["Slots", "check_arguments", "check_lossy", "check_nodes", "slots_for", "token_ids"]
+
+
+def check_lossy(drafter: Drafter, verifier: str, allow_lossy: bool) -> None:
+    """Refuse ``TargetInit`` where it is not allowed, or where it cannot run."""
+    if not allow_lossy:
+        raise ValueError("TargetInit does not keep the target's law; it runs only with allow_lossy=True")
+    if not isinstance(drafter, ModelDrafter):
+        raise ValueError(f"TargetInit needs a ModelDrafter, got {type(drafter).__name__}")
+    if verifier != "auto":
+        raise ValueError(f"TargetInit has a verifier of its own; leave verifier at 'auto', got {verifier!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Prompts, each with what is wrong with it or None, and the room there is for them."""
+
+    prompts: Iterator[tuple[list[int], str | None]]
+    max_batch: int
+    max_length: int
+    refills: bool
+
+
+def slots_for(
+    lm: TreeLM,
+    prompts: Sequence[Sequence[int]] | Iterator[Sequence[int]],
+    max_new_tokens: int,
+    max_batch: int | None,
+    max_length: int | None,
+    streamer: Streamer | None,
+) -> Slots:
+    """Make room for the prompts; those of a list are all looked at before anything runs.
+
+    Raises:
+        ValueError: no prompts, no room for one, or an iterator without a bound.
+        TypeError: prompts that are none.
+    """
+    for name, size in (("max_batch", max_batch), ("max_length", max_length)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    if isinstance(prompts, (str, Tensor)):
+        raise ValueError(f"generate needs at least one prompt, a list of token lists, got {type(prompts).__name__}")
+    bound = min((length for length in (max_length, lm.max_length) if length is not None), default=None)
+
+    if isinstance(prompts, Iterator):
+        if max_batch is None or max_length is None:
+            raise ValueError("an iterator of prompts needs max_batch and max_length, which bound the memory")
+        if streamer is not None:
+            raise ValueError("a streamer takes one prompt, got an iterator of them")
+        return Slots(_each(lm, prompts, max_new_tokens, bound), max_batch, max_length, refills=True)
+    known = [_checked(lm, row, prompt, max_new_tokens, bound) for row, prompt in enumerate(prompts)]
+    if not known:
+        raise ValueError("generate needs at least one prompt, a list of token lists, got none")
+    if streamer is not None and len(known) > 1:
+        raise ValueError(f"a streamer takes one prompt, got {len(known)}")
+    longest = max(map(len, known)) + max_new_tokens
+    batch = min(max_batch or len(known), len(known))
+    return Slots(((prompt, None) for prompt in known), batch, max_length or longest, refills=batch < len(known))
+
+
+def _each(
+    lm: TreeLM, prompts: Iterator[Sequence[int]], max_new_tokens: int, max_length: int | None
+) -> Iterator[tuple[list[int], str | None]]:
+    """Look at prompts as they come: one that cannot be run must not end the others."""
+    for row, prompt in enumerate(prompts):
+        try:
+            yield _checked(lm, row, prompt, max_new_tokens, max_length), None
+        except (TypeError, ValueError) as problem:
+            yield list(prompt) if hasattr(prompt, "__len__") else [], f"refused: {problem}"
+
+
+def _checked(lm: TreeLM, row: int, prompt: Sequence[int], max_new_tokens: int, max_length: int | None) -> list[int]:
+    """Look at a prompt: a list of tokens of the vocabulary that leaves room for the new ones."""
+    if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
+        raise TypeError(f"prompt {row} must be a list of tokens, got {type(prompt).__name__}")
+    if not len(prompt):
+        raise ValueError(f"prompt {row} is empty; every prompt needs at least one token")
+    tokens = token_ids(f"prompt {row}", prompt)
+    bad = next((token for token in tokens if not 0 <= token < lm.vocab_size), None)
+    if bad is not None:
+        raise ValueError(f"prompt {row} has token {bad}, outside the vocabulary of {lm.vocab_size}")
+    if max_length is not None and len(prompt) + max_new_tokens > max_length:
+        raise ValueError(
+            f"prompt {row} of {len(prompt)} tokens plus {max_new_tokens} new ones exceeds max_length {max_length}"
+        )
+    return tokens
+
+
+def token_ids(name: str, tokens: Iterable[int]) -> list[int]:
+    """Make a list of integers of what may be a tensor, an array or numbers of numpy.
+
+    Raises:
+        TypeError: something else; the message begins with ``name``.
+    """
+    try:
+        return list(map(operator.index, tokens))
+    except TypeError:
+        raise TypeError(f"{name} must be token ids, integers, got {tokens!r:.80}") from None
+
+
+def check_arguments(
+    lm: TreeLM, drafter: Drafter, growth: Growth | None, budget: int | str, verifier: str, sampling: Sampling,
+    max_new_tokens: int,
+) -> None:  # fmt: skip
+    """Refuse bad arguments before anything runs."""
+    for name, value, needed, example in (
+        ("lm", lm, "new_state", "stree.TreeLM(model)"),
+        ("drafter", drafter, "start", "stree.drafters.SuffixDrafter()"),
+        ("growth", growth, "bind", "stree.growth.Chain(4)"),
+        ("sampling", sampling, "law", "stree.Sampling(temperature=0.8)"),
+    ):
+        if value is not None and (isinstance(value, type) or not hasattr(value, needed)):
+            raise TypeError(f"{name} must be an object such as {example}, got {value!r:.80}")
+    if isinstance(budget, str) and budget != "auto":
+        raise ValueError(f"budget must be a number of nodes or 'auto', got {budget!r}")
+    for name, number in (("budget", 1 if isinstance(budget, str) else budget), ("max_new_tokens", max_new_tokens)):
+        if not isinstance(number, int):
+            raise TypeError(f"{name} must be an integer, got {type(number).__name__}")
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
+    if verifier not in VERIFIERS:
+        raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
+    models = drafter.models if isinstance(drafter, HasModel) else ()
+    if isinstance(budget, int):
+        check_nodes(lm, drafter, budget)
+    for model in models:
+        if model.device != lm.device:
+            raise ValueError(f"drafter and target must be on one device, got {model.device} and {lm.device}")
+
+
+def check_nodes(lm: TreeLM, drafter: Drafter, nodes: int) -> None:
+    """Refuse larger trees than kernels take."""
+    for model in (lm, *(drafter.models if isinstance(drafter, HasModel) else ())):
+        most = most_nodes(model.device, model.dtype)
+        most = None if most is None else most - (model is not lm)  # a draft model runs its last leaf beside the tree
+        if most is not None and nodes > most:
+            raise NotImplementedError(f"budget must be at most {most} on {model.device}, got {nodes}")
