@@ -193,6 +193,25 @@ class TreeLM:
             logits = self._prefill_batch(state, input_ids, whole.clamp(max=max(sizes)), max(sizes))
         return continue_prefill(self, state, input_ids, whole, logits)
 
+    def prefill_row(self, state: DecodeState, row: int, input_ids: Tensor) -> Tensor:
+        """Run another prompt into a row of a state whose text has ended.
+
+        Args:
+            state: of this model.
+            row: of the batch.
+            input_ids: int64[1, length].
+
+        Returns:
+            float32[1, vocab], the law of the next token as logits (float64 for float64 models).
+
+        Raises:
+            ValueError: as for ``prefill``.
+        """
+        single = self.new_state(1, state.max_length, state.max_nodes)
+        logits = self.prefill(single, input_ids)
+        state.write_row(row, single)
+        return logits
+
     @torch.no_grad()
     def verify(self, state: DecodeState, tree: TokenTree, first: int = 0) -> Tensor:
         """Score every node of a tree in one forward pass; the committed state is left as it is.

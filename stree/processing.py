@@ -98,8 +98,17 @@ class _ProcessedLM:
         logits = self._lm.prefill(state, input_ids, lengths)
         rows = input_ids.to(self._lm.device)
         self._texts = [row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)]
-        nodes = [Node(row, text) for row, text in enumerate(self._texts)] if self._processor.looks_at_text else []
-        logits = self._process(nodes, logits)
+        return self._first([Node(row, text) for row, text in enumerate(self._texts)], logits)
+
+    def prefill_row(self, state: Any, row: int, input_ids: Tensor) -> Tensor:
+        """Run another prompt into a row; likewise."""
+        logits = self._lm.prefill_row(state, row, input_ids)
+        self._texts[row] = input_ids[0].to(self._lm.device)
+        return self._first([Node(row, self._texts[row])], logits)
+
+    def _first(self, nodes: Sequence[Node], logits: Tensor) -> Tensor:
+        """Process the logits of first tokens."""
+        logits = self._process(nodes if self._processor.looks_at_text else [], logits)
         if not self._may_end:
             _refuse(_leaves_none(logits))
         return logits

@@ -252,9 +252,7 @@ class Program:
         except Exception as problem:
             self._retire(problem)
         length = torch.tensor([len(prompt)], device=self.pending.device)
-        single = self.lm.new_state(1, self.state.max_length, self.state.max_nodes)
-        logits = self.lm.prefill(single, torch.tensor([prompt]), length)
-        self.state.write_row(row, single)
+        logits = self.lm.prefill_row(self.state, row, torch.tensor([prompt]))
         self.rng.sequences[row] = sequence  # in place: the drafter's numbers are keyed by the same tensor
         return logits, Random(self.rng.seed, self.rng.sequences[row : row + 1], length)
 

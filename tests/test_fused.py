@@ -5,6 +5,7 @@ Run: python -m pytest tests/test_fused.py
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -26,7 +27,7 @@ import stree
 from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.drafters.fused import _graft_row
 from stree.drafters.trust import Listed
-from stree.growth import Calibrated, Chain, DySpec, Growth, Static
+from stree.growth import RSDS, Calibrated, Chain, DepthStop, DySpec, Growth, Sequoia, Static
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import DELTA, SAMPLED, Acceptance, DraftLaws
@@ -294,20 +295,29 @@ def test_generated_text_is_that_of_plain_decoding(temperature: float, growth: Gr
     assert text(FusedDrafter(*parts), growth) == text(NoDrafter())
 
 
+SHAPES: dict[str, Growth] = {
+    "layers": Calibrated(2), "heap": DySpec(form="heap"), "chain": Chain(3), "fixed": Static([2, 1]),
+    "stop": DepthStop(Chain(3)), "beam": RSDS(2, 3), "measured": Sequoia(3),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_sampled_text_does_not_depend_on_its_neighbours(order: str) -> None:
-    target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))
+@pytest.mark.parametrize("growth", SHAPES.values(), ids=SHAPES)
+def test_a_sampled_text_does_not_depend_on_its_neighbours(growth: Growth, order: str) -> None:
+    few, rng = 11, random.Random(5)  # tokens so few that much repeats itself
+    target, draft = (grafted(tiny_model("mamba2", seed=seed, vocab_size=few)) for seed in (0, 1))
+    texts = [*[[rng.randrange(few) for _ in range(length)] for length in (3, 30, 1, 14)], [1, 2, 3] * 8, [4, 5] * 9]
     parts: list[Drafter] = [ModelDrafter(draft), SuffixDrafter()]
     if order == "retrieved-first":
         parts.reverse()
 
     def text(prompts: list[list[int]]) -> list[list[int]]:
         return stree.generate(
-            target, prompts, FusedDrafter(*parts, least_value=0.1, least_share=0.0), Calibrated(2), budget=8,
-            sampling=Sampling(0.8), max_new_tokens=24, verifier="rejection",
+            target, prompts, FusedDrafter(*parts, least_value=0.1, least_share=0.0), growth, budget=16,
+            sampling=Sampling(1.0), max_new_tokens=24, verifier="rejection",
         ).sequences  # fmt: skip
 
-    assert text(PROMPTS)[:1] == text(PROMPTS[:1])
+    assert text(texts)[:2] == text(texts[:2])
 
 
 @pytest.mark.parametrize("budget", [2, 3, "auto"])

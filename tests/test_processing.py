@@ -26,7 +26,7 @@ from transformers import LogitsProcessorList
 
 import stree
 from stree import Sampling, TokenTree
-from stree.drafters import ModelDrafter, SuffixDrafter
+from stree.drafters import Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Chain, Static
 from stree.processing import EachNode, Node, processed
 
@@ -185,3 +185,28 @@ def test_a_processor_may_return_another_dtype(dtype: torch.dtype) -> None:
         for processor in (lambda _, logits: logits.to(dtype), lambda _, logits: logits.to(dtype).float())
     )
     assert found == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("drafts", ["none", "suffix", "model", "fused"])
+def test_processed_texts_do_not_depend_on_the_number_of_slots(drafts: str, temperature: float) -> None:
+    lm, model = grafted(tiny_model("mamba2")), ModelDrafter(grafted(tiny_model("bamba")))
+    every: dict[str, Drafter] = {"none": NoDrafter(), "suffix": SuffixDrafter(), "model": model}
+    drafter = FusedDrafter(model, SuffixDrafter()) if drafts == "fused" else every[drafts]
+    texts = random_texts(random.Random(0), [5, 3, 1, 7, 4])
+
+    def generated(max_batch: int | None) -> list[list[int]]:
+        return stree.generate(
+            lm, texts, drafter, budget=8, max_new_tokens=12, max_batch=max_batch, sampling=Sampling(temperature),
+            logits_processor=add_by_text,
+        ).sequences  # fmt: skip
+
+    def add_by_text(input_ids: Tensor, logits: Tensor) -> Tensor:
+        """Make a token likely that all of the text decides on."""
+        weights = torch.arange(1, input_ids.shape[1] + 1) * (input_ids[0] + 1)
+        logits = logits.clone()
+        logits[0, int(weights.sum()) % VOCAB] += 3.0
+        return logits
+
+    together = generated(None)
+    assert generated(2) == together and generated(1) == together

@@ -148,7 +148,7 @@ class _FusedRun:
             if isinstance(drafting, Yielding) and _goes_by_row(plan, growth):
                 drafting.leave(room)
             else:
-                own = max(budget - int(room.max()), plan.num_nodes + 1 if plan.is_fixed else 1)
+                own = plan.num_nodes + 1
                 room = torch.full_like(room, budget - own)
         if self._hiding is not None:
             # What is hidden from the model must be in the tree: the best, as many as there is room for for sure.
@@ -277,9 +277,8 @@ def _root_law(tree: TokenTree, laws: DraftLaws) -> Tensor:
 
 def _goes_by_row(plan: Plan, growth: Growth | None) -> bool:
     """Tell whether a growth draws by value, so that every row may have a budget of its own and its numbers stay."""
-    if growth is None or growth.sampling.is_greedy:
-        return False
-    return not plan.is_heap and all(layer.slots is None for layer in plan.layers)
+    is_by_value = all(layer.slots is None for layer in plan.layers)
+    return growth is not None and not growth.sampling.is_greedy and is_by_value
 
 
 def _room(retrieved: Draft, is_worth: Tensor, budget: int) -> Tensor:
@@ -294,8 +293,7 @@ def _room(retrieved: Draft, is_worth: Tensor, budget: int) -> Tensor:
     assert retrieved.values is not None, "propose looked"
     values = retrieved.values * is_worth
     sure = (values * (retrieved.tree.depths == 1)).sum(1, keepdim=True).clamp(max=1)
-    typical = torch.tensor(typical_values(budget - 1, TYPICAL_DEPTH, TYPICAL_RANKS), device=values.device)
-    typical = typical.to(values.dtype) * (1 - 0.5 * sure)
+    typical = values.new_tensor(typical_values(budget - 1, TYPICAL_DEPTH, TYPICAL_RANKS)) * (1 - 0.5 * sure)
     both = torch.cat([values[:, 1:], typical.expand(len(values), -1)], 1)
     most = max(budget - 2, 0)
     best = both.sort(dim=1, descending=True, stable=True).indices[:, : budget - 1]

@@ -133,7 +133,9 @@ class _ModelRun:
         mask = torch.ones(len(pending), 1, 1, dtype=torch.bool, device=pending.device)
         self._root, self._selected = pending.clone(), None  # the next one is written in its place
         self._tree = TokenTree.unchecked(pending[:, None], depths - 1, depths, mask)
-        return Draft(self._tree, None, 0, values=torch.ones(len(pending), 1, device=pending.device))
+        return Draft(
+            self._tree, None, 0, values=torch.ones(len(pending), 1, dtype=torch.float32, device=pending.device)
+        )
 
     def leave(self, count: Tensor) -> None:
         """Leave int64[batch] nodes of the next budget to others; a growth that draws by value heeds it."""
@@ -188,9 +190,7 @@ class _ModelRun:
         if self._begun is not None:
             if len(prompt) > self._state.max_length:
                 self._resize(2 * len(prompt), self._state.max_nodes)
-            single = self._lm.new_state(1, self._state.max_length, self._state.max_nodes)
-            self._lm.prefill(single, torch.tensor([prompt]))
-            self._state.write_row(row, single)
+            self._lm.prefill_row(self._state, row, torch.tensor([prompt]))
         self._has_leaf[row] = False
         if self._growth is not None:
             self._estimate.forget(row)
@@ -375,6 +375,7 @@ class _ModelRun:
         reach = logits.new_ones(batch, 1)  # value of each node's next slot
         rest = logits.new_zeros(batch, 0, logits.shape[-1])  # laws without the tokens drawn
         draws = torch.zeros(batch, plan.num_nodes + 1, dtype=torch.long, device=rows.device)
+        self._left_out.zero_()
         for node in range(plan.num_nodes):
             if node:
                 logits = grown.run(self._lm, self._state)
@@ -389,7 +390,7 @@ class _ModelRun:
             draws.scatter_add_(1, parent, torch.ones_like(parent))
             share = law.gather(-1, token[..., None]).squeeze(-1) / law.sum(-1).clamp(min=1e-38)
             upper = reach.gather(1, parent)
-            is_taken = (upper > 0) & (share > 0)
+            is_taken = (upper > 0) & (share > 0) & (node < grown.left[:, None])
             rest[rows[:, None], parent] = law.scatter(-1, token[..., None], 0.0)
             value = upper * share * is_taken
             reach = torch.cat([reach.scatter(1, parent, upper * (1 - share)), value], 1)
