@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from stree.files import replacing
+
 __all__ = ["SCHEMA", "CostTable", "default_path"]
 
 SCHEMA = 1
@@ -102,9 +104,8 @@ class CostTable:
             keys = ("batch", "context", size, "ms")
             record[name] = [dict(zip(keys, point, strict=True)) for point in getattr(self, name)]
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".partial")
-        beside.write_text(json.dumps({**record, "env": dict(self.env)}, indent=1) + "\n", encoding="utf-8")
-        os.replace(beside, path)
+        with replacing(path) as beside:
+            beside.write_text(json.dumps({**record, "env": dict(self.env)}, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> CostTable:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from stree.files import replacing
+
 __all__ = ["check_keep", "load_vocabulary", "most_frequent", "save_vocabulary"]
 
 
@@ -52,12 +54,8 @@ def most_frequent(texts: Iterable[Sequence[int]], vocab_size: int, keep: int, al
 
 def save_vocabulary(path: str | Path, tokens: Sequence[int], vocab_size: int) -> None:
     """Write a trimmed vocabulary as JSON, whole or not at all."""
-    beside = Path(path).with_name(Path(path).name + ".part")
-    try:
+    with replacing(path) as beside:
         beside.write_text(json.dumps({"vocab_size": vocab_size, "kept": list(tokens)}) + "\n", encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def load_vocabulary(path: str | Path, vocab_size: int, needed: Iterable[int] = ()) -> list[int]:

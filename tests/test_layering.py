@@ -37,8 +37,8 @@ ALLOWED: dict[str, set[str]] = {
     "stree.tree": {"stree.kernels.topology"},
     "stree.sampling": {"stree.draws", "stree.kernels.accept_door", "stree.kernels.law_door", "stree.kernels.topology"},
     "stree.draws": set(),
-    "stree.retrieval": {"stree.retrieval"},
-    "stree.vocabulary": set(),
+    "stree.retrieval": {"stree.files", "stree.retrieval"},
+    "stree.vocabulary": {"stree.files"},
     "stree.growth": PLAIN
     | {"stree.growth", "stree.kernels.growth_door", "stree.kernels.growth_learning", "stree.kernels.reference_growth"},
     "stree.verify": PLAIN | {"stree.verify", "stree.kernels"},
@@ -71,13 +71,15 @@ ALLOWED: dict[str, set[str]] = {
     "stree.room": {"stree.drafters", "stree.models"},
     "stree.inputs": set(),
     "stree.prepare": ENGINE | {"stree.generation", "stree.inputs", "stree.vocabulary"},
-    "stree.distill": ENGINE | {"stree.distill", "stree.generation", "stree.inputs"},
+    "stree.distill": ENGINE | {"stree.distill", "stree.files", "stree.generation", "stree.inputs"},
     "stree.cli": ENGINE
     | {"stree.generation", "stree.bench", "stree.distill", "stree.info", "stree.inputs", "stree.prepare"}
     | {"stree.vocabulary"},
-    "stree.cost": set(),
+    "stree.files": set(),
+    "stree.cost": {"stree.files"},
     "stree.bench": ENGINE
-    | {"stree.generation", "stree.cost", "stree.bench", "stree.engine", "stree.inputs", "stree.statistics"},
+    | {"stree.generation", "stree.cost", "stree.bench", "stree.engine", "stree.files", "stree.inputs"}
+    | {"stree.statistics"},
     "stree.info": {"stree.engine", "stree.graphs", "stree.models", "stree.room"},
     "stree.warming": ENGINE | {"stree.engine", "stree.generation", "stree.graphs", "stree.steering"},
     "stree.hook": ENGINE | {"stree.generation", "stree.hook_steps", "stree.session"},

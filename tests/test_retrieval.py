@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,13 @@ def test_bad_stores_are_refused(tmp_path: Path) -> None:
         Datastore.load(tmp_path / "model.safetensors")
 
 
+def test_a_store_whose_order_has_no_length_is_refused(tmp_path: Path) -> None:
+    parts: dict[str, np.ndarray] = {"text": np.zeros(4, dtype=np.uint8), "order": np.array(1, dtype=np.uint32)}
+    save_file(parts, tmp_path / "flat.store", metadata={"format": "stree-datastore-1", "vocab_size": "4"})
+    with pytest.raises(ValueError, match="flat.store' is no datastore of format"):
+        Datastore.load(tmp_path / "flat.store")
+
+
 @pytest.mark.parametrize("change", [{"vocab_size": None}, {"vocab_size": "-1"}, {"order": np.int64}, {"text": np.int8}])
 def test_a_store_of_other_contents_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
     store = Datastore.build([[1, 2, 3]], 4)
@@ -167,6 +175,25 @@ def test_a_damaged_order_leads_out_of_no_text() -> None:
     damaged = Datastore(store._text, np.full_like(store._order, 2**31), 4, "")
     damaged.tree(text, 8)  # whatever it gives, nothing outside the arrays is read
     assert store.tree(text, 8).tokens
+
+
+def test_damaged_tokens_are_never_drafted() -> None:
+    text = [1, 2, 3, 1, 2, 3, 1, 2]
+    store = Datastore.build([text], 4)
+    tokens = store._text.view(">u4").copy()
+    tokens[tokens == 3] = 70000
+    damaged = Datastore(tokens.view(np.uint8), store._order, 4, "")
+    assert 3 in store.tree(text, 8).tokens
+    assert all(token < 4 for token in damaged.tree(text, 8).tokens)
+
+
+def test_several_may_write_one_store_at_once(tmp_path: Path) -> None:
+    stores = [Datastore.build([[number] * (4000 + number)], 9) for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda store: [store.save(tmp_path / "some.store") for _ in range(5)], stores))
+    found = Datastore.load(tmp_path / "some.store")
+    assert found.num_tokens in {store.num_tokens for store in stores}
+    assert [path.name for path in tmp_path.iterdir()] == ["some.store"]
 
 
 def test_the_union_of_two_trees_keeps_the_best_nodes_of_both() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stree.bench.records import Record, append, environment, read, write
+from stree.files import replacing
 
 __all__ = ["Key", "RunDirectory", "brief", "key_of", "session"]
 
@@ -51,9 +52,8 @@ class RunDirectory:
             if self.results.exists():
                 os.replace(self.results, self.results.with_suffix(".jsonl.old"))
         sessions = [*(known["sessions"] if known else []), env]
-        beside = self._about.with_suffix(".partial")
-        beside.write_text(json.dumps({"config": config, "sessions": sessions}, indent=1) + "\n", encoding="utf-8")
-        os.replace(beside, self._about)
+        with replacing(self._about) as beside:
+            beside.write_text(json.dumps({"config": config, "sessions": sessions}, indent=1) + "\n", encoding="utf-8")
         self.records = read(self.results)
 
     def _known(self, force: bool) -> dict[str, Any] | None:

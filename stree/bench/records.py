@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from stree.files import replacing
+
 __all__ = ["ROOT", "Record", "append", "command_line", "environment", "quantiles", "read", "write"]
 
 Record = dict[str, Any]
@@ -63,10 +65,8 @@ def append(path: Path, records: Sequence[Record]) -> None:
 
 def write(path: Path, records: Sequence[Record]) -> None:
     """Replace a file by these records, in one move: an interruption leaves the old one or the new one."""
-    beside = path.with_suffix(".partial")
-    beside.unlink(missing_ok=True)
-    append(beside, records)
-    os.replace(beside, path)
+    with replacing(path) as beside:
+        append(beside, records)
 
 
 def read(path: Path) -> list[Record]:

@@ -12,6 +12,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from stree.files import replacing
+
 __all__ = ["METRICS", "RunFolder"]
 
 METRICS = "distill.json"
@@ -76,9 +78,8 @@ class RunFolder:
         if self.checkpoints.exists():
             shutil.rmtree(self.checkpoints)
         self.checkpoints.mkdir(parents=True)
-        beside = self._about.with_suffix(".part")
-        beside.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-        os.replace(beside, self._about)
+        with replacing(self._about) as beside:
+            beside.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
     @property
     def result(self) -> Path:

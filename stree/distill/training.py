@@ -6,7 +6,6 @@ It knows windows of tokens and models, no text files.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +22,7 @@ from transformers import PreTrainedModel
 from stree.distill.network import Compile, hidden_states
 from stree.distill.settings import Settings
 from stree.distill.text import Batches
+from stree.files import replacing
 
 __all__ = ["Laws", "LossFn", "compiler", "distill_loss", "laws_of", "matmul_dtype", "text_loss", "train"]
 
@@ -131,9 +131,8 @@ def laws_of(target: PreTrainedModel, dtype: torch.dtype) -> Laws:
 
 def save_atomically(path: Path, content: Any) -> None:
     """Write what ``torch.load(weights_only=True)`` reads, whole or not at all."""
-    beside = path.with_name(path.name + ".part")
-    torch.save(content, beside)
-    os.replace(beside, path)
+    with replacing(path) as beside:
+        torch.save(content, beside)
 
 
 def train(

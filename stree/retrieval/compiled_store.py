@@ -91,7 +91,7 @@ def _group(windows: Array, depth: int, rows: Array, separator: int, tokens: Arra
     seen, times, different, total = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64), 0, 1
     for row in rows:
         token = windows[row, depth]
-        if token == separator:
+        if token >= separator:  # or no token at all, in a damaged file
             continue
         place = 0
         while place < different and seen[place] != token:

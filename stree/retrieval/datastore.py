@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from stree.files import replacing
 from stree.retrieval.continuations import Continuations, Nodes
 
 __all__ = ["Datastore"]
@@ -75,14 +76,9 @@ class Datastore:
 
     def save(self, path: str | Path) -> None:
         """Write one file, whole or not at all."""
-        path = Path(path)
-        draft = path.with_name(path.name + ".part")
         metadata = {"format": FORMAT, "vocab_size": str(self.vocab_size), "tokenizer": self.tokenizer}
-        try:
-            save_file({"text": self._text, "order": self._order}, draft, metadata=metadata)
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
+        with replacing(path) as beside:
+            save_file({"text": self._text, "order": self._order}, beside, metadata=metadata)
 
     @classmethod
     def load(cls, path: str | Path) -> Datastore:
@@ -99,7 +95,7 @@ class Datastore:
                 dtypes = {name: part.get_dtype() for name, part in parts.items()}
         except (OSError, SafetensorError) as error:
             raise ValueError(f"no datastore can be read at {str(path)!r}: {error}") from error
-        size = shapes.get("order", [0])[0]
+        size = (shapes.get("order") or [0])[0]
         is_whole = dtypes == {"text": "U8", "order": "U32"} and metadata.get("vocab_size", "").isdigit()
         if metadata.get("format") != FORMAT or shapes.get("text") != [WIDTH * size] or not size or not is_whole:
             raise ValueError(f"{str(path)!r} is no datastore of format {FORMAT}, got {metadata.get('format')!r}")
