@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
@@ -34,7 +35,7 @@ def load_config(name_or_path: str | Path, *, trust_remote_code: bool = False) ->
         return config_of_native(raw)
     try:
         return AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise _unreadable(name_or_path, error) from error
 
 
@@ -54,6 +55,8 @@ def load_model(
             raise RuntimeError("device_map needs the package accelerate: pip install accelerate")
     elif device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device must be one that torch finds, got {str(device)!r}, and it finds no CUDA")
     on_cpu = not torch.cuda.is_available() if device_map is not None else torch.device(device).type == "cpu"
     if dtype == "auto" and on_cpu:
         dtype = torch.float32
@@ -90,6 +93,8 @@ def _raw_config(name_or_path: str | Path, trust_remote_code: bool) -> Mapping[st
         raw, _ = PreTrainedConfig.get_config_dict(name_or_path)
     except (OSError, ValueError) as error:
         raise _unreadable(name_or_path, error) from error
+    if not isinstance(raw, dict):
+        raise _unreadable(name_or_path, TypeError(f"its config.json holds {type(raw).__name__}, not an object"))
     needs_code = "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING
     if needs_code and not trust_remote_code:
         raise ValueError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from stree.drafters import Drafter, HasModel, ModelDrafter
+from stree.drafters import Drafter, FusedDrafter, HasModel, ModelDrafter, SuffixDrafter
 from stree.growth import Growth
 from stree.kernels.topology import most_nodes
 from stree.models.tree_lm import TreeLM
@@ -16,7 +16,7 @@ from stree.sampling import Sampling
 from stree.session import Streamer
 from stree.verify import VERIFIERS
 
-__all__ = ["Slots", "check_arguments", "check_lossy", "check_nodes", "slots_for", "token_ids"]
+__all__ = ["Slots", "check_arguments", "check_block", "check_lossy", "check_nodes", "slots_for", "token_ids"]
 
 
 def check_lossy(drafter: Drafter, verifier: str, allow_lossy: bool) -> None:
@@ -118,7 +118,7 @@ def token_ids(name: str, tokens: Iterable[int]) -> list[int]:
 
 def check_arguments(
     lm: TreeLM, drafter: Drafter, growth: Growth | None, budget: int | str, verifier: str, sampling: Sampling,
-    max_new_tokens: int,
+    max_new_tokens: int, seed: int,
 ) -> None:  # fmt: skip
     """Refuse bad arguments before anything runs."""
     for name, value, needed, example in (
@@ -136,6 +136,8 @@ def check_arguments(
             raise TypeError(f"{name} must be an integer, got {type(number).__name__}")
         if number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}")
+    if not hasattr(seed, "__index__"):
+        raise TypeError(f"seed must be an integer, got {type(seed).__name__}")
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
     models = drafter.models if isinstance(drafter, HasModel) else ()
@@ -144,6 +146,16 @@ def check_arguments(
     for model in models:
         if model.device != lm.device:
             raise ValueError(f"drafter and target must be on one device, got {model.device} and {lm.device}")
+
+
+def check_block(drafter: Drafter, growth: Growth | None, budget: int) -> None:
+    """Refuse block verification where trees will have branches, as far as that is known."""
+    plan = None if growth is None or not isinstance(drafter, HasModel) else growth.plan(budget)
+    widths = [layer.width + layer.leaves for layer in plan.layers] if plan is not None else []
+    retrieves = isinstance(drafter, (SuffixDrafter, FusedDrafter)) and budget > 2
+    if retrieves or max(widths, default=1) > 1 or (plan is not None and plan.is_heap and plan.num_nodes > 1):
+        what = type(drafter).__name__ if plan is None or retrieves else str(growth)
+        raise ValueError(f"block verification takes trees without branches, such as Chain's; got {what}")
 
 
 def check_nodes(lm: TreeLM, drafter: Drafter, nodes: int) -> None:

@@ -96,7 +96,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     from transformers import TextStreamer
     from transformers.utils import logging
 
-    from stree.generation import GenerationInterrupted, generate
+    from stree.generation import GenerationError, GenerationInterrupted, generate
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -118,6 +118,12 @@ def _generate(arguments: argparse.Namespace) -> int:
     except GenerationInterrupted as interrupt:
         streamer.end()
         output, status = interrupt.output, 130
+        if not output.sequences:  # while sizes were measured
+            return status
+    except GenerationError as error:
+        streamer.end()
+        print(f"stree: error: {error}", file=sys.stderr)
+        output, status = error.output, 2
     report = _report(arguments, output, tokenizer, lm)
     if arguments.json:
         print(json.dumps(report))

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from stree.arguments import check_arguments, check_lossy, check_nodes, slots_for, token_ids
+from stree.arguments import check_arguments, check_block, check_lossy, check_nodes, slots_for, token_ids
 from stree.drafters import Drafter, HasModel, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.drafters.initialised import InitialisedDrafter
 from stree.engine import Engine, engine_of
@@ -148,7 +148,7 @@ def run(
 
     ``steered`` gives what decides on sizes instead of the controller.
     """
-    check_arguments(lm, drafter, growth, budget, verifier, sampling, max_new_tokens)
+    check_arguments(lm, drafter, growth, budget, verifier, sampling, max_new_tokens, seed)
     stops = token_ids("stop_token_ids", () if stop_token_ids is None else stop_token_ids)
     is_lossy = isinstance(growth, TargetInit)
     if is_lossy:
@@ -160,6 +160,8 @@ def run(
     shape = _shape(drafter, growth, sampling)
     choices = _choices(drafter, shape, budget, has_growth=growth is not None, is_captured=engine is not None)
     check_nodes(lm, drafter, choices.max_nodes)
+    if verifier == "block":
+        check_block(drafter, shape, choices.max_nodes)
     room = slots.max_batch, slots.max_length + choices.max_nodes, choices.max_nodes
     make_room = partial(_make_room, lm, drafter, engine, room)
     measured = None

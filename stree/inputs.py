@@ -66,7 +66,7 @@ def documents(paths: Sequence[Path]) -> Iterator[str]:
             if not file.is_file():
                 continue
             try:
-                text = file.read_text(encoding="utf-8")
+                text = file.read_text(encoding="utf-8-sig")
             except UnicodeDecodeError as error:
                 raise ValueError(f"{file} is no UTF-8 text: {error}") from error
             if file.suffix == ".jsonl":
@@ -77,7 +77,7 @@ def documents(paths: Sequence[Path]) -> Iterator[str]:
 
 def _lines(file: Path, text: str) -> Iterator[str]:
     """Read the texts of JSON lines."""
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # other line ends may stand inside a string
         if not line.strip():
             continue
         try:
@@ -87,4 +87,5 @@ def _lines(file: Path, text: str) -> Iterator[str]:
         found = record.get("text", record.get("prompt")) if isinstance(record, dict) else None
         if not isinstance(found, str):
             raise ValueError(f"line {number} of {file} must have a text or prompt that is a string")
-        yield found
+        if found:
+            yield found

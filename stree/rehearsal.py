@@ -10,8 +10,9 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,7 +73,7 @@ class StepTimes:
 # Before anything could be measured: a draft call is a quarter of a step, 64 nodes take twice what one does.
 GUESS = StepTimes(1.0, np.array([1.0, 64.0]), np.array([1.0, 2.0]), 0.25)
 
-_known: weakref.WeakKeyDictionary[TreeLM, dict[Hashable, StepTimes]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[TreeLM, dict[tuple[Any, ...], StepTimes]] = weakref.WeakKeyDictionary()
 
 
 def step_times(
@@ -112,6 +113,8 @@ def step_times(
         torch.get_num_threads(),
     )  # fmt: skip
     known = _known.setdefault(lm, {})
+    for old in [old for old in known if any(model() is None for model in old[1])]:
+        del known[old]  # its draft model is gone
     if key not in known:
         rehearsal = _Rehearsal(sizes, has_model=bool(models), on_device=lm.device.type == "cuda" or engine is not None)
         stand_in = drafter if models else _Bushy()

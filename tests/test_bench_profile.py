@@ -16,6 +16,7 @@ from tiny_models import grafted, tiny_model
 
 from stree import engine
 from stree.bench.profile import Shape, bytes_moved, profile, profile_tables
+from stree.cli import main
 from stree.engine import Engine
 from stree.growth import Chain
 from stree.kernels import topology
@@ -69,3 +70,8 @@ def test_replayed_steps_are_timed_beside_launched_ones(monkeypatch: pytest.Monke
     assert 0 <= record["replayed"]["idle"] < 1 and record["replayed"]["step_ms"] > 0
     assert both.target.is_captured is None, "as it was"
     assert "replayed, idle" in text_of(record)
+
+
+def test_a_text_of_one_token_has_no_step_to_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "profile", "--max-new-tokens", "1"]) == 2
+    assert "--max-new-tokens must be at least 2, got 1" in capsys.readouterr().err

@@ -11,7 +11,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, Mamba2Config, Mamba2ForCausalLM, PreTrainedTokenizerFast
 
+from stree import generation
 from stree.cli import main
+from stree.drafters import suffix
 from stree.growth import Chain, DySpec, Static, parse_growth
 from stree.models.tree_lm import TreeLM
 
@@ -83,6 +85,8 @@ def test_text_is_streamed_and_the_summary_goes_to_standard_error(
         (["x", "--budget", "most"], "budget must be a number of nodes or 'auto', got 'most'"),
         (["x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
         (["x", "--device", "nowhere"], "nowhere"),
+        *([] if torch.cuda.is_available() else [(["x", "--device", "cuda"], "device must be one that torch finds")]),
+        (["x", "--verifier", "block"], "block verification takes trees without branches"),
         (["x", "--growth", "bush"], "growth must be calibrated, dyspec"),
         (["x", "--growth", "chain:2", "--drafter", "suffix"], "--growth shapes the trees of a draft model"),
         (["", "--drafter", "suffix"], "the prompt is empty"),
@@ -164,3 +168,36 @@ def test_growths_are_read_from_text() -> None:
     for text in ("chain", "chain:x", "static:", "static:0", "dyspec:4,"):
         with pytest.raises(ValueError, match="growth|width"):
             parse_growth(text)
+
+
+def test_ctrl_c_while_sizes_are_measured_ends_quietly(
+    target: str, drafter: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generation, "step_times", interrupted)
+    assert main(["generate", "a b c", "--target", target, "--drafter", drafter]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_what_was_generated_without_a_drafter_that_failed_is_printed_and_the_failure_said(
+    target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = run_json(capsys, "--target", target, "--drafter", "none")["token_ids"]
+
+    def broken(*_: object) -> None:
+        raise ArithmeticError("it broke")
+
+    monkeypatch.setattr(suffix._SuffixRun, "propose", broken)
+    arguments = ["generate", "a b c a b", "--max-new-tokens", "12", "--budget", "8"]
+    assert main([*arguments, "--target", target, "--drafter", "suffix", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1])["token_ids"] == expected and "it broke" in err
+
+
+@pytest.mark.parametrize("content", ["[]", '{"model_type": "mamba2", "num_heads": "many"}'])
+def test_a_config_that_is_none_is_said(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(content, encoding="utf-8")
+    assert main(["info", str(tmp_path)]) == 2
+    assert "no checkpoint that transformers can read" in capsys.readouterr().err

@@ -84,3 +84,15 @@ def test_what_the_target_writes_goes_on_where_it_stopped(target: stree.TreeLM, t
     assert np.array_equal(whole, again) and len(whole) >= 120
     longer = write_continuations(target, text, tmp_path / "least", tokens=1, least=200, **options)
     assert len(longer) >= 200
+
+
+def test_the_target_stops_writing_when_its_time_is_up_and_there_is_enough(
+    target: stree.TreeLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = Text({"a": np.tile(np.arange(1, 60, dtype=np.int32), 3)}, {"a": 1.0}, separator=END)
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 0, "rows": 2, "new_tokens": 200}
+    monkeypatch.setattr(target.model.generation_config, "eos_token_id", None)
+    hours = write_continuations(target, text, tmp_path / "hours", seconds=1e-9, **options)
+    assert len(hours) < 100, "a batch is not written to its end"
+    enough = write_continuations(target, text, tmp_path / "enough", seconds=1e-9, least=150, **options)
+    assert 150 <= len(enough) < 300

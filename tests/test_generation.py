@@ -419,6 +419,10 @@ def test_a_drafter_that_fails_to_start_raises_its_own_error() -> None:
         ({"drafter": "suffix"}, TypeError, "drafter must be an object such as .*, got 'suffix'"),
         ({"drafter": SuffixDrafter}, TypeError, "drafter must be an object such as .*, got <class"),
         ({"growth": "chain:4"}, TypeError, "growth must be an object such as .*, got 'chain:4'"),
+        ({"verifier": "block"}, ValueError, r"block verification takes trees without .*; got Calibrated\("),
+        ({"verifier": "block", "drafter": SuffixDrafter()}, ValueError, "block .* branches, .*; got SuffixDrafter"),
+        ({"verifier": "block", "growth": DySpec(form="heap"), "budget": 3}, ValueError, "block .* got DySpec"),
+        ({"seed": None}, TypeError, "seed must be an integer, got NoneType"),
         ({"sampling": 0.8}, TypeError, "sampling must be an object such as .*, got 0.8"),
         ({"budget": 0}, ValueError, "budget must be at least 1, got 0"),
         ({"budget": "many"}, ValueError, "budget must be a number of nodes or 'auto', got 'many'"),
@@ -453,6 +457,10 @@ def test_a_drafter_that_fails_to_start_raises_its_own_error() -> None:
         "drafter-name",
         "drafter-class",
         "growth-name",
+        "block-tree",
+        "block-suffix",
+        "block-heap",
+        "seed",
         "temperature",
         "budget",
         "word",
@@ -487,6 +495,19 @@ def test_prompts_and_stop_tokens_may_be_tensors_and_arrays(make: Callable[[list[
     found = stree.generate(lm(), prompts, budget=4, max_new_tokens=NEW_TOKENS, stop_token_ids=make([stop, stop]))
     assert found.sequences == expected.sequences and found.stats["finish_reasons"][0] == "stop"
     assert {type(token) for text in found.sequences for token in text} == {int}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", ["mamba2-layers", "mamba2-chain", "mamba2-static", "mamba2-heap", "suffix"])
+def test_torch_s_default_dtype_changes_no_text(name: str, temperature: float) -> None:
+    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "sampling": Sampling(temperature)}
+    expected = stree.generate(lm(), PROMPTS, *way(name), **options).sequences
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            assert stree.generate(lm(), PROMPTS, *way(name), **options).sequences == expected
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 def test_what_ends_a_generation_can_be_pickled() -> None:

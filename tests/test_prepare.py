@@ -29,6 +29,10 @@ def test_texts_come_from_files_folders_and_json_lines(tmp_path: Path) -> None:
     (tmp_path / "lines.jsonl").write_text('{"text": "four"}\n\n{"prompt": "five", "id": 1}\n', encoding="utf-8")
     paths = [tmp_path / "folder", tmp_path / "empty.txt", tmp_path / "lines.jsonl"]
     assert list(documents(paths)) == ["two", "three", "four", "five"]
+    lines = [{"text": "a\u2028b\x85c\u2029"}, {"text": ""}, {"prompt": "d"}]  # line ends that end no line of JSON
+    content = "\ufeff" + "".join(json.dumps(line, ensure_ascii=False) + "\r\n" for line in lines)
+    (tmp_path / "more.jsonl").write_text(content, encoding="utf-8", newline="")
+    assert list(documents([tmp_path / "more.jsonl"])) == ["a\u2028b\x85c\u2029", "d"]
 
 
 @pytest.mark.parametrize(

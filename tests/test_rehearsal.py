@@ -335,3 +335,12 @@ def test_sizes_that_are_timed_are_sizes_that_are_chosen() -> None:
         assert timed[-1] == PLAIN and set(timed) <= set(sizes.choices) and len(timed) >= 4
     shallow = Sizes.of(Calibrated(depth=1).bind(Sampling()), has_model=True, is_coarse=False)
     assert rehearsal._timed_choices(shallow) == [Choice(4, 1), Choice(16, 1), Choice(64, 1), PLAIN]
+
+
+def test_what_was_measured_with_a_draft_model_that_is_gone_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "ROUNDS", 1)
+    target = grafted(tiny_model("bamba"))
+    for seed in (1, 2, 3):
+        measured(target, ModelDrafter(grafted(tiny_model("mamba2", seed=seed))), LAYERED)
+        gc.collect()
+    assert len(rehearsal._known[target]) == 1

@@ -357,3 +357,18 @@ def test_half_precision_logits_are_widened_before_laws_are_taken(dtype: torch.dt
         law = sampling.law(logits)
         assert law.dtype == torch.float32
         assert torch.equal(law, sampling.law(logits.float()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("verifier", ["rejection", "traversal"])
+def test_laws_in_half_precision_and_logits_with_gradients_are_taken(verifier: str, dtype: torch.dtype) -> None:
+    probs = torch.tensor([[[0.5, 0.25, 0.25, 0.0]]])
+    kind = torch.tensor([[SAMPLED] * 3], dtype=torch.int8)
+    tree = TokenTree(torch.tensor([[0, 1, 0]]), torch.tensor([[-1, 0, 0]], dtype=torch.int32))
+    logits = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0))
+    rng = Random(0, torch.arange(1), torch.zeros(1, dtype=torch.long))
+    found, expected = (
+        accept(tree, given, Sampling(1.0), rng, DraftLaws(law, torch.zeros(1, 3, dtype=torch.long), kind), verifier)
+        for given, law in ((logits.clone().requires_grad_(), probs.to(dtype)), (logits, probs))
+    )
+    assert torch.equal(found.path, expected.path) and torch.equal(found.next_token, expected.next_token)

@@ -99,9 +99,9 @@ def start_profile(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: a bad option.
     """
-    for name in ("budget", "batch", "context", "max_new_tokens"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+    for name, least in (("budget", 1), ("batch", 1), ("context", 1), ("max_new_tokens", 2)):
+        if getattr(arguments, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(arguments, name)}")
     growth = None if arguments.growth is None else parse_growth(arguments.growth)
     pair = _load(arguments)
     shape = Shape(
@@ -120,7 +120,7 @@ def start_profile(arguments: argparse.Namespace) -> int:
 
 def _settings(arguments: argparse.Namespace) -> Settings:
     """Read how prompts are run."""
-    temperatures = tuple(_number(text, "--temperature") for text in arguments.temperature.split(","))
+    temperatures = tuple(dict.fromkeys(_number(text, "--temperature") for text in arguments.temperature.split(",")))
     settings = Settings(
         arguments.max_new_tokens, temperatures, arguments.batch_size, arguments.repeats, arguments.seed,
         arguments.check, arguments.test_law, arguments.held_out, arguments.chat,

@@ -5,7 +5,6 @@ A drafter trained on it meets the laws that it will be asked about (VocabTrim, a
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from tqdm import tqdm
 
 from stree.distill.text import Text, pack
 from stree.drafters import NoDrafter
+from stree.files import replacing
 from stree.generation import generate
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
@@ -109,9 +109,10 @@ def write_continuations(
             if size >= max(least, tokens or 0) and spent >= (seconds or 0.0):
                 break
             prompts = draw_prompts(text, rows, length, np.random.default_rng((seed, number)))
+            clock = _Clock(least - size - sum(map(len, prompts)), None if seconds is None else last + seconds - spent)
             out = generate(
                 lm, prompts, NoDrafter(), budget=1, sampling=Sampling(temperature), max_new_tokens=new_tokens,
-                stop_token_ids=stops, seed=seed * 1_000_003 + number,
+                stop_token_ids=stops, seed=seed * 1_000_003 + number, cancelled=clock.is_over,
             )  # fmt: skip
             ended = [row[:-1] if row[-1] == text.separator else row for row in out.sequences]
             parts.append(pack(ended, text.separator))
@@ -124,12 +125,22 @@ def write_continuations(
     return np.concatenate(parts)
 
 
+class _Clock:
+    """Ends the continuations of a batch when the time is up, but not before so many tokens were written."""
+
+    def __init__(self, least: int, deadline: float | None) -> None:
+        self._least, self._deadline = least, deadline
+
+    def is_over(self, sequence: int) -> bool:
+        """Tell so; asked once for every token."""
+        self._least -= 1
+        return self._deadline is not None and self._least < 0 and time.monotonic() > self._deadline
+
+
 def _write(path: Path, parts: list[np.ndarray], number: int, spent: float) -> None:
     """Save what is finished, whole or not at all."""
-    beside = path.with_name(path.name + ".part")
-    with beside.open("wb") as file:
+    with replacing(path) as beside, beside.open("wb") as file:
         np.savez(file, tokens=np.concatenate(parts), number=number, spent=spent)
-    os.replace(beside, path)
 
 
 def _read(path: Path) -> tuple[list[np.ndarray], int, float]:

@@ -280,7 +280,9 @@ def _begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int, kind: int
     kinds = torch.full((batch, room - 1), kind, dtype=torch.int8, device=device)
     mask = torch.eye(room, dtype=torch.bool, device=device).repeat(batch, 1, 1)
     mask[:, 1, 0] = has_leaf
-    return Columns(lead, tokens, parents, depths, mask, torch.ones(batch, room - 1, device=device), kinds)
+    return Columns(
+        lead, tokens, parents, depths, mask, torch.ones(batch, room - 1, dtype=torch.float32, device=device), kinds
+    )
 
 
 def prune(tree: TokenTree, kept: Tensor) -> TokenTree:

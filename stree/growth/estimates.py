@@ -155,7 +155,8 @@ class RankEstimate(PathEstimate):
 
     def __init__(self, ranks: int, device: torch.device) -> None:
         fits = [CERTAIN[min(rank, len(CERTAIN) - 1)] for rank in range(ranks)]
-        self._fit = RankFit(*(column.contiguous() for column in torch.tensor(fits, device=device).unbind(1)))
+        columns = torch.tensor(fits, dtype=torch.float32, device=device).unbind(1)
+        self._fit = RankFit(*(column.contiguous() for column in columns))
 
     def rate(
         self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None, norms: Tensor | None = None
@@ -192,18 +193,18 @@ class Calibration:
     """
 
     def __init__(self, batch: int, ranks: int, device: torch.device) -> None:
-        edges = torch.tensor(SHARPNESS_EDGES), torch.tensor(CONFIDENCE_EDGES)
+        edges = [torch.tensor(edges, dtype=torch.float32) for edges in (SHARPNESS_EDGES, CONFIDENCE_EDGES)]
         sharp, sure = _middles(edges[0]), _middles(edges[1]).log()
         # Rows of the table: ranks of drawn children, then ranks where there is a favourite, itself the second.
         before, after = (
-            torch.tensor([fit[min(rank, len(fit) - 1)] for fit in fits for rank in range(ranks)])
+            edges[0].new_tensor([fit[min(rank, len(fit) - 1)] for fit in fits for rank in range(ranks)])
             for fits in ((BEFORE, BEFORE_BESIDE), (AFTER, AFTER_BESIDE))
         )
         level, by_sharpness, by_confidence = after[:, :, None, None].unbind(1)  # [2 x ranks, 1, 1] each
         odds = before[:, :1] + before[:, 1:] * sharp
         odds = torch.cat([odds.flatten(), (level + by_sharpness * sharp[:, None] + by_confidence * sure).flatten()])
-        self._tests = torch.full((batch, len(odds)), PRIOR_TESTS, device=device)
         self._prior = odds.sigmoid().to(device) * PRIOR_TESTS
+        self._tests = self._prior.new_full((batch, len(odds)), PRIOR_TESTS)
         self._passed = self._prior.repeat(batch, 1)
         rank = torch.arange(ranks, device=device)
         self._table = Table(self._passed, self._tests, edges[0].to(device), edges[1].to(device), rank)
@@ -254,5 +255,5 @@ def _norms_of(law: Tensor) -> Tensor:
 
 def _middles(edges: Tensor) -> Tensor:
     """Give a point in every interval between 0, the edges and 1."""
-    bounds = torch.cat([torch.zeros(1), edges, torch.ones(1)])
+    bounds = torch.cat([edges.new_zeros(1), edges, edges.new_ones(1)])
     return (bounds[1:] + bounds[:-1]) / 2

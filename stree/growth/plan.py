@@ -191,4 +191,5 @@ def choose_slots(
 @cache  # captured steps read them: none may be dropped
 def _on_device(numbers: tuple[int, ...] | tuple[float, ...], device: torch.device) -> Tensor:
     """Put what a layer says on a device, once."""
-    return torch.tensor(numbers, dtype=None if numbers else torch.float32, device=device)
+    is_whole = bool(numbers) and isinstance(numbers[0], int)
+    return torch.tensor(numbers, dtype=torch.long if is_whole else torch.float32, device=device)

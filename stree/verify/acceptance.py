@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from stree.kernels.topology import reads_freely
@@ -51,6 +53,7 @@ def accept(
         ValueError: shapes disagree, an unknown verifier, or (looked for on the CPU) NaN logits or branches for "block".
     """
     batch, n = tree.tokens.shape
+    target_logits = target_logits.detach()
     if target_logits.dim() != 3 or target_logits.shape[:2] != (batch, n):
         raise ValueError(f"target_logits must be float[{batch}, {n}, vocab], got {[*target_logits.shape]}")
     if draft is not None:
@@ -60,6 +63,8 @@ def accept(
             raise ValueError(
                 f"draft must have probs float[{batch}, rows, {vocab}], row and kind [{batch}, {n}], got {shapes}"
             )
+        if draft.probs.dtype in (torch.float16, torch.bfloat16):
+            draft = replace(draft, probs=draft.probs.float())
     if verifier not in (*VERIFIERS, LONGEST):
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
     is_looked_at = reads_freely(target_logits) or checks_everywhere()
