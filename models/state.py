@@ -7,7 +7,8 @@ knows shapes and tensors; what a layer computes is its adapter's business.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -83,6 +84,11 @@ class LayerStack:
         for (_, mine), (_, theirs) in zip(self._tensors(), other._tensors(), strict=True):
             mine[tuple(slice(size) for size in theirs.shape)].copy_(theirs)
 
+    def reset(self) -> None:
+        """Forget every sequence."""
+        for _, tensor in self._rows():
+            tensor.zero_()
+
     def write_row(self, row: int, other: Self) -> None:
         """Take over sequence ``row`` from a stack of batch 1."""
         for (_, mine), (_, theirs) in zip(self._rows(), other._rows(), strict=True):
@@ -151,8 +157,8 @@ class DecodeState:
         is_lazy: whether a committed path waits for the next tree's scan, which folds it in the same pass over a state.
         unfolded: that path, where there are layers that can wait.
         kept: by site, the rows of that path in what a layer's scan shares.
-        is_torn: whether a forward failed that had such a path to fold: some layers have it, others have not.  One who
-            knows that none has, as of a captured graph that was never run, may set it to False.
+        is_torn: whether folding a path failed half way: some layers have it, others have not.  One who knows that none
+            has, as of a captured graph that was never run, may set it to False.
     """
 
     def __init__(
@@ -236,19 +242,36 @@ class DecodeState:
         if self.unfolded is not None:
             self.unfolded.lengths.zero_()
         self.lengths.copy_(other.lengths)
-        self.length_bound, self.pending = other.length_bound, None
+        self.length_bound, self.pending, self.is_torn = other.length_bound, None, other.is_torn
+
+    def reset(self) -> None:
+        """Forget every sequence; nothing moves to another place."""
+        for stack in self.stacks.values():
+            stack.reset()
+        if self.unfolded is not None:
+            self.unfolded.lengths.zero_()
+        self.lengths.zero_()
+        self.length_bound, self.pending, self.is_torn = 0, None, False
+
+    @contextmanager
+    def folding(self) -> Iterator[None]:
+        """Leave the state torn if what is done inside fails."""
+        was_torn, self.is_torn = self.is_torn, True
+        yield
+        self.is_torn = was_torn
 
     def commit(self, path: Tensor, path_lengths: Tensor) -> None:
         """Fold int32[batch, m] paths of the pending tree into every layer, or let them wait, and consume the tree."""
         if path.shape[1]:
             waits = self.unfolded if path.shape[1] <= MOST_ENTRIES else None
-            for spec, stack in self.stacks.items():
-                if waits is None or stack.shared is None:
-                    stack.commit(*(tensor.to(spec.device) for tensor in (path, path_lengths, self.lengths)))
-            if waits is None:
-                self.lengths += path_lengths
-            else:
-                waits.put(path, path_lengths, self.lengths)
+            with self.folding():
+                for spec, stack in self.stacks.items():
+                    if waits is None or stack.shared is None:
+                        stack.commit(*(tensor.to(spec.device) for tensor in (path, path_lengths, self.lengths)))
+                if waits is None:
+                    self.lengths += path_lengths
+                else:
+                    waits.put(path, path_lengths, self.lengths)
         self.pending = None
 
     def fold(self) -> None:
@@ -256,10 +279,11 @@ class DecodeState:
         if self.unfolded is None:
             return
         path = self.unfolded.path.int(), self.unfolded.lengths
-        for spec, stack in self.stacks.items():
-            if stack.shared is not None:
-                stack.commit(*(tensor.to(spec.device) for tensor in (*path, self.lengths)))
-        self.unfolded.lengths.zero_()
+        with self.folding():
+            for spec, stack in self.stacks.items():
+                if stack.shared is not None:
+                    stack.commit(*(tensor.to(spec.device) for tensor in (*path, self.lengths)))
+            self.unfolded.lengths.zero_()
 
     def bind(self, mixers: Mapping[Site, Any]) -> None:
         """Take over what committing needs of the layers' weights."""

@@ -6,6 +6,7 @@ It knows no drafting and no sampling: logits out, paths in.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -187,11 +188,15 @@ class TreeLM:
         input_ids, whole = input_ids.to(self.device), torch.tensor(sizes, dtype=torch.int32, device=self.device)
         self._check_tokens(input_ids)
         sizes = [min(size, chunk_size or size) for size in sizes]
-        if len(set(sizes)) > 1 and not self._pads_exactly:
-            logits = self._prefill_rows(state, input_ids, sizes)
-        else:
-            logits = self._prefill_batch(state, input_ids, whole.clamp(max=max(sizes)), max(sizes))
-        return continue_prefill(self, state, input_ids, whole, logits)
+        try:
+            if len(set(sizes)) > 1 and not self._pads_exactly:
+                logits = self._prefill_rows(state, input_ids, sizes)
+            else:
+                logits = self._prefill_batch(state, input_ids, whole.clamp(max=max(sizes)), max(sizes))
+            return continue_prefill(self, state, input_ids, whole, logits)
+        except BaseException:
+            state.reset()  # some rows, layers or chunks may stand in it already
+            raise
 
     def prefill_row(self, state: DecodeState, row: int, input_ids: Tensor) -> Tensor:
         """Run another prompt into a row of a state whose text has ended.
@@ -250,11 +255,11 @@ class TreeLM:
         waits = state.unfolded if first == 0 else None
         if waits is not None:
             step.path, step.entries = waits.accepted(self._conv_width)
-            state.is_torn = True  # until every layer has folded
-        logits = self._forward(tree.tokens[:, first:], step, positions)
-        if waits is not None:
-            waits.lengths.zero_()
-            state.is_torn = False
+        state.pending = None  # the stash that it stands in is overwritten, layer by layer
+        with nullcontext() if waits is None else state.folding():
+            logits = self._forward(tree.tokens[:, first:], step, positions)
+            if waits is not None:
+                waits.lengths.zero_()
         state.pending = Pending(tree, topology)
         return logits.to(state_dtype(logits.dtype))
 
@@ -268,9 +273,10 @@ class TreeLM:
             path_lengths: int32[batch]; 0 leaves a sequence untouched.
 
         Raises:
-            RuntimeError: no verified tree, or one that was committed already.
+            RuntimeError: no verified tree, or one that was committed already; or the state is lost.
             ValueError: shapes disagree, a path that does not descend from the root, or a text beyond max_length.
         """
+        self._check_state(state)
         pending = state.pending
         if pending is None:
             raise RuntimeError("commit needs a tree that was verified and not yet committed; call verify first")
@@ -333,9 +339,7 @@ class TreeLM:
         if state.specs is not self._specs:
             raise ValueError("the state belongs to another TreeLM; use one from this one's new_state")
         if state.is_torn:
-            raise RuntimeError(
-                "the state is lost: a forward failed while its layers folded the last path; make a new one"
-            )
+            raise RuntimeError("the state is lost: folding a path into its layers failed half way; make a new one")
 
     def _check_tokens(self, tokens: Tensor) -> None:
         """Refuse tokens outside the vocabulary."""
