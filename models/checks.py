@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stree.models.forwards import is_patched
 from stree.tree import TokenTree
 
 __all__ = ["check_mixer", "check_path", "describe", "is_integer"]
 
+SEEN_THROUGH = ("conv1d", "conv_1d", "conv", "rg_lru")  # parts of mixers of which trees take the weights
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -24,13 +26,20 @@ def describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]}"
 
 
-def check_mixer(mixer: Any) -> None:
-    """Refuse a stateful module that is quantised, not in memory, or whose activation trees do not know.
+def check_mixer(path: str, mixer: Any) -> None:
+    """Refuse a stateful module that is quantised, patched, not in memory, or whose activation trees do not know.
 
     Raises:
         NotImplementedError: it is one of these; the message says which.
     """
     kind = type(mixer).__name__
+    for name, part in mixer.named_modules():
+        if (not name or name in SEEN_THROUGH) and is_patched(part):
+            where = f"{path}.{name}" if name else path
+            raise NotImplementedError(
+                f"{where} ({type(part).__name__}) has a forward of its own, which trees would not run; "
+                "remove it, or change the layer's output with register_forward_hook"
+            )
     if any(getattr(module.__dict__.get("_hf_hook"), "offload", False) for module in mixer.modules()):
         raise NotImplementedError(f"{kind} is offloaded; layers that keep a state must be in a device's memory")
     for name, tensor in (*mixer.named_parameters(), *mixer.named_buffers()):

@@ -142,7 +142,7 @@ def stateful_modules(model: PreTrainedModel, family: Family) -> list[tuple[int, 
         if kind in family.mixers:
             if not hasattr(module, "layer_idx"):  # RecurrentGemma's blocks are not told where they stand
                 module.layer_idx = layer
-            check_mixer(module)
+            check_mixer(path, module)
             found.append((layer, module, family.mixers[kind]))
         elif kind not in family.stateless:
             if not path.startswith(inside) and any(hasattr(module, sign) for sign in SIGNS):

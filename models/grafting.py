@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stree.models.forwards import own_forward, put_forward
 from stree.models.lean import waiting
 from stree.models.state import TreeStep
 
@@ -24,17 +24,21 @@ def graft_forward(
     Args:
         module: a part of a transformers model.
         tree_forward: called as ``tree_forward(module, step, *args, **kwargs)`` with the step that was found.
-        plain_forward: called as ``plain_forward(module, *args, **kwargs)`` where there is no step; None for the class's
-            own forward.
+        plain_forward: called as ``plain_forward(module, own, *args, **kwargs)`` where there is no step, ``own`` being
+            the module's own forward; None for just that.
     """
+    put_forward(module, _forward, tree_forward, plain_forward)
 
-    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-        step = next((value for value in (*args, *kwargs.values()) if isinstance(value, TreeStep)), None)
-        if step is not None:
-            return waiting(tree_forward(module, step, *args, **kwargs))
-        return (type(module).forward if plain_forward is None else plain_forward)(module, *args, **kwargs)
 
-    module.forward = types.MethodType(forward, module)  # a bound method: a deep copy of the model binds its own module
+def _forward(
+    module: Any, before: Any, tree_forward: Callable[..., Any], plain_forward: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Score a tree if there is one."""
+    step = next((value for value in (*args, *kwargs.values()) if isinstance(value, TreeStep)), None)
+    if step is not None:
+        return waiting(tree_forward(module, step, *args, **kwargs))
+    own = own_forward(module, before)
+    return own(*args, **kwargs) if plain_forward is None else plain_forward(module, own, *args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)

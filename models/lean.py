@@ -1,8 +1,8 @@
 """Lean layers: what transformers' modules do in many small launches, in one each, while a tree is scored.
 
 Norms between layers with the residual sums that they read, gated norms of recurrent layers, rotary positions, the
-middle of feed-forwards, and mixtures of experts.  Only where Triton runs; a module whose facts are not known runs its
-own forward, and so does every module in any other call of the model.
+middle of feed-forwards, and mixtures of experts.  Only where Triton runs; a module whose facts are not known, or
+whose forward somebody has replaced, runs its own, and so does every module in any other call of the model.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from stree.kernels import checks, ops
 from stree.kernels.tiles import MAX_NORM_WIDTH
 from stree.models import laws
+from stree.models.forwards import is_patched, own_forward, put_forward
 from stree.models.waiting import WaitingSum, norm_of
 
 __all__ = ["gated_norm", "graft_lean", "scoring", "waiting", "with_lean_rotary"]
@@ -95,7 +96,7 @@ def gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
     Where the Triton versions run, it is they who do it; elsewhere, and for a class with other facts than those that are
     known, it is the module's own forward.
     """
-    if not checks.has_triton("gated_rms_norm", x.device, x.dtype):
+    if is_patched(norm) or not checks.has_triton("gated_rms_norm", x.device, x.dtype):
         return norm(x, gate)  # type: ignore[no-any-return]
     if hasattr(norm, "group_size"):  # Mamba-2, Bamba, Granite-4.0-H, Nemotron-H, Zamba2
         facts: dict[str, Any] = {"groups": x.shape[-1] // norm.group_size}
@@ -116,34 +117,26 @@ def _runs(op: str, like: Any) -> bool:
 
 
 def _override(module: Any, forward: Callable[..., Any], facts: Any) -> None:
-    """Put a forward in front of a module's own, or of one that was put on it before ours."""
-    before = module.__dict__.get("forward")
-    if before is not None and getattr(before, "__func__", None) is not forward:
-        module.__dict__["plain_forward"] = before
-    module.__dict__["lean_facts"] = facts
-    module.forward = types.MethodType(forward, module)  # a bound method: a deep copy of the model binds its own module
+    """Put a forward in front of a module's own, unless somebody has replaced that."""
+    if not is_patched(module):
+        module.__dict__["lean_facts"] = facts
+        put_forward(module, forward)
 
 
-def _plain(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run what the module ran without us."""
-    before = module.__dict__.get("plain_forward")
-    return type(module).forward(module, *args, **kwargs) if before is None else before(*args, **kwargs)
-
-
-def _norm_forward(norm: Any, x: Any) -> Any:
+def _norm_forward(norm: Any, before: Any, x: Any) -> Any:
     """Normalise rows in one launch, with the sum that they are."""
     weight = norm.weight
     if not _runs("rms_norm", x) or weight.device != x.device:
-        return _plain(norm, x)
+        return own_forward(norm, before)(x)
     if torch.promote_types(weight.dtype, x.dtype) != x.dtype:  # some classes then widen their output
-        return _plain(norm, x)
+        return own_forward(norm, before)(x)
     return norm_of(x, weight, eps=getattr(norm, norm.lean_facts.eps), offset=norm.lean_facts.offset)
 
 
-def _feed_forward_forward(module: Any, x: Any) -> Any:
+def _feed_forward_forward(module: Any, before: Any, x: Any) -> Any:
     """Run the projections, and what stands between them in one launch."""
     if not _runs("gated_activation", x):
-        return _plain(module, x)
+        return own_forward(module, before)(x)
     names, activation = module.lean_facts
     gate, up = getattr(module, names.gate)(x), None
     if names.up == "":
@@ -155,13 +148,15 @@ def _feed_forward_forward(module: Any, x: Any) -> Any:
     return waiting(getattr(module, names.down)(hidden)) * getattr(module, laws.DOWN_FACTOR, 1.0)
 
 
-def _experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+def _experts_forward(
+    module: Any, before: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Any:
     """Run the experts in three launches, whatever the routing."""
     names, activation = module.lean_facts
     up, down = getattr(module, names.up), module.down_proj
     fits = up.dtype == hidden_states.dtype and up.device == hidden_states.device and hidden_states.dim() == 2
     if not (_runs("experts", hidden_states) and fits) or getattr(module, "_is_expert_parallel", False):
-        return _plain(module, hidden_states, top_k_index, top_k_weights)
+        return own_forward(module, before)(hidden_states, top_k_index, top_k_weights)
     return ops.experts(
         hidden_states, top_k_index.long(), top_k_weights, up, down, activation=activation, gated=names.gated
     )

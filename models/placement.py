@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import types
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stree.models.forwards import OwnForward
 from stree.models.state import TreeStep
 
 __all__ = ["keep_on_device", "step_on"]
@@ -20,10 +20,8 @@ __all__ = ["keep_on_device", "step_on"]
 
 def keep_on_device(mixer: Any, device: torch.device) -> None:
     """Make a grafted module take a ``TreeStep`` as a copy on its own device."""
-    if "tree_device" not in mixer.__dict__:  # one that stands in several layers comes more than once
-        mixer.__dict__["tree_forward"] = mixer.forward.__func__
-    mixer.__dict__["tree_device"] = device
-    mixer.forward = types.MethodType(_forward, mixer)  # a bound method: a deep copy of the model binds its own mixer
+    if mixer.forward.func is not _forward:  # one that stands in several layers comes more than once
+        mixer.forward = OwnForward(_forward, mixer, mixer.forward, device)
 
 
 def step_on(step: TreeStep, device: torch.device) -> TreeStep:
@@ -52,10 +50,10 @@ def _moved(indices: Any, device: torch.device) -> Any:
     return dataclasses.replace(indices, **moved)
 
 
-def _forward(mixer: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward(_: Any, graft: Any, device: torch.device, /, *args: Any, **kwargs: Any) -> Any:
     """Run the graft's forward with every ``TreeStep`` among the arguments on the module's device."""
-    args = tuple(step_on(arg, mixer.tree_device) if isinstance(arg, TreeStep) else arg for arg in args)
+    args = tuple(step_on(arg, device) if isinstance(arg, TreeStep) else arg for arg in args)
     for name, value in kwargs.items():
         if isinstance(value, TreeStep):
-            kwargs[name] = step_on(value, mixer.tree_device)
-    return mixer.tree_forward(mixer, *args, **kwargs)
+            kwargs[name] = step_on(value, device)
+    return graft(*args, **kwargs)

@@ -8,6 +8,7 @@ it, which shares its weights, scans trees instead of texts.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -108,12 +109,12 @@ def graft_rg_lru(block: Any) -> RgLruSpec:
     return RgLruSpec(block.lru_width, block.conv1d_width, weight.dtype, weight.device)
 
 
-def _plain_forward(block: Any, input_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run the class's own forward; with our cache, leave nothing behind on the module."""
+def _plain_forward(block: Any, own: Callable[..., Any], input_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run the block's own forward; with our cache, leave nothing behind on the module."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, BlockCache):
-        return _prefill(block, cache, input_states, *args, **kwargs)
-    return type(block).forward(block, input_states, *args, **kwargs)
+        return _prefill(block, own, cache, input_states, *args, **kwargs)
+    return own(input_states, *args, **kwargs)
 
 
 def _forward(block: Any, cache: TreeStep, input_states: Tensor, *_: Any, **kwargs: Any) -> Any:
@@ -129,13 +130,15 @@ def _forward(block: Any, cache: TreeStep, input_states: Tensor, *_: Any, **kwarg
     return block.linear_out(y * block.act_fn(block.linear_y(input_states))), None
 
 
-def _prefill(block: Any, cache: BlockCache, input_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run the class's own forward from an empty state; put the new state into the cache, the old one back."""
+def _prefill(
+    block: Any, own: Callable[..., Any], cache: BlockCache, input_states: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Run the block's own forward from an empty state; put the new state into the cache, the old one back."""
     held = block.conv1d_state, block.rg_lru.recurrent_states
     block.conv1d_state = input_states.new_zeros(len(input_states), block.lru_width, block.conv1d_width - 1)
     block.rg_lru.recurrent_states = None
     try:
-        out = type(block).forward(block, input_states, *args, **kwargs)
+        out = own(input_states, *args, **kwargs)
         cache.blocks[block.layer_idx] = block.conv1d_state, block.rg_lru.recurrent_states
     finally:
         block.conv1d_state, block.rg_lru.recurrent_states = held

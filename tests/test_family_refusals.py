@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 import torch
 from tiny_family_models import family_model
+from tiny_models import TOLERANCE, tree_error
 from transformers import RwkvConfig, RwkvForCausalLM
 
-from stree import TreeLM
+from stree import TokenTree, TreeLM
 from stree.models.families import FAMILIES as SUPPORTED
 
 
@@ -54,3 +55,41 @@ def test_a_convolution_with_another_activation_is_refused() -> None:
 def test_attention_that_looks_ahead_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="Gemma3Attention is not causal"):
         TreeLM(family_model("gemma3_text", use_bidirectional_attention=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "kind"),
+    [
+        ("bamba", "model.layers.0.mamba", "BambaMixer"),
+        ("bamba", "model.layers.1.self_attn", "BambaAttention"),
+        ("jamba", "model.layers.0.mamba.conv1d", "Conv1d"),
+        ("recurrent_gemma", "model.layers.0.temporal_block.rg_lru", "RecurrentGemmaRglru"),
+    ],
+)
+def test_a_forward_that_trees_would_not_run_is_refused(family: str, path: str, kind: str) -> None:
+    model = family_model(family)
+    module, tokens = model.get_submodule(path), torch.tensor([[1, 2, 3]])
+    own = module.forward
+    module.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    with pytest.raises(
+        NotImplementedError, match=rf"{path} \({kind}\) has a forward of its own, which trees would not"
+    ):
+        TreeLM(model)
+    module.forward = own
+    expected = model(tokens).logits
+    TreeLM(model)
+    assert torch.equal(model(tokens).logits, expected)
+    grafted = module.forward
+    module.forward = lambda *args, **kwargs: grafted(*args, **kwargs)
+    with pytest.raises(NotImplementedError, match="has a forward of its own"):
+        TreeLM(model)
+
+
+def test_a_patched_projection_of_a_mixer_is_run_in_trees() -> None:
+    model = family_model("bamba")
+    projection = model.model.layers[0].mamba.in_proj
+    projection.forward = lambda x: 2 * torch.nn.Linear.forward(projection, x)
+    lm, oracle = TreeLM(model), family_model("bamba")
+    oracle.model.layers[0].mamba.in_proj.weight.data.mul_(2)
+    tree = TokenTree(torch.tensor([1, 2, 3]), torch.tensor([-1, 0, 0]))
+    assert tree_error(oracle, [[]], tree, lm.verify(lm.new_state(1, 8, 4), tree)) < TOLERANCE[torch.float32]

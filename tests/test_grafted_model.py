@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_family_models import EVERY_ADAPTER, family_model
 from tiny_models import (
     FAMILIES,
     TOLERANCE,
@@ -25,7 +29,7 @@ from tiny_models import (
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from stree import TreeLM
+from stree import TreeLM, custom_generate
 
 FLOAT32 = TOLERANCE[torch.float32]
 
@@ -140,6 +144,40 @@ def test_a_deep_copy_of_a_grafted_model_acts_on_its_own_weights(family: str) -> 
         logits = one.verify(state, tree)
         assert tree_error(oracle, texts, tree, logits) < FLOAT32
         assert tree_error(wrong, texts, tree, logits) > 1000 * FLOAT32
+
+
+def pickled(model: Any) -> Any:
+    """Pickle a model or its graft, and load it."""
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model: Any) -> Any:
+    """Write a model or its graft with torch.save, and load it."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("family", EVERY_ADAPTER)
+@pytest.mark.parametrize("passed_on", [pickled, saved, copy.deepcopy])
+def test_a_pickled_or_copied_graft_acts_on_its_own_weights(family: str, passed_on: Callable[[Any], Any]) -> None:
+    model = family_model(family)
+    changed, lm = copy.deepcopy(model), grafted(model)
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    lm.model.generate(torch.tensor([[1, 2, 3]]), custom_generate=custom_generate, **options)
+    text, tree = random_texts(random.Random(0), [7]), random_tree(random.Random(0), [7])
+    for again in (passed_on(lm), TreeLM(passed_on(lm.model)), TreeLM(passed_on(TreeLM(passed_on(lm.model)).model))):
+        with torch.no_grad():
+            for one in (again.model, changed):
+                for mine, theirs in zip(one.parameters(), model.parameters(), strict=True):
+                    mine.copy_(1.1 * theirs)
+            assert torch.equal(again.model(torch.tensor(text)).logits, changed(torch.tensor(text)).logits)
+        state = again.new_state(1, 32, 8)
+        again.prefill(state, torch.tensor(text))
+        assert tree_error(changed, text, tree, again.verify(state, tree)) < FLOAT32
+        plain = changed.generate(torch.tensor(text), **options)
+        assert torch.equal(again.model.generate(torch.tensor(text), custom_generate=custom_generate, **options), plain)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignore[import-untyped]
 from tiny_family_models import FAMILIES, family_model
 from tiny_models import (
     as_commit,
@@ -273,24 +274,44 @@ def test_a_model_can_be_grafted_again_and_copied(launched: Counter[str]) -> None
     norms: list[Any] = [
         next(part for part in lm.model.modules() if hasattr(part, "lean_facts")) for lm in (again, twice)
     ]
-    assert all(norm.forward.__self__ is norm and "plain_forward" not in norm.__dict__ for norm in norms)
+    assert all(norm.forward.args == (norm, None) for norm in norms)  # itself, and no forward before ours
 
 
 def test_a_forward_that_was_put_on_a_module_before_stays_its_own(launched: Counter[str]) -> None:
     norm: Any = LlamaRMSNorm(8)
-    calls: list[int] = []
-
-    def hooked(x: Tensor) -> Any:
-        calls.append(1)
-        return LlamaRMSNorm.forward(norm, x)
-
-    norm.forward = hooked
+    norm.forward = lambda x: LlamaRMSNorm.forward(norm, x) + 1
     lean.graft_lean(nn.Sequential(norm))
-    norm(torch.ones(1, 8))
-    assert calls == [1]
+    assert "lean_facts" not in norm.__dict__
+    with lean.scoring(True), torch.no_grad():
+        assert torch.equal(norm(torch.ones(1, 8)), LlamaRMSNorm.forward(norm, torch.ones(1, 8)) + 1)
+    assert not launched
+
+
+def test_accelerates_forward_of_a_module_runs_in_plain_calls_alone(launched: Counter[str]) -> None:
+    norm = LlamaRMSNorm(8)
+    hook = AlignDevicesHook(execution_device="cpu")
+    add_hook_to_module(norm, hook)
+    calls: list[Any] = []
+
+    def post_forward(_: Any, output: Tensor) -> Tensor:
+        calls.append(output)
+        return output
+
+    hook.post_forward = post_forward
+    for _ in range(2):
+        lean.graft_lean(nn.Sequential(norm))
+        norm(torch.ones(1, 8))
+    assert len(calls) == 2
     with lean.scoring(True):
         norm(torch.ones(1, 8))
-    assert calls == [1] and launched["rms_norm"] == 1
+    assert len(calls) == 2 and launched["rms_norm"] == 1
+
+
+def test_a_gated_norm_that_was_patched_runs_its_own_forward(launched: Counter[str]) -> None:
+    norm = gated_norm_of("bamba", {})
+    norm.forward = lambda x, gate: x + gate
+    x = torch.ones(2, norm.weight.shape[0])
+    assert torch.equal(lean.gated_norm(norm, x, x), x + x)
 
 
 class TwiceWeighted(LlamaRMSNorm):  # type: ignore[misc]

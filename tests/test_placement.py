@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
 import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignore[import-untyped]
 from tiny_family_models import EVERY_ADAPTER, family_model
 from tiny_models import (
     TOLERANCE,
@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stree import TreeLM
+from stree.models.families import family_of, stateful_modules
 from stree.models.placement import step_on
 from stree.models.state import TreeStep
 
@@ -90,7 +91,15 @@ def test_a_step_is_copied_to_a_device_once_and_not_to_its_own() -> None:
 
 def test_a_model_on_one_device_is_not_wrapped() -> None:
     lm = grafted(family_model("bamba"))
-    assert not any("tree_device" in module.__dict__ for module in lm.model.modules())
+    ours = [module.forward.func for module in lm.model.modules() if "forward" in module.__dict__]
+    assert ours and not any(function.__module__ == "stree.models.placement" for function in ours)
+
+
+def test_a_model_on_several_devices_is_wrapped_once() -> None:
+    lm = TreeLM(TreeLM(split_model("zamba2")).model)
+    for mixer in lm._mixers.values():
+        assert mixer.forward.func.__module__ == "stree.models.placement"
+        assert mixer.forward.args[1].func.__module__ == "stree.models.grafting"
 
 
 def test_plain_calls_of_a_model_on_several_devices_run_its_own_code() -> None:
@@ -106,7 +115,8 @@ def test_forwards_that_accelerate_has_replaced_do_not_hide_the_tree(family: str)
     model = family_model(family)
     hooked = copy.deepcopy(model)
     for module in hooked.modules():
-        module.forward = functools.partial(module.forward)  # bound to this very module, as accelerate's are
+        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
+    TreeLM(hooked)  # a graft over a graft
     lm, texts, tree = TreeLM(hooked), random_texts(rng, [9, 4]), random_tree(rng, [9, 7])
     state = lm.new_state(2, 64, 16)
     lm.prefill(state, *right_padded(texts))
@@ -114,6 +124,21 @@ def test_forwards_that_accelerate_has_replaced_do_not_hide_the_tree(family: str)
     tokens = torch.tensor(random_texts(rng, [6]))
     plain = {"max_new_tokens": 3, "do_sample": False}
     assert torch.equal(lm.model.generate(tokens, **plain), model.generate(tokens, **plain))
+
+
+def test_plain_calls_run_the_forwards_that_accelerate_has_put_on_mixers() -> None:
+    model, calls = family_model("jamba"), []
+    mixers = [mixer for _, mixer, _ in stateful_modules(model, family_of(model.config))]
+
+    def pre_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(module)
+        return args, kwargs
+
+    for mixer in mixers:
+        add_hook_to_module(mixer, AlignDevicesHook(execution_device="cpu"))
+        mixer._hf_hook.pre_forward = pre_forward
+    TreeLM(model).model(torch.tensor([[1, 2, 3]]))
+    assert calls == mixers
 
 
 def test_an_offloaded_mixer_is_refused() -> None:
