@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stree.models.forwards import is_patched
 from stree.tree import TokenTree
 
 __all__ = ["check_mixer", "check_path", "describe", "is_integer"]
 
-SEEN_THROUGH = ("conv1d", "conv_1d", "conv", "rg_lru")  # parts of mixers of which trees take the weights
+CONVOLUTION, UNIT = "conv_1d", "rg_lru"  # of a recurrent block, which calls them; trees take their weights
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -34,10 +34,12 @@ def check_mixer(path: str, mixer: Any) -> None:
     """
     kind = type(mixer).__name__
     for name, part in mixer.named_modules():
-        if (not name or name in SEEN_THROUGH) and is_patched(part):
-            where = f"{path}.{name}" if name else path
+        where = f"{path}.{name} ({type(part).__name__})" if name else f"{path} ({kind})"
+        if name == CONVOLUTION and type(part).forward is not nn.Conv1d.forward:
+            raise NotImplementedError(f"{where} is no plain Conv1d, whose weights trees take; merge an adapter into it")
+        if name in ("", CONVOLUTION, UNIT) and is_patched(part):
             raise NotImplementedError(
-                f"{where} ({type(part).__name__}) has a forward of its own, which trees would not run; "
+                f"{where} has a forward of its own, which trees would not run; "
                 "remove it, or change the layer's output with register_forward_hook"
             )
     if any(getattr(module.__dict__.get("_hf_hook"), "offload", False) for module in mixer.modules()):

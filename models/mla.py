@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from stree.kernels import ops
 from stree.models.attention import graft_twin
+from stree.models.forwards import is_patched
 from stree.models.grafting import Zeros
 from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep
 
@@ -108,14 +109,28 @@ def latent_attention_forward(
     step, nope = attention_mask, module.qk_nope_head_dim
     layer = step.state.layers[step.attending, LatentSpec]
     rank, keys = layer.spec.rank, layer.keys[:, :, : step.length_bound]
-    expand = module.kv_b_proj.weight.unflatten(0, (query.shape[1], -1))  # [heads, nope + values, rank]
+    matrix, bias = _linear(module.kv_b_proj)
+    expand = matrix.unflatten(0, (query.shape[1], -1))  # [heads, nope + values, rank]
     query = torch.cat((query[..., :nope] @ expand[:, :nope], query[..., nope:]), dim=-1)
     out = ops.attention_step(
         keys, keys[..., :rank], step.state.lengths, layer.stash_keys, layer.stash_keys[..., :rank], None, None,
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), step.topology,
         scale=scaling, first=step.first,
     )  # fmt: skip
-    return torch.einsum("bnhr,hvr->bnhv", out, expand[:, nope:]), None
+    out = torch.einsum("bnhr,hvr->bnhv", out, expand[:, nope:])
+    if bias is not None:  # that of the keys adds the same to all scores of a query
+        out = out + bias.unflatten(0, (query.shape[1], -1))[:, nope:]
+    return out, None
+
+
+def _linear(projection: Any) -> tuple[Tensor, Tensor | None]:
+    """Give the matrix float[out, in] and the bias of a projection; where it is wrapped, as by LoRA, by running it."""
+    weight = projection.weight
+    if type(projection).forward is nn.Linear.forward and not is_patched(projection):
+        return weight, projection.bias
+    unit = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+    rows = projection(torch.cat((torch.zeros_like(unit[:1]), unit)))
+    return (rows[1:] - rows[0]).T, rows[0]
 
 
 AttentionInterface.register(IMPLEMENTATION, latent_attention_forward)

@@ -65,7 +65,7 @@ def graft_short_conv(mixer: Any) -> ShortConvSpec:
     """Make a short convolution score trees when it is called with a ``TreeStep``; return its sizes."""
     graft_forward(mixer, _forward)
     weight = mixer.in_proj.weight
-    return ShortConvSpec(mixer.conv.in_channels, mixer.conv_kernel_size, weight.dtype, weight.device)
+    return ShortConvSpec(mixer.conv.weight.shape[0], mixer.conv_kernel_size, weight.dtype, weight.device)
 
 
 def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: Any) -> Any:

@@ -62,7 +62,7 @@ def test_attention_that_looks_ahead_is_refused() -> None:
     [
         ("bamba", "model.layers.0.mamba", "BambaMixer"),
         ("bamba", "model.layers.1.self_attn", "BambaAttention"),
-        ("jamba", "model.layers.0.mamba.conv1d", "Conv1d"),
+        ("recurrent_gemma", "model.layers.0.temporal_block.conv_1d", "Conv1d"),
         ("recurrent_gemma", "model.layers.0.temporal_block.rg_lru", "RecurrentGemmaRglru"),
     ],
 )
