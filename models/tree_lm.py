@@ -178,7 +178,7 @@ class TreeLM:
 
         Raises:
             ValueError: a wrong shape or dtype, an empty prompt, one beyond max_length, a token outside the vocabulary.
-            RuntimeError: the state is not empty.
+            RuntimeError: the state is not empty, or the model in training mode.
         """
         self._check_state(state)
         sizes = check_prompts(state, input_ids, lengths)
@@ -231,6 +231,7 @@ class TreeLM:
 
         Raises:
             ValueError: tree and state disagree in batch, size, length, vocabulary, or in the nodes below ``first``.
+            RuntimeError: the state is lost, or the model in training mode.
         """
         self._check_state(state)
         batch, n = tree.tokens.shape
@@ -335,7 +336,9 @@ class TreeLM:
         return torch.cat(rows)
 
     def _check_state(self, state: DecodeState) -> None:
-        """Refuse the state of another model: it may fit in shape and still hold that one's decay rates."""
+        """Refuse a model in training, and the state of another: it may fit in shape and still hold its decay rates."""
+        if self.model.training:
+            raise RuntimeError("the model is in training mode, in which its laws are random; call its eval() first")
         if state.specs is not self._specs:
             raise ValueError("the state belongs to another TreeLM; use one from this one's new_state")
         if state.is_torn:

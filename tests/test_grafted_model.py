@@ -234,6 +234,22 @@ def test_a_model_in_training_mode_is_put_into_evaluation_mode() -> None:
     assert not TreeLM(model).model.training
 
 
+def test_a_model_that_is_put_back_into_training_mode_is_refused_until_it_is_not() -> None:
+    lm, prompt = grafted(tiny_model("bamba")), torch.tensor([[1, 2, 3]])
+    state, tree = lm.new_state(1, 16, 8), random_tree(random.Random(0), [5])
+    message = r"the model is in training mode, in which its laws are random; call its eval\(\) first"
+    lm.model.train()
+    with pytest.raises(RuntimeError, match=message):
+        lm.prefill(state, prompt)
+    lm.model.eval()
+    lm.prefill(state, prompt)
+    lm.model.train()
+    with pytest.raises(RuntimeError, match=message):
+        lm.verify(state, tree)
+    lm.model.eval()
+    lm.verify(state, tree)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_moving_a_grafted_model_to_another_dtype_moves_what_the_grafts_use(family: str) -> None:
     rng = random.Random(9)
