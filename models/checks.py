@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from stree.models.forwards import is_patched
 from stree.tree import TokenTree
 
-__all__ = ["check_mixer", "check_path", "describe", "is_integer"]
+__all__ = ["check_mixer", "check_path", "check_places", "describe", "is_integer", "places"]
 
 CONVOLUTION, UNIT = "conv_1d", "rg_lru"  # of a recurrent block, which calls them; trees take their weights
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -51,6 +51,22 @@ def check_mixer(path: str, mixer: Any) -> None:
     activation = getattr(mixer, "activation", "silu")
     if activation not in ("silu", None):
         raise NotImplementedError(f"{kind} has activation {activation!r}; only 'silu' is supported")
+
+
+def places(model: Any) -> str:
+    """Write the dtypes and devices of a model's weights."""
+    return ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in model.parameters()}))
+
+
+def check_places(model: Any, then: str) -> None:
+    """Refuse a model whose weights have other dtypes or devices than when it was grafted.
+
+    Raises:
+        ValueError: they have.
+    """
+    now = places(model)
+    if now != then:
+        raise ValueError(f"the model was moved since it was grafted: {now}, was {then}; make a new TreeLM of it")
 
 
 def check_path(tree: TokenTree, path: Tensor, path_lengths: Tensor) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from stree.kernels.checks import has_triton
 from stree.kernels.topology import Topology, most_nodes, reads_freely
-from stree.models.checks import check_path, describe, is_integer
+from stree.models.checks import check_path, check_places, describe, is_integer, places
 from stree.models.families import family_of, stateful_modules
 from stree.models.lean import graft_lean, scoring
 from stree.models.loading import load_model
@@ -66,6 +66,7 @@ class TreeLM:
         if {self.device} != {spec.device for spec in self._specs.values()}:
             for site, mixer in self._mixers.items():
                 keep_on_device(mixer, self._specs[site].device)
+        self._places = places(model)
         self.num_layers = model.config.num_hidden_layers
         widths = [spec.conv_width for spec in self._specs.values() if spec.conv_width is not None]
         self._conv_width = max(widths, default=None)
@@ -144,9 +145,10 @@ class TreeLM:
                 of one that does are dropped.
 
         Raises:
-            ValueError: a size below 1.
+            ValueError: a size below 1, or a model that was moved since it was grafted.
             NotImplementedError: more nodes than the device's kernels take.
         """
+        check_places(self.model, self._places)
         for name, size in (("batch_size", batch_size), ("max_length", max_length), ("max_nodes", max_nodes)):
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
@@ -177,10 +179,12 @@ class TreeLM:
             float32[batch, vocab], the law of the next token as logits (float64 for float64 models).
 
         Raises:
-            ValueError: a wrong shape or dtype, an empty prompt, one beyond max_length, a token outside the vocabulary.
+            ValueError: a wrong shape or dtype, an empty prompt, one beyond max_length, a token outside the vocabulary,
+                or a model that was moved since it was grafted.
             RuntimeError: the state is not empty, or the model in training mode.
         """
         self._check_state(state)
+        check_places(self.model, self._places)
         sizes = check_prompts(state, input_ids, lengths)
         chunk_size = self.chunk_size if chunk_size is None else chunk_size
         if chunk_size is not None and chunk_size < 1:

@@ -263,6 +263,22 @@ def test_moving_a_grafted_model_to_another_dtype_moves_what_the_grafts_use(famil
     assert tree_error(model, texts, tree, lm.verify(state, tree)) < 0.1
 
 
+@pytest.mark.parametrize("family", ["jamba", "gemma3_text"])
+def test_a_model_that_was_moved_since_it_was_grafted_is_refused(family: str) -> None:
+    lm, prompt = TreeLM(family_model(family)), torch.tensor([[1, 2, 3]])
+    state = lm.new_state(1, 16, 8)
+    lm.model.to(torch.bfloat16)
+    message = "moved since it was grafted: torch.bfloat16 on cpu, was torch.float32 on cpu; make a new TreeLM of it"
+    with pytest.raises(ValueError, match=message):
+        lm.new_state(1, 16, 8)
+    with pytest.raises(ValueError, match=message):
+        lm.prefill(state, prompt)
+    again = TreeLM(lm.model)
+    assert again.prefill(again.new_state(1, 16, 8), prompt).isfinite().all()
+    lm.model.to(torch.float32)
+    lm.prefill(state, prompt)
+
+
 @pytest.mark.parametrize(("family", "positions"), [("mamba2", None), ("bamba", 500), ("llama", 500)])
 def test_a_tree_lm_knows_the_sizes_of_its_model(family: str, positions: int | None) -> None:
     lm = grafted(tiny_model(family, torch.bfloat16, **({"max_position_embeddings": 500} if positions else {})))
