@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels.topology import AcceptedPath, Topology, reads_freely
+from stree.models.checks import describe, is_integer
 from stree.models.unfolded import MOST_ENTRIES, Unfolded
 from stree.tree import TokenTree
 
@@ -203,11 +204,12 @@ class DecodeState:
         """Copy some sequences into a new state, int[batch']; indices may repeat; a pending tree is left out.
 
         Raises:
-            ValueError: an index outside the batch (checked for CPU tensors).
+            ValueError: no list of indices, or an index outside the batch (checked for CPU tensors).
         """
-        rows = torch.as_tensor(batch_indices, device=self.lengths.device).long()
-        if rows.dim() != 1:
-            raise ValueError(f"batch_indices must be int[batch], got {[*rows.shape]}")
+        rows = torch.as_tensor(batch_indices, device=self.lengths.device)
+        if rows.dim() != 1 or not is_integer(rows):
+            raise ValueError(f"batch_indices must be int[batch], got {describe(rows)}")
+        rows = rows.long()
         if reads_freely(rows) and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.batch_size:
             raise ValueError(f"batch_indices must be in [0, {self.batch_size}), got {rows.tolist()}")
         self.fold()
