@@ -313,7 +313,7 @@ class TreeLM:
             mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
         if self.family.takes_positions:
             kwargs["position_ids"] = positions
-        kwargs[self.family.cache_argument] = cache
+        kwargs |= {self.family.cache_argument: cache, "return_dict": True}  # whatever the config says, as generate does
         # Without use_cache a model hands on whatever cache it is given; with it, some insist on a class of their own.
         with scoring(is_tree and self.is_lean):
             return cast(Tensor, self.model(input_ids, attention_mask=mask, use_cache=not is_tree, **kwargs).logits)

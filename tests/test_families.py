@@ -442,3 +442,13 @@ def test_a_text_beyond_a_fixed_state_loses_rows_and_harms_no_other(monkeypatch: 
     assert (
         tree_error(model, texts[1:], TokenTree(tree.tokens[1], tree.parents[1]), lm.verify(state, tree)[1:]) < FLOAT32
     )
+
+
+@pytest.mark.parametrize("family", ["falcon_mamba", "mamba", "mamba2"])  # transformers runs no other family so
+def test_a_config_that_asks_for_tuples_changes_nothing(family: str) -> None:
+    model = family_model(family)
+    lm, text, tree = grafted(model), random_texts(random.Random(0), [7]), random_tree(random.Random(0), [7])
+    lm.model.config.return_dict = False
+    state = lm.new_state(1, 32, 8)
+    lm.prefill(state, torch.tensor(text))
+    assert tree_error(model, text, tree, lm.verify(state, tree)) < FLOAT32
