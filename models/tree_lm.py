@@ -193,7 +193,7 @@ class TreeLM:
         self._check_tokens(input_ids)
         sizes = [min(size, chunk_size or size) for size in sizes]
         try:
-            if len(set(sizes)) > 1 and not self._pads_exactly:
+            if len(set(sizes)) > 1 and not self._pads():
                 logits = self._prefill_rows(state, input_ids, sizes)
             else:
                 logits = self._prefill_batch(state, input_ids, whole.clamp(max=max(sizes)), max(sizes))
@@ -317,6 +317,13 @@ class TreeLM:
         # Without use_cache a model hands on whatever cache it is given; with it, some insist on a class of their own.
         with scoring(is_tree and self.is_lean):
             return cast(Tensor, self.model(input_ids, attention_mask=mask, use_cache=not is_tree, **kwargs).logits)
+
+    def _pads(self) -> bool:
+        """Tell whether prompts may be padded."""
+        # Eager attention masks float64 scores with the least float64 and takes their softmax in float32, where that is
+        # -inf: a column of padding, which sees nothing, becomes NaN.
+        is_eager = getattr(self.model.config, "_attn_implementation", None) == "eager"
+        return self._pads_exactly and not (is_eager and self.dtype == torch.float64)
 
     def _prefill_batch(self, state: DecodeState, input_ids: Tensor, lengths: Tensor, longest: int) -> Tensor:
         """Run prompts together, left-padded where their lengths differ."""

@@ -107,6 +107,18 @@ def test_ragged_prompts_run_row_by_row_where_a_projection_has_a_bias(family: str
     assert batches == [[2, 7]]
 
 
+@pytest.mark.parametrize("family", ["bamba", "llama"])
+def test_ragged_prompts_of_a_float64_model_with_eager_attention_are_no_nan(family: str) -> None:
+    model = tiny_model(family, torch.float64)
+    model.set_attn_implementation("eager")
+    lm, texts = grafted(model), random_texts(random.Random(2), [7, 12, 2])
+    state, tree = lm.new_state(3, 64, 16), random_tree(random.Random(2), [6, 6, 6])
+    logits = lm.prefill(state, *right_padded(texts))
+    for row, text in enumerate(texts):
+        assert relative_error(logits[row], fresh_logits(model, text)[-1]) < FLOAT32
+    assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prefill_leaves_room_that_the_padding_took_up(family: str) -> None:
     model = tiny_model(family)
