@@ -294,7 +294,9 @@ class TreeLM:
             )
         if (pending.tree.is_checked and reads_freely(path)) or checks_everywhere():
             check_path(pending.tree, path, path_lengths)
-        bound = state.length_bound + path.shape[1]
+        # A device is not asked: there an empty path counts as the longest one that it could be.
+        longest = max(path_lengths.tolist(), default=0) if reads_freely(path_lengths) else path.shape[1]
+        bound = state.length_bound + longest
         if bound > state.max_length and state.fixed_shapes and not reads_freely(path):
             bound = state.max_length
         elif bound > state.max_length:

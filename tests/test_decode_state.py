@@ -169,6 +169,22 @@ def test_a_commit_of_empty_paths_only_consumes_the_tree_and_nothing_else(family:
     assert torch.equal(before, lm.verify(state, probe))
 
 
+@pytest.mark.parametrize("is_lazy", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_state_that_empty_paths_were_committed_to_takes_prompts(family: str, is_lazy: bool) -> None:
+    rng = random.Random(5)
+    model = tiny_model(family)
+    lm, texts = grafted(model), random_texts(rng, [6, 9])
+    lm.is_lazy = is_lazy
+    state = lm.new_state(2, 64, 16)
+    lm.verify(state, random_tree(rng, [7, 7]))
+    lm.commit(state, *as_commit([[], []], filler=0))
+    lm.verify(state, TokenTree.chain(torch.tensor(random_texts(rng, [4, 4]))))
+    lm.commit(state, torch.tensor([[0, 1], [0, 1]]), torch.tensor([0, 0]))
+    lm.prefill(state, *right_padded(texts))
+    assert_scores(lm, model, state, texts)
+
+
 @pytest.mark.parametrize("filler", [-1, 0, 3, 99999])
 def test_entries_of_a_path_past_its_length_are_ignored(filler: int) -> None:
     rng = random.Random(6)
