@@ -158,8 +158,8 @@ class DecodeState:
         is_lazy: whether a committed path waits for the next tree's scan, which folds it in the same pass over a state.
         unfolded: that path, where there are layers that can wait.
         kept: by site, the rows of that path in what a layer's scan shares.
-        is_torn: whether folding a path failed half way: some layers have it, others have not.  One who knows that none
-            has, as of a captured graph that was never run, may set it to False.
+        is_torn: whether something that changes every layer, as a path does, failed half way.  One who knows that it has
+            changed none, as of a captured graph that was never run, may set it to False.
     """
 
     def __init__(
@@ -239,11 +239,12 @@ class DecodeState:
     def overwrite(self, other: DecodeState) -> None:
         """Take over the sequences of a state of as many, with as much or less room; nothing moves to another place."""
         other.fold()
-        for spec, stack in self.stacks.items():
-            stack.overwrite(other.stacks[spec])
-        if self.unfolded is not None:
-            self.unfolded.lengths.zero_()
-        self.lengths.copy_(other.lengths)
+        with self.changing():
+            for spec, stack in self.stacks.items():
+                stack.overwrite(other.stacks[spec])
+            if self.unfolded is not None:
+                self.unfolded.lengths.zero_()
+            self.lengths.copy_(other.lengths)
         self.length_bound, self.pending, self.is_torn = other.length_bound, None, other.is_torn
 
     def reset(self) -> None:
@@ -256,7 +257,7 @@ class DecodeState:
         self.length_bound, self.pending, self.is_torn = 0, None, False
 
     @contextmanager
-    def folding(self) -> Iterator[None]:
+    def changing(self) -> Iterator[None]:
         """Leave the state torn if what is done inside fails."""
         was_torn, self.is_torn = self.is_torn, True
         yield
@@ -266,7 +267,7 @@ class DecodeState:
         """Fold int32[batch, m] paths of the pending tree into every layer, or let them wait, and consume the tree."""
         if path.shape[1]:
             waits = self.unfolded if path.shape[1] <= MOST_ENTRIES else None
-            with self.folding():
+            with self.changing():
                 for spec, stack in self.stacks.items():
                     if waits is None or stack.shared is None:
                         stack.commit(*(tensor.to(spec.device) for tensor in (path, path_lengths, self.lengths)))
@@ -281,7 +282,7 @@ class DecodeState:
         if self.unfolded is None:
             return
         path = self.unfolded.path.int(), self.unfolded.lengths
-        with self.folding():
+        with self.changing():
             for spec, stack in self.stacks.items():
                 if stack.shared is not None:
                     stack.commit(*(tensor.to(spec.device) for tensor in (*path, self.lengths)))
@@ -304,10 +305,12 @@ class DecodeState:
         """Take over sequence ``row`` from a state of batch 1 and equal sizes."""
         self.fold()
         other.fold()
-        for spec, stack in self.stacks.items():
-            stack.write_row(row, other.stacks[spec])
-        self.lengths[row] = other.lengths[0]
+        with self.changing():
+            for spec, stack in self.stacks.items():
+                stack.write_row(row, other.stacks[spec])
+            self.lengths[row] = other.lengths[0]
         self.length_bound = max(self.length_bound, other.length_bound)
+        self.is_torn |= other.is_torn
 
     def _set_stacks(self, stacks: dict[LayerSpec, LayerStack]) -> None:
         """Hold the stacks, and a view of every layer so that no step makes one."""

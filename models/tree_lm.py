@@ -261,7 +261,7 @@ class TreeLM:
         if waits is not None:
             step.path, step.entries = waits.accepted(self._conv_width)
         state.pending = None  # the stash that it stands in is overwritten, layer by layer
-        with nullcontext() if waits is None else state.folding():
+        with nullcontext() if waits is None else state.changing():
             logits = self._forward(tree.tokens[:, first:], step, positions)
             if waits is not None:
                 waits.lengths.zero_()
@@ -355,7 +355,9 @@ class TreeLM:
         if state.specs is not self._specs:
             raise ValueError("the state belongs to another TreeLM; use one from this one's new_state")
         if state.is_torn:
-            raise RuntimeError("the state is lost: folding a path into its layers failed half way; make a new one")
+            raise RuntimeError(
+                "the state is lost: a call failed when some of its layers were changed, others not; make a new one"
+            )
 
     def _check_tokens(self, tokens: Tensor) -> None:
         """Refuse tokens outside the vocabulary."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from stree import TokenTree, TreeLM
 from stree.models.state import DecodeState, LayerStack
 
 FLOAT32 = TOLERANCE[torch.float32]
-LOST = "the state is lost: folding a path into its layers failed half way; make a new one"
+LOST = "the state is lost: a call failed when some of its layers were changed, others not; make a new one"
 RECURRENT = [family for family in EVERY_ADAPTER if family != "gemma3_text"]
 
 
@@ -103,6 +104,23 @@ def test_a_fold_that_fails_between_layers_loses_the_state(monkeypatch: pytest.Mo
     monkeypatch.setattr(type(next(iter(state.stacks.values()))), "commit", fail)
     with pytest.raises(torch.OutOfMemoryError):
         state.clone()
+    with pytest.raises(RuntimeError, match=LOST):
+        lm.verify(state, tree)
+
+
+@pytest.mark.parametrize("taken", ["overwrite", "write_row"])
+def test_taking_over_another_state_half_way_loses_the_state(taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, lm, state, _, tree = prefilled("zamba2")
+    other = lm.new_state(2 if taken == "overwrite" else 1, 64, 16)
+    take = state.overwrite if taken == "overwrite" else functools.partial(state.write_row, 1)
+    monkeypatch.setattr(type([*state.stacks.values()][-1]), taken, fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        take(other)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match=LOST):
+        lm.verify(state, tree)
+    state.is_torn, other.is_torn = False, True
+    take(other)  # of a state that is lost itself
     with pytest.raises(RuntimeError, match=LOST):
         lm.verify(state, tree)
 

@@ -183,7 +183,7 @@ def test_a_state_whose_layers_failed_in_mid_fold_is_refused() -> None:
         decoding.score([5, 5])
     handle.remove()
     for use in (decoding.score, decoding.step):
-        with pytest.raises(RuntimeError, match="the state is lost: folding a path into its layers failed half way"):
+        with pytest.raises(RuntimeError, match="the state is lost: a call failed when some of its layers were changed"):
             use([5, 5])
     decoding.state = other
     decoding.step([5, 5])
