@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,14 +53,34 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self._failed: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
         """Capture on a stream of its own; other threads may go on using the device."""
         with torch.cuda.device(self._device):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                out = work()
+            graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    out = work()
+            except BaseException:
+                torch.cuda.set_stream(before)  # torch leaves the one that it captured on
+                self._recover(graph)
+                torch.cuda.set_stream(before)
+                raise
         return graph, out
+
+    def _recover(self, failed: torch.cuda.CUDAGraph) -> None:
+        """Make the device usable after a capture that failed.
+
+        torch (2.11) then leaves the pool taken, so that nothing else could be captured into it, and the device's own
+        random numbers waiting for a replay until a capture succeeds.
+        """
+        self._failed.append(failed)  # the allocator still points at it
+        with suppress(Exception):
+            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
+        with suppress(Exception), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
+            torch.zeros(1, device=self._device)
 
     def allocated(self) -> int:
         """Count the bytes that the caching allocator cannot give back."""

@@ -409,7 +409,7 @@ def _to_host(tensor: Tensor) -> Tensor:
     """Start to bring a tensor to the host; it is there once what was launched before has ended."""
     if reads_freely(tensor):
         return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
     return host.copy_(tensor, non_blocking=True)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stree.drafters import Bounded, Drafter, HasModel, NoDrafter, Slotted, SuffixDrafter
+from stree.drafters import Bounded, Drafter, HasModel, ModelDrafter, NoDrafter, Slotted, SuffixDrafter
 from stree.engine import Engine, layout_of, rounded
 from stree.graphs import Graphs
 from stree.kernels.topology import reads_freely
@@ -109,7 +109,7 @@ class Session:
         self.settings: dict[str, Any] = {}
         self._ending: set[int] = set()
         self._graphs: Graphs | None = None
-        self._replays = 0  # that the graphs had seen before
+        self._replays = self._replays_before = 0  # of the graphs, at the last step heard of and at the beginning
         self.is_started = False
 
     @property
@@ -137,7 +137,8 @@ class Session:
         program = self.engine.take(key) if self.engine is not None else None
         if program is None:
             program = self._program(len(prompts), room, steering.max_nodes, verifier)
-        self._graphs, self._replays = program.graphs, 0 if program.graphs is None else program.graphs.num_replays
+        self._graphs = program.graphs
+        self._replays = self._replays_before = self._num_replays()
         self._start(program, drafter, steering, prompts, room)
         self._loop(program, steering)
         self.problem = program.problem
@@ -146,11 +147,9 @@ class Session:
 
     def key(self, drafter: Drafter, steering: Steering, verifier: str, batch: int) -> Hashable:
         """Name the kind of program that a run of so many sequences needs: all that its captured steps hold."""
-        # Runs of these keep nothing for the next text.
-        kind = type(drafter) if type(drafter) in (NoDrafter, SuffixDrafter) else id(drafter)
         models = (self.lm, *(drafter.models if isinstance(drafter, HasModel) else ()))
         return (
-            batch, self._room(steering), steering.max_nodes, self.sampling, verifier, self.stop, kind,
+            batch, self._room(steering), steering.max_nodes, self.sampling, verifier, self.stop, _kind_of(drafter),
             repr(steering.growth), *map(layout_of, models),
         )  # fmt: skip
 
@@ -165,17 +164,26 @@ class Session:
         self._refill(program)
         program.is_watched = steering.watches
         is_late = self._is_late()
-        launched: deque[Round] = deque()
+        launched: deque[tuple[Round, int]] = deque()  # with the replays until then
+
+        def hear() -> None:
+            step, self._replays = launched.popleft()
+            self._take(program, step, steering)
+
         try:
             while None in self.reasons:
-                launched.append(program.step(*steering.next()))
+                launched.append((program.step(*steering.next()), self._num_replays()))
                 if len(launched) > is_late:
-                    self._take(program, launched.popleft(), steering)
+                    hear()
                     self._cancel(program, is_late)
                     self._refill(program)
         finally:  # what was launched before something failed is heard all the same
             while launched and None in self.reasons:
-                self._take(program, launched.popleft(), steering)
+                hear()
+
+    def _num_replays(self) -> int:
+        """Count what was replayed so far."""
+        return 0 if self._graphs is None else self._graphs.num_replays
 
     def _is_late(self) -> bool:
         """Tell whether a step is launched before the last one is heard of."""
@@ -192,7 +200,7 @@ class Session:
         }
         if self._graphs is not None:
             known = self._graphs.report()
-            report["graphs"] = {**known, "replays": known["replays"] - self._replays}
+            report["graphs"] = {**known, "replays": self._replays - self._replays_before}
         return Generation([prompt + new for prompt, new in zip(self.prompts, self.new, strict=True)], report)
 
     def _program(self, batch: int, room: int, max_nodes: int, verifier: str) -> Program:
@@ -319,3 +327,12 @@ class Session:
             if self.reasons[sequence] is not None:
                 self.streamer.end()
         return is_ended
+
+
+def _kind_of(drafter: Drafter) -> Hashable:
+    """Name what of a drafter the steps of a program hold: two of one kind may follow each other in it."""
+    if type(drafter) in (NoDrafter, SuffixDrafter):
+        return type(drafter)  # their runs keep nothing for the next text
+    if type(drafter) is ModelDrafter:
+        return ModelDrafter, id(drafter.lm)
+    return id(drafter)

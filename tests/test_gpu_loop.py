@@ -109,6 +109,13 @@ def test_what_cannot_be_captured_leaves_the_device_usable(caplog: pytest.LogCapt
         found = texts(lm, drafter, growth=Chain(3), budget=4)
     assert found.sequences == expected and found.stats["graphs"]["not_captured"]
     assert "without a CUDA graph" in caplog.text
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert 0 <= float(torch.rand(1, device=DEVICE)) < 1, "the device's own random numbers"
+    del lm.verify
+    for growth in (Chain(2), Chain(3)):  # into what the failure has left
+        found = texts(lm, drafter, growth=growth, budget=growth.depth + 1)
+        assert found.sequences == expected or growth.depth == 2
+        assert found.stats["graphs"]["replays"] > 0 and not found.stats["graphs"]["not_captured"]
     lm, drafter = pair(DEVICE)
     assert texts(lm, drafter, growth=Chain(3), budget=4).sequences == expected
 

@@ -11,6 +11,7 @@ import copy
 import logging
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -29,13 +30,14 @@ from stree import engine, rehearsal, room
 from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.engine import Engine
 from stree.generation import _choices, _shape
-from stree.graphs import WARM_UP, Graphs
+from stree.graphs import WARM_UP, CudaRecorder, Graphs
 from stree.growth import Calibrated, Chain, Growth, Limited
 from stree.kernels import topology
 from stree.models.trimmed import TrimmedLM
 from stree.program import Program
 from stree.rehearsal import GUESS
 from stree.sampling import Random, Sampling
+from stree.session import Session
 from stree.steering import AutoSize
 
 TEXTS = random_texts(random.Random(0), [6, 9])
@@ -503,3 +505,69 @@ def test_a_kept_program_needs_no_more_room(
     assert {id(program) for program, _ in lm.kept["engine"]._programs.values()} == kept
     with pytest.raises(ValueError, match="the states need"):
         generate(lm, drafter, budget=9)
+
+
+@pytest.mark.parametrize("drafts", ["model", "none", "suffix"])
+def test_replays_are_those_of_the_steps_that_were_heard_of(
+    drafts: str, drafter: ModelDrafter, capture: Callable[[], stree.TreeLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Session, "_is_late", lambda self: True)  # as on a device: the last one runs for nobody
+    lm = capture()
+    every: dict[str, Drafter] = {"model": drafter, "suffix": SuffixDrafter(), "none": NoDrafter()}
+    chosen = every[drafts]
+    for number in range(3):
+        found = generate(lm, chosen, budget=1 if drafts == "none" else 8)
+        assert number == 0 or drafts == "suffix" or found.stats["graphs"]["replays"] == found.stats["steps"]
+        assert found.stats["graphs"]["replays"] <= found.stats["steps"]
+
+
+def test_a_drafter_made_anew_of_the_same_model_finds_what_was_captured(
+    drafter: ModelDrafter, capture: Callable[[], stree.TreeLM]
+) -> None:
+    lm = capture()
+    expected = generate(lm, drafter, budget=8, sampling=Sampling(0.8)).sequences
+    found = generate(lm, ModelDrafter(drafter.lm), budget=8, sampling=Sampling(0.8))
+    assert found.sequences == expected and found.stats["graphs"]["replays"] == found.stats["steps"]
+    generate(lm, ModelDrafter(drafter.lm, vocab=range(50)), budget=8, sampling=Sampling(0.8))
+    assert len(lm.kept["engine"].report()) == 2, "another head is another model"
+
+
+@pytest.mark.parametrize("drafts", ["suffix", "none"])
+def test_rejection_without_laws_is_captured(drafts: str, capture: Callable[[], stree.TreeLM]) -> None:
+    chosen: Drafter = SuffixDrafter() if drafts == "suffix" else NoDrafter()
+    options: dict[str, Any] = {"budget": 8, "verifier": "rejection", "sampling": Sampling(0.8)}
+    expected = generate(grafted(tiny_model("bamba")), chosen, **options).sequences
+    found = generate(capture(), chosen, **options)
+    assert found.sequences == expected
+    assert not found.stats["graphs"]["not_captured"] and found.stats["graphs"]["replays"] > 0
+
+
+def test_a_capture_that_fails_on_a_device_leaves_streams_and_pools_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, pools, ended = ["default"], iter(range(9)), []
+
+    @contextmanager
+    def graph(graph: object, pool: int | None = None, stream: str = "", **_: object) -> Iterator[None]:
+        now[0] = stream
+        yield
+        now[0] = "default"  # torch does not come here where the capture failed
+
+    fakes: dict[str, Any] = {
+        "device": lambda _: nullcontext(), "CUDAGraph": object, "graph": graph, "Stream": lambda _: "side",
+        "graph_pool_handle": lambda: next(pools), "current_stream": lambda _: now[0],
+        "set_stream": lambda stream: now.__setitem__(0, stream),
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *args: ended.append(args), raising=False)
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    assert recorder.capture(lambda: 5)[1] == 5 and not ended
+
+    def reading() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        recorder.capture(reading)
+    assert now == ["default"] and ended == [(0, 0)] and next(pools) == 2, "another pool is in use"
+    assert recorder.capture(lambda: 6)[1] == 6

@@ -153,6 +153,7 @@ class HasModel(Protocol):
 
 def padded_prompts(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Lay prompts side by side: int64[batch, longest], right-padded, and their lengths int64[batch], on the host."""
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device="cpu")
     width = int(lengths.max())
-    return torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]), lengths
+    padded = [[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]
+    return torch.tensor(padded, device="cpu"), lengths

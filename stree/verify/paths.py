@@ -33,13 +33,16 @@ class Siblings:
 
     @classmethod
     def of(cls, tree: TokenTree, max_children: int | None = None) -> Siblings:
-        """Compare all nodes of a tree with each other; the bound is used where reading would wait."""
+        """Compare all nodes of a tree with each other; where reading would wait, the bound stands for the most."""
         is_drafted = tree.parents >= 0
         index = torch.arange(tree.parents.shape[1], device=tree.parents.device)
         is_elder = (tree.parents[:, :, None] == tree.parents[:, None]) & (index[:, None] > index)
         is_elder &= is_drafted[:, :, None]
         rank = is_elder.sum(-1)
-        most = max_children if max_children is not None and not reads_freely(rank) else int((rank + is_drafted).max())
+        if reads_freely(rank):
+            most = int((rank + is_drafted).max())
+        else:
+            most = len(index) - 1 if max_children is None else max_children
         return cls(tree.parents.clamp(min=0).long(), is_drafted, is_elder, rank, most)
 
     def eldest_of(self, is_kept: Tensor) -> Tensor:
