@@ -23,6 +23,9 @@ __all__ = ["load_config", "load_model", "torch_dtype"]
 NATIVE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
+BAD_CONFIG = (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, StrictDataclassError)
+
+
 def load_config(name_or_path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Read the config of a checkpoint; a native one is mapped onto transformers'.
 
@@ -31,11 +34,13 @@ def load_config(name_or_path: str | Path, *, trust_remote_code: bool = False) ->
         NotImplementedError: a native checkpoint that cannot be mapped.
     """
     raw = _raw_config(name_or_path, trust_remote_code)
-    if is_native(raw):
-        return config_of_native(raw)
     try:
+        if is_native(raw):
+            return config_of_native(raw)
         return AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+    except NotImplementedError:
+        raise
+    except BAD_CONFIG as error:
         raise _unreadable(name_or_path, error) from error
 
 
@@ -91,7 +96,7 @@ def _raw_config(name_or_path: str | Path, trust_remote_code: bool) -> Mapping[st
     """Read config.json as it stands; refuse one that only its own code could read."""
     try:
         raw, _ = PreTrainedConfig.get_config_dict(name_or_path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise _unreadable(name_or_path, error) from error
     if not isinstance(raw, dict):
         raise _unreadable(name_or_path, TypeError(f"its config.json holds {type(raw).__name__}, not an object"))

@@ -124,9 +124,9 @@ def latent_attention_forward(
 
 
 def _linear(projection: Any) -> tuple[Tensor, Tensor | None]:
-    """Give the matrix float[out, in] and the bias of a projection; where it is wrapped, as by LoRA, by running it."""
-    weight = projection.weight
-    if type(projection).forward is nn.Linear.forward and not is_patched(projection):
+    """Give the matrix float[out, in] and bias of a projection; of one with more to it, as by LoRA, by running it."""
+    weight, hooks = projection.weight, (projection._forward_hooks, projection._forward_pre_hooks)
+    if type(projection).forward is nn.Linear.forward and not is_patched(projection) and not any(hooks):
         return weight, projection.bias
     unit = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
     rows = projection(torch.cat((torch.zeros_like(unit[:1]), unit)))

@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from stree.inputs import ASSETS, locate
+from stree.inputs import ASSETS, load_tokenizer, locate
+from stree.models.loading import load_model
 from stree.models.tree_lm import TreeLM
 
 __all__ = ["Pair"]
@@ -60,13 +60,15 @@ class Pair:
         draft = None if drafter_source is None else TreeLM.from_pretrained(drafter_source, device, dtype)
         if draft is not None and draft.vocab_size != lm.vocab_size:
             raise ValueError(f"the drafter has {draft.vocab_size} tokens, the target {lm.vocab_size}")
-        return cls(lm, draft, AutoTokenizer.from_pretrained(source), source, drafter_source)
+        return cls(lm, draft, load_tokenizer(source), source, drafter_source)
 
     @cached_property
     def plain(self) -> Any:
         """Load the ungrafted copy; no stop token, as every method emits exactly the tokens asked for."""
         lm = self.target
-        model = AutoModelForCausalLM.from_pretrained(self.source, dtype=lm.dtype).to(lm.device).eval()
+        model: Any = load_model(
+            self.source, device=lm.device, dtype=lm.dtype, device_map=None, trust_remote_code=False
+        ).eval()
         model.generation_config.eos_token_id = None
         return model
 

@@ -86,7 +86,7 @@ def read(path: Path) -> list[Record]:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"line {number} of {path} is not JSON ({error}); remove it to go on") from error
-        if not isinstance(record, dict) or "metric" not in record:
+        if not isinstance(record, dict) or "metric" not in record or not isinstance(record.get("params", {}), dict):
             raise ValueError(f"line {number} of {path} is no benchmark record")
         records.append(record)
     return records

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,20 +178,33 @@ def _compare(row: Record, rows: Sequence[Record], groups: Mapping[tuple[str, flo
 
 
 def _speedup(base: Blocks, other: Blocks) -> Ratio | None:
-    """Compare over the prompts that both have run; both emit equally many tokens, so seconds a token compare."""
-    both = sorted(base.keys() & other.keys())
-    return interval(_times, [1 / base[i]["p50"] for i in both], [1 / other[i]["p50"] for i in both]) if both else None
+    """Compare over the prompts that both have run; each emits equally many tokens, so seconds a token compare."""
+    both = base.keys() & other.keys()
+    return interval(_times, *(_by_prompt(blocks, both, _seconds) for blocks in (base, other))) if both else None
 
 
 def _more_tokens(base: Blocks, other: Blocks) -> Ratio | None:
     """Compare tokens a step over the prompts that both have run."""
-    both = sorted(base.keys() & other.keys())
+    both = base.keys() & other.keys()
     samples = [
-        [record["tau"] * record["steps"] if is_tokens else record["steps"] for record in (blocks[i] for i in both)]
+        _by_prompt(blocks, both, part)
         for blocks in (other, base)
-        for is_tokens in (True, False)
+        for part in (lambda record: record["tau"] * record["steps"], lambda record: record["steps"])
     ]
     return interval(_tau_ratio, *samples) if both else None
+
+
+def _by_prompt(blocks: Blocks, keys: Iterable[tuple[int, int]], part: Callable[[Record], float]) -> list[float]:
+    """Sum a figure over the turns of each batch of prompts: turns of one conversation are no samples of their own."""
+    sums: dict[int, float] = defaultdict(float)
+    for batch, turn in sorted(keys):
+        sums[batch] += part(blocks[batch, turn])
+    return list(sums.values())
+
+
+def _seconds(record: Record) -> float:
+    """Give seconds for a token of each of a block's prompts."""
+    return float(len(record["params"]["prompts"]) / record["p50"])
 
 
 def best(rows: Sequence[Record], kind: str) -> Record | None:
