@@ -64,12 +64,15 @@ def test_trees_see_the_adapters_of_every_projection(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["bailing_hybrid", "kimi_linear"])
-@pytest.mark.parametrize("change", ["bias", "wrapped-bias", "forward"])
+@pytest.mark.parametrize("change", ["bias", "wrapped-bias", "forward", "hook"])
 def test_trees_see_what_else_the_expansion_of_latents_computes(family: str, change: str) -> None:
     rng, plain = random.Random(0), family_model(family)
     model = copy.deepcopy(plain)
     for module in [module for module in model.modules() if hasattr(module, "kv_b_proj")]:
         projection = module.kv_b_proj
+        if change == "hook":
+            projection.register_forward_hook(lambda _, __, out: 2 * out)
+            continue
         if change == "forward":
             projection.forward = functools.partial(doubled, projection)
             continue

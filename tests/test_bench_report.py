@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from stree.bench.report import load_runs, print_markdown, write_report
-from stree.bench.summary import _times, interval, summarise
+from stree.bench.summary import _speedup, _times, interval, summarise
 from stree.bench.tables import HEADINGS
 
 RUN = Path(__file__).resolve().parent / "data" / "bench_run"
@@ -203,3 +203,15 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path, files: dict[str, s
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         load_runs([tmp_path])
+
+
+def test_batches_weigh_as_much_as_their_prompts_and_turns_of_one_count_as_one() -> None:
+    def block(batch: int, turn: int, prompts: int, tokens_per_s: float) -> dict[str, Any]:
+        return {"params": {"batch": batch, "turn": turn, "prompts": [*range(prompts)]}, "p50": tokens_per_s}
+
+    plain = {(0, 0): block(0, 0, 4, 100.0), (1, 0): block(1, 0, 1, 25.0)}
+    other = {(0, 0): block(0, 0, 4, 200.0), (1, 0): block(1, 0, 1, 25.0)}
+    value, *_ = _speedup(plain, other) or (0.0,)
+    assert value == pytest.approx((4 / 100 + 1 / 25) / (4 / 200 + 1 / 25))
+    turns = {(0, turn): block(0, turn, 1, 100.0 + turn) for turn in range(6)}
+    assert _speedup(turns, turns) == (1.0, None, None), "one conversation says nothing of how others differ"

@@ -47,6 +47,19 @@ def test_a_quantised_mixer_is_refused(family: str, weight: str) -> None:
         TreeLM(model)
 
 
+def test_linears_that_hide_their_weights_are_refused() -> None:
+    class Hidden(torch.nn.Module):
+        """As torch's own dynamic quantisation makes them."""
+
+        def weight(self) -> torch.Tensor:
+            return torch.zeros(1)
+
+    model = family_model("llama")
+    model.model.layers[0].self_attn.k_proj = Hidden()
+    with pytest.raises(NotImplementedError, match=r"k_proj \(Hidden\) hides its weights, as quantised ones do"):
+        TreeLM(model)
+
+
 def test_a_convolution_with_another_activation_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="MambaMixer has activation 'gelu'; only 'silu' is supported"):
         TreeLM(family_model("mamba", hidden_act="gelu"))

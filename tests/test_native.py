@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 import stree
 from stree import TreeLM
+from stree.bench.pair import Pair
 from stree.models.loading import load_config
 
 LAYERS, PADDED = 2, 104  # 97 tokens padded to a multiple of 8
@@ -266,3 +267,21 @@ def test_offloaded_layers_are_refused(tmp_path: Path) -> None:
     device_map = {"lm_head": "cpu", "model.layers.1": "disk", **{f"model.{place}": "cpu" for place in places}}
     with pytest.raises(NotImplementedError, match="offloads layers, which trees cannot use; keep them in memory"):
         TreeLM.from_pretrained(tmp_path, device_map=device_map)
+
+
+@pytest.mark.parametrize(
+    "change", [{"ssm_cfg": {"layer": "Mamba2", "headdim": 24}}, {"ssm_cfg": {"layer": "Mamba2", "headdim": 0}}]
+)
+def test_a_native_config_that_fits_no_model_is_said(change: dict[str, Any], tmp_path: Path) -> None:
+    save(tmp_path, native_config("Mamba2", **change), {})
+    with pytest.raises(ValueError, match="no checkpoint that transformers can read"):
+        load_config(tmp_path)
+
+
+def test_a_native_checkpoint_has_a_plain_copy_to_be_measured_beside(tmp_path: Path, tokenizer: Any) -> None:
+    model = source("Mamba2")
+    save(tmp_path, native_config("Mamba2"), native_weights(model, "Mamba2"))
+    tokenizer.save_pretrained(tmp_path)
+    pair, text = Pair.load(str(tmp_path), device="cpu"), torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        assert torch.equal(pair.plain(text).logits, model(text).logits)

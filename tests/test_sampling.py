@@ -204,12 +204,22 @@ def test_the_greedy_law_is_one_hot_at_the_argmax() -> None:
         ({"temperature": -0.5}, "temperature must be finite and not negative, got -0.5"),
         ({"temperature": float("nan")}, "temperature must be finite and not negative, got nan"),
         ({"temperature": float("inf")}, "temperature must be finite and not negative, got inf"),
-        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"top_k": 0}, "top_k must be an integer of at least 1, got 0"),
+        ({"top_k": 5.0}, "top_k must be an integer of at least 1, got 5.0"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
         ({"top_p": float("nan")}, r"top_p must be in \(0, 1\], got nan"),
     ],
-    ids=["negative-temperature", "nan-temperature", "infinite-temperature", "top-k", "top-p-0", "top-p-2", "top-p-nan"],
+    ids=[
+        "negative-temperature",
+        "nan-temperature",
+        "infinite-temperature",
+        "top-k",
+        "half-k",
+        "top-p-0",
+        "top-p-2",
+        "top-p-nan",
+    ],
 )
 def test_a_value_outside_its_range_is_refused(values: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
