@@ -57,7 +57,9 @@ def describe_model(config: Any, dtype: Any, *, trust_remote_code: bool = False) 
     try:
         family_of(config)
         if getattr(config, "quantization_config", None) is not None:
-            raise NotImplementedError("quantised weights are not supported in layers that keep a state")
+            raise NotImplementedError(
+                "the checkpoint is quantised, which layers that keep a state must not be; it runs if they were left out"
+            )
         lm = TreeLM(empty_model(config, dtype, trust_remote_code=trust_remote_code))
     except NotImplementedError as error:
         return {**report, "is_supported": False, "reason": str(error)}

@@ -107,3 +107,10 @@ def test_a_config_alone_is_enough_and_says_why_it_is_not_supported(
 def test_bad_input_ends_with_status_two(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_quantised_checkpoint_is_said_to_be_one() -> None:
+    config = family_model("bamba").config
+    config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    report = describe_model(config, torch.bfloat16)
+    assert not report["is_supported"] and "the checkpoint is quantised" in report["reason"]
