@@ -122,7 +122,8 @@ On held-out text, the end of what it was given ({laws["tokens"]:,} tokens):
 | tokens a step (tau), chain of {CHAIN}, greedy | {tau["0"]:.2f} |
 | tokens a step (tau), chain of {CHAIN}, temperature 0.8 | {tau["0.8"]:.2f} |
 
-tau: {NUM_PROMPTS} beginnings of at most {PROMPT_LENGTH} tokens, at most {NEW_TOKENS} new tokens each; 1 is plain decoding.
+tau: {NUM_PROMPTS} beginnings of at most {PROMPT_LENGTH} tokens, at most {NEW_TOKENS} new tokens each; 1 is plain
+decoding.
 
 ## Recipe
 
