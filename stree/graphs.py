@@ -63,9 +63,8 @@ class CudaRecorder:
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     out = work()
             except BaseException:
-                torch.cuda.set_stream(before)  # torch leaves the one that it captured on
                 self._recover(graph)
-                torch.cuda.set_stream(before)
+                torch.cuda.set_stream(before)  # torch leaves the one that it captured on
                 raise
         return graph, out
 

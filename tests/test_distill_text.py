@@ -96,3 +96,5 @@ def test_the_target_stops_writing_when_its_time_is_up_and_there_is_enough(
     assert len(hours) < 100, "a batch is not written to its end"
     enough = write_continuations(target, text, tmp_path / "enough", seconds=1e-9, least=150, **options)
     assert 150 <= len(enough) < 300
+    with np.load(tmp_path / "enough") as saved:
+        assert int(saved["number"]) == 1, "what is needed is written on, not begun again and again"

@@ -210,3 +210,13 @@ def test_processed_texts_do_not_depend_on_the_number_of_slots(drafts: str, tempe
 
     together = generated(None)
     assert generated(2) == together and generated(1) == together
+
+
+def test_a_draft_model_keeps_its_own_law_where_a_processor_leaves_none() -> None:
+    plain = grafted(tiny_model("mamba2"))
+    lm, tree = processed(plain, EachNode(ends_at_six), is_target=False), TokenTree.chain([1, 2, 3])
+    states = [model.new_state(1, 64, 4) for model in (plain, lm)]
+    for model, state in zip((plain, lm), states, strict=True):
+        model.prefill(state, torch.tensor([[1, 2, 3, 4]]), torch.tensor([4]))
+    expected, found = (model.verify(state, tree) for model, state in zip((plain, lm), states, strict=True))
+    assert torch.equal(expected, found)
