@@ -9,15 +9,16 @@ the same run, and how much longer it takes than one node.  Without a GPU tiny mo
 
 from __future__ import annotations
 
+import gc
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from bench_memory import published
-from gpu_clock import time_graph
+from gpu_clock import recovering, time_graph
 from gpu_peer_steps import mamba_ssm_step, why_not
 from shapes import binary_tree
 from transformers import AutoModelForCausalLM, BambaConfig, Mamba2Config, PreTrainedConfig
@@ -83,69 +84,108 @@ def _kept(config: PreTrainedConfig, layers: int | None) -> PreTrainedConfig:
 
 
 def measure(device: torch.device, smoke: bool, deadline: float) -> Iterator[Record]:
-    """Give a record for every model, size and number of nodes until the time is up."""
+    """Give a record for every model, size and number of nodes until the time is up.
+
+    A model or a size that fails gives a record with its problem, and the others are measured.
+    """
     bandwidth = copy_bandwidth(device)
     for name, config in configurations(smoke).items():
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[device.type])
-        lm = stree.TreeLM(model)
-        for batch, context in ((1, 8),) if smoke else SIZES:
-            params = {"model": name, "batch": batch, "context": context}
-            base = {
-                "bench": "step", "params": params, "metric": "latency",
-                "unit": "us", "dtype": str(model.dtype)[6:], "bytes_per_s": bandwidth,
-            }  # fmt: skip
-            if time.monotonic() > deadline:
-                yield base | {"bench": "unfinished"}
+        base = {
+            "bench": "step", "params": {"model": name}, "metric": "latency", "unit": "us",
+            "dtype": str(DTYPES[device.type])[6:], "bytes_per_s": bandwidth,
+        }  # fmt: skip
+        if time.monotonic() > deadline:
+            yield base | {"bench": "unfinished"}
+            return
+        for record in _of_model(config, device, ((1, 8),) if smoke else SIZES, deadline):
+            record |= {"params": {"model": name, **record["params"]}}
+            yield base | record | _over_bound(record, bandwidth)
+            if record.get("bench") == "unfinished":
                 return
-            ones: dict[str, float] = {}
-            for record in _records(lm, config, batch, context):
-                record |= {"params": {**params, **record["params"]}}
-                yield base | record | _compared(record, bandwidth, ones)
-        del model, lm
         if device.type == "cuda":
+            gc.collect()  # what a failure left in cycles
             torch.cuda.empty_cache()
 
 
-def _compared(record: Record, bandwidth: float, ones: dict[str, float]) -> Record:
-    """Set a latency beside the bound of its bytes, and beside one node of the same provider, whose time is kept."""
+def _of_model(
+    config: PreTrainedConfig, device: torch.device, sizes: Sequence[tuple[int, int]], deadline: float
+) -> Iterator[Record]:
+    """Give the records of one model; what fails is one."""
+    try:
+        lm = _model(config, device)
+    except Exception as problem:  # too large for this device, say
+        yield {"params": {}} | _problem(problem)
+        return
+    for batch, context in sizes:
+        params, ones = {"batch": batch, "context": context}, dict[str, float]()
+        try:
+            with recovering(device):
+                for record in _records(lm, config, batch, context, deadline):
+                    yield record | {"params": params | record["params"]} | _over_one_node(record, ones)
+        except Exception as problem:  # one size's failure is a finding, not the end of the others
+            yield {"params": params} | _problem(problem)
+
+
+def _model(config: PreTrainedConfig, device: torch.device) -> stree.TreeLM:
+    """Make a model with random weights."""
+    with torch.device(device):
+        return stree.TreeLM(AutoModelForCausalLM.from_config(config, dtype=DTYPES[device.type]))
+
+
+def _problem(problem: Exception) -> Record:
+    """Say what failed."""
+    return {"problem": f"{type(problem).__name__}: {problem}"[:500]}
+
+
+def _over_one_node(record: Record, ones: dict[str, float]) -> Record:
+    """Set a latency beside that of one node of the same provider, which is kept."""
     if "p50" not in record:
         return {}
-    found: Record = {}
     if record["params"]["n"] == 1:
         ones[record["provider"]] = record["p50"]
-    if record["provider"] in ones:
-        found["over_one_node"] = record["p50"] / ones[record["provider"]]
-    if "bytes" in record:
-        bound = 1e6 * sum(record["bytes"].values()) / bandwidth
-        found |= {"bound_us": bound, "of_bound": bound / record["p50"]}
-    return found
+    one = ones.get(record["provider"])
+    return {} if one is None else {"over_one_node": record["p50"] / one}
 
 
-def _records(lm: stree.TreeLM, config: PreTrainedConfig, batch: int, context: int) -> Iterator[Record]:
+def _over_bound(record: Record, bandwidth: float) -> Record:
+    """Set a latency beside the bound of its bytes."""
+    if "p50" not in record or "bytes" not in record:
+        return {}
+    bound = 1e6 * sum(record["bytes"].values()) / bandwidth
+    return {"bound_us": bound, "of_bound": bound / record["p50"]}
+
+
+def _records(lm: stree.TreeLM, config: PreTrainedConfig, batch: int, context: int, deadline: float) -> Iterator[Record]:
     """Time trees of every size on one state, then the other providers of a one-token step."""
     state = state_for(lm, batch, context)
-    on_device = lm.device.type == "cuda"
     for n in NODES:
-        step = step_of(lm, state, n, context)
-        record = {
-            "params": {"n": n}, "state_dtype": "float32", "state_bytes": state.num_bytes,
-            "bytes": _bytes(lm, batch, context, n),
-        }  # fmt: skip
-        yield record | {"provider": "eager"} | _eager(step)
-        if on_device:
-            yield record | {"provider": "graph"} | _graph(step)
-            if n in PLAIN_NODES:
-                lm.is_lean = False
-                yield record | {"provider": "graph, not lean"} | _graph(step)
-                lm.is_lean = True
+        record: Record = {"params": {"n": n}}
+        for provider in _providers(n, lm.device):
+            if time.monotonic() > deadline:
+                yield record | {"bench": "unfinished"}
+                return
+            if state.is_torn:  # by a step that failed half way
+                state = state_for(lm, batch, context)
+            step = step_of(lm, state, n, context)
+            record |= {"state_dtype": "float32", "state_bytes": state.num_bytes, "bytes": _bytes(lm, batch, context, n)}
+            lm.is_lean = provider != "graph, not lean"
+            found = _tried(_eager, step) if provider == "eager" else _graph(step)
+            lm.is_lean = True
+            yield record | {"provider": provider} | found
     del state, step
-    yield {"params": {"n": 1}, "provider": "transformers"} | _eager(_one_token(lm, batch))
+    yield {"params": {"n": 1}, "provider": "transformers"} | _tried(lambda: _eager(_one_token(lm, batch)))
     reason = why_not(config, lm.device)
     if reason is None:
         yield from mamba_ssm_step(config, batch, context, lm.dtype)
     else:
         yield {"params": {"n": 1}, "provider": "mamba_ssm", "unavailable": reason}
+
+
+def _providers(n: int, device: torch.device) -> tuple[str, ...]:
+    """Name the ways to run a step of so many nodes."""
+    if device.type != "cuda":
+        return ("eager",)
+    return ("eager", "graph", "graph, not lean") if n in PLAIN_NODES else ("eager", "graph")
 
 
 def step_of(lm: stree.TreeLM, state: Any, n: int, context: int) -> Callable[[], Any]:
@@ -171,11 +211,12 @@ def step_of(lm: stree.TreeLM, state: Any, n: int, context: int) -> Callable[[], 
 def state_for(lm: stree.TreeLM, batch: int, context: int) -> Any:
     """Make a state that claims ``context`` tokens; what it holds is random, since only time is measured."""
     state = lm.new_state(batch, context + ROOM, max(NODES), fixed_shapes=True)
-    lm.prefill(state, torch.randint(lm.vocab_size, (batch, 4), device=lm.device))
+    lm.prefill(state, torch.randint(lm.vocab_size, (batch, 4)).to(lm.device))
+    generator = torch.Generator(lm.device).manual_seed(0)  # not the device's own, as above
     for stack in state.stacks.values():
         for _, tensor in stack._tensors():
             if tensor.shape[2:3] and not bool(tensor.any()):
-                tensor.normal_(std=0.02)
+                tensor.normal_(std=0.02, generator=generator)
     return state
 
 
@@ -221,8 +262,14 @@ def _eager(call: Callable[[], Any], runs: int = 10) -> Record:
 
 def _graph(call: Callable[[], Any]) -> Record:
     """Time replays of a captured call; a call that cannot be captured is reported with its reason."""
+    return _tried(time_graph, call, torch.device("cuda"), 1)
+
+
+def _tried(measure: Callable[..., Record], *args: Any) -> Record:
+    """Measure, or say why that failed: a finding for the table."""
     try:
-        return time_graph(call, torch.device("cuda"), 1)
-    except Exception as problem:  # a finding for the table
-        torch.cuda.synchronize()
-        return {"problem": f"{type(problem).__name__}: {problem}"[:500]}
+        return measure(*args)
+    except Exception as problem:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return _problem(problem)

@@ -126,3 +126,72 @@ def test_what_mamba_ssm_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_peer_steps.why_not(shapes["tiny-mamba2"], torch.device("cuda")) == "not installed: causal_conv1d"
     found |= {"causal_conv1d"}
     assert gpu_peer_steps.why_not(shapes["tiny-mamba2"], torch.device("cuda")) is None
+
+
+def small_measure(monkeypatch: pytest.MonkeyPatch, seconds: float = 600) -> list[dict[str, Any]]:
+    """Measure two tiny models at two sizes of trees."""
+    shapes = gpu_steps.configurations(smoke=True)
+    two = {name: shapes[name] for name in ("tiny-drafter", "tiny-bamba")}
+    monkeypatch.setattr(gpu_steps, "configurations", lambda smoke: two)
+    monkeypatch.setattr(gpu_steps, "NODES", (1, 4))
+    monkeypatch.setattr(gpu_steps, "copy_bandwidth", lambda device: 1e9)
+    return list(gpu_steps.measure(CPU, True, time.monotonic() + seconds))
+
+
+@pytest.mark.parametrize("part", ["_model", "state_for", "step_of", "_one_token", "mamba_ssm_step"])
+def test_a_model_that_fails_is_a_record_and_the_next_one_is_measured(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = getattr(gpu_steps, part), []
+
+    def once(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return real(*args)
+
+    monkeypatch.setattr(gpu_steps, part, once)
+    if part == "mamba_ssm_step":
+        monkeypatch.setattr(gpu_steps, "why_not", lambda config, device: None if not calls else "no such model")
+    found = small_measure(monkeypatch)
+    (problem,) = [r for r in found if "problem" in r]
+    assert problem["problem"] == "OutOfMemoryError: no room" and problem["params"]["model"] == "tiny-drafter"
+    assert problem["bench"] == "step" and "p50" not in problem
+    whole = [r["params"]["n"] for r in found if r["params"]["model"] == "tiny-bamba" and r["provider"] == "eager"]
+    assert whole == [1, 4]
+
+
+def test_a_step_that_fails_half_way_spoils_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    torn: list[Any] = []
+
+    def failing(lm: TreeLM, state: Any, n: int, context: int) -> Any:
+        step = step_of(lm, state, n, context)
+
+        def fails() -> None:
+            if not torn:
+                torn.append(state)
+                with state.changing():
+                    raise RuntimeError("half way")
+            step()
+
+        return fails
+
+    step_of = gpu_steps.step_of
+    monkeypatch.setattr(gpu_steps, "step_of", failing)
+    found = [r for r in small_measure(monkeypatch) if r["provider"] == "eager"]
+    assert torn[0].is_torn and [r.get("problem") for r in found] == ["RuntimeError: half way", None, None, None]
+
+
+def test_the_time_is_looked_at_before_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = gpu_steps._eager
+
+    def slow(call: Any, runs: int = 1) -> Any:
+        time.sleep(0.5)
+        return real(call, runs)
+
+    monkeypatch.setattr(gpu_steps, "_eager", slow)
+    *_, last = found = small_measure(monkeypatch, 0.0)
+    assert [r["bench"] for r in found] == ["unfinished"] and last["params"] == {"model": "tiny-drafter"}
+    config = gpu_steps.configurations(smoke=True)["tiny-drafter"]
+    found = list(gpu_steps._of_model(config, CPU, [(1, 8), (1, 16)], time.monotonic() + 0.4))
+    assert [(r.get("bench"), r["params"]["n"]) for r in found][:2] == [(None, 1), ("unfinished", 4)]
