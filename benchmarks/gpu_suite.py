@@ -4,7 +4,8 @@ Run: python benchmarks/gpu_suite.py --out DIR [--parts tests kernels steps] [--m
 Without a GPU: TRITON_INTERPRET=1 python benchmarks/gpu_suite.py --smoke, which runs everything at tiny sizes.
 
 A provider is compared with the reference in float64 before it is timed; a wrong one is reported and not timed, and the
-command ends with 1.  Each case rotates among input sets that exceed the cache, in one replayed CUDA graph.
+command ends with 1.  So it does where a build, a model or a whole part fails; the others run all the same.  Each case
+rotates among input sets that exceed the cache, in one replayed CUDA graph.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ import gpu_peers
 import gpu_steps
 import torch
 import triton
-from gpu_clock import time_graph
+from gpu_case import draws
+from gpu_clock import recovering, time_graph
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -66,6 +68,22 @@ class Suite:
         """Whether the time is up."""
         return bool(time.monotonic() > self.deadline)
 
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Make the failure of a part a record, so that the other parts run."""
+        try:
+            with recovering(self.device):
+                yield
+        except Exception as problem:
+            self.failures += 1
+            self.add({"bench": name, "problem": f"{type(problem).__name__}: {problem}"[:500]})
+
+    def run_steps(self) -> None:
+        """Time whole steps of models until the time is up."""
+        for record in gpu_steps.measure(self.device, self.options.smoke, self.deadline):
+            self.failures += "problem" in record
+            self.add(record)
+
     def run_tests(self) -> None:
         """Run the kernels' tests on the device in a process of their own."""
         paths = [*sorted((ROOT / "tests").glob("test_triton_*.py")), ROOT / "tests" / "test_gpu_loop.py"]
@@ -87,9 +105,12 @@ class Suite:
 
     def run_kernels(self, bar: Progress) -> None:
         """Compare and time every case until the time is up."""
+        ceilings: Record = {}
         if self.device.type == "cuda":
-            self.build_kernels()
-        ceilings = self.measure_ceilings()
+            with self.part("builds"):
+                self.build_kernels()
+            with self.part("ceilings"):
+                ceilings = self.measure_ceilings()
         found = self.cases()
         task = bar.add_task("kernels", total=len(found))
         for place, (case, dtype) in enumerate(found):
@@ -111,18 +132,27 @@ class Suite:
         count = max(1, (os.cpu_count() or 2) - 2)
         own = [sys.executable, str(Path(__file__).resolve()), "--dtypes", *self.options.dtypes]
         began = time.monotonic()
+        own += ["--minutes", str((self.deadline - began) / 120)]  # half of what is left; the rest is built when needed
         workers = [subprocess.Popen([*own, "--build-share", str(share), str(count)]) for share in range(count)]
         codes = [worker.wait() for worker in workers]
-        # One that fails has said why; its cases are built, and fail, once more when they are compared.
+        # A case that fails fails once more, and is reported, when it is compared.
         self.add({"bench": "builds", "processes": count, "exit": codes, "seconds": time.monotonic() - began})
 
-    def build_share(self, share: int, count: int) -> None:
-        """Launch one share of the cases, untimed; the builds of batch 1 and 16 serve the others."""
+    def build_share(self, share: int, count: int) -> int:
+        """Launch one share of the cases, untimed, and give 1 if one fails; those of batch 1 and 16 serve the others."""
         generator = torch.Generator(self.device).manual_seed(0)
         found = [case for case, _ in self.cases() if case.params["batch"] in (1, 16)]
+        failed = False
         for case in found[share::count]:
             for name in {"triton", "unrolled"} & set(case.providers):
-                case.providers[name](case.make(generator))
+                if self.is_over:
+                    return int(failed)
+                try:
+                    case.providers[name](case.make(generator))
+                except Exception as problem:  # the other cases are built all the same
+                    failed = True
+                    print(f"{case.op} by {name}: {type(problem).__name__}: {problem}"[:500], file=sys.stderr)
+        return int(failed)
 
     def run_case(self, case: gpu_cases.Case, dtype: torch.dtype, ceilings: Record) -> None:
         """Compare each provider with float64, then time it."""
@@ -130,11 +160,11 @@ class Suite:
         try:
             first = case.make(generator)
             expected = case.expected(first)
+            scale = float(expected.abs().max())
         except Exception as problem:  # too large for this device, say
             self.failures += 1
             self.add({"bench": case.op, "params": dict(case.params), "problem": f"{type(problem).__name__}: {problem}"})
             return
-        scale = float(expected.abs().max())
         count = 1 if self.options.smoke else max(1, min(256, CACHE_BYTES // max(case.num_bytes, 1)))
         for name, provider in case.providers.items():
             record: Record = {
@@ -181,18 +211,19 @@ class Suite:
 
     def measure_ceilings(self) -> Record:
         """Measure what the machine can do: gigabytes copied a second, and 10^12 operations of matrix products."""
-        if self.device.type != "cuda":
-            return {}
-        source = torch.randn(1 << 28, device=self.device)
+        source = torch.ones(1 << 28, device=self.device)
+        generator = torch.Generator(self.device).manual_seed(0)  # a failed capture may spoil the device's own
         target = torch.empty_like(source)
         copy = time_graph(lambda: target.copy_(source), self.device, 1)["p50"]
         ceilings = {"gb_per_s": 2 * source.nbytes / copy / 1e3}
         for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "tf32")):
+            left, right = (draws(generator, dtype)(8192, 8192) for _ in range(2))
             torch.backends.cuda.matmul.allow_tf32 = True
-            left, right = (torch.randn(8192, 8192, device=self.device).to(dtype) for _ in range(2))
-            elapsed = time_graph(partial(torch.matmul, left, right), self.device, 1)["p50"]
+            try:
+                elapsed = time_graph(partial(torch.matmul, left, right), self.device, 1)["p50"]
+            finally:
+                torch.backends.cuda.matmul.allow_tf32 = False
             ceilings[f"{name}_tflops"] = 2 * 8192**3 / elapsed / 1e6
-        torch.backends.cuda.matmul.allow_tf32 = False
         self.add({"bench": "ceilings", **ceilings})
         return ceilings
 
@@ -253,22 +284,22 @@ def main() -> int:
     suite = Suite(options)
     if options.build_share:
         with torch.inference_mode():
-            suite.build_share(*options.build_share)
-        return 0
+            return suite.build_share(*options.build_share)
     whole, began = suite.deadline, time.monotonic()
     with torch.inference_mode(), Progress(console=Console(stderr=True)) as bar:
         # Each part has its share of the time, and what it leaves goes to the next.
         if "steps" in options.parts:
             suite.deadline = began + 0.25 * (whole - began)
-            for record in gpu_steps.measure(suite.device, options.smoke, suite.deadline):
-                suite.failures += "problem" in record
-                suite.add(record)
+            with suite.part("steps"):
+                suite.run_steps()
         if "kernels" in options.parts:
             suite.deadline = began + (0.7 if "tests" in options.parts else 1.0) * (whole - began)
-            suite.run_kernels(bar)
+            with suite.part("kernels"):
+                suite.run_kernels(bar)
         suite.deadline = whole
         if "tests" in options.parts and not options.smoke:
-            suite.run_tests()
+            with suite.part("tests"):
+                suite.run_tests()
     table = Table(
         "operation", "model", "batch", "nodes", "provider", "us", "of bandwidth", "of rate", "MiB", "ours / it"
     )

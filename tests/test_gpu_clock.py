@@ -22,7 +22,8 @@ class Device:
     """A device whose captures behave as torch's: one that fails leaves its stream current and the draws locked."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.stream, self.is_locked, self.ended = "before", False, []
+        self.stream, self.is_locked = "before", False
+        self.ended: list[tuple[int, str]] = []
         for name, value in {
             "current_stream": lambda device: self.stream, "set_stream": lambda stream: setattr(self, "stream", stream),
             "Stream": lambda device: "another", "CUDAGraph": object, "graph_pool_handle": lambda: "pool",

@@ -11,8 +11,10 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import gpu_cases
 import gpu_peers
+import gpu_steps
 import gpu_suite
 from shapes import Mixer, binary_tree, leaf_paths
 
@@ -82,3 +85,69 @@ def test_a_tree_unrolls_into_its_leaves_paths() -> None:
 def test_a_peer_folder_without_the_peers_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--peer-dir must hold sglang/kernels/ops as SGLang's wheel does"):
         gpu_peers.use_peer_dir(tmp_path)
+
+
+def main_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], out: Path) -> tuple[int, list[Any]]:
+    """Run the suite's steps and kernels with one case each; give its exit status and records."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    tiny = [(gpu_cases.ssd_case, {"tiny": Mixer(2, 16, 16, 1)})]
+    monkeypatch.setattr(gpu_cases, "SMALL", tiny)
+    command = ["gpu_suite.py", "--smoke", "--parts", "steps", "kernels", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    status = gpu_suite.main()
+    printed = capsys.readouterr().out.splitlines()
+    assert any("┏" in line for line in printed) and json.loads(printed[-1])["bench"] == "gpu_suite"
+    return status, [json.loads(line) for line in (out / "gpu_suite.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_part_that_fails_is_reported_and_the_others_and_the_table_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("tiny sizes are for a machine without a GPU")
+
+    def failing(*_: object) -> Iterator[Any]:
+        yield {"bench": "step", "problem": "of a model"}
+        raise RuntimeError("the steps failed")
+
+    def ready(suite: gpu_suite.Suite, case: Any, dtype: Any, ceilings: Any) -> None:
+        suite.add({"bench": case.op})
+
+    monkeypatch.setattr(gpu_steps, "measure", failing)
+    monkeypatch.setattr(gpu_suite.Suite, "run_case", ready)
+    status, found = main_of(monkeypatch, capsys, tmp_path / "steps")
+    assert status == 1 and [(r["bench"], r.get("problem")) for r in found] == [
+        ("step", "of a model"), ("steps", "RuntimeError: the steps failed"), ("ssd_step", None)
+    ]  # fmt: skip
+    monkeypatch.setattr(gpu_steps, "measure", lambda *_: iter([{"bench": "step"}]))
+    monkeypatch.setattr(gpu_suite.Suite, "run_case", failing_case)
+    status, found = main_of(monkeypatch, capsys, tmp_path / "kernels")
+    assert status == 1 and [(r["bench"], r.get("problem")) for r in found] == [
+        ("step", None), ("kernels", "RuntimeError: the device is dead")
+    ]  # fmt: skip
+
+
+def failing_case(*_: object) -> None:
+    raise RuntimeError("the device is dead")
+
+
+def test_a_build_that_fails_does_not_end_its_share(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite = gpu_suite.Suite(argparse.Namespace(minutes=1, out=None, smoke=True))
+    case = gpu_cases.ssd_case("tiny", Mixer(2, 16, 16, 1), 1, 3, torch.float32, suite.device)
+    built: list[str] = []
+
+    def failing(inputs: gpu_cases.Inputs) -> torch.Tensor:
+        raise RuntimeError("no such tile")
+
+    def building(inputs: gpu_cases.Inputs) -> torch.Tensor:
+        built.append("built")
+        return torch.zeros(1)
+
+    found = [replace(case, providers={"triton": provider}) for provider in (failing, building)]
+    monkeypatch.setattr(suite, "cases", lambda: [(one, torch.float32) for one in found])
+    assert suite.build_share(0, 1) == 1 and built == ["built"]
+    assert "ssd_step by triton: RuntimeError: no such tile" in capsys.readouterr().err
+    suite.deadline = 0.0
+    assert suite.build_share(0, 1) == 0 and built == ["built"]
