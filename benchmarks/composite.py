@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from stree.bench.records import Record
 from stree.bench.summary import Ratio, interval
 
-__all__ = ["StepTimes", "composite_rows", "overhead_s", "pooled", "seconds_of"]
+__all__ = ["StepTimes", "composite_rows", "overhead_s", "pooled", "seconds_of", "timed_models"]
 
 Array = NDArray[np.float64]
 Key = tuple[str, int, int]  # suite, batch of prompts, turn
@@ -36,11 +36,10 @@ class StepTimes:
         Raises:
             ValueError: there are none of this model, provider, batch and context.
         """
-        asked = {"model": model, "batch": batch, "context": context}
         found = {
             r["params"]["n"]: 1e-6 * r["p50"]
-            for r in records
-            if r.get("provider") == provider and "p50" in r and asked.items() <= r["params"].items()
+            for r in _timed(records, provider, batch, context)
+            if r["params"].get("model") == model
         }
         if not found:
             raise ValueError(f"there are no step times of {model} by {provider} at batch {batch}, context {context}")
@@ -52,6 +51,17 @@ class StepTimes:
             slope = (self.seconds[-1] - self.seconds[-2]) / (self.nodes[-1] - self.nodes[-2])
             return self.seconds[-1] + max(slope, 0.0) * (nodes - self.nodes[-1])
         return float(np.interp(nodes, self.nodes, self.seconds))
+
+
+def timed_models(records: Sequence[Record], provider: str, batch: int, context: int) -> set[str]:
+    """Name the models that have step times; one that failed, or that the time did not suffice for, has none."""
+    return {r["params"]["model"] for r in _timed(records, provider, batch, context)}
+
+
+def _timed(records: Sequence[Record], provider: str, batch: int, context: int) -> list[Record]:
+    """List the records of one place that hold a time."""
+    asked = {"batch": batch, "context": context}
+    return [r for r in records if r.get("provider") == provider and "p50" in r and asked.items() <= r["params"].items()]
 
 
 def pooled(records: Sequence[Record], temperature: float) -> dict[str, dict[Key, Record]]:

@@ -10,6 +10,8 @@ pair is so small that starting kernels costs more than what they do, which is no
 (b) takes from (a), batch 1, the steps that every prompt needed, and from `gpu_steps.py` what a step of a 2.7 and an 8
 billion parameter shape takes and of a drafter a twentieth of their size; time outside the forwards is added as measured
 in (a).  It is no measurement of such a pair, and every row says "composite".
+
+The rows of (a) are written before (b) begins.  What fails is said, and is left out; the command then ends with 1.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import gpu_steps
 import numpy as np
 import torch
-from composite import StepTimes, composite_rows, overhead_s, pooled, speedup
+from composite import StepTimes, composite_rows, overhead_s, pooled, speedup, timed_models
+from gpu_clock import recovering
 from rich.console import Console
 from rich.table import Table
 
@@ -42,6 +46,7 @@ METHODS = (
 )
 SMOKE_METHODS = "plain,chain:2,static:2,1,auto"
 LAUNCH_BOUND = 3.0
+INTERRUPTED = 130  # status of stree after Ctrl-C
 CONTEXT = 256  # tokens of context of the step times
 TEXTS = {"smoke": "def add(a, b):\n\nThe sea was calm."}
 
@@ -53,32 +58,59 @@ def main() -> int:
     env = environment(device)
     pair = Pair.load(options.target, options.drafter, str(device), options.dtype)
     rows: list[Record] = []
-    runs: dict[int, list[Record]] = {}
-    for batch in options.batch:
-        folder = options.out / f"batch-{batch}"
-        status = run_stree(["bench", "run", *_arguments(options, batch, device), "--out", str(folder)])
-        if status:
-            return status
-        runs[batch] = read(folder / "results.jsonl")
-    bandwidth = copy_bandwidth(device)
-    own = {batch: [_own_times(lm, batch) for lm in (pair.target, pair.drafter)] for batch in options.batch}
-    for batch, records in runs.items():
-        for temperature in options.temperature:
-            rows += _real(pair, pooled(records, temperature), batch, temperature, options, bandwidth)
-    for target, draft, times in _shapes(options, device):
-        for temperature in options.temperature:
-            methods = pooled(runs[options.batch[0]], temperature)
-            extra = {name: overhead_s(blocks, options.max_new_tokens, *own[options.batch[0]])
-                     for name, blocks in methods.items()}  # fmt: skip
-            for row in composite_rows(methods, extra, *times):
-                params = {"target": target, "drafter": draft, "batch": options.batch[0], "temperature": temperature}
-                rows.append({"part": "b", "label": "composite", "params": params, **row})
-    rows = [{"bench": "end_to_end", "metric": "speed", **row, "env": env} for row in rows]
-    write(options.out / "end_to_end.jsonl", rows)
-    for part in "ab":
+    failed: list[str] = []
+    for part, found in (("a", _measured), ("b", _composite)):
+        with recovering(device), _said(f"part ({part})", failed):
+            for row in found(pair, options, device, failed):
+                rows.append({"bench": "end_to_end", "metric": "speed", "part": part, **row, "env": env})
+        write(options.out / "end_to_end.jsonl", rows)
         Console(width=150).print(_table([row for row in rows if row["part"] == part], part))
     print(json.dumps(rows))
-    return 0
+    return int(bool(failed))
+
+
+@contextmanager
+def _said(what: str, failed: list[str]) -> Iterator[None]:
+    """Say that something failed, and go on."""
+    try:
+        yield
+    except Exception as problem:
+        failed.append(f"{what}: {type(problem).__name__}: {problem}")
+        print(failed[-1], file=sys.stderr)
+
+
+def _measured(pair: Pair, options: argparse.Namespace, device: torch.device, failed: list[str]) -> Iterator[Record]:
+    """Run every batch size, and give the rows of (a)."""
+    bandwidth = copy_bandwidth(device)
+    for batch in options.batch:
+        with _said(f"batch {batch}", failed):
+            arguments = [*_arguments(options, batch, device), "--out", str(options.out / f"batch-{batch}")]
+            if status := run_stree(["bench", "run", *arguments]):
+                if status == INTERRUPTED:
+                    raise SystemExit(status)
+                raise RuntimeError(f"stree bench run ended with {status}")
+            for temperature in options.temperature:
+                methods = pooled(_run_of(options, batch), temperature)
+                yield from _real(pair, methods, batch, temperature, options, bandwidth)
+
+
+def _composite(pair: Pair, options: argparse.Namespace, device: torch.device, failed: list[str]) -> Iterator[Record]:
+    """Time steps of large shapes, and give the rows of (b)."""
+    batch = options.batch[0]
+    runs = _run_of(options, batch)
+    own = [_own_times(lm, batch) for lm in (pair.target, pair.drafter)]
+    for target, draft, times in _shapes(options, device, failed):
+        for temperature in options.temperature:
+            methods = pooled(runs, temperature)
+            extra = {name: overhead_s(blocks, options.max_new_tokens, *own) for name, blocks in methods.items()}
+            for row in composite_rows(methods, extra, *times):
+                params = {"target": target, "drafter": draft, "batch": batch, "temperature": temperature}
+                yield {"label": "composite", "params": params, **row}
+
+
+def _run_of(options: argparse.Namespace, batch: int) -> list[Record]:
+    """Read what was run at a batch size."""
+    return read(options.out / f"batch-{batch}" / "results.jsonl")
 
 
 def _options() -> argparse.Namespace:
@@ -95,7 +127,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--temperature", default="0,1")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--methods", default=METHODS)
-    parser.add_argument("--minutes", type=float, default=10.0, help="of step times, where they are measured here")
+    parser.add_argument("--minutes", type=float, default=5.0, help="of step times, where they are measured here")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, for a machine without a GPU")
     options = parser.parse_args()
     if not (torch.cuda.is_available() or options.smoke):
@@ -157,7 +189,6 @@ def _real(
     best_chain = min(chains, key=lambda name: sum(seconds[name]), default=None)
     for name, blocks in methods.items():
         row: Record = {
-            "part": "a",
             "params": {"batch": batch, "temperature": temperature, "prompts": sum(tokens) // options.max_new_tokens},
             "method": name,
             "tokens_per_s": interval(_rate, tokens, seconds[name]),
@@ -202,7 +233,7 @@ def _bound(
 
 
 def _shapes(
-    options: argparse.Namespace, device: torch.device
+    options: argparse.Namespace, device: torch.device, failed: list[str]
 ) -> Iterator[tuple[str, str, tuple[StepTimes, StepTimes]]]:
     """Give targets and drafters that have step times, with these."""
     if options.steps:
@@ -210,10 +241,22 @@ def _shapes(
         records = [record for record in records if record.get("bench") == "step"]
     else:
         deadline = time.monotonic() + 60 * options.minutes
-        records = list(gpu_steps.measure(device, options.smoke, deadline))
-        write(options.out / "steps.jsonl", records)
+        records = []
+        with _said("steps of large shapes", failed):
+            models = {*gpu_steps.DRAFTERS, *gpu_steps.DRAFTERS.values()}
+            for record in gpu_steps.measure(device, options.smoke, deadline, models, [(1, CONTEXT)]):
+                records.append(record)
+                write(options.out / "steps.jsonl", records)
+        problems = {
+            f"{record['params'].get('model')}: {record['problem']}" for record in records if "problem" in record
+        }
+        failed += problems
+        for problem in sorted(problems):
+            print(problem, file=sys.stderr)
     provider, context = ("eager", 8) if options.smoke else ("graph", CONTEXT)
-    known = {record["params"].get("model") for record in records}
+    known = timed_models(records, provider, 1, context)
+    if not any({target, draft} <= known for target, draft in gpu_steps.DRAFTERS.items()):
+        raise ValueError(f"no target and its drafter have step times by {provider} at batch 1, context {context}")
     for target, draft in gpu_steps.DRAFTERS.items():
         if {target, draft} <= known:
             yield target, draft, tuple(StepTimes.of(records, model, provider, 1, context) for model in (target, draft))  # type: ignore[misc]

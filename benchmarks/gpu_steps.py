@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -83,13 +83,21 @@ def _kept(config: PreTrainedConfig, layers: int | None) -> PreTrainedConfig:
     return config
 
 
-def measure(device: torch.device, smoke: bool, deadline: float) -> Iterator[Record]:
-    """Give a record for every model, size and number of nodes until the time is up.
+def measure(
+    device: torch.device,
+    smoke: bool,
+    deadline: float,
+    names: Collection[str] | None = None,
+    sizes: Sequence[tuple[int, int]] = SIZES,
+) -> Iterator[Record]:
+    """Give a record for every model (or those of ``names``), size and number of nodes until the time is up.
 
     A model or a size that fails gives a record with its problem, and the others are measured.
     """
     bandwidth = copy_bandwidth(device)
     for name, config in configurations(smoke).items():
+        if names is not None and name not in names:
+            continue
         base = {
             "bench": "step", "params": {"model": name}, "metric": "latency", "unit": "us",
             "dtype": str(DTYPES[device.type])[6:], "bytes_per_s": bandwidth,
@@ -97,7 +105,7 @@ def measure(device: torch.device, smoke: bool, deadline: float) -> Iterator[Reco
         if time.monotonic() > deadline:
             yield base | {"bench": "unfinished"}
             return
-        for record in _of_model(config, device, ((1, 8),) if smoke else SIZES, deadline):
+        for record in _of_model(config, device, ((1, 8),) if smoke else sizes, deadline):
             record |= {"params": {"model": name, **record["params"]}}
             yield base | record | _over_bound(record, bandwidth)
             if record.get("bench") == "unfinished":
