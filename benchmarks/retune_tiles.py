@@ -1,11 +1,14 @@
 """Time other tiles than those of `stree.kernels.tiles` on this GPU, and print the entries that are best here.
 
-Run: python benchmarks/retune_tiles.py [--ops ssd_step] [--nodes 16 32 64] [--batches 1 16] --out FILE
+Run: python benchmarks/retune_tiles.py [--ops ssd_step] [--nodes 16 32 64] [--batches 1 16] [--minutes 9] --out FILE
 Without a GPU: TRITON_INTERPRET=1 python benchmarks/retune_tiles.py --smoke; its times are not meaningful.
 
 Every candidate is compared with the reference in float64 first, and a wrong one is not timed.  An entry serves several
-shapes: the best has the smallest mean, over them, of the logarithm of its time.  FILE gets a JSON line for every
-measurement and every entry; the lines printed last replace those of the tables.
+shapes: the best has the smallest mean, over them, of the logarithm of its time beside that of the entry in the table.
+FILE gets a JSON line for every measurement and every entry; the lines printed last replace those of the tables.
+
+When the time is up it chooses from what is measured, and says how many entries were left out.  Most of the time are
+builds; so only the first model shape of an operation is tuned, if not all are asked for.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -61,17 +65,30 @@ def candidates(op: str, present: Entry, smoke: bool) -> list[Entry]:
     return [present, *others[: 1 if smoke else None]]
 
 
-def measure(case: gpu_cases.Case, table: Watched, dtype: torch.dtype, device: torch.device) -> Iterator[Record]:
-    """Compare each candidate with the reference, then time it."""
+def measure(
+    case: gpu_cases.Case, table: Watched, dtype: torch.dtype, device: torch.device, deadline: float = math.inf
+) -> Iterator[Record]:
+    """Compare each candidate with the reference, then time it, until the time is up.
+
+    The first is the entry in the table.  The last record says how many were left out, if any were.
+    """
     generator = torch.Generator(device).manual_seed(0)
     first = case.make(generator)
     expected = case.expected(first)
     call, is_gpu = case.providers["triton"], device.type == "cuda"
-    table.other = None
-    call(gpu_cases.copied(first))
+    table.key = table.other = None
+    try:
+        call(gpu_cases.copied(first))
+    except Exception:  # the present entry may have no room here, others may have
+        if table.key is None:
+            raise
     key, present = table.key, table[table.key]
     sets = [case.make(generator) for _ in range(min(256, CACHE_BYTES // max(case.num_bytes, 1)) if is_gpu else 1)]
-    for entry in candidates(case.op, present, smoke=not is_gpu):
+    entries = candidates(case.op, present, smoke=not is_gpu)
+    for place, entry in enumerate(entries):
+        if time.monotonic() > deadline:
+            yield {"op": case.op, "params": dict(case.params), "left_out": len(entries) - place}
+            return
         table.other = entry
         record = {"op": case.op, "params": dict(case.params), "dtype": str(dtype)[6:], "key": key, "entry": entry}
         record |= {"present": entry == present, "correct": False}
@@ -87,12 +104,19 @@ def measure(case: gpu_cases.Case, table: Watched, dtype: torch.dtype, device: to
 
 
 def choose(records: Sequence[Record]) -> list[Record]:
-    """Give the best entry of each key: the smallest mean logarithm of times among those right in all its cases."""
+    """Give the best entry of each key among those right in all its cases: the smallest mean logarithm of times.
+
+    Times are set beside one of the same case, since the last case may lack entries: that of the present entry, or the
+    least one where that fails.
+    """
     groups: dict[tuple[str, Any], dict[Entry, list[float]]] = defaultdict(lambda: defaultdict(list))
     present = {(record["op"], record["key"]): record["entry"] for record in records if record["present"]}
-    for record in records:
-        time = record["p50"] if record["correct"] else math.inf
-        groups[record["op"], record["key"]][record["entry"]].append(math.log(time))
+    for case in by_case(records):
+        times = [record["p50"] if record["correct"] else math.inf for record in case]
+        base = min(times) if times[0] == math.inf else times[0]
+        for record, taken in zip(case, times, strict=True):
+            ratio = taken / base if taken < math.inf else math.inf
+            groups[record["op"], record["key"]][record["entry"]].append(math.log(ratio))
     chosen = []
     for (op, key), entries in groups.items():
         means = {entry: sum(logs) / len(logs) for entry, logs in entries.items()}
@@ -100,6 +124,49 @@ def choose(records: Sequence[Record]) -> list[Record]:
         if means[best] < math.inf:
             chosen.append({"op": op, "key": key, "best": best, "now": now, "gain": math.exp(means[now] - means[best])})
     return chosen
+
+
+def by_case(records: Sequence[Record]) -> list[list[Record]]:
+    """Part records into cases: each begins with the present entry."""
+    parts: list[list[Record]] = []
+    for record in records:
+        if record["present"]:
+            parts.append([])
+        parts[-1].append(record)
+    return parts
+
+
+def tuned(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[gpu_cases.Case, torch.dtype]]:
+    """List the cases that are tuned."""
+    kinds = gpu_cases.SMALL if options.smoke else gpu_cases.KINDS
+    if not options.all_shapes:
+        kinds = [(make, dict([*shapes.items()][:1])) for make, shapes in kinds]
+    sizes = [(2, 5)] if options.smoke else list(itertools.product(options.batches, options.nodes))
+    for dtype in [torch.float32] if options.smoke else [getattr(torch, name) for name in options.dtypes]:
+        for case in gpu_cases.cases(kinds, sizes, dtype, device):
+            if case.op in options.ops:
+                yield case, dtype
+
+
+def measured(options: argparse.Namespace, device: torch.device, tables: Mapping[str, Watched]) -> list[Record]:
+    """Measure every case until the time is up, and write each record at once; a case that fails is one."""
+    deadline, env = time.monotonic() + 60 * options.minutes, machine()
+    records: list[Record] = []
+    for case, dtype in tuned(options, device):
+        params = {"op": case.op, "params": dict(case.params)}
+        try:
+            if time.monotonic() > deadline:
+                found = iter([params | {"left_out": math.prod(map(len, TABLES[case.op][1]))}])
+            else:
+                found = measure(case, tables[case.op], dtype, device, deadline)
+            for record in found:
+                records.append(record)
+                report(options.out, [record], env)
+        except Exception as problem:  # one that this GPU has no room for, say
+            records.append(params | {"failed": f"{type(problem).__name__}: {problem}"[:300]})
+            report(options.out, records[-1:], env)
+            print(f"{case.op} {params['params']}: {records[-1]['failed']}", file=sys.stderr)
+    return records
 
 
 def main() -> int:
@@ -110,26 +177,21 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--out", type=Path, help="file that the records are appended to")
+    parser.add_argument("--minutes", type=float, default=9.0, help="choose from what is measured after this time")
+    parser.add_argument("--all-shapes", action="store_true", help="not only the first model shape of each operation")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, for a machine without a GPU")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not (options.smoke and os.environ.get("TRITON_INTERPRET") == "1"):
         parser.error("tuning needs a CUDA device; without one pass --smoke and set TRITON_INTERPRET=1")
-    kinds = gpu_cases.SMALL if options.smoke else gpu_cases.KINDS
-    sizes = [(2, 5)] if options.smoke else list(itertools.product(options.batches, options.nodes))
-    dtypes = [torch.float32] if options.smoke else [getattr(torch, name) for name in options.dtypes]
     tables = {op: Watched(getattr(tiles, TABLES[op][0])) for op in options.ops}
     for op, table in tables.items():
         setattr(tiles, TABLES[op][0], table)
-    records: list[Record] = []
     with torch.inference_mode():
-        for dtype in dtypes:
-            for case in filter(lambda case: case.op in tables, gpu_cases.cases(kinds, sizes, dtype, device)):
-                found = list(measure(case, tables[case.op], dtype, device))
-                records += found
-                report(options.out, found)
-    best = choose(records)
-    report(options.out, best)
+        records = measured(options, device, tables)
+    entries = [record for record in records if "entry" in record]
+    best = choose(entries)
+    report(options.out, best, machine())
     printed = Printed("table", "key", "now", "best", "times faster" if device.type == "cuda" else "not meaningful")
     for line in best:
         printed.add_row(
@@ -138,15 +200,26 @@ def main() -> int:
     Console().print(printed)
     for line in best:
         print(f"{TABLES[line['op']][0]}:    {line['key']}: {line['best']},")
-    wrong = sum(not record["correct"] and "problem" not in record for record in records)
-    print(json.dumps({"bench": "retune_tiles", "measured": len(records), "entries": len(best), "wrong": wrong}))
-    return int(wrong > 0)
+    last = {
+        "bench": "retune_tiles",
+        "measured": len(entries),
+        "entries": len(best),
+        "wrong": sum(not record["correct"] and "problem" not in record for record in entries),
+        "left_out": sum(record.get("left_out", 0) for record in records),
+        "failed": sum("failed" in record for record in records),
+    }
+    print(json.dumps(last))
+    return int(last["wrong"] + last["failed"] > 0)
 
 
-def report(path: Path | None, records: Sequence[Record]) -> None:
+def machine() -> Record:
+    """Describe the machine that is measured."""
+    return environment(torch.device("cuda") if torch.cuda.is_available() else None)
+
+
+def report(path: Path | None, records: Sequence[Record], env: Record) -> None:
     """Append records, with the machine they were made on, to a file if there is one."""
     if path:
-        env = environment(torch.device("cuda") if torch.cuda.is_available() else None)
         append(path, [{**record, "env": env} for record in records])
 
 

@@ -5,9 +5,12 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/test_retune_tiles.py
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,7 +69,8 @@ def test_the_script_runs_at_tiny_sizes(
     assert [(r["op"], r["key"]) for r in best] == [("ssd_step", [16, True]), ("conv_step", 8)]
     printed = capsys.readouterr().out.splitlines()
     assert any(line.startswith("_SSD:    (16, True): (") for line in printed)
-    assert json.loads(printed[-1]) == {"bench": "retune_tiles", "measured": 4, "entries": 2, "wrong": 0}
+    last = {"bench": "retune_tiles", "measured": 4, "entries": 2, "wrong": 0, "left_out": 0, "failed": 0}
+    assert json.loads(printed[-1]) == last
 
 
 def test_a_candidate_that_computes_something_else_is_not_timed(table: retune_tiles.Watched) -> None:
@@ -89,11 +93,87 @@ def test_the_best_entry_is_right_everywhere_and_fastest_on_average() -> None:
         names = {"op": "ssd_step", "key": (16, False), "entry": (entry,), "present": entry == "now"}
         return names | ({"correct": False} if time is None else {"correct": True, "p50": time}) | extra
 
-    fast_but_wrong_once = [record("wrong", 1.0), record("wrong", None)]
     found = retune_tiles.choose(
-        [record("now", 8.0), record("now", 8.0), record("even", 4.0), record("even", 4.0),
-         record("uneven", 2.0), record("uneven", 9.0), *fast_but_wrong_once]
+        [record("now", 8.0), record("even", 4.0), record("uneven", 2.0), record("wrong", 1.0),
+         record("now", 8.0), record("even", 4.0), record("uneven", 9.0), record("wrong", None)]
     )  # fmt: skip
-    assert found == [
-        {"op": "ssd_step", "key": (16, False), "best": ("even",), "now": ("now",), "gain": pytest.approx(2.0)}
-    ]
+    best = {"op": "ssd_step", "key": (16, False), "best": ("even",), "now": ("now",), "gain": pytest.approx(2.0)}
+    assert found == [best]
+    # The second case, whose times are ten times as long, was cut off before the best.
+    found = retune_tiles.choose(
+        [record("now", 8.0), record("uneven", 6.0), record("even", 4.0), record("now", 80.0), record("uneven", 60.0)]
+    )
+    assert found == [best]
+    # Without a present entry that runs, the others are compared with each other.
+    found = retune_tiles.choose([record("now", None), record("uneven", 6.0), record("even", 4.0)])
+    assert found == [{**best, "gain": float("inf")}]
+    assert retune_tiles.choose([record("now", None), record("wrong", None)]) == []
+
+
+def options_of(**changes: Any) -> argparse.Namespace:
+    given = {"smoke": True, "ops": ["ssd_step"], "all_shapes": False, "minutes": 1.0, "out": None}
+    return argparse.Namespace(**(given | changes))
+
+
+def test_only_the_first_shape_of_an_operation_is_tuned_unless_all_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes = {"first": TINY, "second": TINY}
+    monkeypatch.setattr(gpu_cases, "SMALL", [(gpu_cases.ssd_case, shapes), (gpu_cases.conv_case, shapes)])
+    for all_shapes, names in ((False, ["first"]), (True, ["first", "second"])):
+        found = [case for case, _ in retune_tiles.tuned(options_of(all_shapes=all_shapes), torch.device("cpu"))]
+        assert [(case.op, case.params["model"]) for case in found] == [("ssd_step", name) for name in names]
+
+
+def test_when_the_time_is_up_what_is_left_out_is_counted(
+    table: retune_tiles.Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU the script times it")
+    monkeypatch.setattr(gpu_cases, "SMALL", [(gpu_cases.ssd_case, {"tiny": TINY})])
+    cpu = torch.device("cpu")
+    (left,) = retune_tiles.measured(options_of(minutes=-1.0), cpu, {"ssd_step": table})
+    assert left["op"] == "ssd_step" and left["left_out"] == 3 * 3 * 2 * 2
+    (case, dtype), *_ = retune_tiles.tuned(options_of(), cpu)
+    times = iter((0.0, 2.0))  # the present entry is measured, the other one is not
+    monkeypatch.setattr("retune_tiles.time", SimpleNamespace(monotonic=lambda: next(times)))
+    present, left = retune_tiles.measure(case, table, dtype, cpu, 1.0)
+    assert present["present"] and "p50" in present and left["left_out"] == 1
+
+
+def test_a_case_that_fails_does_not_end_the_others(
+    table: retune_tiles.Watched, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU the script times it")
+    real = gpu_cases.ssd_case
+
+    def case_of(model: str, *args: Any) -> gpu_cases.Case:
+        def failing(generator: torch.Generator) -> Any:
+            raise torch.OutOfMemoryError("no room")
+
+        case = real(model, *args)
+        return replace(case, make=failing) if model == "large" else case
+
+    monkeypatch.setattr(gpu_cases, "SMALL", [(case_of, {"large": TINY, "tiny": TINY})])
+    options = options_of(all_shapes=True, out=tmp_path / "tiles.jsonl")
+    found = retune_tiles.measured(options, torch.device("cpu"), {"ssd_step": table})
+    assert [(record["params"]["model"], record.get("failed")) for record in found] == [
+        ("large", "OutOfMemoryError: no room"), ("tiny", None), ("tiny", None)
+    ]  # fmt: skip
+    assert len(options.out.read_text(encoding="utf-8").splitlines()) == 3
+
+
+def test_where_the_entry_of_the_table_has_no_room_the_others_are_timed(table: retune_tiles.Watched) -> None:
+    case = gpu_cases.ssd_case("tiny", TINY, 1, 3, torch.float32, torch.device("cpu"))
+    right = case.providers["reference"]
+
+    def failing(inputs: gpu_cases.Inputs) -> torch.Tensor:
+        tiles.SsdTile.of(3, 3, 4, 16, 16, torch.float32)
+        if table.other in (None, table.get(table.key)):
+            raise RuntimeError("out of resources")
+        return right(inputs)
+
+    tight = replace(case, providers={"triton": failing, "reference": right})
+    present, other = retune_tiles.measure(tight, table, torch.float32, torch.device("cpu"))
+    assert present["present"] and present["problem"] == "RuntimeError: out of resources" and "p50" in other
