@@ -31,9 +31,9 @@ import torch
 import triton
 from gpu_case import draws
 from gpu_clock import recovering, time_graph
+from gpu_table import table
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor
 
 from stree.bench.records import Record, append, environment
@@ -239,31 +239,6 @@ def shares(case: gpu_cases.Case, dtype: torch.dtype, micros: float, ceilings: Re
     return found
 
 
-def rows(records: list[Record]) -> Iterator[list[str]]:
-    """Give the lines of the table: what was measured, and ours against each other provider."""
-    ours = {_key(r): r["p50"] for r in records if r.get("provider") == "triton" and "p50" in r}
-    for record in records:
-        if "p50" not in record or "provider" not in record:
-            continue
-        params, mine = record["params"], ours.get(_key(record))
-        yield [
-            record["bench"], params["model"], str(params["batch"]), str(params.get("n", 1)), record["provider"],
-            f"{record['p50']:.1f}", *(_share(record, f"{name}_share") for name in ("bandwidth", "rate")),
-            f"{record['peak_bytes'] / 2**20:.1f}" if "peak_bytes" in record else "-",
-            f"{mine / record['p50']:.2f}" if mine else "-",
-        ]  # fmt: skip
-
-
-def _share(record: Record, name: str) -> str:
-    """Write a share, or a dash where none was measured."""
-    return f"{record[name]:.2f}" if name in record else "-"
-
-
-def _key(record: Record) -> str:
-    """Name a case."""
-    return json.dumps([record["bench"], record["params"], record["dtype"]])
-
-
 def main() -> int:
     """Run the parts, write records, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -300,12 +275,7 @@ def main() -> int:
         if "tests" in options.parts and not options.smoke:
             with suite.part("tests"):
                 suite.run_tests()
-    table = Table(
-        "operation", "model", "batch", "nodes", "provider", "us", "of bandwidth", "of rate", "MiB", "ours / it"
-    )
-    for line in rows(suite.records):
-        table.add_row(*line)
-    Console().print(table)
+    Console().print(table(suite.records))
     measured = [record["p50"] for record in suite.records if "p50" in record]
     last = {"bench": "gpu_suite", "measured": len(measured), "failures": suite.failures}
     print(json.dumps(last | {"median_us": statistics.median(measured) if measured else None}))
