@@ -132,9 +132,9 @@ class Suite:
         count = max(1, (os.cpu_count() or 2) - 2)
         own = [sys.executable, str(Path(__file__).resolve()), "--dtypes", *self.options.dtypes]
         began = time.monotonic()
-        own += ["--minutes", str((self.deadline - began) / 120)]  # half of what is left; the rest is built when needed
+        own += ["--minutes", f"{max(self.deadline - began, 0) / 120:.3f}"]  # half of what is left
         workers = [subprocess.Popen([*own, "--build-share", str(share), str(count)]) for share in range(count)]
-        codes = [worker.wait() for worker in workers]
+        codes = [ended(worker, self.deadline) for worker in workers]
         # A case that fails fails once more, and is reported, when it is compared.
         self.add({"bench": "builds", "processes": count, "exit": codes, "seconds": time.monotonic() - began})
 
@@ -226,6 +226,15 @@ class Suite:
             ceilings[f"{name}_tflops"] = 2 * 8192**3 / elapsed / 1e6
         self.add({"bench": "ceilings", **ceilings})
         return ceilings
+
+
+def ended(worker: subprocess.Popen[bytes], deadline: float) -> int:
+    """Wait for a process, until the time is up; give its exit status."""
+    try:
+        return worker.wait(max(deadline - time.monotonic(), 0.1))
+    except subprocess.TimeoutExpired:
+        worker.kill()
+        return worker.wait()
 
 
 def shares(case: gpu_cases.Case, dtype: torch.dtype, micros: float, ceilings: Record, sets: int) -> Record:

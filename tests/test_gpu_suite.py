@@ -151,3 +151,9 @@ def test_a_build_that_fails_does_not_end_its_share(
     assert "ssd_step by triton: RuntimeError: no such tile" in capsys.readouterr().err
     suite.deadline = 0.0
     assert suite.build_share(0, 1) == 0 and built == ["built"]
+
+
+def test_a_build_process_is_not_waited_for_longer_than_there_is_time() -> None:
+    sleeping = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert gpu_suite.ended(sleeping, time.monotonic()) < 0
+    assert gpu_suite.ended(subprocess.Popen([sys.executable, "-c", "exit(3)"]), time.monotonic() + 60) == 3
