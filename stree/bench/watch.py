@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from stree.drafters import Draft, Drafter, DraftRun
+from stree.drafters import Draft, Drafter, DraftRun, HasModel
 from stree.growth import Growth
 from stree.sampling import Random
 from stree.tree import TokenTree
@@ -64,13 +64,19 @@ class Watch:
         self.has_laws = False
 
     def over(self, drafter: Drafter) -> Drafter:
-        """Give a copy of a drafter whose runs are watched; it is of the same class, so all else is as it was."""
+        """Give a copy of a drafter whose runs are watched; it is of the same class, so all else is as it was.
+
+        What is made of it over another model is watched too.
+        """
         watched = copy.copy(drafter)
 
         def start(vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
             return self._over_run(drafter.start(vocab_size, prompts, rng))
 
         setattr(watched, "start", start)  # noqa: B010  a method of the class, overridden on this object
+        if isinstance(drafter, HasModel):
+            with_model = drafter.with_model
+            setattr(watched, "with_model", lambda change: self.over(with_model(change)))  # noqa: B010
         return watched
 
     def counts(self) -> Counts:

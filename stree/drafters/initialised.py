@@ -45,7 +45,7 @@ class InitialisedDrafter:
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _InitialisedRun:
         """Begin a run."""
         model = _InitialisedLM(self.drafter.lm)
-        run = ModelDrafter(cast(TreeLM, model)).start(vocab_size, prompts, rng)
+        run = self.drafter.with_model(lambda _: cast(TreeLM, model)).start(vocab_size, prompts, rng)
         return _InitialisedRun(run, model, len(prompts))
 
 
