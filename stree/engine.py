@@ -21,17 +21,18 @@ ROOM = 256  # least room for a text; powers of two above it, so that texts of ab
 
 
 class Engine:
-    """The programs of one target, at most MOST_PROGRAMS; the one that was not used for longest is dropped first.
+    """The programs of one target; beyond ``most`` the one that was not used for longest is dropped.
 
     Args:
         recorder: captures their steps.
 
     Attributes:
         recorder: it.
+        most: programs that are kept.
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
+        self.recorder, self.most = recorder, MOST_PROGRAMS
         self._programs: OrderedDict[Hashable, tuple[Program, Any]] = OrderedDict()
 
     def __contains__(self, key: Hashable) -> bool:
@@ -46,7 +47,7 @@ class Engine:
     def keep(self, key: Hashable, program: Program, drafter: Any) -> None:
         """Put a program back, with the drafter that it belongs to."""
         self._programs[key] = program, drafter
-        while len(self._programs) > MOST_PROGRAMS:
+        while len(self._programs) > self.most:
             self._programs.popitem(last=False)
 
     def release(self) -> None:
