@@ -18,6 +18,7 @@ from stree.bench.pair import Pair
 from stree.bench.plan import Block, Settings, Suite, finished_keys, plan_blocks
 from stree.bench.records import Record, quantiles
 from stree.bench.verdict import divergence
+from stree.engine import engine_of, rounded
 
 __all__ = ["Runner"]
 
@@ -53,6 +54,7 @@ class Runner:
         self.pair, self.methods, self.suites, self.settings = pair, list(methods), list(suites), settings
         self.directory, self.base, self.say, self.advance = directory, base, say, advance
         self.blocks = plan_blocks(suites, settings)
+        self._shapes: set[tuple[int, int]] = set()  # of the texts so far: sequences and room
         directory.keep(finished_keys(self.blocks, self.methods, directory.records))
 
     @property
@@ -137,6 +139,7 @@ class Runner:
             self.say(f"{block.key[0]}: prompts {block.params['prompts']} are left out: {reason}")
             self.advance(planned)
             return methods
+        self._keep_programs(prompts)
         runs: dict[str, list[Run]] = {method.name: [] for method in methods}
         failed: list[Record] = []
         for repeat in range(self.settings.repeats):
@@ -157,6 +160,13 @@ class Runner:
         going = [method for method in methods if method.name in runs]
         self.directory.add([*failed, *(self._timed(block, method, runs, prompts) for method in going)])
         return going
+
+    def _keep_programs(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Where steps are captured, let the target keep what all methods need that run texts like these by turns."""
+        engine = engine_of(self.pair.target)
+        if engine is not None:
+            self._shapes.add((len(prompts), rounded(max(map(len, prompts)) + self.settings.max_new_tokens)))
+            engine.most = max(engine.most, len(self.methods) * len(self._shapes))
 
     def _timed(
         self, block: Block, method: Method, runs: dict[str, list[Run]], prompts: Sequence[Sequence[int]]

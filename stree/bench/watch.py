@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from stree.drafters import Draft, Drafter, DraftRun, HasModel
 from stree.growth import Growth
 from stree.sampling import Random
+from stree.steering import AutoSize
 from stree.tree import TokenTree
 from stree.verify import Acceptance
 
@@ -54,6 +56,8 @@ class Counts:
 class Watch:
     """Trees and acceptances of a generation; they are read after it.
 
+    A drafter's host code does not run when a step is replayed, so ``over`` hears of launched steps only.
+
     Attributes:
         steps: what was proposed and what was accepted of it.
         has_laws: whether any tree came with the laws that its nodes were drawn from.
@@ -78,6 +82,23 @@ class Watch:
             with_model = drafter.with_model
             setattr(watched, "with_model", lambda change: self.over(with_model(change)))  # noqa: B010
         return watched
+
+    @contextmanager
+    def over_sizes(self) -> Iterator[None]:
+        """Watch what controllers over sizes are told: for them every step is brought to the host, replayed or not."""
+        observe = AutoSize.observe
+
+        def watched_observe(steering: AutoSize, draft: Draft, acceptance: Acceptance) -> None:
+            if type(steering) is AutoSize:  # no rehearsal
+                self.steps.append((draft.tree, acceptance))
+                self.has_laws |= draft.laws is not None
+            observe(steering, draft, acceptance)
+
+        setattr(AutoSize, "observe", watched_observe)  # noqa: B010
+        try:
+            yield
+        finally:
+            setattr(AutoSize, "observe", observe)  # noqa: B010
 
     def counts(self) -> Counts:
         """Go through what happened."""
