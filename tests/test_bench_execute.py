@@ -34,6 +34,7 @@ from stree.rehearsal import GUESS
 from stree.session import Session
 
 PROMPT = tuple(range(5, 18))
+CUDA = torch.device("cuda")
 METHODS = "plain,chain:3,calibrated:8x3,suffix:8"
 SAMPLED = Case((PROMPT, PROMPT[:5]), 14, 0.8, seed=3)
 
@@ -116,13 +117,21 @@ def test_a_step_that_begins_before_the_last_is_heard_of_is_replayed_too(
     name: str, captured: Callable[[], Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Session, "_is_late", lambda session: True)
-    monkeypatch.setattr(execution, "_num_launched", lambda _, steps: _num_launched(torch.device("cuda"), steps))
+    monkeypatch.setattr(execution, "_num_launched", lambda _, steps: _num_launched(CUDA, steps))
     pair, (method,) = captured(), parse_methods(name)
     run = execute(pair, method, SAMPLED)
-    assert run.stats["graphs"]["replays"] == run.stats["steps"] + 1
+    assert run.stats["graphs"]["replays"] == run.stats["steps"] + 1 == _num_launched(CUDA, run.stats["steps"])
     tapes = len(pair.target.kept["engine"].recorder.tapes)
     assert execute(pair, method, SAMPLED).counts == run.counts
     assert len(pair.target.kept["engine"].recorder.tapes) == tapes
+
+
+def test_a_run_in_which_a_step_is_captured_is_repeated(
+    captured: Callable[[], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, generations, (plain,) = captured(), seen(monkeypatch), parse_methods("plain")
+    execute(pair, plain, Case((PROMPT,), 3, 0.0))
+    assert [stats["graphs"]["replays"] for _, stats in generations] == [0, 2, 2], "the second one captures"
 
 
 def test_baselines_and_lossy_methods_are_launched(captured: Callable[[], Pair]) -> None:
