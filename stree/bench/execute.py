@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import torch
-
 import stree.drafters
 from stree.bench.baselines import BaselineLM, SnapshotLM, UnrolledLM, state_bytes
 from stree.bench.memory import peak_mib, reset_peak
@@ -130,8 +128,7 @@ def _replayed(pair: Pair, method: Method, case: Case, engine: Engine) -> Run:
     for _ in range(MOST_RUNS):
         before = _num_graphs(engine)
         run = _with_room(engine, timed)
-        num_launched = _num_launched(pair.target.device, run.stats["steps"])
-        if run.stats["graphs"]["replays"] >= num_launched and _num_graphs(engine) == before:
+        if run.stats["graphs"]["replays"] == run.stats["steps"] and _num_graphs(engine) == before:
             break
     return run
 
@@ -166,11 +163,6 @@ def _with_room(engine: Engine, work: Callable[[], Run]) -> Run:
 def _num_graphs(engine: Engine) -> int:
     """Count the graphs of all programs that are kept."""
     return sum(program["graphs"] for program in engine.report())
-
-
-def _num_launched(device: torch.device, steps: int) -> int:
-    """Count the steps that a text of so many takes: on a device another one begins before the last is heard of."""
-    return steps + (device.type == "cuda" and steps > 0)
 
 
 def _filled(counts: Counts, stats: dict[str, Any], tokens: list[list[int]]) -> Counts:
