@@ -29,7 +29,6 @@ import gpu_steps
 import numpy as np
 import torch
 from composite import StepTimes, composite_rows, overhead_s, pooled, speedup, timed_models
-from gpu_clock import recovering
 from rich.console import Console
 from rich.table import Table
 
@@ -38,6 +37,7 @@ from stree.bench.profile import bytes_moved, copy_bandwidth
 from stree.bench.records import Record, environment, read, write
 from stree.bench.summary import interval
 from stree.cli import main as run_stree
+from stree.graphs import recovering
 from stree.models.tree_lm import TreeLM
 
 METHODS = (

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from bench_memory import published
-from gpu_clock import recovering, time_graph
+from gpu_clock import time_graph
 from gpu_peer_steps import mamba_ssm_step, why_not
 from shapes import binary_tree
 from transformers import AutoModelForCausalLM, BambaConfig, Mamba2Config, PreTrainedConfig
@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, BambaConfig, Mamba2Config, PreTra
 import stree
 from stree.bench.profile import bytes_moved, copy_bandwidth
 from stree.bench.records import Record, quantiles
+from stree.graphs import recovering
 from stree.models.native import config_of_native
 
 __all__ = ["DRAFTERS", "NODES", "configurations", "measure", "state_for", "step_of", "timed"]

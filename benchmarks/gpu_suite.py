@@ -30,13 +30,14 @@ import gpu_steps
 import torch
 import triton
 from gpu_case import draws
-from gpu_clock import recovering, time_graph
+from gpu_clock import time_graph
 from gpu_table import table
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
 from stree.bench.records import Record, append, environment
+from stree.graphs import recovering
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE_BYTES = 256 << 20  # four times the second-level cache of an H200

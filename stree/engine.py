@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
 
+from torch import Tensor
+
 from stree.graphs import CudaRecorder, Graphs, Recorder
 from stree.models.tree_lm import TreeLM
 from stree.program import Program
@@ -85,8 +87,15 @@ def engine_of(lm: TreeLM) -> Engine | None:
 
 def layout_of(lm: TreeLM) -> Hashable:
     """Name what a captured step of a model holds beside its state: how it runs, and the places of its weights."""
-    weights = (tensor.data_ptr() for tensor in (*lm.model.parameters(), *lm.model.buffers()))
-    return lm.is_lazy, lm.is_lean, *weights
+    return lm.is_lazy, lm.is_lean, *map(_place, (*lm.model.parameters(), *lm.model.buffers()))
+
+
+def _place(tensor: Tensor) -> int:
+    """Name the place of a tensor; one that is made of others has none of its own."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return id(tensor)
 
 
 def rounded(length: int) -> int:

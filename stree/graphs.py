@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-__all__ = ["CudaRecorder", "Graph", "Graphs", "Recorder"]
+__all__ = ["CudaRecorder", "Graph", "Graphs", "Recorder", "recovering"]
 
 WARM_UP = 2  # runs before a capture: what is compiled or allocated once must not be part of it
 MOST_GRAPHS = 32
 
 logger = logging.getLogger("stree")
+
+_failed: list[Any] = []  # graphs whose capture failed: torch's allocator still points at them
 
 
 class Graph(Protocol):
@@ -43,6 +45,27 @@ class Recorder(Protocol):
         ...
 
 
+@contextmanager
+def recovering(device: torch.device) -> Iterator[None]:
+    """Leave a device usable where a capture inside fails.
+
+    torch (2.11) then stays on the stream of the capture, and the device's own random numbers wait for a replay until
+    some capture succeeds.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.current_stream(device)
+    try:
+        yield
+    except BaseException:
+        torch.cuda.set_stream(before)
+        with suppress(Exception), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(device)):
+            torch.zeros(1, device=device)
+        torch.cuda.set_stream(before)  # that capture may fail, too
+        raise
+
+
 class CudaRecorder:
     """CUDA graphs of one device, with one memory pool: what is dead between graphs is shared.
 
@@ -53,33 +76,21 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
-        self._failed: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
         """Capture on a stream of its own; other threads may go on using the device."""
-        with torch.cuda.device(self._device):
-            graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+        with torch.cuda.device(self._device), recovering(self._device):
+            graph = torch.cuda.CUDAGraph()
             try:
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     out = work()
             except BaseException:
-                self._recover(graph)
-                torch.cuda.set_stream(before)  # torch leaves the one that it captured on
+                _failed.append(graph)
+                with suppress(Exception):  # else the pool stays taken, and nothing could be captured into it any more
+                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+                self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
                 raise
         return graph, out
-
-    def _recover(self, failed: torch.cuda.CUDAGraph) -> None:
-        """Make the device usable after a capture that failed.
-
-        torch (2.11) then leaves the pool taken, so that nothing else could be captured into it, and the device's own
-        random numbers waiting for a replay until a capture succeeds.
-        """
-        self._failed.append(failed)  # the allocator still points at it
-        with suppress(Exception):
-            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
-        with suppress(Exception), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
-            torch.zeros(1, device=self._device)
 
     def allocated(self) -> int:
         """Count the bytes that the caching allocator cannot give back."""

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+from stree import graphs
+from stree.graphs import CudaRecorder, recovering
 
-import gpu_clock
-
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda", 0)
 
 
 class Device:
@@ -23,11 +20,13 @@ class Device:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stream, self.is_locked = "before", False
-        self.ended: list[tuple[int, str]] = []
+        self.ended: list[tuple[int, int]] = []
+        self.pools = iter(range(9))
         for name, value in {
             "current_stream": lambda device: self.stream, "set_stream": lambda stream: setattr(self, "stream", stream),
-            "Stream": lambda device: "another", "CUDAGraph": object, "graph_pool_handle": lambda: "pool",
+            "Stream": lambda device: "another", "CUDAGraph": object, "graph_pool_handle": lambda: next(self.pools),
             "graph": self.graph, "current_device": lambda: 0,
+            "device": lambda device: nullcontext(),
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, value)
         end = "_cuda_endAllocateToPool"
@@ -35,7 +34,7 @@ class Device:
         monkeypatch.setattr(torch, "zeros", lambda *shape, device: None)
 
     @contextmanager
-    def graph(self, graph: Any, pool: Any = None, stream: str = "capture") -> Iterator[None]:
+    def graph(self, graph: Any, pool: Any = None, stream: str = "capture", **_: Any) -> Iterator[None]:
         before, self.stream, self.is_locked = self.stream, stream, True
         yield
         self.stream, self.is_locked = before, False
@@ -43,17 +42,19 @@ class Device:
 
 def test_after_a_failed_capture_the_stream_and_the_draws_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
-    monkeypatch.setattr(gpu_clock, "FAILED", [])
+    monkeypatch.setattr(graphs, "_failed", [])
+    recorder = CudaRecorder(CUDA)
 
     def failing() -> None:
         raise RuntimeError("a number was read")
 
+    assert recorder.capture(lambda: 5)[1] == 5 and not device.ended
     with pytest.raises(RuntimeError, match="a number was read"):
-        gpu_clock.capture(failing, CUDA)
-    assert (device.stream, device.is_locked, device.ended) == ("before", False, [(0, "pool")])
-    assert len(gpu_clock.FAILED) == 1
-    gpu_clock.capture(lambda: None, CUDA)
-    assert (device.stream, device.is_locked) == ("before", False) and len(gpu_clock.FAILED) == 1
+        recorder.capture(failing)
+    assert (device.stream, device.is_locked, device.ended) == ("before", False, [(0, 0)])
+    assert len(graphs._failed) == 1 and next(device.pools) == 2, "another pool is in use"
+    assert recorder.capture(lambda: 6)[1] == 6
+    assert (device.stream, device.is_locked) == ("before", False) and len(graphs._failed) == 1
 
 
 def test_where_nothing_can_be_captured_any_more_the_stream_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +64,7 @@ def test_where_nothing_can_be_captured_any_more_the_stream_is_put_back(monkeypat
         raise RuntimeError("the device is dead")
 
     monkeypatch.setattr(torch, "zeros", dead)
-    with pytest.raises(ValueError, match="first"), gpu_clock.recovering(CUDA):
+    with pytest.raises(ValueError, match="first"), recovering(CUDA):
         device.stream = "capture"
         raise ValueError("first")
     assert device.stream == "before"
