@@ -31,7 +31,14 @@ def check_lossy(drafter: Drafter, verifier: str, allow_lossy: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Prompts, each with what is wrong with it or None, and the room there is for them."""
+    """Prompts and the room there is for them.
+
+    Attributes:
+        prompts: tokens, and what is wrong with them or None.
+        max_batch: most sequences at once.
+        max_length: most tokens of a prompt and its new ones.
+        refills: whether a prompt takes the place of one that has finished.
+    """
 
     prompts: Iterator[tuple[list[int], str | None]]
     max_batch: int
@@ -120,7 +127,13 @@ def check_arguments(
     lm: TreeLM, drafter: Drafter, growth: Growth | None, budget: int | str, verifier: str, sampling: Sampling,
     max_new_tokens: int, seed: int,
 ) -> None:  # fmt: skip
-    """Refuse bad arguments before anything runs."""
+    """Refuse bad arguments before anything runs; they are those of ``generate``.
+
+    Raises:
+        TypeError: an object or a number of another kind.
+        ValueError: a number out of its range, another name, or models on two devices.
+        NotImplementedError: a larger tree than kernels take.
+    """
     for name, value, needed, example in (
         ("lm", lm, "new_state", "stree.TreeLM(model)"),
         ("drafter", drafter, "start", "stree.drafters.SuffixDrafter()"),
@@ -149,7 +162,11 @@ def check_arguments(
 
 
 def check_block(drafter: Drafter, growth: Growth | None, budget: int) -> None:
-    """Refuse block verification where trees will have branches, as far as that is known."""
+    """Refuse block verification where trees will have branches, as far as that is known.
+
+    Raises:
+        ValueError: they will.
+    """
     plan = None if growth is None or not isinstance(drafter, HasModel) else growth.plan(budget)
     widths = [layer.width + layer.leaves for layer in plan.layers] if plan is not None else []
     retrieves = isinstance(drafter, (SuffixDrafter, FusedDrafter)) and budget > 2

@@ -27,6 +27,8 @@ from stree.kernels import tiles
 
 TINY = Mixer(1, 16, 16, 1)
 
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the script times it")
+
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> retune_tiles.Watched:
@@ -45,11 +47,10 @@ def test_every_table_of_a_case_is_tuned_and_its_key_is_the_one_looked_up(table: 
     assert table.key == (64, False) and (tile.headdim, tile.dstate, tile.warps, tile.stages) == table.other
 
 
+@INTERPRETED
 def test_the_script_runs_at_tiny_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("with a GPU the script times it")
     for name, _ in retune_tiles.TABLES.values():
         monkeypatch.setattr(tiles, name, getattr(tiles, name))  # the script replaces the tables
     monkeypatch.setattr(
@@ -125,11 +126,10 @@ def test_only_the_first_shape_of_an_operation_is_tuned_unless_all_are_asked_for(
         assert [(case.op, case.params["model"]) for case in found] == [("ssd_step", name) for name in names]
 
 
+@INTERPRETED
 def test_when_the_time_is_up_what_is_left_out_is_counted(
     table: retune_tiles.Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("with a GPU the script times it")
     monkeypatch.setattr(gpu_cases, "SMALL", [(gpu_cases.ssd_case, {"tiny": TINY})])
     cpu = torch.device("cpu")
     (left,) = retune_tiles.measured(options_of(minutes=-1.0), cpu, {"ssd_step": table})
@@ -141,11 +141,10 @@ def test_when_the_time_is_up_what_is_left_out_is_counted(
     assert present["present"] and "p50" in present and left["left_out"] == 1
 
 
+@INTERPRETED
 def test_a_case_that_fails_does_not_end_the_others(
     table: retune_tiles.Watched, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("with a GPU the script times it")
     real = gpu_cases.ssd_case
 
     def case_of(model: str, *args: Any) -> gpu_cases.Case:
