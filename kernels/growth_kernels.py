@@ -78,12 +78,13 @@ def rank_kernel(
     inside = node < above
     reach = tl.load(reach_ptr + batch * stride_reach_b + node, inside, 0.0)
     norm = tl.load(norms_ptr + batch * above + node, inside, 0.0)
+    blunt = tl.log(tl.maximum(1 - norm * norm, 0.02))  # reference_growth.LEAST_BLUNT
     place = (batch * above + node) * ranks
     least = tl.full((NODES,), 1.0, tl.float32)
     for rank in range(ranks):
         prob = tl.load(probs_ptr + place + rank, inside, 0.0)
         odds = tl.load(level_ptr + rank) + tl.load(confidence_ptr + rank) * tl.log(tl.maximum(prob, 1e-9))
-        odds = odds + tl.load(sharpness_ptr + rank) * (norm * norm)
+        odds = odds - tl.load(sharpness_ptr + rank) * blunt
         least = tl.minimum(least, tl.div_rn(1.0, 1.0 + tl.exp(-odds)))
         tl.store(value_ptr + place + rank, reach * tl.where(prob > 0, least, 0.0), inside)
 

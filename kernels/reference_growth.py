@@ -26,6 +26,8 @@ __all__ = [
     "spent_before",
 ]
 
+LEAST_BLUNT = 0.02  # of 1 - the sum of squares of a law; what is sharper counts as much
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -80,7 +82,9 @@ class Table:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankFit:
-    """Log-odds of a child: a level and slopes by the log of its probability and by the sum of squares of its law.
+    """Log-odds of a child: a level and slopes by the log of its probability and by how sharp its law is.
+
+    How sharp is -log(1 - the sum of squares): a law that is nearly one token leaves hardly a doubt.
 
     Attributes:
         level: float32[ranks].
@@ -177,7 +181,7 @@ def rate_by_rank(fit: RankFit, reach: Tensor, probs: Tensor, norms: Tensor) -> T
     """Rate children known beforehand; see `stree.kernels.growth_door`."""
     ranks = probs.shape[-1]
     odds = fit.level[:ranks] + fit.by_confidence[:ranks] * probs.clamp(min=1e-9).log()
-    odds = odds + fit.by_sharpness[:ranks] * norms.square()[..., None]
+    odds = odds - fit.by_sharpness[:ranks] * (1 - norms.square()[..., None]).clamp(min=LEAST_BLUNT).log()
     return reach[..., None] * (odds.sigmoid().cummin(-1).values * (probs > 0))
 
 

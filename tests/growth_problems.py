@@ -87,7 +87,7 @@ class Children:
 
 def some_table(batch: int, ranks: int, seed: int, device: torch.device = DEVICE) -> Table:
     """Give a table that some tests were counted in."""
-    table = Calibration(batch, ranks, device)._table
+    table = Calibration(batch, ranks, device, 0.8)._table
     generator = torch.Generator().manual_seed(seed)
     made = torch.rand(table.tests.shape, generator=generator).to(device) * 9
     passed = made * torch.rand(made.shape, generator=generator).to(device)

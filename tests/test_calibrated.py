@@ -20,6 +20,7 @@ from stree.growth.estimates import (
     AFTER_BESIDE,
     BEFORE,
     BEFORE_BESIDE,
+    BY_TEMPERATURE,
     CERTAIN,
     CONFIDENCE_EDGES,
     PRIOR_TESTS,
@@ -61,7 +62,7 @@ def test_at_temperature_0_the_tree_is_that_of_the_greatest_chances(budget: int) 
         least = 1.0
         for rank, token in enumerate(row.argsort(descending=True)[:4].tolist()):
             level, by_confidence, by_sharpness = CERTAIN[rank]
-            odds = level + by_confidence * math.log(row[token]) + by_sharpness * float((row * row).sum())
+            odds = level + by_confidence * math.log(row[token]) - by_sharpness * math.log(1 - float((row * row).sum()))
             least = min(least, 1 / (1 + math.exp(-odds)))
             values[(*path, token)] = value * least
             if len(path) < 2:
@@ -72,6 +73,30 @@ def test_at_temperature_0_the_tree_is_that_of_the_greatest_chances(budget: int) 
     assert sorted(nodes_by_path(draft.tree)) == sorted(sorted(values, key=lambda path: -values[path])[: budget - 1])
     wanted = [1.0, *(values[path] for path in nodes_by_path(draft.tree))]
     assert draft.values[0].tolist() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_drawn_trees_may_have_a_wider_root_and_others_not() -> None:
+    drawn, chosen = (Calibrated().bind(sampling).plan(64) for sampling in (PLAIN, Sampling()))
+    assert [layer.ranks for layer in drawn.layers] == [12, 6, 6, 6, 6, 6]
+    assert [layer.ranks for layer in chosen.layers] == [6] * 6
+    assert [layer.ranks for layer in Calibrated().bind(PLAIN).plan(16).layers] == [12, 4, 4, 4]
+    assert [layer.ranks for layer in Calibrated(2, ranks=3).bind(PLAIN).plan(16).layers] == [3, 3]
+
+
+def test_the_eldest_child_is_believed_by_the_temperature() -> None:
+    law = torch.full((1, 1, 10), 0.1)
+    eldest = {}
+    for temperature in (0.3, 0.6, 0.8, 1.0, 1.5):
+        growth = Calibrated().bind(Sampling(temperature))
+        priority, value = growth.estimate(1, CPU).rate(torch.ones(1, 1), law[..., :3], law)
+        eldest[temperature] = (float(priority[0, 0, 0]), float(value[0, 0, 0]))
+        younger = float(priority[0, 0, 1]) / (1 - eldest[temperature][1])
+        assert younger == pytest.approx(1 / (1 + math.exp(1.35 + 0.73 * math.log(1 - 0.075))), rel=1e-4)
+    for place in range(2):
+        logit = {t: math.log(chances[place] / (1 - chances[place])) for t, chances in eldest.items()}
+        assert logit[0.6] - logit[0.8] == pytest.approx(-0.2 * BY_TEMPERATURE, rel=1e-3)
+        assert logit[1.0] - logit[0.8] == pytest.approx(0.2 * BY_TEMPERATURE, rel=1e-3)
+        assert logit[0.3] == logit[0.6] and logit[1.5] == logit[1.0], "believed no further than it was seen"
 
 
 def typical(depth: int, ranks: int, value: float = 1.0) -> list[float]:
@@ -194,10 +219,10 @@ def test_ratings_beside_a_favourite_are_those_of_a_table_kept_by_hand() -> None:
     law = torch.tensor([[[0.0, 0.3, 0.1]]])
     probs, is_chosen = torch.tensor([[[0.1, 0.6, 0.3]]]), torch.tensor([[[False, True, False]]])
     reach = torch.tensor([[0.5]])
-    estimate = Calibration(1, 3, CPU)
+    estimate = Calibration(1, 3, CPU, 0.8)
     middles = [(a + b) / 2 for a, b in zip((0.0, *CONFIDENCE_EDGES), (*CONFIDENCE_EDGES, 1.0), strict=True)]
     edges = (0.0, *SHARPNESS_EDGES, 1.0)
-    sharp = (edges[place(squares, SHARPNESS_EDGES)] + edges[place(squares, SHARPNESS_EDGES) + 1]) / 2
+    sharp = -math.log(1 - (edges[place(squares, SHARPNESS_EDGES)] + edges[place(squares, SHARPNESS_EDGES) + 1]) / 2)
 
     def prior(rank: int, confidence: float | None) -> float:
         if confidence is None:
@@ -225,7 +250,7 @@ def test_ratings_beside_a_favourite_are_those_of_a_table_kept_by_hand() -> None:
 
 
 def test_a_favourite_s_priority_does_not_depend_on_what_is_drawn_beside_it() -> None:
-    estimate = Calibration(1, 3, CPU)
+    estimate = Calibration(1, 3, CPU, 0.8)
     law, is_chosen = torch.tensor([[[0.0, 0.39, 0.01]]]), torch.tensor([[[False, True, False]]])
     ratings = [
         estimate.rate(torch.ones(1, 1), torch.tensor([[[first, 0.6, rest]]]), law, is_chosen)[0][0, 0]
@@ -275,7 +300,7 @@ def test_ratings_and_what_is_learnt_are_those_of_a_table_kept_by_hand() -> None:
     tree = TokenTree(torch.zeros(1, 4).long(), torch.tensor([[-1, 0, 0, 1]]))
     ratios = [0.0, 0.6, 0.3, 0.9]
     made = {1: 1.0, 2: 1 - 0.6, 3: 0.6}
-    estimate = Calibration(1, 2, CPU)
+    estimate = Calibration(1, 2, CPU, 0.8)
     counted: dict[str, dict[tuple[int, ...], tuple[float, float]]] = {"before": {}, "after": {}}
 
     def cells(node: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -290,7 +315,7 @@ def test_ratings_and_what_is_learnt_are_those_of_a_table_kept_by_hand() -> None:
         return (bounds[number] + bounds[number + 1]) / 2
 
     def odds(table: str, cell: tuple[int, ...]) -> float:
-        sharpness = middle(SHARPNESS_EDGES, cell[1])
+        sharpness = -math.log(1 - middle(SHARPNESS_EDGES, cell[1]))
         if table == "before":
             logit = BEFORE[cell[0]][0] + BEFORE[cell[0]][1] * sharpness
         else:
@@ -320,14 +345,14 @@ def test_ratings_and_what_is_learnt_are_those_of_a_table_kept_by_hand() -> None:
 def test_sequences_learn_by_themselves_and_finished_ones_not_at_all() -> None:
     tree = TokenTree(torch.zeros(3, 2).long(), torch.tensor([[-1, 0]]).expand(3, 2))
     law = torch.full((3, 1, 4), 0.25)
-    estimate, alone = Calibration(3, 2, CPU), Calibration(1, 2, CPU)
+    estimate, alone = Calibration(3, 2, CPU, 0.8), Calibration(1, 2, CPU, 0.8)
     for one, rows in ((estimate, 3), (alone, 1)):
         one.rate(torch.ones(rows, 1), law[:rows, :, :2], law[:rows])
         one.keep(torch.zeros(rows, 1).long())
     estimate.learn(tree, None, torch.tensor([[0.0, 0.1], [0.0, 0.9], [0.0, 0.9]]), torch.tensor([True, True, False]))
     alone.learn(TokenTree.chain([0, 0]), None, torch.tensor([[0.0, 0.1]]), torch.tensor([True]))
     priority, _ = estimate.rate(torch.ones(3, 1), law[..., :2], law)
-    fresh, _ = Calibration(1, 2, CPU).rate(torch.ones(1, 1), law[:1, :, :2], law[:1])
+    fresh, _ = Calibration(1, 2, CPU, 0.8).rate(torch.ones(1, 1), law[:1, :, :2], law[:1])
     expected, _ = alone.rate(torch.ones(1, 1), law[:1, :, :2], law[:1])
     assert torch.equal(priority[0], expected[0])
     assert float(priority[0, 0, 0]) < float(fresh[0, 0, 0]) < float(priority[1, 0, 0])

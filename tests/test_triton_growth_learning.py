@@ -55,7 +55,7 @@ class Step:
         def drawn(most: int, *shape: int) -> Tensor:
             return torch.randint(most, (batch, *shape), generator=generator)
 
-        table = Calibration(batch, RANKS, DEVICE)._table
+        table = Calibration(batch, RANKS, DEVICE, 0.8)._table
         first, beyond = table.first_after, table.tests.shape[1]
         kept, above = [], 1
         for width in widths:
@@ -152,7 +152,7 @@ def test_a_tree_of_its_root_and_rows_that_stand_still_teach_nothing() -> None:
 
 
 def test_a_favourite_and_its_siblings_by_hand() -> None:
-    table = Calibration(1, RANKS, DEVICE)._table
+    table = Calibration(1, RANKS, DEVICE, 0.8)._table
     table = replace(table, tests=torch.zeros_like(table.tests), passed=torch.zeros_like(table.passed))
     favourite, first = table.favourites.start, table.first_after
     elder, younger = favourite - 1, table.favourites.stop  # the nearest cells that are no favourite's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -173,6 +174,26 @@ def test_a_run_is_resumed_and_reported(small: None, tmp_path: Path, capsys: pyte
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["bench"] == "who_wins"
 
 
+def test_prompts_that_estimates_were_fitted_to_are_left_out() -> None:
+    options = argparse.Namespace(limit=80, batch=8, temperature=[0.8], suite={"toy": None})
+    assert [batch for _, _, batch in bench_who_wins.blocks(options)] == [0, 1, 2, 3, 6, 7, 8, 9]
+    options.batch, options.limit = 20, 60
+    assert [batch for _, _, batch in bench_who_wins.blocks(options)] == [0]
+
+
+def test_the_default_of_the_best_depth_stands_beside_the_best_chain(tmp_path: Path) -> None:
+    tau = {"calibrated 16x4": 3.0, "calibrated 16x6": 3.4, "calibrated 16x15": 3.9, "calibrated 8x4": 3.5}
+    tau |= {"chain 5x4": 2.5, "chain 9x8": 3.3, "chain 16x15": 3.2}
+    record = {"metric": "expected_tokens", "params": {"suite": "toy", "temperature": 0.8, "batch": 0}, "measured": {}}
+    record["tau"] = {key: [value] * 4 for key, value in tau.items()}
+    (tmp_path / "results.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    bars = [bar for bar in who_wins_report.comparisons(who_wins_report.Results(tmp_path)) if bar.bar == "2 best chain"]
+    assert {bar.what: (bar.least, bar.verdict) for bar in bars} == {
+        "calibrated 16x4 / chain 9x8": (None, "-"), "calibrated 16x6 / chain 9x8": (1.0, "met"),
+        "calibrated 16x15 / chain 9x8": (None, "-"), "calibrated 8x4 / chain 5x4": (1.0, "met"),
+    }  # fmt: skip
+
+
 def test_bars_are_met_missed_or_open_by_their_intervals(tmp_path: Path) -> None:
     def record(batch: int, tau: dict[str, Any]) -> str:
         params = {"suite": "toy", "temperature": 0.8, "batch": batch}
@@ -182,7 +203,8 @@ def test_bars_are_met_missed_or_open_by_their_intervals(tmp_path: Path) -> None:
     chain, noise = [2.0, 2.1, 1.9, 2.0], [1.0, 5.0, 1.5, 4.0]
     first = {"calibrated 16x4": [9.0] * 4, "chain 5x4": chain, "calibrated@rejection 16x4": [2 * x for x in chain]}
     again = {"calibrated 16x4": [1.5 * x for x in chain], "sequoia 16x4": noise}
-    (tmp_path / "results.jsonl").write_text(record(0, first) + record(0, again), encoding="utf-8")
+    before = record(0, first).replace("2.5", "7.5")  # measured anew since then
+    (tmp_path / "results.jsonl").write_text(before + record(0, first) + record(0, again), encoding="utf-8")
     found = {bar.bar: bar for bar in who_wins_report.comparisons(who_wins_report.Results(tmp_path))}
     assert found["2 equal calls"].ratio == pytest.approx((1.5, 1.5, 1.5)) and found["2 equal calls"].verdict == "met"
     assert found["3 traversal"].verdict == "missed" and found["3 traversal"].ratio[0] == pytest.approx(0.75)

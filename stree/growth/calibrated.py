@@ -14,6 +14,7 @@ from stree.growth.plan import Bound, Layer, Plan
 __all__ = ["Calibrated"]
 
 MOST_RANKS = 6
+ROOT_RANKS = 12
 MOST_DEPTH = 6
 # Acceptance by sibling rank, the elder ones refused: the bundled pair at temperatures 0.6 to 1, 48 prompts.
 TYPICAL = (0.6, 0.28, 0.18, 0.14, 0.12, 0.1)
@@ -33,7 +34,8 @@ class Calibrated(Bound):
 
     Args:
         depth: most draft calls; None for 4, and 6 where the budget is above 16 (the README beside this file says why).
-        ranks: most children of a node; None for 4, and 6 where the budget is above 32.
+        ranks: most children of a node; None for 4, and 6 where the budget is above 32, but for the root where children
+            are drawn: 12, as every step tests the root's first.
         has_favourite: whether a token that the draft gives 0.3 or more is chosen without chance, its siblings drawn
             from the rest and tested before it (greedy draft sampling, arXiv 2502.18779).  Recursive rejection accepts
             more of such children; traversal hardly does (the README beside this file has figures).
@@ -57,18 +59,21 @@ class Calibrated(Bound):
         ranks = self.ranks or (MOST_RANKS if budget > 32 else 4)
         depth = self.depth or (MOST_DEPTH if budget > 16 else 4)
         greedy = self.sampling.is_greedy
+        offered = self.ranks or (ranks if greedy else ROOT_RANKS)  # by the root, then by every other node
         layers: list[Layer] = []
         above = 1
         for level in range(1, depth + 1 if nodes else 1):
-            above = min(nodes, above * ranks)
+            above = min(nodes, above * offered)
             below = None if greedy else typical_values(nodes, depth - level, ranks)
-            layers.append(Layer(above, ranks, below=below))
+            layers.append(Layer(above, offered, below=below))
+            offered = ranks
         return Plan(tuple(layers), nodes, is_pruned=greedy, drawing="favourite" if self.has_favourite else "distinct")
 
     def estimate(self, batch: int, device: torch.device) -> Estimate:
         """Begin to learn."""
-        ranks = self.ranks or MOST_RANKS
-        return RankEstimate(ranks, device) if self.sampling.is_greedy else Calibration(batch, ranks, device)
+        if self.sampling.is_greedy:
+            return RankEstimate(self.ranks or MOST_RANKS, device)
+        return Calibration(batch, self.ranks or ROOT_RANKS, device, self.sampling.temperature)
 
 
 @lru_cache(maxsize=1024)
