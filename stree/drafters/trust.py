@@ -17,7 +17,7 @@ from stree.tree import TokenTree
 __all__ = ["Listed", "Trust"]
 
 # Of log-odds that one of the retrieved children is right: the bundled pair's texts on prompts 33-40 of HumanEval, GSM8K
-# and MT-Bench, on which who wins is not measured.  Greedy text repeats itself longer than counts say, sampled text less.
+# and MT-Bench, on which who wins is not measured.  Greedy text repeats itself longer than counts say, sampled less.
 GREEDY_SLOPE = 1.5
 PER_TEMPERATURE = -0.5
 PRIOR_WEIGHT = 2.0  # of the level known beforehand, in units of a test's information
