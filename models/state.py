@@ -302,9 +302,10 @@ class DecodeState:
         self.length_bound = padded_length
 
     def write_row(self, row: int, other: DecodeState) -> None:
-        """Take over sequence ``row`` from a state of batch 1 and equal sizes."""
+        """Take over sequence ``row`` from a state of batch 1 and equal sizes; a pending tree is dropped."""
         self.fold()
         other.fold()
+        self.pending = None  # the row's stash is overwritten, too
         with self.changing():
             for spec, stack in self.stacks.items():
                 stack.write_row(row, other.stacks[spec])

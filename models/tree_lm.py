@@ -203,7 +203,7 @@ class TreeLM:
             raise
 
     def prefill_row(self, state: DecodeState, row: int, input_ids: Tensor) -> Tensor:
-        """Run another prompt into a row of a state whose text has ended.
+        """Run another prompt into a row of a state whose text has ended; a pending tree is dropped.
 
         Args:
             state: of this model.
@@ -214,8 +214,12 @@ class TreeLM:
             float32[1, vocab], the law of the next token as logits (float64 for float64 models).
 
         Raises:
-            ValueError: as for ``prefill``.
+            ValueError: a row outside the batch, or as for ``prefill``.
+            RuntimeError: the state is lost, or the model in training mode.
         """
+        self._check_state(state)
+        if not 0 <= row < state.batch_size:
+            raise ValueError(f"row must be in [0, {state.batch_size}), got {row}")
         single = self.new_state(1, state.max_length, state.max_nodes)
         logits = self.prefill(single, input_ids)
         state.write_row(row, single)

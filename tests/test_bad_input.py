@@ -101,6 +101,23 @@ def test_a_prefill_after_a_tree_on_an_empty_state_is_refused(lm: TreeLM) -> None
         lm.prefill(state, PROMPTS)
 
 
+@pytest.mark.parametrize("row", [2, -1])
+def test_a_prompt_for_a_row_outside_the_batch_is_refused(lm: TreeLM, row: int) -> None:
+    state = prefilled(lm)
+    with pytest.raises(ValueError, match=rf"row must be in \[0, 2\), got {row}"):
+        lm.prefill_row(state, row, PROMPTS[:1])
+    assert_still_usable(lm, state)
+
+
+def test_a_prompt_for_a_row_drops_the_pending_tree(lm: TreeLM) -> None:
+    state = prefilled(lm)
+    lm.verify(state, tree())
+    lm.prefill_row(state, 1, PROMPTS[:1])
+    with pytest.raises(RuntimeError, match="commit needs a tree that was verified"):
+        lm.commit(state, *as_commit([[0, 1], [0, 1]]))
+    assert_still_usable(lm, state)
+
+
 @pytest.mark.parametrize("sizes", [(0, 16, 5), (1, 0, 5), (1, 16, 0)], ids=["batch_size", "max_length", "max_nodes"])
 def test_a_state_without_room_is_refused(
     lm: TreeLM, sizes: tuple[int, int, int], request: pytest.FixtureRequest
@@ -252,6 +269,8 @@ def test_the_state_of_another_model_is_refused(lm: TreeLM) -> None:
         other.verify(state, tree())
     with pytest.raises(ValueError, match=message):
         other.prefill(state, PROMPTS)
+    with pytest.raises(ValueError, match=message):
+        other.prefill_row(state, 0, PROMPTS[1:])
     for own in (state, state.clone(), state.resized(32, 8)):
         assert_still_usable(lm, own)
 
