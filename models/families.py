@@ -32,6 +32,11 @@ def _dynamic_cache(config: Any) -> DynamicCache:
     return DynamicCache(config=config)
 
 
+def _whole_cache(_: Any) -> DynamicCache:
+    """Make a cache that keeps every row: a config may name a sliding window that its model does not have."""
+    return DynamicCache()
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """What differs between families.
@@ -56,7 +61,7 @@ class Family:
 
 def _attention_only(name: str) -> Family:
     """Make the row of a family whose layers all hold ``<name>Attention``."""
-    return Family({f"{name}Attention": graft_attention})
+    return Family({f"{name}Attention": graft_attention}, new_cache=_whole_cache)
 
 
 FAMILIES: dict[str, Family] = {

@@ -362,6 +362,16 @@ def test_control_without_its_sliding_window_a_family_is_another_model(family: st
     assert tree_error(wide, texts, tree, lm.verify(state, tree)) > 100 * FLOAT32
 
 
+@pytest.mark.parametrize("family", ["gemma", "llama"])
+def test_a_sliding_window_that_only_the_config_has_hides_nothing(family: str) -> None:
+    rng = random.Random(8)
+    model = family_model(family, sliding_window=5)
+    lm = grafted(model)
+    state, texts = advanced(lm, rng, [12, 9])
+    tree = random_tree(rng, [12, 4])
+    assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
+
+
 def unread(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function fail where it reads the device."""
 
