@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from stree.models.forwards import is_patched
 from stree.tree import TokenTree
 
-__all__ = ["check_mixer", "check_path", "check_places", "describe", "is_integer", "places"]
+__all__ = ["check_mixer", "check_path", "check_places", "check_rotary", "describe", "is_integer", "places"]
 
 CONVOLUTION, UNIT = "conv_1d", "rg_lru"  # of a recurrent block, which calls them; trees take their weights
+GROWING = ("dynamic", "longrope")  # rotary positions whose frequencies depend on the longest text at hand
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -53,6 +54,22 @@ def check_mixer(path: str, mixer: Any) -> None:
     activation = getattr(mixer, "activation", "silu")
     if activation not in ("silu", None):
         raise NotImplementedError(f"{kind} has activation {activation!r}; only 'silu' is supported")
+
+
+def check_rotary(model: Any) -> None:
+    """Refuse rotary positions by which every key would have to be turned anew as a text grows.
+
+    Raises:
+        NotImplementedError: the model has such.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
+            if kind in GROWING:
+                raise NotImplementedError(
+                    f"rotary positions of rope_type {kind!r} change with the longest text, and kept keys do not; "
+                    "those of other types are supported"
+                )
 
 
 def places(model: Any) -> str:

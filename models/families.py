@@ -9,7 +9,7 @@ from typing import Any
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedModel
 
 from stree.models.attention import graft_attention
-from stree.models.checks import check_mixer
+from stree.models.checks import check_mixer, check_rotary
 from stree.models.gated_delta import graft_gated_delta
 from stree.models.lightning import graft_lightning, lightning_cache
 from stree.models.mla import graft_mla
@@ -134,8 +134,10 @@ def stateful_modules(model: PreTrainedModel, family: Family) -> list[tuple[int, 
     module's path.
 
     Raises:
-        NotImplementedError: a layer holds a module of an unknown kind, or none that is known; or a quantised one.
+        NotImplementedError: a layer holds a module of an unknown kind, or none that is known; or a quantised one; or
+            rotary positions change with the longest text.
     """
+    check_rotary(model)
     found: list[tuple[int, Any, Graft]] = []
     known: set[int] = set()
     inside = "?"  # start of the paths of the parts of the last module that was known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,26 @@ def test_a_convolution_with_another_activation_is_refused() -> None:
 def test_attention_that_looks_ahead_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="Gemma3Attention is not causal"):
         TreeLM(family_model("gemma3_text", use_bidirectional_attention=True))
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+FACTORS = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "original_max_position_embeddings": 16}
+ROTARY: dict[str, tuple[str, dict[str, Any]]] = {
+    "dynamic": ("bamba", DYNAMIC),
+    "longrope": ("qwen3", {**DYNAMIC, **FACTORS, "rope_type": "longrope"}),
+    "one-kind-of-layer": (
+        "gemma3_text",
+        {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": DYNAMIC},
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "positions"), ROTARY.values(), ids=ROTARY)
+def test_rotary_positions_that_change_with_the_longest_text_are_refused(family: str, positions: dict[str, Any]) -> None:
+    model = family_model(family, rope_parameters=positions)
+    with pytest.raises(NotImplementedError, match="rope_type '(dynamic|longrope)' change with the longest text"):
+        TreeLM(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())  # nothing was grafted before
 
 
 @pytest.mark.parametrize(
