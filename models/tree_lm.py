@@ -320,6 +320,8 @@ class TreeLM:
         if self.family.takes_positions:
             kwargs["position_ids"] = positions
         kwargs |= {self.family.cache_argument: cache, "return_dict": True}  # whatever the config says, as generate does
+        if getattr(self.model.config, "output_router_logits", False):  # for a loss, which would read the mask
+            kwargs["output_router_logits"] = False
         # Without use_cache a model hands on whatever cache it is given; with it, some insist on a class of their own.
         with scoring(is_tree and self.is_lean):
             return cast(Tensor, self.model(input_ids, attention_mask=mask, use_cache=not is_tree, **kwargs).logits)

@@ -462,3 +462,13 @@ def test_a_config_that_asks_for_tuples_changes_nothing(family: str) -> None:
     state = lm.new_state(1, 32, 8)
     lm.prefill(state, torch.tensor(text))
     assert tree_error(model, text, tree, lm.verify(state, tree)) < FLOAT32
+
+
+@pytest.mark.parametrize("family", sorted(ROUTED))
+def test_a_config_that_asks_for_router_logits_changes_nothing(family: str) -> None:
+    model = family_model(family)
+    lm, text, tree = grafted(model), random_texts(random.Random(0), [7]), random_tree(random.Random(0), [7])
+    lm.model.config.output_router_logits = True
+    state = lm.new_state(1, 32, 8)
+    lm.prefill(state, torch.tensor(text))
+    assert tree_error(model, text, tree, lm.verify(state, tree)) < FLOAT32
