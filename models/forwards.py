@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["OwnForward", "is_patched", "own_forward", "put_forward"]
+__all__ = ["OwnForward", "is_hooked", "is_patched", "own_forward", "put_forward"]
 
 MOVER = "AlignDevicesHook"  # accelerate's, which moves tensors and computes nothing
 
@@ -32,6 +32,11 @@ def put_forward(module: Any, function: Callable[..., Any], *facts: Any) -> None:
 def own_forward(module: Any, before: Callable[..., Any] | None) -> Callable[..., Any]:
     """Give what the module ran without us."""
     return functools.partial(type(module).forward, module) if before is None else before
+
+
+def is_hooked(module: Any) -> bool:
+    """Tell whether a forward hook looks at what goes into a module or comes out of it; a function has none."""
+    return bool(getattr(module, "_forward_hooks", None) or getattr(module, "_forward_pre_hooks", None))
 
 
 def is_patched(module: Any) -> bool:

@@ -2,7 +2,8 @@
 
 Norms between layers with the residual sums that they read, gated norms of recurrent layers, rotary positions, the
 middle of feed-forwards, and mixtures of experts.  Only where Triton runs; a module whose facts are not known, or
-whose forward somebody has replaced, runs its own, and so does every module in any other call of the model.
+whose forward somebody has replaced, runs its own, and so does every module in any other call of the model, and one of
+which a launch would leave out a part that has hooks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from stree.kernels import checks, ops
 from stree.kernels.tiles import MAX_NORM_WIDTH
 from stree.models import laws
-from stree.models.forwards import is_patched, own_forward, put_forward
+from stree.models.forwards import is_hooked, is_patched, own_forward, put_forward
 from stree.models.waiting import WaitingSum, norm_of
 
 __all__ = ["gated_norm", "graft_lean", "scoring", "waiting", "with_lean_rotary"]
@@ -96,7 +97,7 @@ def gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
     Where the Triton versions run, it is they who do it; elsewhere, and for a class with other facts than those that are
     known, it is the module's own forward.
     """
-    if is_patched(norm) or not checks.has_triton("gated_rms_norm", x.device, x.dtype):
+    if is_patched(norm) or is_hooked(norm) or not checks.has_triton("gated_rms_norm", x.device, x.dtype):
         return norm(x, gate)  # type: ignore[no-any-return]
     if hasattr(norm, "group_size"):  # Mamba-2, Bamba, Granite-4.0-H, Nemotron-H, Zamba2
         facts: dict[str, Any] = {"groups": x.shape[-1] // norm.group_size}
@@ -135,9 +136,9 @@ def _norm_forward(norm: Any, before: Any, x: Any) -> Any:
 
 def _feed_forward_forward(module: Any, before: Any, x: Any) -> Any:
     """Run the projections, and what stands between them in one launch."""
-    if not _runs("gated_activation", x):
-        return own_forward(module, before)(x)
     names, activation = module.lean_facts
+    if not _runs("gated_activation", x) or is_hooked(getattr(module, names.activation or "", None)):
+        return own_forward(module, before)(x)
     gate, up = getattr(module, names.gate)(x), None
     if names.up == "":
         gate, up = gate.chunk(2, dim=-1)
@@ -155,7 +156,8 @@ def _experts_forward(
     names, activation = module.lean_facts
     up, down = getattr(module, names.up), module.down_proj
     fits = up.dtype == hidden_states.dtype and up.device == hidden_states.device and hidden_states.dim() == 2
-    if not (_runs("experts", hidden_states) and fits) or getattr(module, "_is_expert_parallel", False):
+    fits &= not (is_hooked(module.act_fn) or getattr(module, "_is_expert_parallel", False))
+    if not (_runs("experts", hidden_states) and fits):
         return own_forward(module, before)(hidden_states, top_k_index, top_k_weights)
     return ops.experts(
         hidden_states, top_k_index.long(), top_k_weights, up, down, activation=activation, gated=names.gated

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 from stree.kernels import ops
 from stree.models.attention import graft_twin
-from stree.models.forwards import is_patched
+from stree.models.forwards import is_hooked, is_patched
 from stree.models.grafting import Zeros
 from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep
 
@@ -125,8 +125,8 @@ def latent_attention_forward(
 
 def _linear(projection: Any) -> tuple[Tensor, Tensor | None]:
     """Give the matrix float[out, in] and bias of a projection; of one with more to it, as by LoRA, by running it."""
-    weight, hooks = projection.weight, (projection._forward_hooks, projection._forward_pre_hooks)
-    if type(projection).forward is nn.Linear.forward and not is_patched(projection) and not any(hooks):
+    weight = projection.weight
+    if type(projection).forward is nn.Linear.forward and not is_patched(projection) and not is_hooked(projection):
         return weight, projection.bias
     unit = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
     rows = projection(torch.cat((torch.zeros_like(unit[:1]), unit)))

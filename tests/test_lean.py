@@ -14,6 +14,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignore[import-untyped]
 from tiny_family_models import FAMILIES, family_model
 from tiny_models import (
+    TOLERANCE,
     as_commit,
     fresh_node_logits,
     random_texts,
@@ -307,11 +308,31 @@ def test_accelerates_forward_of_a_module_runs_in_plain_calls_alone(launched: Cou
     assert len(calls) == 2 and launched["rms_norm"] == 1
 
 
-def test_a_gated_norm_that_was_patched_runs_its_own_forward(launched: Counter[str]) -> None:
+def test_a_gated_norm_that_was_patched_runs_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "has_triton", lambda *_: True)
     norm = gated_norm_of("bamba", {})
     norm.forward = lambda x, gate: x + gate
     x = torch.ones(2, norm.weight.shape[0])
     assert torch.equal(lean.gated_norm(norm, x, x), x + x)
+
+
+def test_a_gated_norm_with_a_hook_runs_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "has_triton", lambda *_: True)
+    norm = gated_norm_of("bamba", {})
+    norm.register_forward_hook(lambda _, __, y: 2 * y)
+    x = torch.randn(2, norm.weight.shape[0])
+    with torch.no_grad():
+        assert torch.equal(lean.gated_norm(norm, x, x), 2 * norm.forward(x, x))
+
+
+@pytest.mark.parametrize("family", ["jamba", "llama"])
+def test_trees_run_the_hooks_of_activations(family: str, launched: Counter[str]) -> None:
+    model = family_model(family)
+    lm, tree = TreeLM(copy.deepcopy(model)), random_tree(random.Random(0), [6])
+    for module in (*model.modules(), *lm.model.modules()):
+        if isinstance(getattr(module, "act_fn", None), nn.Module):
+            module.act_fn.register_forward_hook(lambda _, __, y: y * y)
+    assert tree_error(model, [[]], tree, lm.verify(lm.new_state(1, 8, 8), tree)) < TOLERANCE[torch.float32]
 
 
 class TwiceWeighted(LlamaRMSNorm):  # type: ignore[misc]
