@@ -28,16 +28,18 @@ __all__ = ["gated_norm", "graft_lean", "scoring", "waiting", "with_lean_rotary"]
 
 ROTARY = "apply_rotary_pos_emb"
 _is_scoring: ContextVar[bool] = ContextVar("is_scoring", default=False)
+_may_wait: ContextVar[bool] = ContextVar("may_wait", default=True)
 
 
 @contextmanager
-def scoring(is_scoring: bool) -> Iterator[None]:
-    """Say whether what the model runs inside is a tree, whose layers may be lean."""
-    token = _is_scoring.set(is_scoring)
+def scoring(is_scoring: bool, *, may_wait: bool = True) -> Iterator[None]:
+    """Say whether what the model runs inside is a tree, whose layers may be lean, and whether their sums may wait."""
+    tokens = _is_scoring.set(is_scoring), _may_wait.set(may_wait)
     try:
         yield
     finally:
-        _is_scoring.reset(token)
+        _is_scoring.reset(tokens[0])
+        _may_wait.reset(tokens[1])
 
 
 def graft_lean(model: Any) -> None:
@@ -62,7 +64,7 @@ def waiting(output: Any) -> Any:
     """Let a layer's output, or the first of several, wait for the sum that it is a part of and the norm after it."""
     if isinstance(output, tuple):
         return (waiting(output[0]), *output[1:])
-    if isinstance(output, Tensor) and _runs("rms_norm_add", output):
+    if isinstance(output, Tensor) and _may_wait.get() and _runs("rms_norm_add", output):
         return WaitingSum([(output, 1.0)])
     return output
 

@@ -18,6 +18,7 @@ from stree.kernels.checks import has_triton
 from stree.kernels.topology import Topology, most_nodes, reads_freely
 from stree.models.checks import check_path, check_places, describe, is_integer, places
 from stree.models.families import family_of, stateful_modules
+from stree.models.forwards import is_hooked
 from stree.models.lean import graft_lean, scoring
 from stree.models.loading import load_model
 from stree.models.placement import keep_on_device
@@ -66,7 +67,7 @@ class TreeLM:
         if {self.device} != {spec.device for spec in self._specs.values()}:
             for site, mixer in self._mixers.items():
                 keep_on_device(mixer, self._specs[site].device)
-        self._places = places(model)
+        self._places, self._modules = places(model), [*model.modules()]
         self.num_layers = model.config.num_hidden_layers
         widths = [spec.conv_width for spec in self._specs.values() if spec.conv_width is not None]
         self._conv_width = max(widths, default=None)
@@ -322,8 +323,10 @@ class TreeLM:
         kwargs |= {self.family.cache_argument: cache, "return_dict": True}  # whatever the config says, as generate does
         if getattr(self.model.config, "output_router_logits", False):  # for a loss, which would read the mask
             kwargs["output_router_logits"] = False
+        # A hook may write to a tensor in place, or ask whether it is one: then it must not be a sum that waits.
+        may_wait = is_tree and not any(map(is_hooked, self._modules))
         # Without use_cache a model hands on whatever cache it is given; with it, some insist on a class of their own.
-        with scoring(is_tree and self.is_lean):
+        with scoring(is_tree and self.is_lean, may_wait=may_wait):
             return cast(Tensor, self.model(input_ids, attention_mask=mask, use_cache=not is_tree, **kwargs).logits)
 
     def _pads(self) -> bool:

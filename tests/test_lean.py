@@ -335,6 +335,21 @@ def test_trees_run_the_hooks_of_activations(family: str, launched: Counter[str])
     assert tree_error(model, [[]], tree, lm.verify(lm.new_state(1, 8, 8), tree)) < TOLERANCE[torch.float32]
 
 
+def shift(_: Any, __: Any, output: Tensor) -> None:
+    assert isinstance(output, Tensor)
+    output += 1  # in place, and nothing is returned
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba2"])
+def test_hooks_of_layers_are_given_tensors(family: str, launched: Counter[str]) -> None:
+    model = family_model(family)
+    lm, tree = TreeLM(copy.deepcopy(model)), random_tree(random.Random(0), [6])
+    for layer in (*model.base_model.layers, *lm.model.base_model.layers):
+        layer.register_forward_hook(shift)
+    assert tree_error(model, [[]], tree, lm.verify(lm.new_state(1, 8, 8), tree)) < TOLERANCE[torch.float32]
+    assert launched["rms_norm"] and not launched["rms_norm_add"]
+
+
 class TwiceWeighted(LlamaRMSNorm):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * super().forward(x)  # type: ignore[no-any-return]
