@@ -46,8 +46,8 @@ class Family:
         stateless: classes of modules that may stand in a layer which has no stateful one.
         cache_argument: keyword under which the model takes its cache.
         takes_positions: whether it takes position_ids.
-        pads_exactly: whether its own forward of left-padded prompts is exact where no projection bias forbids it;
-            if not, prompts of different lengths are run one by one.
+        pads_exactly: whether its own forward of left-padded prompts is exact where projections make nothing of
+            nothing; if not, prompts of different lengths are run one by one.
         new_cache: makes, from the config, the transformers cache that prompts are run with.
     """
 

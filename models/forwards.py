@@ -9,7 +9,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["OwnForward", "is_hooked", "is_patched", "own_forward", "put_forward"]
+from torch import nn
+
+__all__ = ["OwnForward", "is_hooked", "is_linear", "is_patched", "own_forward", "put_forward"]
 
 MOVER = "AlignDevicesHook"  # accelerate's, which moves tensors and computes nothing
 
@@ -45,6 +47,11 @@ def is_patched(module: Any) -> bool:
     if forward is not None and type(module.__dict__.get("_hf_hook")).__name__ == MOVER:
         forward = _theirs(module.__dict__.get("_old_forward"))
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+
+
+def is_linear(module: Any) -> bool:
+    """Tell whether a module computes what its weight and bias say, and nothing else."""
+    return type(module).forward is nn.Linear.forward and not is_patched(module) and not is_hooked(module)
 
 
 def _theirs(forward: Any) -> Any:

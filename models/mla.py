@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface
 
 from stree.kernels import ops
 from stree.models.attention import graft_twin
-from stree.models.forwards import is_hooked, is_patched
+from stree.models.forwards import is_linear
 from stree.models.grafting import Zeros
 from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep
 
@@ -126,7 +126,7 @@ def latent_attention_forward(
 def _linear(projection: Any) -> tuple[Tensor, Tensor | None]:
     """Give the matrix float[out, in] and bias of a projection; of one with more to it, as by LoRA, by running it."""
     weight = projection.weight
-    if type(projection).forward is nn.Linear.forward and not is_patched(projection) and not is_hooked(projection):
+    if is_linear(projection):
         return weight, projection.bias
     unit = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
     rows = projection(torch.cat((torch.zeros_like(unit[:1]), unit)))

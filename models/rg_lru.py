@@ -18,6 +18,7 @@ from transformers import DynamicCache
 
 from stree.kernels import ops
 from stree.kernels.topology import AcceptedPath
+from stree.models.forwards import is_hooked
 from stree.models.grafting import Zeros, graft_forward
 from stree.models.state import LayerSpec, LayerStack, Prefilled, TreeStep, state_dtype
 
@@ -101,7 +102,8 @@ class RgLruStack(LayerStack):
 
 def graft_rg_lru(block: Any) -> RgLruSpec:
     """Make a recurrent block score trees when it is called with a ``TreeStep``; return its sizes."""
-    twin = copy.copy(block.rg_lru)  # shares the weights
+    twin = copy.copy(block.rg_lru)  # shares the weights and hooks
+    twin.__dict__.pop("forward", None)  # accelerate's would run the block's own unit
     twin._rnn_scan = _tree_scan
     block.__dict__["tree_twin"] = twin  # not through setattr: it must not become a submodule
     graft_forward(block, _forward, _plain_forward)
@@ -120,13 +122,14 @@ def _plain_forward(block: Any, own: Callable[..., Any], input_states: Tensor, *a
 def _forward(block: Any, cache: TreeStep, input_states: Tensor, *_: Any, **kwargs: Any) -> Any:
     """Score a tree."""
     layer, conv = cache.state.layers[block.layer_idx, RgLruSpec], block.conv_1d
+    if is_hooked(conv):
+        raise NotImplementedError("conv_1d of a recurrent block has a forward hook, which trees do not run; remove it")
     x = ops.conv_step(
         layer.window, layer.stash_conv, cache.path, None, block.linear_x(input_states), conv.weight.squeeze(1),
         conv.bias, cache.topology, activation=None, first=cache.first,
     )  # fmt: skip
     block.tree_twin.recurrent_states = (layer, cache)  # what its forward hands on to its scan
-    twin = block.tree_twin  # called by its class: a hook on the block's own unit would run that one
-    y = type(twin).forward(twin, x, kwargs["position_ids"])
+    y = block.tree_twin(x, kwargs["position_ids"])
     return block.linear_out(y * block.act_fn(block.linear_y(input_states))), None
 
 

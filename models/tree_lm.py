@@ -18,7 +18,7 @@ from stree.kernels.checks import has_triton
 from stree.kernels.topology import Topology, most_nodes, reads_freely
 from stree.models.checks import check_path, check_places, describe, is_integer, places
 from stree.models.families import family_of, stateful_modules
-from stree.models.forwards import is_hooked
+from stree.models.forwards import is_hooked, is_linear
 from stree.models.lean import graft_lean, scoring
 from stree.models.loading import load_model
 from stree.models.placement import keep_on_device
@@ -27,6 +27,8 @@ from stree.models.state import DecodeState, LayerSpec, Pending, Site, TreeStep, 
 from stree.tree import TokenTree, checks_everywhere
 
 __all__ = ["TreeLM"]
+
+BEFORE_CONVOLUTION = ("in_proj", "in_proj_qkvz", "in_proj_qkv", "q_proj", "k_proj", "v_proj")  # parts of mixers
 
 
 class TreeLM:
@@ -72,9 +74,7 @@ class TreeLM:
         widths = [spec.conv_width for spec in self._specs.values() if spec.conv_width is not None]
         self._conv_width = max(widths, default=None)
         self._jumps = any(spec.is_diagonal for spec in self._specs.values())
-        # A projection bias makes padding enter the convolution window, so such prompts are run one by one.
-        projections = [mixer.in_proj for mixer in self._mixers.values() if hasattr(mixer, "in_proj")]
-        self._pads_exactly = self.family.pads_exactly and all(projection.bias is None for projection in projections)
+        self._convolving = [mixer for site, mixer in self._mixers.items() if self._specs[site].conv_width is not None]
 
     @classmethod
     def from_pretrained(
@@ -334,7 +334,10 @@ class TreeLM:
         # Eager attention masks float64 scores with the least float64 and takes their softmax in float32, where that is
         # -inf: a column of padding, which sees nothing, becomes NaN.
         is_eager = getattr(self.model.config, "_attn_implementation", None) == "eager"
-        return self._pads_exactly and not (is_eager and self.dtype == torch.float64)
+        if not self.family.pads_exactly or (is_eager and self.dtype == torch.float64):
+            return False
+        parts = (getattr(mixer, name, None) for mixer in self._convolving for name in BEFORE_CONVOLUTION)
+        return all(part is None or _makes_nothing_of_nothing(part) for part in parts)
 
     def _prefill_batch(self, state: DecodeState, input_ids: Tensor, lengths: Tensor, longest: int) -> Tensor:
         """Run prompts together, left-padded where their lengths differ."""
@@ -390,3 +393,11 @@ class TreeLM:
         same = torch.equal(last.tokens[:, :first], tree.tokens[:, :first])
         if not (same and torch.equal(last.parents[:, :first], tree.parents[:, :first])):
             raise ValueError(f"nodes below first={first} must be those of the last verified tree, but they differ")
+
+
+def _makes_nothing_of_nothing(projection: Any) -> bool:
+    """Tell whether zeros stay zeros: else, as by the bias of an adapter, padding enters the convolution window."""
+    if is_linear(projection):
+        return projection.bias is None
+    weight = projection.weight
+    return not is_hooked(projection) and not bool(projection(weight.new_zeros(1, 1, weight.shape[1])).any())

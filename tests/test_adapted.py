@@ -63,6 +63,28 @@ def test_trees_see_the_adapters_of_every_projection(family: str) -> None:
     assert tree_error(plain, texts, tree, logits) > 100 * TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("change", ["hook", "forward"])
+@pytest.mark.parametrize(
+    ("family", "name"), [("kimi_linear", "v_proj"), ("mamba2", "in_proj"), ("qwen3_5_text", "in_proj_qkv")]
+)
+def test_prompts_of_different_lengths_are_exact_where_a_projection_makes_something_of_nothing(
+    family: str, name: str, change: str
+) -> None:
+    rng, model = random.Random(0), family_model(family)
+    lm, texts, tree = TreeLM(copy.deepcopy(model)), random_texts(rng, [9, 3]), random_tree(rng, [6, 6])
+    for module in (*model.modules(), *lm.model.modules()):
+        if not hasattr(module, "layer_idx") or not hasattr(module, name):
+            continue
+        projection = getattr(module, name)
+        if change == "hook":
+            projection.register_forward_hook(lambda _, __, y: y + 0.5)
+        else:
+            projection.forward = functools.partial(shifted, projection)
+    state = lm.new_state(2, 32, 8)
+    lm.prefill(state, *right_padded(texts))
+    assert tree_error(model, texts, tree, lm.verify(state, tree)) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("family", ["bailing_hybrid", "kimi_linear"])
 @pytest.mark.parametrize("change", ["bias", "wrapped-bias", "forward", "hook"])
 def test_trees_see_what_else_the_expansion_of_latents_computes(family: str, change: str) -> None:
@@ -91,6 +113,11 @@ def doubled(projection: nn.Linear, x: Tensor) -> Tensor:
     return 2 * nn.Linear.forward(projection, x)
 
 
+def shifted(projection: nn.Linear, x: Tensor) -> Tensor:
+    """Compute what a projection does, and something of nothing."""
+    return nn.Linear.forward(projection, x) + 0.5
+
+
 class Wrapped(nn.Module):
     """A module that computes something else than its weights say."""
 
@@ -108,6 +135,19 @@ def test_an_adapter_on_a_convolution_that_the_model_calls_is_refused() -> None:
     block.conv_1d = Wrapped(block.conv_1d)
     with pytest.raises(NotImplementedError, match=r"block.conv_1d \(Wrapped\) is no plain Conv1d, whose weights trees"):
         TreeLM(model)
+
+
+def test_trees_run_the_hooks_of_a_recurrent_unit_and_refuse_those_of_its_convolution() -> None:
+    rng, model = random.Random(0), family_model("recurrent_gemma")
+    lm, texts, tree = TreeLM(copy.deepcopy(model)), random_texts(rng, [6]), random_tree(rng, [8])
+    for layers in (model.model.layers, lm.model.model.layers):
+        layers[0].temporal_block.rg_lru.register_forward_hook(lambda _, __, out: 2 * out)
+    state = lm.new_state(1, 32, 8)
+    lm.prefill(state, torch.tensor(texts))
+    assert tree_error(model, texts, tree, lm.verify(state, tree)) < TOLERANCE[torch.float32]
+    lm.model.model.layers[0].temporal_block.conv_1d.register_forward_hook(lambda _, __, out: 2 * out)
+    with pytest.raises(NotImplementedError, match="conv_1d of a recurrent block has a forward hook, which trees do"):
+        lm.verify(state, tree)
 
 
 @pytest.mark.parametrize(("family", "name"), [("bamba", "conv1d"), ("lfm2", "conv"), ("jamba", "dt_proj")])
