@@ -29,6 +29,7 @@ from stree.growth import (
     Sequoia,
     SpecInfer,
     Static,
+    TargetInit,
 )
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
@@ -116,7 +117,7 @@ def test_a_fixed_shape_above_the_budget_is_refused(growth: Growth, budget: int, 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Chain(0), "a chain must draft at least 1 token, got depth 0"),
+        (lambda: Chain(0), "depth must be at least 1, got 0"),
         (lambda: Static([]), "Static needs widths or parents, got an empty list"),
         (lambda: Static([2, 0]), r"every width must be at least 1, got \[2, 0\]"),
         (lambda: Static([-1, 0, 2]), r"parents must name an earlier node each, got \[-1, 0, 2\]"),
@@ -145,6 +146,30 @@ def test_a_fixed_shape_above_the_budget_is_refused(growth: Growth, budget: int, 
 def test_a_shape_that_is_none_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+HALF: Any = 2.5
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Chain(HALF), lambda: DySpec(depth=HALF), lambda: Calibrated(ranks=HALF), lambda: OptTree(HALF),
+        lambda: Eagle2(beam=HALF), lambda: RSDS(HALF, 2), lambda: Sequoia(depth=HALF), lambda: TargetInit(HALF),
+        lambda: Static([HALF]), lambda: RSDC([HALF]), lambda: SpecInfer([HALF]),
+    ],
+    ids=["chain", "dyspec", "calibrated", "opt-tree", "eagle2", "rsds", "sequoia", "target-init", "static", "rsdc",
+         "specinfer"],
+)  # fmt: skip
+def test_a_size_that_is_no_integer_is_refused(make: Any) -> None:
+    with pytest.raises(TypeError, match=r"must be an integer, got 2\.5|cannot be interpreted as an integer"):
+        make()
+
+
+def test_a_shape_may_be_a_tensor() -> None:
+    widths: Any = torch.tensor([2, 2])
+    assert Static(widths) == Static([2, 2])
+    assert RSDC(widths).widths == (2, 2)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), PLAIN, Sampling(0.6, top_k=2)], ids=["greedy", "T1", "top2"])

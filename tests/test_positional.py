@@ -90,9 +90,10 @@ def test_widths_are_those_of_a_static_tree_drawn_alike() -> None:
         (lambda: Sequoia(rates=[]), "rates must be positive, not growing, and sum to at most 1, got"),
         (lambda: Sequoia(rates=[0.2, 0.3]), "rates must be positive, not growing, and sum to at most 1, got"),
         (lambda: Sequoia(rates=[0.8, 0.3]), "rates must be positive, not growing, and sum to at most 1, got"),
+        (lambda: Sequoia(rates=[0.8, float("nan")]), "rates must be positive, not growing, and sum to at most 1, got"),
         (lambda: Sequoia(rates=[0.8, 0.0]), "rates must be positive, not growing, and sum to at most 1, got"),
     ],
-    ids=["empty", "zero", "parents", "depth", "none", "growing", "sum", "nothing"],
+    ids=["empty", "zero", "parents", "depth", "none", "growing", "sum", "nan", "nothing"],
 )
 def test_a_shape_that_is_none_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stree.growth.estimates import DraftEstimate, Estimate, PathEstimate, spent_before
-from stree.growth.plan import Bound, Layer, Plan
+from stree.growth.plan import Bound, Layer, Plan, check_sizes
 from stree.sampling import MAX_RANKS, Random
 
 __all__ = ["RSDS"]
@@ -32,6 +32,7 @@ class RSDS(Bound):
         depth: levels, and draft calls.
 
     Raises:
+        TypeError: a size that is no integer.
         ValueError: a size below 1.
     """
 
@@ -39,9 +40,7 @@ class RSDS(Bound):
     depth: int
 
     def __post_init__(self) -> None:
-        for name, size in (("width", self.width), ("depth", self.depth)):
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        check_sizes(width=self.width, depth=self.depth)
 
     def plan(self, budget: int) -> Plan:
         """Lay out the levels.

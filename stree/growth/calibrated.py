@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 
 from stree.growth.estimates import Calibration, Estimate, RankEstimate
-from stree.growth.plan import Bound, Layer, Plan
+from stree.growth.plan import Bound, Layer, Plan, check_sizes
 
 __all__ = ["Calibrated"]
 
@@ -41,6 +41,7 @@ class Calibrated(Bound):
             more of such children; traversal hardly does (the README beside this file has figures).
 
     Raises:
+        TypeError: a size that is no integer.
         ValueError: a size below 1.
     """
 
@@ -49,9 +50,7 @@ class Calibrated(Bound):
     has_favourite: bool = False
 
     def __post_init__(self) -> None:
-        for name, size in (("depth", self.depth), ("ranks", self.ranks)):
-            if size is not None and size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        check_sizes(depth=self.depth, ranks=self.ranks)
 
     def plan(self, budget: int) -> Plan:
         """Lay out the widest tree that the budget allows."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stree.growth.plan import Bound, Layer, Plan
+from stree.growth.plan import Bound, Layer, Plan, check_sizes
 
 __all__ = ["DySpec"]
 
@@ -28,6 +28,7 @@ class DySpec(Bound):
         form: "layers" or "heap".
 
     Raises:
+        TypeError: a size that is no integer.
         ValueError: a size below 1, a threshold outside [0, 1), or an unknown form.
     """
 
@@ -38,9 +39,7 @@ class DySpec(Bound):
     form: str = "layers"
 
     def __post_init__(self) -> None:
-        for name, size in (("depth", self.depth), ("width", self.width), ("ranks", self.ranks)):
-            if size is not None and size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        check_sizes(depth=self.depth, width=self.width, ranks=self.ranks)
         if self.threshold is not None and not 0 <= self.threshold < 1:
             raise ValueError(f"threshold must be in [0, 1), got {self.threshold}")
         if self.form not in ("layers", "heap"):

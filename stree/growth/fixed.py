@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import mul
 
 import torch
 
 from stree.growth.estimates import Estimate
-from stree.growth.plan import Bound, Layer, Plan
+from stree.growth.plan import Bound, Layer, Plan, check_sizes
 from stree.growth.stops import Confidence, Stopped
 
 __all__ = ["Chain", "Static"]
@@ -27,13 +27,14 @@ class Static(Bound):
         shape: widths by depth, or parents.
 
     Raises:
+        TypeError: an entry that is no integer.
         ValueError: an empty shape, a width below 1, or parents that are no tree in topological order.
     """
 
     shape: Sequence[int]
 
     def __post_init__(self) -> None:
-        shape = tuple(self.shape)
+        shape = tuple(map(operator.index, self.shape))
         object.__setattr__(self, "shape", shape)
         if not shape:
             raise ValueError("Static needs widths or parents, got an empty list")
@@ -59,7 +60,7 @@ class Static(Bound):
     def _layers(self) -> list[Layer]:
         """Order nodes by depth and number their slots."""
         if self.shape[0] != -1:
-            sizes = list(accumulate(self.shape, mul))
+            sizes = list(accumulate(self.shape, operator.mul))
             return [Layer(size, ranks, tuple(range(size))) for size, ranks in zip(sizes, self.shape, strict=True)]
         above, layers = [0], []
         while above:
@@ -81,6 +82,7 @@ class Chain(Bound):
         stop: looks before each draw whether the draft is sure enough, or None.
 
     Raises:
+        TypeError: a depth that is no integer.
         ValueError: a depth below 1.
     """
 
@@ -88,8 +90,7 @@ class Chain(Bound):
     stop: Confidence | None = None
 
     def __post_init__(self) -> None:
-        if self.depth < 1:
-            raise ValueError(f"a chain must draft at least 1 token, got depth {self.depth}")
+        check_sizes(depth=self.depth)
 
     def plan(self, budget: int) -> Plan:
         """Lay out the chain."""

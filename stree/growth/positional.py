@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from stree.growth.estimates import DraftEstimate, Estimate, PathEstimate
 from stree.growth.fixed import Static
-from stree.growth.plan import Bound, Plan
+from stree.growth.plan import Bound, Plan, check_sizes
 
 __all__ = ["RSDC", "Sequoia", "SpecInfer"]
 
@@ -31,13 +32,14 @@ class RSDC(Bound):
         widths: children of a node, by depth.
 
     Raises:
+        TypeError: a width that is no integer.
         ValueError: no width, or one below 1.
     """
 
     widths: Sequence[int]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "widths", tuple(self.widths))
+        object.__setattr__(self, "widths", tuple(map(operator.index, self.widths)))
         if not self.widths or min(self.widths) < 1:
             raise ValueError(f"RSDC needs widths of at least 1, got {list(self.widths)}")
 
@@ -57,13 +59,14 @@ class SpecInfer(Bound):
         widths: children of a node, by depth (the paper's expansion configuration).
 
     Raises:
+        TypeError: a width that is no integer.
         ValueError: no width, or one below 1.
     """
 
     widths: Sequence[int]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "widths", tuple(self.widths))
+        object.__setattr__(self, "widths", tuple(map(operator.index, self.widths)))
         if not self.widths or min(self.widths) < 1:
             raise ValueError(f"SpecInfer needs widths of at least 1, got {list(self.widths)}")
 
@@ -98,6 +101,7 @@ class Sequoia(Bound):
         rates: how often the child of each rank is the accepted one.
 
     Raises:
+        TypeError: a depth that is no integer.
         ValueError: a depth below 1, or rates that are none, grow, leave (0, 1] or sum to more than 1.
     """
 
@@ -107,9 +111,9 @@ class Sequoia(Bound):
     def __post_init__(self) -> None:
         rates = tuple(self.rates)
         object.__setattr__(self, "rates", rates)
-        if self.depth < 1:
-            raise ValueError(f"depth must be at least 1, got {self.depth}")
-        if not rates or min(rates) <= 0 or sum(rates) > 1 + 1e-9 or list(rates) != sorted(rates, reverse=True):
+        check_sizes(depth=self.depth)
+        is_law = bool(rates) and min(rates) > 0 and sum(rates) <= 1 + 1e-9  # False where one is NaN
+        if not is_law or list(rates) != sorted(rates, reverse=True):
             raise ValueError(f"rates must be positive, not growing, and sum to at most 1, got {list(rates)}")
 
     def plan(self, budget: int) -> Plan:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stree.growth.estimates import Estimate, PathEstimate
-from stree.growth.plan import Bound, Layer, Plan
+from stree.growth.plan import Bound, Layer, Plan, check_sizes
 from stree.sampling import Random
 
 __all__ = ["Eagle2", "OptTree"]
@@ -28,6 +28,7 @@ class OptTree(Bound):
             step is about what a layer should add.
 
     Raises:
+        TypeError: a depth that is no integer.
         ValueError: a depth below 1, or a gain that is negative.
     """
 
@@ -35,8 +36,7 @@ class OptTree(Bound):
     least_gain: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.depth < 1:
-            raise ValueError(f"depth must be at least 1, got {self.depth}")
+        check_sizes(depth=self.depth)
         if not self.least_gain >= 0:
             raise ValueError(f"least_gain must not be negative, got {self.least_gain}")
 
@@ -65,6 +65,7 @@ class Eagle2(Bound):
         beam: most nodes of a draft call, and most children of a node.
 
     Raises:
+        TypeError: a size that is no integer.
         ValueError: a size below 1.
     """
 
@@ -72,9 +73,7 @@ class Eagle2(Bound):
     beam: int = 10
 
     def __post_init__(self) -> None:
-        for name, size in (("depth", self.depth), ("beam", self.beam)):
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        check_sizes(depth=self.depth, beam=self.beam)
 
     def plan(self, budget: int) -> Plan:
         """Lay out the beams; candidates beyond them are leaves."""

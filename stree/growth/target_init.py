@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stree.growth.fixed import Static
-from stree.growth.plan import Bound, Plan
+from stree.growth.plan import Bound, Plan, check_sizes
 
 __all__ = ["TargetInit"]
 
@@ -24,6 +24,7 @@ class TargetInit(Bound):
         depth: tokens that the draft appends to each.
 
     Raises:
+        TypeError: a size that is no integer.
         ValueError: a size below 1.
     """
 
@@ -31,9 +32,7 @@ class TargetInit(Bound):
     depth: int = 5
 
     def __post_init__(self) -> None:
-        for name, size in (("width", self.width), ("depth", self.depth)):
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        check_sizes(width=self.width, depth=self.depth)
 
     def __str__(self) -> str:
         return f"lossy: TargetInit(width={self.width}, depth={self.depth})"
