@@ -6,7 +6,7 @@ It knows tokens and parents only: no model, no drafting, no probabilities.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -98,24 +98,25 @@ class TokenTree:
         return cls(tokens, parents.contiguous())
 
     @classmethod
-    def from_paths(cls, paths: Sequence[Sequence[int]]) -> TokenTree:
+    def from_paths(cls, paths: Iterable[Iterable[int]]) -> TokenTree:
         """Merge root-to-leaf token paths by their common prefixes; all begin with the same root token.
 
         Args:
-            paths: lists of tokens, the root first; children stand in the order of their first appearance.
+            paths: tokens of each, the root first; children stand in the order of their first appearance.
 
         Raises:
             ValueError: no path, an empty path, or paths that begin with different roots.
         """
-        if not paths or not all(len(path) for path in paths):
+        known = [list(map(int, path)) for path in paths]
+        if not known or not all(known):
             raise ValueError("from_paths needs at least one path, and no empty path")
-        roots = sorted({int(path[0]) for path in paths})
+        roots = sorted({path[0] for path in known})
         if len(roots) != 1:
             raise ValueError(f"all paths must begin with the same root token, got {roots}")
         tokens, parents, children = [roots[0]], [-1], {}
-        for path in paths:
+        for path in known:
             node = 0
-            for token in map(int, path[1:]):
+            for token in path[1:]:
                 if (node, token) not in children:
                     children[node, token] = len(tokens)
                     tokens.append(token)

@@ -97,6 +97,11 @@ def test_from_paths_merges_common_prefixes_in_order_of_appearance() -> None:
     assert tree.parents.tolist() == [[-1, 0, 1, 0, 1, 3]]
 
 
+def test_from_paths_takes_tensors_and_iterators() -> None:
+    for paths in (torch.tensor([[9, 5], [9, 4]]), iter([iter([9, 5]), iter([9, 4])])):
+        assert TokenTree.from_paths(paths).tokens.tolist() == [[9, 5, 4]]
+
+
 def test_from_paths_keeps_equal_tokens_of_different_parents_apart() -> None:
     tree = TokenTree.from_paths([[9, 9, 9], [9, 1, 9]])
     assert tree.tokens.tolist() == [[9, 9, 9, 1, 9]]
