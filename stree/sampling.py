@@ -23,6 +23,7 @@ __all__ = ["MAX_RANKS", "Draws", "Random", "Sampling"]
 
 PURPOSES = {"target": 0, "accept": 1, "draft": 2}
 LEAST_MASS = 2.0**-20  # nothing is drawn from less of a law than this: float64 sums would no longer be exact enough
+LEAST_TEMPERATURE = 1e-30  # logits divided by less could leave float32, and their law would be NaN
 MAX_RANKS = 1 << 20  # draft draws are numbered parent * MAX_RANKS + rank
 
 
@@ -31,7 +32,7 @@ class Sampling:
     """Temperature, top-k and top-p, applied in this order as transformers does.
 
     Attributes:
-        temperature: 0 for greedy decoding, else the divisor of the logits.
+        temperature: 0 for greedy decoding, else the divisor of the logits, at least 1e-30.
         top_k: keep the k most probable tokens (ties with the k-th kept), or None.
         top_p: keep the smallest set whose probability reaches top_p, in (0, 1], or None.
 
@@ -46,6 +47,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(f"temperature must be 0 or at least {LEAST_TEMPERATURE}, got {self.temperature}")
         if self.top_k is not None and (not hasattr(self.top_k, "__index__") or self.top_k < 1):
             raise ValueError(f"top_k must be an integer of at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
