@@ -63,14 +63,16 @@ def load_model(
     elif torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device must be one that torch finds, got {str(device)!r}, and it finds no CUDA")
     on_cpu = not torch.cuda.is_available() if device_map is not None else torch.device(device).type == "cpu"
-    if dtype == "auto" and on_cpu:
+    if dtype != "auto":
+        dtype = torch_dtype(dtype)
+    elif on_cpu:
         dtype = torch.float32
     raw = _raw_config(name_or_path, trust_remote_code)
     if is_native(raw):
         if device_map is not None:
             raise NotImplementedError("device_map is not supported for native mamba-ssm checkpoints; give a device")
         model = load_native(raw, _native_weights(name_or_path))
-        return model.to(device) if dtype == "auto" else model.to(device, torch_dtype(dtype))
+        return model.to(device) if dtype == "auto" else model.to(device, cast(torch.dtype, dtype))
     family_of(config_of_text_model(load_config(name_or_path, trust_remote_code=trust_remote_code)))
     model = _load(name_or_path, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
@@ -123,8 +125,8 @@ def _native_weights(name_or_path: str | Path) -> Path:
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Turn a name into a dtype."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype must be 'auto', a torch dtype or its name, got {dtype!r}")
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype must be 'auto', a floating torch dtype or its name, got {dtype!r}")
     return found
 
 

@@ -136,7 +136,12 @@ def _prompt(arguments: argparse.Namespace) -> str:
     """Take the prompt from the command line, else from standard input."""
     if arguments.prompt is None and sys.stdin.isatty():
         raise ValueError("no prompt: give one as argument or on standard input")
-    return arguments.prompt if arguments.prompt is not None else sys.stdin.read()
+    prompt: str = arguments.prompt if arguments.prompt is not None else sys.stdin.read()
+    try:
+        prompt.encode()  # bytes that are no text stand in arguments, and in some locales in the input, as surrogates
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is no UTF-8 text: {error}") from error
+    return prompt
 
 
 def _load(arguments: argparse.Namespace, name: str) -> Any:

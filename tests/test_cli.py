@@ -85,11 +85,13 @@ def test_text_is_streamed_and_the_summary_goes_to_standard_error(
         (["x", "--budget", "most"], "budget must be a number of nodes or 'auto', got 'most'"),
         (["x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
         (["x", "--device", "nowhere"], "nowhere"),
+        (["x", "--dtype", "float31"], "dtype must be 'auto', a floating torch dtype or its name, got 'float31'"),
         *([] if torch.cuda.is_available() else [(["x", "--device", "cuda"], "device must be one that torch finds")]),
         (["x", "--verifier", "block"], "block verification takes trees without branches"),
         (["x", "--growth", "bush"], "growth must be calibrated, dyspec"),
         (["x", "--growth", "chain:2", "--drafter", "suffix"], "--growth shapes the trees of a draft model"),
         (["", "--drafter", "suffix"], "the prompt is empty"),
+        (["x\udcff"], "the prompt is no UTF-8 text"),
         (["x", "--target", "no/such/folder"], "no checkpoint that transformers can read at 'no/such/folder'"),
     ],
 )

@@ -101,7 +101,8 @@ def test_a_config_alone_is_enough_and_says_why_it_is_not_supported(
     ("arguments", "message"),
     [
         (["no/such/folder"], "no checkpoint that transformers can read at 'no/such/folder'"),
-        (["--dtype", "float31"], "dtype must be 'auto', a torch dtype or its name, got 'float31'"),
+        (["--dtype", "float31"], "dtype must be 'auto', a floating torch dtype or its name, got 'float31'"),
+        (["--dtype", "int8"], "dtype must be 'auto', a floating torch dtype or its name, got 'int8'"),
     ],
 )
 def test_bad_input_ends_with_status_two(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
