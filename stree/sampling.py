@@ -59,6 +59,11 @@ class Sampling:
         """Whether every draw is an argmax."""
         return self.temperature == 0
 
+    def has_law(self, logits: Tensor) -> Tensor:
+        """Tell where float[..., vocab] logits have a law: none is NaN, nor +inf where tokens are drawn; bool[...]."""
+        largest = logits.amax(-1)  # NaN where any logit is: one pass and no copy
+        return ~largest.isnan() if self.is_greedy else largest < torch.inf
+
     def law(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
         """Turn float[..., vocab] logits into probabilities of the same shape, in float32 or wider.
 

@@ -259,9 +259,10 @@ class Session:
                 yield prompt
 
     def _check(self, logits: Tensor) -> None:
-        """Refuse NaN logits of prompts."""
-        if bool(logits.isnan().any()):
-            raise ValueError("the target's logits are NaN after the prompt")
+        """Refuse logits of prompts that have no law."""
+        if not bool(self.sampling.has_law(logits).all()):
+            kind = "NaN" if bool(logits.isnan().any()) else "infinite"
+            raise ValueError(f"the target's logits are {kind} after the prompt")
 
     def _first_tokens(self, program: Program, rows: Sequence[int], rng: Random, logits: Tensor) -> None:
         """Draw the token after the prompts of some rows from float[len(rows), vocab] logits."""

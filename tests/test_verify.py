@@ -334,6 +334,16 @@ def test_nan_logits_are_refused_and_located(verifier: str) -> None:
         accept(tree, logits, PLAIN, random_rows(2), None, verifier)
 
 
+@pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
+def test_infinite_logits_are_refused_where_tokens_are_drawn(verifier: str) -> None:
+    logits = torch.zeros(2, 2, 5)
+    logits[1, 0, 3] = torch.inf
+    tree = TokenTree.chain(torch.tensor([[1, 2], [3, 4]]))
+    with pytest.raises(ValueError, match=r"the target's logits are infinite at \(row, node\) \[\[1, 0\]\]"):
+        accept(tree, logits, PLAIN, random_rows(2), None, verifier)
+    assert accept(tree, logits, Sampling(), random_rows(2), None, verifier).next_token.tolist() == [0, 3]
+
+
 @pytest.mark.parametrize("wrong", ["vocabulary", "rows", "kinds"])
 def test_laws_that_do_not_fit_the_tree_are_refused(wrong: str) -> None:
     tree, logits = TokenTree.chain(torch.tensor([1, 2, 0])), torch.zeros(1, 3, 4)

@@ -50,7 +50,8 @@ def accept(
         max_depth: bound of the depths known to the host; None reads it, which waits for a device.
 
     Raises:
-        ValueError: shapes disagree, an unknown verifier, or (looked for on the CPU) NaN logits or branches for "block".
+        ValueError: shapes disagree, an unknown verifier, or (looked for on the CPU) logits that are NaN, or +inf where
+            tokens are drawn, or branches for "block".
     """
     batch, n = tree.tokens.shape
     target_logits = target_logits.detach()
@@ -70,11 +71,11 @@ def accept(
     is_looked_at = reads_freely(target_logits) or checks_everywhere()
     if verifier == "block" and is_looked_at and not bool((tree.depths == tree.num_nodes[:, None] - 1).any(1).all()):
         raise ValueError("block verification takes trees without branches; use traversal for others")
-    # A maximum is NaN where any logit is: one pass and no copy.
-    if is_looked_at and bool(target_logits.amax().isnan()):
-        nodes = (target_logits.isnan().any(-1) & ~tree.is_padding).nonzero().tolist()
+    if is_looked_at and not bool((has_law := sampling.has_law(target_logits)).all()):
+        nodes = (~has_law & ~tree.is_padding).nonzero().tolist()
         if nodes:
-            raise ValueError(f"the target's logits are NaN at (row, node) {nodes[:4]}")
+            kind = "NaN" if bool(target_logits[tuple(nodes[0])].isnan().any()) else "infinite"
+            raise ValueError(f"the target's logits are {kind} at (row, node) {nodes[:4]}")
     if max_depth is None:
         max_depth = int(tree.depths.max())
     if verifier == LONGEST:
