@@ -27,7 +27,7 @@ from tiny_models import (
     tiny_model,
 )
 
-from stree.drafters import ModelDrafter, NoDrafter, SuffixDrafter
+from stree.drafters import FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Chain, DySpec, Growth, Static
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
@@ -210,6 +210,17 @@ def test_a_drafter_of_another_vocabulary_is_refused_by_both_sizes() -> None:
         ValueError, match="drafter and target must share one vocabulary: the drafter has 64 tokens, the target 97"
     ):
         drafter.start(VOCAB, [[1]], random_rows(1))
+
+
+def test_a_drafter_of_what_it_cannot_draft_with_is_refused() -> None:
+    model: Any = tiny_model("mamba2")
+    path: Any = "texts.store"
+    with pytest.raises(TypeError, match=r"lm must be an object such as stree\.TreeLM\(model\), got Mamba2ForCausalLM"):
+        ModelDrafter(model)
+    with pytest.raises(TypeError, match=r"datastore must be an object such as .*, got 'texts\.store'"):
+        SuffixDrafter(path)
+    with pytest.raises(TypeError, match=r"FusedDrafter needs drafters, such as ModelDrafter\(lm\), got TreeLM"):
+        FusedDrafter(grafted(model), SuffixDrafter())  # type: ignore[arg-type]
 
 
 def test_no_drafter_proposes_roots() -> None:

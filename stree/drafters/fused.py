@@ -51,6 +51,7 @@ class FusedDrafter:
             law is at hand (RASD's pruning).
 
     Raises:
+        TypeError: a part that is no drafter.
         ValueError: a threshold outside [0, 1].
     """
 
@@ -58,6 +59,9 @@ class FusedDrafter:
         for name, value in (("least_value", least_value), ("least_share", least_share)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {value}")
+        for part in (first, second):
+            if not hasattr(part, "start"):
+                raise TypeError(f"FusedDrafter needs drafters, such as ModelDrafter(lm), got {type(part).__name__}")
         self.first, self.second, self.least_value, self.least_share = first, second, least_value, least_share
 
     @property

@@ -35,12 +35,15 @@ class ModelDrafter:
             head is faster, and what is left out is never drafted.
 
     Raises:
+        TypeError: a model that is not grafted.
         ValueError: tokens that are none of the vocabulary's, or that leave out a stop token.
     """
 
     default_growth: Growth = Calibrated()
 
     def __init__(self, lm: TreeLM, vocab: Sequence[int] | Tensor | None = None) -> None:
+        if not hasattr(lm, "new_state"):
+            raise TypeError(f"lm must be an object such as stree.TreeLM(model), got {type(lm).__name__}")
         self.lm = lm if vocab is None else TrimmedLM(lm, vocab)
 
     @property

@@ -28,11 +28,17 @@ class SuffixDrafter:
     Args:
         datastore: texts to draft from besides the request's own, or None.
         min_match: shortest suffix of the request that may predict; in the store it is at least 2.
+
+    Raises:
+        TypeError: a store that is none, such as the path of one.
+        ValueError: a min_match below 1.
     """
 
     def __init__(self, datastore: Datastore | None = None, *, min_match: int = 1) -> None:
         if min_match < 1:
             raise ValueError(f"min_match must be at least 1, got {min_match}")
+        if datastore is not None and not hasattr(datastore, "lay_out"):
+            raise TypeError(f"datastore must be an object such as Datastore.load(path), got {datastore!r:.80}")
         self.datastore, self.min_match = datastore, min_match
 
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _SuffixRun:
