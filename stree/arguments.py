@@ -58,9 +58,11 @@ def slots_for(
 
     Raises:
         ValueError: no prompts, no room for one, or an iterator without a bound.
-        TypeError: prompts that are none.
+        TypeError: prompts that are none, or a bound that is no integer.
     """
     for name, size in (("max_batch", max_batch), ("max_length", max_length)):
+        if not isinstance(size, int | None):
+            raise TypeError(f"{name} must be an integer, got {type(size).__name__}")
         if size is not None and size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
     if isinstance(prompts, (str, Tensor)):

@@ -122,6 +122,13 @@ def test_a_bad_bound_is_refused(arguments: dict[str, object], message: str) -> N
         stree.generate(lm(), **arguments, max_new_tokens=NEW)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["max_batch", "max_length"])
+def test_a_bound_that_is_no_integer_is_refused(name: str) -> None:
+    bounds: Any = {name: 40.5}
+    with pytest.raises(TypeError, match=f"{name} must be an integer, got float"):
+        stree.generate(lm(), TEXTS, max_new_tokens=NEW, **bounds)
+
+
 def test_a_drafter_that_cannot_take_up_a_prompt_is_refused_before_anything_runs() -> None:
     class Plain:
         def start(self, *_: object) -> object:
