@@ -61,7 +61,7 @@ def slots_for(
         TypeError: prompts that are none, or a bound that is no integer.
     """
     for name, size in (("max_batch", max_batch), ("max_length", max_length)):
-        if not isinstance(size, int | None):
+        if size is not None and not hasattr(size, "__index__"):
             raise TypeError(f"{name} must be an integer, got {type(size).__name__}")
         if size is not None and size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")

@@ -81,6 +81,8 @@ def test_drawn_trees_may_have_a_wider_root_and_others_not() -> None:
     assert [layer.ranks for layer in chosen.layers] == [6] * 6
     assert [layer.ranks for layer in Calibrated().bind(PLAIN).plan(16).layers] == [12, 4, 4, 4]
     assert [layer.ranks for layer in Calibrated(2, ranks=3).bind(PLAIN).plan(16).layers] == [3, 3]
+    assert [layer.ranks for layer in Calibrated(2, ranks=10**9).bind(PLAIN).plan(8).layers] == [7, 7]
+    assert not Calibrated().bind(PLAIN).plan(1).layers
 
 
 def test_the_eldest_child_is_believed_by_the_temperature() -> None:

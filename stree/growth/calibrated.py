@@ -55,10 +55,10 @@ class Calibrated(Bound):
     def plan(self, budget: int) -> Plan:
         """Lay out the widest tree that the budget allows."""
         nodes = budget - 1
-        ranks = self.ranks or (MOST_RANKS if budget > 32 else 4)
+        ranks = min(self.ranks or (MOST_RANKS if budget > 32 else 4), nodes)
         depth = self.depth or (MOST_DEPTH if budget > 16 else 4)
         greedy = self.sampling.is_greedy
-        offered = self.ranks or (ranks if greedy else ROOT_RANKS)  # by the root, then by every other node
+        offered = ranks if greedy or self.ranks else min(ROOT_RANKS, nodes)  # by the root, then by every other node
         layers: list[Layer] = []
         above = 1
         for level in range(1, depth + 1 if nodes else 1):

@@ -106,7 +106,7 @@ def check_sizes(**sizes: int | None) -> None:
         ValueError: a size below 1.
     """
     for name, size in sizes.items():
-        if not isinstance(size, int | None):
+        if size is not None and not hasattr(size, "__index__"):
             raise TypeError(f"{name} must be an integer, got {size!r}")
         if size is not None and size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
