@@ -10,6 +10,7 @@ import torch
 from aot_build import POINTERS, Build
 from shapes import ATTENTIONS, VOCABULARIES, Attention
 
+from stree.growth.calibrated import ROOT_RANKS
 from stree.kernels.accept import distinct_constants, draw_constants
 from stree.kernels.accept_kernels import distinct_kernel, draw_kernel, walk_kernel
 from stree.kernels.attention import attention_constants, kv_commit_constants, merge_constants
@@ -66,11 +67,11 @@ def draw_build(vocab: int, n: int, dtype: torch.dtype) -> Build:
 
 
 def distinct_build(vocab: int, n: int, dtype: torch.dtype) -> Build:
-    """Describe the draws of four children without replacement, from laws, which are float32 whatever the model."""
+    """Describe the draws of a root's children without replacement, from laws, which are float32 whatever the model."""
     pointers = {"law_ptr": "*fp32", "uniform_ptr": "*fp64", "tokens_ptr": "*i64", "probs_ptr": "*fp32"}
     pointers |= {"least": "fp32", "favourite": "fp32"}
     integers = _integers(distinct_kernel.arg_names, vocab) | {"rows": 1, "count": 1}
-    return Build(distinct_kernel, distinct_constants(vocab, 4), pointers, integers, Launch(vocab, 8))
+    return Build(distinct_kernel, distinct_constants(vocab, ROOT_RANKS), pointers, integers, Launch(vocab, 8))
 
 
 def beside_build(vocab: int, n: int, dtype: torch.dtype) -> Build:
