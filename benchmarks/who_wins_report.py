@@ -42,7 +42,7 @@ size is nodes (root included) x most draft calls; `chain` is the chain of as man
 met where the interval excludes what it must, missed where it lies beyond, else open. "1 best" sets the default beside
 the growth of at most as many nodes and draft calls that comes nearest to it. "2 best chain" sets it beside the chain of
 the best depth that so many nodes allow; it is a bar for the default of the best depth, of no more draft calls than that
-chain's. Prompts 33-48 of every suite are left out: the default's estimates were fitted to them.
+chain's. Prompts 33-48 and 81-112 of every suite are left out: the default was fitted to and chosen on them.
 """
 
 

@@ -165,7 +165,7 @@ def test_a_run_is_resumed_and_reported(small: None, tmp_path: Path, capsys: pyte
                    if not key.startswith(("suffix", "fused")))  # fmt: skip
         assert record["tau"]["chain 5x4"] >= record["tau"]["chain 2x1"]
     assert "calibrated@match 8x4" in records[1]["tau"] and "calibrated@match 8x4" not in records[0]["tau"]
-    bench_who_wins.main(arguments)
+    bench_who_wins.main([*arguments, "--limit", "3"])
     bench_who_wins.main([*arguments, "--again", "dyspec"])
     added = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()][4:]
     assert [set(record["tau"]) for record in added] == [{"dyspec 8x4"}] * 4
@@ -175,8 +175,8 @@ def test_a_run_is_resumed_and_reported(small: None, tmp_path: Path, capsys: pyte
 
 
 def test_prompts_that_estimates_were_fitted_to_are_left_out() -> None:
-    options = argparse.Namespace(limit=80, batch=8, temperature=[0.8], suite={"toy": None})
-    assert [batch for _, _, batch in bench_who_wins.blocks(options)] == [0, 1, 2, 3, 6, 7, 8, 9]
+    options = argparse.Namespace(limit=120, batch=8, temperature=[0.8], suite={"toy": None})
+    assert [batch for _, _, batch in bench_who_wins.blocks(options)] == [0, 1, 2, 3, 6, 7, 8, 9, 14]
     options.batch, options.limit = 20, 60
     assert [batch for _, _, batch in bench_who_wins.blocks(options)] == [0]
 
