@@ -176,7 +176,7 @@ def test_ratings_by_a_table_are_those_of_torch(
     for seed in range(4):
         has_favourites = favourite is not None
         children = Children.draw(batch, above, ranks, seed, has_favourites=has_favourites, device=CPU, place=place)
-        table, children = in_width(some_table(batch, 6, seed, CPU), children, dtype)
+        table, children = in_width(some_table(batch, max(ranks, 6), seed, CPU), children, dtype)
         found = check_ratings(table, children)
         drawn = found.priority if children.is_chosen is None else found.priority.masked_fill(children.is_chosen, 0)
         for row in drawn.flatten(0, 1):

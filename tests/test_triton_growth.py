@@ -73,7 +73,7 @@ def test_ratings_by_a_table_are_those_of_torch(batch: int, above: int, ranks: in
     has_favourites &= ranks > 1
     for seed in range(4):
         children = Children.draw(batch, above, ranks, seed, has_favourites=has_favourites)
-        table = some_table(batch, 6, seed)
+        table = some_table(batch, max(ranks, 6), seed)
         operands = table, children.reach, children.probs, children.norms, children.is_chosen
         expected, found = reference_growth.rate_by_table(*operands), kernels.rate_by_table(*operands)
         for name in expected._fields:
