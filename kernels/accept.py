@@ -69,9 +69,11 @@ def _draw_distinct(
     check_inner("law", law)
     tokens, probs = law.new_empty(uniform.shape, dtype=torch.int64), law.new_empty(uniform.shape)
     if count:
+        numbers = uniform if uniform.stride(2) == 1 else uniform.contiguous()
         distinct_kernel[(rows, batch)](
-            law, uniform.contiguous(), tokens, probs, is_chosen, rows, count, vocab, least, favourite,
-            *law.stride()[:2], **distinct_constants(vocab, count, aligned=is_aligned(law)), num_warps=8,
+            law, numbers, tokens, probs, is_chosen, rows, count, vocab, least, favourite,
+            *law.stride()[:2], *numbers.stride()[:2],
+            **distinct_constants(vocab, count, aligned=is_aligned(law)), num_warps=8,
         )  # fmt: skip
     return tokens, probs
 

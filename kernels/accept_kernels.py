@@ -87,12 +87,22 @@ def draw_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["rows", "count", "vocab", "least", "favourite", "stride_law_b", "stride_law_r"],
-    do_not_specialize_on_alignment=["law_ptr"],
+    do_not_specialize=[
+        "rows",
+        "count",
+        "vocab",
+        "least",
+        "favourite",
+        "stride_law_b",
+        "stride_law_r",
+        "stride_uniform_b",
+        "stride_uniform_r",
+    ],
+    do_not_specialize_on_alignment=["law_ptr", "uniform_ptr"],
 )
 def distinct_kernel(
     law_ptr, uniform_ptr, tokens_ptr, probs_ptr, chosen_ptr, rows, count, vocab, least, favourite,
-    stride_law_b, stride_law_r,
+    stride_law_b, stride_law_r, stride_uniform_b, stride_uniform_r,
     UNITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Draw tokens of one law one after the other, each from what is left of it; grid (rows, batch).
@@ -103,6 +113,7 @@ def distinct_kernel(
     batch = tl.program_id(1).to(tl.int64)
     place = batch * rows + tl.program_id(0)
     law_ptr += batch * stride_law_b + tl.program_id(0).to(tl.int64) * stride_law_r
+    uniform_ptr += batch * stride_uniform_b + tl.program_id(0).to(tl.int64) * stride_uniform_r
     if ALIGNED:
         law_ptr = tl.multiple_of(law_ptr, 16)
     lane = tl.arange(0, BLOCK)
@@ -135,7 +146,7 @@ def distinct_kernel(
     drawn = tl.full((COUNT,), -1, tl.int64)
     child = (place * 0).to(tl.int32)
     for draw in range(0, count):
-        number = tl.load(uniform_ptr + place * count + draw)
+        number = tl.load(uniform_ptr + draw)
         target = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
         found = tl.sum((tl.cumsum(sums, 0) <= target).to(tl.int32), 0)
         before = tl.sum(tl.where(block < found, sums, 0), 0)

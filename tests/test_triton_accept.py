@@ -109,6 +109,9 @@ def test_distinct_draws_are_choices_from_what_the_earlier_ones_leave(vocab: int,
     assert torch.equal(probs, expected[1]) and torch.equal(tokens[is_left], expected[0][is_left])
     strided = draw_distinct(law.repeat(1, 2, 1)[:, ::2], uniform, least=least, backend="triton")
     assert strided[0].shape == uniform.shape
+    for numbers in (torch.nn.functional.pad(uniform, (0, 3))[..., :count], uniform.mT.contiguous().mT):
+        again = draw_distinct(law, numbers, least=least, backend="triton")
+        assert torch.equal(again[1], probs) and torch.equal(again[0], tokens)
     with pytest.raises(ValueError, match="uniform must be float64"):
         draw_distinct(law, uniform[:1], least=least)
 
