@@ -28,12 +28,12 @@ __all__ = ["gated_norm", "graft_lean", "scoring", "waiting", "with_lean_rotary"]
 
 ROTARY = "apply_rotary_pos_emb"
 _is_scoring: ContextVar[bool] = ContextVar("is_scoring", default=False)
-_may_wait: ContextVar[bool] = ContextVar("may_wait", default=True)
+_may_wait: ContextVar[Callable[[], bool]] = ContextVar("may_wait")
 
 
 @contextmanager
-def scoring(is_scoring: bool, *, may_wait: bool = True) -> Iterator[None]:
-    """Say whether what the model runs inside is a tree, whose layers may be lean, and whether their sums may wait."""
+def scoring(is_scoring: bool, may_wait: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Say whether what the model runs inside is a tree, whose layers may be lean; ``may_wait`` tells of their sums."""
     tokens = _is_scoring.set(is_scoring), _may_wait.set(may_wait)
     try:
         yield
@@ -64,7 +64,7 @@ def waiting(output: Any) -> Any:
     """Let a layer's output, or the first of several, wait for the sum that it is a part of and the norm after it."""
     if isinstance(output, tuple):
         return (waiting(output[0]), *output[1:])
-    if isinstance(output, Tensor) and _may_wait.get() and _runs("rms_norm_add", output):
+    if isinstance(output, Tensor) and _runs("rms_norm_add", output) and _may_wait.get()():
         return WaitingSum([(output, 1.0)])
     return output
 

@@ -5,6 +5,7 @@ It knows no drafting and no sampling: logits out, paths in.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -324,9 +325,9 @@ class TreeLM:
         if getattr(self.model.config, "output_router_logits", False):  # for a loss, which would read the mask
             kwargs["output_router_logits"] = False
         # A hook may write to a tensor in place, or ask whether it is one: then it must not be a sum that waits.
-        may_wait = is_tree and not any(map(is_hooked, self._modules))
+        may_wait = functools.cache(lambda: not any(map(is_hooked, self._modules)))
         # Without use_cache a model hands on whatever cache it is given; with it, some insist on a class of their own.
-        with scoring(is_tree and self.is_lean, may_wait=may_wait):
+        with scoring(is_tree and self.is_lean, may_wait):
             return cast(Tensor, self.model(input_ids, attention_mask=mask, use_cache=not is_tree, **kwargs).logits)
 
     def _pads(self) -> bool:
