@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from stree.models.attention import graft_attention
 from stree.models.checks import check_mixer, check_rotary
@@ -27,9 +29,12 @@ Graft = Callable[[Any], LayerSpec]
 SIGNS = ("is_causal", "A_log")
 
 
-def _dynamic_cache(config: Any) -> DynamicCache:
+def _dynamic_cache(config: Any, kind: type[DynamicCache] = DynamicCache) -> DynamicCache:
     """Make the cache that transformers gives most families."""
-    return DynamicCache(config=config)
+    cache = kind(config=config)
+    if not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+        cache.layers.append(DynamicLayer())  # hybrids ask a layer of attention how long texts are, and may have none
+    return cache
 
 
 def _whole_cache(_: Any) -> DynamicCache:
@@ -98,7 +103,7 @@ FAMILIES: dict[str, Family] = {
     "recurrent_gemma": Family(
         {"RecurrentGemmaRecurrentBlock": graft_rg_lru, "RecurrentGemmaAttention": graft_attention},
         pads_exactly=False,
-        new_cache=BlockCache,
+        new_cache=partial(_dynamic_cache, kind=BlockCache),
     ),
     "zamba": Family({"ZambaMambaMixer": graft_selective, "ZambaAttention": graft_attention}),
     "zamba2": Family({"Zamba2MambaMixer": graft_ssd, "Zamba2Attention": graft_attention}),

@@ -291,24 +291,33 @@ def test_control_a_tree_read_as_a_chain_or_a_lost_state_is_far_off(family: str) 
             assert tree_error(model, texts, tree, lm.verify(broken, tree)) > 1000 * FLOAT32, f"{name} of {spec}"
 
 
+RECURRENT = {"layer_types": ["linear_attention"] * 3}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba-no-attention": ("bamba", {"attn_layer_indices": []}),
     "falcon_h1-norm-before-gate": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}),
     "falcon_h1-norm-after-gate": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "granitemoehybrid-no-attention": ("granitemoehybrid", RECURRENT),
     "granitemoehybrid-no-positions": ("granitemoehybrid", {"position_embedding_type": None}),
     "granitemoehybrid-no-experts": ("granitemoehybrid", {"num_local_experts": 0}),
     "jamba-no-experts-and-bias": ("jamba", {"num_experts": 1, "mamba_proj_bias": True}),
+    "kimi_linear-no-attention": ("kimi_linear", RECURRENT),
+    "lfm2-no-attention": ("lfm2", {"layer_types": ["conv"] * 4}),
     "mamba-biases": ("mamba", {"use_bias": True, "use_conv_bias": False}),
     "mamba-conv1": ("mamba", {"conv_kernel": 1}),
     "mamba-conv2": ("mamba", {"conv_kernel": 2}),
     "mamba2-conv1": ("mamba2", {"conv_kernel": 1}),
     "falcon_mamba-conv7": ("falcon_mamba", {"conv_kernel": 7}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
+    "nemotron_h-no-attention": ("nemotron_h", {"layers_block_type": ["linear_attention", "mlp", "moe"]}),
     "nemotron_h-latent-experts": ("nemotron_h", {"moe_latent_size": 20}),
     "nemotron_h-dt-limit": ("nemotron_h", {"time_step_min": 0.09}),
     "qwen3-window-and-bias": (
         "qwen3",
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "attention_bias": True},
     ),
+    "qwen3_next-no-attention": ("qwen3_next", RECURRENT),
+    "recurrent_gemma-no-attention": ("recurrent_gemma", {"block_types": ["recurrent"]}),
+    "zamba-no-attention": ("zamba", {"layers_block_type": ["linear_attention"] * 5}),
     "zamba-one-head": ("zamba", {"n_mamba_heads": 1}),
     "zamba-bias": ("zamba", {"mamba_proj_bias": True}),
     "zamba2-one-plain-block": (
