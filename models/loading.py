@@ -60,8 +60,8 @@ def load_model(
             raise RuntimeError("device_map needs the package accelerate: pip install accelerate")
     elif device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device must be one that torch finds, got {str(device)!r}, and it finds no CUDA")
+    else:
+        _check_device(device)
     on_cpu = not torch.cuda.is_available() if device_map is not None else torch.device(device).type == "cpu"
     if dtype != "auto":
         dtype = torch_dtype(dtype)
@@ -120,6 +120,15 @@ def _native_weights(name_or_path: str | Path) -> Path:
         if found is not None:
             return Path(found)
     raise ValueError(f"checkpoint {str(name_or_path)!r} has neither {' nor '.join(NATIVE_WEIGHTS)}")
+
+
+def _check_device(device: Any) -> None:
+    """Refuse what is no device, or one that is not there."""
+    try:
+        torch.empty(0, device=device)
+        torch.device(device)  # None, too, is refused
+    except Exception as error:  # every backend has its own
+        raise ValueError(f"device must be one that torch finds, or 'auto', got {device!r}: {error!s:.80}") from error
 
 
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -30,12 +30,12 @@ def check_prompts(state: DecodeState, input_ids: Tensor, lengths: Tensor | None)
         RuntimeError: the state is not empty.
     """
     batch = state.batch_size
-    if input_ids.dim() != 2 or input_ids.shape[0] != batch or not is_integer(input_ids):
+    if not is_integer(input_ids) or input_ids.dim() != 2 or input_ids.shape[0] != batch:
         raise ValueError(f"input_ids must be int64[{batch}, length], got {describe(input_ids)}")
     if state.length_bound or state.pending is not None:
         raise RuntimeError("prefill needs an empty state; this one holds tokens already")
     width = input_ids.shape[1]
-    if lengths is not None and (lengths.shape != (batch,) or not is_integer(lengths)):
+    if lengths is not None and (not is_integer(lengths) or lengths.shape != (batch,)):
         raise ValueError(f"lengths must be int[{batch}], got {describe(lengths)}")
     sizes = [width] * batch if lengths is None else lengths.tolist()
     if width == 0 or min(sizes) < 1:

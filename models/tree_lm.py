@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from stree.kernels.checks import has_triton
 from stree.kernels.topology import Topology, most_nodes, reads_freely
-from stree.models.checks import check_path, check_places, describe, is_integer, places
+from stree.models.checks import check_counts, check_path, check_places, describe, is_integer, places
 from stree.models.families import family_of, stateful_modules
 from stree.models.forwards import is_hooked, is_linear
 from stree.models.lean import graft_lean, scoring
@@ -41,6 +41,7 @@ class TreeLM:
         model: a loaded transformers model of a supported family.
 
     Raises:
+        TypeError: something else than a model, such as its path.
         NotImplementedError: the family is not supported; the message names those that are.
 
     Attributes:
@@ -59,6 +60,10 @@ class TreeLM:
     is_lean: bool = True
 
     def __init__(self, model: PreTrainedModel) -> None:
+        if not hasattr(model, "config"):
+            raise TypeError(
+                f"model must be a loaded transformers model (TreeLM.from_pretrained loads), got {model!r:.80}"
+            )
         self.model, self.kept = model.eval(), dict[str, Any]()
         self.family = family_of(model.config)
         self._mixers: dict[Site, Any] = {}
@@ -133,6 +138,17 @@ class TreeLM:
         """Dtype of the weights."""
         return cast(Tensor, self.model.get_input_embeddings().weight).dtype
 
+    def check_ready(self) -> None:
+        """Refuse to run.
+
+        Raises:
+            RuntimeError: the model is in training mode.
+            ValueError: it was moved since it was grafted.
+        """
+        if self.model.training:
+            raise RuntimeError("the model is in training mode, in which its laws are random; call its eval() first")
+        check_places(self.model, self._places)
+
     def new_state(
         self, batch_size: int = 1, max_length: int = 4096, max_nodes: int = 64, *, fixed_shapes: bool = False
     ) -> DecodeState:
@@ -147,13 +163,12 @@ class TreeLM:
                 of one that does are dropped.
 
         Raises:
+            TypeError: a size that is no integer.
             ValueError: a size below 1, or a model that was moved since it was grafted.
             NotImplementedError: more nodes than the device's kernels take.
         """
         check_places(self.model, self._places)
-        for name, size in (("batch_size", batch_size), ("max_length", max_length), ("max_nodes", max_nodes)):
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        check_counts(batch_size=batch_size, max_length=max_length, max_nodes=max_nodes)
         most = most_nodes(self.device, self.dtype)
         if most is not None and max_nodes > most:
             raise NotImplementedError(f"max_nodes must be at most {most} on {self.device}, got {max_nodes}")
@@ -172,7 +187,7 @@ class TreeLM:
 
         Args:
             state: empty, of this model.
-            input_ids: int64[batch, length], right-padded; padding may be any token of the vocabulary.
+            input_ids: int[batch, length], right-padded; padding may be any token of the vocabulary.
             lengths: int[batch], true lengths; None where no prompt is padded.
             chunk_size: most tokens that the model runs at once, which bounds the memory of a long prompt; what follows
                 them is run ``max_nodes`` at a time.  None for the model's own ``chunk_size``.
@@ -181,6 +196,7 @@ class TreeLM:
             float32[batch, vocab], the law of the next token as logits (float64 for float64 models).
 
         Raises:
+            TypeError: a chunk_size that is no integer.
             ValueError: a wrong shape or dtype, an empty prompt, one beyond max_length, a token outside the vocabulary,
                 or a model that was moved since it was grafted.
             RuntimeError: the state is not empty, or the model in training mode.
@@ -189,9 +205,12 @@ class TreeLM:
         check_places(self.model, self._places)
         sizes = check_prompts(state, input_ids, lengths)
         chunk_size = self.chunk_size if chunk_size is None else chunk_size
-        if chunk_size is not None and chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-        input_ids, whole = input_ids.to(self.device), torch.tensor(sizes, dtype=torch.int32, device=self.device)
+        if chunk_size is not None:
+            check_counts(chunk_size=chunk_size)
+        input_ids, whole = (
+            input_ids.to(self.device, torch.int64),
+            torch.tensor(sizes, dtype=torch.int32, device=self.device),
+        )
         self._check_tokens(input_ids)
         sizes = [min(size, chunk_size or size) for size in sizes]
         try:
@@ -292,8 +311,8 @@ class TreeLM:
         if pending is None:
             raise RuntimeError("commit needs a tree that was verified and not yet committed; call verify first")
         batch = state.batch_size
-        fits = path.dim() == 2 and path.shape[0] == batch and path_lengths.shape == (batch,)
-        if not (fits and is_integer(path) and is_integer(path_lengths)):
+        are_integers = is_integer(path) and is_integer(path_lengths)
+        if not are_integers or path.dim() != 2 or path.shape[0] != batch or path_lengths.shape != (batch,):
             raise ValueError(
                 f"path must be int32[{batch}, m] and path_lengths int32[{batch}], "
                 f"got {describe(path)} and {describe(path_lengths)}"

@@ -48,7 +48,7 @@ def assert_still_usable(lm: TreeLM, state: DecodeState) -> None:
     assert torch.equal(lm.verify(state, tree())[0], expected[0])
 
 
-BAD_PROMPTS: dict[str, tuple[Tensor, Tensor | None, str]] = {
+BAD_PROMPTS: dict[str, tuple[Any, Any, str]] = {
     "token-too-large": (with_token(PROMPTS, VOCAB), None, f"token {VOCAB} is outside the vocabulary of {VOCAB}"),
     "token-negative": (with_token(PROMPTS, -3), None, f"token -3 is outside the vocabulary of {VOCAB}"),
     "no-column": (PROMPTS[:, :0], None, r"every prompt needs at least one token, got lengths \[0, 0\]"),
@@ -64,6 +64,8 @@ BAD_PROMPTS: dict[str, tuple[Tensor, Tensor | None, str]] = {
     "batch": (PROMPTS[:1], None, r"input_ids must be int64\[2, length\], got int64\[1, 4\]"),
     "one-d": (PROMPTS[0], None, r"input_ids must be int64\[2, length\], got int64\[4\]"),
     "float": (PROMPTS.float(), None, r"input_ids must be int64\[2, length\], got float32\[2, 4\]"),
+    "list": (PROMPTS.tolist(), None, r"input_ids must be int64\[2, length\], got list"),
+    "lengths-list": (PROMPTS, [4, 4], r"lengths must be int\[2\], got list"),
     "lengths-batch": (PROMPTS, torch.tensor([4]), r"lengths must be int\[2\], got int64\[1\]"),
     "lengths-float": (PROMPTS, torch.tensor([4.0, 4.0]), r"lengths must be int\[2\], got float32\[2\]"),
 }
@@ -77,6 +79,13 @@ def test_a_bad_prompt_is_refused_and_the_state_stays_empty(
     with pytest.raises(ValueError, match=message):
         lm.prefill(state, tokens, lengths)
     lm.prefill(state, PROMPTS)
+    assert_still_usable(lm, state)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32], ids=str)
+def test_prompts_may_be_of_any_integers(lm: TreeLM, dtype: torch.dtype) -> None:
+    state = lm.new_state(2, 16, 5)
+    assert torch.equal(lm.prefill(state, PROMPTS.to(dtype)), lm.prefill(lm.new_state(2, 16, 5), PROMPTS))
     assert_still_usable(lm, state)
 
 
@@ -125,6 +134,13 @@ def test_a_state_without_room_is_refused(
     name = request.node.callspec.id.rpartition("-")[2]
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         lm.new_state(*sizes)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "max_length", "max_nodes"])
+def test_a_size_of_a_state_that_is_no_integer_is_refused(lm: TreeLM, name: str) -> None:
+    size: Any = 8.0
+    with pytest.raises(TypeError, match=f"{name} must be an integer, got float"):
+        lm.new_state(**{name: size})
 
 
 BAD_TREES: dict[str, tuple[TokenTree, int, str]] = {

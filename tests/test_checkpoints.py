@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,18 @@ def test_a_bad_checkpoint_is_refused(
     make(tmp_path)
     with pytest.raises(error, match=message.format(tmp_path)):
         TreeLM.from_pretrained(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("device", ["gpu", None, "cuda:1000", 1000])
+def test_a_device_that_is_not_there_is_refused_before_anything_is_read(device: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"device must be one that torch finds, or 'auto', got {device!r}"):
+        TreeLM.from_pretrained(tmp_path, device=device)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    path: Any = "path/of/a/model"
+    with pytest.raises(TypeError, match=r"model must be a loaded .*from_pretrained loads.*, got 'path/of/a/model'"):
+        TreeLM(path)
 
 
 def test_from_pretrained_takes_the_dtype_asked_for(tmp_path: Path) -> None:
