@@ -166,6 +166,19 @@ def test_a_size_that_is_no_integer_is_refused(make: Any) -> None:
         make()
 
 
+@pytest.mark.parametrize("base", [None, "chain:4", Chain])
+def test_a_stop_rule_for_what_is_no_growth_is_refused(base: Any) -> None:
+    for stopped in (DepthStop, DecisionStop):
+        with pytest.raises(TypeError, match=r"base must be a growth such as Chain\(4\), got "):
+            stopped(base)
+
+
+def test_a_chain_that_something_else_than_a_rule_shall_stop_is_refused() -> None:
+    rule: Any = 3
+    with pytest.raises(TypeError, match=r"stop must be a rule such as Confidence\(0.4\), got 3"):
+        Chain(4, stop=rule)
+
+
 def test_a_shape_may_be_a_tensor() -> None:
     widths: Any = torch.tensor([2, 2])
     assert Static(widths) == Static([2, 2])

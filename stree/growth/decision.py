@@ -36,6 +36,7 @@ class DecisionStop(StoppedGrowth):
             then the bias; between layers negative numbers become 0, and the last one's single output is log-odds.
 
     Raises:
+        TypeError: a base that is no growth.
         ValueError: a threshold outside [0, 1], or weights whose sizes do not fit.
     """
 
@@ -43,6 +44,7 @@ class DecisionStop(StoppedGrowth):
     weights: Weights = WEIGHTS
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold must be in [0, 1], got {self.threshold}")
         weights = tuple(tuple(tuple(row) for row in layer) for layer in self.weights)

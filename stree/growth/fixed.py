@@ -82,7 +82,7 @@ class Chain(Bound):
         stop: looks before each draw whether the draft is sure enough, or None.
 
     Raises:
-        TypeError: a depth that is no integer.
+        TypeError: a depth that is no integer, or a stop that is no rule.
         ValueError: a depth below 1.
     """
 
@@ -91,6 +91,8 @@ class Chain(Bound):
 
     def __post_init__(self) -> None:
         check_sizes(depth=self.depth)
+        if self.stop is not None and (isinstance(self.stop, type) or not hasattr(self.stop, "draws")):
+            raise TypeError(f"stop must be a rule such as Confidence(0.4), got {self.stop!r:.80}")
 
     def plan(self, budget: int) -> Plan:
         """Lay out the chain."""

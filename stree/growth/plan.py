@@ -133,9 +133,16 @@ class Wrapped:
 
     Args:
         base: the other.
+
+    Raises:
+        TypeError: a base that is none.
     """
 
     base: Growth
+
+    def __post_init__(self) -> None:
+        if isinstance(self.base, type) or not hasattr(self.base, "plan"):
+            raise TypeError(f"base must be a growth such as Chain(4), got {self.base!r:.80}")
 
     @property
     def sampling(self) -> Sampling:

@@ -171,6 +171,7 @@ class DepthStop(StoppedGrowth):
         layers: depths at which it looks, from 1; None for all.
 
     Raises:
+        TypeError: a base that is no growth.
         ValueError: a threshold that is no number below 0, or no depth, or one below 1.
     """
 
@@ -178,6 +179,7 @@ class DepthStop(StoppedGrowth):
     layers: Sequence[int] | None = (5, 7, 9)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.threshold <= 0:
             raise ValueError(f"threshold must be a log-probability, at most 0, got {self.threshold}")
         if self.layers is not None:
