@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from stree.drafters import Drafter, FusedDrafter, HasModel, ModelDrafter, SuffixDrafter
+from stree.drafters import Drafter, FusedDrafter, HasModel, ModelDrafter, SuffixDrafter, check_vocabulary
 from stree.growth import Growth
 from stree.kernels.topology import most_nodes
+from stree.models.checks import check_counts
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 from stree.session import Streamer
@@ -60,11 +61,8 @@ def slots_for(
         ValueError: no prompts, no room for one, or an iterator without a bound.
         TypeError: prompts that are none, or a bound that is no integer.
     """
-    for name, size in (("max_batch", max_batch), ("max_length", max_length)):
-        if size is not None and not hasattr(size, "__index__"):
-            raise TypeError(f"{name} must be an integer, got {type(size).__name__}")
-        if size is not None and size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
+    bounds = {"max_batch": max_batch, "max_length": max_length}
+    check_counts(**{name: size for name, size in bounds.items() if size is not None})
     if isinstance(prompts, (str, Tensor)):
         raise ValueError(f"generate needs at least one prompt, a list of token lists, got {type(prompts).__name__}")
     bound = min((length for length in (max_length, lm.max_length) if length is not None), default=None)
@@ -127,22 +125,29 @@ def token_ids(name: str, tokens: Iterable[int]) -> list[int]:
 
 def check_arguments(
     lm: TreeLM, drafter: Drafter, growth: Growth | None, budget: int | str, verifier: str, sampling: Sampling,
-    max_new_tokens: int, seed: int,
+    max_new_tokens: int, seed: int, streamer: Streamer | None, cancelled: Callable[[int], bool] | None,
 ) -> None:  # fmt: skip
     """Refuse bad arguments before anything runs; they are those of ``generate``.
 
     Raises:
         TypeError: an object or a number of another kind.
-        ValueError: a number out of its range, another name, or models on two devices.
+        ValueError: a number out of its range, another name, models of two vocabularies or on two devices, or a model
+            that was moved since it was grafted.
+        RuntimeError: a model in training mode.
         NotImplementedError: a larger tree than kernels take.
     """
-    for name, value, needed, example in (
+    needed = [
         ("lm", lm, "new_state", "stree.TreeLM(model)"),
         ("drafter", drafter, "start", "stree.drafters.SuffixDrafter()"),
-        ("growth", growth, "bind", "stree.growth.Chain(4)"),
         ("sampling", sampling, "law", "stree.Sampling(temperature=0.8)"),
-    ):
-        if value is not None and (isinstance(value, type) or not hasattr(value, needed)):
+    ]
+    optional = [
+        ("growth", growth, "bind", "stree.growth.Chain(4)"),
+        ("streamer", streamer, "put", "transformers.TextStreamer(tokenizer)"),
+        ("cancelled", cancelled, "__call__", "a function of a prompt's place"),
+    ]
+    for name, value, method, example in (*needed, *(row for row in optional if row[1] is not None)):
+        if isinstance(value, type) or not hasattr(value, method):
             raise TypeError(f"{name} must be an object such as {example}, got {value!r:.80}")
     if isinstance(budget, str) and budget != "auto":
         raise ValueError(f"budget must be a number of nodes or 'auto', got {budget!r}")
@@ -159,8 +164,12 @@ def check_arguments(
     if isinstance(budget, int):
         check_nodes(lm, drafter, budget)
     for model in models:
+        check_vocabulary(model, lm.vocab_size)
         if model.device != lm.device:
             raise ValueError(f"drafter and target must be on one device, got {model.device} and {lm.device}")
+    for model in (lm, *models):
+        if isinstance(model, TreeLM):  # anything with its methods may stand in for one
+            model.check_ready()
 
 
 def check_block(drafter: Drafter, growth: Growth | None, budget: int) -> None:

@@ -148,7 +148,7 @@ def run(
 
     ``steered`` gives what decides on sizes instead of the controller.
     """
-    check_arguments(lm, drafter, growth, budget, verifier, sampling, max_new_tokens, seed)
+    check_arguments(lm, drafter, growth, budget, verifier, sampling, max_new_tokens, seed, streamer, cancelled)
     stops = token_ids("stop_token_ids", () if stop_token_ids is None else stop_token_ids)
     is_lossy = isinstance(growth, TargetInit)
     if is_lossy:

@@ -50,6 +50,8 @@ class EachNode:
     looks_at_text = True
 
     def __init__(self, processor: LogitsProcessor) -> None:
+        if isinstance(processor, type) or not callable(processor):
+            raise TypeError(f"logits_processor must be a function of text and logits, got {processor!r:.80}")
         self._processor = processor
 
     def __call__(self, nodes: Sequence[Node], logits: Tensor) -> Tensor:

@@ -420,7 +420,7 @@ def test_bad_parts_are_refused() -> None:
     with pytest.raises(TypeError, match="FusedDrafter needs drafters whose trees can be extended, got NoDrafter"):
         FusedDrafter(NoDrafter(), SuffixDrafter()).start(3, [[0]], rng)
     with pytest.raises(TypeError, match="needs a drafter that runs no model, got ModelDrafter and ModelDrafter"):
-        FusedDrafter(part, part).start(3, [[0]], rng)
+        FusedDrafter(part, part)
     without_values = Retrieval([0, 1], [-1, 0])
     propose = without_values.propose
     without_values.propose = lambda *arguments: replace(propose(*arguments), values=None)  # type: ignore[method-assign]

@@ -390,10 +390,32 @@ def test_ctrl_c_reports_what_was_generated_and_leaves_the_model_usable() -> None
     assert stree.generate(lm(), PROMPTS, *way("self-chain"), max_new_tokens=NEW_TOKENS).sequences == greedy_texts()
 
 
-def test_a_drafter_that_fails_to_start_raises_its_own_error() -> None:
-    small = ModelDrafter(grafted(tiny_model("mamba2", vocab_size=64)))
-    with pytest.raises(ValueError, match="the drafter has 64 tokens, the target 97"):
-        stree.generate(lm(), PROMPTS, small)
+def test_a_drafter_that_fails_to_start_raises_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError("no store today")
+
+    monkeypatch.setattr(SuffixDrafter, "start", fails)
+    with pytest.raises(ValueError, match="^no store today$"):
+        stree.generate(lm(), PROMPTS)
+
+
+@cache
+def small_lm() -> TreeLM:
+    return grafted(tiny_model("mamba2", vocab_size=64))
+
+
+@cache
+def training_lm() -> TreeLM:
+    lm = grafted(target_model())
+    lm.model.train()
+    return lm
+
+
+@cache
+def moved_lm() -> TreeLM:
+    lm = grafted(target_model())
+    lm.model.double()
+    return lm
 
 
 @pytest.mark.parametrize(
@@ -438,6 +460,14 @@ def test_a_drafter_that_fails_to_start_raises_its_own_error() -> None:
             ValueError,
             r"a tree of 13 nodes \(root included\) exceeds the budget of 12",
         ),
+        ({"cancelled": 3}, TypeError, "cancelled must be an object such as a function of .*, got 3"),
+        ({"streamer": 3}, TypeError, "streamer must be an object such as .*, got 3"),
+        ({"logits_processor": 3}, TypeError, "logits_processor must be a function of text and logits, got 3"),
+        ({"lm": None}, TypeError, "lm must be an object such as .*, got None"),
+        ({"drafter": ModelDrafter(small_lm())}, ValueError, "the drafter has 64 tokens, the target 97"),
+        ({"drafter": ModelDrafter(training_lm())}, RuntimeError, "the model is in training mode"),
+        ({"lm": training_lm()}, RuntimeError, "the model is in training mode"),
+        ({"lm": moved_lm()}, ValueError, "the model was moved since it was grafted"),
         ({"growth": Chain(4), "budget": 4}, ValueError, r"a tree of 5 nodes \(root included\) exceeds the budget of 4"),
     ],
     ids=[
@@ -468,18 +498,31 @@ def test_a_drafter_that_fails_to_start_raises_its_own_error() -> None:
         "verifier",
         "streamer",
         "stree",
+        "cancelled",
+        "stream-of-none",
+        "processor",
+        "no-model",
+        "vocabulary",
+        "training-drafter",
+        "training-target",
+        "moved",
         "chain",
     ],
 )
 def test_a_bad_argument_is_refused_before_anything_runs(
-    arguments: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+    arguments: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def untouched(*_: Any) -> None:
         raise AssertionError("the model ran")
 
     monkeypatch.setattr(TreeLM, "new_state", untouched)
     with pytest.raises(error, match=message):
-        stree.generate(lm(), **{"prompts": PROMPTS[:1], "drafter": ModelDrafter(draft_lm("mamba2")), **arguments})
+        stree.generate(**{"lm": lm(), "prompts": PROMPTS[:1], "drafter": ModelDrafter(draft_lm("mamba2")), **arguments})
+    assert not caplog.records
 
 
 def test_a_model_that_is_not_grafted_is_refused() -> None:

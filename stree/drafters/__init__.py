@@ -5,7 +5,7 @@ token and observes what became of it.
 """
 
 from stree.drafters.fused import FusedDrafter
-from stree.drafters.model import ModelDrafter
+from stree.drafters.model import ModelDrafter, check_vocabulary
 from stree.drafters.none import NoDrafter
 from stree.drafters.protocol import (
     Bounded,
@@ -22,5 +22,5 @@ from stree.drafters.suffix import SuffixDrafter
 
 __all__ = [
     "Bounded", "Capturable", "Draft", "DraftRun", "Drafter", "FusedDrafter", "HasModel", "ModelDrafter", "NoDrafter",
-    "Restartable", "Slotted", "SuffixDrafter", "padded_prompts",
+    "Restartable", "Slotted", "SuffixDrafter", "check_vocabulary", "padded_prompts",
 ]  # fmt: skip

@@ -51,7 +51,7 @@ class FusedDrafter:
             law is at hand (RASD's pruning).
 
     Raises:
-        TypeError: a part that is no drafter.
+        TypeError: a part that is no drafter, or two that run models.
         ValueError: a threshold outside [0, 1].
     """
 
@@ -62,6 +62,9 @@ class FusedDrafter:
         for part in (first, second):
             if not hasattr(part, "start"):
                 raise TypeError(f"FusedDrafter needs drafters, such as ModelDrafter(lm), got {type(part).__name__}")
+        if isinstance(first, HasModel) and isinstance(second, HasModel):
+            names = f"{type(first).__name__} and {type(second).__name__}"
+            raise TypeError(f"FusedDrafter needs a drafter that runs no model, got {names}")
         self.first, self.second, self.least_value, self.least_share = first, second, least_value, least_share
 
     @property
@@ -87,16 +90,11 @@ class FusedDrafter:
         """Begin a run of both.
 
         Raises:
-            TypeError: a part whose tree cannot be extended, or two that run models.
+            TypeError: a part whose tree cannot be extended.
         """
         drafting, retrieving = self.first, self.second
         hiding: list[_HidingLM] = []
         if isinstance(self.second, HasModel):
-            if isinstance(self.first, HasModel):
-                raise TypeError(
-                    "FusedDrafter needs a drafter that runs no model, "
-                    f"got {type(self.first).__name__} and {type(self.second).__name__}"
-                )
             drafting, retrieving = self.second.with_model(lambda lm: _hidden(lm, hiding)), self.first
         runs = [part.start(vocab_size, prompts, rng) for part in (drafting, retrieving)]
         for part, run in zip((drafting, retrieving), runs, strict=True):

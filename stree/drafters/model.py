@@ -21,7 +21,7 @@ from stree.sampling import MAX_RANKS, Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftLaws
 
-__all__ = ["ModelDrafter"]
+__all__ = ["ModelDrafter", "check_vocabulary"]
 
 MOST_CAUGHT_UP = 32  # tokens of a chain by which a model catches up
 
@@ -57,12 +57,21 @@ class ModelDrafter:
 
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _ModelRun:
         """Prefill the draft model with the prompts."""
-        if vocab_size != self.lm.vocab_size:
-            raise ValueError(
-                f"drafter and target must share one vocabulary: the drafter has {self.lm.vocab_size} tokens, "
-                f"the target {vocab_size}"
-            )
+        check_vocabulary(self.lm, vocab_size)
         return _ModelRun(self.lm, prompts, rng)
+
+
+def check_vocabulary(lm: TreeLM, vocab_size: int) -> None:
+    """Refuse a draft model of another vocabulary than the target's.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if lm.vocab_size != vocab_size:
+        raise ValueError(
+            f"drafter and target must share one vocabulary: the drafter has {lm.vocab_size} tokens, "
+            f"the target {vocab_size}"
+        )
 
 
 class _ModelRun:
