@@ -87,5 +87,9 @@ def _lines(file: Path, text: str) -> Iterator[str]:
         found = record.get("text", record.get("prompt")) if isinstance(record, dict) else None
         if not isinstance(found, str):
             raise ValueError(f"line {number} of {file} must have a text or prompt that is a string")
+        try:
+            found.encode()  # half of a pair of surrogates can be written in JSON
+        except UnicodeEncodeError as error:
+            raise ValueError(f"line {number} of {file} is no UTF-8 text: {error}") from error
         if found:
             yield found

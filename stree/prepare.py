@@ -63,8 +63,9 @@ def _build(arguments: argparse.Namespace) -> int:
     texts = _texts(arguments.files)
     tokenizer = load_tokenizer(arguments.tokenizer or locate(arguments.target, "target"))
     shown = track(texts, "tokenizing", console=Console(stderr=True), transient=True)
+    vocab_size = max(tokenizer.get_vocab().values()) + 1  # more than it has tokens where some numbers are nobody's
     store = Datastore.build(
-        (tokenizer(text, verbose=False)["input_ids"] for text in shown), len(tokenizer),
+        (tokenizer(text, verbose=False)["input_ids"] for text in shown), vocab_size,
         tokenizer=tokenizer_fingerprint(tokenizer), max_tokens=arguments.max_tokens,
     )  # fmt: skip
     store.save(out)

@@ -10,7 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import GenerationConfig, PreTrainedConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from stree.cli import main
 from stree.inputs import ASSETS, documents
@@ -44,6 +45,7 @@ def test_texts_come_from_files_folders_and_json_lines(tmp_path: Path) -> None:
             "line 2 of .*a.jsonl must have a text or prompt that is a string",
         ),
         ("b.jsonl", b"{", "line 1 of .*b.jsonl is not JSON"),
+        ("d.jsonl", b'{"text": "\\ud800"}', "line 1 of .*d.jsonl is no UTF-8 text"),
         ("c.txt", b"\xff\xfe", "c.txt is no UTF-8 text"),
     ],
 )
@@ -66,6 +68,17 @@ def test_a_datastore_is_built_and_drafted_from(tmp_path: Path, capsys: pytest.Ca
     helped = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert helped["token_ids"] == alone["token_ids"]
     assert helped["steps"] < alone["steps"], "what the store holds is drafted"
+
+
+def test_numbers_of_tokens_may_have_gaps(tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 7, "b": 30}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "words")
+    (tmp_path / "seen.txt").write_text("a b b", encoding="utf-8")
+    out = tmp_path / "store"
+    command = ["datastore", "build", str(tmp_path / "seen.txt"), "--tokenizer", str(tmp_path / "words")]
+    assert main([*command, "--out", str(out)]) == 0
+    assert Datastore.load(out).tree([7, 30], 1, min_match=2).tokens == [30]
 
 
 def test_a_datastore_of_another_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

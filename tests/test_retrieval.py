@@ -187,6 +187,12 @@ def test_damaged_tokens_are_never_drafted() -> None:
     assert all(token < 4 for token in damaged.tree(text, 8).tokens)
 
 
+def test_a_saved_store_may_be_read_by_whoever_may_read_a_new_file(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    Datastore.build([[1, 2]], 3).save(tmp_path / "store")
+    assert (tmp_path / "store").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
 def test_several_may_write_one_store_at_once(tmp_path: Path) -> None:
     stores = [Datastore.build([[number] * (4000 + number)], 9) for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
