@@ -1,14 +1,37 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and folders that one process writes into."""
 
 from __future__ import annotations
 
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["replacing"]
+__all__ = ["alone_in", "replacing"]
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make a folder, and keep others who ask for it out until the block ends, or the process, however it does.
+
+    Raises:
+        ValueError: another one is in there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as held:
+        with suppress(ImportError, OSError):  # a system or file system without such locks
+            import fcntl
+
+            number = os.open(folder, os.O_RDONLY)
+            held.callback(os.close, number)
+            try:
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(
+                    f"another run writes into {folder}; wait for its end, or choose another --out"
+                ) from error
+        yield
 
 
 @contextmanager

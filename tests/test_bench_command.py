@@ -18,6 +18,7 @@ from stree.bench.pair import Pair
 from stree.bench.records import Record
 from stree.cli import main
 from stree.cost import CostTable
+from stree.files import alone_in
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,8 @@ def test_another_configuration_needs_force(folder: Path, tmp_path: Path, capsys:
         (["--suite", "mine=FOLDER/empty.jsonl"], "suite 'mine': empty.jsonl holds no prompts"),
         (["--suite", "mine=FOLDER/bad.jsonl"], "suite 'mine': line 2 of bad.jsonl: a record needs one of the fields"),
         (["--methods", "plain,chian:4"], "method 'chian:4' is unknown: did you mean chain"),
+        (["--methods", "plain,dyspec:0"], "method 'dyspec:0' cannot run: budget must be at least 1, got 0"),
+        (["--methods", "plain,stree:5"], "method 'stree:5' cannot run: a tree of 13 nodes (root included) exceeds"),
         (["--temperature", "hot"], "--temperature must be a number or several, as 0,0.8, got 'hot'"),
         (["--temperature", "-1"], "temperatures must be in [0, 100), got [-1.0]"),
         (["--max-new-tokens", "1"], "max_new_tokens must be at least 2, got 1"),
@@ -100,7 +103,17 @@ def test_bad_input_is_named_and_ends_with_status_two(
 ) -> None:
     assert bench(folder, tmp_path / "run", *(option.replace("FOLDER", str(folder)) for option in options)) == 2
     assert message in capsys.readouterr().err
-    assert not list((tmp_path).glob("run/results.jsonl"))
+    assert not list(tmp_path.glob("run/*"))
+
+
+def test_two_runs_into_one_directory_at_once_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with alone_in(tmp_path / "run"):
+        assert bench(folder, tmp_path / "run", "--nodes", "") == 2
+        assert f"another run writes into {tmp_path / 'run'}; wait for its end" in capsys.readouterr().err
+        assert not list(tmp_path.glob("run/*"))
+    assert bench(folder, tmp_path / "run", "--nodes", "") == 0
 
 
 def test_ctrl_c_says_how_to_go_on_and_ends_with_status_130(

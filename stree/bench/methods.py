@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from stree.growth import Chain, Growth, TargetInit, parse_growth
+from stree.models.checks import check_counts
 from stree.verify import VERIFIERS
 
 __all__ = ["DEFAULT", "Method", "parse_methods"]
@@ -43,6 +44,9 @@ class Method:
         verifier: one of ``stree.verify.VERIFIERS``.
         engine: "tree", or the baseline that verifies in its place: "unrolled", "snapshot".
         depths: of a chain whose depth is still to be chosen; empty for all others.
+
+    Raises:
+        ValueError: a budget that holds no tree of the growth.
     """
 
     name: str
@@ -52,6 +56,16 @@ class Method:
     verifier: str = "auto"
     engine: str = "tree"
     depths: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.budget, str):
+            return
+        try:
+            check_counts(budget=self.budget)
+            if self.growth is not None:
+                self.growth.plan(self.budget)
+        except ValueError as error:
+            raise ValueError(f"method {self.name!r} cannot run: {error}") from error
 
     @property
     def kind(self) -> str:

@@ -24,6 +24,7 @@ from stree.bench.report import load_runs, write_report
 from stree.bench.runner import Runner
 from stree.bench.steps import measure_steps
 from stree.cost import CostTable, default_path
+from stree.files import alone_in
 from stree.growth import parse_growth
 
 __all__ = ["start_cost", "start_profile", "start_run"]
@@ -40,13 +41,14 @@ def start_run(arguments: argparse.Namespace) -> int:
     methods = parse_methods(arguments.methods or DEFAULT, arguments.verifier)
     suites = read_suites(parse_suites(arguments.suite), arguments.limit or None, settings)
     pair = _load(arguments)
+    prompt = pair.encode(suites[0].prompts[0].turns[:1], chat=settings.chat)  # refuses a template that is not there
     env = session(pair.target.device, command_line())
     config = _config(pair, methods, suites, settings, env)
-    directory = RunDirectory(arguments.out, config, env, force=arguments.force)
     base = {"bench": "run", "dtype": pair.dtype, "env": brief(env)}
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+    with alone_in(arguments.out), Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+        directory = RunDirectory(arguments.out, config, env, force=arguments.force)
         task = bar.add_task("measuring")
 
         def say(line: str) -> None:
@@ -60,7 +62,6 @@ def start_run(arguments: argparse.Namespace) -> int:
             runner.run()
             if nodes and not directory.find("step_latency"):
                 bar.update(task, description="step costs")
-                prompt = pair.encode(suites[0].prompts[0].turns[:1], chat=settings.chat)
                 directory.add(measure_steps(pair, prompt, nodes, arguments.rounds, base))
         except (KeyboardInterrupt, OSError):
             say(f"stopped; what is finished is kept in {directory.path}, and the same command goes on from there")
