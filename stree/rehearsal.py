@@ -32,7 +32,7 @@ from stree.steering import AutoSize, Sizes
 from stree.tree import TokenTree
 from stree.verify import Acceptance
 
-__all__ = ["StepTimes", "step_times"]
+__all__ = ["StepTimes", "num_measured", "step_times"]
 
 ROUNDS = 10  # of each size the first time warms the machine, of the others the median counts
 LONGEST_S = 2.0  # of timed rounds, after which no other begins
@@ -128,6 +128,11 @@ def step_times(
             logger.warning("what steps take could not be measured, sizes are guessed: %s: %s", name, problem)
             return GUESS
     return known[key]
+
+
+def num_measured(lm: TreeLM) -> int:
+    """Count the kinds of steps that were measured for a target."""
+    return len(_known.get(lm, {}))
 
 
 def _cut(opening: Sequence[int], share: float, max_length: int | None) -> list[int]:

@@ -147,6 +147,18 @@ def test_where_nothing_is_captured_a_method_runs_once(monkeypatch: pytest.Monkey
         assert len(generations) == number
 
 
+def test_what_measures_sizes_is_no_part_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    generations = seen(monkeypatch)
+    (auto,) = parse_methods("auto")
+    pair = tiny_pair("bamba")
+    for again in (False, True):
+        for case in (replace(SAMPLED, prompts=(PROMPT,)), SAMPLED):
+            generations.clear()
+            run = execute(pair, auto, case)
+            assert run.counts.reached[0] <= run.stats["steps"] * len(case.prompts), "its own steps only"
+            assert len(generations) == (1 if again else 2)
+
+
 def test_what_is_drafted_behind_target_initialised_candidates_is_counted() -> None:
     (method,) = parse_methods("lossy-target-init:2,2")
     run = execute(tiny_pair(), method, Case((PROMPT,), 12, 0.8))

@@ -79,7 +79,7 @@ ALLOWED: dict[str, set[str]] = {
     "stree.cost": {"stree.files"},
     "stree.bench": ENGINE
     | {"stree.generation", "stree.cost", "stree.bench", "stree.engine", "stree.files", "stree.inputs"}
-    | {"stree.statistics", "stree.steering"},
+    | {"stree.rehearsal", "stree.statistics", "stree.steering"},
     "stree.info": {"stree.engine", "stree.graphs", "stree.models", "stree.room"},
     "stree.warming": ENGINE | {"stree.engine", "stree.generation", "stree.graphs", "stree.steering"},
     "stree.hook": ENGINE | {"stree.generation", "stree.hook_steps", "stree.session"},
