@@ -152,6 +152,27 @@ def test_windows_beyond_the_target_s_positions_are_refused(tokenizer: Any, texts
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["run.json", "text.pt", "generated.npz"])
+def test_what_a_run_left_damaged_is_named_when_it_goes_on(
+    name: str,
+    target: stree.TreeLM,
+    tokenizer: Any,
+    texts: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "distill_loss", broken)
+        with pytest.raises(KeyboardInterrupt):
+            distill_drafter(target, tokenizer, texts, tmp_path / "out", SETTINGS, name="tiny")
+    (tmp_path / "out" / "checkpoints" / name).write_bytes(b"")
+    with pytest.raises(ValueError, match=f"{name} cannot be read: .*; begin anew by force"):
+        distill_drafter(target, tokenizer, texts, tmp_path / "out", SETTINGS, name="tiny", resume=True)
+
+
 def test_folders_are_only_touched_when_told(made: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="made holds a finished drafter; choose another folder, or begin anew"):
         RunFolder(made[0])

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from stree.distill.folder import reading
 from stree.distill.text import Text, pack
 from stree.drafters import NoDrafter
 from stree.files import replacing
@@ -145,5 +146,5 @@ def _write(path: Path, parts: list[np.ndarray], number: int, spent: float) -> No
 
 def _read(path: Path) -> tuple[list[np.ndarray], int, float]:
     """Read what was finished: tokens, batches and seconds."""
-    with np.load(path, allow_pickle=False) as saved:
+    with reading(path), np.load(path, allow_pickle=False) as saved:
         return [saved["tokens"]], int(saved["number"]), float(saved["spent"])

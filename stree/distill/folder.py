@@ -9,14 +9,29 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from stree.files import replacing
 
-__all__ = ["METRICS", "RunFolder"]
+__all__ = ["METRICS", "RunFolder", "reading"]
 
 METRICS = "distill.json"
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Name a file of an unfinished run that the block cannot read, as after a power cut.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    try:
+        yield
+    except Exception as error:  # torch, numpy, zipfile and json each raise their own
+        raise ValueError(f"{path} cannot be read: {error!r:.200}; begin anew by force") from error
 
 
 class RunFolder:
@@ -63,10 +78,8 @@ class RunFolder:
         """
         if not self.resume:
             return
-        try:
-            known = json.loads(self._about.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{self._about} cannot be read: {error}; begin anew by force") from error
+        with reading(self._about):
+            known = dict(json.loads(self._about.read_text(encoding="utf-8")))
         for key, value in json.loads(json.dumps(config)).items():
             if known.get(key) != value:
                 raise ValueError(f"{self.path} holds a run with {key} {known.get(key)!r}, got {value!r}")

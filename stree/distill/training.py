@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from stree.distill.folder import reading
 from stree.distill.network import Compile, hidden_states
 from stree.distill.settings import Settings
 from stree.distill.text import Batches
@@ -200,7 +201,8 @@ def train(
 
 def _load(path: Path, model: PreTrainedModel, optimizers: list[torch.optim.Optimizer], batches: Batches) -> dict:
     """Put a checkpoint back, but for the peak rates, which may be others now; return what was done."""
-    saved = torch.load(path, map_location=model.device, weights_only=True)
+    with reading(path):
+        saved = torch.load(path, map_location=model.device, weights_only=True)
     model.load_state_dict(saved["model"])
     for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
         peaks = [group["peak_lr"] for group in optimizer.param_groups]
