@@ -171,6 +171,14 @@ def test_cost_measures_a_table_that_can_be_read(
     assert "--nodes must have at least one value" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["cost", "profile"])
+def test_a_folder_in_place_of_a_file_is_refused_before_anything_is_measured(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", command, "--target", "no/such/folder", "--out", str(tmp_path)]) == 2
+    assert f"--out must be a file, got the folder {tmp_path}" in capsys.readouterr().err
+
+
 def test_kernel_benches_run_and_their_records_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -205,6 +205,15 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path, files: dict[str, s
         load_runs([tmp_path])
 
 
+@pytest.mark.parametrize("change", [{"p50": 0.0}, {"steps": None}, {"params": {}}], ids=["speed", "steps", "params"])
+def test_a_damaged_record_is_refused(change: dict[str, Any], records: list[dict[str, Any]], tmp_path: Path) -> None:
+    timed: dict[str, Any] = next(record for record in records if record["metric"] == "tokens_per_s")
+    (tmp_path / "run.json").write_text('{"config": {}, "sessions": []}', encoding="utf-8")
+    (tmp_path / "results.jsonl").write_text(json.dumps(timed | change) + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=f"{tmp_path} holds a record that this version cannot read"):
+        load_runs([tmp_path])
+
+
 def test_batches_weigh_as_much_as_their_prompts_and_turns_of_one_count_as_one() -> None:
     def block(batch: int, turn: int, prompts: int, tokens_per_s: float) -> dict[str, Any]:
         return {"params": {"batch": batch, "turn": turn, "prompts": [*range(prompts)]}, "p50": tokens_per_s}

@@ -37,7 +37,10 @@ def load_runs(paths: Sequence[Path]) -> list[LoadedRun]:
         records = read(path / "results.jsonl")
         if not records:
             raise ValueError(f"{path} holds no results yet")
-        rows = summarise(records)
+        try:
+            rows = summarise(records)
+        except (LookupError, TypeError, ArithmeticError) as error:
+            raise ValueError(f"{path} holds a record that this version cannot read: {error!r}") from error
         name = path.resolve().name
         runs.append(LoadedRun(name, config, envs, records, rows, sections(name, rows)))
     names = [run.name for run in runs]

@@ -80,6 +80,7 @@ def start_cost(arguments: argparse.Namespace) -> int:
     rounds = arguments.rounds
     if arguments.smoke:
         grid, rounds = {name: sizes[:2] for name, sizes in grid.items()}, 2
+    _check_file(arguments.out)
     empty = next((name for name, sizes in grid.items() if not sizes), None)
     if empty or rounds < 1:
         raise ValueError(f"--{empty or 'rounds'} must have at least one value")
@@ -103,6 +104,7 @@ def start_profile(arguments: argparse.Namespace) -> int:
     for name, least in (("budget", 1), ("batch", 1), ("context", 1), ("max_new_tokens", 2)):
         if getattr(arguments, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(arguments, name)}")
+    _check_file(arguments.out)
     growth = None if arguments.growth is None else parse_growth(arguments.growth)
     pair = _load(arguments)
     shape = Shape(
@@ -117,6 +119,12 @@ def start_profile(arguments: argparse.Namespace) -> int:
     if arguments.json:
         console.print(json.dumps(record), markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def _check_file(path: Path | None) -> None:
+    """Refuse a folder where a file shall be written, before anything is measured."""
+    if path is not None and path.is_dir():
+        raise ValueError(f"--out must be a file, got the folder {path}")
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
