@@ -143,10 +143,13 @@ class TreeLM:
 
         Raises:
             RuntimeError: the model is in training mode.
-            ValueError: it was moved since it was grafted.
+            TypeError: its chunk_size is no integer.
+            ValueError: that is below 1, or the model was moved since it was grafted.
         """
         if self.model.training:
             raise RuntimeError("the model is in training mode, in which its laws are random; call its eval() first")
+        if self.chunk_size is not None:
+            check_counts(chunk_size=self.chunk_size)
         check_places(self.model, self._places)
 
     def new_state(

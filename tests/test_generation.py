@@ -412,6 +412,13 @@ def training_lm() -> TreeLM:
 
 
 @cache
+def chunkless_lm() -> TreeLM:
+    lm = grafted(target_model())
+    lm.chunk_size = 0
+    return lm
+
+
+@cache
 def moved_lm() -> TreeLM:
     lm = grafted(target_model())
     lm.model.double()
@@ -467,6 +474,7 @@ def moved_lm() -> TreeLM:
         ({"drafter": ModelDrafter(small_lm())}, ValueError, "the drafter has 64 tokens, the target 97"),
         ({"drafter": ModelDrafter(training_lm())}, RuntimeError, "the model is in training mode"),
         ({"lm": training_lm()}, RuntimeError, "the model is in training mode"),
+        ({"lm": chunkless_lm()}, ValueError, "chunk_size must be at least 1, got 0"),
         ({"lm": moved_lm()}, ValueError, "the model was moved since it was grafted"),
         ({"growth": Chain(4), "budget": 4}, ValueError, r"a tree of 5 nodes \(root included\) exceeds the budget of 4"),
     ],
@@ -505,6 +513,7 @@ def moved_lm() -> TreeLM:
         "vocabulary",
         "training-drafter",
         "training-target",
+        "chunks",
         "moved",
         "chain",
     ],
