@@ -151,17 +151,13 @@ def check_arguments(
             raise TypeError(f"{name} must be an object such as {example}, got {value!r:.80}")
     if isinstance(budget, str) and budget != "auto":
         raise ValueError(f"budget must be a number of nodes or 'auto', got {budget!r}")
-    for name, number in (("budget", 1 if isinstance(budget, str) else budget), ("max_new_tokens", max_new_tokens)):
-        if not isinstance(number, int):
-            raise TypeError(f"{name} must be an integer, got {type(number).__name__}")
-        if number < 1:
-            raise ValueError(f"{name} must be at least 1, got {number}")
+    check_counts(budget=1 if isinstance(budget, str) else budget, max_new_tokens=max_new_tokens)
     if not hasattr(seed, "__index__"):
         raise TypeError(f"seed must be an integer, got {type(seed).__name__}")
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
     models = drafter.models if isinstance(drafter, HasModel) else ()
-    if isinstance(budget, int):
+    if not isinstance(budget, str):
         check_nodes(lm, drafter, budget)
     for model in models:
         check_vocabulary(model, lm.vocab_size)

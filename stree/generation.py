@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
+from operator import index
 
 import torch
 
@@ -149,6 +150,7 @@ def run(
     ``steered`` gives what decides on sizes instead of the controller.
     """
     check_arguments(lm, drafter, growth, budget, verifier, sampling, max_new_tokens, seed, streamer, cancelled)
+    max_new_tokens, budget = index(max_new_tokens), budget if isinstance(budget, str) else index(budget)
     stops = token_ids("stop_token_ids", () if stop_token_ids is None else stop_token_ids)
     is_lossy = isinstance(growth, TargetInit)
     if is_lossy:

@@ -539,6 +539,14 @@ def test_a_model_that_is_not_grafted_is_refused() -> None:
         stree.generate(tiny_model("mamba2"), PROMPTS)
 
 
+def test_sizes_may_be_integers_of_numpy() -> None:
+    prompts = [[1, 2, 3, 1, 2]]
+    plain = stree.generate(lm(), prompts, budget=8, max_new_tokens=6)
+    sizes: Any = {"budget": np.int64(8), "max_new_tokens": np.int32(6), "max_batch": np.int64(1)}
+    out = stree.generate(lm(), prompts, **sizes)
+    assert out.sequences == plain.sequences and json.loads(json.dumps(out.stats))["budget"] == 8
+
+
 @pytest.mark.parametrize("make", [torch.tensor, np.array, lambda tokens: [torch.tensor(token) for token in tokens]])
 def test_prompts_and_stop_tokens_may_be_tensors_and_arrays(make: Callable[[list[int]], Any]) -> None:
     stop = greedy_texts()[0][len(PROMPTS[0]) + 5]
