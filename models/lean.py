@@ -86,7 +86,7 @@ def with_lean_rotary(forward: Callable[..., Any]) -> Callable[..., Any]:
         return own(q, k, cos, sin, *args, **kwargs)
 
     lean = types.FunctionType(
-        forward.__code__, forward.__globals__ | {ROTARY: rotary}, forward.__name__, forward.__defaults__,
+        forward.__code__.replace(), forward.__globals__ | {ROTARY: rotary}, forward.__name__, forward.__defaults__,
         forward.__closure__,
     )  # fmt: skip
     lean.__kwdefaults__ = forward.__kwdefaults__

@@ -446,7 +446,22 @@ def test_rotations_that_do_something_else_keep_their_own_function() -> None:
     assert laws.keeps_rotary_dtype(in_pairs) is None
     assert lean.with_lean_rotary(NemotronHAttention.forward) is NemotronHAttention.forward
     own = LlamaAttention.forward
-    assert lean.with_lean_rotary(own) is not own and lean.with_lean_rotary(own).__code__ is own.__code__
+    assert lean.with_lean_rotary(own) is not own and lean.with_lean_rotary(own).__code__ == own.__code__
+
+
+def test_a_lean_forward_and_the_one_that_it_was_made_of_can_both_be_compiled() -> None:
+    names: dict[str, Any] = {"apply_rotary_pos_emb": LlamaAttention.forward.__globals__["apply_rotary_pos_emb"]}
+    exec("def forward(q, k, cos, sin):\n    return apply_rotary_pos_emb(q, k, cos, sin)", names)
+    forwards = names["forward"], lean.with_lean_rotary(names["forward"])
+    q, angles, found = torch.randn(1, 2, 3, 8), torch.randn(1, 3, 8), []
+
+    def both() -> None:
+        for forward in forwards:
+            torch._dynamo.graph_break()
+            found.append(forward(q, q, angles, angles)[0])
+
+    torch.compile(both, backend="eager")()
+    assert found[0].equal(found[1]) and found[0].equal(forwards[0](q, q, angles, angles)[0])
 
 
 @pytest.mark.parametrize(("attention", "keeps"), [(LlamaAttention, False), (OlmoHybridAttention, True)])
