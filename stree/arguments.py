@@ -63,6 +63,7 @@ def slots_for(
     """
     bounds = {"max_batch": max_batch, "max_length": max_length}
     check_counts(**{name: size for name, size in bounds.items() if size is not None})
+    max_batch, max_length = (None if size is None else operator.index(size) for size in (max_batch, max_length))
     if isinstance(prompts, (str, Tensor)):
         raise ValueError(f"generate needs at least one prompt, a list of token lists, got {type(prompts).__name__}")
     bound = min((length for length in (max_length, lm.max_length) if length is not None), default=None)

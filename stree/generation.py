@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import index
@@ -178,9 +179,9 @@ def run(
     if is_lossy and isinstance(drafter, ModelDrafter):
         drafter, verifier = InitialisedDrafter(drafter), LONGEST
     session = Session(
-        lm, slots.prompts, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stops, seed=seed,
-        max_batch=slots.max_batch, max_length=slots.max_length, refills=slots.refills, streamer=streamer,
-        observer=observer, engine=engine, cancelled=cancelled,
+        lm, slots.prompts, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stops,
+        seed=operator.index(seed), max_batch=slots.max_batch, max_length=slots.max_length, refills=slots.refills,
+        streamer=streamer, observer=observer, engine=engine, cancelled=cancelled,
     )  # fmt: skip
     steering: Steering = FixedSize(shape, choices.max_nodes)
     key = None if engine is None else session.key(drafter, steering, verifier, slots.max_batch)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tape import Tape, TapeError, TapeRecorder
@@ -470,6 +471,17 @@ def test_weights_that_move_are_captured_anew(capture: Callable[[], stree.TreeLM]
     other = tiny_model("bamba", seed=7)
     lm.model.load_state_dict(other.state_dict(), assign=True)
     assert generate(lm, None, budget=8).sequences == generate(grafted(other), None, budget=8).sequences
+
+
+def test_numbers_may_be_of_numpy_or_torch(capture: Callable[[], stree.TreeLM]) -> None:
+    options: dict[str, Any] = {"sampling": Sampling(0.8), "budget": 4}
+    expected = generate(grafted(tiny_model("bamba")), None, 5, **options).sequences
+    makes: list[Any] = [np.int64, torch.tensor]
+    for is_captured in (False, True):
+        lm = capture() if is_captured else grafted(tiny_model("bamba"))
+        for make in makes:
+            made = generate(lm, None, make(5), max_batch=make(2), max_length=make(60), **options)
+            assert made.sequences == expected
 
 
 @pytest.mark.parametrize("option", ["is_lazy", "is_lean"])
