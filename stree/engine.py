@@ -7,7 +7,7 @@ as much room, the same laws, the same drafter.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from stree.program import Program
 __all__ = ["Engine", "engine_of", "layout_of", "rounded"]
 
 MOST_PROGRAMS = 4
+SETTINGS = (bool, int, float, str, dict, list, tuple, set)  # of a module, as a captured step finds them
 ROOM = 256  # least room for a text; powers of two above it, so that texts of about one length share a program
 
 
@@ -87,7 +88,25 @@ def engine_of(lm: TreeLM) -> Engine | None:
 
 def layout_of(lm: TreeLM) -> Hashable:
     """Name what a captured step of a model holds beside its state: how it runs, and the places of its weights."""
-    return lm.is_lazy, lm.is_lean, *map(_place, (*lm.model.parameters(), *lm.model.buffers()))
+    told = (setting for module in lm.model.modules() for setting in _settings(module))
+    return lm.is_lazy, lm.is_lean, *map(_place, (*lm.model.parameters(), *lm.model.buffers())), *told
+
+
+def _settings(module: Any) -> Iterator[Any]:
+    """List what decides on a module's way beside its weights: class, hooks, switches such as those of adapters."""
+    yield type(module)
+    for name, value in vars(module).items():
+        if isinstance(value, SETTINGS) and value:  # most are empty
+            yield name, _frozen(value)
+
+
+def _frozen(value: Any) -> Any:
+    """Copy numbers, names and collections of them; of hooks, which are functions, the numbers that they go by."""
+    if isinstance(value, dict):
+        return tuple((key, _frozen(part)) for key, part in value.items())
+    if isinstance(value, (list, tuple, set)):
+        return tuple(map(_frozen, value))
+    return value if isinstance(value, SETTINGS) else None
 
 
 def _place(tensor: Tensor) -> int:

@@ -565,3 +565,33 @@ def test_weights_that_are_made_of_others_are_known_by_themselves() -> None:
     assert layout_of(lm) == before
     lm.model.model.final_layernorm.weight = Made(lm.model.model.final_layernorm.weight.detach())
     assert layout_of(lm) == layout_of(lm) != before
+
+
+def test_what_a_layer_is_told_later_is_captured_anew(capture: Callable[[], stree.TreeLM]) -> None:
+    """Adapters are switched by attributes of their layers, as peft's are; a hook that is gone leaves no trace."""
+
+    class Switched(torch.nn.Module):
+        def __init__(self, base: Any) -> None:
+            super().__init__()
+            self.base, self.active = base, ["none"]
+
+        def forward(self, x: Tensor) -> Any:
+            return self.base(x) * (3 if "louder" in self.active else 1)
+
+    def negated(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        return -output
+
+    lm = capture()
+    layer = lm.model.model.layers[0]
+    layer.feed_forward = adapter = Switched(layer.feed_forward)
+    texts = []
+    for active, is_hooked in (("none", False), ("louder", False), ("none", True), ("none", False)):
+        adapter.active[0] = active
+        hook = layer.feed_forward.register_forward_hook(negated) if is_hooked else None
+        texts.append(generate(lm, None, budget=8))
+        eager = stree.TreeLM(copy.deepcopy(lm.model))
+        assert texts[-1].sequences == generate(eager, None, budget=8).sequences
+        if hook is not None:
+            hook.remove()
+    assert texts[0].sequences not in (texts[1].sequences, texts[2].sequences)
+    assert len(lm.kept["engine"].report()) == 3 and texts[3].stats["graphs"]["replays"] == texts[3].stats["steps"]
