@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import index
@@ -180,7 +179,7 @@ def run(
         drafter, verifier = InitialisedDrafter(drafter), LONGEST
     session = Session(
         lm, slots.prompts, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stops,
-        seed=operator.index(seed), max_batch=slots.max_batch, max_length=slots.max_length, refills=slots.refills,
+        seed=index(seed), max_batch=slots.max_batch, max_length=slots.max_length, refills=slots.refills,
         streamer=streamer, observer=observer, engine=engine, cancelled=cancelled,
     )  # fmt: skip
     steering: Steering = FixedSize(shape, choices.max_nodes)
