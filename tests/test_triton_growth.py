@@ -100,7 +100,7 @@ def test_a_number_at_an_edge_of_the_table_falls_below_it(edge: str) -> None:
 
 @pytest.mark.parametrize(("batch", "above", "ranks"), SIZES)
 def test_ratings_by_rank_are_those_of_torch(batch: int, above: int, ranks: int) -> None:
-    fit = RankEstimate(6, DEVICE)._fit
+    fit = RankEstimate(max(ranks, 6), DEVICE)._fit
     fits = [fit, RankFit(*(-getattr(fit, field.name) for field in fields(fit)))]  # under which younger ones are surer
     for seed, fit in enumerate(fits):
         children = Children.draw(batch, above, ranks, seed, has_favourites=False)

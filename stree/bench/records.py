@@ -65,6 +65,7 @@ def append(path: Path, records: Sequence[Record]) -> None:
 
 def write(path: Path, records: Sequence[Record]) -> None:
     """Replace a file by these records, in one move: an interruption leaves the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as beside:
         append(beside, records)
 
