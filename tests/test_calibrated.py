@@ -82,6 +82,7 @@ def test_drawn_trees_may_have_a_wider_root_and_others_not() -> None:
     assert [layer.ranks for layer in Calibrated().bind(PLAIN).plan(16).layers] == [12, 4, 4, 4]
     assert [layer.ranks for layer in Calibrated(2, ranks=3).bind(PLAIN).plan(16).layers] == [3, 3]
     assert [layer.ranks for layer in Calibrated(2, ranks=10**9).bind(PLAIN).plan(8).layers] == [7, 7]
+    assert [layer.ranks for layer in Calibrated(2).bind(PLAIN).plan(8).layers] == [7, 4]
     assert not Calibrated().bind(PLAIN).plan(1).layers
 
 
