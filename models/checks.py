@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from stree.models.forwards import is_patched
 from stree.tree import TokenTree
 
-__all__ = [
-    "check_counts", "check_mixer", "check_path", "check_places", "check_rotary", "describe", "is_integer", "places",
-]  # fmt: skip
+__all__ = ["check_mixer", "check_path", "check_places", "check_rotary", "describe", "is_integer", "places"]
 
 CONVOLUTION, UNIT = "conv_1d", "rg_lru"  # of a recurrent block, which calls them; trees take their weights
 GROWING = ("dynamic", "longrope")  # rotary positions whose frequencies depend on the longest text at hand
@@ -31,20 +29,6 @@ def describe(given: Any) -> str:
     if not isinstance(given, Tensor):
         return type(given).__name__
     return f"{str(given.dtype).removeprefix('torch.')}{[*given.shape]}"
-
-
-def check_counts(**counts: Any) -> None:
-    """Refuse numbers that are no integers of at least 1.
-
-    Raises:
-        TypeError: something else than an integer.
-        ValueError: a number below 1.
-    """
-    for name, count in counts.items():
-        if not hasattr(count, "__index__"):
-            raise TypeError(f"{name} must be an integer, got {type(count).__name__}")
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")
 
 
 def check_mixer(path: str, mixer: Any) -> None:

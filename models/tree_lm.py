@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from stree.counts import check_counts, check_sizes
 from stree.kernels.checks import has_triton
 from stree.kernels.topology import Topology, most_nodes, reads_freely
-from stree.models.checks import check_counts, check_path, check_places, describe, is_integer, places
+from stree.models.checks import check_path, check_places, describe, is_integer, places
 from stree.models.families import family_of, stateful_modules
 from stree.models.forwards import is_hooked, is_linear
 from stree.models.lean import graft_lean, scoring
@@ -146,10 +147,8 @@ class TreeLM:
             TypeError: its chunk_size is no integer.
             ValueError: that is below 1, or the model was moved since it was grafted.
         """
-        if self.model.training:
-            raise RuntimeError("the model is in training mode, in which its laws are random; call its eval() first")
-        if self.chunk_size is not None:
-            check_counts(chunk_size=self.chunk_size)
+        self._check_mode()
+        check_sizes(chunk_size=self.chunk_size)
         check_places(self.model, self._places)
 
     def new_state(
@@ -208,12 +207,9 @@ class TreeLM:
         check_places(self.model, self._places)
         sizes = check_prompts(state, input_ids, lengths)
         chunk_size = self.chunk_size if chunk_size is None else chunk_size
-        if chunk_size is not None:
-            check_counts(chunk_size=chunk_size)
-        input_ids, whole = (
-            input_ids.to(self.device, torch.int64),
-            torch.tensor(sizes, dtype=torch.int32, device=self.device),
-        )
+        check_sizes(chunk_size=chunk_size)
+        input_ids = input_ids.to(self.device, torch.int64)
+        whole = torch.tensor(sizes, dtype=torch.int32, device=self.device)
         self._check_tokens(input_ids)
         sizes = [min(size, chunk_size or size) for size in sizes]
         try:
@@ -383,10 +379,14 @@ class TreeLM:
             state.write_row(row, single)
         return torch.cat(rows)
 
-    def _check_state(self, state: DecodeState) -> None:
-        """Refuse a model in training, and the state of another: it may fit in shape and still hold its decay rates."""
+    def _check_mode(self) -> None:
+        """Refuse a model in training."""
         if self.model.training:
             raise RuntimeError("the model is in training mode, in which its laws are random; call its eval() first")
+
+    def _check_state(self, state: DecodeState) -> None:
+        """Refuse a model in training, and the state of another: it may fit in shape and still hold its decay rates."""
+        self._check_mode()
         if state.specs is not self._specs:
             raise ValueError("the state belongs to another TreeLM; use one from this one's new_state")
         if state.is_torn:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from stree.counts import check_counts, check_sizes
 from stree.drafters import Drafter, FusedDrafter, HasModel, ModelDrafter, SuffixDrafter, check_vocabulary
 from stree.growth import Growth
 from stree.kernels.topology import most_nodes
-from stree.models.checks import check_counts
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 from stree.session import Streamer
@@ -61,8 +61,7 @@ def slots_for(
         ValueError: no prompts, no room for one, or an iterator without a bound.
         TypeError: prompts that are none, or a bound that is no integer.
     """
-    bounds = {"max_batch": max_batch, "max_length": max_length}
-    check_counts(**{name: size for name, size in bounds.items() if size is not None})
+    check_sizes(max_batch=max_batch, max_length=max_length)
     max_batch, max_length = (None if size is None else operator.index(size) for size in (max_batch, max_length))
     if isinstance(prompts, (str, Tensor)):
         raise ValueError(f"generate needs at least one prompt, a list of token lists, got {type(prompts).__name__}")

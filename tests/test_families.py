@@ -463,21 +463,15 @@ def test_a_text_beyond_a_fixed_state_loses_rows_and_harms_no_other(monkeypatch: 
     )
 
 
-@pytest.mark.parametrize("family", ["falcon_mamba", "mamba", "mamba2"])  # transformers runs no other family so
-def test_a_config_that_asks_for_tuples_changes_nothing(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "setting", "value"),
+    [(family, "return_dict", False) for family in ("falcon_mamba", "mamba", "mamba2")]  # transformers runs no other so
+    + [(family, "output_router_logits", True) for family in sorted(ROUTED)],
+)
+def test_what_a_config_asks_to_be_given_changes_nothing(family: str, setting: str, value: bool) -> None:
     model = family_model(family)
     lm, text, tree = grafted(model), random_texts(random.Random(0), [7]), random_tree(random.Random(0), [7])
-    lm.model.config.return_dict = False
-    state = lm.new_state(1, 32, 8)
-    lm.prefill(state, torch.tensor(text))
-    assert tree_error(model, text, tree, lm.verify(state, tree)) < FLOAT32
-
-
-@pytest.mark.parametrize("family", sorted(ROUTED))
-def test_a_config_that_asks_for_router_logits_changes_nothing(family: str) -> None:
-    model = family_model(family)
-    lm, text, tree = grafted(model), random_texts(random.Random(0), [7]), random_tree(random.Random(0), [7])
-    lm.model.config.output_router_logits = True
+    setattr(lm.model.config, setting, value)
     state = lm.new_state(1, 32, 8)
     lm.prefill(state, torch.tensor(text))
     assert tree_error(model, text, tree, lm.verify(state, tree)) < FLOAT32

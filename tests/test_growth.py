@@ -162,7 +162,7 @@ HALF: Any = 2.5
          "specinfer"],
 )  # fmt: skip
 def test_a_size_that_is_no_integer_is_refused(make: Any) -> None:
-    with pytest.raises(TypeError, match=r"must be an integer, got 2\.5|cannot be interpreted as an integer"):
+    with pytest.raises(TypeError, match=r"must be an integer, got float|cannot be interpreted as an integer"):
         make()
 
 

@@ -28,7 +28,7 @@ FOLDERS = (
     "stree.distill",
     "stree.retrieval",
 )
-PLAIN = {"stree.sampling", "stree.tree"}
+PLAIN = {"stree.counts", "stree.sampling", "stree.tree"}
 POLICIES = {"stree.growth", "stree.retrieval", "stree.verify", "stree.budget", "stree.goodput", "stree.sizes"}
 LOOP = {"stree.room", "stree.engine", "stree.graphs", "stree.program", "stree.statistics", "stree.steering"}
 ENGINE = PLAIN | POLICIES | {"stree.kernels", "stree.models", "stree.drafters"}
@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "stree": ENGINE | {"stree.distill", "stree.generation", "stree.hook", "stree.warming"},
     "stree.tree": {"stree.kernels.topology"},
     "stree.sampling": {"stree.draws", "stree.kernels.accept_door", "stree.kernels.law_door", "stree.kernels.topology"},
+    "stree.counts": set(),
     "stree.draws": set(),
     "stree.retrieval": {"stree.files", "stree.retrieval"},
     "stree.vocabulary": {"stree.files"},
@@ -85,7 +86,7 @@ ALLOWED: dict[str, set[str]] = {
     "stree.hook": ENGINE | {"stree.generation", "stree.hook_steps", "stree.session"},
     "stree.hook_steps": {"stree.processing"},
     "stree.kernels": {"stree.kernels"},
-    "stree.models": {"stree.models", "stree.kernels", "stree.tree"},
+    "stree.models": {"stree.counts", "stree.models", "stree.kernels", "stree.tree"},
 }
 OUTSIDE = {
     # The benches compare with transformers' own generate.

@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from stree.counts import check_counts
 from stree.growth import Chain, Growth, TargetInit, parse_growth
-from stree.models.checks import check_counts
 from stree.verify import VERIFIERS
 
 __all__ = ["DEFAULT", "Method", "parse_methods"]

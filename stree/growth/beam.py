@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stree.counts import check_sizes
 from stree.growth.estimates import DraftEstimate, Estimate, PathEstimate, spent_before
-from stree.growth.plan import Bound, Layer, Plan, check_sizes
+from stree.growth.plan import Bound, Layer, Plan
 from stree.sampling import MAX_RANKS, Random
 
 __all__ = ["RSDS"]

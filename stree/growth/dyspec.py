@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stree.growth.plan import Bound, Layer, Plan, check_sizes
+from stree.counts import check_sizes
+from stree.growth.plan import Bound, Layer, Plan
 
 __all__ = ["DySpec"]
 

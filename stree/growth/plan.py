@@ -17,7 +17,7 @@ from stree.growth.estimates import DraftEstimate, Estimate, PathEstimate
 from stree.kernels.growth_door import Terms, choose
 from stree.sampling import Sampling
 
-__all__ = ["Bound", "Drawing", "Growth", "Layer", "Limited", "Plan", "Wrapped", "check_sizes", "choose_slots"]
+__all__ = ["Bound", "Drawing", "Growth", "Layer", "Limited", "Plan", "Wrapped", "choose_slots"]
 
 # How children come about when sampling: drawn without replacement, drawn with it, or the most probable ones, which are
 # chosen without chance (kind DELTA); or the most probable one alone is chosen, where it is a favourite, and the others
@@ -96,20 +96,6 @@ class Growth(Protocol):
     def estimate(self, batch: int, device: torch.device) -> Estimate:
         """Begin to rate the slots of one run's trees; what is learnt on the way stays in what is returned."""
         ...
-
-
-def check_sizes(**sizes: int | None) -> None:
-    """Refuse sizes of a growth that are no integers of at least 1; None stands for none.
-
-    Raises:
-        TypeError: something else than an integer.
-        ValueError: a size below 1.
-    """
-    for name, size in sizes.items():
-        if size is not None and not hasattr(size, "__index__"):
-            raise TypeError(f"{name} must be an integer, got {size!r}")
-        if size is not None and size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
 
 
 @dataclass(frozen=True)

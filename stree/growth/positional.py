@@ -11,9 +11,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from stree.counts import check_sizes
 from stree.growth.estimates import DraftEstimate, Estimate, PathEstimate
 from stree.growth.fixed import Static
-from stree.growth.plan import Bound, Plan, check_sizes
+from stree.growth.plan import Bound, Plan
 
 __all__ = ["RSDC", "Sequoia", "SpecInfer"]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stree.counts import check_sizes
 from stree.growth.fixed import Static
-from stree.growth.plan import Bound, Plan, check_sizes
+from stree.growth.plan import Bound, Plan
 
 __all__ = ["TargetInit"]
 
