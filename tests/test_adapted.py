@@ -63,7 +63,7 @@ def test_trees_see_the_adapters_of_every_projection(family: str) -> None:
     assert tree_error(plain, texts, tree, logits) > 100 * TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("change", ["hook", "forward"])
+@pytest.mark.parametrize("change", ["hook", "hook-of-many", "forward"])
 @pytest.mark.parametrize(
     ("family", "name"), [("kimi_linear", "v_proj"), ("mamba2", "in_proj"), ("qwen3_5_text", "in_proj_qkv")]
 )
@@ -78,6 +78,8 @@ def test_prompts_of_different_lengths_are_exact_where_a_projection_makes_somethi
         projection = getattr(module, name)
         if change == "hook":
             projection.register_forward_hook(lambda _, __, y: y + 0.5)
+        elif change == "hook-of-many":  # which a single token would not show
+            projection.register_forward_hook(lambda _, __, y: y + 0.5 * (y.shape[1] > 1))
         else:
             projection.forward = functools.partial(shifted, projection)
     state = lm.new_state(2, 32, 8)
