@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gpu_builds
 import gpu_cases
 import gpu_peers
 import gpu_steps
@@ -130,14 +131,7 @@ class Suite:
 
     def build_kernels(self) -> None:
         """Let several processes launch every case once, so that Triton's cache holds the builds before any is timed."""
-        count = max(1, (os.cpu_count() or 2) - 2)
-        own = [sys.executable, str(Path(__file__).resolve()), "--dtypes", *self.options.dtypes]
-        began = time.monotonic()
-        own += ["--minutes", f"{max(self.deadline - began, 0) / 120:.3f}"]  # half of what is left
-        workers = [subprocess.Popen([*own, "--build-share", str(share), str(count)]) for share in range(count)]
-        codes = [ended(worker, self.deadline) for worker in workers]
-        # A case that fails fails once more, and is reported, when it is compared.
-        self.add({"bench": "builds", "processes": count, "exit": codes, "seconds": time.monotonic() - began})
+        self.add(gpu_builds.build(Path(__file__), ["--dtypes", *self.options.dtypes], self.deadline))
 
     def build_share(self, share: int, count: int) -> int:
         """Launch one share of the cases, untimed, and give 1 if one fails; those of batch 1 and 16 serve the others."""
@@ -227,15 +221,6 @@ class Suite:
             ceilings[f"{name}_tflops"] = 2 * 8192**3 / elapsed / 1e6
         self.add({"bench": "ceilings", **ceilings})
         return ceilings
-
-
-def ended(worker: subprocess.Popen[bytes], deadline: float) -> int:
-    """Wait for a process, until the time is up; give its exit status."""
-    try:
-        return worker.wait(max(deadline - time.monotonic(), 0.1))
-    except subprocess.TimeoutExpired:
-        worker.kill()
-        return worker.wait()
 
 
 def shares(case: gpu_cases.Case, dtype: torch.dtype, micros: float, ceilings: Record, sets: int) -> Record:

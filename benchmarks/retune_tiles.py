@@ -7,13 +7,15 @@ Every candidate is compared with the reference in float64 first, and a wrong one
 shapes: the best has the smallest mean, over them, of the logarithm of its time beside that of the entry in the table.
 FILE gets a JSON line for every measurement and every entry; the lines printed last replace those of the tables.
 
-When the time is up it chooses from what is measured, and says how many entries were left out.  Most of the time are
-builds; so only the first model shape of an operation is tuned, if not all are asked for.
+When the time is up it chooses from what is measured, and says how many entries were left out.  Several processes build
+the candidates first; that is most of the work all the same, so only the first model shape of an operation is tuned, if
+not all are asked for.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
@@ -25,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import gpu_builds
 import gpu_cases
 import torch
 from gpu_clock import time_graph
@@ -103,6 +106,22 @@ def measure(
         yield record
 
 
+def build_share(
+    options: argparse.Namespace, device: torch.device, tables: Mapping[str, Watched], share: int, count: int
+) -> None:
+    """Launch every ``count``-th candidate, untimed, until the time is up; timing reports those that fail."""
+    deadline, generator = time.monotonic() + 60 * options.minutes, torch.Generator(device).manual_seed(0)
+    for number, (case, _) in enumerate(tuned(options, device)):
+        entries = [*itertools.product(*TABLES[case.op][1])][(share - number) % count :: count]
+        first = case.make(generator)
+        for entry in entries:
+            if time.monotonic() > deadline:
+                return
+            tables[case.op].other = entry
+            with contextlib.suppress(Exception):
+                case.providers["triton"](gpu_cases.copied(first))
+
+
 def choose(records: Sequence[Record]) -> list[Record]:
     """Give the best entry of each key among those right in all its cases: the smallest mean logarithm of times.
 
@@ -151,6 +170,8 @@ def tuned(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[g
 def measured(options: argparse.Namespace, device: torch.device, tables: Mapping[str, Watched]) -> list[Record]:
     """Measure every case until the time is up, and write each record at once; a case that fails is one."""
     deadline, env = time.monotonic() + 60 * options.minutes, machine()
+    if device.type == "cuda":
+        report(options.out, [gpu_builds.build(Path(__file__), builds_of(options), deadline)], env)
     records: list[Record] = []
     for case, dtype in tuned(options, device):
         params = {"op": case.op, "params": dict(case.params)}
@@ -169,6 +190,13 @@ def measured(options: argparse.Namespace, device: torch.device, tables: Mapping[
     return records
 
 
+def builds_of(options: argparse.Namespace) -> list[str]:
+    """Write the options that say what is tuned as arguments."""
+    lists = {"--ops": options.ops, "--nodes": options.nodes, "--batches": options.batches, "--dtypes": options.dtypes}
+    given = [text for name, values in lists.items() for text in (name, *map(str, values))]
+    return [*given, "--all-shapes"] if options.all_shapes else given
+
+
 def main() -> int:
     """Time the candidates of every case, write records, print the table and the entries."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -180,6 +208,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="choose from what is measured after this time")
     parser.add_argument("--all-shapes", action="store_true", help="not only the first model shape of each operation")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, for a machine without a GPU")
+    parser.add_argument("--build-share", type=int, nargs=2, help="only launch share I of N of the candidates: I N")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not (options.smoke and os.environ.get("TRITON_INTERPRET") == "1"):
@@ -188,6 +217,9 @@ def main() -> int:
     for op, table in tables.items():
         setattr(tiles, TABLES[op][0], table)
     with torch.inference_mode():
+        if options.build_share:
+            build_share(options, device, tables, *options.build_share)
+            return 0
         records = measured(options, device, tables)
     entries = [record for record in records if "entry" in record]
     best = choose(entries)

@@ -22,6 +22,7 @@ from rich.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
+import gpu_builds
 import gpu_cases
 import gpu_peers
 import gpu_steps
@@ -155,5 +156,5 @@ def test_a_build_that_fails_does_not_end_its_share(
 
 def test_a_build_process_is_not_waited_for_longer_than_there_is_time() -> None:
     sleeping = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    assert gpu_suite.ended(sleeping, time.monotonic()) < 0
-    assert gpu_suite.ended(subprocess.Popen([sys.executable, "-c", "exit(3)"]), time.monotonic() + 60) == 3
+    assert gpu_builds._ended(sleeping, time.monotonic()) < 0
+    assert gpu_builds._ended(subprocess.Popen([sys.executable, "-c", "exit(3)"]), time.monotonic() + 60) == 3

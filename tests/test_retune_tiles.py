@@ -6,6 +6,7 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/test_retune_tiles.py
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from dataclasses import replace
@@ -176,3 +177,47 @@ def test_where_the_entry_of_the_table_has_no_room_the_others_are_timed(table: re
     tight = replace(case, providers={"triton": failing, "reference": right})
     present, other = retune_tiles.measure(tight, table, torch.float32, torch.device("cpu"))
     assert present["present"] and present["problem"] == "RuntimeError: out of resources" and "p50" in other
+
+
+def test_shares_of_the_builds_together_launch_every_candidate_once(
+    table: retune_tiles.Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple[str, retune_tiles.Entry | None]] = []
+
+    def case_of(model: str, *args: Any) -> gpu_cases.Case:
+        def noted(inputs: gpu_cases.Inputs) -> torch.Tensor:
+            launched.append((model, table.other))
+            raise RuntimeError("no such tile")
+
+        return replace(gpu_cases.ssd_case(model, *args), providers={"triton": noted})
+
+    monkeypatch.setattr(gpu_cases, "SMALL", [(case_of, {"first": TINY, "second": TINY})])
+    options, cpu = options_of(all_shapes=True), torch.device("cpu")
+    for share in range(5):
+        retune_tiles.build_share(options, cpu, {"ssd_step": table}, share, 5)
+    every = {*itertools.product(*retune_tiles.TABLES["ssd_step"][1])}
+    assert len(launched) == 2 * len(every) == 2 * 36
+    assert {*launched} == {(model, entry) for model in ("first", "second") for entry in every}
+    launched.clear()
+    retune_tiles.build_share(options_of(minutes=-1.0), cpu, {"ssd_step": table}, 0, 1)
+    assert not launched
+
+
+def test_processes_that_build_are_told_what_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["--ops", "ssd_step", "conv_step", "--nodes", "16", "64", "--batches", "8", "--dtypes", "float16"]
+    seen: list[argparse.Namespace] = []
+    for name, _ in retune_tiles.TABLES.values():
+        monkeypatch.setattr(tiles, name, getattr(tiles, name))  # the script replaces the tables
+
+    def measured(options: argparse.Namespace, *_: object) -> list[object]:
+        seen.append(options)
+        return []
+
+    monkeypatch.setattr(retune_tiles, "measured", measured)
+    for extra in ([], ["--all-shapes"]):
+        for arguments in (given, lambda: retune_tiles.builds_of(seen[-1])):
+            told = arguments() if callable(arguments) else [*arguments, *extra]
+            monkeypatch.setattr(sys, "argv", ["retune_tiles.py", *told, "--smoke"])
+            monkeypatch.setenv("TRITON_INTERPRET", "1")
+            retune_tiles.main()
+        assert vars(seen[-1]) == vars(seen[-2]) and seen[-1].nodes == [16, 64] and seen[-1].all_shapes == bool(extra)
