@@ -54,9 +54,11 @@ ALLOWED: dict[str, set[str]] = {
     "stree.processing": PLAIN | {"stree.drafters", "stree.models"},
     "stree.statistics": {"stree.drafters"},
     "stree.graphs": set(),
+    "stree.clocks": set(),
     "stree.program": PLAIN
     | POLICIES
-    | {"stree.graphs", "stree.kernels.bookkeeping", "stree.kernels.topology", "stree.models", "stree.drafters"},
+    | {"stree.clocks", "stree.graphs", "stree.models", "stree.drafters"}
+    | {"stree.kernels.bookkeeping", "stree.kernels.topology"},
     "stree.engine": {"stree.graphs", "stree.models", "stree.program"},
     "stree.session": PLAIN | POLICIES | LOOP | {"stree.models", "stree.drafters", "stree.kernels.topology"},
     "stree.rehearsal": PLAIN
