@@ -25,8 +25,8 @@ from torch import Tensor
 
 import stree
 from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
-from stree.drafters.fused import _graft_row
 from stree.drafters.trust import Listed
+from stree.drafters.union import graft_row
 from stree.growth import RSDS, Calibrated, Chain, DepthStop, DySpec, Growth, Sequoia, Static
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
@@ -254,7 +254,7 @@ def test_a_sequence_learns_how_far_to_trust_retrieval_while_it_goes_on_and_anew_
 
 def test_what_both_find_is_worth_what_retrieval_says_and_the_model_s_share_of_the_rest() -> None:
     own = Listed([0, 1, 2, 3], [-1, 0, 0, 1], [1.0, 0.5, 0.25, 0.2])
-    found = _graft_row(own, Listed([0, 2, 5], [-1, 0, 1], [1.0, 0.8, 0.4]), [True] * 3, room=9, shares=True)
+    found = graft_row(own, Listed([0, 2, 5], [-1, 0, 1], [1.0, 0.8, 0.4]), [True] * 3, room=9, shares=True)
     assert found.tokens == [0, 1, 2, 3, 5] and found.parents == [-1, 0, 0, 1, 2]
     # 0.8 is retrieved below the root; the model shares out the other 0.2, and nothing was retrieved below its token 1.
     assert found.values == pytest.approx([1, 0.2 * 0.5, 0.8 + 0.2 * 0.25, 0.2 * 0.5 * 0.4, (0.8 + 0.05) * 0.5])

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from stree.drafters.grown import prune
 from stree.drafters.protocol import Bounded, Draft, Drafter, DraftRun, Extensible, HasModel, Slotted
-from stree.drafters.trust import Listed, Trust
+from stree.drafters.trust import Trust
+from stree.drafters.union import graft, keep_best, with_delta
 from stree.growth import Growth, Plan
 from stree.growth.calibrated import typical_values
 from stree.models.tree_lm import TreeLM
@@ -172,10 +173,10 @@ class _FusedRun:
             raise ValueError("a drafter of FusedDrafter must give its nodes values")
         is_chosen_after &= draft.laws is None  # what was drawn stays
         room = budget - (1 if is_chosen_after else draft.tree.num_nodes)
-        tree, values = _graft(draft, retrieved, is_worth, room, shares=self._hiding is None)
+        tree, values = graft(draft, retrieved, is_worth, room, shares=self._hiding is None)
         drafting.extend(tree)
         if is_chosen_after:
-            tree = _best(tree, values, budget)
+            tree = keep_best(tree, values, budget)
         place = tree.is_padding.long()
         if self._hiding is not None:
             is_own = torch.arange(place.shape[1], device=place.device) < draft.tree.tokens.shape[1]
@@ -184,7 +185,7 @@ class _FusedRun:
         size = int((~tree.is_padding).sum(1).max())
         self._order = order = place.sort(dim=1, stable=True).indices[:, :size]
         self._num_columns = place.shape[1]
-        laws = _with_delta(draft.laws, place.shape[1] - draft.tree.tokens.shape[1], order)
+        laws = with_delta(draft.laws, place.shape[1] - draft.tree.tokens.shape[1], order)
         values = (values * ~tree.is_padding).gather(1, order)
         tree = prune(tree, order)
         retrieving.extend(tree)
@@ -301,87 +302,3 @@ def _room(retrieved: Draft, is_worth: Tensor, budget: int) -> Tensor:
     best = both.sort(dim=1, descending=True, stable=True).indices[:, : budget - 1]
     is_taken = (best < values.shape[1] - 1) & (both.gather(1, best) > 0)
     return is_taken.sum(1).clamp(max=most)
-
-
-def _best(tree: TokenTree, values: Tensor, budget: int) -> TokenTree:
-    """Make padding of all but the ``budget`` nodes of the greatest value, which never rises along a path."""
-    order = torch.where(tree.is_padding, -1.0, values).sort(dim=1, descending=True, stable=True).indices
-    is_kept = torch.zeros_like(tree.is_padding).scatter_(1, order[:, :budget], True) & ~tree.is_padding
-    return TokenTree.unchecked(tree.tokens * is_kept, torch.where(is_kept, tree.parents, -1))
-
-
-def _graft(
-    draft: Draft, retrieved: Draft, is_worth: Tensor, room: Tensor | int, *, shares: bool
-) -> tuple[TokenTree, Tensor]:
-    """Append retrieved nodes, best first and as many as there is room for, to a model's tree.
-
-    They stand below the longest prefixes that the model's tree shares with them.  Unless it ``shares``, all of them are
-    appended, as its nodes are to be tested after theirs.
-
-    Returns the united tree and the values of its nodes, float[batch, n].
-    """
-    assert draft.values is not None and retrieved.values is not None, "propose looked"
-    tree, batch = draft.tree, len(draft.values)
-    rooms = [room] * batch if isinstance(room, int) else room.tolist()
-    rows = []
-    for row, (worth, left) in enumerate(zip(is_worth.tolist(), rooms, strict=True)):
-        own, other = (Listed.of(one.tree, one.values, row) for one in (draft, retrieved) if one.values is not None)
-        rows.append(_graft_row(own, other, worth, room=left, shares=shares))
-    size = max(len(row.tokens) for row in rows)
-    device = tree.tokens.device
-    tokens, parents, values = (
-        torch.tensor([part + [empty] * (size - len(part)) for part in parts], dtype=dtype, device=device)
-        for parts, empty, dtype in zip(
-            zip(*rows, strict=True), (0, -1, 0.0), (torch.long, torch.int32, draft.values.dtype), strict=True
-        )
-    )
-    return TokenTree.unchecked(tokens, parents), values
-
-
-def _graft_row(own: Listed, other: Listed, is_worth: list[bool], *, room: int, shares: bool) -> Listed:
-    """Unite one row; give all nodes of the united tree, and what they are worth together.
-
-    What was retrieved is believed first, and the model as far as that leaves something unsaid (an escape, as in PPM):
-    a child's probability is the retrieved one, and of what the retrieved children leave the model's share.
-    """
-    tokens, parents = list(own.tokens), list(own.parents)
-    children = {(parent, tokens[node]): node for node, parent in enumerate(parents) if parent >= 0} if shares else {}
-    place = {0: 0}  # node of the united tree for each retrieved one
-    share = [0.0] * len(tokens)  # of each node, what retrieval gives it below its parent
-    said = [0.0] * len(tokens)  # the sum of that over a node's children
-    for node in range(1, len(other.tokens)):
-        above = place.get(other.parents[node], -1)
-        if not is_worth[node] or above < 0:
-            continue
-        key = (above, other.tokens[node])
-        if key not in children:
-            if len(tokens) - len(own.tokens) >= room:
-                continue
-            children[key] = len(tokens)
-            tokens.append(other.tokens[node])
-            parents.append(above)
-            share.append(0.0)
-            said.append(0.0)
-        place[node] = found = children[key]
-        share[found] = other.values[node] / max(other.values[other.parents[node]], 1e-30)
-        said[above] += share[found]
-    values = [1.0] * len(tokens)
-    for node in range(1, len(tokens)):
-        above = parents[node]
-        if above < 0:
-            values[node] = 0.0
-            continue
-        drafted = own.values[node] / max(own.values[above], 1e-30) if node < len(own.tokens) else 0.0
-        values[node] = values[above] * min(share[node] + max(1 - said[above], 0.0) * drafted, 1.0)
-    return Listed(tokens, parents, values)
-
-
-def _with_delta(laws: DraftLaws | None, more: int, order: Tensor) -> DraftLaws | None:
-    """Widen laws to ``more`` nodes that are DELTA, and bring all nodes into another order."""
-    if laws is None:
-        return None
-    batch = len(laws.row)
-    row = torch.cat([laws.row, laws.row.new_zeros(batch, more)], 1).gather(1, order)
-    kind = torch.cat([laws.kind, laws.kind.new_full((batch, more), DELTA)], 1).gather(1, order)
-    most = None if laws.max_children is None else laws.max_children + more
-    return DraftLaws(laws.probs, row, kind, most)

@@ -10,6 +10,7 @@ from torch import Tensor
 from stree.drafters.grown import LEAD, GrownTree, narrowed, num_run
 from stree.drafters.offers import offers_of
 from stree.drafters.protocol import Draft, padded_prompts
+from stree.drafters.waiting import Waiting
 from stree.growth import Calibrated, Estimate, Growth, Limited, Plan, choose_slots
 from stree.kernels.bookkeeping import Drafted, path_on_columns
 from stree.kernels.law_door import law_and_norms
@@ -96,10 +97,7 @@ class _ModelRun:
         self._growth: Growth | None = None  # the one that the estimate belongs to
         self._estimate: Estimate
         self._extension: tuple[int, Tensor] | None = None  # nodes of the own tree; tokens of the one verified instead
-        # Accepted but never run: int64[batch, room + 1], the last column of which is nobody's, and their number.
-        self._waiting, self._num_waiting = self._leaf.new_zeros(len(prompts), 1), torch.zeros_like(self._leaf)
-        self._most_waiting = 0  # bound of their number, known to the host
-        self._parts: list[tuple[Tensor, Tensor]] = []  # on the CPU they are put together when they are needed
+        self._waiting = Waiting(len(prompts), lm.device)
         self._is_extended = False
         self._root: Tensor | None = None  # the pending tokens where nothing else was proposed
         self._room: Tensor | None = None  # for the laws of a step
@@ -181,20 +179,7 @@ class _ModelRun:
 
     def _wait(self, tokens: Tensor, count: Tensor) -> None:
         """Put the first ``count``, int64[batch], of int64[batch, m] accepted tokens behind those that wait."""
-        self._most_waiting += tokens.shape[1]
-        if reads_freely(tokens):
-            self._parts.append((tokens, count))
-            return
-        place = torch.arange(tokens.shape[1], device=tokens.device)
-        room = self._waiting.shape[1] - 1
-        if self._most_waiting > room and (self._max_length is None or room < self._max_length):
-            larger = self._max_length or 2 * self._most_waiting
-            self._waiting = torch.nn.functional.pad(self._waiting, (0, larger - room))
-            self.version += 1
-        end = self._waiting.shape[1] - 1
-        index = torch.where(place < count[:, None], self._num_waiting[:, None] + place, end).clamp_(max=end)
-        self._waiting.scatter_(1, index, tokens)
-        self._num_waiting += count
+        self.version += self._waiting.put(tokens, count, self._max_length)
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
         """Run another prompt into a row whose text has ended."""
@@ -206,9 +191,7 @@ class _ModelRun:
         self._has_leaf[row] = False
         if self._growth is not None:
             self._estimate.forget(row)
-        self._num_waiting[row] = 0
-        for _, count in self._parts:
-            count[row] = 0
+        self._waiting.forget(row)
 
     def _own_part(self, acceptance: Acceptance) -> Acceptance:
         """Cut accepted paths where they leave the own tree; what follows there is run before the next draft."""
@@ -226,19 +209,16 @@ class _ModelRun:
 
     def _catch_up(self) -> int:
         """Run and commit the accepted tokens that were never run, as chains; return the draft calls it took."""
-        if not self._most_waiting:
+        if not self._waiting.most:
             return 0
-        waiting, number, most = self._waiting, self._num_waiting, self._most_waiting
-        if self._parts:
-            waiting, number = _behind_each_other(self._parts)
-            self._parts = []
+        tokens, number = self._waiting.all()
+        most = self._waiting.most
         if reads_freely(number) or self._is_extended:  # who extends trees has waited for the host anyway
             most = int(number.max())
         for begin in range(0, most, MOST_CAUGHT_UP):
-            piece = waiting[:, begin : min(begin + MOST_CAUGHT_UP, most)]
+            piece = tokens[:, begin : min(begin + MOST_CAUGHT_UP, most)]
             self._run_chain(piece, (number - begin).clamp(0, piece.shape[1]))
-        self._num_waiting.zero_()
-        self._most_waiting = 0
+        self._waiting.clear()
         return -(-most // MOST_CAUGHT_UP)
 
     def _run_chain(self, tokens: Tensor, count: Tensor) -> None:
@@ -263,7 +243,7 @@ class _ModelRun:
             self._largest = narrowed((ModelDrafter.default_growth if growth is None else growth).plan(budget))
         if max_length != self._max_length:
             self._max_length = max_length
-            self._waiting = self._waiting.new_zeros(len(self._waiting), max_length + 1)
+            self._waiting.reserve(max_length)
             self.version += 1
         if begins:
             self._begin()
@@ -275,9 +255,9 @@ class _ModelRun:
             if self._growth is not None:
                 self._estimate.forget(row)
         self._has_leaf.zero_()
-        self._num_waiting.zero_()
+        self._waiting.clear()
         self._left_out.zero_()
-        self._parts, self._most_waiting, self._root, self._extension = [], 0, None, None
+        self._root, self._extension = None, None
         if self._begun is not None:
             input_ids, lengths = padded_prompts(prompts)
             filled = self._lm.new_state(len(prompts), input_ids.shape[1], self._begun.max_nodes)
@@ -293,7 +273,7 @@ class _ModelRun:
 
     def replayed(self, budget: int) -> None:
         """Take note of a token that waits now."""
-        self._most_waiting += budget == 1
+        self._waiting.most += budget == 1
 
     def give_up(self) -> None:
         """Forget what a step has begun on the host."""
@@ -408,10 +388,3 @@ class _ModelRun:
             reach = torch.cat([reach.scatter(1, parent, upper * (1 - share)), value], 1)
             grown.add_below(torch.where(parent > 0, parent + 1, grown.lead[:, None]), token, value, is_taken)
         return None if greedy else torch.cat(laws, 1)
-
-
-def _behind_each_other(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Put together the first int64[batch] of each int64[batch, m] tokens: int64[batch, sum of m] and their number."""
-    is_one = torch.cat([torch.arange(tokens.shape[1]) < count[:, None] for tokens, count in parts], 1)
-    order = is_one.to(torch.int8).sort(dim=1, descending=True, stable=True).indices
-    return torch.cat([tokens for tokens, _ in parts], 1).gather(1, order), is_one.sum(1)
