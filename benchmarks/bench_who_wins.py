@@ -36,6 +36,7 @@ from stree.bench.pair import Pair
 from stree.bench.prompts import parse_suites, read_suite
 from stree.bench.records import ROOT, Record, environment
 from stree.drafters import Draft, Drafter, DraftRun, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.files import alone_in
 from stree.growth import RSDC, Calibrated, Chain, DySpec, Growth, Sequoia, Static
 from stree.sampling import Sampling
 from stree.tree import TokenTree
@@ -314,9 +315,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = {name: getattr(options, name) for name in names}
         config |= {"suites": {name: path.name for name, path in options.suite.items()}, "target": "bundled"}
         command = f"bench_who_wins.py --suite {','.join(f'{name}={path.name}' for name, path in options.suite.items())}"
-        directory = RunDirectory(options.out, config, {**environment(), "command": command})
-        directory.keep([])
-        measure(Pair.load(), directory, options)
+        with alone_in(options.out):
+            directory = RunDirectory(options.out, config, {**environment(), "command": command})
+            directory.keep([])
+            measure(Pair.load(), directory, options)
     found = who_wins_report.markdown(options.out)
     if options.write:
         (options.out / "README.md").write_text(found, encoding="utf-8")
