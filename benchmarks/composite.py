@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stree.bench.records import Record
-from stree.bench.summary import Ratio, interval
+from stree.bench.summary import Ratio, interval, mean_tau
 
 __all__ = ["StepTimes", "composite_rows", "overhead_s", "pooled", "seconds_of", "timed_models"]
 
@@ -150,7 +150,7 @@ def composite_rows(
         row: Record = {
             "method": name,
             "is_best": name in (best_chain, best_tree),
-            "tau": sum(blocks[key]["tau"] * blocks[key]["steps"] for key in keys) / steps,
+            "tau": mean_tau(blocks[key] for key in keys),
             "step_ms": 1e3 * whole / steps,
             "outside_forwards": steps * overheads[name] / whole,
             "over_plain": speedup(seconds["plain"], seconds[name]),

@@ -35,7 +35,7 @@ from rich.table import Table
 from stree.bench.pair import Pair
 from stree.bench.profile import bytes_moved, copy_bandwidth
 from stree.bench.records import Record, environment, read, write
-from stree.bench.summary import interval
+from stree.bench.summary import interval, mean_tau
 from stree.cli import main as run_stree
 from stree.graphs import recovering
 from stree.models.tree_lm import TreeLM
@@ -192,7 +192,7 @@ def _real(
             "params": {"batch": batch, "temperature": temperature, "prompts": sum(tokens) // options.max_new_tokens},
             "method": name,
             "tokens_per_s": interval(_rate, tokens, seconds[name]),
-            "tau": sum(b["tau"] * b["steps"] for b in blocks.values()) / sum(b["steps"] for b in blocks.values()),
+            "tau": mean_tau(blocks.values()),
             "over_plain": speedup(seconds["plain"], seconds[name]),
             **_bound(pair, [blocks[key] for key in keys], seconds[name], batch, options, bandwidth),
         }

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from stree.bench.execute import Run
+from stree.bench.measures import make_record
 from stree.bench.report import load_runs, print_markdown, write_report
-from stree.bench.summary import _speedup, _times, interval, summarise
+from stree.bench.summary import _more_tokens, _speedup, _times, interval, summarise
 from stree.bench.tables import HEADINGS
+from stree.bench.watch import Counts
 
 RUN = Path(__file__).resolve().parent / "data" / "bench_run"
 METHODS = ["plain", "transformers", "mamba-ssm", "chain:1-2", "chain:4", "dyspec:5", "unrolled:static:2,2", "suffix"]
@@ -212,6 +216,23 @@ def test_a_damaged_record_is_refused(change: dict[str, Any], records: list[dict[
     (tmp_path / "results.jsonl").write_text(json.dumps(timed | change) + "\n", encoding="utf-8")
     with pytest.raises(ValueError, match=f"{tmp_path} holds a record that this version cannot read"):
         load_runs([tmp_path])
+
+
+def test_tau_counts_for_every_text_only_the_steps_that_it_took_part_in() -> None:
+    """The second text of a batch of two ends after one step of the ten; a batch of one takes two steps."""
+    params = {"engine": "tree", "drafter": "model", "growth": "Chain(3)", "suite": "s", "temperature": 0.0, "turn": 0}
+    known = {"metric": "tokens_per_s", "provider": "chain:3", "p50": 1.0, "lossless": True, "verifier": "greedy"}
+    blocks = []
+    for batch, (texts, steps, reached) in enumerate([(2, 10, [11, 4, 3]), (1, 2, [2, 2, 2, 2])]):
+        counts = Counts(drafted=3 * reached[0], reached=Counter(dict(enumerate(reached))))
+        stats = {"steps": steps, "tau": sum(reached) / reached[0], "nodes_per_step": 4.0, "draft_calls": 3 * steps}
+        runs = 2 * [Run([[1]] * texts, 1.0, None, stats, counts, None, None)]
+        blocks.append({"params": params | {"batch": batch, "prompts": [*range(texts)]}, **known} | make_record(runs))
+    (row,) = summarise(blocks)
+    assert row["tau"] == pytest.approx((11 + 4 + 3 + 8) / 13)
+    assert (row["drafted"], row["verified"], row["draft_calls"]) == (3.0, 4.0, 3.0)
+    ratio, *_ = _more_tokens({(1, 0): blocks[1], (0, 0): blocks[1]}, {(0, 0): blocks[0], (1, 0): blocks[1]}) or (0.0,)
+    assert ratio == pytest.approx(row["tau"] / 4)
 
 
 def test_batches_weigh_as_much_as_their_prompts_and_turns_of_one_count_as_one() -> None:

@@ -32,7 +32,7 @@ def block(name: str, batch: int, *, steps: int, nodes: int, calls: int, p50: flo
     drafter = "none" if name == "plain" else "suffix" if name.startswith("suffix") else "model"
     counts = {"steps": steps, "verified": steps * nodes, "draft_calls": steps * calls, "tau": 40 / steps}
     timed = {"metric": "tokens_per_s", "provider": name, "p50": p50, "prefill_s": 0.1, "lossless": True}
-    return {"params": params | {"drafter": drafter}, **counts, **timed, **changes}
+    return {"params": params | {"drafter": drafter}, "reached": [steps], **counts, **timed, **changes}
 
 
 def records() -> list[Any]:

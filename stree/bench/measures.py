@@ -23,13 +23,14 @@ def make_record(runs: Sequence[Run]) -> Record:
     """Sum the runs of one method on one batch of prompts; seconds by part are sums over all steps."""
     stats = [run.stats for run in runs]
     steps = [int(s["steps"]) for s in stats]
+    own = [run.counts.reached[0] for run in runs]  # each sequence's own steps: those of a batch end at different times
     texts = [text for run in runs for text in run.tokens]
     firsts = [run.ttft_s for run in runs if run.ttft_s is not None]
     peaks = [run.peak_mib for run in runs if run.peak_mib is not None]
     sizes = [run.state_bytes for run in runs if run.state_bytes is not None]
     record: Record = {
         "steps": sum(steps),
-        "tau": sum(s["tau"] * n for s, n in zip(stats, steps, strict=True)) / max(sum(steps), 1),
+        "tau": sum(s["tau"] * n for s, n in zip(stats, own, strict=True)) / max(sum(own), 1),
         "draft_calls": sum(s.get("draft_calls", 0) for s in stats),
         "verified": sum(s["nodes_per_step"] * n for s, n in zip(stats, steps, strict=True)),
         "drafted": sum(run.counts.drafted for run in runs) / len(runs[0].tokens),

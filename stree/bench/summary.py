@@ -14,7 +14,7 @@ from scipy.stats import bootstrap
 from stree.bench.measures import PARTS
 from stree.bench.records import Record
 
-__all__ = ["Ratio", "Section", "best", "interval", "sections", "summarise"]
+__all__ = ["Ratio", "Section", "best", "interval", "mean_tau", "sections", "summarise"]
 
 Array = NDArray[Any]
 Ratio = tuple[float, float | None, float | None]  # value and 95 % interval, None below two prompts
@@ -55,6 +55,17 @@ def _tau_ratio(tokens: Array, steps: Array, base_tokens: Array, base_steps: Arra
     """Tokens a step over those of the base."""
     mine, theirs = tokens.sum(axis) / steps.sum(axis), base_tokens.sum(axis) / base_steps.sum(axis)
     return np.asarray(mine / theirs)
+
+
+def mean_tau(blocks: Iterable[Record]) -> float:
+    """Average tokens a step over the steps that each sequence of some records took part in."""
+    known = list(blocks)
+    return float(sum(block["tau"] * _own_steps(block) for block in known) / max(sum(map(_own_steps, known)), 1))
+
+
+def _own_steps(block: Record) -> int:
+    """Count the steps of each of a block's sequences: a batch steps on while any of them has not ended."""
+    return int(sum(block["reached"][:1]))
 
 
 def summarise(records: Sequence[Record]) -> list[Record]:
@@ -108,9 +119,10 @@ def _figures(blocks: Sequence[Record], note: Record) -> Record:
         "drafter": blocks[0]["params"]["drafter"],
         "growth": blocks[0]["params"]["growth"],
         "prompts": sum(count for count, _ in speeds),
-        "tau": sum(block["tau"] * block["steps"] for block in blocks) / steps,
+        "tau": mean_tau(blocks),
         "draft_calls": sum(block["draft_calls"] for block in blocks) / steps,
-        "drafted": sum(block["drafted"] for block in blocks) / steps,
+        "drafted": sum(block["drafted"] * len(block["params"]["prompts"]) for block in blocks)
+        / max(sum(map(_own_steps, blocks)), 1),
         "verified": sum(block["verified"] for block in blocks) / steps,
         "tokens_per_s": sum(count for count, _ in speeds) / sum(count / speed for count, speed in speeds),
         "ttft_ms": _mean(blocks, "ttft_s", 1e3),
@@ -189,7 +201,7 @@ def _more_tokens(base: Blocks, other: Blocks) -> Ratio | None:
     samples = [
         _by_prompt(blocks, both, part)
         for blocks in (other, base)
-        for part in (lambda record: record["tau"] * record["steps"], lambda record: record["steps"])
+        for part in (lambda record: record["tau"] * _own_steps(record), _own_steps)
     ]
     return interval(_tau_ratio, *samples) if both else None
 
