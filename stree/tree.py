@@ -5,6 +5,7 @@ It knows tokens and parents only: no model, no drafting, no probabilities.
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -68,6 +69,8 @@ class TokenTree:
         # Copies: what was checked and derived must not change with the caller's tensors.
         _fill(self, tokens.to(torch.int64, copy=True), parents.to(torch.int32, copy=True), None, None)
         if reads_freely(parents) or checks_everywhere():
+            if bool((wrong := self.parents != parents).any()):  # they would be those of another tree
+                raise ValueError(f"parents must be int32, got {int(parents[wrong][0])}")
             self.check()
 
     @classmethod
@@ -105,9 +108,10 @@ class TokenTree:
             paths: tokens of each, the root first; children stand in the order of their first appearance.
 
         Raises:
+            TypeError: a token that is no integer.
             ValueError: no path, an empty path, or paths that begin with different roots.
         """
-        known = [list(map(int, path)) for path in paths]
+        known = [list(map(operator.index, path)) for path in paths]
         if not known or not all(known):
             raise ValueError("from_paths needs at least one path, and no empty path")
         roots = sorted({path[0] for path in known})
@@ -158,7 +162,10 @@ def _as_batch(name: str, value: Tensor | Sequence[int]) -> Tensor:
     """Take an integer tensor of one or two dimensions as a batch."""
     if isinstance(value, Sequence) and not value:
         raise ValueError("a tree must have at least its root, got 0 nodes")  # an empty list has no integer dtype
-    tensor = torch.as_tensor(value)
+    try:
+        tensor = torch.as_tensor(value)
+    except RuntimeError:  # a value of no dtype
+        raise TypeError(f"{name} must be an integer tensor, got {type(value).__name__}") from None
     if tensor.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"{name} must be an integer tensor, got {tensor.dtype}")
     if tensor.dim() not in (1, 2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +132,18 @@ def test_from_paths_refuses_what_is_not_a_tree(paths: list[list[int]], message: 
         TokenTree.from_paths(paths)
 
 
+@pytest.mark.parametrize("paths", [[[1, 2.5], [1, 3]], ["12", "13"], torch.ones(2, 2)], ids=["float", "text", "floats"])
+def test_from_paths_makes_no_tokens_of_what_is_no_integer(paths: Any) -> None:
+    with pytest.raises(TypeError, match="integer"):
+        TokenTree.from_paths(paths)
+
+
+@pytest.mark.parametrize("parents", [[2**32 - 1, 0], [-1, 2**32]], ids=["root", "child"])
+def test_parents_that_would_wrap_around_to_those_of_another_tree_are_refused(parents: list[int]) -> None:
+    with pytest.raises(ValueError, match=f"parents must be int32, got {max(parents)}"):
+        TokenTree(torch.tensor([1, 2]), torch.tensor(parents))
+
+
 MALFORMED = {
     "root-has-a-parent": ([5, 1], [0, 0], r"parents\[0, 0\] must be -1 \(the root\), got 0"),
     "no-root": ([5, 1], [-2, 0], r"parents\[0, 0\] must be -1 \(the root\), got -2"),
@@ -165,6 +178,7 @@ def test_the_message_names_the_row_of_a_batch() -> None:
             TypeError,
             "parents must be an integer tensor, got torch.float32",
         ),
+        (None, torch.tensor([-1]), TypeError, "tokens must be an integer tensor, got NoneType"),
         (torch.tensor([True]), torch.tensor([-1]), TypeError, "tokens must be an integer tensor, got torch.bool"),
         (torch.tensor([1, 2, 3]), torch.tensor([-1, 0]), ValueError, r"one shape, got \[1, 3\] and \[1, 2\]"),
         (torch.ones(2, 2).long(), torch.tensor([-1, 0]), ValueError, r"one shape, got \[2, 2\] and \[1, 2\]"),
@@ -172,10 +186,20 @@ def test_the_message_names_the_row_of_a_batch() -> None:
         (torch.ones(1, 1, 2).long(), torch.ones(1, 1, 2).long(), ValueError, r"\[n\] or \[batch, n\], got \[1, 1, 2\]"),
         (torch.ones(2, 0).long(), torch.ones(2, 0).long(), ValueError, "at least its root, got 0 nodes"),
     ],
-    ids=["float-tokens", "float-parents", "bool-tokens", "lengths", "batches", "scalar", "three-d", "no-node"],
+    ids=[
+        "float-tokens",
+        "float-parents",
+        "no-tokens",
+        "bool-tokens",
+        "lengths",
+        "batches",
+        "scalar",
+        "three-d",
+        "no-node",
+    ],
 )
 def test_a_wrong_dtype_or_shape_is_refused(
-    tokens: torch.Tensor, parents: torch.Tensor, error: type[Exception], message: str
+    tokens: Any, parents: torch.Tensor, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         TokenTree(tokens, parents)
