@@ -124,6 +124,7 @@ def take_topology(parents: Parents, batch: int, first: int, like: Tensor) -> Top
     else:
         tensor = parents
         trusted = not (reads_freely(tensor) or DEBUG)
+    check_batch(batch)
     if tensor.ndim != 2 or tensor.shape[0] != batch or tensor.dtype != torch.int32 or tensor.device != like.device:
         check("parents", tensor, "int32", (batch, tensor.shape[-1] if tensor.ndim else 1), like)
     if not 0 <= first < tensor.shape[1]:
@@ -159,8 +160,15 @@ def take_path(
     return AcceptedPath.cast(path, path_lengths, width)
 
 
+def check_batch(batch: int) -> None:
+    """Require a batch: there are no shapes to derive from none."""
+    if batch < 1:
+        raise ValueError(f"the batch must be at least 1, got {batch}")
+
+
 def check_path(path: Path, path_lengths: Tensor | None, batch: int, like: Tensor) -> None:
     """Require a path of a batch, bare or with its indices."""
+    check_batch(batch)
     if isinstance(path, AcceptedPath):
         if path_lengths is not None:
             raise ValueError("path_lengths must be None when path is an AcceptedPath, which holds them")

@@ -16,7 +16,8 @@ Common to all operations:
 - A `*_step` is exactly: commit of `path` from the stash (skipped when `path` is None), copy of the new rows
   first..n - 1 into the stash, scan of stash rows 0..n - 1.
 - `backend`: "reference", "triton" or "auto" (Triton for CUDA tensors where that operation has a Triton version, else
-  the reference).  "triton" never falls back.
+  the reference).  "triton" never falls back; it takes tensors of which at least the last dimension is contiguous, of
+  states, windows and matrices the last ones, and names one that is not.
 
 Shapes, dtypes and devices are checked always, values (order of parents) only for bare CPU tensors, or everywhere
 under STREE_DEBUG=1: on the way through a layer nothing waits for a device.

@@ -204,13 +204,15 @@ class DecodeState:
         """Copy some sequences into a new state, int[batch']; indices may repeat; a pending tree is left out.
 
         Raises:
-            ValueError: no list of indices, or an index outside the batch (checked for CPU tensors).
+            ValueError: no list of indices, an empty one, or an index outside the batch (checked for CPU tensors).
         """
         rows = torch.as_tensor(batch_indices, device=self.lengths.device)
+        if not rows.numel():
+            raise ValueError("batch_indices must name at least one sequence, got none")
         if rows.dim() != 1 or not is_integer(rows):
             raise ValueError(f"batch_indices must be int[batch], got {describe(rows)}")
         rows = rows.long()
-        if reads_freely(rows) and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.batch_size:
+        if reads_freely(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.batch_size:
             raise ValueError(f"batch_indices must be in [0, {self.batch_size}), got {rows.tolist()}")
         self.fold()
         other = object.__new__(DecodeState)

@@ -255,10 +255,11 @@ def test_select_takes_repeated_rows_in_any_order(family: str, rows: list[int]) -
 @pytest.mark.parametrize(
     ("rows", "message"),
     [(torch.tensor([0, 2]), r"in \[0, 2\), got \[0, 2\]"), (torch.tensor([-1]), r"in \[0, 2\), got \[-1\]"),
+     (torch.tensor([]), "must name at least one sequence, got none"),
      (torch.tensor([[0]]), r"int\[batch\], got int64\[1, 1\]"),
      (torch.tensor([True, False]), r"int\[batch\], got bool\[2\]"),
      (torch.tensor([0.0, 1.0]), r"int\[batch\], got float32\[2\]")],
-    ids=["above", "below", "two-d", "bool", "float"],
+    ids=["above", "below", "none", "two-d", "bool", "float"],
 )  # fmt: skip
 def test_select_refuses_rows_that_are_not_there(rows: torch.Tensor, message: str) -> None:
     state = grafted(tiny_model("mamba2")).new_state(2, 16, 4)

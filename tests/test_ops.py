@@ -401,3 +401,13 @@ def test_the_ssd_step_refuses_weights_that_do_not_fit_its_heads(name: str) -> No
             None, None, torch.zeros(1, nodes, width), torch.zeros(1, nodes, heads), -torch.ones(heads),
             weights["dt_bias"], torch.tensor([[-1, 0]], dtype=torch.int32), headdim=headdim, ngroups=1, D=weights["D"],
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_an_empty_batch_is_refused_by_every_backend(backend: checks.Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    none = torch.zeros(0, 3, dtype=torch.int32)
+    with pytest.raises(ValueError, match="the batch must be at least 1, got 0"):
+        ops.diagonal_tree_scan(torch.zeros(0, 3, 4), torch.zeros(0, 3, 4), none, torch.zeros(0, 4), backend=backend)
+    with pytest.raises(ValueError, match="the batch must be at least 1, got 0"):
+        ops.conv_commit(torch.zeros(0, 4, 2), torch.zeros(0, 3, 4), none, none[:, 0], backend=backend)
