@@ -375,3 +375,21 @@ def test_laws_in_half_precision_and_logits_with_gradients_are_taken(verifier: st
         for given, law in ((logits.clone().requires_grad_(), probs.to(dtype)), (logits, probs))
     )
     assert torch.equal(found.path, expected.path) and torch.equal(found.next_token, expected.next_token)
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "traversal"])
+def test_rows_that_no_drawn_node_names_may_hold_anything(verifier: str) -> None:
+    """One tree's last node is chosen, and has no use for the row that it names; another one has no such node."""
+    tokens, parents = torch.tensor([[0, 1, 2], [0, 3, 0]]), torch.tensor([[-1, 0, 0], [-1, 0, -1]])
+    row = torch.tensor([[-1, 1, 7], [2, 1, -5]], dtype=torch.int32)
+    kind = torch.tensor([[DELTA, SAMPLED, DELTA], [SAMPLED] * 3], dtype=torch.int8)
+    tokens, parents, row, kind = (part.repeat(200, 1) for part in (tokens, parents, row, kind))
+    tree, laws = TokenTree(tokens, parents), torch.full((400, 3, 4), 0.25)
+    logits = torch.tensor([0.1, 0.2, 0.4, 0.3]).log().expand(400, 3, -1)
+    found, expected = (
+        accept(tree, logits, PLAIN, random_rows(400), DraftLaws(probs, row, kind), verifier)
+        for probs in (laws.index_fill(1, torch.tensor([0, 2]), torch.nan), laws)
+    )
+    assert torch.equal(found.path, expected.path) and torch.equal(found.next_token, expected.next_token)
+    assert found.ratios is not None and expected.ratios is not None
+    assert torch.equal(found.ratios[parents >= 0], expected.ratios[parents >= 0])

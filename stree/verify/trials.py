@@ -89,7 +89,8 @@ class Trials:
         left = before * (held / mass).unsqueeze(-1)
         if self._probs is not None and self._row is not None:
             law = self._probs[self._batch, self._row.gather(1, child)].to(left.dtype)
-            left.addcmul_(law, facts[..., 1:2], value=-1)
+            factor = facts[..., 1:2]
+            left.addcmul_(law.masked_fill_(factor == 0, 0.0), factor, value=-1)  # a DELTA node's row may hold NaN
         left.scatter_add_(-1, token, -facts[..., 2:])
         total = left.clamp_(min=0).sum(-1)
         # So little is left only where p is q but for rounding, and then the child is accepted.
@@ -125,4 +126,4 @@ def _facts(tree: TokenTree, siblings: Siblings, draft: DraftLaws | None) -> Tens
     own = at.diagonal(dim1=1, dim2=2) * ~is_again
     is_delta = draft.kind == DELTA
     inverse = torch.where(is_delta, 1.0, rest / own.clamp(min=TINY))
-    return torch.stack([inverse, ~is_delta / rest, is_delta.double()], -1)
+    return torch.stack([inverse, torch.where(is_delta, 0.0, 1 / rest), is_delta.double()], -1)
