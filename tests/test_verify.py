@@ -393,3 +393,18 @@ def test_rows_that_no_drawn_node_names_may_hold_anything(verifier: str) -> None:
     assert torch.equal(found.path, expected.path) and torch.equal(found.next_token, expected.next_token)
     assert found.ratios is not None and expected.ratios is not None
     assert torch.equal(found.ratios[parents >= 0], expected.ratios[parents >= 0])
+
+
+def test_auto_matches_where_laws_are_given_but_no_child_was_drawn_from_one() -> None:
+    tree = TokenTree(torch.tensor([[0, 1, 2], [0, 3, 0]]), torch.tensor([[-1, 0, 0], [-1, 0, -1]]))
+    logits = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    kind = torch.tensor([[SAMPLED, DELTA, DELTA], [SAMPLED, DELTA, SAMPLED]], dtype=torch.int8)
+    laws = DraftLaws(torch.full((2, 1, 4), 0.25), torch.zeros(2, 3, dtype=torch.int32), kind)
+    for seed in range(16):
+        rng = replace(random_rows(2), seed=seed)
+        found, expected = accept(tree, logits, PLAIN, rng, laws), accept(tree, logits, PLAIN, rng, None, "match")
+        assert torch.equal(found.path, expected.path) and torch.equal(found.next_token, expected.next_token)
+        assert found.ratios is None
+    laws = replace(laws, kind=torch.zeros_like(kind))
+    drawn = accept(tree, logits, PLAIN, random_rows(2), laws)
+    assert drawn.ratios is not None

@@ -15,7 +15,7 @@ from stree.verify.longest import longest
 from stree.verify.match import match
 from stree.verify.rejection import reject
 from stree.verify.traversal import traverse
-from stree.verify.values import Acceptance, DraftLaws
+from stree.verify.values import DELTA, Acceptance, DraftLaws
 
 __all__ = ["LONGEST", "VERIFIERS", "accept"]
 
@@ -45,8 +45,9 @@ def accept(
         sampling: temperature, top-k, top-p of the target.
         rng: numbers of this step, positioned at the roots.
         draft: laws of the children; None means that all are DELTA.
-        verifier: "match", "rejection", "traversal", "block", or "auto": traversal where laws are given, else match;
-            LONGEST is for ``TargetInit`` alone.
+        verifier: "match", "rejection", "traversal", "block", or "auto": traversal where laws are given, else match,
+            which is taken too where a checked tree on the CPU has no node but DELTA ones; LONGEST is for ``TargetInit``
+            alone.
         max_depth: bound of the depths known to the host; None reads it, which waits for a device.
 
     Raises:
@@ -76,6 +77,8 @@ def accept(
         if nodes:
             kind = "NaN" if bool(target_logits[tuple(nodes[0])].isnan().any()) else "infinite"
             raise ValueError(f"the target's logits are {kind} at (row, node) {nodes[:4]}")
+    if verifier == "auto" and draft is not None and tree.is_checked and reads_freely(draft.kind):
+        draft = None if bool(((draft.kind == DELTA) | (tree.parents < 0)).all()) else draft
     if max_depth is None:
         max_depth = int(tree.depths.max())
     if verifier == LONGEST:
