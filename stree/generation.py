@@ -81,7 +81,8 @@ def generate(
         lm: the target.
         prompts: token lists of any lengths, none empty; or an iterator of them, read as slots become free.
         drafter: what proposes trees; None for ``SuffixDrafter()``.
-        growth: the shape of a model drafter's trees; None for its default, ``Calibrated()``.
+        growth: the shape of a model drafter's trees; None for its default, ``Calibrated()``.  Where nothing is grown,
+            as with ``SuffixDrafter`` or a budget of 1, it is not used, and the statistics name none.
         budget: most nodes a step, root included; 1 is plain decoding; "auto" for the size of the best goodput, up to 64
             nodes, chosen anew for every step.  What steps take, and what a draft model's trees bring behind pieces of
             the first prompt, is measured before the first text of a kind, which its statistics leave out, and kept
@@ -166,6 +167,7 @@ def run(
         check_block(drafter, shape, choices.max_nodes)
     room = slots.max_batch, slots.max_length + choices.max_nodes, choices.max_nodes
     make_room = partial(_make_room, lm, drafter, engine, room)
+    named = None if shape is None or isinstance(drafter, (NoDrafter, SuffixDrafter)) else str(shape)
     measured = None
     if len(choices.choices) > 1:
         measured = partial(
@@ -185,7 +187,6 @@ def run(
     steering: Steering = FixedSize(shape, choices.max_nodes)
     key = None if engine is None else session.key(drafter, steering, verifier, slots.max_batch)
     make_room(key)
-    named = None if shape is None else str(shape)
     session.settings = {"growth": named, "budget": budget, "verifier": verifier, "lossless": not is_lossy}
     try:
         if measured is not None:

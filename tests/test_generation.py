@@ -252,6 +252,14 @@ def test_a_tree_costs_as_many_draft_calls_as_it_is_deep(name: str, calls: int) -
         assert stats["draft_calls"] == calls * stats["steps"]
 
 
+def test_a_growth_is_named_where_trees_are_grown() -> None:
+    def named(drafter: Drafter | None, budget: int) -> object:
+        return stree.generate(lm(), PROMPTS[:1], drafter, DySpec(), budget, max_new_tokens=3).stats["growth"]
+
+    assert str(named(ModelDrafter(lm()), 4)).startswith("DySpec(")
+    assert [named(SuffixDrafter(), 4), named(NoDrafter(), 4), named(ModelDrafter(lm()), 1)] == [None] * 3
+
+
 class Listener:
     """A streamer that keeps what it hears."""
 
