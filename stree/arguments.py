@@ -63,7 +63,7 @@ def slots_for(
     """
     check_sizes(max_batch=max_batch, max_length=max_length)
     max_batch, max_length = (None if size is None else operator.index(size) for size in (max_batch, max_length))
-    if isinstance(prompts, (str, Tensor)):
+    if isinstance(prompts, (str, Tensor)) or not hasattr(prompts, "__iter__"):
         raise ValueError(f"generate needs at least one prompt, a list of token lists, got {type(prompts).__name__}")
     bound = min((length for length in (max_length, lm.max_length) if length is not None), default=None)
 
@@ -120,7 +120,7 @@ def token_ids(name: str, tokens: Iterable[int]) -> list[int]:
     try:
         return list(map(operator.index, tokens))
     except TypeError:
-        raise TypeError(f"{name} must be token ids, integers, got {tokens!r:.80}") from None
+        raise TypeError(f"{name} must be a list of token ids, integers, got {tokens!r:.80}") from None
 
 
 def check_arguments(

@@ -37,6 +37,7 @@ class Sampling:
         top_p: keep the smallest set whose probability reaches top_p, in (0, 1], or None.
 
     Raises:
+        TypeError: a value that is no number.
         ValueError: a value outside its range.
     """
 
@@ -45,6 +46,9 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
+        for name, value in (("temperature", self.temperature), ("top_p", 1.0 if self.top_p is None else self.top_p)):
+            if not hasattr(value, "__float__"):
+                raise TypeError(f"{name} must be a number, got {value!r:.80}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
         if 0 < self.temperature < LEAST_TEMPERATURE:

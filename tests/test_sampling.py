@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -196,6 +197,13 @@ def test_the_greedy_law_is_one_hot_at_the_argmax() -> None:
     law = Sampling().law(logits)
     assert torch.equal(law.argmax(-1), logits.argmax(-1))
     assert torch.equal(law.sum(-1), torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("values", [{"temperature": None}, {"temperature": "1"}, {"top_p": "0.9"}], ids=str)
+def test_what_is_no_number_is_refused_by_name(values: Any) -> None:
+    ((name, value),) = values.items()
+    with pytest.raises(TypeError, match=f"{name} must be a number, got {value!r}"):
+        Sampling(**values)
 
 
 @pytest.mark.parametrize(
