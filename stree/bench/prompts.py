@@ -96,7 +96,7 @@ def read_suite(name: str, path: Path, limit: int | None = None) -> list[Prompt]:
         ValueError: a line that is no such record (the message names it), or a file without prompts.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # a mark of its encoding is no text
     except UnicodeDecodeError as error:
         raise ValueError(f"suite {name!r}: {path.name} is not UTF-8 text: {error}") from error
     turns: list[tuple[str, ...]] = []
