@@ -105,3 +105,15 @@ def test_a_path_may_hold_a_comma(tmp_path: Path) -> None:
 def test_the_mark_of_an_encoding_is_no_part_of_a_prompt(tmp_path: Path, file: str, text: str) -> None:
     (tmp_path / file).write_text(text, encoding="utf-8-sig")
     assert [prompt.turns for prompt in read_suite("mine", tmp_path / file)] == [("one",), ("two",)]
+
+
+RECORDS = ({"prompt": "a", "question": "a"},) * 2
+
+
+@pytest.mark.parametrize(("name", "file"), [("mine", "P.JSONL"), ("humaneval", "p.json"), ("gsm8k", "p.txt")])
+def test_json_lines_are_known_by_any_case_of_their_ending_and_by_an_official_name(
+    tmp_path: Path, name: str, file: str
+) -> None:
+    assert [len(prompt.turns) for prompt in read_suite(name, write_lines(tmp_path / file, *RECORDS))] == [1, 1]
+    with pytest.raises(ValueError, match=r"line 1 of .*: not JSON"):
+        read_suite(name, write_lines(tmp_path / file, "a text"))

@@ -85,7 +85,7 @@ def parse_suites(text: str) -> dict[str, Path]:
 
 
 def read_suite(name: str, path: Path, limit: int | None = None) -> list[Prompt]:
-    """Read the first prompts of a file: a record a line of .jsonl, else paragraphs between blank lines.
+    """Read the first prompts of a file: a record a line of .jsonl and of official suites, else paragraphs.
 
     Args:
         name: of the suite; humaneval, gsm8k, mt_bench and spec_bench must have their official file's field.
@@ -100,7 +100,7 @@ def read_suite(name: str, path: Path, limit: int | None = None) -> list[Prompt]:
     except UnicodeDecodeError as error:
         raise ValueError(f"suite {name!r}: {path.name} is not UTF-8 text: {error}") from error
     turns: list[tuple[str, ...]] = []
-    if path.suffix == ".jsonl":
+    if path.suffix.lower() == ".jsonl" or name in OFFICIAL:
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip() and (limit is None or len(turns) < limit):
                 try:
