@@ -56,6 +56,7 @@ def test_the_limit_counts_prompts_and_not_empty_lines(tmp_path: Path) -> None:
             '{"other": 1}',
             r"line 2 .*: a record needs one of the fields prompt, question, turns, text, got other",
         ),
+        ("mine", r'{"text": "a\ud800"}', r"line 2 .*: a prompt must be text of whole characters: .*surrogates"),
         ("humaneval", '{"question": "x"}', r"line 2 .*: a record needs the field prompt, got question"),
         ("mt_bench", '{"turns": []}', r"line 2 .*: turns must be a list of texts, got \[\]"),
         ("mine", '{"prompt": " "}', r"line 2 .*: a prompt must be a text that is not empty, got ' '"),

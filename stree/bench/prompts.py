@@ -48,9 +48,13 @@ def _turns(turns: Any) -> tuple[str, ...]:
 
 
 def _text(value: Any) -> str:
-    """Refuse what is no text, or an empty one."""
+    """Refuse what is no text, or an empty one, or half a character."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"a prompt must be a text that is not empty, got {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # half a character, which JSON can write and no tokenizer takes
+        raise ValueError(f"a prompt must be text of whole characters: {error}") from error
     return value
 
 
