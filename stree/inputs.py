@@ -69,7 +69,7 @@ def documents(paths: Sequence[Path]) -> Iterator[str]:
                 text = file.read_text(encoding="utf-8-sig")
             except UnicodeDecodeError as error:
                 raise ValueError(f"{file} is no UTF-8 text: {error}") from error
-            if file.suffix == ".jsonl":
+            if file.suffix.lower() == ".jsonl":
                 yield from _lines(file, text)
             elif text:
                 yield text

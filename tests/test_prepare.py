@@ -32,8 +32,8 @@ def test_texts_come_from_files_folders_and_json_lines(tmp_path: Path) -> None:
     assert list(documents(paths)) == ["two", "three", "four", "five"]
     lines = [{"text": "a\u2028b\x85c\u2029"}, {"text": ""}, {"prompt": "d"}]  # line ends that end no line of JSON
     content = "\ufeff" + "".join(json.dumps(line, ensure_ascii=False) + "\r\n" for line in lines)
-    (tmp_path / "more.jsonl").write_text(content, encoding="utf-8", newline="")
-    assert list(documents([tmp_path / "more.jsonl"])) == ["a\u2028b\x85c\u2029", "d"]
+    (tmp_path / "more.JSONL").write_text(content, encoding="utf-8", newline="")
+    assert list(documents([tmp_path / "more.JSONL"])) == ["a\u2028b\x85c\u2029", "d"]
 
 
 @pytest.mark.parametrize(
