@@ -88,6 +88,9 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         ("FILE", "a suite must be NAME=FILE, got"),
         ("a=", "a suite must be NAME=FILE, got 'a='"),
         ("a=FILE,a=FILE", "suite 'a' is given twice"),
+        ("$a_$=FILE", r"a suite's name must be letters, digits, - and _, .* got '\$a_\$'"),
+        ("a|b=FILE", r"got 'a\|b'"),
+        ("a=FILE,_b=FILE", "got '_b'"),  # a plot's legend leaves such a name out
         ("a=FILE-that-is-not", "suite 'a': there is no file"),
     ],
 )

@@ -73,13 +73,16 @@ def parse_suites(text: str) -> dict[str, Path]:
     """Read NAME=FILE,NAME=FILE,...
 
     Raises:
-        ValueError: an entry without a name, a name given twice, or a file that is not there.
+        ValueError: an entry without a name, a name given twice or with other signs than letters, digits, - and _, which
+            tables and plots may read as their own, or a file that is not there.
     """
     suites: dict[str, Path] = {}
     for entry in re.split(r",(?=[\w-]+=|$)", text):
         name, _, file = entry.partition("=")
         if not (name and file):
             raise ValueError(f"a suite must be NAME=FILE, got {entry!r}")
+        if not re.fullmatch(r"[^\W_][\w-]*", name):
+            raise ValueError(f"a suite's name must be letters, digits, - and _, the first no _ or -, got {name!r}")
         if name in suites:
             raise ValueError(f"suite {name!r} is given twice")
         if not Path(file).is_file():
