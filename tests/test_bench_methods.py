@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stree.bench.methods import DEFAULT, parse_methods
-from stree.growth import Chain, DySpec, Static
+from stree.growth import Calibrated, Chain, DecisionStop, DySpec, Static
 from stree.verify import VERIFIERS
 
 
@@ -47,6 +47,11 @@ def test_a_verifier_may_follow_a_name() -> None:
     assert (named.name, named.verifier, other.verifier) == ("static:2,2@match", "match", "rejection")
 
 
+def test_a_budget_stands_behind_the_number_of_a_stop_rule() -> None:
+    (method,) = parse_methods("calibrated+decision:1:32")
+    assert method.growth == DecisionStop(Calibrated(), threshold=1.0) and method.budget == 32
+
+
 def test_the_default_methods_are_known() -> None:
     assert {"plain", "transformers", "chain", "dyspec", "unrolled", "snapshot"} <= {
         m.kind for m in parse_methods(DEFAULT)
@@ -63,6 +68,7 @@ def test_the_default_methods_are_known() -> None:
         ("chain", "method 'chain' is unknown"),
         ("unrolled:bush", "method 'unrolled:bush' is unknown"),
         ("plain,plain", "method 'plain' is given twice"),
+        ("eagle2:6+depth-stop:3", r"\+depth-stop:3' does not say whether 3 is the stop rule's number or the budget"),
         ("chain:4-2", "method 'chain:4-2' must go from a depth of at least 1 up"),
         ("stree:12x3", "method 'stree:12x3' gives a depth, but Static has none"),
         ("dyspec:8@best", f"the verifier of 'dyspec:8@best' must be one of {', '.join(VERIFIERS)}, got 'best'"),

@@ -92,7 +92,8 @@ def parse_methods(text: str, verifier: str = "auto") -> list[Method]:
 
     ``plain``; ``transformers`` and ``mamba-ssm``, those libraries' own generation; ``chain:FROM-TO``, a chain whose
     depth is tuned on prompts that are not measured; any growth that ``parse_growth`` reads, with ``:BUDGET`` or
-    ``:BUDGETxDEPTH`` behind a dynamic one; ``suffix[:BUDGET]``, ``fused[:BUDGET]``; ``auto``, the library's own choice;
+    ``:BUDGETxDEPTH`` behind a dynamic one, and behind the number of its stop rule; ``suffix[:BUDGET]``,
+    ``fused[:BUDGET]``; ``auto``, the library's own choice;
     ``unrolled[:TREE]`` and ``snapshot[:TREE]``, the baselines that verify a tree's paths as rows and its nodes with a
     state each.  ``@VERIFIER`` behind any of them chooses its verifier.
 
@@ -144,6 +145,11 @@ def _parse_tree(text: str, name: str) -> tuple[Growth, int]:
     sized = re.fullmatch(r"(.*?):(\d+)(?:x(\d+))?", text)
     if sized:
         growth = _growth(sized[1])
+        if growth is not None and re.search(r"\+[^:]*$", sized[1]) and not sized[3]:
+            raise ValueError(
+                f"method {name!r} does not say whether {sized[2]} is the stop rule's number or the budget; "
+                f"write {sized[1]}:NUMBER:BUDGET"
+            )
         if growth is not None:
             return _with_depth(growth, sized[3], name), int(sized[2])
     growth = _growth(text)
