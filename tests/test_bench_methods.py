@@ -69,6 +69,8 @@ def test_the_default_methods_are_known() -> None:
         ("unrolled:bush", "method 'unrolled:bush' is unknown"),
         ("plain,plain", "method 'plain' is given twice"),
         ("eagle2:6+depth-stop:3", r"\+depth-stop:3' does not say whether 3 is the stop rule's number or the budget"),
+        ("lossy-target-init:2,3@match", "has a rule of its own to accept tokens; leave @match out"),
+        ("transformers@block", "has a rule of its own to accept tokens; leave @block out"),
         ("chain:4-2", "method 'chain:4-2' must go from a depth of at least 1 up"),
         ("stree:12x3", "method 'stree:12x3' gives a depth, but Static has none"),
         ("dyspec:8@best", f"the verifier of 'dyspec:8@best' must be one of {', '.join(VERIFIERS)}, got 'best'"),

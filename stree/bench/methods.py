@@ -120,6 +120,8 @@ def _parse(name: str, verifier: str) -> Method:
     if verifier not in VERIFIERS:
         raise ValueError(f"the verifier of {name!r} must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
     kind, _, shape = rest.partition(":")
+    if at and kind in ("transformers", "mamba-ssm", "lossy-target-init"):
+        raise ValueError(f"method {name!r} has a rule of its own to accept tokens; leave @{own} out")
     if rest in ALONE:
         drafter, budget = ALONE[rest]
         return Method(name, drafter, None, budget, verifier)
