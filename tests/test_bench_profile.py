@@ -75,3 +75,8 @@ def test_replayed_steps_are_timed_beside_launched_ones(monkeypatch: pytest.Monke
 def test_a_text_of_one_token_has_no_step_to_profile(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "profile", "--max-new-tokens", "1"]) == 2
     assert "--max-new-tokens must be at least 2, got 1" in capsys.readouterr().err
+
+
+def test_a_growth_without_a_draft_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "profile", "--drafter", "none", "--growth", "chain:2"]) == 2
+    assert "--growth shapes the trees of a draft model; there is none" in capsys.readouterr().err

@@ -107,6 +107,8 @@ def start_profile(arguments: argparse.Namespace) -> int:
     _check_file(arguments.out)
     growth = None if arguments.growth is None else parse_growth(arguments.growth)
     pair = _load(arguments)
+    if growth is not None and pair.drafter is None:
+        raise ValueError("--growth shapes the trees of a draft model; there is none, give one with --drafter")
     shape = Shape(
         growth, arguments.budget, arguments.batch, arguments.context, arguments.max_new_tokens, arguments.temperature
     )
