@@ -102,6 +102,16 @@ def test_every_point_is_measured() -> None:
     assert measure_cost(tiny_pair(drafter=False), points, 1, lambda: None).draft_ms == []
 
 
+def test_a_context_beyond_the_positions_of_a_model_is_refused_before_anything_is_measured() -> None:
+    pair, calls = tiny_pair("bamba", drafter=False), []
+    most = pair.target.max_length
+    assert most is not None
+    points = Points((1,), (1,), (1,), (7, most - 6))  # three steps commit two tokens each, behind them stands a root
+    with pytest.raises(ValueError, match=f"a context of {most - 6} takes {most + 1} positions; a model has {most}"):
+        measure_cost(pair, points, 1, lambda: calls.append(None))
+    assert not calls
+
+
 def test_step_costs_cover_all_engines_and_the_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = tiny_pair("bamba")
     found = measure_steps(pair, list(range(5, 15)), [6], 1, {"bench": "run"})

@@ -51,7 +51,14 @@ def measure_cost(pair: Pair, points: Points, rounds: int, advance: Callable[[], 
         points: the grid.
         rounds: timed runs of each point; two more come before them.
         advance: called after every point.
+
+    Raises:
+        ValueError: the target or the drafter has fewer positions than a point needs; nothing is measured then.
     """
+    context = max(points.context)
+    for lm, most in ((pair.target, _room(max(points.nodes), context, rounds)), (pair.drafter, context + LAYERS + 2)):
+        if lm is not None and lm.max_length is not None and most > lm.max_length:
+            raise ValueError(f"a context of {context} takes {most} positions; a model has {lm.max_length}")
     target, draft = [], []
     for batch, context in product(points.batch, points.context):
         for n in points.nodes:
@@ -67,6 +74,11 @@ def measure_cost(pair: Pair, points: Points, rounds: int, advance: Callable[[], 
     return CostTable(*pair.names, env["device"], pair.dtype, threads, target, draft, env)
 
 
+def _room(nodes: int, context: int, rounds: int) -> int:
+    """Count the tokens of a context, of two committed in every step, and of the last tree."""
+    return context + 2 * (rounds + WARM_UP) + nodes
+
+
 def _text(vocab: int, batch: int, context: int, device: torch.device) -> torch.Tensor:
     """Make texts of arbitrary tokens."""
     rows = torch.arange(batch * context, device=device).view(batch, context)
@@ -75,7 +87,7 @@ def _text(vocab: int, batch: int, context: int, device: torch.device) -> torch.T
 
 def _target_ms(lm: TreeLM, nodes: int, batch: int, context: int, rounds: int) -> float:
     """Time verify of a binary tree and commit of its leftmost two nodes."""
-    state = lm.new_state(batch, context + 2 * (rounds + WARM_UP) + nodes, nodes)
+    state = lm.new_state(batch, _room(nodes, context, rounds), nodes)
     lm.prefill(state, _text(lm.vocab_size, batch, context, lm.device))
     tree = binary_tree(nodes, lm.vocab_size, lm.device, batch)
     length = min(nodes, 2)
