@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from stree.bench import records
 from stree.bench.directory import RunDirectory
 from stree.bench.plan import Settings
 
@@ -59,3 +60,9 @@ def test_a_broken_line_that_is_not_the_last_is_named(tmp_path: Path, line: str, 
 def test_settings_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Settings(**options)
+
+
+def test_the_commit_is_none_of_a_repository_that_merely_holds_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "ROOT", records.ROOT / "tests")
+    found = records.environment()
+    assert found["commit"] == "" and found["dirty"] is False

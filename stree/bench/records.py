@@ -29,6 +29,7 @@ PACKAGES = ("torch", "transformers", "triton", "mamba-ssm")
 
 def environment(device: torch.device | None = None) -> Record:
     """Describe device, clocks, versions and commit; the load average tells whether the machine was idle."""
+    is_ours = Path(_run("git", "rev-parse", "--show-toplevel")) == ROOT  # and not one that holds an installation
     record: Record = {
         "device": _processor(),
         "cores": os.cpu_count(),
@@ -37,8 +38,8 @@ def environment(device: torch.device | None = None) -> Record:
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "python": platform.python_version(),
         **{name: version for name in PACKAGES if (version := _version(name))},
-        "commit": _run("git", "rev-parse", "--short", "HEAD"),
-        "dirty": bool(_run("git", "status", "--porcelain", "--untracked-files=no")),
+        "commit": _run("git", "rev-parse", "--short", "HEAD") if is_ours else "",
+        "dirty": is_ours and bool(_run("git", "status", "--porcelain", "--untracked-files=no")),
         "date": datetime.date.today().isoformat(),
     }
     if device is not None and device.type == "cuda":
