@@ -50,6 +50,8 @@ def test_the_folder_is_a_drafter_with_a_card_and_nothing_else(made: tuple[Path, 
     names = {path.name for path in out.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "distill.json"} <= names
     assert not [name for name in names if "part" in name or name == "checkpoints"]
+    (out.parent / "new").touch()
+    assert {path.stat().st_mode for path in out.iterdir()} == {(out.parent / "new").stat().st_mode}
     assert json.loads((out / "distill.json").read_text(encoding="utf-8")) == metrics
     card = (out / "README.md").read_text(encoding="utf-8")
     for figure in (metrics["held_out"]["divergence"], metrics["held_out"]["top1"]):

@@ -100,7 +100,10 @@ class RunFolder:
         return self.checkpoints / "result"
 
     def publish(self) -> None:
-        """Bring the finished files into the folder and take the checkpoints away."""
+        """Bring the finished files into the folder, as readable as any new file, and take the checkpoints away."""
+        mode = self._about.stat().st_mode  # the writer of the weights (safetensors) keeps them to itself
         for file in sorted(self.result.iterdir(), key=lambda file: file.name == "config.json"):
+            if file.is_file():
+                file.chmod(mode)
             os.replace(file, self.path / file.name)
         shutil.rmtree(self.checkpoints)
