@@ -23,6 +23,7 @@ from stree.cli import main
 from stree.distill import Settings, distill_drafter, run, training
 from stree.distill.continuations import write_continuations
 from stree.distill.folder import RunFolder
+from stree.files import alone_in
 
 
 @pytest.fixture(scope="module")
@@ -244,3 +245,13 @@ def test_ctrl_c_says_how_to_go_on(
     assert main([*command, "--length", "16", "--hidden", "16", "--layers", "1"]) == 130
     assert "--resume goes on from the last checkpoint" in capsys.readouterr().err
     assert (tmp_path / "out" / "checkpoints" / "run.json").exists()
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_two_runs_into_one_folder_at_once_are_refused(
+    target: stree.TreeLM, tokenizer: Any, texts: list[str], tmp_path: Path, force: bool
+) -> None:
+    with alone_in(tmp_path / "out"):
+        with pytest.raises(ValueError, match=r"another run writes into .*out; wait for its end"):
+            distill_drafter(target, tokenizer, texts, tmp_path / "out", SETTINGS, force=force)
+        assert not list((tmp_path / "out").iterdir())

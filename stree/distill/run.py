@@ -22,6 +22,7 @@ from stree.distill.report import card, measure_laws, measure_tau
 from stree.distill.settings import Settings
 from stree.distill.text import Batches, Text, encode, hold_out
 from stree.distill.training import Laws, compiler, distill_loss, laws_of, matmul_dtype, text_loss, train
+from stree.files import alone_in
 from stree.models.tree_lm import TreeLM
 
 __all__ = ["distill_drafter", "fit", "save_model"]
@@ -58,7 +59,8 @@ def distill_drafter(
         What distill.json holds: held-out measures, tau, stages, settings.
 
     Raises:
-        ValueError: too little text, a size outside its range, a folder that holds something else; nothing is written.
+        ValueError: too little text, a size outside its range, a folder that holds something else or that another run
+            writes into; nothing is written.
         RuntimeError: training diverged; the last checkpoint stays.
     """
     folder = RunFolder(out, resume=resume, force=force)
@@ -77,31 +79,33 @@ def distill_drafter(
         torch.manual_seed(settings.seed)
         check_forward(build(config), use_training_forward)
         drafter = build(config).to(target.device)
-    folder.claim(about)
-    text = Text({"text": train_stream}, {"text": 1.0}, separator=separator)
-    stages, generated = fit(
-        target,
-        laws_of(target.model, matmul_dtype(settings, target.device)),
-        drafter,
-        text,
-        settings,
-        folder.checkpoints,
-        resume=resume,
-    )
-    save_model(drafter, tokenizer, folder.result)
-    saved = TreeLM.from_pretrained(folder.result, device=target.device)
-    exact = [laws_of(lm.model, torch.float32) for lm in (target, saved)]
-    metrics = {
-        **identity, **_environment(target.device),
-        "num_parameters": drafter.num_parameters(), "text_tokens": len(train_stream), "generated_tokens": generated,
-        "stages": stages, "settings": recipe,
-        "held_out": measure_laws(exact[0], exact[1], held_out, settings.length, target.device),
-        "tau": measure_tau(target, saved, held_out),
-    }  # fmt: skip
-    (folder.result / METRICS).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
-    (folder.result / "README.md").write_text(card(metrics), encoding="utf-8")
-    folder.publish()
-    return metrics
+    with alone_in(folder.path):
+        folder = RunFolder(out, resume=resume, force=force)  # another run may have come and gone since
+        folder.claim(about)
+        text = Text({"text": train_stream}, {"text": 1.0}, separator=separator)
+        stages, generated = fit(
+            target,
+            laws_of(target.model, matmul_dtype(settings, target.device)),
+            drafter,
+            text,
+            settings,
+            folder.checkpoints,
+            resume=resume,
+        )
+        save_model(drafter, tokenizer, folder.result)
+        saved = TreeLM.from_pretrained(folder.result, device=target.device)
+        exact = [laws_of(lm.model, torch.float32) for lm in (target, saved)]
+        metrics = {
+            **identity, **_environment(target.device),
+            "num_parameters": drafter.num_parameters(), "text_tokens": len(train_stream), "generated_tokens": generated,
+            "stages": stages, "settings": recipe,
+            "held_out": measure_laws(exact[0], exact[1], held_out, settings.length, target.device),
+            "tau": measure_tau(target, saved, held_out),
+        }  # fmt: skip
+        (folder.result / METRICS).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+        (folder.result / "README.md").write_text(card(metrics), encoding="utf-8")
+        folder.publish()
+        return metrics
 
 
 def fit(
