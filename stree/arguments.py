@@ -86,12 +86,16 @@ def slots_for(
 def _each(
     lm: TreeLM, prompts: Iterator[Sequence[int]], max_new_tokens: int, max_length: int | None
 ) -> Iterator[tuple[list[int], str | None]]:
-    """Look at prompts as they come: one that cannot be run must not end the others."""
+    """Look at prompts as they come: one that cannot be run must not end the others; none that is no tokens is kept."""
     for row, prompt in enumerate(prompts):
         try:
             yield _checked(lm, row, prompt, max_new_tokens, max_length), None
         except (TypeError, ValueError) as problem:
-            yield list(prompt) if hasattr(prompt, "__len__") else [], f"refused: {problem}"
+            try:
+                tokens = token_ids(f"prompt {row}", prompt)
+            except TypeError:
+                tokens = []
+            yield tokens, f"refused: {problem}"
 
 
 def _checked(lm: TreeLM, row: int, prompt: Sequence[int], max_new_tokens: int, max_length: int | None) -> list[int]:
