@@ -69,6 +69,15 @@ def test_a_run_writes_every_artefact_and_reports_what_it_measured(
     assert re.search(r"\| mine \| 0 \| chain:2 \| \d+ \|.*\| identical \(greedy\) \|\n", capsys.readouterr().out)
 
 
+def test_step_costs_that_are_not_on_record_are_measured(folder: Path, tmp_path: Path) -> None:
+    found = []
+    for nodes in ("3", "3", "2,3,2"):
+        assert bench(folder, tmp_path / "run", "--nodes", nodes) == 0
+        records = [json.loads(line) for line in (tmp_path / "run" / "results.jsonl").read_text().splitlines()]
+        found.append([record["params"]["nodes"] for record in records if record["metric"] == "sizes"])
+    assert found == [[3], [3], [3, 2]]
+
+
 def test_another_configuration_needs_force(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(folder, tmp_path / "run", "--nodes", "") == 0
     assert bench(folder, tmp_path / "run", "--nodes", "", "--max-new-tokens", "5") == 2

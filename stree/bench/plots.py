@@ -191,7 +191,7 @@ def _engines(run: str, records: Iterable[Record], unit: str, scale: float) -> Pl
 
     def paint(axes: Any) -> None:
         for number, (name, points) in enumerate(lines.items()):
-            axes.plot(list(points), list(points.values()), "o-", ms=4, color=_colour(number), label=name)
+            axes.plot(*zip(*sorted(points.items()), strict=True), "o-", ms=4, color=_colour(number), label=name)
         axes.set_xlabel("nodes of a binary tree, root included")
         axes.set_ylabel(unit)
         axes.set_yscale("log")

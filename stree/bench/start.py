@@ -60,7 +60,8 @@ def start_run(arguments: argparse.Namespace) -> int:
         bar.update(task, total=runner.num_runs)
         try:
             runner.run()
-            if nodes and not directory.find("step_latency"):
+            nodes = [n for n in dict.fromkeys(nodes) if not directory.find("sizes", nodes=n)]  # the last one of a size
+            if nodes:
                 bar.update(task, description="step costs")
                 directory.add(measure_steps(pair, prompt, nodes, arguments.rounds, base))
         except (KeyboardInterrupt, OSError):
