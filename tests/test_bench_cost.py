@@ -103,7 +103,8 @@ def test_every_point_is_measured() -> None:
 
 
 def test_a_context_beyond_the_positions_of_a_model_is_refused_before_anything_is_measured() -> None:
-    pair, calls = tiny_pair("bamba", drafter=False), []
+    pair = tiny_pair("bamba", drafter=False)
+    calls: list[None] = []
     most = pair.target.max_length
     assert most is not None
     points = Points((1,), (1,), (1,), (7, most - 6))  # three steps commit two tokens each, behind them stands a root

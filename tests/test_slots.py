@@ -106,7 +106,7 @@ def test_a_prompt_that_cannot_be_run_ends_no_other(place: int) -> None:
 
 
 def test_the_refused_prompt_of_an_iterator_is_given_back_as_tokens() -> None:
-    prompts = iter([torch.tensor(TEXTS[0]), torch.tensor([10000, 1]), "text", torch.tensor([1.5])])
+    prompts: Any = iter([torch.tensor(TEXTS[0]), torch.tensor([10000, 1]), "text", torch.tensor([1.5])])
     out = stree.generate(lm(), prompts, NoDrafter(), max_new_tokens=2, max_batch=2, max_length=32)
     assert out.sequences[1:] == [[10000, 1], [], []] and {type(token) for token in out.sequences[1]} == {int}
 
