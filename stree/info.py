@@ -116,9 +116,8 @@ def _page(report: dict[str, Any]) -> str:
     lines["conv windows"] = f"{_size(report['window_bytes'])} a sequence"
     lines["keys, values"] = f"{_size(report['kv_bytes_per_token'])} a token"
     ratio = report["nodes_per_state"]
-    lines["stash"] = f"{_size(report['stash_bytes_per_node'])} a node" + (
-        f", 1/{ratio:.0f} of a state" if ratio else ""
-    )
+    share = "" if not ratio else f", 1/{ratio:.0f} of a state" if ratio > 1.5 else f", {1 / ratio:.2g} times a state"
+    lines["stash"] = f"{_size(report['stash_bytes_per_node'])} a node{share}"
     lines["stash, keys"] = f"{_size(report['kv_stash_bytes_per_node'])} a node"
     graphs = report["graphs"]
     lines["CUDA graphs"] = (

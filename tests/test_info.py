@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_family_models import FAMILIES, family_model
-from transformers import GPT2Config
+from transformers import GPT2Config, RecurrentGemmaConfig
 
 import stree
 from stree.cli import main
@@ -81,6 +81,12 @@ def test_the_page_tells_what_the_document_tells(capsys: pytest.CaptureFixture[st
     )
     assert main(["info", "--json", "--dtype", "float32"]) == 0
     assert json.loads(capsys.readouterr().out)["kv_bytes_per_token"] == 2 * report["kv_bytes_per_token"]
+
+
+def test_a_node_larger_than_a_state_is_said_to_be_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RecurrentGemmaConfig().save_pretrained(tmp_path)  # a diagonal state of one number a channel
+    assert main(["info", str(tmp_path), "--dtype", "bfloat16"]) == 0
+    assert re.search(r"stash +[0-9.]+ KiB a node, 2 times a state\n", capsys.readouterr().out)
 
 
 def test_a_config_alone_is_enough_and_says_why_it_is_not_supported(
