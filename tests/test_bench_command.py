@@ -94,6 +94,7 @@ def test_another_configuration_needs_force(folder: Path, tmp_path: Path, capsys:
         (["--suite", "mine"], "a suite must be NAME=FILE, got 'mine'"),
         (["--suite", "mine=FOLDER/empty.jsonl"], "suite 'mine': empty.jsonl holds no prompts"),
         (["--suite", "mine=FOLDER/bad.jsonl"], "suite 'mine': line 2 of bad.jsonl: a record needs one of the fields"),
+        (["--methods", ""], "method '' is unknown: Known are plain"),
         (["--methods", "plain,chian:4"], "method 'chian:4' is unknown: did you mean chain"),
         (["--methods", "plain,dyspec:0"], "method 'dyspec:0' cannot run: budget must be at least 1, got 0"),
         (["--methods", "plain,stree:5"], "method 'stree:5' cannot run: a tree of 13 nodes (root included) exceeds"),

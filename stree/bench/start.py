@@ -38,7 +38,7 @@ def start_run(arguments: argparse.Namespace) -> int:
     """
     settings = _settings(arguments)
     nodes = _sizes(arguments.nodes, "--nodes")
-    methods = parse_methods(arguments.methods or DEFAULT, arguments.verifier)
+    methods = parse_methods(DEFAULT if arguments.methods is None else arguments.methods, arguments.verifier)
     suites = read_suites(parse_suites(arguments.suite), arguments.limit or None, settings)
     pair = _load(arguments)
     prompt = pair.encode(suites[0].prompts[0].turns[:1], chat=settings.chat)  # refuses a template that is not there
