@@ -179,6 +179,8 @@ def test_cost_measures_a_table_that_can_be_read(
     assert "written: " in capsys.readouterr().out
     assert main(["bench", "cost", *models, "--nodes", "", "--out", str(tmp_path / "cost.json")]) == 2
     assert "--nodes must have at least one value" in capsys.readouterr().err
+    assert main(["bench", "cost", *models, "--rounds", "0", "--out", str(tmp_path / "cost.json")]) == 2
+    assert "--rounds must be at least 1, got 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["cost", "profile"])

@@ -83,8 +83,10 @@ def start_cost(arguments: argparse.Namespace) -> int:
         grid, rounds = {name: sizes[:2] for name, sizes in grid.items()}, 2
     _check_file(arguments.out)
     empty = next((name for name, sizes in grid.items() if not sizes), None)
-    if empty or rounds < 1:
-        raise ValueError(f"--{empty or 'rounds'} must have at least one value")
+    if empty:
+        raise ValueError(f"--{empty} must have at least one value")
+    if rounds < 1:
+        raise ValueError(f"--rounds must be at least 1, got {rounds}")
     pair = _load(arguments)
     with Progress(console=Console(stderr=True), transient=True) as bar:
         sizes = len(grid["nodes"]) + (0 if pair.drafter is None else len(grid["widths"]))
