@@ -80,9 +80,14 @@ class RunDirectory:
         return ""
 
     def keep(self, finished: Iterable[Key]) -> None:
-        """Drop timed records of prompts that are not finished, and a line that was cut off."""
+        """Drop timed records of prompts and of tree sizes that are not finished, and a line that was cut off."""
         whole = set(finished)
-        kept = [r for r in self.records if r["metric"] != "tokens_per_s" or key_of(r) in whole]
+        sizes = {r["params"]["nodes"] for r in self.find("sizes")}  # the last record of a tree size
+        kept = [
+            r for r in self.records
+            if (r["metric"] != "tokens_per_s" or key_of(r) in whole)
+            and (r["metric"] not in ("step_latency", "state_bytes") or r["params"]["nodes"] in sizes)
+        ]  # fmt: skip
         if self.results.exists():
             write(self.results, kept)
         self.records = kept
