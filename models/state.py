@@ -162,6 +162,7 @@ class DecodeState:
             changed none, as of a captured graph that was never run, may set it to False.
     """
 
+    @torch.inference_mode(False)  # a state outlives the block that it is made in
     def __init__(
         self,
         specs: Mapping[Site, LayerSpec],
@@ -200,6 +201,7 @@ class DecodeState:
         """Copy the committed state; a pending tree is left out."""
         return self.select(torch.arange(self.batch_size, device=self.lengths.device))
 
+    @torch.inference_mode(False)
     def select(self, batch_indices: Tensor) -> DecodeState:
         """Copy some sequences into a new state, int[batch']; indices may repeat; a pending tree is left out.
 

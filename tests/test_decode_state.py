@@ -232,6 +232,25 @@ def test_a_clone_leaves_an_uncommitted_tree_out_and_the_original_keeps_it(family
     assert_scores(lm, model, state, extended(texts, tree, paths))
 
 
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_a_state_that_was_made_in_inference_mode_is_used_outside_of_it(is_lazy: bool) -> None:
+    rng, model = random.Random(2), tiny_model("bamba")
+    lm, texts = grafted(model), random_texts(rng, [7, 4])
+    lm.is_lazy = is_lazy
+    with torch.inference_mode():
+        states = [lm.new_state(2, 64, 8)]
+        lm.prefill(states[0], *right_padded(texts))
+        states += [states[0].clone(), states[0].resized(80, 16)]
+        tree = random_tree(rng, [5, 8])
+        for state in states:
+            lm.verify(state, tree)
+    paths = [random_path(rng, tree, row) for row in range(2)]
+    texts = extended(texts, tree, paths)
+    for state in states:
+        lm.commit(state, *as_commit(paths))
+        assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rows", [[2, 0, 2, 2, 1], [1], [0, 1, 2]], ids=str)
 def test_select_takes_repeated_rows_in_any_order(family: str, rows: list[int]) -> None:
