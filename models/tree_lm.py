@@ -143,7 +143,7 @@ class TreeLM:
         """Refuse to run.
 
         Raises:
-            RuntimeError: the model is in training mode.
+            RuntimeError: the model is in training mode, or autocast on.
             TypeError: its chunk_size is no integer.
             ValueError: that is below 1, or the model was moved since it was grafted.
         """
@@ -201,7 +201,7 @@ class TreeLM:
             TypeError: a chunk_size that is no integer.
             ValueError: a wrong shape or dtype, an empty prompt, one beyond max_length, a token outside the vocabulary,
                 or a model that was moved since it was grafted.
-            RuntimeError: the state is not empty, or the model in training mode.
+            RuntimeError: the state is not empty, the model in training mode, or autocast on.
         """
         self._check_state(state)
         check_places(self.model, self._places)
@@ -235,7 +235,7 @@ class TreeLM:
 
         Raises:
             ValueError: a row outside the batch, or as for ``prefill``.
-            RuntimeError: the state is lost, or the model in training mode.
+            RuntimeError: the state is lost, the model in training mode, or autocast on.
         """
         self._check_state(state)
         if not 0 <= row < state.batch_size:
@@ -259,7 +259,7 @@ class TreeLM:
 
         Raises:
             ValueError: tree and state disagree in batch, size, length, vocabulary, or in the nodes below ``first``.
-            RuntimeError: the state is lost, or the model in training mode.
+            RuntimeError: the state is lost, the model in training mode, or autocast on.
         """
         self._check_state(state)
         batch, n = tree.tokens.shape
@@ -302,7 +302,8 @@ class TreeLM:
             path_lengths: int32[batch]; 0 leaves a sequence untouched.
 
         Raises:
-            RuntimeError: no verified tree, or one that was committed already; or the state is lost.
+            RuntimeError: no verified tree, or one that was committed already; the state is lost, the model in training
+                mode, or autocast on.
             ValueError: shapes disagree, a path that does not descend from the root, or a text beyond max_length.
         """
         self._check_state(state)
@@ -380,9 +381,15 @@ class TreeLM:
         return torch.cat(rows)
 
     def _check_mode(self) -> None:
-        """Refuse a model in training."""
+        """Refuse a model in training, and to run under autocast: states, stashes and caches have the weights' dtype."""
         if self.model.training:
             raise RuntimeError("the model is in training mode, in which its laws are random; call its eval() first")
+        kind = self.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            raise RuntimeError(
+                "torch.autocast is on, under which layers work in another dtype than their states; leave it, and load "
+                "the model in that dtype"
+            )
 
     def _check_state(self, state: DecodeState) -> None:
         """Refuse a model in training, and the state of another: it may fit in shape and still hold its decay rates."""

@@ -29,7 +29,7 @@ from tiny_models import (
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from stree import TreeLM, custom_generate
+from stree import TreeLM, custom_generate, generate
 
 FLOAT32 = TOLERANCE[torch.float32]
 
@@ -247,6 +247,22 @@ def test_a_model_that_is_put_back_into_training_mode_is_refused_until_it_is_not(
     with pytest.raises(RuntimeError, match=message):
         lm.verify(state, tree)
     lm.model.eval()
+    lm.verify(state, tree)
+
+
+def test_autocast_is_refused_before_anything_runs() -> None:
+    lm, prompt = grafted(tiny_model("bamba")), torch.tensor([[1, 2, 3]])
+    state, tree = lm.new_state(1, 16, 8), random_tree(random.Random(0), [5])
+    lm.prefill(state, prompt)
+    calls: list[Callable[[], object]] = [
+        lambda: lm.prefill(lm.new_state(1, 16, 8), prompt),
+        lambda: lm.verify(state, tree),
+        lambda: generate(lm, prompt.tolist()),
+        lambda: lm.model.generate(prompt, custom_generate=custom_generate, max_new_tokens=2),
+    ]
+    for call in calls:
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="autocast is on, .*; leave it"):
+            call()
     lm.verify(state, tree)
 
 
