@@ -88,12 +88,14 @@ def engine_of(lm: TreeLM) -> Engine | None:
 
 def layout_of(lm: TreeLM) -> Hashable:
     """Name what a captured step of a model holds beside its state: how it runs, and the places of its weights."""
-    told = (setting for module in lm.model.modules() for setting in _settings(module))
+    modules = [*lm.model.modules()]
+    configs = {id(config): config for module in modules if hasattr(config := vars(module).get("config"), "__dict__")}
+    told = (setting for part in (*modules, *configs.values()) for setting in _settings(part))
     return lm.is_lazy, lm.is_lean, *map(_place, (*lm.model.parameters(), *lm.model.buffers())), *told
 
 
 def _settings(module: Any) -> Iterator[Any]:
-    """List what decides on a module's way beside its weights: class, hooks, switches such as those of adapters."""
+    """List what decides on a module's way beside its weights, or stands in its config: class, hooks, switches."""
     yield type(module)
     for name, value in vars(module).items():
         if isinstance(value, SETTINGS) and value:  # most are empty

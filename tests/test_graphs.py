@@ -567,6 +567,14 @@ def test_weights_that_are_made_of_others_are_known_by_themselves() -> None:
     assert layout_of(lm) == layout_of(lm) != before
 
 
+def test_what_layers_read_of_their_config_is_captured_anew() -> None:
+    lm = grafted(family_model("granitemoehybrid"))
+    before = layout_of(lm)
+    assert layout_of(lm) == before
+    lm.model.config.logits_scaling *= 2  # the model divides by it in every call
+    assert layout_of(lm) != before
+
+
 def test_what_a_layer_is_told_later_is_captured_anew(capture: Callable[[], stree.TreeLM]) -> None:
     """Adapters are switched by attributes of their layers, as peft's are; a hook that is gone leaves no trace."""
 
