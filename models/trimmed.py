@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stree.models.state import TreeStep
 from stree.models.tree_lm import TreeLM
 
 __all__ = ["TrimmedLM"]
@@ -20,6 +21,8 @@ __all__ = ["TrimmedLM"]
 
 class TrimmedLM(TreeLM):
     """A ``TreeLM`` that shares another's model, state and weights, but for a smaller head of its own.
+
+    The rows of that head are taken anew with every prompt, as the whole one's may have been trained meanwhile.
 
     Args:
         lm: the whole model; it stays as it is.
@@ -30,6 +33,7 @@ class TrimmedLM(TreeLM):
         NotImplementedError: the model's head is no linear layer at its top.
     """
 
+    @torch.inference_mode(False)  # the head is written to later
     def __init__(self, lm: TreeLM, kept: Sequence[int] | Tensor) -> None:
         rows = torch.as_tensor(kept, dtype=torch.long, device=lm.device)
         size = lm.vocab_size
@@ -46,18 +50,27 @@ class TrimmedLM(TreeLM):
         self.__dict__.update(lm.__dict__)
         self.kept = {}  # what is kept with the whole model is of its own head
         self._kept, self._size = rows.sort().values, size
-        self.model = _with_head(lm.model, self._kept)
+        self._whole, self.model = lm.model, _with_head(lm.model, self._kept)
 
     @property
     def vocab_size(self) -> int:
         """Number of logits, those of tokens left out included."""
         return self._size
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _forward(self, input_ids: Tensor, cache: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Put the kept tokens' logits in their places; the others are impossible."""
-        logits = super()._forward(*args, **kwargs)
+        if not isinstance(cache, TreeStep):
+            self._take_rows()
+        logits = super()._forward(input_ids, cache, *args, **kwargs)
         whole = logits.new_full((*logits.shape[:-1], self._size), -torch.inf)
         return whole.index_copy_(-1, self._kept, logits)
+
+    def _take_rows(self) -> None:
+        """Copy the kept rows of the whole head as they are now."""
+        mine, whole = self.model.get_output_embeddings(), self._whole.get_output_embeddings()
+        mine.weight.copy_(whole.weight[self._kept])
+        if mine.bias is not None:
+            mine.bias.copy_(whole.bias[self._kept])
 
 
 def _stop_tokens(model: Any) -> set[int]:

@@ -52,6 +52,17 @@ def test_the_whole_model_stays_as_it_is() -> None:
         assert torch.equal(lm.model(ids).logits, model(ids).logits)
 
 
+def test_a_head_that_is_trained_later_is_drafted_with_as_it_is_then() -> None:
+    lm = grafted(tiny_model("bamba"))
+    with torch.inference_mode():
+        trimmed = TrimmedLM(lm, KEPT)
+    head, ids = lm.model.get_output_embeddings(), torch.tensor([[3, 1, 4, 1, 5]])
+    for weights in (head.weight * -1, torch.randn_like(head.weight)):
+        head.load_state_dict({"weight": weights})
+        whole, small = (model.prefill(model.new_state(1, 16, 4), ids) for model in (lm, trimmed))
+        torch.testing.assert_close(small[:, KEPT], whole[:, KEPT], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_text_does_not_change_with_the_drafter_s_vocabulary(temperature: float) -> None:
     target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("bamba"))
