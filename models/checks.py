@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from stree.models.forwards import is_patched
 from stree.tree import TokenTree
 
-__all__ = ["check_mixer", "check_path", "check_places", "check_rotary", "describe", "is_integer", "places"]
+__all__ = ["change_of", "check_mixer", "check_path", "check_rotary", "describe", "is_integer", "places"]
 
 CONVOLUTION, UNIT = "conv_1d", "rg_lru"  # of a recurrent block, which calls them; trees take their weights
 GROWING = ("dynamic", "longrope")  # rotary positions whose frequencies depend on the longest text at hand
@@ -81,15 +82,24 @@ def places(model: Any) -> str:
     return ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in model.parameters()}))
 
 
-def check_places(model: Any, then: str) -> None:
-    """Refuse a model whose weights have other dtypes or devices than when it was grafted.
+def change_of(model: Any, then: str, mixers: Iterable[Any]) -> str | None:
+    """Say what has become of a model since it was grafted, so that trees would be wrong.
 
-    Raises:
-        ValueError: they have.
+    Args:
+        model: as it is now.
+        then: its ``places`` when it was grafted.
+        mixers: what was grafted.
+
+    Returns:
+        None where its weights have their dtypes and devices, and it the same stateful layers.
     """
-    now = places(model)
+    now, grafted = places(model), {id(mixer): type(mixer) for mixer in mixers}
     if now != then:
-        raise ValueError(f"the model was moved since it was grafted: {now}, was {then}; make a new TreeLM of it")
+        return f"the model was moved since it was grafted: {now}, was {then}"
+    kinds = {*grafted.values()}
+    if grafted.keys() != {id(module) for module in model.modules() if type(module) in kinds}:
+        return "layers of the model were replaced, added or removed since it was grafted"
+    return None
 
 
 def check_path(tree: TokenTree, path: Tensor, path_lengths: Tensor) -> None:

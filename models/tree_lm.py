@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from stree.counts import check_counts, check_sizes
 from stree.kernels.checks import has_triton
 from stree.kernels.topology import Topology, most_nodes, reads_freely
-from stree.models.checks import check_path, check_places, describe, is_integer, places
+from stree.models.checks import change_of, check_path, describe, is_integer, places
 from stree.models.families import family_of, stateful_modules
 from stree.models.forwards import is_hooked, is_linear
 from stree.models.lean import graft_lean, scoring
@@ -139,17 +139,22 @@ class TreeLM:
         """Dtype of the weights."""
         return cast(Tensor, self.model.get_input_embeddings().weight).dtype
 
+    @property
+    def change(self) -> str | None:
+        """What has become of the model since it was grafted, so that trees would be wrong; None for nothing."""
+        return change_of(self.model, self._places, self._mixers.values())
+
     def check_ready(self) -> None:
         """Refuse to run.
 
         Raises:
             RuntimeError: the model is in training mode, or autocast on.
             TypeError: its chunk_size is no integer.
-            ValueError: that is below 1, or the model was moved since it was grafted.
+            ValueError: that is below 1, or the model was changed since it was grafted.
         """
         self._check_mode()
         check_sizes(chunk_size=self.chunk_size)
-        check_places(self.model, self._places)
+        self._check_current()
 
     def new_state(
         self, batch_size: int = 1, max_length: int = 4096, max_nodes: int = 64, *, fixed_shapes: bool = False
@@ -166,10 +171,10 @@ class TreeLM:
 
         Raises:
             TypeError: a size that is no integer.
-            ValueError: a size below 1, or a model that was moved since it was grafted.
+            ValueError: a size below 1, or a model that was changed since it was grafted.
             NotImplementedError: more nodes than the device's kernels take.
         """
-        check_places(self.model, self._places)
+        self._check_current()
         check_counts(batch_size=batch_size, max_length=max_length, max_nodes=max_nodes)
         most = most_nodes(self.device, self.dtype)
         if most is not None and max_nodes > most:
@@ -200,11 +205,11 @@ class TreeLM:
         Raises:
             TypeError: a chunk_size that is no integer.
             ValueError: a wrong shape or dtype, an empty prompt, one beyond max_length, a token outside the vocabulary,
-                or a model that was moved since it was grafted.
+                or a model that was changed since it was grafted.
             RuntimeError: the state is not empty, the model in training mode, or autocast on.
         """
         self._check_state(state)
-        check_places(self.model, self._places)
+        self._check_current()
         sizes = check_prompts(state, input_ids, lengths)
         chunk_size = self.chunk_size if chunk_size is None else chunk_size
         check_sizes(chunk_size=chunk_size)
@@ -390,6 +395,12 @@ class TreeLM:
                 "torch.autocast is on, under which layers work in another dtype than their states; leave it, and load "
                 "the model in that dtype"
             )
+
+    def _check_current(self) -> None:
+        """Refuse a model that was changed since it was grafted."""
+        change = self.change
+        if change is not None:
+            raise ValueError(f"{change}; make a new TreeLM of it")
 
     def _check_state(self, state: DecodeState) -> None:
         """Refuse a model in training, and the state of another: it may fit in shape and still hold its decay rates."""

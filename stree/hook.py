@@ -162,13 +162,12 @@ def _check_inputs(input_ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
 
 
 def _tree_lm(model: PreTrainedModel) -> TreeLM:
-    """Graft a model, or give the graft of an earlier call where its weights have not moved since."""
-    weights = {(parameter.device, parameter.dtype) for parameter in model.parameters()}
-    known: tuple[Any, TreeLM] | None = model.__dict__.get("_stree")
-    if known is None or known[0] != weights or known[1].model is not model:
-        known = (weights, TreeLM(model))
+    """Graft a model, or give the graft of an earlier call where nothing has become of the model since."""
+    known: TreeLM | None = model.__dict__.get("_stree")
+    if known is None or known.model is not model or known.change is not None:
+        known = TreeLM(model)
         model.__dict__["_stree"] = known  # not through setattr: a TreeLM is no part of the model
-    return known[1]
+    return known
 
 
 def _drafter(model: PreTrainedModel, drafter: str | PreTrainedModel | TreeLM | Drafter) -> Drafter:

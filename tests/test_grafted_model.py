@@ -279,6 +279,20 @@ def test_moving_a_grafted_model_to_another_dtype_moves_what_the_grafts_use(famil
     assert tree_error(model, texts, tree, lm.verify(state, tree)) < 0.1
 
 
+@pytest.mark.parametrize("family", ["llama", "bamba"])
+def test_a_model_whose_layers_were_replaced_since_it_was_grafted_is_refused(family: str) -> None:
+    """A new layer of attention would take the tree for a text, and say nothing."""
+    lm, prompt = grafted(tiny_model(family)), torch.tensor([[1, 2, 3]])
+    state, layers = lm.new_state(1, 16, 8), lm.model.model.layers
+    layers[1] = tiny_model(family, seed=1).model.layers[1]
+    for call in (lm.new_state, lm.check_ready, lambda: lm.prefill(state, prompt)):
+        with pytest.raises(ValueError, match="layers of the model were replaced, .* make a new TreeLM of it"):
+            call()
+    expected = lm.model(prompt).logits[:, -1]
+    again = TreeLM(lm.model)
+    torch.testing.assert_close(again.prefill(again.new_state(1, 16, 8), prompt), expected)
+
+
 @pytest.mark.parametrize("family", ["jamba", "gemma3_text"])
 def test_a_model_that_was_moved_since_it_was_grafted_is_refused(family: str) -> None:
     lm, prompt = TreeLM(family_model(family)), torch.tensor([[1, 2, 3]])

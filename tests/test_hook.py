@@ -105,17 +105,23 @@ def test_processors_of_the_config_act_along_each_path(name: str, drafter: str) -
         assert not any(found[len(text) :])
 
 
-def test_a_model_is_grafted_once_and_again_only_when_its_weights_move() -> None:
+def test_a_model_is_grafted_once_and_again_only_when_its_weights_move_or_its_layers_change() -> None:
     model = copy.deepcopy(target("mamba2"))
     hooked(model, PROMPTS[:1])
-    lm = model.__dict__["_stree"][1]
+    lm = model.__dict__["_stree"]
     hooked(model, PROMPTS[:1])
-    assert model.__dict__["_stree"][1] is lm
+    assert model.__dict__["_stree"] is lm
     twin = copy.deepcopy(model)
     expected = plain(target("mamba2"), PROMPTS[0])
     assert new_tokens(PROMPTS[:1], hooked(twin, PROMPTS[:1])) == [expected]
-    assert twin.__dict__["_stree"][1].model is twin
+    assert twin.__dict__["_stree"].model is twin
     model.double()
     assert new_tokens(PROMPTS[:1], hooked(model, PROMPTS[:1])) == [plain(model, PROMPTS[0])]
-    assert model.__dict__["_stree"][1] is not lm
+    assert model.__dict__["_stree"] is not lm
+    lm = model.__dict__["_stree"]
+    model.backbone.layers = model.backbone.layers[1:]
+    model.config.num_hidden_layers = len(model.backbone.layers)
+    model.backbone.layers[0].mixer.layer_idx = 0
+    assert new_tokens(PROMPTS[:1], hooked(model, PROMPTS[:1])) == [plain(model, PROMPTS[0])]
+    assert model.__dict__["_stree"] is not lm
     assert not any("stree" in name for name in model.state_dict())
