@@ -179,6 +179,7 @@ class TreeLM:
         most = most_nodes(self.device, self.dtype)
         if most is not None and max_nodes > most:
             raise NotImplementedError(f"max_nodes must be at most {most} on {self.device}, got {max_nodes}")
+        self._modules = [*self.model.modules()]  # of which some may have been inserted since the last text
         is_lazy = has_triton("ssd_step", self.device, self.dtype) if self.is_lazy is None else self.is_lazy
         state = DecodeState(
             self._specs, batch_size, max_length, max_nodes, self.device, fixed_shapes=fixed_shapes, is_lazy=is_lazy

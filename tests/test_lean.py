@@ -350,6 +350,24 @@ def test_hooks_of_layers_are_given_tensors(family: str, launched: Counter[str]) 
     assert launched["rms_norm"] and not launched["rms_norm_add"]
 
 
+def test_a_hook_of_a_module_that_was_inserted_later_is_given_tensors(launched: Counter[str]) -> None:
+    class Around(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.layer(*args, **kwargs)
+
+    model = family_model("llama")
+    lm, tree = TreeLM(copy.deepcopy(model)), random_tree(random.Random(0), [6])
+    for layers in (model.model.layers, lm.model.model.layers):
+        layers[0] = Around(layers[0])
+        layers[0].register_forward_hook(shift)
+    assert tree_error(model, [[]], tree, lm.verify(lm.new_state(1, 8, 8), tree)) < TOLERANCE[torch.float32]
+    assert launched["rms_norm"] and not launched["rms_norm_add"]
+
+
 class TwiceWeighted(LlamaRMSNorm):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * super().forward(x)  # type: ignore[no-any-return]
