@@ -58,8 +58,8 @@ def custom_generate(
     that they would see in ``generate``, left padding included.  Stopping criteria are asked about one sequence at a
     time, after each of its tokens.
 
-    transformers hands a callable neither ``streamer`` nor ``tokenizer``, so bind a streamer beforehand, and give stop
-    strings as a criterion:
+    transformers hands a callable neither ``streamer`` nor ``tokenizer`` nor ``assistant_model`` and drops them, so bind a
+    streamer beforehand, give stop strings as a criterion, and a draft model as ``drafter``:
 
         custom_generate=functools.partial(stree.custom_generate, streamer=TextStreamer(tokenizer))
         stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)]
@@ -153,6 +153,8 @@ def _check_inputs(input_ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
     elif mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask must be of the shape {[*input_ids.shape]} of input_ids, got {[*mask.shape]}")
     mask = (mask != 0).long()
+    if not mask.shape[1]:
+        raise ValueError("every prompt needs at least one token, got input_ids without columns")
     if bool((mask.diff(dim=1) < 0).any()) or not bool(mask[:, -1].all()):
         raise ValueError("prompts must be padded on the left; set the tokenizer's padding_side to 'left'")
     positions: Tensor | None = inputs.get("position_ids")

@@ -43,6 +43,10 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "right-padding": (
         {"attention_mask": torch.tensor([[1] * 8 + [0] * 3])}, ValueError, "prompts must be padded on the left",
     ),
+    "nothing": (
+        {"input_ids": torch.zeros(1, 0, dtype=torch.long), "attention_mask": None}, ValueError,
+        "every prompt needs at least one token, got input_ids without columns",
+    ),
     "hole": (
         {"attention_mask": torch.tensor([[1, 0] + [1] * 9])}, ValueError, "prompts must be padded on the left",
     ),
