@@ -58,7 +58,7 @@ def custom_generate(
     that they would see in ``generate``, left padding included.  Stopping criteria are asked about one sequence at a
     time, after each of its tokens.
 
-    transformers hands a callable neither ``streamer`` nor ``tokenizer`` nor ``assistant_model`` and drops them, so bind a
+    transformers hands a callable none of ``streamer``, ``tokenizer`` and ``assistant_model`` and drops them, so bind a
     streamer beforehand, give stop strings as a criterion, and a draft model as ``drafter``:
 
         custom_generate=functools.partial(stree.custom_generate, streamer=TextStreamer(tokenizer))
