@@ -48,7 +48,8 @@ def check_mixer(path: str, mixer: Any) -> None:
                 f"{where} has a forward of its own, which trees would not run; "
                 "remove it, or change the layer's output with register_forward_hook"
             )
-        if not isinstance(getattr(part, "weight", None), Tensor | None):  # a method, as in torch's own quantisation
+        is_dict = isinstance(part, nn.ModuleDict)  # whose parts have names of their own: of parametrized weights
+        if not is_dict and not isinstance(getattr(part, "weight", None), Tensor | None):  # torch's own quantisation
             raise NotImplementedError(f"{where} hides its weights, as quantised ones do; trees need them as they are")
     if any(getattr(module.__dict__.get("_hf_hook"), "offload", False) for module in mixer.modules()):
         raise NotImplementedError(f"{kind} is offloaded; layers that keep a state must be in a device's memory")

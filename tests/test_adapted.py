@@ -63,6 +63,28 @@ def test_trees_see_the_adapters_of_every_projection(family: str) -> None:
     assert tree_error(plain, texts, tree, logits) > 100 * TOLERANCE[torch.float32]
 
 
+class Rolled(nn.Module):
+    """A parametrization, as weight norms and some adapters are."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.roll(1, 0)
+
+
+@pytest.mark.parametrize("family", EVERY_ADAPTER)
+def test_trees_see_the_parametrizations_of_weights(family: str) -> None:
+    rng, plain, model = random.Random(0), family_model(family), family_model(family)
+    for _, mixer, _ in stateful_modules(model, family_of(model.config)):
+        for part in [*mixer.modules()]:
+            if type(part) in (nn.Linear, nn.Conv1d):
+                nn.utils.parametrize.register_parametrization(part, "weight", Rolled())
+    lm, texts, tree = TreeLM(model), random_texts(rng, [6, 9]), random_tree(rng, [8, 8])
+    state = lm.new_state(2, 32, 8)
+    lm.prefill(state, *right_padded(texts))
+    logits = lm.verify(state, tree)
+    assert tree_error(model, texts, tree, logits) < TOLERANCE[torch.float32]
+    assert tree_error(plain, texts, tree, logits) > 100 * TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("change", ["hook", "hook-of-many", "forward"])
 @pytest.mark.parametrize(
     ("family", "name"), [("kimi_linear", "v_proj"), ("mamba2", "in_proj"), ("qwen3_5_text", "in_proj_qkv")]
