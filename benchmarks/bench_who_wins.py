@@ -248,7 +248,8 @@ def measure(pair: Pair, directory: RunDirectory, options: argparse.Namespace) ->
     until = time.monotonic() + 60 * options.minutes
     for block in blocks(options):
         done = known.get(block, set())
-        kinds = [kind for kind in methods() if kind.first_key not in done or kind.name in options.again]
+        asked = [kind for kind in methods() if not options.only or kind.name in options.only]
+        kinds = [kind for kind in asked if kind.first_key not in done or kind.name in options.again]
         if not kinds or time.monotonic() > until:
             continue
         suite, temperature, batch = block
@@ -301,12 +302,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--stride", type=int, default=4, help="tokens between contexts")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no new batch after so many")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[], help="methods; all if not given")
     parser.add_argument("--again", type=lambda text: text.split(","), default=[], help="methods to measure anew")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "who-wins")
     parser.add_argument("--markdown", action="store_true", help="print the tables of --out and measure nothing")
     parser.add_argument("--write", action="store_true", help="write them into its README.md")
     options = parser.parse_args(arguments)
+    known = {kind.name for kind in methods()}
+    if unknown := {*options.only, *options.again} - known:
+        parser.error(f"methods are {', '.join(sorted(known))}; got {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
     if options.suite and not (options.markdown or options.write):
         if options.limit % options.batch:  # a batch that is cut short would count as finished when more are asked for
@@ -315,6 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = {name: getattr(options, name) for name in names}
         config |= {"suites": {name: path.name for name, path in options.suite.items()}, "target": "bundled"}
         command = f"bench_who_wins.py --suite {','.join(f'{name}={path.name}' for name, path in options.suite.items())}"
+        command += f" --only {','.join(options.only)}" if options.only else ""
         with alone_in(options.out):
             directory = RunDirectory(options.out, config, {**environment(), "command": command})
             directory.keep([])

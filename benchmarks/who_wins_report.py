@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,7 +229,7 @@ def markdown(directory: Path) -> str:
     results = Results(directory)
     if not results.rows:
         return ""
-    lines = [HEAD]
+    lines = [HEAD, *_texts(directory)]
     for temperature in results.temperatures:
         lines += [*_table(results, temperature), ""]
     whole = results.suites[-1]  # "all" where there are several
@@ -249,6 +250,15 @@ def markdown(directory: Path) -> str:
                            if verdict != "-") for suite in results.suites]  # fmt: skip
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _texts(directory: Path) -> list[str]:
+    """Say how long the texts are, where the run has a record of its settings."""
+    about = directory / "run.json"
+    if not about.exists():
+        return []
+    config = json.loads(about.read_text(encoding="utf-8"))["config"]
+    return [f"Texts of {config['new_tokens']} tokens, a context at every {config['stride']}th.", ""]
 
 
 def _table(results: Results, temperature: float) -> list[str]:

@@ -172,6 +172,15 @@ def test_a_run_is_resumed_and_reported(small: None, tmp_path: Path, capsys: pyte
     assert [set(record["tau"]) for record in added] == [{"dyspec 8x4"}] * 4
     assert [record["tau"]["dyspec 8x4"] for record in added] == [record["tau"]["dyspec 8x4"] for record in records]
     assert str(tmp_path) not in (tmp_path / "out" / "run.json").read_text(encoding="utf-8")
+    assert "Texts of 4 tokens, a context at every 4th." in capsys.readouterr().out
+    some = ["--out", str(tmp_path / "some"), "--temperature", "1", "--only", "chain,dyspec"]
+    bench_who_wins.main([*arguments, *some])
+    (first, *_) = [json.loads(line) for line in (tmp_path / "some" / "results.jsonl").read_text("utf-8").splitlines()]
+    assert first["tau"] == {key: tau for key, tau in records[1]["tau"].items() if key.startswith(("chain", "dyspec"))}
+    with pytest.raises(SystemExit):
+        bench_who_wins.main([*arguments, "--only", "chain,sequia"])
+    assert "got sequia" in capsys.readouterr().err
+    bench_who_wins.main(["--out", str(tmp_path / "some")])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["bench"] == "who_wins"
 
 
