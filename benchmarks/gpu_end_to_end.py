@@ -34,7 +34,7 @@ from rich.table import Table
 
 from stree.bench.pair import Pair
 from stree.bench.profile import bytes_moved, copy_bandwidth
-from stree.bench.records import Record, environment, read, write
+from stree.bench.records import Record, environment, read, read_lines, write
 from stree.bench.summary import interval, mean_tau
 from stree.cli import main as run_stree
 from stree.graphs import recovering
@@ -237,8 +237,7 @@ def _shapes(
 ) -> Iterator[tuple[str, str, tuple[StepTimes, StepTimes]]]:
     """Give targets and drafters that have step times, with these."""
     if options.steps:
-        records = [json.loads(line) for line in options.steps.read_text(encoding="utf-8").splitlines()]
-        records = [record for record in records if record.get("bench") == "step"]
+        records = [record for record in read_lines(options.steps) if record.get("bench") == "step"]
     else:
         deadline = time.monotonic() + 60 * options.minutes
         records = []

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -29,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from tiny_models import fresh_logits, grafted, tiny_model
 
 import stree
+from stree.bench.records import append, read_lines, write
 from stree.drafters import Drafter, FusedDrafter, ModelDrafter, SuffixDrafter
 from stree.growth import (
     RSDC,
@@ -192,14 +192,14 @@ def main() -> None:
     torch.set_num_threads(1)
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / "lossless.jsonl"
-    known = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    known = read_lines(path)
+    write(path, known)  # without a line that was cut off
     done = {(one["name"], one["verifier"], one["temperature"], one["samples"]) for one in known}
     for (name, verifier), temperature in itertools.product(pairs(), TEMPERATURES):
         if (name, verifier, temperature, arguments.samples) in done:
             continue
         known.append(record(name, verifier, temperature, arguments.samples))
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(known[-1]) + "\n")
+        append(path, known[-1:])
         print(f"{name:12} {verifier:10} T {temperature}  p {known[-1]['p_value']:.3g}", flush=True)
     failed = [one for one in known if one["p_value"] < ALPHA or one["control_p_value"] > ALPHA]
     print(f"{len(known)} tests, least p-value {min(one['p_value'] for one in known):.2g}, {len(failed)} failed")

@@ -67,6 +67,13 @@ def test_a_run_writes_every_artefact_and_reports_what_it_measured(
     }  # fmt: skip
     assert main(["bench", "report", str(tmp_path / "run"), "--markdown", "--all"]) == 0
     assert re.search(r"\| mine \| 0 \| chain:2 \| \d+ \|.*\| identical \(greedy\) \|\n", capsys.readouterr().out)
+    for options, message in (
+        (["--markdown", "--json"], "--markdown only prints a table; leave --out and --json out"),
+        (["--markdown", "--out", str(tmp_path / "x")], "--markdown only prints a table"),
+        (["--all"], "--all is for --markdown"),
+    ):
+        assert main(["bench", "report", str(tmp_path / "run"), *options]) == 2
+        assert message in capsys.readouterr().err and not (tmp_path / "x").exists()
 
 
 def test_step_costs_that_are_not_on_record_are_measured(folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -194,6 +195,18 @@ def test_the_measured_rows_are_written_when_a_batch_fails_and_the_time_ends_befo
     assert "batch 2: RuntimeError: stree bench run ended with 1" in said
     assert "part (b): ValueError: no target and its drafter have step times by eager at batch 1, context 8" in said
     assert len((tmp_path / "steps.jsonl").read_text(encoding="utf-8").splitlines()) == 2
+
+
+def test_the_suite_s_record_may_end_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    records = [{"bench": "ceilings"}, steps_of("tiny-mamba2"), steps_of("tiny-drafter")]
+    whole = [*map(json.dumps, records)]
+    options = argparse.Namespace(steps=tmp_path / "gpu_suite.jsonl", smoke=True)
+    options.steps.write_text("\n".join([*whole, '{"bench": "st']), encoding="utf-8")
+    ((target, drafter, _),) = gpu_end_to_end._shapes(options, torch.device("cpu"), [])
+    assert (target, drafter) == ("tiny-mamba2", "tiny-drafter")
+    options.steps.write_text("\n".join([whole[0], '{"bench": "st', *whole[1:], ""]), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"line 2 of .*gpu_suite\.jsonl is not JSON"):
+        list(gpu_end_to_end._shapes(options, torch.device("cpu"), []))
 
 
 def test_step_times_that_were_taken_before_a_failure_are_used(

@@ -149,6 +149,10 @@ def _report(arguments: argparse.Namespace) -> int:
 
     from stree.bench.report import load_runs, print_markdown, write_report
 
+    if arguments.markdown and (arguments.out is not None or arguments.json):
+        raise ValueError("--markdown only prints a table; leave --out and --json out")
+    if arguments.all and not arguments.markdown:
+        raise ValueError("--all is for --markdown; the report's own tables have every method")
     runs = load_runs(arguments.directories)
     if arguments.markdown:
         print_markdown(runs, Console(), every=arguments.all)

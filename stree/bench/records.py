@@ -74,24 +74,36 @@ def write(path: Path, records: Sequence[Record]) -> None:
 def read(path: Path) -> list[Record]:
     """Read a file's records; none where there is no file.
 
+    Raises:
+        ValueError: as for ``read_lines``, or a line that is no record; the message names it.
+    """
+    records = read_lines(path)
+    for number, record in enumerate(records, 1):
+        if "metric" not in record or not isinstance(record.get("params", {}), dict):
+            raise ValueError(f"line {number} of {path} is no benchmark record")
+    return records
+
+
+def read_lines(path: Path) -> list[Record]:
+    """Read a file's JSON lines, each a dictionary; none where there is no file.
+
     A last line without its end was cut off while it was written, and is left out.
 
     Raises:
-        ValueError: another line that is no record; the message names it.
+        ValueError: another line that is none; the message names it.
     """
     if not path.exists():
         return []
     *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    records = []
+    found = []
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
+            found.append(json.loads(line))
         except json.JSONDecodeError as error:
             raise ValueError(f"line {number} of {path} is not JSON ({error}); remove it to go on") from error
-        if not isinstance(record, dict) or "metric" not in record or not isinstance(record.get("params", {}), dict):
+        if not isinstance(found[-1], dict):
             raise ValueError(f"line {number} of {path} is no benchmark record")
-        records.append(record)
-    return records
+    return found
 
 
 def command_line() -> str:
