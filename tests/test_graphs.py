@@ -567,6 +567,10 @@ def test_weights_that_are_made_of_others_are_known_by_themselves() -> None:
     assert layout_of(lm) == layout_of(lm) != before
 
 
+def test_texts_share_the_room_of_the_next_power_of_two() -> None:
+    assert [engine.rounded(length) for length in (1, 256, 257, 512, 513)] == [256, 256, 512, 512, 1024]
+
+
 def test_what_layers_read_of_their_config_is_captured_anew() -> None:
     lm = grafted(family_model("granitemoehybrid"))
     before = layout_of(lm)
