@@ -38,6 +38,7 @@ from stree.program import Program
 from stree.rehearsal import GUESS
 from stree.sampling import Random, Sampling
 from stree.session import Session
+from stree.statistics import PARTS
 from stree.steering import AutoSize
 
 TEXTS = random_texts(random.Random(0), [6, 9])
@@ -530,6 +531,8 @@ def test_replays_are_those_of_the_steps_that_were_heard_of(
         found = generate(lm, chosen, budget=1 if drafts == "none" else 8)
         assert number == 0 or drafts == "suffix" or found.stats["graphs"]["replays"] == found.stats["steps"]
         assert found.stats["graphs"]["replays"] <= found.stats["steps"]
+        assert all(found.stats[part] > 0 for part in PARTS)
+        assert sum(found.stats[part] for part in PARTS) < found.stats["total_s"], "parts share a replay's time"
 
 
 def test_a_drafter_made_anew_of_the_same_model_finds_what_was_captured(
