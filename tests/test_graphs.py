@@ -485,6 +485,13 @@ def test_numbers_may_be_of_numpy_or_torch(capture: Callable[[], stree.TreeLM]) -
             assert made.sequences == expected
 
 
+@pytest.mark.parametrize("seed", [-1, (1 << 63) + 5])
+def test_a_seed_of_any_size_names_the_text_of_launched_steps(seed: int, capture: Callable[[], stree.TreeLM]) -> None:
+    options: dict[str, Any] = {"sampling": Sampling(0.8), "budget": 4, "max_new_tokens": 6}
+    expected = generate(grafted(tiny_model("bamba")), None, seed, **options).sequences
+    assert generate(capture(), None, seed, **options).sequences == expected
+
+
 @pytest.mark.parametrize("option", ["is_lazy", "is_lean"])
 def test_what_a_model_is_told_later_is_captured_anew(option: str, capture: Callable[[], stree.TreeLM]) -> None:
     lm = capture()
