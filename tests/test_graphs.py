@@ -469,6 +469,10 @@ def test_weights_that_move_are_captured_anew(capture: Callable[[], stree.TreeLM]
         parameter.data = parameter.data.clone()
     moved = generate(lm, None, budget=8)
     assert moved.sequences == expected.sequences and len(lm.kept["engine"].report()) == 2
+    before = layout_of(lm)
+    for buffer in lm.model.buffers():
+        buffer.data = buffer.data.clone()
+    assert layout_of(lm) != before, "a captured step reads them, too"
     other = tiny_model("bamba", seed=7)
     lm.model.load_state_dict(other.state_dict(), assign=True)
     assert generate(lm, None, budget=8).sequences == generate(grafted(other), None, budget=8).sequences
