@@ -207,6 +207,7 @@ def test_a_controller_changes_between_graphs(
         found = generate(lm, drafter, growth=Calibrated(depth=2), budget="auto", **options)
         assert found.sequences == expected == eager.sequences
         assert found.stats["steps"] == eager.stats["steps"], "drafts as good as the eager ones"
+        assert found.stats["draft_calls"] == eager.stats["draft_calls"], "those that catch up are counted"
     assert found.stats["graphs"]["graphs"] == 3 and found.stats["graphs"]["replays"] > 8
 
 
