@@ -180,8 +180,10 @@ def test_slots_take_up_texts_between_replays(drafter: ModelDrafter, capture: Cal
     texts = random_texts(random.Random(3), [4, 7, 5, 6, 3])
     options: dict[str, Any] = {"growth": Calibrated(depth=3), "budget": 8, "max_batch": 2, "sampling": Sampling(0.8)}
     eager = generate(grafted(tiny_model("bamba")), drafter, texts=texts, **options)
-    found = generate(capture(), drafter, texts=texts, **options)
-    assert found.sequences == eager.sequences and found.stats["graphs"]["replays"] > 10
+    lm = capture()
+    for _ in range(2):  # the second time in rows that have held other texts
+        found = generate(lm, drafter, texts=texts, **options)
+        assert found.sequences == eager.sequences and found.stats["graphs"]["replays"] > 10
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
