@@ -256,15 +256,19 @@ def test_memory_that_runs_out_frees_what_is_kept(
 def test_texts_of_another_length_or_law_get_a_program_of_their_own(
     drafter: ModelDrafter, capture: Callable[[], stree.TreeLM]
 ) -> None:
+    plain = generate(grafted(tiny_model("bamba")), drafter, budget=1, max_new_tokens=8).sequences
     other: list[dict[str, Any]] = [
         {"budget": 1}, {"budget": 1, "sampling": Sampling(0.8)}, {}, {"texts": TEXTS[:1]},
-        {"sampling": Sampling(0.5)}, {"growth": Chain(2)}, {"stop_token_ids": [1]}, {"max_length": 400},
+        {"sampling": Sampling(0.5)}, {"sampling": Sampling(0.5), "verifier": "match"}, {"growth": Chain(2)}, {},
+        {"stop_token_ids": [plain[0][-3]]}, {"budget": 16}, {"max_length": 400},
     ]  # fmt: skip
     kinds = [{"budget": 4, "max_new_tokens": 8, **kind} for kind in other]
     eager = [generate(grafted(tiny_model("bamba")), drafter, **kind).sequences for kind in kinds]
     lm = capture()
     assert [generate(lm, drafter, **kind).sequences for kind in kinds] == eager
     assert len(lm.kept["engine"].report()) == engine.MOST_PROGRAMS < len(kinds)
+    latest = generate(lm, drafter, **kinds[-1])
+    assert latest.sequences == eager[-1] and latest.stats["graphs"]["replays"] == latest.stats["steps"], "it is kept"
 
 
 @dataclass(frozen=True)
