@@ -256,7 +256,6 @@ class _ModelRun:
                 self._estimate.forget(row)
         self._has_leaf.zero_()
         self._waiting.clear()
-        self._left_out.zero_()
         self._root, self._extension = None, None
         if self._begun is not None:
             input_ids, lengths = padded_prompts(prompts)
