@@ -537,6 +537,21 @@ def test_a_kept_program_needs_no_more_room(
     assert {id(program) for program, _ in lm.kept["engine"]._programs.values()} == kept
     with pytest.raises(ValueError, match="the states need"):
         generate(lm, drafter, budget=9)
+    assert not lm.kept["engine"].report(), "it was given up for what needed its room"
+
+
+def test_a_text_with_a_processor_is_launched_and_keeps_nothing(capture: Callable[[], stree.TreeLM]) -> None:
+    def without(token: int) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda _, logits: torch.where(torch.arange(logits.shape[1]) == token, -torch.inf, logits)
+
+    plain = generate(grafted(tiny_model("bamba")), None, budget=8).sequences[0]
+    processors = [without(token) for token in plain[len(TEXTS[0]) :][:2]]
+    eager = [generate(grafted(tiny_model("bamba")), None, budget=8, logits_processor=one) for one in processors]
+    lm = capture()
+    for one, expected in zip(processors, eager, strict=True):
+        found = generate(lm, None, budget=8, logits_processor=one)
+        assert found.sequences == expected.sequences and "graphs" not in found.stats
+    assert not lm.kept["engine"].report()
 
 
 @pytest.mark.parametrize("drafts", ["model", "none", "suffix"])
