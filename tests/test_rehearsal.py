@@ -9,6 +9,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 import stree
 from stree import rehearsal
-from stree.drafters import Draft, ModelDrafter, SuffixDrafter
+from stree.drafters import Draft, FusedDrafter, ModelDrafter, SuffixDrafter
 from stree.growth import Calibrated, Chain, DySpec, Limited
 from stree.growth.plan import Growth
 from stree.rehearsal import GUESS, StepTimes, step_times
@@ -190,10 +191,16 @@ def test_a_piece_of_a_prompt_ends_within_it() -> None:
 
 
 def measured(
-    target: stree.TreeLM, drafter: Any, sizes: Sizes, *, batch: int = 1, sampling: Sampling | None = None
+    target: stree.TreeLM,
+    drafter: Any,
+    sizes: Sizes,
+    *,
+    batch: int = 1,
+    sampling: Sampling | None = None,
+    verifier: str = "auto",
 ) -> StepTimes:
     return step_times(
-        target, drafter, sizes, batch, PROMPTS[0], sampling=sampling or Sampling(), verifier="auto", engine=None,
+        target, drafter, sizes, batch, PROMPTS[0], sampling=sampling or Sampling(), verifier=verifier, engine=None,
         processor=None,
     )  # fmt: skip
 
@@ -218,6 +225,22 @@ def test_it_is_measured_once_for_what_makes_up_a_step() -> None:
         measured(target, ModelDrafter(draft), LAYERED, sampling=Sampling(1.0, top_p=0.9)),
     ]
     assert len(set(map(id, found))) == len(found) and GUESS not in found
+
+
+def test_whatever_else_makes_up_a_step_is_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "_run", lambda *_: None)
+    monkeypatch.setattr(rehearsal._Rehearsal, "times", lambda _: replace(GUESS))
+    target, draft = grafted(tiny_model("bamba")), ModelDrafter(grafted(tiny_model("mamba2", seed=1)))
+    found = [
+        measured(target, draft, LAYERED),
+        measured(target, draft, LAYERED, verifier="match"),
+        measured(target, draft, replace(LAYERED, choices=LAYERED.choices[:-1])),
+        measured(target, FusedDrafter(draft, SuffixDrafter()), LAYERED),
+    ]
+    assert measured(target, draft, LAYERED) is found[0]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
+    found.append(measured(target, draft, LAYERED))
+    assert len(set(map(id, found))) == len(found)
 
 
 def test_it_goes_on_from_the_caller_s_first_prompt_that_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
