@@ -302,6 +302,24 @@ def off_controller(ms: StepMs, behind_ms: float = 0.0) -> BudgetController:
     return controller
 
 
+def test_steps_that_wait_before_a_trial_are_counted_for_their_own_size() -> None:
+    choices = flat_choices(8)
+    ones = np.ones(len(choices))
+    experience = Experience(ones, ones, ones, 1.0, 1.0)
+    controller = BudgetController(choices, lambda nodes, depth: 9.0 + nodes + depth, experience=experience)
+    controller._current = choices.index(Choice(2, 1))
+    seen, rows = (
+        controller._known.seen.copy(),
+        (np.array([[1.0, 0.5]]), np.array([[0, 1]]), np.ones((1, 2), dtype=bool)),
+    )
+    for _ in range(2):
+        controller.observe(Choice(2, 1), *rows)
+    controller.observe(Choice(8, 7), *rows)
+    more = controller._known.seen - seen
+    assert more[choices.index(Choice(2, 1))] == pytest.approx(3, abs=0.1), "two of its own, and the larger one's top"
+    assert more[-1] == pytest.approx(1, abs=0.1)
+
+
 def test_steps_of_plain_decoding_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
     controller, looks = off_controller(lambda nodes, depth: 9.0 + nodes + depth), 0
     settle = BudgetController._settle
