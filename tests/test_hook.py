@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from hooked import (
     LANDED,
     NEW_TOKENS,
@@ -25,11 +26,14 @@ from tiny_family_models import family_model
 from tiny_models import VOCAB
 from transformers import (
     LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
 )
 
 import stree
 from stree.drafters import FusedDrafter, ModelDrafter, SuffixDrafter
 from stree.growth import Chain, Static
+from stree.hook_steps import BatchProcessor
+from stree.processing import Node
 
 
 @pytest.mark.parametrize("family", LANDED)
@@ -103,6 +107,15 @@ def test_processors_of_the_config_act_along_each_path(name: str, drafter: str) -
     for found, text in zip(new_tokens(prompts, out), expected, strict=True):
         assert found[: len(text)] == text
         assert not any(found[len(text) :])
+
+
+def test_siblings_are_processed_each_with_its_own_text(poisoned_empty: None) -> None:
+    prompts, nodes = torch.tensor([[0, 5, 6], [7, 8, 9]]), [(0, [5, 6, 1]), (0, [5, 6, 2]), (1, [7, 8, 9, 3])]
+    processors, logits = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(2.0)]), torch.ones(3, 12)
+    found = BatchProcessor(processors, prompts, [2, 3])([Node(row, torch.tensor(text)) for row, text in nodes], logits)
+    for place, (row, text) in enumerate(nodes):
+        padded = torch.tensor([[*([0] if row == 0 else []), *text]])
+        assert torch.equal(found[place : place + 1], processors(padded, logits[:1]))
 
 
 def test_a_model_is_grafted_once_and_again_only_when_its_weights_move_or_its_layers_change() -> None:
