@@ -325,7 +325,8 @@ def test_what_steps_take_is_measured_on_texts_that_share_their_graphs(
 
     monkeypatch.setattr(rehearsal._Rehearsal, "begin", begun)
     monkeypatch.setattr(rehearsal, "LONGEST_S", 1e9)
-    generate(lm, drafter, budget="auto", max_new_tokens=2, growth=Calibrated(depth=2))
+    generate(lm, drafter, budget="auto", max_new_tokens=2, growth=Calibrated(depth=2), max_length=300)
+    assert len(lm.kept["engine"].report()) == 1, "the program that was measured is not kept"
     tapes, counts = zip(*captured, strict=True)
     assert len(captured) == rehearsal.ROUNDS and tapes[0] == 0
     assert set(tapes[1:]) == {4}, "three trees and plain decoding, in the first round"
