@@ -22,6 +22,8 @@ from torch import Tensor
 import stree
 from stree.budget import BudgetController
 from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.generation import _choices, _shape
+from stree.goodput import Experience
 from stree.growth import (
     RSDC,
     RSDS,
@@ -302,6 +304,14 @@ def test_choices_follow_the_drafter_and_the_growth() -> None:
     flat = choices(DySpec().bind(Sampling()), has_model=False)
     assert flat == flat_choices(64)
     assert max(Sizes.of(Calibrated(), 2, has_model=True, is_coarse=False).choices, key=lambda c: c.depth).depth == 2
+
+
+def test_a_growth_that_is_given_is_drafted_as_deep_as_it_says() -> None:
+    drafter = drafters()["model"]
+    for growth, depth in ((Calibrated(depth=3), 3), (Calibrated(depth=12), 12), (None, 8)):
+        shape = _shape(drafter, growth, Sampling(0.8))
+        sizes = _choices(drafter, shape, "auto", has_growth=growth is not None, is_captured=False)
+        assert max(choice.depth for choice in sizes.choices) == depth
 
 
 def test_a_growth_without_a_depth_is_taken_whole_or_not_at_all() -> None:
