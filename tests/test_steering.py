@@ -10,6 +10,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -43,6 +44,7 @@ from stree.growth import (
     Static,
 )  # fmt: skip
 from stree.growth.plan import Bound
+from stree.kernels import topology
 from stree.rehearsal import GUESS, StepTimes
 from stree.sampling import Random, Sampling
 from stree.sizes import PLAIN, Choice, flat_choices
@@ -243,6 +245,19 @@ def test_what_a_draft_model_has_to_catch_up_with_is_counted(monkeypatch: pytest.
     assert steps[0] < steps[1] == 199, "no trial pays where it takes so long"
 
 
+def test_what_measuring_has_brought_reaches_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    brought, given = Experience(np.ones(1), np.ones(1), np.ones(1), 1.0, 1.0), []
+
+    def noted(sizes: Sizes, times: StepTimes, **named: Any) -> AutoSize:
+        given.append(named["experience"])
+        return AutoSize(sizes, times)
+
+    monkeypatch.setattr("stree.generation.step_times", lambda *_, **__: replace(GUESS, experience=brought))
+    monkeypatch.setattr("stree.generation.AutoSize", noted)
+    stree.generate(pair()[0], PROMPTS, drafters()["model"], max_new_tokens=2)
+    assert given == [brought]
+
+
 def test_each_text_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, 0.05, 0.2)
     target, draft = pair()
@@ -279,6 +294,33 @@ def test_a_model_that_stood_idle_catches_up_on_what_was_emitted() -> None:
             assert draft.num_calls == (3 if step else 2), "37 tokens are two chains to catch up on"
             check_next_tokens(lm, draft, texts, pending)
             run.observe(Acceptance(path, torch.zeros(2, dtype=torch.int32), torch.tensor(pending)))
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_what_waits_of_a_text_is_not_run_into_the_next_one_of_its_row(
+    is_begun: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = grafted(tiny_model("mamba2"))
+    monkeypatch.setattr(topology, "waits_always", waits)
+    texts = [[3, 1, 4, 1, 5], [9, 2, 6]]
+    run = ModelDrafter(lm).start(lm.vocab_size, texts, Random(0, torch.arange(2), torch.tensor([5, 3])))
+    run.reserve(40, Chain(1).bind(Sampling()), 2, begins=is_begun)
+    for pending, following in (([7, 8], [1, 2]), ([1, 2], [5, 6])):
+        run.propose(torch.tensor(pending), None, 1)
+        path, lengths = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+        run.observe(Acceptance(path, lengths, torch.tensor(following)))
+    run.admit(0, [6, 5, 4])
+    draft = run.propose(torch.tensor([3, 6]), Chain(1).bind(Sampling()), 2)
+    assert run._state.lengths.tolist() == [3, 5]
+    check_next_tokens(lm, draft, [[6, 5, 4], [9, 2, 6, 8, 2]], [3, 6])
+    run.observe(Acceptance(path, lengths * 0, torch.tensor([3, 6])))
+    run.propose(torch.tensor([3, 6]), None, 1)
+    run.observe(Acceptance(path, lengths, torch.tensor([5, 5])))
+    run.restart([[2, 9], [1, 8, 4]])
+    draft = run.propose(torch.tensor([3, 6]), Chain(1).bind(Sampling()), 2)
+    assert run._state.lengths.tolist() == [2, 3]
+    check_next_tokens(lm, draft, [[2, 9], [1, 8, 4]], [3, 6])
 
 
 def check_next_tokens(lm: stree.TreeLM, draft: Draft, texts: Sequence[Sequence[int]], pending: Sequence[int]) -> None:
