@@ -53,6 +53,9 @@ class TableState:
     def resized(self, max_length: int, max_nodes: int) -> TableState:
         return TableState(self.lengths, max_length, max_nodes, self.length_bound)
 
+    def overwrite(self, other: TableState) -> None:
+        self.lengths, self.length_bound = other.lengths, other.length_bound
+
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class TableLM:
@@ -80,6 +83,11 @@ class TableLM:
         state.lengths = lengths.to(torch.int32)
         state.length_bound = int(lengths.max())
         return self.law.logits[input_ids.gather(1, lengths[:, None].long() - 1).squeeze(1)]
+
+    def prefill_row(self, state: TableState, row: int, input_ids: Tensor) -> Tensor:
+        state.lengths[row] = input_ids.shape[1]
+        state.length_bound = int(state.lengths.max())
+        return self.law.logits[input_ids[:, -1]]
 
     def verify(self, state: TableState, tree: TokenTree, first: int = 0) -> Tensor:
         self.num_calls += 1

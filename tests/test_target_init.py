@@ -115,5 +115,18 @@ def test_a_text_of_which_nothing_is_known_proposes_its_root_alone() -> None:
     assert sorted(tree.tokens[0, tree.parents[0] == 0].tolist()) == [2, 3]
     assert tree.tokens[1, tree.parents[1] == 0].tolist() == [1]
     run.observe(Acceptance(nothing, nothing[:, 0], pending, left=left))
-    run._has_left[1], run._is_someone_new = False, True  # as ``admit`` does
+    run.admit(1, [0])
     assert run.propose(pending, growth, 5).tree.num_nodes.tolist() == [5, 1]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_candidates_are_drawn_from_the_law_that_was_left_at_any_temperature(temperature: float) -> None:
+    rng = Random(0, torch.arange(1), torch.ones(1, dtype=torch.long))
+    run = InitialisedDrafter(ModelDrafter(TableLM(DRAFT).as_lm())).start(4, [[0]], rng)
+    growth, pending = TargetInit(1, 1).bind(Sampling(temperature)), torch.zeros(1, dtype=torch.long)
+    run.propose(pending, growth, 3)
+    left, nothing = torch.tensor([[0.1, 0.2, 0.3, 0.4]]), torch.zeros(1, 3, dtype=torch.int32)
+    run.observe(Acceptance(nothing, nothing[:, 0], pending, left=left))
+    laws = run.propose(pending, growth, 3).laws
+    assert laws is not None
+    torch.testing.assert_close(laws.probs[:, 0], left, check_dtype=False)
