@@ -380,6 +380,9 @@ def test_a_run_learns_from_the_log_and_its_growth_does_not() -> None:
         after = run._estimate.rate(torch.ones(2, 1), torch.full((2, 1, 4), 0.2), torch.full((2, 1, 5), 0.2))[0]
         assert float(after[0, 0, 0] - before[0, 0, 0]) > 0.01
         assert torch.equal(after[1], before[1]), "the second sequence stood still"
+        run.restart([[0], [0]])
+        again = run._estimate.rate(torch.ones(2, 1), torch.full((2, 1, 4), 0.2), torch.full((2, 1, 5), 0.2))[0]
+        assert torch.equal(again, before), "other texts begin anew"
     assert runs[0]._estimate is not runs[1]._estimate
 
 
