@@ -185,6 +185,16 @@ def test_the_draft_state_grows_when_text_or_tree_outgrow_it(family: str, monkeyp
     assert state_error(loop, model) < TOLERANCE[torch.float32]
 
 
+def test_a_longer_prompt_than_the_draft_state_has_room_for_may_take_a_row() -> None:
+    lm = grafted(tiny_model("mamba2"))
+    run = ModelDrafter(lm).start(VOCAB, [[5, 6, 7], [8]], random_rows(2))  # nobody says how long texts become
+    run.propose(torch.tensor([1, 2]), Chain(2).bind(Sampling()), 3)
+    run.observe(standing_still(2))
+    run.admit(1, [3] * (run._state.max_length + 1))
+    run.propose(torch.tensor([1, 2]), Chain(2).bind(Sampling()), 3)
+    assert run._state.lengths.tolist() == [3, 1031]
+
+
 def test_draft_numbers_are_keyed_by_the_position_of_the_root() -> None:
     # Whether or not a leaf waits to be run, a draft at one position draws with the same numbers.
     law = TableLaw.random(6, 0)
