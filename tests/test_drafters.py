@@ -177,10 +177,12 @@ def test_the_draft_state_grows_when_text_or_tree_outgrow_it(family: str, monkeyp
         loop = Loop(grafted(model), NoDrafter(), [[5, 6, 7], [8]], Sampling(), Chain(4))
         patch.setattr(TreeLM, "new_state", small_state)
         loop.run = ModelDrafter(lm).start(VOCAB, [[5, 6, 7], [8]], loop.rng)
+        loop.run._begin()  # before a tree does, when states are of their own size again
+    assert (loop.run._state.max_length, loop.run._state.max_nodes) == (12, 3)
     for _ in range(14):
         loop.step([True, True])
     assert loop.run._state.max_length > 60
-    assert loop.run._state.max_nodes >= 6
+    assert loop.run._state.max_nodes == 5, "the leaf, the root and all drafted nodes but the last"
     assert all(step == [4, 4] for step in loop.accepted), "its own drafter is always right"
     assert state_error(loop, model) < TOLERANCE[torch.float32]
 
