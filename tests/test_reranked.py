@@ -13,7 +13,7 @@ from test_growth import nodes_by_path, path_prob, random_rows
 from stree.drafters import Draft, ModelDrafter
 from stree.growth import Chain, Confidence, DecisionStop, DepthStop, DySpec, Eagle2, Growth, OptTree, Static
 from stree.kernels import topology
-from stree.sampling import Sampling
+from stree.sampling import Random, Sampling
 
 GREEDY = Sampling()
 Path = tuple[int, ...]
@@ -167,6 +167,30 @@ def chain_prob(law: TableLaw, path: Path) -> float:
 
 def affine(row: list[float], inputs: list[float]) -> float:
     return math.fsum([*map(math.prod, zip(row[:-1], inputs, strict=True)), row[-1]])
+
+
+def test_stops_and_gains_begin_anew_with_every_tree() -> None:
+    shape, cpu, rng = Eagle2(depth=3, beam=2), torch.device("cpu"), Random(0, torch.arange(1), torch.zeros(1).long())
+    stopped, gain = DepthStop(shape, threshold=-0.5, layers=(2,)).estimate(1, cpu), OptTree().estimate(1, cpu)
+    for _ in range(2):
+        for estimate in (stopped, gain):
+            estimate.begin(shape.plan(3), rng)
+        answers = [stopped.goes_on(torch.tensor([[0.1]])) for _ in range(3)]
+        assert [answer if answer is None else answer.tolist() for answer in answers] == [None, [False], None]
+        for values, goes_on in (([0.6, 0.3], True), ([0.2, 0.1], False)):
+            answer = gain.goes_on(torch.tensor([values]))
+            assert answer is not None and answer.tolist() == [goes_on]
+
+
+def test_of_two_stop_rules_either_stops() -> None:
+    cpu, values, law = torch.device("cpu"), torch.tensor([[0.3]]), torch.tensor([[[0.6, 0.4]]])
+    for one, other in ((-0.5, -2.0), (-2.0, -0.5), (-2.0, -2.0)):  # of which the first of all is above the value's
+        rules = DepthStop(DepthStop(Eagle2(), one, layers=None), other, layers=None)
+        answer = rules.estimate(1, cpu).goes_on(values)
+        assert answer is not None and answer.tolist() == [-0.5 not in (one, other)]
+    for one, other in ((0.0, 1.0), (1.0, 0.0), (0.0, 0.0)):
+        answer = DecisionStop(DecisionStop(Eagle2(), one), other).estimate(1, cpu).draws(values, law)
+        assert answer is not None and answer.tolist() == [1.0 not in (one, other)]
 
 
 def test_the_decision_is_the_network_s() -> None:
