@@ -249,6 +249,8 @@ def test_the_drafter_draws_on_the_store_and_on_the_text() -> None:
     run.observe(Acceptance(path, torch.tensor([2, 3], dtype=torch.int32), torch.tensor([3, 5])))
     draft = run.propose(torch.tensor([1, 5]), None, 4)
     assert draft.tree.num_nodes.tolist() == [1, 1]
+    run.admit(0, [9, 2])
+    assert run.propose(torch.tensor([3, 5]), None, 4).tree.tokens[0, :3].tolist() == [3, 4, 5], "its own prompt's end"
 
 
 def test_a_store_of_another_vocabulary_is_refused() -> None:
