@@ -396,3 +396,5 @@ def test_a_fused_drafter_has_the_models_of_its_parts() -> None:
     model = drafters()["model"]
     assert isinstance(model, ModelDrafter)
     assert list(FusedDrafter(model, SuffixDrafter()).models) == [model.lm]
+    fused = FusedDrafter(SuffixDrafter(), model, least_value=0.3, least_share=0.2).with_model(lambda lm: lm)
+    assert (fused.least_value, fused.least_share, list(fused.models)) == (0.3, 0.2, [model.lm])
