@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -387,6 +388,21 @@ def test_the_model_keeps_step_when_retrieved_nodes_are_accepted(order: str) -> N
                 expected = int(lm.model(whole).logits[0, -1].argmax())
             assert int(draft.tree.tokens[row, 1]) == expected
         model_run.observe(Acceptance(torch.zeros(2, 1).int(), torch.zeros(2).int(), torch.tensor(pending)))
+
+
+def test_a_model_is_told_verdicts_by_the_numbers_of_its_own_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, told = grafted(tiny_model("mamba2")), list[Acceptance]()
+    fused = FusedDrafter(Retrieval([0, 11, 12], [-1, 0, 1]), ModelDrafter(lm))
+    run = fused.start(lm.vocab_size, [[3, 1, 4]], Random(0, torch.arange(1), torch.tensor([3])))
+    tokens = run.propose(torch.tensor([7]), Chain(2).bind(Sampling()), 8).tree.tokens
+    drafting: Any = run._runs[0]
+    own = drafting._tree.tokens[0].tolist()
+    monkeypatch.setattr(drafting, "observe", told.append)
+    ratios, nothing = torch.arange(tokens.shape[1])[None] / 10, torch.zeros(1, 1, dtype=torch.int32)
+    run.observe(Acceptance(nothing, nothing[:, 0], torch.tensor([7]), ratios))
+    places = [tokens[0].tolist().index(token) for token in own]
+    assert places == [0, 3, 4], "behind what was retrieved"
+    assert told[0].ratios is not None and told[0].ratios[0, : len(own)].equal(ratios[0, places])
 
 
 def test_the_model_keeps_step_when_the_accepted_path_runs_through_its_last_own_node_into_retrieved_ones() -> None:
