@@ -109,6 +109,14 @@ def test_a_norm_has_the_dtype_of_its_cast_whichever_term_comes_first(sums: list[
     assert torch.allclose(total.value, draw(0) + 2 * wide + narrow, atol=1e-5)
 
 
+def test_a_narrow_stream_takes_over_no_wide_sum(sums: list[int]) -> None:
+    narrow, wide, weight = draw(0, dtype=torch.bfloat16), draw(1), draw(2, 8)
+    total: Any = narrow + waiting(wide) * 2
+    y = norm_of(total, weight, eps=0.1, offset=0.0)
+    assert y.dtype == total.value.dtype == torch.float32 and sums == []
+    assert torch.equal(total.value, narrow + wide * 2)
+
+
 def test_a_row_for_all_is_no_term_of_a_norm(sums: list[int]) -> None:
     out, row, weight = draw(1), draw(2)[0, 0], draw(3, 8)
     total: Any = waiting(out) + row
