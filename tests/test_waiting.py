@@ -124,6 +124,12 @@ def test_a_row_for_all_is_no_term_of_a_norm(sums: list[int]) -> None:
     assert sums == []
 
 
+def test_a_tensor_of_another_device_is_no_term_of_a_norm() -> None:
+    total: Any = waiting(draw(0))
+    with pytest.raises(RuntimeError, match="device"):
+        total + draw(1).to("meta")
+
+
 def test_a_sum_without_a_stream_is_normalised_all_the_same(sums: list[int]) -> None:
     out, weight = draw(1), draw(2, 8)
     for total, expected in ((waiting(out), out), (waiting(out) * 3, 3 * out), (waiting(out) * 2 + out * 3, 5 * out)):
