@@ -69,6 +69,21 @@ def test_a_tree_whose_verification_fails_takes_the_last_one_with_it(family: str,
     assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
 
 
+@pytest.mark.parametrize("family", ["jamba", "zamba2"])
+def test_an_extension_that_fails_leaves_a_state_whose_path_is_folded(family: str) -> None:
+    model, lm = family_model(family), grafted(family_model(family))
+    lm.is_lazy = True
+    state, tree = lm.new_state(1, 64, 16), random_tree(random.Random(0), [8])
+    for _ in range(2):  # the first path waits for the second tree
+        lm.verify(state, tree)
+        lm.commit(state, *as_commit([[0]]))
+    lm.verify(state, tree)
+    with failing(lm.model.lm_head):
+        lm.verify(state, tree, first=3)
+    text = [int(tree.tokens[0, 0])] * 2
+    assert tree_error(model, [text], tree, lm.verify(state, tree)) < FLOAT32
+
+
 @pytest.mark.parametrize("family", RECURRENT)
 def test_a_commit_that_fails_between_layers_loses_the_state(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, lm, state, _, tree = prefilled(family)
