@@ -309,6 +309,17 @@ def test_a_resized_state_has_room_for_more_and_leaves_the_original_alone(family:
     assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
 
 
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_copies_of_a_state_fold_and_shape_their_steps_as_it_does(is_lazy: bool, fixed_shapes: bool) -> None:
+    lm = grafted(tiny_model("mamba2"))
+    lm.is_lazy = is_lazy
+    state = lm.new_state(1, 16, 4, fixed_shapes=fixed_shapes)
+    for copied in (state, state.clone(), state.resized(32, 8)):
+        assert (copied.is_lazy, copied.unfolded is not None) == (is_lazy, is_lazy)
+        assert copied.fixed_shapes == fixed_shapes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "changes", "is_lazy"), LONG.values(), ids=LONG)
 def test_the_state_after_2000_commits_equals_one_computed_from_scratch(
