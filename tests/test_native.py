@@ -118,10 +118,25 @@ def test_defaults_of_the_published_checkpoints_are_mamba_ssm_s(tmp_path: Path) -
     config = load_config(save(tmp_path, published, None, "none"))
     sizes = (config.num_heads, config.head_dim, config.state_size, config.n_groups, config.vocab_size, config.expand)
     assert sizes == (80, 64, 128, 1, 50288, 2)
+    assert (config.time_step_limit, config.chunk_size, config.layer_norm_epsilon) == ((0.0, float("inf")), 256, 1e-5)
+    kept = config.residual_in_fp32, config.tie_word_embeddings, config.use_bias, config.use_conv_bias
+    assert kept == (True, True, False, True)
     first = {"d_model": 2560, "n_layer": 64, "vocab_size": 50277, "ssm_cfg": {}, "pad_vocab_size_multiple": 8}
     config = load_config(save(tmp_path, first, None, "none"))
     others = (config.intermediate_size, config.state_size, config.time_step_rank, config.conv_kernel, config.vocab_size)
     assert others == (5120, 16, 160, 4, 50280)
+
+
+def test_options_of_a_native_mixer_are_taken_over(tmp_path: Path) -> None:
+    options = {"layer": "Mamba2", "d_conv": 3, "expand": 4, "bias": True, "conv_bias": False, "headdim": 32,
+               "d_state": 48, "ngroups": 2, "chunk_size": 64, "dt_limit": [0.01, 0.2]}  # fmt: skip
+    config = load_config(save(tmp_path, native_config("Mamba2", ssm_cfg=options, residual_in_fp32=False), None, "none"))
+    mixer = config.conv_kernel, config.expand, config.use_bias, config.use_conv_bias, config.head_dim
+    assert mixer == (3, 4, True, False, 32) and not config.residual_in_fp32
+    recurrence = config.state_size, config.n_groups, config.chunk_size, tuple(config.time_step_limit)
+    assert recurrence == (48, 2, 64, (0.01, 0.2))
+    config = load_config(save(tmp_path, native_config("Mamba1", ssm_cfg={"dt_rank": 5, "d_state": 8}), None, "none"))
+    assert (config.time_step_rank, config.state_size) == (5, 8)
 
 
 def ssm(**changes: Any) -> dict[str, Any]:
