@@ -194,7 +194,8 @@ def test_the_token_that_reaches_top_p_is_kept() -> None:
 
 def test_the_greedy_law_is_one_hot_at_the_argmax() -> None:
     logits = torch.randn(3, 4, 7, generator=torch.Generator().manual_seed(0))
-    law = Sampling().law(logits)
+    law, out = Sampling().law(logits), torch.full_like(logits, 0.5)
+    assert Sampling().law(logits, out) is out and torch.equal(out, law)
     assert torch.equal(law.argmax(-1), logits.argmax(-1))
     assert torch.equal(law.sum(-1), torch.ones(3, 4))
 
