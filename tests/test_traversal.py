@@ -156,6 +156,9 @@ def test_block_is_traversal_and_refuses_branches() -> None:
     star = TokenTree(torch.tensor([0, 1, 2]), torch.tensor([-1, 0, 0]))
     with pytest.raises(ValueError, match="block verification takes trees without branches; use traversal for others"):
         accept(star, torch.zeros(1, 3, 4), PLAIN, random_rows(1), None, "block")
+    mixed = TokenTree(torch.tensor([[0, 1, 2]] * 2), torch.tensor([[-1, 0, 1], [-1, 0, 0]]))
+    with pytest.raises(ValueError, match="block verification takes trees without branches"):
+        accept(mixed, torch.zeros(2, 3, 4), PLAIN, random_rows(2), None, "block")
 
 
 def test_chains_of_unequal_lengths_are_chains() -> None:
