@@ -96,6 +96,15 @@ def test_a_timed_output_that_is_wrong_takes_the_figures_away(records: list[dict[
     assert found["code", 0.0, "dyspec:5"]["status"] == "ok"
 
 
+def test_near_ties_are_counted_and_the_widest_is_told_in_parts_of_the_scale(records: list[dict[str, Any]]) -> None:
+    tied = json.loads(json.dumps(records))
+    for record, gap in zip(timed(tied, "mt_bench", 0.0, "dyspec:5"), (1e-4, -3e-4), strict=False):
+        record |= {"lossless": True, "first_divergence": 3, "logit_gap": gap, "logit_scale": 2.0}
+    found = {(row["suite"], row["temperature"], row["method"]): row for row in summarise(tied)}
+    row = found["mt_bench", 0.0, "dyspec:5"]
+    assert (row["lossless"], row["near_ties"], row["largest_gap"]) == (True, 2, pytest.approx(1.5e-4))
+
+
 def test_the_interval_of_a_constant_ratio_is_that_ratio() -> None:
     base = [1.0, 2.0, 3.0, 4.0]
     assert interval(_times, base, [value / 2 for value in base]) == pytest.approx((2.0, 2.0, 2.0))
