@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import oracles
 import pytest
 import torch
+import torch.nn.functional as F
 from host_reads import NoHostReads
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -265,6 +266,20 @@ def test_a_walk_reads_nothing_of_the_device(backend: Backend) -> None:
     with NoHostReads():
         match_accept(*operands, max_depth=3, backend=backend)
         match_accept(*operands, max_depth=3, seed=3, sequences=words[0], positions=words[1], backend=backend)
+
+
+@by_backend
+def test_trees_that_are_parts_of_wider_tensors_are_walked_as_their_own(backend: Backend) -> None:
+    problem, sampling = Problem.draw(9, 5, seed=2), Sampling(temperature=1.1)
+    tree, expected = problem.tree, problem.expected(sampling)
+    parents, depths = (F.pad(part.to(DEVICE), (0, 5), value=8)[:, :9] for part in (tree.parents, tree.depths))
+    mask = F.pad(tree.ancestor_mask.to(DEVICE), (0, 5, 0, 5), value=True)[:, :9, :9]
+    walk = match_accept(
+        F.pad(tree.tokens.to(DEVICE), (0, 5))[:, :9], Topology.of(parents, mask=mask, depths=depths),
+        sampling.law(problem.logits).to(DEVICE), max_depth=int(tree.depths.max()), seed=problem.seed,
+        sequences=problem.sequences.to(DEVICE), positions=problem.positions.to(DEVICE), backend=backend,
+    )  # fmt: skip
+    assert is_same(walk, expected) and int(expected.path_lengths.max()) > 1
 
 
 @by_backend
