@@ -116,6 +116,19 @@ def test_a_plain_cached_continuation_of_a_grafted_model_is_bit_equal(family: str
     assert torch.equal(outputs[0], outputs[1])
 
 
+def test_a_prompt_gives_the_modules_back_what_they_kept_of_a_plain_text() -> None:
+    model = family_model("recurrent_gemma")
+    lm, tokens = grafted(model), torch.tensor(random_texts(random.Random(4), [9]))
+    blocks = [module for module in lm.model.modules() if hasattr(module, "conv1d_state")]
+    with torch.no_grad():
+        lm.model(tokens)
+    held = [(block.conv1d_state, block.rg_lru.recurrent_states) for block in blocks]
+    lm.prefill(lm.new_state(1, 16, 4), tokens[:, :5])
+    assert held and all(window is not None and state is not None for window, state in held)
+    for block, (window, state) in zip(blocks, held, strict=True):
+        assert block.conv1d_state is window and block.rg_lru.recurrent_states is state
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_graft_adds_no_parameter_and_no_module(family: str) -> None:
     model = tiny_model(family)
