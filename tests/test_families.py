@@ -338,6 +338,22 @@ def test_variants_of_a_family_are_exact(family: str, changes: dict[str, Any], dt
     assert tree_error(model, texts, tree, lm.verify(state, tree)) < TOLERANCE[dtype]
 
 
+def test_a_decay_of_zero_forgets_what_was_before_and_leaves_no_nan() -> None:
+    rng, model = random.Random(0), family_model("recurrent_gemma")
+    for name, parameter in model.named_parameters():
+        if name.endswith("recurrent_param"):
+            torch.nn.init.constant_(parameter, 200.0)  # exp(-8 * 200 * gate) is no float32 above 0
+    lm, texts = grafted(model), random_texts(rng, [7, 4])
+    state = lm.new_state(2, 64, 16)
+    lm.prefill(state, *right_padded(texts))
+    for _ in range(2):
+        tree = random_tree(rng, [9, 5])
+        assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
+        paths = [random_path(rng, tree, row) for row in range(2)]
+        lm.commit(state, *as_commit(paths))
+        texts = extended(texts, tree, paths)
+
+
 def test_a_module_may_stand_in_several_layers() -> None:
     rng = random.Random(11)
     model = family_model("zamba")
