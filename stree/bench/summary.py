@@ -133,7 +133,7 @@ def _figures(blocks: Sequence[Record], note: Record) -> Record:
         "distinct_4grams": _mean(blocks, "distinct_4grams"),
         "acceptance_by_depth": [after / before for before, after in zip(reached, reached[1:], strict=False)],
         "acceptance_by_rank": [
-            yes / max(tested, 1) for yes, tested in zip(_padded(blocks), _added(blocks, "tested_by_rank"), strict=False)
+            yes / tested for yes, tested in zip(_padded(blocks), _added(blocks, "tested_by_rank"), strict=False)
         ],
         "lossless": all(checked) if checked else note.get("lossless"),
         "near_ties": len(gaps),
