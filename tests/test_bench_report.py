@@ -53,6 +53,8 @@ def test_every_method_has_a_row_a_suite_and_temperature(rows: dict[Any, Any]) ->
     status = {key: row["status"] for key, row in rows.items()}
     assert {key[2] for key, value in status.items() if value == "unavailable"} == {"mamba-ssm"}
     assert {key[2] for key, value in status.items() if value == "failed"} == {"unrolled:static:2,2"}
+    verdicts = [rows["code", 0.0, method]["lossless"] for method in ("mamba-ssm", "unrolled:static:2,2")]
+    assert verdicts == [None, False], "what cannot run is not called wrong"
 
 
 def test_figures_are_sums_over_prompts(rows: dict[Any, Any], records: list[dict[str, Any]]) -> None:
