@@ -258,3 +258,5 @@ def test_batches_weigh_as_much_as_their_prompts_and_turns_of_one_count_as_one() 
     assert _speedup(turns, turns) == (1.0, None, None), "one conversation says nothing of how others differ"
     both, second = {(0, 0): blocks[0], (1, 0): blocks[1]}, {(1, 0): blocks[1]}
     assert _more_tokens(second, both) == _more_tokens(both, second) == (1.0, None, None)
+    both, second = {(0, 0): blocks[0], (1, 0): blocks[1]}, {(1, 0): blocks[1]}
+    assert _more_tokens(second, both) == _more_tokens(both, second) == (1.0, None, None)
