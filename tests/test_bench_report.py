@@ -17,8 +17,8 @@ from rich.console import Console
 from stree.bench.execute import Run
 from stree.bench.measures import make_record
 from stree.bench.report import load_runs, print_markdown, write_report
-from stree.bench.summary import _more_tokens, _speedup, _times, interval, summarise
-from stree.bench.tables import HEADINGS
+from stree.bench.summary import _more_tokens, _speedup, _times, best, interval, summarise
+from stree.bench.tables import HEADINGS, verdict_text
 from stree.bench.watch import Counts
 
 RUN = Path(__file__).resolve().parent / "data" / "bench_run"
@@ -77,8 +77,8 @@ def test_speed_ups_are_paired_over_the_same_prompts(rows: dict[Any, Any], record
     each = [b["p50"] / a["p50"] for a, b in zip(plain, suffix, strict=True)]
     assert min(each) * 0.999 < low and high < max(each) * 1.001
     chains = {m: rows["code", 0.0, m]["tokens_per_s"] for m in ("chain:1-2", "chain:4")}
-    best = max(chains, key=lambda name: chains[name])
-    assert rows["code", 0.0, best]["over_chain"][:1] == (1.0,)
+    fastest = max(chains, key=lambda name: chains[name])
+    assert rows["code", 0.0, fastest]["over_chain"][:1] == (1.0,)
 
 
 def test_trees_are_set_beside_the_chain_of_as_many_nodes(rows: dict[Any, Any]) -> None:
@@ -86,6 +86,29 @@ def test_trees_are_set_beside_the_chain_of_as_many_nodes(rows: dict[Any, Any]) -
     assert row["equal_nodes_with"] == "chain:4" and row["verified"] == chain["verified"] == 5
     assert row["equal_nodes"][0] == pytest.approx(row["tau"] / chain["tau"])
     assert rows["code", 0.0, "suffix"]["equal_nodes"] is None and chain["equal_nodes"] is None
+
+
+def test_only_a_chain_of_about_as_many_nodes_or_calls_is_set_beside_a_tree(records: list[dict[str, Any]]) -> None:
+    changed = json.loads(json.dumps(records))
+    for record in timed(changed, "code", 0.0, "dyspec:5"):
+        record |= {"verified": 6 * record["steps"], "draft_calls": 1.2 * record["steps"]}
+    found = {(row["suite"], row["temperature"], row["method"]): row for row in summarise(changed)}
+    row, chain = found["code", 0.0, "dyspec:5"], found["code", 0.0, "chain:1-2"]
+    assert (row["equal_nodes"], row["equal_nodes_with"], row["equal_calls_with"]) == (None, None, "chain:1-2")
+    assert row["equal_calls"][0] == pytest.approx(row["tau"] / chain["tau"])
+    other = found["mt_bench", 0.0, "dyspec:5"]
+    assert (other["equal_nodes_with"], other["equal_calls"], other["equal_calls_with"]) == ("chain:4", None, None)
+
+
+def test_the_fastest_of_a_kind_is_found_whatever_its_depth_and_verifier() -> None:
+    known = (
+        ("chain:2", "ok", 3.0),
+        ("chain:4@match", "ok", 5.0),
+        ("chain:8", "failed", 9.0),
+        ("suffix@match", "ok", 7.0),
+    )
+    rows = [dict(zip(("method", "status", "tokens_per_s"), row, strict=True)) for row in known]
+    assert [best(rows, kind) for kind in ("chain", "suffix", "plain")] == [rows[1], rows[3], None]
 
 
 def test_a_timed_output_that_is_wrong_takes_the_figures_away(records: list[dict[str, Any]]) -> None:
@@ -96,6 +119,28 @@ def test_a_timed_output_that_is_wrong_takes_the_figures_away(records: list[dict[
     row = found["mt_bench", 0.0, "dyspec:5"]
     assert row["status"] == "failed" and "tokens_per_s" not in row and row["logit_gap"] == 0.5
     assert found["code", 0.0, "dyspec:5"]["status"] == "ok"
+
+
+def test_nothing_is_set_beside_what_has_no_figures(records: list[dict[str, Any]]) -> None:
+    wrong = json.loads(json.dumps(records))
+    for method in ("plain", "chain:4"):
+        timed(wrong, "code", 0.0, method)[0]["lossless"] = False
+    found = {(row["suite"], row["temperature"], row["method"]): row for row in summarise(wrong)}
+    row, chain = found["code", 0.0, "dyspec:5"], found["code", 0.0, "chain:1-2"]
+    assert found["code", 0.0, "chain:4"]["status"] == found["code", 0.0, "plain"]["status"] == "failed"
+    assert (row["over_plain"], row["equal_nodes"]) == (None, None)
+    assert row["over_chain"][0] == pytest.approx(row["tokens_per_s"] / chain["tokens_per_s"])
+
+
+def test_a_sampled_method_is_called_what_the_test_of_its_law_says(records: list[dict[str, Any]]) -> None:
+    tested = json.loads(json.dumps(records))
+    notes = [r for r in tested if r["metric"] == "check" and r["provider"] == "dyspec:5"]
+    (note,) = [r for r in notes if (r["params"]["suite"], r["params"]["temperature"]) == ("code", 0.8)]
+    note |= {"lossless": True, "p_value": 0.25}
+    found = {(row["suite"], row["temperature"], row["method"]): row for row in summarise(tested)}
+    row, untested = found["code", 0.8, "dyspec:5"], found["mt_bench", 0.8, "dyspec:5"]
+    assert row["lossless"] and verdict_text(row) == f"target's law, p = 0.25 ({row['verifier']})"
+    assert verdict_text(untested) == f"greedy identical, law untested ({row['verifier']})"
 
 
 def test_near_ties_are_counted_and_the_widest_is_told_in_parts_of_the_scale(records: list[dict[str, Any]]) -> None:
@@ -244,6 +289,8 @@ def test_tau_counts_for_every_text_only_the_steps_that_it_took_part_in() -> None
     assert (row["drafted"], row["verified"], row["draft_calls"]) == (3.0, 4.0, 3.0)
     ratio, *_ = _more_tokens({(1, 0): blocks[1], (0, 0): blocks[1]}, {(0, 0): blocks[0], (1, 0): blocks[1]}) or (0.0,)
     assert ratio == pytest.approx(row["tau"] / 4)
+    both, second = {(0, 0): blocks[0], (1, 0): blocks[1]}, {(1, 0): blocks[1]}
+    assert _more_tokens(second, both) == _more_tokens(both, second) == (1.0, None, None)
 
 
 def test_batches_weigh_as_much_as_their_prompts_and_turns_of_one_count_as_one() -> None:
@@ -254,9 +301,7 @@ def test_batches_weigh_as_much_as_their_prompts_and_turns_of_one_count_as_one() 
     other = {(0, 0): block(0, 0, 4, 200.0), (1, 0): block(1, 0, 1, 25.0)}
     value, *_ = _speedup(plain, other) or (0.0,)
     assert value == pytest.approx((4 / 100 + 1 / 25) / (4 / 200 + 1 / 25))
+    assert _speedup(plain, {(1, 0): block(1, 0, 1, 50.0)}) == (2.0, None, None), "of what both have run"
+    assert _speedup({(1, 0): block(1, 0, 1, 50.0)}, plain) == (0.5, None, None) and _speedup(plain, {}) is None
     turns = {(0, turn): block(0, turn, 1, 100.0 + turn) for turn in range(6)}
     assert _speedup(turns, turns) == (1.0, None, None), "one conversation says nothing of how others differ"
-    both, second = {(0, 0): blocks[0], (1, 0): blocks[1]}, {(1, 0): blocks[1]}
-    assert _more_tokens(second, both) == _more_tokens(both, second) == (1.0, None, None)
-    both, second = {(0, 0): blocks[0], (1, 0): blocks[1]}, {(1, 0): blocks[1]}
-    assert _more_tokens(second, both) == _more_tokens(both, second) == (1.0, None, None)
