@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,13 +53,17 @@ def test_the_whole_model_stays_as_it_is() -> None:
         assert torch.equal(lm.model(ids).logits, model(ids).logits)
 
 
-def test_a_head_that_is_trained_later_is_drafted_with_as_it_is_then() -> None:
-    lm = grafted(tiny_model("bamba"))
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_head_that_is_trained_later_is_drafted_with_as_it_is_then(has_bias: bool) -> None:
+    model: Any = tiny_model("bamba")
+    if has_bias:
+        model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB))
+    lm = grafted(model)
     with torch.inference_mode():
         trimmed = TrimmedLM(lm, KEPT)
     head, ids = lm.model.get_output_embeddings(), torch.tensor([[3, 1, 4, 1, 5]])
     for weights in (head.weight * -1, torch.randn_like(head.weight)):
-        head.load_state_dict({"weight": weights})
+        head.load_state_dict({"weight": weights, **({"bias": torch.randn(VOCAB)} if has_bias else {})})
         whole, small = (model.prefill(model.new_state(1, 16, 4), ids) for model in (lm, trimmed))
         torch.testing.assert_close(small[:, KEPT], whole[:, KEPT], rtol=1e-5, atol=1e-6)
 
@@ -108,6 +113,9 @@ def test_bad_vocabularies_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             ModelDrafter(lm, vocab=kept)
+    lm.model.generation_config.eos_token_id = [0, 7]  # chat models have more than one, and the config knows the first
+    with pytest.raises(ValueError, match=r"must keep the model's stop tokens, got one without \[7\]"):
+        ModelDrafter(lm, vocab=[0, 4, 5])
 
 
 def test_a_head_that_is_not_linear_is_refused() -> None:
