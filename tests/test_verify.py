@@ -203,6 +203,21 @@ def test_float32_errs_in_what_it_emits_after_a_rejection_by_no_more_than_roundin
     given.check(trials.law_at(root), below[:, 0])
 
 
+@pytest.mark.parametrize("verifier", ["rejection", "traversal"])
+def test_what_elders_leave_of_a_float32_law_is_known_even_if_it_is_next_to_nothing(verifier: str) -> None:
+    first = torch.linspace(0.1, 0.9, 50)
+    probs = torch.stack([first, 1 - 1e-6 - first, torch.full((50,), 6e-7), torch.full((50,), 4e-7)], -1)[:, None]
+    tokens, parents = torch.arange(4).repeat(50, 1), torch.tensor([[-1, 0, 0, 0]] * 50)
+    tokens[:, 1:] = torch.arange(3)
+    laws = DraftLaws(probs, torch.zeros(50, 4).int(), torch.full((50, 4), SAMPLED).to(torch.int8))
+    logits = torch.tensor([1e-9, 1e-9, 0.375, 0.625]).log().expand(50, 4, 4)
+    ratios = accept(TokenTree(tokens, parents), logits, PLAIN, random_rows(50), laws, verifier).ratios
+    assert ratios is not None
+    whole, third = probs.double().sum(-1), probs[..., 2].double()
+    rest = whole - probs[..., 0].double() - probs[..., 1].double()
+    torch.testing.assert_close(ratios[:, 3:].double(), 0.375 * rest / third, rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("verifier", ["auto", "match", "rejection", "traversal"])
 def test_greedy_follows_the_argmax_whatever_the_verifier(verifier: str) -> None:
     generator = torch.Generator().manual_seed(0)
