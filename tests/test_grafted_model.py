@@ -306,6 +306,16 @@ def test_a_model_whose_layers_were_replaced_since_it_was_grafted_is_refused(fami
     torch.testing.assert_close(again.prefill(again.new_state(1, 16, 8), prompt), expected)
 
 
+@pytest.mark.parametrize("family", ["llama", "bamba"])
+def test_a_model_with_more_or_fewer_layers_than_when_it_was_grafted_is_refused(family: str) -> None:
+    longer, shorter = grafted(tiny_model(family)), grafted(tiny_model(family))
+    longer.model.model.layers.append(tiny_model(family).model.layers[0])
+    del shorter.model.model.layers[-1]
+    for lm in (longer, shorter):
+        with pytest.raises(ValueError, match="layers of the model were replaced, added or removed since it was"):
+            lm.check_ready()
+
+
 @pytest.mark.parametrize("family", ["jamba", "gemma3_text"])
 def test_a_model_that_was_moved_since_it_was_grafted_is_refused(family: str) -> None:
     lm, prompt = TreeLM(family_model(family)), torch.tensor([[1, 2, 3]])
