@@ -268,6 +268,14 @@ def test_a_commit_beyond_max_length_of_an_unchecked_tree_is_refused(lm: TreeLM) 
     assert state.lengths.tolist() == [6, 5]
 
 
+def test_a_short_text_may_have_a_deep_tree_beside_a_long_one_with_a_shallow_tree(lm: TreeLM) -> None:
+    state = lm.new_state(2, 6, 5)
+    lm.prefill(state, PROMPTS, torch.tensor([4, 2]))
+    parents = torch.tensor([[-1, 0, -1, -1], [-1, 0, 1, 2]])
+    tokens = torch.tensor([[1, 2, 0, 0], [1, 2, 3, 4]])
+    assert not lm.verify(state, TokenTree(tokens, parents))[:, :2].isnan().any()
+
+
 def test_a_path_of_an_unchecked_tree_is_looked_at_under_debug(lm: TreeLM, monkeypatch: pytest.MonkeyPatch) -> None:
     state = prefilled(lm)
     lm.verify(state, TokenTree.unchecked(TOKENS, PARENTS))
