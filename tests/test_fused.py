@@ -26,7 +26,8 @@ from torch import Tensor
 
 import stree
 from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
-from stree.drafters.trust import Listed
+from stree.drafters.fused import _HidingLM
+from stree.drafters.trust import Listed, Trust
 from stree.drafters.union import graft_row
 from stree.growth import RSDS, Calibrated, Chain, DepthStop, DySpec, Growth, Sequoia, Static
 from stree.sampling import Random, Sampling
@@ -253,6 +254,22 @@ def test_a_sequence_learns_how_far_to_trust_retrieval_while_it_goes_on_and_anew_
     assert run._trust._level[1] == 0 < run._trust._level[0]
 
 
+def test_a_text_in_the_place_of_another_learns_as_fast_as_that_did() -> None:
+    retrieved = Retrieval([0, 2], [-1, 0], [1.0, 0.6]).propose(torch.zeros(1).long(), None, 2)
+    assert retrieved.values is not None
+
+    def level_after_a_hit(trust: Trust) -> float:
+        trust.rate(retrieved.tree, retrieved.values, 0.0)  # type: ignore[arg-type]
+        trust.learn([[2]])
+        return trust._level[0]
+
+    fresh, used = Trust(1), Trust(1)
+    for _ in range(5):
+        level_after_a_hit(used)
+    used.forget(0)
+    assert level_after_a_hit(used) == level_after_a_hit(fresh)
+
+
 def test_what_both_find_is_worth_what_retrieval_says_and_the_model_s_share_of_the_rest() -> None:
     own = Listed([0, 1, 2, 3], [-1, 0, 0, 1], [1.0, 0.5, 0.25, 0.2])
     found = graft_row(own, Listed([0, 2, 5], [-1, 0, 1], [1.0, 0.8, 0.4]), [True] * 3, room=9, shares=True)
@@ -271,6 +288,32 @@ def test_retrieved_first_tokens_that_the_draft_finds_unlikely_are_left_out_when_
         below = tree.tokens[0][tree.ancestor_mask[0].any(0)].tolist()[1:]
         assert set(below) >= set(kept)
         assert (3 in below) == (3 in kept)
+
+
+def test_first_tokens_are_pruned_by_the_root_s_law_not_by_that_of_the_last_leaf() -> None:
+    logits = torch.tensor([[[9.0, 0, 0], [0, 9, 0]]] * 2)  # at columns 0 and 1
+
+    class Scored:
+        def verify(self, state: Any, tree: TokenTree, first: int = 0) -> Tensor:
+            return logits
+
+    offered = Retrieval([0, 1], [-1, 0]).propose(torch.zeros(2).long(), None, 2).tree
+    hiding = _HidingLM(Scored())  # type: ignore[arg-type]
+    hiding.hide(offered, torch.ones(2, 2, dtype=torch.bool), Chain(1).bind(PLAIN), 0.5)
+    # The first row begins with its last leaf and the root, the second with the root and padding.
+    found = hiding.verify(None, TokenTree.unchecked(torch.zeros(2, 2).long(), torch.tensor([[-1, 0], [-1, -1]]).int()))
+    assert hiding.shown[:, 1].tolist() == [True, False]
+    assert found[0, 1, 1] < -1e20 and found[1].equal(logits[1])
+
+
+def test_what_is_hidden_from_the_model_is_in_the_tree() -> None:
+    lm = TableLM(TableLaw.random(8, 2)).as_lm()
+    retrieval = Retrieval(range(7), [-1, *[0] * 6], [1.0, 0.4, 0.2, 0.1, 0.1, 0.1, 0.1])
+    run = FusedDrafter(retrieval, ModelDrafter(lm), least_share=0.0).start(8, [[0]], random_rows(1))
+    tree = run.propose(torch.tensor([0]), DySpec(depth=1, ranks=2).bind(PLAIN), 4).tree
+    assert run._hiding is not None
+    hidden = retrieval.tokens[1 : 1 + int(run._hiding.shown[0, 1:].sum())]
+    assert 0 < len(hidden) < 6 and {*hidden} <= {*tree.tokens[tree.parents == 0].tolist()}
 
 
 def test_the_root_s_law_includes_the_model_s_favourite() -> None:
@@ -450,3 +493,11 @@ def test_laws_are_widened_by_deterministic_rows() -> None:
     trees = all_fused(target, Chain(1), 4, Retrieval([0, 1], [-1, 0]))
     laws: DraftLaws = trees.laws
     assert laws.row.shape == laws.kind.shape == trees.tokens.shape
+
+
+def test_the_bound_of_children_counts_retrieved_ones() -> None:
+    part = ModelDrafter(TableLM(TableLaw(torch.tensor([[0.0, 0, 0, 9, 0]] * 5, dtype=torch.float64))).as_lm())
+    run = FusedDrafter(part, Retrieval([0, 1, 2], [-1, 0, 0]), least_share=0.0).start(5, [[0]], random_rows(1))
+    draft = run.propose(torch.tensor([0]), Chain(1).bind(PLAIN), 4)
+    assert draft.tree.parents.tolist() == [[-1, 0, 0, 0]] and draft.laws is not None
+    assert draft.laws.max_children is not None and draft.laws.max_children >= 3

@@ -15,8 +15,8 @@ __all__ = ["graft", "graft_row", "keep_best", "with_delta"]
 
 def keep_best(tree: TokenTree, values: Tensor, budget: int) -> TokenTree:
     """Make padding of all but the ``budget`` nodes of the greatest value, which never rises along a path."""
-    order = torch.where(tree.is_padding, -1.0, values).sort(dim=1, descending=True, stable=True).indices
-    is_kept = torch.zeros_like(tree.is_padding).scatter_(1, order[:, :budget], True) & ~tree.is_padding
+    order = values.sort(dim=1, descending=True, stable=True).indices  # padding has none
+    is_kept = torch.zeros_like(tree.is_padding).scatter_(1, order[:, :budget], True)
     return TokenTree.unchecked(tree.tokens * is_kept, torch.where(is_kept, tree.parents, -1))
 
 
