@@ -175,11 +175,7 @@ class _ModelRun:
         tokens = root[:, None]
         if self._extension is not None:
             (_, tokens), self._extension = self._extension, None
-        self._wait(tokens.gather(1, path.clamp(min=0).long()), lengths)
-
-    def _wait(self, tokens: Tensor, count: Tensor) -> None:
-        """Put the first ``count``, int64[batch], of int64[batch, m] accepted tokens behind those that wait."""
-        self.version += self._waiting.put(tokens, count, self._max_length)
+        self._waiting.put(tokens.gather(1, path.clamp(min=0).long()), lengths, self._max_length)
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
         """Run another prompt into a row whose text has ended."""
@@ -203,7 +199,8 @@ class _ModelRun:
         is_own = (path < own) & (place < lengths[:, None])
         count = is_own.sum(1, dtype=torch.int32)
         beyond = (place + count[:, None]).clamp(max=path.shape[1] - 1).long()
-        self._wait(tokens.gather(1, path.gather(1, beyond).clamp(min=0)), (lengths - count).long())
+        unseen = tokens.gather(1, path.gather(1, beyond).clamp(min=0))
+        self._waiting.put(unseen, (lengths - count).long(), self._max_length)
         own_path = torch.where(is_own, path, -1).to(torch.int32)
         return Acceptance(own_path, count, acceptance.next_token)
 

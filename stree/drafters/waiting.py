@@ -30,31 +30,26 @@ class Waiting:
         self._parts: list[tuple[Tensor, Tensor]] = []  # on the CPU they are put together when they are needed
         self.most = 0
 
-    def put(self, tokens: Tensor, count: Tensor, max_length: int | None) -> bool:
+    def put(self, tokens: Tensor, count: Tensor, max_length: int | None) -> None:
         """Put the first ``count``, int64[batch], of int64[batch, m] tokens behind those that wait.
 
         Args:
             tokens: of every sequence.
             count: how many of them count.
-            max_length: most tokens that ever wait, where it is known.
-
-        Returns:
-            Whether what captured steps write to was replaced by something larger.
+            max_length: most tokens that ever wait, where it is known, as it is where steps are captured.
         """
         self.most += tokens.shape[1]
         if reads_freely(tokens):
             self._parts.append((tokens, count))
-            return False
+            return
         place = torch.arange(tokens.shape[1], device=tokens.device)
         room = self._tokens.shape[1] - 1
-        is_replaced = self.most > room and (max_length is None or room < max_length)
-        if is_replaced:
+        if self.most > room and (max_length is None or room < max_length):
             self._tokens = torch.nn.functional.pad(self._tokens, (0, (max_length or 2 * self.most) - room))
         end = self._tokens.shape[1] - 1
         index = torch.where(place < count[:, None], self._number[:, None] + place, end).clamp_(max=end)
         self._tokens.scatter_(1, index, tokens)
         self._number += count
-        return is_replaced
 
     def all(self) -> tuple[Tensor, Tensor]:
         """Give int64[batch, m] tokens and int64[batch], how many of them wait; they hold until ``clear``."""
