@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, Mamba2Config, Mamba2ForCausalLM, PreTrainedTokenizerFast
 
-from stree import generation
+from stree import cli, generation
 from stree.cli import main
 from stree.drafters import suffix
 from stree.growth import Chain, DySpec, Static, parse_growth
+from stree.inputs import tokenizer_fingerprint
 from stree.models.tree_lm import TreeLM
+from stree.retrieval import Datastore
+from stree.sampling import Sampling
+from stree.vocabulary import save_vocabulary
 
 WORDS = ["<|endoftext|>", *(chr(code) for code in range(97, 123)), *["ab", "bc", "cd", "de", "ef"]]
 
@@ -68,6 +73,30 @@ def test_every_drafter_gives_the_text_of_plain_decoding(
         assert report["token_ids"] == plain["token_ids"], options
 
 
+def test_every_option_reaches_the_generation(
+    target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def generate(lm: Any, prompts: Any, *arguments: Any, **options: Any) -> None:
+        seen.update(
+            zip(("drafter", "growth", "budget", "verifier", "sampling", "tokens", "stops"), arguments, strict=True)
+        )
+        seen.update(options, prompts=prompts, is_captured=lm.is_captured)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(generation, "generate", generate)
+    options = {"temperature": 0.7, "top-k": 5, "top-p": 0.9, "seed": 3, "budget": 6, "verifier": "match"}
+    listed = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    assert main(["generate", "a b", "--target", target, "--max-new-tokens", "9", "--eager", *listed]) == 2
+    capsys.readouterr()
+    assert (seen["sampling"], seen["seed"]) == (Sampling(0.7, 5, 0.9), 3)
+    assert (seen["budget"], seen["verifier"], seen["tokens"], seen["growth"]) == (6, "match", 9, None)
+    assert (seen["prompts"], seen["stops"], seen["is_captured"]) == ([[1, 2]], [0], False)
+    assert main(["generate", "a b", "--target", target]) == 2
+    assert seen["is_captured"] is None, "which is decided by the device"
+
+
 def test_text_is_streamed_and_the_summary_goes_to_standard_error(
     target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +138,30 @@ def test_different_tokenizers_are_refused(target: str, tmp_path: Path, capsys: p
     other = save_model(tmp_path, [WORDS[0], *reversed(WORDS[1:])])
     assert main(["generate", "a b", "--target", target, "--drafter", other]) == 2
     assert f"have different tokenizers ({len(WORDS)} and {len(WORDS)} tokens" in capsys.readouterr().err
+
+
+def test_a_trimmed_drafter_must_keep_the_token_that_ends_the_target_s_texts(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_vocabulary(tmp_path / "kept.json", [3, 4], len(WORDS))
+    options = ["--target", target, "--drafter", target, "--drafter-vocab", str(tmp_path / "kept.json")]
+    assert main(["generate", "a b", *options]) == 2
+    assert "leaves out the target's stop tokens [0]" in capsys.readouterr().err
+
+
+def test_the_token_that_ended_a_text_is_listed_and_not_shown(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_json(capsys, "--target", target, "--temperature", "1", "--max-new-tokens", "200", "--budget", "1")
+    assert (report["finish_reason"], report["token_ids"][-1]) == ("stop", 0)
+    assert report["text"] and WORDS[0] not in report["text"]
+
+
+def test_a_fused_drafter_reads_the_datastore(target: str, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    Datastore.build([[1, 2, 3]], len(WORDS), tokenizer=tokenizer_fingerprint(tokenizer)).save(tmp_path / "store")
+    command = ["generate", "a", "--target", target, "--drafter", f"fused:{target}", "--datastore"]
+    arguments = cli._parser().parse_args([*command, str(tmp_path / "store")])
+    drafter = cli._drafter(arguments, tokenizer, [0])
+    assert drafter.second.datastore.num_tokens == Datastore.load(tmp_path / "store").num_tokens
 
 
 TEMPLATE = "{% for m in messages %}a {{ m['content'] }} b{% endfor %}{% if add_generation_prompt %} c{% endif %}"
