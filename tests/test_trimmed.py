@@ -131,12 +131,15 @@ def test_the_most_frequent_tokens_are_kept_and_the_forced_ones() -> None:
     assert most_frequent(texts, 10, 3, always=[9]) == [2, 5, 9]
     assert most_frequent(texts, 10, 4) == [0, 2, 5, 7]
     assert most_frequent([], 10, 2) == [0, 1]
+    assert most_frequent([[900, 900, 700, 3]], 1000, 99) == [*range(97), 700, 900], "of equally frequent ones the lower"
     with pytest.raises(ValueError, match=r"keep must be in \[2, 10\], got 1"):
         most_frequent(texts, 10, 1, always=[1, 2])
     with pytest.raises(ValueError, match=r"keep must be in \[1, 10\], got 11"):
         most_frequent(texts, 10, 11)
     with pytest.raises(ValueError, match="token 7 is outside the vocabulary of 7"):
         most_frequent(texts, 7, 2)
+    with pytest.raises(ValueError, match="token -1 is outside the vocabulary of 7"):
+        most_frequent([[3, -1]], 7, 2)
 
 
 def test_a_saved_vocabulary_is_read_back(tmp_path: Path) -> None:
@@ -144,6 +147,8 @@ def test_a_saved_vocabulary_is_read_back(tmp_path: Path) -> None:
     assert load_vocabulary(tmp_path / "kept.json", VOCAB) == KEPT
     with pytest.raises(ValueError, match=f"is of {VOCAB} tokens, the drafter has 50"):
         load_vocabulary(tmp_path / "kept.json", 50)
+    with pytest.raises(ValueError, match=f"is of {VOCAB} tokens, the drafter has {VOCAB + 1}"):
+        load_vocabulary(tmp_path / "kept.json", VOCAB + 1)
     (tmp_path / "other.json").write_text('{"vocab": [1]}', encoding="utf-8")
     for name in ("other.json", "missing.json"):
         with pytest.raises(ValueError, match=f"no trimmed vocabulary can be read at .*{name}"):
