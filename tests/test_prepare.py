@@ -5,18 +5,23 @@ Run: python -m pytest tests/test_prepare.py
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
+from stree import generation
 from stree.cli import main
 from stree.inputs import ASSETS, documents
-from stree.prepare import _stop_tokens
+from stree.models.tree_lm import TreeLM
+from stree.prepare import _generated, _stop_tokens
 from stree.retrieval import Datastore
+from stree.sampling import Sampling
 from stree.vocabulary import load_vocabulary, save_vocabulary
 
 TEXT = "def area_of_circle(radius):\n    return 3.14159 * radius * radius\n" * 3
@@ -173,3 +178,18 @@ def test_every_stop_token_that_a_target_names_is_kept(tmp_path: Path) -> None:
     assert _stop_tokens(str(tmp_path), config, tokenizer) == [2, 4]
     GenerationConfig(eos_token_id=[2, 6, 11]).save_pretrained(tmp_path)
     assert _stop_tokens(str(tmp_path), config, tokenizer) == [2, 4, 6], "a token without a logit is left out"
+
+
+def test_only_what_the_target_writes_is_counted_with_a_seed_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def generate(_: object, prompts: list[list[int]], **options: Any) -> SimpleNamespace:
+        calls.append(options)
+        return SimpleNamespace(sequences=[[*prompts[0], 8, 9]])
+
+    monkeypatch.setattr(generation, "generate", generate)
+    monkeypatch.setattr(TreeLM, "from_pretrained", lambda name: name)
+    arguments = argparse.Namespace(temperature=0.7, max_new_tokens=2, seed=5)
+    assert _generated(arguments, "target", [[1, 2], [3]], [4]) == [[8, 9], [8, 9]]
+    common = {"sampling": Sampling(0.7), "max_new_tokens": 2, "stop_token_ids": [4]}
+    assert calls == [{**common, "seed": 5}, {**common, "seed": 6}]
