@@ -6,6 +6,7 @@ Run: python -m pytest tests/test_distill.py
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -197,9 +198,30 @@ def test_folders_are_only_touched_when_told(made: tuple[Path, dict[str, Any]], t
     resumed = RunFolder(tmp_path / "new", resume=True)
     with pytest.raises(ValueError, match="holds a run with seed 0, got 1"):
         resumed.check({"seed": 1})
+    with pytest.raises(ValueError, match="holds a run with rounds None, got 2"):
+        resumed.check({"seed": 0, "rounds": 2})
     (resumed.checkpoints / "text.pt").write_bytes(b"old")
     RunFolder(tmp_path / "new", force=True).claim({"seed": 1})
     assert [path.name for path in resumed.checkpoints.iterdir()] == ["run.json"], "force begins anew"
+
+
+def test_a_folder_is_a_drafter_only_when_all_its_files_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, moved, real = RunFolder(tmp_path / "out"), [], os.replace
+    folder.claim({})
+    folder.result.mkdir()
+    for name in ("config.json", "distill.json", "a.json", "z.json"):
+        (folder.result / name).write_text("{}", encoding="utf-8")
+
+    def replace(source: Path, target: Path) -> None:
+        moved.append(target.name)
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    folder.publish()
+    assert moved[-1] == "config.json" and len(moved) == 4
+    assert sorted(path.name for path in folder.path.iterdir()) == sorted(moved)
 
 
 @pytest.mark.parametrize(
