@@ -21,21 +21,31 @@ from tiny_models import (
     tiny_model,
     tree_error,
 )
+from torch import Tensor
 
 import stree
 from stree import TreeLM
 from stree.kernels.tiles import MAX_NODES
 from stree.kernels.topology import most_nodes
 from stree.models import prompts
+from stree.models.state import DecodeState
+from stree.tree import TokenTree
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_in_chunks_leaves_what_it_leaves_in_one_piece(family: str) -> None:
+def test_a_prompt_in_chunks_leaves_what_it_leaves_in_one_piece(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, model = random.Random(5), family_model(family)
     lm = TreeLM(family_model(family))
     texts = random_texts(rng, [23, 4, 9])  # the second fits in the first chunk, the third ends within the second
-    state = lm.new_state(3, 64, 7)
-    logits = lm.prefill(state, *right_padded(texts), chunk_size=6)
+    state, verify = lm.new_state(3, 64, 7), lm.verify
+
+    def checked(state: DecodeState, tree: TokenTree) -> Tensor:
+        TokenTree(tree.tokens, tree.parents)  # refuses what is no tree
+        return verify(state, tree)
+
+    monkeypatch.setattr(lm, "verify", checked)
+    logits = lm.prefill(state, *right_padded(texts, padding=1), chunk_size=6)
+    monkeypatch.undo()
     assert state.lengths.tolist() == [23, 4, 9]
     for row, text in enumerate(texts):
         assert relative_error(logits[row], fresh_logits(model, text)[-1]) < TOLERANCE[torch.float32]
