@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,17 @@ def test_a_bad_checkpoint_is_refused(
 def test_a_device_that_is_not_there_is_refused_before_anything_is_read(device: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"device must be one that torch finds, or 'auto', got {device!r}"):
         TreeLM.from_pretrained(tmp_path, device=device)
+
+
+def test_a_known_family_is_read_without_the_code_that_its_checkpoint_names(tmp_path: Path) -> None:
+    model = tiny_model("mamba2")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    known = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(known | {"auto_map": {"AutoConfig": "code.C"}}), encoding="utf-8")
+    (tmp_path / "code.py").write_text("raise ValueError('the code ran')\n", encoding="utf-8")
+    found = TreeLM.from_pretrained(tmp_path).model
+    assert type(found) is type(model)
 
 
 def test_what_is_no_model_is_refused() -> None:
