@@ -18,7 +18,7 @@ from stree.bench.execute import Run
 from stree.bench.measures import make_record
 from stree.bench.report import load_runs, print_markdown, write_report
 from stree.bench.summary import _more_tokens, _speedup, _times, best, interval, summarise
-from stree.bench.tables import HEADINGS, verdict_text
+from stree.bench.tables import HEADINGS, cells, verdict_text
 from stree.bench.watch import Counts
 
 RUN = Path(__file__).resolve().parent / "data" / "bench_run"
@@ -192,6 +192,12 @@ def test_the_terminal_shows_verdicts_and_names_what_failed(written: tuple[Path, 
     assert "…" not in text  # no cell is cut
 
 
+def test_memory_is_told_in_units_of_its_heading(rows: dict[Any, Any]) -> None:
+    row = next(row for row in rows.values() if row["status"] == "ok")
+    assert cells({**row, "state_bytes": 3072, "peak_mib": 7.4}).items() >= {"state_kib": "3", "peak_mib": "7"}.items()
+    assert cells({**row, "state_bytes": None, "peak_mib": None}).items() >= {"state_kib": "-", "peak_mib": "-"}.items()
+
+
 def test_the_csv_has_every_row_and_its_interval(written: tuple[Path, str], rows: dict[Any, Any]) -> None:
     with (written[0] / "report.csv").open() as file:
         lines = list(csv.DictReader(file))
@@ -291,6 +297,16 @@ def test_tau_counts_for_every_text_only_the_steps_that_it_took_part_in() -> None
     assert ratio == pytest.approx(row["tau"] / 4)
     both, second = {(0, 0): blocks[0], (1, 0): blocks[1]}, {(1, 0): blocks[1]}
     assert _more_tokens(second, both) == _more_tokens(both, second) == (1.0, None, None)
+
+
+def test_memory_is_the_most_of_all_runs_and_counts_are_their_sums() -> None:
+    def run(steps: int, peak: float | None, size: int, first: float) -> Run:
+        stats = {"steps": steps, "tau": 1.0, "nodes_per_step": 4.0, "draft_calls": steps, "verify_s": 0.5}
+        return Run([[1]], 1.0, first, stats, Counts(reached=Counter({0: steps})), peak, size)
+
+    record = make_record([run(2, 7.0, 100, 0.1), run(3, None, 400, 0.2), run(1, 9.0, 200, 0.3), run(1, 8.0, 100, 0.6)])
+    assert (record["peak_mib"], record["state_bytes"], record["ttft_s"]) == (9.0, 400, pytest.approx(0.3))
+    assert (record["steps"], record["draft_calls"], record["verified"], record["verify_s"]) == (7, 7, 28.0, 2.0)
 
 
 def test_batches_weigh_as_much_as_their_prompts_and_turns_of_one_count_as_one() -> None:
