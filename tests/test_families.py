@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers
 from host_reads import NoHostReads
 from tiny_family_models import EVERY_ADAPTER, FAMILIES, family_model
 from tiny_models import (
@@ -291,6 +292,7 @@ def test_control_a_tree_read_as_a_chain_or_a_lost_state_is_far_off(family: str) 
             assert tree_error(model, texts, tree, lm.verify(broken, tree)) > 1000 * FLOAT32, f"{name} of {spec}"
 
 
+OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
 RECURRENT = {"layer_types": ["linear_attention"] * 3}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba-no-attention": ("bamba", {"attn_layer_indices": []}),
@@ -330,6 +332,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize(("family", "changes"), VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float64], indirect=True, ids=["float64"])
 def test_variants_of_a_family_are_exact(family: str, changes: dict[str, Any], dtype: torch.dtype) -> None:
+    if (family, changes) == VARIANTS["recurrent_gemma-no-attention"] and OLD:
+        pytest.skip(f"transformers {transformers.__version__} cannot run RecurrentGemma without attention itself")
     rng = random.Random(7)
     model = family_model(family, dtype, **changes)
     lm = grafted(model)
