@@ -43,17 +43,8 @@ from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftLaws
 
 SIZES = ((4, 3), (8, 4), (16, 4), (32, 6), (64, 6))  # nodes, root included, and draft calls
-DEEPER = (
-    (8, 7),
-    (16, 6),
-    (16, 8),
-    (16, 12),
-    (16, 15),
-    (32, 4),
-    (32, 8),
-    (64, 4),
-    (64, 8),
-)  # sizes of the default alone
+# Sizes of the default alone.
+DEEPER = ((8, 7), (16, 6), (16, 8), (16, 12), (16, 15), (32, 4), (32, 8), (32, 15), (64, 4), (64, 8), (64, 15))
 FUSED = ((16, 4), (64, 6))
 # Prompts of every suite that the default was fitted to (33-48) or chosen on (81-112): nothing is measured on them.
 FITTED = (*range(32, 48), *range(80, 112))
