@@ -11,6 +11,7 @@ from tiny_models import (
     FAMILIES,
     TOLERANCE,
     as_commit,
+    check_steps,
     extended,
     fresh_logits,
     grafted,
@@ -298,13 +299,7 @@ def test_a_resized_state_has_room_for_more_and_leaves_the_original_alone(family:
     paths = [[0], random_path(rng, tree, 1)]
     lm.commit(state, *as_commit(paths))
     texts = extended(texts, tree, paths)
-    larger, grown = state.resized(64, 20), texts
-    for _ in range(2):
-        tree = random_tree(rng, [20, 20])
-        assert tree_error(model, grown, tree, lm.verify(larger, tree)) < FLOAT32
-        paths = [random_path(rng, tree, row) for row in range(2)]
-        lm.commit(larger, *as_commit(paths))
-        grown = extended(grown, tree, paths)
+    check_steps(model, lm, state.resized(64, 20), texts, (rng, [20, 20]), FLOAT32)
     tree = TokenTree(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[-1, 0]] * 2))
     assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
 

@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,17 @@ def texts() -> list[str]:
 
 
 @pytest.fixture(scope="module")
+def distilled(target: stree.TreeLM, tokenizer: Any, texts: list[str]) -> Callable[..., dict[str, Any]]:
+    """Give what distils a drafter for the target from the texts into a folder."""
+    return partial(distill_drafter, target, tokenizer, texts, settings=SETTINGS)
+
+
+@pytest.fixture(scope="module")
 def made(
-    target: stree.TreeLM, tokenizer: Any, texts: list[str], tmp_path_factory: pytest.TempPathFactory
+    distilled: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("drafter") / "made"
-    return out, distill_drafter(target, tokenizer, texts, out, SETTINGS, name="tiny")
+    return out, distilled(out, name="tiny")
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -79,9 +86,7 @@ def test_the_drafter_leaves_greedy_text_as_it_is(
 def test_an_interrupted_run_goes_on_to_the_same_weights(
     stage: str,
     made: tuple[Path, dict[str, Any]],
-    target: stree.TreeLM,
-    tokenizer: Any,
-    texts: list[str],
+    distilled: Callable[..., dict[str, Any]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -101,10 +106,10 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
         else:
             patch.setattr(training, "_step", stopping(training._step, {"text": 1, "distill": 4}[stage]))
         with pytest.raises(KeyboardInterrupt):
-            distill_drafter(target, tokenizer, texts, tmp_path / "out", SETTINGS, name="tiny")
+            distilled(tmp_path / "out", name="tiny")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoints"], "no part of a drafter"
     monkeypatch.setattr(run, "measure_tau", lambda *_: {"0": 1.0, "0.8": 1.0})
-    again = distill_drafter(target, tokenizer, texts, tmp_path / "out", SETTINGS, name="tiny", resume=True)
+    again = distilled(tmp_path / "out", name="tiny", resume=True)
     assert again["stages"]["distill"]["tokens"] == made[1]["stages"]["distill"]["tokens"]
     expected = weights(made[0])
     for name, found in weights(tmp_path / "out").items():
@@ -158,12 +163,7 @@ def test_windows_beyond_the_target_s_positions_are_refused(tokenizer: Any, texts
 
 @pytest.mark.parametrize("name", ["run.json", "text.pt", "generated.npz"])
 def test_what_a_run_left_damaged_is_named_when_it_goes_on(
-    name: str,
-    target: stree.TreeLM,
-    tokenizer: Any,
-    texts: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, distilled: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -171,10 +171,10 @@ def test_what_a_run_left_damaged_is_named_when_it_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(run, "distill_loss", broken)
         with pytest.raises(KeyboardInterrupt):
-            distill_drafter(target, tokenizer, texts, tmp_path / "out", SETTINGS, name="tiny")
+            distilled(tmp_path / "out", name="tiny")
     (tmp_path / "out" / "checkpoints" / name).write_bytes(b"")
     with pytest.raises(ValueError, match=f"{name} cannot be read: .*; begin anew by force"):
-        distill_drafter(target, tokenizer, texts, tmp_path / "out", SETTINGS, name="tiny", resume=True)
+        distilled(tmp_path / "out", name="tiny", resume=True)
 
 
 def test_folders_are_only_touched_when_told(made: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
@@ -271,9 +271,9 @@ def test_ctrl_c_says_how_to_go_on(
 
 @pytest.mark.parametrize("force", [False, True])
 def test_two_runs_into_one_folder_at_once_are_refused(
-    target: stree.TreeLM, tokenizer: Any, texts: list[str], tmp_path: Path, force: bool
+    distilled: Callable[..., dict[str, Any]], tmp_path: Path, force: bool
 ) -> None:
     with alone_in(tmp_path / "out"):
         with pytest.raises(ValueError, match=r"another run writes into .*out; wait for its end"):
-            distill_drafter(target, tokenizer, texts, tmp_path / "out", SETTINGS, force=force)
+            distilled(tmp_path / "out", force=force)
         assert not list((tmp_path / "out").iterdir())

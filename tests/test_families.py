@@ -19,6 +19,7 @@ from tiny_family_models import EVERY_ADAPTER, FAMILIES, family_model
 from tiny_models import (
     TOLERANCE,
     as_commit,
+    check_steps,
     extended,
     fresh_logits,
     fresh_node_logits,
@@ -350,12 +351,7 @@ def test_a_decay_of_zero_forgets_what_was_before_and_leaves_no_nan() -> None:
     lm, texts = grafted(model), random_texts(rng, [7, 4])
     state = lm.new_state(2, 64, 16)
     lm.prefill(state, *right_padded(texts))
-    for _ in range(2):
-        tree = random_tree(rng, [9, 5])
-        assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
-        paths = [random_path(rng, tree, row) for row in range(2)]
-        lm.commit(state, *as_commit(paths))
-        texts = extended(texts, tree, paths)
+    check_steps(model, lm, state, texts, (rng, [9, 5]), FLOAT32)
 
 
 def test_a_module_may_stand_in_several_layers() -> None:

@@ -13,11 +13,11 @@ from tiny_family_models import family_model
 from tiny_models import (
     TOLERANCE,
     as_commit,
+    check_steps,
     extended,
     fresh_logits,
     grafted,
     path_to,
-    random_path,
     random_texts,
     random_tree,
     real_nodes,
@@ -64,12 +64,7 @@ def test_variants_of_a_family_are_exact(family: str, changes: dict[str, Any]) ->
     logits = lm.prefill(state, *right_padded(texts))
     for row, text in enumerate(texts):
         assert relative_error(logits[row], fresh_logits(model, text)[-1]) < FLOAT32
-    for _ in range(2):
-        tree = random_tree(rng, [12, 7, 2])
-        assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
-        paths = [random_path(rng, tree, row) for row in range(3)]
-        lm.commit(state, *as_commit(paths))
-        texts = extended(texts, tree, paths)
+    check_steps(model, lm, state, texts, (rng, [12, 7, 2]), FLOAT32)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

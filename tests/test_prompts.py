@@ -10,16 +10,12 @@ import torch
 from tiny_family_models import FAMILIES, family_model
 from tiny_models import (
     TOLERANCE,
-    as_commit,
-    extended,
+    check_steps,
     fresh_logits,
-    random_path,
     random_texts,
-    random_tree,
     relative_error,
     right_padded,
     tiny_model,
-    tree_error,
 )
 from torch import Tensor
 
@@ -49,12 +45,7 @@ def test_a_prompt_in_chunks_leaves_what_it_leaves_in_one_piece(family: str, monk
     assert state.lengths.tolist() == [23, 4, 9]
     for row, text in enumerate(texts):
         assert relative_error(logits[row], fresh_logits(model, text)[-1]) < TOLERANCE[torch.float32]
-    for _ in range(2):
-        tree = random_tree(rng, [7, 5, 6])
-        assert tree_error(model, texts, tree, lm.verify(state, tree)) < TOLERANCE[torch.float32]
-        paths = [random_path(rng, tree, row) for row in range(3)]
-        lm.commit(state, *as_commit(paths))
-        texts = extended(texts, tree, paths)
+    check_steps(model, lm, state, texts, (rng, [7, 5, 6]), TOLERANCE[torch.float32])
 
 
 class Widths:

@@ -11,6 +11,7 @@ from tiny_models import (
     FAMILIES,
     TOLERANCE,
     as_commit,
+    check_steps,
     extended,
     fresh_logits,
     grafted,
@@ -222,12 +223,7 @@ def test_variants_of_a_family_are_exact(family: str, changes: dict[str, Any], dt
     logits = lm.prefill(state, *right_padded(texts))
     for row, text in enumerate(texts):
         assert relative_error(logits[row], fresh_logits(model, text)[-1]) < TOLERANCE[dtype]
-    for _ in range(2):
-        tree = random_tree(rng, [12, 16, 2])
-        assert tree_error(model, texts, tree, lm.verify(state, tree)) < TOLERANCE[dtype]
-        paths = [random_path(rng, tree, row) for row in range(3)]
-        lm.commit(state, *as_commit(paths))
-        texts = extended(texts, tree, paths)
+    check_steps(model, lm, state, texts, (rng, [12, 16, 2]), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
