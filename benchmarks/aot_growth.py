@@ -15,13 +15,13 @@ from stree.kernels.growth_columns import append_constants, begin_constants, cut_
 from stree.kernels.growth_columns_kernels import append_kernel, begin_kernel, cut_kernel, select_kernel
 from stree.kernels.growth_kernels import choose_kernel, rank_kernel, table_kernel
 from stree.kernels.growth_learning import learn_constants, learn_warps
-from stree.kernels.growth_learning_kernels import learn_kernel
+from stree.kernels.growth_learning_kernels import learn_kernel, level_kernel
 
 RANKS = {"4 children a node": 4, "6 children a node": 6}
 POINTERS = {
     **dict.fromkeys(("reach_ptr", "probs_ptr", "norms_ptr", "passed_ptr", "tests_ptr", "rating_ptr"), "*fp32"),
     **dict.fromkeys(("sharpness_ptr", "confidence_ptr", "level_ptr", "priority_ptr", "values_ptr"), "*fp32"),
-    **dict.fromkeys(("value_ptr", "below_ptr"), "*fp32"),
+    **dict.fromkeys(("value_ptr", "below_ptr", "shift_ptr"), "*fp32"),
     **dict.fromkeys(("cells_ptr", "slots_ptr", "left_ptr", "lead_ptr", "offered_ptr", "tokens_ptr"), "*i64"),
     **dict.fromkeys(("above_ptr", "leaf_ptr"), "*i64"),
     **dict.fromkeys(("parents_ptr", "depths_ptr"), "*i32"),
@@ -98,6 +98,15 @@ def learn_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
     return replace(build, pointers=pointers, integers=dict.fromkeys(integers, 1))
 
 
+def level_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
+    """Describe what a text's level learns from a tree."""
+    constants = learn_constants(n)
+    build = _build(level_kernel, constants, constants["NODES"], learn_warps(constants["NODES"]))
+    pointers = {"parents_ptr": "*i32", "mask_ptr": "*i1", "live_ptr": "*i1"}
+    pointers |= dict.fromkeys(("values_ptr", "ratios_ptr", "shift_ptr", "weight_ptr"), "*fp32")
+    return replace(build, pointers=pointers, integers=dict.fromkeys(("n", "stride_ratios_b"), 1))
+
+
 BUILDERS: dict[str, tuple[Callable[[Any, int, torch.dtype], Build], Mapping[str, Any]]] = {
     "growth_choose": (choose_build, RANKS),
     "growth_rate_by_table": (table_build, RANKS),
@@ -107,4 +116,5 @@ BUILDERS: dict[str, tuple[Callable[[Any, int, torch.dtype], Build], Mapping[str,
     "growth_select": (select_build, RANKS),
     "growth_cut": (cut_build, RANKS),
     "growth_learn": (learn_build, RANKS),
+    "growth_learn_level": (level_build, {"any number of children": 0}),
 }

@@ -10,7 +10,7 @@ import torch
 from aot_build import POINTERS, Build
 from shapes import ATTENTIONS, DELTAS, EXPERTS, FEED_FORWARDS, Attention, Delta, Experts, FeedForward
 
-from stree.kernels.bookkeeping_kernels import columns_kernel, emit_kernel
+from stree.kernels.bookkeeping_kernels import columns_kernel, emit_kernel, nodes_kernel
 from stree.kernels.experts_kernels import experts_down_kernel, experts_sum_kernel, experts_up_kernel
 from stree.kernels.pointwise_kernels import delta_inputs_kernel, gated_activation_kernel, rotary_kernel
 from stree.kernels.tiles import DeltaInputsTile, ExpertsTile, PointwiseTile, RotaryTile, padded
@@ -109,6 +109,13 @@ def columns_build(_: int, n: int, dtype: torch.dtype) -> Build:
     return Build(columns_kernel, {"PLACES": padded(n + 1)}, pointers, integers, Launch())
 
 
+def nodes_build(_: int, n: int, dtype: torch.dtype) -> Build:
+    """Describe the launch that marks the nodes of an accepted path, in a tree that is a chain."""
+    pointers = dict.fromkeys(("path_ptr", "lengths_ptr"), "*i32") | {"on_ptr": "*fp32", "live_ptr": "*i1"}
+    constants = {"NODES": padded(n), "PLACES": padded(n)}
+    return Build(nodes_kernel, constants, pointers, dict.fromkeys(("m", "n", "stride_p"), n), Launch())
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """How a kernel without a tile is launched."""
@@ -160,4 +167,5 @@ BUILDERS: dict[str, tuple[Callable[[Any, int, torch.dtype], Build], Mapping[str,
     "path_indices": (path_build, WIDTHS),
     "emit": (emit_build, {"any model": 0}),
     "path_on_columns": (columns_build, {"any model": 0}),
+    "path_on_nodes": (nodes_build, {"any model": 0}),
 }

@@ -190,13 +190,21 @@ class Block:
             if not kind.cuts:
                 self._add(replace(kind, name=name), 1 + on_path.sum(1), tree.num_nodes.double(), draft.num_calls)
         # The replayed model stays where it is: it must think that nothing but the root was accepted.
-        zero = torch.zeros(len(pending), 1, dtype=torch.int32)
-        run.observe(Acceptance(zero, zero[:, 0] + 1, following, accepted[0].ratios))
+        zero, ratios = torch.zeros(len(pending), 1, dtype=torch.int32), accepted[0].ratios
+        if ratios is None:  # without a log it would learn that nothing else was accepted indeed
+            ratios = right_nodes(tree, logits)
+        run.observe(Acceptance(zero, zero[:, 0] + 1, following, ratios))
 
     def _add(self, kind: Method, tau: Tensor, nodes: Tensor | float, calls: int) -> None:
         """Add one context's figures."""
         each = torch.stack([tau, tau * 0 + nodes, tau * 0 + calls], 1)
         self.sums[kind.key] = self.sums[kind.key] + each if kind.key in self.sums else each
+
+
+def right_nodes(tree: TokenTree, logits: Tensor) -> Tensor:
+    """Mark the nodes that are the most probable token after their parent: float32[batch, n]."""
+    likeliest = logits.argmax(-1).gather(1, tree.parents.clamp(min=0).long())
+    return (tree.tokens == likeliest).float()
 
 
 def cut_chain(draft: Draft, depth: int) -> tuple[TokenTree, DraftLaws | None]:

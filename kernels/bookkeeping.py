@@ -1,4 +1,4 @@
-"""What a step writes down: the tokens it emits, a path on a draft model's columns, a path that waits to be folded.
+"""What a step writes down: its tokens, a path on a draft model's columns or a tree's nodes, a path that waits.
 
 On the CPU these are torch's operators, where Triton launches they are one launch each; the values are the same.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from stree.kernels.tiles import padded
 from stree.kernels.topology import is_launched
 
-__all__ = ["Drafted", "Texts", "Waiting", "copy_rows", "emit", "path_on_columns", "put_path"]
+__all__ = ["Drafted", "Texts", "Waiting", "copy_rows", "emit", "path_on_columns", "path_on_nodes", "put_path"]
 
 ROW_COLUMNS = 256  # of a row that a program copies
 MOST_SOURCES = 3  # whose rows are copied in one launch
@@ -169,6 +169,35 @@ def _path_in_one(path: Tensor, path_lengths: Tensor, drafted: Drafted) -> tuple[
             num_warps=1,
         )  # fmt: skip
     return full, count
+
+
+def path_on_nodes(path: Tensor, path_lengths: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Tell of every node of a tree whether it is on an accepted path, and of every text whether it took part.
+
+    Args:
+        path: int32[batch, m], accepted nodes from the root down; entries past the length may hold anything.
+        path_lengths: int32[batch], 0 for a text that stands still.
+        n: nodes.
+
+    Returns:
+        float32[batch, n] of 1 and 0, and bool[batch].
+    """
+    batch, m = path.shape
+    if is_launched(path):
+        from stree.kernels.bookkeeping_kernels import nodes_kernel
+
+        path = _rows_of(path)
+        is_on = torch.empty(batch, n, dtype=torch.float32, device=path.device)
+        is_live = torch.empty(batch, dtype=torch.bool, device=path.device)
+        with torch.cuda.device_of(path):
+            nodes_kernel[(batch,)](
+                path, path_lengths.contiguous(), is_on, is_live, m, n, path.stride(0),
+                NODES=padded(n), PLACES=padded(m), num_warps=1,
+            )  # fmt: skip
+        return is_on, is_live
+    node, place = (torch.arange(size, device=path.device) for size in (n, m))
+    is_there = (path[:, None] == node[:, None]) & (place < path_lengths[:, None])[:, None]
+    return is_there.any(-1).float(), path_lengths > 0
 
 
 def put_path(path: Tensor, path_lengths: Tensor, waiting: Waiting, lengths: Tensor) -> None:

@@ -71,6 +71,20 @@ def columns_kernel(
     tl.store(has_leaf_ptr + row, is_unrun.to(tl.int8), is_live)
 
 
+@triton.jit(do_not_specialize=["m", "n", "stride_p"])
+def nodes_kernel(
+    path_ptr, lengths_ptr, on_ptr, live_ptr, m, n, stride_p, NODES: tl.constexpr, PLACES: tl.constexpr
+):  # fmt: skip
+    """Tell which nodes are on an accepted path, and whether there is one; grid (batch)."""
+    row = tl.program_id(0).to(tl.int64)
+    node, place = tl.arange(0, NODES), tl.arange(0, PLACES)
+    length = tl.load(lengths_ptr + row)
+    accepted = tl.load(path_ptr + row * stride_p + place, (place < length) & (place < m), -1)
+    is_on = tl.max((node[:, None] == accepted[None, :]).to(tl.int32), 1)
+    tl.store(on_ptr + row * n + node, is_on.to(tl.float32), node < n)
+    tl.store(live_ptr + row, length > 0)
+
+
 @triton.jit(do_not_specialize=["m", "stride_p"])
 def wait_kernel(
     path_ptr, given_ptr, waiting_ptr, lengths_ptr, committed_ptr, m, stride_p, ENTRIES: tl.constexpr

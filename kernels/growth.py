@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels.growth_kernels import choose_kernel, rank_kernel, table_kernel
-from stree.kernels.reference_growth import RankFit, Ratings, Table, Terms
+from stree.kernels.reference_growth import Level, RankFit, Ratings, Table, Terms
 from stree.kernels.tiles import padded
 
 __all__ = ["choose", "choose_constants", "rate_by_rank", "rate_by_table"]
@@ -46,7 +46,7 @@ def choose_warps(slots: int, width: int) -> int:
     return 16 if width > 64 else 1 if slots <= 32 else 4
 
 
-def rate_by_rank(fit: RankFit, reach: Tensor, probs: Tensor, norms: Tensor) -> Tensor:
+def rate_by_rank(fit: RankFit, level: Level, reach: Tensor, probs: Tensor, norms: Tensor) -> Tensor:
     """Rate children known beforehand; see `stree.kernels.growth_door`."""
     probs = probs.contiguous()
     batch, above, ranks = probs.shape
@@ -54,7 +54,7 @@ def rate_by_rank(fit: RankFit, reach: Tensor, probs: Tensor, norms: Tensor) -> T
     value = torch.empty_like(probs)
     with torch.cuda.device_of(probs):
         rank_kernel[(-(-above // NODES), batch)](
-            reach, probs, norms.contiguous(), fit.level, fit.by_confidence, fit.by_sharpness, value,
+            reach, probs, norms.contiguous(), fit.level, fit.by_confidence, fit.by_sharpness, level.shift, value,
             above, ranks, reach.stride(0), NODES=NODES, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return value

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels import reference_growth
-from stree.kernels.reference_growth import RankFit, Ratings, Table, Terms
+from stree.kernels.reference_growth import Level, RankFit, Ratings, Table, Terms
 from stree.kernels.topology import is_launched, reads_freely
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Chosen",
     "Columns",
     "Layout",
+    "Level",
     "Proposed",
     "RankFit",
     "Ratings",
@@ -173,11 +174,12 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
     return reference_growth.choose(value, left, below, terms)
 
 
-def rate_by_rank(fit: RankFit, reach: Tensor, probs: Tensor, norms: Tensor) -> Tensor:
+def rate_by_rank(fit: RankFit, level: Level, reach: Tensor, probs: Tensor, norms: Tensor) -> Tensor:
     """Rate children known beforehand by log-odds of their rank; a younger sibling's rating is never the greater.
 
     Args:
         fit: the log-odds.
+        level: how much surer each sequence's eldest children are.
         reach: float[batch, above], values of the nodes.
         probs: float[batch, above, ranks], draft probabilities of their children, 0 where there is none.
         norms: float[batch, above], Euclidean norms of the nodes' laws.
@@ -188,8 +190,8 @@ def rate_by_rank(fit: RankFit, reach: Tensor, probs: Tensor, norms: Tensor) -> T
     if _is_launched(probs):
         from stree.kernels import growth
 
-        return growth.rate_by_rank(fit, reach, probs, norms)
-    return reference_growth.rate_by_rank(fit, reach, probs, norms)
+        return growth.rate_by_rank(fit, level, reach, probs, norms)
+    return reference_growth.rate_by_rank(fit, level, reach, probs, norms)
 
 
 def rate_by_table(table: Table, reach: Tensor, probs: Tensor, norms: Tensor, is_chosen: Tensor | None) -> Ratings:

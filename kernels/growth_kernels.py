@@ -69,8 +69,8 @@ def choose_kernel(
 
 @triton.jit(do_not_specialize=["above", "ranks", "stride_reach_b"])
 def rank_kernel(
-    reach_ptr, probs_ptr, norms_ptr, level_ptr, confidence_ptr, sharpness_ptr, value_ptr, above, ranks, stride_reach_b,
-    NODES: tl.constexpr,
+    reach_ptr, probs_ptr, norms_ptr, level_ptr, confidence_ptr, sharpness_ptr, shift_ptr, value_ptr,
+    above, ranks, stride_reach_b, NODES: tl.constexpr,
 ):  # fmt: skip
     """Rate children known beforehand, sibling after sibling; grid (blocks of nodes, batch)."""
     batch = tl.program_id(1).to(tl.int64)
@@ -81,11 +81,18 @@ def rank_kernel(
     blunt = tl.log(tl.maximum(1 - norm * norm, 0.02))  # reference_growth.LEAST_BLUNT
     place = (batch * above + node) * ranks
     least = tl.full((NODES,), 1.0, tl.float32)
+    shift = tl.load(shift_ptr + batch)
+    left = tl.full((NODES,), 1.0, tl.float32)
     for rank in range(ranks):
         prob = tl.load(probs_ptr + place + rank, inside, 0.0)
         odds = tl.load(level_ptr + rank) + tl.load(confidence_ptr + rank) * tl.log(tl.maximum(prob, 1e-9))
         odds = odds - tl.load(sharpness_ptr + rank) * blunt
-        least = tl.minimum(least, tl.div_rn(1.0, 1.0 + tl.exp(-odds)))
+        if rank == 0:
+            left = tl.div_rn(1.0 + tl.exp(odds), 1.0 + tl.exp(odds + shift))  # to the others, relative to the fit
+            chance = tl.div_rn(1.0, 1.0 + tl.exp(-odds - shift))
+        else:
+            chance = tl.div_rn(1.0, 1.0 + tl.exp(-odds)) * left
+        least = tl.minimum(least, chance)
         tl.store(value_ptr + place + rank, reach * tl.where(prob > 0, least, 0.0), inside)
 
 

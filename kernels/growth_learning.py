@@ -1,9 +1,9 @@
-"""The front door to what a table of acceptances learns from a verified tree.
+"""The front door to what estimates learn from a verified tree: a table of acceptances, or the level of a text.
 
-On a GPU it is a launch behind one that puts together what the layers left; elsewhere, in float64 and beyond MAX_NODES
-nodes it is `stree.kernels.reference_growth.learn`, which is its specification.  For the launch nodes are found by
-their numbers, so that nothing is gathered before: a layer leaves its slots and the cells of all of them, and one list
-of places, made once for each plan, says where in a row of both a node's stand.
+On a GPU a level is one launch, a table one behind another that puts together what the layers left; elsewhere, in
+float64 and beyond MAX_NODES nodes it is `stree.kernels.reference_growth`, which is the specification.  For a table
+nodes are found by their numbers, so that nothing is gathered before: a layer leaves its slots and the cells of all of
+them, and one list of places, made once for each plan, says where in a row of both a node's stand.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -18,11 +18,20 @@ import torch
 from torch import Tensor
 
 from stree.kernels import reference_growth
-from stree.kernels.reference_growth import Kept, Table, Verdicts
+from stree.kernels.reference_growth import Kept, Level, Table, Verdicts
 from stree.kernels.tiles import MAX_NODES, padded
 from stree.kernels.topology import is_launched
 
-__all__ = ["Kept", "Table", "Verdicts", "learn", "learn_constants", "learn_warps"]
+__all__ = [
+    "Kept",
+    "Level",
+    "Table",
+    "Verdicts",
+    "learn",
+    "learn_constants",
+    "learn_level",
+    "learn_warps",
+]
 
 
 def learn(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> None:
@@ -59,6 +68,37 @@ def _learn_in_one(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> Non
             verdicts.mask.contiguous(), ratios, verdicts.is_live, table.passed, table.tests,
             n, notes.shape[1], places.shape[1], table.tests.shape[1], table.favourites.start, table.favourites.stop,
             ratios.stride(0), **constants, num_warps=learn_warps(constants["NODES"]),
+        )  # fmt: skip
+
+
+def learn_level(level: Level, values: Tensor, verdicts: Verdicts) -> None:
+    """Learn how much surer a text is than a fit, from the eldest children of the nodes that were accepted.
+
+    Each was right or it was not, which was expected with a chance.  The level goes a Newton step towards what makes all
+    of the text's so far the likeliest, beside the weight that it began with.
+
+    Args:
+        level: changed in place.
+        values: float[batch, n], of the tree's nodes, products of chances from the root on.
+        verdicts: on it; ``numbers`` are not read.  Of siblings the eldest is first.
+    """
+    if is_launched(values) and values.dtype == torch.float32 and values.shape[1] <= MAX_NODES:
+        _learn_level_in_one(level, values, verdicts)
+    else:
+        reference_growth.learn_level(level, values, verdicts)
+
+
+def _learn_level_in_one(level: Level, values: Tensor, verdicts: Verdicts) -> None:
+    """Do the same in one launch."""
+    from stree.kernels.growth_learning_kernels import level_kernel  # imports triton
+
+    batch, n = values.shape
+    ratios = verdicts.ratios if verdicts.ratios.stride(1) == 1 else verdicts.ratios.contiguous()
+    constants = learn_constants(n)
+    with torch.cuda.device_of(values):
+        level_kernel[(batch,)](
+            verdicts.parents.contiguous(), verdicts.mask.contiguous(), values.contiguous(), ratios, verdicts.is_live,
+            level.shift, level.weight, n, ratios.stride(0), **constants, num_warps=learn_warps(constants["NODES"]),
         )  # fmt: skip
 
 

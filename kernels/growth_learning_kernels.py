@@ -1,4 +1,4 @@
-"""Triton code of what a table learns from a verified tree; `stree.kernels.growth_learning` launches it."""
+"""Triton code of what estimates learn from a verified tree; `stree.kernels.growth_learning` launches it."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -58,3 +58,30 @@ def learn_kernel(
         is_first = counts & (tl.sum((is_same & (node[None, :] < node[:, None])).to(tl.int32), 1) == 0)
         _add(tests_ptr + cell, tests, is_same, is_first)
         _add(passed_ptr + cell, made * ratio, is_same, is_first)
+
+
+@triton.jit(do_not_specialize=["n", "stride_ratios_b"])
+def level_kernel(
+    parents_ptr, mask_ptr, values_ptr, ratios_ptr, live_ptr, shift_ptr, weight_ptr, n, stride_ratios_b,
+    NODES: tl.constexpr,
+):  # fmt: skip
+    """Learn a text's level from the eldest children of its accepted nodes; grid (batch)."""
+    batch = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, NODES)
+    inside = node < n
+    parent = tl.load(parents_ptr + batch * n + node, inside, -1)
+    is_drafted = parent >= 0
+    ratio = tl.load(ratios_ptr + batch * stride_ratios_b + node, is_drafted, 1.0).to(tl.float32)
+    has_elder = tl.sum(((parent[:, None] == parent[None, :]) & (node[None, :] < node[:, None])).to(tl.int32), 1) > 0
+    strict = inside[:, None] & inside[None, :] & (node[:, None] != node[None, :])
+    is_above = tl.load(mask_ptr + batch * n * n + (node[:, None] * n + node[None, :]), strict, 0) != 0
+    above = tl.sum(tl.where(is_above, tl.log(tl.maximum(ratio, 1e-6))[None, :], 0.0), 1)
+    counts = is_drafted & ~has_elder & (tl.load(live_ptr + batch + node * 0, is_drafted, 0) != 0)
+    made = tl.where(counts, tl.exp(above), 0.0)
+    value = tl.load(values_ptr + batch * n + node, counts, 0.0)
+    chance = tl.div_rn(value, tl.maximum(tl.load(values_ptr + batch * n + parent, counts, 1.0), 1e-38))
+    weight = tl.load(weight_ptr + batch) + tl.sum(made * chance * (1 - chance), 0)
+    weight = tl.minimum(weight, 12.0)  # reference_growth.MOST_WEIGHT
+    shift = tl.load(shift_ptr + batch) + tl.div_rn(tl.sum(made * (ratio - chance), 0), weight)
+    tl.store(weight_ptr + batch, weight)
+    tl.store(shift_ptr + batch, shift)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 __all__ = [
     "Kept",
+    "Level",
     "RankFit",
     "Ratings",
     "Table",
@@ -21,11 +22,13 @@ __all__ = [
     "Verdicts",
     "choose",
     "learn",
+    "learn_level",
     "rate_by_rank",
     "rate_by_table",
     "spent_before",
 ]
 
+MOST_WEIGHT = 12.0  # of what is known of a text's level: what it was long ago is forgotten
 LEAST_BLUNT = 0.02  # of 1 - the sum of squares of a law; what is sharper counts as much
 
 
@@ -95,6 +98,19 @@ class RankFit:
     level: Tensor
     by_confidence: Tensor
     by_sharpness: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Level:
+    """How much surer each text is than a fit, learnt from its own eldest children; the others share what they leave.
+
+    Attributes:
+        shift: float32[batch], added to the log-odds of every eldest child.
+        weight: float32[batch], the information that it rests on, what counts as known beforehand included; positive.
+    """
+
+    shift: Tensor
+    weight: Tensor
 
 
 class Ratings(NamedTuple):
@@ -177,12 +193,16 @@ def _size_down_to(ordered: Tensor, below: Tensor) -> Tensor:
     return rank + 1 + (worth * (rank <= rank[:, None])).sum(-1)
 
 
-def rate_by_rank(fit: RankFit, reach: Tensor, probs: Tensor, norms: Tensor) -> Tensor:
+def rate_by_rank(fit: RankFit, level: Level, reach: Tensor, probs: Tensor, norms: Tensor) -> Tensor:
     """Rate children known beforehand; see `stree.kernels.growth_door`."""
     ranks = probs.shape[-1]
     odds = fit.level[:ranks] + fit.by_confidence[:ranks] * probs.clamp(min=1e-9).log()
     odds = odds - fit.by_sharpness[:ranks] * (1 - norms.square()[..., None]).clamp(min=LEAST_BLUNT).log()
-    return reach[..., None] * (odds.sigmoid().cummin(-1).values * (probs > 0))
+    eldest = odds[..., :1]
+    surer = eldest + level.shift[:, None, None]
+    left = (1 + eldest.exp()) / (1 + surer.exp())  # by the eldest to the others, relative to the fit
+    chance = torch.cat([surer.sigmoid(), odds[..., 1:].sigmoid() * left], -1)
+    return reach[..., None] * (chance.cummin(-1).values * (probs > 0))
 
 
 def rate_by_table(table: Table, reach: Tensor, probs: Tensor, norms: Tensor, is_chosen: Tensor | None) -> Ratings:
@@ -237,6 +257,20 @@ def learn(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> None:
     for number in range(2):
         table.tests.scatter_add_(1, cells[..., number], tests)
         table.passed.scatter_add_(1, cells[..., number], passed)
+
+
+def learn_level(level: Level, values: Tensor, verdicts: Verdicts) -> None:
+    """Learn from the eldest children of the accepted nodes; see `stree.kernels.growth_learning`."""
+    parents = verdicts.parents
+    is_drafted = parents >= 0
+    ratios = torch.where(is_drafted, verdicts.ratios, 1.0).to(values.dtype)
+    index = torch.arange(parents.shape[1], device=parents.device)
+    has_elder = ((parents[:, :, None] == parents[:, None]) & (index[:, None] > index)).any(-1)
+    own = ratios.clamp(min=1e-6).log()
+    made = ((verdicts.mask * own[:, None]).sum(-1) - own).exp() * (is_drafted & ~has_elder & verdicts.is_live[:, None])
+    chance = values / values.gather(1, parents.clamp(min=0).long()).clamp(min=1e-38)
+    level.weight.add_((made * chance * (1 - chance)).sum(1)).clamp_(max=MOST_WEIGHT)
+    level.shift.add_((made * (ratios - chance)).sum(1) / level.weight)
 
 
 def spent_before(probs: Tensor) -> Tensor:

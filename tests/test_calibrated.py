@@ -10,6 +10,7 @@ import pytest
 import torch
 from enumeration import TableLaw, TableLM, emitted_law, total_variation
 from test_growth import all_drafts, draft_of, nodes_by_path, random_rows
+from torch import Tensor
 
 from stree.drafters import ModelDrafter
 from stree.drafters.offers import WithFavourite
@@ -23,6 +24,7 @@ from stree.growth.estimates import (
     BY_TEMPERATURE,
     CERTAIN,
     CONFIDENCE_EDGES,
+    LEVEL_WEIGHT,
     PRIOR_TESTS,
     SHARPNESS_EDGES,
     Calibration,
@@ -245,7 +247,7 @@ def test_ratings_beside_a_favourite_are_those_of_a_table_kept_by_hand() -> None:
     estimate.begin(Plan((), 0), random_rows(1))
     estimate.keep(torch.tensor([[0, 1]]))
     tree = TokenTree(torch.zeros(1, 3).long(), torch.tensor([[-1, 0, 0]]))
-    estimate.learn(tree, None, torch.tensor([[0.0, 0.2, 0.7]]), torch.tensor([True]))
+    estimate.learn(tree, torch.ones(1, 3), None, torch.tensor([[0.0, 0.2, 0.7]]), torch.tensor([True]))
     after = estimate.rate(reach, probs, law, is_chosen)[1][0, 0, :2] / 0.5
     tests = PRIOR_TESTS + 1
     wanted = [(PRIOR_TESTS * first + 0.2) / tests, (PRIOR_TESTS * own + 0.8 * 0.7) / tests]
@@ -280,7 +282,7 @@ class Taught(Calibrated):
             estimate.rate(torch.ones(batch, 1), probs, law, is_chosen)
             estimate.keep(torch.tensor([[0, 1]]).expand(batch, 2))
             ratios = torch.tensor([[0.0, 1.0, 0.0]]).expand(batch, 3)
-            estimate.learn(tree, None, ratios, torch.ones(batch, dtype=torch.bool))
+            estimate.learn(tree, torch.ones_like(ratios), None, ratios, torch.ones(batch, dtype=torch.bool))
         return estimate
 
 
@@ -338,7 +340,7 @@ def test_ratings_and_what_is_learnt_are_those_of_a_table_kept_by_hand() -> None:
             left = float(reach[0, node]) * (1 - odds("after", after))
             assert float(priority[0, node, 1]) == pytest.approx(min(eldest, left * odds("before", younger)), rel=1e-5)
         estimate.keep(torch.tensor([[0, 1, 4]]))
-        estimate.learn(tree, None, torch.tensor([ratios]), torch.tensor([True]))
+        estimate.learn(tree, torch.ones(1, len(ratios)), None, torch.tensor([ratios]), torch.tensor([True]))
         for node, slot in ((1, (0, 0)), (2, (0, 1)), (3, (2, 0))):
             for table, cell in zip(("before", "after"), cells(*slot), strict=True):
                 passed, tests = counted[table].get(cell, (0.0, 0.0))
@@ -352,8 +354,9 @@ def test_sequences_learn_by_themselves_and_finished_ones_not_at_all() -> None:
     for one, rows in ((estimate, 3), (alone, 1)):
         one.rate(torch.ones(rows, 1), law[:rows, :, :2], law[:rows])
         one.keep(torch.zeros(rows, 1).long())
-    estimate.learn(tree, None, torch.tensor([[0.0, 0.1], [0.0, 0.9], [0.0, 0.9]]), torch.tensor([True, True, False]))
-    alone.learn(TokenTree.chain([0, 0]), None, torch.tensor([[0.0, 0.1]]), torch.tensor([True]))
+    ratios, is_live = torch.tensor([[0.0, 0.1], [0.0, 0.9], [0.0, 0.9]]), torch.tensor([True, True, False])
+    estimate.learn(tree, torch.ones(3, 2), None, ratios, is_live)
+    alone.learn(TokenTree.chain([0, 0]), torch.ones(1, 2), None, ratios[:1], is_live[:1])
     priority, _ = estimate.rate(torch.ones(3, 1), law[..., :2], law)
     fresh, _ = Calibration(1, 2, CPU, 0.8).rate(torch.ones(1, 1), law[:1, :, :2], law[:1])
     expected, _ = alone.rate(torch.ones(1, 1), law[:1, :, :2], law[:1])
@@ -384,6 +387,49 @@ def test_a_run_learns_from_the_log_and_its_growth_does_not() -> None:
         again = run._estimate.rate(torch.ones(2, 1), torch.full((2, 1, 4), 0.2), torch.full((2, 1, 5), 0.2))[0]
         assert torch.equal(again, before), "other texts begin anew"
     assert runs[0]._estimate is not runs[1]._estimate
+
+
+def test_at_temperature_0_the_eldest_is_believed_as_the_text_goes_and_the_others_share_what_it_leaves() -> None:
+    law = torch.tensor([0.5, 0.3, 0.15, 0.05]).expand(2, 1, 4)
+    estimate, fresh = (Calibrated().bind(Sampling()).estimate(2, CPU) for _ in range(2))
+    before = estimate.rate(torch.ones(2, 1), law[..., :3], law)[0][:, 0].tolist()
+    tree = TokenTree(torch.zeros(2, 5).long(), torch.tensor([[-1, 0, 0, 1, 2]] * 2))
+    values = torch.tensor([[1.0, 0.75, 0.1, 0.3, 0.05]] * 2)
+    # The first text accepts the eldest child and not its child; the second one stands still.
+    ratios = torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0]] * 2)
+    estimate.learn(tree, values, None, ratios, torch.tensor([True, False]))
+    after = estimate.rate(torch.ones(2, 1), law[..., :3], law)[0][:, 0].tolist()
+    assert after[1] == before[1]
+    weight = LEVEL_WEIGHT + 0.75 * 0.25 + 0.4 * 0.6
+    odds = math.log(before[0][0] / (1 - before[0][0])) + (0.25 - 0.4) / weight
+    eldest = 1 / (1 + math.exp(-odds))
+    wanted = [eldest, *(chance * (1 - eldest) / (1 - before[0][0]) for chance in before[0][1:])]
+    assert after[0] == pytest.approx(wanted, rel=1e-5) and after[0] != pytest.approx(before[0], rel=1e-3)
+    estimate.forget(0)
+    for one in (estimate, fresh):
+        one.learn(tree, values, None, ratios, torch.tensor([True, True]))
+    again, expected = (one.rate(torch.ones(2, 1), law[..., :3], law)[0] for one in (estimate, fresh))
+    assert torch.equal(again[0], expected[0]), "as a text that begins"
+
+
+def test_a_greedy_run_learns_from_its_paths_and_its_growth_does_not() -> None:
+    law, growth = TableLaw.random(5, 1), Calibrated(depth=2).bind(Sampling())
+    run = ModelDrafter(TableLM(law).as_lm()).start(5, [[0], [0]], random_rows(2))
+    pending = torch.zeros(2, dtype=torch.long)
+
+    def eldest() -> Tensor:
+        return run._estimate.rate(torch.ones(2, 1), torch.full((2, 1, 4), 0.2), torch.full((2, 1, 5), 0.2))[0][:, 0, 0]
+
+    run.propose(pending, growth, 2)
+    begun = eldest()
+    for path, sign in (([0, 1], 1), ([0], -1)):
+        draft, before = run.propose(pending, growth, 2), eldest()
+        lengths = torch.tensor([len(path), 0], dtype=torch.int32)
+        run.observe(Acceptance(torch.tensor([path, path], dtype=torch.int32), lengths, pending))
+        assert draft.tree.tokens.shape[1] == 2 and draft.laws is None
+        assert sign * float(eldest()[0] - before[0]) > 0.01 and eldest()[1] == before[1]
+    run.restart([[0], [0]])
+    assert torch.equal(eldest(), begun), "other texts begin anew"
 
 
 def test_a_run_may_change_its_growth_and_skip_observing() -> None:

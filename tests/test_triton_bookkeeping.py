@@ -101,6 +101,25 @@ def test_a_path_on_columns_by_hand() -> None:
     assert has_leaf.tolist() == [True, False, True] and leaf.tolist() == [14, 2, 3]
 
 
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 40), st.integers(1, 20))
+@settings(max_examples=40, deadline=None)
+def test_a_path_on_nodes_is_the_same(seed: int, batch: int, n: int, m: int) -> None:
+    draw = numbers(seed)
+    path, lengths = paths(draw, batch, n, m)
+    path = torch.where(path < 0, draw(-1, n + 3, batch, m).int(), path)  # past a length anything may stand
+    wanted = [
+        [float(node in row[:length]) for node in range(n)]
+        for row, length in zip(path.tolist(), lengths.tolist(), strict=True)
+    ]
+    wide = on_device(torch.cat([path, path], 1))[:, :m]
+    for launches in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(topology, "launches_always", launches)
+            is_on, is_live = bookkeeping.path_on_nodes(wide, on_device(lengths), n)
+        assert is_on.tolist() == wanted and is_on.dtype == torch.float32
+        assert is_live.tolist() == [length > 0 for length in lengths.tolist()] and is_live.dtype == torch.bool
+
+
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(2, 40), st.integers(1, 16))
 @settings(max_examples=40, deadline=None)
 def test_a_path_that_waits_is_the_same(seed: int, batch: int, n: int, m: int) -> None:
@@ -184,8 +203,11 @@ def test_a_step_s_own_numbers_make_no_new_build(monkeypatch: pytest.MonkeyPatch)
             bookkeeping._path_in_one(
                 given[1], given[2], Drafted(None, given[0], on_device(zero.bool()), on_device(zero), n)
             )
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(topology, "launches_always", True)
+                bookkeeping.path_on_nodes(given[1], given[2], n // 4)
         found.append(keys)
-    assert [name for name, _ in found[0]] == ["emit_kernel", "columns_kernel"]
+    assert [name for name, _ in found[0]] == ["emit_kernel", "columns_kernel", "nodes_kernel"]
     assert found[0] == found[1] == found[2]
 
 

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from stree.growth.estimates import RankEstimate
 from stree.kernels import growth as kernels
 from stree.kernels import growth_door, reference_growth, topology
-from stree.kernels.growth_door import RankFit, Terms
+from stree.kernels.growth_door import Level, RankFit, Terms
 
 ROUNDING = 1e-5, 1e-7  # relative and absolute: a logarithm and an exponential of float32 differ in their last bits
 
@@ -100,11 +100,13 @@ def test_a_number_at_an_edge_of_the_table_falls_below_it(edge: str) -> None:
 
 @pytest.mark.parametrize(("batch", "above", "ranks"), SIZES)
 def test_ratings_by_rank_are_those_of_torch(batch: int, above: int, ranks: int) -> None:
-    fit = RankEstimate(max(ranks, 6), DEVICE)._fit
+    fit = RankEstimate(batch, max(ranks, 6), DEVICE)._fit
     fits = [fit, RankFit(*(-getattr(fit, field.name) for field in fields(fit)))]  # under which younger ones are surer
     for seed, fit in enumerate(fits):
         children = Children.draw(batch, above, ranks, seed, has_favourites=False)
-        operands = fit, children.reach, children.probs.sort(-1, descending=True).values, children.norms
+        shift = torch.linspace(-3, 4, batch, device=DEVICE) * seed  # none at first
+        level = Level(shift, torch.ones_like(shift))
+        operands = fit, level, children.reach, children.probs.sort(-1, descending=True).values, children.norms
         expected, found = reference_growth.rate_by_rank(*operands), kernels.rate_by_rank(*operands)
         assert torch.allclose(found, expected, *ROUNDING)
         assert torch.equal(found > 0, expected > 0) and bool((found.diff(dim=-1) <= 0).all())

@@ -1,4 +1,4 @@
-"""What a table learns from a verified tree is in one launch what it is in torch.
+"""What a table and a level learn from a verified tree is in one launch what it is in torch.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/test_triton_growth_learning.py
 """
@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 from stree.growth.estimates import Calibration
 from stree.kernels import growth_learning, reference_growth, topology
-from stree.kernels.growth_learning import Kept, Table, Verdicts
+from stree.kernels.growth_learning import Kept, Level, Table, Verdicts
 from stree.kernels.topology import ancestor_mask
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -212,3 +212,95 @@ def test_a_step_s_own_numbers_make_no_new_build(monkeypatch: pytest.MonkeyPatch)
     # Trees of 9 nodes at most have another padded size.
     assert [name for name, _ in found[0]] == ["learn_kernel"]
     assert found[0] == found[2] and found[0] != found[1]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one tree teaches a level."""
+
+    level: Level
+    values: Tensor
+    verdicts: Verdicts
+
+    @classmethod
+    def draw(cls, batch: int, n: int, seed: int, *, ratios: str = "one or none") -> Told:
+        """Draw a tree of ``n`` nodes, padding among them, and what became of each."""
+        step = Step.draw(batch, [3, 9, 27, 60, 60], n, seed, ratios=ratios)
+        generator = torch.Generator().manual_seed(seed)
+        chance = torch.rand(batch, n, generator=generator).to(DEVICE)
+        values = torch.where(step.verdicts.mask, chance[:, None], 1.0).prod(-1) / chance[:, :1]
+        values = torch.where(step.verdicts.parents < 0, 0.0, values)
+        values[:, 0] = 1
+        level = Level(torch.randn(batch, generator=generator), 1 + 12 * torch.rand(batch, generator=generator))
+        return cls(Level(level.shift.to(DEVICE), level.weight.to(DEVICE)), values, replace(step.verdicts, numbers=None))
+
+    def learnt(self, learn: Callable[[Level, Tensor, Verdicts], None], dtype: torch.dtype = torch.float32) -> Level:
+        """Give the level after what a function has learnt; all but trees are of ``dtype``."""
+        level = Level(*(tensor.to(dtype, copy=True) for tensor in (self.level.shift, self.level.weight)))
+        learn(level, self.values.to(dtype), replace(self.verdicts, ratios=self.verdicts.ratios.to(dtype)))
+        return level
+
+    def by_hand(self, row: int) -> tuple[float, float]:
+        """Compute one sequence's shift and weight, node after node from the root."""
+        parents, values, ratios = (
+            part[row].tolist() for part in (self.verdicts.parents, self.values, self.verdicts.ratios)
+        )
+        reached, with_child = {0: 1.0}, set()
+        missing = information = 0.0
+        for node, parent in enumerate(parents):
+            if parent < 0:
+                continue
+            reached[node] = reached[parent] * max(ratios[node], 1e-6)
+            if parent not in with_child:
+                with_child.add(parent)
+                chance = values[node] / values[parent]
+                missing += reached[parent] * (ratios[node] - chance)
+                information += reached[parent] * chance * (1 - chance)
+        if not bool(self.verdicts.is_live[row]):
+            missing = information = 0.0
+        weight = min(float(self.level.weight[row]) + information, 12.0)
+        return float(self.level.shift[row]) + missing / weight, weight
+
+
+@pytest.mark.parametrize("learn", [growth_learning._learn_level_in_one, reference_growth.learn_level])
+@pytest.mark.parametrize("ratios", ["one or none", "random", "all accepted"])
+@given(seed=st.integers(0, 10**6), batch=st.integers(1, 4), n=st.integers(1, 70))
+@settings(max_examples=30, deadline=None)
+def test_a_level_learns_what_it_does_by_hand(
+    ratios: str, learn: Callable[[Level, Tensor, Verdicts], None], seed: int, batch: int, n: int
+) -> None:
+    told = Told.draw(batch, n, seed, ratios=ratios)
+    found = told.learnt(learn)
+    for row in range(batch):
+        shift, weight = told.by_hand(row)
+        assert float(found.shift[row]) == pytest.approx(shift, rel=1e-4, abs=1e-5)
+        assert float(found.weight[row]) == pytest.approx(weight, rel=1e-5)
+
+
+def test_a_level_reads_ratios_of_any_stride_and_large_trees_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told.draw(3, 20, seed=1)
+    expected = told.learnt(growth_learning._learn_level_in_one)
+    ratios = told.verdicts.ratios
+    for given_ratios in (torch.cat([ratios, ratios], 1)[:, :20], ratios.T.contiguous().T):
+        other = replace(told, verdicts=replace(told.verdicts, ratios=given_ratios))
+        found = other.learnt(growth_learning._learn_level_in_one)
+        assert torch.equal(found.shift, expected.shift) and torch.equal(found.weight, expected.weight)
+    monkeypatch.setattr(topology, "launches_always", True)
+    asked: list[Any] = []
+    monkeypatch.setattr(growth_learning, "_learn_level_in_one", lambda *given: asked.append(given))
+    exact = told.learnt(growth_learning.learn_level, torch.float64)
+    large = Told.draw(1, 129, seed=2)
+    assert not torch.equal(large.learnt(growth_learning.learn_level).shift, large.level.shift)
+    assert asked == [] and torch.allclose(exact.shift.float(), expected.shift, rtol=1e-4)
+    told.learnt(growth_learning.learn_level)
+    assert len(asked) == 1
+
+
+def test_a_level_s_build_is_chosen_by_padded_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for batch, n in ((1, 18), (3, 32), (2, 33)):
+        with launch_keys(monkeypatch) as keys:
+            Told.draw(batch, n, seed=n).learnt(growth_learning._learn_level_in_one)
+        found.append(keys)
+    assert [name for name, _ in found[0]] == ["level_kernel"]
+    assert found[0] == found[1] and found[0] != found[2]

@@ -256,7 +256,7 @@ def test_ratings_are_the_same_whoever_computes_the_norms() -> None:
     laws = torch.randn(1, 4, 30, generator=torch.Generator().manual_seed(0)).mul(3).softmax(-1).to(DEVICE)
     reach, probs = torch.rand(1, 4, device=DEVICE), laws[..., :3].sort(-1, descending=True).values
     norms = torch.linalg.vector_norm(laws, dim=-1)
-    for estimate in (Calibration(1, 3, DEVICE, 0.8), RankEstimate(3, DEVICE)):
+    for estimate in (Calibration(1, 3, DEVICE, 0.8), RankEstimate(1, 3, DEVICE)):
         expected = estimate.rate(reach, probs, laws)
         found = estimate.rate(reach, probs, laws, None, norms)
         other = estimate.rate(reach, probs, laws, None, norms.new_tensor([[0.1, 1.0, 0.1, 1.0]]))

@@ -12,7 +12,7 @@ from stree.drafters.offers import offers_of
 from stree.drafters.protocol import Draft, padded_prompts
 from stree.drafters.waiting import Waiting
 from stree.growth import Calibrated, Estimate, Growth, Limited, Plan, choose_slots
-from stree.kernels.bookkeeping import Drafted, path_on_columns
+from stree.kernels.bookkeeping import Drafted, path_on_columns, path_on_nodes
 from stree.kernels.law_door import law_and_norms
 from stree.kernels.topology import reads_freely
 from stree.models.state import DecodeState
@@ -131,6 +131,7 @@ class _ModelRun:
         self._selected = grown.select(plan)
         made = grown.proposed(self._selected)
         self._tree = tree = TokenTree.unchecked(made.tokens, made.parents, made.depths, made.mask)
+        self._values = made.values
         draft_laws = None
         if laws is not None:
             most = plan.num_nodes if plan.is_heap else max((layer.ranks for layer in plan.layers), default=0)
@@ -159,12 +160,14 @@ class _ModelRun:
         """Commit the accepted nodes that were run; keep an accepted leaf that was not for the next call."""
         if self._root is not None:
             return self._observe_root(acceptance)
-        if acceptance.ratios is not None:
-            ratios = acceptance.ratios[:, : self._tree.tokens.shape[1]]  # others may have appended nodes
-            self._estimate.learn(self._tree, self._selected, ratios, acceptance.path_lengths > 0)
-        acceptance = self._own_part(acceptance)
+        own, n = self._own_part(acceptance), self._tree.tokens.shape[1]
+        if acceptance.ratios is None:  # whoever matches keeps no log
+            ratios, is_live = path_on_nodes(own.path, own.path_lengths, n)
+        else:
+            ratios, is_live = acceptance.ratios[:, :n], acceptance.path_lengths > 0  # others may have appended nodes
+        self._estimate.learn(self._tree, self._values, self._selected, ratios, is_live)
         drafted = Drafted(self._selected, self._grown.tokens, self._has_leaf, self._leaf, self._grown.num_run)
-        path, count = path_on_columns(acceptance.path, acceptance.path_lengths, drafted)
+        path, count = path_on_columns(own.path, own.path_lengths, drafted)
         self._lm.commit(self._state, path, count)
 
     def _observe_root(self, acceptance: Acceptance) -> None:

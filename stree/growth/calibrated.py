@@ -31,7 +31,8 @@ class Calibrated(Bound):
     layer before their tokens are drawn, and what is drawn stays.  A layer takes its best slots as far as the budget
     lasts if all that typically grows below them and is worth as much is taken, too: a tree whose first slots are good
     grows deep, another wide.  At temperature 0 the nodes of the greatest value are kept, the product of the chances
-    that draft tokens of such ranks and probabilities are the target's own.
+    that draft tokens of such ranks and probabilities are the target's own; how much surer a text is than texts at large
+    is learnt from what it accepts.
 
     Args:
         depth: most draft calls; None for 4, and 6 where the budget is above 16 (the README beside this file says why).
@@ -72,7 +73,7 @@ class Calibrated(Bound):
     def estimate(self, batch: int, device: torch.device) -> Estimate:
         """Begin to learn."""
         if self.sampling.is_greedy:
-            return RankEstimate(self.ranks or MOST_RANKS, device)
+            return RankEstimate(batch, self.ranks or MOST_RANKS, device)
         return Calibration(batch, self.ranks or ROOT_RANKS, device, self.sampling.temperature)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels.growth_door import RankFit, Table, rate_by_rank, rate_by_table
-from stree.kernels.growth_learning import Kept, Verdicts, learn
+from stree.kernels.growth_learning import Kept, Level, Verdicts, learn, learn_level
 from stree.kernels.reference_growth import spent_before
 from stree.sampling import Random
 from stree.tree import TokenTree
@@ -41,6 +41,7 @@ AFTER_BESIDE = (
 )  # fmt: skip
 # The same prompts without chance: log-odds that the draft's token of a rank is the target's own (level, slopes by log
 # q of the token and by -log(1 - the sum of q^2)).  A small draft is right more often than it is sure.
+LEVEL_WEIGHT = 2.0  # of what is known of a text beforehand: as much as eight tests of even chance tell
 CERTAIN = ((1.23, 0.83, 2.15), (1.31, 0.96, -3.34), (0.63, 0.97, -4.87), (1.36, 1.33, -2.1), (-0.87, 0.73, -1.51))
 SHARPNESS_EDGES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
 CONFIDENCE_EDGES = (0.003, 0.01, 0.03, 0.1, 0.3, 0.6, 0.9)
@@ -106,13 +107,15 @@ class Estimate(Protocol):
         """Forget what was learnt of a sequence: another takes its place."""
         ...
 
-    def learn(self, tree: TokenTree, selected: Tensor | None, ratios: Tensor, is_live: Tensor) -> None:
+    def learn(self, tree: TokenTree, values: Tensor, selected: Tensor | None, ratios: Tensor, is_live: Tensor) -> None:
         """Learn from the fate of the nodes kept.
 
         Args:
             tree: what was proposed.
+            values: float[batch, n], of its nodes.
             selected: int64[batch, n], number of each of its nodes among all kept ones and the root; None: the same.
-            ratios: float[batch, n], acceptance probability of each node's test.
+            ratios: float[batch, n], acceptance probability of each node's test; where no log of tests was kept, 1 for
+                accepted nodes and 0 for others.
             is_live: bool[batch], sequences that took part.
         """
         ...
@@ -144,29 +147,45 @@ class PathEstimate:
     def forget(self, row: int) -> None:
         """Do nothing: nothing was learnt."""
 
-    def learn(self, tree: TokenTree, selected: Tensor | None, ratios: Tensor, is_live: Tensor) -> None:
+    def learn(self, tree: TokenTree, values: Tensor, selected: Tensor | None, ratios: Tensor, is_live: Tensor) -> None:
         """Learn nothing."""
 
 
 class RankEstimate(PathEstimate):
     """Children known beforehand: how often the draft's token of such a rank and probability is the target's own.
 
+    The fit is that of texts at large; how much surer the eldest children of this one are is learnt from it.
+
     Args:
+        batch: sequences; none learns from another.
         ranks: most children of a node.
         device: where to rate.
     """
 
-    def __init__(self, ranks: int, device: torch.device) -> None:
+    def __init__(self, batch: int, ranks: int, device: torch.device) -> None:
         fits = [CERTAIN[min(rank, len(CERTAIN) - 1)] for rank in range(ranks)]
         columns = torch.tensor(fits, dtype=torch.float32, device=device).unbind(1)
         self._fit = RankFit(*(column.contiguous() for column in columns))
+        self._level = Level(
+            torch.zeros(batch, dtype=torch.float32, device=device),
+            torch.full((batch,), LEVEL_WEIGHT, dtype=torch.float32, device=device),
+        )
 
     def rate(
         self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None, norms: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Rate a slot by the product of its path's chances; a younger sibling's is never the greater."""
-        value = rate_by_rank(self._fit, reach, probs, _norms_of(law) if norms is None else norms)
+        value = rate_by_rank(self._fit, self._level, reach, probs, _norms_of(law) if norms is None else norms)
         return value, value
+
+    def forget(self, row: int) -> None:
+        """Give a sequence the level of one that begins."""
+        self._level.shift[row] = 0
+        self._level.weight[row] = LEVEL_WEIGHT
+
+    def learn(self, tree: TokenTree, values: Tensor, selected: Tensor | None, ratios: Tensor, is_live: Tensor) -> None:
+        """Move each text's level to where its own eldest children put it."""
+        learn_level(self._level, values, Verdicts(tree.parents, tree.ancestor_mask, None, ratios, is_live))
 
 
 class DraftEstimate(PathEstimate):
@@ -246,7 +265,7 @@ class Calibration:
         """Remember the cells of new nodes."""
         self._kept.append(Kept(self._cells, slots))
 
-    def learn(self, tree: TokenTree, selected: Tensor | None, ratios: Tensor, is_live: Tensor) -> None:
+    def learn(self, tree: TokenTree, values: Tensor, selected: Tensor | None, ratios: Tensor, is_live: Tensor) -> None:
         """Count every test by the probability that it is made: its ancestors accepted, its elder siblings not.
 
         A favourite counts as often as its parent is accepted: its chance is not that of its test.

@@ -91,9 +91,9 @@ class Stopped:
         """Tell the base."""
         self._base.forget(row)
 
-    def learn(self, tree: TokenTree, selected: Tensor | None, ratios: Tensor, is_live: Tensor) -> None:
+    def learn(self, tree: TokenTree, values: Tensor, selected: Tensor | None, ratios: Tensor, is_live: Tensor) -> None:
         """Tell the base."""
-        self._base.learn(tree, selected, ratios, is_live)
+        self._base.learn(tree, values, selected, ratios, is_live)
 
 
 @dataclass(frozen=True)
