@@ -36,8 +36,11 @@ class Graph(Protocol):
 class Recorder(Protocol):
     """Captures work on a device."""
 
-    def capture(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
-        """Call work once without running it on the device; give what replays it, and what it returned."""
+    def capture(self, work: Callable[[], Any], *, lasts: bool = False) -> tuple[Graph, Any]:
+        """Call work once without running it on the device; give what replays it, and what it returned.
+
+        What a replay leaves in memory holds until other work is replayed; if it ``lasts``, until other such work is.
+        """
         ...
 
     def allocated(self) -> int:
@@ -67,28 +70,30 @@ def recovering(device: torch.device) -> Iterator[None]:
 
 
 class CudaRecorder:
-    """CUDA graphs of one device, with one memory pool: what is dead between graphs is shared.
+    """CUDA graphs of one device, with a memory pool, and one for what lasts: what is dead between a pool's is shared.
 
     Args:
         device: where the work runs.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self._device, self._pools = device, [torch.cuda.graph_pool_handle() for _ in range(2)]
         self._stream = torch.cuda.Stream(device)
 
-    def capture(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
+    def capture(self, work: Callable[[], Any], *, lasts: bool = False) -> tuple[Graph, Any]:
         """Capture on a stream of its own; other threads may go on using the device."""
         with torch.cuda.device(self._device), recovering(self._device):
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                with torch.cuda.graph(
+                    graph, pool=self._pools[lasts], stream=self._stream, capture_error_mode="thread_local"
+                ):
                     out = work()
             except BaseException:
                 _failed.append(graph)
                 with suppress(Exception):  # else the pool stays taken, and nothing could be captured into it any more
-                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
-                self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
+                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pools[lasts])
+                self._pools[lasts], self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
                 raise
         return graph, out
 
@@ -128,13 +133,16 @@ class Graphs:
         self.num_replays = 0
         self.is_capturing = False
 
-    def run(self, key: Hashable, work: Callable[[], Any], give_up: Callable[[], None]) -> tuple[Any, bool]:
+    def run(
+        self, key: Hashable, work: Callable[[], Any], give_up: Callable[[], None], *, lasts: bool = False
+    ) -> tuple[Any, bool]:
         """Do work: at first as it is, then captured and replayed.
 
         Args:
             key: its kind; the tensors and numbers that work of one kind finds are always the same ones.
             work: what to do.
             give_up: called after a capture that failed, before work is done without it: nothing has run on the device.
+            lasts: whether what work returns is read after other work was replayed, of the kinds that do not last.
 
         Returns:
             What work returned, now or when it was captured, and whether it was replayed.
@@ -143,7 +151,7 @@ class Graphs:
         self._kinds.move_to_end(key)
         kind.runs += 1
         if kind.graph is None and kind.runs > WARM_UP and key not in self.problems:
-            self._capture(key, kind, work, give_up)
+            self._capture(key, kind, work, give_up, lasts=lasts)
         if kind.graph is None:
             return work(), False
         kind.graph.replay()
@@ -164,7 +172,9 @@ class Graphs:
             "not_captured": {str(key): problem for key, problem in self.problems.items()},
         }
 
-    def _capture(self, key: Hashable, kind: _Kind, work: Callable[[], Any], give_up: Callable[[], None]) -> None:
+    def _capture(
+        self, key: Hashable, kind: _Kind, work: Callable[[], Any], give_up: Callable[[], None], *, lasts: bool
+    ) -> None:
         """Capture a kind of work; what cannot be captured is remembered, and said."""
         captured = [other for other, known in self._kinds.items() if known.graph is not None]
         if len(captured) >= self._most:
@@ -172,7 +182,7 @@ class Graphs:
         before = self._recorder.allocated()
         self.is_capturing = True
         try:
-            kind.graph, kind.out = self._recorder.capture(work)
+            kind.graph, kind.out = self._recorder.capture(work, lasts=lasts)
         except Exception as problem:  # whatever a model's own code does that no graph can hold
             kind.graph = None
             self.problems[key] = f"{type(problem).__name__}: {problem}"[:500]

@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 
 from stree.clocks import Clock, Clocks, ReplayClock, StepClock
-from stree.drafters import Capturable, Draft, Drafter, DraftRun, NoDrafter, Restartable, Slotted, padded_prompts
+from stree.drafters import (
+    Capturable,
+    Composed,
+    Draft,
+    Drafter,
+    DraftRun,
+    NoDrafter,
+    Restartable,
+    Slotted,
+    padded_prompts,
+)
 from stree.graphs import Graphs
 from stree.growth import Growth
 from stree.kernels.bookkeeping import Texts, emit
@@ -26,7 +36,7 @@ from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
-from stree.verify import Acceptance, accept
+from stree.verify import DELTA, Acceptance, DraftLaws, accept
 
 __all__ = ["Program", "Round"]
 
@@ -120,6 +130,7 @@ class Program:
         self.is_finished = torch.ones_like(rng.sequences, dtype=torch.bool)
         self._stop = torch.tensor(sorted(stop_token_ids), dtype=torch.long, device=rng.sequences.device)
         self._trees: dict[int, TokenTree] = {}  # by nodes, what captured verifications read
+        self._laws: dict[tuple[int, int, torch.dtype], DraftLaws] = {}  # by nodes, laws and dtype, likewise
         self._shares: dict[Hashable, Sequence[tuple[str, float]]] = {}
         self._version: int | None = None  # of the run's tensors
         self._is_used = False  # whether the state holds texts
@@ -152,6 +163,8 @@ class Program:
             self.run.restart(prompts)  # type: ignore[attr-defined]
         else:
             self.run = drafter.start(self.lm.vocab_size, prompts, self.rng.at(lengths.to(self.pending.device)))
+            if self.graphs is not None and isinstance(self.run, Composed):
+                self.run.replay = partial(self._replayed_part, self.graphs)
         return logits
 
     def step(self, growth: Growth | None, budget: int) -> Round:
@@ -204,7 +217,7 @@ class Program:
             return self._launch_whole(graphs, growth, budget, num_calls, clock)
         draft = self._propose(growth, budget)
         clock.lap("draft_s")
-        return self._launch_target(graphs, draft, clock) if draft.laws is None else self._after(draft, clock)
+        return self._launch_target(graphs, draft, clock)
 
     def _settle(self, budget: int) -> int:
         """Let the drafter do what only this step needs; give the draft calls it took."""
@@ -221,15 +234,24 @@ class Program:
         """Replay a step, drafting included."""
         run = self.run
         assert isinstance(run, Capturable), "the caller looked"
-        if run.version != self._version:
-            graphs.clear()
-            self._version = run.version
+        self._forget_replaced(graphs, run)
         work = partial(self._whole, growth, budget)
         done, is_replayed = self._replayed(graphs, f"budget {budget}, {growth!r}", work)
         if is_replayed:
             run.replayed(budget)
         draft = replace(done.draft, num_calls=done.draft.num_calls + num_calls)
         return replace(done, draft=draft, clock=Clocks([clock, done.clock]))
+
+    def _forget_replaced(self, graphs: Graphs, run: Capturable) -> None:
+        """Drop the graphs where a run's tensors were replaced."""
+        if run.version != self._version:
+            graphs.clear()
+            self._version = run.version
+
+    def _replayed_part(self, graphs: Graphs, part: Capturable, key: str, work: Callable[[], Any]) -> tuple[Any, bool]:
+        """Do what a part of the run does on the device; see `stree.drafters.Composed`."""
+        self._forget_replaced(graphs, part)
+        return graphs.run(key, work, part.give_up, lasts=True)  # it is observed after the target's part
 
     def _whole(self, growth: Growth | None, budget: int) -> _Done:
         """Draft and do what follows."""
@@ -287,21 +309,25 @@ class Program:
     def _launch_target(self, graphs: Graphs, draft: Draft, clock: StepClock) -> _Done:
         """Bring a tree that the host has made to a captured verification."""
         n = draft.tree.tokens.shape[1]
-        size = min(next((size for size in BUCKETS if size >= n), n), self.state.max_nodes)
+        size = min(_bucket(n), self.state.max_nodes)
         tree = self._tree(size)
         tree.tokens.zero_()[:, :n] = draft.tree.tokens
         tree.parents.fill_(-1)[:, :n] = draft.tree.parents
-        done, _ = self._replayed(graphs, f"{size} nodes", partial(self._verified, size))
+        laws, depth, key = None, size - 1, f"{size} nodes"
+        if draft.laws is not None:
+            laws, depth = self._brought(draft.laws, size), min(_bucket(draft.max_depth), size - 1)
+            key = f"{size} nodes of {laws.probs.shape[1]} laws to depth {depth}, {laws.probs.dtype}"
+        done, _ = self._replayed(graphs, key, partial(self._verified, size, laws, depth))
         told = StepClock(self.pending.device)
         self._observe(done.found)
         told.lap("draft_s")
         return replace(done, draft=draft, clock=Clocks([clock, done.clock, told]))
 
-    def _verified(self, size: int) -> _Done:
+    def _verified(self, size: int, laws: DraftLaws | None, max_depth: int) -> _Done:
         """Do the target's part for a tree that was brought."""
         known = self._tree(size)
         clock = StepClock(self.pending.device)
-        draft = Draft(TokenTree.unchecked(known.tokens, known.parents), None, size - 1)
+        draft = Draft(TokenTree.unchecked(known.tokens, known.parents), laws, max_depth)
         done = self._target(draft, clock)
         report = self._emit(draft.tree, done.found)
         clock.lap("accept_s")
@@ -339,6 +365,24 @@ class Program:
             tokens = self.pending.new_zeros(len(self.pending), size)
             self._trees[size] = TokenTree.unchecked(tokens, torch.full_like(tokens, -1, dtype=torch.int32))
         return self._trees[size]
+
+    def _brought(self, laws: DraftLaws, size: int) -> DraftLaws:
+        """Bring laws to where captured verifications of so many nodes read them, which is made once."""
+        (batch, rows, vocab), n = laws.probs.shape, laws.row.shape[1]
+        key = size, _bucket(rows), laws.probs.dtype
+        if key not in self._laws:
+            row = torch.zeros(batch, size, dtype=torch.int32, device=laws.row.device)
+            self._laws[key] = DraftLaws(laws.probs.new_zeros(batch, key[1], vocab), row, row.to(torch.int8))
+        known = self._laws[key]
+        known.probs[:, :rows] = laws.probs
+        known.row.zero_()[:, :n] = laws.row
+        known.kind.fill_(DELTA)[:, :n] = laws.kind
+        return known
+
+
+def _bucket(count: int) -> int:
+    """Round a count up, so that few sizes serve all."""
+    return next((size for size in BUCKETS if size >= count), count)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """A stand-in for CUDA graphs on the CPU: operators are noted with their tensors, and run again on the same memory.
 
-As on a GPU, capturing changes nothing, host code does not run again, nothing may be read or brought from the host, and
-memory that was freed after a capture must not be used by it.
+As on a GPU, capturing changes nothing, host code does not run again, nothing may be read or brought from the host,
+memory that was freed after a capture must not be used by it, and what a replay made is gone with the next of its pool.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class TapeError(RuntimeError):
 class Tape(TorchDispatchMode):
     """One captured graph: operators in the order of their calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, neighbours: list[Tape], *, lasts: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._neighbours, self._lasts = neighbours, lasts
         self._calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
         self._own: set[int] = set()  # storages made while recording
         self._before: dict[int, tuple[Tensor, Tensor]] = {}  # by storage, a view of all of it and what it held
@@ -52,8 +53,11 @@ class Tape(TorchDispatchMode):
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Run everything again."""
+        """Run everything again, where others of its pool had their memory."""
         self._look_for_freed()
+        for other in self._neighbours:
+            if other is not self and other._lasts == self._lasts:
+                other._spoil()
         for func, args, kwargs, made in self._calls:
             if not made and not _written(func, args, kwargs):
                 continue  # a view
@@ -61,6 +65,13 @@ class Tape(TorchDispatchMode):
             fresh = _tensors(out)
             for old, new in zip(made, fresh if len(fresh) == len(made) else [], strict=bool(made)):
                 old.copy_(new)
+
+    def _spoil(self) -> None:
+        """Leave nothing of the last run."""
+        for _, _, _, made in self._calls:
+            for tensor in made:
+                if _place(tensor) in self._own:
+                    torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(0xA5)
 
     def _save(self, tensor: Tensor) -> None:
         """Keep what a storage holds before the first write to it."""
@@ -103,9 +114,9 @@ class TapeRecorder:
     def __init__(self) -> None:
         self.tapes: list[Tape] = []
 
-    def capture(self, work: Callable[[], Any]) -> tuple[Tape, Any]:
+    def capture(self, work: Callable[[], Any], *, lasts: bool = False) -> tuple[Tape, Any]:
         """Record work and undo it."""
-        tape = Tape()
+        tape = Tape(self.tapes, lasts=lasts)
         try:
             with NoHostReads(), _NothingFromTheHost(), tape:
                 out = work()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stree.drafters import ModelDrafter
 from stree.drafters.offers import WithFavourite
-from stree.growth import Calibrated, Chain, Estimate, Layer, Plan, choose_slots, parse_growth
+from stree.growth import Calibrated, Chain, Estimate, Layer, Proposal, choose_slots, parse_growth
 from stree.growth.calibrated import TYPICAL, typical_values
 from stree.growth.estimates import (
     AFTER,
@@ -244,10 +244,9 @@ def test_ratings_beside_a_favourite_are_those_of_a_table_kept_by_hand() -> None:
     assert priority[0, 0].tolist() == pytest.approx([0.5 * eldest, 0.5 * own, 0.5 * min(eldest, left * prior(2, None))])
     assert value[0, 0].tolist() == pytest.approx([0.5 * first, 0.5 * own, 0.5 * left * last])
     # The drawn one is tested first; the favourite counts whether or not that was refused.
-    estimate.begin(Plan((), 0), random_rows(1))
-    estimate.keep(torch.tensor([[0, 1]]))
+    notes = [estimate.note(torch.tensor([[0, 1]]))]
     tree = TokenTree(torch.zeros(1, 3).long(), torch.tensor([[-1, 0, 0]]))
-    estimate.learn(tree, torch.ones(1, 3), None, torch.tensor([[0.0, 0.2, 0.7]]), torch.tensor([True]))
+    estimate.learn(Proposal(tree, torch.ones(1, 3), None, notes), torch.tensor([[0.0, 0.2, 0.7]]), torch.tensor([True]))
     after = estimate.rate(reach, probs, law, is_chosen)[1][0, 0, :2] / 0.5
     tests = PRIOR_TESTS + 1
     wanted = [(PRIOR_TESTS * first + 0.2) / tests, (PRIOR_TESTS * own + 0.8 * 0.7) / tests]
@@ -278,11 +277,11 @@ class Taught(Calibrated):
             torch.tensor([[[False, True]]]).expand(batch, 1, 2),
         )
         for _ in range(100):
-            estimate.begin(Plan((), 0), random_rows(batch))
             estimate.rate(torch.ones(batch, 1), probs, law, is_chosen)
-            estimate.keep(torch.tensor([[0, 1]]).expand(batch, 2))
+            notes = [estimate.note(torch.tensor([[0, 1]]).expand(batch, 2))]
             ratios = torch.tensor([[0.0, 1.0, 0.0]]).expand(batch, 3)
-            estimate.learn(tree, torch.ones_like(ratios), None, ratios, torch.ones(batch, dtype=torch.bool))
+            proposal = Proposal(tree, torch.ones_like(ratios), None, notes)
+            estimate.learn(proposal, ratios, torch.ones(batch, dtype=torch.bool))
         return estimate
 
 
@@ -330,7 +329,6 @@ def test_ratings_and_what_is_learnt_are_those_of_a_table_kept_by_hand() -> None:
         return (PRIOR_TESTS / (1 + math.exp(-logit)) + passed) / (PRIOR_TESTS + tests)
 
     for _ in range(3):
-        estimate.begin(Plan((), 0), random_rows(1))
         priority, value = estimate.rate(reach, probs, law)
         for node in range(3):
             (before, after), (younger, _) = cells(node, 0), cells(node, 1)
@@ -339,8 +337,8 @@ def test_ratings_and_what_is_learnt_are_those_of_a_table_kept_by_hand() -> None:
             assert float(value[0, node, 0]) == pytest.approx(float(reach[0, node]) * odds("after", after), rel=1e-5)
             left = float(reach[0, node]) * (1 - odds("after", after))
             assert float(priority[0, node, 1]) == pytest.approx(min(eldest, left * odds("before", younger)), rel=1e-5)
-        estimate.keep(torch.tensor([[0, 1, 4]]))
-        estimate.learn(tree, torch.ones(1, len(ratios)), None, torch.tensor([ratios]), torch.tensor([True]))
+        proposal = Proposal(tree, torch.ones(1, len(ratios)), None, [estimate.note(torch.tensor([[0, 1, 4]]))])
+        estimate.learn(proposal, torch.tensor([ratios]), torch.tensor([True]))
         for node, slot in ((1, (0, 0)), (2, (0, 1)), (3, (2, 0))):
             for table, cell in zip(("before", "after"), cells(*slot), strict=True):
                 passed, tests = counted[table].get(cell, (0.0, 0.0))
@@ -351,12 +349,11 @@ def test_sequences_learn_by_themselves_and_finished_ones_not_at_all() -> None:
     tree = TokenTree(torch.zeros(3, 2).long(), torch.tensor([[-1, 0]]).expand(3, 2))
     law = torch.full((3, 1, 4), 0.25)
     estimate, alone = Calibration(3, 2, CPU, 0.8), Calibration(1, 2, CPU, 0.8)
-    for one, rows in ((estimate, 3), (alone, 1)):
-        one.rate(torch.ones(rows, 1), law[:rows, :, :2], law[:rows])
-        one.keep(torch.zeros(rows, 1).long())
     ratios, is_live = torch.tensor([[0.0, 0.1], [0.0, 0.9], [0.0, 0.9]]), torch.tensor([True, True, False])
-    estimate.learn(tree, torch.ones(3, 2), None, ratios, is_live)
-    alone.learn(TokenTree.chain([0, 0]), torch.ones(1, 2), None, ratios[:1], is_live[:1])
+    for one, rows, chain in ((estimate, 3, tree), (alone, 1, TokenTree.chain([0, 0]))):
+        one.rate(torch.ones(rows, 1), law[:rows, :, :2], law[:rows])
+        proposal = Proposal(chain, torch.ones(rows, 2), None, [one.note(torch.zeros(rows, 1).long())])
+        one.learn(proposal, ratios[:rows], is_live[:rows])
     priority, _ = estimate.rate(torch.ones(3, 1), law[..., :2], law)
     fresh, _ = Calibration(1, 2, CPU, 0.8).rate(torch.ones(1, 1), law[:1, :, :2], law[:1])
     expected, _ = alone.rate(torch.ones(1, 1), law[:1, :, :2], law[:1])
@@ -397,7 +394,7 @@ def test_at_temperature_0_the_eldest_is_believed_as_the_text_goes_and_the_others
     values = torch.tensor([[1.0, 0.75, 0.1, 0.3, 0.05]] * 2)
     # The first text accepts the eldest child and not its child; the second one stands still.
     ratios = torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0]] * 2)
-    estimate.learn(tree, values, None, ratios, torch.tensor([True, False]))
+    estimate.learn(Proposal(tree, values, None, []), ratios, torch.tensor([True, False]))
     after = estimate.rate(torch.ones(2, 1), law[..., :3], law)[0][:, 0].tolist()
     assert after[1] == before[1]
     weight = LEVEL_WEIGHT + 0.75 * 0.25 + 0.4 * 0.6
@@ -407,7 +404,7 @@ def test_at_temperature_0_the_eldest_is_believed_as_the_text_goes_and_the_others
     assert after[0] == pytest.approx(wanted, rel=1e-5) and after[0] != pytest.approx(before[0], rel=1e-3)
     estimate.forget(0)
     for one in (estimate, fresh):
-        one.learn(tree, values, None, ratios, torch.tensor([True, True]))
+        one.learn(Proposal(tree, values, None, []), ratios, torch.tensor([True, True]))
     again, expected = (one.rate(torch.ones(2, 1), law[..., :3], law)[0] for one in (estimate, fresh))
     assert torch.equal(again[0], expected[0]), "as a text that begins"
 

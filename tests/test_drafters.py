@@ -98,7 +98,8 @@ def state_error(loop: Loop, model: Any) -> float:
         assert int(run._state.lengths[row] + run._has_leaf[row]) == len(text)
         fresh = fresh_logits(model, [*text, int(loop.pending[row])])[-1]
         assert int(grown.tree.tokens[row, 1]) == int(fresh.argmax())
-        step = TokenTree.unchecked(run._grown.tokens[:, :2], run._grown.parents[:, :2])
+        parents = torch.stack([-torch.ones_like(run._has_leaf, dtype=torch.int32), run._has_leaf.int() - 1], 1)
+        step = TokenTree.unchecked(run._made.columns[:, :2], parents)
         logits = run._lm.verify(run._state, step)[row, int(run._has_leaf[row])]
         errors.append(relative_error(logits, fresh))
     run.observe(standing_still(len(loop.texts)))

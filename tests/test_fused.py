@@ -311,8 +311,8 @@ def test_what_is_hidden_from_the_model_is_in_the_tree() -> None:
     retrieval = Retrieval(range(7), [-1, *[0] * 6], [1.0, 0.4, 0.2, 0.1, 0.1, 0.1, 0.1])
     run = FusedDrafter(retrieval, ModelDrafter(lm), least_share=0.0).start(8, [[0]], random_rows(1))
     tree = run.propose(torch.tensor([0]), DySpec(depth=1, ranks=2).bind(PLAIN), 4).tree
-    assert run._hiding is not None
-    hidden = retrieval.tokens[1 : 1 + int(run._hiding.shown[0, 1:].sum())]
+    assert run.hiding is not None
+    hidden = retrieval.tokens[1 : 1 + int(run.hiding.shown[0, 1:].sum())]
     assert 0 < len(hidden) < 6 and {*hidden} <= {*tree.tokens[tree.parents == 0].tolist()}
 
 
@@ -422,8 +422,8 @@ def test_the_model_keeps_step_when_retrieved_nodes_are_accepted(order: str) -> N
                 pending[row] = 20 + length
         run.observe(Acceptance(path, torch.tensor(taken, dtype=torch.int32), torch.tensor(pending)))
         model_run = run._runs[0]
-        if run._hiding is not None:
-            run._hiding._offered = None
+        if run.hiding is not None:
+            run.hiding._offered = None
         draft = model_run.propose(torch.tensor(pending), Chain(1).bind(Sampling()), 2)
         for row, text in enumerate(texts):
             whole = torch.tensor([[*text, pending[row]]])
@@ -439,7 +439,7 @@ def test_a_model_is_told_verdicts_by_the_numbers_of_its_own_nodes(monkeypatch: p
     run = fused.start(lm.vocab_size, [[3, 1, 4]], Random(0, torch.arange(1), torch.tensor([3])))
     tokens = run.propose(torch.tensor([7]), Chain(2).bind(Sampling()), 8).tree.tokens
     drafting: Any = run._runs[0]
-    own = drafting._tree.tokens[0].tolist()
+    own = drafting.made[0].proposal.tree.tokens[0].tolist()
     monkeypatch.setattr(drafting, "observe", told.append)
     ratios, nothing = torch.arange(tokens.shape[1])[None] / 10, torch.zeros(1, 1, dtype=torch.int32)
     run.observe(Acceptance(nothing, nothing[:, 0], torch.tensor([7]), ratios))

@@ -22,6 +22,7 @@ class Device:
         self.stream, self.is_locked = "before", False
         self.ended: list[tuple[int, int]] = []
         self.pools = iter(range(9))
+        self.used: list[Any] = []
         for name, value in {
             "current_stream": lambda device: self.stream, "set_stream": lambda stream: setattr(self, "stream", stream),
             "Stream": lambda device: "another", "CUDAGraph": object, "graph_pool_handle": lambda: next(self.pools),
@@ -36,6 +37,7 @@ class Device:
     @contextmanager
     def graph(self, graph: Any, pool: Any = None, stream: str = "capture", **_: Any) -> Iterator[None]:
         before, self.stream, self.is_locked = self.stream, stream, True
+        self.used.append(pool)
         yield
         self.stream, self.is_locked = before, False
 
@@ -52,9 +54,15 @@ def test_after_a_failed_capture_the_stream_and_the_draws_are_as_before(monkeypat
     with pytest.raises(RuntimeError, match="a number was read"):
         recorder.capture(failing)
     assert (device.stream, device.is_locked, device.ended) == ("before", False, [(0, 0)])
-    assert len(graphs._failed) == 1 and next(device.pools) == 2, "another pool is in use"
     assert recorder.capture(lambda: 6)[1] == 6
-    assert (device.stream, device.is_locked) == ("before", False) and len(graphs._failed) == 1
+    assert recorder.capture(lambda: 7, lasts=True)[1] == 7
+    with pytest.raises(RuntimeError, match="a number was read"):
+        recorder.capture(failing, lasts=True)
+    assert recorder.capture(lambda: 8, lasts=True)[1] == 8
+    assert device.ended == [(0, 0), (0, 1)] and len(graphs._failed) == 2
+    used = [pool for pool in device.used if pool is not None]
+    assert used == [0, 0, 2, 1, 1, 3], "another pool after a failure, and one of its own for what lasts"
+    assert (device.stream, device.is_locked) == ("before", False) and len(graphs._failed) == 2
 
 
 def test_where_nothing_can_be_captured_any_more_the_stream_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,10 +157,9 @@ def persistent(begun: Program) -> dict[str, int]:
             for number, stack in enumerate(holder.stacks.values()):
                 note(f"{name}.{number}", stack)
     note("run", begun.run)
-    places.pop("run._selected", None)  # every step makes it before it reads it
-    for key in ("_tests", "_passed"):
-        if hasattr(getattr(begun.run, "_estimate", None), key):
-            places[key] = getattr(begun.run, "_estimate").__dict__[key].data_ptr()  # noqa: B009
+    learnt = getattr(begun.run, "_estimate", None)
+    for holder, keys in ((learnt, ("_tests", "_passed")), (getattr(learnt, "_level", None), ("shift", "weight"))):
+        places |= {key: getattr(holder, key).data_ptr() for key in keys if hasattr(holder, key)}
     return places
 
 

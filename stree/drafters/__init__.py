@@ -10,6 +10,7 @@ from stree.drafters.none import NoDrafter
 from stree.drafters.protocol import (
     Bounded,
     Capturable,
+    Composed,
     Draft,
     Drafter,
     DraftRun,
@@ -21,6 +22,6 @@ from stree.drafters.protocol import (
 from stree.drafters.suffix import SuffixDrafter
 
 __all__ = [
-    "Bounded", "Capturable", "Draft", "DraftRun", "Drafter", "FusedDrafter", "HasModel", "ModelDrafter", "NoDrafter",
-    "Restartable", "Slotted", "SuffixDrafter", "check_vocabulary", "padded_prompts",
+    "Bounded", "Capturable", "Composed", "Draft", "DraftRun", "Drafter", "FusedDrafter", "HasModel", "ModelDrafter",
+    "NoDrafter", "Restartable", "Slotted", "SuffixDrafter", "check_vocabulary", "padded_prompts",
 ]  # fmt: skip

@@ -11,13 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from stree.drafters.grown import prune
-from stree.drafters.protocol import Bounded, Draft, Drafter, DraftRun, Extensible, HasModel, Slotted
+from stree.drafters.protocol import (
+    Bounded,
+    Draft,
+    Drafter,
+    DraftRun,
+    Extensible,
+    HasModel,
+    Replay,
+    Restartable,
+    Resumable,
+    Slotted,
+)
 from stree.drafters.trust import Trust
 from stree.drafters.union import graft, keep_best, with_delta
 from stree.growth import Growth, Plan
@@ -97,12 +109,22 @@ class FusedDrafter:
         hiding: list[_HidingLM] = []
         if isinstance(self.second, HasModel):
             drafting, retrieving = self.second.with_model(lambda lm: _hidden(lm, hiding)), self.first
-        runs = [part.start(vocab_size, prompts, rng) for part in (drafting, retrieving)]
-        for part, run in zip((drafting, retrieving), runs, strict=True):
-            if not isinstance(run, Extensible):
-                raise TypeError(f"FusedDrafter needs drafters whose trees can be extended, got {type(part).__name__}")
-        hidden = hiding[0] if hiding else None
-        return _FusedRun(runs[0], runs[1], Trust(len(prompts)), self.least_value, self.least_share, hidden)
+        begin = [partial(_begin, part, vocab_size, rng) for part in (drafting, retrieving)]
+        run = _FusedRun(begin[0], begin[1], prompts, self.least_value, self.least_share)
+        run.hiding = hiding[0] if hiding else None
+        return run
+
+
+def _begin(part: Drafter, vocab_size: int, rng: Random, prompts: Sequence[Sequence[int]]) -> DraftRun:
+    """Begin a part's run.
+
+    Raises:
+        TypeError: its tree cannot be extended.
+    """
+    run = part.start(vocab_size, prompts, rng)
+    if not isinstance(run, Extensible):
+        raise TypeError(f"FusedDrafter needs drafters whose trees can be extended, got {type(part).__name__}")
+    return run
 
 
 @runtime_checkable
@@ -119,19 +141,33 @@ class _FusedRun:
 
     The drafting run sees its own nodes first and the retrieved ones behind them; the tree that is verified has them in
     the order of testing, without padding between them, so that a node's number is a matter of its own row.
+
+    Args:
+        drafting: begins the run whose nodes may be sampled.
+        retrieving: begins the other.
+        prompts: of the first texts.
+        least_value: see ``FusedDrafter``.
+        least_share: likewise.
+
+    Attributes:
+        hiding: the model of the drafting run, where retrieved nodes are tested first; else None.
+        replay: see ``Composed``.
     """
+
+    hiding: _HidingLM | None = None
+    replay: Replay | None = None
 
     def __init__(
         self,
-        drafting: DraftRun,
-        retrieving: DraftRun,
-        trust: Trust,
+        drafting: Callable[[Sequence[Sequence[int]]], DraftRun],
+        retrieving: Callable[[Sequence[Sequence[int]]], DraftRun],
+        prompts: Sequence[Sequence[int]],
         least_value: float,
         least_share: float,
-        hiding: _HidingLM | None,
     ) -> None:
-        self._runs, self._trust = (drafting, retrieving), trust
-        self._least_value, self._least_share, self._hiding = least_value, least_share, hiding
+        self._begin = drafting, retrieving
+        self._least_value, self._least_share = least_value, least_share
+        self._runs, self._trust = (drafting(prompts), retrieving(prompts)), Trust(len(prompts))
         self._tokens: Tensor  # int64[batch, n], of the tree verified
         self._order: Tensor | None = None  # int64[batch, n], the drafting run's number of each node verified
 
@@ -153,16 +189,33 @@ class _FusedRun:
             else:
                 own = plan.num_nodes + 1
                 room = torch.full_like(room, budget - own)
-        if self._hiding is not None:
+        if self.hiding is not None:
             # What is hidden from the model must be in the tree: the best, as many as there is room for for sure.
             is_worth[:, 1:] &= is_worth[:, 1:].cumsum(1) <= room[:, None]
-            self._hiding.hide(retrieved.tree, is_worth, growth, self._least_share)
-        draft = drafting.propose(pending, growth, own)
-        if self._hiding is not None:
-            is_worth = self._hiding.shown
+            self.hiding.hide(retrieved.tree, is_worth, growth, self._least_share)
+        draft = self._drafted(pending, growth, own)
+        if self.hiding is not None:
+            is_worth = self.hiding.shown
         elif draft.laws is not None:
             is_worth &= _has_share(retrieved.tree, _root_law(draft.tree, draft.laws), self._least_share)
         return self._united(draft, retrieved, is_worth, budget, is_chosen_after=plan is None or plan.is_pruned)
+
+    def _drafted(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+        """Let the model draft: captured and replayed where it is told nothing by the host."""
+        run = self._runs[0]
+        if self.replay is None or self.hiding is not None or budget == 1 or not isinstance(run, Resumable):
+            return run.propose(pending, growth, budget)
+        num_calls = run.settle(budget)
+
+        def work() -> tuple[Draft, Any]:
+            return run.propose(pending, growth, budget), run.made
+
+        found, is_replayed = self.replay(run, f"drafts of budget {budget}, {growth!r}", work)
+        draft: Draft = found[0]
+        if is_replayed:
+            run.made = found[1]
+            run.replayed(budget)
+        return replace(draft, num_calls=draft.num_calls + num_calls)
 
     def _united(self, draft: Draft, retrieved: Draft, is_worth: Tensor, budget: int, *, is_chosen_after: bool) -> Draft:
         """Unite both trees, bring the nodes into the order of testing and tell both runs."""
@@ -173,12 +226,12 @@ class _FusedRun:
             raise ValueError("a drafter of FusedDrafter must give its nodes values")
         is_chosen_after &= draft.laws is None  # what was drawn stays
         room = budget - (1 if is_chosen_after else draft.tree.num_nodes)
-        tree, values = graft(draft, retrieved, is_worth, room, shares=self._hiding is None)
+        tree, values = graft(draft, retrieved, is_worth, room, shares=self.hiding is None)
         drafting.extend(tree)
         if is_chosen_after:
             tree = keep_best(tree, values, budget)
         place = tree.is_padding.long()
-        if self._hiding is not None:
+        if self.hiding is not None:
             is_own = torch.arange(place.shape[1], device=place.device) < draft.tree.tokens.shape[1]
             place = 2 * place + is_own
             place[:, 0] = 0
@@ -210,6 +263,15 @@ class _FusedRun:
                 for row, length in enumerate(acceptance.path_lengths.tolist())
             ]
         )
+
+    def restart(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Begin as many other texts; a model keeps its memory."""
+        drafting, (begin, retrieve) = self._runs[0], self._begin
+        if isinstance(drafting, Restartable):
+            drafting.restart(prompts)
+        else:
+            drafting = begin(prompts)
+        self._runs, self._trust, self._order = (drafting, retrieve(prompts)), Trust(len(prompts)), None
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
         """Tell both."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,11 +12,11 @@ from stree.drafters.grown import LEAD, GrownTree, narrowed, num_run
 from stree.drafters.offers import offers_of
 from stree.drafters.protocol import Draft, padded_prompts
 from stree.drafters.waiting import Waiting
-from stree.growth import Calibrated, Estimate, Growth, Limited, Plan, choose_slots
+from stree.growth import Calibrated, Estimate, Growth, Limited, Notes, Plan, Proposal, choose_slots
 from stree.kernels.bookkeeping import Drafted, path_on_columns, path_on_nodes
 from stree.kernels.law_door import law_and_norms
 from stree.kernels.topology import reads_freely
-from stree.models.state import DecodeState
+from stree.models.state import DecodeState, Pending
 from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
 from stree.sampling import MAX_RANKS, Random, Sampling
@@ -75,6 +76,21 @@ def check_vocabulary(lm: TreeLM, vocab_size: int) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Made:
+    """What observing a proposed tree takes.
+
+    Attributes:
+        proposal: it.
+        columns: int64[batch, columns], tokens of the draft model's own tree.
+        num_run: columns that were run.
+    """
+
+    proposal: Proposal
+    columns: Tensor
+    num_run: int
+
+
 class _ModelRun:
     """A draft model's state for a batch of texts, and the tree that grows on it.
 
@@ -111,6 +127,7 @@ class _ModelRun:
         growth = ModelDrafter.default_growth if growth is None else growth
         if budget == 1:
             return self._propose_root(pending)
+        self._root = self._extension = None
         plan = narrowed(growth.plan(budget))
         base = growth.base if isinstance(growth, Limited) else growth
         if base is not self._growth:
@@ -123,15 +140,15 @@ class _ModelRun:
         self._reserve(num_run(plan) + LEAD - 1)
         self._rng = self._rng.at(self._state.lengths + self._has_leaf)
         self._estimate.begin(plan, self._rng)
-        self._grown = grown = GrownTree(pending, self._leaf, self._has_leaf, plan.num_nodes - self._left_out, plan)
-        self._selected: Tensor | None = None  # of each node of the proposed tree, its number while it grew
+        grown = GrownTree(pending, self._leaf, self._has_leaf, plan.num_nodes - self._left_out, plan)
         grow = self._grow_heap if plan.is_heap else self._grow_layers
-        laws = grow(grown, plan, growth.sampling)
+        laws, notes = grow(grown, plan, growth.sampling)
         depth = plan.num_nodes if plan.is_heap else grown.num_layers
-        self._selected = grown.select(plan)
-        made = grown.proposed(self._selected)
-        self._tree = tree = TokenTree.unchecked(made.tokens, made.parents, made.depths, made.mask)
-        self._values = made.values
+        selected = grown.select(plan)
+        made = grown.proposed(selected)
+        tree = TokenTree.unchecked(made.tokens, made.parents, made.depths, made.mask)
+        proposal = Proposal(tree, made.values, selected, notes)
+        self._made = _Made(proposal, grown.tokens, grown.num_run)
         draft_laws = None
         if laws is not None:
             most = plan.num_nodes if plan.is_heap else max((layer.ranks for layer in plan.layers), default=0)
@@ -142,11 +159,19 @@ class _ModelRun:
         """Propose nothing and run nothing; the model catches up before it drafts again."""
         depths = torch.zeros(len(pending), 1, dtype=torch.int32, device=pending.device)
         mask = torch.ones(len(pending), 1, 1, dtype=torch.bool, device=pending.device)
-        self._root, self._selected = pending.clone(), None  # the next one is written in its place
-        self._tree = TokenTree.unchecked(pending[:, None], depths - 1, depths, mask)
-        return Draft(
-            self._tree, None, 0, values=torch.ones(len(pending), 1, dtype=torch.float32, device=pending.device)
-        )
+        self._root = pending.clone()  # the next one is written in its place
+        tree = TokenTree.unchecked(pending[:, None], depths - 1, depths, mask)
+        return Draft(tree, None, 0, values=torch.ones(len(pending), 1, dtype=torch.float32, device=pending.device))
+
+    @property
+    def made(self) -> tuple[_Made, Pending | None]:
+        """What observing the last tree takes; it is set when one is replayed, whose host code did not run."""
+        return self._made, self._state.pending
+
+    @made.setter
+    def made(self, made: tuple[_Made, Pending | None]) -> None:
+        self._made, self._state.pending = made
+        self._root = self._extension = None
 
     def leave(self, count: Tensor) -> None:
         """Leave int64[batch] nodes of the next budget to others; a growth that draws by value heeds it."""
@@ -154,19 +179,21 @@ class _ModelRun:
 
     def extend(self, tree: TokenTree) -> None:
         """Take note that others appended nodes to the proposed tree, and that ``tree`` is verified instead."""
-        self._extension, self._is_extended = (self._tree.tokens.shape[1], tree.tokens), True
+        own = 1 if self._root is not None else self._made.proposal.tree.tokens.shape[1]
+        self._extension, self._is_extended = (own, tree.tokens), True
 
     def observe(self, acceptance: Acceptance) -> None:
         """Commit the accepted nodes that were run; keep an accepted leaf that was not for the next call."""
         if self._root is not None:
             return self._observe_root(acceptance)
-        own, n = self._own_part(acceptance), self._tree.tokens.shape[1]
+        made, own = self._made, self._own_part(acceptance)
+        n = made.proposal.tree.tokens.shape[1]
         if acceptance.ratios is None:  # whoever matches keeps no log
             ratios, is_live = path_on_nodes(own.path, own.path_lengths, n)
         else:
             ratios, is_live = acceptance.ratios[:, :n], acceptance.path_lengths > 0  # others may have appended nodes
-        self._estimate.learn(self._tree, self._values, self._selected, ratios, is_live)
-        drafted = Drafted(self._selected, self._grown.tokens, self._has_leaf, self._leaf, self._grown.num_run)
+        self._estimate.learn(made.proposal, ratios, is_live)
+        drafted = Drafted(made.proposal.selected, made.columns, self._has_leaf, self._leaf, made.num_run)
         path, count = path_on_columns(own.path, own.path_lengths, drafted)
         self._lm.commit(self._state, path, count)
 
@@ -321,12 +348,16 @@ class _ModelRun:
             self.version += 1
         return self._room[: batch * rows * vocab].view(batch, rows, vocab)
 
-    def _grow_layers(self, grown: GrownTree, plan: Plan, sampling: Sampling) -> Tensor | None:
-        """Grow layer by layer; return the laws of the nodes that were run, float[batch, nodes, vocab], if sampled."""
+    def _grow_layers(self, grown: GrownTree, plan: Plan, sampling: Sampling) -> tuple[Tensor | None, Notes]:
+        """Grow layer by layer.
+
+        Returns:
+            The laws of the nodes that were run, float[batch, nodes, vocab], if sampled, and what the estimate noted.
+        """
         estimate, drawing = self._estimate, "top" if sampling.is_greedy else plan.drawing
         offer = offers_of(drawing, self._rng, plan)
         self._left_out.zero_()
-        laws, used = None, 0
+        laws, used, notes = None, 0, []
         for depth, layer in enumerate(plan.layers):
             logits = grown.run(self._lm, self._state)
             if drawing == "top":
@@ -348,15 +379,15 @@ class _ModelRun:
             if not grown.add(layer, slots, is_taken, offered, value):
                 break
             goes_on = estimate.goes_on(grown.frontier_value)
-            estimate.keep(slots[:, : grown.frontier_value.shape[1]])
+            notes.append(estimate.note(slots[:, : grown.frontier_value.shape[1]]))
             if goes_on is not None and not grown.stop(goes_on):
                 break
         grown.add_leaves()
         if not plan.layers:
             grown.run(self._lm, self._state)
-        return None if laws is None else laws[:, :used]
+        return None if laws is None else laws[:, :used], notes
 
-    def _grow_heap(self, grown: GrownTree, plan: Plan, sampling: Sampling) -> Tensor | None:
+    def _grow_heap(self, grown: GrownTree, plan: Plan, sampling: Sampling) -> tuple[Tensor | None, Notes]:
         """Draw one node after the other at the best slot, a draft call each; return the laws if sampled."""
         greedy = sampling.is_greedy
         batch = self._leaf.shape[0]
@@ -386,4 +417,4 @@ class _ModelRun:
             value = upper * share * is_taken
             reach = torch.cat([reach.scatter(1, parent, upper * (1 - share)), value], 1)
             grown.add_below(torch.where(parent > 0, parent + 1, grown.lead[:, None]), token, value, is_taken)
-        return None if greedy else torch.cat(laws, 1)
+        return None if greedy else torch.cat(laws, 1), []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,12 +18,15 @@ from stree.verify import Acceptance, DraftLaws
 __all__ = [
     "Bounded",
     "Capturable",
+    "Composed",
     "Draft",
     "DraftRun",
     "Drafter",
     "Extensible",
     "HasModel",
+    "Replay",
     "Restartable",
+    "Resumable",
     "Slotted",
     "padded_prompts",
 ]
@@ -135,6 +138,32 @@ class Capturable(Protocol):
     def give_up(self) -> None:
         """Take note that a step's host code ran, but nothing on the device."""
         ...
+
+
+@runtime_checkable
+class Resumable(Capturable, DraftRun, Protocol):
+    """A run whose proposals alone can be captured: what observing one takes can be kept, and given back.
+
+    Attributes:
+        made: what observing the last proposal takes; set when one is replayed.
+    """
+
+    made: Any
+
+
+# Do work of a name that belongs to a run, at first as it is and then as a replay; tell whether it was one.
+Replay = Callable[[Capturable, str, Callable[[], Any]], tuple[Any, bool]]
+
+
+@runtime_checkable
+class Composed(Protocol):
+    """A run that drafts on the host, but for a part that drafts on the device alone.
+
+    Attributes:
+        replay: how that part's work is captured and replayed; None: it is launched.
+    """
+
+    replay: Replay | None
 
 
 @runtime_checkable

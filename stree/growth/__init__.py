@@ -7,7 +7,7 @@ from stree.growth.beam import RSDS
 from stree.growth.calibrated import Calibrated
 from stree.growth.decision import DecisionStop
 from stree.growth.dyspec import DySpec
-from stree.growth.estimates import Estimate
+from stree.growth.estimates import Estimate, Notes, Proposal
 from stree.growth.fixed import Chain, Static
 from stree.growth.names import parse_growth
 from stree.growth.plan import Growth, Layer, Limited, Plan, choose_slots
@@ -30,8 +30,10 @@ __all__ = [
     "Growth",
     "Layer",
     "Limited",
+    "Notes",
     "OptTree",
     "Plan",
+    "Proposal",
     "Sequoia",
     "SpecInfer",
     "Static",

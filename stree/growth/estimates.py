@@ -6,6 +6,8 @@ probability that it is accepted together with all its ancestors, may.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -20,7 +22,16 @@ from stree.tree import TokenTree
 if TYPE_CHECKING:
     from stree.growth.plan import Plan
 
-__all__ = ["Calibration", "DraftEstimate", "Estimate", "PathEstimate", "RankEstimate", "spent_before"]
+__all__ = [
+    "Calibration",
+    "DraftEstimate",
+    "Estimate",
+    "Notes",
+    "PathEstimate",
+    "Proposal",
+    "RankEstimate",
+    "spent_before",
+]
 
 # Of the bundled pair at temperatures 0.6, 0.8 and 1, fitted to the tests of trees of 32 and 64 nodes on prompts 33-48
 # of HumanEval, GSM8K and MT-Bench, which ``benchmarks/bench_who_wins.py`` leaves out: log-odds that a child of each
@@ -45,14 +56,32 @@ LEVEL_WEIGHT = 2.0  # of what is known of a text beforehand: as much as eight te
 CERTAIN = ((1.23, 0.83, 2.15), (1.31, 0.96, -3.34), (0.63, 0.97, -4.87), (1.36, 1.33, -2.1), (-0.87, 0.73, -1.51))
 SHARPNESS_EDGES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
 CONFIDENCE_EDGES = (0.003, 0.01, 0.03, 0.1, 0.3, 0.6, 0.9)
+Notes = Sequence[Kept | None]  # of nodes that were kept, layer by layer
 PRIOR_TESTS = 8.0  # what a cell of the table knows beforehand counts as so many tests
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proposal:
+    """A proposed tree, as the estimate that it grew by learns from it.
+
+    Attributes:
+        tree: what was proposed.
+        values: float[batch, n], of its nodes.
+        selected: int64[batch, n], number of each of its nodes among all kept ones and the root; None: the same.
+        notes: what the estimate noted of the kept nodes, layer by layer.
+    """
+
+    tree: TokenTree
+    values: Tensor
+    selected: Tensor | None
+    notes: Notes
 
 
 class Estimate(Protocol):
     """What a growth believes, for one run; it may learn from the verifier's log."""
 
     def begin(self, plan: Plan, rng: Random) -> None:
-        """Forget the nodes kept so far: a new tree begins to grow.
+        """Take note that a new tree begins to grow.
 
         Args:
             plan: of the tree.
@@ -99,21 +128,19 @@ class Estimate(Protocol):
         """
         ...
 
-    def keep(self, slots: Tensor) -> None:
-        """Take note that int64[batch, width] of the slots rated last became nodes."""
+    def note(self, slots: Tensor) -> Kept | None:
+        """Give what is to be known when int64[batch, width] of the slots rated last, which became nodes, are judged."""
         ...
 
     def forget(self, row: int) -> None:
         """Forget what was learnt of a sequence: another takes its place."""
         ...
 
-    def learn(self, tree: TokenTree, values: Tensor, selected: Tensor | None, ratios: Tensor, is_live: Tensor) -> None:
+    def learn(self, proposal: Proposal, ratios: Tensor, is_live: Tensor) -> None:
         """Learn from the fate of the nodes kept.
 
         Args:
-            tree: what was proposed.
-            values: float[batch, n], of its nodes.
-            selected: int64[batch, n], number of each of its nodes among all kept ones and the root; None: the same.
+            proposal: their tree.
             ratios: float[batch, n], acceptance probability of each node's test; where no log of tests was kept, 1 for
                 accepted nodes and 0 for others.
             is_live: bool[batch], sequences that took part.
@@ -141,13 +168,13 @@ class PathEstimate:
         """Never stop."""
         return None
 
-    def keep(self, slots: Tensor) -> None:
-        """Learn nothing."""
+    def note(self, slots: Tensor) -> None:
+        """Note nothing."""
 
     def forget(self, row: int) -> None:
         """Do nothing: nothing was learnt."""
 
-    def learn(self, tree: TokenTree, values: Tensor, selected: Tensor | None, ratios: Tensor, is_live: Tensor) -> None:
+    def learn(self, proposal: Proposal, ratios: Tensor, is_live: Tensor) -> None:
         """Learn nothing."""
 
 
@@ -183,9 +210,9 @@ class RankEstimate(PathEstimate):
         self._level.shift[row] = 0
         self._level.weight[row] = LEVEL_WEIGHT
 
-    def learn(self, tree: TokenTree, values: Tensor, selected: Tensor | None, ratios: Tensor, is_live: Tensor) -> None:
+    def learn(self, proposal: Proposal, ratios: Tensor, is_live: Tensor) -> None:
         """Move each text's level to where its own eldest children put it."""
-        learn_level(self._level, values, Verdicts(tree.parents, tree.ancestor_mask, None, ratios, is_live))
+        learn_level(self._level, proposal.values, _verdicts(proposal, ratios, is_live))
 
 
 class DraftEstimate(PathEstimate):
@@ -235,11 +262,9 @@ class Calibration:
         self._passed = self._prior.repeat(batch, 1)
         rank = torch.arange(ranks, device=device)
         self._table = Table(self._passed, self._tests, edges[0].to(device), edges[1].to(device), rank)
-        self._kept: list[Kept] = []
 
     def begin(self, plan: Plan, rng: Random) -> None:
-        """Forget the cells kept so far."""
-        self._kept = []
+        """Do nothing."""
 
     def draws(self, reach: Tensor, law: Tensor) -> None:
         """Draw anyway."""
@@ -261,17 +286,24 @@ class Calibration:
         self._tests[row] = PRIOR_TESTS
         self._passed[row] = self._prior
 
-    def keep(self, slots: Tensor) -> None:
-        """Remember the cells of new nodes."""
-        self._kept.append(Kept(self._cells, slots))
+    def note(self, slots: Tensor) -> Kept:
+        """Note the cells of new nodes."""
+        return Kept(self._cells, slots)
 
-    def learn(self, tree: TokenTree, values: Tensor, selected: Tensor | None, ratios: Tensor, is_live: Tensor) -> None:
+    def learn(self, proposal: Proposal, ratios: Tensor, is_live: Tensor) -> None:
         """Count every test by the probability that it is made: its ancestors accepted, its elder siblings not.
 
         A favourite counts as often as its parent is accepted: its chance is not that of its test.
         """
-        if self._kept:
-            learn(self._table, self._kept, Verdicts(tree.parents, tree.ancestor_mask, selected, ratios, is_live))
+        kept = [note for note in proposal.notes if note is not None]
+        if kept:
+            learn(self._table, kept, _verdicts(proposal, ratios, is_live))
+
+
+def _verdicts(proposal: Proposal, ratios: Tensor, is_live: Tensor) -> Verdicts:
+    """Say what verification says of a tree's nodes."""
+    tree = proposal.tree
+    return Verdicts(tree.parents, tree.ancestor_mask, proposal.selected, ratios, is_live)
 
 
 def _norms_of(law: Tensor) -> Tensor:

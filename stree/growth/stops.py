@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stree.growth.estimates import Estimate
+from stree.growth.estimates import Estimate, Proposal
 from stree.growth.plan import Plan, Wrapped
+from stree.kernels.growth_learning import Kept
 from stree.sampling import Random
-from stree.tree import TokenTree
 
 __all__ = ["Confidence", "DepthStop", "Stop", "Stopped", "StoppedGrowth"]
 
@@ -83,17 +83,17 @@ class Stopped:
         base, own = self._base.goes_on(values), self._rule.goes_on(self._depth, values)
         return base if own is None else own if base is None else base & own
 
-    def keep(self, slots: Tensor) -> None:
-        """Tell the base."""
-        self._base.keep(slots)
+    def note(self, slots: Tensor) -> Kept | None:
+        """Note what the base does."""
+        return self._base.note(slots)
 
     def forget(self, row: int) -> None:
         """Tell the base."""
         self._base.forget(row)
 
-    def learn(self, tree: TokenTree, values: Tensor, selected: Tensor | None, ratios: Tensor, is_live: Tensor) -> None:
+    def learn(self, proposal: Proposal, ratios: Tensor, is_live: Tensor) -> None:
         """Tell the base."""
-        self._base.learn(tree, values, selected, ratios, is_live)
+        self._base.learn(proposal, ratios, is_live)
 
 
 @dataclass(frozen=True)
