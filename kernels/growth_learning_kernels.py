@@ -9,6 +9,15 @@ import triton.language as tl
 
 
 @triton.jit
+def _sum_above(mask_ptr, number, n, NODES: tl.constexpr):
+    """Add up the numbers of each node's ancestors, its own left out."""
+    node = tl.arange(0, NODES)
+    strict = (node < n)[:, None] & (node < n)[None, :] & (node[:, None] != node[None, :])
+    is_above = tl.load(mask_ptr + (node[:, None] * n + node[None, :]), strict, 0) != 0
+    return tl.sum(tl.where(is_above, number[None, :], 0.0), 1)
+
+
+@triton.jit
 def _add(table_ptr, count, is_same, is_first):
     """Add up what nodes of one cell count; the first of them writes."""
     known = tl.load(table_ptr, is_first, 0.0)
@@ -35,9 +44,7 @@ def learn_kernel(
     is_elder = (parent[:, None] == parent[None, :]) & (node[None, :] < node[:, None])
     missed = tl.sum(tl.where(is_elder, tl.log(tl.maximum(1.0 - ratio, 1e-6))[None, :], 0.0), 1)
     own = tl.where(is_drafted, tl.log(tl.maximum(ratio, 1e-6)) + missed, 0.0)
-    strict = inside[:, None] & inside[None, :] & (node[:, None] != node[None, :])
-    is_above = tl.load(mask_ptr + batch * n * n + (node[:, None] * n + node[None, :]), strict, 0) != 0
-    above = tl.sum(tl.where(is_above, own[None, :], 0.0), 1)
+    above = _sum_above(mask_ptr + batch * n * n, own, n, NODES)
     counts = is_drafted & (tl.load(live_ptr + batch + node * 0, is_drafted, 0) != 0)
     number = node.to(tl.int64)
     if numbers_ptr is not None:
@@ -73,9 +80,7 @@ def level_kernel(
     is_drafted = parent >= 0
     ratio = tl.load(ratios_ptr + batch * stride_ratios_b + node, is_drafted, 1.0).to(tl.float32)
     has_elder = tl.sum(((parent[:, None] == parent[None, :]) & (node[None, :] < node[:, None])).to(tl.int32), 1) > 0
-    strict = inside[:, None] & inside[None, :] & (node[:, None] != node[None, :])
-    is_above = tl.load(mask_ptr + batch * n * n + (node[:, None] * n + node[None, :]), strict, 0) != 0
-    above = tl.sum(tl.where(is_above, tl.log(tl.maximum(ratio, 1e-6))[None, :], 0.0), 1)
+    above = _sum_above(mask_ptr + batch * n * n, tl.log(tl.maximum(ratio, 1e-6)), n, NODES)
     counts = is_drafted & ~has_elder & (tl.load(live_ptr + batch + node * 0, is_drafted, 0) != 0)
     made = tl.where(counts, tl.exp(above), 0.0)
     value = tl.load(values_ptr + batch * n + node, counts, 0.0)
