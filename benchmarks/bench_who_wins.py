@@ -168,6 +168,7 @@ class Block:
             begin = step * self.stride
             for kind, growth, run in zip(self.kinds, self.growths, self.runs, strict=True):
                 self._step(kind, growth, run, self.texts[:, begin], self.texts[:, begin + 1])
+                read_on(run, self.texts[:, begin + 1 : begin + self.stride])
             for model in (self.target, self.draft):
                 model.move(self.texts[:, begin : begin + self.stride])
         return {name: sums / self.num_steps for name, sums in self.sums.items()}
@@ -199,6 +200,14 @@ class Block:
         """Add one context's figures."""
         each = torch.stack([tau, tau * 0 + nodes, tau * 0 + calls], 1)
         self.sums[kind.key] = self.sums[kind.key] + each if kind.key in self.sums else each
+
+
+def read_on(run: DraftRun, tokens: Tensor) -> None:
+    """Let what a model's trees grow by read int64[batch, m] tokens that the texts go on by, besides the root."""
+    (drafting, *_) = getattr(run, "_runs", [run])
+    estimate = getattr(drafting, "_estimate", None)
+    if estimate is not None:
+        estimate.remember(tokens, None, torch.full((len(tokens),), tokens.shape[1], dtype=torch.int32))
 
 
 def right_nodes(tree: TokenTree, logits: Tensor) -> Tensor:

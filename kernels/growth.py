@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels.growth_kernels import choose_kernel, rank_kernel, table_kernel
-from stree.kernels.reference_growth import Level, RankFit, Ratings, Table, Terms
+from stree.kernels.reference_growth import NUM_PLACES, Level, Memory, RankFit, Ratings, Table, Terms, Words
 from stree.kernels.tiles import padded
 
 __all__ = ["choose", "choose_constants", "rate_by_rank", "rate_by_table"]
@@ -46,16 +46,24 @@ def choose_warps(slots: int, width: int) -> int:
     return 16 if width > 64 else 1 if slots <= 32 else 4
 
 
-def rate_by_rank(fit: RankFit, level: Level, reach: Tensor, probs: Tensor, norms: Tensor) -> Tensor:
+def rate_by_rank(
+    fit: RankFit, level: Level, memory: Memory, words: Words | None, reach: Tensor, probs: Tensor, norms: Tensor
+) -> Tensor:
     """Rate children known beforehand; see `stree.kernels.growth_door`."""
     probs = probs.contiguous()
     batch, above, ranks = probs.shape
     reach = reach if reach.stride(1) == 1 else reach.contiguous()
     value = torch.empty_like(probs)
+    children = tokens = parents = lead = None
+    strides, first = (0, 0), 0
+    if words is not None:
+        children, tokens, parents, lead = words.children.contiguous(), words.tokens, words.parents, words.lead
+        strides, first = (tokens.stride(0), parents.stride(0)), words.first
     with torch.cuda.device_of(probs):
         rank_kernel[(-(-above // NODES), batch)](
-            reach, probs, norms.contiguous(), fit.level, fit.by_confidence, fit.by_sharpness, level.shift, value,
-            above, ranks, reach.stride(0), NODES=NODES, num_warps=1, enable_fp_fusion=False,
+            reach, probs, norms.contiguous(), fit.level, fit.by_confidence, fit.by_sharpness, fit.by_text, level.shift,
+            memory.places, memory.last, children, tokens, parents, lead, value, above, ranks, len(fit.level), first,
+            reach.stride(0), *strides, NODES=NODES, NUM_PLACES=NUM_PLACES, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return value
 

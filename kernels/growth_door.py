@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels import reference_growth
-from stree.kernels.reference_growth import Level, RankFit, Ratings, Table, Terms
+from stree.kernels.reference_growth import Level, Memory, RankFit, Ratings, Table, Terms, Words
 from stree.kernels.topology import is_launched, reads_freely
 
 __all__ = [
@@ -25,11 +25,13 @@ __all__ = [
     "Columns",
     "Layout",
     "Level",
+    "Memory",
     "Proposed",
     "RankFit",
     "Ratings",
     "Table",
     "Terms",
+    "Words",
     "append",
     "begin",
     "choose",
@@ -174,12 +176,16 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
     return reference_growth.choose(value, left, below, terms)
 
 
-def rate_by_rank(fit: RankFit, level: Level, reach: Tensor, probs: Tensor, norms: Tensor) -> Tensor:
-    """Rate children known beforehand by log-odds of their rank; a younger sibling's rating is never the greater.
+def rate_by_rank(
+    fit: RankFit, level: Level, memory: Memory, words: Words | None, reach: Tensor, probs: Tensor, norms: Tensor
+) -> Tensor:
+    """Rate children known beforehand by log-odds of their rank; none is rated above the likeliest by the fit.
 
     Args:
         fit: the log-odds.
-        level: how much surer each sequence's eldest children are.
+        level: how much surer each sequence's likeliest children are.
+        memory: what each text holds.
+        words: tokens of the children and of what they stand behind; None: nothing is known of them.
         reach: float[batch, above], values of the nodes.
         probs: float[batch, above, ranks], draft probabilities of their children, 0 where there is none.
         norms: float[batch, above], Euclidean norms of the nodes' laws.
@@ -190,8 +196,8 @@ def rate_by_rank(fit: RankFit, level: Level, reach: Tensor, probs: Tensor, norms
     if _is_launched(probs):
         from stree.kernels import growth
 
-        return growth.rate_by_rank(fit, level, reach, probs, norms)
-    return reference_growth.rate_by_rank(fit, level, reach, probs, norms)
+        return growth.rate_by_rank(fit, level, memory, words, reach, probs, norms)
+    return reference_growth.rate_by_rank(fit, level, memory, words, reach, probs, norms)
 
 
 def rate_by_table(table: Table, reach: Tensor, probs: Tensor, norms: Tensor, is_chosen: Tensor | None) -> Ratings:

@@ -67,10 +67,28 @@ def choose_kernel(
     tl.store(taken_ptr + out + place, is_taken, place < width)
 
 
-@triton.jit(do_not_specialize=["above", "ranks", "stride_reach_b"])
+@triton.jit
+def place_of(number, NUM_PLACES: tl.constexpr):
+    """Give the place of a pair or a triple of tokens by its number, as reference_growth does."""
+    return (number ^ (number >> 17)) & (NUM_PLACES - 1)
+
+
+@triton.jit
+def _are_held(places_ptr, behind, before, child, inside, NUM_PLACES: tl.constexpr):
+    """Tell whether a text holds the pairs and the triples that children would make."""
+    number = behind * 0x1E3779B1 + child * 0x05EBCA77
+    pair = tl.load(places_ptr + place_of(number, NUM_PLACES), inside, 0) != 0
+    triple_ptr = places_ptr + NUM_PLACES + place_of(before * 0x27D4EB2F + number, NUM_PLACES)
+    return pair, tl.load(triple_ptr, inside & (before >= 0), 0) != 0
+
+
+@triton.jit(
+    do_not_specialize=["above", "ranks", "num_ranks", "first", "stride_reach_b", "stride_tokens_b", "stride_parents_b"]
+)
 def rank_kernel(
-    reach_ptr, probs_ptr, norms_ptr, level_ptr, confidence_ptr, sharpness_ptr, shift_ptr, value_ptr,
-    above, ranks, stride_reach_b, NODES: tl.constexpr,
+    reach_ptr, probs_ptr, norms_ptr, level_ptr, confidence_ptr, sharpness_ptr, text_ptr, shift_ptr,
+    places_ptr, last_ptr, children_ptr, tokens_ptr, parents_ptr, lead_ptr, value_ptr, above, ranks, num_ranks, first,
+    stride_reach_b, stride_tokens_b, stride_parents_b, NODES: tl.constexpr, NUM_PLACES: tl.constexpr,
 ):  # fmt: skip
     """Rate children known beforehand, sibling after sibling; grid (blocks of nodes, batch)."""
     batch = tl.program_id(1).to(tl.int64)
@@ -80,20 +98,49 @@ def rank_kernel(
     norm = tl.load(norms_ptr + batch * above + node, inside, 0.0)
     blunt = tl.log(tl.maximum(1 - norm * norm, 0.02))  # reference_growth.LEAST_BLUNT
     place = (batch * above + node) * ranks
-    least = tl.full((NODES,), 1.0, tl.float32)
-    shift = tl.load(shift_ptr + batch)
-    left = tl.full((NODES,), 1.0, tl.float32)
+    pairs, triples = tl.zeros((NODES,), tl.int32), tl.zeros((NODES,), tl.int32)  # children that make such
+    behind, before = tl.zeros((NODES,), tl.int64), tl.zeros((NODES,), tl.int64)
+    if children_ptr is not None:
+        places_ptr += batch * (2 * NUM_PLACES + 1)
+        column = node + first
+        if lead_ptr is not None:
+            column = (node * 0 + tl.load(lead_ptr + batch)).to(tl.int32)
+        behind = tl.load(tokens_ptr + batch * stride_tokens_b + column, inside, 0)
+        parent = tl.load(parents_ptr + batch * stride_parents_b + column, inside, -1)
+        before = tl.load(tokens_ptr + batch * stride_tokens_b + parent, inside & (parent >= 0), 0)
+        before = tl.where(parent >= 0, before, tl.load(last_ptr + batch * 2 + 1))
+        for rank in range(ranks):
+            is_there = inside & (tl.load(probs_ptr + place + rank, inside, 0.0) > 0)
+            child = tl.load(children_ptr + place + rank, is_there, 0)
+            pair, triple = _are_held(places_ptr, behind, before, child, is_there, NUM_PLACES)
+            pairs += pair.to(tl.int32)
+            triples += triple.to(tl.int32)
+    best = tl.full((NODES,), float("-inf"), tl.float32)
+    likeliest = tl.full((NODES,), -1, tl.int32)
     for rank in range(ranks):
         prob = tl.load(probs_ptr + place + rank, inside, 0.0)
         odds = tl.load(level_ptr + rank) + tl.load(confidence_ptr + rank) * tl.log(tl.maximum(prob, 1e-9))
         odds = odds - tl.load(sharpness_ptr + rank) * blunt
-        if rank == 0:
-            left = tl.div_rn(1.0 + tl.exp(odds), 1.0 + tl.exp(odds + shift))  # to the others, relative to the fit
-            chance = tl.div_rn(1.0, 1.0 + tl.exp(-odds - shift))
-        else:
-            chance = tl.div_rn(1.0, 1.0 + tl.exp(-odds)) * left
-        least = tl.minimum(least, chance)
-        tl.store(value_ptr + place + rank, reach * tl.where(prob > 0, least, 0.0), inside)
+        if children_ptr is not None:
+            child = tl.load(children_ptr + place + rank, inside & (prob > 0), 0)
+            pair, triple = _are_held(places_ptr, behind, before, child, inside & (prob > 0), NUM_PLACES)
+            odds += tl.where(pair, tl.load(text_ptr + rank), 0.0)
+            odds += tl.where(triple, tl.load(text_ptr + num_ranks + rank), 0.0)
+            odds += tl.where(pairs > pair.to(tl.int32), tl.load(text_ptr + 2 * num_ranks + rank), 0.0)
+            odds += tl.where(triples > triple.to(tl.int32), tl.load(text_ptr + 3 * num_ranks + rank), 0.0)
+        is_likelier = (prob > 0) & (odds > best)
+        best = tl.where(is_likelier, odds, best)
+        likeliest = tl.where(is_likelier, rank, likeliest)
+        tl.store(value_ptr + place + rank, odds, inside)  # read again below, by the same thread
+    surer = best + tl.load(shift_ptr + batch)
+    most = tl.div_rn(1.0, 1.0 + tl.exp(-surer))
+    left = tl.div_rn(1.0 + tl.exp(best), 1.0 + tl.exp(surer))  # by the likeliest to the others, relative to the fit
+    for rank in range(ranks):
+        prob = tl.load(probs_ptr + place + rank, inside, 0.0)
+        odds = tl.load(value_ptr + place + rank, inside, 0.0)
+        chance = tl.minimum(tl.div_rn(1.0, 1.0 + tl.exp(-odds)) * left, most)
+        chance = tl.where(rank == likeliest, most, chance)
+        tl.store(value_ptr + place + rank, reach * tl.where(prob > 0, chance, 0.0), inside)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The front door to what estimates learn from a verified tree: a table of acceptances, or the level of a text.
+"""The front door to what estimates learn from a verified tree: a table of acceptances, or a text's level and memory.
 
 On a GPU a level is one launch, a table one behind another that puts together what the layers left; elsewhere, in
 float64 and beyond MAX_NODES nodes it is `stree.kernels.reference_growth`, which is the specification.  For a table
@@ -18,19 +18,21 @@ import torch
 from torch import Tensor
 
 from stree.kernels import reference_growth
-from stree.kernels.reference_growth import Kept, Level, Table, Verdicts
+from stree.kernels.reference_growth import NUM_PLACES, Kept, Level, Memory, Table, Verdicts
 from stree.kernels.tiles import MAX_NODES, padded
 from stree.kernels.topology import is_launched
 
 __all__ = [
     "Kept",
     "Level",
+    "Memory",
     "Table",
     "Verdicts",
     "learn",
     "learn_constants",
     "learn_level",
     "learn_warps",
+    "remember",
 ]
 
 
@@ -72,7 +74,7 @@ def _learn_in_one(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> Non
 
 
 def learn_level(level: Level, values: Tensor, verdicts: Verdicts) -> None:
-    """Learn how much surer a text is than a fit, from the eldest children of the nodes that were accepted.
+    """Learn how much surer a text is than a fit, from the likeliest children of the nodes that were accepted.
 
     Each was right or it was not, which was expected with a chance.  The level goes a Newton step towards what makes all
     of the text's so far the likeliest, beside the weight that it began with.
@@ -80,7 +82,7 @@ def learn_level(level: Level, values: Tensor, verdicts: Verdicts) -> None:
     Args:
         level: changed in place.
         values: float[batch, n], of the tree's nodes, products of chances from the root on.
-        verdicts: on it; ``numbers`` are not read.  Of siblings the eldest is first.
+        verdicts: on it; ``numbers`` are not read.  Of siblings the likeliest is first.
     """
     if is_launched(values) and values.dtype == torch.float32 and values.shape[1] <= MAX_NODES:
         _learn_level_in_one(level, values, verdicts)
@@ -99,6 +101,28 @@ def _learn_level_in_one(level: Level, values: Tensor, verdicts: Verdicts) -> Non
         level_kernel[(batch,)](
             verdicts.parents.contiguous(), verdicts.mask.contiguous(), values.contiguous(), ratios, verdicts.is_live,
             level.shift, level.weight, n, ratios.stride(0), **constants, num_warps=learn_warps(constants["NODES"]),
+        )  # fmt: skip
+
+
+def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tensor) -> None:
+    """Read how the texts go on.
+
+    Args:
+        memory: written to.
+        tokens: int64[batch, n], of a tree, or of the texts themselves.
+        path: int32[batch, m], nodes from the root down, whose tokens are read; None: all tokens, in their order.
+        lengths: int32[batch], how many of them; 0 where a text stands still.
+    """
+    if path is None or not is_launched(tokens):
+        return reference_growth.remember(memory, tokens, path, lengths)
+    from stree.kernels.growth_learning_kernels import remember_kernel
+
+    tokens, path = (part if part.stride(1) == 1 else part.contiguous() for part in (tokens, path))
+    batch, m = path.shape
+    with torch.cuda.device_of(tokens):
+        remember_kernel[(batch,)](
+            tokens, path, lengths.contiguous(), memory.places, memory.last, m, tokens.stride(0), path.stride(0),
+            ENTRIES=padded(m), NUM_PLACES=NUM_PLACES, num_warps=1,
         )  # fmt: skip
 
 

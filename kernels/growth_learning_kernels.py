@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stree.kernels.growth_kernels import place_of
+
 
 @triton.jit
 def _sum_above(mask_ptr, number, n, NODES: tl.constexpr):
@@ -72,7 +74,7 @@ def level_kernel(
     parents_ptr, mask_ptr, values_ptr, ratios_ptr, live_ptr, shift_ptr, weight_ptr, n, stride_ratios_b,
     NODES: tl.constexpr,
 ):  # fmt: skip
-    """Learn a text's level from the eldest children of its accepted nodes; grid (batch)."""
+    """Learn a text's level from the likeliest children of its accepted nodes; grid (batch)."""
     batch = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     inside = node < n
@@ -90,3 +92,36 @@ def level_kernel(
     shift = tl.load(shift_ptr + batch) + tl.div_rn(tl.sum(made * (ratio - chance), 0), weight)
     tl.store(weight_ptr + batch, weight)
     tl.store(shift_ptr + batch, shift)
+
+
+@triton.jit(do_not_specialize=["m", "stride_tokens_b", "stride_path_b"])
+def remember_kernel(
+    tokens_ptr, path_ptr, lengths_ptr, places_ptr, last_ptr, m, stride_tokens_b, stride_path_b,
+    ENTRIES: tl.constexpr, NUM_PLACES: tl.constexpr,
+):  # fmt: skip
+    """Read how a text goes on; grid (batch)."""
+    batch = tl.program_id(0).to(tl.int64)
+    tokens_ptr += batch * stride_tokens_b
+    path_ptr += batch * stride_path_b
+    places_ptr += batch * (2 * NUM_PLACES + 1)
+    entry = tl.arange(0, ENTRIES)
+    length = tl.minimum(tl.load(lengths_ptr + batch), m)
+    older, last = tl.load(last_ptr + batch * 2), tl.load(last_ptr + batch * 2 + 1)
+    following = _word(tokens_ptr, path_ptr, entry, length, older, last)
+    token = _word(tokens_ptr, path_ptr, entry - 1, length, older, last)
+    before = _word(tokens_ptr, path_ptr, entry - 2, length, older, last)
+    number = token * 0x1E3779B1 + following * 0x05EBCA77
+    yes = tl.full((ENTRIES,), 1, tl.int1)
+    tl.store(places_ptr + place_of(number, NUM_PLACES), yes, (entry < length) & (token >= 0))
+    triple_ptr = places_ptr + NUM_PLACES + place_of(before * 0x27D4EB2F + number, NUM_PLACES)
+    tl.store(triple_ptr, yes, (entry < length) & (before >= 0))
+    end = tl.arange(0, 2)
+    tl.store(last_ptr + batch * 2 + end, _word(tokens_ptr, path_ptr, length - 2 + end, length, older, last), length > 0)
+
+
+@triton.jit
+def _word(tokens_ptr, path_ptr, entry, length, older, last):
+    """Give the token at an entry of a path; those before it are the last two of the text."""
+    node = tl.load(path_ptr + entry, (entry >= 0) & (entry < length), 0)
+    token = tl.load(tokens_ptr + node, (entry >= 0) & (entry < length), 0)
+    return tl.where(entry >= 0, token, tl.where(entry == -1, last, older))

@@ -15,20 +15,24 @@ from torch import Tensor
 __all__ = [
     "Kept",
     "Level",
+    "Memory",
     "RankFit",
     "Ratings",
     "Table",
     "Terms",
     "Verdicts",
+    "Words",
     "choose",
     "learn",
     "learn_level",
     "rate_by_rank",
     "rate_by_table",
+    "remember",
     "spent_before",
 ]
 
 MOST_WEIGHT = 12.0  # of what is known of a text's level: what it was long ago is forgotten
+NUM_PLACES = 1 << 18  # of the pairs of tokens that a text holds, and as many of its triples
 LEAST_BLUNT = 0.02  # of 1 - the sum of squares of a law; what is sharper counts as much
 
 
@@ -89,28 +93,65 @@ class RankFit:
 
     How sharp is -log(1 - the sum of squares): a law that is nearly one token leaves hardly a doubt.
 
+    What the text holds already tells more: whether the child would stand in it behind the same token, or two, as it
+    did before, and whether another child of its parent would.
+
     Attributes:
         level: float32[ranks].
         by_confidence: float32[ranks].
         by_sharpness: float32[ranks].
+        by_text: float32[4, ranks], where the text holds the child's pair, its triple, another's pair, another's triple.
     """
 
     level: Tensor
     by_confidence: Tensor
     by_sharpness: Tensor
+    by_text: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Level:
-    """How much surer each text is than a fit, learnt from its own eldest children; the others share what they leave.
+    """How much surer each text is than a fit, learnt from its likeliest children; their siblings share what they leave.
 
     Attributes:
-        shift: float32[batch], added to the log-odds of every eldest child.
+        shift: float32[batch], added to the log-odds of each node's likeliest child.
         weight: float32[batch], the information that it rests on, what counts as known beforehand included; positive.
     """
 
     shift: Tensor
     weight: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """Which pairs and triples of tokens each text holds, by their hashes: now and then another one has the same.
+
+    Attributes:
+        places: bool[batch, 2 * NUM_PLACES + 1], of pairs, of triples, and one for what is neither.
+        last: int64[batch, 2], the last two tokens that were read; -1 where there is none.
+    """
+
+    places: Tensor
+    last: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Words:
+    """The tokens of children, and where their parents stand in the tree that grows.
+
+    Attributes:
+        children: int64[batch, above, ranks].
+        tokens: int64[batch, columns].
+        parents: int32[batch, columns], -1 where the text goes on.
+        first: column of the first parent, the others behind it.
+        lead: int64[batch], column of the root where that is the only parent; else None.
+    """
+
+    children: Tensor
+    tokens: Tensor
+    parents: Tensor
+    first: int
+    lead: Tensor | None
 
 
 class Ratings(NamedTuple):
@@ -193,16 +234,23 @@ def _size_down_to(ordered: Tensor, below: Tensor) -> Tensor:
     return rank + 1 + (worth * (rank <= rank[:, None])).sum(-1)
 
 
-def rate_by_rank(fit: RankFit, level: Level, reach: Tensor, probs: Tensor, norms: Tensor) -> Tensor:
+def rate_by_rank(
+    fit: RankFit, level: Level, memory: Memory, words: Words | None, reach: Tensor, probs: Tensor, norms: Tensor
+) -> Tensor:
     """Rate children known beforehand; see `stree.kernels.growth_door`."""
     ranks = probs.shape[-1]
     odds = fit.level[:ranks] + fit.by_confidence[:ranks] * probs.clamp(min=1e-9).log()
     odds = odds - fit.by_sharpness[:ranks] * (1 - norms.square()[..., None]).clamp(min=LEAST_BLUNT).log()
-    eldest = odds[..., :1]
-    surer = eldest + level.shift[:, None, None]
-    left = (1 + eldest.exp()) / (1 + surer.exp())  # by the eldest to the others, relative to the fit
-    chance = torch.cat([surer.sigmoid(), odds[..., 1:].sigmoid() * left], -1)
-    return reach[..., None] * (chance.cummin(-1).values * (probs > 0))
+    if words is not None:
+        is_held = _are_held(memory, words) & (probs > 0)
+        others = is_held.sum(-1, keepdim=True) - is_held.long() > 0
+        odds = odds + (torch.cat([is_held, others]).to(odds.dtype) * fit.by_text[:, None, None, :ranks]).sum(0)
+    odds = odds.masked_fill(probs <= 0, -torch.inf)
+    best, place = odds.max(-1, keepdim=True)  # of equal ones the first
+    surer = best + level.shift[:, None, None]
+    left = (1 + best.exp()) / (1 + surer.exp())  # by the likeliest to the others, relative to the fit
+    chance = torch.minimum(odds.sigmoid() * left, surer.sigmoid()).scatter(-1, place, surer.sigmoid())
+    return reach[..., None] * (chance * (probs > 0))
 
 
 def rate_by_table(table: Table, reach: Tensor, probs: Tensor, norms: Tensor, is_chosen: Tensor | None) -> Ratings:
@@ -260,7 +308,7 @@ def learn(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> None:
 
 
 def learn_level(level: Level, values: Tensor, verdicts: Verdicts) -> None:
-    """Learn from the eldest children of the accepted nodes; see `stree.kernels.growth_learning`."""
+    """Learn from the likeliest children of the accepted nodes; see `stree.kernels.growth_learning`."""
     parents = verdicts.parents
     is_drafted = parents >= 0
     ratios = torch.where(is_drafted, verdicts.ratios, 1.0).to(values.dtype)
@@ -271,6 +319,45 @@ def learn_level(level: Level, values: Tensor, verdicts: Verdicts) -> None:
     chance = values / values.gather(1, parents.clamp(min=0).long()).clamp(min=1e-38)
     level.weight.add_((made * chance * (1 - chance)).sum(1)).clamp_(max=MOST_WEIGHT)
     level.shift.add_((made * (ratios - chance)).sum(1) / level.weight)
+
+
+def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tensor) -> None:
+    """Read how the texts go on; see `stree.kernels.growth_learning`."""
+    tokens = tokens if path is None else tokens.gather(1, path.clamp(min=0).long())
+    text = torch.cat([memory.last, tokens], 1)
+    before, token, following = text[:, :-2], text[:, 1:-1], text[:, 2:]
+    is_read = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    for index, is_there in ((_pair(token, following), token >= 0), (_triple(before, token, following), before >= 0)):
+        memory.places.scatter_(1, torch.where(is_read & is_there, index, 2 * NUM_PLACES), True)
+    memory.last.copy_(text.gather(1, lengths[:, None].long() + torch.arange(2, device=tokens.device)))
+
+
+def _are_held(memory: Memory, words: Words) -> Tensor:
+    """Tell whether a text holds the pairs and the triples that children would make: bool[2, batch, above, ranks]."""
+    batch, above, _ = words.children.shape
+    column = torch.arange(words.first, words.first + above, device=words.tokens.device).expand(batch, -1)
+    column = column if words.lead is None else words.lead[:, None]
+    token, parent = words.tokens.gather(1, column), words.parents.gather(1, column).long()
+    before = torch.where(parent < 0, memory.last[:, 1:], words.tokens.gather(1, parent.clamp(min=0)))
+    token, before = token[..., None], before[..., None]
+    index = torch.stack([_pair(token, words.children), _triple(before, token, words.children)])
+    is_held = memory.places.gather(1, index.movedim(1, 0).flatten(1)).view(batch, 2, above, -1).movedim(1, 0)
+    return is_held & torch.stack([token >= 0, before >= 0])
+
+
+def _pair(token: Tensor, following: Tensor) -> Tensor:
+    """Give the place of a pair of tokens; of negative ones, which are none, it means nothing."""
+    return _place(token * 0x1E3779B1 + following * 0x05EBCA77)
+
+
+def _triple(before: Tensor, token: Tensor, following: Tensor) -> Tensor:
+    """Give the place of a triple."""
+    return NUM_PLACES + _place(before * 0x27D4EB2F + token * 0x1E3779B1 + following * 0x05EBCA77)
+
+
+def _place(number: Tensor) -> Tensor:
+    """Mix a number's bits."""
+    return (number ^ (number >> 17)) & (NUM_PLACES - 1)
 
 
 def spent_before(probs: Tensor) -> Tensor:

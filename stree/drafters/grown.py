@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stree.drafters.offers import Offered
 from stree.growth import Layer, Plan
-from stree.kernels.growth_door import MAX_SLOTS, Chosen, Columns, Layout, Proposed, append, begin, cut, select
+from stree.kernels.growth_door import MAX_SLOTS, Chosen, Columns, Layout, Proposed, Words, append, begin, cut, select
 from stree.kernels.tiles import MAX_NODES
 from stree.kernels.topology import is_launched, reads_freely
 from stree.models.tree_lm import TreeLM
@@ -104,6 +104,11 @@ class GrownTree:
     def parents(self) -> Tensor:
         """Parents of the columns in use: int32[batch, size]."""
         return self._parents[:, : self.size]
+
+    def words(self, children: Tensor) -> Words:
+        """Say what int64[batch, above, ranks] children of the frontier would stand behind."""
+        lead = None if self._begin else self.lead
+        return Words(children, self._tokens, self._parents, self._begin + 1, lead)
 
     def add(self, layer: Layer, slots: Tensor, is_taken: Tensor, offered: Offered, value: Tensor) -> bool:
         """Append a layer below the frontier; its leaves wait for ``add_leaves``.

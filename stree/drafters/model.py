@@ -129,12 +129,7 @@ class _ModelRun:
             return self._propose_root(pending)
         self._root = self._extension = None
         plan = narrowed(growth.plan(budget))
-        base = growth.base if isinstance(growth, Limited) else growth
-        if base is not self._growth:
-            if self._growth is None or repr(base) != repr(self._growth):
-                self._estimate = base.estimate(len(self._leaf), self._leaf.device)
-                self.version += 1
-            self._growth = base
+        self._use(growth)
         self._begin()
         num_calls = self._catch_up()
         self._reserve(num_run(plan) + LEAD - 1)
@@ -154,6 +149,24 @@ class _ModelRun:
             most = plan.num_nodes if plan.is_heap else max((layer.ranks for layer in plan.layers), default=0)
             draft_laws = DraftLaws(laws, made.rows, made.kinds, most)
         return Draft(tree, draft_laws, depth, num_calls + grown.num_calls, made.values)
+
+    def _use(self, growth: Growth) -> None:
+        """Begin to estimate as a growth does, unless it is the one that is used."""
+        base = growth.base if isinstance(growth, Limited) else growth
+        if base is self._growth:
+            return
+        if self._growth is None or repr(base) != repr(self._growth):
+            self._estimate = base.estimate(len(self._leaf), self._leaf.device)
+            self._remember_prompts(range(len(self._prompts)))
+            self.version += 1
+        self._growth = base
+
+    def _remember_prompts(self, rows: Sequence[int]) -> None:
+        """Let the estimate read the prompts of some rows."""
+        prompts = [torch.tensor(prompt, dtype=torch.long) for prompt in self._prompts]
+        lengths = torch.tensor([len(prompt) if row in rows else 0 for row, prompt in enumerate(prompts)])
+        tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+        self._estimate.remember(tokens.to(self._leaf.device), None, lengths.to(self._leaf.device, torch.int32))
 
     def _propose_root(self, pending: Tensor) -> Draft:
         """Propose nothing and run nothing; the model catches up before it drafts again."""
@@ -186,7 +199,10 @@ class _ModelRun:
         """Commit the accepted nodes that were run; keep an accepted leaf that was not for the next call."""
         if self._root is not None:
             return self._observe_root(acceptance)
-        made, own = self._made, self._own_part(acceptance)
+        made = self._made
+        tokens = made.proposal.tree.tokens if self._extension is None else self._extension[1]
+        self._estimate.remember(tokens, acceptance.path, acceptance.path_lengths)
+        own = self._own_part(acceptance)
         n = made.proposal.tree.tokens.shape[1]
         if acceptance.ratios is None:  # whoever matches keeps no log
             ratios, is_live = path_on_nodes(own.path, own.path_lengths, n)
@@ -205,6 +221,8 @@ class _ModelRun:
         tokens = root[:, None]
         if self._extension is not None:
             (_, tokens), self._extension = self._extension, None
+        if self._growth is not None:
+            self._estimate.remember(tokens, path, acceptance.path_lengths)
         self._waiting.put(tokens.gather(1, path.clamp(min=0).long()), lengths, self._max_length)
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
@@ -217,6 +235,7 @@ class _ModelRun:
         self._has_leaf[row] = False
         if self._growth is not None:
             self._estimate.forget(row)
+            self._remember_prompts([row])
         self._waiting.forget(row)
 
     def _own_part(self, acceptance: Acceptance) -> Acceptance:
@@ -266,6 +285,8 @@ class _ModelRun:
 
     def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
         """Make room once for texts of ``max_length`` tokens and trees of a budget: no later step has to."""
+        if growth is not None:
+            self._use(growth)
         if budget > 1:
             self._largest = narrowed((ModelDrafter.default_growth if growth is None else growth).plan(budget))
         if max_length != self._max_length:
@@ -278,9 +299,10 @@ class _ModelRun:
     def restart(self, prompts: Sequence[Sequence[int]]) -> None:
         """Begin as many other texts; those that run already keep their memory."""
         self._prompts = list(prompts)
-        for row in range(len(prompts)):
-            if self._growth is not None:
+        if self._growth is not None:
+            for row in range(len(prompts)):
                 self._estimate.forget(row)
+            self._remember_prompts(range(len(prompts)))
         self._has_leaf.zero_()
         self._waiting.clear()
         self._root, self._extension = None, None
@@ -371,7 +393,8 @@ class _ModelRun:
             offered = offer(law, grown.frontier_number, layer.ranks)
             if offered.is_chosen is not None:
                 norms = None  # the laws are left without their favourites
-            priority, value = estimate.rate(reach, offered.probs, law, offered.is_chosen, norms)
+            words = grown.words(offered.tokens)
+            priority, value = estimate.rate(reach, offered.probs, law, offered.is_chosen, norms, words)
             left, layers_left = None if plan.is_pruned else grown.left, len(plan.layers) - depth
             slots, is_taken = choose_slots(
                 layer, priority.flatten(1), left, plan.threshold, layers_left, in_order=offered.is_chosen is not None

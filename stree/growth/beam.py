@@ -10,6 +10,7 @@ from torch import Tensor
 from stree.counts import check_sizes
 from stree.growth.estimates import DraftEstimate, Estimate, PathEstimate, spent_before
 from stree.growth.plan import Bound, Layer, Plan
+from stree.kernels.growth_door import Words
 from stree.sampling import MAX_RANKS, Random
 
 __all__ = ["RSDS"]
@@ -76,7 +77,13 @@ class _Race(DraftEstimate):
         self._times = torch.ones_like(numbers[:, :1, 0])
 
     def rate(
-        self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None, norms: Tensor | None = None
+        self,
+        reach: Tensor,
+        probs: Tensor,
+        law: Tensor,
+        is_chosen: Tensor | None = None,
+        norms: Tensor | None = None,
+        words: Words | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Rate a slot by when its child arrives, whoever it is."""
         above, ranks = probs.shape[1:]

@@ -15,6 +15,7 @@ from stree.growth.plan import Bound, Layer, Plan
 __all__ = ["Calibrated"]
 
 MOST_RANKS = 6
+GREEDY_RANKS = 8
 ROOT_RANKS = 12
 MOST_DEPTH = 6
 # Acceptance by sibling rank, the elder ones refused: the bundled pair at temperatures 0.6 to 1, 48 prompts.
@@ -32,12 +33,12 @@ class Calibrated(Bound):
     lasts if all that typically grows below them and is worth as much is taken, too: a tree whose first slots are good
     grows deep, another wide.  At temperature 0 the nodes of the greatest value are kept, the product of the chances
     that draft tokens of such ranks and probabilities are the target's own; how much surer a text is than texts at large
-    is learnt from what it accepts.
+    is learnt from what it accepts, and what it says already, behind the same token or two, counts for more.
 
     Args:
         depth: most draft calls; None for 4, and 6 where the budget is above 16 (the README beside this file says why).
-        ranks: most children of a node; None for 4, and 6 where the budget is above 32, but for the root where children
-            are drawn: 12, as every step tests the root's first.
+        ranks: most children of a node; None for 8 without chance; where they are drawn for 4, and 6 where the budget is
+            above 32, but for the root: 12, as every step tests the root's first.
         has_favourite: whether a token that the draft gives 0.3 or more is chosen without chance, its siblings drawn
             from the rest and tested before it (greedy draft sampling, arXiv 2502.18779).  Recursive rejection accepts
             more of such children; traversal hardly does (the README beside this file has figures).
@@ -57,9 +58,9 @@ class Calibrated(Bound):
     def plan(self, budget: int) -> Plan:
         """Lay out the widest tree that the budget allows."""
         nodes = budget - 1
-        ranks = min(self.ranks or (MOST_RANKS if budget > 32 else 4), nodes)
-        depth = self.depth or (MOST_DEPTH if budget > 16 else 4)
         greedy = self.sampling.is_greedy
+        ranks = min(self.ranks or (GREEDY_RANKS if greedy else MOST_RANKS if budget > 32 else 4), nodes)
+        depth = self.depth or (MOST_DEPTH if budget > 16 else 4)
         offered = ranks if greedy or self.ranks else min(ROOT_RANKS, nodes)  # by the root, then by every other node
         layers: list[Layer] = []
         above = 1
@@ -73,7 +74,7 @@ class Calibrated(Bound):
     def estimate(self, batch: int, device: torch.device) -> Estimate:
         """Begin to learn."""
         if self.sampling.is_greedy:
-            return RankEstimate(batch, self.ranks or MOST_RANKS, device)
+            return RankEstimate(batch, self.ranks or GREEDY_RANKS, device)
         return Calibration(batch, self.ranks or ROOT_RANKS, device, self.sampling.temperature)
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from stree.kernels.growth_door import RankFit, Table, rate_by_rank, rate_by_table
-from stree.kernels.growth_learning import Kept, Level, Verdicts, learn, learn_level
-from stree.kernels.reference_growth import spent_before
+from stree.kernels.growth_door import RankFit, Table, Words, rate_by_rank, rate_by_table
+from stree.kernels.growth_learning import Kept, Level, Memory, Verdicts, learn, learn_level, remember
+from stree.kernels.reference_growth import NUM_PLACES, spent_before
 from stree.sampling import Random
 from stree.tree import TokenTree
 
@@ -50,10 +50,20 @@ AFTER_BESIDE = (
     (0.03, -1.24, 0.15), (-0.21, 1.15, 0.6), (-0.84, 0.23, 0.25), (0.05, -0.43, 0.58), (-0.89, -0.09, 0.26),
     (-0.64, -0.25, 0.73),
 )  # fmt: skip
-# The same prompts without chance: log-odds that the draft's token of a rank is the target's own (level, slopes by log
-# q of the token and by -log(1 - the sum of q^2)).  A small draft is right more often than it is sure.
 LEVEL_WEIGHT = 2.0  # of what is known of a text beforehand: as much as eight tests of even chance tell
-CERTAIN = ((1.23, 0.83, 2.15), (1.31, 0.96, -3.34), (0.63, 0.97, -4.87), (1.36, 1.33, -2.1), (-0.87, 0.73, -1.51))
+# Texts of 96 tokens without chance, on prompts 33-48 and 81-112: log-odds that the draft's token of a rank is the
+# target's own (level, slopes by log q of the token and by -log(1 - the sum of q^2), and where the text holds the pair
+# that it would make, its triple, another child's pair, another's triple).
+CERTAIN = (
+    (1.06, 0.9, 1.62, 0.86, 3.06, -0.33, -2.44),
+    (0.49, 0.88, -1.92, 1.15, 2.91, -0.48, -2.17),
+    (-0.81, 0.61, -3.56, 2.34, 2.32, -0.34, -2.29),
+    (-0.8, 0.76, -2.2, 2.74, 2.52, -1.18, -1.45),
+    (-2.14, 0.49, -1.11, 2.37, 2.79, -0.91, -1.25),
+    (-3.86, 0.12, -2.06, 2.57, 3.01, -0.06, -2.63),
+    (-2.1, 0.61, -1.26, 1.47, 4.21, -0.49, -2.31),
+    (-2.09, 0.63, -3.95, 3.63, 2.4, 0.24, -2.99),
+)
 SHARPNESS_EDGES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
 CONFIDENCE_EDGES = (0.003, 0.01, 0.03, 0.1, 0.3, 0.6, 0.9)
 Notes = Sequence[Kept | None]  # of nodes that were kept, layer by layer
@@ -90,7 +100,13 @@ class Estimate(Protocol):
         ...
 
     def rate(
-        self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None, norms: Tensor | None = None
+        self,
+        reach: Tensor,
+        probs: Tensor,
+        law: Tensor,
+        is_chosen: Tensor | None = None,
+        norms: Tensor | None = None,
+        words: Words | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Rate the slots below a layer.
 
@@ -101,6 +117,7 @@ class Estimate(Protocol):
             is_chosen: bool[batch, above, ranks], children chosen without chance beside drawn ones; None for none.
             norms: float[batch, above], Euclidean norms of ``law`` where they are known; None: whoever needs them
                 computes them.
+            words: tokens of the children and of what they stand behind; None: nothing is known of them.
 
         Returns:
             float[batch, above, ranks] twice: priorities of the slots, which never grow from drawn sibling to drawn
@@ -136,6 +153,16 @@ class Estimate(Protocol):
         """Forget what was learnt of a sequence: another takes its place."""
         ...
 
+    def remember(self, tokens: Tensor, path: Tensor | None, lengths: Tensor) -> None:
+        """Read how the texts go on, or begin.
+
+        Args:
+            tokens: int64[batch, n], of a tree; or of the texts.
+            path: int32[batch, m], its nodes whose tokens are read; None: all tokens, in their order.
+            lengths: int32[batch], how many of them; 0 where nothing is read.
+        """
+        ...
+
     def learn(self, proposal: Proposal, ratios: Tensor, is_live: Tensor) -> None:
         """Learn from the fate of the nodes kept.
 
@@ -158,7 +185,13 @@ class PathEstimate:
         """Draw anyway."""
 
     def rate(
-        self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None, norms: Tensor | None = None
+        self,
+        reach: Tensor,
+        probs: Tensor,
+        law: Tensor,
+        is_chosen: Tensor | None = None,
+        norms: Tensor | None = None,
+        words: Words | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Rate a slot by its child's path probability."""
         value = reach[..., None] * probs
@@ -174,6 +207,9 @@ class PathEstimate:
     def forget(self, row: int) -> None:
         """Do nothing: nothing was learnt."""
 
+    def remember(self, tokens: Tensor, path: Tensor | None, lengths: Tensor) -> None:
+        """Do nothing: texts do not matter."""
+
     def learn(self, proposal: Proposal, ratios: Tensor, is_live: Tensor) -> None:
         """Learn nothing."""
 
@@ -181,7 +217,8 @@ class PathEstimate:
 class RankEstimate(PathEstimate):
     """Children known beforehand: how often the draft's token of such a rank and probability is the target's own.
 
-    The fit is that of texts at large; how much surer the eldest children of this one are is learnt from it.
+    The fit is that of texts at large; how much surer the likeliest children of this one are is learnt from it.  Texts
+    repeat themselves: what was said behind the same token, or the same two, is likelier to be said again.
 
     Args:
         batch: sequences; none learns from another.
@@ -191,27 +228,44 @@ class RankEstimate(PathEstimate):
 
     def __init__(self, batch: int, ranks: int, device: torch.device) -> None:
         fits = [CERTAIN[min(rank, len(CERTAIN) - 1)] for rank in range(ranks)]
-        columns = torch.tensor(fits, dtype=torch.float32, device=device).unbind(1)
-        self._fit = RankFit(*(column.contiguous() for column in columns))
+        columns = torch.tensor(fits, dtype=torch.float32, device=device).T.contiguous()
+        self._fit = RankFit(columns[0], columns[1], columns[2], columns[3:])
+        self._memory = Memory(
+            torch.zeros(batch, 2 * NUM_PLACES + 1, dtype=torch.bool, device=device),
+            torch.full((batch, 2), -1, dtype=torch.long, device=device),
+        )
         self._level = Level(
             torch.zeros(batch, dtype=torch.float32, device=device),
             torch.full((batch,), LEVEL_WEIGHT, dtype=torch.float32, device=device),
         )
 
     def rate(
-        self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None, norms: Tensor | None = None
+        self,
+        reach: Tensor,
+        probs: Tensor,
+        law: Tensor,
+        is_chosen: Tensor | None = None,
+        norms: Tensor | None = None,
+        words: Words | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Rate a slot by the product of its path's chances; a younger sibling's is never the greater."""
-        value = rate_by_rank(self._fit, self._level, reach, probs, _norms_of(law) if norms is None else norms)
+        """Rate a slot by the product of its path's chances."""
+        norms = _norms_of(law) if norms is None else norms
+        value = rate_by_rank(self._fit, self._level, self._memory, words, reach, probs, norms)
         return value, value
 
     def forget(self, row: int) -> None:
-        """Give a sequence the level of one that begins."""
+        """Give a sequence the level of one that begins, and nothing to remember."""
         self._level.shift[row] = 0
         self._level.weight[row] = LEVEL_WEIGHT
+        self._memory.places[row] = False
+        self._memory.last[row] = -1
+
+    def remember(self, tokens: Tensor, path: Tensor | None, lengths: Tensor) -> None:
+        """Note the pairs and triples of tokens that the texts hold."""
+        remember(self._memory, tokens, path, lengths)
 
     def learn(self, proposal: Proposal, ratios: Tensor, is_live: Tensor) -> None:
-        """Move each text's level to where its own eldest children put it."""
+        """Move each text's level to where its own likeliest children put it."""
         learn_level(self._level, proposal.values, _verdicts(proposal, ratios, is_live))
 
 
@@ -219,7 +273,13 @@ class DraftEstimate(PathEstimate):
     """Drawn children: a test accepts with the draft's own probability (DySpec)."""
 
     def rate(
-        self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None, norms: Tensor | None = None
+        self,
+        reach: Tensor,
+        probs: Tensor,
+        law: Tensor,
+        is_chosen: Tensor | None = None,
+        norms: Tensor | None = None,
+        words: Words | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Rate a slot by the probability that verification gets as far as testing it."""
         # Summed before the own probability: no rounding may let a slot depend on its token or pass its elder.
@@ -270,7 +330,13 @@ class Calibration:
         """Draw anyway."""
 
     def rate(
-        self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None, norms: Tensor | None = None
+        self,
+        reach: Tensor,
+        probs: Tensor,
+        law: Tensor,
+        is_chosen: Tensor | None = None,
+        norms: Tensor | None = None,
+        words: Words | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Rate a slot by the probability that its child is accepted, over whatever token is drawn."""
         norms = _norms_of(law) if norms is None else norms
@@ -285,6 +351,9 @@ class Calibration:
         """Give a sequence the tables of one that begins."""
         self._tests[row] = PRIOR_TESTS
         self._passed[row] = self._prior
+
+    def remember(self, tokens: Tensor, path: Tensor | None, lengths: Tensor) -> None:
+        """Do nothing: what is drawn is not looked up."""
 
     def note(self, slots: Tensor) -> Kept:
         """Note the cells of new nodes."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stree.growth.estimates import Estimate, Proposal
 from stree.growth.plan import Plan, Wrapped
+from stree.kernels.growth_door import Words
 from stree.kernels.growth_learning import Kept
 from stree.sampling import Random
 
@@ -72,10 +73,16 @@ class Stopped:
         return base if own is None else own if base is None else base & own
 
     def rate(
-        self, reach: Tensor, probs: Tensor, law: Tensor, is_chosen: Tensor | None = None, norms: Tensor | None = None
+        self,
+        reach: Tensor,
+        probs: Tensor,
+        law: Tensor,
+        is_chosen: Tensor | None = None,
+        norms: Tensor | None = None,
+        words: Words | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Rate slots as the base does."""
-        return self._base.rate(reach, probs, law, is_chosen, norms)
+        return self._base.rate(reach, probs, law, is_chosen, norms, words)
 
     def goes_on(self, values: Tensor) -> Tensor | None:
         """Ask both."""
@@ -86,6 +93,10 @@ class Stopped:
     def note(self, slots: Tensor) -> Kept | None:
         """Note what the base does."""
         return self._base.note(slots)
+
+    def remember(self, tokens: Tensor, path: Tensor | None, lengths: Tensor) -> None:
+        """Tell the base."""
+        self._base.remember(tokens, path, lengths)
 
     def forget(self, row: int) -> None:
         """Tell the base."""
