@@ -15,7 +15,9 @@ from stree.kernels.growth_columns import append_constants, begin_constants, cut_
 from stree.kernels.growth_columns_kernels import append_kernel, begin_kernel, cut_kernel, select_kernel
 from stree.kernels.growth_kernels import choose_kernel, rank_kernel, table_kernel
 from stree.kernels.growth_learning import learn_constants, learn_warps
-from stree.kernels.growth_learning_kernels import learn_kernel, level_kernel
+from stree.kernels.growth_learning_kernels import learn_kernel, level_kernel, remember_kernel
+from stree.kernels.reference_growth import NUM_PLACES
+from stree.kernels.tiles import padded
 
 RANKS = {"4 children a node": 4, "6 children a node": 6}
 POINTERS = {
@@ -56,7 +58,9 @@ def table_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
 
 def rank_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
     """Describe the ratings by rank; any number of nodes takes the same build."""
-    return _build(rank_kernel, {"NODES": growth.NODES}, growth.NODES, 1)
+    build = _build(rank_kernel, {"NODES": growth.NODES, "NUM_PLACES": NUM_PLACES}, growth.NODES, 1)
+    pointers = {"text_ptr": "*fp32", "places_ptr": "*i1", "last_ptr": "*i64", "children_ptr": "*i64"}
+    return replace(build, pointers=build.pointers | pointers)
 
 
 def append_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
@@ -107,6 +111,14 @@ def level_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
     return replace(build, pointers=pointers, integers=dict.fromkeys(("n", "stride_ratios_b"), 1))
 
 
+def remember_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
+    """Describe how a text is read along a path of n nodes."""
+    pointers = dict.fromkeys(("tokens_ptr", "last_ptr"), "*i64") | dict.fromkeys(("path_ptr", "lengths_ptr"), "*i32")
+    integers = dict.fromkeys(("m", "stride_tokens_b", "stride_path_b"), 1)
+    constants = {"ENTRIES": padded(n), "NUM_PLACES": NUM_PLACES}
+    return Build(remember_kernel, constants, pointers | {"places_ptr": "*i1"}, integers, Launch(padded(n), 1))
+
+
 BUILDERS: dict[str, tuple[Callable[[Any, int, torch.dtype], Build], Mapping[str, Any]]] = {
     "growth_choose": (choose_build, RANKS),
     "growth_rate_by_table": (table_build, RANKS),
@@ -116,5 +128,6 @@ BUILDERS: dict[str, tuple[Callable[[Any, int, torch.dtype], Build], Mapping[str,
     "growth_select": (select_build, RANKS),
     "growth_cut": (cut_build, RANKS),
     "growth_learn": (learn_build, RANKS),
+    "growth_remember": (remember_build, {"any number of children": 0}),
     "growth_learn_level": (level_build, {"any number of children": 0}),
 }

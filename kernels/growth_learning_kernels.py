@@ -116,7 +116,8 @@ def remember_kernel(
     triple_ptr = places_ptr + NUM_PLACES + place_of(before * 0x27D4EB2F + number, NUM_PLACES)
     tl.store(triple_ptr, yes, (entry < length) & (before >= 0))
     end = tl.arange(0, 2)
-    tl.store(last_ptr + batch * 2 + end, _word(tokens_ptr, path_ptr, length - 2 + end, length, older, last), length > 0)
+    word = _word(tokens_ptr, path_ptr, length - 2 + end, length, older, last)
+    tl.store(last_ptr + batch * 2 + end, word, (end >= 0) & (length > 0))
 
 
 @triton.jit

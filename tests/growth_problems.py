@@ -13,7 +13,8 @@ from stree.drafters.offers import Offered
 from stree.growth import Layer, Plan
 from stree.growth.calibrated import typical_values
 from stree.growth.estimates import Calibration
-from stree.kernels.growth_door import Table
+from stree.kernels.growth_door import Memory, Table
+from stree.kernels.reference_growth import NUM_PLACES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KINDS = ("random", "ties", "zeros", "few", "tiny")
@@ -146,3 +147,9 @@ def grown_tree(name: str, batch: int, seed: int, *, has_favourites: bool) -> Gro
         forest.grown.add(layer, *forest.given(layer))
     forest.grown.add_leaves()
     return forest.grown
+
+
+def empty_memory(batch: int, device: torch.device) -> Memory:
+    """Make the memory of texts that have not begun."""
+    places = torch.zeros(batch, 2 * NUM_PLACES + 1, dtype=torch.bool, device=device)
+    return Memory(places, torch.full((batch, 2), -1, device=device))

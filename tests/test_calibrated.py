@@ -29,6 +29,7 @@ from stree.growth.estimates import (
     SHARPNESS_EDGES,
     Calibration,
 )
+from stree.kernels.growth_door import Words
 from stree.sampling import Draws, Sampling
 from stree.tree import TokenTree
 from stree.verify import DELTA, SAMPLED, Acceptance
@@ -61,14 +62,13 @@ def test_at_temperature_0_the_tree_is_that_of_the_greatest_chances(budget: int) 
 
     def visit(path: tuple[int, ...], value: float) -> None:
         row = probs[path[-1] if path else 0]
-        least = 1.0
-        for rank, token in enumerate(row.argsort(descending=True)[:4].tolist()):
-            level, by_confidence, by_sharpness = CERTAIN[rank]
+        for rank, token in enumerate(row.argsort(descending=True)[: budget - 1].tolist()):
+            level, by_confidence, by_sharpness, *_ = CERTAIN[rank]
             odds = level + by_confidence * math.log(row[token]) - by_sharpness * math.log(1 - float((row * row).sum()))
-            least = min(least, 1 / (1 + math.exp(-odds)))
-            values[(*path, token)] = value * least
+            chance = 1 / (1 + math.exp(-odds))
+            values[(*path, token)] = value * chance
             if len(path) < 2:
-                visit((*path, token), value * least)
+                visit((*path, token), value * chance)
 
     visit((), 1.0)
     assert draft.values is not None
@@ -80,7 +80,7 @@ def test_at_temperature_0_the_tree_is_that_of_the_greatest_chances(budget: int) 
 def test_drawn_trees_may_have_a_wider_root_and_others_not() -> None:
     drawn, chosen = (Calibrated().bind(sampling).plan(64) for sampling in (PLAIN, Sampling()))
     assert [layer.ranks for layer in drawn.layers] == [12, 6, 6, 6, 6, 6]
-    assert [layer.ranks for layer in chosen.layers] == [6] * 6
+    assert [layer.ranks for layer in chosen.layers] == [8] * 6
     assert [layer.ranks for layer in Calibrated().bind(PLAIN).plan(16).layers] == [12, 4, 4, 4]
     assert [layer.ranks for layer in Calibrated(2, ranks=3).bind(PLAIN).plan(16).layers] == [3, 3]
     assert [layer.ranks for layer in Calibrated(2, ranks=10**9).bind(PLAIN).plan(8).layers] == [7, 7]
@@ -409,6 +409,64 @@ def test_at_temperature_0_the_eldest_is_believed_as_the_text_goes_and_the_others
     assert torch.equal(again[0], expected[0]), "as a text that begins"
 
 
+def test_at_temperature_0_what_a_text_says_already_counts_for_more_whoever_says_it() -> None:
+    law = torch.tensor([0.3, 0.3, 0.2, 0.2]).expand(3, 1, 4)
+    estimate = Calibrated().bind(Sampling()).estimate(3, CPU)
+    # Of three texts, which end in 9 7, the first says 9 7 2, the second 8 7 2, the third neither.
+    texts = torch.tensor([[9, 7, 2, 4, 9], [8, 7, 2, 4, 9], [9, 1, 2, 4, 9]])
+    estimate.remember(texts, None, torch.tensor([5, 5, 5], dtype=torch.int32))
+    root = torch.zeros(3, dtype=torch.long)
+    words = Words(torch.tensor([[[1, 2, 3]]] * 3), torch.tensor([[7, 0]] * 3), -torch.ones(3, 2).int(), 1, root)
+    found = estimate.rate(torch.ones(3, 1), law[..., :3], law, words=words)[0][:, 0]
+    for row, held in enumerate(([1, 1], [1, 0], [0, 0])):
+        for rank in range(3):
+            level, by_confidence, by_sharpness, *by_text = CERTAIN[rank]
+            says = [*held, 0, 0] if rank == 1 else [0, 0, *held]
+            odds = level + by_confidence * math.log(law[0, 0, rank]) - by_sharpness * math.log(1 - 0.26)
+            odds += sum(slope * is_said for slope, is_said in zip(by_text, says, strict=True))
+            assert float(found[row, rank]) == pytest.approx(1 / (1 + math.exp(-odds)), rel=1e-5), (row, rank)
+    assert found[0].argmax() == 1 and found[2].argmax() == 0
+    estimate.forget(0)
+    assert torch.equal(estimate.rate(torch.ones(3, 1), law[..., :3], law, words=words)[0][0, 0], found[2])
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_greedy_run_remembers_prompts_and_what_was_accepted_whatever_the_budget(is_fused: bool) -> None:
+    law, growth = TableLaw.random(9, 1), Calibrated(depth=2).bind(Sampling())
+    run: Any = ModelDrafter(TableLM(law).as_lm()).start(9, [[1, 2, 3], [4]], random_rows(2))
+    texts, pending = [[1, 2, 3], [4]], torch.tensor([5, 6])
+    for step, budget in enumerate((4, 1, 1, 6, 4)):
+        draft = run.propose(pending, growth, budget)
+        tree = draft.tree
+        if is_fused:  # others append a chain below the root
+            tokens = torch.cat([tree.tokens, torch.tensor([[7, 8]] * 2)], 1)
+            below = torch.tensor([[0, tree.tokens.shape[1]]] * 2, dtype=torch.int32)
+            tree = TokenTree(tokens, torch.cat([tree.parents, below], 1))
+            run.extend(tree)
+        n = tree.tokens.shape[1]
+        path = torch.tensor([[0, n - 2, n - 1] if is_fused else [0, min(1, n - 1), -1], [0, -1, -1]], dtype=torch.int32)
+        lengths = torch.tensor([3 if is_fused else min(2, n), step % 2], dtype=torch.int32)
+        for row, length in enumerate(lengths.tolist()):
+            texts[row] += tree.tokens[row, path[row, :length].long()].tolist()
+        pending = torch.where(lengths > 0, (pending + 1) % 9, pending)
+        run.observe(Acceptance(path, lengths, pending))
+        check_memory(run, texts)
+    run.admit(1, [2, 2, 7])
+    check_memory(run, [texts[0], [2, 2, 7]])
+    run.restart([[8, 1], [3]])
+    check_memory(run, [[8, 1], [3]])
+
+
+def check_memory(run: Any, texts: list[list[int]]) -> None:
+    """Compare what an estimate remembers with whole texts that are read at once."""
+    fresh = Calibrated().bind(Sampling()).estimate(len(texts), CPU)
+    size = max(len(text) for text in texts)
+    tokens = torch.tensor([text + [0] * (size - len(text)) for text in texts])
+    fresh.remember(tokens, None, torch.tensor([len(text) for text in texts], dtype=torch.int32))
+    one, other = run._estimate._memory, getattr(fresh, "_memory")  # noqa: B009
+    assert torch.equal(one.places[:, :-1], other.places[:, :-1]) and torch.equal(one.last, other.last)
+
+
 def test_a_greedy_run_learns_from_its_paths_and_its_growth_does_not() -> None:
     law, growth = TableLaw.random(5, 1), Calibrated(depth=2).bind(Sampling())
     run = ModelDrafter(TableLM(law).as_lm()).start(5, [[0], [0]], random_rows(2))
@@ -449,8 +507,9 @@ def test_it_is_the_default_of_a_model_drafter_and_has_a_name() -> None:
 
 
 def test_large_budgets_offer_more_children() -> None:
-    assert [layer.ranks for layer in Calibrated(depth=2).plan(32).layers] == [4, 4]
-    assert [layer.ranks for layer in Calibrated(depth=2).plan(33).layers] == [6, 6]
+    assert [layer.ranks for layer in Calibrated(depth=2).bind(PLAIN).plan(32).layers] == [12, 4]
+    assert [layer.ranks for layer in Calibrated(depth=2).bind(PLAIN).plan(33).layers] == [12, 6]
+    assert [layer.ranks for layer in Calibrated(depth=2).plan(33).layers] == [8, 8]
     assert [layer.ranks for layer in Calibrated(depth=2, ranks=3).plan(33).layers] == [3, 3]
 
 

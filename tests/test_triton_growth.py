@@ -10,7 +10,18 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from growth_problems import DEVICE, KINDS, LAYERS, SIZES, Children, grown_tree, relative_values, some_table, some_values
+from growth_problems import (
+    DEVICE,
+    KINDS,
+    LAYERS,
+    SIZES,
+    Children,
+    empty_memory,
+    grown_tree,
+    relative_values,
+    some_table,
+    some_values,
+)
 from launch_keys import launch_keys
 from torch import Tensor
 
@@ -19,7 +30,7 @@ pytest.importorskip("triton")
 from stree.growth.estimates import RankEstimate
 from stree.kernels import growth as kernels
 from stree.kernels import growth_door, reference_growth, topology
-from stree.kernels.growth_door import Level, RankFit, Terms
+from stree.kernels.growth_door import Level, Memory, RankFit, Terms, Words
 
 ROUNDING = 1e-5, 1e-7  # relative and absolute: a logarithm and an exponential of float32 differ in their last bits
 
@@ -102,14 +113,50 @@ def test_a_number_at_an_edge_of_the_table_falls_below_it(edge: str) -> None:
 def test_ratings_by_rank_are_those_of_torch(batch: int, above: int, ranks: int) -> None:
     fit = RankEstimate(batch, max(ranks, 6), DEVICE)._fit
     fits = [fit, RankFit(*(-getattr(fit, field.name) for field in fields(fit)))]  # under which younger ones are surer
-    for seed, fit in enumerate(fits):
+    for seed, fit in enumerate(fits * 2):
         children = Children.draw(batch, above, ranks, seed, has_favourites=False)
         shift = torch.linspace(-3, 4, batch, device=DEVICE) * seed  # none at first
         level = Level(shift, torch.ones_like(shift))
-        operands = fit, level, children.reach, children.probs.sort(-1, descending=True).values, children.norms
+        memory, words = said(batch, above, ranks, seed)
+        operands = (
+            fit, level, memory, words if seed > 1 else None, children.reach,
+            children.probs.sort(-1, descending=True).values, children.norms,
+        )  # fmt: skip
         expected, found = reference_growth.rate_by_rank(*operands), kernels.rate_by_rank(*operands)
         assert torch.allclose(found, expected, *ROUNDING)
-        assert torch.equal(found > 0, expected > 0) and bool((found.diff(dim=-1) <= 0).all())
+        assert torch.equal(found > 0, expected > 0) and bool((found <= children.reach[..., None]).all())
+
+
+def said(batch: int, above: int, ranks: int, seed: int) -> tuple[Memory, Words]:
+    """Draw texts of few words, and children of nodes of a tree, or of its root, that may stand in them already."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def words_of(*shape: int) -> Tensor:
+        return torch.randint(5, (batch, *shape), generator=generator).to(DEVICE)
+
+    memory = empty_memory(batch, DEVICE)
+    length = torch.randint(12, (batch,), generator=generator, dtype=torch.int32).to(DEVICE)
+    reference_growth.remember(memory, words_of(12), None, length)
+    room = 3 + above
+    parents = (torch.rand(batch, room, generator=generator) * torch.arange(room)).int() - 1
+    lead = torch.randint(2, (batch,), generator=generator).to(DEVICE) if above == 1 else None
+    return memory, Words(words_of(above, ranks), words_of(room + 2)[:, :room], parents.to(DEVICE), 3, lead)
+
+
+def test_what_a_text_holds_is_known_by_its_last_two_words_and_the_tree_s() -> None:
+    memory = empty_memory(2, DEVICE)
+    texts = torch.tensor([[5, 6, 7, 5, 6, 8], [6, 7, 0, 0, 0, 0]], device=DEVICE)
+    reference_growth.remember(memory, texts, None, torch.tensor([6, 2], device=DEVICE, dtype=torch.int32))
+    # A root 7 without a leaf before it, a root 6 behind its leaf 9, and below the first root a node 5.
+    tokens, parents = torch.tensor([[7, 0, 5], [9, 6, 0]]), torch.tensor([[-1, -1, 0], [-1, 0, -1]], dtype=torch.int32)
+    children = torch.tensor([[[5, 6]], [[7, 8]]], device=DEVICE)
+    words = Words(children, tokens.to(DEVICE), parents.to(DEVICE), 1, torch.tensor([0, 1], device=DEVICE))
+    pairs, triples = reference_growth._are_held(memory, words)
+    assert pairs.tolist() == [[[True, False]], [[True, False]]]
+    assert not bool(triples.any()), "8 7 5 was never said, nor 9 6 7"
+    below = Words(children[:1], tokens[:1].to(DEVICE), parents[:1].to(DEVICE), 2, None)
+    pairs, triples = reference_growth._are_held(Memory(memory.places[:1], memory.last[:1]), below)
+    assert pairs.tolist() == [[[False, True]]] and triples.tolist() == [[[False, True]]], "7 5 6 was said"
 
 
 @pytest.fixture

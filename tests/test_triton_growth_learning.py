@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from growth_problems import empty_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_keys import launch_keys
@@ -21,6 +22,7 @@ pytest.importorskip("triton")
 from stree.growth.estimates import Calibration
 from stree.kernels import growth_learning, reference_growth, topology
 from stree.kernels.growth_learning import Kept, Level, Table, Verdicts
+from stree.kernels.reference_growth import NUM_PLACES
 from stree.kernels.topology import ancestor_mask
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -303,4 +305,54 @@ def test_a_level_s_build_is_chosen_by_padded_sizes(monkeypatch: pytest.MonkeyPat
             Told.draw(batch, n, seed=n).learnt(growth_learning._learn_level_in_one)
         found.append(keys)
     assert [name for name, _ in found[0]] == ["level_kernel"]
+    assert found[0] == found[1] and found[0] != found[2]
+
+
+@given(seed=st.integers(0, 10**6), batch=st.integers(1, 4), m=st.integers(1, 20))
+@settings(max_examples=40, deadline=None)
+def test_a_text_is_read_token_by_token(seed: int, batch: int, m: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    memories = [empty_memory(batch, DEVICE) for _ in range(2)]
+    texts: list[list[int]] = [[] for _ in range(batch)]
+    for _ in range(3):
+        tokens = torch.randint(9, (batch, m + 3), generator=generator)
+        path = torch.randint(-1, m + 3, (batch, 2 * m), generator=generator, dtype=torch.int32)[:, :m]
+        lengths = torch.randint(m + 1, (batch,), generator=generator, dtype=torch.int32)
+        path = torch.where(torch.arange(m) < lengths[:, None], path.clamp(min=0), path)
+        for row, length in enumerate(lengths.tolist()):
+            texts[row] += tokens[row, path[row, :length].long()].tolist()
+        given_tensors = [part.to(DEVICE) for part in (tokens, path, lengths)]
+        reference_growth.remember(memories[0], *given_tensors)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(topology, "launches_always", True)
+            growth_learning.remember(memories[1], *given_tensors)
+    one, other = memories
+    count = 2 * NUM_PLACES  # the last place is nobody's
+    assert torch.equal(one.places[:, :count], other.places[:, :count]) and torch.equal(one.last, other.last)
+    for row, text in enumerate(texts):
+        assert one.last[row].tolist() == [-1, -1, *text][-2:]
+        pairs, triples = set(zip(text, text[1:])), set(zip(text, text[1:], text[2:]))  # noqa: B905
+        assert int(one.places[row, :NUM_PLACES].sum()) == len(pairs)
+        assert int(one.places[row, NUM_PLACES:count].sum()) == len(triples)
+
+
+def test_pairs_and_triples_of_a_large_vocabulary_hardly_meet() -> None:
+    memory = empty_memory(1, DEVICE)
+    text = torch.randint(200_000, (1, 20_000), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    reference_growth.remember(memory, text, None, torch.tensor([20_000], device=DEVICE, dtype=torch.int32))
+    for half in range(2):
+        taken = int(memory.places[0, half * NUM_PLACES : (half + 1) * NUM_PLACES].sum())
+        expected = NUM_PLACES * (1 - (1 - 1 / NUM_PLACES) ** 20_000)  # of places taken at random
+        assert taken == pytest.approx(expected, rel=0.01)
+
+
+def test_a_reading_s_build_is_chosen_by_the_padded_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for batch, n, m in ((1, 18, 3), (3, 32, 16), (2, 33, 17)):
+        tokens, path = torch.zeros(batch, n, dtype=torch.long), torch.zeros(batch, m, dtype=torch.int32)
+        with launch_keys(monkeypatch) as keys:
+            monkeypatch.setattr(topology, "launches_always", True)
+            growth_learning.remember(empty_memory(batch, DEVICE), *(x.to(DEVICE) for x in (tokens, path, path[:, 0])))
+        found.append(keys)
+    assert [name for name, _ in found[0]] == ["remember_kernel"]
     assert found[0] == found[1] and found[0] != found[2]

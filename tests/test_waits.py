@@ -158,7 +158,9 @@ def persistent(begun: Program) -> dict[str, int]:
                 note(f"{name}.{number}", stack)
     note("run", begun.run)
     learnt = getattr(begun.run, "_estimate", None)
-    for holder, keys in ((learnt, ("_tests", "_passed")), (getattr(learnt, "_level", None), ("shift", "weight"))):
+    held = {"_level": ("shift", "weight"), "_memory": ("places", "last")}
+    holders = [(learnt, ("_tests", "_passed")), *((getattr(learnt, name, None), keys) for name, keys in held.items())]
+    for holder, keys in holders:
         places |= {key: getattr(holder, key).data_ptr() for key in keys if hasattr(holder, key)}
     return places
 
