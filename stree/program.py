@@ -132,7 +132,7 @@ class Program:
         self._trees: dict[int, TokenTree] = {}  # by nodes, what captured verifications read
         self._laws: dict[tuple[int, int, torch.dtype], DraftLaws] = {}  # by nodes, laws and dtype, likewise
         self._shares: dict[Hashable, Sequence[tuple[str, float]]] = {}
-        self._version: int | None = None  # of the run's tensors
+        self._version: tuple[Capturable, int] | None = None  # the run that steps were captured of, and of its tensors
         self._is_used = False  # whether the state holds texts
 
     def fill(self, drafter: Drafter, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Tensor:
@@ -243,10 +243,11 @@ class Program:
         return replace(done, draft=draft, clock=Clocks([clock, done.clock]))
 
     def _forget_replaced(self, graphs: Graphs, run: Capturable) -> None:
-        """Drop the graphs where a run's tensors were replaced."""
-        if run.version != self._version:
+        """Drop the graphs where a run's tensors were replaced, or the run itself was."""
+        version = run, run.version
+        if version != self._version:
             graphs.clear()
-            self._version = run.version
+            self._version = version
 
     def _replayed_part(self, graphs: Graphs, part: Capturable, key: str, work: Callable[[], Any]) -> tuple[Any, bool]:
         """Do what a part of the run does on the device; see `stree.drafters.Composed`."""

@@ -40,6 +40,7 @@ from stree.sampling import Random, Sampling
 from stree.session import Session
 from stree.statistics import PARTS
 from stree.steering import AutoSize
+from stree.tree import TokenTree
 
 TEXTS = random_texts(random.Random(0), [6, 9])
 NEW = 20
@@ -231,6 +232,60 @@ def test_what_a_fused_run_s_model_drafts_is_captured_anew_when_its_state_is_repl
     found = generate(lm, fused, **options)
     assert found.sequences == expected
     assert found.stats["graphs"]["replays"] < 2 * found.stats["steps"] - 2, "both begin anew"
+
+
+class Bigrams:
+    """Drafts what last followed the pending token, from a table on the device; its runs cannot begin anew."""
+
+    def __init__(self) -> None:
+        self.begun: list[list[int]] = []  # positions that runs began at
+
+    def start(self, vocab_size: int, prompts: Any, rng: Random) -> Any:
+        self.begun.append(rng.positions.tolist())
+        return BigramRun(len(prompts), vocab_size)
+
+
+class BigramRun:
+    version = 0
+
+    def __init__(self, batch: int, vocab_size: int) -> None:
+        self.following = torch.zeros(batch, vocab_size, dtype=torch.long)
+        self.made: Any = None
+
+    def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+        tokens = torch.cat([pending[:, None], self.following.gather(1, pending[:, None])], 1)
+        parents = torch.zeros_like(tokens, dtype=torch.int32)
+        parents[:, 0] = -1
+        self.made = tokens[:, :1]
+        return Draft(TokenTree.unchecked(tokens, parents), None, 1, values=torch.ones_like(tokens, dtype=torch.float32))
+
+    def observe(self, acceptance: Any) -> None:
+        self.following.scatter_(1, self.made, acceptance.next_token[:, None])
+
+    def settle(self, budget: int) -> int:
+        return 0
+
+    def extend(self, tree: TokenTree) -> None:
+        """Its node stays the first one."""
+
+    def replayed(self, budget: int) -> None:
+        """Keep nothing on the host."""
+
+    def give_up(self) -> None:
+        """Keep nothing on the host."""
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_run_that_cannot_begin_anew_takes_no_graph_of_another(
+    is_fused: bool, capture: Callable[[], stree.TreeLM]
+) -> None:
+    drafts = Bigrams()
+    drafter: Any = FusedDrafter(drafts, SuffixDrafter()) if is_fused else drafts
+    lm = capture()
+    for texts in (TEXTS, [text[::-1] for text in TEXTS]):
+        expected = generate(grafted(tiny_model("bamba")), None, texts=texts, budget=1)
+        found = generate(lm, drafter, texts=texts, budget=4)
+        assert found.sequences == expected.sequences and found.stats["graphs"]["replays"] > 0
 
 
 def test_slots_take_up_texts_between_replays(drafter: ModelDrafter, capture: Callable[[], stree.TreeLM]) -> None:
