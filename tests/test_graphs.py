@@ -288,6 +288,14 @@ def test_a_run_that_cannot_begin_anew_takes_no_graph_of_another(
         assert found.sequences == expected.sequences and found.stats["graphs"]["replays"] > 0
 
 
+def test_of_a_fused_drafter_s_next_texts_runs_begin_at_their_own_ends(capture: Callable[[], stree.TreeLM]) -> None:
+    drafts, lm = Bigrams(), capture()
+    fused: Any = FusedDrafter(drafts, SuffixDrafter())
+    for texts in (TEXTS, [[4, 8, 1], [7, 2]]):
+        generate(lm, fused, texts=texts, budget=4, max_new_tokens=4)
+    assert drafts.begun == [[6, 9], [3, 2]]
+
+
 def test_slots_take_up_texts_between_replays(drafter: ModelDrafter, capture: Callable[[], stree.TreeLM]) -> None:
     texts = random_texts(random.Random(3), [4, 7, 5, 6, 3])
     options: dict[str, Any] = {"growth": Calibrated(depth=3), "budget": 8, "max_batch": 2, "sampling": Sampling(0.8)}

@@ -29,6 +29,7 @@ from stree.drafters.protocol import (
     Restartable,
     Resumable,
     Slotted,
+    padded_prompts,
 )
 from stree.drafters.trust import Trust
 from stree.drafters.union import graft, keep_best, with_delta
@@ -109,13 +110,13 @@ class FusedDrafter:
         hiding: list[_HidingLM] = []
         if isinstance(self.second, HasModel):
             drafting, retrieving = self.second.with_model(lambda lm: _hidden(lm, hiding)), self.first
-        begin = [partial(_begin, part, vocab_size, rng) for part in (drafting, retrieving)]
-        run = _FusedRun(begin[0], begin[1], prompts, self.least_value, self.least_share)
+        begin = [partial(_begin, part, vocab_size) for part in (drafting, retrieving)]
+        run = _FusedRun(begin[0], begin[1], prompts, rng, self.least_value, self.least_share)
         run.hiding = hiding[0] if hiding else None
         return run
 
 
-def _begin(part: Drafter, vocab_size: int, rng: Random, prompts: Sequence[Sequence[int]]) -> DraftRun:
+def _begin(part: Drafter, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
     """Begin a part's run.
 
     Raises:
@@ -146,6 +147,7 @@ class _FusedRun:
         drafting: begins the run whose nodes may be sampled.
         retrieving: begins the other.
         prompts: of the first texts.
+        rng: numbers behind them.
         least_value: see ``FusedDrafter``.
         least_share: likewise.
 
@@ -159,15 +161,16 @@ class _FusedRun:
 
     def __init__(
         self,
-        drafting: Callable[[Sequence[Sequence[int]]], DraftRun],
-        retrieving: Callable[[Sequence[Sequence[int]]], DraftRun],
+        drafting: Callable[[Sequence[Sequence[int]], Random], DraftRun],
+        retrieving: Callable[[Sequence[Sequence[int]], Random], DraftRun],
         prompts: Sequence[Sequence[int]],
+        rng: Random,
         least_value: float,
         least_share: float,
     ) -> None:
-        self._begin = drafting, retrieving
+        self._begin, self._rng = (drafting, retrieving), rng
         self._least_value, self._least_share = least_value, least_share
-        self._runs, self._trust = (drafting(prompts), retrieving(prompts)), Trust(len(prompts))
+        self._runs, self._trust = (drafting(prompts, rng), retrieving(prompts, rng)), Trust(len(prompts))
         self._tokens: Tensor  # int64[batch, n], of the tree verified
         self._order: Tensor | None = None  # int64[batch, n], the drafting run's number of each node verified
 
@@ -267,11 +270,12 @@ class _FusedRun:
     def restart(self, prompts: Sequence[Sequence[int]]) -> None:
         """Begin as many other texts; a model keeps its memory."""
         drafting, (begin, retrieve) = self._runs[0], self._begin
+        rng = self._rng.at(padded_prompts(prompts)[1].to(self._rng.positions.device))
         if isinstance(drafting, Restartable):
             drafting.restart(prompts)
         else:
-            drafting = begin(prompts)
-        self._runs, self._trust, self._order = (drafting, retrieve(prompts)), Trust(len(prompts)), None
+            drafting = begin(prompts, rng)
+        self._runs, self._trust, self._order = (drafting, retrieve(prompts, rng)), Trust(len(prompts)), None
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
         """Tell both."""
