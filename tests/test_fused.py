@@ -30,6 +30,7 @@ from stree.drafters.fused import _HidingLM
 from stree.drafters.trust import Listed, Trust
 from stree.drafters.union import graft_row
 from stree.growth import RSDS, Calibrated, Chain, DepthStop, DySpec, Growth, Sequoia, Static
+from stree.growth.estimates import LEVEL_WEIGHT
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import DELTA, SAMPLED, Acceptance, DraftLaws
@@ -469,6 +470,26 @@ def test_the_model_keeps_step_when_the_accepted_path_runs_through_its_last_own_n
     with torch.no_grad():
         expected = lm.model(torch.tensor([whole])).logits[0, -1].softmax(-1)
     torch.testing.assert_close(found.laws.probs[0, 0], expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_level_learns_of_a_node_whose_place_retrieval_took_what_followed_and_nothing_of_its_children(
+    is_right: bool,
+) -> None:
+    law = TableLaw.random(5, 1)
+    retrieval = Retrieval([0, 1, 1, 1], [-1, 0, 1, 2])
+    run = FusedDrafter(ModelDrafter(TableLM(law).as_lm()), retrieval).start(5, [[0]], random_rows(1))
+    draft = run.propose(torch.tensor([0]), Calibrated(2).bind(Sampling()), 4)
+    drafting: Any = run._runs[0]
+    own, level = drafting._made.proposal, drafting._estimate._level
+    eldest, chance = int(own.tree.tokens[0, 1]), float(own.values[0, 1])
+    assert own.tree.parents[0].tolist()[:2] == [-1, 0] and 1 in own.tree.parents[0], "it has a child"
+    assert draft.tree.tokens.tolist() == [[0, 1, 1, 1]] and eldest != 1, "all places are taken"
+    following = torch.tensor([eldest if is_right else (eldest + 1) % 5])
+    run.observe(Acceptance(torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), following))
+    weight = LEVEL_WEIGHT + chance * (1 - chance)
+    assert float(level.weight) == pytest.approx(weight, rel=1e-4)
+    assert float(level.shift) == pytest.approx((is_right - chance) / weight, rel=1e-4)
 
 
 def test_bad_parts_are_refused() -> None:

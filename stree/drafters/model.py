@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -89,6 +89,27 @@ class _Made:
     proposal: Proposal
     columns: Tensor
     num_run: int
+
+
+def _missed(tree: TokenTree, own: Acceptance, found: Acceptance) -> Tensor:
+    """Tell which nodes were right, though others' were verified in their places: bool[batch, n].
+
+    Args:
+        tree: the own one.
+        own: as far as the accepted path is in it.
+        found: all of it, by matching: what follows is the target's own token.
+    """
+    lengths = own.path_lengths
+    last = own.path.gather(1, (lengths[:, None].long() - 1).clamp(min=0))
+    is_end = ((lengths > 0) & (lengths == found.path_lengths))[:, None]
+    return (tree.parents == last) & (tree.tokens == found.next_token[:, None]) & is_end
+
+
+def _judged_up_to(proposal: Proposal, is_missed: Tensor) -> Proposal:
+    """Leave out the children of bool[batch, n] nodes that were not verified: nobody knows of them."""
+    tree = proposal.tree
+    parents = tree.parents.masked_fill(is_missed.gather(1, tree.parents.clamp(min=0).long()), -1)
+    return replace(proposal, tree=TokenTree.unchecked(tree.tokens, parents, tree.depths, tree.ancestor_mask))
 
 
 class _ModelRun:
@@ -199,16 +220,19 @@ class _ModelRun:
         """Commit the accepted nodes that were run; keep an accepted leaf that was not for the next call."""
         if self._root is not None:
             return self._observe_root(acceptance)
-        made = self._made
+        is_extended, made = self._extension is not None, self._made
         tokens = made.proposal.tree.tokens if self._extension is None else self._extension[1]
         self._estimate.remember(tokens, acceptance.path, acceptance.path_lengths)
-        own = self._own_part(acceptance)
-        n = made.proposal.tree.tokens.shape[1]
+        proposal, own = made.proposal, self._own_part(acceptance)
+        n = proposal.tree.tokens.shape[1]
         if acceptance.ratios is None:  # whoever matches keeps no log
             ratios, is_live = path_on_nodes(own.path, own.path_lengths, n)
+            if is_extended:
+                is_missed = _missed(proposal.tree, own, acceptance)
+                proposal, ratios = _judged_up_to(proposal, is_missed), ratios.masked_fill(is_missed, 1.0)
         else:
             ratios, is_live = acceptance.ratios[:, :n], acceptance.path_lengths > 0  # others may have appended nodes
-        self._estimate.learn(made.proposal, ratios, is_live)
+        self._estimate.learn(proposal, ratios, is_live)
         drafted = Drafted(made.proposal.selected, made.columns, self._has_leaf, self._leaf, made.num_run)
         path, count = path_on_columns(own.path, own.path_lengths, drafted)
         self._lm.commit(self._state, path, count)
