@@ -295,11 +295,13 @@ def learn(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> None:
     ratios = torch.where(is_drafted, verdicts.ratios, 1.0).to(table.tests.dtype)
     index = torch.arange(cells.shape[1], device=ratios.device)
     is_elder = (parents[:, :, None] == parents[:, None]) & (index[:, None] > index)
-    missed = (is_elder * (1 - ratios).clamp(min=1e-6).log()[:, None]).sum(-1)
+    # Sums in float64 do not depend on how much padding a neighbour's larger tree brings.
+    missed = (is_elder * (1 - ratios).clamp(min=1e-6).log()[:, None]).sum(-1, dtype=torch.float64)
     own = ratios.clamp(min=1e-6).log() + missed
     above = (verdicts.mask * own[:, None]).sum(-1) - own
     counts = is_drafted & verdicts.is_live[:, None]
     reached, made = above.exp() * counts, (above + missed).exp() * counts
+    reached, made = reached.to(ratios.dtype), made.to(ratios.dtype)
     is_favourite = cells[..., 0] // len(table.favourites) == table.favourites.start // len(table.favourites)
     tests, passed = torch.where(is_favourite, reached, made), made * ratios
     for number in range(2):
@@ -314,7 +316,7 @@ def learn_level(level: Level, values: Tensor, verdicts: Verdicts) -> None:
     ratios = torch.where(is_drafted, verdicts.ratios, 1.0).to(values.dtype)
     index = torch.arange(parents.shape[1], device=parents.device)
     has_elder = ((parents[:, :, None] == parents[:, None]) & (index[:, None] > index)).any(-1)
-    own = ratios.clamp(min=1e-6).log()
+    own = ratios.clamp(min=1e-6).log().double()  # as for a table: its sums do not depend on padding
     made = ((verdicts.mask * own[:, None]).sum(-1) - own).exp() * (is_drafted & ~has_elder & verdicts.is_live[:, None])
     chance = values / values.gather(1, parents.clamp(min=0).long()).clamp(min=1e-38)
     level.weight.add_((made * chance * (1 - chance)).sum(1)).clamp_(max=MOST_WEIGHT)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from enumeration import TableLaw, TableLM, emitted_law, total_variation
 from test_growth import all_drafts, draft_of, nodes_by_path, random_rows
 from torch import Tensor
@@ -343,6 +344,31 @@ def test_ratings_and_what_is_learnt_are_those_of_a_table_kept_by_hand() -> None:
             for table, cell in zip(("before", "after"), cells(*slot), strict=True):
                 passed, tests = counted[table].get(cell, (0.0, 0.0))
                 counted[table][cell] = passed + made[node] * ratios[node], tests + made[node]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_what_is_learnt_does_not_depend_on_the_padding_that_a_neighbour_s_larger_tree_brings(
+    temperature: float,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    uniform = torch.rand(400, 30, generator=generator)
+    parents = (uniform * torch.arange(30)).int() - (torch.arange(30) == 0).int()
+    values, ratios = torch.ones(400, 30), torch.rand(400, 30, generator=generator)
+    for node in range(1, 30):
+        above = values.gather(1, parents[:, node : node + 1].long())[:, 0]
+        values[:, node] = above * torch.rand(400, generator=generator)
+    slots = torch.randint(0, 64, (400, 29), generator=generator)
+    probs, law = torch.rand(400, 16, 4, generator=generator) / 4, torch.rand(400, 16, 9, generator=generator) / 5
+    rated = []
+    for more in (0, 1, 5, 37):
+        estimate = Calibrated().bind(Sampling(temperature)).estimate(400, CPU)
+        estimate.rate(torch.ones(400, 16), probs, law)
+        tree = TokenTree.unchecked(torch.zeros(400, 30 + more).long(), F.pad(parents, (0, more), value=-1))
+        notes = [estimate.note(F.pad(slots, (0, more)))]
+        proposal = Proposal(tree, F.pad(values, (0, more)), None, notes)
+        estimate.learn(proposal, F.pad(ratios, (0, more)), torch.ones(400, dtype=torch.bool))
+        rated.append(estimate.rate(torch.ones(400, 16), probs, law)[0])
+    assert all(torch.equal(rated[0], other) for other in rated[1:])
 
 
 def test_sequences_learn_by_themselves_and_finished_ones_not_at_all() -> None:
