@@ -492,6 +492,17 @@ def test_a_level_learns_of_a_node_whose_place_retrieval_took_what_followed_and_n
     assert float(level.shift) == pytest.approx((is_right - chance) / weight, rel=1e-4)
 
 
+def test_a_root_alone_is_not_taken_for_a_tree_that_was_extended_and_never_observed() -> None:
+    law = TableLaw.random(5, 1)
+    runs = [ModelDrafter(TableLM(law).as_lm()).start(5, [[0]], random_rows(1)) for _ in range(2)]
+    runs[0].propose(torch.tensor([1]), Chain(2).bind(Sampling()), 3)
+    runs[0].extend(TokenTree.chain([4, 4, 4, 4]))
+    for run in runs:
+        run.propose(torch.tensor([2]), None, 1)
+        run.observe(Acceptance(torch.zeros(1, 1).int(), torch.ones(1).int(), torch.tensor([3])))
+    assert [run._waiting.all()[0].tolist() for run in runs] == [[[2]]] * 2
+
+
 def test_bad_parts_are_refused() -> None:
     part = ModelDrafter(TableLM(TableLaw.random(3, 0)).as_lm())
     with pytest.raises(ValueError, match=r"least_value must be in \[0, 1\], got 2"):

@@ -146,9 +146,9 @@ class _ModelRun:
         A budget of 1 draws nothing and runs nothing.
         """
         growth = ModelDrafter.default_growth if growth is None else growth
+        self._root = self._extension = None
         if budget == 1:
             return self._propose_root(pending)
-        self._root = self._extension = None
         plan = narrowed(growth.plan(budget))
         self._use(growth)
         self._begin()
