@@ -6,12 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_pairs import tiny_pair
 
-from stree.bench.baselines import SnapshotLM
+from stree.bench.baselines import SnapshotLM, UnrolledLM
 from stree.bench.measure_cost import Points, measure_cost
 from stree.bench.steps import measure_steps
 from stree.cost import CostTable, default_path
@@ -130,3 +131,15 @@ def test_step_costs_cover_all_engines_and_the_wrong_is_not_timed(monkeypatch: py
     (failed,) = [r for r in found if r.get("status") == "failed"]
     assert failed["provider"] == "snapshot" and failed["relative_error"] > 0.01
     assert "snapshot" not in {r["provider"] for r in found if r["metric"] == "state_bytes"}
+
+
+@pytest.mark.parametrize(("engine", "name"), [(UnrolledLM, "unrolled"), (SnapshotLM, "snapshot")])
+@pytest.mark.parametrize("error", [1e-6, float("nan")])
+def test_every_engine_is_held_to_the_bar_of_its_dtype(
+    error: float, engine: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = engine.verify
+    monkeypatch.setattr(engine, "verify", lambda *a: real(*a) * (1 + error))
+    found = measure_steps(tiny_pair("bamba"), list(range(5, 15)), [3], 1, {})  # in float64
+    (failed,) = [r for r in found if r.get("status") == "failed"]
+    assert failed["provider"] == name and failed["relative_error"] == pytest.approx(error, rel=1e-2, nan_ok=True)
