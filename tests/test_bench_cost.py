@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny_pairs import tiny_pair
 
+from stree.bench import steps
 from stree.bench.baselines import SnapshotLM, UnrolledLM
 from stree.bench.measure_cost import Points, measure_cost
 from stree.bench.steps import measure_steps
@@ -143,3 +144,17 @@ def test_every_engine_is_held_to_the_bar_of_its_dtype(
     found = measure_steps(tiny_pair("bamba"), list(range(5, 15)), [3], 1, {})  # in float64
     (failed,) = [r for r in found if r.get("status") == "failed"]
     assert failed["provider"] == name and failed["relative_error"] == pytest.approx(error, rel=1e-2, nan_ok=True)
+
+
+def test_engines_take_turns_in_going_first_and_their_times_are_in_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def half_a_second(self: Any, tree: Any) -> float:
+        order.append(type(self.lm).__name__)
+        return 0.5
+
+    monkeypatch.setattr(steps._Engine, "seconds", half_a_second)
+    found = measure_steps(tiny_pair("bamba"), list(range(5, 15)), [3], 1, {})
+    assert [r["p50"] for r in found if r["metric"] == "step_latency"] == [500.0] * 3
+    one, two, three = "TreeLM", "UnrolledLM", "SnapshotLM"
+    assert order == [one, two, three, two, three, one, three, one, two]
