@@ -158,3 +158,13 @@ def test_engines_take_turns_in_going_first_and_their_times_are_in_milliseconds(m
     assert [r["p50"] for r in found if r["metric"] == "step_latency"] == [500.0] * 3
     one, two, three = "TreeLM", "UnrolledLM", "SnapshotLM"
     assert order == [one, two, three, two, three, one, three, one, two]
+
+
+@pytest.mark.parametrize(("nodes", "length"), [(2, 2), (20, 4)])
+def test_there_is_room_for_all_rounds_of_at_most_four_nodes(nodes: int, length: int) -> None:
+    pair = tiny_pair("bamba")
+    engine = steps._Engine("tree", pair, list(range(5, 15)), nodes, rounds=9)
+    tree = steps.binary_tree(nodes, pair.target.vocab_size, pair.target.device)
+    for step in range(9 + steps.WARM_UP + 1):
+        assert int(engine.state.lengths) == 10 + length * step
+        engine.step(tree)
