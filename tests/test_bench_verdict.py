@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,10 @@ def test_a_difference_at_a_near_tie_is_lossless_and_says_where() -> None:
     found = compare(Tied(), PROMPT, other, wanted)  # type: ignore[arg-type]
     assert found["lossless"] and not found["identical"]
     assert compare(PAIR, PROMPT, [first], wanted) == {"lossless": False, "identical": False, "lengths": [1, 3]}
+    later = compare(PAIR, PROMPT[:-1], [PROMPT[-1], *wanted], [PROMPT[-1], *other])  # here the reference is the worse
+    assert not later["lossless"] and later["first_divergence"] == 1
+    assert later["logit_gap"] == pytest.approx(-apart["logit_gap"])
+    assert later["logit_scale"] == pytest.approx(float(logits.abs().max()))
 
 
 def test_a_timed_output_that_differs_in_one_repeat_fails() -> None:
@@ -124,15 +129,18 @@ def test_a_timed_output_that_differs_in_one_repeat_fails() -> None:
     assert found["lossless"] is False and found["first_divergence"] == 7
 
 
-def test_divergence_is_that_of_the_two_laws() -> None:
-    run = execute(PAIR, method("plain"), SAMPLED)
-    found = divergence(PAIR, SAMPLED, run.tokens)
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+def test_divergence_is_that_of_the_two_laws(temperature: float) -> None:
+    case, heat = replace(SAMPLED, temperature=temperature), temperature or 1.0
+    run = execute(PAIR, method("plain"), case)
+    found = divergence(PAIR, case, run.tokens)
     assert PAIR.drafter is not None
     bits, apart = 0.0, 0.0
     for place in range(12):  # one token after the other, from texts of their own
         text = [*PROMPT, *run.tokens[0][:place]]
         with torch.no_grad():
-            laws = [model(torch.tensor([text])).logits[0, -1].softmax(-1) for model in (PAIR.plain, PAIR.drafter.model)]
+            models = PAIR.plain, PAIR.drafter.model
+            laws = [(model(torch.tensor([text])).logits[0, -1] / heat).softmax(-1) for model in models]
         p, q = (law.tolist() for law in laws)
         bits += sum(a * torch.tensor(a / b).log2().item() for a, b in zip(p, q, strict=True)) / 12
         apart += sum(max(a - b, 0.0) for a, b in zip(p, q, strict=True)) / 12
