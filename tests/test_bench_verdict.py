@@ -148,6 +148,12 @@ def test_divergence_is_that_of_the_two_laws(temperature: float) -> None:
     assert 0.01 < found["total_variation"] < 0.9
 
 
+def test_the_divergence_of_laws_that_share_no_token_is_a_number() -> None:
+    cold = replace(SAMPLED, temperature=1e-4)  # all but one of the chances are 0
+    found = divergence(PAIR, cold, execute(PAIR, method("plain"), cold).tokens)
+    assert 1 < found["kl_bits"] < 2000 and 0 < found["total_variation"] <= 1
+
+
 def test_counts_follow_the_accepted_path_through_the_siblings() -> None:
     counts = Counts()
     #        0
