@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -187,3 +188,14 @@ def test_the_law_of_places_is_uniform_for_the_law_itself() -> None:
     noise = np.random.default_rng(0)
     places = [verdict.places_in_law(PAIR, case, [[token]], noise)[0] for token in tokens[:400]]
     assert abs(np.mean(places) - 0.5) < 5 * (1 / 12 / 400) ** 0.5
+
+
+def test_a_place_is_the_mass_of_all_likelier_tokens_and_a_share_of_its_own() -> None:
+    case, outputs = Case((PROMPT, PROMPT[:4]), 2, 0.5), [[3, 80], [11, 5]]
+    noise: Any = SimpleNamespace(random=lambda n: np.array([0.25, 0.75]))
+    places = []
+    for prompt, tokens in zip(case.prompts, outputs, strict=True):
+        for number, token in enumerate(tokens):
+            law = (PAIR.plain_logits([*prompt, *tokens[:number]])[-1].double() / 0.5).softmax(-1)
+            places.append(float(law[law > law[token]].sum() + (0.25 + 0.5 * number) * law[token]))
+    assert verdict.places_in_law(PAIR, case, outputs, noise) == pytest.approx(places)
