@@ -130,6 +130,15 @@ def test_a_timed_output_that_differs_in_one_repeat_fails() -> None:
     assert found["lossless"] is False and found["first_divergence"] == 7
 
 
+def test_every_repeat_of_a_coupled_method_is_compared_with_the_text_of_its_own_seed() -> None:
+    one, cases = method("dyspec:6@match"), [replace(SAMPLED, seed=seed) for seed in (0, 1)]
+    runs, plain = ([execute(PAIR, way, case) for case in cases] for way in (one, method("plain")))
+    assert runs[0].tokens != runs[1].tokens
+    for others in ({}, {"plain": plain}):
+        assert judge(PAIR, one, SAMPLED, runs, others)["lossless"]
+        assert judge(PAIR, one, SAMPLED, [runs[1], runs[1]], others)["lossless"] is False, "though the second is right"
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
 def test_divergence_is_that_of_the_two_laws(temperature: float) -> None:
     case, heat = replace(SAMPLED, temperature=temperature), temperature or 1.0
