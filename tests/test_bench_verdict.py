@@ -130,6 +130,16 @@ def test_a_timed_output_that_differs_in_one_repeat_fails() -> None:
     assert found["lossless"] is False and found["first_divergence"] == 7
 
 
+def test_a_method_that_is_wrong_in_the_first_of_its_cases_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong_when_greedy(pair: Pair, one: Method, case: Case) -> Run:
+        run = execute(pair, one, case)
+        return run if case.temperature else replace(run, tokens=[[*run.tokens[0][:-1], run.tokens[0][-1] ^ 1]])
+
+    monkeypatch.setattr(check, "execute", wrong_when_greedy)
+    found = check_method(PAIR, method("dyspec:6@match"), [GREEDY, SAMPLED], 0)
+    assert (found["status"], found["verifier"], found["first_divergence"]) == ("failed", "greedy", 7)
+
+
 def test_every_repeat_of_a_coupled_method_is_compared_with_the_text_of_its_own_seed() -> None:
     one, cases = method("dyspec:6@match"), [replace(SAMPLED, seed=seed) for seed in (0, 1)]
     runs, plain = ([execute(PAIR, way, case) for case in cases] for way in (one, method("plain")))
