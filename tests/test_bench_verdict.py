@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,6 +139,24 @@ def test_a_method_that_is_wrong_in_the_first_of_its_cases_fails(monkeypatch: pyt
     monkeypatch.setattr(check, "execute", wrong_when_greedy)
     found = check_method(PAIR, method("dyspec:6@match"), [GREEDY, SAMPLED], 0)
     assert (found["status"], found["verifier"], found["first_divergence"]) == ("failed", "greedy", 7)
+
+
+def test_of_a_batch_the_worst_row_is_reported_each_held_to_its_own_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    same, tie, wrong = (
+        {"lossless": is_lossless, "identical": is_identical}
+        for is_lossless, is_identical in ((True, True), (True, False), (False, False))
+    )
+    for rows, worst in (((same, tie, wrong), wrong), ((same, tie, same), tie), ((same, same), same)):
+        for order in permutations(rows):
+            case, found = Case((PROMPT,) * len(order), 1, 0.0), iter(order)
+
+            def compared(_: Pair, __: Any, tokens: list[int], wanted: list[int], found: Any = found) -> Any:
+                assert tokens == wanted
+                return next(found)
+
+            monkeypatch.setattr(check, "compare", compared)
+            texts = [[number] for number in range(len(order))]
+            assert check._greedy(PAIR, case, texts, texts) == worst
 
 
 def test_every_repeat_of_a_coupled_method_is_compared_with_the_text_of_its_own_seed() -> None:
