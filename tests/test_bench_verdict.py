@@ -159,6 +159,17 @@ def test_of_a_batch_the_worst_row_is_reported_each_held_to_its_own_text(monkeypa
             assert check._greedy(PAIR, case, texts, texts) == worst
 
 
+def test_batches_are_compared_with_plain_decoding_and_that_with_each_prompt_alone() -> None:
+    others: dict[str, list[Run]] = {"transformers": [], "plain": []}
+    alone, batch, sampled = GREEDY, replace(GREEDY, prompts=(PROMPT, PROMPT)), SAMPLED
+    for name in ("plain", "transformers", "chain:2"):
+        is_plain = name != "chain:2"
+        assert check._reference(method(name), alone, others) is others["transformers"]
+        assert check._reference(method(name), batch, others) is (None if is_plain else others["plain"])
+        assert check._reference(method(name), sampled, others) is others["plain"]
+        assert check._reference(method(name), sampled, {}) is None
+
+
 def test_every_repeat_of_a_coupled_method_is_compared_with_the_text_of_its_own_seed() -> None:
     one, cases = method("dyspec:6@match"), [replace(SAMPLED, seed=seed) for seed in (0, 1)]
     runs, plain = ([execute(PAIR, way, case) for case in cases] for way in (one, method("plain")))
