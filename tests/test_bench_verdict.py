@@ -141,6 +141,16 @@ def test_a_method_that_is_wrong_in_the_first_of_its_cases_fails(monkeypatch: pyt
     assert (found["status"], found["verifier"], found["first_divergence"]) == ("failed", "greedy", 7)
 
 
+@pytest.mark.parametrize("name", ["transformers", "lossy-target-init:2,2"])
+def test_what_is_not_bound_to_the_target_s_sampled_law_is_not_judged(name: str) -> None:
+    one = method(name)
+    found = check_method(PAIR, one, [SAMPLED], 2)
+    assert found["status"] == "ok" and found["lossless"] is None and "greedy_twin" not in found
+    runs = [execute(PAIR, one, SAMPLED)]
+    timed = judge(PAIR, one, SAMPLED, runs, {"plain": [execute(PAIR, method("plain"), replace(SAMPLED, seed=1))]})
+    assert timed == {"verifier": found["verifier"], "lossless": None}
+
+
 def test_of_a_batch_the_worst_row_is_reported_each_held_to_its_own_text(monkeypatch: pytest.MonkeyPatch) -> None:
     same, tie, wrong = (
         {"lossless": is_lossless, "identical": is_identical}
