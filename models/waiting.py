@@ -124,8 +124,7 @@ class WaitingSum:
         """Add without adding up where a norm still can; terms stand in the order in which they were written."""
         fits = isinstance(other, (Tensor, WaitingSum)) and other.shape == self.shape and other.device == self.device
         if not fits or self._source is not None or getattr(other, "_source", None) is not None:
-            other = _added_up(other)
-            return self.value + other if self_first else other + self.value
+            return self.value + _added_up(other)
         theirs = other._terms if isinstance(other, WaitingSum) else ((other, 1.0),)
         mine = self._terms
         if len(mine) + len(theirs) > MOST_TERMS:
