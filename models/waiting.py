@@ -84,8 +84,10 @@ class WaitingSum:
         """Cast without adding up; anything else that ``Tensor.to`` does, it does to the tensor."""
         wanted = [*args, *kwargs.values()]
         if len(wanted) == 1 and isinstance(wanted[0], torch.dtype):
-            dtype = wanted[0]
-            return self if dtype == self.dtype else WaitingSum((), self._root, dtype)
+            if wanted[0] == self.dtype:
+                return self
+            if self._source is None:
+                return WaitingSum((), self, wanted[0])
         return self.value.to(*args, **kwargs)
 
     def __add__(self, other: Any) -> Any:

@@ -99,6 +99,7 @@ def test_a_narrow_cast_of_a_wide_stream_is_normalised_without_a_cast_of_its_own(
     assert torch.equal(narrow.value, (stream + out).bfloat16())
     assert torch.equal(narrow * 2, (stream + out).bfloat16() * 2)
     assert torch.equal(narrow + out, (stream + out).bfloat16() + out)
+    assert torch.equal(narrow.to(torch.float32), (stream + out).bfloat16().float()), "what a cast cuts off is gone"
     assert torch.equal(waiting(out) + narrow, out + (stream + out).bfloat16())
 
 
