@@ -116,12 +116,24 @@ def test_bad_vocabularies_are_refused() -> None:
     lm.model.generation_config.eos_token_id = [0, 7]  # chat models have more than one, and the config knows the first
     with pytest.raises(ValueError, match=r"must keep the model's stop tokens, got one without \[7\]"):
         ModelDrafter(lm, vocab=[0, 4, 5])
+    lm.model.generation_config.eos_token_id = None  # and others have none but the config's
+    with pytest.raises(ValueError, match=r"must keep the model's stop tokens, got one without \[0\]"):
+        ModelDrafter(lm, vocab=[4, 5])
 
 
 def test_a_head_that_is_not_linear_is_refused() -> None:
     lm = grafted(tiny_model("mamba2"))
     lm.model.lm_head = torch.nn.utils.parametrizations.weight_norm(lm.model.lm_head)
     with pytest.raises(NotImplementedError, match="only a linear head at the top of the model can be trimmed"):
+        TrimmedLM(lm, KEPT)
+
+
+def test_a_head_that_is_not_at_the_top_is_refused() -> None:
+    lm = grafted(tiny_model("mamba2"))
+    inner = torch.nn.Linear(lm.model.config.hidden_size, VOCAB, bias=False)
+    lm.model.backbone.add_module("head", inner)
+    lm.model.get_output_embeddings = lambda: inner
+    with pytest.raises(NotImplementedError, match="at the top of the model can be trimmed, got Linear in Mamba2"):
         TrimmedLM(lm, KEPT)
 
 
