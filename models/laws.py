@@ -180,7 +180,6 @@ def _small_copy(module: Any, **parts: Any) -> Any:
     """Copy a module with other parameters, children and attributes."""
     twin = copy.copy(module)
     twin.__dict__ |= {"_parameters": dict(module._parameters), "_modules": dict(module._modules)}
-    twin.__dict__.pop("forward", None)
     for name, part in parts.items():
         if isinstance(part, nn.Parameter):
             twin._parameters[name] = part
