@@ -402,6 +402,8 @@ def test_feed_forwards_that_do_something_else_keep_their_own_forward() -> None:
     exact.act_fn = ACT2FN["gelu"]
     lean.graft_lean(nn.Sequential(exact))
     assert "lean_facts" not in exact.__dict__ and laws.activation_of(ACT2FN["gelu"]) is None
+    scaled = next(module for module in family_model("falcon_h1").modules() if hasattr(module, laws.DOWN_FACTOR))
+    assert laws.feed_forward_of(scaled) is not None
     assert laws.activation_of(ACT2FN["gelu_pytorch_tanh"]) == "gelu_tanh" and laws.activation_of(nn.SiLU()) == "silu"
 
 
@@ -450,8 +452,9 @@ def test_experts_that_do_something_else_keep_their_own_forward(launched: Counter
     x, index = torch.randn(3, 32), torch.tensor([[0, 1], [2, 3], [1, 2]])
     with lean.scoring(True), torch.no_grad():
         experts(x, index, torch.ones(3, 2))
-        assert not launched
         experts._is_expert_parallel = False
+        experts(x.double(), index, torch.ones(3, 2))  # which their weights are not
+        assert not launched
         experts(x, index, torch.ones(3, 2))
     assert launched["experts"] == 1
 
@@ -469,7 +472,7 @@ def test_rotations_that_do_something_else_keep_their_own_function() -> None:
 
 def test_a_lean_forward_and_the_one_that_it_was_made_of_can_both_be_compiled() -> None:
     names: dict[str, Any] = {"apply_rotary_pos_emb": LlamaAttention.forward.__globals__["apply_rotary_pos_emb"]}
-    exec("def forward(q, k, cos, sin):\n    return apply_rotary_pos_emb(q, k, cos, sin)", names)
+    exec("def forward(q, k, cos, sin, *, by=2):\n    return apply_rotary_pos_emb(by * q, k, cos, sin)", names)
     forwards = names["forward"], lean.with_lean_rotary(names["forward"])
     q, angles, found = torch.randn(1, 2, 3, 8), torch.randn(1, 3, 8), []
 
