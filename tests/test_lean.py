@@ -308,6 +308,18 @@ def test_accelerates_forward_of_a_module_runs_in_plain_calls_alone(launched: Cou
     assert len(calls) == 2 and launched["rms_norm"] == 1
 
 
+def test_a_norm_whose_weights_are_fetched_for_each_call_runs_its_own_forward(launched: Counter[str]) -> None:
+    norm, x = LlamaRMSNorm(8), torch.arange(8.0)[None]
+    expected = 3 * norm(x)
+    hook = AlignDevicesHook(execution_device="cpu", offload=True, weights_map={"weight": torch.full((8,), 3.0)})
+    add_hook_to_module(norm, hook)
+    assert norm.weight.device.type == "meta"
+    lean.graft_lean(nn.Sequential(norm))
+    with lean.scoring(True), torch.no_grad():
+        assert torch.allclose(norm(x), expected)
+    assert "lean_facts" in norm.__dict__ and not launched
+
+
 def test_a_gated_norm_that_was_patched_runs_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "has_triton", lambda *_: True)
     norm = gated_norm_of("bamba", {})
