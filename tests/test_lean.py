@@ -508,6 +508,18 @@ def test_angles_that_are_wider_than_queries_widen_them_only_where_the_family_doe
     assert (turned.dtype == torch.bfloat16) == keeps and launched["rotary"] == keeps
 
 
+def test_queries_and_angles_of_another_layout_are_rotated_by_the_familys_own_function(launched: Counter[str]) -> None:
+    own = LlamaAttention.forward.__globals__["apply_rotary_pos_emb"]
+    rotary = lean.with_lean_rotary(LlamaAttention.forward).__globals__["apply_rotary_pos_emb"]
+    q, cos, sin = (
+        torch.randn(1, 3, *sizes, generator=torch.Generator().manual_seed(0)) for sizes in ((3, 8), (8,), (8,))
+    )
+    with lean.scoring(True):
+        for given, named in (((q, q, cos, sin), {"unsqueeze_dim": 2}), ((q[0], q[0], cos[0], sin[0]), {})):
+            assert torch.equal(rotary(*given, **named)[0], own(*given, **named)[0])
+    assert not launched
+
+
 def test_a_norm_whose_weights_are_wider_than_its_rows_keeps_its_own_forward(launched: Counter[str]) -> None:
     norm = LlamaRMSNorm(8)
     lean.graft_lean(nn.Sequential(norm))
