@@ -32,6 +32,7 @@ from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridAtten
 
 from stree import TokenTree, TreeLM
 from stree.kernels import checks, ops
+from stree.kernels.tiles import MAX_NORM_WIDTH
 from stree.models import laws, lean, tree_lm
 from stree.models.waiting import WaitingSum
 
@@ -404,6 +405,12 @@ class Doubled(LlamaMLP):  # type: ignore[misc]
 def test_norms_that_do_something_else_keep_their_own_forward(kind: type) -> None:
     assert laws.norm_of_rows(kind(8)) is None
     assert laws.norm_of_rows(LlamaRMSNorm(8)) == laws.Norm("variance_epsilon", 0.0)
+
+
+def test_a_norm_too_wide_for_its_kernel_keeps_its_own_forward() -> None:
+    norms = [LlamaRMSNorm(width) for width in (MAX_NORM_WIDTH, MAX_NORM_WIDTH + 1)]
+    lean.graft_lean(nn.Sequential(*norms))
+    assert ["lean_facts" in norm.__dict__ for norm in norms] == [True, False]
 
 
 def test_feed_forwards_that_do_something_else_keep_their_own_forward() -> None:
