@@ -11,11 +11,13 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from traversal_problems import CLOSE, CONTROLS, DEVICE, Problem
 
 from stree import TokenTree
 from stree.kernels import traversal as kernels
-from stree.kernels.traversal_door import TraversedPath
+from stree.kernels.traversal_door import DraftRows, TraversedPath
+from stree.kernels.traversal_door import traverse as traverse_on_device
 from stree.sampling import PURPOSES, Random
 from stree.verify.traversal import traverse, traverse_by_kernels
 from stree.verify.values import DELTA, INDEPENDENT, SAMPLED
@@ -168,6 +170,24 @@ def test_a_seed_on_the_device_and_strides_of_the_laws_change_nothing() -> None:
     found = replace(
         problem, law=law, draft=replace(problem.draft, probs=probs), rng=replace(problem.rng, seed=seed.to(DEVICE))
     ).found()
+    for name in TraversedPath.__slots__:
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+def test_operands_of_any_strides_are_read() -> None:
+    problem = Problem.draw(9, 40, seed=9).moved()
+    tree, rng, draft = problem.tree, problem.rng, problem.draft
+    assert draft is not None
+
+    def apart(tensor: Tensor) -> Tensor:
+        return torch.stack([tensor, torch.zeros_like(tensor)], -1)[..., 0]
+
+    found = traverse_on_device(
+        apart(tree.tokens), apart(tree.parents), apart(tree.ancestor_mask), apart(tree.depths), problem.law,
+        DraftRows(draft.probs, apart(draft.row), apart(draft.kind), DELTA, INDEPENDENT), max_depth=problem.depth,
+        seed=rng.seed, sequences=apart(rng.sequences), positions=apart(rng.positions),
+    )  # fmt: skip
+    expected = problem.found()
     for name in TraversedPath.__slots__:
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
