@@ -55,6 +55,7 @@ def test_more_waves_than_launches_are_needed_and_bounded_by_what_the_host_knows(
     assert names[4].count("settle_kernel") == names[4].count("reject_kernel") == 4
     assert kernels.num_waves(12, 1, 11) == 11 and kernels.num_waves(12, 5, None) == 11
     assert kernels.num_waves(7, 3, 2) == 4 and kernels.num_waves(1, 0, None) == 0
+    assert kernels.num_waves(5, 9, 3) == 4, "no more than there are drafted nodes"
 
 
 def keys_of(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> list[Key]:
@@ -103,6 +104,12 @@ def test_what_cannot_be_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     rng = Random(0, torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
     with pytest.raises(NotImplementedError, match="traverse with backend='triton' takes trees of nodes up to 128"):
         Problem(long, torch.ones(1, 129, 2), None, rng).found()
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "MAX_VOCAB", 4)
+        with pytest.raises(
+            NotImplementedError, match="traverse with backend='triton' takes a vocabulary up to 4, got 5"
+        ):
+            problem.found()
     if DEVICE == "cpu":
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         with pytest.raises(RuntimeError, match="traverse needs CUDA tensors, got a tensor on cpu"):
