@@ -184,6 +184,10 @@ def test_values_are_guessed_where_there_are_none(monkeypatch: pytest.MonkeyPatch
     path, lengths = torch.tensor([[0, -1]], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     auto.observe(Draft(tree, None, 2), Acceptance(path, lengths, torch.tensor([0])))
     assert seen[0].tolist() == [[1 / (1 + depth) for depth in tree.depths[0].tolist()]]
+    padded = TokenTree.unchecked(torch.zeros(1, 3, dtype=torch.long), torch.tensor([[-1, 0, -1]], dtype=torch.int32))
+    auto._launch(Choice(4, 3))
+    auto.observe(Draft(padded, None, 1), Acceptance(path, lengths, torch.tensor([0])))
+    assert seen[1].tolist() == [[1, 0.5, 0]], "padding is worth nothing"
 
 
 def test_a_perfect_drafter_is_used_and_a_useless_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,6 +394,7 @@ def test_a_limited_growth_is_the_other_cut_at_a_depth() -> None:
 def test_a_fixed_size_is_always_the_same() -> None:
     fixed = FixedSize(None, 7)
     assert fixed.next() == fixed.next() == (None, 7)
+    assert not fixed.is_off and FixedSize(None, 1).is_off
 
 
 def test_a_fused_drafter_has_the_models_of_its_parts() -> None:
