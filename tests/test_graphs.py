@@ -738,6 +738,19 @@ def test_what_layers_read_of_their_config_is_captured_anew() -> None:
     assert layout_of(lm) != before
 
 
+def test_classes_and_the_names_of_settings_are_part_of_what_was_captured() -> None:
+    lm = grafted(tiny_model("bamba"))
+    layer = lm.model.model.layers[0].feed_forward
+    layer.first, layer.second, layer.nested = True, False, {"scales": {"up": 2}}
+    before = layout_of(lm)
+    layer.first, layer.second = False, True
+    swapped = layout_of(lm)
+    layer.nested["scales"]["up"] = 3
+    scaled = layout_of(lm)
+    layer.__class__ = type("Other", (type(layer),), {})
+    assert len({before, swapped, scaled, layout_of(lm)}) == 4
+
+
 def test_what_a_layer_is_told_later_is_captured_anew(capture: Callable[[], stree.TreeLM]) -> None:
     """Adapters are switched by attributes of their layers, as peft's are; a hook that is gone leaves no trace."""
 
