@@ -5,7 +5,7 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/test_triton_growth.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 
 import pytest
@@ -250,3 +250,37 @@ def test_the_columns_appended_and_the_tree_cut_out_of_them_are_those_of_torch(
                 assert torch.equal(getattr(one, part), getattr(other, part)), part
         assert name == "pruned" or torch.equal(found.left, expected.left)
         assert (found.size, found.num_layers) == (expected.size, expected.num_layers)
+
+
+def test_columns_are_made_of_operands_of_any_strides(launched: None) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(most: int, *shape: int) -> Tensor:
+        return torch.randint(most, shape, generator=generator).to(DEVICE)
+
+    pending, leaf, has_leaf, taken, tokens = (
+        drawn(50, 3),
+        drawn(50, 3),
+        drawn(2, 3) > 0,
+        drawn(3, 3, 4) > 0,
+        drawn(50, 3, 1, 6),
+    )
+    values, is_chosen, slots = (
+        drawn(9, 3, 1, 6) / 9,
+        drawn(2, 3, 1, 6) > 0,
+        torch.arange(24, device=DEVICE).view(3, 8) % 8,
+    )
+    layout = growth_door.Layout(width=3, frontier=0, size=2, num_nodes=None, kinds=(1, 0))
+
+    def made(laid: Callable[[Tensor], Tensor], slots: Tensor) -> list[Tensor]:
+        columns = growth_door.begin(laid(pending), laid(leaf), laid(has_leaf), 8, 0)
+        chosen = growth_door.Chosen(slots, laid(taken), laid(values), laid(tokens), laid(is_chosen))
+        left = torch.full((3,), 9, device=DEVICE)
+        appended = growth_door.append(columns, chosen, left, layout)
+        cut = growth_door.cut(columns, laid(drawn(1, 3, 3) + torch.tensor([0, 1, 3], device=DEVICE)), 5)
+        parts = [getattr(part, name) for part in (columns, appended, cut) for name in part.__slots__]
+        return [left, *(part for part in parts if isinstance(part, Tensor))]
+
+    apart = made(lambda tensor: torch.stack([tensor, torch.zeros_like(tensor)], -1)[..., 0], slots[:, 1:5])
+    for found, expected in zip(apart, made(Tensor.clone, slots[:, 1:5].contiguous()), strict=True):
+        assert torch.equal(found, expected)
