@@ -421,8 +421,8 @@ def test_warming_up_captures_before_the_first_text(
     found = generate(lm, chosen, budget=4, max_length=120, **options)
     assert found.sequences == eager
     assert drafts != "model" or found.stats["graphs"]["replays"] == found.stats["steps"]
-    with pytest.raises(ValueError, match="max_length must be above 25 to capture steps of 4 nodes, got 20"):
-        stree.warm_up(lm, drafter, max_length=20, budgets=(4,))
+    with pytest.raises(ValueError, match="max_length must be above 25 to capture steps of 4 nodes, got 25"):
+        stree.warm_up(lm, drafter, max_length=25, budgets=(4,))
     with pytest.raises(ValueError, match="steps are captured on a single CUDA device"):
         stree.warm_up(grafted(tiny_model("bamba")), drafter, max_length=20)
 
