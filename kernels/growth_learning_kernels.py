@@ -117,7 +117,7 @@ def remember_kernel(
     tl.store(triple_ptr, yes, (entry < length) & (before >= 0))
     end = tl.arange(0, 2)
     word = _word(tokens_ptr, path_ptr, length - 2 + end, length, older, last)
-    tl.store(last_ptr + batch * 2 + end, word, (end >= 0) & (length > 0))
+    tl.store(last_ptr + batch * 2 + end, word, end * 0 + length > 0)
 
 
 @triton.jit
