@@ -94,6 +94,6 @@ class _Race(DraftEstimate):
         self._offered = times.flatten(1)
         return (probs > 0) * (reach[..., None] > 0) / times, reach[..., None] * probs
 
-    def keep(self, slots: Tensor) -> None:
+    def note(self, slots: Tensor) -> None:
         """Remember when the new nodes arrived."""
         self._times = self._offered.gather(1, slots)
