@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from stree.drafters import ModelDrafter
 from stree.drafters.offers import WithFavourite
-from stree.growth import Calibrated, Chain, Estimate, Layer, Proposal, choose_slots, parse_growth
+from stree.growth import Calibrated, Chain, DepthStop, Estimate, Growth, Layer, Proposal, choose_slots, parse_growth
 from stree.growth.calibrated import TYPICAL, typical_values
 from stree.growth.estimates import (
     AFTER,
@@ -456,12 +457,47 @@ def test_at_temperature_0_what_a_text_says_already_counts_for_more_whoever_says_
     assert torch.equal(estimate.rate(torch.ones(3, 1), law[..., :3], law, words=words)[0][0, 0], found[2])
 
 
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_greedy_tree_looks_up_what_every_node_would_say(is_stopped: bool) -> None:
+    law, prompt, pending = TableLaw.random(6, 3), [3, 1, 0, 2, 5, 4, 0, 1, 3, 3, 0, 4], 2
+    growth: Growth = Calibrated(depth=3).bind(Sampling())
+    growth = DepthStop(growth, threshold=-50.0, layers=None) if is_stopped else growth
+    run = ModelDrafter(TableLM(law).as_lm()).start(6, [prompt], random_rows(1))
+    draft = run.propose(torch.tensor([pending]), growth, 17)
+    pairs, triples = set(pairwise(prompt)), set(zip(prompt, prompt[1:], prompt[2:], strict=False))
+    probs, values = law.logits.softmax(-1), dict[tuple[int, ...], float]()
+
+    def visit(path: tuple[int, ...], value: float) -> None:
+        before, token = [prompt[-1], pending, *path][-2:]
+        row = probs[token]
+        children = row.argsort(descending=True).tolist()
+        says = [((token, child) in pairs, (before, token, child) in triples) for child in children]
+        for rank, child in enumerate(children):
+            level, by_confidence, by_sharpness, *by_text = CERTAIN[rank]
+            odds = level + by_confidence * math.log(row[child]) - by_sharpness * math.log(1 - float((row * row).sum()))
+            others = [any(said[kind] for place, said in enumerate(says) if place != rank) for kind in range(2)]
+            odds += sum(slope * is_said for slope, is_said in zip(by_text, [*says[rank], *others], strict=True))
+            values[(*path, child)] = value / (1 + math.exp(-odds))
+            if len(path) < 2:
+                visit((*path, child), values[(*path, child)])
+
+    visit((), 1.0)
+    assert draft.values is not None
+    assert sorted(nodes_by_path(draft.tree)) == sorted(sorted(values, key=lambda path: -values[path])[:16])
+    wanted = [1.0, *(values[path] for path in nodes_by_path(draft.tree))]
+    assert draft.values[0].tolist() == pytest.approx(wanted, rel=1e-5)
+    plain = sorted(nodes_by_path(draft_of(law, growth, 17, Sampling(), random_rows(1)).tree))
+    assert max(map(len, values)) == 3 and sorted(nodes_by_path(draft.tree)) != plain
+
+
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_a_greedy_run_remembers_prompts_and_what_was_accepted_whatever_the_budget(is_fused: bool) -> None:
     law, growth = TableLaw.random(9, 1), Calibrated(depth=2).bind(Sampling())
     run: Any = ModelDrafter(TableLM(law).as_lm()).start(9, [[1, 2, 3], [4]], random_rows(2))
     texts, pending = [[1, 2, 3], [4]], torch.tensor([5, 6])
-    for step, budget in enumerate((4, 1, 1, 6, 4)):
+    run.reserve(60, DepthStop(growth, threshold=-50.0, layers=None), 6, begins=False)
+    growth = run._growth
+    for step, budget in enumerate((1, 4, 1, 1, 6, 4)):
         draft = run.propose(pending, growth, budget)
         tree = draft.tree
         if is_fused:  # others append a chain below the root
@@ -489,7 +525,7 @@ def check_memory(run: Any, texts: list[list[int]]) -> None:
     size = max(len(text) for text in texts)
     tokens = torch.tensor([text + [0] * (size - len(text)) for text in texts])
     fresh.remember(tokens, None, torch.tensor([len(text) for text in texts], dtype=torch.int32))
-    one, other = run._estimate._memory, getattr(fresh, "_memory")  # noqa: B009
+    one, other = run._estimate._base._memory, getattr(fresh, "_memory")  # noqa: B009
     assert torch.equal(one.places[:, :-1], other.places[:, :-1]) and torch.equal(one.last, other.last)
 
 
