@@ -11,6 +11,16 @@ from stree.kernels.growth_kernels import place_of
 
 
 @triton.jit
+def _judged(parents_ptr, ratios_ptr, live_ptr, n, NODES: tl.constexpr):
+    """Load a sequence's parents and ratios, 1 where nothing was tested, and tell which nodes count."""
+    node = tl.arange(0, NODES)
+    parent = tl.load(parents_ptr + node, node < n, -1)
+    is_drafted = parent >= 0
+    ratio = tl.load(ratios_ptr + node, is_drafted, 1.0)
+    return parent, ratio, is_drafted & (tl.load(live_ptr + node * 0, is_drafted, 0) != 0)
+
+
+@triton.jit
 def _sum_above(mask_ptr, number, n, NODES: tl.constexpr):
     """Add up the numbers of each node's ancestors, its own left out."""
     node = tl.arange(0, NODES)
@@ -39,15 +49,13 @@ def learn_kernel(
     """Count the tests of a sequence's tree; grid (batch).  No two lanes write to one cell, and none atomically."""
     batch = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
-    inside = node < n
-    parent = tl.load(parents_ptr + batch * n + node, inside, -1)
-    is_drafted = parent >= 0
-    ratio = tl.load(ratios_ptr + batch * stride_ratios_b + node, is_drafted, 1.0)
+    parent, ratio, counts = _judged(
+        parents_ptr + batch * n, ratios_ptr + batch * stride_ratios_b, live_ptr + batch, n, NODES
+    )
     is_elder = (parent[:, None] == parent[None, :]) & (node[None, :] < node[:, None])
     missed = tl.sum(tl.where(is_elder, tl.log(tl.maximum(1.0 - ratio, 1e-6))[None, :], 0.0), 1)
-    own = tl.where(is_drafted, tl.log(tl.maximum(ratio, 1e-6)) + missed, 0.0)
+    own = tl.where(parent >= 0, tl.log(tl.maximum(ratio, 1e-6)) + missed, 0.0)
     above = _sum_above(mask_ptr + batch * n * n, own, n, NODES)
-    counts = is_drafted & (tl.load(live_ptr + batch + node * 0, is_drafted, 0) != 0)
     number = node.to(tl.int64)
     if numbers_ptr is not None:
         number = tl.load(numbers_ptr + batch * n + node, counts, 0)
@@ -77,13 +85,12 @@ def level_kernel(
     """Learn a text's level from the likeliest children of its accepted nodes; grid (batch)."""
     batch = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
-    inside = node < n
-    parent = tl.load(parents_ptr + batch * n + node, inside, -1)
-    is_drafted = parent >= 0
-    ratio = tl.load(ratios_ptr + batch * stride_ratios_b + node, is_drafted, 1.0).to(tl.float32)
+    parent, ratio, counts = _judged(
+        parents_ptr + batch * n, ratios_ptr + batch * stride_ratios_b, live_ptr + batch, n, NODES
+    )
     has_elder = tl.sum(((parent[:, None] == parent[None, :]) & (node[None, :] < node[:, None])).to(tl.int32), 1) > 0
     above = _sum_above(mask_ptr + batch * n * n, tl.log(tl.maximum(ratio, 1e-6)), n, NODES)
-    counts = is_drafted & ~has_elder & (tl.load(live_ptr + batch + node * 0, is_drafted, 0) != 0)
+    counts &= ~has_elder
     made = tl.where(counts, tl.exp(above), 0.0)
     value = tl.load(values_ptr + batch * n + node, counts, 0.0)
     chance = tl.div_rn(value, tl.maximum(tl.load(values_ptr + batch * n + parent, counts, 1.0), 1e-38))

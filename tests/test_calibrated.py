@@ -16,7 +16,18 @@ from torch import Tensor
 
 from stree.drafters import ModelDrafter
 from stree.drafters.offers import WithFavourite
-from stree.growth import Calibrated, Chain, DepthStop, Estimate, Growth, Layer, Proposal, choose_slots, parse_growth
+from stree.growth import (
+    Calibrated,
+    Chain,
+    DepthStop,
+    Estimate,
+    Growth,
+    Layer,
+    Proposal,
+    Slots,
+    choose_slots,
+    parse_growth,
+)
 from stree.growth.calibrated import TYPICAL, typical_values
 from stree.growth.estimates import (
     AFTER,
@@ -95,7 +106,7 @@ def test_the_eldest_child_is_believed_by_the_temperature() -> None:
     eldest = {}
     for temperature in (0.3, 0.6, 0.8, 1.0, 1.5):
         growth = Calibrated().bind(Sampling(temperature))
-        priority, value = growth.estimate(1, CPU).rate(torch.ones(1, 1), law[..., :3], law)
+        priority, value = growth.estimate(1, CPU).rate(Slots(torch.ones(1, 1), law[..., :3], law))
         eldest[temperature] = (float(priority[0, 0, 0]), float(value[0, 0, 0]))
         younger = float(priority[0, 0, 1]) / (1 - eldest[temperature][1])
         assert younger == pytest.approx(1 / (1 + math.exp(1.35 + 0.73 * math.log(1 - 0.075))), rel=1e-4)
@@ -239,7 +250,7 @@ def test_ratings_beside_a_favourite_are_those_of_a_table_kept_by_hand() -> None:
             odds = level + slope * sharp + steep * math.log(middles[place(confidence, CONFIDENCE_EDGES)])
         return 1 / (1 + math.exp(-odds))
 
-    priority, value = estimate.rate(reach, probs, law, is_chosen)
+    priority, value = estimate.rate(Slots(reach, probs, law, is_chosen))
     first, own, last = prior(0, 0.1 / 0.4), prior(1, favourite), prior(2, 0.3 / 0.3)
     left = max(1 - first - own, 0.0)
     eldest = prior(0, None)
@@ -249,7 +260,7 @@ def test_ratings_beside_a_favourite_are_those_of_a_table_kept_by_hand() -> None:
     notes = [estimate.note(torch.tensor([[0, 1]]))]
     tree = TokenTree(torch.zeros(1, 3).long(), torch.tensor([[-1, 0, 0]]))
     estimate.learn(Proposal(tree, torch.ones(1, 3), None, notes), torch.tensor([[0.0, 0.2, 0.7]]), torch.tensor([True]))
-    after = estimate.rate(reach, probs, law, is_chosen)[1][0, 0, :2] / 0.5
+    after = estimate.rate(Slots(reach, probs, law, is_chosen))[1][0, 0, :2] / 0.5
     tests = PRIOR_TESTS + 1
     wanted = [(PRIOR_TESTS * first + 0.2) / tests, (PRIOR_TESTS * own + 0.8 * 0.7) / tests]
     assert after.tolist() == pytest.approx(wanted)
@@ -259,7 +270,7 @@ def test_a_favourite_s_priority_does_not_depend_on_what_is_drawn_beside_it() -> 
     estimate = Calibration(1, 3, CPU, 0.8)
     law, is_chosen = torch.tensor([[[0.0, 0.39, 0.01]]]), torch.tensor([[[False, True, False]]])
     ratings = [
-        estimate.rate(torch.ones(1, 1), torch.tensor([[[first, 0.6, rest]]]), law, is_chosen)[0][0, 0]
+        estimate.rate(Slots(torch.ones(1, 1), torch.tensor([[[first, 0.6, rest]]]), law, is_chosen))[0][0, 0]
         for first, rest in ((0.39, 0.01), (0.01, 0.39))
     ]
     assert torch.equal(ratings[0][:2], ratings[1][:2]) and not torch.equal(ratings[0], ratings[1])
@@ -279,7 +290,7 @@ class Taught(Calibrated):
             torch.tensor([[[False, True]]]).expand(batch, 1, 2),
         )
         for _ in range(100):
-            estimate.rate(torch.ones(batch, 1), probs, law, is_chosen)
+            estimate.rate(Slots(torch.ones(batch, 1), probs, law, is_chosen))
             notes = [estimate.note(torch.tensor([[0, 1]]).expand(batch, 2))]
             ratios = torch.tensor([[0.0, 1.0, 0.0]]).expand(batch, 3)
             proposal = Proposal(tree, torch.ones_like(ratios), None, notes)
@@ -331,7 +342,7 @@ def test_ratings_and_what_is_learnt_are_those_of_a_table_kept_by_hand() -> None:
         return (PRIOR_TESTS / (1 + math.exp(-logit)) + passed) / (PRIOR_TESTS + tests)
 
     for _ in range(3):
-        priority, value = estimate.rate(reach, probs, law)
+        priority, value = estimate.rate(Slots(reach, probs, law))
         for node in range(3):
             (before, after), (younger, _) = cells(node, 0), cells(node, 1)
             eldest = float(reach[0, node]) * odds("before", before)
@@ -363,12 +374,12 @@ def test_what_is_learnt_does_not_depend_on_the_padding_that_a_neighbour_s_larger
     rated = []
     for more in (0, 1, 5, 37):
         estimate = Calibrated().bind(Sampling(temperature)).estimate(400, CPU)
-        estimate.rate(torch.ones(400, 16), probs, law)
+        estimate.rate(Slots(torch.ones(400, 16), probs, law))
         tree = TokenTree.unchecked(torch.zeros(400, 30 + more).long(), F.pad(parents, (0, more), value=-1))
         notes = [estimate.note(F.pad(slots, (0, more)))]
         proposal = Proposal(tree, F.pad(values, (0, more)), None, notes)
         estimate.learn(proposal, F.pad(ratios, (0, more)), torch.ones(400, dtype=torch.bool))
-        rated.append(estimate.rate(torch.ones(400, 16), probs, law)[0])
+        rated.append(estimate.rate(Slots(torch.ones(400, 16), probs, law))[0])
     assert all(torch.equal(rated[0], other) for other in rated[1:])
 
 
@@ -378,12 +389,12 @@ def test_sequences_learn_by_themselves_and_finished_ones_not_at_all() -> None:
     estimate, alone = Calibration(3, 2, CPU, 0.8), Calibration(1, 2, CPU, 0.8)
     ratios, is_live = torch.tensor([[0.0, 0.1], [0.0, 0.9], [0.0, 0.9]]), torch.tensor([True, True, False])
     for one, rows, chain in ((estimate, 3, tree), (alone, 1, TokenTree.chain([0, 0]))):
-        one.rate(torch.ones(rows, 1), law[:rows, :, :2], law[:rows])
+        one.rate(Slots(torch.ones(rows, 1), law[:rows, :, :2], law[:rows]))
         proposal = Proposal(chain, torch.ones(rows, 2), None, [one.note(torch.zeros(rows, 1).long())])
         one.learn(proposal, ratios[:rows], is_live[:rows])
-    priority, _ = estimate.rate(torch.ones(3, 1), law[..., :2], law)
-    fresh, _ = Calibration(1, 2, CPU, 0.8).rate(torch.ones(1, 1), law[:1, :, :2], law[:1])
-    expected, _ = alone.rate(torch.ones(1, 1), law[:1, :, :2], law[:1])
+    priority, _ = estimate.rate(Slots(torch.ones(3, 1), law[..., :2], law))
+    fresh, _ = Calibration(1, 2, CPU, 0.8).rate(Slots(torch.ones(1, 1), law[:1, :, :2], law[:1]))
+    expected, _ = alone.rate(Slots(torch.ones(1, 1), law[:1, :, :2], law[:1]))
     assert torch.equal(priority[0], expected[0])
     assert float(priority[0, 0, 0]) < float(fresh[0, 0, 0]) < float(priority[1, 0, 0])
     assert torch.equal(priority[2], fresh[0])
@@ -395,7 +406,7 @@ def test_a_run_learns_from_the_log_and_its_growth_does_not() -> None:
     pending = torch.zeros(2, dtype=torch.long)
     for run in runs:
         draft = run.propose(pending, growth, 8)
-        before = run._estimate.rate(torch.ones(2, 1), torch.full((2, 1, 4), 0.2), torch.full((2, 1, 5), 0.2))[0]
+        before = run._estimate.rate(Slots(torch.ones(2, 1), torch.full((2, 1, 4), 0.2), torch.full((2, 1, 5), 0.2)))[0]
         run.observe(
             Acceptance(
                 torch.zeros(2, 1, dtype=torch.int32),
@@ -404,11 +415,11 @@ def test_a_run_learns_from_the_log_and_its_growth_does_not() -> None:
                 torch.full(draft.tree.tokens.shape, 0.9),
             )
         )
-        after = run._estimate.rate(torch.ones(2, 1), torch.full((2, 1, 4), 0.2), torch.full((2, 1, 5), 0.2))[0]
+        after = run._estimate.rate(Slots(torch.ones(2, 1), torch.full((2, 1, 4), 0.2), torch.full((2, 1, 5), 0.2)))[0]
         assert float(after[0, 0, 0] - before[0, 0, 0]) > 0.01
         assert torch.equal(after[1], before[1]), "the second sequence stood still"
         run.restart([[0], [0]])
-        again = run._estimate.rate(torch.ones(2, 1), torch.full((2, 1, 4), 0.2), torch.full((2, 1, 5), 0.2))[0]
+        again = run._estimate.rate(Slots(torch.ones(2, 1), torch.full((2, 1, 4), 0.2), torch.full((2, 1, 5), 0.2)))[0]
         assert torch.equal(again, before), "other texts begin anew"
     assert runs[0]._estimate is not runs[1]._estimate
 
@@ -416,13 +427,13 @@ def test_a_run_learns_from_the_log_and_its_growth_does_not() -> None:
 def test_at_temperature_0_the_eldest_is_believed_as_the_text_goes_and_the_others_share_what_it_leaves() -> None:
     law = torch.tensor([0.5, 0.3, 0.15, 0.05]).expand(2, 1, 4)
     estimate, fresh = (Calibrated().bind(Sampling()).estimate(2, CPU) for _ in range(2))
-    before = estimate.rate(torch.ones(2, 1), law[..., :3], law)[0][:, 0].tolist()
+    before = estimate.rate(Slots(torch.ones(2, 1), law[..., :3], law))[0][:, 0].tolist()
     tree = TokenTree(torch.zeros(2, 5).long(), torch.tensor([[-1, 0, 0, 1, 2]] * 2))
     values = torch.tensor([[1.0, 0.75, 0.1, 0.3, 0.05]] * 2)
     # The first text accepts the eldest child and not its child; the second one stands still.
     ratios = torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0]] * 2)
     estimate.learn(Proposal(tree, values, None, []), ratios, torch.tensor([True, False]))
-    after = estimate.rate(torch.ones(2, 1), law[..., :3], law)[0][:, 0].tolist()
+    after = estimate.rate(Slots(torch.ones(2, 1), law[..., :3], law))[0][:, 0].tolist()
     assert after[1] == before[1]
     weight = LEVEL_WEIGHT + 0.75 * 0.25 + 0.4 * 0.6
     odds = math.log(before[0][0] / (1 - before[0][0])) + (0.25 - 0.4) / weight
@@ -432,7 +443,7 @@ def test_at_temperature_0_the_eldest_is_believed_as_the_text_goes_and_the_others
     estimate.forget(0)
     for one in (estimate, fresh):
         one.learn(Proposal(tree, values, None, []), ratios, torch.tensor([True, True]))
-    again, expected = (one.rate(torch.ones(2, 1), law[..., :3], law)[0] for one in (estimate, fresh))
+    again, expected = (one.rate(Slots(torch.ones(2, 1), law[..., :3], law))[0] for one in (estimate, fresh))
     assert torch.equal(again[0], expected[0]), "as a text that begins"
 
 
@@ -444,7 +455,7 @@ def test_at_temperature_0_what_a_text_says_already_counts_for_more_whoever_says_
     estimate.remember(texts, None, torch.tensor([5, 5, 5], dtype=torch.int32))
     root = torch.zeros(3, dtype=torch.long)
     words = Words(torch.tensor([[[1, 2, 3]]] * 3), torch.tensor([[7, 0]] * 3), -torch.ones(3, 2).int(), 1, root)
-    found = estimate.rate(torch.ones(3, 1), law[..., :3], law, words=words)[0][:, 0]
+    found = estimate.rate(Slots(torch.ones(3, 1), law[..., :3], law, words=words))[0][:, 0]
     for row, held in enumerate(([1, 1], [1, 0], [0, 0])):
         for rank in range(3):
             level, by_confidence, by_sharpness, *by_text = CERTAIN[rank]
@@ -454,7 +465,7 @@ def test_at_temperature_0_what_a_text_says_already_counts_for_more_whoever_says_
             assert float(found[row, rank]) == pytest.approx(1 / (1 + math.exp(-odds)), rel=1e-5), (row, rank)
     assert found[0].argmax() == 1 and found[2].argmax() == 0
     estimate.forget(0)
-    assert torch.equal(estimate.rate(torch.ones(3, 1), law[..., :3], law, words=words)[0][0, 0], found[2])
+    assert torch.equal(estimate.rate(Slots(torch.ones(3, 1), law[..., :3], law, words=words))[0][0, 0], found[2])
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
@@ -535,7 +546,9 @@ def test_a_greedy_run_learns_from_its_paths_and_its_growth_does_not() -> None:
     pending = torch.zeros(2, dtype=torch.long)
 
     def eldest() -> Tensor:
-        return run._estimate.rate(torch.ones(2, 1), torch.full((2, 1, 4), 0.2), torch.full((2, 1, 5), 0.2))[0][:, 0, 0]
+        return run._estimate.rate(Slots(torch.ones(2, 1), torch.full((2, 1, 4), 0.2), torch.full((2, 1, 5), 0.2)))[0][
+            :, 0, 0
+        ]
 
     run.propose(pending, growth, 2)
     begun = eldest()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from stree.growth.estimates import Calibration, RankEstimate
+from stree.growth.estimates import Calibration, RankEstimate, Slots
 from stree.kernels import law as kernels
 from stree.kernels import law_door, reference_law, topology
 from stree.sampling import Sampling
@@ -257,9 +257,9 @@ def test_ratings_are_the_same_whoever_computes_the_norms() -> None:
     reach, probs = torch.rand(1, 4, device=DEVICE), laws[..., :3].sort(-1, descending=True).values
     norms = torch.linalg.vector_norm(laws, dim=-1)
     for estimate in (Calibration(1, 3, DEVICE, 0.8), RankEstimate(1, 3, DEVICE)):
-        expected = estimate.rate(reach, probs, laws)
-        found = estimate.rate(reach, probs, laws, None, norms)
-        other = estimate.rate(reach, probs, laws, None, norms.new_tensor([[0.1, 1.0, 0.1, 1.0]]))
+        expected = estimate.rate(Slots(reach, probs, laws))
+        found = estimate.rate(Slots(reach, probs, laws, None, norms))
+        other = estimate.rate(Slots(reach, probs, laws, None, norms.new_tensor([[0.1, 1.0, 0.1, 1.0]])))
         assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
         assert not torch.equal(other[0], expected[0]), "they are read"
 

@@ -12,7 +12,7 @@ from stree.drafters.grown import LEAD, GrownTree, narrowed, num_run
 from stree.drafters.offers import offers_of
 from stree.drafters.protocol import Draft, padded_prompts
 from stree.drafters.waiting import Waiting
-from stree.growth import Calibrated, Estimate, Growth, Limited, Notes, Plan, Proposal, choose_slots
+from stree.growth import Calibrated, Estimate, Growth, Limited, Notes, Plan, Proposal, Slots, choose_slots
 from stree.kernels.bookkeeping import Drafted, path_on_columns, path_on_nodes
 from stree.kernels.law_door import law_and_norms
 from stree.kernels.topology import reads_freely
@@ -418,7 +418,7 @@ class _ModelRun:
             if offered.is_chosen is not None:
                 norms = None  # the laws are left without their favourites
             words = grown.words(offered.tokens)
-            priority, value = estimate.rate(reach, offered.probs, law, offered.is_chosen, norms, words)
+            priority, value = estimate.rate(Slots(reach, offered.probs, law, offered.is_chosen, norms, words))
             left, layers_left = None if plan.is_pruned else grown.left, len(plan.layers) - depth
             slots, is_taken = choose_slots(
                 layer, priority.flatten(1), left, plan.threshold, layers_left, in_order=offered.is_chosen is not None

@@ -7,7 +7,7 @@ from stree.growth.beam import RSDS
 from stree.growth.calibrated import Calibrated
 from stree.growth.decision import DecisionStop
 from stree.growth.dyspec import DySpec
-from stree.growth.estimates import Estimate, Notes, Proposal
+from stree.growth.estimates import Estimate, Notes, Proposal, Slots
 from stree.growth.fixed import Chain, Static
 from stree.growth.names import parse_growth
 from stree.growth.plan import Growth, Layer, Limited, Plan, choose_slots
@@ -35,6 +35,7 @@ __all__ = [
     "Plan",
     "Proposal",
     "Sequoia",
+    "Slots",
     "SpecInfer",
     "Static",
     "Stop",

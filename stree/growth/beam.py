@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from stree.counts import check_sizes
-from stree.growth.estimates import DraftEstimate, Estimate, PathEstimate, spent_before
+from stree.growth.estimates import DraftEstimate, Estimate, PathEstimate, Slots, spent_before
 from stree.growth.plan import Bound, Layer, Plan
-from stree.kernels.growth_door import Words
 from stree.sampling import MAX_RANKS, Random
 
 __all__ = ["RSDS"]
@@ -76,23 +75,16 @@ class _Race(DraftEstimate):
         self._waits = iter((-torch.log1p(-numbers)).split(widths, 1))  # for rate 1
         self._times = torch.ones_like(numbers[:, :1, 0])
 
-    def rate(
-        self,
-        reach: Tensor,
-        probs: Tensor,
-        law: Tensor,
-        is_chosen: Tensor | None = None,
-        norms: Tensor | None = None,
-        words: Words | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Rate a slot by when its child arrives, whoever it is."""
+        reach, probs = slots.reach[..., None], slots.probs
         above, ranks = probs.shape[1:]
-        left = reach[..., None].double() * (1 - spent_before(probs)).clamp(min=0)
+        left = reach.double() * (1 - spent_before(probs)).clamp(min=0)
         waits = next(self._waits)[:, :above, :ranks] / left.clamp(min=LEAST_RATE)
         waits[..., 0] = 0  # the eldest arrives with its parent
         times = self._times[..., None] + waits.cumsum(-1)
         self._offered = times.flatten(1)
-        return (probs > 0) * (reach[..., None] > 0) / times, reach[..., None] * probs
+        return (probs > 0) * (reach > 0) / times, reach * probs
 
     def note(self, slots: Tensor) -> None:
         """Remember when the new nodes arrived."""

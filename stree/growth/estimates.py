@@ -30,6 +30,7 @@ __all__ = [
     "PathEstimate",
     "Proposal",
     "RankEstimate",
+    "Slots",
     "spent_before",
 ]
 
@@ -87,6 +88,34 @@ class Proposal:
     notes: Notes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Slots:
+    """The slots below a layer, and what their children are.
+
+    Attributes:
+        reach: float[batch, above], values of the layer's nodes.
+        probs: float[batch, above, ranks], probability that the draft gives each child, 0 where there is none.
+        law: float[batch, above, vocab], that the drawn ones were drawn from.
+        is_chosen: bool[batch, above, ranks], children chosen without chance beside drawn ones; None for none.
+        norms: float[batch, above], Euclidean norms of ``law`` where they are known; None: whoever needs them computes
+            them.
+        words: tokens of the children and of what they stand behind; None: nothing is known of them.
+    """
+
+    reach: Tensor
+    probs: Tensor
+    law: Tensor
+    is_chosen: Tensor | None = None
+    norms: Tensor | None = None
+    words: Words | None = None
+
+    @property
+    def known_norms(self) -> Tensor:
+        """The norms of ``law``, computed where they are not known."""
+        norms: Tensor = torch.linalg.vector_norm(self.law, dim=-1) if self.norms is None else self.norms
+        return norms
+
+
 class Estimate(Protocol):
     """What a growth believes, for one run; it may learn from the verifier's log."""
 
@@ -99,25 +128,8 @@ class Estimate(Protocol):
         """
         ...
 
-    def rate(
-        self,
-        reach: Tensor,
-        probs: Tensor,
-        law: Tensor,
-        is_chosen: Tensor | None = None,
-        norms: Tensor | None = None,
-        words: Words | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Rate the slots below a layer.
-
-        Args:
-            reach: float[batch, above], values of the layer's nodes.
-            probs: float[batch, above, ranks], probability that the draft gives each child, 0 where there is none.
-            law: float[batch, above, vocab], that the drawn ones were drawn from.
-            is_chosen: bool[batch, above, ranks], children chosen without chance beside drawn ones; None for none.
-            norms: float[batch, above], Euclidean norms of ``law`` where they are known; None: whoever needs them
-                computes them.
-            words: tokens of the children and of what they stand behind; None: nothing is known of them.
 
         Returns:
             float[batch, above, ranks] twice: priorities of the slots, which never grow from drawn sibling to drawn
@@ -184,17 +196,9 @@ class PathEstimate:
     def draws(self, reach: Tensor, law: Tensor) -> None:
         """Draw anyway."""
 
-    def rate(
-        self,
-        reach: Tensor,
-        probs: Tensor,
-        law: Tensor,
-        is_chosen: Tensor | None = None,
-        norms: Tensor | None = None,
-        words: Words | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Rate a slot by its child's path probability."""
-        value = reach[..., None] * probs
+        value = slots.reach[..., None] * slots.probs
         return value, value
 
     def goes_on(self, values: Tensor) -> Tensor | None:
@@ -239,18 +243,11 @@ class RankEstimate(PathEstimate):
             torch.full((batch,), LEVEL_WEIGHT, dtype=torch.float32, device=device),
         )
 
-    def rate(
-        self,
-        reach: Tensor,
-        probs: Tensor,
-        law: Tensor,
-        is_chosen: Tensor | None = None,
-        norms: Tensor | None = None,
-        words: Words | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Rate a slot by the product of its path's chances."""
-        norms = _norms_of(law) if norms is None else norms
-        value = rate_by_rank(self._fit, self._level, self._memory, words, reach, probs, norms)
+        value = rate_by_rank(
+            self._fit, self._level, self._memory, slots.words, slots.reach, slots.probs, slots.known_norms
+        )
         return value, value
 
     def forget(self, row: int) -> None:
@@ -272,19 +269,12 @@ class RankEstimate(PathEstimate):
 class DraftEstimate(PathEstimate):
     """Drawn children: a test accepts with the draft's own probability (DySpec)."""
 
-    def rate(
-        self,
-        reach: Tensor,
-        probs: Tensor,
-        law: Tensor,
-        is_chosen: Tensor | None = None,
-        norms: Tensor | None = None,
-        words: Words | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Rate a slot by the probability that verification gets as far as testing it."""
         # Summed before the own probability: no rounding may let a slot depend on its token or pass its elder.
+        reach, probs = slots.reach[..., None], slots.probs
         spent = spent_before(probs)
-        return reach[..., None] * (1 - spent).clamp(min=0) * (probs > 0), reach[..., None] * probs
+        return reach * (1 - spent).clamp(min=0) * (probs > 0), reach * probs
 
 
 class Calibration:
@@ -329,18 +319,11 @@ class Calibration:
     def draws(self, reach: Tensor, law: Tensor) -> None:
         """Draw anyway."""
 
-    def rate(
-        self,
-        reach: Tensor,
-        probs: Tensor,
-        law: Tensor,
-        is_chosen: Tensor | None = None,
-        norms: Tensor | None = None,
-        words: Words | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Rate a slot by the probability that its child is accepted, over whatever token is drawn."""
-        norms = _norms_of(law) if norms is None else norms
-        priority, value, self._cells = rate_by_table(self._table, reach, probs, norms, is_chosen)
+        priority, value, self._cells = rate_by_table(
+            self._table, slots.reach, slots.probs, slots.known_norms, slots.is_chosen
+        )
         return priority, value
 
     def goes_on(self, values: Tensor) -> Tensor | None:
@@ -373,12 +356,6 @@ def _verdicts(proposal: Proposal, ratios: Tensor, is_live: Tensor) -> Verdicts:
     """Say what verification says of a tree's nodes."""
     tree = proposal.tree
     return Verdicts(tree.parents, tree.ancestor_mask, proposal.selected, ratios, is_live)
-
-
-def _norms_of(law: Tensor) -> Tensor:
-    """Give float[batch, above], Euclidean norms of float[batch, above, vocab] laws."""
-    norms: Tensor = torch.linalg.vector_norm(law, dim=-1)
-    return norms
 
 
 def _middles(edges: Tensor) -> Tensor:

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from stree.counts import check_sizes
-from stree.growth.estimates import DraftEstimate, Estimate, PathEstimate
+from stree.growth.estimates import DraftEstimate, Estimate, PathEstimate, Slots
 from stree.growth.fixed import Static
 from stree.growth.plan import Bound, Plan
-from stree.kernels.growth_door import Words
 
 __all__ = ["RSDC", "Sequoia", "SpecInfer"]
 
@@ -84,17 +83,10 @@ class SpecInfer(Bound):
 class _Repeated(DraftEstimate):
     """Children drawn with replacement: what the elder siblings drew takes nothing away."""
 
-    def rate(
-        self,
-        reach: Tensor,
-        probs: Tensor,
-        law: Tensor,
-        is_chosen: Tensor | None = None,
-        norms: Tensor | None = None,
-        words: Words | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Rate every slot alike: all of them are nodes."""
-        return reach[..., None] * (probs > 0), reach[..., None] * probs
+        reach, probs = slots.reach[..., None], slots.probs
+        return reach * (probs > 0), reach * probs
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stree.growth.estimates import Estimate, Proposal
+from stree.growth.estimates import Estimate, Proposal, Slots
 from stree.growth.plan import Plan, Wrapped
-from stree.kernels.growth_door import Words
 from stree.kernels.growth_learning import Kept
 from stree.sampling import Random
 
@@ -72,17 +71,9 @@ class Stopped:
         base, own = self._base.draws(reach, law), self._rule.draws(reach, law)
         return base if own is None else own if base is None else base & own
 
-    def rate(
-        self,
-        reach: Tensor,
-        probs: Tensor,
-        law: Tensor,
-        is_chosen: Tensor | None = None,
-        norms: Tensor | None = None,
-        words: Words | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Rate slots as the base does."""
-        return self._base.rate(reach, probs, law, is_chosen, norms, words)
+        return self._base.rate(slots)
 
     def goes_on(self, values: Tensor) -> Tensor | None:
         """Ask both."""
