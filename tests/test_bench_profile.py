@@ -6,6 +6,7 @@ Run: python -m pytest tests/test_bench_profile.py
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,11 @@ from rich.console import Console
 from tape import TapeRecorder
 from tiny_models import grafted, tiny_model
 
+import stree
 from stree import engine
 from stree.bench.profile import Shape, bytes_moved, profile, profile_tables
 from stree.cli import main
+from stree.drafters import ModelDrafter
 from stree.engine import Engine
 from stree.growth import Chain
 from stree.kernels import topology
@@ -60,16 +63,40 @@ def test_bytes_grow_with_what_they_count() -> None:
     assert longer["states, read and written"] == one["states, read and written"]
 
 
-def test_replayed_steps_are_timed_beside_launched_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> Any:
     both = pair()
     monkeypatch.setattr(topology, "waits_always", True)
     monkeypatch.setattr(engine, "_can_capture", lambda lm: "engine" in lm.kept and lm.is_captured is not False)
     both.target.kept["engine"] = Engine(TapeRecorder())
-    record = profile(both, SHAPE)
+    return both
+
+
+def test_replayed_steps_are_timed_beside_launched_ones(captured: Any) -> None:
+    record = profile(captured, SHAPE)
     assert record["replayed"]["replays"] > 0 and record["replayed"]["graphs"] == 1
     assert 0 <= record["replayed"]["idle"] < 1 and record["replayed"]["step_ms"] > 0
-    assert both.target.is_captured is None, "as it was"
+    assert captured.target.is_captured is None, "as it was"
     assert "replayed, idle" in text_of(record)
+
+
+def test_of_replayed_steps_the_share_outside_the_forwards_is_known(captured: Any) -> None:
+    def text() -> list[list[int]]:
+        drafter = ModelDrafter(captured.drafter)
+        return stree.generate(captured.target, [[5, 6, 7]], drafter, Chain(2), 3, max_new_tokens=12).sequences
+
+    before = text()
+    kept = captured.target.kept["engine"]
+    kept.release()
+    kept.recorder.tapes.clear()
+    record = profile(captured, replace(SHAPE, new_tokens=16))
+    share = record["replayed"]["outside_forwards"]
+    assert share > 0 and f"outside the forwards {share:.1%}" in text_of(record)
+    whole, beside = ([str(call[0]) for call in tape._calls] for tape in kept.recorder.tapes)
+    assert "aten.mm.default" in whole, "the first graph holds the models' projections"
+    assert "aten.mm.default" not in beside and len(beside) > 10
+    assert not kept.report(), "no graph without forwards is left for the next text"
+    assert text() == before
 
 
 def test_a_text_of_one_token_has_no_step_to_profile(capsys: pytest.CaptureFixture[str]) -> None:

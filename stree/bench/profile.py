@@ -6,16 +6,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from rich.table import Table
+from torch import Tensor
 
-from stree.bench.measure_cost import clock
 from stree.bench.pair import Pair
 from stree.bench.records import Record
+from stree.clocks import StepClock
 from stree.drafters import Drafter, ModelDrafter, SuffixDrafter
-from stree.engine import engine_of
+from stree.engine import Engine, engine_of
 from stree.generation import generate
 from stree.growth import Growth
 from stree.models.memory import measure_memory, modules_by_kind, weight_bytes
@@ -123,7 +125,8 @@ def profile(pair: Pair, shape: Shape) -> Record:
 
     Returns:
         Milliseconds a step by part, bytes a verification moves by kind, and the bandwidth of this run; under
-        "replayed", milliseconds of a step that is replayed and the share of it that the device idles, or None.
+        "replayed", milliseconds of a step that is replayed, the share of it between replays ("idle"), and what a
+        replayed step without the models' forwards takes of it ("outside_forwards"); or None.
     """
     lm, draft = pair.target, pair.drafter
     drafter: Drafter = SuffixDrafter() if draft is None else ModelDrafter(draft)
@@ -142,7 +145,8 @@ def profile(pair: Pair, shape: Shape) -> Record:
         ).stats
 
     run(WARM_UP)  # what is compiled or found out once
-    replayed = None if engine_of(lm) is None else _replayed(run, shape.new_tokens)
+    engine = engine_of(lm)
+    replayed = None if engine is None else _replayed(run, engine, [lm, draft], shape.new_tokens)
     modules = modules_by_kind(lm)
     kinds = list(dict.fromkeys(name for name, _ in modules))
     head = ("output head", lm.model.get_output_embeddings())
@@ -182,13 +186,57 @@ def profile(pair: Pair, shape: Shape) -> Record:
     }  # fmt: skip
 
 
-def _replayed(run: Callable[[int], dict[str, Any]], tokens: int) -> Record:
-    """Time steps whose graphs the first of two runs has captured."""
+def _replayed(
+    run: Callable[[int], dict[str, Any]], engine: Engine, models: Sequence[TreeLM | None], tokens: int
+) -> Record:
+    """Time replayed steps, then steps without the models' forwards, which are captured in their place."""
+    whole_ms, busy_ms, stats = _steps_ms(run, tokens)
+    engine.release()
+    try:
+        with _without_forwards([model for model in models if model is not None]):
+            _, beside_ms, _ = _steps_ms(run, tokens)
+    finally:
+        engine.release()
+    return {
+        "step_ms": whole_ms, "idle": max(1 - busy_ms / whole_ms, 0.0), "outside_forwards": beside_ms / whole_ms,
+        **stats["graphs"],
+    }  # fmt: skip
+
+
+def _steps_ms(run: Callable[[int], dict[str, Any]], tokens: int) -> tuple[float, float, dict[str, Any]]:
+    """Time the second of two runs, whose graphs the first has captured: a step, and of it what the device works."""
     run(tokens)
     stats = run(tokens)
-    whole, busy = stats["total_s"] - stats["prefill_s"], sum(stats[part] for part in PARTS)
-    steps = max(stats["steps"], 1)
-    return {"step_ms": 1e3 * whole / steps, "idle": max(1 - busy / whole, 0.0), **stats["graphs"]}
+    scale = 1e3 / max(stats["steps"], 1)
+    return scale * (stats["total_s"] - stats["prefill_s"]), scale * sum(stats[part] for part in PARTS), stats
+
+
+@contextmanager
+def _without_forwards(models: Sequence[TreeLM]) -> Iterator[None]:
+    """Let models answer every tree with logits that they have already; prompts they run."""
+    for lm in models:
+        lm._forward = partial(_answer, lm._forward, {})  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for lm in models:
+            del lm._forward
+
+
+def _answer(
+    forward: Callable[..., Tensor],
+    known: dict[torch.Size, Tensor],
+    tokens: Tensor,
+    cache: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Give logits of int64[batch, n] nodes, those of the first tree of this size."""
+    if not isinstance(cache, TreeStep):
+        return forward(tokens, cache, *args, **kwargs)
+    if tokens.shape not in known:
+        known[tokens.shape] = forward(tokens, cache, *args, **kwargs)
+    return known[tokens.shape]
 
 
 def _bytes(pair: Pair, shape: Shape, stats: dict[str, Any]) -> dict[str, int]:
@@ -224,12 +272,13 @@ def copy_bandwidth(device: torch.device) -> float:
     """Measure the memory's bandwidth by copying a large buffer: bytes read and written a second, the best of five."""
     source = torch.ones(COPIED // 4, device=device)
     target = torch.empty_like(source)
-    best = float("inf")
+    clock = StepClock(device)
     for _ in range(6):
-        began = clock(device)
         target.copy_(source)
-        best = min(best, clock(device) - began)
-    return 2 * COPIED / best
+        clock.lap("copy")
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return 2 * COPIED / min(seconds for _, seconds in clock.seconds())
 
 
 def profile_tables(record: Record) -> list[Table]:
@@ -241,7 +290,8 @@ def profile_tables(record: Record) -> list[Table]:
     parts.add_row("whole step", f"{record['step_ms']:.3f}", "", end_section=True)
     if record["replayed"] is not None:
         replayed = record["replayed"]
-        parts.add_row(f"replayed, idle {replayed['idle']:.1%}", f"{replayed['step_ms']:.3f}", "", end_section=True)
+        shares = f"idle {replayed['idle']:.1%}, outside the forwards {replayed['outside_forwards']:.1%}"
+        parts.add_row(f"replayed, {shares}", f"{replayed['step_ms']:.3f}", "", end_section=True)
     moved = Table("moved by verify and commit", "MB", title="roofline")
     for name, count in record["bytes"].items():
         moved.add_row(name, f"{count / 1e6:.2f}")
