@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from stree.bench.records import Record
 from stree.bench.summary import Ratio, interval, mean_tau
 
-__all__ = ["StepTimes", "composite_rows", "overhead_s", "pooled", "seconds_of", "timed_models"]
+__all__ = ["Blocks", "Key", "StepTimes", "composite_rows", "overhead_s", "pooled", "seconds_of", "timed_models"]
 
 Array = NDArray[np.float64]
 Key = tuple[str, int, int]  # suite, batch of prompts, turn

@@ -9,7 +9,8 @@ how many times longer a step takes than its bytes at the bandwidth of a copy; ab
 pair is so small that starting kernels costs more than what they do, which is not so at billions of parameters.
 (b) takes from (a), batch 1, the steps that every prompt needed, and from `gpu_steps.py` what a step of a 2.7 and an 8
 billion parameter shape takes and of a drafter a twentieth of their size; time outside the forwards is added as measured
-in (a).  It is no measurement of such a pair, and every row says "composite".
+in (a).  The default budget runs anew there, on first turns, told what steps of the shape take.  It is no measurement of
+such a pair, and every row says "composite".
 
 The rows of (a) are written before (b) begins.  What fails is said, and is left out; the command then ends with 1.
 """
@@ -28,12 +29,14 @@ from typing import Any
 import gpu_steps
 import numpy as np
 import torch
-from composite import StepTimes, composite_rows, overhead_s, pooled, speedup, timed_models
+from composite import Blocks, Key, StepTimes, composite_rows, overhead_s, pooled, seconds_of, speedup, timed_models
+from composite_auto import ShapeTimes, auto_row
 from rich.console import Console
 from rich.table import Table
 
 from stree.bench.pair import Pair
 from stree.bench.profile import bytes_moved, copy_bandwidth
+from stree.bench.prompts import parse_suites, read_suite
 from stree.bench.records import Record, environment, read, read_lines, write
 from stree.bench.summary import interval, mean_tau
 from stree.cli import main as run_stree
@@ -103,9 +106,34 @@ def _composite(pair: Pair, options: argparse.Namespace, device: torch.device, fa
         for temperature in options.temperature:
             methods = pooled(runs, temperature)
             extra = {name: overhead_s(blocks, options.max_new_tokens, *own) for name, blocks in methods.items()}
-            for row in composite_rows(methods, extra, *times):
-                params = {"target": target, "drafter": draft, "batch": batch, "temperature": temperature}
+            params = {"target": target, "drafter": draft, "batch": batch, "temperature": temperature}
+            rows = composite_rows(methods, extra, *times)
+            if "auto" in methods:
+                beside = extra["plain"], max(extra[row["method"]] for row in rows)
+                rows.append(_auto(pair, options, methods["plain"], temperature, times, beside))
+            for row in rows:
                 yield {"label": "composite", "params": params, **row}
+
+
+def _auto(
+    pair: Pair,
+    options: argparse.Namespace,
+    plain: Blocks,
+    temperature: float,
+    times: tuple[StepTimes, StepTimes],
+    beside: tuple[float, float],
+) -> Record:
+    """Let the default budget run at the step times of a shape; ``beside`` are seconds outside the forwards."""
+    files = {name: read_suite(name, path, options.limit) for name, path in parse_suites(options.suite).items()}
+    texts = {(name, prompt.index): prompt.turns[:1] for name, prompts in files.items() for prompt in prompts}
+    prompts: dict[Key, list[int]] = {}
+    for key in sorted(plain):
+        suite, _, turn = key
+        (index, *others) = plain[key]["params"]["prompts"]
+        if turn == 0 and not others:
+            prompts[key] = pair.encode(texts[suite, index])
+    alone = {key: seconds_of(plain[key], *times, beside[0]) for key in prompts}
+    return auto_row(pair, prompts, alone, options.max_new_tokens, temperature, ShapeTimes(*times, *beside))
 
 
 def _run_of(options: argparse.Namespace, batch: int) -> list[Record]:

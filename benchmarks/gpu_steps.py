@@ -29,7 +29,7 @@ from stree.bench.records import Record, quantiles
 from stree.graphs import recovering
 from stree.models.native import config_of_native
 
-__all__ = ["DRAFTERS", "NODES", "configurations", "measure", "state_for", "step_of", "timed"]
+__all__ = ["DRAFTERS", "NODES", "configurations", "measure", "model_of", "state_for", "step_of", "timed"]
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 NODES = (1, 4, 8, 16, 32, 64)
@@ -121,7 +121,7 @@ def _of_model(
 ) -> Iterator[Record]:
     """Give the records of one model; what fails is one."""
     try:
-        lm = _model(config, device)
+        lm = model_of(config, device)
     except Exception as problem:  # too large for this device, say
         yield {"params": {}} | _problem(problem)
         return
@@ -135,7 +135,7 @@ def _of_model(
             yield {"params": params} | _problem(problem)
 
 
-def _model(config: PreTrainedConfig, device: torch.device) -> stree.TreeLM:
+def model_of(config: PreTrainedConfig, device: torch.device) -> stree.TreeLM:
     """Make a model with random weights."""
     with torch.device(device):
         return stree.TreeLM(AutoModelForCausalLM.from_config(config, dtype=DTYPES[device.type]))

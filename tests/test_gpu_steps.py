@@ -138,7 +138,7 @@ def small_measure(monkeypatch: pytest.MonkeyPatch, seconds: float = 600) -> list
     return list(gpu_steps.measure(CPU, True, time.monotonic() + seconds))
 
 
-@pytest.mark.parametrize("part", ["_model", "state_for", "step_of", "_one_token", "mamba_ssm_step"])
+@pytest.mark.parametrize("part", ["model_of", "state_for", "step_of", "_one_token", "mamba_ssm_step"])
 def test_a_model_that_fails_is_a_record_and_the_next_one_is_measured(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
