@@ -33,18 +33,18 @@ import train_data as data
 import train_model as nets
 import train_report as report
 
-DRAFTER_HIDDEN, DRAFTER_LAYERS = 112, 2
 
-
-def load_or_build(kind: str, assets: Path, resume: bool, vocab_size: int, eos: int) -> PreTrainedModel:
+def load_or_build(
+    kind: str, assets: Path, resume: bool, vocab_size: int, eos: int, *, hidden: int, layers: int
+) -> PreTrainedModel:
     """Fresh model, or with `resume` the committed one in float32, ready for more training."""
     if resume and (assets / kind / "model.safetensors").exists():
         model = AutoModelForCausalLM.from_pretrained(assets / kind, dtype=torch.float32)
     elif kind == "target":
-        model = nets.build(nets.target_config(vocab_size, eos))
+        model = nets.build(nets.target_config(vocab_size, eos, hidden, layers))
     else:
         special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eos)
-        model = network.build(network.drafter_config(vocab_size, DRAFTER_HIDDEN, DRAFTER_LAYERS, special))
+        model = network.build(network.drafter_config(vocab_size, hidden, layers, special))
     if hasattr(model.base_model, "embed_tokens"):
         model.base_model.embed_tokens.padding_idx = None  # the pad token is end-of-text, whose embedding must learn
     return cast(PreTrainedModel, model)
@@ -80,6 +80,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
     parser.add_argument("--target-minutes", type=float, default=65.0)
     parser.add_argument("--drafter-minutes", type=float, default=21.0, help="text, target-written text, distillation")
+    for kind, hidden, layers in (("target", 256, 8), ("drafter", 112, 2)):
+        parser.add_argument(
+            f"--{kind}-hidden", type=int, default=hidden, help="width; the default is the bundled one's"
+        )
+        parser.add_argument(f"--{kind}-layers", type=int, default=layers)
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--tokenizer-characters", type=int, default=30_000_000)
     parser.add_argument("--measure-bytes", type=int, default=400_000, help="held-out bytes measured of each kind")
@@ -110,8 +115,13 @@ def main(arguments: list[str] | None = None) -> None:
     streams, tokenizer, documents = prepare_text(args, runs, assets)
     eos, vocab = int(tokenizer.eos_token_id), len(tokenizer)
     text = Text(streams, data.MIXTURE, data.MAX_PASSES, eos)
-    target = load_or_build("target", assets, args.resume, vocab, eos).to(args.device)
-    drafter = load_or_build("drafter", assets, args.resume, vocab, eos).to(args.device)
+    sizes = {
+        "target": {"hidden": args.target_hidden, "layers": args.target_layers},
+        "drafter": {"hidden": args.drafter_hidden, "layers": args.drafter_layers},
+    }
+    target, drafter = (
+        load_or_build(kind, assets, args.resume, vocab, eos, **size).to(args.device) for kind, size in sizes.items()
+    )
     for model, swap in ((target, nets.swap), (drafter, network.use_training_forward)):
         tqdm.write(f"{model.config.model_type}: training forward agrees to {network.check_forward(model, swap):.1e}")
     nets.swap(target, torch.bfloat16, compiler(settings))
@@ -126,12 +136,13 @@ def main(arguments: list[str] | None = None) -> None:
     metrics = {
         "target_parameters": target.num_parameters(),
         "drafter_parameters": drafter.num_parameters(),
+        "sizes": sizes,
         "vocab_size": vocab,
         "window": settings.length,
         "sampled_tokens": generated,
         "stages": {"target": done, **stages},
         "settings": {k: str(v) for k, v in asdict(settings).items()},
-        "held_out": report.measure_folder(assets, documents, args.measure_bytes),
+        "held_out": report.measure_folder(assets, documents, args.measure_bytes, args.device),
         "machine": f"{torch.get_num_threads()} CPU threads" if args.device == "cpu" else torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -11,20 +11,28 @@ from transformers import BambaConfig, BambaForCausalLM, PreTrainedModel
 from stree.distill.network import CHUNK, Compile, initialise, mixer_arguments, mixer_block, rms_norm
 
 
-def target_config(vocab_size: int, eos: int) -> BambaConfig:
-    """Hybrid target: eight layers, attention at layers 3 and 7, about 6.0 M parameters."""
+def target_config(vocab_size: int, eos: int, hidden: int = 256, layers: int = 8) -> BambaConfig:
+    """Describe a hybrid target, attention at every fourth layer: about 6.0 M parameters where sizes are not given.
+
+    Raises:
+        ValueError: a width that is no multiple of 128, or fewer layers than the four that hold one of attention.
+    """
+    if hidden < 128 or hidden % 128 or layers < 4:
+        raise ValueError(
+            f"the target's width must be a multiple of 128 and its layers 4 or more, got {hidden}, {layers}"
+        )
     return BambaConfig(
         vocab_size=vocab_size,
         tie_word_embeddings=True,
-        hidden_size=256,
-        intermediate_size=320,
-        num_hidden_layers=8,
-        attn_layer_indices=[3, 7],
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=hidden,
+        intermediate_size=hidden * 5 // 4,
+        num_hidden_layers=layers,
+        attn_layer_indices=[*range(3, layers, 4)],
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
         max_position_embeddings=4096,
         mamba_expand=2,
-        mamba_n_heads=8,
+        mamba_n_heads=hidden // 32,
         mamba_d_head=64,
         mamba_d_state=64,
         mamba_n_groups=1,

@@ -37,7 +37,7 @@ def windows(tokens: Sequence[int], eos: int, window: int) -> Iterator[tuple[list
 @torch.no_grad()
 def log_probs(model: PreTrainedModel, piece: list[int], count: int) -> Tensor:
     """Log-probabilities of every token in place of the last `count` tokens of a window: (count, vocab)."""
-    logits = model(torch.tensor([piece]), use_cache=False).logits[0]
+    logits = model(torch.tensor([piece], device=model.device), use_cache=False).logits[0]
     return cast(Tensor, logits)[-count - 1 : -1].float().log_softmax(-1)
 
 
@@ -64,7 +64,7 @@ def measure(
         tokens = tokenizer.backend_tokenizer.encode(document.text).ids
         for piece, count in windows(tokens, int(tokenizer.eos_token_id), WINDOW):
             wanted, proposed = log_probs(target, piece, count), log_probs(drafter, piece, count)
-            actual = torch.tensor(piece[-count:])[:, None]
+            actual = torch.tensor(piece[-count:], device=wanted.device)[:, None]
             total["tokens"] += count
             total["target"] -= float(wanted.gather(1, actual).sum())
             total["drafter"] -= float(proposed.gather(1, actual).sum())
@@ -82,11 +82,13 @@ def measure(
     }
 
 
-def measure_folder(assets: Path, documents: Sequence[Document], size: int) -> dict[str, dict[str, float]]:
+def measure_folder(assets: Path, documents: Sequence[Document], size: int, device: str) -> dict[str, dict[str, float]]:
     """Reload the saved pair in float32 and measure it on the held-out documents of every kind."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(assets / "target")
-    target = AutoModelForCausalLM.from_pretrained(assets / "target", dtype=torch.float32).eval()
-    drafter = AutoModelForCausalLM.from_pretrained(assets / "drafter", dtype=torch.float32).eval()
+    target, drafter = (
+        AutoModelForCausalLM.from_pretrained(assets / kind, dtype=torch.float32).to(device).eval()
+        for kind in ("target", "drafter")
+    )
     found = {}
     for kind in MIXTURE:
         held_out = [d for d in documents if d.kind == kind and d.held_out]
@@ -97,7 +99,7 @@ def measure_folder(assets: Path, documents: Sequence[Document], size: int) -> di
 
 def model_card(metrics: dict) -> str:
     """Model card in Markdown, every figure taken from `metrics`."""
-    stages, rows = metrics["stages"], []
+    stages, sizes, rows = metrics["stages"], metrics["sizes"], []
     for kind, m in metrics["held_out"].items():
         rows.append(
             f"| {kind} | {m['bytes']:,} | {m['target_bits_per_byte']:.3f} | {m['drafter_bits_per_byte']:.3f} "
@@ -114,9 +116,9 @@ in them.  They continue Python code, English prose and grade-school word problem
 
 | | class | parameters |
 | --- | --- | ---: |
-| `target/` | `BambaForCausalLM`: eight layers, attention at layers 3 and 7, Mamba-2 elsewhere | \
+| `target/` | `BambaForCausalLM`: {sizes["target"]["layers"]} layers, attention at every fourth, Mamba-2 elsewhere | \
 {metrics["target_parameters"]:,} |
-| `drafter/` | `Mamba2ForCausalLM`: two layers | {metrics["drafter_parameters"]:,} |
+| `drafter/` | `Mamba2ForCausalLM`: {sizes["drafter"]["layers"]} layers | {metrics["drafter_parameters"]:,} |
 
 Both hold bfloat16 weights and one byte-level BPE of {metrics["vocab_size"]:,} entries.  `<|endoftext|>` (id 0) ends
 every document.  The target saw windows of {metrics["window"]} tokens in training: do not expect sense far beyond.

@@ -19,17 +19,18 @@ import train_data
 import train_model
 import train_report
 from train_data import Document
-from transformers import AutoModelForCausalLM, BambaConfig
+from transformers import AutoModelForCausalLM, BambaConfig, BambaForCausalLM, Mamba2ForCausalLM
 
+import stree
 from stree.distill import run
 from stree.distill.continuations import write_continuations
-from stree.distill.network import check_forward, hidden_states
+from stree.distill.network import check_forward, drafter_config, hidden_states
 from stree.distill.run import save_model
 
 TARGET = train_model.target_config
 
 
-def tiny_target(vocab_size: int = 320, eos: int = 0) -> BambaConfig:
+def tiny_target(vocab_size: int = 320, eos: int = 0, *_: int) -> BambaConfig:
     config = TARGET(vocab_size, eos)
     config.update({"hidden_size": 64, "num_hidden_layers": 2, "attn_layer_indices": [1], "mamba_n_heads": 2})
     return config
@@ -54,8 +55,26 @@ def test_swapped_gradients_equal_transformers() -> None:
 
 def test_parameter_counts() -> None:
     assert 4e6 < train_model.build(train_model.target_config(4096, 0)).num_parameters() < 8e6
-    drafter = train_bundled.load_or_build("drafter", Path("nowhere"), False, 4096, 0)
+    drafter = train_bundled.load_or_build("drafter", Path("nowhere"), False, 4096, 0, hidden=112, layers=2)
     assert 5e5 < drafter.num_parameters() < 7e5
+
+
+def test_a_larger_pair_has_the_bundled_one_s_kinds_of_layers_and_a_twentieth_for_its_drafter() -> None:
+    small, large = train_model.target_config(4096, 0), train_model.target_config(4096, 0, 1024, 16)
+    assert small.layers_block_type[:4] == large.layers_block_type[:4] and large.attn_layer_indices == [3, 7, 11, 15]
+    with torch.device("meta"):
+        target = BambaForCausalLM(large).num_parameters()
+        drafter = Mamba2ForCausalLM(drafter_config(4096, 512, 4, {})).num_parameters()
+    assert target > 150e6 and 15 < target / drafter < 25
+    for hidden, layers in ((64, 8), (200, 8), (256, 3)):
+        with pytest.raises(ValueError, match=f"multiple of 128 and its layers 4 or more, got {hidden}, {layers}"):
+            train_model.target_config(4096, 0, hidden, layers)
+
+
+def test_the_bundled_card_is_what_its_figures_say() -> None:
+    assets = Path(stree.__file__).parent / "assets"
+    metrics = json.loads((assets / "metrics.json").read_text(encoding="utf-8"))
+    assert train_report.model_card(metrics) == (assets / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 30])
@@ -87,12 +106,11 @@ def test_held_out_text_reaches_neither_tokenizer_nor_streams() -> None:
 def test_the_pair_is_trained_and_a_second_run_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_model, "target_config", tiny_target)
     monkeypatch.setattr(run, "write_continuations", partial(write_continuations, rows=2, new_tokens=48))
-    monkeypatch.setattr(train_bundled, "DRAFTER_HIDDEN", 16)
     (tmp_path / "text").mkdir()
     for name in ("a.py", "b.py"):
         (tmp_path / "text" / name).write_text("x = [1, 2, 3]\n" * 200, encoding="utf-8")
     options = ["--length", "64", "--batch", "2", "--target-minutes", "0.001", "--drafter-minutes", "0.001"]
-    options += ["--vocab-size", "320", "--no-compile", "--text", str(tmp_path / "text")]
+    options += ["--drafter-hidden", "16", "--vocab-size", "320", "--no-compile", "--text", str(tmp_path / "text")]
     options += ["--assets", str(tmp_path / "assets"), "--runs", str(tmp_path / "runs")]
     train_bundled.main(options)
     metrics = json.loads((tmp_path / "assets" / "metrics.json").read_text(encoding="utf-8"))
