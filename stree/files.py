@@ -8,7 +8,18 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["alone_in", "replacing"]
+__all__ = ["alone_in", "check_folder", "replacing"]
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be made, because a file stands in its place or above it.
+
+    Raises:
+        ValueError: the message names the file.
+    """
+    known = next(path for path in (folder, *folder.parents) if path.exists())
+    if not known.is_dir():
+        raise ValueError(f"a folder is needed at {folder}, but {known} is a file")
 
 
 @contextmanager
@@ -16,8 +27,9 @@ def alone_in(folder: Path) -> Iterator[None]:
     """Make a folder, and keep others who ask for it out until the block ends, or the process, however it does.
 
     Raises:
-        ValueError: another one is in there.
+        ValueError: another one is in there, or a file in its place or above it.
     """
+    check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
         with suppress(ImportError, OSError):  # a system or file system without such locks

@@ -203,6 +203,21 @@ def test_a_folder_in_place_of_a_file_is_refused_before_anything_is_measured(
     assert f"--out must be a file, got the folder {tmp_path}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["cost", "profile", "run"])
+@pytest.mark.parametrize("below", ["", "deeper/"])
+def test_a_file_in_place_of_a_folder_is_named_before_anything_is_measured(
+    command: str, below: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").write_text("mine", encoding="utf-8")
+    (tmp_path / "text.txt").write_text("A text.", encoding="utf-8")
+    own = ["--suite", f"t={tmp_path / 'text.txt'}", "--limit", "1"] if command == "run" else []
+    out = tmp_path / "taken" / below if command == "run" else tmp_path / "taken" / below / "file.json"
+    assert main(["bench", command, *own, "--out", str(out)]) == 2
+    folder = out if command == "run" else out.parent
+    assert f"a folder is needed at {folder}, but {tmp_path / 'taken'} is a file" in capsys.readouterr().err
+    assert (tmp_path / "taken").read_text(encoding="utf-8") == "mine"
+
+
 def test_kernel_benches_run_and_their_records_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

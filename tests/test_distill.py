@@ -190,7 +190,7 @@ def test_folders_are_only_touched_when_told(made: tuple[Path, dict[str, Any]], t
     for force in (False, True):
         with pytest.raises(ValueError, match="holds files that stree distill did not make"):
             RunFolder(tmp_path, force=force)
-    with pytest.raises(ValueError, match="mine.txt is no folder"):
+    with pytest.raises(ValueError, match="mine.txt is a file"):
         RunFolder(tmp_path / "mine.txt")
     RunFolder(tmp_path / "new").claim({"seed": 0})
     with pytest.raises(ValueError, match="holds an unfinished run; resume it, or begin anew"):

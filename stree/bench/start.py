@@ -24,7 +24,7 @@ from stree.bench.report import load_runs, write_report
 from stree.bench.runner import Runner
 from stree.bench.steps import measure_steps
 from stree.cost import CostTable, default_path
-from stree.files import alone_in
+from stree.files import alone_in, check_folder
 from stree.growth import parse_growth
 
 __all__ = ["start_cost", "start_profile", "start_run"]
@@ -127,9 +127,11 @@ def start_profile(arguments: argparse.Namespace) -> int:
 
 
 def _check_file(path: Path | None) -> None:
-    """Refuse a folder where a file shall be written, before anything is measured."""
+    """Refuse a folder in the place of a file, and a file in that of its folder, before anything is measured."""
     if path is not None and path.is_dir():
         raise ValueError(f"--out must be a file, got the folder {path}")
+    if path is not None:
+        check_folder(path.parent)
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stree.files import replacing
+from stree.files import check_folder, replacing
 
 __all__ = ["METRICS", "RunFolder", "reading"]
 
@@ -56,8 +56,7 @@ class RunFolder:
         self._about = self.checkpoints / "run.json"
         if resume and force:
             raise ValueError("resume goes on with a run, force begins anew: give one of them")
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"{self.path} is no folder")
+        check_folder(self.path)
         is_run, is_drafter = self._about.exists(), (self.path / METRICS).exists()
         if resume and not is_run:
             what = "a finished drafter" if is_drafter else "no run of stree distill"
