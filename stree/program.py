@@ -130,7 +130,8 @@ class Program:
         self.is_finished = torch.ones_like(rng.sequences, dtype=torch.bool)
         self._stop = torch.tensor(sorted(stop_token_ids), dtype=torch.long, device=rng.sequences.device)
         self._trees: dict[int, TokenTree] = {}  # by nodes, what captured verifications read
-        self._laws: dict[tuple[int, int, torch.dtype], DraftLaws] = {}  # by nodes, laws and dtype, likewise
+        self._law_rows: dict[int, tuple[Tensor, Tensor]] = {}  # likewise, which law is whose, and its kind
+        self._law_rooms: dict[torch.dtype, Tensor] = {}  # the laws
         self._shares: dict[Hashable, Sequence[tuple[str, float]]] = {}
         self._version: tuple[Capturable, int] | None = None  # the run that steps were captured of, and of its tensors
         self._is_used = False  # whether the state holds texts
@@ -315,9 +316,9 @@ class Program:
         tree.tokens.zero_()[:, :n] = draft.tree.tokens
         tree.parents.fill_(-1)[:, :n] = draft.tree.parents
         laws, depth, key = None, size - 1, f"{size} nodes"
-        if draft.laws is not None:
-            laws, depth = self._brought(draft.laws, size), min(_bucket(draft.max_depth), size - 1)
-            key = f"{size} nodes of {laws.probs.shape[1]} laws to depth {depth}, {laws.probs.dtype}"
+        if draft.laws is not None and self.verifier != "match":  # which asks for none
+            laws, depth = self._brought(graphs, draft.laws, size), min(_bucket(draft.max_depth), size - 1)
+            key = f"{size} nodes to depth {depth}, laws {laws.probs.dtype}"
         done, _ = self._replayed(graphs, key, partial(self._verified, size, laws, depth))
         told = StepClock(self.pending.device)
         self._observe(done.found)
@@ -367,18 +368,25 @@ class Program:
             self._trees[size] = TokenTree.unchecked(tokens, torch.full_like(tokens, -1, dtype=torch.int32))
         return self._trees[size]
 
-    def _brought(self, laws: DraftLaws, size: int) -> DraftLaws:
-        """Bring laws to where captured verifications of so many nodes read them, which is made once."""
-        (batch, rows, vocab), n = laws.probs.shape, laws.row.shape[1]
-        key = size, _bucket(rows), laws.probs.dtype
-        if key not in self._laws:
+    def _brought(self, graphs: Graphs, laws: DraftLaws, size: int) -> DraftLaws:
+        """Bring laws to where captured verifications of so many nodes read them.
+
+        All sizes share the room of the laws themselves.  It is made for as many as there ever were; whatever was
+        captured with a smaller one is captured anew.
+        """
+        (batch, rows, vocab), n, dtype = laws.probs.shape, laws.row.shape[1], laws.probs.dtype
+        room = self._law_rooms.get(dtype)
+        if room is None or rows > room.shape[1]:
+            room = self._law_rooms[dtype] = laws.probs.new_zeros(batch, _bucket(rows), vocab)
+            graphs.clear()
+        if size not in self._law_rows:
             row = torch.zeros(batch, size, dtype=torch.int32, device=laws.row.device)
-            self._laws[key] = DraftLaws(laws.probs.new_zeros(batch, key[1], vocab), row, row.to(torch.int8))
-        known = self._laws[key]
-        known.probs[:, :rows] = laws.probs
-        known.row.zero_()[:, :n] = laws.row
-        known.kind.fill_(DELTA)[:, :n] = laws.kind
-        return known
+            self._law_rows[size] = row, torch.zeros_like(row, dtype=torch.int8)
+        row, kind = self._law_rows[size]
+        room[:, :rows] = laws.probs
+        row.zero_()[:, :n] = laws.row
+        kind.fill_(DELTA)[:, :n] = laws.kind
+        return DraftLaws(room, row, kind)
 
 
 def _bucket(count: int) -> int:

@@ -216,6 +216,21 @@ def test_a_fused_run_changes_between_graphs_and_takes_up_texts(
         found = generate(lm, fused, **options)
         assert found.sequences == eager.sequences and not found.stats["graphs"]["not_captured"]
     assert found.stats["graphs"]["replays"] > found.stats["steps"]
+    ((program, _),) = lm.kept["engine"]._programs.values()
+    assert (len(program._law_rows) > 1) == (temperature > 0)
+    assert [*program._law_rooms] == [torch.float32] * (temperature > 0), "one room for the laws of all sizes"
+
+
+def test_where_draws_must_match_the_target_s_no_laws_are_brought(
+    drafter: ModelDrafter, capture: Callable[[], stree.TreeLM]
+) -> None:
+    fused = FusedDrafter(drafter, SuffixDrafter())
+    options: dict[str, Any] = {"sampling": Sampling(0.8), "growth": Calibrated(3), "budget": 12, "verifier": "match"}
+    expected = generate(grafted(tiny_model("bamba")), fused, **options)
+    lm = capture()
+    assert generate(lm, fused, **options).sequences == expected.sequences
+    ((program, _),) = lm.kept["engine"]._programs.values()
+    assert not program._law_rooms and program.graphs is not None and program.graphs.num_replays > 0
 
 
 def test_what_a_fused_run_s_model_drafts_is_captured_anew_when_its_state_is_replaced(
