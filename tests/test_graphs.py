@@ -187,26 +187,32 @@ def test_of_a_fused_step_what_the_model_drafts_and_what_the_target_does_are_repl
     assert least - 6 <= found.stats["graphs"]["replays"] <= least
 
 
+@pytest.fixture
+def take_turns(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[tuple[int, int]], float], None]:
+    """Give what lets steps under "auto" have the sizes of a list, budgets and depths, by turns."""
+
+    def begin(sizes: list[tuple[int, int]], temperature: float) -> None:
+        class Turns(AutoSize):
+            def next(self) -> tuple[Growth | None, int]:
+                self.number = getattr(self, "number", -1) + 1
+                budget, depth = sizes[self.number % len(sizes)]
+                return Limited(Calibrated(3).bind(Sampling(temperature)), depth), budget
+
+            def observe(self, draft: Draft, acceptance: Any) -> None:
+                """Learn nothing."""
+
+        monkeypatch.setattr("stree.generation.AutoSize", Turns)
+        monkeypatch.setattr("stree.generation.step_times", lambda *_, **__: GUESS)
+
+    return begin
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_fused_run_changes_between_graphs_and_takes_up_texts(
-    temperature: float, drafter: ModelDrafter, capture: Callable[[], stree.TreeLM], monkeypatch: pytest.MonkeyPatch
+    temperature: float, drafter: ModelDrafter, capture: Callable[[], stree.TreeLM], take_turns: Any
 ) -> None:
-    sizes = [(budget, depth) for budget in (4, 12, 1, 6) for depth in (2, 3)]
-
-    class Turns(AutoSize):
-        """Another size every step."""
-
-        def next(self) -> tuple[Growth | None, int]:
-            self.number = getattr(self, "number", -1) + 1
-            budget, depth = sizes[self.number % len(sizes)]
-            return Limited(Calibrated(3).bind(Sampling(temperature)), depth), budget
-
-        def observe(self, draft: Draft, acceptance: Any) -> None:
-            """Learn nothing."""
-
+    take_turns([(budget, depth) for budget in (4, 12, 1, 6) for depth in (2, 3)], temperature)
     fused = FusedDrafter(drafter, SuffixDrafter())
-    monkeypatch.setattr("stree.generation.AutoSize", Turns)
-    monkeypatch.setattr("stree.generation.step_times", lambda *_, **__: GUESS)
     texts = random_texts(random.Random(3), [4, 7, 5, 6, 3])
     options: dict[str, Any] = {"texts": texts, "max_batch": 2, "budget": "auto", "growth": Calibrated(3)}
     options |= {"sampling": Sampling(temperature), "max_new_tokens": 60}
@@ -219,6 +225,18 @@ def test_a_fused_run_changes_between_graphs_and_takes_up_texts(
     ((program, _),) = lm.kept["engine"]._programs.values()
     assert (len(program._law_rows) > 1) == (temperature > 0)
     assert [*program._law_rooms] == [torch.float32] * (temperature > 0), "one room for the laws of all sizes"
+
+
+def test_captured_steps_follow_their_laws_into_a_larger_room(
+    drafter: ModelDrafter, capture: Callable[[], stree.TreeLM], take_turns: Any
+) -> None:
+    take_turns([(4, 2)] * 6 + [(16, 3)] * 2, 0.8)  # the small ones are captured when a large one comes
+    fused = FusedDrafter(drafter, SuffixDrafter())
+    options: dict[str, Any] = {"sampling": Sampling(0.8), "growth": Calibrated(3), "max_new_tokens": 60}
+    expected = generate(grafted(tiny_model("bamba")), fused, budget="auto", **options)
+    lm = capture()
+    found = generate(lm, fused, budget="auto", **options)
+    assert found.sequences == expected.sequences and found.stats["steps"] > 16
 
 
 def test_where_draws_must_match_the_target_s_no_laws_are_brought(
