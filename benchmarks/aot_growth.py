@@ -16,7 +16,7 @@ from stree.kernels.growth_columns_kernels import append_kernel, begin_kernel, cu
 from stree.kernels.growth_kernels import choose_kernel, rank_kernel, table_kernel
 from stree.kernels.growth_learning import learn_constants, learn_warps
 from stree.kernels.growth_learning_kernels import learn_kernel, level_kernel, remember_kernel
-from stree.kernels.reference_growth import NUM_PLACES
+from stree.kernels.reference_growth import NUM_PLACES, NUM_SAID
 from stree.kernels.tiles import padded
 
 RANKS = {"4 children a node": 4, "6 children a node": 6}
@@ -30,6 +30,7 @@ POINTERS = {
     **dict.fromkeys(("taken_ptr", "chosen_ptr", "mask_ptr"), "*i1"),
     "kinds_ptr": "*i8",
 }
+SAID = {"places_ptr": "*i1", "last_ptr": "*i64", "children_ptr": "*i64"}  # of what texts hold and children say
 EDGES = 7  # of sharpness and of confidence
 
 
@@ -53,14 +54,15 @@ def choose_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
 
 def table_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
     """Describe the ratings by a table; any number of nodes takes the same build."""
-    return _build(table_kernel, {"SHARPNESS": EDGES, "CONFIDENCE": EDGES, "NODES": growth.NODES}, growth.NODES, 1)
+    constants = {"SHARPNESS": EDGES, "CONFIDENCE": EDGES, "SAID": NUM_SAID, "NODES": growth.NODES}
+    build = _build(table_kernel, constants | {"NUM_PLACES": NUM_PLACES}, growth.NODES, 1)
+    return replace(build, pointers=build.pointers | SAID)
 
 
 def rank_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
     """Describe the ratings by rank; any number of nodes takes the same build."""
     build = _build(rank_kernel, {"NODES": growth.NODES, "NUM_PLACES": NUM_PLACES}, growth.NODES, 1)
-    pointers = {"text_ptr": "*fp32", "places_ptr": "*i1", "last_ptr": "*i64", "children_ptr": "*i64"}
-    return replace(build, pointers=build.pointers | pointers)
+    return replace(build, pointers=build.pointers | SAID | {"text_ptr": "*fp32"})
 
 
 def append_build(ranks: int, n: int, dtype: torch.dtype) -> Build:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels.growth_kernels import choose_kernel, rank_kernel, table_kernel
-from stree.kernels.reference_growth import NUM_PLACES, Level, Memory, RankFit, Ratings, Table, Terms, Words
+from stree.kernels.reference_growth import NUM_SAID, Level, Memory, RankFit, Ratings, Table, Terms, Words
 from stree.kernels.tiles import padded
 
 __all__ = ["choose", "choose_constants", "rate_by_rank", "rate_by_table"]
@@ -54,21 +54,34 @@ def rate_by_rank(
     batch, above, ranks = probs.shape
     reach = reach if reach.stride(1) == 1 else reach.contiguous()
     value = torch.empty_like(probs)
-    children = tokens = parents = lead = None
-    strides, first = (0, 0), 0
-    if words is not None:
-        children, tokens, parents, lead = words.children.contiguous(), words.tokens, words.parents, words.lead
-        strides, first = (tokens.stride(0), parents.stride(0)), words.first
+    said, places = _operands(words)
     with torch.cuda.device_of(probs):
         rank_kernel[(-(-above // NODES), batch)](
             reach, probs, norms.contiguous(), fit.level, fit.by_confidence, fit.by_sharpness, fit.by_text, level.shift,
-            memory.places, memory.last, children, tokens, parents, lead, value, above, ranks, len(fit.level), first,
-            reach.stride(0), *strides, NODES=NODES, NUM_PLACES=NUM_PLACES, num_warps=1, enable_fp_fusion=False,
+            memory.places, memory.last, *said, value, above, ranks, len(fit.level), reach.stride(0),
+            *places, NODES=NODES, NUM_PLACES=memory.num_places, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return value
 
 
-def rate_by_table(table: Table, reach: Tensor, probs: Tensor, norms: Tensor, is_chosen: Tensor | None) -> Ratings:
+def _operands(words: Words | None) -> tuple[list[Tensor | None], list[int]]:
+    """List what a kernel reads of words: children, tokens, parents and lead; the first column and two strides."""
+    if words is None:
+        return [None] * 4, [0] * 3
+    tokens, parents = words.tokens, words.parents
+    tensors = [words.children.contiguous(), tokens, parents, words.lead]
+    return tensors, [words.first, tokens.stride(0), parents.stride(0)]
+
+
+def rate_by_table(
+    table: Table,
+    memory: Memory,
+    words: Words | None,
+    reach: Tensor,
+    probs: Tensor,
+    norms: Tensor,
+    is_chosen: Tensor | None,
+) -> Ratings:
     """Rate drawn children; see `stree.kernels.growth_door`."""
     probs = probs.contiguous()
     batch, above, ranks = probs.shape
@@ -76,12 +89,13 @@ def rate_by_table(table: Table, reach: Tensor, probs: Tensor, norms: Tensor, is_
     ratings = Ratings(
         torch.empty_like(probs), torch.empty_like(probs), probs.new_empty(*probs.shape, 2, dtype=torch.int64)
     )
+    said, places = _operands(words)
     with torch.cuda.device_of(probs):
         table_kernel[(-(-above // NODES), batch)](
             reach, probs, norms.contiguous(), None if is_chosen is None else is_chosen.contiguous(),
-            table.passed, table.tests, table.sharpness, table.confidence, *ratings,
-            above, ranks, len(table.rank), table.tests.shape[1], reach.stride(0),
-            SHARPNESS=len(table.sharpness), CONFIDENCE=len(table.confidence), NODES=NODES, num_warps=1,
-            enable_fp_fusion=False,  # sums and products round as torch's do
+            table.passed, table.tests, table.sharpness, table.confidence, memory.places, memory.last, *said, *ratings,
+            above, ranks, len(table.rank), table.tests.shape[1], reach.stride(0), *places,
+            SHARPNESS=len(table.sharpness), CONFIDENCE=len(table.confidence), SAID=NUM_SAID, NODES=NODES,
+            NUM_PLACES=memory.num_places, num_warps=1, enable_fp_fusion=False,  # sums and products round as torch's do
         )  # fmt: skip
     return ratings

@@ -15,7 +15,7 @@ from numba import njit
 from torch import Tensor
 
 from stree.kernels.growth_door import Appended, Chosen, Columns, Layout
-from stree.kernels.reference_growth import Ratings, Table, Terms
+from stree.kernels.reference_growth import NUM_SAID, Memory, Ratings, Table, Terms, Words
 
 __all__ = ["append", "choose", "rate_by_table"]
 
@@ -41,11 +41,25 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
     return slots, is_taken
 
 
-def rate_by_table(table: Table, reach: Tensor, probs: Tensor, norms: Tensor, is_chosen: Tensor | None) -> Ratings:
+def rate_by_table(
+    table: Table,
+    memory: Memory,
+    words: Words | None,
+    reach: Tensor,
+    probs: Tensor,
+    norms: Tensor,
+    is_chosen: Tensor | None,
+) -> Ratings:
     """Rate slots by what a table has counted; see `stree.kernels.growth_door`."""
     kind = torch.promote_types(probs.dtype, table.tests.dtype)
     priority, value = torch.empty(probs.shape, dtype=kind), torch.empty(probs.shape, dtype=kind)
     cells = torch.empty(*probs.shape, 2, dtype=torch.long)
+    if words is None:
+        cells[..., 1] = 0
+    else:
+        lead = words.tokens.new_empty(0) if words.lead is None else words.lead
+        said = (memory.last, words.tokens, words.parents, lead, words.children)
+        _say(memory.places.numpy(), *(part.contiguous().numpy() for part in said), words.first, cells[..., 1].numpy())
     _rate(
         table.passed.numpy(), table.tests.numpy(), table.sharpness.numpy(), table.confidence.numpy(), len(table.rank),
         *(part.to(kind).contiguous().numpy() for part in (reach, probs, norms)),
@@ -208,12 +222,39 @@ def _cell(edges: Array, number: float) -> int:
     return cell
 
 
+@inner
+def _place(number: int, count: int) -> int:
+    """Mix a number's bits, as ``reference_growth`` does."""
+    return (number ^ (number >> 17)) & (count - 1)
+
+
+@compiled
+def _say(
+    places: Array, last: Array, tokens: Array, parents: Array, lead: Array, children: Array, first: int, said: Array
+) -> None:
+    """Write into ``said`` what texts say already of children; see ``reference_growth``."""
+    batch, above, ranks = children.shape
+    count = places.shape[1] // 2
+    for b in range(batch):
+        for node in range(above):
+            column = lead[b] if lead.size else first + node
+            token, parent = tokens[b, column], parents[b, column]
+            before = last[b, 1] if parent < 0 else tokens[b, parent]
+            parent_said = int(before >= 0 and places[b, _place(before * 0x1E3779B1 + token * 0x05EBCA77, count)])
+            for rank in range(ranks):
+                number = token * 0x1E3779B1 + children[b, node, rank] * 0x05EBCA77
+                if before >= 0 and places[b, count + _place(before * 0x27D4EB2F + number, count)]:
+                    said[b, node, rank] = 4
+                else:
+                    said[b, node, rank] = parent_said + 2 * int(token >= 0 and places[b, _place(number, count)])
+
+
 @compiled
 def _rate(
     passed: Array, tests: Array, sharpness: Array, confidence: Array, ranks: int, reach: Array, probs: Array,
     norms: Array, is_chosen: Array, priority: Array, value: Array, cells: Array,
 ) -> None:  # fmt: skip
-    """Do what ``rate_by_table`` does; the last three are written."""
+    """Do what ``rate_by_table`` does; the last three are written, where ``cells`` hold what is said of children."""
     batch, above, count = probs.shape
     has_kinds = is_chosen.size > 0
     kind = probs.dtype.type  # of all but what is summed and multiplied up, as in torch: in float64
@@ -234,7 +275,8 @@ def _rate(
                 chosen = has_kinds and is_chosen[b, node, rank]
                 before = (first + rank) * (len(sharpness) + 1) + sharp
                 share = prob if chosen else prob / max(one - (kind(spent) + favourite), least)
-                after = behind + before * (len(confidence) + 1) + _cell(confidence, share)
+                after = before * (len(confidence) + 1) + _cell(confidence, share)
+                after = behind + after * NUM_SAID + cells[b, node, rank, 1]
                 cells[b, node, rank, 0], cells[b, node, rank, 1] = before, after
                 expected, found = passed[b, before] / tests[b, before], passed[b, after] / tests[b, after]
                 refused = one - found

@@ -200,13 +200,23 @@ def rate_by_rank(
     return reference_growth.rate_by_rank(fit, level, memory, words, reach, probs, norms)
 
 
-def rate_by_table(table: Table, reach: Tensor, probs: Tensor, norms: Tensor, is_chosen: Tensor | None) -> Ratings:
+def rate_by_table(
+    table: Table,
+    memory: Memory,
+    words: Words | None,
+    reach: Tensor,
+    probs: Tensor,
+    norms: Tensor,
+    is_chosen: Tensor | None,
+) -> Ratings:
     """Rate drawn children by what was counted of tests like theirs.
 
     No slot's priority depends on the token drawn there, and a younger drawn sibling's is never the greater.
 
     Args:
         table: the counts.
+        memory: what each text holds.
+        words: tokens of the children and of what they stand behind; None: nothing is known of them.
         reach: float[batch, above], values of the nodes.
         probs: float[batch, above, ranks], draft probabilities of their children, 0 where there is none.
         norms: float[batch, above], Euclidean norms of the laws that the drawn ones were drawn from.
@@ -215,12 +225,12 @@ def rate_by_table(table: Table, reach: Tensor, probs: Tensor, norms: Tensor, is_
     if _is_launched(probs):
         from stree.kernels import growth
 
-        return growth.rate_by_table(table, reach, probs, norms, is_chosen)
+        return growth.rate_by_table(table, memory, words, reach, probs, norms, is_chosen)
     if reads_freely(probs):
         from stree.kernels import growth_compiled  # imports numba
 
-        return growth_compiled.rate_by_table(table, reach, probs, norms, is_chosen)
-    return reference_growth.rate_by_table(table, reach, probs, norms, is_chosen)
+        return growth_compiled.rate_by_table(table, memory, words, reach, probs, norms, is_chosen)
+    return reference_growth.rate_by_table(table, memory, words, reach, probs, norms, is_chosen)
 
 
 def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int, kind: int) -> Columns:

@@ -74,21 +74,41 @@ def place_of(number, NUM_PLACES: tl.constexpr):
 
 
 @triton.jit
+def pair_number(token, following):
+    """Give a pair of tokens a number, as reference_growth does."""
+    return token * 0x1E3779B1 + following * 0x05EBCA77
+
+
+@triton.jit
 def _are_held(places_ptr, behind, before, child, inside, NUM_PLACES: tl.constexpr):
     """Tell whether a text holds the pairs and the triples that children would make."""
-    number = behind * 0x1E3779B1 + child * 0x05EBCA77
+    number = pair_number(behind, child)
     pair = tl.load(places_ptr + place_of(number, NUM_PLACES), inside, 0) != 0
     triple_ptr = places_ptr + NUM_PLACES + place_of(before * 0x27D4EB2F + number, NUM_PLACES)
     return pair, tl.load(triple_ptr, inside & (before >= 0), 0) != 0
 
 
+@triton.jit
+def _behind(
+    tokens_ptr, parents_ptr, lead_ptr, last_ptr, batch, node, inside, first, stride_tokens_b, stride_parents_b
+):  # fmt: skip
+    """Give the two tokens that nodes' children stand behind, the last one second."""
+    column = node + first
+    if lead_ptr is not None:
+        column = (node * 0 + tl.load(lead_ptr + batch)).to(tl.int32)
+    token = tl.load(tokens_ptr + batch * stride_tokens_b + column, inside, 0)
+    parent = tl.load(parents_ptr + batch * stride_parents_b + column, inside, -1)
+    before = tl.load(tokens_ptr + batch * stride_tokens_b + parent, inside & (parent >= 0), 0)
+    return tl.where(parent >= 0, before, tl.load(last_ptr + batch * 2 + 1)), token
+
+
 @triton.jit(
-    do_not_specialize=["above", "ranks", "num_ranks", "first", "stride_reach_b", "stride_tokens_b", "stride_parents_b"]
+    do_not_specialize=["above", "ranks", "num_ranks", "stride_reach_b", "first", "stride_tokens_b", "stride_parents_b"]
 )
 def rank_kernel(
     reach_ptr, probs_ptr, norms_ptr, level_ptr, confidence_ptr, sharpness_ptr, text_ptr, shift_ptr,
-    places_ptr, last_ptr, children_ptr, tokens_ptr, parents_ptr, lead_ptr, value_ptr, above, ranks, num_ranks, first,
-    stride_reach_b, stride_tokens_b, stride_parents_b, NODES: tl.constexpr, NUM_PLACES: tl.constexpr,
+    places_ptr, last_ptr, children_ptr, tokens_ptr, parents_ptr, lead_ptr, value_ptr, above, ranks, num_ranks,
+    stride_reach_b, first, stride_tokens_b, stride_parents_b, NODES: tl.constexpr, NUM_PLACES: tl.constexpr,
 ):  # fmt: skip
     """Rate children known beforehand, sibling after sibling; grid (blocks of nodes, batch)."""
     batch = tl.program_id(1).to(tl.int64)
@@ -102,13 +122,9 @@ def rank_kernel(
     behind, before = tl.zeros((NODES,), tl.int64), tl.zeros((NODES,), tl.int64)
     if children_ptr is not None:
         places_ptr += batch * (2 * NUM_PLACES + 1)
-        column = node + first
-        if lead_ptr is not None:
-            column = (node * 0 + tl.load(lead_ptr + batch)).to(tl.int32)
-        behind = tl.load(tokens_ptr + batch * stride_tokens_b + column, inside, 0)
-        parent = tl.load(parents_ptr + batch * stride_parents_b + column, inside, -1)
-        before = tl.load(tokens_ptr + batch * stride_tokens_b + parent, inside & (parent >= 0), 0)
-        before = tl.where(parent >= 0, before, tl.load(last_ptr + batch * 2 + 1))
+        before, behind = _behind(
+            tokens_ptr, parents_ptr, lead_ptr, last_ptr, batch, node, inside, first, stride_tokens_b, stride_parents_b
+        )
         for rank in range(ranks):
             is_there = inside & (tl.load(probs_ptr + place + rank, inside, 0.0) > 0)
             child = tl.load(children_ptr + place + rank, is_there, 0)
@@ -152,11 +168,17 @@ def _count_below(value, edges_ptr, EDGES: tl.constexpr):
     return count
 
 
-@triton.jit(do_not_specialize=["above", "ranks", "most", "num_cells", "stride_reach_b"])
+@triton.jit(
+    do_not_specialize=[
+        "above", "ranks", "most", "num_cells", "stride_reach_b", "first_column", "stride_tokens_b", "stride_parents_b",
+    ]
+)  # fmt: skip
 def table_kernel(
     reach_ptr, probs_ptr, norms_ptr, chosen_ptr, passed_ptr, tests_ptr, sharpness_ptr, confidence_ptr,
-    priority_ptr, value_ptr, cells_ptr, above, ranks, most, num_cells, stride_reach_b,
-    SHARPNESS: tl.constexpr, CONFIDENCE: tl.constexpr, NODES: tl.constexpr,
+    places_ptr, last_ptr, children_ptr, tokens_ptr, parents_ptr, lead_ptr, priority_ptr, value_ptr, cells_ptr,
+    above, ranks, most, num_cells, stride_reach_b, first_column, stride_tokens_b, stride_parents_b,
+    SHARPNESS: tl.constexpr, CONFIDENCE: tl.constexpr, SAID: tl.constexpr, NODES: tl.constexpr,
+    NUM_PLACES: tl.constexpr,
 ):  # fmt: skip
     """Rate drawn children, sibling after sibling, in the order and precision of torch's; grid (blocks, batch).
 
@@ -177,6 +199,16 @@ def table_kernel(
             is_chosen = tl.load(chosen_ptr + place + rank, inside, 0) != 0
             favourite += tl.where(is_chosen, tl.load(probs_ptr + place + rank, inside, 0.0), 0.0)
         squares += favourite * favourite
+    older, token = tl.zeros((NODES,), tl.int64), tl.zeros((NODES,), tl.int64)
+    parent_said = tl.zeros((NODES,), tl.int32)
+    if children_ptr is not None:
+        places_ptr += batch * (2 * NUM_PLACES + 1)
+        older, token = _behind(
+            tokens_ptr, parents_ptr, lead_ptr, last_ptr, batch, node, inside, first_column, stride_tokens_b,
+            stride_parents_b,
+        )  # fmt: skip
+        pair_ptr = places_ptr + place_of(pair_number(older, token), NUM_PLACES)
+        parent_said = (tl.load(pair_ptr, inside & (older >= 0), 0) != 0).to(tl.int32)
     # Of the row of rank 0, before a draw.
     sharp = _count_below(squares, sharpness_ptr, SHARPNESS)
     sharp += tl.where(favourite > 0, most * (SHARPNESS + 1), 0)
@@ -192,8 +224,13 @@ def table_kernel(
             rest = tl.where(is_chosen, 1.0, rest)
         share = tl.div_rn(prob, tl.maximum(rest, 1e-6))
         before = sharp + rank * (SHARPNESS + 1)
+        said = parent_said
+        if children_ptr is not None:
+            child = tl.load(children_ptr + place + rank, inside, 0)
+            pair, triple = _are_held(places_ptr, token, older, child, inside, NUM_PLACES)
+            said = tl.where(triple, 4, 2 * pair.to(tl.int32) + parent_said)
         after = before * (CONFIDENCE + 1) + _count_below(share, confidence_ptr, CONFIDENCE)
-        after += 2 * most * (SHARPNESS + 1)
+        after = 2 * most * (SHARPNESS + 1) + after * SAID + said
         expected = tl.div_rn(tl.load(passed_ptr + before, inside, 0.0), tl.load(tests_ptr + before, inside, 1.0))
         found = tl.div_rn(tl.load(passed_ptr + after, inside, 0.0), tl.load(tests_ptr + after, inside, 1.0))
         refused = 1.0 - found

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels import reference_growth
-from stree.kernels.reference_growth import NUM_PLACES, Kept, Level, Memory, Table, Verdicts
+from stree.kernels.reference_growth import Kept, Level, Memory, Table, Verdicts
 from stree.kernels.tiles import MAX_NODES, padded
 from stree.kernels.topology import is_launched
 
@@ -122,7 +122,7 @@ def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tenso
     with torch.cuda.device_of(tokens):
         remember_kernel[(batch,)](
             tokens, path, lengths.contiguous(), memory.places, memory.last, m, tokens.stride(0), path.stride(0),
-            ENTRIES=padded(m), NUM_PLACES=NUM_PLACES, num_warps=1,
+            ENTRIES=padded(m), NUM_PLACES=memory.num_places, num_warps=1,
         )  # fmt: skip
 
 

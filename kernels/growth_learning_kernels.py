@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stree.kernels.growth_kernels import place_of
+from stree.kernels.growth_kernels import pair_number, place_of
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def remember_kernel(
     following = _word(tokens_ptr, path_ptr, entry, length, older, last)
     token = _word(tokens_ptr, path_ptr, entry - 1, length, older, last)
     before = _word(tokens_ptr, path_ptr, entry - 2, length, older, last)
-    number = token * 0x1E3779B1 + following * 0x05EBCA77
+    number = pair_number(token, following)
     yes = tl.full((ENTRIES,), 1, tl.int1)
     tl.store(places_ptr + place_of(number, NUM_PLACES), yes, (entry < length) & (token >= 0))
     triple_ptr = places_ptr + NUM_PLACES + place_of(before * 0x27D4EB2F + number, NUM_PLACES)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ __all__ = [
 
 MOST_WEIGHT = 12.0  # of what is known of a text's level: what it was long ago is forgotten
 NUM_PLACES = 1 << 18  # of the pairs of tokens that a text holds, and as many of its triples
+NUM_SAID = 5  # kinds of what a text says already of a child
 LEAST_BLUNT = 0.02  # of 1 - the sum of squares of a law; what is sharper counts as much
 
 
@@ -58,8 +59,9 @@ class Table:
     """What was counted of tests, a row of cells a sequence.
 
     A child falls into a cell before its draw, by the row of its rank and by how sharp its law is, and into another
-    after it, also by its own probability.  Cells are numbered rows x sharpness; behind those stand rows x sharpness x
-    confidence.  There are twice as many rows as ranks: the second half is for nodes that have a favourite.
+    after it, also by its own probability and by what its text says of it already.  Cells are numbered rows x sharpness;
+    behind those stand rows x sharpness x confidence x NUM_SAID.  There are twice as many rows as ranks: the second half
+    is for nodes that have a favourite.
 
     Attributes:
         passed: float32[batch, cells], tests passed.
@@ -127,12 +129,28 @@ class Memory:
     """Which pairs and triples of tokens each text holds, by their hashes: now and then another one has the same.
 
     Attributes:
-        places: bool[batch, 2 * NUM_PLACES + 1], of pairs, of triples, and one for what is neither.
+        places: bool[batch, 2 * num_places + 1], of pairs, of triples, and one for what is neither.
         last: int64[batch, 2], the last two tokens that were read; -1 where there is none.
     """
 
     places: Tensor
     last: Tensor
+
+    @classmethod
+    def empty(cls, batch: int, device: torch.device) -> Self:
+        """Make the memory of texts that have not begun."""
+        places = torch.zeros(batch, 2 * NUM_PLACES + 1, dtype=torch.bool, device=device)
+        return cls(places, torch.full((batch, 2), -1, dtype=torch.long, device=device))
+
+    @property
+    def num_places(self) -> int:
+        """How many places pairs have, and triples."""
+        return self.places.shape[1] // 2
+
+    def forget(self, row: int) -> None:
+        """Let another text begin in the place of one."""
+        self.places[row] = False
+        self.last[row] = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -253,7 +271,15 @@ def rate_by_rank(
     return reach[..., None] * (chance * (probs > 0))
 
 
-def rate_by_table(table: Table, reach: Tensor, probs: Tensor, norms: Tensor, is_chosen: Tensor | None) -> Ratings:
+def rate_by_table(
+    table: Table,
+    memory: Memory,
+    words: Words | None,
+    reach: Tensor,
+    probs: Tensor,
+    norms: Tensor,
+    is_chosen: Tensor | None,
+) -> Ratings:
     """Rate slots by what a table has counted; see `stree.kernels.growth_door`."""
     ranks = probs.shape[-1]
     odds = table.passed / table.tests
@@ -267,7 +293,8 @@ def rate_by_table(table: Table, reach: Tensor, probs: Tensor, norms: Tensor, is_
     sharp = torch.bucketize(squares, table.sharpness)
     sure = torch.bucketize(probs / (1 - spent).clamp(min=1e-6), table.confidence)
     before = row * (len(table.sharpness) + 1) + sharp[..., None]
-    after = table.first_after + before * (len(table.confidence) + 1) + sure
+    after = (before * (len(table.confidence) + 1) + sure) * NUM_SAID
+    after = table.first_after + after + (0 if words is None else _said(memory, words))
     cells = torch.stack([before, after], -1)
     expected, found = odds.gather(1, cells.flatten(1)).view(cells.shape).unbind(-1)
     refused = 1 - found
@@ -329,37 +356,48 @@ def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tenso
     text = torch.cat([memory.last, tokens], 1)
     before, token, following = text[:, :-2], text[:, 1:-1], text[:, 2:]
     is_read = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-    for index, is_there in ((_pair(token, following), token >= 0), (_triple(before, token, following), before >= 0)):
-        memory.places.scatter_(1, torch.where(is_read & is_there, index, 2 * NUM_PLACES), True)
+    for index, is_there in zip(_places(memory, before, token, following), (token >= 0, before >= 0), strict=True):
+        memory.places.scatter_(1, torch.where(is_read & is_there, index, 2 * memory.num_places), True)
     memory.last.copy_(text.gather(1, lengths[:, None].long() + torch.arange(2, device=tokens.device)))
 
 
 def _are_held(memory: Memory, words: Words) -> Tensor:
     """Tell whether a text holds the pairs and the triples that children would make: bool[2, batch, above, ranks]."""
     batch, above, _ = words.children.shape
-    column = torch.arange(words.first, words.first + above, device=words.tokens.device).expand(batch, -1)
-    column = column if words.lead is None else words.lead[:, None]
-    token, parent = words.tokens.gather(1, column), words.parents.gather(1, column).long()
-    before = torch.where(parent < 0, memory.last[:, 1:], words.tokens.gather(1, parent.clamp(min=0)))
-    token, before = token[..., None], before[..., None]
-    index = torch.stack([_pair(token, words.children), _triple(before, token, words.children)])
+    before, token = (part[..., None] for part in _behind(memory, words))
+    index = _places(memory, before, token, words.children)
     is_held = memory.places.gather(1, index.movedim(1, 0).flatten(1)).view(batch, 2, above, -1).movedim(1, 0)
     return is_held & torch.stack([token >= 0, before >= 0])
 
 
-def _pair(token: Tensor, following: Tensor) -> Tensor:
-    """Give the place of a pair of tokens; of negative ones, which are none, it means nothing."""
-    return _place(token * 0x1E3779B1 + following * 0x05EBCA77)
+def _said(memory: Memory, words: Words) -> Tensor:
+    """Tell what a text says already of children: int64[batch, above, ranks], less than NUM_SAID.
+
+    4 is the triple that a child makes; else 2 stands for the pair that it makes, and 1 for its parent's: 0 is neither.
+    """
+    before, token = _behind(memory, words)
+    pairs, triples = _are_held(memory, words)
+    pair, _ = _places(memory, before, before, token)
+    above = memory.places.gather(1, pair) & (before >= 0)
+    return torch.where(triples, 4, 2 * pairs + above.long()[..., None])
 
 
-def _triple(before: Tensor, token: Tensor, following: Tensor) -> Tensor:
-    """Give the place of a triple."""
-    return NUM_PLACES + _place(before * 0x27D4EB2F + token * 0x1E3779B1 + following * 0x05EBCA77)
+def _behind(memory: Memory, words: Words) -> tuple[Tensor, Tensor]:
+    """Give the two tokens that children stand behind, the last one second: int64[batch, above] each."""
+    batch, above, _ = words.children.shape
+    column = torch.arange(words.first, words.first + above, device=words.tokens.device).expand(batch, -1)
+    column = column if words.lead is None else words.lead[:, None]
+    token, parent = words.tokens.gather(1, column), words.parents.gather(1, column).long()
+    return torch.where(parent < 0, memory.last[:, 1:], words.tokens.gather(1, parent.clamp(min=0))), token
 
 
-def _place(number: Tensor) -> Tensor:
-    """Mix a number's bits."""
-    return (number ^ (number >> 17)) & (NUM_PLACES - 1)
+def _places(memory: Memory, before: Tensor, token: Tensor, following: Tensor) -> Tensor:
+    """Give the places of pairs and of triples of tokens, int64[2, ...]; of negative ones they mean nothing."""
+    pair = token * 0x1E3779B1 + following * 0x05EBCA77
+    number, count = torch.stack([pair, before * 0x27D4EB2F + pair]), memory.num_places
+    place = (number ^ (number >> 17)) & (count - 1)
+    place[1] += count
+    return place
 
 
 def spent_before(probs: Tensor) -> Tensor:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self, cast
 
+import pytest
 import torch
 from tables import TableLaw, TableLM
 from torch import Tensor
 
+from stree.kernels import reference_growth
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import DELTA, SAMPLED, Acceptance, DraftLaws, accept
@@ -290,6 +293,14 @@ def law_of_texts(
         prefixes = torch.zeros(vocab**size, dtype=torch.float64).index_add_(0, number, weight[rows])
         joint += prefixes.repeat_interleave(vocab ** (length - size)) * steps[:, size:].prod(1)
     return joint
+
+
+@contextmanager
+def short_texts() -> Iterator[None]:
+    """Let what begins within remember little of each text: there are thousands, and they are short."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference_growth, "NUM_PLACES", 1 << 10)
+        yield
 
 
 def as_random(outcomes: Outcomes | Cells) -> Random:

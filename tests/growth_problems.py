@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ from stree.drafters.offers import Offered
 from stree.growth import Layer, Plan
 from stree.growth.calibrated import typical_values
 from stree.growth.estimates import Calibration
-from stree.kernels.growth_door import Memory, Table
-from stree.kernels.reference_growth import NUM_PLACES
+from stree.kernels.growth_door import Memory, Table, Words
+from stree.kernels.reference_growth import remember
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KINDS = ("random", "ties", "zeros", "few", "tiny")
@@ -55,6 +55,14 @@ class Children:
     probs: Tensor
     norms: Tensor
     is_chosen: Tensor | None
+    words: Words | None = None
+    memory: Memory | None = None
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """What ``rate_by_table`` takes beside a table; a text that nothing is said of has said nothing."""
+        memory = Memory.empty(len(self.reach), self.reach.device) if self.memory is None else self.memory
+        return memory, self.words, self.reach, self.probs, self.norms, self.is_chosen
 
     @classmethod
     def draw(
@@ -83,7 +91,25 @@ class Children:
             is_chosen = is_chosen.to(device)
         reach = torch.rand(batch, above + 3, generator=generator)[:, :above]
         reach[:, above // 2 :: 3] = 0.0
-        return cls(reach.to(device), probs.to(device), torch.linalg.vector_norm(law, dim=-1).to(device), is_chosen)
+        memory, words = said(batch, above, ranks, seed, device)
+        norms = torch.linalg.vector_norm(law, dim=-1)
+        return cls(reach.to(device), probs.to(device), norms.to(device), is_chosen, words, memory)
+
+
+def said(batch: int, above: int, ranks: int, seed: int, device: torch.device = DEVICE) -> tuple[Memory, Words]:
+    """Draw texts of few words, and children of nodes of a tree, or of its root, that may stand in them already."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def words_of(*shape: int) -> Tensor:
+        return torch.randint(5, (batch, *shape), generator=generator).to(device)
+
+    memory = Memory.empty(batch, device)
+    length = torch.randint(12, (batch,), generator=generator, dtype=torch.int32).to(device)
+    remember(memory, words_of(12), None, length)
+    room = 3 + above
+    parents = (torch.rand(batch, room, generator=generator) * torch.arange(room)).int() - 1
+    lead = torch.randint(2, (batch,), generator=generator).to(device) if above == 1 else None
+    return memory, Words(words_of(above, ranks), words_of(room + 2)[:, :room], parents.to(device), 3, lead)
 
 
 def some_table(batch: int, ranks: int, seed: int, device: torch.device = DEVICE) -> Table:
@@ -147,9 +173,3 @@ def grown_tree(name: str, batch: int, seed: int, *, has_favourites: bool) -> Gro
         forest.grown.add(layer, *forest.given(layer))
     forest.grown.add_leaves()
     return forest.grown
-
-
-def empty_memory(batch: int, device: torch.device) -> Memory:
-    """Make the memory of texts that have not begun."""
-    places = torch.zeros(batch, 2 * NUM_PLACES + 1, dtype=torch.bool, device=device)
-    return Memory(places, torch.full((batch, 2), -1, device=device))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from enumeration import DraftedTrees, MoreDraws, Outcomes, Verify, as_random, every_outcome
+from enumeration import DraftedTrees, MoreDraws, Outcomes, Verify, as_random, every_outcome, short_texts
 from tables import TableLaw
 from torch import Tensor
 
@@ -41,7 +41,8 @@ def drafts_of(
         batch = len(outcomes.weight)
         run = drafter.start(vocab, [[root]] * batch, as_random(outcomes))
         try:
-            draft = run.propose(torch.full((batch,), root), growth.bind(sampling), budget)
+            with short_texts():
+                draft = run.propose(torch.full((batch,), root), growth.bind(sampling), budget)
             break
         except MoreDraws as more:
             draws = more.count

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import DraftedTrees, Outcomes, TableLaw, TableLM, as_random, emitted_law, total_variation
+from enumeration import DraftedTrees, Outcomes, TableLaw, TableLM, as_random, emitted_law, short_texts, total_variation
 from torch import Tensor
 
 from stree import growth as growth_module
@@ -375,7 +375,8 @@ def all_drafts(law: TableLaw, growth: Growth, budget: int, sampling: Sampling) -
     plan = growth.bind(sampling).plan(budget)
     is_drawn = plan.drawing != "top" and not sampling.is_greedy
     outcomes = Timed.all(0, num_draws(growth.bind(sampling), budget) if is_drawn else 0, law.vocab)
-    draft = draft_of(law, growth, budget, sampling, as_random(outcomes), len(outcomes.weight))
+    with short_texts():
+        draft = draft_of(law, growth, budget, sampling, as_random(outcomes), len(outcomes.weight))
     rows = (outcomes.weight > 0).nonzero()[:, 0]
     parents = draft.tree.parents
     nothing = torch.zeros(len(outcomes.weight), 1, law.vocab, dtype=law.logits.dtype)

@@ -25,7 +25,7 @@ from stree.drafters.grown import GrownTree
 from stree.drafters.offers import Offered
 from stree.growth import Layer, Plan
 from stree.kernels import growth_compiled, growth_door, reference_growth, topology
-from stree.kernels.growth_door import Chosen, Layout, Table, Terms
+from stree.kernels.growth_door import Chosen, Layout, Memory, Table, Terms, Words
 from stree.kernels.reference_growth import Ratings
 
 CPU = torch.device("cpu")
@@ -149,7 +149,7 @@ def test_choices_that_are_wrong_in_one_thing_are_told_apart(control: str) -> Non
 
 def check_ratings(table: Table, children: Children, close: float = 0.0) -> Ratings:
     """Require the reference's cells and values, bit for bit or nearly."""
-    given = table, children.reach, children.probs, children.norms, children.is_chosen
+    given = table, *children.operands
     expected, found = reference_growth.rate_by_table(*given), growth_compiled.rate_by_table(*given)
     assert torch.equal(found.cells, expected.cells)
     for name in ("priority", "value"):
@@ -195,9 +195,13 @@ def test_tables_and_laws_of_other_widths_are_rated_as_in_torch_and_strides_chang
         torch.stack([part, part + 1], -1)[..., 0] for part in (children.reach, children.probs, children.norms)
     )
     is_chosen = torch.stack([children.is_chosen, ~children.is_chosen], -1)[..., 0]
+    words = of(children)
+    said = [torch.stack([part, part + 1], -1)[..., 0] for part in (words.children, words.tokens, words.parents)]
+    words = replace(words, children=said[0], tokens=said[1], parents=said[2])
     passed, tests = (torch.stack([part, part + 1], -1)[..., 0] for part in (table.passed, table.tests))
     expected = check_ratings(table, children)
-    found = check_ratings(replace(table, passed=passed, tests=tests), Children(reach, probs, norms, is_chosen))
+    far = Children(reach, probs, norms, is_chosen, words, children.memory)
+    found = check_ratings(replace(table, passed=passed, tests=tests), far)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
@@ -231,11 +235,29 @@ def test_no_node_is_rated_as_in_torch() -> None:
     assert check_ratings(some_table(1, 4, 0, CPU), children).cells.shape == (1, 0, 3, 2)
 
 
+def of(children: Children) -> Words:
+    """Give what is known of children."""
+    assert children.words is not None
+    return children.words
+
+
+def with_others(given: Children, name: str) -> Children:
+    """Give children whose tokens, or what they stand behind, are those of others."""
+    words = of(given)
+    return replace(given, words=replace(words, **{name: getattr(words, name).roll(1, -1)}))
+
+
 WRONG_CHILDREN: dict[str, Callable[[Children], Children]] = {
     "favourites taken for drawn": lambda children: replace(children, is_chosen=None),
     "another sharpness": lambda children: replace(children, norms=children.norms * 0.7),
     "another reach": lambda children: replace(children, reach=children.reach * 1.001),
     "siblings in another order": lambda children: replace(children, probs=children.probs.flip(-1)),
+    "nothing is known of tokens": lambda children: replace(children, words=None),
+    "a text that said nothing": lambda children: replace(children, memory=None),
+    "other tokens": lambda children: with_others(children, "children"),
+    "below other nodes": lambda children: with_others(children, "tokens"),
+    "behind other tokens": lambda children: with_others(children, "parents"),
+    "another frontier": lambda children: replace(children, words=replace(of(children), first=2)),
 }
 
 
@@ -245,9 +267,10 @@ def test_ratings_that_are_wrong_in_one_thing_are_told_apart(control: str, monkey
     check_ratings(table, children)
     rate = reference_growth.rate_by_table
 
-    def wrong(table: Table, *given: Tensor) -> Ratings:
-        other = WRONG_CHILDREN[control](Children(*given))
-        return rate(table, other.reach, other.probs, other.norms, other.is_chosen)
+    def wrong(table: Table, memory: Memory, words: Words, *given: Tensor) -> Ratings:
+        reach, probs, norms, is_chosen = given
+        other = WRONG_CHILDREN[control](Children(reach, probs, norms, is_chosen, words, memory))
+        return rate(table, *other.operands)
 
     monkeypatch.setattr(reference_growth, "rate_by_table", wrong)
     with pytest.raises(AssertionError):
@@ -389,7 +412,7 @@ def test_the_door_calls_the_compiled_code_on_the_cpu_and_torch_where_it_must_not
         asked.clear()
         growth_door.choose(torch.rand(1, 8), None, None, terms)
         growth_door.choose(torch.rand(1, growth_door.MOST_COMPARED), None, None, terms)
-        growth_door.rate_by_table(table, children.reach, children.probs, children.norms, None)
+        growth_door.rate_by_table(table, *children.operands)
         return asked
 
     assert ask() == ["choose compiled", "choose torch", "rate_by_table compiled"]

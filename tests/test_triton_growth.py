@@ -16,9 +16,9 @@ from growth_problems import (
     LAYERS,
     SIZES,
     Children,
-    empty_memory,
     grown_tree,
     relative_values,
+    said,
     some_table,
     some_values,
 )
@@ -85,7 +85,7 @@ def test_ratings_by_a_table_are_those_of_torch(batch: int, above: int, ranks: in
     for seed in range(4):
         children = Children.draw(batch, above, ranks, seed, has_favourites=has_favourites)
         table = some_table(batch, max(ranks, 6), seed)
-        operands = table, children.reach, children.probs, children.norms, children.is_chosen
+        operands = table, *(children if seed else replace(children, words=None)).operands
         expected, found = reference_growth.rate_by_table(*operands), kernels.rate_by_table(*operands)
         for name in expected._fields:
             one, other = getattr(found, name), getattr(expected, name)
@@ -104,7 +104,7 @@ def test_a_number_at_an_edge_of_the_table_falls_below_it(edge: str) -> None:
     table = replace(table, **{edge: torch.tensor([2.0**-k for k in range(2 * len(edges), 0, -2)], device=DEVICE)})
     norms = torch.tensor([[2.0**-k for k in range(8)]], device=DEVICE)
     probs = torch.tensor([[[2.0**-k, 0.0] for k in range(8)]], device=DEVICE)
-    operands = table, torch.ones(1, 8, device=DEVICE), probs, norms, None
+    operands = table, *Children(torch.ones(1, 8, device=DEVICE), probs, norms, None).operands
     expected, found = reference_growth.rate_by_table(*operands).cells, kernels.rate_by_table(*operands).cells
     assert torch.equal(found, expected) and len(set(expected[0, :, 0, 0 if edge == "sharpness" else 1].tolist())) > 4
 
@@ -127,24 +127,8 @@ def test_ratings_by_rank_are_those_of_torch(batch: int, above: int, ranks: int) 
         assert torch.equal(found > 0, expected > 0) and bool((found <= children.reach[..., None]).all())
 
 
-def said(batch: int, above: int, ranks: int, seed: int) -> tuple[Memory, Words]:
-    """Draw texts of few words, and children of nodes of a tree, or of its root, that may stand in them already."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def words_of(*shape: int) -> Tensor:
-        return torch.randint(5, (batch, *shape), generator=generator).to(DEVICE)
-
-    memory = empty_memory(batch, DEVICE)
-    length = torch.randint(12, (batch,), generator=generator, dtype=torch.int32).to(DEVICE)
-    reference_growth.remember(memory, words_of(12), None, length)
-    room = 3 + above
-    parents = (torch.rand(batch, room, generator=generator) * torch.arange(room)).int() - 1
-    lead = torch.randint(2, (batch,), generator=generator).to(DEVICE) if above == 1 else None
-    return memory, Words(words_of(above, ranks), words_of(room + 2)[:, :room], parents.to(DEVICE), 3, lead)
-
-
 def test_what_a_text_holds_is_known_by_its_last_two_words_and_the_tree_s() -> None:
-    memory = empty_memory(2, DEVICE)
+    memory = Memory.empty(2, DEVICE)
     texts = torch.tensor([[5, 6, 7, 5, 6, 8], [6, 7, 0, 0, 0, 0]], device=DEVICE)
     reference_growth.remember(memory, texts, None, torch.tensor([6, 2], device=DEVICE, dtype=torch.int32))
     # A root 7 without a leaf before it, a root 6 behind its leaf 9, and below the first root a node 5.
@@ -155,8 +139,22 @@ def test_what_a_text_holds_is_known_by_its_last_two_words_and_the_tree_s() -> No
     assert pairs.tolist() == [[[True, False]], [[True, False]]]
     assert not bool(triples.any()), "8 7 5 was never said, nor 9 6 7"
     below = Words(children[:1], tokens[:1].to(DEVICE), parents[:1].to(DEVICE), 2, None)
-    pairs, triples = reference_growth._are_held(Memory(memory.places[:1], memory.last[:1]), below)
+    first = Memory(memory.places[:1], memory.last[:1])
+    pairs, triples = reference_growth._are_held(first, below)
     assert pairs.tolist() == [[[False, True]]] and triples.tolist() == [[[False, True]]], "7 5 6 was said"
+    assert reference_growth._said(memory, words).tolist() == [[[2, 0]], [[2, 0]]], "nor 8 7, nor 9 6"
+    assert reference_growth._said(first, below).tolist() == [[[1, 4]]], "7 5 was said"
+    other = replace(below, tokens=torch.tensor([[8, 0, 5]], device=DEVICE))
+    assert reference_growth._said(first, other).tolist() == [[[0, 2]]], "8 5 was not"
+    known = replace(
+        below, tokens=torch.tensor([[5, 0, 6]], device=DEVICE), children=torch.tensor([[[7, 8, 5]]]).to(DEVICE)
+    )
+    reference_growth.remember(first, torch.tensor([[9, 6, 5]], device=DEVICE), None, torch.tensor([3], device=DEVICE))
+    assert reference_growth._said(first, known).tolist() == [[[4, 4, 3]]], "5 6 and 6 5 were said, 5 6 5 was not"
+    nothing = Memory.empty(1, DEVICE)
+    nothing.places[:] = True
+    root = Words(children[:1], tokens[:1].to(DEVICE), parents[:1].to(DEVICE), 1, torch.tensor([0], device=DEVICE))
+    assert reference_growth._said(nothing, root).tolist() == [[[2, 2]]], "what no token stands before is no pair"
 
 
 @pytest.fixture

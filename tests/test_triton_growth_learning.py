@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from growth_problems import empty_memory
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from launch_keys import launch_keys
@@ -21,7 +20,7 @@ pytest.importorskip("triton")
 
 from stree.growth.estimates import Calibration
 from stree.kernels import growth_learning, reference_growth, topology
-from stree.kernels.growth_learning import Kept, Level, Table, Verdicts
+from stree.kernels.growth_learning import Kept, Level, Memory, Table, Verdicts
 from stree.kernels.reference_growth import NUM_PLACES
 from stree.kernels.topology import ancestor_mask
 
@@ -313,7 +312,7 @@ def test_a_level_s_build_is_chosen_by_padded_sizes(monkeypatch: pytest.MonkeyPat
 @settings(max_examples=40, deadline=None)
 def test_a_text_is_read_token_by_token(seed: int, batch: int, m: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    memories = [empty_memory(batch, DEVICE) for _ in range(2)]
+    memories = [Memory.empty(batch, DEVICE) for _ in range(2)]
     texts: list[list[int]] = [[] for _ in range(batch)]
     for _ in range(3):
         tokens = torch.randint(9, (batch, m + 3), generator=generator)
@@ -346,7 +345,7 @@ def place_of(*tokens: int) -> int:
 
 
 def test_pairs_and_triples_of_a_large_vocabulary_hardly_meet() -> None:
-    memory = empty_memory(1, DEVICE)
+    memory = Memory.empty(1, DEVICE)
     text = torch.randint(200_000, (1, 20_000), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     reference_growth.remember(memory, text, None, torch.tensor([20_000], device=DEVICE, dtype=torch.int32))
     for half in range(2):
@@ -361,7 +360,7 @@ def test_a_reading_s_build_is_chosen_by_the_padded_path(monkeypatch: pytest.Monk
         tokens, path = torch.zeros(batch, n, dtype=torch.long), torch.zeros(batch, m, dtype=torch.int32)
         with launch_keys(monkeypatch) as keys:
             monkeypatch.setattr(topology, "launches_always", True)
-            growth_learning.remember(empty_memory(batch, DEVICE), *(x.to(DEVICE) for x in (tokens, path, path[:, 0])))
+            growth_learning.remember(Memory.empty(batch, DEVICE), *(x.to(DEVICE) for x in (tokens, path, path[:, 0])))
         found.append(keys)
     assert [name for name, _ in found[0]] == ["remember_kernel"]
     assert found[0] == found[1] and found[0] != found[2]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stree.kernels.growth_door import RankFit, Table, Words, rate_by_rank, rate_by_table
 from stree.kernels.growth_learning import Kept, Level, Memory, Verdicts, learn, learn_level, remember
-from stree.kernels.reference_growth import NUM_PLACES, spent_before
+from stree.kernels.reference_growth import spent_before
 from stree.sampling import Random
 from stree.tree import TokenTree
 
@@ -51,6 +51,9 @@ AFTER_BESIDE = (
     (0.03, -1.24, 0.15), (-0.21, 1.15, 0.6), (-0.84, 0.23, 0.25), (0.05, -0.43, 0.58), (-0.89, -0.09, 0.26),
     (-0.64, -0.25, 0.73),
 )  # fmt: skip
+# How what a text says already of a child shifts its log-odds after the draw, fitted on top of ``AFTER`` to the same
+# tests: neither the pair that it makes nor its parent's, its parent's alone, its own alone, both, its triple.
+BY_TEXT = (0.0, -1.21, 0.9, -0.6, 2.36)
 LEVEL_WEIGHT = 2.0  # of what is known of a text beforehand: as much as eight tests of even chance tell
 # Texts of 96 tokens without chance, on prompts 33-48 and 81-112: log-odds that the draft's token of a rank is the
 # target's own (level, slopes by log q of the token and by -log(1 - the sum of q^2), and where the text holds the pair
@@ -234,10 +237,7 @@ class RankEstimate(PathEstimate):
         fits = [CERTAIN[min(rank, len(CERTAIN) - 1)] for rank in range(ranks)]
         columns = torch.tensor(fits, dtype=torch.float32, device=device).T.contiguous()
         self._fit = RankFit(columns[0], columns[1], columns[2], columns[3:])
-        self._memory = Memory(
-            torch.zeros(batch, 2 * NUM_PLACES + 1, dtype=torch.bool, device=device),
-            torch.full((batch, 2), -1, dtype=torch.long, device=device),
-        )
+        self._memory = Memory.empty(batch, device)
         self._level = Level(
             torch.zeros(batch, dtype=torch.float32, device=device),
             torch.full((batch,), LEVEL_WEIGHT, dtype=torch.float32, device=device),
@@ -254,8 +254,7 @@ class RankEstimate(PathEstimate):
         """Give a sequence the level of one that begins, and nothing to remember."""
         self._level.shift[row] = 0
         self._level.weight[row] = LEVEL_WEIGHT
-        self._memory.places[row] = False
-        self._memory.last[row] = -1
+        self._memory.forget(row)
 
     def remember(self, tokens: Tensor, path: Tensor | None, lengths: Tensor) -> None:
         """Note the pairs and triples of tokens that the texts hold."""
@@ -281,9 +280,10 @@ class Calibration:
     """Acceptance by sibling rank and by what the draft knows, learnt from the verifier's log; a table a sequence.
 
     A slot is rated by its rank, by whether its siblings have a favourite, and by how sharp its law is, the sum of its
-    squares; once the child is drawn, also by the probability that it was drawn with: on that its own children's and its
-    younger siblings' ratings rest.  A favourite is known before any draw, and its chance is that it is the target's own
-    token, whether the sibling that is tested before it was refused or is not there: no draw has a say in it.
+    squares; once the child is drawn, also by the probability that it was drawn with and by whether the text holds it
+    already behind the same token, or two: on that its own children's and its younger siblings' ratings rest.  A
+    favourite is known before any draw, and its chance is that it is the target's own token, whether the sibling that is
+    tested before it was refused or is not there: no draw has a say in it.
 
     Args:
         batch: sequences; none learns from another, so that no result depends on its neighbours.
@@ -306,12 +306,14 @@ class Calibration:
         before[0, 0] += warmer
         level[0] += warmer
         odds = before[:, :1] + before[:, 1:] * sharp
-        odds = torch.cat([odds.flatten(), (level + by_sharpness * sharp[:, None] + by_confidence * sure).flatten()])
+        drawn = level + by_sharpness * sharp[:, None] + by_confidence * sure
+        odds = torch.cat([odds.flatten(), (drawn[..., None] + drawn.new_tensor(BY_TEXT)).flatten()])
         self._prior = odds.sigmoid().to(device) * PRIOR_TESTS
         self._tests = self._prior.new_full((batch, len(odds)), PRIOR_TESTS)
         self._passed = self._prior.repeat(batch, 1)
         rank = torch.arange(ranks, device=device)
         self._table = Table(self._passed, self._tests, edges[0].to(device), edges[1].to(device), rank)
+        self._memory = Memory.empty(batch, device)
 
     def begin(self, plan: Plan, rng: Random) -> None:
         """Do nothing."""
@@ -322,7 +324,7 @@ class Calibration:
     def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Rate a slot by the probability that its child is accepted, over whatever token is drawn."""
         priority, value, self._cells = rate_by_table(
-            self._table, slots.reach, slots.probs, slots.known_norms, slots.is_chosen
+            self._table, self._memory, slots.words, slots.reach, slots.probs, slots.known_norms, slots.is_chosen
         )
         return priority, value
 
@@ -331,12 +333,14 @@ class Calibration:
         return None
 
     def forget(self, row: int) -> None:
-        """Give a sequence the tables of one that begins."""
+        """Give a sequence the tables of one that begins, and nothing to remember."""
         self._tests[row] = PRIOR_TESTS
         self._passed[row] = self._prior
+        self._memory.forget(row)
 
     def remember(self, tokens: Tensor, path: Tensor | None, lengths: Tensor) -> None:
-        """Do nothing: what is drawn is not looked up."""
+        """Note the pairs and triples of tokens that the texts hold."""
+        remember(self._memory, tokens, path, lengths)
 
     def note(self, slots: Tensor) -> Kept:
         """Note the cells of new nodes."""
