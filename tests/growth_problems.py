@@ -112,6 +112,14 @@ def said(batch: int, above: int, ranks: int, seed: int, device: torch.device = D
     return memory, Words(words_of(above, ranks), words_of(room + 2)[:, :room], parents.to(device), 3, lead)
 
 
+def begun(children: Children) -> Children:
+    """Give the children of roots that no token stands before, where a text holds whatever is looked up."""
+    assert children.words is not None and children.memory is not None
+    memory = Memory(torch.ones_like(children.memory.places), torch.full_like(children.memory.last, -1))
+    words = replace(children.words, parents=torch.full_like(children.words.parents, -1))
+    return replace(children, words=words, memory=memory)
+
+
 def some_table(batch: int, ranks: int, seed: int, device: torch.device = DEVICE) -> Table:
     """Give a table that some tests were counted in."""
     table = Calibration(batch, ranks, device, 0.8)._table

@@ -15,6 +15,7 @@ from growth_problems import (
     Children,
     Forest,
     Given,
+    begun,
     relative_values,
     some_table,
     some_values,
@@ -26,7 +27,7 @@ from stree.drafters.offers import Offered
 from stree.growth import Layer, Plan
 from stree.kernels import growth_compiled, growth_door, reference_growth, topology
 from stree.kernels.growth_door import Chosen, Layout, Memory, Table, Terms, Words
-from stree.kernels.reference_growth import Ratings
+from stree.kernels.reference_growth import NUM_SAID, Ratings
 
 CPU = torch.device("cpu")
 WIDTHS = (torch.float32, torch.float64)
@@ -228,6 +229,13 @@ def test_laws_that_are_used_up_and_tables_that_only_pass_are_rated_as_in_torch()
         for place in (None, 0, 1, 3):
             is_chosen = None if place is None else (torch.arange(4) == place).expand(1, 4, 4)
             check_ratings(given, Children(reach, probs, norms, is_chosen))
+
+
+def test_what_no_token_stands_before_makes_no_triple_and_its_parent_no_pair() -> None:
+    children = begun(Children.draw(2, 7, 5, 0, has_favourites=False, device=CPU))
+    table = some_table(2, 6, 0, CPU)
+    cells = check_ratings(table, children).cells[..., 1]
+    assert bool(((cells - table.first_after) % NUM_SAID == 2).all())
 
 
 def test_no_node_is_rated_as_in_torch() -> None:

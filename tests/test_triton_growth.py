@@ -16,6 +16,7 @@ from growth_problems import (
     LAYERS,
     SIZES,
     Children,
+    begun,
     grown_tree,
     relative_values,
     said,
@@ -85,7 +86,8 @@ def test_ratings_by_a_table_are_those_of_torch(batch: int, above: int, ranks: in
     for seed in range(4):
         children = Children.draw(batch, above, ranks, seed, has_favourites=has_favourites)
         table = some_table(batch, max(ranks, 6), seed)
-        operands = table, *(children if seed else replace(children, words=None)).operands
+        children = (replace(children, words=None), children, begun(children), children)[seed]
+        operands = table, *children.operands
         expected, found = reference_growth.rate_by_table(*operands), kernels.rate_by_table(*operands)
         for name in expected._fields:
             one, other = getattr(found, name), getattr(expected, name)
