@@ -1,4 +1,6 @@
-"""One layer of growth on the CPU, compiled: `stree.kernels.growth_door` calls it, `reference_growth` specifies it.
+"""One layer of growth on the CPU, and what texts hold, compiled; `reference_growth` specifies it.
+
+`stree.kernels.growth_door` and `stree.kernels.growth_learning` call it.
 
 numba keeps the machine code beside this file, which is imported with the first tree.
 """
@@ -17,7 +19,7 @@ from torch import Tensor
 from stree.kernels.growth_door import Appended, Chosen, Columns, Layout
 from stree.kernels.reference_growth import NUM_SAID, Memory, Ratings, Table, Terms, Words
 
-__all__ = ["append", "choose", "rate_by_table"]
+__all__ = ["append", "choose", "rate_by_table", "remember"]
 
 Array = np.ndarray[Any, Any]
 compiled = njit(cache=True, error_model="numpy")
@@ -67,6 +69,12 @@ def rate_by_table(
         priority.numpy(), value.numpy(), cells.numpy(),
     )  # fmt: skip
     return Ratings(priority, value, cells)
+
+
+def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tensor) -> None:
+    """Read how the texts go on; see `stree.kernels.growth_learning`."""
+    entries = torch.arange(tokens.shape[1], dtype=torch.int32).expand(len(tokens), -1) if path is None else path
+    _remember(*(part.numpy() for part in (memory.places, memory.last, tokens, entries, lengths)))
 
 
 def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Appended:
@@ -228,6 +236,35 @@ def _place(number: int, count: int) -> int:
     return (number ^ (number >> 17)) & (count - 1)
 
 
+@inner
+def _pair(token: int, following: int) -> int:
+    """Give a pair of tokens a number, as ``reference_growth`` does."""
+    return token * 0x1E3779B1 + following * 0x05EBCA77
+
+
+@inner
+def _triple(before: int, pair: int) -> int:
+    """Give a pair behind a token a number."""
+    return before * 0x27D4EB2F + pair
+
+
+@compiled
+def _remember(places: Array, last: Array, tokens: Array, path: Array, lengths: Array) -> None:
+    """Do what ``remember`` does along a path; the first two are written."""
+    count = places.shape[1] // 2
+    for b in range(len(tokens)):
+        before, token = last[b, 0], last[b, 1]
+        for entry in range(lengths[b]):
+            following = tokens[b, max(path[b, entry], 0)]
+            pair = _pair(token, following)
+            if token >= 0:
+                places[b, _place(pair, count)] = True
+            if before >= 0:
+                places[b, count + _place(_triple(before, pair), count)] = True
+            before, token = token, following
+        last[b, 0], last[b, 1] = before, token
+
+
 @compiled
 def _say(
     places: Array, last: Array, tokens: Array, parents: Array, lead: Array, children: Array, first: int, said: Array
@@ -240,13 +277,13 @@ def _say(
             column = lead[b] if lead.size else first + node
             token, parent = tokens[b, column], parents[b, column]
             before = last[b, 1] if parent < 0 else tokens[b, parent]
-            parent_said = int(before >= 0 and places[b, _place(before * 0x1E3779B1 + token * 0x05EBCA77, count)])
+            parent_said = int(before >= 0 and places[b, _place(_pair(before, token), count)])
             for rank in range(ranks):
-                number = token * 0x1E3779B1 + children[b, node, rank] * 0x05EBCA77
-                if before >= 0 and places[b, count + _place(before * 0x27D4EB2F + number, count)]:
+                pair = _pair(token, children[b, node, rank])
+                if before >= 0 and places[b, count + _place(_triple(before, pair), count)]:
                     said[b, node, rank] = 4
                 else:
-                    said[b, node, rank] = parent_said + 2 * int(token >= 0 and places[b, _place(number, count)])
+                    said[b, node, rank] = parent_said + 2 * int(token >= 0 and places[b, _place(pair, count)])
 
 
 @compiled

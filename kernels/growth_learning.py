@@ -1,9 +1,10 @@
 """The front door to what estimates learn from a verified tree: a table of acceptances, or a text's level and memory.
 
 On a GPU a level is one launch, a table one behind another that puts together what the layers left; elsewhere, in
-float64 and beyond MAX_NODES nodes it is `stree.kernels.reference_growth`, which is the specification.  For a table
-nodes are found by their numbers, so that nothing is gathered before: a layer leaves its slots and the cells of all of
-them, and one list of places, made once for each plan, says where in a row of both a node's stand.
+float64 and beyond MAX_NODES nodes it is `stree.kernels.reference_growth`, which is the specification; on the CPU texts
+are read by compiled code.  For a table nodes are found by their numbers, so that nothing is gathered before: a layer
+leaves its slots and the cells of all of them, and one list of places, made once for each plan, says where in a row of
+both a node's stand.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -20,7 +21,7 @@ from torch import Tensor
 from stree.kernels import reference_growth
 from stree.kernels.reference_growth import Kept, Level, Memory, Table, Verdicts
 from stree.kernels.tiles import MAX_NODES, padded
-from stree.kernels.topology import is_launched
+from stree.kernels.topology import is_launched, reads_freely
 
 __all__ = [
     "Kept",
@@ -113,9 +114,19 @@ def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tenso
         path: int32[batch, m], nodes from the root down, whose tokens are read; None: all tokens, in their order.
         lengths: int32[batch], how many of them; 0 where a text stands still.
     """
-    if path is None or not is_launched(tokens):
-        return reference_growth.remember(memory, tokens, path, lengths)
-    from stree.kernels.growth_learning_kernels import remember_kernel
+    if path is not None and is_launched(tokens):
+        _remember_in_one(memory, tokens, path, lengths)
+    elif reads_freely(tokens):
+        from stree.kernels import growth_compiled  # imports numba
+
+        growth_compiled.remember(memory, tokens, path, lengths)
+    else:
+        reference_growth.remember(memory, tokens, path, lengths)
+
+
+def _remember_in_one(memory: Memory, tokens: Tensor, path: Tensor, lengths: Tensor) -> None:
+    """Do the same in one launch."""
+    from stree.kernels.growth_learning_kernels import remember_kernel  # imports triton
 
     tokens, path = (part if part.stride(1) == 1 else part.contiguous() for part in (tokens, path))
     batch, m = path.shape

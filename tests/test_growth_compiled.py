@@ -25,7 +25,7 @@ from torch import Tensor
 from stree.drafters.grown import GrownTree
 from stree.drafters.offers import Offered
 from stree.growth import Layer, Plan
-from stree.kernels import growth_compiled, growth_door, reference_growth, topology
+from stree.kernels import growth_compiled, growth_door, growth_learning, reference_growth, topology
 from stree.kernels.growth_door import Chosen, Layout, Memory, Table, Terms, Words
 from stree.kernels.reference_growth import NUM_SAID, Ratings
 
@@ -238,6 +238,23 @@ def test_what_no_token_stands_before_makes_no_triple_and_its_parent_no_pair() ->
     assert bool(((cells - table.first_after) % NUM_SAID == 2).all())
 
 
+@pytest.mark.parametrize("m", [0, 1, 2, 9])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_texts_are_read_as_in_torch(batch: int, m: int) -> None:
+    generator = torch.Generator().manual_seed(m)
+    memories = [Memory.empty(batch, CPU) for _ in range(2)]
+    for turn in range(6):
+        tokens = torch.randint(6, (batch, m + 3, 2), generator=generator)[..., turn % 2]
+        path = torch.randint(-1, m + 3, (batch, m, 2), generator=generator, dtype=torch.int32)[..., turn % 2]
+        lengths = torch.randint(m + 1, (batch,), generator=generator, dtype=torch.int32 if turn % 3 else torch.int64)
+        given = tokens, path if turn % 2 else None, lengths
+        reference_growth.remember(memories[0], *given)
+        growth_compiled.remember(memories[1], *given)
+        one, other = memories
+        assert torch.equal(one.places[:, :-1], other.places[:, :-1]) and torch.equal(one.last, other.last)
+    assert bool(one.places[:, :-1].any()) == (m > 0)
+
+
 def test_no_node_is_rated_as_in_torch() -> None:
     children = Children(torch.rand(1, 0), torch.rand(1, 0, 3), torch.rand(1, 0), torch.zeros(1, 0, 3, dtype=torch.bool))
     assert check_ratings(some_table(1, 4, 0, CPU), children).cells.shape == (1, 0, 3, 2)
@@ -411,7 +428,7 @@ def test_the_door_calls_the_compiled_code_on_the_cpu_and_torch_where_it_must_not
 ) -> None:
     asked: list[str] = []
     for owner, by in ((growth_compiled, "compiled"), (reference_growth, "torch")):
-        for name in ("choose", "rate_by_table"):
+        for name in ("choose", "rate_by_table", "remember"):
             monkeypatch.setattr(owner, name, lambda *_, word=f"{name} {by}": asked.append(word))
     table, children = some_table(1, 4, 0, CPU), Children.draw(1, 3, 4, 0, has_favourites=False, device=CPU)
     terms = Terms(4, 0.0, 1, in_order=False)
@@ -421,8 +438,9 @@ def test_the_door_calls_the_compiled_code_on_the_cpu_and_torch_where_it_must_not
         growth_door.choose(torch.rand(1, 8), None, None, terms)
         growth_door.choose(torch.rand(1, growth_door.MOST_COMPARED), None, None, terms)
         growth_door.rate_by_table(table, *children.operands)
+        growth_learning.remember(Memory.empty(1, CPU), torch.zeros(1, 1).long(), None, torch.ones(1).int())
         return asked
 
-    assert ask() == ["choose compiled", "choose torch", "rate_by_table compiled"]
+    assert ask() == ["choose compiled", "choose torch", "rate_by_table compiled", "remember compiled"]
     monkeypatch.setattr(topology, "waits_always", True)
-    assert ask() == ["choose torch", "choose torch", "rate_by_table torch"]
+    assert ask() == ["choose torch", "choose torch", "rate_by_table torch", "remember torch"]
