@@ -1,6 +1,6 @@
-"""One layer of growth on the CPU, and what texts hold, compiled; `reference_growth` specifies it.
+"""Which slots a layer of growth takes and the columns that they become, on the CPU, compiled.
 
-`stree.kernels.growth_door` and `stree.kernels.growth_learning` call it.
+`stree.kernels.growth_door` calls it.  `reference_growth` specifies the choice, and `GrownTree` the columns.
 
 numba keeps the machine code beside this file, which is imported with the first tree.
 """
@@ -17,15 +17,14 @@ from numba import njit
 from torch import Tensor
 
 from stree.kernels.growth_door import Appended, Chosen, Columns, Layout
-from stree.kernels.reference_growth import NUM_SAID, Memory, Ratings, Table, Terms, Words
+from stree.kernels.reference_growth import Terms
 
-__all__ = ["append", "choose", "rate_by_table", "remember"]
+__all__ = ["append", "choose"]
 
 Array = np.ndarray[Any, Any]
 compiled = njit(cache=True, error_model="numpy")
 inner = njit(error_model="numpy")
 
-LEAST = 1e-6  # of what is left of a law, and of how often a sibling is refused
 TINY = 1e-38  # of a value that others are compared with
 
 
@@ -41,40 +40,6 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
         terms.layers_left, terms.in_order, slots.numpy(), is_taken.numpy(),
     )  # fmt: skip
     return slots, is_taken
-
-
-def rate_by_table(
-    table: Table,
-    memory: Memory,
-    words: Words | None,
-    reach: Tensor,
-    probs: Tensor,
-    norms: Tensor,
-    is_chosen: Tensor | None,
-) -> Ratings:
-    """Rate slots by what a table has counted; see `stree.kernels.growth_door`."""
-    kind = torch.promote_types(probs.dtype, table.tests.dtype)
-    priority, value = torch.empty(probs.shape, dtype=kind), torch.empty(probs.shape, dtype=kind)
-    cells = torch.empty(*probs.shape, 2, dtype=torch.long)
-    if words is None:
-        cells[..., 1] = 0
-    else:
-        lead = words.tokens.new_empty(0) if words.lead is None else words.lead
-        said = (memory.last, words.tokens, words.parents, lead, words.children)
-        _say(memory.places.numpy(), *(part.contiguous().numpy() for part in said), words.first, cells[..., 1].numpy())
-    _rate(
-        table.passed.numpy(), table.tests.numpy(), table.sharpness.numpy(), table.confidence.numpy(), len(table.rank),
-        *(part.to(kind).contiguous().numpy() for part in (reach, probs, norms)),
-        np.empty((0, 0, 0), np.bool_) if is_chosen is None else is_chosen.contiguous().numpy(),
-        priority.numpy(), value.numpy(), cells.numpy(),
-    )  # fmt: skip
-    return Ratings(priority, value, cells)
-
-
-def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tensor) -> None:
-    """Read how the texts go on; see `stree.kernels.growth_learning`."""
-    entries = torch.arange(tokens.shape[1], dtype=torch.int32).expand(len(tokens), -1) if path is None else path
-    _remember(*(part.numpy() for part in (memory.places, memory.last, tokens, entries, lengths)))
 
 
 def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Appended:
@@ -219,113 +184,3 @@ def _sort_taken(slots: Array, is_taken: Array, count: int) -> None:
         is_taken[place] = place < taken
         if place >= taken:
             slots[place] = count - 1
-
-
-@inner
-def _cell(edges: Array, number: float) -> int:
-    """Find the interval of ascending edges that a number lies in, its upper edge counted."""
-    cell = 0
-    while cell < len(edges) and edges[cell] < number:
-        cell += 1
-    return cell
-
-
-@inner
-def _place(number: int, count: int) -> int:
-    """Mix a number's bits, as ``reference_growth`` does."""
-    return (number ^ (number >> 17)) & (count - 1)
-
-
-@inner
-def _pair(token: int, following: int) -> int:
-    """Give a pair of tokens a number, as ``reference_growth`` does."""
-    return token * 0x1E3779B1 + following * 0x05EBCA77
-
-
-@inner
-def _triple(before: int, pair: int) -> int:
-    """Give a pair behind a token a number."""
-    return before * 0x27D4EB2F + pair
-
-
-@compiled
-def _remember(places: Array, last: Array, tokens: Array, path: Array, lengths: Array) -> None:
-    """Do what ``remember`` does along a path; the first two are written."""
-    count = places.shape[1] // 2
-    for b in range(len(tokens)):
-        before, token = last[b, 0], last[b, 1]
-        for entry in range(lengths[b]):
-            following = tokens[b, max(path[b, entry], 0)]
-            pair = _pair(token, following)
-            if token >= 0:
-                places[b, _place(pair, count)] = True
-            if before >= 0:
-                places[b, count + _place(_triple(before, pair), count)] = True
-            before, token = token, following
-        last[b, 0], last[b, 1] = before, token
-
-
-@compiled
-def _say(
-    places: Array, last: Array, tokens: Array, parents: Array, lead: Array, children: Array, first: int, said: Array
-) -> None:
-    """Write into ``said`` what texts say already of children; see ``reference_growth``."""
-    batch, above, ranks = children.shape
-    count = places.shape[1] // 2
-    for b in range(batch):
-        for node in range(above):
-            column = lead[b] if lead.size else first + node
-            token, parent = tokens[b, column], parents[b, column]
-            before = last[b, 1] if parent < 0 else tokens[b, parent]
-            parent_said = int(before >= 0 and places[b, _place(_pair(before, token), count)])
-            for rank in range(ranks):
-                pair = _pair(token, children[b, node, rank])
-                if before >= 0 and places[b, count + _place(_triple(before, pair), count)]:
-                    said[b, node, rank] = 4
-                else:
-                    said[b, node, rank] = parent_said + 2 * int(token >= 0 and places[b, _place(pair, count)])
-
-
-@compiled
-def _rate(
-    passed: Array, tests: Array, sharpness: Array, confidence: Array, ranks: int, reach: Array, probs: Array,
-    norms: Array, is_chosen: Array, priority: Array, value: Array, cells: Array,
-) -> None:  # fmt: skip
-    """Do what ``rate_by_table`` does; the last three are written, where ``cells`` hold what is said of children."""
-    batch, above, count = probs.shape
-    has_kinds = is_chosen.size > 0
-    kind = probs.dtype.type  # of all but what is summed and multiplied up, as in torch: in float64
-    zero, one, least = kind(0), kind(1), kind(LEAST)
-    behind = 2 * ranks * (len(sharpness) + 1)  # the first cell of those after a draw
-    for b in range(batch):
-        for node in range(above):
-            favourite = zero
-            for rank in range(count):
-                if has_kinds and is_chosen[b, node, rank]:
-                    favourite += probs[b, node, rank]
-            sharp = _cell(sharpness, norms[b, node] * norms[b, node] + favourite * favourite)
-            first = ranks if favourite > 0 else 0
-            spent, untested = 0.0, np.float64(reach[b, node])
-            eldest, lowest = one, kind(np.inf)
-            for rank in range(count):
-                prob, upper = probs[b, node, rank], kind(untested)
-                chosen = has_kinds and is_chosen[b, node, rank]
-                before = (first + rank) * (len(sharpness) + 1) + sharp
-                share = prob if chosen else prob / max(one - (kind(spent) + favourite), least)
-                after = before * (len(confidence) + 1) + _cell(confidence, share)
-                after = behind + after * NUM_SAID + cells[b, node, rank, 1]
-                cells[b, node, rank, 0], cells[b, node, rank, 1] = before, after
-                expected, found = passed[b, before] / tests[b, before], passed[b, after] / tests[b, after]
-                refused = one - found
-                if rank == 0:
-                    eldest = refused
-                if chosen:
-                    priority[b, node, rank] = value[b, node, rank] = reach[b, node] * found
-                    refused = one - found / max(eldest, least)
-                else:
-                    spent += np.float64(prob)
-                    lowest = min(lowest, upper * expected)
-                    priority[b, node, rank], value[b, node, rank] = lowest, upper * found
-                if prob <= 0:
-                    priority[b, node, rank] = value[b, node, rank] = zero
-                untested *= np.float64(max(refused, zero) if has_kinds else refused)

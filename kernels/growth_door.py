@@ -3,7 +3,7 @@
 Tensors alone: nothing here knows a plan, a drafter or a model.  On a GPU each function is one launch of a Triton
 kernel whose grid and build depend on sizes alone; in float64 and beyond MAX_SLOTS it is
 `stree.kernels.reference_growth`, which is its specification; on the CPU it is compiled, as far as
-`stree.kernels.growth_compiled` has it.  Nothing waits for a device.
+`stree.kernels.growth_compiled` and `ratings_compiled` have it.  Nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -197,6 +197,10 @@ def rate_by_rank(
         from stree.kernels import growth
 
         return growth.rate_by_rank(fit, level, memory, words, reach, probs, norms)
+    if reads_freely(probs):
+        from stree.kernels import ratings_compiled  # imports numba
+
+        return ratings_compiled.rate_by_rank(fit, level, memory, words, reach, probs, norms)
     return reference_growth.rate_by_rank(fit, level, memory, words, reach, probs, norms)
 
 
@@ -227,9 +231,9 @@ def rate_by_table(
 
         return growth.rate_by_table(table, memory, words, reach, probs, norms, is_chosen)
     if reads_freely(probs):
-        from stree.kernels import growth_compiled  # imports numba
+        from stree.kernels import ratings_compiled  # imports numba
 
-        return growth_compiled.rate_by_table(table, memory, words, reach, probs, norms, is_chosen)
+        return ratings_compiled.rate_by_table(table, memory, words, reach, probs, norms, is_chosen)
     return reference_growth.rate_by_table(table, memory, words, reach, probs, norms, is_chosen)
 
 

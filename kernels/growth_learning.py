@@ -117,9 +117,9 @@ def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tenso
     if path is not None and is_launched(tokens):
         _remember_in_one(memory, tokens, path, lengths)
     elif reads_freely(tokens):
-        from stree.kernels import growth_compiled  # imports numba
+        from stree.kernels import ratings_compiled  # imports numba
 
-        growth_compiled.remember(memory, tokens, path, lengths)
+        ratings_compiled.remember(memory, tokens, path, lengths)
     else:
         reference_growth.remember(memory, tokens, path, lengths)
 

@@ -34,6 +34,7 @@ __all__ = [
 MOST_WEIGHT = 12.0  # of what is known of a text's level: what it was long ago is forgotten
 NUM_PLACES = 1 << 18  # of the pairs of tokens that a text holds, and as many of its triples
 NUM_SAID = 5  # kinds of what a text says already of a child
+LEAST_PROB = 1e-9  # of a child, before its logarithm
 LEAST_BLUNT = 0.02  # of 1 - the sum of squares of a law; what is sharper counts as much
 
 
@@ -257,7 +258,7 @@ def rate_by_rank(
 ) -> Tensor:
     """Rate children known beforehand; see `stree.kernels.growth_door`."""
     ranks = probs.shape[-1]
-    odds = fit.level[:ranks] + fit.by_confidence[:ranks] * probs.clamp(min=1e-9).log()
+    odds = fit.level[:ranks] + fit.by_confidence[:ranks] * probs.clamp(min=LEAST_PROB).log()
     odds = odds - fit.by_sharpness[:ranks] * (1 - norms.square()[..., None]).clamp(min=LEAST_BLUNT).log()
     if words is not None:
         is_held = _are_held(memory, words) & (probs > 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -12,8 +12,8 @@ from stree.drafters.grown import GrownTree
 from stree.drafters.offers import Offered
 from stree.growth import Layer, Plan
 from stree.growth.calibrated import typical_values
-from stree.growth.estimates import Calibration
-from stree.kernels.growth_door import Memory, Table, Words
+from stree.growth.estimates import Calibration, RankEstimate
+from stree.kernels.growth_door import Level, Memory, RankFit, Table, Words
 from stree.kernels.reference_growth import remember
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -110,6 +110,36 @@ def said(batch: int, above: int, ranks: int, seed: int, device: torch.device = D
     parents = (torch.rand(batch, room, generator=generator) * torch.arange(room)).int() - 1
     lead = torch.randint(2, (batch,), generator=generator).to(device) if above == 1 else None
     return memory, Words(words_of(above, ranks), words_of(room + 2)[:, :room], parents.to(device), 3, lead)
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Some nodes' children that are known beforehand, and what is known of them."""
+
+    fit: RankFit
+    level: Level
+    memory: Memory
+    words: Words | None
+    reach: Tensor
+    probs: Tensor
+    norms: Tensor
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """What ``rate_by_rank`` takes."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    @classmethod
+    def draw(cls, batch: int, above: int, ranks: int, seed: int, device: torch.device = DEVICE) -> Self:
+        """Draw laws, texts and levels; the first two seeds know no words, odd ones have surer younger children."""
+        own = RankEstimate(batch, max(ranks, 6), device)._fit
+        fit = RankFit(*(-getattr(own, field.name) for field in fields(own))) if seed % 2 else own
+        children = Children.draw(batch, above, ranks, seed, has_favourites=False, device=device)
+        shift = torch.linspace(-3, 4, batch, device=device) * seed  # none at first
+        level = Level(shift, torch.ones_like(shift))
+        memory, words = said(batch, above, ranks, seed, device)
+        probs = children.probs.sort(-1, descending=True).values
+        return cls(fit, level, memory, words if seed > 1 else None, children.reach, probs, children.norms)
 
 
 def begun(children: Children) -> Children:

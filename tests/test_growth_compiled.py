@@ -1,4 +1,4 @@
-"""One layer of growth compiled for the CPU equals the same in torch: slots chosen, ratings, and columns appended."""
+"""One layer of growth compiled for the CPU equals the same in torch: slots chosen, and columns appended."""
 
 from __future__ import annotations
 
@@ -8,30 +8,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from growth_problems import (
-    KINDS,
-    LAYERS,
-    SIZES,
-    Children,
-    Forest,
-    Given,
-    begun,
-    relative_values,
-    some_table,
-    some_values,
-)
+from growth_problems import KINDS, LAYERS, Forest, Given, relative_values, some_values
 from torch import Tensor
 
 from stree.drafters.grown import GrownTree
 from stree.drafters.offers import Offered
 from stree.growth import Layer, Plan
-from stree.kernels import growth_compiled, growth_door, growth_learning, reference_growth, topology
-from stree.kernels.growth_door import Chosen, Layout, Memory, Table, Terms, Words
-from stree.kernels.reference_growth import NUM_SAID, Ratings
+from stree.kernels import growth_compiled, growth_door, reference_growth, topology
+from stree.kernels.growth_door import Chosen, Layout, Terms
 
 CPU = torch.device("cpu")
 WIDTHS = (torch.float32, torch.float64)
-ROUNDING = 1e-4  # relative: a share of float64 is refused by a count of float32, of which little may be left
 GROWN = (*LAYERS, "fixed", "fixed with leaves")
 FIXED = {
     "fixed": Plan((Layer(3, 3, slots=(0, 1, 2)), Layer(5, 2, slots=(0, 1, 2, 4, 5)), Layer(4, 1)), 12, is_fixed=True),
@@ -98,12 +85,6 @@ def test_shares_are_rounded_as_in_torch_before_they_are_compared() -> None:
     below = (value[0] / value[0, :, None]).triu(1).flatten().unique()[1:]  # every share once
     for left in range(45):
         check_choice(value, torch.tensor([left]), below, Terms(6, 0.3, 1, in_order=False))
-    table, children = some_table(1, 6, 0, CPU), Children.draw(1, 30, 4, 0, has_favourites=False, device=CPU)
-    shares = children.probs / (1 - reference_growth.spent_before(children.probs)).clamp(min=1e-6)
-    count = len(table.confidence)
-    for edges in shares[..., 1:].flatten().unique().split(count):
-        if len(edges) == count:
-            check_ratings(replace(table, confidence=edges), children)
 
 
 def test_values_that_are_hardly_numbers_are_chosen_from_as_in_torch() -> None:
@@ -146,160 +127,6 @@ def test_choices_that_are_wrong_in_one_thing_are_told_apart(control: str) -> Non
     check_choice(*given)
     with pytest.raises(AssertionError):
         check_choice(*given, WRONG_CHOICES[control])
-
-
-def check_ratings(table: Table, children: Children, close: float = 0.0) -> Ratings:
-    """Require the reference's cells and values, bit for bit or nearly."""
-    given = table, *children.operands
-    expected, found = reference_growth.rate_by_table(*given), growth_compiled.rate_by_table(*given)
-    assert torch.equal(found.cells, expected.cells)
-    for name in ("priority", "value"):
-        one, other = getattr(found, name), getattr(expected, name)
-        assert one.dtype == other.dtype and torch.equal(one > 0, other > 0), name
-        assert torch.allclose(one, other, rtol=close, atol=0.0), name
-    return found
-
-
-def in_width(table: Table, children: Children, dtype: torch.dtype) -> tuple[Table, Children]:
-    """Give the same in another dtype."""
-    counts = {name: getattr(table, name).to(dtype) for name in ("passed", "tests", "sharpness", "confidence")}
-    laws = {name: getattr(children, name).to(dtype) for name in ("reach", "probs", "norms")}
-    return replace(table, **counts), replace(children, **laws)
-
-
-@pytest.mark.parametrize("dtype", WIDTHS)
-@pytest.mark.parametrize("favourite", [None, 0, 1, 2])
-@pytest.mark.parametrize(("batch", "above", "ranks"), SIZES)
-def test_ratings_by_a_table_are_those_of_torch(
-    batch: int, above: int, ranks: int, favourite: int | None, dtype: torch.dtype, poisoned_empty: None
-) -> None:
-    place = min(favourite or 0, ranks - 1)
-    for seed in range(4):
-        has_favourites = favourite is not None
-        children = Children.draw(batch, above, ranks, seed, has_favourites=has_favourites, device=CPU, place=place)
-        table, children = in_width(some_table(batch, max(ranks, 6), seed, CPU), children, dtype)
-        found = check_ratings(table, children)
-        drawn = found.priority if children.is_chosen is None else found.priority.masked_fill(children.is_chosen, 0)
-        for row in drawn.flatten(0, 1):
-            assert bool((row[row > 0].diff() <= 0).all())
-
-
-def test_tables_and_laws_of_other_widths_are_rated_as_in_torch_and_strides_change_nothing() -> None:
-    table, children = some_table(2, 6, 0, CPU), Children.draw(2, 7, 5, 0, has_favourites=True, device=CPU)
-    assert children.is_chosen is not None
-    wide = replace(
-        children, reach=children.reach.double(), probs=children.probs.double(), norms=children.norms.double()
-    )
-    assert check_ratings(table, wide, ROUNDING).value.dtype == torch.float64
-    assert check_ratings(in_width(table, children, torch.float64)[0], children, ROUNDING).value.dtype == torch.float64
-    reach, probs, norms = (
-        torch.stack([part, part + 1], -1)[..., 0] for part in (children.reach, children.probs, children.norms)
-    )
-    is_chosen = torch.stack([children.is_chosen, ~children.is_chosen], -1)[..., 0]
-    words = of(children)
-    said = [torch.stack([part, part + 1], -1)[..., 0] for part in (words.children, words.tokens, words.parents)]
-    words = replace(words, children=said[0], tokens=said[1], parents=said[2])
-    passed, tests = (torch.stack([part, part + 1], -1)[..., 0] for part in (table.passed, table.tests))
-    expected = check_ratings(table, children)
-    far = Children(reach, probs, norms, is_chosen, words, children.memory)
-    found = check_ratings(replace(table, passed=passed, tests=tests), far)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("dtype", WIDTHS)
-@pytest.mark.parametrize("edge", ["sharpness", "confidence"])
-def test_a_number_at_an_edge_of_the_table_falls_below_it(edge: str, dtype: torch.dtype) -> None:
-    table = some_table(1, 2, 0, CPU)
-    # Powers of two have exact squares and quotients.
-    edges = torch.tensor([2.0**-k for k in range(2 * len(getattr(table, edge)), 0, -2)])
-    norms = torch.tensor([[2.0**-k for k in range(8)]])
-    probs = torch.tensor([[[2.0**-k, 0.0] for k in range(8)]])
-    given = in_width(replace(table, **{edge: edges}), Children(torch.ones(1, 8), probs, norms, None), dtype)
-    cells = check_ratings(*given).cells
-    assert len(set(cells[0, :, 0, 0 if edge == "sharpness" else 1].tolist())) > 4
-
-
-def test_laws_that_are_used_up_and_tables_that_only_pass_are_rated_as_in_torch() -> None:
-    table = some_table(1, 4, 0, CPU)
-    sure = replace(table, passed=table.tests.clone())
-    beyond = replace(table, passed=table.tests * 1.5)  # more passed than tested: counts are rounded
-    probs = torch.tensor([[[0.75, 0.25, 0.25, 0.5], [1.0, 0.5, 0.25, 0.125], [0.5, 0.5, 0.0, 0.25], [0.0] * 4]])
-    norms, reach = torch.linalg.vector_norm(probs, dim=-1), torch.tensor([[1.0, 0.5, 0.25, 1.0]])
-    for given in (table, sure, beyond):
-        for place in (None, 0, 1, 3):
-            is_chosen = None if place is None else (torch.arange(4) == place).expand(1, 4, 4)
-            check_ratings(given, Children(reach, probs, norms, is_chosen))
-
-
-def test_what_no_token_stands_before_makes_no_triple_and_its_parent_no_pair() -> None:
-    children = begun(Children.draw(2, 7, 5, 0, has_favourites=False, device=CPU))
-    table = some_table(2, 6, 0, CPU)
-    cells = check_ratings(table, children).cells[..., 1]
-    assert bool(((cells - table.first_after) % NUM_SAID == 2).all())
-
-
-@pytest.mark.parametrize("m", [0, 1, 2, 9])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_texts_are_read_as_in_torch(batch: int, m: int) -> None:
-    generator = torch.Generator().manual_seed(m)
-    memories = [Memory.empty(batch, CPU) for _ in range(2)]
-    for turn in range(6):
-        tokens = torch.randint(6, (batch, m + 3, 2), generator=generator)[..., turn % 2]
-        path = torch.randint(-1, m + 3, (batch, m, 2), generator=generator, dtype=torch.int32)[..., turn % 2]
-        lengths = torch.randint(m + 1, (batch,), generator=generator, dtype=torch.int32 if turn % 3 else torch.int64)
-        given = tokens, path if turn % 2 else None, lengths
-        reference_growth.remember(memories[0], *given)
-        growth_compiled.remember(memories[1], *given)
-        one, other = memories
-        assert torch.equal(one.places[:, :-1], other.places[:, :-1]) and torch.equal(one.last, other.last)
-    assert bool(one.places[:, :-1].any()) == (m > 0)
-
-
-def test_no_node_is_rated_as_in_torch() -> None:
-    children = Children(torch.rand(1, 0), torch.rand(1, 0, 3), torch.rand(1, 0), torch.zeros(1, 0, 3, dtype=torch.bool))
-    assert check_ratings(some_table(1, 4, 0, CPU), children).cells.shape == (1, 0, 3, 2)
-
-
-def of(children: Children) -> Words:
-    """Give what is known of children."""
-    assert children.words is not None
-    return children.words
-
-
-def with_others(given: Children, name: str) -> Children:
-    """Give children whose tokens, or what they stand behind, are those of others."""
-    words = of(given)
-    return replace(given, words=replace(words, **{name: getattr(words, name).roll(1, -1)}))
-
-
-WRONG_CHILDREN: dict[str, Callable[[Children], Children]] = {
-    "favourites taken for drawn": lambda children: replace(children, is_chosen=None),
-    "another sharpness": lambda children: replace(children, norms=children.norms * 0.7),
-    "another reach": lambda children: replace(children, reach=children.reach * 1.001),
-    "siblings in another order": lambda children: replace(children, probs=children.probs.flip(-1)),
-    "nothing is known of tokens": lambda children: replace(children, words=None),
-    "a text that said nothing": lambda children: replace(children, memory=None),
-    "other tokens": lambda children: with_others(children, "children"),
-    "below other nodes": lambda children: with_others(children, "tokens"),
-    "behind other tokens": lambda children: with_others(children, "parents"),
-    "another frontier": lambda children: replace(children, words=replace(of(children), first=2)),
-}
-
-
-@pytest.mark.parametrize("control", WRONG_CHILDREN)
-def test_ratings_that_are_wrong_in_one_thing_are_told_apart(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    table, children = some_table(3, 6, 1, CPU), Children.draw(3, 12, 5, 1, has_favourites=True, device=CPU)
-    check_ratings(table, children)
-    rate = reference_growth.rate_by_table
-
-    def wrong(table: Table, memory: Memory, words: Words, *given: Tensor) -> Ratings:
-        reach, probs, norms, is_chosen = given
-        other = WRONG_CHILDREN[control](Children(reach, probs, norms, is_chosen, words, memory))
-        return rate(table, *other.operands)
-
-    monkeypatch.setattr(reference_growth, "rate_by_table", wrong)
-    with pytest.raises(AssertionError):
-        check_ratings(table, children)
 
 
 def best_first(layer: Layer, given: Given) -> Given:
@@ -428,19 +255,15 @@ def test_the_door_calls_the_compiled_code_on_the_cpu_and_torch_where_it_must_not
 ) -> None:
     asked: list[str] = []
     for owner, by in ((growth_compiled, "compiled"), (reference_growth, "torch")):
-        for name in ("choose", "rate_by_table", "remember"):
-            monkeypatch.setattr(owner, name, lambda *_, word=f"{name} {by}": asked.append(word))
-    table, children = some_table(1, 4, 0, CPU), Children.draw(1, 3, 4, 0, has_favourites=False, device=CPU)
+        monkeypatch.setattr(owner, "choose", lambda *_, word=by: asked.append(word))
     terms = Terms(4, 0.0, 1, in_order=False)
 
     def ask() -> list[str]:
         asked.clear()
         growth_door.choose(torch.rand(1, 8), None, None, terms)
         growth_door.choose(torch.rand(1, growth_door.MOST_COMPARED), None, None, terms)
-        growth_door.rate_by_table(table, *children.operands)
-        growth_learning.remember(Memory.empty(1, CPU), torch.zeros(1, 1).long(), None, torch.ones(1).int())
         return asked
 
-    assert ask() == ["choose compiled", "choose torch", "rate_by_table compiled", "remember compiled"]
+    assert ask() == ["compiled", "torch"]
     monkeypatch.setattr(topology, "waits_always", True)
-    assert ask() == ["choose torch", "choose torch", "rate_by_table torch", "remember torch"]
+    assert ask() == ["torch", "torch"]

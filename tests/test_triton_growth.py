@@ -6,7 +6,7 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/test_triton_growth.py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,10 +16,10 @@ from growth_problems import (
     LAYERS,
     SIZES,
     Children,
+    Ranked,
     begun,
     grown_tree,
     relative_values,
-    said,
     some_table,
     some_values,
 )
@@ -28,10 +28,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from stree.growth.estimates import RankEstimate
 from stree.kernels import growth as kernels
 from stree.kernels import growth_door, reference_growth, topology
-from stree.kernels.growth_door import Level, Memory, RankFit, Terms, Words
+from stree.kernels.growth_door import Memory, Terms, Words
 
 ROUNDING = 1e-5, 1e-7  # relative and absolute: a logarithm and an exponential of float32 differ in their last bits
 
@@ -113,20 +112,11 @@ def test_a_number_at_an_edge_of_the_table_falls_below_it(edge: str) -> None:
 
 @pytest.mark.parametrize(("batch", "above", "ranks"), SIZES)
 def test_ratings_by_rank_are_those_of_torch(batch: int, above: int, ranks: int) -> None:
-    fit = RankEstimate(batch, max(ranks, 6), DEVICE)._fit
-    fits = [fit, RankFit(*(-getattr(fit, field.name) for field in fields(fit)))]  # under which younger ones are surer
-    for seed, fit in enumerate(fits * 2):
-        children = Children.draw(batch, above, ranks, seed, has_favourites=False)
-        shift = torch.linspace(-3, 4, batch, device=DEVICE) * seed  # none at first
-        level = Level(shift, torch.ones_like(shift))
-        memory, words = said(batch, above, ranks, seed)
-        operands = (
-            fit, level, memory, words if seed > 1 else None, children.reach,
-            children.probs.sort(-1, descending=True).values, children.norms,
-        )  # fmt: skip
-        expected, found = reference_growth.rate_by_rank(*operands), kernels.rate_by_rank(*operands)
+    for seed in range(4):
+        given = Ranked.draw(batch, above, ranks, seed)
+        expected, found = reference_growth.rate_by_rank(*given.operands), kernels.rate_by_rank(*given.operands)
         assert torch.allclose(found, expected, *ROUNDING)
-        assert torch.equal(found > 0, expected > 0) and bool((found <= children.reach[..., None]).all())
+        assert torch.equal(found > 0, expected > 0) and bool((found <= given.reach[..., None]).all())
 
 
 def test_what_a_text_holds_is_known_by_its_last_two_words_and_the_tree_s() -> None:

@@ -1,0 +1,277 @@
+"""Ratings and what texts hold, compiled for the CPU, equal the same in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from growth_problems import SIZES, Children, Ranked, begun, some_table
+from torch import Tensor
+
+from stree.kernels import growth_door, growth_learning, ratings_compiled, reference_growth, topology
+from stree.kernels.growth_door import Level, Memory, Table, Words
+from stree.kernels.reference_growth import NUM_SAID, Ratings
+
+CPU = torch.device("cpu")
+WIDTHS = (torch.float32, torch.float64)
+ROUNDING = 1e-4  # relative: a share of float64 is refused by a count of float32, of which little may be left
+CLOSE = {torch.float32: 2e-6, torch.float64: 1e-13}  # relative: exponentials and logarithms are another library's
+
+
+def check_ratings(table: Table, children: Children, close: float = 0.0) -> Ratings:
+    """Require the reference's cells and values, bit for bit or nearly."""
+    given = table, *children.operands
+    expected, found = reference_growth.rate_by_table(*given), ratings_compiled.rate_by_table(*given)
+    assert torch.equal(found.cells, expected.cells)
+    for name in ("priority", "value"):
+        one, other = getattr(found, name), getattr(expected, name)
+        assert one.dtype == other.dtype and torch.equal(one > 0, other > 0), name
+        assert torch.allclose(one, other, rtol=close, atol=0.0), name
+    return found
+
+
+def in_width(table: Table, children: Children, dtype: torch.dtype) -> tuple[Table, Children]:
+    """Give the same in another dtype."""
+    counts = {name: getattr(table, name).to(dtype) for name in ("passed", "tests", "sharpness", "confidence")}
+    laws = {name: getattr(children, name).to(dtype) for name in ("reach", "probs", "norms")}
+    return replace(table, **counts), replace(children, **laws)
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+@pytest.mark.parametrize("favourite", [None, 0, 1, 2])
+@pytest.mark.parametrize(("batch", "above", "ranks"), SIZES)
+def test_ratings_by_a_table_are_those_of_torch(
+    batch: int, above: int, ranks: int, favourite: int | None, dtype: torch.dtype, poisoned_empty: None
+) -> None:
+    place = min(favourite or 0, ranks - 1)
+    for seed in range(4):
+        has_favourites = favourite is not None
+        children = Children.draw(batch, above, ranks, seed, has_favourites=has_favourites, device=CPU, place=place)
+        table, children = in_width(some_table(batch, max(ranks, 6), seed, CPU), children, dtype)
+        found = check_ratings(table, children)
+        drawn = found.priority if children.is_chosen is None else found.priority.masked_fill(children.is_chosen, 0)
+        for row in drawn.flatten(0, 1):
+            assert bool((row[row > 0].diff() <= 0).all())
+
+
+def test_tables_and_laws_of_other_widths_are_rated_as_in_torch_and_strides_change_nothing() -> None:
+    table, children = some_table(2, 6, 0, CPU), Children.draw(2, 7, 5, 0, has_favourites=True, device=CPU)
+    assert children.is_chosen is not None
+    wide = replace(
+        children, reach=children.reach.double(), probs=children.probs.double(), norms=children.norms.double()
+    )
+    assert check_ratings(table, wide, ROUNDING).value.dtype == torch.float64
+    assert check_ratings(in_width(table, children, torch.float64)[0], children, ROUNDING).value.dtype == torch.float64
+    reach, probs, norms = (
+        torch.stack([part, part + 1], -1)[..., 0] for part in (children.reach, children.probs, children.norms)
+    )
+    is_chosen = torch.stack([children.is_chosen, ~children.is_chosen], -1)[..., 0]
+    words = of(children)
+    said = [torch.stack([part, part + 1], -1)[..., 0] for part in (words.children, words.tokens, words.parents)]
+    words = replace(words, children=said[0], tokens=said[1], parents=said[2])
+    passed, tests = (torch.stack([part, part + 1], -1)[..., 0] for part in (table.passed, table.tests))
+    expected = check_ratings(table, children)
+    far = Children(reach, probs, norms, is_chosen, words, children.memory)
+    found = check_ratings(replace(table, passed=passed, tests=tests), far)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+@pytest.mark.parametrize("edge", ["sharpness", "confidence"])
+def test_a_number_at_an_edge_of_the_table_falls_below_it(edge: str, dtype: torch.dtype) -> None:
+    table = some_table(1, 2, 0, CPU)
+    # Powers of two have exact squares and quotients.
+    edges = torch.tensor([2.0**-k for k in range(2 * len(getattr(table, edge)), 0, -2)])
+    norms = torch.tensor([[2.0**-k for k in range(8)]])
+    probs = torch.tensor([[[2.0**-k, 0.0] for k in range(8)]])
+    given = in_width(replace(table, **{edge: edges}), Children(torch.ones(1, 8), probs, norms, None), dtype)
+    cells = check_ratings(*given).cells
+    assert len(set(cells[0, :, 0, 0 if edge == "sharpness" else 1].tolist())) > 4
+
+
+def test_laws_that_are_used_up_and_tables_that_only_pass_are_rated_as_in_torch() -> None:
+    table = some_table(1, 4, 0, CPU)
+    sure = replace(table, passed=table.tests.clone())
+    beyond = replace(table, passed=table.tests * 1.5)  # more passed than tested: counts are rounded
+    probs = torch.tensor([[[0.75, 0.25, 0.25, 0.5], [1.0, 0.5, 0.25, 0.125], [0.5, 0.5, 0.0, 0.25], [0.0] * 4]])
+    norms, reach = torch.linalg.vector_norm(probs, dim=-1), torch.tensor([[1.0, 0.5, 0.25, 1.0]])
+    for given in (table, sure, beyond):
+        for place in (None, 0, 1, 3):
+            is_chosen = None if place is None else (torch.arange(4) == place).expand(1, 4, 4)
+            check_ratings(given, Children(reach, probs, norms, is_chosen))
+
+
+def test_what_no_token_stands_before_makes_no_triple_and_its_parent_no_pair() -> None:
+    children = begun(Children.draw(2, 7, 5, 0, has_favourites=False, device=CPU))
+    table = some_table(2, 6, 0, CPU)
+    cells = check_ratings(table, children).cells[..., 1]
+    assert bool(((cells - table.first_after) % NUM_SAID == 2).all())
+    nowhere = replace(of(children), tokens=torch.full_like(of(children).tokens, -1))  # below no token there is no pair
+    cells = check_ratings(table, replace(children, words=nowhere)).cells[..., 1]
+    assert bool(((cells - table.first_after) % NUM_SAID == 0).all())
+
+
+@pytest.mark.parametrize("m", [0, 1, 2, 9])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_texts_are_read_as_in_torch(batch: int, m: int) -> None:
+    generator = torch.Generator().manual_seed(m)
+    memories = [Memory.empty(batch, CPU) for _ in range(2)]
+    for turn in range(6):
+        tokens = torch.randint(6, (batch, m + 3, 2), generator=generator)[..., turn % 2]
+        path = torch.randint(-1, m + 3, (batch, m, 2), generator=generator, dtype=torch.int32)[..., turn % 2]
+        lengths = torch.randint(m + 1, (batch,), generator=generator, dtype=torch.int32 if turn % 3 else torch.int64)
+        given = tokens, path if turn % 2 else None, lengths
+        reference_growth.remember(memories[0], *given)
+        ratings_compiled.remember(memories[1], *given)
+        one, other = memories
+        assert torch.equal(one.places[:, :-1], other.places[:, :-1]) and torch.equal(one.last, other.last)
+    assert bool(one.places[:, :-1].any()) == (m > 0)
+
+
+def test_shares_are_rounded_as_in_torch_before_they_fall_into_cells() -> None:
+    table, children = some_table(1, 6, 0, CPU), Children.draw(1, 30, 4, 0, has_favourites=False, device=CPU)
+    shares = children.probs / (1 - reference_growth.spent_before(children.probs)).clamp(min=1e-6)
+    count = len(table.confidence)
+    for edges in shares[..., 1:].flatten().unique().split(count):
+        if len(edges) == count:
+            check_ratings(replace(table, confidence=edges), children)
+
+
+def test_no_node_is_rated_as_in_torch() -> None:
+    children = Children(torch.rand(1, 0), torch.rand(1, 0, 3), torch.rand(1, 0), torch.zeros(1, 0, 3, dtype=torch.bool))
+    assert check_ratings(some_table(1, 4, 0, CPU), children).cells.shape == (1, 0, 3, 2)
+
+
+def of(children: Children) -> Words:
+    """Give what is known of children."""
+    assert children.words is not None
+    return children.words
+
+
+def with_others(given: Children, name: str) -> Children:
+    """Give children whose tokens, or what they stand behind, are those of others."""
+    words = of(given)
+    return replace(given, words=replace(words, **{name: getattr(words, name).roll(1, -1)}))
+
+
+WRONG_CHILDREN: dict[str, Callable[[Children], Children]] = {
+    "favourites taken for drawn": lambda children: replace(children, is_chosen=None),
+    "another sharpness": lambda children: replace(children, norms=children.norms * 0.7),
+    "another reach": lambda children: replace(children, reach=children.reach * 1.001),
+    "siblings in another order": lambda children: replace(children, probs=children.probs.flip(-1)),
+    "nothing is known of tokens": lambda children: replace(children, words=None),
+    "a text that said nothing": lambda children: replace(children, memory=None),
+    "other tokens": lambda children: with_others(children, "children"),
+    "below other nodes": lambda children: with_others(children, "tokens"),
+    "behind other tokens": lambda children: with_others(children, "parents"),
+    "another frontier": lambda children: replace(children, words=replace(of(children), first=2)),
+}
+
+
+@pytest.mark.parametrize("control", WRONG_CHILDREN)
+def test_ratings_that_are_wrong_in_one_thing_are_told_apart(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, children = some_table(3, 6, 1, CPU), Children.draw(3, 12, 5, 1, has_favourites=True, device=CPU)
+    check_ratings(table, children)
+    rate = reference_growth.rate_by_table
+
+    def wrong(table: Table, memory: Memory, words: Words, *given: Tensor) -> Ratings:
+        reach, probs, norms, is_chosen = given
+        other = WRONG_CHILDREN[control](Children(reach, probs, norms, is_chosen, words, memory))
+        return rate(table, *other.operands)
+
+    monkeypatch.setattr(reference_growth, "rate_by_table", wrong)
+    with pytest.raises(AssertionError):
+        check_ratings(table, children)
+
+
+def check_ranks(given: Ranked) -> Tensor:
+    """Require the reference's values, nearly, and 0 where it has 0."""
+    expected, found = (rate(*given.operands) for rate in (reference_growth.rate_by_rank, ratings_compiled.rate_by_rank))
+    assert found.dtype == expected.dtype and torch.equal(found > 0, expected > 0)
+    assert torch.allclose(found, expected, rtol=CLOSE[found.dtype], atol=0.0)
+    return found
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+@pytest.mark.parametrize(("batch", "above", "ranks"), SIZES)
+def test_ratings_by_rank_are_those_of_torch(
+    batch: int, above: int, ranks: int, dtype: torch.dtype, poisoned_empty: None
+) -> None:
+    for seed in range(6):
+        given = Ranked.draw(batch, above, ranks, seed, CPU)
+        laws = {name: getattr(given, name).to(dtype) for name in ("reach", "probs", "norms")}
+        assert check_ranks(replace(given, **laws)).dtype == dtype
+
+
+def test_of_equal_children_the_first_is_the_likeliest_and_of_none_nothing_is_rated() -> None:
+    given = Ranked.draw(1, 4, 3, 0, CPU)
+    fit = replace(given.fit, **{name: getattr(given.fit, name) * 0 for name in ("level", "by_confidence", "by_text")})
+    level = Level(torch.tensor([1.0]), torch.ones(1))
+    probs = torch.tensor([[[0.25, 0.25, 0.25], [0.0, 0.5, 0.25], [0.0, 0.0, 0.0], [1e-12, 0.0, 0.0]]])
+    given = replace(given, fit=fit, level=level, probs=probs, norms=torch.zeros(1, 4), reach=torch.ones(1, 4))
+    found = check_ranks(given)
+    assert found[0, 0, 0] > found[0, 0, 1] == found[0, 0, 2] and found[0, 1, 1] > found[0, 1, 2]
+    assert not bool(found[0, 2].any()) and found[0, 3, 0] > 0
+
+
+def test_ratings_by_rank_do_not_depend_on_strides() -> None:
+    given = Ranked.draw(2, 7, 5, 3, CPU)
+    assert given.words is not None
+
+    def apart(owner: object, *names: str) -> dict[str, Any]:
+        return {name: torch.stack([part := getattr(owner, name), part + 1], -1)[..., 0] for name in names}
+
+    parts, said = apart(given, "reach", "probs", "norms"), apart(given.words, "children", "tokens", "parents")
+    far = replace(given, **parts, words=replace(given.words, **said))
+    assert torch.equal(check_ranks(far), check_ranks(given))
+
+
+WRONG_RANKS: dict[str, Callable[[Ranked], Ranked]] = {
+    "another level": lambda given: replace(given, level=Level(given.level.shift + 0.1, given.level.weight)),
+    "nothing is known of tokens": lambda given: replace(given, words=None),
+    "a text that said nothing": lambda given: replace(given, memory=Memory.empty(3, CPU)),
+    "another sharpness": lambda given: replace(given, norms=given.norms * 0.7),
+    "siblings in another order": lambda given: replace(given, probs=given.probs.flip(-1)),
+    "pairs taken for triples": lambda given: replace(
+        given, fit=replace(given.fit, by_text=given.fit.by_text[[1, 0, 2, 3]])
+    ),
+    "another's pairs taken for its triples": lambda given: replace(
+        given, fit=replace(given.fit, by_text=given.fit.by_text[[0, 1, 3, 2]])
+    ),
+}
+
+
+@pytest.mark.parametrize("control", WRONG_RANKS)
+def test_ratings_by_rank_that_are_wrong_in_one_thing_are_told_apart(
+    control: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = Ranked.draw(3, 12, 5, 2, CPU)
+    check_ranks(given)
+    rate = reference_growth.rate_by_rank
+    monkeypatch.setattr(reference_growth, "rate_by_rank", lambda *_: rate(*WRONG_RANKS[control](given).operands))
+    with pytest.raises(AssertionError):
+        check_ranks(given)
+
+
+def test_the_door_calls_the_compiled_code_on_the_cpu_and_torch_where_it_must_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    for owner, by in ((ratings_compiled, "compiled"), (reference_growth, "torch")):
+        for name in ("rate_by_table", "rate_by_rank", "remember"):
+            monkeypatch.setattr(owner, name, lambda *_, word=f"{name} {by}": asked.append(word))
+    table, children = some_table(1, 4, 0, CPU), Children.draw(1, 3, 4, 0, has_favourites=False, device=CPU)
+
+    def ask() -> list[str]:
+        asked.clear()
+        growth_door.rate_by_table(table, *children.operands)
+        growth_door.rate_by_rank(*Ranked.draw(1, 3, 4, 0, CPU).operands)
+        growth_learning.remember(Memory.empty(1, CPU), torch.zeros(1, 1).long(), None, torch.ones(1).int())
+        return asked
+
+    assert ask() == ["rate_by_table compiled", "rate_by_rank compiled", "remember compiled"]
+    monkeypatch.setattr(topology, "waits_always", True)
+    assert ask() == ["rate_by_table torch", "rate_by_rank torch", "remember torch"]
