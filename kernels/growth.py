@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels.growth_kernels import choose_kernel, rank_kernel, table_kernel
-from stree.kernels.reference_growth import NUM_SAID, Level, Memory, RankFit, Ratings, Table, Terms, Words
+from stree.kernels.reference_growth import NUM_SAID, Level, RankFit, Ratings, Siblings, Table, Terms
 from stree.kernels.tiles import padded
 
 __all__ = ["choose", "choose_constants", "rate_by_rank", "rate_by_table"]
@@ -46,56 +46,51 @@ def choose_warps(slots: int, width: int) -> int:
     return 16 if width > 64 else 1 if slots <= 32 else 4
 
 
-def rate_by_rank(
-    fit: RankFit, level: Level, memory: Memory, words: Words | None, reach: Tensor, probs: Tensor, norms: Tensor
-) -> Tensor:
+def rate_by_rank(fit: RankFit, level: Level, given: Siblings) -> Tensor:
     """Rate children known beforehand; see `stree.kernels.growth_door`."""
-    probs = probs.contiguous()
+    laws, said, strides = _operands(given)
+    probs, memory = laws[1], given.memory
     batch, above, ranks = probs.shape
-    reach = reach if reach.stride(1) == 1 else reach.contiguous()
     value = torch.empty_like(probs)
-    said, places = _operands(words)
     with torch.cuda.device_of(probs):
         rank_kernel[(-(-above // NODES), batch)](
-            reach, probs, norms.contiguous(), fit.level, fit.by_confidence, fit.by_sharpness, fit.by_text, level.shift,
-            memory.places, memory.last, *said, value, above, ranks, len(fit.level), reach.stride(0),
-            *places, NODES=NODES, NUM_PLACES=memory.num_places, num_warps=1, enable_fp_fusion=False,
+            *laws, fit.level, fit.by_confidence, fit.by_sharpness, fit.by_text, level.shift,
+            memory.places, memory.last, *said, value, above, ranks, len(fit.level), *strides,
+            NODES=NODES, NUM_PLACES=memory.num_places, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return value
 
 
-def _operands(words: Words | None) -> tuple[list[Tensor | None], list[int]]:
-    """List what a kernel reads of words: children, tokens, parents and lead; the first column and two strides."""
-    if words is None:
-        return [None] * 4, [0] * 3
-    tokens, parents = words.tokens, words.parents
-    tensors = [words.children.contiguous(), tokens, parents, words.lead]
-    return tensors, [words.first, tokens.stride(0), parents.stride(0)]
-
-
-def rate_by_table(
-    table: Table,
-    memory: Memory,
-    words: Words | None,
-    reach: Tensor,
-    probs: Tensor,
-    norms: Tensor,
-    is_chosen: Tensor | None,
-) -> Ratings:
+def rate_by_table(table: Table, given: Siblings) -> Ratings:
     """Rate drawn children; see `stree.kernels.growth_door`."""
-    probs = probs.contiguous()
+    laws, said, strides = _operands(given)
+    probs, memory, is_chosen = laws[1], given.memory, given.is_chosen
     batch, above, ranks = probs.shape
-    reach = reach if reach.stride(1) == 1 else reach.contiguous()
     ratings = Ratings(
         torch.empty_like(probs), torch.empty_like(probs), probs.new_empty(*probs.shape, 2, dtype=torch.int64)
     )
-    said, places = _operands(words)
     with torch.cuda.device_of(probs):
         table_kernel[(-(-above // NODES), batch)](
-            reach, probs, norms.contiguous(), None if is_chosen is None else is_chosen.contiguous(),
-            table.passed, table.tests, table.sharpness, table.confidence, memory.places, memory.last, *said, *ratings,
-            above, ranks, len(table.rank), table.tests.shape[1], reach.stride(0), *places,
-            SHARPNESS=len(table.sharpness), CONFIDENCE=len(table.confidence), SAID=NUM_SAID, NODES=NODES,
-            NUM_PLACES=memory.num_places, num_warps=1, enable_fp_fusion=False,  # sums and products round as torch's do
+            *laws, None if is_chosen is None else is_chosen.contiguous(), table.passed, table.tests, table.sharpness,
+            table.confidence, memory.places, memory.last, *said, *ratings, above, ranks, len(table.rank),
+            table.tests.shape[1], *strides, SHARPNESS=len(table.sharpness), CONFIDENCE=len(table.confidence),
+            SAID=NUM_SAID, NODES=NODES, NUM_PLACES=memory.num_places, num_warps=1,
+            enable_fp_fusion=False,  # sums and products round as torch's do
         )  # fmt: skip
     return ratings
+
+
+def _operands(given: Siblings) -> tuple[list[Tensor], list[Tensor | None], list[int]]:
+    """List what kernels read of children.
+
+    Returns:
+        Values of the nodes, probabilities, norms; tokens of children and columns, parents, lead; stride of the
+        values, first column, strides of tokens and parents.
+    """
+    reach = given.reach if given.reach.stride(1) == 1 else given.reach.contiguous()
+    laws, words = [reach, given.probs.contiguous(), given.norms.contiguous()], given.words
+    if words is None:
+        return laws, [None] * 4, [reach.stride(0), 0, 0, 0]
+    tokens, parents = words.tokens, words.parents
+    strides = [reach.stride(0), words.first, tokens.stride(0), parents.stride(0)]
+    return laws, [words.children.contiguous(), tokens, parents, words.lead], strides

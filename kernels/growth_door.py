@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels import reference_growth
-from stree.kernels.reference_growth import Level, Memory, RankFit, Ratings, Table, Terms, Words
+from stree.kernels.reference_growth import Level, Memory, RankFit, Ratings, Siblings, Table, Terms, Words
 from stree.kernels.topology import is_launched, reads_freely
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Proposed",
     "RankFit",
     "Ratings",
+    "Siblings",
     "Table",
     "Terms",
     "Words",
@@ -176,65 +177,46 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
     return reference_growth.choose(value, left, below, terms)
 
 
-def rate_by_rank(
-    fit: RankFit, level: Level, memory: Memory, words: Words | None, reach: Tensor, probs: Tensor, norms: Tensor
-) -> Tensor:
+def rate_by_rank(fit: RankFit, level: Level, given: Siblings) -> Tensor:
     """Rate children known beforehand by log-odds of their rank; none is rated above the likeliest by the fit.
 
     Args:
         fit: the log-odds.
         level: how much surer each sequence's likeliest children are.
-        memory: what each text holds.
-        words: tokens of the children and of what they stand behind; None: nothing is known of them.
-        reach: float[batch, above], values of the nodes.
-        probs: float[batch, above, ranks], draft probabilities of their children, 0 where there is none.
-        norms: float[batch, above], Euclidean norms of the nodes' laws.
+        given: the children, none of them drawn.
 
     Returns:
         float[batch, above, ranks].
     """
-    if _is_launched(probs):
+    if _is_launched(given.probs):
         from stree.kernels import growth
 
-        return growth.rate_by_rank(fit, level, memory, words, reach, probs, norms)
-    if reads_freely(probs):
+        return growth.rate_by_rank(fit, level, given)
+    if reads_freely(given.probs):
         from stree.kernels import ratings_compiled  # imports numba
 
-        return ratings_compiled.rate_by_rank(fit, level, memory, words, reach, probs, norms)
-    return reference_growth.rate_by_rank(fit, level, memory, words, reach, probs, norms)
+        return ratings_compiled.rate_by_rank(fit, level, given)
+    return reference_growth.rate_by_rank(fit, level, given)
 
 
-def rate_by_table(
-    table: Table,
-    memory: Memory,
-    words: Words | None,
-    reach: Tensor,
-    probs: Tensor,
-    norms: Tensor,
-    is_chosen: Tensor | None,
-) -> Ratings:
+def rate_by_table(table: Table, given: Siblings) -> Ratings:
     """Rate drawn children by what was counted of tests like theirs.
 
     No slot's priority depends on the token drawn there, and a younger drawn sibling's is never the greater.
 
     Args:
         table: the counts.
-        memory: what each text holds.
-        words: tokens of the children and of what they stand behind; None: nothing is known of them.
-        reach: float[batch, above], values of the nodes.
-        probs: float[batch, above, ranks], draft probabilities of their children, 0 where there is none.
-        norms: float[batch, above], Euclidean norms of the laws that the drawn ones were drawn from.
-        is_chosen: bool[batch, above, ranks], at most one child a node, which was chosen without chance; None for none.
+        given: the children.
     """
-    if _is_launched(probs):
+    if _is_launched(given.probs):
         from stree.kernels import growth
 
-        return growth.rate_by_table(table, memory, words, reach, probs, norms, is_chosen)
-    if reads_freely(probs):
+        return growth.rate_by_table(table, given)
+    if reads_freely(given.probs):
         from stree.kernels import ratings_compiled  # imports numba
 
-        return ratings_compiled.rate_by_table(table, memory, words, reach, probs, norms, is_chosen)
-    return reference_growth.rate_by_table(table, memory, words, reach, probs, norms, is_chosen)
+        return ratings_compiled.rate_by_table(table, given)
+    return reference_growth.rate_by_table(table, given)
 
 
 def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int, kind: int) -> Columns:

@@ -20,8 +20,8 @@ from stree.kernels.reference_growth import (
     Memory,
     RankFit,
     Ratings,
+    Siblings,
     Table,
-    Words,
 )
 
 __all__ = ["rate_by_rank", "rate_by_table", "remember"]
@@ -30,39 +30,28 @@ LEAST = 1e-6  # of what is left of a law, and of how often a sibling is refused
 PARENT, PAIR, TRIPLE = 1, 2, 4  # what a text holds of a child: as ``reference_growth`` numbers what it says
 
 
-def rate_by_table(
-    table: Table,
-    memory: Memory,
-    words: Words | None,
-    reach: Tensor,
-    probs: Tensor,
-    norms: Tensor,
-    is_chosen: Tensor | None,
-) -> Ratings:
+def rate_by_table(table: Table, given: Siblings) -> Ratings:
     """Rate slots by what a table has counted; see `stree.kernels.growth_door`."""
+    probs, is_chosen = given.probs, given.is_chosen
     kind = torch.promote_types(probs.dtype, table.tests.dtype)
     priority, value = torch.empty(probs.shape, dtype=kind), torch.empty(probs.shape, dtype=kind)
     cells = torch.empty(*probs.shape, 2, dtype=torch.long)
     _count(
         table.passed.numpy(), table.tests.numpy(), table.sharpness.numpy(), table.confidence.numpy(), len(table.rank),
-        *(part.to(kind).contiguous().numpy() for part in (reach, probs, norms)),
+        *(part.to(kind).contiguous().numpy() for part in (given.reach, probs, given.norms)),
         np.empty((0, 0, 0), np.bool_) if is_chosen is None else is_chosen.contiguous().numpy(),
-        _held(memory, words, probs), priority.numpy(), value.numpy(), cells.numpy(),
+        _held(given), priority.numpy(), value.numpy(), cells.numpy(),
     )  # fmt: skip
     return Ratings(priority, value, cells)
 
 
-def rate_by_rank(
-    fit: RankFit, level: Level, memory: Memory, words: Words | None, reach: Tensor, probs: Tensor, norms: Tensor
-) -> Tensor:
+def rate_by_rank(fit: RankFit, level: Level, given: Siblings) -> Tensor:
     """Rate children known beforehand; see `stree.kernels.growth_door`."""
-    kind = torch.promote_types(probs.dtype, fit.level.dtype)
-    value = torch.empty(probs.shape, dtype=kind)
+    kind = torch.promote_types(given.probs.dtype, fit.level.dtype)
+    value = torch.empty(given.probs.shape, dtype=kind)
     fits = (fit.level, fit.by_confidence, fit.by_sharpness, fit.by_text, level.shift)
-    _rank(
-        *(part.to(kind).contiguous().numpy() for part in (*fits, reach, probs, norms)), _held(memory, words, probs),
-        value.numpy(),
-    )  # fmt: skip
+    laws = (given.reach, given.probs, given.norms)
+    _rank(*(part.to(kind).contiguous().numpy() for part in (*fits, *laws)), _held(given), value.numpy())
     return value
 
 
@@ -72,9 +61,9 @@ def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tenso
     _remember(*(part.numpy() for part in (memory.places, memory.last, tokens, entries, lengths)))
 
 
-def _held(memory: Memory, words: Words | None, probs: Tensor) -> Array:
+def _held(given: Siblings) -> Array:
     """Tell what texts hold of children: int8[batch, above, ranks] of PARENT, PAIR and TRIPLE together."""
-    held = torch.zeros(probs.shape, dtype=torch.int8)
+    held, memory, words = torch.zeros(given.probs.shape, dtype=torch.int8), given.memory, given.words
     if words is not None:
         lead = words.tokens.new_empty(0) if words.lead is None else words.lead
         said = (memory.last, words.tokens, words.parents, lead, words.children)

@@ -18,6 +18,7 @@ __all__ = [
     "Memory",
     "RankFit",
     "Ratings",
+    "Siblings",
     "Table",
     "Terms",
     "Verdicts",
@@ -173,6 +174,28 @@ class Words:
     lead: Tensor | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Siblings:
+    """The children of a layer's nodes, as they are rated.
+
+    Attributes:
+        reach: float[batch, above], values of the nodes.
+        probs: float[batch, above, ranks], draft probabilities of their children, 0 where there is none.
+        norms: float[batch, above], Euclidean norms of the nodes' laws; of drawn children, of what they were drawn from.
+        memory: what each text holds.
+        words: tokens of the children and of what they stand behind; None: nothing is known of them.
+        is_chosen: bool[batch, above, ranks], at most one child a node, which was chosen without chance beside drawn
+            ones; None for none.
+    """
+
+    reach: Tensor
+    probs: Tensor
+    norms: Tensor
+    memory: Memory
+    words: Words | None = None
+    is_chosen: Tensor | None = None
+
+
 class Ratings(NamedTuple):
     """What slots are worth.
 
@@ -253,15 +276,14 @@ def _size_down_to(ordered: Tensor, below: Tensor) -> Tensor:
     return rank + 1 + (worth * (rank <= rank[:, None])).sum(-1)
 
 
-def rate_by_rank(
-    fit: RankFit, level: Level, memory: Memory, words: Words | None, reach: Tensor, probs: Tensor, norms: Tensor
-) -> Tensor:
+def rate_by_rank(fit: RankFit, level: Level, given: Siblings) -> Tensor:
     """Rate children known beforehand; see `stree.kernels.growth_door`."""
+    probs = given.probs
     ranks = probs.shape[-1]
     odds = fit.level[:ranks] + fit.by_confidence[:ranks] * probs.clamp(min=LEAST_PROB).log()
-    odds = odds - fit.by_sharpness[:ranks] * (1 - norms.square()[..., None]).clamp(min=LEAST_BLUNT).log()
-    if words is not None:
-        is_held = _are_held(memory, words) & (probs > 0)
+    odds = odds - fit.by_sharpness[:ranks] * (1 - given.norms.square()[..., None]).clamp(min=LEAST_BLUNT).log()
+    if given.words is not None:
+        is_held = _are_held(given.memory, given.words) & (probs > 0)
         others = is_held.sum(-1, keepdim=True) - is_held.long() > 0
         odds = odds + (torch.cat([is_held, others]).to(odds.dtype) * fit.by_text[:, None, None, :ranks]).sum(0)
     odds = odds.masked_fill(probs <= 0, -torch.inf)
@@ -269,22 +291,15 @@ def rate_by_rank(
     surer = best + level.shift[:, None, None]
     left = (1 + best.exp()) / (1 + surer.exp())  # by the likeliest to the others, relative to the fit
     chance = torch.minimum(odds.sigmoid() * left, surer.sigmoid()).scatter(-1, place, surer.sigmoid())
-    return reach[..., None] * (chance * (probs > 0))
+    return given.reach[..., None] * (chance * (probs > 0))
 
 
-def rate_by_table(
-    table: Table,
-    memory: Memory,
-    words: Words | None,
-    reach: Tensor,
-    probs: Tensor,
-    norms: Tensor,
-    is_chosen: Tensor | None,
-) -> Ratings:
+def rate_by_table(table: Table, given: Siblings) -> Ratings:
     """Rate slots by what a table has counted; see `stree.kernels.growth_door`."""
+    reach, probs, is_chosen = given.reach, given.probs, given.is_chosen
     ranks = probs.shape[-1]
     odds = table.passed / table.tests
-    squares = norms.square()
+    squares = given.norms.square()
     row, spent = table.rank[:ranks], spent_before(probs)
     if is_chosen is not None:
         favourite = (probs * is_chosen).sum(-1, keepdim=True)  # the law is without it
@@ -295,7 +310,7 @@ def rate_by_table(
     sure = torch.bucketize(probs / (1 - spent).clamp(min=1e-6), table.confidence)
     before = row * (len(table.sharpness) + 1) + sharp[..., None]
     after = (before * (len(table.confidence) + 1) + sure) * NUM_SAID
-    after = table.first_after + after + (0 if words is None else _said(memory, words))
+    after = table.first_after + after + (0 if given.words is None else _said(given.memory, given.words))
     cells = torch.stack([before, after], -1)
     expected, found = odds.gather(1, cells.flatten(1)).view(cells.shape).unbind(-1)
     refused = 1 - found

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, Self
+from dataclasses import fields, replace
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from stree.drafters.offers import Offered
 from stree.growth import Layer, Plan
 from stree.growth.calibrated import typical_values
 from stree.growth.estimates import Calibration, RankEstimate
-from stree.kernels.growth_door import Level, Memory, RankFit, Table, Words
+from stree.kernels.growth_door import Level, Memory, RankFit, Siblings, Table, Words
 from stree.kernels.reference_growth import remember
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -47,53 +47,39 @@ def relative_values(nodes: int, depth: int, device: torch.device = DEVICE) -> Te
     return torch.tensor(typical_values(nodes, depth, 4)[::-1], dtype=torch.float32, device=device)
 
 
-@dataclass(frozen=True)
-class Children:
-    """Some nodes' children and what is known of them."""
+def some_siblings(
+    batch: int,
+    above: int,
+    ranks: int,
+    seed: int,
+    *,
+    has_favourites: bool,
+    device: torch.device = DEVICE,
+    place: int = 1,
+) -> Siblings:
+    """Draw laws whose draws may run out, some sharp and some of them with a favourite in one place."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(batch, above, ranks + 2, generator=generator) * 4 * torch.rand(1, generator=generator)
+    law = logits.softmax(-1)
+    probs = law[..., :ranks].clone()
+    probs[torch.rand(batch, above, ranks, generator=generator) < 0.1] = 0.0
+    probs = torch.where(torch.rand(batch, above, 1, generator=generator) < 0.1, probs.cumprod(-1), probs)
+    is_chosen = None
+    if has_favourites:
+        is_chosen = torch.zeros(batch, above, ranks, dtype=torch.bool)
+        own = probs[..., place : place + 1]
+        is_chosen[..., place : place + 1] = (torch.rand(batch, above, 1, generator=generator) < 0.6) & (own > 0)
+        is_chosen = is_chosen.to(device)
+    reach = torch.rand(batch, above + 3, generator=generator)[:, :above]
+    reach[:, above // 2 :: 3] = 0.0
+    memory, words = said(batch, above, ranks, seed, device)
+    norms = torch.linalg.vector_norm(law, dim=-1)
+    return Siblings(reach.to(device), probs.to(device), norms.to(device), memory, words, is_chosen)
 
-    reach: Tensor
-    probs: Tensor
-    norms: Tensor
-    is_chosen: Tensor | None
-    words: Words | None = None
-    memory: Memory | None = None
 
-    @property
-    def operands(self) -> tuple[Any, ...]:
-        """What ``rate_by_table`` takes beside a table; a text that nothing is said of has said nothing."""
-        memory = Memory.empty(len(self.reach), self.reach.device) if self.memory is None else self.memory
-        return memory, self.words, self.reach, self.probs, self.norms, self.is_chosen
-
-    @classmethod
-    def draw(
-        cls,
-        batch: int,
-        above: int,
-        ranks: int,
-        seed: int,
-        *,
-        has_favourites: bool,
-        device: torch.device = DEVICE,
-        place: int = 1,
-    ) -> Self:
-        """Draw laws whose draws may run out, some sharp and some of them with a favourite in one place."""
-        generator = torch.Generator().manual_seed(seed)
-        logits = torch.randn(batch, above, ranks + 2, generator=generator) * 4 * torch.rand(1, generator=generator)
-        law = logits.softmax(-1)
-        probs = law[..., :ranks].clone()
-        probs[torch.rand(batch, above, ranks, generator=generator) < 0.1] = 0.0
-        probs = torch.where(torch.rand(batch, above, 1, generator=generator) < 0.1, probs.cumprod(-1), probs)
-        is_chosen = None
-        if has_favourites:
-            is_chosen = torch.zeros(batch, above, ranks, dtype=torch.bool)
-            own = probs[..., place : place + 1]
-            is_chosen[..., place : place + 1] = (torch.rand(batch, above, 1, generator=generator) < 0.6) & (own > 0)
-            is_chosen = is_chosen.to(device)
-        reach = torch.rand(batch, above + 3, generator=generator)[:, :above]
-        reach[:, above // 2 :: 3] = 0.0
-        memory, words = said(batch, above, ranks, seed, device)
-        norms = torch.linalg.vector_norm(law, dim=-1)
-        return cls(reach.to(device), probs.to(device), norms.to(device), is_chosen, words, memory)
+def unsaid(reach: Tensor, probs: Tensor, norms: Tensor, is_chosen: Tensor | None = None) -> Siblings:
+    """Give children of which nothing is known in texts that have said nothing."""
+    return Siblings(reach, probs, norms, Memory.empty(len(reach), reach.device), None, is_chosen)
 
 
 def said(batch: int, above: int, ranks: int, seed: int, device: torch.device = DEVICE) -> tuple[Memory, Words]:
@@ -112,39 +98,28 @@ def said(batch: int, above: int, ranks: int, seed: int, device: torch.device = D
     return memory, Words(words_of(above, ranks), words_of(room + 2)[:, :room], parents.to(device), 3, lead)
 
 
-@dataclass(frozen=True)
-class Ranked:
-    """Some nodes' children that are known beforehand, and what is known of them."""
+class Ranked(NamedTuple):
+    """What ``rate_by_rank`` takes."""
 
     fit: RankFit
     level: Level
-    memory: Memory
-    words: Words | None
-    reach: Tensor
-    probs: Tensor
-    norms: Tensor
-
-    @property
-    def operands(self) -> tuple[Any, ...]:
-        """What ``rate_by_rank`` takes."""
-        return tuple(getattr(self, field.name) for field in fields(self))
+    given: Siblings
 
     @classmethod
     def draw(cls, batch: int, above: int, ranks: int, seed: int, device: torch.device = DEVICE) -> Self:
         """Draw laws, texts and levels; the first two seeds know no words, odd ones have surer younger children."""
         own = RankEstimate(batch, max(ranks, 6), device)._fit
         fit = RankFit(*(-getattr(own, field.name) for field in fields(own))) if seed % 2 else own
-        children = Children.draw(batch, above, ranks, seed, has_favourites=False, device=device)
         shift = torch.linspace(-3, 4, batch, device=device) * seed  # none at first
-        level = Level(shift, torch.ones_like(shift))
-        memory, words = said(batch, above, ranks, seed, device)
-        probs = children.probs.sort(-1, descending=True).values
-        return cls(fit, level, memory, words if seed > 1 else None, children.reach, probs, children.norms)
+        given = some_siblings(batch, above, ranks, seed, has_favourites=False, device=device)
+        probs = given.probs.sort(-1, descending=True).values
+        given = replace(given, probs=probs, words=given.words if seed > 1 else None)
+        return cls(fit, Level(shift, torch.ones_like(shift)), given)
 
 
-def begun(children: Children) -> Children:
+def begun(children: Siblings) -> Siblings:
     """Give the children of roots that no token stands before, where a text holds whatever is looked up."""
-    assert children.words is not None and children.memory is not None
+    assert children.words is not None
     memory = Memory(torch.ones_like(children.memory.places), torch.full_like(children.memory.last, -1))
     words = replace(children.words, parents=torch.full_like(children.words.parents, -1))
     return replace(children, words=words, memory=memory)

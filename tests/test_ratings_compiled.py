@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from growth_problems import SIZES, Children, Ranked, begun, some_table
+from growth_problems import SIZES, Ranked, begun, some_siblings, some_table, unsaid
 from torch import Tensor
 
 from stree.kernels import growth_door, growth_learning, ratings_compiled, reference_growth, topology
-from stree.kernels.growth_door import Level, Memory, Table, Words
+from stree.kernels.growth_door import Level, Memory, Siblings, Table, Words
 from stree.kernels.reference_growth import NUM_SAID, Ratings
 
 CPU = torch.device("cpu")
@@ -21,10 +21,10 @@ ROUNDING = 1e-4  # relative: a share of float64 is refused by a count of float32
 CLOSE = {torch.float32: 2e-6, torch.float64: 1e-13}  # relative: exponentials and logarithms are another library's
 
 
-def check_ratings(table: Table, children: Children, close: float = 0.0) -> Ratings:
+def check_ratings(table: Table, children: Siblings, close: float = 0.0) -> Ratings:
     """Require the reference's cells and values, bit for bit or nearly."""
-    given = table, *children.operands
-    expected, found = reference_growth.rate_by_table(*given), ratings_compiled.rate_by_table(*given)
+    expected = reference_growth.rate_by_table(table, children)
+    found = ratings_compiled.rate_by_table(table, children)
     assert torch.equal(found.cells, expected.cells)
     for name in ("priority", "value"):
         one, other = getattr(found, name), getattr(expected, name)
@@ -33,7 +33,7 @@ def check_ratings(table: Table, children: Children, close: float = 0.0) -> Ratin
     return found
 
 
-def in_width(table: Table, children: Children, dtype: torch.dtype) -> tuple[Table, Children]:
+def in_width(table: Table, children: Siblings, dtype: torch.dtype) -> tuple[Table, Siblings]:
     """Give the same in another dtype."""
     counts = {name: getattr(table, name).to(dtype) for name in ("passed", "tests", "sharpness", "confidence")}
     laws = {name: getattr(children, name).to(dtype) for name in ("reach", "probs", "norms")}
@@ -49,7 +49,7 @@ def test_ratings_by_a_table_are_those_of_torch(
     place = min(favourite or 0, ranks - 1)
     for seed in range(4):
         has_favourites = favourite is not None
-        children = Children.draw(batch, above, ranks, seed, has_favourites=has_favourites, device=CPU, place=place)
+        children = some_siblings(batch, above, ranks, seed, has_favourites=has_favourites, device=CPU, place=place)
         table, children = in_width(some_table(batch, max(ranks, 6), seed, CPU), children, dtype)
         found = check_ratings(table, children)
         drawn = found.priority if children.is_chosen is None else found.priority.masked_fill(children.is_chosen, 0)
@@ -58,7 +58,7 @@ def test_ratings_by_a_table_are_those_of_torch(
 
 
 def test_tables_and_laws_of_other_widths_are_rated_as_in_torch_and_strides_change_nothing() -> None:
-    table, children = some_table(2, 6, 0, CPU), Children.draw(2, 7, 5, 0, has_favourites=True, device=CPU)
+    table, children = some_table(2, 6, 0, CPU), some_siblings(2, 7, 5, 0, has_favourites=True, device=CPU)
     assert children.is_chosen is not None
     wide = replace(
         children, reach=children.reach.double(), probs=children.probs.double(), norms=children.norms.double()
@@ -74,7 +74,7 @@ def test_tables_and_laws_of_other_widths_are_rated_as_in_torch_and_strides_chang
     words = replace(words, children=said[0], tokens=said[1], parents=said[2])
     passed, tests = (torch.stack([part, part + 1], -1)[..., 0] for part in (table.passed, table.tests))
     expected = check_ratings(table, children)
-    far = Children(reach, probs, norms, is_chosen, words, children.memory)
+    far = Siblings(reach, probs, norms, children.memory, words, is_chosen)
     found = check_ratings(replace(table, passed=passed, tests=tests), far)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
@@ -87,7 +87,7 @@ def test_a_number_at_an_edge_of_the_table_falls_below_it(edge: str, dtype: torch
     edges = torch.tensor([2.0**-k for k in range(2 * len(getattr(table, edge)), 0, -2)])
     norms = torch.tensor([[2.0**-k for k in range(8)]])
     probs = torch.tensor([[[2.0**-k, 0.0] for k in range(8)]])
-    given = in_width(replace(table, **{edge: edges}), Children(torch.ones(1, 8), probs, norms, None), dtype)
+    given = in_width(replace(table, **{edge: edges}), unsaid(torch.ones(1, 8), probs, norms), dtype)
     cells = check_ratings(*given).cells
     assert len(set(cells[0, :, 0, 0 if edge == "sharpness" else 1].tolist())) > 4
 
@@ -101,11 +101,11 @@ def test_laws_that_are_used_up_and_tables_that_only_pass_are_rated_as_in_torch()
     for given in (table, sure, beyond):
         for place in (None, 0, 1, 3):
             is_chosen = None if place is None else (torch.arange(4) == place).expand(1, 4, 4)
-            check_ratings(given, Children(reach, probs, norms, is_chosen))
+            check_ratings(given, unsaid(reach, probs, norms, is_chosen))
 
 
 def test_what_no_token_stands_before_makes_no_triple_and_its_parent_no_pair() -> None:
-    children = begun(Children.draw(2, 7, 5, 0, has_favourites=False, device=CPU))
+    children = begun(some_siblings(2, 7, 5, 0, has_favourites=False, device=CPU))
     table = some_table(2, 6, 0, CPU)
     cells = check_ratings(table, children).cells[..., 1]
     assert bool(((cells - table.first_after) % NUM_SAID == 2).all())
@@ -132,7 +132,7 @@ def test_texts_are_read_as_in_torch(batch: int, m: int) -> None:
 
 
 def test_shares_are_rounded_as_in_torch_before_they_fall_into_cells() -> None:
-    table, children = some_table(1, 6, 0, CPU), Children.draw(1, 30, 4, 0, has_favourites=False, device=CPU)
+    table, children = some_table(1, 6, 0, CPU), some_siblings(1, 30, 4, 0, has_favourites=False, device=CPU)
     shares = children.probs / (1 - reference_growth.spent_before(children.probs)).clamp(min=1e-6)
     count = len(table.confidence)
     for edges in shares[..., 1:].flatten().unique().split(count):
@@ -141,29 +141,29 @@ def test_shares_are_rounded_as_in_torch_before_they_fall_into_cells() -> None:
 
 
 def test_no_node_is_rated_as_in_torch() -> None:
-    children = Children(torch.rand(1, 0), torch.rand(1, 0, 3), torch.rand(1, 0), torch.zeros(1, 0, 3, dtype=torch.bool))
+    children = unsaid(torch.rand(1, 0), torch.rand(1, 0, 3), torch.rand(1, 0), torch.zeros(1, 0, 3, dtype=torch.bool))
     assert check_ratings(some_table(1, 4, 0, CPU), children).cells.shape == (1, 0, 3, 2)
 
 
-def of(children: Children) -> Words:
+def of(children: Siblings) -> Words:
     """Give what is known of children."""
     assert children.words is not None
     return children.words
 
 
-def with_others(given: Children, name: str) -> Children:
+def with_others(given: Siblings, name: str) -> Siblings:
     """Give children whose tokens, or what they stand behind, are those of others."""
     words = of(given)
     return replace(given, words=replace(words, **{name: getattr(words, name).roll(1, -1)}))
 
 
-WRONG_CHILDREN: dict[str, Callable[[Children], Children]] = {
+WRONG_CHILDREN: dict[str, Callable[[Siblings], Siblings]] = {
     "favourites taken for drawn": lambda children: replace(children, is_chosen=None),
     "another sharpness": lambda children: replace(children, norms=children.norms * 0.7),
     "another reach": lambda children: replace(children, reach=children.reach * 1.001),
     "siblings in another order": lambda children: replace(children, probs=children.probs.flip(-1)),
     "nothing is known of tokens": lambda children: replace(children, words=None),
-    "a text that said nothing": lambda children: replace(children, memory=None),
+    "a text that said nothing": lambda children: replace(children, memory=Memory.empty(3, CPU)),
     "other tokens": lambda children: with_others(children, "children"),
     "below other nodes": lambda children: with_others(children, "tokens"),
     "behind other tokens": lambda children: with_others(children, "parents"),
@@ -173,14 +173,12 @@ WRONG_CHILDREN: dict[str, Callable[[Children], Children]] = {
 
 @pytest.mark.parametrize("control", WRONG_CHILDREN)
 def test_ratings_that_are_wrong_in_one_thing_are_told_apart(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    table, children = some_table(3, 6, 1, CPU), Children.draw(3, 12, 5, 1, has_favourites=True, device=CPU)
+    table, children = some_table(3, 6, 1, CPU), some_siblings(3, 12, 5, 1, has_favourites=True, device=CPU)
     check_ratings(table, children)
     rate = reference_growth.rate_by_table
 
-    def wrong(table: Table, memory: Memory, words: Words, *given: Tensor) -> Ratings:
-        reach, probs, norms, is_chosen = given
-        other = WRONG_CHILDREN[control](Children(reach, probs, norms, is_chosen, words, memory))
-        return rate(table, *other.operands)
+    def wrong(table: Table, given: Siblings) -> Ratings:
+        return rate(table, WRONG_CHILDREN[control](given))
 
     monkeypatch.setattr(reference_growth, "rate_by_table", wrong)
     with pytest.raises(AssertionError):
@@ -189,7 +187,7 @@ def test_ratings_that_are_wrong_in_one_thing_are_told_apart(control: str, monkey
 
 def check_ranks(given: Ranked) -> Tensor:
     """Require the reference's values, nearly, and 0 where it has 0."""
-    expected, found = (rate(*given.operands) for rate in (reference_growth.rate_by_rank, ratings_compiled.rate_by_rank))
+    expected, found = reference_growth.rate_by_rank(*given), ratings_compiled.rate_by_rank(*given)
     assert found.dtype == expected.dtype and torch.equal(found > 0, expected > 0)
     assert torch.allclose(found, expected, rtol=CLOSE[found.dtype], atol=0.0)
     return found
@@ -202,45 +200,50 @@ def test_ratings_by_rank_are_those_of_torch(
 ) -> None:
     for seed in range(6):
         given = Ranked.draw(batch, above, ranks, seed, CPU)
-        laws = {name: getattr(given, name).to(dtype) for name in ("reach", "probs", "norms")}
-        assert check_ranks(replace(given, **laws)).dtype == dtype
+        laws = {name: getattr(given.given, name).to(dtype) for name in ("reach", "probs", "norms")}
+        assert check_ranks(given._replace(given=replace(given.given, **laws))).dtype == dtype
 
 
 def test_of_equal_children_the_first_is_the_likeliest_and_of_none_nothing_is_rated() -> None:
-    given = Ranked.draw(1, 4, 3, 0, CPU)
-    fit = replace(given.fit, **{name: getattr(given.fit, name) * 0 for name in ("level", "by_confidence", "by_text")})
+    fit = Ranked.draw(1, 4, 3, 0, CPU).fit
+    fit = replace(fit, **{name: getattr(fit, name) * 0 for name in ("level", "by_confidence", "by_text")})
     level = Level(torch.tensor([1.0]), torch.ones(1))
     probs = torch.tensor([[[0.25, 0.25, 0.25], [0.0, 0.5, 0.25], [0.0, 0.0, 0.0], [1e-12, 0.0, 0.0]]])
-    given = replace(given, fit=fit, level=level, probs=probs, norms=torch.zeros(1, 4), reach=torch.ones(1, 4))
-    found = check_ranks(given)
+    found = check_ranks(Ranked(fit, level, unsaid(torch.ones(1, 4), probs, torch.zeros(1, 4))))
     assert found[0, 0, 0] > found[0, 0, 1] == found[0, 0, 2] and found[0, 1, 1] > found[0, 1, 2]
     assert not bool(found[0, 2].any()) and found[0, 3, 0] > 0
 
 
 def test_ratings_by_rank_do_not_depend_on_strides() -> None:
-    given = Ranked.draw(2, 7, 5, 3, CPU)
-    assert given.words is not None
+    ranked = Ranked.draw(2, 7, 5, 3, CPU)
 
     def apart(owner: object, *names: str) -> dict[str, Any]:
         return {name: torch.stack([part := getattr(owner, name), part + 1], -1)[..., 0] for name in names}
 
-    parts, said = apart(given, "reach", "probs", "norms"), apart(given.words, "children", "tokens", "parents")
-    far = replace(given, **parts, words=replace(given.words, **said))
-    assert torch.equal(check_ranks(far), check_ranks(given))
+    words = of(ranked.given)
+    words = replace(words, **apart(words, "children", "tokens", "parents"))
+    far = replace(ranked.given, words=words, **apart(ranked.given, "reach", "probs", "norms"))
+    assert torch.equal(check_ranks(ranked._replace(given=far)), check_ranks(ranked))
+
+
+def with_fit(ranked: Ranked, order: list[int]) -> Ranked:
+    """Put the slopes by text into another order."""
+    return ranked._replace(fit=replace(ranked.fit, by_text=ranked.fit.by_text[order]))
+
+
+def with_given(ranked: Ranked, **changes: Any) -> Ranked:
+    """Change the children."""
+    return ranked._replace(given=replace(ranked.given, **changes))
 
 
 WRONG_RANKS: dict[str, Callable[[Ranked], Ranked]] = {
-    "another level": lambda given: replace(given, level=Level(given.level.shift + 0.1, given.level.weight)),
-    "nothing is known of tokens": lambda given: replace(given, words=None),
-    "a text that said nothing": lambda given: replace(given, memory=Memory.empty(3, CPU)),
-    "another sharpness": lambda given: replace(given, norms=given.norms * 0.7),
-    "siblings in another order": lambda given: replace(given, probs=given.probs.flip(-1)),
-    "pairs taken for triples": lambda given: replace(
-        given, fit=replace(given.fit, by_text=given.fit.by_text[[1, 0, 2, 3]])
-    ),
-    "another's pairs taken for its triples": lambda given: replace(
-        given, fit=replace(given.fit, by_text=given.fit.by_text[[0, 1, 3, 2]])
-    ),
+    "another level": lambda ranked: ranked._replace(level=Level(ranked.level.shift + 0.1, ranked.level.weight)),
+    "nothing is known of tokens": lambda ranked: with_given(ranked, words=None),
+    "a text that said nothing": lambda ranked: with_given(ranked, memory=Memory.empty(3, CPU)),
+    "another sharpness": lambda ranked: with_given(ranked, norms=ranked.given.norms * 0.7),
+    "siblings in another order": lambda ranked: with_given(ranked, probs=ranked.given.probs.flip(-1)),
+    "pairs taken for triples": lambda ranked: with_fit(ranked, [1, 0, 2, 3]),
+    "another's pairs taken for its triples": lambda ranked: with_fit(ranked, [0, 1, 3, 2]),
 }
 
 
@@ -248,12 +251,12 @@ WRONG_RANKS: dict[str, Callable[[Ranked], Ranked]] = {
 def test_ratings_by_rank_that_are_wrong_in_one_thing_are_told_apart(
     control: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = Ranked.draw(3, 12, 5, 2, CPU)
-    check_ranks(given)
+    ranked = Ranked.draw(3, 12, 5, 2, CPU)
+    check_ranks(ranked)
     rate = reference_growth.rate_by_rank
-    monkeypatch.setattr(reference_growth, "rate_by_rank", lambda *_: rate(*WRONG_RANKS[control](given).operands))
+    monkeypatch.setattr(reference_growth, "rate_by_rank", lambda *_: rate(*WRONG_RANKS[control](ranked)))
     with pytest.raises(AssertionError):
-        check_ranks(given)
+        check_ranks(ranked)
 
 
 def test_the_door_calls_the_compiled_code_on_the_cpu_and_torch_where_it_must_not_wait(
@@ -263,12 +266,12 @@ def test_the_door_calls_the_compiled_code_on_the_cpu_and_torch_where_it_must_not
     for owner, by in ((ratings_compiled, "compiled"), (reference_growth, "torch")):
         for name in ("rate_by_table", "rate_by_rank", "remember"):
             monkeypatch.setattr(owner, name, lambda *_, word=f"{name} {by}": asked.append(word))
-    table, children = some_table(1, 4, 0, CPU), Children.draw(1, 3, 4, 0, has_favourites=False, device=CPU)
+    table, children = some_table(1, 4, 0, CPU), some_siblings(1, 3, 4, 0, has_favourites=False, device=CPU)
 
     def ask() -> list[str]:
         asked.clear()
-        growth_door.rate_by_table(table, *children.operands)
-        growth_door.rate_by_rank(*Ranked.draw(1, 3, 4, 0, CPU).operands)
+        growth_door.rate_by_table(table, children)
+        growth_door.rate_by_rank(*Ranked.draw(1, 3, 4, 0, CPU))
         growth_learning.remember(Memory.empty(1, CPU), torch.zeros(1, 1).long(), None, torch.ones(1).int())
         return asked
 

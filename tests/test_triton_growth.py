@@ -15,13 +15,14 @@ from growth_problems import (
     KINDS,
     LAYERS,
     SIZES,
-    Children,
     Ranked,
     begun,
     grown_tree,
     relative_values,
+    some_siblings,
     some_table,
     some_values,
+    unsaid,
 )
 from launch_keys import launch_keys
 from torch import Tensor
@@ -83,10 +84,10 @@ def test_a_choice_reads_rows_of_any_stride_and_a_value_equal_to_the_threshold_is
 def test_ratings_by_a_table_are_those_of_torch(batch: int, above: int, ranks: int, has_favourites: bool) -> None:
     has_favourites &= ranks > 1
     for seed in range(4):
-        children = Children.draw(batch, above, ranks, seed, has_favourites=has_favourites)
+        children = some_siblings(batch, above, ranks, seed, has_favourites=has_favourites)
         table = some_table(batch, max(ranks, 6), seed)
         children = (replace(children, words=None), children, begun(children), children)[seed]
-        operands = table, *children.operands
+        operands = table, children
         expected, found = reference_growth.rate_by_table(*operands), kernels.rate_by_table(*operands)
         for name in expected._fields:
             one, other = getattr(found, name), getattr(expected, name)
@@ -105,7 +106,7 @@ def test_a_number_at_an_edge_of_the_table_falls_below_it(edge: str) -> None:
     table = replace(table, **{edge: torch.tensor([2.0**-k for k in range(2 * len(edges), 0, -2)], device=DEVICE)})
     norms = torch.tensor([[2.0**-k for k in range(8)]], device=DEVICE)
     probs = torch.tensor([[[2.0**-k, 0.0] for k in range(8)]], device=DEVICE)
-    operands = table, *Children(torch.ones(1, 8, device=DEVICE), probs, norms, None).operands
+    operands = table, unsaid(torch.ones(1, 8, device=DEVICE), probs, norms)
     expected, found = reference_growth.rate_by_table(*operands).cells, kernels.rate_by_table(*operands).cells
     assert torch.equal(found, expected) and len(set(expected[0, :, 0, 0 if edge == "sharpness" else 1].tolist())) > 4
 
@@ -113,10 +114,10 @@ def test_a_number_at_an_edge_of_the_table_falls_below_it(edge: str) -> None:
 @pytest.mark.parametrize(("batch", "above", "ranks"), SIZES)
 def test_ratings_by_rank_are_those_of_torch(batch: int, above: int, ranks: int) -> None:
     for seed in range(4):
-        given = Ranked.draw(batch, above, ranks, seed)
-        expected, found = reference_growth.rate_by_rank(*given.operands), kernels.rate_by_rank(*given.operands)
+        ranked = Ranked.draw(batch, above, ranks, seed)
+        expected, found = reference_growth.rate_by_rank(*ranked), kernels.rate_by_rank(*ranked)
         assert torch.allclose(found, expected, *ROUNDING)
-        assert torch.equal(found > 0, expected > 0) and bool((found <= given.reach[..., None]).all())
+        assert torch.equal(found > 0, expected > 0) and bool((found <= ranked.given.reach[..., None]).all())
 
 
 def test_what_a_text_holds_is_known_by_its_last_two_words_and_the_tree_s() -> None:

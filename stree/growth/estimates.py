@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from stree.kernels.growth_door import RankFit, Table, Words, rate_by_rank, rate_by_table
+from stree.kernels.growth_door import RankFit, Siblings, Table, Words, rate_by_rank, rate_by_table
 from stree.kernels.growth_learning import Kept, Level, Memory, Verdicts, learn, learn_level, remember
 from stree.kernels.reference_growth import spent_before
 from stree.sampling import Random
@@ -112,11 +112,10 @@ class Slots:
     norms: Tensor | None = None
     words: Words | None = None
 
-    @property
-    def known_norms(self) -> Tensor:
-        """The norms of ``law``, computed where they are not known."""
-        norms: Tensor = torch.linalg.vector_norm(self.law, dim=-1) if self.norms is None else self.norms
-        return norms
+    def siblings(self, memory: Memory) -> Siblings:
+        """Set the children beside what each text holds, as kernels rate them."""
+        norms = torch.linalg.vector_norm(self.law, dim=-1) if self.norms is None else self.norms
+        return Siblings(self.reach, self.probs, norms, memory, self.words, self.is_chosen)
 
 
 class Estimate(Protocol):
@@ -245,9 +244,7 @@ class RankEstimate(PathEstimate):
 
     def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Rate a slot by the product of its path's chances."""
-        value = rate_by_rank(
-            self._fit, self._level, self._memory, slots.words, slots.reach, slots.probs, slots.known_norms
-        )
+        value = rate_by_rank(self._fit, self._level, slots.siblings(self._memory))
         return value, value
 
     def forget(self, row: int) -> None:
@@ -323,9 +320,7 @@ class Calibration:
 
     def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Rate a slot by the probability that its child is accepted, over whatever token is drawn."""
-        priority, value, self._cells = rate_by_table(
-            self._table, self._memory, slots.words, slots.reach, slots.probs, slots.known_norms, slots.is_chosen
-        )
+        priority, value, self._cells = rate_by_table(self._table, slots.siblings(self._memory))
         return priority, value
 
     def goes_on(self, values: Tensor) -> Tensor | None:
