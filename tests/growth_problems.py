@@ -22,7 +22,7 @@ SIZES = [(1, 1, 4), (3, 1, 1), (2, 1, 12), (1, 15, 4), (3, 36, 6), (1, 63, 6)]  
 LAYERS = {  # plans whose layers hold leaves, padding and nodes that cannot be proposed any more
     "drawn": Plan((Layer(4, 4), Layer(9, 4, leaves=3), Layer(5, 3, leaves=2), Layer(7, 2)), 15),
     "pruned": Plan((Layer(4, 4), Layer(6, 3), Layer(6, 3), Layer(6, 2)), 9, is_pruned=True),
-    "pruned wide": Plan((Layer(12, 12), Layer(40, 6), Layer(40, 4), Layer(9, 3)), 70, is_pruned=True),
+    "pruned wide": Plan((Layer(8, 8), Layer(66, 9), Layer(4, 2)), 40, is_pruned=True),
     "wide": Plan((Layer(12, 12), Layer(63, 6), Layer(63, 6), Layer(63, 6)), 63),
     "one": Plan((Layer(1, 1), Layer(1, 1)), 2),
 }
