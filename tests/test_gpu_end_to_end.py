@@ -131,6 +131,22 @@ def test_the_default_budget_grows_trees_where_a_shape_s_steps_cost_little_and_no
             assert row["over_plain"][0] > 0.9
 
 
+def test_the_default_budget_runs_on_first_turns_of_single_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "texts.txt").write_text("One.\n\nTwo.\n", encoding="utf-8")
+    plain: Any = {("s", batch, turn): block("plain", batch, steps=9, nodes=1, calls=0)
+                  for batch in range(2) for turn in range(2)}  # fmt: skip
+    plain["s", 2, 0] = {**plain["s", 0, 0], "params": {"prompts": [0, 1]}}
+    asked: list[Any] = []
+    monkeypatch.setattr(gpu_end_to_end, "auto_row", lambda *given: asked.extend(given))
+    pair: Any = SimpleNamespace(encode=lambda turns: [len(turns), *turns[0].encode()])
+    options = argparse.Namespace(suite=f"s={tmp_path / 'texts.txt'}", limit=2, max_new_tokens=5)
+    gpu_end_to_end._auto(pair, options, plain, 0.8, (TARGET, DRAFT), (0.001, 0.002))
+    assert asked[1] == {("s", 0, 0): [1, *b"One."], ("s", 1, 0): [1, *b"Two."]}
+    assert asked[2] == pytest.approx(dict.fromkeys(asked[1], 9 * (0.010 + 0.001))) and asked[3:5] == [5, 0.8]
+
+
 def test_a_method_that_is_wrong_or_lacks_a_prompt_is_left_out() -> None:
     found = records()
     for record in found:

@@ -41,6 +41,7 @@ from stree.session import Session
 from stree.statistics import PARTS
 from stree.steering import AutoSize
 from stree.tree import TokenTree
+from stree.verify import DELTA
 
 TEXTS = random_texts(random.Random(0), [6, 9])
 NEW = 20
@@ -237,6 +238,26 @@ def test_captured_steps_follow_their_laws_into_a_larger_room(
     lm = capture()
     found = generate(lm, fused, budget="auto", **options)
     assert found.sequences == expected.sequences and found.stats["steps"] > 16
+
+
+def test_nothing_is_left_of_the_laws_of_a_larger_tree(
+    drafter: ModelDrafter, capture: Callable[[], stree.TreeLM], take_turns: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_turns([(8, 3), (6, 2), (7, 2)], 0.8)
+    bring, seen = Program._brought, set()
+
+    def watched(self: Program, graphs: Graphs, laws: Any, size: int) -> Any:
+        brought, n = bring(self, graphs, laws, size), laws.row.shape[1]
+        assert brought.row[:, n:].eq(0).all() and brought.kind[:, n:].eq(DELTA).all()
+        assert brought.row[:, :n].equal(laws.row) and brought.kind[:, :n].equal(laws.kind)
+        seen.add((n, size))
+        return brought
+
+    monkeypatch.setattr(Program, "_brought", watched)
+    generate(
+        capture(), FusedDrafter(drafter, SuffixDrafter()), budget="auto", sampling=Sampling(0.8), growth=Calibrated(3)
+    )  # fmt: skip
+    assert {size for _, size in seen} == {8} and len(seen) == 3
 
 
 def test_where_draws_must_match_the_target_s_no_laws_are_brought(
