@@ -15,7 +15,17 @@ from numpy.typing import NDArray
 from stree.bench.records import Record
 from stree.bench.summary import Ratio, interval, mean_tau
 
-__all__ = ["Blocks", "Key", "StepTimes", "composite_rows", "overhead_s", "pooled", "seconds_of", "timed_models"]
+__all__ = [
+    "Blocks",
+    "Key",
+    "StepTimes",
+    "composite_rows",
+    "overhead_s",
+    "pooled",
+    "seconds_of",
+    "step_seconds",
+    "timed_models",
+]
 
 Array = NDArray[np.float64]
 Key = tuple[str, int, int]  # suite, batch of prompts, turn
@@ -101,13 +111,21 @@ def overhead_s(blocks: Blocks, new_tokens: int, target: StepTimes, draft: StepTi
 def seconds_of(block: Record, target: StepTimes, draft: StepTimes, overhead: float) -> float:
     """Compute what the steps of a measured block take at given step times.
 
-    A draft call is a whole step of the drafter of as many nodes as a call drafted on average, its commit included,
+    Its steps count as equal ones, of as many nodes and draft calls as they had on average.
+    """
+    steps = max(block["steps"], 1)
+    each = step_seconds(block["verified"] / steps, block["draft_calls"] / steps, target, draft, overhead)
+    return float(block["steps"] * each)
+
+
+def step_seconds(nodes: float, calls: float, target: StepTimes, draft: StepTimes, overhead: float) -> float:
+    """Compute what a step of ``nodes``, root included, and draft calls takes: seconds, ``overhead`` of them.
+
+    A draft call is a whole step of the drafter of as many nodes as a call drafts on average, its commit included,
     though most calls have none.
     """
-    steps, calls = block["steps"], block["draft_calls"]
-    nodes = block["verified"] / max(steps, 1)
-    width = max(1.0, (block["verified"] - steps) / calls) if calls else 0.0
-    return float(steps * (target.at(nodes) + overhead) + (calls * draft.at(width) if calls else 0.0))
+    drafting = calls * draft.at(max(1.0, (nodes - 1) / calls)) if calls else 0.0
+    return target.at(nodes) + overhead + drafting
 
 
 def composite_rows(

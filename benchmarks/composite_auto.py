@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from composite import Key, StepTimes, speedup
+from composite import Key, StepTimes, speedup, step_seconds
 
 import stree.rehearsal
 from stree.bench.pair import Pair
@@ -44,10 +44,8 @@ class ShapeTimes:
 
     def seconds(self, nodes: int, calls: int) -> float:
         """Charge a step of so many nodes, root included, and draft calls."""
-        if not calls:
-            return self._target.at(nodes) + self._beside_plain
-        width = max(1.0, (nodes - 1) / calls)
-        return self._target.at(nodes) + self._beside_tree + calls * self._draft.at(width)
+        beside = self._beside_tree if calls else self._beside_plain
+        return step_seconds(nodes, calls, self._target, self._draft, beside)
 
     def told(self) -> stree.rehearsal.StepTimes:
         """Write them as the controller takes them, which knows no width of a call."""
@@ -74,6 +72,10 @@ def auto_row(
         new_tokens: of every text.
         temperature: of target and draft.
         times: of the shape.
+
+    Returns:
+        tau, milliseconds a step, how many steps and how many of them plain, and ``over_plain``: (value, low, high) of a
+        paired bootstrap.
     """
     steps = {key: _sizes_of(pair, prompt, new_tokens, temperature, times) for key, prompt in prompts.items()}
     seconds = {key: sum(times.seconds(*size) for size in sizes) for key, sizes in steps.items()}

@@ -98,9 +98,7 @@ def _record(pair: Pair, shape: Shape) -> Record:
 def by_kernel(pair: Pair, shape: Shape) -> Record:
     """Give milliseconds a step of the kernels that take most, and of all of them; or why there are none."""
     assert pair.drafter is not None
-    drafter = ModelDrafter(pair.drafter)
-    rows = torch.arange(shape.batch * shape.context).view(shape.batch, -1)
-    prompts = (rows * 7919 % pair.target.vocab_size).tolist()
+    drafter, prompts = ModelDrafter(pair.drafter), shape.prompts(pair.target.vocab_size)
 
     def run() -> dict[str, Any]:
         return stree.generate(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.table import Table
@@ -51,6 +51,11 @@ class Shape:
     context: int
     new_tokens: int
     temperature: float
+
+    def prompts(self, vocab_size: int) -> list[list[int]]:
+        """Make prompts of as many tokens, which say nothing: int[batch][context]."""
+        rows = torch.arange(self.batch * self.context).view(self.batch, -1)
+        return cast(list[list[int]], (rows * 7919 % vocab_size).tolist())
 
 
 class _Watch:
@@ -130,8 +135,7 @@ def profile(pair: Pair, shape: Shape) -> Record:
     """
     lm, draft = pair.target, pair.drafter
     drafter: Drafter = SuffixDrafter() if draft is None else ModelDrafter(draft)
-    rows = torch.arange(shape.batch * shape.context).view(shape.batch, -1)
-    prompts = (rows * 7919 % lm.vocab_size).tolist()
+    prompts = shape.prompts(lm.vocab_size)
 
     def run(tokens: int) -> dict[str, Any]:
         return generate(
