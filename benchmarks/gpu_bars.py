@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401 - puts this checkout on the import path
+
 from stree.bench.records import Record, read_lines
 
 FILES = ("gpu_suite.jsonl", "gpu_loops.jsonl", "end_to_end.jsonl", "gpu_sanitizer.jsonl")

@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401 - puts this checkout on the import path
 import gpu_steps
 import numpy as np
 import torch

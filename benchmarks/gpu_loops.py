@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401 - puts this checkout on the import path
 import gpu_steps
 import torch
 from rich.console import Console

@@ -20,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 
+import checkout  # noqa: F401 - puts this checkout on the import path
 import gpu_cases
 import gpu_steps
 import torch

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401 - puts this checkout on the import path
 import gpu_builds
 import gpu_cases
 import gpu_peers

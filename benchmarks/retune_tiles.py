@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401 - puts this checkout on the import path
 import gpu_builds
 import gpu_cases
 import torch

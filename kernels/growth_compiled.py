@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 compiled = njit(cache=True, error_model="numpy")
 inner = njit(error_model="numpy")
 
-TINY = 1e-38  # of a value that others are compared with
+TINY = 1.2e-38  # of a value that others are compared with
 
 
 def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Terms) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ def _best(value_ptr, slots, SLOTS: tl.constexpr, WIDTH: tl.constexpr):
 def _size_down_to(ordered, below_ptr, num_below, WIDTH: tl.constexpr, STEPS: tl.constexpr):
     """Count what is worth as much as each slot: the slots before it, itself, and the ascending values below them."""
     place = tl.arange(0, WIDTH)
-    tiny = tl.full((WIDTH,), 1e-38, tl.float32)  # a literal below the normal numbers is a float64 to Triton 3.6
+    tiny = tl.full((WIDTH,), 1.2e-38, tl.float32)  # Triton 3.6 makes a subnormal literal a float64
     least = tl.div_rn(ordered[:, None], tl.maximum(ordered, tiny)[None, :])
     lower = tl.zeros((WIDTH, WIDTH), tl.int32)  # values that are less
     for step in tl.static_range(STEPS):

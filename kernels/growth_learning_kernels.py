@@ -93,7 +93,7 @@ def level_kernel(
     counts &= ~has_elder
     made = tl.where(counts, tl.exp(above), 0.0)
     value = tl.load(values_ptr + batch * n + node, counts, 0.0)
-    chance = tl.div_rn(value, tl.maximum(tl.load(values_ptr + batch * n + parent, counts, 1.0), 1e-38))
+    chance = tl.div_rn(value, tl.maximum(tl.load(values_ptr + batch * n + parent, counts, 1.0), 1.2e-38))
     weight = tl.load(weight_ptr + batch) + tl.sum(made * chance * (1 - chance), 0)
     weight = tl.minimum(weight, 12.0)  # reference_growth.MOST_WEIGHT
     shift = tl.load(shift_ptr + batch) + tl.div_rn(tl.sum(made * (ratio - chance), 0), weight)

@@ -271,7 +271,7 @@ def _size_down_to(ordered: Tensor, below: Tensor) -> Tensor:
         int64[batch, width], the slot itself counted; it never falls from slot to slot.
     """
     rank = torch.arange(ordered.shape[1], device=ordered.device)
-    least = ordered[:, :, None] / ordered[:, None].clamp(min=1e-38)  # [batch, slot, slot before it]
+    least = ordered[:, :, None] / ordered[:, None].clamp(min=1.2e-38)  # [batch, slot, slot before it]
     worth = len(below) - torch.searchsorted(below.to(ordered.dtype), least)
     return rank + 1 + (worth * (rank <= rank[:, None])).sum(-1)
 
@@ -361,7 +361,7 @@ def learn_level(level: Level, values: Tensor, verdicts: Verdicts) -> None:
     has_elder = ((parents[:, :, None] == parents[:, None]) & (index[:, None] > index)).any(-1)
     own = ratios.clamp(min=1e-6).log().double()  # as for a table: its sums do not depend on padding
     made = ((verdicts.mask * own[:, None]).sum(-1) - own).exp() * (is_drafted & ~has_elder & verdicts.is_live[:, None])
-    chance = values / values.gather(1, parents.clamp(min=0).long()).clamp(min=1e-38)
+    chance = values / values.gather(1, parents.clamp(min=0).long()).clamp(min=1.2e-38)
     level.weight.add_((made * chance * (1 - chance)).sum(1)).clamp_(max=MOST_WEIGHT)
     level.shift.add_((made * (ratios - chance)).sum(1) / level.weight)
 

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stree.kernels import ops
+from stree.kernels.precision import float32_tolerance
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 # Largest error as a share of the largest value of the oracle, which sees the same rounded inputs.
 TOLERANCE = {
-    torch.float32: 1e-5,  # 6e-8 rounding, sums of a few products
+    torch.float32: float32_tolerance(8),  # 6e-8 rounding, sums of a few products
     torch.bfloat16: 2e-2,  # the output has 8 bits, and the interpreter rounds them towards zero
     torch.float16: 2e-3,  # the output has 11 bits
 }
