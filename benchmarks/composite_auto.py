@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 from composite import Key, StepTimes, speedup, step_seconds
 
-import stree.rehearsal
+import stree.decode.profiling
 from stree.bench.pair import Pair
 from stree.bench.records import Record
+from stree.budget.policy import AutoSize, Sizes, Steering
+from stree.decode.profiling import step_times
+from stree.decode.step_cache import engine_of
 from stree.drafters import Draft, ModelDrafter
-from stree.engine import engine_of
 from stree.generation import run
-from stree.rehearsal import step_times
 from stree.sampling import Sampling
-from stree.steering import AutoSize, Sizes, Steering
 from stree.verify import Acceptance
 
 __all__ = ["ShapeTimes", "auto_row"]
@@ -47,12 +47,12 @@ class ShapeTimes:
         beside = self._beside_tree if calls else self._beside_plain
         return step_seconds(nodes, calls, self._target, self._draft, beside)
 
-    def told(self) -> stree.rehearsal.StepTimes:
+    def told(self) -> stree.decode.profiling.StepTimes:
         """Write them as the controller takes them, which knows no width of a call."""
         tree = [self._target.at(nodes) + self._beside_tree for nodes in self._target.nodes]
         tree_ms = 1e3 * np.maximum.accumulate(tree)
         nodes = np.array(self._target.nodes, dtype=float)
-        return stree.rehearsal.StepTimes(1e3 * self.seconds(1, 0), nodes, tree_ms, 1e3 * self._draft.at(WIDTH))
+        return stree.decode.profiling.StepTimes(1e3 * self.seconds(1, 0), nodes, tree_ms, 1e3 * self._draft.at(WIDTH))
 
 
 def auto_row(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from stree.bench.records import Record, quantiles
-from stree.graphs import CudaRecorder
+from stree.decode.cuda_graphs import CudaRecorder
 
 
 def time_graph(calls: Callable[[], Any], device: torch.device, count: int, runs: int = 50) -> Record:

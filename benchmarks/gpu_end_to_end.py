@@ -41,7 +41,7 @@ from stree.bench.prompts import parse_suites, read_suite
 from stree.bench.records import Record, environment, read, read_lines, write
 from stree.bench.summary import interval, mean_tau
 from stree.cli import main as run_stree
-from stree.graphs import recovering
+from stree.decode.cuda_graphs import recovering
 from stree.models.tree_lm import TreeLM
 
 METHODS = (

@@ -31,8 +31,8 @@ import stree
 from stree.bench.pair import Pair
 from stree.bench.profile import Shape, profile
 from stree.bench.records import Record, append, environment
+from stree.decode.cuda_graphs import recovering
 from stree.drafters import ModelDrafter
-from stree.graphs import recovering
 from stree.growth import Calibrated, Chain, Growth
 from stree.sampling import Sampling
 

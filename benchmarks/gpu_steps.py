@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, BambaConfig, Mamba2Config, PreTra
 import stree
 from stree.bench.profile import bytes_moved, copy_bandwidth
 from stree.bench.records import Record, quantiles
-from stree.graphs import recovering
+from stree.decode.cuda_graphs import recovering
 from stree.models.native import config_of_native
 
 __all__ = ["DRAFTERS", "NODES", "configurations", "measure", "model_of", "state_for", "step_of", "timed"]

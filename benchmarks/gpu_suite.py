@@ -39,7 +39,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from stree.bench.records import Record, append, environment
-from stree.graphs import recovering
+from stree.decode.cuda_graphs import recovering
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE_BYTES = 256 << 20  # four times the second-level cache of an H200

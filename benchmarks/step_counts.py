@@ -20,11 +20,11 @@ import torch
 from rich.table import Table
 from tiny_models import grafted, tiny_model
 
-import stree.program
+import stree.decode.step
 from stree.bench.records import Record, environment
+from stree.decode.step import Program
 from stree.drafters import ModelDrafter
 from stree.growth import Calibrated
-from stree.program import Program
 from stree.sampling import Random, Sampling
 
 SIZES = ((16, 4), (64, 6))  # nodes, root included, and draft calls
@@ -69,7 +69,7 @@ class StepCounts(kernel_counts.Counts):
 def count(nodes: int, depth: int, temperature: float) -> Record:
     """Count one step of a draft model's tree of so many nodes and draft calls."""
     growth = Calibrated(depth).bind(Sampling(temperature))
-    loop: Any = stree.program
+    loop: Any = stree.decode.step
     accept = loop.accept
     with kernel_counts.as_on_a_gpu():
         target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))

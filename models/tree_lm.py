@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stree.counts import check_counts, check_sizes
+from stree.checks import check_counts, check_sizes
 from stree.kernels.checks import has_triton
 from stree.kernels.topology import Topology, most_nodes, reads_freely
 from stree.models.checks import change_of, check_path, describe, is_integer, places

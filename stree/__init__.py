@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stree import distill, drafters, growth
     from stree.generation import Generation, GenerationError, GenerationInterrupted, generate
-    from stree.hook import custom_generate
+    from stree.integrations.transformers import custom_generate
     from stree.models.tree_lm import TreeLM
     from stree.sampling import Random, Sampling
     from stree.tree import TokenTree
@@ -46,7 +46,7 @@ _HOMES = {
     "TokenTree": "stree.tree",
     "TreeLM": "stree.models.tree_lm",
     "accept": "stree.verify",
-    "custom_generate": "stree.hook",
+    "custom_generate": "stree.integrations.transformers",
     "generate": "stree.generation",
     "warm_up": "stree.warming",
 }

@@ -8,21 +8,21 @@ from operator import index
 
 import torch
 
-from stree.arguments import check_arguments, check_block, check_lossy, check_nodes, slots_for, token_ids
+from stree.budget.policy import MAX_DEPTH, MOST_FIXED, AutoSize, FixedSize, Sizes, Steering
+from stree.budget.tree_sizes import PLAIN, Choice
+from stree.decode.logits_processors import EachNode, LogitsProcessor, NodeProcessor, with_processor
+from stree.decode.loop import Observer, Session, Streamer
+from stree.decode.memory import arithmetic, check_room, has_room
+from stree.decode.profiling import step_times
+from stree.decode.stats import Generation
+from stree.decode.step_cache import Engine, engine_of
+from stree.decode.validation import check_arguments, check_block, check_lossy, check_nodes, slots_for, token_ids
 from stree.drafters import Drafter, HasModel, ModelDrafter, NoDrafter, SuffixDrafter
-from stree.drafters.initialised import InitialisedDrafter
-from stree.engine import Engine, engine_of
+from stree.drafters.target_init import InitialisedDrafter
 from stree.growth import Growth
 from stree.growth.target_init import TargetInit
 from stree.models.tree_lm import TreeLM
-from stree.processing import EachNode, LogitsProcessor, NodeProcessor, with_processor
-from stree.rehearsal import step_times
-from stree.room import arithmetic, check_room, has_room
 from stree.sampling import Sampling
-from stree.session import Observer, Session, Streamer
-from stree.sizes import PLAIN, Choice
-from stree.statistics import Generation
-from stree.steering import MAX_DEPTH, MOST_FIXED, AutoSize, FixedSize, Sizes, Steering
 from stree.verify import LONGEST
 
 __all__ = ["Generation", "GenerationError", "GenerationInterrupted", "Streamer", "generate", "run"]

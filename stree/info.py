@@ -41,12 +41,12 @@ def describe_model(config: Any, dtype: Any, *, trust_remote_code: bool = False) 
     Returns:
         A JSON-able dict; where ``is_supported`` is False, ``reason`` says why and there are no sizes.
     """
-    from stree.engine import MOST_PROGRAMS
-    from stree.graphs import MOST_GRAPHS
+    from stree.decode.cuda_graphs import MOST_GRAPHS
+    from stree.decode.memory import state_bytes
+    from stree.decode.step_cache import MOST_PROGRAMS
     from stree.models.families import config_of_text_model, family_of
     from stree.models.memory import empty_model, measure_memory
     from stree.models.tree_lm import TreeLM
-    from stree.room import state_bytes
 
     config = config_of_text_model(config)
     report: dict[str, Any] = {

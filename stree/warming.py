@@ -8,14 +8,14 @@ from typing import Any
 
 from rich.progress import track
 
+from stree.budget.policy import Tour
+from stree.decode.cuda_graphs import WARM_UP
+from stree.decode.step_cache import engine_of
 from stree.drafters import Drafter, SuffixDrafter
-from stree.engine import engine_of
 from stree.generation import generate, run
-from stree.graphs import WARM_UP
 from stree.growth import Growth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
-from stree.steering import Tour
 
 __all__ = ["warm_up"]
 

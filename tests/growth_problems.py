@@ -8,11 +8,11 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from stree.drafters.grown import GrownTree
-from stree.drafters.offers import Offered
+from stree.drafters.candidates import Offered
+from stree.drafters.tree_builder import GrownTree
 from stree.growth import Layer, Plan
+from stree.growth.acceptance_model import Calibration, RankEstimate
 from stree.growth.calibrated import typical_values
-from stree.growth.estimates import Calibration, RankEstimate
 from stree.kernels.growth_door import Level, Memory, RankFit, Siblings, Table, Words
 from stree.kernels.reference_growth import remember
 

@@ -18,7 +18,7 @@ from tape import TapeRecorder
 from tiny_pairs import tiny_pair
 
 import stree
-from stree import engine, generation
+from stree import generation
 from stree.bench import execute as execution
 from stree.bench import runner
 from stree.bench.directory import RunDirectory
@@ -28,10 +28,11 @@ from stree.bench.pair import Pair
 from stree.bench.plan import Settings, read_suites
 from stree.bench.runner import Runner
 from stree.bench.verdict import verifier_name
-from stree.engine import Engine
+from stree.decode import step_cache as engine
+from stree.decode.loop import Session
+from stree.decode.profiling import GUESS
+from stree.decode.step_cache import Engine
 from stree.kernels import topology
-from stree.rehearsal import GUESS
-from stree.session import Session
 
 PROMPT = tuple(range(5, 18))
 METHODS = "plain,chain:3,calibrated:8x3,suffix:8"

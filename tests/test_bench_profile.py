@@ -16,11 +16,11 @@ from tape import TapeRecorder
 from tiny_models import grafted, tiny_model
 
 import stree
-from stree import engine
 from stree.bench.profile import Shape, bytes_moved, profile, profile_tables
 from stree.cli import main
+from stree.decode import step_cache as engine
+from stree.decode.step_cache import Engine
 from stree.drafters import ModelDrafter
-from stree.engine import Engine
 from stree.growth import Chain
 from stree.kernels import topology
 

@@ -12,9 +12,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from stree.budget import LOOK, BudgetController
-from stree.goodput import Experience, StepMs
-from stree.sizes import Choice, flat_choices, layered_choices
+from stree.budget.controller import LOOK, BudgetController
+from stree.budget.goodput import Experience, StepMs
+from stree.budget.tree_sizes import Choice, flat_choices, layered_choices
 
 PLAIN = Choice(1, 0)
 LARGEST, DEEPEST = 64, 16

@@ -16,7 +16,7 @@ from test_growth import all_drafts, draft_of, nodes_by_path, random_rows
 from torch import Tensor
 
 from stree.drafters import ModelDrafter
-from stree.drafters.offers import WithFavourite
+from stree.drafters.candidates import WithFavourite
 from stree.growth import (
     Calibrated,
     Chain,
@@ -29,8 +29,7 @@ from stree.growth import (
     choose_slots,
     parse_growth,
 )
-from stree.growth.calibrated import TYPICAL, typical_values
-from stree.growth.estimates import (
+from stree.growth.acceptance_model import (
     AFTER,
     AFTER_BESIDE,
     BEFORE,
@@ -44,6 +43,7 @@ from stree.growth.estimates import (
     SHARPNESS_EDGES,
     Calibration,
 )
+from stree.growth.calibrated import TYPICAL, typical_values
 from stree.kernels.growth_door import Words
 from stree.sampling import Draws, Sampling
 from stree.tree import TokenTree

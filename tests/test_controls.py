@@ -19,9 +19,9 @@ from test_fused import Retrieval
 from torch import Tensor
 
 from stree.drafters import Drafter, DraftRun, FusedDrafter, ModelDrafter
-from stree.drafters.initialised import InitialisedDrafter
+from stree.drafters.target_init import InitialisedDrafter
 from stree.growth import RSDS, Chain, DySpec, Estimate, Growth, Plan, Static
-from stree.growth.estimates import PathEstimate
+from stree.growth.acceptance_model import PathEstimate
 from stree.growth.target_init import TargetInit
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree

@@ -27,10 +27,10 @@ from torch import Tensor
 import stree
 from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.drafters.fused import _HidingLM
-from stree.drafters.trust import Listed, Trust
-from stree.drafters.union import graft_row
+from stree.drafters.merge import graft_row
+from stree.drafters.retrieval_calibration import Listed, Trust
 from stree.growth import RSDS, Calibrated, Chain, DepthStop, DySpec, Growth, Sequoia, Static
-from stree.growth.estimates import LEVEL_WEIGHT
+from stree.growth.acceptance_model import LEVEL_WEIGHT
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import DELTA, SAMPLED, Acceptance, DraftLaws

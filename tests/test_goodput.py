@@ -1,12 +1,12 @@
-"""What steps of each size emit and take, by what was accepted: `stree.goodput`."""
+"""What steps of each size emit and take, by what was accepted: `stree.budget.goodput`."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from stree.goodput import Experience, Goodput
-from stree.sizes import PLAIN, Choice, layered_choices
+from stree.budget.goodput import Experience, Goodput
+from stree.budget.tree_sizes import PLAIN, Choice, layered_choices
 
 CHOICES = layered_choices(4, 3)
 

@@ -21,9 +21,9 @@ import gpu_loops
 import gpu_steps
 from tape import TapeRecorder
 
-from stree import engine
 from stree.bench.profile import Shape
 from stree.bench.records import read
+from stree.decode import step_cache as engine
 from stree.growth import Chain
 from stree.kernels import topology
 

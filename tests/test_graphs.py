@@ -26,20 +26,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import stree
-from stree import engine, rehearsal, room
+from stree.budget.policy import AutoSize
+from stree.decode import memory as room
+from stree.decode import profiling as rehearsal
+from stree.decode import step_cache as engine
+from stree.decode.cuda_graphs import WARM_UP, Graphs
+from stree.decode.loop import Session
+from stree.decode.profiling import GUESS
+from stree.decode.stats import PARTS
+from stree.decode.step import Program
+from stree.decode.step_cache import Engine, layout_of
 from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
-from stree.engine import Engine, layout_of
 from stree.generation import _choices, _shape
-from stree.graphs import WARM_UP, Graphs
 from stree.growth import Calibrated, Chain, Growth, Limited
 from stree.kernels import topology
 from stree.models.trimmed import TrimmedLM
-from stree.program import Program
-from stree.rehearsal import GUESS
 from stree.sampling import Random, Sampling
-from stree.session import Session
-from stree.statistics import PARTS
-from stree.steering import AutoSize
 from stree.tree import TokenTree
 from stree.verify import DELTA
 
@@ -539,7 +541,7 @@ def test_a_controller_that_hears_late_keeps_the_text(
 ) -> None:
     options: dict[str, Any] = {"sampling": Sampling(temperature), "verifier": "match", "max_new_tokens": 30}
     eager = generate(grafted(tiny_model("bamba")), NoDrafter(), budget=1, **options).sequences
-    monkeypatch.setattr("stree.session.Session._is_late", lambda _: True)
+    monkeypatch.setattr("stree.decode.loop.Session._is_late", lambda _: True)
     padded, begin = [], AutoSize.__init__
 
     def noted(self: AutoSize, *arguments: Any, **named: Any) -> None:

@@ -11,8 +11,8 @@ import torch
 from growth_problems import KINDS, LAYERS, Forest, Given, relative_values, some_values
 from torch import Tensor
 
-from stree.drafters.grown import GrownTree
-from stree.drafters.offers import Offered
+from stree.drafters.candidates import Offered
+from stree.drafters.tree_builder import GrownTree
 from stree.growth import Layer, Plan
 from stree.kernels import growth_compiled, growth_door, reference_growth, topology
 from stree.kernels.growth_door import Chosen, Layout, Terms

@@ -30,10 +30,10 @@ from transformers import (
 )
 
 import stree
+from stree.decode.logits_processors import Node
 from stree.drafters import FusedDrafter, ModelDrafter, SuffixDrafter
 from stree.growth import Chain, Static
-from stree.hook_steps import BatchProcessor
-from stree.processing import Node
+from stree.integrations.transformers_processors import BatchProcessor
 
 
 @pytest.mark.parametrize("family", LANDED)

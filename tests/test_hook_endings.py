@@ -31,7 +31,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
 
 import stree
-from stree.hook_steps import Stops
+from stree.integrations.transformers_processors import Stops
 
 
 def test_finished_rows_are_padded_as_transformers_pads_them() -> None:

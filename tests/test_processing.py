@@ -26,9 +26,9 @@ from transformers import LogitsProcessorList
 
 import stree
 from stree import Sampling, TokenTree
+from stree.decode.logits_processors import EachNode, Node, processed
 from stree.drafters import Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Chain, Static
-from stree.processing import EachNode, Node, processed
 
 
 def add_text(input_ids: Tensor, logits: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from stree import graphs
-from stree.graphs import CudaRecorder, recovering
+from stree.decode import cuda_graphs as graphs
+from stree.decode.cuda_graphs import CudaRecorder, recovering
 
 CUDA = torch.device("cuda", 0)
 

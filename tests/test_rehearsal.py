@@ -20,14 +20,14 @@ from tiny_models import grafted, tiny_model
 from torch import Tensor
 
 import stree
-from stree import rehearsal
+from stree.budget.policy import Sizes
+from stree.budget.tree_sizes import PLAIN, Choice, flat_choices
+from stree.decode import profiling as rehearsal
+from stree.decode.profiling import GUESS, StepTimes, step_times
 from stree.drafters import Draft, FusedDrafter, ModelDrafter, SuffixDrafter
 from stree.growth import Calibrated, Chain, DySpec, Limited
 from stree.growth.plan import Growth
-from stree.rehearsal import GUESS, StepTimes, step_times
 from stree.sampling import Sampling
-from stree.sizes import PLAIN, Choice, flat_choices
-from stree.steering import Sizes
 from stree.tree import TokenTree
 from stree.verify import Acceptance
 

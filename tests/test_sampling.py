@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from stree import draws
-from stree.drafters.offers import top
+from stree.drafters.candidates import top
 from stree.kernels import topology
 from stree.sampling import MAX_RANKS, Draws, Random, Sampling, _philox
 

@@ -15,7 +15,7 @@ import torch
 from tiny_models import grafted, random_texts, tiny_model
 
 import stree
-from stree import arguments
+from stree.decode import validation as arguments
 from stree.drafters import Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Chain
 from stree.models import tree_lm

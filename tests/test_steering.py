@@ -21,10 +21,13 @@ from tiny_models import grafted, random_texts, tiny_model
 from torch import Tensor
 
 import stree
-from stree.budget import BudgetController
+from stree.budget.controller import BudgetController
+from stree.budget.goodput import Experience
+from stree.budget.policy import AutoSize, FixedSize, Sizes
+from stree.budget.tree_sizes import PLAIN, Choice, flat_choices
+from stree.decode.profiling import GUESS, StepTimes
 from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.generation import _choices, _shape
-from stree.goodput import Experience
 from stree.growth import (
     RSDC,
     RSDS,
@@ -45,10 +48,7 @@ from stree.growth import (
 )  # fmt: skip
 from stree.growth.plan import Bound
 from stree.kernels import topology
-from stree.rehearsal import GUESS, StepTimes
 from stree.sampling import Random, Sampling
-from stree.sizes import PLAIN, Choice, flat_choices
-from stree.steering import AutoSize, FixedSize, Sizes
 from stree.tree import TokenTree
 from stree.verify import Acceptance
 

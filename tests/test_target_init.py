@@ -11,7 +11,7 @@ from tables import TableLaw, TableLM
 
 import stree
 from stree.drafters import ModelDrafter, NoDrafter, SuffixDrafter
-from stree.drafters.initialised import InitialisedDrafter
+from stree.drafters.target_init import InitialisedDrafter
 from stree.growth import Chain
 from stree.growth.target_init import TargetInit
 from stree.sampling import Random, Sampling

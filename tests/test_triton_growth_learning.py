@@ -18,7 +18,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from stree.growth.estimates import Calibration
+from stree.growth.acceptance_model import Calibration
 from stree.kernels import growth_learning, reference_growth, topology
 from stree.kernels.growth_learning import Kept, Level, Memory, Table, Verdicts
 from stree.kernels.reference_growth import NUM_PLACES

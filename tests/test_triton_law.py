@@ -16,7 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from stree.growth.estimates import Calibration, RankEstimate, Slots
+from stree.growth.acceptance_model import Calibration, RankEstimate, Slots
 from stree.kernels import law as kernels
 from stree.kernels import law_door, reference_law, topology
 from stree.sampling import Sampling

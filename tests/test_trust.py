@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from stree.drafters.trust import GREEDY_SLOPE, PER_TEMPERATURE, PRIOR_WEIGHT, Trust
+from stree.drafters.retrieval_calibration import GREEDY_SLOPE, PER_TEMPERATURE, PRIOR_WEIGHT, Trust
 from stree.tree import TokenTree
 
 TREE = TokenTree(torch.tensor([[0, 1, 2, 3]]), torch.tensor([[-1, 0, 0, 1]]))

@@ -20,6 +20,7 @@ from tiny_models import grafted, random_texts, tiny_model
 from torch import Tensor
 
 import stree
+from stree.decode.step import Program
 from stree.drafters import Bounded, ModelDrafter, NoDrafter
 from stree.growth import (
     RSDS,
@@ -37,7 +38,6 @@ from stree.growth import (
     Static,
 )
 from stree.kernels import tiles, topology
-from stree.program import Program
 from stree.sampling import Random, Sampling
 
 STEPS = 10

@@ -16,11 +16,11 @@ from stree.bench.methods import Method
 from stree.bench.pair import Pair
 from stree.bench.peers import PEERS
 from stree.bench.watch import Counts, Watch
+from stree.decode.profiling import num_measured
+from stree.decode.step_cache import Engine, engine_of
 from stree.drafters import Drafter, ModelDrafter, NoDrafter, SuffixDrafter
-from stree.engine import Engine, engine_of
 from stree.generation import GenerationError, generate
 from stree.models.tree_lm import TreeLM
-from stree.rehearsal import num_measured
 from stree.sampling import Sampling
 
 __all__ = ["Case", "Run", "execute"]

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from stree.counts import check_counts
+from stree.checks import check_counts
 from stree.growth import Chain, Growth, TargetInit, parse_growth
 from stree.verify import VERIFIERS
 

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from stree.bench.pair import Pair
 from stree.bench.records import Record
-from stree.clocks import StepClock
+from stree.decode.stats import PARTS
+from stree.decode.step_cache import Engine, engine_of
+from stree.decode.timing import StepClock
 from stree.drafters import Drafter, ModelDrafter, SuffixDrafter
-from stree.engine import Engine, engine_of
 from stree.generation import generate
 from stree.growth import Growth
 from stree.models.memory import measure_memory, modules_by_kind, weight_bytes
 from stree.models.state import TreeStep
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
-from stree.statistics import PARTS
 
 __all__ = ["Shape", "bytes_moved", "copy_bandwidth", "profile", "profile_tables"]
 

@@ -18,7 +18,7 @@ from stree.bench.pair import Pair
 from stree.bench.plan import Block, Settings, Suite, finished_keys, plan_blocks
 from stree.bench.records import Record, quantiles
 from stree.bench.verdict import divergence
-from stree.engine import engine_of, rounded
+from stree.decode.step_cache import engine_of, rounded
 
 __all__ = ["Runner"]
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from stree.budget.policy import AutoSize
 from stree.drafters import Draft, Drafter, DraftRun, HasModel
 from stree.growth import Growth
 from stree.sampling import Random
-from stree.steering import AutoSize
 from stree.tree import TokenTree
 from stree.verify import Acceptance
 

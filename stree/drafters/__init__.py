@@ -4,10 +4,7 @@ A drafter holds no state of a generation; ``start`` gives a run that does.  A ru
 token and observes what became of it.
 """
 
-from stree.drafters.fused import FusedDrafter
-from stree.drafters.model import ModelDrafter, check_vocabulary
-from stree.drafters.none import NoDrafter
-from stree.drafters.protocol import (
+from stree.drafters.base import (
     Bounded,
     Capturable,
     Composed,
@@ -19,6 +16,9 @@ from stree.drafters.protocol import (
     Slotted,
     padded_prompts,
 )
+from stree.drafters.fused import FusedDrafter
+from stree.drafters.model import ModelDrafter, check_vocabulary
+from stree.drafters.none import NoDrafter
 from stree.drafters.suffix import SuffixDrafter
 
 __all__ = [

@@ -17,8 +17,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from stree.drafters.grown import prune
-from stree.drafters.protocol import (
+from stree.drafters.base import (
     Bounded,
     Draft,
     Drafter,
@@ -31,8 +30,9 @@ from stree.drafters.protocol import (
     Slotted,
     padded_prompts,
 )
-from stree.drafters.trust import Trust
-from stree.drafters.union import graft, keep_best, with_delta
+from stree.drafters.merge import graft, keep_best, with_delta
+from stree.drafters.retrieval_calibration import Trust
+from stree.drafters.tree_builder import prune
 from stree.growth import Growth, Plan
 from stree.growth.calibrated import typical_values
 from stree.models.tree_lm import TreeLM

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from stree.drafters.grown import LEAD, GrownTree, narrowed, num_run
-from stree.drafters.offers import offers_of
-from stree.drafters.protocol import Draft, padded_prompts
-from stree.drafters.waiting import Waiting
+from stree.drafters.base import Draft, padded_prompts
+from stree.drafters.candidates import offers_of
+from stree.drafters.catch_up import Waiting
+from stree.drafters.tree_builder import LEAD, GrownTree, narrowed, num_run
 from stree.growth import Calibrated, Estimate, Growth, Limited, Notes, Plan, Proposal, Slots, choose_slots
 from stree.kernels.bookkeeping import Drafted, path_on_columns, path_on_nodes
 from stree.kernels.law_door import law_and_norms

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stree.drafters.protocol import Draft
+from stree.drafters.base import Draft
 from stree.growth import Growth
 from stree.sampling import Random
 from stree.tree import TokenTree

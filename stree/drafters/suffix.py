@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stree.drafters.protocol import Draft
+from stree.drafters.base import Draft
 from stree.growth import Growth
 from stree.retrieval import LONGEST_MATCH, Datastore, Nodes, SuffixAutomaton, unite
 from stree.sampling import Random

@@ -3,11 +3,11 @@
 A growth is a policy over slots.  Growths know no model: a drafter asks for a ``Plan`` and fills it layer by layer.
 """
 
+from stree.growth.acceptance_model import Estimate, Notes, Proposal, Slots
 from stree.growth.beam import RSDS
 from stree.growth.calibrated import Calibrated
 from stree.growth.decision import DecisionStop
 from stree.growth.dyspec import DySpec
-from stree.growth.estimates import Estimate, Notes, Proposal, Slots
 from stree.growth.fixed import Chain, Static
 from stree.growth.names import parse_growth
 from stree.growth.plan import Growth, Layer, Limited, Plan, choose_slots

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stree.counts import check_sizes
-from stree.growth.estimates import DraftEstimate, Estimate, PathEstimate, Slots, spent_before
+from stree.checks import check_sizes
+from stree.growth.acceptance_model import DraftEstimate, Estimate, PathEstimate, Slots, spent_before
 from stree.growth.plan import Bound, Layer, Plan
 from stree.sampling import MAX_RANKS, Random
 

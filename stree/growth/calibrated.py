@@ -8,8 +8,8 @@ from functools import lru_cache
 
 import torch
 
-from stree.counts import check_sizes
-from stree.growth.estimates import Calibration, Estimate, RankEstimate
+from stree.checks import check_sizes
+from stree.growth.acceptance_model import Calibration, Estimate, RankEstimate
 from stree.growth.plan import Bound, Layer, Plan
 
 __all__ = ["Calibrated"]

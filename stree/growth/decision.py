@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stree.growth.estimates import Estimate
+from stree.growth.acceptance_model import Estimate
 from stree.growth.stops import Stopped, StoppedGrowth
 
 __all__ = ["DecisionStop", "features"]

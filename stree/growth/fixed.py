@@ -9,8 +9,8 @@ from itertools import accumulate
 
 import torch
 
-from stree.counts import check_sizes
-from stree.growth.estimates import Estimate
+from stree.checks import check_sizes
+from stree.growth.acceptance_model import Estimate
 from stree.growth.plan import Bound, Layer, Plan
 from stree.growth.stops import Confidence, Stopped
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, Self
 import torch
 from torch import Tensor
 
-from stree.growth.estimates import DraftEstimate, Estimate, PathEstimate
+from stree.growth.acceptance_model import DraftEstimate, Estimate, PathEstimate
 from stree.kernels.growth_door import Terms, choose
 from stree.sampling import Sampling
 

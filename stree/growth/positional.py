@@ -11,8 +11,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from stree.counts import check_sizes
-from stree.growth.estimates import DraftEstimate, Estimate, PathEstimate, Slots
+from stree.checks import check_sizes
+from stree.growth.acceptance_model import DraftEstimate, Estimate, PathEstimate, Slots
 from stree.growth.fixed import Static
 from stree.growth.plan import Bound, Plan
 

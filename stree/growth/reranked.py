@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stree.counts import check_sizes
-from stree.growth.estimates import Estimate, PathEstimate
+from stree.checks import check_sizes
+from stree.growth.acceptance_model import Estimate, PathEstimate
 from stree.growth.plan import Bound, Layer, Plan
 from stree.sampling import Random
 

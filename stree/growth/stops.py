@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stree.growth.estimates import Estimate, Proposal, Slots
+from stree.growth.acceptance_model import Estimate, Proposal, Slots
 from stree.growth.plan import Plan, Wrapped
 from stree.kernels.growth_learning import Kept
 from stree.sampling import Random

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stree.counts import check_sizes
+from stree.checks import check_sizes
 from stree.growth.fixed import Static
 from stree.growth.plan import Bound, Plan
 

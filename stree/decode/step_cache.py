@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from stree.graphs import CudaRecorder, Graphs, Recorder
+from stree.decode.cuda_graphs import CudaRecorder, Graphs, Recorder
+from stree.decode.step import Program
 from stree.models.tree_lm import TreeLM
-from stree.program import Program
 
 __all__ = ["Engine", "engine_of", "layout_of", "rounded"]
 

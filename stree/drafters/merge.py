@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stree.drafters.protocol import Draft
-from stree.drafters.trust import Listed
+from stree.drafters.base import Draft
+from stree.drafters.retrieval_calibration import Listed
 from stree.tree import TokenTree
 from stree.verify import DELTA, DraftLaws
 

@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation import logits_process as processors
 
-from stree.processing import Node
+from stree.decode.logits_processors import Node
 
 __all__ = ["BatchProcessor", "StepObserver", "Stops"]
 

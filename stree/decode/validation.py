@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from stree.counts import check_counts, check_sizes
+from stree.checks import check_counts, check_sizes
+from stree.decode.loop import Streamer
 from stree.drafters import Drafter, FusedDrafter, HasModel, ModelDrafter, SuffixDrafter, check_vocabulary
 from stree.growth import Growth
 from stree.kernels.topology import most_nodes
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
-from stree.session import Streamer
 from stree.verify import VERIFIERS
 
 __all__ = ["Slots", "check_arguments", "check_block", "check_lossy", "check_nodes", "slots_for", "token_ids"]

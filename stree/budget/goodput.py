@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stree.sizes import Choice
+from stree.budget.tree_sizes import Choice
 
 __all__ = ["Experience", "Goodput", "StepMs"]
 

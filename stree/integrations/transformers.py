@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
+from stree.decode.loop import Streamer
 from stree.drafters import Drafter, HasModel, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.generation import run
 from stree.growth import Growth
-from stree.hook_steps import BatchProcessor, StepObserver, Stops
+from stree.integrations.transformers_processors import BatchProcessor, StepObserver, Stops
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
-from stree.session import Streamer
 
 __all__ = ["custom_generate"]
 

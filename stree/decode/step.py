@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.clocks import Clock, Clocks, ReplayClock, StepClock
+from stree.decode.cuda_graphs import Graphs
+from stree.decode.timing import Clock, Clocks, ReplayClock, StepClock
 from stree.drafters import (
     Capturable,
     Composed,
@@ -28,7 +29,6 @@ from stree.drafters import (
     Slotted,
     padded_prompts,
 )
-from stree.graphs import Graphs
 from stree.growth import Growth
 from stree.kernels.bookkeeping import Texts, emit
 from stree.kernels.topology import reads_freely

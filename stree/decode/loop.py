@@ -14,15 +14,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from stree.budget.policy import Steering
+from stree.decode.cuda_graphs import Graphs
+from stree.decode.stats import Generation, Statistics
+from stree.decode.step import Program, Round
+from stree.decode.step_cache import Engine, layout_of, rounded
 from stree.drafters import Bounded, Drafter, HasModel, ModelDrafter, NoDrafter, Slotted, SuffixDrafter
-from stree.engine import Engine, layout_of, rounded
-from stree.graphs import Graphs
 from stree.kernels.topology import reads_freely
 from stree.models.tree_lm import TreeLM
-from stree.program import Program, Round
 from stree.sampling import Random, Sampling
-from stree.statistics import Generation, Statistics
-from stree.steering import Steering
 
 __all__ = ["Observer", "Session", "Streamer"]
 

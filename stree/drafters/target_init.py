@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from stree.drafters.base import Draft
 from stree.drafters.model import ModelDrafter
-from stree.drafters.protocol import Draft
 from stree.growth import Growth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.drafters.offers import Offered
+from stree.drafters.candidates import Offered
 from stree.growth import Layer, Plan
 from stree.kernels.growth_door import MAX_SLOTS, Chosen, Columns, Layout, Proposed, Words, append, begin, cut, select
 from stree.kernels.tiles import MAX_NODES

@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stree.budget.goodput import Experience
+from stree.budget.policy import AutoSize, Sizes
+from stree.budget.tree_sizes import PLAIN, Choice
+from stree.decode.cuda_graphs import WARM_UP
+from stree.decode.logits_processors import Node, NodeProcessor, with_processor
+from stree.decode.loop import Session
+from stree.decode.step_cache import Engine
 from stree.drafters import Draft, Drafter, HasModel
-from stree.engine import Engine
-from stree.goodput import Experience
-from stree.graphs import WARM_UP
 from stree.growth import Growth
 from stree.models.tree_lm import TreeLM
-from stree.processing import Node, NodeProcessor, with_processor
 from stree.sampling import Random, Sampling
-from stree.session import Session
-from stree.sizes import PLAIN, Choice
-from stree.steering import AutoSize, Sizes
 from stree.tree import TokenTree
 from stree.verify import Acceptance
 

@@ -1,7 +1,7 @@
 """How large a tree to draft: the size whose emitted tokens are worth its time, plain decoding among the choices.
 
 Goodput (SmartSpec, arXiv 2406.14066, for trees): expected emitted tokens a step over the step's time.  One step says
-what every smaller tree would have emitted and cost (`stree.goodput`), so only larger ones need be tried.
+what every smaller tree would have emitted and cost (`stree.budget.goodput`), so only larger ones need be tried.
 
 No clock is read, so that the same text leads to the same sizes.
 """
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stree.goodput import Experience, Goodput, StepMs
-from stree.sizes import PLAIN, Choice
+from stree.budget.goodput import Experience, Goodput, StepMs
+from stree.budget.tree_sizes import PLAIN, Choice
 
 __all__ = ["BudgetController"]
 

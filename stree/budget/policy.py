@@ -14,11 +14,11 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from stree.budget import BudgetController
+from stree.budget.controller import BudgetController
+from stree.budget.goodput import Experience, StepMs
+from stree.budget.tree_sizes import PLAIN, Choice, flat_choices, layered_choices
 from stree.drafters import Draft
-from stree.goodput import Experience, StepMs
 from stree.growth import Growth, Limited
-from stree.sizes import PLAIN, Choice, flat_choices, layered_choices
 from stree.verify import Acceptance
 
 __all__ = ["AutoSize", "FixedSize", "Sizes", "Steering", "Tour"]

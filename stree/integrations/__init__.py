@@ -1,0 +1,1 @@
+"""Use of stree from other libraries."""
