@@ -31,7 +31,7 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
         choose_kernel[(batch,)](
             value, None if left is None else left.contiguous(), below, slots, is_taken,
             count, width, 0 if below is None else len(below), terms.threshold, terms.layers_left, value.stride(0),
-            **constants, IN_ORDER=terms.in_order, num_warps=choose_warps(constants["SLOTS"], constants["WIDTH"]),
+            **constants, num_warps=choose_warps(constants["SLOTS"], constants["WIDTH"]),
         )  # fmt: skip
     return slots, is_taken
 
@@ -64,15 +64,15 @@ def rate_by_rank(fit: RankFit, level: Level, given: Siblings) -> Tensor:
 def rate_by_table(table: Table, given: Siblings) -> Ratings:
     """Rate drawn children; see `stree.kernels.growth_door`."""
     laws, said, strides = _operands(given)
-    probs, memory, is_chosen = laws[1], given.memory, given.is_chosen
+    probs, memory = laws[1], given.memory
     batch, above, ranks = probs.shape
     ratings = Ratings(
         torch.empty_like(probs), torch.empty_like(probs), probs.new_empty(*probs.shape, 2, dtype=torch.int64)
     )
     with torch.cuda.device_of(probs):
         table_kernel[(-(-above // NODES), batch)](
-            *laws, None if is_chosen is None else is_chosen.contiguous(), table.passed, table.tests, table.sharpness,
-            table.confidence, memory.places, memory.last, *said, *ratings, above, ranks, len(table.rank),
+            *laws, table.passed, table.tests, table.sharpness, table.confidence,
+            memory.places, memory.last, *said, *ratings, above, ranks, len(table.rank),
             table.tests.shape[1], *strides, SHARPNESS=len(table.sharpness), CONFIDENCE=len(table.confidence),
             SAID=NUM_SAID, NODES=NODES, NUM_PLACES=memory.num_places, num_warps=1,
             enable_fp_fusion=False,  # sums and products round as torch's do

@@ -40,8 +40,7 @@ __all__ = [
 def learn(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> None:
     """Count every test of a tree by the probability that it is made: its ancestors accepted, its elder siblings not.
 
-    A favourite counts as often as its parent is accepted: its chance is not that of its test.  Sums are formed in one
-    order, so what a table holds does not depend on the run.
+    Sums are formed in one order, so what a table holds does not depend on the run.
 
     Args:
         table: ``tests`` and ``passed`` are added to, at the cells of each node that is no padding.
@@ -69,8 +68,8 @@ def _learn_in_one(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> Non
         learn_kernel[(batch,)](
             notes, places, None if numbers is None else numbers.contiguous(), verdicts.parents.contiguous(),
             verdicts.mask.contiguous(), ratios, verdicts.is_live, table.passed, table.tests,
-            n, notes.shape[1], places.shape[1], table.tests.shape[1], table.favourites.start, table.favourites.stop,
-            ratios.stride(0), **constants, num_warps=learn_warps(constants["NODES"]),
+            n, notes.shape[1], places.shape[1], table.tests.shape[1], ratios.stride(0),
+            **constants, num_warps=learn_warps(constants["NODES"]),
         )  # fmt: skip
 
 

@@ -32,14 +32,13 @@ PARENT, PAIR, TRIPLE = 1, 2, 4  # what a text holds of a child: as ``reference_g
 
 def rate_by_table(table: Table, given: Siblings) -> Ratings:
     """Rate slots by what a table has counted; see `stree.kernels.growth_door`."""
-    probs, is_chosen = given.probs, given.is_chosen
+    probs = given.probs
     kind = torch.promote_types(probs.dtype, table.tests.dtype)
     priority, value = torch.empty(probs.shape, dtype=kind), torch.empty(probs.shape, dtype=kind)
     cells = torch.empty(*probs.shape, 2, dtype=torch.long)
     _count(
         table.passed.numpy(), table.tests.numpy(), table.sharpness.numpy(), table.confidence.numpy(), len(table.rank),
         *(part.to(kind).contiguous().numpy() for part in (given.reach, probs, given.norms)),
-        np.empty((0, 0, 0), np.bool_) if is_chosen is None else is_chosen.contiguous().numpy(),
         _held(given), priority.numpy(), value.numpy(), cells.numpy(),
     )  # fmt: skip
     return Ratings(priority, value, cells)
@@ -175,43 +174,28 @@ def _rank(
 @compiled
 def _count(
     passed: Array, tests: Array, sharpness: Array, confidence: Array, ranks: int, reach: Array, probs: Array,
-    norms: Array, is_chosen: Array, held: Array, priority: Array, value: Array, cells: Array,
+    norms: Array, held: Array, priority: Array, value: Array, cells: Array,
 ) -> None:  # fmt: skip
     """Do what ``rate_by_table`` does; the last three are written."""
     batch, above, count = probs.shape
-    has_kinds = is_chosen.size > 0
     kind = probs.dtype.type  # of all but what is summed and multiplied up, as in torch: in float64
     zero, one, least = kind(0), kind(1), kind(LEAST)
-    behind = 2 * ranks * (len(sharpness) + 1)  # the first cell of those after a draw
+    behind = ranks * (len(sharpness) + 1)  # the first cell of those after a draw
     for b in range(batch):
         for node in range(above):
-            favourite = zero
-            for rank in range(count):
-                if has_kinds and is_chosen[b, node, rank]:
-                    favourite += probs[b, node, rank]
-            sharp = _cell(sharpness, norms[b, node] * norms[b, node] + favourite * favourite)
-            first = ranks if favourite > 0 else 0
-            spent, untested = 0.0, np.float64(reach[b, node])
-            eldest, lowest = one, kind(np.inf)
+            sharp = _cell(sharpness, norms[b, node] * norms[b, node])
+            spent, untested, lowest = 0.0, np.float64(reach[b, node]), kind(np.inf)
             for rank in range(count):
                 prob, upper = probs[b, node, rank], kind(untested)
-                chosen = has_kinds and is_chosen[b, node, rank]
-                before = (first + rank) * (len(sharpness) + 1) + sharp
-                share = prob if chosen else prob / max(one - (kind(spent) + favourite), least)
+                before = rank * (len(sharpness) + 1) + sharp
+                share = prob / max(one - kind(spent), least)
                 after = before * (len(confidence) + 1) + _cell(confidence, share)
                 after = behind + after * NUM_SAID + min(held[b, node, rank], TRIPLE)
                 cells[b, node, rank, 0], cells[b, node, rank, 1] = before, after
                 expected, found = passed[b, before] / tests[b, before], passed[b, after] / tests[b, after]
-                refused = one - found
-                if rank == 0:
-                    eldest = refused
-                if chosen:
-                    priority[b, node, rank] = value[b, node, rank] = reach[b, node] * found
-                    refused = one - found / max(eldest, least)
-                else:
-                    spent += np.float64(prob)
-                    lowest = min(lowest, upper * expected)
-                    priority[b, node, rank], value[b, node, rank] = lowest, upper * found
+                lowest = min(lowest, upper * expected)
+                priority[b, node, rank], value[b, node, rank] = lowest, upper * found
                 if prob <= 0:
                     priority[b, node, rank] = value[b, node, rank] = zero
-                untested *= np.float64(max(refused, zero) if has_kinds else refused)
+                spent += np.float64(prob)
+                untested *= np.float64(one - found)

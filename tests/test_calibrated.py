@@ -16,7 +16,6 @@ from test_growth import all_drafts, draft_of, nodes_by_path, random_rows
 from torch import Tensor
 
 from stree.drafters import ModelDrafter
-from stree.drafters.offers import WithFavourite
 from stree.growth import (
     Calibrated,
     Chain,
@@ -32,9 +31,7 @@ from stree.growth import (
 from stree.growth.calibrated import TYPICAL, typical_values
 from stree.growth.estimates import (
     AFTER,
-    AFTER_BESIDE,
     BEFORE,
-    BEFORE_BESIDE,
     BY_TEMPERATURE,
     BY_TEXT,
     CERTAIN,
@@ -45,9 +42,9 @@ from stree.growth.estimates import (
     Calibration,
 )
 from stree.kernels.growth_door import Words
-from stree.sampling import Draws, Sampling
+from stree.sampling import Sampling
 from stree.tree import TokenTree
-from stree.verify import DELTA, SAMPLED, Acceptance
+from stree.verify import SAMPLED, Acceptance
 
 PLAIN = Sampling(1.0)
 EXACT = 1e-12  # total variation: sums in float64
@@ -171,133 +168,27 @@ def middle(edges: tuple[float, ...], number: int) -> float:
 
 @pytest.mark.parametrize("policy", [(2, 2, 5), (2, 2, 4), (1, 3, 3)], ids=["whole", "cut", "star"])
 @pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
-@pytest.mark.parametrize("has_favourite", [False, True])
-def test_the_emitted_law_is_the_target_s(policy: tuple[int, int, int], verifier: str, has_favourite: bool) -> None:
+def test_the_emitted_law_is_the_target_s(policy: tuple[int, int, int], verifier: str) -> None:
     depth, ranks, budget = policy
     target, law = TableLaw.random(3, 11), TableLaw.random(3, 12)
-    trees, _ = all_drafts(law, Calibrated(depth, ranks, has_favourite), budget, PLAIN)
+    trees, _ = all_drafts(law, Calibrated(depth, ranks), budget, PLAIN)
     assert abs(float(trees.weight.sum()) - 1) < EXACT
-    assert set(trees.laws.kind.unique().tolist()) == ({SAMPLED, DELTA} if has_favourite else {SAMPLED})
+    assert set(trees.laws.kind.unique().tolist()) == {SAMPLED}
     length = int(trees.tree.depths.max()) + 1
     assert total_variation(emitted_law(target, trees, PLAIN, verifier, length), target.joint(PLAIN, length)) < EXACT
 
 
-# Five tokens: below 0 and 3 the draft has a favourite, elsewhere none.
-MIXED = TableLaw(torch.tensor([[2.0, 0.1, 0.0, 0.2, 0.1], *[[0.1, 0.0, 0.05, 0.1, 0.02]] * 2, [0.3, 0.0, 0.0, 1.0, 0.1],
-                               [0.0, 0.1, 0.0, 0.1, 0.0]]).double())  # fmt: skip
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("depth", "budget"), [(1, 3), (2, 4), (2, 5)])
-@pytest.mark.parametrize("verifier", ["rejection", "traversal"])
-def test_the_emitted_law_is_the_target_s_where_some_laws_have_a_favourite(
-    verifier: str, depth: int, budget: int, seed: int
-) -> None:
-    target = TableLaw.random(5, seed)
-    trees, _ = all_drafts(MIXED, Calibrated(depth, 2, has_favourite=True), budget, PLAIN)
-    assert abs(float(trees.weight.sum()) - 1) < EXACT
-    assert set(trees.laws.kind[trees.parents >= 0].tolist()) == {SAMPLED, DELTA}
-    assert (
-        total_variation(emitted_law(target, trees, PLAIN, verifier, depth + 1), target.joint(PLAIN, depth + 1)) < EXACT
-    )
-
-
-@pytest.mark.parametrize("fault", ["the law keeps the favourite", "the favourite passes for drawn"])
-@pytest.mark.parametrize("verifier", ["rejection", "traversal"])
-def test_a_favourite_that_the_verifier_is_misled_about_changes_the_law(verifier: str, fault: str) -> None:
-    target = TableLaw.random(5, 1)
-    trees, _ = all_drafts(MIXED, Calibrated(1, 2, has_favourite=True), 3, PLAIN)
-    if fault == "the law keeps the favourite":
-        probs = trees.laws.probs.clone()
-        probs[:, 0, 0] = 1 - probs[:, 0].sum(-1)
-        laws = replace(trees.laws, probs=probs)
-    else:
-        laws = replace(trees.laws, kind=torch.full_like(trees.laws.kind, SAMPLED))
-    assert (
-        total_variation(emitted_law(target, replace(trees, laws=laws), PLAIN, verifier, 2), target.joint(PLAIN, 2))
-        > 0.01
-    )
-
-
-def test_the_favourite_is_offered_second_and_the_others_are_drawn_from_the_rest() -> None:
-    law = torch.tensor([[[0.1, 0.6, 0.3], [0.2, 0.24, 0.56], [0.0, 1.0, 0.0]], [[0.25, 0.25, 0.5]] * 3])
-    law = torch.cat([law, torch.full((2, 1, 3), 0.2)], 1)
-    given = law.clone()
-    draws = Draws(random_rows(2), 4, 3)
-    offered = WithFavourite(draws)(law, 0, 3)
-    assert offered.is_chosen is not None
-    assert offered.is_chosen.tolist() == [[[False, True, False]] * 3 + [[False] * 3]] * 2
-    left = [[0.1, 0.0, 0.3], [0.2, 0.24, 0.0], [0.0, 0.0, 0.0], [0.2, 0.2, 0.2]]
-    torch.testing.assert_close(law[0], torch.tensor(left))
-    tokens, probs = draws.draw(law, 0, 3)
-    assert torch.equal(offered.tokens[..., ::2][:, :3], tokens[:, :3, :2]), "the same draws from what is left"
-    assert torch.equal(offered.tokens[:, 3], tokens[:, 3])
-    assert offered.tokens[0, :3, 1].tolist() == [1, 2, 1]
-    assert torch.equal(offered.probs[:, :3, ::2], probs[:, :3, :2])
-    assert torch.equal(offered.probs[:, :3, 1], given[:, :3].amax(-1))
-    single = WithFavourite(draws)(given, 0, 1)
-    assert single.is_chosen is None, "an only child is drawn from the whole law"
-
-
-def test_ratings_beside_a_favourite_are_those_of_a_table_kept_by_hand() -> None:
-    squares, favourite = 0.6**2 + 0.3**2 + 0.1**2, 0.6
-    law = torch.tensor([[[0.0, 0.3, 0.1]]])
-    probs, is_chosen = torch.tensor([[[0.1, 0.6, 0.3]]]), torch.tensor([[[False, True, False]]])
-    reach = torch.tensor([[0.5]])
-    estimate = Calibration(1, 3, CPU, 0.8)
-    middles = [(a + b) / 2 for a, b in zip((0.0, *CONFIDENCE_EDGES), (*CONFIDENCE_EDGES, 1.0), strict=True)]
-    edges = (0.0, *SHARPNESS_EDGES, 1.0)
-    sharp = -math.log(1 - (edges[place(squares, SHARPNESS_EDGES)] + edges[place(squares, SHARPNESS_EDGES) + 1]) / 2)
-
-    def prior(rank: int, confidence: float | None) -> float:
-        if confidence is None:
-            odds = BEFORE_BESIDE[rank][0] + BEFORE_BESIDE[rank][1] * sharp
-        else:
-            level, slope, steep = AFTER_BESIDE[rank]
-            odds = level + slope * sharp + steep * math.log(middles[place(confidence, CONFIDENCE_EDGES)])
-        return 1 / (1 + math.exp(-odds))
-
-    priority, value = estimate.rate(Slots(reach, probs, law, is_chosen))
-    first, own, last = prior(0, 0.1 / 0.4), prior(1, favourite), prior(2, 0.3 / 0.3)
-    left = max(1 - first - own, 0.0)
-    eldest = prior(0, None)
-    assert priority[0, 0].tolist() == pytest.approx([0.5 * eldest, 0.5 * own, 0.5 * min(eldest, left * prior(2, None))])
-    assert value[0, 0].tolist() == pytest.approx([0.5 * first, 0.5 * own, 0.5 * left * last])
-    # The drawn one is tested first; the favourite counts whether or not that was refused.
-    notes = [estimate.note(torch.tensor([[0, 1]]))]
-    tree = TokenTree(torch.zeros(1, 3).long(), torch.tensor([[-1, 0, 0]]))
-    estimate.learn(Proposal(tree, torch.ones(1, 3), None, notes), torch.tensor([[0.0, 0.2, 0.7]]), torch.tensor([True]))
-    after = estimate.rate(Slots(reach, probs, law, is_chosen))[1][0, 0, :2] / 0.5
-    tests = PRIOR_TESTS + 1
-    wanted = [(PRIOR_TESTS * first + 0.2) / tests, (PRIOR_TESTS * own + 0.8 * 0.7) / tests]
-    assert after.tolist() == pytest.approx(wanted)
-
-
-def test_a_favourite_s_priority_does_not_depend_on_what_is_drawn_beside_it() -> None:
-    estimate = Calibration(1, 3, CPU, 0.8)
-    law, is_chosen = torch.tensor([[[0.0, 0.39, 0.01]]]), torch.tensor([[[False, True, False]]])
-    ratings = [
-        estimate.rate(Slots(torch.ones(1, 1), torch.tensor([[[first, 0.6, rest]]]), law, is_chosen))[0][0, 0]
-        for first, rest in ((0.39, 0.01), (0.01, 0.39))
-    ]
-    assert torch.equal(ratings[0][:2], ratings[1][:2]) and not torch.equal(ratings[0], ratings[1])
-    assert all(rating[2] <= rating[0] for rating in ratings)
-
-
 @dataclass(frozen=True)
 class Taught(Calibrated):
-    """A growth that begins with what a log taught it: that favourites are refused and drawn children accepted."""
+    """A growth that begins with what a log taught it: that eldest children are accepted."""
 
     def estimate(self, batch: int, device: torch.device) -> Estimate:
         estimate = super().estimate(batch, device)
         tree = TokenTree(torch.zeros(batch, 3).long(), torch.tensor([[-1, 0, 0]]).expand(batch, 3))
-        law = torch.tensor([[[0.0, 0.27, 0.23]]]).expand(batch, 1, 3)
-        probs, is_chosen = (
-            torch.tensor([[[0.27, 0.5]]]).expand(batch, 1, 2),
-            torch.tensor([[[False, True]]]).expand(batch, 1, 2),
-        )
+        law = torch.tensor([[[0.42, 0.36, 0.22]]]).expand(batch, 1, 3)
+        probs = torch.tensor([[[0.42, 0.36]]]).expand(batch, 1, 2)
         for _ in range(100):
-            estimate.rate(Slots(torch.ones(batch, 1), probs, law, is_chosen))
+            estimate.rate(Slots(torch.ones(batch, 1), probs, law))
             notes = [estimate.note(torch.tensor([[0, 1]]).expand(batch, 2))]
             ratios = torch.tensor([[0.0, 1.0, 0.0]]).expand(batch, 3)
             proposal = Proposal(tree, torch.ones_like(ratios), None, notes)
@@ -308,8 +199,8 @@ class Taught(Calibrated):
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])
 def test_the_emitted_law_is_the_target_s_whatever_was_learnt(verifier: str) -> None:
     target, law = TableLaw.random(3, 11, scale=0.5), TableLaw.random(3, 12, scale=0.5)
-    trees, _ = all_drafts(law, Taught(2, 2, has_favourite=True), 4, PLAIN)
-    naive, _ = all_drafts(law, Calibrated(2, 2, has_favourite=True), 4, PLAIN)
+    trees, _ = all_drafts(law, Taught(2, 2), 4, PLAIN)
+    naive, _ = all_drafts(law, Calibrated(2, 2), 4, PLAIN)
     shapes = [set(map(tuple, one.parents.tolist())) for one in (trees, naive)]
     assert shapes[0] != shapes[1], "what was learnt should change trees"
     trees = replace(trees, weight=trees.weight / trees.weight.sum())  # draws that nothing asked for count each outcome
@@ -329,14 +220,11 @@ class WellRead(Calibrated):
 
 @pytest.mark.parametrize("policy", [(2, 2, 4), (2, 2, 5), (1, 3, 3)], ids=str)
 @pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
-@pytest.mark.parametrize("has_favourite", [False, True])
-def test_the_emitted_law_is_the_target_s_whatever_was_said(
-    policy: tuple[int, int, int], verifier: str, has_favourite: bool
-) -> None:
+def test_the_emitted_law_is_the_target_s_whatever_was_said(policy: tuple[int, int, int], verifier: str) -> None:
     depth, ranks, budget = policy
     target, law = TableLaw.random(3, 11), TableLaw.random(3, 12)
-    trees, _ = all_drafts(law, WellRead(depth, ranks, has_favourite), budget, PLAIN)
-    if (policy, has_favourite) == ((2, 2, 4), False):
+    trees, _ = all_drafts(law, WellRead(depth, ranks), budget, PLAIN)
+    if policy == (2, 2, 4):
         naive, _ = all_drafts(law, Calibrated(depth, ranks), budget, PLAIN)
         assert not torch.equal(trees.parents, naive.parents), "what was said should change trees"
     trees = replace(trees, weight=trees.weight / trees.weight.sum())  # draws that nothing asked for count each outcome
@@ -389,14 +277,12 @@ def test_ratings_and_what_is_learnt_are_those_of_a_table_kept_by_hand() -> None:
                 counted[table][cell] = passed + made[node] * ratios[node], tests + made[node]
 
 
-def rated_among(
-    estimate: Estimate, tokens: list[int], *, reach: float = 1.0, is_chosen: Tensor | None = None
-) -> tuple[list[float], list[float]]:
+def rated_among(estimate: Estimate, tokens: list[int], *, reach: float = 1.0) -> tuple[list[float], list[float]]:
     """Give priorities and values of children of a root 7, drawn from a flat law, where the text holds 9 7 and 8 3."""
     law = torch.full((1, 1, 8), 0.125)
     root = torch.zeros(1, dtype=torch.long)
     words = Words(torch.tensor([[tokens]]), torch.tensor([[7, 0]]), -torch.ones(1, 2).int(), 1, root)
-    slots = Slots(torch.full((1, 1), reach), law[..., : len(tokens)], law, is_chosen, words=words)
+    slots = Slots(torch.full((1, 1), reach), law[..., : len(tokens)], law, words=words)
     priority, value = estimate.rate(slots)
     return priority[0, 0].tolist(), value[0, 0].tolist()
 
@@ -430,19 +316,14 @@ def test_a_drawn_child_is_worth_what_the_text_says_of_it_and_its_slot_is_not() -
     assert BY_TEXT[4] > BY_TEXT[2] > BY_TEXT[0] > BY_TEXT[1]
 
 
-@pytest.mark.parametrize("has_favourite", [False, True])
-def test_a_slot_s_priority_depends_on_no_token_but_those_drawn_before_it(has_favourite: bool) -> None:
+def test_a_slot_s_priority_depends_on_no_token_but_those_drawn_before_it() -> None:
     estimate = well_read([9, 7, 1, 2, 7, 3, 9])
-    is_chosen = torch.tensor([[[False, True, False, False]]]) if has_favourite else None
     ratings: dict[tuple[int, tuple[int, ...]], float] = {}
     for tokens in itertools.permutations([1, 3, 5, 6]):
-        priority, _ = rated_among(estimate, list(tokens), is_chosen=is_chosen)
-        drawn = [token for rank, token in enumerate(priority) if not (has_favourite and rank == 1)]
-        assert drawn == sorted(drawn, reverse=True)
+        priority, _ = rated_among(estimate, list(tokens))
+        assert priority == sorted(priority, reverse=True)
         for rank, worth in enumerate(priority):
-            own = (tokens[rank],) if has_favourite and rank == 1 else ()  # a favourite is known before any draw
-            known = own if has_favourite and rank == 1 else tokens[:rank]
-            assert ratings.setdefault((rank, known), worth) == worth, "what is not known yet changed it"
+            assert ratings.setdefault((rank, tokens[:rank]), worth) == worth, "what is not known yet changed it"
     assert len({worth for (rank, _), worth in ratings.items() if rank == 1}) > 1
 
 

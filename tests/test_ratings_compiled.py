@@ -41,25 +41,20 @@ def in_width(table: Table, children: Siblings, dtype: torch.dtype) -> tuple[Tabl
 
 
 @pytest.mark.parametrize("dtype", WIDTHS)
-@pytest.mark.parametrize("favourite", [None, 0, 1, 2])
 @pytest.mark.parametrize(("batch", "above", "ranks"), SIZES)
 def test_ratings_by_a_table_are_those_of_torch(
-    batch: int, above: int, ranks: int, favourite: int | None, dtype: torch.dtype, poisoned_empty: None
+    batch: int, above: int, ranks: int, dtype: torch.dtype, poisoned_empty: None
 ) -> None:
-    place = min(favourite or 0, ranks - 1)
-    for seed in range(4):
-        has_favourites = favourite is not None
-        children = some_siblings(batch, above, ranks, seed, has_favourites=has_favourites, device=CPU, place=place)
+    for seed in range(8):
+        children = some_siblings(batch, above, ranks, seed, CPU)
         table, children = in_width(some_table(batch, max(ranks, 6), seed, CPU), children, dtype)
         found = check_ratings(table, children)
-        drawn = found.priority if children.is_chosen is None else found.priority.masked_fill(children.is_chosen, 0)
-        for row in drawn.flatten(0, 1):
+        for row in found.priority.flatten(0, 1):
             assert bool((row[row > 0].diff() <= 0).all())
 
 
 def test_tables_and_laws_of_other_widths_are_rated_as_in_torch_and_strides_change_nothing() -> None:
-    table, children = some_table(2, 6, 0, CPU), some_siblings(2, 7, 5, 0, has_favourites=True, device=CPU)
-    assert children.is_chosen is not None
+    table, children = some_table(2, 6, 0, CPU), some_siblings(2, 7, 5, 0, CPU)
     wide = replace(
         children, reach=children.reach.double(), probs=children.probs.double(), norms=children.norms.double()
     )
@@ -68,13 +63,12 @@ def test_tables_and_laws_of_other_widths_are_rated_as_in_torch_and_strides_chang
     reach, probs, norms = (
         torch.stack([part, part + 1], -1)[..., 0] for part in (children.reach, children.probs, children.norms)
     )
-    is_chosen = torch.stack([children.is_chosen, ~children.is_chosen], -1)[..., 0]
     words = of(children)
     said = [torch.stack([part, part + 1], -1)[..., 0] for part in (words.children, words.tokens, words.parents)]
     words = replace(words, children=said[0], tokens=said[1], parents=said[2])
     passed, tests = (torch.stack([part, part + 1], -1)[..., 0] for part in (table.passed, table.tests))
     expected = check_ratings(table, children)
-    far = Siblings(reach, probs, norms, children.memory, words, is_chosen)
+    far = Siblings(reach, probs, norms, children.memory, words)
     found = check_ratings(replace(table, passed=passed, tests=tests), far)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
@@ -99,13 +93,11 @@ def test_laws_that_are_used_up_and_tables_that_only_pass_are_rated_as_in_torch()
     probs = torch.tensor([[[0.75, 0.25, 0.25, 0.5], [1.0, 0.5, 0.25, 0.125], [0.5, 0.5, 0.0, 0.25], [0.0] * 4]])
     norms, reach = torch.linalg.vector_norm(probs, dim=-1), torch.tensor([[1.0, 0.5, 0.25, 1.0]])
     for given in (table, sure, beyond):
-        for place in (None, 0, 1, 3):
-            is_chosen = None if place is None else (torch.arange(4) == place).expand(1, 4, 4)
-            check_ratings(given, unsaid(reach, probs, norms, is_chosen))
+        check_ratings(given, unsaid(reach, probs, norms))
 
 
 def test_what_no_token_stands_before_makes_no_triple_and_its_parent_no_pair() -> None:
-    children = begun(some_siblings(2, 7, 5, 0, has_favourites=False, device=CPU))
+    children = begun(some_siblings(2, 7, 5, 0, CPU))
     table = some_table(2, 6, 0, CPU)
     cells = check_ratings(table, children).cells[..., 1]
     assert bool(((cells - table.first_after) % NUM_SAID == 2).all())
@@ -132,7 +124,7 @@ def test_texts_are_read_as_in_torch(batch: int, m: int) -> None:
 
 
 def test_shares_are_rounded_as_in_torch_before_they_fall_into_cells() -> None:
-    table, children = some_table(1, 6, 0, CPU), some_siblings(1, 30, 4, 0, has_favourites=False, device=CPU)
+    table, children = some_table(1, 6, 0, CPU), some_siblings(1, 30, 4, 0, CPU)
     shares = children.probs / (1 - reference_growth.spent_before(children.probs)).clamp(min=1e-6)
     count = len(table.confidence)
     for edges in shares[..., 1:].flatten().unique().split(count):
@@ -141,7 +133,7 @@ def test_shares_are_rounded_as_in_torch_before_they_fall_into_cells() -> None:
 
 
 def test_no_node_is_rated_as_in_torch() -> None:
-    children = unsaid(torch.rand(1, 0), torch.rand(1, 0, 3), torch.rand(1, 0), torch.zeros(1, 0, 3, dtype=torch.bool))
+    children = unsaid(torch.rand(1, 0), torch.rand(1, 0, 3), torch.rand(1, 0))
     assert check_ratings(some_table(1, 4, 0, CPU), children).cells.shape == (1, 0, 3, 2)
 
 
@@ -158,7 +150,6 @@ def with_others(given: Siblings, name: str) -> Siblings:
 
 
 WRONG_CHILDREN: dict[str, Callable[[Siblings], Siblings]] = {
-    "favourites taken for drawn": lambda children: replace(children, is_chosen=None),
     "another sharpness": lambda children: replace(children, norms=children.norms * 0.7),
     "another reach": lambda children: replace(children, reach=children.reach * 1.001),
     "siblings in another order": lambda children: replace(children, probs=children.probs.flip(-1)),
@@ -173,7 +164,7 @@ WRONG_CHILDREN: dict[str, Callable[[Siblings], Siblings]] = {
 
 @pytest.mark.parametrize("control", WRONG_CHILDREN)
 def test_ratings_that_are_wrong_in_one_thing_are_told_apart(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    table, children = some_table(3, 6, 1, CPU), some_siblings(3, 12, 5, 1, has_favourites=True, device=CPU)
+    table, children = some_table(3, 6, 1, CPU), some_siblings(3, 12, 5, 1, CPU)
     check_ratings(table, children)
     rate = reference_growth.rate_by_table
 
@@ -266,7 +257,7 @@ def test_the_door_calls_the_compiled_code_on_the_cpu_and_torch_where_it_must_not
     for owner, by in ((ratings_compiled, "compiled"), (reference_growth, "torch")):
         for name in ("rate_by_table", "rate_by_rank", "remember"):
             monkeypatch.setattr(owner, name, lambda *_, word=f"{name} {by}": asked.append(word))
-    table, children = some_table(1, 4, 0, CPU), some_siblings(1, 3, 4, 0, has_favourites=False, device=CPU)
+    table, children = some_table(1, 4, 0, CPU), some_siblings(1, 3, 4, 0, CPU)
 
     def ask() -> list[str]:
         asked.clear()

@@ -21,7 +21,7 @@ from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
 from stree.sampling import MAX_RANKS, Random, Sampling
 from stree.tree import TokenTree
-from stree.verify import Acceptance, DraftLaws
+from stree.verify import INDEPENDENT, SAMPLED, Acceptance, DraftLaws
 
 __all__ = ["ModelDrafter", "check_vocabulary"]
 
@@ -168,7 +168,9 @@ class _ModelRun:
         draft_laws = None
         if laws is not None:
             most = plan.num_nodes if plan.is_heap else max((layer.ranks for layer in plan.layers), default=0)
-            draft_laws = DraftLaws(laws, made.rows, made.kinds, most)
+            kind = INDEPENDENT if plan.drawing == "independent" else SAMPLED
+            kinds = torch.full_like(made.rows, kind, dtype=torch.int8)
+            draft_laws = DraftLaws(laws, made.rows, kinds, most)
         return Draft(tree, draft_laws, depth, num_calls + grown.num_calls, made.values)
 
     def _use(self, growth: Growth) -> None:
@@ -415,14 +417,10 @@ class _ModelRun:
             goes_on = estimate.draws(grown.frontier_value, law)
             reach = grown.frontier_value if goes_on is None else grown.frontier_value * goes_on[:, None]
             offered = offer(law, grown.frontier_number, layer.ranks)
-            if offered.is_chosen is not None:
-                norms = None  # the laws are left without their favourites
             words = grown.words(offered.tokens)
-            priority, value = estimate.rate(Slots(reach, offered.probs, law, offered.is_chosen, norms, words))
+            priority, value = estimate.rate(Slots(reach, offered.probs, law, norms, words))
             left, layers_left = None if plan.is_pruned else grown.left, len(plan.layers) - depth
-            slots, is_taken = choose_slots(
-                layer, priority.flatten(1), left, plan.threshold, layers_left, in_order=offered.is_chosen is not None
-            )
+            slots, is_taken = choose_slots(layer, priority.flatten(1), left, plan.threshold, layers_left)
             if not grown.add(layer, slots, is_taken, offered, value):
                 break
             goes_on = estimate.goes_on(grown.frontier_value)

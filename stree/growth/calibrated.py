@@ -40,9 +40,6 @@ class Calibrated(Bound):
         depth: most draft calls; None for 4, and 6 where the budget is above 16 (the README beside this file says why).
         ranks: most children of a node; None for 8 without chance; where they are drawn for 4, and 6 where the budget is
             above 32, but for the root: 12, as every step tests the root's first.
-        has_favourite: whether a token that the draft gives 0.3 or more is chosen without chance, its siblings drawn
-            from the rest and tested before it (greedy draft sampling, arXiv 2502.18779).  Recursive rejection accepts
-            more of such children; traversal hardly does (the README beside this file has figures).
 
     Raises:
         TypeError: a size that is no integer.
@@ -51,7 +48,6 @@ class Calibrated(Bound):
 
     depth: int | None = None
     ranks: int | None = None
-    has_favourite: bool = False
 
     def __post_init__(self) -> None:
         check_sizes(depth=self.depth, ranks=self.ranks)
@@ -70,7 +66,7 @@ class Calibrated(Bound):
             below = None if greedy else typical_values(nodes, depth - level, ranks)
             layers.append(Layer(above, offered, below=below))
             offered = ranks
-        return Plan(tuple(layers), nodes, is_pruned=greedy, drawing="favourite" if self.has_favourite else "distinct")
+        return Plan(tuple(layers), nodes, is_pruned=greedy)
 
     def estimate(self, batch: int, device: torch.device) -> Estimate:
         """Begin to learn."""

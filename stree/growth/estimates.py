@@ -45,12 +45,6 @@ AFTER = (
 # How the eldest child's level grows with the temperature, which draws draft and target nearer to each other.
 BY_TEMPERATURE = 1.7
 FITTED_AT = (0.6, 0.8, 1.0)  # least, the levels' own, greatest
-# Likewise below laws with a favourite, which is the second child, fitted to what recursive rejection would accept.
-BEFORE_BESIDE = ((-0.4, -1.16), (-0.68, 1.35), (-1.47, 0.29), (-1.45, -0.27), (-1.56, -0.16), (-2.12, -0.48))
-AFTER_BESIDE = (
-    (0.03, -1.24, 0.15), (-0.21, 1.15, 0.6), (-0.84, 0.23, 0.25), (0.05, -0.43, 0.58), (-0.89, -0.09, 0.26),
-    (-0.64, -0.25, 0.73),
-)  # fmt: skip
 # How what a text says already of a child shifts its log-odds after the draw, fitted on top of ``AFTER`` to the same
 # tests: neither the pair that it makes nor its parent's, its parent's alone, its own alone, both, its triple.
 BY_TEXT = (0.0, -1.21, 0.9, -0.6, 2.36)
@@ -99,7 +93,6 @@ class Slots:
         reach: float[batch, above], values of the layer's nodes.
         probs: float[batch, above, ranks], probability that the draft gives each child, 0 where there is none.
         law: float[batch, above, vocab], that the drawn ones were drawn from.
-        is_chosen: bool[batch, above, ranks], children chosen without chance beside drawn ones; None for none.
         norms: float[batch, above], Euclidean norms of ``law`` where they are known; None: whoever needs them computes
             them.
         words: tokens of the children and of what they stand behind; None: nothing is known of them.
@@ -108,14 +101,13 @@ class Slots:
     reach: Tensor
     probs: Tensor
     law: Tensor
-    is_chosen: Tensor | None = None
     norms: Tensor | None = None
     words: Words | None = None
 
     def siblings(self, memory: Memory) -> Siblings:
         """Set the children beside what each text holds, as kernels rate them."""
         norms = torch.linalg.vector_norm(self.law, dim=-1) if self.norms is None else self.norms
-        return Siblings(self.reach, self.probs, norms, memory, self.words, self.is_chosen)
+        return Siblings(self.reach, self.probs, norms, memory, self.words)
 
 
 class Estimate(Protocol):
@@ -276,11 +268,9 @@ class DraftEstimate(PathEstimate):
 class Calibration:
     """Acceptance by sibling rank and by what the draft knows, learnt from the verifier's log; a table a sequence.
 
-    A slot is rated by its rank, by whether its siblings have a favourite, and by how sharp its law is, the sum of its
-    squares; once the child is drawn, also by the probability that it was drawn with and by whether the text holds it
-    already behind the same token, or two: on that its own children's and its younger siblings' ratings rest.  A
-    favourite is known before any draw, and its chance is that it is the target's own token, whether the sibling that is
-    tested before it was refused or is not there: no draw has a say in it.
+    A slot is rated by its rank and by how sharp its law is, the sum of its squares; once the child is drawn, also by
+    the probability that it was drawn with and by whether the text holds it already behind the same token, or two: on
+    that its own children's and its younger siblings' ratings rest.
 
     Args:
         batch: sequences; none learns from another, so that no result depends on its neighbours.
@@ -292,12 +282,10 @@ class Calibration:
     def __init__(self, batch: int, ranks: int, device: torch.device, temperature: float) -> None:
         edges = [torch.tensor(edges, dtype=torch.float32) for edges in (SHARPNESS_EDGES, CONFIDENCE_EDGES)]
         sharp, sure = -torch.log1p(-_middles(edges[0])), _middles(edges[1]).log()
-        # Rows of the table: ranks of drawn children, then ranks where there is a favourite, itself the second.
         before, after = (
-            edges[0].new_tensor([fit[min(rank, len(fit) - 1)] for fit in fits for rank in range(ranks)])
-            for fits in ((BEFORE, BEFORE_BESIDE), (AFTER, AFTER_BESIDE))
+            edges[0].new_tensor([fit[min(rank, len(fit) - 1)] for rank in range(ranks)]) for fit in (BEFORE, AFTER)
         )
-        level, by_sharpness, by_confidence = after[:, :, None, None].unbind(1)  # [2 x ranks, 1, 1] each
+        level, by_sharpness, by_confidence = after[:, :, None, None].unbind(1)  # [ranks, 1, 1] each
         least, own, most = FITTED_AT
         warmer = BY_TEMPERATURE * (min(max(temperature, least), most) - own)
         before[0, 0] += warmer
@@ -342,10 +330,7 @@ class Calibration:
         return Kept(self._cells, slots)
 
     def learn(self, proposal: Proposal, ratios: Tensor, is_live: Tensor) -> None:
-        """Count every test by the probability that it is made: its ancestors accepted, its elder siblings not.
-
-        A favourite counts as often as its parent is accepted: its chance is not that of its test.
-        """
+        """Count every test by the probability that it is made: its ancestors accepted, its elder siblings not."""
         kept = [note for note in proposal.notes if note is not None]
         if kept:
             learn(self._table, kept, _verdicts(proposal, ratios, is_live))
