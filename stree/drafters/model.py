@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -112,6 +113,12 @@ def _judged_up_to(proposal: Proposal, is_missed: Tensor) -> Proposal:
     return replace(proposal, tree=TokenTree.unchecked(tree.tokens, parents, tree.depths, tree.ancestor_mask))
 
 
+@cache  # captured steps read them: none may be dropped
+def _kinds(shape: torch.Size, kind: int, device: torch.device) -> Tensor:
+    """Give nodes that are all of one kind: int8 of a shape."""
+    return torch.full(shape, kind, dtype=torch.int8, device=device)
+
+
 class _ModelRun:
     """A draft model's state for a batch of texts, and the tree that grows on it.
 
@@ -169,8 +176,7 @@ class _ModelRun:
         if laws is not None:
             most = plan.num_nodes if plan.is_heap else max((layer.ranks for layer in plan.layers), default=0)
             kind = INDEPENDENT if plan.drawing == "independent" else SAMPLED
-            kinds = torch.full_like(made.rows, kind, dtype=torch.int8)
-            draft_laws = DraftLaws(laws, made.rows, kinds, most)
+            draft_laws = DraftLaws(laws, made.rows, _kinds(made.rows.shape, kind, made.rows.device), most)
         return Draft(tree, draft_laws, depth, num_calls + grown.num_calls, made.values)
 
     def _use(self, growth: Growth) -> None:
