@@ -16,7 +16,7 @@ from stree.kernels.growth_columns_kernels import append_kernel, begin_kernel, cu
 from stree.kernels.growth_kernels import choose_kernel, rank_kernel, table_kernel
 from stree.kernels.growth_learning import learn_constants, learn_warps
 from stree.kernels.growth_learning_kernels import learn_kernel, level_kernel, remember_kernel
-from stree.kernels.reference_growth import NUM_PLACES, NUM_SAID
+from stree.kernels.reference_growth import NUM_PLACES
 from stree.kernels.tiles import padded
 
 RANKS = {"4 children a node": 4, "6 children a node": 6}
@@ -53,9 +53,8 @@ def choose_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
 
 def table_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
     """Describe the ratings by a table; any number of nodes takes the same build."""
-    constants = {"SHARPNESS": EDGES, "CONFIDENCE": EDGES, "SAID": NUM_SAID, "NODES": growth.NODES}
-    build = _build(table_kernel, constants | {"NUM_PLACES": NUM_PLACES}, growth.NODES, 1)
-    return replace(build, pointers=build.pointers | SAID)
+    constants = {"SHARPNESS": EDGES, "CONFIDENCE": EDGES, "NODES": growth.NODES}
+    return _build(table_kernel, constants, growth.NODES, 1)
 
 
 def rank_build(ranks: int, n: int, dtype: torch.dtype) -> Build:

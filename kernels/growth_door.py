@@ -169,12 +169,13 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
     return reference_growth.choose(value, left, below, terms)
 
 
-def rate_by_rank(fit: RankFit, level: Level, given: Siblings) -> Tensor:
+def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) -> Tensor:
     """Rate children known beforehand by log-odds of their rank; none is rated above the likeliest by the fit.
 
     Args:
         fit: the log-odds.
         level: how much surer each sequence's likeliest children are.
+        memory: what each text holds.
         given: the children, none of them drawn.
 
     Returns:
@@ -183,12 +184,12 @@ def rate_by_rank(fit: RankFit, level: Level, given: Siblings) -> Tensor:
     if _is_launched(given.probs):
         from stree.kernels import growth
 
-        return growth.rate_by_rank(fit, level, given)
+        return growth.rate_by_rank(fit, level, memory, given)
     if reads_freely(given.probs):
         from stree.kernels import ratings_compiled  # imports numba
 
-        return ratings_compiled.rate_by_rank(fit, level, given)
-    return reference_growth.rate_by_rank(fit, level, given)
+        return ratings_compiled.rate_by_rank(fit, level, memory, given)
+    return reference_growth.rate_by_rank(fit, level, memory, given)
 
 
 def rate_by_table(table: Table, given: Siblings) -> Ratings:

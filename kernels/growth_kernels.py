@@ -161,17 +161,11 @@ def _count_below(value, edges_ptr, EDGES: tl.constexpr):
     return count
 
 
-@triton.jit(
-    do_not_specialize=[
-        "above", "ranks", "most", "num_cells", "stride_reach_b", "first_column", "stride_tokens_b", "stride_parents_b",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["above", "ranks", "most", "num_cells", "stride_reach_b"])
 def table_kernel(
     reach_ptr, probs_ptr, norms_ptr, passed_ptr, tests_ptr, sharpness_ptr, confidence_ptr,
-    places_ptr, last_ptr, children_ptr, tokens_ptr, parents_ptr, lead_ptr, priority_ptr, value_ptr, cells_ptr,
-    above, ranks, most, num_cells, stride_reach_b, first_column, stride_tokens_b, stride_parents_b,
-    SHARPNESS: tl.constexpr, CONFIDENCE: tl.constexpr, SAID: tl.constexpr, NODES: tl.constexpr,
-    NUM_PLACES: tl.constexpr,
+    priority_ptr, value_ptr, cells_ptr, above, ranks, most, num_cells, stride_reach_b,
+    SHARPNESS: tl.constexpr, CONFIDENCE: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
     """Rate drawn children, sibling after sibling, in the order and precision of torch's; grid (blocks, batch).
 
@@ -185,16 +179,6 @@ def table_kernel(
     place = (batch * above + node) * ranks
     passed_ptr += batch * num_cells
     tests_ptr += batch * num_cells
-    older, token = tl.zeros((NODES,), tl.int64), tl.zeros((NODES,), tl.int64)
-    parent_said = tl.zeros((NODES,), tl.int32)
-    if children_ptr is not None:
-        places_ptr += batch * (2 * NUM_PLACES + 1)
-        older, token = _behind(
-            tokens_ptr, parents_ptr, lead_ptr, last_ptr, batch, node, inside, first_column, stride_tokens_b,
-            stride_parents_b,
-        )  # fmt: skip
-        pair_ptr = places_ptr + place_of(pair_number(older, token), NUM_PLACES)
-        parent_said = (tl.load(pair_ptr, inside & (older >= 0), 0) != 0).to(tl.int32)
     sharp = _count_below(norm * norm, sharpness_ptr, SHARPNESS)
     spent = tl.zeros((NODES,), tl.float64)
     untested = reach.to(tl.float64)
@@ -203,13 +187,7 @@ def table_kernel(
         prob = tl.load(probs_ptr + place + rank, inside, 0.0)
         share = tl.div_rn(prob, tl.maximum(1.0 - spent.to(tl.float32), 1e-6))
         before = sharp + rank * (SHARPNESS + 1)
-        said = parent_said
-        if children_ptr is not None:
-            child = tl.load(children_ptr + place + rank, inside, 0)
-            pair, triple = _are_held(places_ptr, token, older, child, inside, NUM_PLACES)
-            said = tl.where(triple, 4, 2 * pair.to(tl.int32) + parent_said)
-        after = before * (CONFIDENCE + 1) + _count_below(share, confidence_ptr, CONFIDENCE)
-        after = most * (SHARPNESS + 1) + after * SAID + said
+        after = (most * (SHARPNESS + 1) + before * (CONFIDENCE + 1)) + _count_below(share, confidence_ptr, CONFIDENCE)
         expected = tl.div_rn(tl.load(passed_ptr + before, inside, 0.0), tl.load(tests_ptr + before, inside, 1.0))
         found = tl.div_rn(tl.load(passed_ptr + after, inside, 0.0), tl.load(tests_ptr + after, inside, 1.0))
         upper = untested.to(tl.float32)

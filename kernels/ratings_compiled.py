@@ -15,7 +15,6 @@ from stree.kernels.growth_compiled import Array, compiled, inner
 from stree.kernels.reference_growth import (
     LEAST_BLUNT,
     LEAST_PROB,
-    NUM_SAID,
     Level,
     Memory,
     RankFit,
@@ -27,7 +26,7 @@ from stree.kernels.reference_growth import (
 __all__ = ["rate_by_rank", "rate_by_table", "remember"]
 
 LEAST = 1e-6  # of what is left of a law, and of how often a sibling is refused
-PARENT, PAIR, TRIPLE = 1, 2, 4  # what a text holds of a child: as ``reference_growth`` numbers what it says
+PAIR, TRIPLE = 1, 2  # what a text holds of a child
 
 
 def rate_by_table(table: Table, given: Siblings) -> Ratings:
@@ -39,18 +38,18 @@ def rate_by_table(table: Table, given: Siblings) -> Ratings:
     _count(
         table.passed.numpy(), table.tests.numpy(), table.sharpness.numpy(), table.confidence.numpy(), len(table.rank),
         *(part.to(kind).contiguous().numpy() for part in (given.reach, probs, given.norms)),
-        _held(given), priority.numpy(), value.numpy(), cells.numpy(),
+        priority.numpy(), value.numpy(), cells.numpy(),
     )  # fmt: skip
     return Ratings(priority, value, cells)
 
 
-def rate_by_rank(fit: RankFit, level: Level, given: Siblings) -> Tensor:
+def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) -> Tensor:
     """Rate children known beforehand; see `stree.kernels.growth_door`."""
     kind = torch.promote_types(given.probs.dtype, fit.level.dtype)
     value = torch.empty(given.probs.shape, dtype=kind)
     fits = (fit.level, fit.by_confidence, fit.by_sharpness, fit.by_text, level.shift)
     laws = (given.reach, given.probs, given.norms)
-    _rank(*(part.to(kind).contiguous().numpy() for part in (*fits, *laws)), _held(given), value.numpy())
+    _rank(*(part.to(kind).contiguous().numpy() for part in (*fits, *laws)), _held(memory, given), value.numpy())
     return value
 
 
@@ -60,9 +59,9 @@ def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tenso
     _remember(*(part.numpy() for part in (memory.places, memory.last, tokens, entries, lengths)))
 
 
-def _held(given: Siblings) -> Array:
-    """Tell what texts hold of children: int8[batch, above, ranks] of PARENT, PAIR and TRIPLE together."""
-    held, memory, words = torch.zeros(given.probs.shape, dtype=torch.int8), given.memory, given.words
+def _held(memory: Memory, given: Siblings) -> Array:
+    """Tell what texts hold of children: int8[batch, above, ranks] of PAIR and TRIPLE together."""
+    held, words = torch.zeros(given.probs.shape, dtype=torch.int8), given.words
     if words is not None:
         lead = words.tokens.new_empty(0) if words.lead is None else words.lead
         said = (memory.last, words.tokens, words.parents, lead, words.children)
@@ -118,7 +117,7 @@ def _remember(places: Array, last: Array, tokens: Array, path: Array, lengths: A
 def _look_up(
     places: Array, last: Array, tokens: Array, parents: Array, lead: Array, children: Array, first: int, held: Array
 ) -> None:
-    """Add to ``held`` what texts hold: a child's own pair and triple, and its parent's pair."""
+    """Add to ``held`` what texts hold: the pair and the triple that a child makes."""
     batch, above, ranks = children.shape
     count = places.shape[1] // 2
     for b in range(batch):
@@ -126,10 +125,9 @@ def _look_up(
             column = lead[b] if lead.size else first + node
             token, parent = tokens[b, column], parents[b, column]
             before = last[b, 1] if parent < 0 else tokens[b, parent]
-            own = PARENT * int(before >= 0 and places[b, _place(_pair(before, token), count)])
             for rank in range(ranks):
                 pair = _pair(token, children[b, node, rank])
-                held[b, node, rank] = own + PAIR * int(token >= 0 and places[b, _place(pair, count)])
+                held[b, node, rank] = PAIR * int(token >= 0 and places[b, _place(pair, count)])
                 if before >= 0 and places[b, count + _place(_triple(before, pair), count)]:
                     held[b, node, rank] += TRIPLE
 
@@ -174,7 +172,7 @@ def _rank(
 @compiled
 def _count(
     passed: Array, tests: Array, sharpness: Array, confidence: Array, ranks: int, reach: Array, probs: Array,
-    norms: Array, held: Array, priority: Array, value: Array, cells: Array,
+    norms: Array, priority: Array, value: Array, cells: Array,
 ) -> None:  # fmt: skip
     """Do what ``rate_by_table`` does; the last three are written."""
     batch, above, count = probs.shape
@@ -189,8 +187,7 @@ def _count(
                 prob, upper = probs[b, node, rank], kind(untested)
                 before = rank * (len(sharpness) + 1) + sharp
                 share = prob / max(one - kind(spent), least)
-                after = before * (len(confidence) + 1) + _cell(confidence, share)
-                after = behind + after * NUM_SAID + min(held[b, node, rank], TRIPLE)
+                after = behind + before * (len(confidence) + 1) + _cell(confidence, share)
                 cells[b, node, rank, 0], cells[b, node, rank, 1] = before, after
                 expected, found = passed[b, before] / tests[b, before], passed[b, after] / tests[b, after]
                 lowest = min(lowest, upper * expected)

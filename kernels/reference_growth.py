@@ -34,7 +34,6 @@ __all__ = [
 
 MOST_WEIGHT = 12.0  # of what is known of a text's level: what it was long ago is forgotten
 NUM_PLACES = 1 << 18  # of the pairs of tokens that a text holds, and as many of its triples
-NUM_SAID = 5  # kinds of what a text says already of a child
 LEAST_PROB = 1e-9  # of a child, before its logarithm
 LEAST_BLUNT = 0.02  # of 1 - the sum of squares of a law; what is sharper counts as much
 
@@ -59,8 +58,7 @@ class Table:
     """What was counted of tests, a row of cells a sequence.
 
     A child falls into a cell before its draw, by its rank and by how sharp its law is, and into another after it, also
-    by its own probability and by what its text says of it already.  Cells are numbered ranks x sharpness; behind those
-    stand ranks x sharpness x confidence x NUM_SAID.
+    by its own probability.  Cells are numbered ranks x sharpness; behind those stand ranks x sharpness x confidence.
 
     Attributes:
         passed: float32[batch, cells], tests passed.
@@ -173,14 +171,13 @@ class Siblings:
         reach: float[batch, above], values of the nodes.
         probs: float[batch, above, ranks], draft probabilities of their children, 0 where there is none.
         norms: float[batch, above], Euclidean norms of the nodes' laws; of drawn children, of what they were drawn from.
-        memory: what each text holds.
-        words: tokens of the children and of what they stand behind; None: nothing is known of them.
+        words: tokens of the children and of what they stand behind, which ratings by a table do not read; None:
+            nothing is known of them.
     """
 
     reach: Tensor
     probs: Tensor
     norms: Tensor
-    memory: Memory
     words: Words | None = None
 
 
@@ -260,14 +257,14 @@ def _size_down_to(ordered: Tensor, below: Tensor) -> Tensor:
     return rank + 1 + (worth * (rank <= rank[:, None])).sum(-1)
 
 
-def rate_by_rank(fit: RankFit, level: Level, given: Siblings) -> Tensor:
+def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) -> Tensor:
     """Rate children known beforehand; see `stree.kernels.growth_door`."""
     probs = given.probs
     ranks = probs.shape[-1]
     odds = fit.level[:ranks] + fit.by_confidence[:ranks] * probs.clamp(min=LEAST_PROB).log()
     odds = odds - fit.by_sharpness[:ranks] * (1 - given.norms.square()[..., None]).clamp(min=LEAST_BLUNT).log()
     if given.words is not None:
-        is_held = _are_held(given.memory, given.words) & (probs > 0)
+        is_held = _are_held(memory, given.words) & (probs > 0)
         others = is_held.sum(-1, keepdim=True) - is_held.long() > 0
         odds = odds + (torch.cat([is_held, others]).to(odds.dtype) * fit.by_text[:, None, None, :ranks]).sum(0)
     odds = odds.masked_fill(probs <= 0, -torch.inf)
@@ -286,9 +283,7 @@ def rate_by_table(table: Table, given: Siblings) -> Ratings:
     sharp = torch.bucketize(given.norms.square(), table.sharpness)
     sure = torch.bucketize(probs / (1 - spent_before(probs)).clamp(min=1e-6), table.confidence)
     before = table.rank[:ranks] * (len(table.sharpness) + 1) + sharp[..., None]
-    after = (before * (len(table.confidence) + 1) + sure) * NUM_SAID
-    after = table.first_after + after + (0 if given.words is None else _said(given.memory, given.words))
-    cells = torch.stack([before, after], -1)
+    cells = torch.stack([before, table.first_after + before * (len(table.confidence) + 1) + sure], -1)
     expected, found = odds.gather(1, cells.flatten(1)).view(cells.shape).unbind(-1)
     untested = torch.cat([reach[..., None], 1 - found[..., :-1]], -1).cumprod(-1)
     priority = (untested * expected).cummin(-1).values
@@ -349,18 +344,6 @@ def _are_held(memory: Memory, words: Words) -> Tensor:
     index = _places(memory, before, token, words.children)
     is_held = memory.places.gather(1, index.movedim(1, 0).flatten(1)).view(batch, 2, above, -1).movedim(1, 0)
     return is_held & torch.stack([token >= 0, before >= 0])
-
-
-def _said(memory: Memory, words: Words) -> Tensor:
-    """Tell what a text says already of children: int64[batch, above, ranks], less than NUM_SAID.
-
-    4 is the triple that a child makes; else 2 stands for the pair that it makes, and 1 for its parent's: 0 is neither.
-    """
-    before, token = _behind(memory, words)
-    pairs, triples = _are_held(memory, words)
-    pair, _ = _places(memory, before, before, token)
-    above = memory.places.gather(1, pair) & (before >= 0)
-    return torch.where(triples, 4, 2 * pairs + above.long()[..., None])
 
 
 def _behind(memory: Memory, words: Words) -> tuple[Tensor, Tensor]:

@@ -58,14 +58,8 @@ def some_siblings(batch: int, above: int, ranks: int, seed: int, device: torch.d
     probs = torch.where(torch.rand(batch, above, 1, generator=generator) < 0.1, probs.cumprod(-1), probs)
     reach = torch.rand(batch, above + 3, generator=generator)[:, :above]
     reach[:, above // 2 :: 3] = 0.0
-    memory, words = said(batch, above, ranks, seed, device)
     norms = torch.linalg.vector_norm(law, dim=-1)
-    return Siblings(reach.to(device), probs.to(device), norms.to(device), memory, words)
-
-
-def unsaid(reach: Tensor, probs: Tensor, norms: Tensor) -> Siblings:
-    """Give children of which nothing is known in texts that have said nothing."""
-    return Siblings(reach, probs, norms, Memory.empty(len(reach), reach.device), None)
+    return Siblings(reach.to(device), probs.to(device), norms.to(device))
 
 
 def said(batch: int, above: int, ranks: int, seed: int, device: torch.device = DEVICE) -> tuple[Memory, Words]:
@@ -89,6 +83,7 @@ class Ranked(NamedTuple):
 
     fit: RankFit
     level: Level
+    memory: Memory
     given: Siblings
 
     @classmethod
@@ -99,16 +94,18 @@ class Ranked(NamedTuple):
         shift = torch.linspace(-3, 4, batch, device=device) * seed  # none at first
         given = some_siblings(batch, above, ranks, seed, device)
         probs = given.probs.sort(-1, descending=True).values
-        given = replace(given, probs=probs, words=given.words if seed > 1 else None)
-        return cls(fit, Level(shift, torch.ones_like(shift)), given)
+        memory, words = said(batch, above, ranks, seed, device)
+        given = replace(given, probs=probs, words=words if seed > 1 else None)
+        return cls(fit, Level(shift, torch.ones_like(shift)), memory, given)
 
 
-def begun(children: Siblings) -> Siblings:
+def begun(ranked: Ranked) -> Ranked:
     """Give the children of roots that no token stands before, where a text holds whatever is looked up."""
-    assert children.words is not None
-    memory = Memory(torch.ones_like(children.memory.places), torch.full_like(children.memory.last, -1))
-    words = replace(children.words, parents=torch.full_like(children.words.parents, -1))
-    return replace(children, words=words, memory=memory)
+    memory, words = ranked.memory, ranked.given.words
+    assert words is not None
+    words = replace(words, parents=torch.full_like(words.parents, -1))
+    known = Memory(torch.ones_like(memory.places), torch.full_like(memory.last, -1))
+    return ranked._replace(given=replace(ranked.given, words=words), memory=known)
 
 
 def some_table(batch: int, ranks: int, seed: int, device: torch.device = DEVICE) -> Table:

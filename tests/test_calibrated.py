@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -33,7 +32,6 @@ from stree.growth.estimates import (
     AFTER,
     BEFORE,
     BY_TEMPERATURE,
-    BY_TEXT,
     CERTAIN,
     CONFIDENCE_EDGES,
     LEVEL_WEIGHT,
@@ -207,31 +205,6 @@ def test_the_emitted_law_is_the_target_s_whatever_was_learnt(verifier: str) -> N
     assert total_variation(emitted_law(target, trees, PLAIN, verifier, 3), target.joint(PLAIN, 3)) < EXACT
 
 
-@dataclass(frozen=True)
-class WellRead(Calibrated):
-    """A growth whose texts hold some of the pairs and triples of three tokens."""
-
-    def estimate(self, batch: int, device: torch.device) -> Estimate:
-        estimate = super().estimate(batch, device)
-        text = torch.tensor([[0, 0, 1, 2, 1, 0, 0]]).expand(batch, -1)
-        estimate.remember(text, None, torch.full((batch,), 7, dtype=torch.int32))
-        return estimate
-
-
-@pytest.mark.parametrize("policy", [(2, 2, 4), (2, 2, 5), (1, 3, 3)], ids=str)
-@pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
-def test_the_emitted_law_is_the_target_s_whatever_was_said(policy: tuple[int, int, int], verifier: str) -> None:
-    depth, ranks, budget = policy
-    target, law = TableLaw.random(3, 11), TableLaw.random(3, 12)
-    trees, _ = all_drafts(law, WellRead(depth, ranks), budget, PLAIN)
-    if policy == (2, 2, 4):
-        naive, _ = all_drafts(law, Calibrated(depth, ranks), budget, PLAIN)
-        assert not torch.equal(trees.parents, naive.parents), "what was said should change trees"
-    trees = replace(trees, weight=trees.weight / trees.weight.sum())  # draws that nothing asked for count each outcome
-    length = int(trees.tree.depths.max()) + 1
-    assert total_variation(emitted_law(target, trees, PLAIN, verifier, length), target.joint(PLAIN, length)) < EXACT
-
-
 def test_ratings_and_what_is_learnt_are_those_of_a_table_kept_by_hand() -> None:
     law = torch.tensor([[[0.7, 0.2, 0.06, 0.04], [0.25, 0.25, 0.25, 0.25], [0.97, 0.01, 0.01, 0.01]]])
     probs = torch.tensor([[[0.7, 0.2], [0.25, 0.25], [0.01, 0.97]]])
@@ -277,76 +250,9 @@ def test_ratings_and_what_is_learnt_are_those_of_a_table_kept_by_hand() -> None:
                 counted[table][cell] = passed + made[node] * ratios[node], tests + made[node]
 
 
-def rated_among(estimate: Estimate, tokens: list[int], *, reach: float = 1.0) -> tuple[list[float], list[float]]:
-    """Give priorities and values of children of a root 7, drawn from a flat law, where the text holds 9 7 and 8 3."""
-    law = torch.full((1, 1, 8), 0.125)
-    root = torch.zeros(1, dtype=torch.long)
-    words = Words(torch.tensor([[tokens]]), torch.tensor([[7, 0]]), -torch.ones(1, 2).int(), 1, root)
-    slots = Slots(torch.full((1, 1), reach), law[..., : len(tokens)], law, words=words)
-    priority, value = estimate.rate(slots)
-    return priority[0, 0].tolist(), value[0, 0].tolist()
-
-
-def well_read(*texts: list[int]) -> Calibration:
-    """Make an estimate that has read texts, one behind the other."""
-    estimate = Calibration(1, 4, CPU, 0.8)
-    for text in texts:
-        estimate.remember(torch.tensor([text]), None, torch.tensor([len(text)], dtype=torch.int32))
-    return estimate
-
-
-def shifted(chance: float, said: int) -> float:
-    """Shift a chance by what the text says."""
-    return 1 / (1 + math.exp(-math.log(chance / (1 - chance)) - BY_TEXT[said]))
-
-
-def test_a_drawn_child_is_worth_what_the_text_says_of_it_and_its_slot_is_not() -> None:
-    plain, values = rated_among(well_read(), [1, 2, 4])
-    chances = [values[0], values[1] / (1 - values[0]), values[2] / (1 - values[0]) / (1 - values[1] / (1 - values[0]))]
-    # What stands behind 9 7: nothing that was said, whether 9 7 was or not, a pair, likewise, and a triple.
-    texts = ([5, 9], [9, 7, 5, 9], [8, 7, 1, 9], [8, 7, 1, 9, 7, 5, 9], [9, 7, 1, 9])
-    for said, text in enumerate(texts):
-        found, value = rated_among(well_read(text), [1, 2, 4])
-        younger = int("9, 7" in str(text))
-        first, second = shifted(chances[0], said), shifted(chances[1], younger)
-        wanted = [first, (1 - first) * second, (1 - first) * (1 - second) * shifted(chances[2], younger)]
-        assert value == pytest.approx(wanted, rel=1e-5), text
-        assert found[0] == plain[0], "its token is not known before it is drawn"
-        assert found[1] == pytest.approx((1 - first) / (1 - chances[0]) * plain[1], rel=1e-5), text
-    assert BY_TEXT[4] > BY_TEXT[2] > BY_TEXT[0] > BY_TEXT[1]
-
-
-def test_a_slot_s_priority_depends_on_no_token_but_those_drawn_before_it() -> None:
-    estimate = well_read([9, 7, 1, 2, 7, 3, 9])
-    ratings: dict[tuple[int, tuple[int, ...]], float] = {}
-    for tokens in itertools.permutations([1, 3, 5, 6]):
-        priority, _ = rated_among(estimate, list(tokens))
-        assert priority == sorted(priority, reverse=True)
-        for rank, worth in enumerate(priority):
-            assert ratings.setdefault((rank, tokens[:rank]), worth) == worth, "what is not known yet changed it"
-    assert len({worth for (rank, _), worth in ratings.items() if rank == 1}) > 1
-
-
-def test_what_a_text_says_is_learnt_by_itself_and_forgotten_with_it() -> None:
-    tree, law = TokenTree(torch.zeros(1, 2).long(), torch.tensor([[-1, 0]])), [1, 2]
-    estimate = well_read([9, 7, 1, 9])
-    fresh = {token: rated_among(well_read([9, 7, 1, 9]), [token])[1][0] for token in law}
-    rated_among(estimate, [1])
-    kept = [estimate.note(torch.tensor([[0]]))]
-    estimate.learn(Proposal(tree, torch.ones(1, 2), None, kept), torch.tensor([[0.0, 0.0]]), torch.tensor([True]))
-    after = {token: rated_among(estimate, [token])[1][0] for token in law}
-    assert after[1] == pytest.approx(fresh[1] * PRIOR_TESTS / (PRIOR_TESTS + 1)) and after[2] == fresh[2]
-    estimate.forget(0)
-    estimate.remember(torch.tensor([[5, 9]]), None, torch.tensor([2], dtype=torch.int32))
-    assert rated_among(estimate, [1]) == rated_among(well_read([5, 9]), [1])
-
-
-def test_a_drawn_tree_looks_up_what_every_node_would_say() -> None:
+def test_values_of_a_drawn_tree_are_those_of_a_new_table_whatever_the_text_says() -> None:
     law, prompt, pending = TableLaw.random(6, 3), [3, 1, 0, 2, 5, 4, 0, 1, 3, 3, 0, 4], 2
-    growth, pairs, triples = (
-        Calibrated(depth=3).bind(PLAIN), set(pairwise(prompt)), set(zip(prompt, prompt[1:], prompt[2:], strict=False))
-    )  # fmt: skip
-    seen = set()
+    growth, depths = Calibrated(depth=3).bind(PLAIN), set()
     for seed in range(6):
         run: Any = ModelDrafter(TableLM(law).as_lm()).start(6, [prompt], random_rows(1, seed))
         draft = run.propose(torch.tensor([pending]), growth, 17)
@@ -355,8 +261,7 @@ def test_a_drawn_tree_looks_up_what_every_node_would_say() -> None:
         left = dict[int, tuple[float, float, int]]()  # untested, of the law, rank of the next child
         for node in range(1, len(tokens)):
             parent = parents[node]
-            above = parents[parent]
-            before, token, child = prompt[-1] if above < 0 else tokens[above], tokens[parent], tokens[node]
+            token, child = tokens[parent], tokens[node]
             untested, rest, rank = left.get(parent, (float(draft.values[0, parent]), 1.0, 0))
             row = law.logits[token].softmax(-1)
             share = float(row[child]) / rest
@@ -364,13 +269,11 @@ def test_a_drawn_tree_looks_up_what_every_node_would_say() -> None:
             level += 0.2 * BY_TEMPERATURE * (rank == 0)
             sharp = -math.log(1 - middle(SHARPNESS_EDGES, place(float((row * row).sum()), SHARPNESS_EDGES)))
             odds = level + slope * sharp + steep * math.log(middle(CONFIDENCE_EDGES, place(share, CONFIDENCE_EDGES)))
-            said = ((before, token) in pairs) + 2 * ((token, child) in pairs)
-            said = 4 if (before, token, child) in triples else said
-            seen.add((said, draft.tree.depths[0, node].item()))
-            chance = 1 / (1 + math.exp(-odds - BY_TEXT[said]))
+            depths.add(draft.tree.depths[0, node].item())
+            chance = 1 / (1 + math.exp(-odds))
             assert float(draft.values[0, node]) == pytest.approx(untested * chance, rel=1e-4), (seed, node)
             left[parent] = untested * (1 - chance), rest - float(row[child]), rank + 1
-    assert {said for said, depth in seen if depth > 1} == set(range(5)), "deeper nodes say all there is to say"
+    assert depths == {1, 2, 3}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -516,10 +419,9 @@ def test_a_greedy_tree_looks_up_what_every_node_would_say(is_stopped: bool) -> N
     assert max(map(len, values)) == 3 and sorted(nodes_by_path(draft.tree)) != plain
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), PLAIN], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_a_run_remembers_prompts_and_what_was_accepted_whatever_the_budget(is_fused: bool, sampling: Sampling) -> None:
-    law, growth = TableLaw.random(9, 1), Calibrated(depth=2).bind(sampling)
+def test_a_greedy_run_remembers_prompts_and_what_was_accepted_whatever_the_budget(is_fused: bool) -> None:
+    law, growth = TableLaw.random(9, 1), Calibrated(depth=2).bind(Sampling())
     run: Any = ModelDrafter(TableLM(law).as_lm()).start(9, [[1, 2, 3], [4]], random_rows(2))
     texts, pending = [[1, 2, 3], [4]], torch.tensor([5, 6])
     run.reserve(60, DepthStop(growth, threshold=-50.0, layers=None), 6, begins=False)

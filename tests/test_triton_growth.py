@@ -22,7 +22,6 @@ from growth_problems import (
     some_siblings,
     some_table,
     some_values,
-    unsaid,
 )
 from launch_keys import launch_keys
 from torch import Tensor
@@ -31,7 +30,7 @@ pytest.importorskip("triton")
 
 from stree.kernels import growth as kernels
 from stree.kernels import growth_door, reference_growth, topology
-from stree.kernels.growth_door import Memory, Terms, Words
+from stree.kernels.growth_door import Memory, Siblings, Terms, Words
 
 ROUNDING = 1e-5, 1e-7  # relative and absolute: a logarithm and an exponential of float32 differ in their last bits
 
@@ -82,7 +81,6 @@ def test_ratings_by_a_table_are_those_of_torch(batch: int, above: int, ranks: in
     for seed in range(4):
         children = some_siblings(batch, above, ranks, seed)
         table = some_table(batch, max(ranks, 6), seed)
-        children = (replace(children, words=None), children, begun(children), children)[seed]
         operands = table, children
         expected, found = reference_growth.rate_by_table(*operands), kernels.rate_by_table(*operands)
         for name in expected._fields:
@@ -100,15 +98,15 @@ def test_a_number_at_an_edge_of_the_table_falls_below_it(edge: str) -> None:
     table = replace(table, **{edge: torch.tensor([2.0**-k for k in range(2 * len(edges), 0, -2)], device=DEVICE)})
     norms = torch.tensor([[2.0**-k for k in range(8)]], device=DEVICE)
     probs = torch.tensor([[[2.0**-k, 0.0] for k in range(8)]], device=DEVICE)
-    operands = table, unsaid(torch.ones(1, 8, device=DEVICE), probs, norms)
+    operands = table, Siblings(torch.ones(1, 8, device=DEVICE), probs, norms)
     expected, found = reference_growth.rate_by_table(*operands).cells, kernels.rate_by_table(*operands).cells
     assert torch.equal(found, expected) and len(set(expected[0, :, 0, 0 if edge == "sharpness" else 1].tolist())) > 4
 
 
 @pytest.mark.parametrize(("batch", "above", "ranks"), SIZES)
 def test_ratings_by_rank_are_those_of_torch(batch: int, above: int, ranks: int) -> None:
-    for seed in range(4):
-        ranked = Ranked.draw(batch, above, ranks, seed)
+    drawn = [Ranked.draw(batch, above, ranks, seed) for seed in range(4)]
+    for ranked in (*drawn, begun(drawn[2])):
         expected, found = reference_growth.rate_by_rank(*ranked), kernels.rate_by_rank(*ranked)
         assert torch.allclose(found, expected, *ROUNDING)
         assert torch.equal(found > 0, expected > 0) and bool((found <= ranked.given.reach[..., None]).all())
@@ -129,19 +127,11 @@ def test_what_a_text_holds_is_known_by_its_last_two_words_and_the_tree_s() -> No
     first = Memory(memory.places[:1], memory.last[:1])
     pairs, triples = reference_growth._are_held(first, below)
     assert pairs.tolist() == [[[False, True]]] and triples.tolist() == [[[False, True]]], "7 5 6 was said"
-    assert reference_growth._said(memory, words).tolist() == [[[2, 0]], [[2, 0]]], "nor 8 7, nor 9 6"
-    assert reference_growth._said(first, below).tolist() == [[[1, 4]]], "7 5 was said"
-    other = replace(below, tokens=torch.tensor([[8, 0, 5]], device=DEVICE))
-    assert reference_growth._said(first, other).tolist() == [[[0, 2]]], "8 5 was not"
-    known = replace(
-        below, tokens=torch.tensor([[5, 0, 6]], device=DEVICE), children=torch.tensor([[[7, 8, 5]]]).to(DEVICE)
-    )
-    reference_growth.remember(first, torch.tensor([[9, 6, 5]], device=DEVICE), None, torch.tensor([3], device=DEVICE))
-    assert reference_growth._said(first, known).tolist() == [[[4, 4, 3]]], "5 6 and 6 5 were said, 5 6 5 was not"
     nothing = Memory.empty(1, DEVICE)
     nothing.places[:] = True
     root = Words(children[:1], tokens[:1].to(DEVICE), parents[:1].to(DEVICE), 1, torch.tensor([0], device=DEVICE))
-    assert reference_growth._said(nothing, root).tolist() == [[[2, 2]]], "what no token stands before is no pair"
+    pairs, triples = reference_growth._are_held(nothing, root)
+    assert bool(pairs.all()) and not bool(triples.any()), "behind what no token stands before there is no triple"
 
 
 @pytest.fixture

@@ -28,8 +28,7 @@ class Calibrated(Bound):
 
     A sampled child is accepted about as often whatever its own draft probability, so DySpec's estimate makes sampled
     trees too wide and too shallow.  Here a slot's value is the probability that its child is accepted, from a table by
-    sibling rank and by how sharp the draft's law is, counted from the verifier's own log; what grows below a drawn
-    child is also valued by whether the text holds it already behind the same token, or two.  Slots are taken layer by
+    sibling rank and by how sharp the draft's law is, counted from the verifier's own log.  Slots are taken layer by
     layer before their tokens are drawn, and what is drawn stays.  A layer takes its best slots as far as the budget
     lasts if all that typically grows below them and is worth as much is taken, too: a tree whose first slots are good
     grows deep, another wide.  At temperature 0 the nodes of the greatest value are kept, the product of the chances

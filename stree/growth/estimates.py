@@ -45,9 +45,6 @@ AFTER = (
 # How the eldest child's level grows with the temperature, which draws draft and target nearer to each other.
 BY_TEMPERATURE = 1.7
 FITTED_AT = (0.6, 0.8, 1.0)  # least, the levels' own, greatest
-# How what a text says already of a child shifts its log-odds after the draw, fitted on top of ``AFTER`` to the same
-# tests: neither the pair that it makes nor its parent's, its parent's alone, its own alone, both, its triple.
-BY_TEXT = (0.0, -1.21, 0.9, -0.6, 2.36)
 LEVEL_WEIGHT = 2.0  # of what is known of a text beforehand: as much as eight tests of even chance tell
 # Texts of 96 tokens without chance, on prompts 33-48 and 81-112: log-odds that the draft's token of a rank is the
 # target's own (level, slopes by log q of the token and by -log(1 - the sum of q^2), and where the text holds the pair
@@ -104,10 +101,10 @@ class Slots:
     norms: Tensor | None = None
     words: Words | None = None
 
-    def siblings(self, memory: Memory) -> Siblings:
-        """Set the children beside what each text holds, as kernels rate them."""
+    def siblings(self) -> Siblings:
+        """Give the children as kernels rate them."""
         norms = torch.linalg.vector_norm(self.law, dim=-1) if self.norms is None else self.norms
-        return Siblings(self.reach, self.probs, norms, memory, self.words)
+        return Siblings(self.reach, self.probs, norms, self.words)
 
 
 class Estimate(Protocol):
@@ -199,8 +196,9 @@ class PathEstimate:
         """Never stop."""
         return None
 
-    def note(self, slots: Tensor) -> None:
+    def note(self, slots: Tensor) -> Kept | None:
         """Note nothing."""
+        return None
 
     def forget(self, row: int) -> None:
         """Do nothing: nothing was learnt."""
@@ -236,7 +234,7 @@ class RankEstimate(PathEstimate):
 
     def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Rate a slot by the product of its path's chances."""
-        value = rate_by_rank(self._fit, self._level, slots.siblings(self._memory))
+        value = rate_by_rank(self._fit, self._level, self._memory, slots.siblings())
         return value, value
 
     def forget(self, row: int) -> None:
@@ -265,12 +263,11 @@ class DraftEstimate(PathEstimate):
         return reach * (1 - spent).clamp(min=0) * (probs > 0), reach * probs
 
 
-class Calibration:
+class Calibration(PathEstimate):
     """Acceptance by sibling rank and by what the draft knows, learnt from the verifier's log; a table a sequence.
 
     A slot is rated by its rank and by how sharp its law is, the sum of its squares; once the child is drawn, also by
-    the probability that it was drawn with and by whether the text holds it already behind the same token, or two: on
-    that its own children's and its younger siblings' ratings rest.
+    the probability that it was drawn with: on that its own children's and its younger siblings' ratings rest.
 
     Args:
         batch: sequences; none learns from another, so that no result depends on its neighbours.
@@ -292,38 +289,22 @@ class Calibration:
         level[0] += warmer
         odds = before[:, :1] + before[:, 1:] * sharp
         drawn = level + by_sharpness * sharp[:, None] + by_confidence * sure
-        odds = torch.cat([odds.flatten(), (drawn[..., None] + drawn.new_tensor(BY_TEXT)).flatten()])
+        odds = torch.cat([odds.flatten(), drawn.flatten()])
         self._prior = odds.sigmoid().to(device) * PRIOR_TESTS
         self._tests = self._prior.new_full((batch, len(odds)), PRIOR_TESTS)
         self._passed = self._prior.repeat(batch, 1)
         rank = torch.arange(ranks, device=device)
         self._table = Table(self._passed, self._tests, edges[0].to(device), edges[1].to(device), rank)
-        self._memory = Memory.empty(batch, device)
-
-    def begin(self, plan: Plan, rng: Random) -> None:
-        """Do nothing."""
-
-    def draws(self, reach: Tensor, law: Tensor) -> None:
-        """Draw anyway."""
 
     def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Rate a slot by the probability that its child is accepted, over whatever token is drawn."""
-        priority, value, self._cells = rate_by_table(self._table, slots.siblings(self._memory))
+        priority, value, self._cells = rate_by_table(self._table, slots.siblings())
         return priority, value
 
-    def goes_on(self, values: Tensor) -> Tensor | None:
-        """Never stop."""
-        return None
-
     def forget(self, row: int) -> None:
-        """Give a sequence the tables of one that begins, and nothing to remember."""
+        """Give a sequence the tables of one that begins."""
         self._tests[row] = PRIOR_TESTS
         self._passed[row] = self._prior
-        self._memory.forget(row)
-
-    def remember(self, tokens: Tensor, path: Tensor | None, lengths: Tensor) -> None:
-        """Note the pairs and triples of tokens that the texts hold."""
-        remember(self._memory, tokens, path, lengths)
 
     def note(self, slots: Tensor) -> Kept:
         """Note the cells of new nodes."""
