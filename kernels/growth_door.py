@@ -86,7 +86,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the nodes of a layer stand.
+    """Which columns the nodes of a layer take.
 
     Attributes:
         width: nodes that are appended; the others are leaves, which are appended when the tree is grown.
@@ -237,7 +237,7 @@ def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Ap
         columns: of the tree; those from ``layout.size`` on are written.
         chosen: the slots.
         left: int64[batch], reduced by what is taken.
-        layout: where they stand.
+        layout: which columns they take.
 
     Raises:
         RuntimeError: tensors are neither on the CPU nor on a CUDA device.

@@ -58,7 +58,7 @@ class Table:
     """What was counted of tests, a row of cells a sequence.
 
     A child falls into a cell before its draw, by its rank and by how sharp its law is, and into another after it, also
-    by its own probability.  Cells are numbered ranks x sharpness; behind those stand ranks x sharpness x confidence.
+    by its own probability.  Cells are numbered ranks x sharpness; behind those are ranks x sharpness x confidence.
 
     Attributes:
         passed: float32[batch, cells], tests passed.
@@ -84,10 +84,10 @@ class Table:
 class RankFit:
     """Log-odds of a child: a level and slopes by the log of its probability and by how sharp its law is.
 
-    How sharp is -log(1 - the sum of squares): a law that is nearly one token leaves hardly a doubt.
+    How sharp is -log(1 - the sum of squares): a law that is nearly one token is almost certain.
 
-    What the text holds already tells more: whether the child would stand in it behind the same token, or two, as it
-    did before, and whether another child of its parent would.
+    What the text holds already tells more: whether the child would follow the same token, or two, as it did in the
+    text, and whether another child of its parent would.
 
     Attributes:
         level: float32[ranks].
@@ -146,7 +146,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Words:
-    """The tokens of children, and where their parents stand in the tree that grows.
+    """The tokens of children, and the columns of their parents in the tree that grows.
 
     Attributes:
         children: int64[batch, above, ranks].
@@ -171,7 +171,7 @@ class Siblings:
         reach: float[batch, above], values of the nodes.
         probs: float[batch, above, ranks], draft probabilities of their children, 0 where there is none.
         norms: float[batch, above], Euclidean norms of the nodes' laws; of drawn children, of what they were drawn from.
-        words: tokens of the children and of what they stand behind, which ratings by a table do not read; None:
+        words: tokens of the children and of the nodes above them, which ratings by a table do not read; None:
             nothing is known of them.
     """
 
@@ -347,7 +347,7 @@ def _are_held(memory: Memory, words: Words) -> Tensor:
 
 
 def _behind(memory: Memory, words: Words) -> tuple[Tensor, Tensor]:
-    """Give the two tokens that children stand behind, the last one second: int64[batch, above] each."""
+    """Give the two tokens before children, the last one second: int64[batch, above] each."""
     batch, above, _ = words.children.shape
     column = torch.arange(words.first, words.first + above, device=words.tokens.device).expand(batch, -1)
     column = column if words.lead is None else words.lead[:, None]
@@ -365,5 +365,5 @@ def _places(memory: Memory, before: Tensor, token: Tensor, following: Tensor) ->
 
 
 def spent_before(probs: Tensor) -> Tensor:
-    """Sum what stands before each place, exclusively."""
+    """Sum what is before each place, exclusively."""
     return torch.cat([torch.zeros_like(probs[..., :1]), probs.cumsum(-1)[..., :-1]], -1)

@@ -90,9 +90,8 @@ class Slots:
         reach: float[batch, above], values of the layer's nodes.
         probs: float[batch, above, ranks], probability that the draft gives each child, 0 where there is none.
         law: float[batch, above, vocab], that the drawn ones were drawn from.
-        norms: float[batch, above], Euclidean norms of ``law`` where they are known; None: whoever needs them computes
-            them.
-        words: tokens of the children and of what they stand behind; None: nothing is known of them.
+        norms: float[batch, above], Euclidean norms of ``law``; None: computed where they are needed.
+        words: tokens of the children and of the nodes above them; None: unknown.
     """
 
     reach: Tensor
@@ -108,7 +107,7 @@ class Slots:
 
 
 class Estimate(Protocol):
-    """What a growth believes, for one run; it may learn from the verifier's log."""
+    """How a growth rates slots, for one run; it may learn from the verifier's log."""
 
     def begin(self, plan: Plan, rng: Random) -> None:
         """Take note that a new tree begins to grow.

@@ -108,7 +108,7 @@ class Bound:
         return replace(self, sampling=sampling)
 
     def estimate(self, batch: int, device: torch.device) -> Estimate:
-        """Trust the draft's own probabilities."""
+        """Rate by the draft's own probabilities."""
         return PathEstimate() if self.sampling.is_greedy else DraftEstimate()
 
 
