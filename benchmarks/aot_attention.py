@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,15 +69,9 @@ def draw_build(vocab: int, n: int, dtype: torch.dtype) -> Build:
 def distinct_build(vocab: int, n: int, dtype: torch.dtype) -> Build:
     """Describe the draws of a root's children without replacement, from laws, which are float32 whatever the model."""
     pointers = {"law_ptr": "*fp32", "uniform_ptr": "*fp64", "tokens_ptr": "*i64", "probs_ptr": "*fp32"}
-    pointers |= {"least": "fp32", "favourite": "fp32"}
+    pointers |= {"least": "fp32"}
     integers = _integers(distinct_kernel.arg_names, vocab) | {"rows": 1, "count": 1}
     return Build(distinct_kernel, distinct_constants(vocab, ROOT_RANKS), pointers, integers, Launch(vocab, 8))
-
-
-def beside_build(vocab: int, n: int, dtype: torch.dtype) -> Build:
-    """Describe the same beside a favourite."""
-    build = distinct_build(vocab, n, dtype)
-    return replace(build, pointers=build.pointers | {"chosen_ptr": "*i1"})
 
 
 def walk_build(vocab: int, n: int, dtype: torch.dtype) -> Build:
@@ -104,6 +98,5 @@ BUILDERS: dict[str, tuple[Callable[[Any, int, torch.dtype], Build], Mapping[str,
     "kv_commit": (kv_commit_build, ATTENTIONS),
     "accept_draw": (draw_build, VOCABULARIES),
     "accept_distinct": (distinct_build, VOCABULARIES),
-    "accept_beside": (beside_build, VOCABULARIES),
     "accept_walk": (walk_build, VOCABULARIES),
 }

@@ -16,7 +16,7 @@ from stree.kernels.growth_columns_kernels import append_kernel, begin_kernel, cu
 from stree.kernels.growth_kernels import choose_kernel, rank_kernel, table_kernel
 from stree.kernels.growth_learning import learn_constants, learn_warps
 from stree.kernels.growth_learning_kernels import learn_kernel, level_kernel, remember_kernel
-from stree.kernels.reference_growth import NUM_PLACES, NUM_SAID
+from stree.kernels.reference_growth import NUM_PLACES
 from stree.kernels.tiles import padded
 
 RANKS = {"4 children a node": 4, "6 children a node": 6}
@@ -27,8 +27,7 @@ POINTERS = {
     **dict.fromkeys(("cells_ptr", "slots_ptr", "left_ptr", "lead_ptr", "offered_ptr", "tokens_ptr"), "*i64"),
     **dict.fromkeys(("above_ptr", "leaf_ptr"), "*i64"),
     **dict.fromkeys(("parents_ptr", "depths_ptr"), "*i32"),
-    **dict.fromkeys(("taken_ptr", "chosen_ptr", "mask_ptr"), "*i1"),
-    "kinds_ptr": "*i8",
+    **dict.fromkeys(("taken_ptr", "mask_ptr"), "*i1"),
 }
 SAID = {"places_ptr": "*i1", "last_ptr": "*i64", "children_ptr": "*i64"}  # of what texts hold and children say
 EDGES = 7  # of sharpness and of confidence
@@ -49,14 +48,13 @@ def choose_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
     width = max(n - 1, 1)
     constants = growth.choose_constants(width * ranks, width)
     warps = growth.choose_warps(constants["SLOTS"], constants["WIDTH"])
-    return _build(choose_kernel, constants | {"IN_ORDER": True}, constants["SLOTS"], warps)
+    return _build(choose_kernel, constants, constants["SLOTS"], warps)
 
 
 def table_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
     """Describe the ratings by a table; any number of nodes takes the same build."""
-    constants = {"SHARPNESS": EDGES, "CONFIDENCE": EDGES, "SAID": NUM_SAID, "NODES": growth.NODES}
-    build = _build(table_kernel, constants | {"NUM_PLACES": NUM_PLACES}, growth.NODES, 1)
-    return replace(build, pointers=build.pointers | SAID)
+    constants = {"SHARPNESS": EDGES, "CONFIDENCE": EDGES, "NODES": growth.NODES}
+    return _build(table_kernel, constants, growth.NODES, 1)
 
 
 def rank_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
@@ -67,12 +65,12 @@ def rank_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
 
 def append_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
     """Describe the columns of a pruned tree's layer; any number of nodes takes the same build."""
-    return _build(append_kernel, append_constants((1, 0), prunes=True), 0, 4)
+    return _build(append_kernel, append_constants(prunes=True), 0, 4)
 
 
 def begin_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
     """Describe the layout of a tree's columns; any number of nodes takes the same build."""
-    build = _build(begin_kernel, begin_constants(0), 0, 4)
+    build = _build(begin_kernel, begin_constants(), 0, 4)
     pointers = build.pointers | {"pending_ptr": "*i64", "flag_ptr": "*i1"}
     return replace(build, pointers=pointers, integers={"room": 1})
 
@@ -80,7 +78,7 @@ def begin_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
 def cut_build(ranks: int, n: int, dtype: torch.dtype) -> Build:
     """Describe the cut of a tree out of its columns; any number of nodes takes the same build."""
     pointers = dict.fromkeys(("parent_ptr", "depth_ptr", "row_ptr"), "*i32")
-    pointers |= {"kept_ptr": "*i64", "token_ptr": "*i64", "ancestor_ptr": "*i1", "kind_ptr": "*i8"}
+    pointers |= {"kept_ptr": "*i64", "token_ptr": "*i64", "ancestor_ptr": "*i1"}
     build = _build(cut_kernel, cut_constants(), 0, 4)
     return replace(build, pointers=build.pointers | pointers, integers={"count": 1, "room": 1})
 

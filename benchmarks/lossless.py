@@ -67,7 +67,6 @@ WAYS: dict[str, tuple[str, Growth | None, int]] = {
     "rsdc": ("model", RSDC([2, 1]), 5),
     "sequoia": ("model", Sequoia(depth=2), 6),
     "calibrated": ("model", Calibrated(depth=2), 6),
-    "favourites": ("model", Calibrated(depth=2, has_favourite=True), 6),
     "specinfer": ("model", SpecInfer([2, 1]), 5),
     "rsds": ("model", RSDS(2, 2), 5),
     "opt-tree": ("model", OptTree(depth=2, least_gain=0.1), 6),

@@ -18,7 +18,7 @@ from stree.kernels.reference_accept import TARGET, UNITS
 from stree.kernels.tiles import MAX_NODES, check_inner, check_kernel_dtypes, check_limit, padded
 from stree.kernels.topology import Topology
 
-__all__ = ["choice", "draw_beside", "draw_distinct", "match_accept", "philox_uniform"]
+__all__ = ["choice", "draw_distinct", "match_accept", "philox_uniform"]
 
 MAX_VOCAB = 1 << 20
 BLOCK = 4096  # of a vocabulary in one pass
@@ -49,29 +49,16 @@ def choice(law: Tensor, uniform: Tensor) -> Tensor:
 
 def draw_distinct(law: Tensor, uniform: Tensor, *, least: float) -> tuple[Tensor, Tensor]:
     """Draw without replacement from each law; see `stree.kernels.accept_door`."""
-    return _draw_distinct("draw_distinct", law, uniform, None, least, 1.0)
-
-
-def draw_beside(law: Tensor, uniform: Tensor, *, least: float, favourite: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw beside a favourite of each law; see `stree.kernels.accept_door`."""
-    is_chosen = torch.empty_like(uniform, dtype=torch.bool, memory_format=torch.contiguous_format)
-    return *_draw_distinct("draw_beside", law, uniform, is_chosen, least, favourite), is_chosen
-
-
-def _draw_distinct(
-    op: str, law: Tensor, uniform: Tensor, is_chosen: Tensor | None, least: float, favourite: float
-) -> tuple[Tensor, Tensor]:
-    """Launch the draws from every law, and write which child is its favourite where that is asked."""
     batch, rows, vocab = law.shape
     count = uniform.shape[2]
-    check_kernel_dtypes(op, law=law)
-    check_limit(op, "a vocabulary", vocab, MAX_VOCAB)
+    check_kernel_dtypes("draw_distinct", law=law)
+    check_limit("draw_distinct", "a vocabulary", vocab, MAX_VOCAB)
     check_inner("law", law)
     tokens, probs = law.new_empty(uniform.shape, dtype=torch.int64), law.new_empty(uniform.shape)
     if count:
         numbers = uniform if uniform.stride(2) == 1 else uniform.contiguous()
         distinct_kernel[(rows, batch)](
-            law, numbers, tokens, probs, is_chosen, rows, count, vocab, least, favourite,
+            law, numbers, tokens, probs, rows, count, vocab, least,
             *law.stride()[:2], *numbers.stride()[:2],
             **distinct_constants(vocab, count, aligned=is_aligned(law)), num_warps=8,
         )  # fmt: skip

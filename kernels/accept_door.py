@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from stree.kernels.checks import Backend, Parents, check, check_nodes, check_rank, choose, take_topology
-from stree.kernels.reference_accept import beside
 
 __all__ = [
     "Backend",
     "MatchedPath",
-    "beside",
     "choice",
-    "draw_beside",
     "draw_distinct",
     "match_accept",
     "philox_uniform",
@@ -119,31 +116,6 @@ def draw_distinct(
     check_rank("uniform", uniform, "b rows count")
     check("uniform", uniform, "float64", (*law.shape[:2], uniform.shape[2]), law)
     drawn: tuple[Tensor, Tensor] = choose("draw_distinct", backend, law)(law, uniform, least=least)
-    return drawn
-
-
-def draw_beside(
-    law: Tensor, uniform: Tensor, *, favourite: float, least: float = 0.0, backend: Backend = "auto"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose the most probable index where it is a favourite, and draw others as `draw_distinct` does from the rest.
-
-    Args:
-        law: float[b, rows, vocab], as for `draw_distinct`; written: it is left without its favourite.
-        uniform: float64[b, rows, count], count at least 2.
-        favourite: least probability of a favourite.
-        least: nothing is drawn from less than this share of what is left beside the favourite.
-        backend: see `stree.kernels.ops`.
-
-    Returns:
-        int64[b, rows, count] indices, the favourite second among them if there is one; their probabilities under the
-        law as it was given, 0 where nothing was left; and bool[b, rows, count], which of them was chosen.
-    """
-    check_rank("law", law, "b rows vocab")
-    check("law", law, "float", (*law.shape[:2], max(law.shape[2], 1)), law)
-    check_rank("uniform", uniform, "b rows count")
-    check("uniform", uniform, "float64", (*law.shape[:2], max(uniform.shape[2], 2)), law)
-    draw = choose("draw_beside", backend, law)
-    drawn: tuple[Tensor, Tensor, Tensor] = draw(law, uniform, least=least, favourite=favourite)
     return drawn
 
 

@@ -92,7 +92,6 @@ def draw_kernel(
         "count",
         "vocab",
         "least",
-        "favourite",
         "stride_law_b",
         "stride_law_r",
         "stride_uniform_b",
@@ -101,15 +100,11 @@ def draw_kernel(
     do_not_specialize_on_alignment=["law_ptr", "uniform_ptr"],
 )
 def distinct_kernel(
-    law_ptr, uniform_ptr, tokens_ptr, probs_ptr, chosen_ptr, rows, count, vocab, least, favourite,
+    law_ptr, uniform_ptr, tokens_ptr, probs_ptr, rows, count, vocab, least,
     stride_law_b, stride_law_r, stride_uniform_b, stride_uniform_r,
     UNITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Draw tokens of one law one after the other, each from what is left of it; grid (rows, batch).
-
-    Where it is asked which one is chosen, a token of the probability of a favourite leaves the law before the draws,
-    and stands second among them.
-    """
+    """Draw tokens of one law one after the other, each from what is left of it; grid (rows, batch)."""
     batch = tl.program_id(1).to(tl.int64)
     place = batch * rows + tl.program_id(0)
     law_ptr += batch * stride_law_b + tl.program_id(0).to(tl.int64) * stride_law_r
@@ -120,52 +115,30 @@ def distinct_kernel(
     block = tl.arange(0, BLOCKS)
     order = tl.arange(0, COUNT)
     sums = tl.zeros((BLOCKS,), tl.int64)  # of the weights that are left, by block
-    best = tl.full((BLOCK,), -1.0, tl.float32)
-    where = lane
     for start in range(0, vocab, BLOCK):
         part = tl.sum(_weights(law_ptr, start + lane, vocab, UNITS), 0)
         sums = tl.where(block == start // BLOCK, part, sums)
-        if chosen_ptr is not None:
-            score = tl.load(law_ptr + start + lane, start + lane < vocab, -1.0).to(tl.float32)
-            where = tl.where(score > best, start + lane, where)
-            best = tl.maximum(best, score)
-    chosen, skipped = -1, 0  # the favourite, and how many places it takes
-    if chosen_ptr is not None:
-        top = tl.max(best, 0)
-        top_token = tl.min(tl.where(best == top, where, vocab), 0)  # of equals the first
-        is_there = top >= favourite
-        chosen = tl.where(is_there, top_token, -1)
-        skipped = tl.where(is_there, 1, 0)
-        top_weight = tl.where(is_there, (top.to(tl.float64) * UNITS + 0.5).to(tl.int64), 0)
-        sums = tl.where(block == top_token // BLOCK, sums - top_weight, sums)
-        tl.store(tokens_ptr + place * count + 1, top_token.to(tl.int64), is_there)
-        tl.store(probs_ptr + place * count + 1, top, is_there)
-        tl.store(chosen_ptr + place * count + order, (order == 1) & (order == skipped), order < count)
     total = tl.sum(sums, 0)
     crumbs = total.to(tl.float64) * least
     drawn = tl.full((COUNT,), -1, tl.int64)
-    child = (place * 0).to(tl.int32)
     for draw in range(0, count):
         number = tl.load(uniform_ptr + draw)
         target = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
         found = tl.sum((tl.cumsum(sums, 0) <= target).to(tl.int32), 0)
         before = tl.sum(tl.where(block < found, sums, 0), 0)
         index = found * BLOCK + lane
-        is_gone = (tl.max((index[:, None] == drawn[None, :]).to(tl.int32), 1) != 0) | (index == chosen)
+        is_gone = tl.max((index[:, None] == drawn[None, :]).to(tl.int32), 1) != 0
         weights = tl.where(is_gone, 0, _weights(law_ptr, index, vocab, UNITS))
         inside = tl.sum((tl.cumsum(weights, 0) + before <= target).to(tl.int32), 0)
         token = tl.minimum(found * BLOCK + inside, vocab - 1)
         law = tl.load(law_ptr + token)
         share = tl.where(total.to(tl.float64) > crumbs, law, 0.0)
-        tl.store(tokens_ptr + place * count + child, token.to(tl.int64), child < count)
-        tl.store(probs_ptr + place * count + child, share, child < count)
+        tl.store(tokens_ptr + place * count + draw, token.to(tl.int64))
+        tl.store(probs_ptr + place * count + draw, share)
         weight = tl.sum(tl.where(lane == inside, weights, 0), 0)
         sums = tl.where(block == found, sums - weight, sums)
         total -= weight
         drawn = tl.where(order == draw, token.to(tl.int64), drawn)
-        child += tl.where(child == 0, 1 + skipped, 1)  # a favourite stands second
-    if chosen_ptr is not None:
-        tl.store(law_ptr + top_token, 0.0, is_there)
 
 
 @triton.jit

@@ -37,9 +37,7 @@ TRITON: dict[str, str] = {
     "experts": "stree.kernels.experts",
     **dict.fromkeys(("tree_conv1d", "conv_commit", "conv_step"), "stree.kernels.conv"),
     **dict.fromkeys(("tree_attention", "attention_step", "kv_commit"), "stree.kernels.attention"),
-    **dict.fromkeys(
-        ("philox_uniform", "choice", "draw_beside", "draw_distinct", "match_accept"), "stree.kernels.accept"
-    ),
+    **dict.fromkeys(("philox_uniform", "choice", "draw_distinct", "match_accept"), "stree.kernels.accept"),
 }
 
 DEBUG = os.environ.get("STREE_DEBUG") == "1"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels.growth_kernels import choose_kernel, rank_kernel, table_kernel
-from stree.kernels.reference_growth import NUM_SAID, Level, RankFit, Ratings, Siblings, Table, Terms
+from stree.kernels.reference_growth import Level, Memory, RankFit, Ratings, Siblings, Table, Terms, Words
 from stree.kernels.tiles import padded
 
 __all__ = ["choose", "choose_constants", "rate_by_rank", "rate_by_table"]
@@ -31,7 +31,7 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
         choose_kernel[(batch,)](
             value, None if left is None else left.contiguous(), below, slots, is_taken,
             count, width, 0 if below is None else len(below), terms.threshold, terms.layers_left, value.stride(0),
-            **constants, IN_ORDER=terms.in_order, num_warps=choose_warps(constants["SLOTS"], constants["WIDTH"]),
+            **constants, num_warps=choose_warps(constants["SLOTS"], constants["WIDTH"]),
         )  # fmt: skip
     return slots, is_taken
 
@@ -46,16 +46,16 @@ def choose_warps(slots: int, width: int) -> int:
     return 16 if width > 64 else 1 if slots <= 32 else 4
 
 
-def rate_by_rank(fit: RankFit, level: Level, given: Siblings) -> Tensor:
+def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) -> Tensor:
     """Rate children known beforehand; see `stree.kernels.growth_door`."""
-    laws, said, strides = _operands(given)
-    probs, memory = laws[1], given.memory
+    reach, probs, norms = _laws(given)
     batch, above, ranks = probs.shape
+    said, strides = _said(given.words)
     value = torch.empty_like(probs)
     with torch.cuda.device_of(probs):
         rank_kernel[(-(-above // NODES), batch)](
-            *laws, fit.level, fit.by_confidence, fit.by_sharpness, fit.by_text, level.shift,
-            memory.places, memory.last, *said, value, above, ranks, len(fit.level), *strides,
+            reach, probs, norms, fit.level, fit.by_confidence, fit.by_sharpness, fit.by_text, level.shift,
+            memory.places, memory.last, *said, value, above, ranks, len(fit.level), reach.stride(0), *strides,
             NODES=NODES, NUM_PLACES=memory.num_places, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return value
@@ -63,34 +63,31 @@ def rate_by_rank(fit: RankFit, level: Level, given: Siblings) -> Tensor:
 
 def rate_by_table(table: Table, given: Siblings) -> Ratings:
     """Rate drawn children; see `stree.kernels.growth_door`."""
-    laws, said, strides = _operands(given)
-    probs, memory, is_chosen = laws[1], given.memory, given.is_chosen
+    reach, probs, norms = _laws(given)
     batch, above, ranks = probs.shape
     ratings = Ratings(
         torch.empty_like(probs), torch.empty_like(probs), probs.new_empty(*probs.shape, 2, dtype=torch.int64)
     )
     with torch.cuda.device_of(probs):
         table_kernel[(-(-above // NODES), batch)](
-            *laws, None if is_chosen is None else is_chosen.contiguous(), table.passed, table.tests, table.sharpness,
-            table.confidence, memory.places, memory.last, *said, *ratings, above, ranks, len(table.rank),
-            table.tests.shape[1], *strides, SHARPNESS=len(table.sharpness), CONFIDENCE=len(table.confidence),
-            SAID=NUM_SAID, NODES=NODES, NUM_PLACES=memory.num_places, num_warps=1,
+            reach, probs, norms, table.passed, table.tests, table.sharpness, table.confidence, *ratings,
+            above, ranks, len(table.rank), table.tests.shape[1], reach.stride(0),
+            SHARPNESS=len(table.sharpness), CONFIDENCE=len(table.confidence), NODES=NODES, num_warps=1,
             enable_fp_fusion=False,  # sums and products round as torch's do
         )  # fmt: skip
     return ratings
 
 
-def _operands(given: Siblings) -> tuple[list[Tensor], list[Tensor | None], list[int]]:
-    """List what kernels read of children.
-
-    Returns:
-        Values of the nodes, probabilities, norms; tokens of children and columns, parents, lead; stride of the
-        values, first column, strides of tokens and parents.
-    """
+def _laws(given: Siblings) -> tuple[Tensor, Tensor, Tensor]:
+    """Give values of the nodes, probabilities of their children and norms, as kernels read them."""
     reach = given.reach if given.reach.stride(1) == 1 else given.reach.contiguous()
-    laws, words = [reach, given.probs.contiguous(), given.norms.contiguous()], given.words
+    return reach, given.probs.contiguous(), given.norms.contiguous()
+
+
+def _said(words: Words | None) -> tuple[list[Tensor | None], list[int]]:
+    """Give tokens of children and columns, parents, lead; first column, strides of tokens and parents."""
     if words is None:
-        return laws, [None] * 4, [reach.stride(0), 0, 0, 0]
+        return [None] * 4, [0, 0, 0]
     tokens, parents = words.tokens, words.parents
-    strides = [reach.stride(0), words.first, tokens.stride(0), parents.stride(0)]
-    return laws, [words.children.contiguous(), tokens, parents, words.lead], strides
+    strides = [words.first, tokens.stride(0), parents.stride(0)]
+    return [words.children.contiguous(), tokens, parents, words.lead], strides

@@ -28,7 +28,7 @@ NODES = 16  # new ones that a program writes
 COLUMNS = 64  # of a mask that are copied together
 
 
-def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int, kind: int) -> Columns:
+def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int) -> Columns:
     """Lay out columns; see `stree.kernels.growth_door`."""
     batch = len(pending)
     columns = Columns(
@@ -38,20 +38,19 @@ def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int, kind: int)
         depths=pending.new_empty(batch, room, dtype=torch.int32),
         mask=has_leaf.new_empty(batch, room, room),
         values=pending.new_empty(batch, room - 1, dtype=torch.float32),
-        kinds=pending.new_empty(batch, room - 1, dtype=torch.int8),
     )
     with torch.cuda.device_of(pending):
         begin_kernel[(-(-room // NODES), batch)](
             pending.contiguous(), leaf.contiguous(), has_leaf.contiguous(), columns.lead, columns.tokens,
-            columns.parents, columns.depths, columns.mask, columns.values, columns.kinds, room,
-            **begin_constants(kind), num_warps=4,
+            columns.parents, columns.depths, columns.mask, columns.values, room,
+            **begin_constants(), num_warps=4,
         )  # fmt: skip
     return columns
 
 
-def begin_constants(kind: int) -> dict[str, Any]:
+def begin_constants() -> dict[str, Any]:
     """List the compile-time constants of a layout; ahead-of-time builds take theirs from here too."""
-    return {"KIND": kind, "NODES": NODES, "COLUMNS": COLUMNS}
+    return {"NODES": NODES, "COLUMNS": COLUMNS}
 
 
 def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Appended:
@@ -62,22 +61,20 @@ def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Ap
     column = leaf = None
     if layout.width < count:
         column, leaf = torch.empty_like(chosen.slots), torch.empty_like(chosen.slots)
-    is_chosen = chosen.is_chosen
     with torch.cuda.device_of(left):  # Triton launches on the current device, wherever the tensors are
         append_kernel[(-(-count // NODES), batch)](
             chosen.slots, chosen.is_taken.contiguous(), chosen.value.float().contiguous(), chosen.tokens.contiguous(),
-            None if is_chosen is None else is_chosen.contiguous(), columns.lead, left,
-            columns.tokens, columns.parents, columns.depths, columns.mask, columns.values, columns.kinds,
+            columns.lead, left, columns.tokens, columns.parents, columns.depths, columns.mask, columns.values,
             value, column, leaf, count, layout.width, chosen.tokens.shape[2], chosen.value[0].numel(), layout.frontier,
             layout.size, room, layout.num_nodes or 0, chosen.slots.stride(0),
-            **append_constants(layout.kinds, prunes=layout.num_nodes is not None), num_warps=4,
+            **append_constants(prunes=layout.num_nodes is not None), num_warps=4,
         )  # fmt: skip
     return Appended(layout.width, value, column, leaf)
 
 
-def append_constants(kinds: tuple[int, int], *, prunes: bool) -> dict[str, Any]:
+def append_constants(*, prunes: bool) -> dict[str, Any]:
     """List the compile-time constants of a layer; ahead-of-time builds take theirs from here too."""
-    return {"PRUNES": prunes, "DELTA": kinds[0], "SAMPLED": kinds[1], "NODES": NODES, "COLUMNS": COLUMNS}
+    return {"PRUNES": prunes, "NODES": NODES, "COLUMNS": COLUMNS}
 
 
 def select(columns: Columns, size: int, count: int, *, by_value: bool) -> Tensor:
@@ -108,14 +105,13 @@ def cut(columns: Columns, kept: Tensor | None, size: int) -> Proposed:
         depths=columns.depths.new_empty(batch, count),
         mask=columns.mask.new_empty(batch, count, count),
         values=columns.values.new_empty(batch, count),
-        kinds=columns.kinds.new_empty(batch, count),
         rows=columns.parents.new_empty(batch, count),
     )
     with torch.cuda.device_of(columns.tokens):
         cut_kernel[(-(-count // NODES), batch)](
             None if kept is None else kept.contiguous(), columns.lead,
-            columns.tokens, columns.parents, columns.depths, columns.mask, columns.values, columns.kinds,
-            made.tokens, made.parents, made.depths, made.mask, made.values, made.kinds, made.rows, count, room,
+            columns.tokens, columns.parents, columns.depths, columns.mask, columns.values,
+            made.tokens, made.parents, made.depths, made.mask, made.values, made.rows, count, room,
             **cut_constants(), num_warps=4,
         )  # fmt: skip
     return made

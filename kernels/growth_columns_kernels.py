@@ -25,8 +25,8 @@ def _count_greater(values, others):
 
 @triton.jit(do_not_specialize=["room"])
 def begin_kernel(
-    pending_ptr, leaf_ptr, flag_ptr, lead_ptr, tokens_ptr, parents_ptr, depths_ptr, mask_ptr, values_ptr, kinds_ptr,
-    room, KIND: tl.constexpr, NODES: tl.constexpr, COLUMNS: tl.constexpr,
+    pending_ptr, leaf_ptr, flag_ptr, lead_ptr, tokens_ptr, parents_ptr, depths_ptr, mask_ptr, values_ptr, room,
+    NODES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Lay out the columns of a tree that begins to grow; grid (blocks of columns, batch)."""
     batch = tl.program_id(1).to(tl.int64)
@@ -43,7 +43,6 @@ def begin_kernel(
     tl.store(depths_ptr + row, tl.where(column == 1, lead, 0), inside)
     node = batch * (room - 1) + column
     tl.store(values_ptr + node, tl.full((NODES,), 1.0, tl.float32), column < room - 1)
-    tl.store(kinds_ptr + node, tl.full((NODES,), KIND, tl.int8), column < room - 1)
     for start in range(0, room, COLUMNS):
         other = start + lane
         link = ((column == 1) & (column == lead))[:, None] & (other == 0)[None, :]
@@ -57,10 +56,10 @@ def begin_kernel(
     ]
 )  # fmt: skip
 def append_kernel(
-    slots_ptr, taken_ptr, rating_ptr, offered_ptr, chosen_ptr, lead_ptr, left_ptr,
-    tokens_ptr, parents_ptr, depths_ptr, mask_ptr, values_ptr, kinds_ptr, value_ptr, above_ptr, leaf_ptr,
+    slots_ptr, taken_ptr, rating_ptr, offered_ptr, lead_ptr, left_ptr,
+    tokens_ptr, parents_ptr, depths_ptr, mask_ptr, values_ptr, value_ptr, above_ptr, leaf_ptr,
     count, width, ranks, slots, frontier, size, room, num_nodes, stride_slots_b,
-    PRUNES: tl.constexpr, DELTA: tl.constexpr, SAMPLED: tl.constexpr, NODES: tl.constexpr, COLUMNS: tl.constexpr,
+    PRUNES: tl.constexpr, NODES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write the columns of a layer's nodes, and note its leaves; grid (blocks of nodes, batch).
 
@@ -97,10 +96,6 @@ def append_kernel(
     if above_ptr is not None:
         tl.store(above_ptr + batch * count + node, column.to(tl.int64), given)
         tl.store(leaf_ptr + batch * count + node, token, given)
-    if chosen_ptr is not None:
-        is_chosen = tl.load(chosen_ptr + batch * slots + slot, given, 0) != 0
-        kind = tl.where(is_chosen, DELTA, SAMPLED).to(tl.int8)
-        tl.store(kinds_ptr + batch * (room - 1) + size - 1 + node, kind, inside)
     tl.store(values_ptr + size - 1 + node, value, inside)
     row = batch * room
     depth = tl.load(depths_ptr + row + column, inside, 0)
@@ -117,8 +112,8 @@ def append_kernel(
 
 @triton.jit(do_not_specialize=["count", "room"])
 def cut_kernel(
-    kept_ptr, lead_ptr, tokens_ptr, parents_ptr, depths_ptr, mask_ptr, values_ptr, kinds_ptr,
-    token_ptr, parent_ptr, depth_ptr, ancestor_ptr, value_ptr, kind_ptr, row_ptr, count, room,
+    kept_ptr, lead_ptr, tokens_ptr, parents_ptr, depths_ptr, mask_ptr, values_ptr,
+    token_ptr, parent_ptr, depth_ptr, ancestor_ptr, value_ptr, row_ptr, count, room,
     NODES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write the nodes that are kept, or all, as the target sees them; grid (blocks of nodes, batch)."""
@@ -140,7 +135,6 @@ def cut_kernel(
     token = tl.load(tokens_ptr + tl.where(node > 0, column, batch * room + lead), inside, 0)
     tl.store(token_ptr + out, token, inside)
     tl.store(value_ptr + out, tl.load(values_ptr + batch * (room - 1) + node, inside, 0.0), inside)
-    tl.store(kind_ptr + out, tl.load(kinds_ptr + batch * (room - 1) + node, inside, 0), inside)
     tl.store(row_ptr + out, above, inside)
     found = place * 0 - 1
     mask_ptr += batch * room * room

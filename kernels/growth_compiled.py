@@ -37,7 +37,7 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
     _choose(
         value.contiguous().numpy(), (slots.new_empty(0) if left is None else left.long()).numpy(), left is not None,
         (value.new_empty(0) if below is None else below.to(kind)).numpy(), below is not None, terms.threshold,
-        terms.layers_left, terms.in_order, slots.numpy(), is_taken.numpy(),
+        terms.layers_left, slots.numpy(), is_taken.numpy(),
     )  # fmt: skip
     return slots, is_taken
 
@@ -47,14 +47,13 @@ def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Ap
     batch, count = chosen.slots.shape
     values = torch.empty(batch, count, dtype=chosen.value.dtype)
     column, tokens = torch.empty(batch, count, dtype=torch.long), torch.empty(batch, count, dtype=torch.long)
-    is_chosen = torch.empty(0, 0, dtype=torch.bool) if chosen.is_chosen is None else chosen.is_chosen
     width = _append(
         *(part.numpy() for part in (columns.lead, columns.tokens, columns.parents, columns.depths, columns.mask)),
-        *(part.numpy() for part in (columns.values, columns.kinds, left)),
+        *(part.numpy() for part in (columns.values, left)),
         *(part.contiguous().numpy() for part in (chosen.slots, chosen.is_taken)),
-        *(part.flatten(1).contiguous().numpy() for part in (chosen.value, chosen.tokens, is_chosen)),
+        *(part.flatten(1).contiguous().numpy() for part in (chosen.value, chosen.tokens)),
         chosen.tokens.shape[-1], layout.width, layout.frontier, layout.size,
-        -1 if layout.num_nodes is None else layout.num_nodes, layout.is_cut, *layout.kinds,
+        -1 if layout.num_nodes is None else layout.num_nodes, layout.is_cut,
         values.numpy(), column.numpy(), tokens.numpy(),
     )  # fmt: skip
     return Appended(width, values, column, tokens)
@@ -62,9 +61,9 @@ def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Ap
 
 @compiled
 def _append(
-    lead: Array, all_tokens: Array, parents: Array, depths: Array, mask: Array, all_values: Array, kinds: Array,
-    left: Array, slots: Array, is_taken: Array, value: Array, token: Array, is_chosen: Array, ranks: int, width: int,
-    frontier: int, size: int, num_nodes: int, is_cut: bool, chosen_kind: int, other_kind: int, values: Array,
+    lead: Array, all_tokens: Array, parents: Array, depths: Array, mask: Array, all_values: Array,
+    left: Array, slots: Array, is_taken: Array, value: Array, token: Array, ranks: int, width: int,
+    frontier: int, size: int, num_nodes: int, is_cut: bool, values: Array,
     column: Array, tokens: Array,
 ) -> int:  # fmt: skip
     """Do what ``append`` does; give the columns appended.  The columns, ``left`` and the last three are written."""
@@ -100,8 +99,6 @@ def _append(
                 for other in range(size):
                     mask[b, at, other] = is_kept and mask[b, above, other]
                 all_values[b, at - 1] = values[b, place]
-                if is_chosen.size:
-                    kinds[b, at - 1] = chosen_kind if is_chosen[b, slots[b, place]] else other_kind
     return width
 
 
@@ -122,7 +119,7 @@ def _keep_best(known: Array, values: Array, num_nodes: int) -> None:
 @compiled
 def _choose(
     value: Array, left: Array, is_bounded: bool, below: Array, goes_by_size: bool, threshold: float, layers_left: int,
-    in_order: bool, slots: Array, is_taken: Array,
+    slots: Array, is_taken: Array,
 ) -> None:  # fmt: skip
     """Do what ``choose`` does; ``slots`` and ``is_taken`` are written."""
     batch, count = value.shape
@@ -147,8 +144,6 @@ def _choose(
                 elif worth:
                     worth = ordered[place] >= least or place < left[b] // layers_left
             is_taken[b, place] = worth
-        if in_order:
-            _sort_taken(slots[b], is_taken[b], count)
 
 
 @inner
@@ -166,21 +161,3 @@ def _size(ordered: Array, place: int, below: Array) -> int:
                 high = middle
         size += len(below) - low
     return size
-
-
-@inner
-def _sort_taken(slots: Array, is_taken: Array, count: int) -> None:
-    """Sort slots that are taken by index; the others become the last slot."""
-    taken = 0
-    for place in range(len(slots)):
-        if is_taken[place]:
-            slot, at = slots[place], taken
-            while at > 0 and slots[at - 1] > slot:
-                slots[at] = slots[at - 1]
-                at -= 1
-            slots[at] = slot
-            taken += 1
-    for place in range(len(slots)):
-        is_taken[place] = place < taken
-        if place >= taken:
-            slots[place] = count - 1

@@ -57,7 +57,6 @@ class Columns:
         depths: int32[batch, room].
         mask: bool[batch, room, room], ancestors of each column; a new one has itself alone.
         values: float32[batch, room - 1], of the columns but the first.
-        kinds: int8[batch, room - 1], likewise.
     """
 
     lead: Tensor
@@ -66,7 +65,6 @@ class Columns:
     depths: Tensor
     mask: Tensor
     values: Tensor
-    kinds: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,19 +76,17 @@ class Chosen:
         is_taken: bool[batch, count].
         value: float32[batch, above, ranks], of each slot's child.
         tokens: int64[batch, above, ranks].
-        is_chosen: bool[batch, above, ranks], children chosen without chance beside drawn ones; None: all are alike.
     """
 
     slots: Tensor
     is_taken: Tensor
     value: Tensor
     tokens: Tensor
-    is_chosen: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the nodes of a layer stand.
+    """Which columns the nodes of a layer take.
 
     Attributes:
         width: nodes that are appended; the others are leaves, which are appended when the tree is grown.
@@ -98,7 +94,6 @@ class Layout:
         size: columns in use.
         num_nodes: only nodes are kept that as many others of the tree and the layer, and no more, may be better than;
             None to keep all.
-        kinds: what nodes chosen without chance, and all others, are called.
         is_cut: whether slots that are taken come first, so that the host may leave out columns that none needs.
     """
 
@@ -106,7 +101,6 @@ class Layout:
     frontier: int
     size: int
     num_nodes: int | None
-    kinds: tuple[int, int]
     is_cut: bool = True
 
 
@@ -137,7 +131,6 @@ class Proposed:
         depths: int32[batch, n].
         mask: bool[batch, n, n].
         values: float32[batch, n].
-        kinds: int8[batch, n].
         rows: int32[batch, n], each node's parent among all nodes that were grown.
     """
 
@@ -146,7 +139,6 @@ class Proposed:
     depths: Tensor
     mask: Tensor
     values: Tensor
-    kinds: Tensor
     rows: Tensor
 
 
@@ -160,7 +152,7 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
         below: float32[m], ascending: values of the best nodes that typically grow below a slot's node, relative to it.
             A slot is taken if the budget lasts for the slots before it and all that is worth as much below them.  None
             to go by the threshold.
-        terms: how many, of what value, and in which order.
+        terms: how many, and of what value.
 
     Returns:
         int64[batch, min(width, slots)] slots and bool of that shape, whether each is taken.
@@ -177,12 +169,13 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
     return reference_growth.choose(value, left, below, terms)
 
 
-def rate_by_rank(fit: RankFit, level: Level, given: Siblings) -> Tensor:
+def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) -> Tensor:
     """Rate children known beforehand by log-odds of their rank; none is rated above the likeliest by the fit.
 
     Args:
         fit: the log-odds.
         level: how much surer each sequence's likeliest children are.
+        memory: what each text holds.
         given: the children, none of them drawn.
 
     Returns:
@@ -191,12 +184,12 @@ def rate_by_rank(fit: RankFit, level: Level, given: Siblings) -> Tensor:
     if _is_launched(given.probs):
         from stree.kernels import growth
 
-        return growth.rate_by_rank(fit, level, given)
+        return growth.rate_by_rank(fit, level, memory, given)
     if reads_freely(given.probs):
         from stree.kernels import ratings_compiled  # imports numba
 
-        return ratings_compiled.rate_by_rank(fit, level, given)
-    return reference_growth.rate_by_rank(fit, level, given)
+        return ratings_compiled.rate_by_rank(fit, level, memory, given)
+    return reference_growth.rate_by_rank(fit, level, memory, given)
 
 
 def rate_by_table(table: Table, given: Siblings) -> Ratings:
@@ -219,7 +212,7 @@ def rate_by_table(table: Table, given: Siblings) -> Ratings:
     return reference_growth.rate_by_table(table, given)
 
 
-def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int, kind: int) -> Columns:
+def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int) -> Columns:
     """Lay out the columns of a tree that begins to grow; its specification is `GrownTree`, in torch.
 
     Args:
@@ -227,7 +220,6 @@ def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int, kind: int)
         leaf: int64[batch], tokens before them, columns of their own where there is one.
         has_leaf: bool[batch].
         room: columns.
-        kind: what nodes are called.
 
     Raises:
         RuntimeError: tensors are not on a CUDA device, and Triton does not interpret.
@@ -235,7 +227,7 @@ def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int, kind: int)
     _check_launch("begin", pending)
     from stree.kernels import growth_columns
 
-    return growth_columns.begin(pending, leaf, has_leaf, room, kind)
+    return growth_columns.begin(pending, leaf, has_leaf, room)
 
 
 def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Appended:
@@ -245,7 +237,7 @@ def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Ap
         columns: of the tree; those from ``layout.size`` on are written.
         chosen: the slots.
         left: int64[batch], reduced by what is taken.
-        layout: where they stand.
+        layout: which columns they take.
 
     Raises:
         RuntimeError: tensors are neither on the CPU nor on a CUDA device.

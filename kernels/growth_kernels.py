@@ -41,7 +41,7 @@ def _size_down_to(ordered, below_ptr, num_below, WIDTH: tl.constexpr, STEPS: tl.
 def choose_kernel(
     value_ptr, left_ptr, below_ptr, slots_ptr, taken_ptr,
     slots, width, num_below, threshold, layers_left, stride_value_b,
-    SLOTS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, IN_ORDER: tl.constexpr,
+    SLOTS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Choose the best slots of a layer; grid (batch)."""
     batch = tl.program_id(0).to(tl.int64)
@@ -56,14 +56,7 @@ def choose_kernel(
             is_worth = (ordered >= threshold) | (place < left // layers_left)
         is_taken = is_taken & is_worth & (place < left)
     out = batch * width
-    if IN_ORDER:
-        before = is_taken[None, :] & (index[None, :] < index[:, None])
-        tl.store(slots_ptr + out + tl.sum(before.to(tl.int32), 1), index.to(tl.int64), is_taken)
-        count = tl.sum(is_taken.to(tl.int32), 0)
-        tl.store(slots_ptr + out + place, (place * 0 + slots - 1).to(tl.int64), (place >= count) & (place < width))
-        is_taken = place < count
-    else:
-        tl.store(slots_ptr + out + place, index.to(tl.int64), place < width)
+    tl.store(slots_ptr + out + place, index.to(tl.int64), place < width)
     tl.store(taken_ptr + out + place, is_taken, place < width)
 
 
@@ -168,17 +161,11 @@ def _count_below(value, edges_ptr, EDGES: tl.constexpr):
     return count
 
 
-@triton.jit(
-    do_not_specialize=[
-        "above", "ranks", "most", "num_cells", "stride_reach_b", "first_column", "stride_tokens_b", "stride_parents_b",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["above", "ranks", "most", "num_cells", "stride_reach_b"])
 def table_kernel(
-    reach_ptr, probs_ptr, norms_ptr, chosen_ptr, passed_ptr, tests_ptr, sharpness_ptr, confidence_ptr,
-    places_ptr, last_ptr, children_ptr, tokens_ptr, parents_ptr, lead_ptr, priority_ptr, value_ptr, cells_ptr,
-    above, ranks, most, num_cells, stride_reach_b, first_column, stride_tokens_b, stride_parents_b,
-    SHARPNESS: tl.constexpr, CONFIDENCE: tl.constexpr, SAID: tl.constexpr, NODES: tl.constexpr,
-    NUM_PLACES: tl.constexpr,
+    reach_ptr, probs_ptr, norms_ptr, passed_ptr, tests_ptr, sharpness_ptr, confidence_ptr,
+    priority_ptr, value_ptr, cells_ptr, above, ranks, most, num_cells, stride_reach_b,
+    SHARPNESS: tl.constexpr, CONFIDENCE: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
     """Rate drawn children, sibling after sibling, in the order and precision of torch's; grid (blocks, batch).
 
@@ -192,65 +179,22 @@ def table_kernel(
     place = (batch * above + node) * ranks
     passed_ptr += batch * num_cells
     tests_ptr += batch * num_cells
-    squares = norm * norm
-    favourite = tl.zeros((NODES,), tl.float32)
-    if chosen_ptr is not None:
-        for rank in range(ranks):
-            is_chosen = tl.load(chosen_ptr + place + rank, inside, 0) != 0
-            favourite += tl.where(is_chosen, tl.load(probs_ptr + place + rank, inside, 0.0), 0.0)
-        squares += favourite * favourite
-    older, token = tl.zeros((NODES,), tl.int64), tl.zeros((NODES,), tl.int64)
-    parent_said = tl.zeros((NODES,), tl.int32)
-    if children_ptr is not None:
-        places_ptr += batch * (2 * NUM_PLACES + 1)
-        older, token = _behind(
-            tokens_ptr, parents_ptr, lead_ptr, last_ptr, batch, node, inside, first_column, stride_tokens_b,
-            stride_parents_b,
-        )  # fmt: skip
-        pair_ptr = places_ptr + place_of(pair_number(older, token), NUM_PLACES)
-        parent_said = (tl.load(pair_ptr, inside & (older >= 0), 0) != 0).to(tl.int32)
-    # Of the row of rank 0, before a draw.
-    sharp = _count_below(squares, sharpness_ptr, SHARPNESS)
-    sharp += tl.where(favourite > 0, most * (SHARPNESS + 1), 0)
+    sharp = _count_below(norm * norm, sharpness_ptr, SHARPNESS)
     spent = tl.zeros((NODES,), tl.float64)
     untested = reach.to(tl.float64)
     least = tl.full((NODES,), float("inf"), tl.float32)
-    first = tl.full((NODES,), 1.0, tl.float32)  # chance that the first sibling is refused
     for rank in range(ranks):
         prob = tl.load(probs_ptr + place + rank, inside, 0.0)
-        rest = 1.0 - (spent.to(tl.float32) + favourite)
-        if chosen_ptr is not None:
-            is_chosen = tl.load(chosen_ptr + place + rank, inside, 0) != 0
-            rest = tl.where(is_chosen, 1.0, rest)
-        share = tl.div_rn(prob, tl.maximum(rest, 1e-6))
+        share = tl.div_rn(prob, tl.maximum(1.0 - spent.to(tl.float32), 1e-6))
         before = sharp + rank * (SHARPNESS + 1)
-        said = parent_said
-        if children_ptr is not None:
-            child = tl.load(children_ptr + place + rank, inside, 0)
-            pair, triple = _are_held(places_ptr, token, older, child, inside, NUM_PLACES)
-            said = tl.where(triple, 4, 2 * pair.to(tl.int32) + parent_said)
-        after = before * (CONFIDENCE + 1) + _count_below(share, confidence_ptr, CONFIDENCE)
-        after = 2 * most * (SHARPNESS + 1) + after * SAID + said
+        after = (most * (SHARPNESS + 1) + before * (CONFIDENCE + 1)) + _count_below(share, confidence_ptr, CONFIDENCE)
         expected = tl.div_rn(tl.load(passed_ptr + before, inside, 0.0), tl.load(tests_ptr + before, inside, 1.0))
         found = tl.div_rn(tl.load(passed_ptr + after, inside, 0.0), tl.load(tests_ptr + after, inside, 1.0))
-        refused = 1.0 - found
         upper = untested.to(tl.float32)
-        priority, value = upper * expected, upper * found
-        if chosen_ptr is not None:
-            first = tl.where(rank == 0, refused, first)
-            # Once the first one is refused, a favourite is the target's own token more often.
-            refused = tl.where(is_chosen, 1.0 - tl.div_rn(found, tl.maximum(first, 1e-6)), refused)
-            refused = tl.maximum(refused, 0.0)
-            least = tl.minimum(least, tl.where(is_chosen, float("inf"), priority))
-            priority = tl.where(is_chosen, reach * found, least)
-            value = tl.where(is_chosen, reach * found, value)
-            spent += tl.where(is_chosen, 0.0, prob).to(tl.float64)
-        else:
-            least = tl.minimum(least, priority)
-            priority = least
-            spent += prob.to(tl.float64)
-        tl.store(priority_ptr + place + rank, tl.where(prob > 0, priority, 0.0), inside)
-        tl.store(value_ptr + place + rank, tl.where(prob > 0, value, 0.0), inside)
+        least = tl.minimum(least, upper * expected)
+        tl.store(priority_ptr + place + rank, tl.where(prob > 0, least, 0.0), inside)
+        tl.store(value_ptr + place + rank, tl.where(prob > 0, upper * found, 0.0), inside)
         tl.store(cells_ptr + (place + rank) * 2, before.to(tl.int64), inside)
         tl.store(cells_ptr + (place + rank) * 2 + 1, after.to(tl.int64), inside)
-        untested = untested * refused.to(tl.float64)
+        spent += prob.to(tl.float64)
+        untested = untested * (1.0 - found).to(tl.float64)

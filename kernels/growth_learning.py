@@ -4,7 +4,7 @@ On a GPU a level is one launch, a table one behind another that puts together wh
 float64 and beyond MAX_NODES nodes it is `stree.kernels.reference_growth`, which is the specification; on the CPU texts
 are read by compiled code.  For a table nodes are found by their numbers, so that nothing is gathered before: a layer
 leaves its slots and the cells of all of them, and one list of places, made once for each plan, says where in a row of
-both a node's stand.
+both a node's are.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -40,8 +40,7 @@ __all__ = [
 def learn(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> None:
     """Count every test of a tree by the probability that it is made: its ancestors accepted, its elder siblings not.
 
-    A favourite counts as often as its parent is accepted: its chance is not that of its test.  Sums are formed in one
-    order, so what a table holds does not depend on the run.
+    Sums are formed in one order, so what a table holds does not depend on the run.
 
     Args:
         table: ``tests`` and ``passed`` are added to, at the cells of each node that is no padding.
@@ -69,8 +68,8 @@ def _learn_in_one(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> Non
         learn_kernel[(batch,)](
             notes, places, None if numbers is None else numbers.contiguous(), verdicts.parents.contiguous(),
             verdicts.mask.contiguous(), ratios, verdicts.is_live, table.passed, table.tests,
-            n, notes.shape[1], places.shape[1], table.tests.shape[1], table.favourites.start, table.favourites.stop,
-            ratios.stride(0), **constants, num_warps=learn_warps(constants["NODES"]),
+            n, notes.shape[1], places.shape[1], table.tests.shape[1], ratios.stride(0),
+            **constants, num_warps=learn_warps(constants["NODES"]),
         )  # fmt: skip
 
 
@@ -112,7 +111,7 @@ def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tenso
         memory: written to.
         tokens: int64[batch, n], of a tree, or of the texts themselves.
         path: int32[batch, m], nodes from the root down, whose tokens are read; None: all tokens, in their order.
-        lengths: int32[batch], how many of them; 0 where a text stands still.
+        lengths: int32[batch], how many of them; 0 where a text does not go on.
     """
     if path is not None and is_launched(tokens):
         _remember_in_one(memory, tokens, path, lengths)
@@ -149,7 +148,7 @@ def learn_warps(nodes: int) -> int:
 
 @cache  # captured steps read them: none may be dropped
 def _places(sizes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    """List for each node, layer by layer, where its slot stands in a row of notes, and where its layer's cells begin.
+    """List for each node, layer by layer, where its slot is in a row of notes, and where its layer's cells begin.
 
     Args:
         sizes: nodes of each layer, and numbers in the cells of all its slots.

@@ -36,15 +36,10 @@ def _add(table_ptr, count, is_same, is_first):
     tl.store(table_ptr, known + tl.sum(tl.where(is_same, count[None, :], 0.0), 1), is_first)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "n", "num_notes", "num_kept", "num_cells", "first_favourite", "beyond_favourites", "stride_ratios_b",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["n", "num_notes", "num_kept", "num_cells", "stride_ratios_b"])
 def learn_kernel(
     notes_ptr, places_ptr, numbers_ptr, parents_ptr, mask_ptr, ratios_ptr, live_ptr, passed_ptr, tests_ptr,
-    n, num_notes, num_kept, num_cells, first_favourite, beyond_favourites, stride_ratios_b,
-    NODES: tl.constexpr,
+    n, num_notes, num_kept, num_cells, stride_ratios_b, NODES: tl.constexpr,
 ):  # fmt: skip
     """Count the tests of a sequence's tree; grid (batch).  No two lanes write to one cell, and none atomically."""
     batch = tl.program_id(0).to(tl.int64)
@@ -64,16 +59,14 @@ def learn_kernel(
     cells_ptr = notes_ptr + tl.load(places_ptr + num_kept + number - 1, counts, 0) + 2 * slot
     before = tl.load(cells_ptr, counts, -1).to(tl.int32)
     after = tl.load(cells_ptr + 1, counts, -1).to(tl.int32)
-    is_favourite = (before >= first_favourite) & (before < beyond_favourites)
     made = tl.exp(above + missed)
-    tests = tl.where(is_favourite, tl.exp(above), made)
     passed_ptr += batch * num_cells
     tests_ptr += batch * num_cells
     for number_of_cell in tl.static_range(2):
         cell = before if number_of_cell == 0 else after
         is_same = (cell[:, None] == cell[None, :]) & counts[None, :]
         is_first = counts & (tl.sum((is_same & (node[None, :] < node[:, None])).to(tl.int32), 1) == 0)
-        _add(tests_ptr + cell, tests, is_same, is_first)
+        _add(tests_ptr + cell, made, is_same, is_first)
         _add(passed_ptr + cell, made * ratio, is_same, is_first)
 
 

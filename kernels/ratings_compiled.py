@@ -15,7 +15,6 @@ from stree.kernels.growth_compiled import Array, compiled, inner
 from stree.kernels.reference_growth import (
     LEAST_BLUNT,
     LEAST_PROB,
-    NUM_SAID,
     Level,
     Memory,
     RankFit,
@@ -27,31 +26,30 @@ from stree.kernels.reference_growth import (
 __all__ = ["rate_by_rank", "rate_by_table", "remember"]
 
 LEAST = 1e-6  # of what is left of a law, and of how often a sibling is refused
-PARENT, PAIR, TRIPLE = 1, 2, 4  # what a text holds of a child: as ``reference_growth`` numbers what it says
+PAIR, TRIPLE = 1, 2  # what a text holds of a child
 
 
 def rate_by_table(table: Table, given: Siblings) -> Ratings:
     """Rate slots by what a table has counted; see `stree.kernels.growth_door`."""
-    probs, is_chosen = given.probs, given.is_chosen
+    probs = given.probs
     kind = torch.promote_types(probs.dtype, table.tests.dtype)
     priority, value = torch.empty(probs.shape, dtype=kind), torch.empty(probs.shape, dtype=kind)
     cells = torch.empty(*probs.shape, 2, dtype=torch.long)
     _count(
         table.passed.numpy(), table.tests.numpy(), table.sharpness.numpy(), table.confidence.numpy(), len(table.rank),
         *(part.to(kind).contiguous().numpy() for part in (given.reach, probs, given.norms)),
-        np.empty((0, 0, 0), np.bool_) if is_chosen is None else is_chosen.contiguous().numpy(),
-        _held(given), priority.numpy(), value.numpy(), cells.numpy(),
+        priority.numpy(), value.numpy(), cells.numpy(),
     )  # fmt: skip
     return Ratings(priority, value, cells)
 
 
-def rate_by_rank(fit: RankFit, level: Level, given: Siblings) -> Tensor:
+def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) -> Tensor:
     """Rate children known beforehand; see `stree.kernels.growth_door`."""
     kind = torch.promote_types(given.probs.dtype, fit.level.dtype)
     value = torch.empty(given.probs.shape, dtype=kind)
     fits = (fit.level, fit.by_confidence, fit.by_sharpness, fit.by_text, level.shift)
     laws = (given.reach, given.probs, given.norms)
-    _rank(*(part.to(kind).contiguous().numpy() for part in (*fits, *laws)), _held(given), value.numpy())
+    _rank(*(part.to(kind).contiguous().numpy() for part in (*fits, *laws)), _held(memory, given), value.numpy())
     return value
 
 
@@ -61,9 +59,9 @@ def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tenso
     _remember(*(part.numpy() for part in (memory.places, memory.last, tokens, entries, lengths)))
 
 
-def _held(given: Siblings) -> Array:
-    """Tell what texts hold of children: int8[batch, above, ranks] of PARENT, PAIR and TRIPLE together."""
-    held, memory, words = torch.zeros(given.probs.shape, dtype=torch.int8), given.memory, given.words
+def _held(memory: Memory, given: Siblings) -> Array:
+    """Tell what texts hold of children: int8[batch, above, ranks] of PAIR and TRIPLE together."""
+    held, words = torch.zeros(given.probs.shape, dtype=torch.int8), given.words
     if words is not None:
         lead = words.tokens.new_empty(0) if words.lead is None else words.lead
         said = (memory.last, words.tokens, words.parents, lead, words.children)
@@ -119,7 +117,7 @@ def _remember(places: Array, last: Array, tokens: Array, path: Array, lengths: A
 def _look_up(
     places: Array, last: Array, tokens: Array, parents: Array, lead: Array, children: Array, first: int, held: Array
 ) -> None:
-    """Add to ``held`` what texts hold: a child's own pair and triple, and its parent's pair."""
+    """Add to ``held`` what texts hold: the pair and the triple that a child makes."""
     batch, above, ranks = children.shape
     count = places.shape[1] // 2
     for b in range(batch):
@@ -127,10 +125,9 @@ def _look_up(
             column = lead[b] if lead.size else first + node
             token, parent = tokens[b, column], parents[b, column]
             before = last[b, 1] if parent < 0 else tokens[b, parent]
-            own = PARENT * int(before >= 0 and places[b, _place(_pair(before, token), count)])
             for rank in range(ranks):
                 pair = _pair(token, children[b, node, rank])
-                held[b, node, rank] = own + PAIR * int(token >= 0 and places[b, _place(pair, count)])
+                held[b, node, rank] = PAIR * int(token >= 0 and places[b, _place(pair, count)])
                 if before >= 0 and places[b, count + _place(_triple(before, pair), count)]:
                     held[b, node, rank] += TRIPLE
 
@@ -175,43 +172,27 @@ def _rank(
 @compiled
 def _count(
     passed: Array, tests: Array, sharpness: Array, confidence: Array, ranks: int, reach: Array, probs: Array,
-    norms: Array, is_chosen: Array, held: Array, priority: Array, value: Array, cells: Array,
+    norms: Array, priority: Array, value: Array, cells: Array,
 ) -> None:  # fmt: skip
     """Do what ``rate_by_table`` does; the last three are written."""
     batch, above, count = probs.shape
-    has_kinds = is_chosen.size > 0
     kind = probs.dtype.type  # of all but what is summed and multiplied up, as in torch: in float64
     zero, one, least = kind(0), kind(1), kind(LEAST)
-    behind = 2 * ranks * (len(sharpness) + 1)  # the first cell of those after a draw
+    behind = ranks * (len(sharpness) + 1)  # the first cell of those after a draw
     for b in range(batch):
         for node in range(above):
-            favourite = zero
-            for rank in range(count):
-                if has_kinds and is_chosen[b, node, rank]:
-                    favourite += probs[b, node, rank]
-            sharp = _cell(sharpness, norms[b, node] * norms[b, node] + favourite * favourite)
-            first = ranks if favourite > 0 else 0
-            spent, untested = 0.0, np.float64(reach[b, node])
-            eldest, lowest = one, kind(np.inf)
+            sharp = _cell(sharpness, norms[b, node] * norms[b, node])
+            spent, untested, lowest = 0.0, np.float64(reach[b, node]), kind(np.inf)
             for rank in range(count):
                 prob, upper = probs[b, node, rank], kind(untested)
-                chosen = has_kinds and is_chosen[b, node, rank]
-                before = (first + rank) * (len(sharpness) + 1) + sharp
-                share = prob if chosen else prob / max(one - (kind(spent) + favourite), least)
-                after = before * (len(confidence) + 1) + _cell(confidence, share)
-                after = behind + after * NUM_SAID + min(held[b, node, rank], TRIPLE)
+                before = rank * (len(sharpness) + 1) + sharp
+                share = prob / max(one - kind(spent), least)
+                after = behind + before * (len(confidence) + 1) + _cell(confidence, share)
                 cells[b, node, rank, 0], cells[b, node, rank, 1] = before, after
                 expected, found = passed[b, before] / tests[b, before], passed[b, after] / tests[b, after]
-                refused = one - found
-                if rank == 0:
-                    eldest = refused
-                if chosen:
-                    priority[b, node, rank] = value[b, node, rank] = reach[b, node] * found
-                    refused = one - found / max(eldest, least)
-                else:
-                    spent += np.float64(prob)
-                    lowest = min(lowest, upper * expected)
-                    priority[b, node, rank], value[b, node, rank] = lowest, upper * found
+                lowest = min(lowest, upper * expected)
+                priority[b, node, rank], value[b, node, rank] = lowest, upper * found
                 if prob <= 0:
                     priority[b, node, rank] = value[b, node, rank] = zero
-                untested *= np.float64(max(refused, zero) if has_kinds else refused)
+                spent += np.float64(prob)
+                untested *= np.float64(one - found)

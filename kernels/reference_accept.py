@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from stree.kernels.topology import Topology
 
-__all__ = ["TARGET", "UNITS", "beside", "choice", "draw_beside", "draw_distinct", "match_accept", "philox_uniform"]
+__all__ = ["TARGET", "UNITS", "choice", "draw_distinct", "match_accept", "philox_uniform"]
 
 TARGET = 0  # purpose of the numbers of the target's own tokens
 UNITS = 2.0**60  # of a weight of one: weights that sum to at most 4 stay below 2^63
@@ -53,27 +51,6 @@ def draw_distinct(law: Tensor, uniform: Tensor, *, least: float) -> tuple[Tensor
         probs[..., place] = (law.gather(-1, token) * (total > crumbs)).squeeze(-1)
         weights.scatter_(-1, token, 0)
     return tokens, probs
-
-
-def draw_beside(law: Tensor, uniform: Tensor, *, least: float, favourite: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Take the most probable index out of the law where it is a favourite, and draw the others from the rest."""
-    return beside(law, favourite, lambda: draw_distinct(law, uniform, least=least))
-
-
-def beside(law: Tensor, favourite: float, draw: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw beside favourites, by a function that draws from the law without them; see `draw_beside`."""
-    prob, token = law.max(-1, keepdim=True)
-    is_there = prob >= favourite
-    law.scatter_(-1, token, prob.masked_fill(is_there, 0))
-    tokens, probs = draw()
-    is_chosen = torch.nn.functional.pad(is_there, (1, tokens.shape[-1] - 2))
-    return _insert(tokens, token, is_there), _insert(probs, prob, is_there), is_chosen
-
-
-def _insert(drawn: Tensor, chosen: Tensor, is_there: Tensor) -> Tensor:
-    """Put [b, rows, 1] second among [b, rows, count], where it is there; the last one makes room."""
-    later = torch.cat([drawn[..., :1], chosen, drawn[..., 1:-1]], -1)
-    return torch.where(is_there, later, drawn)
 
 
 def match_accept(

@@ -34,7 +34,6 @@ __all__ = [
 
 MOST_WEIGHT = 12.0  # of what is known of a text's level: what it was long ago is forgotten
 NUM_PLACES = 1 << 18  # of the pairs of tokens that a text holds, and as many of its triples
-NUM_SAID = 5  # kinds of what a text says already of a child
 LEAST_PROB = 1e-9  # of a child, before its logarithm
 LEAST_BLUNT = 0.02  # of 1 - the sum of squares of a law; what is sharper counts as much
 
@@ -47,23 +46,19 @@ class Terms:
         width: most slots.
         threshold: least value of a slot that is taken beyond an equal share of what is left.
         layers_left: what is left is shared by so many layers, this one counted.
-        in_order: whether those taken are to stand by index, not by value.
     """
 
     width: int
     threshold: float
     layers_left: int
-    in_order: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
     """What was counted of tests, a row of cells a sequence.
 
-    A child falls into a cell before its draw, by the row of its rank and by how sharp its law is, and into another
-    after it, also by its own probability and by what its text says of it already.  Cells are numbered rows x sharpness;
-    behind those stand rows x sharpness x confidence x NUM_SAID.  There are twice as many rows as ranks: the second half
-    is for nodes that have a favourite.
+    A child falls into a cell before its draw, by its rank and by how sharp its law is, and into another after it, also
+    by its own probability.  Cells are numbered ranks x sharpness; behind those are ranks x sharpness x confidence.
 
     Attributes:
         passed: float32[batch, cells], tests passed.
@@ -82,23 +77,17 @@ class Table:
     @property
     def first_after(self) -> int:
         """The first cell of those after a draw."""
-        return 2 * len(self.rank) * (len(self.sharpness) + 1)
-
-    @property
-    def favourites(self) -> range:
-        """The cells before a draw that favourites fall into: of the second rank where there is one."""
-        width = len(self.sharpness) + 1
-        return range((len(self.rank) + 1) * width, (len(self.rank) + 2) * width)
+        return len(self.rank) * (len(self.sharpness) + 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankFit:
     """Log-odds of a child: a level and slopes by the log of its probability and by how sharp its law is.
 
-    How sharp is -log(1 - the sum of squares): a law that is nearly one token leaves hardly a doubt.
+    How sharp is -log(1 - the sum of squares): a law that is nearly one token is almost certain.
 
-    What the text holds already tells more: whether the child would stand in it behind the same token, or two, as it
-    did before, and whether another child of its parent would.
+    What the text holds already tells more: whether the child would follow the same token, or two, as it did in the
+    text, and whether another child of its parent would.
 
     Attributes:
         level: float32[ranks].
@@ -157,7 +146,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Words:
-    """The tokens of children, and where their parents stand in the tree that grows.
+    """The tokens of children, and the columns of their parents in the tree that grows.
 
     Attributes:
         children: int64[batch, above, ranks].
@@ -182,18 +171,14 @@ class Siblings:
         reach: float[batch, above], values of the nodes.
         probs: float[batch, above, ranks], draft probabilities of their children, 0 where there is none.
         norms: float[batch, above], Euclidean norms of the nodes' laws; of drawn children, of what they were drawn from.
-        memory: what each text holds.
-        words: tokens of the children and of what they stand behind; None: nothing is known of them.
-        is_chosen: bool[batch, above, ranks], at most one child a node, which was chosen without chance beside drawn
-            ones; None for none.
+        words: tokens of the children and of the nodes above them, which ratings by a table do not read; None:
+            nothing is known of them.
     """
 
     reach: Tensor
     probs: Tensor
     norms: Tensor
-    memory: Memory
     words: Words | None = None
-    is_chosen: Tensor | None = None
 
 
 class Ratings(NamedTuple):
@@ -253,10 +238,6 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
         else:
             is_worth = _size_down_to(ordered, below) <= left[:, None]
         is_taken &= is_worth & (rank < left[:, None])
-    if terms.in_order:
-        beyond = value.shape[1]
-        index = torch.where(is_taken, index, beyond).sort(1).values
-        return index.clamp(max=beyond - 1), index < beyond
     return index, is_taken
 
 
@@ -276,14 +257,14 @@ def _size_down_to(ordered: Tensor, below: Tensor) -> Tensor:
     return rank + 1 + (worth * (rank <= rank[:, None])).sum(-1)
 
 
-def rate_by_rank(fit: RankFit, level: Level, given: Siblings) -> Tensor:
+def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) -> Tensor:
     """Rate children known beforehand; see `stree.kernels.growth_door`."""
     probs = given.probs
     ranks = probs.shape[-1]
     odds = fit.level[:ranks] + fit.by_confidence[:ranks] * probs.clamp(min=LEAST_PROB).log()
     odds = odds - fit.by_sharpness[:ranks] * (1 - given.norms.square()[..., None]).clamp(min=LEAST_BLUNT).log()
     if given.words is not None:
-        is_held = _are_held(given.memory, given.words) & (probs > 0)
+        is_held = _are_held(memory, given.words) & (probs > 0)
         others = is_held.sum(-1, keepdim=True) - is_held.long() > 0
         odds = odds + (torch.cat([is_held, others]).to(odds.dtype) * fit.by_text[:, None, None, :ranks]).sum(0)
     odds = odds.masked_fill(probs <= 0, -torch.inf)
@@ -296,35 +277,17 @@ def rate_by_rank(fit: RankFit, level: Level, given: Siblings) -> Tensor:
 
 def rate_by_table(table: Table, given: Siblings) -> Ratings:
     """Rate slots by what a table has counted; see `stree.kernels.growth_door`."""
-    reach, probs, is_chosen = given.reach, given.probs, given.is_chosen
+    reach, probs = given.reach, given.probs
     ranks = probs.shape[-1]
     odds = table.passed / table.tests
-    squares = given.norms.square()
-    row, spent = table.rank[:ranks], spent_before(probs)
-    if is_chosen is not None:
-        favourite = (probs * is_chosen).sum(-1, keepdim=True)  # the law is without it
-        squares = squares + favourite.squeeze(-1).square()
-        row = row + len(table.rank) * (favourite > 0)
-        spent = (spent_before(probs.masked_fill(is_chosen, 0)) + favourite).masked_fill(is_chosen, 0)
-    sharp = torch.bucketize(squares, table.sharpness)
-    sure = torch.bucketize(probs / (1 - spent).clamp(min=1e-6), table.confidence)
-    before = row * (len(table.sharpness) + 1) + sharp[..., None]
-    after = (before * (len(table.confidence) + 1) + sure) * NUM_SAID
-    after = table.first_after + after + (0 if given.words is None else _said(given.memory, given.words))
-    cells = torch.stack([before, after], -1)
+    sharp = torch.bucketize(given.norms.square(), table.sharpness)
+    sure = torch.bucketize(probs / (1 - spent_before(probs)).clamp(min=1e-6), table.confidence)
+    before = table.rank[:ranks] * (len(table.sharpness) + 1) + sharp[..., None]
+    cells = torch.stack([before, table.first_after + before * (len(table.confidence) + 1) + sure], -1)
     expected, found = odds.gather(1, cells.flatten(1)).view(cells.shape).unbind(-1)
-    refused = 1 - found
-    if is_chosen is not None:  # once the first one is refused, a favourite is the target's own token more often
-        refused = torch.where(is_chosen, 1 - found / refused[..., :1].clamp(min=1e-6), refused).clamp(min=0)
-    untested = torch.cat([reach[..., None], refused[..., :-1]], -1).cumprod(-1)
-    priority, value = untested * expected, untested * found
-    if is_chosen is None:
-        priority = priority.cummin(-1).values
-    else:
-        own = reach[..., None] * found
-        priority = torch.where(is_chosen, own, priority.masked_fill(is_chosen, torch.inf).cummin(-1).values)
-        value = torch.where(is_chosen, own, value)
-    return Ratings(priority * (probs > 0), value * (probs > 0), cells)
+    untested = torch.cat([reach[..., None], 1 - found[..., :-1]], -1).cumprod(-1)
+    priority = (untested * expected).cummin(-1).values
+    return Ratings(priority * (probs > 0), untested * found * (probs > 0), cells)
 
 
 def learn(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> None:
@@ -343,13 +306,10 @@ def learn(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> None:
     own = ratios.clamp(min=1e-6).log() + missed
     above = (verdicts.mask * own[:, None]).sum(-1) - own
     counts = is_drafted & verdicts.is_live[:, None]
-    reached, made = above.exp() * counts, (above + missed).exp() * counts
-    reached, made = reached.to(ratios.dtype), made.to(ratios.dtype)
-    is_favourite = cells[..., 0] // len(table.favourites) == table.favourites.start // len(table.favourites)
-    tests, passed = torch.where(is_favourite, reached, made), made * ratios
+    made = ((above + missed).exp() * counts).to(ratios.dtype)
     for number in range(2):
-        table.tests.scatter_add_(1, cells[..., number], tests)
-        table.passed.scatter_add_(1, cells[..., number], passed)
+        table.tests.scatter_add_(1, cells[..., number], made)
+        table.passed.scatter_add_(1, cells[..., number], made * ratios)
 
 
 def learn_level(level: Level, values: Tensor, verdicts: Verdicts) -> None:
@@ -386,20 +346,8 @@ def _are_held(memory: Memory, words: Words) -> Tensor:
     return is_held & torch.stack([token >= 0, before >= 0])
 
 
-def _said(memory: Memory, words: Words) -> Tensor:
-    """Tell what a text says already of children: int64[batch, above, ranks], less than NUM_SAID.
-
-    4 is the triple that a child makes; else 2 stands for the pair that it makes, and 1 for its parent's: 0 is neither.
-    """
-    before, token = _behind(memory, words)
-    pairs, triples = _are_held(memory, words)
-    pair, _ = _places(memory, before, before, token)
-    above = memory.places.gather(1, pair) & (before >= 0)
-    return torch.where(triples, 4, 2 * pairs + above.long()[..., None])
-
-
 def _behind(memory: Memory, words: Words) -> tuple[Tensor, Tensor]:
-    """Give the two tokens that children stand behind, the last one second: int64[batch, above] each."""
+    """Give the two tokens before children, the last one second: int64[batch, above] each."""
     batch, above, _ = words.children.shape
     column = torch.arange(words.first, words.first + above, device=words.tokens.device).expand(batch, -1)
     column = column if words.lead is None else words.lead[:, None]
@@ -417,5 +365,5 @@ def _places(memory: Memory, before: Tensor, token: Tensor, following: Tensor) ->
 
 
 def spent_before(probs: Tensor) -> Tensor:
-    """Sum what stands before each place, exclusively."""
+    """Sum what is before each place, exclusively."""
     return torch.cat([torch.zeros_like(probs[..., :1]), probs.cumsum(-1)[..., :-1]], -1)

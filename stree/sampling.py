@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels import law_door
-from stree.kernels.accept_door import beside, draw_beside, draw_distinct, philox_uniform
+from stree.kernels.accept_door import draw_distinct, philox_uniform
 from stree.kernels.topology import reads_freely
 
 __all__ = ["MAX_RANKS", "Draws", "Random", "Sampling"]
@@ -221,24 +221,6 @@ class Draws:
             probs.append(law.gather(-1, token) * (law.sum(-1, keepdim=True) > least))
             law = law.scatter(-1, token, 0.0)
         return torch.cat(tokens, -1), torch.cat(probs, -1)
-
-    def draw_beside(self, law: Tensor, first: int, count: int, favourite: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw beside the most probable token where it has at least the probability of a favourite.
-
-        Args:
-            law: float[batch, rows, vocab], as for ``draw``; written: it is left without its favourite.
-            first: the first node.
-            count: children a row, at least 2.
-            favourite: least probability of a favourite.
-
-        Returns:
-            Tokens and probabilities as ``draw`` gives them, the favourite second among them if there is one, and
-            bool[batch, rows, count], which of them it is.
-        """
-        if self._numbers is None or reads_freely(law):
-            return beside(law, favourite, lambda: self.draw(law, first, count))
-        numbers = self._numbers[:, first : first + law.shape[1], :count]
-        return draw_beside(law, numbers, least=LEAST_MASS, favourite=favourite)
 
 
 @cache  # captured steps read them: none may be dropped

@@ -48,39 +48,18 @@ def relative_values(nodes: int, depth: int, device: torch.device = DEVICE) -> Te
     return torch.tensor(typical_values(nodes, depth, 4)[::-1], dtype=torch.float32, device=device)
 
 
-def some_siblings(
-    batch: int,
-    above: int,
-    ranks: int,
-    seed: int,
-    *,
-    has_favourites: bool,
-    device: torch.device = DEVICE,
-    place: int = 1,
-) -> Siblings:
-    """Draw laws whose draws may run out, some sharp and some of them with a favourite in one place."""
+def some_siblings(batch: int, above: int, ranks: int, seed: int, device: torch.device = DEVICE) -> Siblings:
+    """Draw laws whose draws may run out, some of them sharp."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(batch, above, ranks + 2, generator=generator) * 4 * torch.rand(1, generator=generator)
     law = logits.softmax(-1)
     probs = law[..., :ranks].clone()
     probs[torch.rand(batch, above, ranks, generator=generator) < 0.1] = 0.0
     probs = torch.where(torch.rand(batch, above, 1, generator=generator) < 0.1, probs.cumprod(-1), probs)
-    is_chosen = None
-    if has_favourites:
-        is_chosen = torch.zeros(batch, above, ranks, dtype=torch.bool)
-        own = probs[..., place : place + 1]
-        is_chosen[..., place : place + 1] = (torch.rand(batch, above, 1, generator=generator) < 0.6) & (own > 0)
-        is_chosen = is_chosen.to(device)
     reach = torch.rand(batch, above + 3, generator=generator)[:, :above]
     reach[:, above // 2 :: 3] = 0.0
-    memory, words = said(batch, above, ranks, seed, device)
     norms = torch.linalg.vector_norm(law, dim=-1)
-    return Siblings(reach.to(device), probs.to(device), norms.to(device), memory, words, is_chosen)
-
-
-def unsaid(reach: Tensor, probs: Tensor, norms: Tensor, is_chosen: Tensor | None = None) -> Siblings:
-    """Give children of which nothing is known in texts that have said nothing."""
-    return Siblings(reach, probs, norms, Memory.empty(len(reach), reach.device), None, is_chosen)
+    return Siblings(reach.to(device), probs.to(device), norms.to(device))
 
 
 def said(batch: int, above: int, ranks: int, seed: int, device: torch.device = DEVICE) -> tuple[Memory, Words]:
@@ -104,6 +83,7 @@ class Ranked(NamedTuple):
 
     fit: RankFit
     level: Level
+    memory: Memory
     given: Siblings
 
     @classmethod
@@ -112,18 +92,20 @@ class Ranked(NamedTuple):
         own = RankEstimate(batch, max(ranks, 6), device)._fit
         fit = RankFit(*(-getattr(own, field.name) for field in fields(own))) if seed % 2 else own
         shift = torch.linspace(-3, 4, batch, device=device) * seed  # none at first
-        given = some_siblings(batch, above, ranks, seed, has_favourites=False, device=device)
+        given = some_siblings(batch, above, ranks, seed, device)
         probs = given.probs.sort(-1, descending=True).values
-        given = replace(given, probs=probs, words=given.words if seed > 1 else None)
-        return cls(fit, Level(shift, torch.ones_like(shift)), given)
+        memory, words = said(batch, above, ranks, seed, device)
+        given = replace(given, probs=probs, words=words if seed > 1 else None)
+        return cls(fit, Level(shift, torch.ones_like(shift)), memory, given)
 
 
-def begun(children: Siblings) -> Siblings:
+def begun(ranked: Ranked) -> Ranked:
     """Give the children of roots that no token stands before, where a text holds whatever is looked up."""
-    assert children.words is not None
-    memory = Memory(torch.ones_like(children.memory.places), torch.full_like(children.memory.last, -1))
-    words = replace(children.words, parents=torch.full_like(children.words.parents, -1))
-    return replace(children, words=words, memory=memory)
+    memory, words = ranked.memory, ranked.given.words
+    assert words is not None
+    words = replace(words, parents=torch.full_like(words.parents, -1))
+    known = Memory(torch.ones_like(memory.places), torch.full_like(memory.last, -1))
+    return ranked._replace(given=replace(ranked.given, words=words), memory=known)
 
 
 def some_table(batch: int, ranks: int, seed: int, device: torch.device = DEVICE) -> Table:
@@ -152,13 +134,11 @@ class Forest:
         plan: Plan,
         batch: int,
         seed: int,
-        *,
-        has_favourites: bool,
         device: torch.device = DEVICE,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.plan, self.generator = plan, torch.Generator().manual_seed(seed)
-        self.batch, self.has_favourites, self.device, self.dtype = batch, has_favourites, device, dtype
+        self.batch, self.device, self.dtype = batch, device, dtype
         has_leaf = self._drawn(2).bool()
         left = torch.full((batch,), plan.num_nodes, device=device)
         self.grown = GrownTree(self._drawn(50), self._drawn(50), has_leaf, left, plan)
@@ -176,13 +156,12 @@ class Forest:
         value *= value.new_ones(()) if above == 1 else frontier.amax()
         is_taken = (self._drawn(3, count) > 0) & (value.flatten(1).gather(1, slots) > 0)
         tokens = self._drawn(50, above, ranks)
-        is_chosen = self._drawn(2, above, ranks).bool() if self.has_favourites else None
-        return Given(slots, is_taken, Offered(tokens, value, is_chosen), value)
+        return Given(slots, is_taken, Offered(tokens, value), value)
 
 
-def grown_tree(name: str, batch: int, seed: int, *, has_favourites: bool) -> GrownTree:
+def grown_tree(name: str, batch: int, seed: int) -> GrownTree:
     """Grow a tree to its last layer."""
-    forest = Forest(LAYERS[name], batch, seed, has_favourites=has_favourites)
+    forest = Forest(LAYERS[name], batch, seed)
     for layer in forest.plan.layers:
         forest.grown.add(layer, *forest.given(layer))
     forest.grown.add_leaves()

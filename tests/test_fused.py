@@ -101,7 +101,6 @@ GROWTHS: dict[str, tuple[Growth, int]] = {
     "static": (Static([2]), 6),
     "static-deep": (Static([1, 1]), 6),
     "layers": (DySpec(depth=1, ranks=2), 6),
-    "favourite": (Calibrated(1, 2, has_favourite=True), 6),
 }
 
 
@@ -315,15 +314,6 @@ def test_what_is_hidden_from_the_model_is_in_the_tree() -> None:
     assert run.hiding is not None
     hidden = retrieval.tokens[1 : 1 + int(run.hiding.shown[0, 1:].sum())]
     assert 0 < len(hidden) < 6 and {*hidden} <= {*tree.tokens[tree.parents == 0].tolist()}
-
-
-def test_the_root_s_law_includes_the_model_s_favourite() -> None:
-    lm = TableLM(TableLaw(torch.tensor([[0.0, 3, 2, -9]] * 4, dtype=torch.float64))).as_lm()
-    retrieval = Retrieval([0, 1, 3, 3], [-1, 0, 0, 1])
-    run = FusedDrafter(ModelDrafter(lm), retrieval, least_share=0.01).start(4, [[0]], random_rows(1))
-    draft = run.propose(torch.tensor([0]), Calibrated(1, has_favourite=True).bind(PLAIN), 8)
-    paths = draft.tree.tokens[0][draft.tree.ancestor_mask[0, -1]].tolist()
-    assert paths == [0, 1, 3], "what was retrieved below the favourite stays, the draft's unlikely token goes"
 
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 3, 9, 3, 9], [1, 2, 4, 1, 2, 4, 1]]

@@ -321,8 +321,6 @@ POLICIES: dict[str, tuple[Growth, int]] = {
     "sequoia": (Sequoia(depth=2, rates=(0.5, 0.2)), 5),
     "calibrated": (Calibrated(depth=2, ranks=2), 5),
     "calibrated-cut": (Calibrated(depth=2, ranks=2), 4),
-    "favourite": (Calibrated(2, 2, has_favourite=True), 5),
-    "favourite-cut": (Calibrated(2, 2, has_favourite=True), 4),
     "specinfer": (SpecInfer([2, 1]), 5),
     "specinfer-deep": (SpecInfer([1, 2]), 4),
     "rsds": (RSDS(2, 2), 5),
@@ -336,7 +334,6 @@ STOPPED: dict[str, tuple[Growth, int]] = {
     "depth-rsds": (DepthStop(RSDS(2, 2), threshold=-0.5, layers=None), 5),
     "decision": (DecisionStop(Static([2, 1]), weights=SURE), 5),
     "decision-calibrated": (DecisionStop(Calibrated(depth=2, ranks=2), weights=SURE), 5),
-    "decision-favourite": (DecisionStop(Calibrated(2, 2, has_favourite=True), weights=SURE), 5),
 }
 STOPPED_LAW = TableLaw.random(3, 148)  # greatest probabilities 0.77, 0.42, 0.65
 # Of deterministic children, with the stop rules that they are meant for.
@@ -393,8 +390,8 @@ def test_every_growth_emits_the_target_s_law_exactly(policy: str, verifier: str)
     target, law = TableLaw.random(3, 11), TableLaw.random(3, 12)
     trees, _ = all_drafts(law, growth, budget, PLAIN)
     assert abs(float(trees.weight.sum()) - 1) < EXACT
-    kinds = {"specinfer": {INDEPENDENT}, "favourite": {SAMPLED, DELTA}}.get(policy.split("-")[0], {SAMPLED})
-    assert set(trees.laws.kind.unique().tolist()) == kinds
+    kind = INDEPENDENT if policy.startswith("specinfer") else SAMPLED
+    assert set(trees.laws.kind.unique().tolist()) == {kind}
     length = int(trees.tree.depths.max()) + 1
     assert total_variation(emitted_law(target, trees, PLAIN, verifier, length), target.joint(PLAIN, length)) < EXACT
 

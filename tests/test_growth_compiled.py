@@ -45,12 +45,11 @@ def test_the_slots_chosen_are_those_of_a_stable_sort(batch: int, slots: int, wid
     value = some_values(kind, batch, slots, seed=slots, device=CPU)
     for number, (left, layers_left) in enumerate(((0, 1), (1, 2), (width // 2, 1), (width, 3), (999, 1))):
         lefts = torch.full((batch,), left) - torch.arange(batch)  # also below nothing
-        for in_order in (False, True):
-            terms = Terms(width, 0.3, layers_left, in_order)
-            check_choice(value, lefts, None, terms)
-            check_choice(value, lefts, relative_values(width, number, CPU), terms)
-            check_choice(value, None, None, terms)
-            check_choice(value, None, relative_values(width, number, CPU), terms)
+        terms = Terms(width, 0.3, layers_left)
+        check_choice(value, lefts, None, terms)
+        check_choice(value, lefts, relative_values(width, number, CPU), terms)
+        check_choice(value, None, None, terms)
+        check_choice(value, None, relative_values(width, number, CPU), terms)
 
 
 def test_what_is_worth_exactly_as_much_counts_and_a_value_equal_to_the_threshold_is_taken() -> None:
@@ -59,13 +58,11 @@ def test_what_is_worth_exactly_as_much_counts_and_a_value_equal_to_the_threshold
     taken = set()
     for left in range(25):
         for given in (below, below[:0], None):
-            terms = Terms(6, 0.25, 99, in_order=False)
+            terms = Terms(6, 0.25, 99)
             check_choice(value, torch.tensor([left]), given, terms)
             taken.add(int(growth_compiled.choose(value, torch.tensor([left]), given, terms)[1].sum()))
     for threshold in (0.7, 0.3):  # which float32 rounds down and up
-        check_choice(
-            torch.tensor([[0.9, threshold, 0.2]]), torch.tensor([3]), None, Terms(3, threshold, 99, in_order=False)
-        )
+        check_choice(torch.tensor([[0.9, threshold, 0.2]]), torch.tensor([3]), None, Terms(3, threshold, 99))
     assert taken == {0, 1, 2, 3, 4, 5, 6}
     assert growth_compiled.choose(value, torch.tensor([9]), None, terms)[1].tolist() == [[True] * 4 + [False] * 2]
 
@@ -73,32 +70,30 @@ def test_what_is_worth_exactly_as_much_counts_and_a_value_equal_to_the_threshold
 def test_a_choice_reads_values_of_any_stride_and_integers_of_any_width() -> None:
     value = some_values("ties", 3, 12, seed=1, device=CPU)
     left, below = torch.tensor([5, 2, 9]), relative_values(8, 2, CPU)
-    for terms in (Terms(8, 0.3, 2, in_order=True), Terms(8, 0.3, 2, in_order=False)):
-        for given in (value.T.contiguous().T, torch.cat([value, value + 1], 1)[:, :12]):
-            for lefts in (left.int(), torch.stack([left, left + 1], 1)[:, 0]):
-                check_choice(given, lefts, below.double(), terms)
-                check_choice(given, lefts, torch.stack([below, below * 0], 1)[:, 0], terms)
+    terms = Terms(8, 0.3, 2)
+    for given in (value.T.contiguous().T, torch.cat([value, value + 1], 1)[:, :12]):
+        for lefts in (left.int(), torch.stack([left, left + 1], 1)[:, 0]):
+            check_choice(given, lefts, below.double(), terms)
+            check_choice(given, lefts, torch.stack([below, below * 0], 1)[:, 0], terms)
 
 
 def test_shares_are_rounded_as_in_torch_before_they_are_compared() -> None:
     value = torch.rand(1, 6, generator=torch.Generator().manual_seed(0)).sort(descending=True).values
     below = (value[0] / value[0, :, None]).triu(1).flatten().unique()[1:]  # every share once
     for left in range(45):
-        check_choice(value, torch.tensor([left]), below, Terms(6, 0.3, 1, in_order=False))
+        check_choice(value, torch.tensor([left]), below, Terms(6, 0.3, 1))
 
 
 def test_values_that_are_hardly_numbers_are_chosen_from_as_in_torch() -> None:
     # A share of what is below 1e-38 is taken of 1e-38, in float64 too.
     value, below = torch.tensor([[1e-37, 1e-38, 3e-39, 3e-39, 1e-39, 1e-40]]), torch.tensor([0.05, 0.2, 0.9])
     for left in range(20):
-        check_choice(value, torch.tensor([left]), below, Terms(6, 0.3, 1, in_order=False))
+        check_choice(value, torch.tensor([left]), below, Terms(6, 0.3, 1))
 
 
 def test_no_row_and_no_place_are_chosen_from_as_in_torch() -> None:
     for value, width in ((torch.rand(0, 4), 3), (torch.rand(2, 4), 0)):
-        check_choice(
-            value, torch.full((len(value),), 3), relative_values(4, 1, CPU), Terms(width, 0.3, 1, in_order=True)
-        )
+        check_choice(value, torch.full((len(value),), 3), relative_values(4, 1, CPU), Terms(width, 0.3, 1))
 
 
 def by_another_rank(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Terms) -> tuple[Tensor, Tensor]:
@@ -114,16 +109,13 @@ WRONG_CHOICES: dict[str, Choose] = {
     "one more is left": lambda value, left, below, terms: reference_growth.choose(
         value, None if left is None else left + 1, below, terms
     ),
-    "by value": lambda value, left, below, terms: reference_growth.choose(
-        value, left, below, replace(terms, in_order=False)
-    ),
 }
 
 
 @pytest.mark.parametrize("control", WRONG_CHOICES)
 def test_choices_that_are_wrong_in_one_thing_are_told_apart(control: str) -> None:
     value, left = some_values("ties", 3, 24, seed=0, device=CPU), torch.tensor([14, 9, 20])
-    given = value, left, relative_values(15, 3, CPU), Terms(15, 0.3, 2, in_order=True)
+    given = value, left, relative_values(15, 3, CPU), Terms(15, 0.3, 2)
     check_choice(*given)
     with pytest.raises(AssertionError):
         check_choice(*given, WRONG_CHOICES[control])
@@ -150,9 +142,9 @@ def check_layer(found: GrownTree, expected: GrownTree, layer: Layer, given: Give
     width = int(taken.sum(1).max()) if layer.slots is None else taken.shape[1] * bool(taken.any())
     assert went == bool(width) and size == end - taken.shape[1] + width
     assert not bool(taken[:, width:].any()), "slots that are taken stand first"
-    for name in ("tokens", "parents", "depths", "mask", "values", "kinds"):
+    for name in ("tokens", "parents", "depths", "mask", "values"):
         one, other, old = (getattr(tree, name) for tree in (found._columns, expected._columns, before))
-        last = size - (name in ("values", "kinds"))
+        last = size - (name == "values")
         assert torch.equal(one[:, :last], other[:, :last]), name
         assert torch.equal(one[:, last:], old[:, last:]), f"{name} of columns that are not there"
     assert torch.equal(found.left, expected.left)
@@ -166,15 +158,14 @@ def check_layer(found: GrownTree, expected: GrownTree, layer: Layer, given: Give
 
 
 @pytest.mark.parametrize("dtype", WIDTHS)
-@pytest.mark.parametrize("has_favourites", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", GROWN)
 def test_the_columns_appended_are_those_of_torch(
-    name: str, batch: int, has_favourites: bool, dtype: torch.dtype, poisoned_empty: None
+    name: str, batch: int, dtype: torch.dtype, poisoned_empty: None
 ) -> None:
     plan = (LAYERS | FIXED)[name]
     for seed in range(4):
-        forest = Forest(plan, batch, seed, has_favourites=has_favourites, device=CPU, dtype=dtype)
+        forest = Forest(plan, batch, seed, device=CPU, dtype=dtype)
         for layer in plan.layers:
             given = best_first(layer, forest.given(layer))
             found = deepcopy(forest.grown)
@@ -184,7 +175,7 @@ def test_the_columns_appended_are_those_of_torch(
 @pytest.mark.parametrize("name", ["drawn", "fixed"])
 def test_a_layer_of_which_nothing_is_taken_leaves_the_columns_as_they_are(name: str) -> None:
     plan = (LAYERS | FIXED)[name]
-    forest = Forest(plan, 2, 0, has_favourites=True, device=CPU)
+    forest = Forest(plan, 2, 0, device=CPU)
     given = forest.given(plan.layers[0])
     check_layer(deepcopy(forest.grown), forest.grown, plan.layers[0], given._replace(is_taken=given.is_taken & False))
 
@@ -197,11 +188,11 @@ def test_a_node_goes_where_as_many_are_better_and_stays_where_it_is_worth_nothin
     num_nodes: int, values: tuple[float, float], kept: int
 ) -> None:
     plan = Plan((Layer(2, 2), Layer(2, 2)), num_nodes, is_pruned=True)
-    grown = Forest(plan, 1, 0, has_favourites=False, device=CPU).grown
+    grown = Forest(plan, 1, 0, device=CPU).grown
     slots, tokens = torch.tensor([[0, 1]]), torch.tensor([[[5, 6], [7, 8]]])
     for layer, value in zip(plan.layers, ([[[0.9, 0.8]]], [[values, (0.7, 0.7)]]), strict=True):
         worth = torch.tensor(value)
-        given = Given(slots, slots >= 0, Offered(tokens[:, : worth.shape[1]], worth, None), worth)
+        given = Given(slots, slots >= 0, Offered(tokens[:, : worth.shape[1]], worth), worth)
         found = deepcopy(grown)
         check_layer(found, grown, layer, given)
     assert found.size == 4 + kept
@@ -209,28 +200,25 @@ def test_a_node_goes_where_as_many_are_better_and_stays_where_it_is_worth_nothin
 
 def test_strides_of_what_is_appended_change_nothing() -> None:
     plan = LAYERS["drawn"]
-    forest = Forest(plan, 3, 1, has_favourites=True, device=CPU)
+    forest = Forest(plan, 3, 1, device=CPU)
     for layer in plan.layers:
         given = best_first(layer, forest.given(layer))
         offered = given.offered
         apart = [torch.stack([part, part], 1)[:, 0] for part in (given.slots, given.is_taken, given.value)]
-        assert offered.is_chosen is not None
-        far = offered._replace(tokens=offered.tokens.mT.contiguous().mT, is_chosen=offered.is_chosen.mT.contiguous().mT)
+        far = offered._replace(tokens=offered.tokens.mT.contiguous().mT)
         found = deepcopy(forest.grown)
         assert found.add(layer, apart[0], apart[1], far, apart[2])
         forest.grown.add(layer, *given)
-        for name in ("tokens", "parents", "depths", "mask", "values", "kinds"):
+        for name in ("tokens", "parents", "depths", "mask", "values"):
             assert torch.equal(getattr(found._columns, name), getattr(forest.grown._columns, name)), name
 
 
-@pytest.mark.parametrize(
-    "change", [{"num_nodes": 7}, {"num_nodes": None}, {"frontier": 1}, {"kinds": (0, 0)}, {"width": 4}], ids=str
-)
+@pytest.mark.parametrize("change", [{"num_nodes": 7}, {"num_nodes": None}, {"frontier": 1}, {"width": 4}], ids=str)
 def test_a_layout_that_is_wrong_in_one_thing_is_told_apart(
     change: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = LAYERS["pruned"]
-    forest = Forest(plan, 3, 0, has_favourites=True, device=CPU)
+    forest = Forest(plan, 3, 0, device=CPU)
     append = growth_compiled.append
 
     def wrong(columns: growth_door.Columns, chosen: Chosen, left: Tensor, layout: Layout) -> growth_door.Appended:
@@ -256,7 +244,7 @@ def test_the_door_calls_the_compiled_code_on_the_cpu_and_torch_where_it_must_not
     asked: list[str] = []
     for owner, by in ((growth_compiled, "compiled"), (reference_growth, "torch")):
         monkeypatch.setattr(owner, "choose", lambda *_, word=by: asked.append(word))
-    terms = Terms(4, 0.0, 1, in_order=False)
+    terms = Terms(4, 0.0, 1)
 
     def ask() -> list[str]:
         asked.clear()

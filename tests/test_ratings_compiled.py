@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from growth_problems import SIZES, Ranked, begun, some_siblings, some_table, unsaid
+from growth_problems import SIZES, Ranked, begun, some_siblings, some_table
 from torch import Tensor
 
 from stree.kernels import growth_door, growth_learning, ratings_compiled, reference_growth, topology
 from stree.kernels.growth_door import Level, Memory, Siblings, Table, Words
-from stree.kernels.reference_growth import NUM_SAID, Ratings
+from stree.kernels.reference_growth import Ratings
 
 CPU = torch.device("cpu")
 WIDTHS = (torch.float32, torch.float64)
@@ -41,25 +41,20 @@ def in_width(table: Table, children: Siblings, dtype: torch.dtype) -> tuple[Tabl
 
 
 @pytest.mark.parametrize("dtype", WIDTHS)
-@pytest.mark.parametrize("favourite", [None, 0, 1, 2])
 @pytest.mark.parametrize(("batch", "above", "ranks"), SIZES)
 def test_ratings_by_a_table_are_those_of_torch(
-    batch: int, above: int, ranks: int, favourite: int | None, dtype: torch.dtype, poisoned_empty: None
+    batch: int, above: int, ranks: int, dtype: torch.dtype, poisoned_empty: None
 ) -> None:
-    place = min(favourite or 0, ranks - 1)
-    for seed in range(4):
-        has_favourites = favourite is not None
-        children = some_siblings(batch, above, ranks, seed, has_favourites=has_favourites, device=CPU, place=place)
+    for seed in range(8):
+        children = some_siblings(batch, above, ranks, seed, CPU)
         table, children = in_width(some_table(batch, max(ranks, 6), seed, CPU), children, dtype)
         found = check_ratings(table, children)
-        drawn = found.priority if children.is_chosen is None else found.priority.masked_fill(children.is_chosen, 0)
-        for row in drawn.flatten(0, 1):
+        for row in found.priority.flatten(0, 1):
             assert bool((row[row > 0].diff() <= 0).all())
 
 
 def test_tables_and_laws_of_other_widths_are_rated_as_in_torch_and_strides_change_nothing() -> None:
-    table, children = some_table(2, 6, 0, CPU), some_siblings(2, 7, 5, 0, has_favourites=True, device=CPU)
-    assert children.is_chosen is not None
+    table, children = some_table(2, 6, 0, CPU), some_siblings(2, 7, 5, 0, CPU)
     wide = replace(
         children, reach=children.reach.double(), probs=children.probs.double(), norms=children.norms.double()
     )
@@ -68,13 +63,9 @@ def test_tables_and_laws_of_other_widths_are_rated_as_in_torch_and_strides_chang
     reach, probs, norms = (
         torch.stack([part, part + 1], -1)[..., 0] for part in (children.reach, children.probs, children.norms)
     )
-    is_chosen = torch.stack([children.is_chosen, ~children.is_chosen], -1)[..., 0]
-    words = of(children)
-    said = [torch.stack([part, part + 1], -1)[..., 0] for part in (words.children, words.tokens, words.parents)]
-    words = replace(words, children=said[0], tokens=said[1], parents=said[2])
     passed, tests = (torch.stack([part, part + 1], -1)[..., 0] for part in (table.passed, table.tests))
     expected = check_ratings(table, children)
-    far = Siblings(reach, probs, norms, children.memory, words, is_chosen)
+    far = Siblings(reach, probs, norms)
     found = check_ratings(replace(table, passed=passed, tests=tests), far)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
@@ -87,7 +78,7 @@ def test_a_number_at_an_edge_of_the_table_falls_below_it(edge: str, dtype: torch
     edges = torch.tensor([2.0**-k for k in range(2 * len(getattr(table, edge)), 0, -2)])
     norms = torch.tensor([[2.0**-k for k in range(8)]])
     probs = torch.tensor([[[2.0**-k, 0.0] for k in range(8)]])
-    given = in_width(replace(table, **{edge: edges}), unsaid(torch.ones(1, 8), probs, norms), dtype)
+    given = in_width(replace(table, **{edge: edges}), Siblings(torch.ones(1, 8), probs, norms), dtype)
     cells = check_ratings(*given).cells
     assert len(set(cells[0, :, 0, 0 if edge == "sharpness" else 1].tolist())) > 4
 
@@ -99,19 +90,7 @@ def test_laws_that_are_used_up_and_tables_that_only_pass_are_rated_as_in_torch()
     probs = torch.tensor([[[0.75, 0.25, 0.25, 0.5], [1.0, 0.5, 0.25, 0.125], [0.5, 0.5, 0.0, 0.25], [0.0] * 4]])
     norms, reach = torch.linalg.vector_norm(probs, dim=-1), torch.tensor([[1.0, 0.5, 0.25, 1.0]])
     for given in (table, sure, beyond):
-        for place in (None, 0, 1, 3):
-            is_chosen = None if place is None else (torch.arange(4) == place).expand(1, 4, 4)
-            check_ratings(given, unsaid(reach, probs, norms, is_chosen))
-
-
-def test_what_no_token_stands_before_makes_no_triple_and_its_parent_no_pair() -> None:
-    children = begun(some_siblings(2, 7, 5, 0, has_favourites=False, device=CPU))
-    table = some_table(2, 6, 0, CPU)
-    cells = check_ratings(table, children).cells[..., 1]
-    assert bool(((cells - table.first_after) % NUM_SAID == 2).all())
-    nowhere = replace(of(children), tokens=torch.full_like(of(children).tokens, -1))  # below no token there is no pair
-    cells = check_ratings(table, replace(children, words=nowhere)).cells[..., 1]
-    assert bool(((cells - table.first_after) % NUM_SAID == 0).all())
+        check_ratings(given, Siblings(reach, probs, norms))
 
 
 @pytest.mark.parametrize("m", [0, 1, 2, 9])
@@ -132,7 +111,7 @@ def test_texts_are_read_as_in_torch(batch: int, m: int) -> None:
 
 
 def test_shares_are_rounded_as_in_torch_before_they_fall_into_cells() -> None:
-    table, children = some_table(1, 6, 0, CPU), some_siblings(1, 30, 4, 0, has_favourites=False, device=CPU)
+    table, children = some_table(1, 6, 0, CPU), some_siblings(1, 30, 4, 0, CPU)
     shares = children.probs / (1 - reference_growth.spent_before(children.probs)).clamp(min=1e-6)
     count = len(table.confidence)
     for edges in shares[..., 1:].flatten().unique().split(count):
@@ -141,39 +120,20 @@ def test_shares_are_rounded_as_in_torch_before_they_fall_into_cells() -> None:
 
 
 def test_no_node_is_rated_as_in_torch() -> None:
-    children = unsaid(torch.rand(1, 0), torch.rand(1, 0, 3), torch.rand(1, 0), torch.zeros(1, 0, 3, dtype=torch.bool))
+    children = Siblings(torch.rand(1, 0), torch.rand(1, 0, 3), torch.rand(1, 0))
     assert check_ratings(some_table(1, 4, 0, CPU), children).cells.shape == (1, 0, 3, 2)
 
 
-def of(children: Siblings) -> Words:
-    """Give what is known of children."""
-    assert children.words is not None
-    return children.words
-
-
-def with_others(given: Siblings, name: str) -> Siblings:
-    """Give children whose tokens, or what they stand behind, are those of others."""
-    words = of(given)
-    return replace(given, words=replace(words, **{name: getattr(words, name).roll(1, -1)}))
-
-
 WRONG_CHILDREN: dict[str, Callable[[Siblings], Siblings]] = {
-    "favourites taken for drawn": lambda children: replace(children, is_chosen=None),
     "another sharpness": lambda children: replace(children, norms=children.norms * 0.7),
     "another reach": lambda children: replace(children, reach=children.reach * 1.001),
     "siblings in another order": lambda children: replace(children, probs=children.probs.flip(-1)),
-    "nothing is known of tokens": lambda children: replace(children, words=None),
-    "a text that said nothing": lambda children: replace(children, memory=Memory.empty(3, CPU)),
-    "other tokens": lambda children: with_others(children, "children"),
-    "below other nodes": lambda children: with_others(children, "tokens"),
-    "behind other tokens": lambda children: with_others(children, "parents"),
-    "another frontier": lambda children: replace(children, words=replace(of(children), first=2)),
 }
 
 
 @pytest.mark.parametrize("control", WRONG_CHILDREN)
 def test_ratings_that_are_wrong_in_one_thing_are_told_apart(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    table, children = some_table(3, 6, 1, CPU), some_siblings(3, 12, 5, 1, has_favourites=True, device=CPU)
+    table, children = some_table(3, 6, 1, CPU), some_siblings(3, 12, 5, 1, CPU)
     check_ratings(table, children)
     rate = reference_growth.rate_by_table
 
@@ -204,12 +164,25 @@ def test_ratings_by_rank_are_those_of_torch(
         assert check_ranks(given._replace(given=replace(given.given, **laws))).dtype == dtype
 
 
+def of(ranked: Ranked) -> Words:
+    """Give what is known of children."""
+    assert ranked.given.words is not None
+    return ranked.given.words
+
+
+def test_what_no_token_stands_before_makes_no_triple_and_below_none_there_is_no_pair() -> None:
+    ranked = begun(Ranked.draw(2, 7, 5, 2, CPU))
+    found = check_ranks(ranked)
+    nowhere = replace(of(ranked), tokens=torch.full_like(of(ranked).tokens, -1))
+    assert not torch.equal(check_ranks(with_given(ranked, words=nowhere)), found)
+
+
 def test_of_equal_children_the_first_is_the_likeliest_and_of_none_nothing_is_rated() -> None:
     fit = Ranked.draw(1, 4, 3, 0, CPU).fit
     fit = replace(fit, **{name: getattr(fit, name) * 0 for name in ("level", "by_confidence", "by_text")})
     level = Level(torch.tensor([1.0]), torch.ones(1))
     probs = torch.tensor([[[0.25, 0.25, 0.25], [0.0, 0.5, 0.25], [0.0, 0.0, 0.0], [1e-12, 0.0, 0.0]]])
-    found = check_ranks(Ranked(fit, level, unsaid(torch.ones(1, 4), probs, torch.zeros(1, 4))))
+    found = check_ranks(Ranked(fit, level, Memory.empty(1, CPU), Siblings(torch.ones(1, 4), probs, torch.zeros(1, 4))))
     assert found[0, 0, 0] > found[0, 0, 1] == found[0, 0, 2] and found[0, 1, 1] > found[0, 1, 2]
     assert not bool(found[0, 2].any()) and found[0, 3, 0] > 0
 
@@ -220,7 +193,7 @@ def test_ratings_by_rank_do_not_depend_on_strides() -> None:
     def apart(owner: object, *names: str) -> dict[str, Any]:
         return {name: torch.stack([part := getattr(owner, name), part + 1], -1)[..., 0] for name in names}
 
-    words = of(ranked.given)
+    words = of(ranked)
     words = replace(words, **apart(words, "children", "tokens", "parents"))
     far = replace(ranked.given, words=words, **apart(ranked.given, "reach", "probs", "norms"))
     assert torch.equal(check_ranks(ranked._replace(given=far)), check_ranks(ranked))
@@ -236,10 +209,20 @@ def with_given(ranked: Ranked, **changes: Any) -> Ranked:
     return ranked._replace(given=replace(ranked.given, **changes))
 
 
+def with_others(ranked: Ranked, name: str) -> Ranked:
+    """Give children whose tokens, or what they stand behind, are those of others."""
+    words = of(ranked)
+    return with_given(ranked, words=replace(words, **{name: getattr(words, name).roll(1, -1)}))
+
+
 WRONG_RANKS: dict[str, Callable[[Ranked], Ranked]] = {
     "another level": lambda ranked: ranked._replace(level=Level(ranked.level.shift + 0.1, ranked.level.weight)),
     "nothing is known of tokens": lambda ranked: with_given(ranked, words=None),
-    "a text that said nothing": lambda ranked: with_given(ranked, memory=Memory.empty(3, CPU)),
+    "a text that said nothing": lambda ranked: ranked._replace(memory=Memory.empty(3, CPU)),
+    "other tokens": lambda ranked: with_others(ranked, "children"),
+    "below other nodes": lambda ranked: with_others(ranked, "tokens"),
+    "behind other tokens": lambda ranked: with_others(ranked, "parents"),
+    "another frontier": lambda ranked: with_given(ranked, words=replace(of(ranked), first=2)),
     "another sharpness": lambda ranked: with_given(ranked, norms=ranked.given.norms * 0.7),
     "siblings in another order": lambda ranked: with_given(ranked, probs=ranked.given.probs.flip(-1)),
     "pairs taken for triples": lambda ranked: with_fit(ranked, [1, 0, 2, 3]),
@@ -266,7 +249,7 @@ def test_the_door_calls_the_compiled_code_on_the_cpu_and_torch_where_it_must_not
     for owner, by in ((ratings_compiled, "compiled"), (reference_growth, "torch")):
         for name in ("rate_by_table", "rate_by_rank", "remember"):
             monkeypatch.setattr(owner, name, lambda *_, word=f"{name} {by}": asked.append(word))
-    table, children = some_table(1, 4, 0, CPU), some_siblings(1, 3, 4, 0, has_favourites=False, device=CPU)
+    table, children = some_table(1, 4, 0, CPU), some_siblings(1, 3, 4, 0, CPU)
 
     def ask() -> list[str]:
         asked.clear()

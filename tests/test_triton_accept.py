@@ -24,7 +24,6 @@ from stree.kernels.accept_door import (
     Backend,
     MatchedPath,
     choice,
-    draw_beside,
     draw_distinct,
     match_accept,
     philox_uniform,
@@ -115,31 +114,6 @@ def test_distinct_draws_are_choices_from_what_the_earlier_ones_leave(vocab: int,
         assert torch.equal(again[1], probs) and torch.equal(again[0], tokens)
     with pytest.raises(ValueError, match="uniform must be float64"):
         draw_distinct(law, uniform[:1], least=least)
-
-
-@pytest.mark.parametrize(("vocab", "count", "sharpness"), [(2, 2, 1.0), (40, 4, 4.0), (5000, 6, 6.0), (300, 3, 9.0)])
-def test_draws_beside_a_favourite_are_those_of_torch(vocab: int, count: int, sharpness: float) -> None:
-    rng = torch.Generator().manual_seed(count)
-    law = (sharpness * torch.randn(2, 4, vocab, generator=rng)).softmax(-1).to(DEVICE)
-    law[0, 1] = torch.tensor([0.3, 0.3] + [0.4 / max(vocab - 2, 1)] * (vocab - 2))  # equals, and at the least
-    law[1, 2], law[1, 1], law[0, 0] = 0.0, 0.0, 1 / vocab
-    law[1, 1, vocab - 1] = 1.0
-    uniform = torch.rand(2, 4, count, generator=rng, dtype=torch.float64).to(DEVICE)
-    favourite = float(law[0, 1, 0])
-    laws = {backend: law.repeat_interleave(2, 1)[:, ::2] for backend in BACKENDS}
-    found = {
-        backend: draw_beside(laws[backend], uniform, favourite=favourite, least=2.0**-20, backend=backend)
-        for backend in BACKENDS
-    }
-    (tokens, probs, is_chosen), expected = found["triton"], found["reference"]
-    assert torch.equal(is_chosen, expected[2]) and torch.equal(laws["triton"], laws["reference"])
-    assert torch.equal(probs, expected[1]) and torch.equal(tokens[probs > 0], expected[0][probs > 0])
-    assert is_chosen[0, 1, 1] and tokens[0, 1, 1] == 0 and not is_chosen[1, 2].any() and is_chosen[..., 1].sum() > 2
-    without = draw_distinct(laws["triton"].contiguous(), uniform, least=2.0**-20, backend="triton")
-    drawn = is_chosen[..., 1]
-    assert torch.equal(without[1][~drawn], probs[~drawn]) and torch.equal(without[0][drawn][:, 0], tokens[drawn][:, 0])
-    with pytest.raises(ValueError, match=r"uniform must be float64\[2, 4, 2\], got float64\[2, 4, 1\]"):
-        draw_beside(law, uniform[..., :1], favourite=0.3)
 
 
 def test_no_layer_of_a_tree_asks_for_a_build_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from growth_problems import (
     some_siblings,
     some_table,
     some_values,
-    unsaid,
 )
 from launch_keys import launch_keys
 from torch import Tensor
@@ -31,7 +30,7 @@ pytest.importorskip("triton")
 
 from stree.kernels import growth as kernels
 from stree.kernels import growth_door, reference_growth, topology
-from stree.kernels.growth_door import Memory, Terms, Words
+from stree.kernels.growth_door import Memory, Siblings, Terms, Words
 
 ROUNDING = 1e-5, 1e-7  # relative and absolute: a logarithm and an exponential of float32 differ in their last bits
 
@@ -44,29 +43,27 @@ def test_the_slots_chosen_are_those_of_a_stable_sort(batch: int, slots: int, wid
         lefts = torch.full((batch,), left, device=DEVICE) - torch.arange(batch, device=DEVICE).clamp(max=left)
         for size in (None, number):
             below = None if size is None else relative_values(width, size)
-            check_choice(value, lefts, below, width, layers_left, in_order=bool((number + (size is None)) % 2))
-        check_choice(value, None, None, width, layers_left, in_order=bool(number % 2))
+            check_choice(value, lefts, below, width, layers_left)
+        check_choice(value, None, None, width, layers_left)
 
 
 @pytest.mark.parametrize("kind", ["ties", "few"])
 def test_the_slots_of_a_large_layer_are_those_of_a_stable_sort(kind: str) -> None:
     value = some_values(kind, 1, 378, seed=5)
-    for left, below, in_order in ((50, relative_values(63, 3), True), (70, None, False)):
-        check_choice(value, torch.tensor([left], device=DEVICE), below, 63, 2, in_order=in_order)
+    for left, below in ((50, relative_values(63, 3)), (70, None)):
+        check_choice(value, torch.tensor([left], device=DEVICE), below, 63, 2)
 
 
 def test_what_is_worth_exactly_as_much_below_a_slot_counts() -> None:
     below = torch.tensor([0.125, 0.25, 0.25, 0.5, 1.0], device=DEVICE)
     value = torch.tensor([[1.0, 0.5, 0.25, 0.25, 0.125, 0.0625]], device=DEVICE)
     for left in range(25):
-        check_choice(value, torch.tensor([left], device=DEVICE), below, 6, 1, in_order=False)
+        check_choice(value, torch.tensor([left], device=DEVICE), below, 6, 1)
 
 
-def check_choice(
-    value: Tensor, left: Tensor | None, below: Tensor | None, width: int, layers_left: int, *, in_order: bool
-) -> None:
+def check_choice(value: Tensor, left: Tensor | None, below: Tensor | None, width: int, layers_left: int) -> None:
     """Compare a choice with the reference's."""
-    terms = Terms(width, 0.3, layers_left, in_order)
+    terms = Terms(width, 0.3, layers_left)
     expected, found = (owner.choose(value, left, below, terms) for owner in (reference_growth, kernels))
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
@@ -74,27 +71,22 @@ def check_choice(
 def test_a_choice_reads_rows_of_any_stride_and_a_value_equal_to_the_threshold_is_taken() -> None:
     value = torch.tensor([[0.5, 0.25, 0.75, 0.25], [0.25, 0.25, 0.5, 0.125]], device=DEVICE)
     for given in (value, value.T.contiguous().T, torch.cat([value, value], 1)[:, :4]):
-        terms = Terms(width=3, threshold=0.25, layers_left=99, in_order=False)
+        terms = Terms(width=3, threshold=0.25, layers_left=99)
         slots, is_taken = kernels.choose(given, torch.tensor([9, 9], device=DEVICE), None, terms)
         assert slots.tolist() == [[2, 0, 1], [2, 0, 1]] and bool(is_taken.all())
 
 
-@pytest.mark.parametrize("has_favourites", [False, True])
 @pytest.mark.parametrize(("batch", "above", "ranks"), SIZES)
-def test_ratings_by_a_table_are_those_of_torch(batch: int, above: int, ranks: int, has_favourites: bool) -> None:
-    has_favourites &= ranks > 1
+def test_ratings_by_a_table_are_those_of_torch(batch: int, above: int, ranks: int) -> None:
     for seed in range(4):
-        children = some_siblings(batch, above, ranks, seed, has_favourites=has_favourites)
+        children = some_siblings(batch, above, ranks, seed)
         table = some_table(batch, max(ranks, 6), seed)
-        children = (replace(children, words=None), children, begun(children), children)[seed]
         operands = table, children
         expected, found = reference_growth.rate_by_table(*operands), kernels.rate_by_table(*operands)
         for name in expected._fields:
             one, other = getattr(found, name), getattr(expected, name)
             assert torch.equal(one, other) if DEVICE.type == "cpu" else torch.allclose(one, other, *ROUNDING), name
-        drawn = found.priority if children.is_chosen is None else found.priority.masked_fill(children.is_chosen, 0)
-        live = drawn.flatten(0, 1)
-        for row in live:
+        for row in found.priority.flatten(0, 1):
             assert bool((row[row > 0].diff() <= 0).all())
 
 
@@ -106,15 +98,15 @@ def test_a_number_at_an_edge_of_the_table_falls_below_it(edge: str) -> None:
     table = replace(table, **{edge: torch.tensor([2.0**-k for k in range(2 * len(edges), 0, -2)], device=DEVICE)})
     norms = torch.tensor([[2.0**-k for k in range(8)]], device=DEVICE)
     probs = torch.tensor([[[2.0**-k, 0.0] for k in range(8)]], device=DEVICE)
-    operands = table, unsaid(torch.ones(1, 8, device=DEVICE), probs, norms)
+    operands = table, Siblings(torch.ones(1, 8, device=DEVICE), probs, norms)
     expected, found = reference_growth.rate_by_table(*operands).cells, kernels.rate_by_table(*operands).cells
     assert torch.equal(found, expected) and len(set(expected[0, :, 0, 0 if edge == "sharpness" else 1].tolist())) > 4
 
 
 @pytest.mark.parametrize(("batch", "above", "ranks"), SIZES)
 def test_ratings_by_rank_are_those_of_torch(batch: int, above: int, ranks: int) -> None:
-    for seed in range(4):
-        ranked = Ranked.draw(batch, above, ranks, seed)
+    drawn = [Ranked.draw(batch, above, ranks, seed) for seed in range(4)]
+    for ranked in (*drawn, begun(drawn[2])):
         expected, found = reference_growth.rate_by_rank(*ranked), kernels.rate_by_rank(*ranked)
         assert torch.allclose(found, expected, *ROUNDING)
         assert torch.equal(found > 0, expected > 0) and bool((found <= ranked.given.reach[..., None]).all())
@@ -135,19 +127,11 @@ def test_what_a_text_holds_is_known_by_its_last_two_words_and_the_tree_s() -> No
     first = Memory(memory.places[:1], memory.last[:1])
     pairs, triples = reference_growth._are_held(first, below)
     assert pairs.tolist() == [[[False, True]]] and triples.tolist() == [[[False, True]]], "7 5 6 was said"
-    assert reference_growth._said(memory, words).tolist() == [[[2, 0]], [[2, 0]]], "nor 8 7, nor 9 6"
-    assert reference_growth._said(first, below).tolist() == [[[1, 4]]], "7 5 was said"
-    other = replace(below, tokens=torch.tensor([[8, 0, 5]], device=DEVICE))
-    assert reference_growth._said(first, other).tolist() == [[[0, 2]]], "8 5 was not"
-    known = replace(
-        below, tokens=torch.tensor([[5, 0, 6]], device=DEVICE), children=torch.tensor([[[7, 8, 5]]]).to(DEVICE)
-    )
-    reference_growth.remember(first, torch.tensor([[9, 6, 5]], device=DEVICE), None, torch.tensor([3], device=DEVICE))
-    assert reference_growth._said(first, known).tolist() == [[[4, 4, 3]]], "5 6 and 6 5 were said, 5 6 5 was not"
     nothing = Memory.empty(1, DEVICE)
     nothing.places[:] = True
     root = Words(children[:1], tokens[:1].to(DEVICE), parents[:1].to(DEVICE), 1, torch.tensor([0], device=DEVICE))
-    assert reference_growth._said(nothing, root).tolist() == [[[2, 2]]], "what no token stands before is no pair"
+    pairs, triples = reference_growth._are_held(nothing, root)
+    assert bool(pairs.all()) and not bool(triples.any()), "behind what no token stands before there is no triple"
 
 
 @pytest.fixture
@@ -159,12 +143,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_columns_are_laid_out_and_cut_by_a_kernel_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    grown = grown_tree("one", 1, 0, has_favourites=False)
+    grown = grown_tree("one", 1, 0)
     slots = torch.zeros(1, 1, dtype=torch.long)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if DEVICE.type == "cpu":
         with pytest.raises(RuntimeError, match="begin needs CUDA tensors, got a tensor on cpu"):
-            growth_door.begin(slots[0], slots[0], slots[0] > 0, 5, 0)
+            growth_door.begin(slots[0], slots[0], slots[0] > 0, 5)
         with pytest.raises(RuntimeError, match="select needs CUDA tensors, got a tensor on cpu"):
             growth_door.select(grown._columns, 3, 1, by_value=True)
         with pytest.raises(RuntimeError, match="cut needs CUDA tensors, got a tensor on cpu"):
@@ -174,13 +158,13 @@ def test_columns_are_laid_out_and_cut_by_a_kernel_or_not_at_all(monkeypatch: pyt
 def test_columns_are_appended_by_a_kernel_where_kernels_are_launched(
     launched: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grown = grown_tree("one", 1, 0, has_favourites=False)
+    grown = grown_tree("one", 1, 0)
     slots = torch.zeros(1, 1, dtype=torch.long)
-    chosen = growth_door.Chosen(slots, slots > 0, slots.float()[..., None], slots[..., None], None)
+    chosen = growth_door.Chosen(slots, slots > 0, slots.float()[..., None], slots[..., None])
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if DEVICE.type == "cpu":
         with pytest.raises(RuntimeError, match="append needs CUDA tensors, got a tensor on cpu"):
-            layout = growth_door.Layout(width=1, frontier=0, size=2, num_nodes=None, kinds=(1, 0))
+            layout = growth_door.Layout(width=1, frontier=0, size=2, num_nodes=None)
             growth_door.append(grown._columns, chosen, grown.left, layout)
 
 
@@ -188,7 +172,7 @@ def test_what_no_kernel_takes_is_left_to_torch(launched: None, monkeypatch: pyte
     asked: list[str] = []
     for name in ("choose", "rate_by_table", "rate_by_rank"):
         monkeypatch.setattr(kernels, name, lambda *_, name=name, **__: asked.append(name))
-    terms = Terms(width=4, threshold=0.0, layers_left=1, in_order=False)
+    terms = Terms(width=4, threshold=0.0, layers_left=1)
     small = torch.rand(1, 8, device=DEVICE)
     growth_door.choose(small.double(), None, None, terms)
     growth_door.choose(torch.rand(1, growth_door.MAX_SLOTS + 1, device=DEVICE), None, None, terms)
@@ -206,26 +190,25 @@ def test_selections_of_equal_padded_sizes_share_a_build(monkeypatch: pytest.Monk
         found = []
         for batch, room, size, count in ((1, 40, 20, 10), (3, 33, 33, 16), (2, 64, 18, 17)):
             tokens = torch.zeros(batch, dtype=torch.long, device=DEVICE)
-            columns = growth_door.begin(tokens, tokens, tokens > 0, room, 0)
+            columns = growth_door.begin(tokens, tokens, tokens > 0, room)
             with launch_keys(monkeypatch) as keys:
                 growth_door.select(columns, size, count, by_value=by_value)
             found.append(keys)
         assert found[0] == found[1] != found[2] and [name for name, _ in found[0]] == ["select_kernel"]
 
 
-@pytest.mark.parametrize("has_favourites", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_columns_appended_and_the_tree_cut_out_of_them_are_those_of_torch(
-    name: str, batch: int, has_favourites: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(topology, "waits_always", True)
     for seed in range(3):
-        expected = grown_tree(name, batch, seed, has_favourites=has_favourites)
+        expected = grown_tree(name, batch, seed)
         with monkeypatch.context() as patch:
             patch.setattr(topology, "launches_always", True)
-            found = grown_tree(name, batch, seed, has_favourites=has_favourites)
-        for part in ("_tokens", "_parents", "_depths", "_mask", "_value", "_kinds", "frontier_value"):
+            found = grown_tree(name, batch, seed)
+        for part in ("_tokens", "_parents", "_depths", "_mask", "_value", "frontier_value"):
             assert torch.equal(getattr(found, part), getattr(expected, part)), part
         chosen = expected.select(LAYERS[name])
         with monkeypatch.context() as patch:
@@ -256,16 +239,12 @@ def test_columns_are_made_of_operands_of_any_strides(launched: None) -> None:
         drawn(3, 3, 4) > 0,
         drawn(50, 3, 1, 6),
     )
-    values, is_chosen, slots = (
-        drawn(9, 3, 1, 6) / 9,
-        drawn(2, 3, 1, 6) > 0,
-        torch.arange(24, device=DEVICE).view(3, 8) % 8,
-    )
-    layout = growth_door.Layout(width=3, frontier=0, size=2, num_nodes=None, kinds=(1, 0))
+    values, slots = drawn(9, 3, 1, 6) / 9, torch.arange(24, device=DEVICE).view(3, 8) % 8
+    layout = growth_door.Layout(width=3, frontier=0, size=2, num_nodes=None)
 
     def made(laid: Callable[[Tensor], Tensor], slots: Tensor) -> list[Tensor]:
-        columns = growth_door.begin(laid(pending), laid(leaf), laid(has_leaf), 8, 0)
-        chosen = growth_door.Chosen(slots, laid(taken), laid(values), laid(tokens), laid(is_chosen))
+        columns = growth_door.begin(laid(pending), laid(leaf), laid(has_leaf), 8)
+        chosen = growth_door.Chosen(slots, laid(taken), laid(values), laid(tokens))
         left = torch.full((3,), 9, device=DEVICE)
         appended = growth_door.append(columns, chosen, left, layout)
         cut = growth_door.cut(columns, laid(drawn(1, 3, 3) + torch.tensor([0, 1, 3], device=DEVICE)), 5)

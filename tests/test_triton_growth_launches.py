@@ -34,7 +34,6 @@ from stree.verify import accept
 PROMPTS = [[5, 6, 7, 8, 9, 3], [4, 4, 8, 1]]
 GROWTHS: dict[str, Growth] = {
     "calibrated": Calibrated(depth=3),
-    "favourite": Calibrated(depth=3, has_favourite=True),
     "dyspec": DySpec(depth=3),
     "sequoia": Sequoia(depth=3),
     "specinfer": SpecInfer([2, 2]),

@@ -63,7 +63,7 @@ class Step:
             before = drawn(first, above, RANKS)
             after = first + drawn(beyond - first, above, RANKS)
             if cells is not None:
-                before, after = before % cells + table.favourites.start - cells // 2, first + after % cells
+                before, after = before % cells, first + after % cells
             slots = torch.rand(batch, above * RANKS, generator=generator).argsort(1)[:, :width]
             kept.append(Kept(torch.stack([before, after], -1).to(DEVICE), slots.to(DEVICE)))
             above = slots.shape[1]
@@ -152,23 +152,22 @@ def test_a_tree_of_its_root_and_rows_that_stand_still_teach_nothing() -> None:
         assert torch.equal(found.tests, step.table.tests) and torch.equal(found.passed, step.table.passed)
 
 
-def test_a_favourite_and_its_siblings_by_hand() -> None:
+def test_siblings_and_a_child_by_hand() -> None:
     table = Calibration(1, RANKS, DEVICE, 0.8)._table
     table = replace(table, tests=torch.zeros_like(table.tests), passed=torch.zeros_like(table.passed))
-    favourite, first = table.favourites.start, table.first_after
-    elder, younger = favourite - 1, table.favourites.stop  # the nearest cells that are no favourite's
-    # A root with three children, the second of which is its favourite; the third has a child in the first one's cells.
-    cells = torch.tensor([[[[elder, first], [favourite, first + 1], [younger, first + 2]]]], device=DEVICE)
-    below = torch.tensor([[[[elder, first]]] * 3], device=DEVICE).view(1, 3, 1, 2)
+    first = table.first_after
+    # A root with three children; the third has a child in the first one's cells.
+    cells = torch.tensor([[[[4, first], [5, first + 1], [9, first + 2]]]], device=DEVICE)
+    below = torch.tensor([[[[4, first]]] * 3], device=DEVICE).view(1, 3, 1, 2)
     kept = [Kept(cells, torch.tensor([[0, 1, 2]], device=DEVICE)), Kept(below, torch.tensor([[2]], device=DEVICE))]
     parents = torch.tensor([[-1, 0, 0, 0, 3]], dtype=torch.int32, device=DEVICE)
     ratios = torch.tensor([[0.0, 0.25, 0.5, 0.5, 0.75]], device=DEVICE)
     live = torch.tensor([True], device=DEVICE)
     growth_learning._learn_in_one(table, kept, Verdicts(parents, ancestor_mask(parents), None, ratios, live))
-    third = 0.75 * 0.5
+    second, third = 0.75, 0.75 * 0.5
     child = third * 0.5  # as often as its parent is accepted
-    wanted = {elder: (1 + child, 0.25 + 0.75 * child), favourite: (1, 0.75 * 0.5), younger: (third, third * 0.5)}
-    wanted |= {first: wanted[elder], first + 1: wanted[favourite], first + 2: wanted[younger]}
+    wanted = {4: (1 + child, 0.25 + 0.75 * child), 5: (second, second * 0.5), 9: (third, third * 0.5)}
+    wanted |= {first: wanted[4], first + 1: wanted[5], first + 2: wanted[9]}
     for cell, (tests, passed) in wanted.items():
         assert float(table.tests[0, cell]) == pytest.approx(tests, rel=1e-5)
         assert float(table.passed[0, cell]) == pytest.approx(passed, rel=1e-5)

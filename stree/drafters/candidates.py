@@ -12,9 +12,7 @@ from stree.growth.plan import Drawing
 from stree.kernels.topology import reads_freely
 from stree.sampling import MAX_RANKS, Draws, Random
 
-__all__ = ["Independent", "Offered", "Offers", "WithFavourite", "offers_of", "top"]
-
-FAVOURITE = 0.3  # least probability of a favourite; 0.25 to 0.35 accept about as much
+__all__ = ["Independent", "Offered", "Offers", "offers_of", "top"]
 
 
 class Offered(NamedTuple):
@@ -23,12 +21,10 @@ class Offered(NamedTuple):
     Attributes:
         tokens: int64[batch, rows, count], in the order of their tests.
         probs: float[batch, rows, count], under the law as it was given: 0 where there is no child.
-        is_chosen: bool[batch, rows, count], children chosen without chance among drawn ones; None: all are alike.
     """
 
     tokens: Tensor
     probs: Tensor
-    is_chosen: Tensor | None = None
 
 
 class Offers(Protocol):
@@ -38,8 +34,7 @@ class Offers(Protocol):
         """Offer children.
 
         Args:
-            law: float[batch, rows, vocab], laws below the nodes first, first + 1, ...; what is left is the law that
-                the drawn ones were drawn from.
+            law: float[batch, rows, vocab], laws below the nodes first, first + 1, ...
             first: number of the first node.
             count: children a node.
         """
@@ -54,8 +49,6 @@ def offers_of(drawing: Drawing, rng: Random, plan: Plan) -> Offers:
         return Independent(rng)
     num_nodes = 1 + sum(layer.width for layer in plan.layers[:-1])
     draws = Draws(rng, num_nodes, max((layer.ranks for layer in plan.layers), default=0))
-    if drawing == "favourite":
-        return WithFavourite(draws)
     return lambda law, first, count: Offered(*draws.draw(law, first, count))
 
 
@@ -75,30 +68,6 @@ def _top_on_host(law: Tensor, count: int) -> tuple[Tensor, Tensor]:
     probs, tokens = law.new_empty(*law.shape[:-1], count), torch.empty(*law.shape[:-1], count, dtype=torch.long)
     top_rows(*(part.reshape(-1, part.shape[-1]).numpy() for part in (law, tokens, probs)))
     return probs, tokens
-
-
-class WithFavourite:
-    """The most probable token where the draft gives it enough, and draws without replacement from the rest.
-
-    Of one candidate chosen and one drawn from the rest a test accepts p(favourite) + sum over the rest of min(p, r), r
-    being the rest of q made a law: the most that any rule accepts of them, and more than two draws do wherever q has a
-    favourite (greedy draft sampling, arXiv 2502.18779).  For that the drawn one must be tested first.
-
-    Args:
-        draws: of the others.
-    """
-
-    def __init__(self, draws: Draws) -> None:
-        self._draws = draws
-
-    def __call__(self, law: Tensor, first: int, count: int) -> Offered:
-        """Offer one drawn token, the favourite if there is one, and others drawn; arguments as for ``Offers``.
-
-        A law with a favourite is left without it.
-        """
-        if count == 1:
-            return Offered(*self._draws.draw(law, first, count))
-        return Offered(*self._draws.draw_beside(law, first, count, FAVOURITE))
 
 
 class Independent:

@@ -38,7 +38,7 @@ from stree.growth.calibrated import typical_values
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
-from stree.verify import DELTA, Acceptance, DraftLaws
+from stree.verify import Acceptance
 
 __all__ = ["FusedDrafter"]
 
@@ -200,7 +200,7 @@ class _FusedRun:
         if self.hiding is not None:
             is_worth = self.hiding.shown
         elif draft.laws is not None:
-            is_worth &= _has_share(retrieved.tree, _root_law(draft.tree, draft.laws), self._least_share)
+            is_worth &= _has_share(retrieved.tree, draft.laws.probs[:, 0], self._least_share)
         return self._united(draft, retrieved, is_worth, budget, is_chosen_after=plan is None or plan.is_pruned)
 
     def _drafted(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
@@ -335,13 +335,6 @@ def _has_share(tree: TokenTree, law: Tensor, least: float) -> Tensor:
     """Tell which nodes stand below a first token that the root's law finds likely enough: bool[batch, n]."""
     unlikely = (tree.depths == 1) & (law.gather(1, tree.tokens) < least)
     return ~(tree.ancestor_mask & unlikely[:, None]).any(-1)
-
-
-def _root_law(tree: TokenTree, laws: DraftLaws) -> Tensor:
-    """Give what a model says of the root's children, its favourite included: float[batch, vocab]."""
-    law = laws.probs[:, 0]
-    is_favourite = (tree.parents == 0) & (laws.kind == DELTA)
-    return law.scatter_add(1, tree.tokens, is_favourite * (1 - law.sum(1, keepdim=True)))
 
 
 def _goes_by_row(plan: Plan, growth: Growth | None) -> bool:

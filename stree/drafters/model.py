@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
 from stree.sampling import MAX_RANKS, Random, Sampling
 from stree.tree import TokenTree
-from stree.verify import Acceptance, DraftLaws
+from stree.verify import INDEPENDENT, SAMPLED, Acceptance, DraftLaws
 
 __all__ = ["ModelDrafter", "check_vocabulary"]
 
@@ -112,6 +113,12 @@ def _judged_up_to(proposal: Proposal, is_missed: Tensor) -> Proposal:
     return replace(proposal, tree=TokenTree.unchecked(tree.tokens, parents, tree.depths, tree.ancestor_mask))
 
 
+@cache  # captured steps read them: none may be dropped
+def _kinds(shape: torch.Size, kind: int, device: torch.device) -> Tensor:
+    """Give nodes that are all of one kind: int8 of a shape."""
+    return torch.full(shape, kind, dtype=torch.int8, device=device)
+
+
 class _ModelRun:
     """A draft model's state for a batch of texts, and the tree that grows on it.
 
@@ -168,7 +175,8 @@ class _ModelRun:
         draft_laws = None
         if laws is not None:
             most = plan.num_nodes if plan.is_heap else max((layer.ranks for layer in plan.layers), default=0)
-            draft_laws = DraftLaws(laws, made.rows, made.kinds, most)
+            kind = INDEPENDENT if plan.drawing == "independent" else SAMPLED
+            draft_laws = DraftLaws(laws, made.rows, _kinds(made.rows.shape, kind, made.rows.device), most)
         return Draft(tree, draft_laws, depth, num_calls + grown.num_calls, made.values)
 
     def _use(self, growth: Growth) -> None:
@@ -415,14 +423,10 @@ class _ModelRun:
             goes_on = estimate.draws(grown.frontier_value, law)
             reach = grown.frontier_value if goes_on is None else grown.frontier_value * goes_on[:, None]
             offered = offer(law, grown.frontier_number, layer.ranks)
-            if offered.is_chosen is not None:
-                norms = None  # the laws are left without their favourites
             words = grown.words(offered.tokens)
-            priority, value = estimate.rate(Slots(reach, offered.probs, law, offered.is_chosen, norms, words))
+            priority, value = estimate.rate(Slots(reach, offered.probs, law, norms, words))
             left, layers_left = None if plan.is_pruned else grown.left, len(plan.layers) - depth
-            slots, is_taken = choose_slots(
-                layer, priority.flatten(1), left, plan.threshold, layers_left, in_order=offered.is_chosen is not None
-            )
+            slots, is_taken = choose_slots(layer, priority.flatten(1), left, plan.threshold, layers_left)
             if not grown.add(layer, slots, is_taken, offered, value):
                 break
             goes_on = estimate.goes_on(grown.frontier_value)

@@ -15,7 +15,6 @@ from stree.kernels.tiles import MAX_NODES
 from stree.kernels.topology import is_launched, reads_freely
 from stree.models.tree_lm import TreeLM
 from stree.tree import TokenTree
-from stree.verify import DELTA, INDEPENDENT, SAMPLED
 
 __all__ = ["LEAD", "GrownTree", "narrowed", "num_columns", "num_run", "prune"]
 
@@ -70,12 +69,11 @@ class GrownTree:
     """
 
     def __init__(self, pending: Tensor, leaf: Tensor, has_leaf: Tensor, left: Tensor, plan: Plan) -> None:
-        kind = INDEPENDENT if plan.drawing == "independent" else SAMPLED
         lay_out = begin if is_launched(pending) and not reads_freely(pending) else _begin
-        self._columns = columns = lay_out(pending, leaf, has_leaf, num_columns(plan), kind)
+        self._columns = columns = lay_out(pending, leaf, has_leaf, num_columns(plan))
         self.lead, self.left, self._mask = columns.lead, left, columns.mask
         self._tokens, self._parents, self._depths = columns.tokens, columns.parents, columns.depths
-        self._value, self._kinds = columns.values, columns.kinds  # of the target's nodes
+        self._value = columns.values  # of the target's nodes
         self.frontier_value = self._value[:, :1]
         self.frontier_number = self.num_run = self.num_calls = self.num_layers = 0
         self.size = 2
@@ -125,7 +123,7 @@ class GrownTree:
         """
         before, width = self.size - 1, min(layer.width, slots.shape[1])
         if width and (reads_freely(slots) or is_launched(slots)):
-            width = self._launch(layer, Chosen(slots, is_taken, value, offered.tokens, offered.is_chosen), width)
+            width = self._launch(layer, Chosen(slots, is_taken, value, offered.tokens), width)
         elif width:
             chosen = value.flatten(1).gather(1, slots) * is_taken
             is_taken = self._are_worthwhile(chosen, is_taken)
@@ -144,10 +142,7 @@ class GrownTree:
         """Append a layer of some width, whose nodes have float[batch, width + leaves] values."""
         parent = slots // layer.ranks
         column = parent + (self._begin + 1) if self._begin else self.lead[:, None].expand_as(slots)
-        before, token = self.size - 1, offered.tokens.flatten(1).gather(1, slots)
-        if offered.is_chosen is not None:
-            is_delta = offered.is_chosen.flatten(1).gather(1, slots[:, :width])
-            self._kinds[:, before : before + width] = torch.where(is_delta, DELTA, SAMPLED)
+        token = offered.tokens.flatten(1).gather(1, slots)
         if layer.leaves:
             self._leaves.append((column[:, layer.width :], token[:, layer.width :], chosen[:, layer.width :]))
         self.add_below(column[:, :width], token[:, :width], chosen[:, :width], is_taken[:, :width])
@@ -161,7 +156,6 @@ class GrownTree:
             frontier=self._begin + 1 if self._begin else 0,
             size=self.size,
             num_nodes=self._plan.num_nodes if self._is_contested(chosen.slots) else None,
-            kinds=(DELTA, SAMPLED),
             is_cut=layer.slots is None,
         )
         appended = append(self._columns, chosen, self.left, layout)
@@ -249,11 +243,11 @@ class GrownTree:
         if is_launched(self._tokens) and not reads_freely(self._tokens):
             return cut(self._columns, selected, self.size)
         tree = self.target_tree()
-        rows, values, kinds = tree.parents, self._value[:, : self.size - 1], self._kinds[:, : self.size - 1]
+        rows, values = tree.parents, self._value[:, : self.size - 1]
         if selected is not None:
-            rows, values, kinds = (tensor.gather(1, selected) for tensor in (rows, values, kinds))
+            rows, values = (tensor.gather(1, selected) for tensor in (rows, values))
             tree = prune(tree, selected)
-        return Proposed(tree.tokens, tree.parents, tree.depths, tree.ancestor_mask, values, kinds, rows)
+        return Proposed(tree.tokens, tree.parents, tree.depths, tree.ancestor_mask, values, rows)
 
     def target_tree(self) -> TokenTree:
         """Cut the leading column away: the tree as the target sees it."""
@@ -272,7 +266,7 @@ class GrownTree:
         return TokenTree.unchecked(tokens, parents, depths, mask)
 
 
-def _begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int, kind: int) -> Columns:
+def _begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int) -> Columns:
     """Lay out columns as ``begin`` does."""
     batch, device, lead = len(pending), pending.device, has_leaf.long()
     tokens = pending.new_zeros(batch, room)
@@ -282,12 +276,10 @@ def _begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int, kind: int
     parents[:, 1] += lead
     depths = torch.zeros(batch, room, dtype=torch.int32, device=device)
     depths[:, 1] = lead
-    kinds = torch.full((batch, room - 1), kind, dtype=torch.int8, device=device)
     mask = torch.eye(room, dtype=torch.bool, device=device).repeat(batch, 1, 1)
     mask[:, 1, 0] = has_leaf
-    return Columns(
-        lead, tokens, parents, depths, mask, torch.ones(batch, room - 1, dtype=torch.float32, device=device), kinds
-    )
+    values = torch.ones(batch, room - 1, dtype=torch.float32, device=device)
+    return Columns(lead, tokens, parents, depths, mask, values)
 
 
 def prune(tree: TokenTree, kept: Tensor) -> TokenTree:

@@ -45,15 +45,6 @@ AFTER = (
 # How the eldest child's level grows with the temperature, which draws draft and target nearer to each other.
 BY_TEMPERATURE = 1.7
 FITTED_AT = (0.6, 0.8, 1.0)  # least, the levels' own, greatest
-# Likewise below laws with a favourite, which is the second child, fitted to what recursive rejection would accept.
-BEFORE_BESIDE = ((-0.4, -1.16), (-0.68, 1.35), (-1.47, 0.29), (-1.45, -0.27), (-1.56, -0.16), (-2.12, -0.48))
-AFTER_BESIDE = (
-    (0.03, -1.24, 0.15), (-0.21, 1.15, 0.6), (-0.84, 0.23, 0.25), (0.05, -0.43, 0.58), (-0.89, -0.09, 0.26),
-    (-0.64, -0.25, 0.73),
-)  # fmt: skip
-# How what a text says already of a child shifts its log-odds after the draw, fitted on top of ``AFTER`` to the same
-# tests: neither the pair that it makes nor its parent's, its parent's alone, its own alone, both, its triple.
-BY_TEXT = (0.0, -1.21, 0.9, -0.6, 2.36)
 LEVEL_WEIGHT = 2.0  # of what is known of a text beforehand: as much as eight tests of even chance tell
 # Texts of 96 tokens without chance, on prompts 33-48 and 81-112: log-odds that the draft's token of a rank is the
 # target's own (level, slopes by log q of the token and by -log(1 - the sum of q^2), and where the text holds the pair
@@ -99,27 +90,24 @@ class Slots:
         reach: float[batch, above], values of the layer's nodes.
         probs: float[batch, above, ranks], probability that the draft gives each child, 0 where there is none.
         law: float[batch, above, vocab], that the drawn ones were drawn from.
-        is_chosen: bool[batch, above, ranks], children chosen without chance beside drawn ones; None for none.
-        norms: float[batch, above], Euclidean norms of ``law`` where they are known; None: whoever needs them computes
-            them.
-        words: tokens of the children and of what they stand behind; None: nothing is known of them.
+        norms: float[batch, above], Euclidean norms of ``law``; None: computed where they are needed.
+        words: tokens of the children and of the nodes above them; None: unknown.
     """
 
     reach: Tensor
     probs: Tensor
     law: Tensor
-    is_chosen: Tensor | None = None
     norms: Tensor | None = None
     words: Words | None = None
 
-    def siblings(self, memory: Memory) -> Siblings:
-        """Set the children beside what each text holds, as kernels rate them."""
+    def siblings(self) -> Siblings:
+        """Give the children as kernels rate them."""
         norms = torch.linalg.vector_norm(self.law, dim=-1) if self.norms is None else self.norms
-        return Siblings(self.reach, self.probs, norms, memory, self.words, self.is_chosen)
+        return Siblings(self.reach, self.probs, norms, self.words)
 
 
 class Estimate(Protocol):
-    """What a growth believes, for one run; it may learn from the verifier's log."""
+    """How a growth rates slots, for one run; it may learn from the verifier's log."""
 
     def begin(self, plan: Plan, rng: Random) -> None:
         """Take note that a new tree begins to grow.
@@ -207,8 +195,9 @@ class PathEstimate:
         """Never stop."""
         return None
 
-    def note(self, slots: Tensor) -> None:
+    def note(self, slots: Tensor) -> Kept | None:
         """Note nothing."""
+        return None
 
     def forget(self, row: int) -> None:
         """Do nothing: nothing was learnt."""
@@ -244,7 +233,7 @@ class RankEstimate(PathEstimate):
 
     def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Rate a slot by the product of its path's chances."""
-        value = rate_by_rank(self._fit, self._level, slots.siblings(self._memory))
+        value = rate_by_rank(self._fit, self._level, self._memory, slots.siblings())
         return value, value
 
     def forget(self, row: int) -> None:
@@ -273,14 +262,11 @@ class DraftEstimate(PathEstimate):
         return reach * (1 - spent).clamp(min=0) * (probs > 0), reach * probs
 
 
-class Calibration:
+class Calibration(PathEstimate):
     """Acceptance by sibling rank and by what the draft knows, learnt from the verifier's log; a table a sequence.
 
-    A slot is rated by its rank, by whether its siblings have a favourite, and by how sharp its law is, the sum of its
-    squares; once the child is drawn, also by the probability that it was drawn with and by whether the text holds it
-    already behind the same token, or two: on that its own children's and its younger siblings' ratings rest.  A
-    favourite is known before any draw, and its chance is that it is the target's own token, whether the sibling that is
-    tested before it was refused or is not there: no draw has a say in it.
+    A slot is rated by its rank and by how sharp its law is, the sum of its squares; once the child is drawn, also by
+    the probability that it was drawn with: on that its own children's and its younger siblings' ratings rest.
 
     Args:
         batch: sequences; none learns from another, so that no result depends on its neighbours.
@@ -292,60 +278,39 @@ class Calibration:
     def __init__(self, batch: int, ranks: int, device: torch.device, temperature: float) -> None:
         edges = [torch.tensor(edges, dtype=torch.float32) for edges in (SHARPNESS_EDGES, CONFIDENCE_EDGES)]
         sharp, sure = -torch.log1p(-_middles(edges[0])), _middles(edges[1]).log()
-        # Rows of the table: ranks of drawn children, then ranks where there is a favourite, itself the second.
         before, after = (
-            edges[0].new_tensor([fit[min(rank, len(fit) - 1)] for fit in fits for rank in range(ranks)])
-            for fits in ((BEFORE, BEFORE_BESIDE), (AFTER, AFTER_BESIDE))
+            edges[0].new_tensor([fit[min(rank, len(fit) - 1)] for rank in range(ranks)]) for fit in (BEFORE, AFTER)
         )
-        level, by_sharpness, by_confidence = after[:, :, None, None].unbind(1)  # [2 x ranks, 1, 1] each
+        level, by_sharpness, by_confidence = after[:, :, None, None].unbind(1)  # [ranks, 1, 1] each
         least, own, most = FITTED_AT
         warmer = BY_TEMPERATURE * (min(max(temperature, least), most) - own)
         before[0, 0] += warmer
         level[0] += warmer
         odds = before[:, :1] + before[:, 1:] * sharp
         drawn = level + by_sharpness * sharp[:, None] + by_confidence * sure
-        odds = torch.cat([odds.flatten(), (drawn[..., None] + drawn.new_tensor(BY_TEXT)).flatten()])
+        odds = torch.cat([odds.flatten(), drawn.flatten()])
         self._prior = odds.sigmoid().to(device) * PRIOR_TESTS
         self._tests = self._prior.new_full((batch, len(odds)), PRIOR_TESTS)
         self._passed = self._prior.repeat(batch, 1)
         rank = torch.arange(ranks, device=device)
         self._table = Table(self._passed, self._tests, edges[0].to(device), edges[1].to(device), rank)
-        self._memory = Memory.empty(batch, device)
-
-    def begin(self, plan: Plan, rng: Random) -> None:
-        """Do nothing."""
-
-    def draws(self, reach: Tensor, law: Tensor) -> None:
-        """Draw anyway."""
 
     def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Rate a slot by the probability that its child is accepted, over whatever token is drawn."""
-        priority, value, self._cells = rate_by_table(self._table, slots.siblings(self._memory))
+        priority, value, self._cells = rate_by_table(self._table, slots.siblings())
         return priority, value
 
-    def goes_on(self, values: Tensor) -> Tensor | None:
-        """Never stop."""
-        return None
-
     def forget(self, row: int) -> None:
-        """Give a sequence the tables of one that begins, and nothing to remember."""
+        """Give a sequence the tables of one that begins."""
         self._tests[row] = PRIOR_TESTS
         self._passed[row] = self._prior
-        self._memory.forget(row)
-
-    def remember(self, tokens: Tensor, path: Tensor | None, lengths: Tensor) -> None:
-        """Note the pairs and triples of tokens that the texts hold."""
-        remember(self._memory, tokens, path, lengths)
 
     def note(self, slots: Tensor) -> Kept:
         """Note the cells of new nodes."""
         return Kept(self._cells, slots)
 
     def learn(self, proposal: Proposal, ratios: Tensor, is_live: Tensor) -> None:
-        """Count every test by the probability that it is made: its ancestors accepted, its elder siblings not.
-
-        A favourite counts as often as its parent is accepted: its chance is not that of its test.
-        """
+        """Count every test by the probability that it is made: its ancestors accepted, its elder siblings not."""
         kept = [note for note in proposal.notes if note is not None]
         if kept:
             learn(self._table, kept, _verdicts(proposal, ratios, is_live))

@@ -23,9 +23,9 @@ class RSDS(Bound):
 
     The paper perturbs log-probabilities by Gumbel noise, conditioned so that the best child has its parent's value, and
     keeps ``width`` of them a level.  With t = exp(-value) this is a race: the children of a node that arrived at t
-    arrive one after the other from t on, each time whoever is left, with the waiting time of a rate that is the path
+    arrive one after the other from t on, each time one of those left, with the waiting time of a rate that is the path
     probability of all that are left.  So children are drawn without replacement like everyone's, and arrival times
-    need a number a draw instead of one a vocabulary entry.  Siblings stand in the order of their arrival, and a time
+    need a number a draw instead of one a vocabulary entry.  Siblings are in the order of their arrival, and a time
     is known before the token that arrives.
 
     Args:
@@ -76,7 +76,7 @@ class _Race(DraftEstimate):
         self._times = torch.ones_like(numbers[:, :1, 0])
 
     def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
-        """Rate a slot by when its child arrives, whoever it is."""
+        """Rate a slot by when its child arrives, whatever its token."""
         reach, probs = slots.reach[..., None], slots.probs
         above, ranks = probs.shape[1:]
         left = reach.double() * (1 - spent_before(probs)).clamp(min=0)

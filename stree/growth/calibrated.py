@@ -28,8 +28,7 @@ class Calibrated(Bound):
 
     A sampled child is accepted about as often whatever its own draft probability, so DySpec's estimate makes sampled
     trees too wide and too shallow.  Here a slot's value is the probability that its child is accepted, from a table by
-    sibling rank and by how sharp the draft's law is, counted from the verifier's own log; what grows below a drawn
-    child is also valued by whether the text holds it already behind the same token, or two.  Slots are taken layer by
+    sibling rank and by how sharp the draft's law is, counted from the verifier's own log.  Slots are taken layer by
     layer before their tokens are drawn, and what is drawn stays.  A layer takes its best slots as far as the budget
     lasts if all that typically grows below them and is worth as much is taken, too: a tree whose first slots are good
     grows deep, another wide.  At temperature 0 the nodes of the greatest value are kept, the product of the chances
@@ -40,9 +39,6 @@ class Calibrated(Bound):
         depth: most draft calls; None for 4, and 6 where the budget is above 16 (the README beside this file says why).
         ranks: most children of a node; None for 8 without chance; where they are drawn for 4, and 6 where the budget is
             above 32, but for the root: 12, as every step tests the root's first.
-        has_favourite: whether a token that the draft gives 0.3 or more is chosen without chance, its siblings drawn
-            from the rest and tested before it (greedy draft sampling, arXiv 2502.18779).  Recursive rejection accepts
-            more of such children; traversal hardly does (the README beside this file has figures).
 
     Raises:
         TypeError: a size that is no integer.
@@ -51,7 +47,6 @@ class Calibrated(Bound):
 
     depth: int | None = None
     ranks: int | None = None
-    has_favourite: bool = False
 
     def __post_init__(self) -> None:
         check_sizes(depth=self.depth, ranks=self.ranks)
@@ -70,7 +65,7 @@ class Calibrated(Bound):
             below = None if greedy else typical_values(nodes, depth - level, ranks)
             layers.append(Layer(above, offered, below=below))
             offered = ranks
-        return Plan(tuple(layers), nodes, is_pruned=greedy, drawing="favourite" if self.has_favourite else "distinct")
+        return Plan(tuple(layers), nodes, is_pruned=greedy)
 
     def estimate(self, batch: int, device: torch.device) -> Estimate:
         """Begin to learn."""

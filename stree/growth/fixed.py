@@ -100,6 +100,6 @@ class Chain(Bound):
         return Static([1] * self.depth).plan(budget)
 
     def estimate(self, batch: int, device: torch.device) -> Estimate:
-        """Trust the draft's own probabilities, as far as they are sure."""
+        """Rate by the draft's own probabilities, as far as they are sure."""
         estimate = super().estimate(batch, device)
         return estimate if self.stop is None else Stopped(estimate, self.stop)

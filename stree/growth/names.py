@@ -45,7 +45,7 @@ KNOWN = (
 def parse_growth(text: str) -> Growth:
     """Read a growth as the command line names it: calibrated, dyspec-heap, eagle2:6, chain:4, static:3,2, rsds:4,3, ...
 
-    A number behind a name is its depth, a list its widths by depth.  A stop rule stands behind a plus:
+    A number behind a name is its depth, a list its widths by depth.  A stop rule follows a plus:
     ``eagle2+depth-stop``, ``calibrated+decision:0.3``, ``chain:8+sure:0.4``.
 
     Raises:

@@ -20,9 +20,8 @@ from stree.sampling import Sampling
 __all__ = ["Bound", "Drawing", "Growth", "Layer", "Limited", "Plan", "Wrapped", "choose_slots"]
 
 # How children come about when sampling: drawn without replacement, drawn with it, or the most probable ones, which are
-# chosen without chance (kind DELTA); or the most probable one alone is chosen, where it is a favourite, and the others
-# are drawn without replacement from the rest.  At temperature 0 every growth takes the most probable ones.
-Drawing = Literal["distinct", "independent", "top", "favourite"]
+# chosen without chance (kind DELTA).  At temperature 0 every growth takes the most probable ones.
+Drawing = Literal["distinct", "independent", "top"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,7 @@ class Bound:
         return replace(self, sampling=sampling)
 
     def estimate(self, batch: int, device: torch.device) -> Estimate:
-        """Trust the draft's own probabilities."""
+        """Rate by the draft's own probabilities."""
         return PathEstimate() if self.sampling.is_greedy else DraftEstimate()
 
 
@@ -172,7 +171,7 @@ def _cut(growth: Any, depth: int) -> Growth:
 
 
 def choose_slots(
-    layer: Layer, value: Tensor, left: Tensor | None, threshold: float, layers_left: int, *, in_order: bool = False
+    layer: Layer, value: Tensor, left: Tensor | None, threshold: float, layers_left: int
 ) -> tuple[Tensor, Tensor]:
     """Choose the slots of a layer.
 
@@ -183,7 +182,6 @@ def choose_slots(
         left: int64[batch], nodes that the budget still allows; None where the layer is grown to its width.
         threshold: least value, where the layer does not say what grows below it.
         layers_left: an equal share of what is left, for so many layers, is taken whatever its value.
-        in_order: whether those taken are to stand by parent and rank, not by value.
 
     Returns:
         int64[batch, width + leaves] slots and bool[batch, width + leaves], whether each is taken.
@@ -192,7 +190,7 @@ def choose_slots(
         index = _on_device(layer.slots, value.device).expand(value.shape[0], -1)
         return index, value.gather(1, index) > 0
     below = None if layer.below is None else _on_device(layer.below[::-1], value.device)
-    return choose(value, left, below, Terms(layer.width + layer.leaves, threshold, layers_left, in_order))
+    return choose(value, left, below, Terms(layer.width + layer.leaves, threshold, layers_left))
 
 
 @cache  # captured steps read them: none may be dropped

@@ -76,7 +76,7 @@ class SpecInfer(Bound):
         return replace(Static(self.widths).plan(budget), drawing="independent")
 
     def estimate(self, batch: int, device: torch.device) -> Estimate:
-        """Trust the draft's own probabilities."""
+        """Rate by the draft's own probabilities."""
         return PathEstimate() if self.sampling.is_greedy else _Repeated()
 
 

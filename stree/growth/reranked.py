@@ -48,7 +48,7 @@ class OptTree(Bound):
         return Plan(layers, nodes, is_pruned=True, drawing="top")
 
     def estimate(self, batch: int, device: torch.device) -> Estimate:
-        """Trust the draft's own probabilities, and stop by them."""
+        """Rate by the draft's own probabilities, and stop by them."""
         return _Gain(self.least_gain)
 
 
@@ -57,7 +57,7 @@ class Eagle2(Bound):
     """Beams of the most probable paths, then the best of all candidates (EAGLE-2, arXiv 2406.16858).
 
     Every draft call runs a beam; its nodes offer as many children as the beam is wide, the best of which are the next
-    beam, and the best nodes of all layers become the tree.  A node's parent is never of less value and stands before
+    beam, and the best nodes of all layers become the tree.  A node's parent is never of less value and comes before
     it, so ties keep no child without its parent.  Children are chosen without chance, so MATCH verifies them at every
     temperature.
 
@@ -90,7 +90,7 @@ class Eagle2(Bound):
         return Plan(tuple(layers), nodes, is_pruned=True, drawing="top")
 
     def estimate(self, batch: int, device: torch.device) -> Estimate:
-        """Trust the draft's own probabilities."""
+        """Rate by the draft's own probabilities."""
         return PathEstimate()
 
 
@@ -109,7 +109,7 @@ class _Gain(PathEstimate):
         """Compare the sum of the best nodes with and without a layer."""
         known = values if self._best is None else torch.cat([self._best, values], 1)
         best = known.sort(1, descending=True).values[:, : self._num_nodes]
-        # In float64 the sums do not depend on how many zeros stand among the values.
+        # In float64 the sums do not depend on how many zeros are among the values.
         before = 0.0 if self._best is None else self._best.sum(1, dtype=torch.float64)
         self._best = best
         return best.sum(1, dtype=torch.float64) - before > self._least

@@ -197,7 +197,7 @@ class DepthStop(StoppedGrowth):
         """Compare the sum of a layer's values."""
         if self.layers is not None and depth not in self.layers:
             return None
-        # In float64 the sum does not depend on how many zeros stand among the values.
+        # In float64 the sum does not depend on how many zeros are among the values.
         return values.sum(1, dtype=torch.float64) >= math.exp(self.threshold)
 
     def draws(self, reach: Tensor, law: Tensor) -> None:

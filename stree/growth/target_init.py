@@ -39,5 +39,5 @@ class TargetInit(Bound):
         return f"lossy: TargetInit(width={self.width}, depth={self.depth})"
 
     def plan(self, budget: int) -> Plan:
-        """Lay out the chains; the root is run again, so it stands above all candidates."""
+        """Lay out the chains; the root is run again, so it is above all candidates."""
         return Static([self.width, *[1] * self.depth]).plan(budget)
