@@ -17,7 +17,6 @@ from stree.bench.methods import Method
 from stree.bench.pair import Pair
 from stree.bench.records import Record
 from stree.cli import main
-from stree.cost import CostTable
 from stree.files import alone_in
 
 
@@ -181,21 +180,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "install stree[bench]" in capsys.readouterr().err
 
 
-def test_cost_measures_a_table_that_can_be_read(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    models = ["--target", str(folder / "target"), "--drafter", str(folder / "drafter")]
-    assert main(["bench", "cost", *models, "--smoke", "--context", "6", "--out", str(tmp_path / "cost.json")]) == 0
-    table = CostTable.load(tmp_path / "cost.json")
-    assert [point[:3] for point in table.target_ms] == [(1, 6, 1), (1, 6, 2)] and len(table.draft_ms) == 2
-    assert "written: " in capsys.readouterr().out
-    assert main(["bench", "cost", *models, "--nodes", "", "--out", str(tmp_path / "cost.json")]) == 2
-    assert "--nodes must have at least one value" in capsys.readouterr().err
-    assert main(["bench", "cost", *models, "--rounds", "0", "--out", str(tmp_path / "cost.json")]) == 2
-    assert "--rounds must be at least 1, got 0" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["cost", "profile"])
+@pytest.mark.parametrize("command", ["profile"])
 def test_a_folder_in_place_of_a_file_is_refused_before_anything_is_measured(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,7 +188,7 @@ def test_a_folder_in_place_of_a_file_is_refused_before_anything_is_measured(
     assert f"--out must be a file, got the folder {tmp_path}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["cost", "profile", "run"])
+@pytest.mark.parametrize("command", ["profile", "run"])
 @pytest.mark.parametrize("below", ["", "deeper/"])
 def test_a_file_in_place_of_a_folder_is_named_before_anything_is_measured(
     command: str, below: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

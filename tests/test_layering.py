@@ -79,9 +79,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"stree.generation", "stree.bench", "stree.distill", "stree.info", "stree.inputs", "stree.prepare"}
     | {"stree.vocabulary"},
     "stree.files": set(),
-    "stree.cost": {"stree.files"},
     "stree.bench": ENGINE
-    | {"stree.generation", "stree.clocks", "stree.cost", "stree.bench", "stree.engine", "stree.files", "stree.inputs"}
+    | {"stree.generation", "stree.clocks", "stree.bench", "stree.engine", "stree.files", "stree.inputs"}
     | {"stree.rehearsal", "stree.statistics", "stree.steering"},
     "stree.info": {"stree.engine", "stree.graphs", "stree.models", "stree.room"},
     "stree.warming": ENGINE | {"stree.engine", "stree.generation", "stree.graphs", "stree.steering"},

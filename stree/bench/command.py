@@ -20,7 +20,6 @@ def add_bench(commands: Any) -> None:
     _add_run(bench)
     _add_report(bench)
     _add_kernels(bench)
-    _add_cost(bench)
     _add_profile(bench)
 
 
@@ -109,19 +108,6 @@ def _add_kernels(bench: Any) -> None:
     command.add_argument("--out", type=Path, default=None, help="folder to which kernels.jsonl is appended")
 
 
-def _add_cost(bench: Any) -> None:
-    """Describe ``stree bench cost``."""
-    command = _add(bench, "cost", _cost, "measure what steps and draft calls cost")
-    _add_models(command)
-    command.add_argument("--nodes", default="1,2,4,8,16,32,64", help="tree sizes of a target step")
-    command.add_argument("--widths", default="1,2,4,8,16,32", help="nodes of a draft call")
-    command.add_argument("--batch", default="1", help="sequences")
-    command.add_argument("--context", default="64,512", help="committed tokens")
-    command.add_argument("--rounds", type=int, default=20, help="timed runs of each point")
-    command.add_argument("--smoke", action="store_true", help="few points and rounds, to see that everything runs")
-    command.add_argument("--out", type=Path, default=None, help="file; by default one in the user's cache folder")
-
-
 def _add_profile(bench: Any) -> None:
     """Describe ``stree bench profile``."""
     command = _add(bench, "profile", _profile, "show where the time of a step goes, and its roofline")
@@ -169,13 +155,6 @@ def _kernels(arguments: argparse.Namespace) -> int:
 
     run_benches(arguments.names, smoke=arguments.smoke, out=arguments.out, console=Console())
     return 0
-
-
-def _cost(arguments: argparse.Namespace) -> int:
-    """Run ``stree bench cost``."""
-    from stree.bench.start import start_cost
-
-    return start_cost(arguments)
 
 
 def _profile(arguments: argparse.Namespace) -> int:

@@ -10,10 +10,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from stree.bench.directory import RunDirectory, brief, session
-from stree.bench.measure_cost import Points, measure_cost
 from stree.bench.methods import DEFAULT, Method, parse_methods
 from stree.bench.pair import Pair
 from stree.bench.plan import Settings, Suite, read_suites
@@ -23,11 +21,10 @@ from stree.bench.records import Record, append, command_line, environment
 from stree.bench.report import load_runs, write_report
 from stree.bench.runner import Runner
 from stree.bench.steps import measure_steps
-from stree.cost import CostTable, default_path
 from stree.files import alone_in, check_folder
 from stree.growth import parse_growth
 
-__all__ = ["start_cost", "start_profile", "start_run"]
+__all__ = ["start_profile", "start_run"]
 
 
 def start_run(arguments: argparse.Namespace) -> int:
@@ -68,33 +65,6 @@ def start_run(arguments: argparse.Namespace) -> int:
             say(f"stopped; what is finished is kept in {directory.path}, and the same command goes on from there")
             raise
     write_report(load_runs([arguments.out]), arguments.out, Console(), as_json=arguments.json)
-    return 0
-
-
-def start_cost(arguments: argparse.Namespace) -> int:
-    """Measure a cost table and save it.
-
-    Raises:
-        ValueError: a bad option.
-    """
-    grid = {name: _sizes(getattr(arguments, name), f"--{name}") for name in Points.__slots__}
-    rounds = arguments.rounds
-    if arguments.smoke:
-        grid, rounds = {name: sizes[:2] for name, sizes in grid.items()}, 2
-    _check_file(arguments.out)
-    empty = next((name for name, sizes in grid.items() if not sizes), None)
-    if empty:
-        raise ValueError(f"--{empty} must have at least one value")
-    if rounds < 1:
-        raise ValueError(f"--rounds must be at least 1, got {rounds}")
-    pair = _load(arguments)
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        sizes = len(grid["nodes"]) + (0 if pair.drafter is None else len(grid["widths"]))
-        task = bar.add_task("measuring", total=sizes * len(grid["batch"]) * len(grid["context"]))
-        table = measure_cost(pair, Points(*grid.values()), rounds, lambda: bar.advance(task))
-    path = arguments.out or default_path(*pair.names, table.device, table.dtype, table.threads)
-    table.save(path)
-    _show_cost(table, path)
     return 0
 
 
@@ -184,16 +154,3 @@ def _sizes(text: str, option: str) -> list[int]:
     if not all(size.isdigit() and int(size) > 0 for size in sizes):
         raise ValueError(f"{option} must be positive numbers, as 8,16, got {text!r}")
     return [int(size) for size in sizes]
-
-
-def _show_cost(table: CostTable, path: Path) -> None:
-    """Print a cost table."""
-    shown = Table("batch", "context", "nodes or width", "target step, ms", "draft call, ms", title="cost")
-    target = {point[:3]: point[3] for point in table.target_ms}
-    draft = {point[:3]: point[3] for point in table.draft_ms}
-    for key in sorted(target.keys() | draft.keys()):
-        times = [f"{times[key]:.2f}" if key in times else "" for times in (target, draft)]
-        shown.add_row(*map(str, key), *times)
-    console = Console()
-    console.print(shown)
-    console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
