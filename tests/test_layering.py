@@ -27,6 +27,7 @@ FOLDERS = (
     "stree.bench",
     "stree.distill",
     "stree.retrieval",
+    "stree.cli",
 )
 PLAIN = {"stree.counts", "stree.sampling", "stree.tree"}
 POLICIES = {"stree.growth", "stree.retrieval", "stree.verify", "stree.budget", "stree.goodput", "stree.sizes"}
@@ -73,16 +74,14 @@ ALLOWED: dict[str, set[str]] = {
     | {"stree.arguments", "stree.session"},
     "stree.room": {"stree.drafters", "stree.models"},
     "stree.inputs": set(),
-    "stree.prepare": ENGINE | {"stree.generation", "stree.inputs", "stree.vocabulary"},
-    "stree.distill": ENGINE | {"stree.distill", "stree.files", "stree.generation", "stree.inputs"},
+    "stree.distill": ENGINE | {"stree.distill", "stree.files", "stree.generation"},
     "stree.cli": ENGINE
-    | {"stree.generation", "stree.bench", "stree.distill", "stree.info", "stree.inputs", "stree.prepare"}
-    | {"stree.vocabulary"},
+    | {"stree.cli", "stree.generation", "stree.bench", "stree.distill", "stree.files", "stree.inputs"}
+    | {"stree.engine", "stree.graphs", "stree.room", "stree.vocabulary"},
     "stree.files": set(),
     "stree.bench": ENGINE
     | {"stree.generation", "stree.clocks", "stree.bench", "stree.engine", "stree.files", "stree.inputs"}
-    | {"stree.rehearsal", "stree.statistics", "stree.steering"},
-    "stree.info": {"stree.engine", "stree.graphs", "stree.models", "stree.room"},
+    | {"stree.rehearsal", "stree.statistics"},
     "stree.warming": ENGINE | {"stree.engine", "stree.generation", "stree.graphs", "stree.steering"},
     "stree.hook": ENGINE | {"stree.generation", "stree.hook_steps", "stree.session"},
     "stree.hook_steps": {"stree.processing"},
@@ -91,7 +90,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 OUTSIDE = {
     # The benches compare with transformers' own generate.
-    "transformers": {"stree.models", "stree.cli", "stree.prepare", "stree.hook", "stree.hook_steps", "stree.bench"}
+    "transformers": {"stree.models", "stree.cli", "stree.hook", "stree.hook_steps", "stree.bench"}
     | {"stree.distill", "stree.inputs"},
     "triton": {"stree.kernels"},
 }

@@ -12,7 +12,7 @@ import pytest
 import torch
 from enumeration import DraftedTrees, TableLaw, drafted_trees, expected_tokens
 from tiny_models import VOCAB
-from tiny_pairs import tiny_pair
+from helpers.tiny_pairs import tiny_pair
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 

@@ -82,6 +82,13 @@ class Method:
         """Whether its text is known not to have the target's law: it is timed for comparison, and said to be lossy."""
         return isinstance(self.growth, TargetInit)
 
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether its drafted tokens are chosen without random numbers (kind DELTA) at any temperature."""
+        if self.growth is None:
+            return self.drafter in ("none", "suffix")
+        return not isinstance(self.budget, str) and self.growth.plan(self.budget).drawing == "top"
+
     def with_depth(self, depth: int) -> Method:
         """Give the chain of one depth under this method's name."""
         return replace(self, growth=Chain(depth), budget=depth + 1, depths=())

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import Progress
 
 from stree.distill.folder import reading
 from stree.distill.text import Text, pack
@@ -102,11 +103,12 @@ def write_continuations(
     stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
     parts, number, spent = _read(path) if resume and path.exists() else ([], 0, 0.0)
     last = last_save = time.monotonic()
-    goal, unit = (tokens, "token") if tokens is not None else (round(seconds or 0.0), "second")
-    with tqdm(total=goal, desc="generate", unit=unit, mininterval=1.0) as bar:
+    goal = tokens if tokens is not None else seconds or 0.0
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("generate", total=goal)
         while True:
             size = sum(map(len, parts))
-            bar.update(min(size if tokens is not None else round(spent), goal) - bar.n)
+            bar.update(task, completed=min(size if tokens is not None else spent, goal))
             if size >= max(least, tokens or 0) and spent >= (seconds or 0.0):
                 break
             prompts = draw_prompts(text, rows, length, np.random.default_rng((seed, number)))

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from stree.bench.verdict import verifier_name
 from tape import TapeRecorder
-from tiny_pairs import tiny_pair
+from helpers.tiny_pairs import tiny_pair
 
 import stree
 from stree import engine, generation
@@ -27,7 +28,6 @@ from stree.bench.methods import Method, parse_methods
 from stree.bench.pair import Pair
 from stree.bench.plan import Settings, read_suites
 from stree.bench.runner import Runner
-from stree.bench.verdict import verifier_name
 from stree.engine import Engine
 from stree.kernels import topology
 from stree.rehearsal import GUESS

@@ -5,23 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
+
+from stree.cli.options import add_command
+from stree.inputs import locate
 
 __all__ = ["add_info", "describe_model"]
 
-LENGTH, NODES = 4096, 64  # of the text and the tree by which a program's memory is shown
+LENGTH, NODES = 4096, 64  # the text and tree for which the memory of a captured step is shown
 
 
-def add_info(commands: Any, assets: Path) -> None:
-    """Register the command with an argparse subparsers object; ``assets`` holds the bundled pair."""
-    command = commands.add_parser(
-        "info",
-        help="describe a checkpoint",
-        description="Say what a checkpoint is and what decoding it takes; reads its config only.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    command.set_defaults(run=_info, assets=assets)
+def add_info(commands: Any) -> None:
+    """Register the command with an argparse subparsers object."""
+    text = "describe a checkpoint and what decoding it takes; reads its config only"
+    command = add_command(commands, "info", _info, text)
     command.add_argument(
         "model", nargs="?", default="bundled", metavar="MODEL", help="'bundled', a folder, or a hub id"
     )
@@ -90,8 +87,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
     from stree.models.loading import load_config, torch_dtype
 
-    name = str(arguments.assets / "target") if arguments.model == "bundled" else arguments.model
-    config = load_config(name, trust_remote_code=arguments.trust_remote_code)
+    config = load_config(locate(arguments.model, "target"), trust_remote_code=arguments.trust_remote_code)
     own = getattr(config, "dtype", None) or torch.float32
     dtype = torch_dtype(own if arguments.dtype == "auto" else arguments.dtype)
     report = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_pairs import tiny_pair
+from helpers.tiny_pairs import tiny_pair
 
 from stree.bench import memory
 from stree.bench.execute import Case, execute

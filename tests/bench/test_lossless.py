@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_pairs import tiny_pair
+from stree.bench.check import check_method, judge
+from stree.bench.verdict import compare, divergence, law_test
+from stree.bench.watch import Counts
+from helpers.tiny_pairs import tiny_pair
 from torch import Tensor
 
 import stree
 from stree.bench import check, verdict
 from stree.bench.baselines import BaselineState, UnrolledLM
-from stree.bench.check import check_method, judge
 from stree.bench.execute import Case, Run, execute
 from stree.bench.methods import Method, parse_methods
 from stree.bench.pair import Pair
-from stree.bench.verdict import compare, divergence, law_test
-from stree.bench.watch import Counts
 from stree.sampling import Sampling
 
 PAIR = tiny_pair()

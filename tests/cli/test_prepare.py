@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from stree.prepare import _generated, _stop_tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
@@ -19,7 +20,6 @@ from stree import generation
 from stree.cli import main
 from stree.inputs import ASSETS, documents
 from stree.models.tree_lm import TreeLM
-from stree.prepare import _generated, _stop_tokens
 from stree.retrieval import Datastore
 from stree.sampling import Sampling
 from stree.vocabulary import load_vocabulary, save_vocabulary

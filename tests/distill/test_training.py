@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_distill import END, SETTINGS
+from helpers.tiny_distill import END, SETTINGS
 from tiny_models import VOCAB
 from transformers import PreTrainedModel
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from stree.cli.info import describe_model
 from tiny_family_models import FAMILIES, family_model
 from transformers import GPT2Config, RecurrentGemmaConfig
 
 import stree
 from stree.cli import main
-from stree.info import describe_model
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import bench_memory
 
 

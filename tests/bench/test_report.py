@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-
-from stree.bench.execute import Run
 from stree.bench.measures import make_record
-from stree.bench.report import load_runs, print_markdown, write_report
-from stree.bench.summary import _more_tokens, _speedup, _times, best, interval, summarise
 from stree.bench.tables import HEADINGS, cells, verdict_text
 from stree.bench.watch import Counts
+
+from stree.bench.execute import Run
+from stree.bench.report import load_runs, print_markdown, write_report
+from stree.bench.summary import _more_tokens, _speedup, _times, best, interval, summarise
 
 RUN = Path(__file__).resolve().parent / "data" / "bench_run"
 METHODS = ["plain", "transformers", "mamba-ssm", "chain:1-2", "chain:4", "dyspec:5", "unrolled:static:2,2", "suffix"]

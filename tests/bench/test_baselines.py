@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from tiny_models import random_texts
-from tiny_pairs import tiny_pair
+from helpers.tiny_pairs import tiny_pair
 from torch import Tensor
 
 import stree

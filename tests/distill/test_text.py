@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_distill import END
+from helpers.tiny_distill import END
 from tiny_models import VOCAB
 
 import stree

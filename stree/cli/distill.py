@@ -1,7 +1,4 @@
-"""``stree distill``: its options, and what it does.
-
-Nothing heavy is imported before the command runs.
-"""
+"""``stree distill``: train a drafter for a target."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from stree.cli.options import add_command, add_target
 from stree.inputs import documents, load_tokenizer, locate
 
 __all__ = ["add_distill"]
@@ -17,15 +15,9 @@ __all__ = ["add_distill"]
 
 def add_distill(commands: Any) -> None:
     """Register the command with an argparse subparsers object."""
-    command = commands.add_parser(
-        "distill",
-        help="make a drafter for a target",
-        description="Train a small Mamba-2 drafter that foretells a target; 'stree generate --drafter OUT' takes it.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    command.set_defaults(run=_distill)
-    command.add_argument("--target", default="bundled", help="'bundled', a folder, or a hub id")
-    command.add_argument("--tokenizer", default=None, help="a folder or hub id, where the target's own has none")
+    text = "train a small Mamba-2 drafter for a target; 'stree generate --drafter OUT' takes it"
+    command = add_command(commands, "distill", _distill, text)
+    add_target(command)
     command.add_argument(
         "--text", nargs="+", type=Path, required=True, metavar="FILES",
         help="text files, JSON lines with a text or prompt, or folders of them; best of the kind to be generated",

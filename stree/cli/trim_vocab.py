@@ -1,7 +1,4 @@
-"""Commands that prepare what drafters use: ``stree datastore build`` and ``stree trim-vocab``.
-
-Nothing heavy is imported before a command runs.
-"""
+"""``stree trim-vocab``: list the tokens that a drafter's head keeps."""
 
 from __future__ import annotations
 
@@ -10,29 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stree.inputs import documents, load_tokenizer, locate, output_file, tokenizer_fingerprint
+from stree.cli.options import add_command, add_target
+from stree.inputs import load_tokenizer, locate, nonempty_documents, output_file
 
-__all__ = ["add_prepare"]
+__all__ = ["add_trim_vocab"]
 
 
-def add_prepare(commands: Any) -> None:
-    """Register the commands with an argparse subparsers object."""
-    store = commands.add_parser("datastore", help="texts to draft from", description="Texts to draft from.")
-    actions = store.add_subparsers(required=True, metavar="COMMAND")
-    build = _command(actions, "build", "index text files, so that 'stree generate --datastore' drafts from them")
-    build.set_defaults(run=_build)
-    build.add_argument(
-        "files", nargs="+", type=Path, metavar="FILES", help="text files, JSON lines, or folders of them"
-    )
-    build.add_argument("--target", default="bundled", help="whose tokenizer: 'bundled', a folder, or a hub id")
-    build.add_argument("--tokenizer", default=None, help="a folder or hub id, where the target's own has none")
-    build.add_argument("--max-tokens", type=int, default=1 << 26, help="bound of the store; 8 bytes a token")
-    build.add_argument("--out", type=Path, required=True, help="file to write")
-
-    trim = _command(commands, "trim-vocab", "list the tokens that a drafter's head keeps: the most frequent ones")
-    trim.set_defaults(run=_trim)
-    trim.add_argument("--target", default="bundled", help="'bundled', a folder, or a hub id")
-    trim.add_argument("--tokenizer", default=None, help="a folder or hub id, where the target's own has none")
+def add_trim_vocab(commands: Any) -> None:
+    """Register the command with an argparse subparsers object."""
+    text = "list the tokens that a drafter's head keeps: the most frequent ones"
+    trim = add_command(commands, "trim-vocab", _trim, text)
+    add_target(trim)
     source = trim.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", nargs="+", type=Path, help="count in text files, JSON lines, or folders of them")
     source.add_argument("--prompts", nargs="+", type=Path, help="count in what the target generates from these")
@@ -43,44 +28,6 @@ def add_prepare(commands: Any) -> None:
     trim.add_argument("--out", type=Path, required=True, help="file to write")
 
 
-def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
-    """Add one command."""
-    command: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=text[0].upper() + text[1:] + ".",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )  # fmt: skip
-    return command
-
-
-def _build(arguments: argparse.Namespace) -> int:
-    """Run ``stree datastore build``."""
-    from rich.console import Console
-    from rich.progress import track
-
-    from stree.retrieval import Datastore
-
-    out = output_file(arguments.out)
-    texts = _texts(arguments.files)
-    tokenizer = load_tokenizer(arguments.tokenizer or locate(arguments.target, "target"))
-    shown = track(texts, "tokenizing", console=Console(stderr=True), transient=True)
-    vocab_size = max(tokenizer.get_vocab().values()) + 1  # more than it has tokens where some numbers are nobody's
-    store = Datastore.build(
-        (tokenizer(text, verbose=False)["input_ids"] for text in shown), vocab_size,
-        tokenizer=tokenizer_fingerprint(tokenizer), max_tokens=arguments.max_tokens,
-    )  # fmt: skip
-    store.save(out)
-    print(f"{out}: {len(texts)} texts, {store.num_tokens} tokens, {out.stat().st_size} bytes")
-    return 0
-
-
-def _texts(paths: Sequence[Path]) -> list[str]:
-    """Read texts; refuse to find none."""
-    texts = list(documents(paths))
-    if not any(text.strip() for text in texts):
-        raise ValueError(f"there is no text in {', '.join(map(str, paths))}")
-    return texts
-
-
 def _trim(arguments: argparse.Namespace) -> int:
     """Run ``stree trim-vocab``."""
     from stree.models.families import config_of_text_model
@@ -88,8 +35,7 @@ def _trim(arguments: argparse.Namespace) -> int:
     from stree.vocabulary import check_keep, most_frequent, save_vocabulary
 
     out = output_file(arguments.out)
-    source = arguments.text or arguments.prompts
-    texts = _texts(source)
+    texts = nonempty_documents(arguments.text or arguments.prompts)
     name = locate(arguments.target, "target")
     config = config_of_text_model(load_config(name))
     tokenizer = load_tokenizer(arguments.tokenizer or name)

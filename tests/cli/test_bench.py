@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tiny_pairs import save_tiny
+from helpers.tiny_pairs import save_tiny
 
 from stree.bench import directory, kernels, runner
 from stree.bench.execute import Case, Run, execute

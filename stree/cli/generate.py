@@ -1,4 +1,4 @@
-"""The command line: ``stree generate``, ``distill``, ``bench``, ``info``, ``datastore`` and ``trim-vocab``."""
+"""``stree generate``: continue a prompt."""
 
 from __future__ import annotations
 
@@ -8,42 +8,36 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from stree.bench.command import add_bench
-from stree.distill.command import add_distill
-from stree.info import add_info
-from stree.inputs import ASSETS, load_tokenizer, locate, tokenizer_fingerprint
-from stree.prepare import add_prepare
+from stree.cli.options import add_command, add_device, add_target
+from stree.inputs import load_tokenizer, locate, tokenizer_fingerprint
 
-__all__ = ["main"]
+__all__ = ["add_generate"]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit status: 0, 2 for a user's mistake, 130 after Ctrl-C."""
-    arguments = _parser().parse_args(argv)
-    try:
-        return int(arguments.run(arguments))
-    except (ValueError, TypeError, RuntimeError, OSError) as error:  # a generation that failed is a RuntimeError
-        print(f"stree: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-
-
-def _parser() -> argparse.ArgumentParser:
-    """Describe the commands and their options."""
-    parser = argparse.ArgumentParser(
-        prog="stree", description="Tree speculative decoding for Mamba and hybrid language models."
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser(
-        "generate",
-        help="generate text",
-        description="Continue a prompt; the text follows the target's own distribution exactly.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    command.set_defaults(run=_generate)
+def add_generate(commands: Any) -> None:
+    """Register the command with an argparse subparsers object."""
+    text = "continue a prompt; the text follows the target's own distribution exactly"
+    command = add_command(commands, "generate", _generate, text)
     command.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue; standard input if left out")
-    command.add_argument("--target", default="bundled", help="'bundled', a folder, or a hub id")
+    add_target(command)
+    _add_drafting(command)
+    command.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
+    command.add_argument(
+        "--prefill-chunk", type=int, default=None, help="most prompt tokens run at once; bounds memory"
+    )
+    command.add_argument("--trust-remote-code", action="store_true", help="execute the checkpoints' own code")
+    command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens")
+    command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    command.add_argument("--top-k", type=int, default=None, help="keep the k most probable tokens")
+    command.add_argument("--top-p", type=float, default=None, help="keep the smallest set of this probability")
+    command.add_argument("--seed", type=int, default=0, help="of the random numbers")
+    add_device(command)
+    command.add_argument("--eager", action="store_true", help="do without CUDA graphs")
+    command.add_argument("--json", action="store_true", help="print one JSON document as the last line")
+
+
+def _add_drafting(command: argparse.ArgumentParser) -> None:
+    """Add the options of the drafter, its trees and their verification."""
     command.add_argument(
         "--drafter",
         default=None,
@@ -57,30 +51,10 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help="a draft model's trees: calibrated, dyspec, dyspec-heap, sequoia, chain:4, static:3,2, rsdc:3,2, stree",
     )
-    command.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
-    command.add_argument("--tokenizer", default=None, help="a folder or hub id, where the target's own has none")
-    command.add_argument(
-        "--prefill-chunk", type=int, default=None, help="most prompt tokens run at once; bounds memory"
-    )
-    command.add_argument("--trust-remote-code", action="store_true", help="execute the checkpoints' own code")
     command.add_argument(
         "--budget", default="auto", help="most nodes a step, root included; 1 is plain decoding, auto by goodput"
     )
     command.add_argument("--verifier", default="auto", help="auto, match, rejection, traversal or block")
-    command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens")
-    command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    command.add_argument("--top-k", type=int, default=None, help="keep the k most probable tokens")
-    command.add_argument("--top-p", type=float, default=None, help="keep the smallest set of this probability")
-    command.add_argument("--seed", type=int, default=0, help="of the random numbers")
-    command.add_argument("--device", default="auto", help="auto, cpu, cuda, ...")
-    command.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, ...")
-    command.add_argument("--eager", action="store_true", help="do without CUDA graphs")
-    command.add_argument("--json", action="store_true", help="print one JSON document as the last line")
-    add_prepare(commands)
-    add_distill(commands)
-    add_bench(commands)
-    add_info(commands, ASSETS)
-    return parser
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -273,7 +247,3 @@ class _Progress:
     def end(self) -> None:
         """Take the bar away."""
         self._bar.stop()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_pairs import tiny_pair
+from stree.bench.watch import Counts
+from helpers.tiny_pairs import tiny_pair
 
 from stree.bench import check, runner
 from stree.bench.directory import RunDirectory
@@ -24,7 +25,6 @@ from stree.bench.pair import Pair
 from stree.bench.plan import Settings, Suite, read_suites
 from stree.bench.records import Record
 from stree.bench.runner import Runner
-from stree.bench.watch import Counts
 
 PAIR = tiny_pair()
 METHODS = "plain,chain:2,dyspec:5"
