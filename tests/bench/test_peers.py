@@ -1,4 +1,4 @@
-"""Other libraries as they are called, and the memory of a run."""
+"""Other libraries' own generation."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ import pytest
 import torch
 from helpers.tiny_pairs import tiny_pair
 
-from stree.bench import memory
-from stree.bench.execute import Case, execute
-from stree.bench.methods import parse_methods
 from stree.bench.peers import run_mamba_ssm, run_transformers
-
-CPU = torch.device("cpu")
 
 
 def test_transformers_generates_ragged_prompts_as_it_does_each_alone() -> None:
@@ -58,21 +53,3 @@ def test_mamba_ssm_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "config.json").write_text(json.dumps({"ssm_cfg": {"layer": "Mamba2"}}))
     with pytest.raises(NotImplementedError, match="prompts of one length only; use --batch-size 1"):
         run_mamba_ssm(fake_pair(tmp_path), [[1], [1, 2]], 4, 0.0, 0)
-
-
-def test_the_peak_of_a_run_is_its_own() -> None:
-    if not memory.reset_peak(CPU):
-        pytest.skip("this machine does not let a process reset its peak")
-    before = memory.peak_mib(CPU)
-    block = torch.ones(256 << 18)  # 256 MiB: more than an allocator keeps of what other tests have freed
-    assert memory.peak_mib(CPU) > before + 150
-    del block
-    memory.reset_peak(CPU)
-    assert memory.peak_mib(CPU) < before + 32
-
-
-def test_a_machine_without_peaks_gives_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory, "CLEAR", tmp_path / "no" / "such")
-    (plain,) = parse_methods("plain")
-    run = execute(tiny_pair(), plain, Case(((5, 6),), 3, 0.0))
-    assert run.peak_mib is None and run.ttft_s is not None and 0 < run.ttft_s < run.seconds

@@ -18,7 +18,6 @@ from tiny_models import grafted, tiny_model
 import stree
 from stree import engine
 from stree.bench.profile import Shape, bytes_moved, profile, profile_tables
-from stree.cli import main
 from stree.drafters import ModelDrafter
 from stree.engine import Engine
 from stree.growth import Chain
@@ -80,6 +79,7 @@ def test_replayed_steps_are_timed_beside_launched_ones(captured: Any) -> None:
     assert "replayed, idle" in text_of(record)
 
 
+@pytest.mark.slow
 def test_of_replayed_steps_the_share_outside_the_forwards_is_known(captured: Any) -> None:
     def text() -> list[list[int]]:
         drafter = ModelDrafter(captured.drafter)
@@ -97,13 +97,3 @@ def test_of_replayed_steps_the_share_outside_the_forwards_is_known(captured: Any
     assert "aten.mm.default" not in beside and len(beside) > 10
     assert not kept.report(), "no graph without forwards is left for the next text"
     assert text() == before
-
-
-def test_a_text_of_one_token_has_no_step_to_profile(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "profile", "--max-new-tokens", "1"]) == 2
-    assert "--max-new-tokens must be at least 2, got 1" in capsys.readouterr().err
-
-
-def test_a_growth_without_a_draft_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "profile", "--drafter", "none", "--growth", "chain:2"]) == 2
-    assert "--growth shapes the trees of a draft model; there is none" in capsys.readouterr().err

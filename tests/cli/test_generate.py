@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, Mamba2Config, Mamba2ForCausalLM, PreTrainedTokenizerFast
 
-from stree import cli, generation
+from stree import generation
 from stree.cli import main
 from stree.drafters import suffix
 from stree.growth import Chain, DySpec, Static, parse_growth
@@ -155,13 +155,14 @@ def test_the_token_that_ended_a_text_is_listed_and_not_shown(target: str, capsys
     assert report["text"] and WORDS[0] not in report["text"]
 
 
-def test_a_fused_drafter_reads_the_datastore(target: str, tmp_path: Path) -> None:
+def test_a_fused_drafter_reads_the_datastore(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--target", target, "--drafter", f"fused:{target}", "--budget", "12"]
+    plain = run_json(capsys, "--target", target, "--drafter", "none")
     tokenizer = AutoTokenizer.from_pretrained(target)
-    Datastore.build([[1, 2, 3]], len(WORDS), tokenizer=tokenizer_fingerprint(tokenizer)).save(tmp_path / "store")
-    command = ["generate", "a", "--target", target, "--drafter", f"fused:{target}", "--datastore"]
-    arguments = cli._parser().parse_args([*command, str(tmp_path / "store")])
-    drafter = cli._drafter(arguments, tokenizer, [0])
-    assert drafter.second.datastore.num_tokens == Datastore.load(tmp_path / "store").num_tokens
+    text = [1, 2, 3, 1, 2, *plain["token_ids"]]
+    Datastore.build([text], len(WORDS), tokenizer=tokenizer_fingerprint(tokenizer)).save(tmp_path / "store")
+    report = run_json(capsys, *options, "--datastore", str(tmp_path / "store"))
+    assert report["token_ids"] == plain["token_ids"] and report["steps"] < plain["steps"]
 
 
 TEMPLATE = "{% for m in messages %}a {{ m['content'] }} b{% endfor %}{% if add_generation_prompt %} c{% endif %}"
@@ -249,10 +250,3 @@ def test_what_was_generated_without_a_drafter_that_failed_is_printed_and_the_fai
     assert main([*arguments, "--target", target, "--drafter", "suffix", "--json"]) == 2
     out, err = capsys.readouterr()
     assert json.loads(out.splitlines()[-1])["token_ids"] == expected and "it broke" in err
-
-
-@pytest.mark.parametrize("content", ["[]", '{"model_type": "mamba2", "num_heads": "many"}'])
-def test_a_config_that_is_none_is_said(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text(content, encoding="utf-8")
-    assert main(["info", str(tmp_path)]) == 2
-    assert "no checkpoint that transformers can read" in capsys.readouterr().err

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from stree.cli.info import describe_model
 from tiny_family_models import FAMILIES, family_model
 from transformers import GPT2Config, RecurrentGemmaConfig
 
 import stree
 from stree.cli import main
+from stree.cli.info import describe_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import bench_memory
@@ -121,3 +121,10 @@ def test_a_quantised_checkpoint_is_said_to_be_one() -> None:
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
     report = describe_model(config, torch.bfloat16)
     assert not report["is_supported"] and "the checkpoint is quantised" in report["reason"]
+
+
+@pytest.mark.parametrize("content", ["[]", '{"model_type": "mamba2", "num_heads": "many"}'])
+def test_a_config_that_is_none_is_said(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(content, encoding="utf-8")
+    assert main(["info", str(tmp_path)]) == 2
+    assert "no checkpoint that transformers can read" in capsys.readouterr().err

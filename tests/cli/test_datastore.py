@@ -1,28 +1,17 @@
-"""The commands that prepare drafting: a datastore and a trimmed vocabulary, as a user runs them.
-
-Run: python -m pytest tests/test_prepare.py
-"""
+"""``stree datastore build``, and reading of text files, as a user runs them."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from stree.prepare import _generated, _stop_tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from stree import generation
 from stree.cli import main
 from stree.inputs import ASSETS, documents
-from stree.models.tree_lm import TreeLM
 from stree.retrieval import Datastore
-from stree.sampling import Sampling
-from stree.vocabulary import load_vocabulary, save_vocabulary
 
 TEXT = "def area_of_circle(radius):\n    return 3.14159 * radius * radius\n" * 3
 
@@ -60,6 +49,7 @@ def test_files_that_hold_no_text_are_named(tmp_path: Path, name: str, content: b
         list(documents([tmp_path / name]))
 
 
+@pytest.mark.slow
 def test_a_datastore_is_built_and_drafted_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["generate", TEXT[:40], "--drafter", "suffix", "--max-new-tokens", "24", "--json"]
     assert main(command) == 0
@@ -96,37 +86,6 @@ def test_a_datastore_of_another_tokenizer_is_refused(tmp_path: Path, capsys: pyt
     assert "--datastore is read by --drafter suffix and fused" in capsys.readouterr().err
 
 
-def test_a_vocabulary_is_trimmed_on_a_text_and_on_what_the_target_writes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "code.py").write_text(TEXT, encoding="utf-8")
-    out = tmp_path / "kept.json"
-    assert main(["trim-vocab", "--text", str(tmp_path / "code.py"), "--keep", "300", "--out", str(out)]) == 0
-    assert "300 of 4096 tokens, 100.0% of the" in capsys.readouterr().out
-    kept = load_vocabulary(out, 4096)
-    assert len(kept) == 300 and 0 in kept
-    command = ["generate", TEXT[:60], "--drafter-vocab", str(out), "--max-new-tokens", "8", "--json"]
-    assert main(command) == 0
-    with_all = [*command[:2], *command[4:]]
-    trimmed = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert main(with_all) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["token_ids"] == trimmed["token_ids"]
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "def f(x):"}\n', encoding="utf-8")
-    options = ["--prompts", str(prompts), "--keep", "5", "--max-new-tokens", "6", "--out", str(out)]
-    assert main(["trim-vocab", *options]) == 0
-    assert "5 of 4096 tokens" in capsys.readouterr().out
-    assert len(load_vocabulary(out, 4096)) == 5
-
-
-def test_a_fused_drafter_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:
-    texts = []
-    for drafter in ("fused", "none"):
-        assert main(["generate", TEXT[:80], "--drafter", drafter, "--max-new-tokens", "10", "--json"]) == 0
-        texts.append(json.loads(capsys.readouterr().out.splitlines()[-1])["token_ids"])
-    assert texts[0] == texts[1]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -137,10 +96,10 @@ def test_a_fused_drafter_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:
         (["trim-vocab", "--prompts", "{code}", "--keep", "4097", "--out", "x"], "keep must be in [1, 4096], got 4097"),
         (
             ["trim-vocab", "--text", "{code}", "--keep", "9", "--out", "no/x"],
-            "cannot write no/x: it stands in no",
+            "cannot write no/x: its folder does not exist",
         ),
         (["datastore", "build", "{blank}", "--out", "x"], "there is no text in"),
-        (["datastore", "build", "{code}", "--out", "no/x"], "cannot write no/x: it stands in no"),
+        (["datastore", "build", "{code}", "--out", "no/x"], "cannot write no/x: its folder does not exist"),
         (["datastore", "build", "{code}", "--out", "."], "cannot write .: it is a folder"),
         (["datastore", "build", "{code}", "--out", "x", "--max-tokens", "3"], "the documents exceed max_tokens 3"),
         (
@@ -163,33 +122,3 @@ def test_mistakes_are_said_and_nothing_is_written(
     assert main([option.format(blank="blank.txt", code="code.py") for option in options]) == 2
     assert message in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"blank.txt", "code.py"}
-
-
-def test_a_vocabulary_without_the_target_s_stop_tokens_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "kept.json"
-    save_vocabulary(path, [3, 5], 9)
-    assert load_vocabulary(path, 9, [5]) == [3, 5]
-    with pytest.raises(ValueError, match=r"kept.json' leaves out the target's stop tokens \[0, 7\]"):
-        load_vocabulary(path, 9, [7, 5, 0])
-
-
-def test_every_stop_token_that_a_target_names_is_kept(tmp_path: Path) -> None:
-    config, tokenizer = PreTrainedConfig(eos_token_id=2, vocab_size=9), SimpleNamespace(eos_token_id=4)
-    assert _stop_tokens(str(tmp_path), config, tokenizer) == [2, 4]
-    GenerationConfig(eos_token_id=[2, 6, 11]).save_pretrained(tmp_path)
-    assert _stop_tokens(str(tmp_path), config, tokenizer) == [2, 4, 6], "a token without a logit is left out"
-
-
-def test_only_what_the_target_writes_is_counted_with_a_seed_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[dict[str, Any]] = []
-
-    def generate(_: object, prompts: list[list[int]], **options: Any) -> SimpleNamespace:
-        calls.append(options)
-        return SimpleNamespace(sequences=[[*prompts[0], 8, 9]])
-
-    monkeypatch.setattr(generation, "generate", generate)
-    monkeypatch.setattr(TreeLM, "from_pretrained", lambda name: name)
-    arguments = argparse.Namespace(temperature=0.7, max_new_tokens=2, seed=5)
-    assert _generated(arguments, "target", [[1, 2], [3]], [4]) == [[8, 9], [8, 9]]
-    common = {"sampling": Sampling(0.7), "max_new_tokens": 2, "stop_token_ids": [4]}
-    assert calls == [{**common, "seed": 5}, {**common, "seed": 6}]
