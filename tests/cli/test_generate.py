@@ -1,4 +1,4 @@
-"""The command line on a tiny model saved to disk; run with ``pytest tests/test_cli.py``."""
+"""``stree generate`` on a tiny model saved to disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, Mamba2Config, Mamba2ForCausalLM, PreTrai
 
 from stree import generation
 from stree.cli import main
-from stree.drafters import suffix
+from stree.drafters import SuffixDrafter
 from stree.growth import Chain, DySpec, Static, parse_growth
 from stree.inputs import tokenizer_fingerprint
 from stree.models.tree_lm import TreeLM
@@ -237,15 +237,21 @@ def test_ctrl_c_while_sizes_are_measured_ends_quietly(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_what_was_generated_without_a_drafter_that_failed_is_printed_and_the_failure_said(
+def test_text_decoded_after_a_drafter_failed_is_printed_with_the_failure(
     target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = run_json(capsys, "--target", target, "--drafter", "none")["token_ids"]
+    start = SuffixDrafter.start
 
     def broken(*_: object) -> None:
         raise ArithmeticError("it broke")
 
-    monkeypatch.setattr(suffix._SuffixRun, "propose", broken)
+    def start_broken(drafter: SuffixDrafter, *arguments: Any) -> Any:
+        run: Any = start(drafter, *arguments)
+        run.propose = broken
+        return run
+
+    monkeypatch.setattr(SuffixDrafter, "start", start_broken)
     arguments = ["generate", "a b c a b", "--max-new-tokens", "12", "--budget", "8"]
     assert main([*arguments, "--target", target, "--drafter", "suffix", "--json"]) == 2
     out, err = capsys.readouterr()

@@ -32,10 +32,8 @@ def test_sizes_without_weights_are_those_of_the_tensors_in_memory(family: str) -
     stash = report["stash_bytes_per_node"] + report["kv_stash_bytes_per_node"]
     assert allocated(lm, 5, 9) - allocated(lm, 5, 6) == 3 * stash
     assert allocated(lm, 9, 6) - allocated(lm, 5, 6) == 4 * report["kv_bytes_per_token"]
-    shared = sum(stack.num_bytes - sum(tensor.nbytes for _, tensor in stack._rows())
-                 for stack in lm.new_state(1, 1, 1).stacks.values())  # fmt: skip
-    fixed = allocated(lm, 1, 1) - stash - report["kv_bytes_per_token"] - shared
-    assert fixed == report["state_bytes"] + report["window_bytes"]
+    sequence = lm.new_state(2, 1, 1).num_bytes - allocated(lm, 1, 1)  # without what all sequences share
+    assert sequence - stash - report["kv_bytes_per_token"] == report["state_bytes"] + report["window_bytes"]
     assert report["num_parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert report["is_supported"] and report["num_layers"] == model.config.num_hidden_layers
     assert (report["nodes_per_state"] is None) == (report["state_bytes"] == 0)

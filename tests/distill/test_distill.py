@@ -1,12 +1,11 @@
 """Making a drafter: what the folder holds, that it drafts losslessly, that a run goes on exactly, and what is refused.
 
-Run: python -m pytest tests/test_distill.py
+Run: python -m pytest tests/distill/test_distill.py
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,10 +20,9 @@ from tiny_models import VOCAB, tiny_model
 from transformers import Mamba2ForCausalLM
 
 import stree
-from stree.cli import main
-from stree.distill import Settings, distill_drafter, run, training
-from stree.distill.continuations import write_continuations
+from stree.distill import Settings, distill_drafter, run
 from stree.distill.folder import RunFolder
+from stree.distill.text import Batches
 from stree.files import alone_in
 
 
@@ -71,15 +69,10 @@ def test_the_folder_is_a_drafter_with_a_card_and_nothing_else(made: tuple[Path, 
     assert 1.0 <= metrics["tau"]["0"] <= 5.0
 
 
-def test_the_drafter_leaves_greedy_text_as_it_is(
-    made: tuple[Path, dict[str, Any]], target_folder: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = []
-    for drafter in (str(made[0]), "none"):
-        command = ["generate", "w1 w2 w3", "--target", target_folder, "--drafter", drafter, "--max-new-tokens", "12"]
-        assert main([*command, "--json"]) == 0
-        found.append(json.loads(capsys.readouterr().out.splitlines()[-1])["token_ids"])
-    assert found[0] == found[1]
+def test_the_drafter_leaves_greedy_text_as_it_is(made: tuple[Path, dict[str, Any]], target: stree.TreeLM) -> None:
+    drafter = stree.drafters.ModelDrafter(stree.TreeLM.from_pretrained(made[0], "cpu"))
+    plain = stree.generate(target, [[1, 2, 3]], budget=1, max_new_tokens=12)
+    assert stree.generate(target, [[1, 2, 3]], drafter, max_new_tokens=12).sequences == plain.sequences
 
 
 @pytest.mark.parametrize("stage", ["text", "generate", "distill"])
@@ -90,25 +83,21 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def stopping(function: Callable[..., Any], after: int) -> Callable[..., Any]:
-        calls = iter(range(100))
+    place, name, after = {
+        "text": (Batches, "next", 1), "generate": (run, "write_continuations", 0), "distill": (Batches, "next", 4),
+    }[stage]  # fmt: skip
+    real, calls = getattr(place, name), iter(range(100))
 
-        def stopped(*arguments: Any, **options: Any) -> Any:
-            if next(calls) == after:
-                raise KeyboardInterrupt
-            return function(*arguments, **options)
-
-        return stopped
+    def stopped(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == after:
+            raise KeyboardInterrupt
+        return real(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        if stage == "generate":
-            patch.setattr(run, "write_continuations", stopping(write_continuations, 0))
-        else:
-            patch.setattr(training, "_step", stopping(training._step, {"text": 1, "distill": 4}[stage]))
+        patch.setattr(place, name, stopped)
         with pytest.raises(KeyboardInterrupt):
             distilled(tmp_path / "out", name="tiny")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoints"], "no part of a drafter"
-    monkeypatch.setattr(run, "measure_tau", lambda *_: {"0": 1.0, "0.8": 1.0})
     again = distilled(tmp_path / "out", name="tiny", resume=True)
     assert again["stages"]["distill"]["tokens"] == made[1]["stages"]["distill"]["tokens"]
     expected = weights(made[0])
@@ -116,10 +105,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
         assert torch.equal(found, expected[name]), name
 
 
-def test_the_drafter_has_as_many_logits_as_a_padded_head(
-    texts: list[str], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "measure_tau", lambda *_: {"0": 1.0, "0.8": 1.0})
+def test_the_drafter_has_as_many_logits_as_a_padded_head(texts: list[str], tokenizer: Any, tmp_path: Path) -> None:
     padded = stree.TreeLM(tiny_model("bamba", vocab_size=VOCAB + 31))
     settings = replace(SETTINGS, steps=1, generated=0.0, hidden=None)
     metrics = distill_drafter(padded, tokenizer, texts, tmp_path / "out", settings)
@@ -135,14 +121,10 @@ def test_the_drafter_has_as_many_logits_as_a_padded_head(
     ("changes", "message"),
     [
         ({"hidden": 40}, "hidden must be a multiple of 16, got 40"),
-        ({"layers": 0}, "layers must be at least 1, got 0"),
         ({"length": 100}, r"length must be a multiple of 64, or in \[8, 64\], got 100"),
-        ({"length": 4}, "got 4"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"minutes": 0.0}, "minutes must be finite and above 0, got 0.0"),
-        ({"minutes": float("nan")}, "minutes must be finite and above 0, got nan"),
         ({"generated": 1.0}, r"generated must be in \[0, 1\), got 1.0"),
-        ({"text_share": -0.1}, r"text_share must be in \[0, 1\), got -0.1"),
         ({"temperature": -1.0}, "temperature must be finite and not negative, got -1.0"),
         ({"adam_lr": float("inf")}, "adam_lr must be finite and above 0, got inf"),
         ({"dtype": torch.float16}, "dtype must be bfloat16 or float32"),
@@ -177,96 +159,36 @@ def test_what_a_run_left_damaged_is_named_when_it_goes_on(
         distilled(tmp_path / "out", name="tiny", resume=True)
 
 
-def test_folders_are_only_touched_when_told(made: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_folders_are_only_touched_when_asked(
+    made: tuple[Path, dict[str, Any]], distilled: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match="made holds a finished drafter; choose another folder, or begin anew"):
-        RunFolder(made[0])
+        distilled(made[0])
     with pytest.raises(ValueError, match="holds a finished drafter: there is nothing to resume"):
-        RunFolder(made[0], resume=True)
+        distilled(made[0], resume=True)
     with pytest.raises(ValueError, match="holds no run of stree distill: there is nothing to resume"):
-        RunFolder(tmp_path, resume=True)
+        distilled(tmp_path, resume=True)
     with pytest.raises(ValueError, match="give one of them"):
-        RunFolder(tmp_path, resume=True, force=True)
+        distilled(tmp_path, resume=True, force=True)
     (tmp_path / "mine.txt").write_text("x", encoding="utf-8")
     for force in (False, True):
         with pytest.raises(ValueError, match="holds files that stree distill did not make"):
-            RunFolder(tmp_path, force=force)
+            distilled(tmp_path, force=force)
     with pytest.raises(ValueError, match="mine.txt is a file"):
-        RunFolder(tmp_path / "mine.txt")
+        distilled(tmp_path / "mine.txt")
+
+
+def test_an_unfinished_run_is_only_resumed_as_it_was_begun_and_replaced_by_force(tmp_path: Path) -> None:
     RunFolder(tmp_path / "new").claim({"seed": 0})
     with pytest.raises(ValueError, match="holds an unfinished run; resume it, or begin anew"):
         RunFolder(tmp_path / "new")
     resumed = RunFolder(tmp_path / "new", resume=True)
-    with pytest.raises(ValueError, match="holds a run with seed 0, got 1"):
-        resumed.check({"seed": 1})
-    with pytest.raises(ValueError, match="holds a run with rounds None, got 2"):
-        resumed.check({"seed": 0, "rounds": 2})
+    for config, message in (({"seed": 1}, "seed 0, got 1"), ({"seed": 0, "rounds": 2}, "rounds None, got 2")):
+        with pytest.raises(ValueError, match=f"holds a run with {message}"):
+            resumed.check(config)
     (resumed.checkpoints / "text.pt").write_bytes(b"old")
     RunFolder(tmp_path / "new", force=True).claim({"seed": 1})
     assert [path.name for path in resumed.checkpoints.iterdir()] == ["run.json"], "force begins anew"
-
-
-def test_a_folder_is_a_drafter_only_when_all_its_files_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, moved, real = RunFolder(tmp_path / "out"), [], os.replace
-    folder.claim({})
-    folder.result.mkdir()
-    for name in ("config.json", "distill.json", "a.json", "z.json"):
-        (folder.result / name).write_text("{}", encoding="utf-8")
-
-    def replace(source: Path, target: Path) -> None:
-        moved.append(target.name)
-        real(source, target)
-
-    monkeypatch.setattr(os, "replace", replace)
-    folder.publish()
-    assert moved[-1] == "config.json" and len(moved) == 4
-    assert sorted(path.name for path in folder.path.iterdir()) == sorted(moved)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--text", "nowhere"], "there is no file or folder nowhere"),
-        (["--text", "{text}", "--length", "100"], "length must be a multiple of 64"),
-        (["--text", "{text}", "--dtype", "float16"], "dtype must be bfloat16 or float32"),
-        (["--text", "{text}", "--target", "no/such/folder"], "no tokenizer that transformers can read"),
-        (["--text", "{text}"], "the text has 3 tokens; training on windows of 512 needs at least 1026"),
-        (["--text", "{text}", "--resume"], "there is nothing to resume"),
-    ],
-)
-def test_mistakes_on_the_command_line_are_said_and_leave_nothing(
-    options: list[str], message: str, target_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "text.txt").write_text("w1 w2", encoding="utf-8")
-    filled = [option.format(text=tmp_path / "text.txt") for option in options]
-    chosen = [] if "--target" in options else ["--target", target_folder]
-    assert main(["distill", *filled, *chosen, "--out", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert message in error, error
-    assert not (tmp_path / "out").exists()
-
-
-def test_ctrl_c_says_how_to_go_on(
-    target_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run, "fit", interrupted)
-    (tmp_path / "text.txt").write_text("w1 w2 w3 " * 20, encoding="utf-8")
-    command = [
-        "distill",
-        "--target",
-        target_folder,
-        "--text",
-        str(tmp_path / "text.txt"),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    assert main([*command, "--length", "16", "--hidden", "16", "--layers", "1"]) == 130
-    assert "--resume goes on from the last checkpoint" in capsys.readouterr().err
-    assert (tmp_path / "out" / "checkpoints" / "run.json").exists()
 
 
 @pytest.mark.parametrize("force", [False, True])

@@ -1,6 +1,6 @@
 """What a drafter is trained on: windows of packed texts, held-out ends, and what the target writes.
 
-Run: python -m pytest tests/test_distill_text.py
+Run: python -m pytest tests/distill/test_text.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Training a drafter: its forward is that of transformers, its losses fall and are what they are called.
 
-Run: python -m pytest tests/test_distill_training.py
+Run: python -m pytest tests/distill/test_training.py
 """
 
 from __future__ import annotations
