@@ -1,4 +1,4 @@
-"""What the commands read: text files, tokenizers, and the place of the bundled pair."""
+"""Inputs of commands and benches: text files, tokenizers, and the folder of the bundled pair."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def nonempty_documents(paths: Sequence[Path]) -> list[str]:
 
 def _lines(file: Path, text: str) -> Iterator[str]:
     """Read the texts of JSON lines."""
-    for number, line in enumerate(text.split("\n"), 1):  # other line ends may stand inside a string
+    for number, line in enumerate(text.split("\n"), 1):  # other line ends may be inside a string
         if not line.strip():
             continue
         try:

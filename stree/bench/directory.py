@@ -59,7 +59,7 @@ class RunDirectory:
 
     Args:
         path: the directory; made if need be.
-        config: what must be equal for two records to stand in one table; JSON-able.
+        config: settings that all records of one table must share; JSON-able.
         env: environment of this start.
         force: begin anew where the directory holds a run of another configuration; its results are kept as
             ``results.jsonl.old``.

@@ -54,7 +54,7 @@ def run_bench(
 
 
 def _config(pair: Pair, methods: Sequence[Method], suites: Sequence[Suite], settings: Settings, env: Record) -> Record:
-    """Gather what must be equal for two records to stand in one table."""
+    """Gather the settings that all records of one table must share."""
     target, drafter = pair.names
     return {
         "target": target,

@@ -206,7 +206,7 @@ class Runner:
         return self.pair.encode(turns, answers, chat=self.settings.chat)
 
     def _fits(self, prompts: Sequence[Sequence[int]]) -> bool:
-        """Tell whether the target has positions enough."""
+        """Tell whether the target has enough positions."""
         most = self.pair.target.max_length
         return most is None or max(map(len, prompts)) + self.settings.max_new_tokens <= most
 

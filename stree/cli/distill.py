@@ -34,7 +34,7 @@ def add_distill(commands: Any) -> None:
 
 
 def _add_recipe(command: argparse.ArgumentParser) -> None:
-    """Describe the recipe's options; ``Settings`` has the defaults and checks them."""
+    """Add the options of the recipe; ``Settings`` checks them."""
     budget = command.add_mutually_exclusive_group()
     budget.add_argument("--minutes", type=float, default=20.0, help="of training; measuring comes on top")
     budget.add_argument("--steps", type=int, default=None, help="optimiser steps instead of minutes; reproducible")

@@ -112,7 +112,7 @@ def _prompt(arguments: argparse.Namespace) -> str:
         raise ValueError("no prompt: give one as argument or on standard input")
     prompt: str = arguments.prompt if arguments.prompt is not None else sys.stdin.read()
     try:
-        prompt.encode()  # bytes that are no text stand in arguments, and in some locales in the input, as surrogates
+        prompt.encode()  # bytes that are not UTF-8 arrive as surrogates
     except UnicodeEncodeError as error:
         raise ValueError(f"the prompt is no UTF-8 text: {error}") from error
     return prompt
@@ -217,7 +217,7 @@ def _report(arguments: argparse.Namespace, output: Any, tokenizer: Any, lm: Any)
 
 
 def _summary(report: dict[str, Any]) -> str:
-    """Say in two lines what a run did."""
+    """Summarise a run in two lines."""
     parts = ", ".join(f"{name} {report[name + '_s']:.2f}" for name in ("draft", "verify", "accept", "commit"))
     return (
         f"\n{report['num_new_tokens']} tokens in {report['steps']} steps: tau {report['tau']:.2f}, "
