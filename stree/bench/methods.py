@@ -79,7 +79,7 @@ class Method:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether its text does not follow the target's distribution: it is timed for comparison, and labelled lossy."""
+        """Whether its text does not follow the target's distribution: it is timed, and labelled lossy."""
         return isinstance(self.growth, TargetInit)
 
     @property
