@@ -16,7 +16,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from stree.bench.records import ROOT, append, environment
-from stree.info import describe_model
+from stree.cli.info import describe_model
 from stree.models.native import config_of_native
 
 # Bounds on nodes a state, DESIGN.md section 8.

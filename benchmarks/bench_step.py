@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
-from tqdm import tqdm
 from transformers import DynamicCache
 
 import stree
@@ -31,7 +31,6 @@ from stree.bench.pair import Pair
 from stree.bench.peers import run_transformers
 from stree.bench.prompts import read_suite
 from stree.bench.records import Record
-from stree.bench.steps import binary_tree
 from stree.drafters import ModelDrafter, NoDrafter
 from stree.growth import Chain, DySpec, Growth
 from stree.sampling import Random
@@ -52,6 +51,13 @@ RATIOS: Mapping[str, tuple[str, str, float | None]] = {
 }
 
 Case = Callable[[], float]  # runs once, returns its seconds
+
+
+def binary_tree(n: int, vocab: int, device: torch.device, batch: int = 1) -> stree.TokenTree:
+    """Make a tree in which every node has two children, of arbitrary tokens; the same for every sequence."""
+    parents = torch.tensor([(node - 1) // 2 if node else -1 for node in range(n)], dtype=torch.int32, device=device)
+    tokens = torch.arange(n, device=device) * 7 % vocab
+    return stree.TokenTree.unchecked(tokens.repeat(batch, 1), parents.repeat(batch, 1))
 
 
 def timed(clock: Callable[[], float], work: Callable[..., Any], *arguments: Any) -> Case:
@@ -147,7 +153,7 @@ def measure(cases: Mapping[str, Case], rounds: int, warmup: int) -> dict[str, li
     """Run every case once a round, in an order drawn anew."""
     order, rng = list(cases), random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in tqdm(range(warmup + rounds), unit="round", mininterval=1.0):
+    for turn in track(range(warmup + rounds), "rounds", console=Console(stderr=True)):
         rng.shuffle(order)
         for name in order:
             value = cases[name]()

@@ -181,7 +181,7 @@ def _options() -> argparse.Namespace:
 def _arguments(options: argparse.Namespace, batch: int, device: torch.device) -> list[str]:
     """Give the arguments of ``stree bench run``."""
     found = {
-        "suite": options.suite, "target": options.target, "device": device, "dtype": options.dtype, "nodes": "",
+        "suite": options.suite, "target": options.target, "device": device, "dtype": options.dtype,
         "limit": options.limit, "batch-size": batch, "max-new-tokens": options.max_new_tokens,
         "temperature": ",".join(f"{value:g}" for value in options.temperature), "methods": options.methods,
     } | ({} if options.drafter is None else {"drafter": options.drafter})  # fmt: skip

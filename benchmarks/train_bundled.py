@@ -18,7 +18,6 @@ from typing import cast
 import numpy as np
 import torch
 import transformers
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from stree.distill import network
@@ -123,7 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
         load_or_build(kind, assets, args.resume, vocab, eos, **size).to(args.device) for kind, size in sizes.items()
     )
     for model, swap in ((target, nets.swap), (drafter, network.use_training_forward)):
-        tqdm.write(f"{model.config.model_type}: training forward agrees to {network.check_forward(model, swap):.1e}")
+        print(f"{model.config.model_type}: training forward agrees to {network.check_forward(model, swap):.1e}")
     nets.swap(target, torch.bfloat16, compiler(settings))
     batches = Batches(text, settings.length, settings.seed + 2)
     seconds = 60 * args.target_minutes
@@ -150,7 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
     }
     (assets / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     (assets / "README.md").write_text(report.model_card(metrics))
-    tqdm.write(json.dumps(metrics["held_out"]))
+    print(json.dumps(metrics["held_out"]))
 
 
 if __name__ == "__main__":

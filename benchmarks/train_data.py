@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 import zstandard
+from rich.console import Console
+from rich.progress import track
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from stree.distill.text import pack
@@ -101,7 +102,7 @@ def read_folders(folders: Sequence[Path], seed: int) -> list[Document]:
         files = [p for p in files if p.name.endswith(wanted) and p.name not in TEST_ONLY and p.name != "README.md"]
         if not files:
             raise FileNotFoundError(f"no training text in {folder}; expected files ending in {', '.join(wanted)}")
-        for path in tqdm(files, desc=f"read {folder.name}", disable=None):
+        for path in track(files, f"read {folder.name}", console=Console(stderr=True)):
             documents.extend(read_file(path, folder))
     random.Random(seed).shuffle(documents)
     taken: dict[str, int] = {}
@@ -147,7 +148,7 @@ def encode_streams(documents: Sequence[Document], tokenizer: PreTrainedTokenizer
     for kind in MIXTURE:
         texts = [d.text for d in documents if d.kind == kind and not d.held_out]
         encoded = []
-        for start in tqdm(range(0, len(texts), 64), desc=f"encode {kind}", disable=None):
+        for start in track(range(0, len(texts), 64), f"encode {kind}", console=Console(stderr=True)):
             encoded += [e.ids for e in backend.encode_batch_fast(texts[start : start + 64])]
         if encoded:
             streams[kind] = pack(encoded, eos)

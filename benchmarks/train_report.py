@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
-from tqdm import tqdm
 from train_data import HELD_OUT, MIXTURE, Document
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -59,7 +60,7 @@ def measure(
         if sum(len(d.text.encode()) for d in chosen) < size:
             chosen.append(document)
     total = {"bytes": 0, "tokens": 0, "target": 0.0, "drafter": 0.0, "top1": 0.0, "accepted": 0.0}
-    for document in tqdm(chosen, desc="measure", disable=None):
+    for document in track(chosen, "measure", console=Console(stderr=True)):
         total["bytes"] += len(document.text.encode())
         tokens = tokenizer.backend_tokenizer.encode(document.text).ids
         for piece, count in windows(tokens, int(tokenizer.eos_token_id), WINDOW):

@@ -12,7 +12,7 @@ __all__ = ["alone_in", "check_folder", "replacing"]
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be made, because a file stands in its place or above it.
+    """Check that a folder can be made: that no file is in its place or above it.
 
     Raises:
         ValueError: the message names the file.
@@ -24,7 +24,7 @@ def check_folder(folder: Path) -> None:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Make a folder, and keep others who ask for it out until the block ends, or the process, however it does.
+    """Make a folder and hold a lock on it until the block or the process ends.
 
     Raises:
         ValueError: another one is in there, or a file in its place or above it.
@@ -48,10 +48,10 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Give a place of its own beside a file, which takes the file's place once the block has ended without an error.
+    """Yield a temporary path that replaces the file when the block ends without an error.
 
-    Several writers of one file may run at once; each leaves it whole, and the last one's stays.  Whoever may read a new
-    file here may read it, also where its writer (safetensors) keeps what it writes to itself.
+    Several writers of one file may run at once; the file is always whole, and the last writer's stays.  Its permissions
+    are those of any new file here, also where its writer (safetensors) sets stricter ones.
     """
     path = Path(path)
     beside = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")

@@ -1,4 +1,4 @@
-"""What the commands read: text files, tokenizers, and the place of the bundled pair."""
+"""Inputs of commands and benches: text files, tokenizers, and the folder of the bundled pair."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ASSETS", "documents", "load_tokenizer", "locate", "output_file", "tokenizer_fingerprint"]
+__all__ = [
+    "ASSETS",
+    "documents",
+    "load_tokenizer",
+    "locate",
+    "nonempty_documents",
+    "output_file",
+    "tokenizer_fingerprint",
+]
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 
@@ -42,14 +50,14 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def output_file(path: Path) -> Path:
-    """Refuse a file that could not be written, before the work whose result it shall hold.
+    """Check that a file can be written, before the work whose result it will hold.
 
     Raises:
-        ValueError: it is a folder, or the folder of it is not there.
+        ValueError: it is a folder, or its folder does not exist.
     """
     if path.is_dir() or not path.absolute().parent.is_dir():
-        why = "is a folder" if path.is_dir() else "stands in no folder that there is"
-        raise ValueError(f"cannot write {path}: it {why}")
+        why = "it is a folder" if path.is_dir() else "its folder does not exist"
+        raise ValueError(f"cannot write {path}: {why}")
     return path
 
 
@@ -75,9 +83,21 @@ def documents(paths: Sequence[Path]) -> Iterator[str]:
                 yield text
 
 
+def nonempty_documents(paths: Sequence[Path]) -> list[str]:
+    """Read texts as ``documents`` does.
+
+    Raises:
+        ValueError: also where there is no text.
+    """
+    texts = list(documents(paths))
+    if not any(text.strip() for text in texts):
+        raise ValueError(f"there is no text in {', '.join(map(str, paths))}")
+    return texts
+
+
 def _lines(file: Path, text: str) -> Iterator[str]:
     """Read the texts of JSON lines."""
-    for number, line in enumerate(text.split("\n"), 1):  # other line ends may stand inside a string
+    for number, line in enumerate(text.split("\n"), 1):  # other line ends may be inside a string
         if not line.strip():
             continue
         try:

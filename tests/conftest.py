@@ -31,7 +31,7 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Save a tiny target with its tokenizer."""
-    from tiny_pairs import save_tiny
+    from helpers.tiny_pairs import save_tiny
 
     return save_tiny(tmp_path_factory.mktemp("target"))
 

@@ -21,7 +21,7 @@ FILES = sorted(path for area in ("stree", "kernels", "models") for path in (ROOT
 BOTTOM = {"stree.checks", "stree.files", "stree.kernels", "stree.sampling", "stree.tree"}
 POLICIES = BOTTOM | {"stree.growth", "stree.models", "stree.retrieval", "stree.verify"}
 LOOP = POLICIES | {"stree.budget.controller", "stree.decode", "stree.drafters"}
-TOP = LOOP | {"stree.generation", "stree.info", "stree.inputs", "stree.vocabulary"}
+TOP = LOOP | {"stree.generation", "stree.inputs", "stree.vocabulary"}
 ALLOWED: dict[str, set[str]] = {
     "stree.checks": set(),
     "stree.files": set(),
@@ -39,20 +39,17 @@ ALLOWED: dict[str, set[str]] = {
     "stree.budget.controller": BOTTOM | {"stree.drafters", "stree.growth", "stree.verify"},
     "stree.decode": LOOP,
     "stree.generation": LOOP,
-    "stree.info": LOOP,
     "stree.warming": LOOP | {"stree.generation"},
     "stree.integrations": TOP,
     "stree.distill": TOP,
-    "stree.cost": {"stree.files"},
-    "stree.prepare": TOP,
-    "stree.bench": TOP | {"stree.cost"},
-    "stree.cli": TOP | {"stree.bench", "stree.distill", "stree.prepare"},
+    "stree.bench": TOP,
+    "stree.cli": TOP | {"stree.bench", "stree.distill"},
     "stree": TOP | {"stree.distill", "stree.integrations", "stree.warming"},
 }
 OUTSIDE = {
     # The benches compare with transformers' own generate.
     "transformers": {
-        "stree.models", "stree.integrations", "stree.cli", "stree.prepare", "stree.inputs", "stree.bench",
+        "stree.models", "stree.integrations", "stree.cli", "stree.inputs", "stree.bench",
         "stree.distill",
     },
     "triton": {"stree.kernels"},

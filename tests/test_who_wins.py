@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from enumeration import DraftedTrees, TableLaw, drafted_trees, expected_tokens
+from helpers.tiny_pairs import tiny_pair
 from tiny_models import VOCAB
-from tiny_pairs import tiny_pair
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 

@@ -1,7 +1,7 @@
-"""Two honest baselines that verify a tree without tree kernels, and so with full states: unrolled and snapshot.
+"""Two baselines that verify a tree without tree kernels, and therefore keep full states: unrolled and snapshot.
 
-Each stands in for a ``TreeLM`` in ``stree.generate``: the same weights, kernels, drafter and acceptance, another way to
-verify.  Both emit what tree verification emits.
+Each takes the place of a ``TreeLM`` in ``stree.generate``: same weights, kernels, drafter and acceptance, but another
+way to verify.  Both emit the tokens that tree verification emits.
 """
 
 from __future__ import annotations
@@ -15,27 +15,20 @@ from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.tree import TokenTree
 
-__all__ = ["BaselineLM", "BaselineState", "SnapshotLM", "UnrolledLM", "state_bytes"]
-
-
-def state_bytes(lm: TreeLM, max_length: int) -> tuple[int, int]:
-    """Count the bytes of one sequence: its state, and what one more pending node adds to the stash."""
-    one, two = (lm.new_state(1, max_length, nodes).num_bytes for nodes in (1, 2))
-    return one - (two - one), two - one
+__all__ = ["BaselineLM", "BaselineState", "SnapshotLM", "UnrolledLM"]
 
 
 class BaselineState:
-    """A committed state, and what the last verification left beside it.
+    """A committed state, and the states that the last verification keeps until the commit.
 
     Attributes:
         committed: the state of every sequence.
-        peak_bytes: the most that states and stash took at once, as an implementation without spare room needs it.
+        verified: what the baseline's ``verify`` keeps for its ``commit``.
     """
 
     def __init__(self, committed: DecodeState) -> None:
         self.committed = committed
-        self.peak_bytes = 0
-        self.left: Any = None
+        self.verified: Any = None
 
     @property
     def lengths(self) -> Tensor:
@@ -44,26 +37,24 @@ class BaselineState:
 
 
 class BaselineLM:
-    """What both share: everything but verify and commit is the target's.
+    """The part that both share: everything but verify and commit is the target's.
 
     Args:
         lm: the target.
     """
 
+    is_captured = False  # verification reads trees on the host, which a CUDA graph cannot
+
     def __init__(self, lm: TreeLM) -> None:
         self._lm = lm
-        self.state: BaselineState | None = None  # the last one made, for its peak_bytes
-        self._bytes = (0, 0)
 
     def __getattr__(self, name: str) -> Any:
-        """Pass on what is asked of the target."""
+        """Look an attribute up in the target."""
         return getattr(self._lm, name)
 
     def new_state(self, batch_size: int = 1, max_length: int = 4096, max_nodes: int = 64) -> BaselineState:
         """Allocate an empty state."""
-        self._bytes = state_bytes(self._lm, max_length)
-        self.state = BaselineState(self._lm.new_state(batch_size, max_length, max_nodes))
-        return self.state
+        return BaselineState(self._lm.new_state(batch_size, max_length, max_nodes))
 
     def prefill(self, state: BaselineState, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Run prompts."""
@@ -93,9 +84,7 @@ class UnrolledLM(BaselineLM):
             torch.tensor(chains, device=device), torch.tensor(above, dtype=torch.int32, device=device)
         )
         logits = self._lm.verify(rows, chain)
-        state.left = rows, place, width
-        per_state, per_node = self._bytes
-        state.peak_bytes = max(state.peak_bytes, len(paths) * (per_state + width * per_node) + len(tokens) * per_state)
+        state.verified = rows, place, width
         flat = [
             [number * width + depth for number, depth in (known.get(node, (0, 0)) for node in range(len(parents[0])))]
             for known in place
@@ -104,7 +93,7 @@ class UnrolledLM(BaselineLM):
 
     def commit(self, state: BaselineState, path: Tensor, path_lengths: Tensor) -> None:
         """Commit the accepted part of the row that holds it, and keep that row."""
-        rows, place, width = state.left
+        rows, place, width = state.verified
         lengths = torch.zeros(rows.batch_size, dtype=torch.int32)
         kept = []
         for known, nodes, length in zip(place, path.tolist(), path_lengths.tolist(), strict=True):
@@ -113,14 +102,14 @@ class UnrolledLM(BaselineLM):
         device = path.device
         chain = torch.arange(width, dtype=torch.int32, device=device).expand(rows.batch_size, width)
         self._lm.commit(rows, chain, lengths.to(device))
-        state.committed, state.left = rows.select(torch.tensor(kept, device=device)), None
+        state.committed, state.verified = rows.select(torch.tensor(kept, device=device)), None
 
 
 class SnapshotLM(BaselineLM):
     """Verify level by level, each node from its parent's state, and keep the state after every node.
 
-    Commit then is a copy of the accepted leaf's state.  A kernel that does the same walks the nodes inside one pass
-    over the weights (SGLang's); here every level is a pass, so its time is an upper bound, its memory is not.
+    Commit then is a copy of the accepted leaf's state.  A kernel that does the same (SGLang's) walks the nodes inside
+    one pass over the weights; here every level is a pass, so the time is an upper bound.
     """
 
     def new_state(self, batch_size: int = 1, max_length: int = 4096, max_nodes: int = 64) -> BaselineState:
@@ -150,18 +139,16 @@ class SnapshotLM(BaselineLM):
             if below:
                 above = above.select(torch.tensor([where[parents[node]][1] for node in below], device=device))
             level = below
-        state.left = where
-        per_state, per_node = self._bytes
-        state.peak_bytes = max(state.peak_bytes, (len(where) + 1) * per_state + per_node)
+        state.verified = where
         return torch.stack([row if len(row) else torch.zeros_like(logits[0]) for row in logits])[None]
 
     def commit(self, state: BaselineState, path: Tensor, path_lengths: Tensor) -> None:
         """Keep the accepted leaf's state."""
         (nodes,), (length,) = path.tolist(), path_lengths.tolist()
         if length:
-            kept, row = state.left[nodes[length - 1]]
+            kept, row = state.verified[nodes[length - 1]]
             state.committed = kept.select(torch.tensor([row], device=path.device))
-        state.left = None
+        state.verified = None
 
 
 def _leaf_paths(parents: list[int]) -> list[list[int]]:

@@ -1,6 +1,6 @@
 """The methods that a run compares, by name.
 
-It knows names, growths and budgets; what runs them is the business of ``stree.bench.execute``.
+It knows names, growths and budgets; ``stree.bench.execute`` runs them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Method:
 
     @property
     def kind(self) -> str:
-        """What stands before the first colon or at sign."""
+        """The part of the name before the first colon or at sign."""
         return re.split("[:@]", self.name)[0]
 
     @property
@@ -79,11 +79,18 @@ class Method:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether its text is known not to have the target's law: it is timed for comparison, and said to be lossy."""
+        """Whether its text does not follow the target's distribution: it is timed, and labelled lossy."""
         return isinstance(self.growth, TargetInit)
 
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether its drafted tokens are chosen without random numbers (kind DELTA) at any temperature."""
+        if self.growth is None:
+            return self.drafter in ("none", "suffix")
+        return not isinstance(self.budget, str) and self.growth.plan(self.budget).drawing == "top"
+
     def with_depth(self, depth: int) -> Method:
-        """Give the chain of one depth under this method's name."""
+        """Make the chain of one depth, under this method's name."""
         return replace(self, growth=Chain(depth), budget=depth + 1, depths=())
 
 
@@ -189,7 +196,7 @@ def _nodes(growth: Growth) -> int:
 
 
 def _unknown(text: str, name: str) -> str:
-    """Say that a method is unknown, and which names are near."""
+    """Describe an unknown method, with the nearest known names."""
     try:
         parse_growth(text)
     except ValueError as error:

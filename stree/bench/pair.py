@@ -1,15 +1,16 @@
-"""The models under measurement: target, drafter, and an ungrafted copy of the target for transformers' own generate."""
+"""The models under measurement: target, drafter, and an unpatched copy of the target for transformers' generate."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
+from stree.drafters import Drafter
 from stree.inputs import ASSETS, load_tokenizer, locate
 from stree.models.loading import load_model
 from stree.models.tree_lm import TreeLM
@@ -27,6 +28,7 @@ class Pair:
         tokenizer: the target's.
         source: where the target was loaded from.
         drafter_source: likewise the drafter, or None.
+        drafters: of the methods that have run, by method; captured steps belong to one drafter object.
     """
 
     target: TreeLM
@@ -34,6 +36,7 @@ class Pair:
     tokenizer: Any
     source: str
     drafter_source: str | None = None
+    drafters: dict[str, Drafter] = field(default_factory=dict)
 
     @classmethod
     def load(
@@ -64,7 +67,7 @@ class Pair:
 
     @cached_property
     def plain(self) -> Any:
-        """Load the ungrafted copy; no stop token, as every method emits exactly the tokens asked for."""
+        """Load the unpatched copy; no stop token, as every method emits exactly the tokens asked for."""
         lm = self.target
         model: Any = load_model(
             self.source, device=lm.device, dtype=lm.dtype, device_map=None, trust_remote_code=False
@@ -113,7 +116,7 @@ class Pair:
 
     @torch.no_grad()
     def plain_logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Run the ungrafted target over a whole text: float[length, vocab]."""
+        """Run the unpatched target over a whole text: float[length, vocab]."""
         ids = torch.tensor([list(tokens)], device=self.target.device)
         logits: torch.Tensor = self.plain(ids).logits[0]
         return logits

@@ -36,7 +36,7 @@ class _FirstToken:
 def run_transformers(
     pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int
 ) -> PeerRun:
-    """Generate with the ungrafted copy; a batch of ragged prompts is left-padded."""
+    """Generate with the unpatched copy; a batch of ragged prompts is left-padded."""
     width = max(map(len, prompts))
     ids = torch.tensor([[*[0] * (width - len(prompt)), *prompt] for prompt in prompts], device=pair.target.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=ids.device)

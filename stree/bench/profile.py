@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from stree.bench.module_timer import ModuleTimer
 from stree.bench.pair import Pair
 from stree.bench.records import Record
 from stree.decode.stats import PARTS
@@ -41,7 +41,7 @@ class Shape:
         budget: most nodes a step, root included.
         batch: sequences.
         context: tokens of the prompts.
-        new_tokens: tokens that each sequence emits under the watch.
+        new_tokens: tokens that each sequence emits while timed.
         temperature: 0 is greedy.
     """
 
@@ -53,80 +53,20 @@ class Shape:
     temperature: float
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
-        """Make prompts of as many tokens, which say nothing: int[batch][context]."""
+        """Make prompts of arbitrary tokens: int[batch][context]."""
         rows = torch.arange(self.batch * self.context).view(self.batch, -1)
         return cast(list[list[int]], (rows * 7919 % vocab_size).tolist())
 
 
-class _Watch:
-    """Times of modules while a model scores trees, by name: seconds, on a device from events.
-
-    Args:
-        model: the target's model, within whose forward passes over trees its output head is timed.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model, self._head = model, model.get_output_embeddings()
-        self._is_cuda = model.device.type == "cuda"
-        self._open: dict[int, Any] = {}
-        self._spans: list[tuple[str, Any, Any]] = []
-
-    @contextmanager
-    def over(self, modules: Sequence[tuple[str, Any]]) -> Iterator[None]:
-        """Watch modules, each under a name."""
-        handles = []
-        for name, module in modules:
-            handles += [
-                module.register_forward_pre_hook(self._begin, with_kwargs=True),
-                module.register_forward_hook(self._ender(name)),
-            ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def seconds(self, names: Sequence[str]) -> dict[str, float]:
-        """Sum the spans of each name."""
-        if self._is_cuda:
-            torch.cuda.synchronize()
-        sums = dict.fromkeys(names, 0.0)
-        for name, began, ended in self._spans:
-            sums[name] += 1e-3 * began.elapsed_time(ended) if self._is_cuda else ended - began
-        return sums
-
-    def _begin(self, module: Any, args: Any, kwargs: Any) -> None:
-        """Start a span if a tree is scored; prompts are not looked at."""
-        scores = any(isinstance(value, TreeStep) for value in (*args, *kwargs.values()))
-        if scores or (module is self._head and id(self._model) in self._open):
-            self._open[id(module)] = self._mark()
-
-    def _ender(self, name: str) -> Callable[..., None]:
-        def end(module: Any, *_: Any) -> None:
-            began = self._open.pop(id(module), None)
-            if began is not None:
-                self._spans.append((name, began, self._mark()))
-
-        return end
-
-    def _mark(self) -> Any:
-        """Note the time, or put an event into the stream."""
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
 def profile(pair: Pair, shape: Shape) -> Record:
-    """Generate under a watch over every stateful layer and over the draft model.
+    """Generate with every stateful layer and the draft model timed.
 
-    Where steps are captured they are also timed as they then run, replayed, which no watch can look into; the parts are
-    those of steps launched operation by operation.
+    Where steps are captured they are also timed as they then run, replayed, without a view of their parts; the parts
+    are those of steps launched operation by operation.
 
     Args:
         pair: the models; without a draft model the suffix drafter drafts.
-        shape: what is run.
+        shape: of the generation.
 
     Returns:
         Milliseconds a step by part, bytes a verification moves by kind, and the bandwidth of this run; under
@@ -138,41 +78,21 @@ def profile(pair: Pair, shape: Shape) -> Record:
     prompts = shape.prompts(lm.vocab_size)
 
     def run(tokens: int) -> dict[str, Any]:
+        sampling = Sampling(shape.temperature)
         return generate(
-            lm,
-            prompts,
-            drafter,
-            shape.growth,
-            shape.budget,
-            sampling=Sampling(shape.temperature),
-            max_new_tokens=tokens,
-        ).stats
+            lm, prompts, drafter, shape.growth, shape.budget, sampling=sampling, max_new_tokens=tokens
+        ).stats  # fmt: skip
 
-    run(WARM_UP)  # what is compiled or found out once
+    run(WARM_UP)  # compilation and automatic checks
     engine = engine_of(lm)
     replayed = None if engine is None else _replayed(run, engine, [lm, draft], shape.new_tokens)
-    modules = modules_by_kind(lm)
-    kinds = list(dict.fromkeys(name for name, _ in modules))
-    head = ("output head", lm.model.get_output_embeddings())
-    watch = _Watch(lm.model)
-    drafts = [] if draft is None else [("draft", draft.model)]
-    was, lm.is_captured = lm.is_captured, False
-    try:
-        with watch.over([*modules, head, *drafts, ("target", lm.model)]):
-            stats = run(shape.new_tokens)
-    finally:
-        lm.is_captured = was
-    inside = watch.seconds([*kinds, head[0], "draft", "target"])
-    del inside["target"]
+    stats, inside = _launched(pair, lambda: run(shape.new_tokens))
     steps = max(stats["steps"], 1)
-    parts = {"draft model": inside.pop("draft")}
-    parts["growth"] = stats["draft_s"] - parts["draft model"]
-    parts |= {f"verify: {name}": seconds for name, seconds in inside.items()}
-    parts["verify: the rest"] = stats["verify_s"] - sum(inside.values())
-    parts |= {"accept": stats["accept_s"], "commit": stats["commit_s"]}
     whole = stats["total_s"] - stats["prefill_s"]
-    parts["host and idle"] = whole - sum(parts.values())
-    moved = _bytes(pair, shape, stats)
+    parts = _parts(stats, inside, whole)
+    moved = bytes_moved(
+        lm, batch=shape.batch, length=shape.context + shape.new_tokens / 2, nodes=stats["nodes_per_step"]
+    )
     bandwidth = copy_bandwidth(lm.device)
     bound_ms = 1e3 * sum(moved.values()) / bandwidth
     verify_ms = 1e3 * (stats["verify_s"] + stats["commit_s"]) / steps
@@ -190,10 +110,37 @@ def profile(pair: Pair, shape: Shape) -> Record:
     }  # fmt: skip
 
 
+def _launched(pair: Pair, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], dict[str, float]]:
+    """Run with launched steps; return the statistics, and seconds by layer kind, output head and draft model."""
+    lm, draft = pair.target, pair.drafter
+    modules = [*modules_by_kind(lm), ("output head", lm.model.get_output_embeddings())]
+    kinds = list(dict.fromkeys(name for name, _ in modules))
+    drafts = [] if draft is None else [("draft", draft.model)]
+    timer = ModuleTimer(lm.model)
+    was, lm.is_captured = lm.is_captured, False
+    try:
+        with timer.over([*modules, *drafts, ("target", lm.model)]):
+            stats = run()
+    finally:
+        lm.is_captured = was
+    return stats, timer.seconds([*kinds, "draft"])
+
+
+def _parts(stats: dict[str, Any], inside: dict[str, float], whole: float) -> dict[str, float]:
+    """Divide the seconds of all steps into parts."""
+    parts = {"draft model": inside.pop("draft")}
+    parts["growth"] = stats["draft_s"] - parts["draft model"]
+    parts |= {f"verify: {name}": seconds for name, seconds in inside.items()}
+    parts["verify: the rest"] = stats["verify_s"] - sum(inside.values())
+    parts |= {"accept": stats["accept_s"], "commit": stats["commit_s"]}
+    parts["host and idle"] = whole - sum(parts.values())
+    return parts
+
+
 def _replayed(
     run: Callable[[int], dict[str, Any]], engine: Engine, models: Sequence[TreeLM | None], tokens: int
 ) -> Record:
-    """Time replayed steps, then steps without the models' forwards, which are captured in their place."""
+    """Time replayed steps, then captured steps without the models' forwards."""
     whole_ms, busy_ms, stats = _steps_ms(run, tokens)
     engine.release()
     try:
@@ -217,7 +164,7 @@ def _steps_ms(run: Callable[[int], dict[str, Any]], tokens: int) -> tuple[float,
 
 @contextmanager
 def _without_forwards(models: Sequence[TreeLM]) -> Iterator[None]:
-    """Let models answer every tree with logits that they have already; prompts they run."""
+    """Replace the forward of models over trees by logits computed once; prompts are still run."""
     for lm in models:
         lm._forward = partial(_answer, lm._forward, {})  # type: ignore[method-assign]
     try:
@@ -235,18 +182,12 @@ def _answer(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Give logits of int64[batch, n] nodes, those of the first tree of this size."""
+    """Return logits of int64[batch, n] nodes: those of the first tree of this size."""
     if not isinstance(cache, TreeStep):
         return forward(tokens, cache, *args, **kwargs)
     if tokens.shape not in known:
         known[tokens.shape] = forward(tokens, cache, *args, **kwargs)
     return known[tokens.shape]
-
-
-def _bytes(pair: Pair, shape: Shape, stats: dict[str, Any]) -> dict[str, int]:
-    """Count what a verification of this run and its commit must move."""
-    length = shape.context + shape.new_tokens / 2
-    return bytes_moved(pair.target, batch=shape.batch, length=length, nodes=stats["nodes_per_step"])
 
 
 def bytes_moved(lm: TreeLM, *, batch: int, length: float, nodes: float) -> dict[str, int]:
@@ -286,7 +227,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def profile_tables(record: Record) -> list[Table]:
-    """Show a profile: the parts of a step, and the bytes of a verification."""
+    """Make tables of a profile: the parts of a step, and the bytes of a verification."""
     params = " ".join(f"{name}={value}" for name, value in record["params"].items())
     parts = Table("part", "ms a step", "share", title=f"step ({params})")
     for name, ms in record["ms"].items():

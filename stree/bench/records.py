@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 
 from stree.files import replacing
 
-__all__ = ["ROOT", "Record", "append", "command_line", "environment", "quantiles", "read", "write"]
+__all__ = ["ROOT", "Record", "append", "environment", "quantiles", "read", "write"]
 
 Record = dict[str, Any]
 
@@ -104,11 +103,6 @@ def read_lines(path: Path) -> list[Record]:
         if not isinstance(found[-1], dict):
             raise ValueError(f"line {number} of {path} is no benchmark record")
     return found
-
-
-def command_line() -> str:
-    """Give the command that runs, without the place of the interpreter."""
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def _version(package: str) -> str | None:

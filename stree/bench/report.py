@@ -1,39 +1,65 @@
-"""``stree bench report``: read run directories, write tables, CSV and the page."""
+"""``stree bench report``: the rows of runs as a Markdown table and as one HTML page."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from stree.bench.page import LoadedRun, make_page
-from stree.bench.records import read
-from stree.bench.summary import sections, summarise
-from stree.bench.tables import csv_text, markdown, rich_tables
+from stree.bench.directory import read_about
+from stree.bench.records import Record, read
+from stree.bench.summary import PARTS, Ratio, summarise
 
-__all__ = ["load_runs", "print_markdown", "write_report"]
+__all__ = ["HEADINGS", "LoadedRun", "load_runs", "markdown", "verdict_text", "write_page"]
 
-LEAST_WIDTH = 210  # characters, so that no column of the terminal table is cut
+HEADINGS = {  # column -> heading
+    "suite": "suite",
+    "temperature": "T",
+    "method": "method",
+    "tokens_per_s": "tokens/s",
+    "over_plain": "over plain [95%]",
+    "over_chain": "over best chain [95%]",
+    "tau": "tau",
+    "draft_calls": "draft calls",
+    "verified": "nodes",
+    "parts": "ms a step: " + " / ".join(PARTS),
+    "ttft_ms": "first token, ms",
+    "distinct_4grams": "distinct 4-grams",
+    "output": "output",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRun:
+    """A run as read from its directory.
+
+    Attributes:
+        name: of the directory.
+        config: settings of the run.
+        sessions: environments of its starts.
+        rows: of ``summarise``.
+    """
+
+    name: str
+    config: dict[str, Any]
+    sessions: list[Record]
+    rows: list[Record]
 
 
 def load_runs(paths: Sequence[Path]) -> list[LoadedRun]:
     """Read the directories of runs.
 
     Raises:
-        ValueError: a directory without a run or without results, a broken file, or two of one name.
+        ValueError: a directory without a run or without results, a damaged file, or two of one name.
     """
     runs = []
     for path in paths:
-        about = path / "run.json"
-        if not about.is_file():
+        if not (path / "run.json").is_file():
             raise ValueError(f"{path} holds no run: there is no run.json in it")
-        try:
-            known = json.loads(about.read_text(encoding="utf-8"))
-            config, envs = dict(known["config"]), list(known["sessions"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{about} cannot be read: {error}") from error
+        config, sessions = read_about(path / "run.json")
         records = read(path / "results.jsonl")
         if not records:
             raise ValueError(f"{path} holds no results yet")
@@ -41,32 +67,83 @@ def load_runs(paths: Sequence[Path]) -> list[LoadedRun]:
             rows = summarise(records)
         except (LookupError, TypeError, ArithmeticError) as error:
             raise ValueError(f"{path} holds a record that this version cannot read: {error!r}") from error
-        name = path.resolve().name
-        runs.append(LoadedRun(name, config, envs, records, rows, sections(name, rows)))
+        runs.append(LoadedRun(path.resolve().name, config, sessions, rows))
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         raise ValueError(f"every directory needs a name of its own, got {', '.join(names)}")
     return runs
 
 
-def print_markdown(runs: Sequence[LoadedRun], console: Console, *, every: bool) -> None:
-    """Print the README's table."""
-    for run in runs:
-        console.print(markdown(run.sections, every=every), markup=False, highlight=False, soft_wrap=True)
+def markdown(rows: Sequence[Record]) -> str:
+    """Write rows as a Markdown table with aligned columns."""
+    lines = [list(HEADINGS.values()), [""] * len(HEADINGS)]
+    for row in rows:
+        written = cells(row)
+        lines.append([written.get(name, "") for name in HEADINGS])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines[1] = ["-" * width for width in widths]
+    padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
 
 
-def write_report(runs: Sequence[LoadedRun], out: Path, console: Console, *, as_json: bool = False) -> None:
-    """Print the tables, and all rows as one JSON line if asked; write ``report.csv`` and ``report.html``."""
-    wide = Console(file=console.file, width=max(console.width, LEAST_WIDTH))
-    every = [section for run in runs for section in run.sections]
-    for section in every:
-        for part in rich_tables(section):
-            wide.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
-    out.mkdir(parents=True, exist_ok=True)
-    for name, text in (("report.csv", csv_text(every)), ("report.html", make_page(runs))):
-        (out / name).write_text(text, encoding="utf-8")
-        console.print(f"written: {out / name}", markup=False, highlight=False, soft_wrap=True)
-    if as_json:
-        rows = [{"run": section.run, **row} for section in every for row in section.rows]
-        line = json.dumps({"bench": "run", "rows": rows, "env": runs[0].envs[-1]})
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+def write_page(runs: Sequence[LoadedRun], path: Path) -> None:
+    """Write one HTML page that needs no other file."""
+    environment = Environment(
+        loader=PackageLoader("stree.bench", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    tables = [(run.name, [(row["status"], cells(row)) for row in run.rows]) for run in runs]
+    page = environment.get_template("report.html.j2").render(runs=runs, tables=tables, headings=HEADINGS)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
+
+
+def cells(row: Record) -> Mapping[str, str]:
+    """Write the cells of a row by column; a row without figures has no numbers."""
+    names = {"suite": row["suite"], "temperature": f"{row['temperature']:g}", "method": row["method"]}
+    if row["status"] != "ok":
+        return {**names, "output": verdict_text(row)}
+    has_parts = row["drafter"] not in ("transformers", "mamba-ssm")
+    return {
+        **names,
+        "tokens_per_s": f"{row['tokens_per_s']:.0f}",
+        "over_plain": _ratio(row["over_plain"]),
+        "over_chain": _ratio(row["over_chain"]),
+        "tau": f"{row['tau']:.2f}",
+        "draft_calls": f"{row['draft_calls']:.1f}",
+        "verified": f"{row['verified']:.1f}",
+        "parts": " / ".join(f"{row[f'{part}_ms']:.1f}" for part in PARTS) if has_parts else "-",
+        "ttft_ms": "-" if row["ttft_ms"] is None else f"{row['ttft_ms']:.1f}",
+        "distinct_4grams": f"{row['distinct_4grams']:.2f}",
+        "output": verdict_text(row),
+    }
+
+
+def verdict_text(row: Record) -> str:
+    """Describe how an output was checked and with what result."""
+    if row["status"] == "unavailable":
+        return f"cannot run: {row['reason']}"
+    if row["status"] == "failed":
+        if "logit_gap" in row:
+            return f"FAILS: differs, logit gap {row['logit_gap']:.2g} of {row['logit_scale']:.2g}"
+        return f"FAILS: p = {row['p_value']:.1g}" if "p_value" in row else "FAILS: differs"
+    if row["method"].startswith("lossy"):
+        return f"LOSSY by design ({row['verifier']})"
+    if row["drafter"] == "transformers":
+        return "the reference" if row["temperature"] == 0 else "own random numbers"
+    if row["lossless"] is None and row["drafter"] == "none":
+        return "the reference"
+    if row["lossless"] is None:
+        return f"{'greedy identical' if row['greedy_twin'] else 'not checked'}, law untested ({row['verifier']})"
+    if row["p_value"] is not None:
+        return f"target's law, p = {row['p_value']:.2g} ({row['verifier']})"
+    if row["near_ties"]:
+        return f"near-ties, gap <= {row['largest_gap']:.0e} of scale ({row['verifier']})"
+    return f"identical ({row['verifier']})"
+
+
+def _ratio(value: Ratio | None) -> str:
+    """Write a ratio with its interval."""
+    if value is None:
+        return "-"
+    middle, low, high = value
+    return f"{middle:.2f}" if low is None else f"{middle:.2f} [{low:.2f}, {high:.2f}]"

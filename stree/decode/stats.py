@@ -58,6 +58,7 @@ class Statistics:
         reached = [sum(self.accepted[depth:]) for depth in range(len(self.accepted))]
         return {
             "steps": self.steps,
+            "sequence_steps": self.row_steps,
             "tau": self.row_tokens / self.row_steps if self.row_steps else 0.0,
             "draft_calls": self.draft_calls,
             "nodes_per_step": self.nodes / max(self.steps, 1),

@@ -41,7 +41,7 @@ def drafter_config(vocab_size: int, hidden: int, layers: int, special: Mapping[s
     """Describe a Mamba-2 drafter.
 
     Args:
-        vocab_size: logits of the target, rows that stand for no token included.
+        vocab_size: logits of the target, padding rows included.
         hidden: width, a multiple of 16.
         layers: how many.
         special: ``bos_token_id``, ``eos_token_id`` and ``pad_token_id``.

@@ -1,4 +1,4 @@
-"""What a drafter is worth on held-out text, and the card that says so.
+"""Measures of a drafter on held-out text, and its model card.
 
 Everything is measured on the saved weights, loaded anew.
 """

@@ -46,7 +46,7 @@ def distill_drafter(
     """Train a small Mamba-2 drafter for a target and save it as a transformers checkpoint.
 
     Args:
-        target: what the drafter shall foretell.
+        target: the model whose text is drafted.
         tokenizer: the target's, of transformers; it is saved beside the drafter.
         texts: documents; their end is held out and measured on.
         out: a new or empty folder.  What it gets: config, weights, tokenizer, README.md (the card), distill.json.
@@ -192,7 +192,7 @@ def _sized(settings: Settings, target: TreeLM) -> Settings:
 
 
 def _special_tokens(target: TreeLM, tokenizer: Any) -> tuple[int | None, dict[str, Any]]:
-    """Find the token that stands after a document, and the special tokens of the drafter's config."""
+    """Find the token that separates documents, and the special tokens of the drafter's config."""
     config, stop = target.model.config.get_text_config(), target.model.generation_config.eos_token_id
     stop = config.eos_token_id if stop is None else stop
     known = [tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])]
@@ -202,7 +202,7 @@ def _special_tokens(target: TreeLM, tokenizer: Any) -> tuple[int | None, dict[st
 
 
 def _environment(device: torch.device) -> dict[str, str]:
-    """Say what a drafter was trained on."""
+    """Describe the machine and versions of a training run."""
     threads = f"{torch.get_num_threads()} CPU threads"
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
     return {"machine": machine, "torch": torch.__version__, "transformers": transformers.__version__}

@@ -14,9 +14,10 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import Progress, TextColumn
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recomputed
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from stree.distill.folder import reading
@@ -180,7 +181,9 @@ def train(
 
     key, budget = ("steps", float(steps)) if steps is not None else ("seconds", float(cast(float, seconds)))
     last = last_save = time.monotonic()
-    with tqdm(total=round(budget), initial=round(done[key]), desc=name, unit=key[:-1], mininterval=1.0) as bar:
+    columns = (*Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.3f}"))
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(name, total=budget, loss=done["loss"])
         while done[key] < budget:
             factor = schedule(done[key] / budget, settings.warmup, settings.decay)
             windows = batches.next(settings.batch_size).to(model.device)
@@ -190,8 +193,7 @@ def train(
             now = time.monotonic()
             _count(done, value, windows[:, 1:].numel(), now - last)
             last = now
-            bar.set_postfix(loss=f"{done['loss']:.3f}", tokens=f"{done['tokens'] / 1e6:.2f}M", refresh=False)
-            bar.update(min(round(done[key]), round(budget)) - bar.n)
+            bar.update(task, completed=min(done[key], budget), loss=done["loss"])
             if now - last_save >= settings.save_every:
                 save()
                 last_save = now

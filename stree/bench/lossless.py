@@ -1,0 +1,192 @@
+"""Whether an output is the target's: token identity, the logit gap where two texts part, and a test of sampled text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from scipy.stats import chisquare
+
+from stree.bench.execute import Case, Run, execute
+from stree.bench.methods import Method, parse_methods
+from stree.bench.pair import Pair
+from stree.bench.peers import run_transformers
+from stree.bench.records import Record
+from stree.sampling import Sampling
+
+__all__ = ["check_method", "compare", "describe", "judge", "law_test", "places_in_law", "reason_of"]
+
+(PLAIN,) = parse_methods("plain")
+# Two passes of one model over one text differ by up to 1e-4 of the logit scale in float32 (the project's own bar), so
+# two logits may change places where they are closer than twice that.  bfloat16 has 8 bits of mantissa.
+NEAR_TIE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+BINS = 20
+ALPHA = 1e-4  # a run tests some dozen methods, so that a lossless one is called wrong about once in a thousand runs
+
+
+def check_method(pair: Pair, method: Method, cases: Sequence[Case], law_texts: int) -> Record:
+    """Run a method before it is timed, and compare its output with the target's.
+
+    Greedy: token identity with transformers' ``generate``, or a near-tie where they part.  MATCH: the text of plain
+    sampling with the same seed.  Other sampled text: the same method must be right when greedy, and pass the
+    statistical test if ``law_texts`` is not 0.
+
+    Returns:
+        status: "ok", "failed", or "unavailable" with the reason; lossless: None where nothing could be checked.
+    """
+    verdict: Record = {"lossless": None, "verifier": "none"}
+    try:
+        for case in cases:
+            run = execute(pair, method, case)
+            verdict = judge(pair, method, case, run, {})
+            if verdict["lossless"] is None and not (method.is_peer or method.is_lossy):
+                verdict |= _check_sampled(pair, method, case, law_texts)
+            if verdict["lossless"] is False:
+                return {"status": "failed", **verdict}
+    except Exception as error:  # whatever a model, a kernel or a library raises: the other methods are still run
+        return {"status": "unavailable", "reason": reason_of(error), "lossless": None}
+    return {"status": "ok", **verdict}
+
+
+def judge(pair: Pair, method: Method, case: Case, run: Run, others: dict[str, Run]) -> Record:
+    """Compare one run with the target's own text, where a text is prescribed.
+
+    Args:
+        pair: the models.
+        method: that was run.
+        case: of the run.
+        run: of the method.
+        others: other methods' runs of the same case, by name; a reference that is not among them is made.
+
+    Returns:
+        verifier, and lossless: None where the distribution alone is prescribed, or where the method is lossy.
+    """
+    if method.is_lossy:
+        return {"verifier": run.stats["verifier"], "lossless": None}
+    verifier = _verifier_name(method, case.temperature)
+    if case.temperature == 0:
+        return {"verifier": verifier, **_compare_greedy(pair, method, case, run, others)}
+    if verifier != "match" or method.name == "plain":
+        return {"verifier": verifier, "lossless": None}
+    wanted = others["plain"] if "plain" in others else execute(pair, PLAIN, case)
+    is_same = run.tokens == wanted.tokens
+    return {"verifier": verifier, "lossless": is_same, "identical": is_same}
+
+
+def reason_of(error: Exception) -> str:
+    """Describe why a method cannot run, with the kind of error where it is not a refusal."""
+    return str(error) if isinstance(error, NotImplementedError) else f"{type(error).__name__}: {error}"
+
+
+def describe(verdict: Record) -> str:
+    """Describe why a method is not timed."""
+    if verdict["status"] == "unavailable":
+        return f"cannot run: {verdict['reason']}"
+    if "p_value" in verdict:
+        return f"FAILS: its text is not the target's (p = {verdict['p_value']:.1e})"
+    if "logit_gap" in verdict:
+        place, gap, scale = verdict["first_divergence"], verdict["logit_gap"], verdict["logit_scale"]
+        return f"FAILS: its text differs at new token {place}, logit gap {gap:.2g} of {scale:.2g}"
+    return "FAILS: its text is not plain decoding's"
+
+
+def _verifier_name(method: Method, temperature: float) -> str:
+    """Name the rule that accepts: greedy, match, or the one asked for; "none" for another library."""
+    if method.is_peer:
+        return "none"
+    if temperature == 0:
+        return "greedy"
+    return "match" if method.verifier == "auto" and method.is_deterministic else method.verifier
+
+
+def _compare_greedy(pair: Pair, method: Method, case: Case, run: Run, others: dict[str, Run]) -> Record:
+    """Compare greedy texts with transformers' own, prompt by prompt; the worst row is reported.
+
+    In a batch, plain decoding is compared with transformers' text of each prompt alone, and the others with plain's.
+    """
+    wanted = others.get("transformers") if len(case.prompts) == 1 else None
+    if wanted is None and method.name not in ("plain", "transformers"):
+        wanted = others.get("plain")
+    verdict: Record = {}
+    for row, (prompt, tokens) in enumerate(zip(case.prompts, run.tokens, strict=True)):
+        if wanted is not None:
+            text = wanted.tokens[row]
+        else:
+            text = run_transformers(pair, [prompt], case.new_tokens, 0.0, 0)[0][0]
+        found = compare(pair, prompt, tokens, text)
+        if not verdict or not found["identical"]:
+            verdict = found
+        if not found["lossless"]:
+            break
+    return verdict
+
+
+def compare(pair: Pair, prompt: Sequence[int], tokens: Sequence[int], wanted: Sequence[int]) -> Record:
+    """Compare a greedy output with the reference: identical, or how near a tie their first difference is.
+
+    Returns:
+        lossless: identical, or apart first at a near-tie; with its place, logit gap and the logits' scale.
+    """
+    if list(tokens) == list(wanted):
+        return {"lossless": True, "identical": True}
+    place = next((i for i, (a, b) in enumerate(zip(tokens, wanted, strict=False)) if a != b), None)
+    if place is None:
+        return {"lossless": False, "identical": False, "lengths": [len(tokens), len(wanted)]}
+    logits = pair.plain_logits([*prompt, *wanted[:place]])[-1].float()
+    gap = float(logits[wanted[place]] - logits[tokens[place]])
+    scale = float(logits.abs().max())
+    report = {"identical": False, "first_divergence": place, "logit_gap": gap, "logit_scale": scale}
+    return {"lossless": abs(gap) <= NEAR_TIE[pair.target.dtype] * scale, **report}
+
+
+def _check_sampled(pair: Pair, method: Method, case: Case, law_texts: int) -> Record:
+    """Check a method of whose sampled text only the distribution is prescribed."""
+    greedy_case = Case(case.prompts, case.new_tokens, 0.0, case.seed)
+    found = _compare_greedy(pair, method, greedy_case, execute(pair, method, greedy_case), {})
+    if not found["lossless"]:
+        return found
+    return {"greedy_twin": True, **(law_test(pair, method, case, law_texts) if law_texts else {})}
+
+
+def law_test(pair: Pair, method: Method, case: Case, texts: int) -> Record:
+    """Test sampled text against the target's distribution: chi-square of ``places_in_law``, first tokens left out.
+
+    Args:
+        pair: the models.
+        method: that generates.
+        case: prompts and temperature; seeds are counted from its own.
+        texts: texts a prompt.
+
+    Returns:
+        lossless: False where chance gives such places less than once in 10,000 times; with p_value and num_tokens.
+    """
+    rng = np.random.default_rng(case.seed)
+    places: list[float] = []
+    for number in range(texts):
+        one = Case(case.prompts, case.new_tokens, case.temperature, case.seed + number)
+        found = places_in_law(pair, one, execute(pair, method, one).tokens, rng)
+        # The first token is drawn from the prompt's own logits before any tree.
+        places += [place for number, place in enumerate(found) if number % case.new_tokens]
+    p_value = float(chisquare(np.histogram(places, BINS, (0.0, 1.0))[0]).pvalue)
+    return {"lossless": p_value >= ALPHA, "p_value": p_value, "num_tokens": len(places)}
+
+
+def places_in_law(pair: Pair, case: Case, outputs: Sequence[Sequence[int]], rng: np.random.Generator) -> list[float]:
+    """Compute the place of each token in the target's distribution of it: the mass of likelier tokens, plus noise.
+
+    Given the text before it, a token drawn from that distribution has a place that is uniform on [0, 1) and independent
+    of the places before (the probability integral transform), whatever tree it came from.
+    """
+    places: list[float] = []
+    sampling = Sampling(case.temperature)
+    for prompt, tokens in zip(case.prompts, outputs, strict=True):
+        logits = pair.plain_logits([*prompt, *tokens])[len(prompt) - 1 : -1]
+        ordered, order = sampling.law(logits.double()).sort(dim=-1, descending=True, stable=True)
+        token = torch.tensor(list(tokens), device=order.device)
+        rank = (order == token[:, None]).long().argmax(-1, keepdim=True)
+        mass = ordered.gather(-1, rank)
+        below = ordered.cumsum(-1).gather(-1, rank) - mass
+        noise = torch.tensor(rng.random(len(tokens)))
+        places += (below + mass * noise.to(mass)[:, None]).squeeze(-1).tolist()
+    return places

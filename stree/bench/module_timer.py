@@ -1,0 +1,75 @@
+"""Times of modules inside a model's forward over trees."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from stree.models.state import TreeStep
+
+__all__ = ["ModuleTimer"]
+
+
+class ModuleTimer:
+    """Times of modules while a model scores trees, by name: seconds, on a device from events.
+
+    Args:
+        model: the target's model, within whose forward passes over trees its output head is timed.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._head = model, model.get_output_embeddings()
+        self._is_cuda = model.device.type == "cuda"
+        self._open: dict[int, Any] = {}
+        self._spans: list[tuple[str, Any, Any]] = []
+
+    @contextmanager
+    def over(self, modules: Sequence[tuple[str, Any]]) -> Iterator[None]:
+        """Time modules, each under a name."""
+        handles = []
+        for name, module in modules:
+            handles += [
+                module.register_forward_pre_hook(self._begin, with_kwargs=True),
+                module.register_forward_hook(self._ender(name)),
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def seconds(self, names: Sequence[str]) -> dict[str, float]:
+        """Sum the spans of each name."""
+        if self._is_cuda:
+            torch.cuda.synchronize()
+        sums = dict.fromkeys(names, 0.0)
+        for name, began, ended in self._spans:
+            if name in sums:
+                sums[name] += 1e-3 * began.elapsed_time(ended) if self._is_cuda else ended - began
+        return sums
+
+    def _begin(self, module: Any, args: Any, kwargs: Any) -> None:
+        """Start a span if a tree is scored; prompts are not timed."""
+        scores = any(isinstance(value, TreeStep) for value in (*args, *kwargs.values()))
+        if scores or (module is self._head and id(self._model) in self._open):
+            self._open[id(module)] = self._mark()
+
+    def _ender(self, name: str) -> Callable[..., None]:
+        def end(module: Any, *_: Any) -> None:
+            began = self._open.pop(id(module), None)
+            if began is not None:
+                self._spans.append((name, began, self._mark()))
+
+        return end
+
+    def _mark(self) -> Any:
+        """Read the clock, or record an event in the stream."""
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

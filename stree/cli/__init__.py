@@ -1,0 +1,37 @@
+"""The command line: ``stree generate``, ``info``, ``bench``, ``distill``, ``datastore build`` and ``trim-vocab``.
+
+One file per subcommand; nothing heavy is imported before a command runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from stree.cli.bench import add_bench
+from stree.cli.datastore import add_datastore
+from stree.cli.distill import add_distill
+from stree.cli.generate import add_generate
+from stree.cli.info import add_info
+from stree.cli.trim_vocab import add_trim_vocab
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit status: 0, 2 for a user's mistake, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog="stree", description="Tree speculative decoding for Mamba and hybrid language models."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add in (add_generate, add_info, add_bench, add_distill, add_datastore, add_trim_vocab):
+        add(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except (ValueError, TypeError, RuntimeError, OSError) as error:  # a generation that failed is a RuntimeError
+        print(f"stree: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130

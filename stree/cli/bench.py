@@ -1,0 +1,208 @@
+"""``stree bench``: run methods on prompt suites, report, time kernels, profile a step."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stree.cli.options import add_command, add_device
+
+__all__ = ["add_bench"]
+
+
+def add_bench(commands: Any) -> None:
+    """Register ``bench`` and its commands with an argparse subparsers object."""
+    parser = commands.add_parser("bench", help="measure and compare", description="Measure and compare methods.")
+    bench = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_run(bench)
+    command = _add(bench, "report", _report, "show one or several runs as a table and one HTML page")
+    command.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="directory of a run")
+    command.add_argument("--markdown", action="store_true", help="only print the table")
+    command.add_argument("--out", type=Path, default=None, help="where report.html goes; by default the first DIR")
+    command.add_argument("--json", action="store_true", help="print all rows as one JSON document in the last line")
+    command = _add(bench, "kernels", _kernels, "time the kernels: those of the GPU, or the reference on a CPU")
+    command.add_argument("names", nargs="*", metavar="BENCH", help="reference, suite; by default what the machine has")
+    command.add_argument("--smoke", action="store_true", help="tiny sizes, to see that everything runs")
+    command.add_argument("--out", type=Path, default=None, help="folder to which kernels.jsonl is appended")
+    _add_profile(bench)
+
+
+def _add(bench: Any, name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    """Add one command, which names the extra to install where a package of it is missing."""
+
+    def guarded(arguments: argparse.Namespace) -> int:
+        try:
+            return run(arguments)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{error}; install stree[bench]") from error
+
+    return add_command(bench, name, guarded, text)
+
+
+def _add_models(command: argparse.ArgumentParser) -> None:
+    """Add the options that choose models and device."""
+    command.add_argument("--target", default="bundled", help="'bundled', a folder, or a hub id")
+    command.add_argument(
+        "--drafter", default=None, help="likewise, or 'none'; by default 'bundled' for the bundled target, else 'none'"
+    )
+    add_device(command)
+    command.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
+
+
+def _add_run(bench: Any) -> None:
+    """Add ``stree bench run``."""
+    command = _add(bench, "run", _run, "run methods on prompt suites; the same command resumes an interrupted run")
+    _add_models(command)
+    command.add_argument(
+        "--suite",
+        required=True,
+        help="NAME=FILE,...: files of HumanEval, GSM8K, MT-Bench and Spec-Bench (named humaneval, gsm8k, mt_bench, "
+        "spec_bench), or any name for JSON lines with a prompt, question, turns or text, or for plain text",
+    )
+    command.add_argument("--limit", type=int, default=10, help="prompts of each suite; 0 for all")
+    command.add_argument("--methods", default=None, help="see benchmarks/README.md; a wide choice by default")
+    command.add_argument("--temperature", default="0", help="one or several, as 0,0.8; 0 is greedy")
+    command.add_argument("--batch-size", type=int, default=1, help="prompts that run together")
+    command.add_argument("--max-new-tokens", type=int, default=64, help="tokens of every run")
+    command.add_argument("--seed", type=int, default=0, help="of the random numbers")
+    command.add_argument(
+        "--test-law", type=int, default=0, metavar="TEXTS",
+        help="texts a suite for the statistical test of sampled text; 0 for none",
+    )  # fmt: skip
+    command.add_argument("--chat", action="store_true", help="put prompts through the tokenizer's chat template")
+    command.add_argument("--out", type=Path, required=True, help="directory of the run")
+    command.add_argument("--force", action="store_true", help="begin anew where --out holds another run")
+    command.add_argument("--json", action="store_true", help="print all rows as one JSON document in the last line")
+
+
+def _add_profile(bench: Any) -> None:
+    """Add ``stree bench profile``."""
+    command = _add(bench, "profile", _profile, "show where the time of a step goes, and its roofline")
+    _add_models(command)
+    command.add_argument("--growth", default=None, help="of a draft model's trees; see stree/growth/README.md")
+    command.add_argument("--budget", type=int, default=16, help="most nodes a step, root included")
+    command.add_argument("--batch", type=int, default=1, help="sequences")
+    command.add_argument("--context", type=int, default=256, help="tokens of the prompts")
+    command.add_argument("--max-new-tokens", type=int, default=64, help="tokens that each sequence emits")
+    command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    command.add_argument("--out", type=Path, default=None, help="file of JSON lines to which the profile is appended")
+    command.add_argument("--json", action="store_true", help="print it as one JSON document in the last line")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Run ``stree bench run``: check, measure, write and report."""
+    from stree.bench.methods import DEFAULT, parse_methods
+    from stree.bench.plan import Settings, read_suites
+    from stree.bench.prompts import parse_suites
+    from stree.bench.report import load_runs, write_page
+    from stree.bench.run import run_bench
+
+    if arguments.limit < 0:
+        raise ValueError(f"--limit must not be negative, got {arguments.limit}")
+    settings = Settings(
+        arguments.max_new_tokens, _temperatures(arguments.temperature), arguments.batch_size, arguments.seed,
+        arguments.test_law, arguments.chat,
+    )  # fmt: skip
+    methods = parse_methods(arguments.methods if arguments.methods is not None else DEFAULT)
+    suites = read_suites(parse_suites(arguments.suite), arguments.limit or None)
+    pair = _load(arguments)
+    pair.encode(suites[0].prompts[0].turns[:1], chat=settings.chat)  # raises for a chat template that does not exist
+    run_bench(pair, methods, suites, settings, arguments.out, force=arguments.force)
+    runs = load_runs([arguments.out])
+    write_page(runs, arguments.out / "report.html")
+    _print_runs(runs, as_json=arguments.json)
+    return 0
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    """Read one number or several."""
+    try:
+        return tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError as error:
+        raise ValueError(f"--temperature must be a number or several, as 0,0.8, got {text!r}") from error
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    """Run ``stree bench report``."""
+    from stree.bench.report import load_runs, write_page
+
+    if arguments.markdown and (arguments.out is not None or arguments.json):
+        raise ValueError("--markdown only prints a table; leave --out and --json out")
+    runs = load_runs(arguments.directories)
+    if not arguments.markdown:
+        page = (arguments.out or arguments.directories[0]) / "report.html"
+        write_page(runs, page)
+        print(f"written: {page}", file=sys.stderr)
+    _print_runs(runs, as_json=arguments.json)
+    return 0
+
+
+def _print_runs(runs: Any, *, as_json: bool) -> None:
+    """Print tables, and all rows as one JSON line if asked."""
+    from stree.bench.report import markdown
+
+    for run in runs:
+        print(f"{run.name}:\n" if len(runs) > 1 else "", end="")
+        print(markdown(run.rows))
+    if as_json:
+        rows = [{"run": run.name, **row} for run in runs for row in run.rows]
+        print(json.dumps({"bench": "run", "rows": rows, "env": runs[0].sessions[-1]}))
+
+
+def _kernels(arguments: argparse.Namespace) -> int:
+    """Run ``stree bench kernels``."""
+    from rich.console import Console
+
+    from stree.bench.kernels import run_benches
+
+    run_benches(arguments.names, smoke=arguments.smoke, out=arguments.out, console=Console())
+    return 0
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    """Run ``stree bench profile``."""
+    for name, least in (("budget", 1), ("batch", 1), ("context", 1), ("max_new_tokens", 2)):
+        if getattr(arguments, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(arguments, name)}")
+    from rich.console import Console
+
+    from stree.bench.profile import Shape, profile, profile_tables
+    from stree.bench.records import append, environment
+    from stree.files import check_folder
+    from stree.growth import parse_growth
+
+    if arguments.out is not None:
+        if arguments.out.is_dir():
+            raise ValueError(f"--out must be a file, got the folder {arguments.out}")
+        check_folder(arguments.out.parent)
+    growth = None if arguments.growth is None else parse_growth(arguments.growth)
+    pair = _load(arguments)
+    if growth is not None and pair.drafter is None:
+        raise ValueError("--growth shapes the trees of a draft model; there is none, give one with --drafter")
+    shape = Shape(
+        growth, arguments.budget, arguments.batch, arguments.context, arguments.max_new_tokens, arguments.temperature
+    )
+    record = profile(pair, shape) | {"env": environment(pair.target.device)}
+    Console().print(*profile_tables(record))
+    if arguments.out is not None:
+        append(arguments.out, [record])
+    if arguments.json:
+        print(json.dumps(record))
+    return 0
+
+
+def _load(arguments: argparse.Namespace) -> Any:
+    """Load the models that the options name."""
+    import torch
+
+    from stree.bench.pair import Pair
+
+    if arguments.threads < 0:
+        raise ValueError(f"--threads must not be negative, got {arguments.threads}")
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    return Pair.load(arguments.target, arguments.drafter, arguments.device, arguments.dtype)

@@ -1,0 +1,249 @@
+"""``stree generate``: continue a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from stree.cli.options import add_command, add_device, add_target
+from stree.inputs import load_tokenizer, locate, tokenizer_fingerprint
+
+__all__ = ["add_generate"]
+
+
+def add_generate(commands: Any) -> None:
+    """Register the command with an argparse subparsers object."""
+    text = "continue a prompt; the text follows the target's own distribution exactly"
+    command = add_command(commands, "generate", _generate, text)
+    command.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue; standard input if left out")
+    add_target(command)
+    _add_drafting(command)
+    command.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
+    command.add_argument(
+        "--prefill-chunk", type=int, default=None, help="most prompt tokens run at once; bounds memory"
+    )
+    command.add_argument("--trust-remote-code", action="store_true", help="execute the checkpoints' own code")
+    command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens")
+    command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    command.add_argument("--top-k", type=int, default=None, help="keep the k most probable tokens")
+    command.add_argument("--top-p", type=float, default=None, help="keep the smallest set of this probability")
+    command.add_argument("--seed", type=int, default=0, help="of the random numbers")
+    add_device(command)
+    command.add_argument("--eager", action="store_true", help="do without CUDA graphs")
+    command.add_argument("--json", action="store_true", help="print one JSON document as the last line")
+
+
+def _add_drafting(command: argparse.ArgumentParser) -> None:
+    """Add the options of the drafter, its trees and their verification."""
+    command.add_argument(
+        "--drafter",
+        default=None,
+        help="'bundled', 'suffix' (repetitions of the text), 'fused' (both; 'fused:FOLDER' for another model), 'none' "
+        "(plain decoding), a folder, or a hub id; by default 'bundled' for the bundled target, else 'suffix'",
+    )
+    command.add_argument("--datastore", default=None, help="texts to draft from, made by 'stree datastore build'")
+    command.add_argument("--drafter-vocab", default=None, help="tokens a draft model keeps, made by 'stree trim-vocab'")
+    command.add_argument(
+        "--growth",
+        default=None,
+        help="a draft model's trees: calibrated, dyspec, dyspec-heap, sequoia, chain:4, static:3,2, rsdc:3,2, stree",
+    )
+    command.add_argument(
+        "--budget", default="auto", help="most nodes a step, root included; 1 is plain decoding, auto by goodput"
+    )
+    command.add_argument("--verifier", default="auto", help="auto, match, rejection, traversal or block")
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    """Run ``stree generate``."""
+    from stree.growth import parse_growth
+    from stree.sampling import Sampling
+
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    growth = None if arguments.growth is None else parse_growth(arguments.growth)
+    budget: int | str = int(arguments.budget) if arguments.budget.lstrip("-").isdigit() else arguments.budget
+    prompt = _prompt(arguments)
+
+    from transformers import TextStreamer
+    from transformers.utils import logging
+
+    from stree.generation import GenerationError, GenerationInterrupted, generate
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    target = locate(arguments.target, "target")
+    lm = _load(arguments, target)
+    lm.is_captured = False if arguments.eager else None
+    tokenizer = _tokenizer(arguments, target)
+    stop = lm.model.generation_config.eos_token_id
+    stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
+    drafter = _drafter(arguments, tokenizer, stops)
+    prompt_ids = _encode(arguments, tokenizer, prompt)
+    streamer: Any = _Progress(arguments.max_new_tokens) if arguments.json else TextStreamer(tokenizer)
+    status = 0
+    try:
+        output = generate(
+            lm, [prompt_ids], drafter, growth, budget, arguments.verifier, sampling, arguments.max_new_tokens,
+            stops, seed=arguments.seed, streamer=streamer,
+        )  # fmt: skip
+    except GenerationInterrupted as interrupt:
+        streamer.end()
+        output, status = interrupt.output, 130
+        if not output.sequences:  # while sizes were measured
+            return status
+    except GenerationError as error:
+        streamer.end()
+        print(f"stree: error: {error}", file=sys.stderr)
+        output, status = error.output, 2
+    report = _report(arguments, output, tokenizer, lm)
+    if arguments.json:
+        print(json.dumps(report))
+    else:
+        print(_summary(report), file=sys.stderr)
+    return status
+
+
+def _prompt(arguments: argparse.Namespace) -> str:
+    """Take the prompt from the command line, else from standard input."""
+    if arguments.prompt is None and sys.stdin.isatty():
+        raise ValueError("no prompt: give one as argument or on standard input")
+    prompt: str = arguments.prompt if arguments.prompt is not None else sys.stdin.read()
+    try:
+        prompt.encode()  # bytes that are not UTF-8 arrive as surrogates
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is no UTF-8 text: {error}") from error
+    return prompt
+
+
+def _load(arguments: argparse.Namespace, name: str) -> Any:
+    """Load a model as the options say."""
+    from stree.models.tree_lm import TreeLM
+
+    lm = TreeLM.from_pretrained(
+        name, device=arguments.device, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code
+    )
+    lm.chunk_size = arguments.prefill_chunk
+    return lm
+
+
+def _tokenizer(arguments: argparse.Namespace, name: str) -> Any:
+    """Load the tokenizer of a checkpoint, or the one that the options name."""
+    return load_tokenizer(arguments.tokenizer or name, trust_remote_code=arguments.trust_remote_code)
+
+
+def _encode(arguments: argparse.Namespace, tokenizer: Any, prompt: str) -> list[int]:
+    """Turn the prompt into tokens."""
+    if not arguments.chat:
+        ids: list[int] = tokenizer(prompt)["input_ids"]
+    elif tokenizer.chat_template is None:
+        raise ValueError("the target's tokenizer has no chat template; leave --chat out")
+    else:
+        turn = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
+    if not ids:
+        raise ValueError("the prompt is empty; give at least one token")
+    return ids
+
+
+def _drafter(arguments: argparse.Namespace, tokenizer: Any, stops: Sequence[int]) -> Any:
+    """Load the drafter that the options name; ``stops`` end the target's texts."""
+    from stree.drafters import FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
+    from stree.vocabulary import load_vocabulary
+
+    name = arguments.drafter or ("bundled" if arguments.target == "bundled" else "suffix")
+    kind, _, rest = name.partition(":")
+    is_fused = kind == "fused"
+    if arguments.datastore is not None and name != "suffix" and not is_fused:
+        raise ValueError(f"--datastore is read by --drafter suffix and fused, got {name!r}")
+    if name in ("suffix", "none"):
+        for option, given in (("growth", arguments.growth), ("drafter-vocab", arguments.drafter_vocab)):
+            if given is not None:
+                what = "shapes the trees of a draft model" if option == "growth" else "trims a draft model's head"
+                raise ValueError(f"--{option} {what}; --drafter {name} has none")
+        return NoDrafter() if name == "none" else SuffixDrafter(_datastore(arguments, tokenizer))
+    if is_fused:
+        name = rest or "bundled"
+    folder = locate(name, "drafter")
+    lm = _load(arguments, folder)
+    theirs, ours = _tokenizer(arguments, folder).get_vocab(), tokenizer.get_vocab()
+    if theirs != ours:
+        raise ValueError(
+            f"drafter {name!r} and target {arguments.target!r} have different tokenizers "
+            f"({len(theirs)} and {len(ours)} tokens, {len(theirs.items() & ours.items())} the same)"
+        )
+    kept = None if arguments.drafter_vocab is None else load_vocabulary(arguments.drafter_vocab, lm.vocab_size, stops)
+    drafter = ModelDrafter(lm, vocab=kept)
+    return FusedDrafter(drafter, SuffixDrafter(_datastore(arguments, tokenizer))) if is_fused else drafter
+
+
+def _datastore(arguments: argparse.Namespace, tokenizer: Any) -> Any:
+    """Load the datastore that the options name, or None."""
+    if arguments.datastore is None:
+        return None
+    from stree.retrieval import Datastore
+
+    store = Datastore.load(arguments.datastore)
+    if store.tokenizer != tokenizer_fingerprint(tokenizer):
+        raise ValueError(
+            f"datastore {arguments.datastore!r} was built with another tokenizer than that of target "
+            f"{arguments.target!r}; build it anew with 'stree datastore build --target'"
+        )
+    return store
+
+
+def _report(arguments: argparse.Namespace, output: Any, tokenizer: Any, lm: Any) -> dict[str, Any]:
+    """Gather what ``--json`` prints."""
+    stats = output.stats
+    num_prompt_tokens, num_new_tokens = stats["num_prompt_tokens"][0], stats["num_new_tokens"][0]
+    new = output.sequences[0][num_prompt_tokens:]
+    keys = ("steps", "tau", "draft_calls", "nodes_per_step", "acceptance_by_depth", "tokens_per_s", "total_s")
+    parts = ("prefill_s", "draft_s", "verify_s", "accept_s", "commit_s")
+    return {
+        "text": tokenizer.decode(new, skip_special_tokens=True),
+        "token_ids": new,
+        "num_prompt_tokens": num_prompt_tokens,
+        "num_new_tokens": num_new_tokens,
+        **{key: stats[key] for key in keys + parts},
+        "growth": stats["growth"],
+        "budget": stats["budget"],
+        "verifier": arguments.verifier,
+        "finish_reason": stats["finish_reasons"][0],
+        "device": str(lm.device),
+        "dtype": str(lm.dtype).removeprefix("torch."),
+    }
+
+
+def _summary(report: dict[str, Any]) -> str:
+    """Summarise a run in two lines."""
+    parts = ", ".join(f"{name} {report[name + '_s']:.2f}" for name in ("draft", "verify", "accept", "commit"))
+    return (
+        f"\n{report['num_new_tokens']} tokens in {report['steps']} steps: tau {report['tau']:.2f}, "
+        f"{report['tokens_per_s']:.0f} tokens/s ({report['finish_reason']})\nseconds: {parts}"
+    )
+
+
+class _Progress:
+    """A streamer that shows a progress bar on standard error instead of text."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._bar = Progress(console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task("generating", total=total)
+        self._is_prompt = True
+
+    def put(self, value: Any) -> None:
+        """Count new tokens; the first call brings the prompt."""
+        if self._is_prompt:
+            self._is_prompt = False
+            self._bar.start()
+        else:
+            self._bar.advance(self._task, len(value))
+
+    def end(self) -> None:
+        """Take the bar away."""
+        self._bar.stop()

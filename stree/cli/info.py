@@ -1,0 +1,137 @@
+"""``stree info``: what a checkpoint is and what decoding it takes, from its config alone; no weights are read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from stree.cli.options import add_command
+from stree.inputs import locate
+
+__all__ = ["add_info", "describe_model"]
+
+LENGTH, NODES = 4096, 64  # the text and tree for which the memory of a captured step is shown
+
+
+def add_info(commands: Any) -> None:
+    """Register the command with an argparse subparsers object."""
+    text = "describe a checkpoint and what decoding it takes; reads its config only"
+    command = add_command(commands, "info", _info, text)
+    command.add_argument(
+        "model", nargs="?", default="bundled", metavar="MODEL", help="'bundled', a folder, or a hub id"
+    )
+    command.add_argument("--dtype", default="auto", help="of the weights: auto (the checkpoint's own), bfloat16, ...")
+    command.add_argument("--trust-remote-code", action="store_true", help="execute the checkpoint's own code")
+    command.add_argument("--json", action="store_true", help="print one JSON document instead")
+
+
+def describe_model(config: Any, dtype: Any, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Describe the model of a transformers config.
+
+    Args:
+        config: of any model.
+        dtype: torch dtype of the weights.
+        trust_remote_code: whether the checkpoint's own code may be executed.
+
+    Returns:
+        A JSON-able dict; where ``is_supported`` is False, ``reason`` says why and there are no sizes.
+    """
+    from stree.decode.cuda_graphs import MOST_GRAPHS
+    from stree.decode.memory import state_bytes
+    from stree.decode.step_cache import MOST_PROGRAMS
+    from stree.models.families import config_of_text_model, family_of
+    from stree.models.memory import empty_model, measure_memory
+    from stree.models.tree_lm import TreeLM
+
+    config = config_of_text_model(config)
+    report: dict[str, Any] = {
+        "family": config.model_type,
+        "num_layers": getattr(config, "num_hidden_layers", None),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    try:
+        family_of(config)
+        if getattr(config, "quantization_config", None) is not None:
+            raise NotImplementedError(
+                "the checkpoint is quantised, which layers that keep a state must not be; it runs if they were left out"
+            )
+        lm = TreeLM(empty_model(config, dtype, trust_remote_code=trust_remote_code))
+    except NotImplementedError as error:
+        return {**report, "is_supported": False, "reason": str(error)}
+    memory = measure_memory(lm)
+    return {
+        **report,
+        "is_supported": True,
+        "reason": None,
+        "layers": memory.layers,
+        "num_parameters": sum(parameter.numel() for parameter in lm.model.parameters()),
+        "max_length": lm.max_length,
+        "state_bytes": memory.state,
+        "window_bytes": memory.window,
+        "kv_bytes_per_token": memory.kv_per_token,
+        "stash_bytes_per_node": memory.stash_per_node,
+        "kv_stash_bytes_per_node": memory.kv_stash_per_node,
+        "nodes_per_state": memory.state / memory.stash_per_node if memory.state else None,
+        "graphs": {
+            "programs": MOST_PROGRAMS, "graphs_per_program": MOST_GRAPHS, "max_length": LENGTH, "max_nodes": NODES,
+            "state_bytes": state_bytes(lm, 1, LENGTH, NODES),
+        },
+    }  # fmt: skip
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    """Run ``stree info``."""
+    import torch
+
+    from stree.models.loading import load_config, torch_dtype
+
+    config = load_config(locate(arguments.model, "target"), trust_remote_code=arguments.trust_remote_code)
+    own = getattr(config, "dtype", None) or torch.float32
+    dtype = torch_dtype(own if arguments.dtype == "auto" else arguments.dtype)
+    report = {
+        "model": arguments.model,
+        **describe_model(config, dtype, trust_remote_code=arguments.trust_remote_code),
+    }
+    sys.stdout.write((json.dumps(report) if arguments.json else _page(report)) + "\n")
+    return 0
+
+
+def _page(report: dict[str, Any]) -> str:
+    """Lay a report out as text."""
+    lines = {"model": report["model"], "family": report["family"]}
+    if not report["is_supported"]:
+        lines["supported"] = f"no: {report['reason']}"
+        return _aligned(lines)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in report["layers"].items())
+    lines["layers"] = f"{report['num_layers']}: {kinds}"
+    lines["parameters"] = f"{report['num_parameters']:,} ({report['dtype']})"
+    lines["positions"] = "any" if report["max_length"] is None else f"at most {report['max_length']:,}"
+    lines["state"] = f"{_size(report['state_bytes'])} a sequence"
+    lines["conv windows"] = f"{_size(report['window_bytes'])} a sequence"
+    lines["keys, values"] = f"{_size(report['kv_bytes_per_token'])} a token"
+    ratio = report["nodes_per_state"]
+    share = "" if not ratio else f", 1/{ratio:.0f} of a state" if ratio > 1.5 else f", {1 / ratio:.2g} times a state"
+    lines["stash"] = f"{_size(report['stash_bytes_per_node'])} a node{share}"
+    lines["stash, keys"] = f"{_size(report['kv_stash_bytes_per_node'])} a node"
+    graphs = report["graphs"]
+    lines["CUDA graphs"] = (
+        f"kept for at most {graphs['programs']} kinds of batch, {graphs['graphs_per_program']} graphs each; "
+        f"{_size(graphs['state_bytes'])} a sequence of {graphs['max_length']:,} tokens and {graphs['max_nodes']} nodes"
+    )
+    lines["supported"] = "yes"
+    return _aligned(lines)
+
+
+def _aligned(lines: dict[str, str]) -> str:
+    """Put values in one column."""
+    return "\n".join(f"{name:<14}{value}" for name, value in lines.items())
+
+
+def _size(count: int) -> str:
+    """Write bytes with a unit."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.1f} {units[0]}" if units[0] != "B" else f"{count} B"

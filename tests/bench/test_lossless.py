@@ -1,0 +1,140 @@
+"""Verdicts: what is wrong is called wrong and not timed, what is right passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.tiny_pairs import tiny_pair
+from torch import Tensor
+
+import stree
+from stree.bench import lossless
+from stree.bench.baselines import BaselineState, UnrolledLM
+from stree.bench.execute import Case, Run, execute
+from stree.bench.lossless import check_method, compare, judge, law_test, places_in_law
+from stree.bench.methods import Method, parse_methods
+from stree.bench.pair import Pair
+
+PAIR = tiny_pair()
+PROMPT = tuple(range(5, 18))
+GREEDY, SAMPLED = Case((PROMPT,), 8, 0.0), Case((PROMPT,), 12, 1.0)
+
+
+def method(name: str) -> Method:
+    (found,) = parse_methods(name)
+    return found
+
+
+class _RootLogits(UnrolledLM):
+    """A control: every node has the logits of the root."""
+
+    def verify(self, state: BaselineState, tree: stree.TokenTree) -> Tensor:
+        logits = super().verify(state, tree)
+        return logits[:, :1].expand_as(logits)
+
+
+@pytest.fixture
+def wrong_unrolled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stree.bench.execute.UnrolledLM", _RootLogits)
+
+
+@pytest.mark.parametrize("name", ["plain", "transformers", "chain:2", "dyspec:6", "suffix", "unrolled:dyspec:6"])
+def test_a_greedy_method_passes_by_token_identity(name: str) -> None:
+    found = check_method(PAIR, method(name), [GREEDY], 0)
+    assert (found["status"], found["lossless"], found["identical"]) == ("ok", True, True)
+
+
+@pytest.mark.parametrize("case", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_method_that_is_wrong_when_greedy_fails_with_the_logit_gap(case: Case, wrong_unrolled: None) -> None:
+    found = check_method(PAIR, method("unrolled:static:2,2"), [case], 0)
+    assert (found["status"], found["lossless"], found["identical"]) == ("failed", False, False)
+    assert abs(found["logit_gap"]) > 1e-3 * found["logit_scale"]
+
+
+@pytest.mark.parametrize("name", ["dyspec:6@match", "suffix", "eagle2:6"])
+def test_under_match_a_method_must_give_the_text_of_plain_sampling(name: str) -> None:
+    found = check_method(PAIR, method(name), [SAMPLED], 0)
+    assert (found["status"], found["verifier"], found["identical"]) == ("ok", "match", True)
+    run, other = execute(PAIR, method(name), SAMPLED), execute(PAIR, method("plain"), replace(SAMPLED, seed=1))
+    assert judge(PAIR, method(name), SAMPLED, run, {})["lossless"]
+    assert judge(PAIR, method(name), SAMPLED, run, {"plain": other})["lossless"] is False
+
+
+def test_a_method_that_is_wrong_under_match_fails(wrong_unrolled: None) -> None:
+    assert check_method(PAIR, method("unrolled:dyspec:6@match"), [SAMPLED], 0)["status"] == "failed"
+
+
+def test_without_the_statistical_test_a_rejection_sampler_is_not_called_lossless() -> None:
+    found = check_method(PAIR, method("dyspec:6"), [SAMPLED], 0)
+    assert (found["status"], found["lossless"], found["verifier"]) == ("ok", None, "auto")
+    assert found["greedy_twin"]  # but it is known to be right when greedy
+
+
+@pytest.mark.parametrize("name", ["plain", "chain:2", "dyspec:6", "suffix"])
+def test_sampled_text_passes_the_test_of_its_distribution(name: str) -> None:
+    found = law_test(PAIR, method(name), SAMPLED, 12)
+    assert found["lossless"] and found["num_tokens"] == 12 * 11
+
+
+def test_sampled_text_of_another_distribution_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def colder(pair: Pair, one: Method, case: Case) -> Run:
+        return execute(pair, one, replace(case, temperature=0.7 * case.temperature))
+
+    monkeypatch.setattr(lossless, "execute", colder)
+    for name in ("plain", "dyspec:6"):
+        found = check_method(PAIR, method(name), [SAMPLED], 24)
+        assert found["status"] == "failed" and found["p_value"] < 1e-4
+
+
+@pytest.mark.parametrize("name", ["transformers", "lossy-target-init:2,2"])
+def test_other_libraries_and_lossy_methods_are_not_judged_when_sampling(name: str) -> None:
+    found = check_method(PAIR, method(name), [SAMPLED], 2)
+    assert found["status"] == "ok" and found["lossless"] is None and "greedy_twin" not in found
+
+
+def test_a_difference_at_a_near_tie_is_lossless_and_its_place_is_reported() -> None:
+    logits = PAIR.plain_logits(PROMPT)[-1]
+    first, second = logits.topk(2).indices.tolist()
+    wanted, other = [first, 5, 6], [second, 5, 6]
+    apart = compare(PAIR, PROMPT, other, wanted)
+    assert not apart["lossless"] and apart["first_divergence"] == 0
+    assert apart["logit_gap"] == pytest.approx(float(logits[first] - logits[second]))
+
+    def tied_logits(tokens: Any) -> Tensor:
+        tied = logits.clone()
+        tied[second] = tied[first] - 1e-12
+        return tied[None]
+
+    tied: Any = SimpleNamespace(target=PAIR.target, plain_logits=tied_logits)
+    found = compare(tied, PROMPT, other, wanted)
+    assert found["lossless"] and not found["identical"]
+    assert compare(PAIR, PROMPT, [first], wanted) == {"lossless": False, "identical": False, "lengths": [1, 3]}
+    later = compare(PAIR, PROMPT[:-1], [PROMPT[-1], *wanted], [PROMPT[-1], *other])  # here the reference is the worse
+    assert not later["lossless"] and later["first_divergence"] == 1
+
+
+def test_every_row_of_a_timed_batch_is_compared_with_its_own_text() -> None:
+    chain, case = method("chain:2"), Case((PROMPT, PROMPT[:5]), 8, 0.0)
+    plain, run = execute(PAIR, method("plain"), case), execute(PAIR, chain, case)
+    for others in ({"plain": plain}, {}):
+        assert judge(PAIR, chain, case, run, others)["lossless"]
+        for row in range(2):
+            tokens = [list(text) for text in run.tokens]
+            tokens[row][-1] = (tokens[row][-1] + 1) % 97
+            found = judge(PAIR, chain, case, replace(run, tokens=tokens), others)
+            assert found["lossless"] is False and found["first_divergence"] == 7
+
+
+def test_a_place_is_the_mass_of_all_likelier_tokens_and_a_share_of_its_own() -> None:
+    case, outputs = Case((PROMPT, PROMPT[:4]), 2, 0.5), [[3, 80], [11, 5]]
+    noise: Any = SimpleNamespace(random=lambda n: np.array([0.25, 0.75]))
+    places = []
+    for prompt, tokens in zip(case.prompts, outputs, strict=True):
+        for number, token in enumerate(tokens):
+            probs = (PAIR.plain_logits([*prompt, *tokens[:number]])[-1].double() / 0.5).softmax(-1)
+            places.append(float(probs[probs > probs[token]].sum() + (0.25 + 0.5 * number) * probs[token]))
+    assert places_in_law(PAIR, case, outputs, noise) == pytest.approx(places)

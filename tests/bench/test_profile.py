@@ -1,0 +1,99 @@
+"""``stree bench profile``: the parts of a step make up the step, replayed steps are timed beside launched ones.
+
+Run: python -m pytest tests/test_bench_profile.py
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tape import TapeRecorder
+from tiny_models import grafted, tiny_model
+
+import stree
+from stree.bench.profile import Shape, bytes_moved, profile, profile_tables
+from stree.decode import step_cache as engine
+from stree.decode.step_cache import Engine
+from stree.drafters import ModelDrafter
+from stree.growth import Chain
+from stree.kernels import topology
+
+SHAPE = Shape(growth=Chain(2), budget=3, batch=2, context=8, new_tokens=8, temperature=0.0)
+
+
+def pair(*, drafts: bool = True) -> Any:
+    drafter = grafted(tiny_model("mamba2", seed=1)) if drafts else None
+    return SimpleNamespace(target=grafted(tiny_model("bamba")), drafter=drafter)
+
+
+def text_of(record: dict[str, Any]) -> str:
+    console = Console(width=160, file=io.StringIO())
+    console.print(*profile_tables(record))
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "whole step" in text and "roofline" in text
+    return text
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_the_parts_of_a_step_make_up_the_step(drafts: bool) -> None:
+    both = pair(drafts=drafts)
+    record = profile(both, SHAPE if drafts else Shape(None, 4, 1, 8, 8, 0.0))
+    assert sum(record["ms"].values()) == pytest.approx(record["step_ms"])
+    assert all(ms >= 0 for ms in record["ms"].values())
+    kinds = {"verify: Mamba-2", "verify: attention", "verify: output head", "verify: the rest", "accept", "commit"}
+    assert kinds <= set(record["ms"]) and (record["ms"]["draft model"] > 0) == drafts
+    assert all(record["ms"][name] > 0 for name in kinds)
+    assert record["bound_ms"] == pytest.approx(1e3 * sum(record["bytes"].values()) / record["bytes_per_s"])
+    assert record["replayed"] is None and "replayed" not in text_of(record)
+    assert not both.target.model.get_output_embeddings()._forward_hooks, "the watch is over"
+
+
+def test_bytes_grow_with_what_they_count() -> None:
+    lm = pair().target
+    one, more = (bytes_moved(lm, batch=batch, length=10, nodes=4) for batch in (1, 3))
+    assert more["weights"] == one["weights"] and more["stash, written"] == 3 * one["stash, written"]
+    longer = bytes_moved(lm, batch=1, length=20, nodes=4)
+    assert longer["keys and values"] == 2 * one["keys and values"]
+    assert longer["states, read and written"] == one["states, read and written"]
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> Any:
+    both = pair()
+    monkeypatch.setattr(topology, "waits_always", True)
+    monkeypatch.setattr(engine, "_can_capture", lambda lm: "engine" in lm.kept and lm.is_captured is not False)
+    both.target.kept["engine"] = Engine(TapeRecorder())
+    return both
+
+
+def test_replayed_steps_are_timed_beside_launched_ones(captured: Any) -> None:
+    record = profile(captured, SHAPE)
+    assert record["replayed"]["replays"] > 0 and record["replayed"]["graphs"] == 1
+    assert 0 <= record["replayed"]["idle"] < 1 and record["replayed"]["step_ms"] > 0
+    assert captured.target.is_captured is None, "as it was"
+    assert "replayed, idle" in text_of(record)
+
+
+@pytest.mark.slow
+def test_of_replayed_steps_the_share_outside_the_forwards_is_known(captured: Any) -> None:
+    def text() -> list[list[int]]:
+        drafter = ModelDrafter(captured.drafter)
+        return stree.generate(captured.target, [[5, 6, 7]], drafter, Chain(2), 3, max_new_tokens=12).sequences
+
+    before = text()
+    kept = captured.target.kept["engine"]
+    kept.release()
+    kept.recorder.tapes.clear()
+    record = profile(captured, replace(SHAPE, new_tokens=16))
+    share = record["replayed"]["outside_forwards"]
+    assert share > 0 and f"outside the forwards {share:.1%}" in text_of(record)
+    whole, beside = ([str(call[0]) for call in tape._calls] for tape in kept.recorder.tapes)
+    assert "aten.mm.default" in whole, "the first graph holds the models' projections"
+    assert "aten.mm.default" not in beside and len(beside) > 10
+    assert not kept.report(), "no graph without forwards is left for the next text"
+    assert text() == before

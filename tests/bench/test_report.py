@@ -1,0 +1,184 @@
+"""The report of a committed run of a tiny pair, in which one method fails when greedy and one cannot run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stree.bench.report import HEADINGS, load_runs, markdown, verdict_text, write_page
+from stree.bench.summary import interval, mean_tau, summarise
+
+RUN = Path(__file__).resolve().parent / "data_run"
+METHODS = ["plain", "transformers", "mamba-ssm", "chain:1-2", "chain:4", "dyspec:5", "unrolled:static:2,2", "suffix"]
+
+Rows = dict[tuple[str, float, str], dict[str, Any]]
+
+
+def summary_of(records: list[dict[str, Any]]) -> Rows:
+    return {(row["suite"], row["temperature"], row["method"]): row for row in summarise(records)}
+
+
+@pytest.fixture
+def records() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RUN / "results.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def rows(records: list[dict[str, Any]]) -> Rows:
+    return summary_of(records)
+
+
+def timed(records: list[dict[str, Any]], suite: str, temperature: float, method: str) -> list[dict[str, Any]]:
+    at = [r for r in records if r["metric"] == "tokens_per_s" and r["provider"] == method]
+    return [r for r in at if (r["params"]["suite"], r["params"]["temperature"]) == (suite, temperature)]
+
+
+def test_every_method_has_a_row_a_suite_and_temperature(rows: Rows) -> None:
+    assert set(rows) == {(s, t, m) for s in ("code", "mt_bench") for t in (0.0, 0.8) for m in METHODS}
+    status = {key: row["status"] for key, row in rows.items()}
+    assert {key[2] for key, value in status.items() if value == "unavailable"} == {"mamba-ssm"}
+    assert {key[2] for key, value in status.items() if value == "failed"} == {"unrolled:static:2,2"}
+    verdicts = [rows["code", 0.0, method]["lossless"] for method in ("mamba-ssm", "unrolled:static:2,2")]
+    assert verdicts == [None, False], "what cannot run is not called wrong"
+
+
+def test_figures_are_sums_over_prompts(rows: Rows, records: list[dict[str, Any]]) -> None:
+    row, of = rows["code", 0.8, "dyspec:5"], timed(records, "code", 0.8, "dyspec:5")
+    tokens = sum(len(text) for record in of for run in record["tokens"] for text in run)
+    assert row["tokens_per_s"] == pytest.approx(tokens / sum(6 / record["p50"] for record in of))
+    steps = sum(record["steps"] for record in of)
+    assert row["tau"] == pytest.approx(1 + sum(sum(record["reached"][1:]) for record in of) / steps)
+    assert row["draft_ms"] == pytest.approx(1e3 * sum(record["draft_s"] for record in of) / steps)
+    assert row["prompts"] == 2 and row["verified"] == 5
+
+
+def test_tau_weighs_a_batch_by_the_steps_of_its_sequences() -> None:
+    blocks = [{"tau": 2.0, "sequence_steps": 30}, {"tau": 4.0, "sequence_steps": 10}]
+    assert mean_tau(blocks) == 2.5
+
+
+def test_speed_ups_are_paired_over_the_same_prompts(rows: Rows, records: list[dict[str, Any]]) -> None:
+    plain, suffix = (timed(records, "code", 0.0, method) for method in ("plain", "suffix"))
+    wanted = sum(1 / record["p50"] for record in plain) / sum(1 / record["p50"] for record in suffix)
+    value, low, high = rows["code", 0.0, "suffix"]["over_plain"]
+    assert value == pytest.approx(wanted) and low <= value <= high
+    chains = {m: rows["code", 0.0, m]["tokens_per_s"] for m in ("chain:1-2", "chain:4")}
+    fastest = max(chains, key=lambda name: chains[name])
+    assert rows["code", 0.0, fastest]["over_chain"][:1] == (1.0,)
+
+
+def test_batches_weigh_as_much_as_their_prompts_and_turns_of_one_count_as_one(records: list[dict[str, Any]]) -> None:
+    blocks = []
+    for method, speeds in (("plain", (100.0, 100.0)), ("suffix", (100.0, 200.0))):
+        example = timed(records, "mt_bench", 0.0, method)[0]
+        for batch, count in enumerate((1, 4)):
+            for turn in range(2):
+                params = example["params"] | {"batch": batch, "turn": turn, "prompts": [*range(count)]}
+                blocks.append(example | {"params": params, "p50": speeds[batch]})
+    value, low, high = summary_of(blocks)["mt_bench", 0.0, "suffix"]["over_plain"]
+    assert value == pytest.approx((1 + 4) / (1 + 4 / 2)) and (low, high) == (1.0, 2.0), "two samples, not four"
+
+
+def test_a_timed_output_that_is_wrong_takes_the_figures_away(records: list[dict[str, Any]]) -> None:
+    record = timed(records, "mt_bench", 0.0, "dyspec:5")[1]
+    record |= {"lossless": False, "first_divergence": 3, "logit_gap": 0.5, "logit_scale": 2.0}
+    for method in ("plain", "chain:4"):
+        timed(records, "code", 0.0, method)[0]["lossless"] = False
+    rows = summary_of(records)
+    row = rows["mt_bench", 0.0, "dyspec:5"]
+    assert row["status"] == "failed" and "tokens_per_s" not in row and row["logit_gap"] == 0.5
+    row, chain = rows["code", 0.0, "dyspec:5"], rows["code", 0.0, "chain:1-2"]
+    assert row["over_plain"] is None, "plain has no figures"
+    assert row["over_chain"][0] == pytest.approx(row["tokens_per_s"] / chain["tokens_per_s"])
+
+
+def test_verdicts_say_how_an_output_was_checked(rows: Rows, records: list[dict[str, Any]]) -> None:
+    verifier = rows["code", 0.8, "dyspec:5"]["verifier"]
+    assert verdict_text(rows["code", 0.0, "plain"]) == "identical (greedy)"
+    assert verdict_text(rows["code", 0.8, "suffix"]) == "identical (match)"
+    assert verdict_text(rows["code", 0.8, "dyspec:5"]) == f"greedy identical, law untested ({verifier})"
+    assert verdict_text(rows["code", 0.0, "mamba-ssm"]) == "cannot run: mamba-ssm needs a CUDA device"
+    assert verdict_text(rows["code", 0.0, "unrolled:static:2,2"]).startswith("FAILS: differs, logit gap")
+    for record in records:
+        if record["metric"] == "check" and record["provider"] == "dyspec:5":
+            record |= {"lossless": True, "p_value": 0.25}
+    for record, gap in zip(timed(records, "mt_bench", 0.0, "chain:4"), (1e-4, -3e-4), strict=False):
+        record |= {"lossless": True, "logit_gap": gap, "logit_scale": 2.0}
+    rows = summary_of(records)
+    assert verdict_text(rows["code", 0.8, "dyspec:5"]) == f"target's law, p = 0.25 ({verifier})"
+    assert verdict_text(rows["mt_bench", 0.0, "chain:4"]) == "near-ties, gap <= 1e-04 of scale (greedy)"
+
+
+def times(base: Any, other: Any, axis: int = -1) -> Any:
+    return base.sum(axis) / other.sum(axis)
+
+
+def test_the_interval_is_paired_and_needs_two_prompts() -> None:
+    base = [1.0, 10.0, 100.0, 1000.0]  # prompts differ far more than methods do
+    assert interval(times, base, [value / 2 for value in base]) == pytest.approx((2.0, 2.0, 2.0))
+    value, low, high = interval(times, base, [0.5, 6.0, 45.0, 550.0])
+    assert low is not None and high is not None and 1.6 < low < value < high < 2.3
+    assert interval(times, [1.0], [2.0]) == (0.5, None, None)
+
+
+def test_the_interval_covers_the_true_ratio() -> None:
+    rng, hits = np.random.default_rng(0), 0
+    for _ in range(60):
+        base = rng.gamma(4.0, size=30)
+        _, low, high = interval(times, base.tolist(), (base / 1.3 * rng.lognormal(0.0, 0.2, 30)).tolist())
+        assert low is not None and high is not None
+        hits += low <= 1.3 / np.exp(0.02) <= high  # the mean of that lognormal is exp(0.02)
+    assert hits >= 50  # 57 expected; 50 or fewer has a chance below 0.5 % at 95 % coverage
+
+
+def test_the_page_needs_no_other_file_and_shows_every_method(tmp_path: Path) -> None:
+    write_page(load_runs([RUN]), tmp_path / "new" / "report.html")
+    page = (tmp_path / "new" / "report.html").read_text()
+    assert not re.search(r"<script|<link|<img|src=|@import|url\(|https?://", page)
+    for text in (*METHODS, *HEADINGS.values(), "a processor", "stree bench run"):
+        assert text.replace("'", "&#39;") in page, text
+
+
+def test_a_record_cannot_inject_markup(tmp_path: Path) -> None:
+    lines = (RUN / "results.jsonl").read_text().replace("needs a CUDA device", "<script>alert(1)</script>")
+    (tmp_path / "results.jsonl").write_text(lines)
+    (tmp_path / "run.json").write_text((RUN / "run.json").read_text())
+    write_page(load_runs([tmp_path]), tmp_path / "report.html")
+    assert "<script" not in (tmp_path / "report.html").read_text()
+
+
+def test_the_markdown_table_has_every_method(rows: Rows) -> None:
+    lines = markdown(list(rows.values())).splitlines()
+    assert re.match(r"\| suite +\| T +\| method +\| tokens/s", lines[0])
+    assert len(lines) == 2 + 4 * len(METHODS) and len({line.count("|") for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, r"holds no run: there is no run\.json in it"),
+        ({"run.json": "{"}, r"run\.json cannot be read"),
+        ({"run.json": '{"config": {}, "sessions": []}'}, "holds no results yet"),
+    ],
+)
+def test_a_directory_without_a_run_is_refused(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_runs([tmp_path])
+    with pytest.raises(ValueError, match="every directory needs a name of its own"):
+        load_runs([RUN, RUN])
+
+
+@pytest.mark.parametrize("change", [{"p50": 0.0}, {"steps": None}, {"params": {}}], ids=["speed", "steps", "params"])
+def test_a_damaged_record_is_refused(change: dict[str, Any], records: list[dict[str, Any]], tmp_path: Path) -> None:
+    first = next(record for record in records if record["metric"] == "tokens_per_s")
+    (tmp_path / "run.json").write_text('{"config": {}, "sessions": []}', encoding="utf-8")
+    (tmp_path / "results.jsonl").write_text(json.dumps(first | change) + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=f"{tmp_path} holds a record that this version cannot read"):
+        load_runs([tmp_path])

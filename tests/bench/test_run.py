@@ -1,0 +1,255 @@
+"""A run: it can be resumed after any interruption, keeps every prompt once, and repeats itself with the same seed.
+
+Most tests run methods that make their tokens up, always the same for the same case: what is tested is the run, not the
+models.  Those with ``real`` in their name generate.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.tiny_pairs import tiny_pair
+
+from stree.bench import runner
+from stree.bench.directory import RunDirectory
+from stree.bench.execute import Case, Run
+from stree.bench.methods import Method, parse_methods
+from stree.bench.pair import Pair
+from stree.bench.plan import Settings, Suite, read_suites
+from stree.bench.records import Record
+from stree.bench.runner import Reporter, Runner
+
+PAIR = tiny_pair()
+METHODS = "plain,chain:2,dyspec:5"
+SETTINGS = Settings(max_new_tokens=5, temperatures=(0.8,), seed=7)
+
+
+def made_up(pair: Pair, method: Method, case: Case) -> Run:
+    """Make tokens up from all that a method may depend on; they fit no other case."""
+    rows = []
+    for prompt in case.prompts:
+        rng = random.Random(repr((method.name, method.budget, prompt, case.temperature, case.seed)))
+        rows.append([rng.randrange(1, 90) for _ in range(case.new_tokens)])
+    return Run(rows, 1.0, None, {"steps": 4, "tau": 1.0, "nodes_per_step": 1.0, "draft_calls": 0})
+
+
+@pytest.fixture
+def imagined(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Run no model."""
+    monkeypatch.setattr(runner, "execute", made_up)
+    monkeypatch.setattr(runner, "check_method", lambda *_: {"status": "ok", "lossless": True})
+    monkeypatch.setattr(runner, "judge", lambda *_: {"lossless": True, "verifier": "match"})
+    return monkeypatch
+
+
+@pytest.fixture
+def suites(tmp_path: Path) -> list[Suite]:
+    """A conversation of two turns and two prompts of one."""
+    talk, code = tmp_path / "talk.jsonl", tmp_path / "code.jsonl"
+    talk.write_text(json.dumps({"turns": ["once upon", "and then?"]}) + "\n")
+    code.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("def f", "class A", "import b", "x = 1")))
+    return read_suites({"mt_bench": talk, "mine": code}, 2)
+
+
+def run(
+    out: Path, suites: Sequence[Suite], methods: str = METHODS, settings: Settings = SETTINGS, pair: Pair = PAIR
+) -> tuple[list[Record], list[str]]:
+    """Start a run or resume it; return its records and the lines that it reported."""
+    directory = RunDirectory(out, {"methods": methods}, {"device": "test"})
+    said: list[str] = []
+    base = {"bench": "run", "dtype": "float64", "env": {}}
+    reporter = Reporter(said.append, lambda _: None)
+    Runner(pair, parse_methods(methods), suites, settings, directory, base=base, reporter=reporter).run()
+    return RunDirectory(out, {"methods": methods}, {"device": "test"}).records, said
+
+
+def texts(records: Sequence[Record]) -> dict[tuple[Any, ...], Any]:
+    """Tokens by prompt, temperature and method; every one must be there once."""
+    names = ("suite", "batch", "turn", "temperature")
+    timed = [record for record in records if record["metric"] == "tokens_per_s"]
+    keys = [(*(record["params"][name] for name in names), record["provider"]) for record in timed]
+    assert max(Counter(keys).values()) == 1, "a prompt is recorded twice"
+    return dict(zip(keys, (record["tokens"] for record in timed), strict=True))
+
+
+def test_every_prompt_turn_and_method_is_run_once(
+    tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch
+) -> None:
+    found = texts(run(tmp_path / "run", suites)[0])
+    blocks = {("mt_bench", 0, 0, 0.8), ("mt_bench", 0, 1, 0.8), ("mine", 0, 0, 0.8), ("mine", 1, 0, 0.8)}
+    assert found.keys() == {(*block, method) for block in blocks for method in METHODS.split(",")}
+    assert all(len(tokens[0][0]) == 5 for tokens in found.values())
+
+
+def test_a_run_cut_off_anywhere_ends_as_an_undisturbed_one(
+    tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch
+) -> None:
+    wanted, whole = texts(run(tmp_path / "whole", suites)[0]), (tmp_path / "whole" / "results.jsonl").read_bytes()
+    ends = [place for place, byte in enumerate(whole) if byte == ord("\n")]
+    assert len(ends) == 2 * 3 + 4 * 3
+    # After every line, and in the middle of it: inside a number, a name or a token, wherever that falls.
+    cuts = [end + 1 for end in ends] + [(a + b) // 2 for a, b in zip([0, *ends], ends, strict=False)]
+    for cut in cuts:
+        out = tmp_path / f"cut{cut}"
+        out.mkdir()
+        (out / "run.json").write_bytes((tmp_path / "whole" / "run.json").read_bytes())
+        (out / "results.jsonl").write_bytes(whole[:cut])
+        records, _ = run(out, suites)
+        assert texts(records) == wanted, cut
+        checks = Counter((r["params"]["suite"], r["provider"]) for r in records if r["metric"] == "check")
+        assert set(checks.values()) == {1} and len(checks) == 6, cut
+
+
+@pytest.mark.parametrize("stop", [1, 5, 9])
+def test_ctrl_c_in_the_middle_of_a_prompt_loses_nothing_that_is_finished(
+    stop: int, tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch
+) -> None:
+    wanted, count = texts(run(tmp_path / "whole", suites)[0]), iter(range(1, 100))
+
+    def interrupted(pair: Pair, method: Method, case: Case) -> Run:
+        if next(count) == stop:
+            raise KeyboardInterrupt
+        return made_up(pair, method, case)
+
+    with imagined.context() as patch:
+        patch.setattr(runner, "execute", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "run", suites)
+    assert texts(run(tmp_path / "run", suites)[0]) == wanted
+
+
+def test_a_full_disk_keeps_what_is_finished(tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch) -> None:
+    wanted = texts(run(tmp_path / "whole", suites)[0])
+    real, count = RunDirectory.add, iter(range(100))
+
+    def full(self: RunDirectory, records: list[Record]) -> None:
+        if next(count) == 4:  # three checks and a block are written; of the next block only a part
+            with self.results.open("a") as file:
+                file.write(json.dumps(records[0])[:50])
+            raise OSError(28, "No space left on device")
+        real(self, records)
+
+    with imagined.context() as patch:
+        patch.setattr(RunDirectory, "add", full)
+        with pytest.raises(OSError, match="No space left"):
+            run(tmp_path / "full", suites)
+    assert texts(run(tmp_path / "full", suites)[0]) == wanted
+
+
+def test_a_finished_run_runs_nothing_again(tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch) -> None:
+    run(tmp_path / "run", suites)
+    before = (tmp_path / "run" / "results.jsonl").read_bytes()
+    for name in ("execute", "check_method"):
+        imagined.setattr(runner, name, None)
+    run(tmp_path / "run", suites)
+    assert (tmp_path / "run" / "results.jsonl").read_bytes() == before
+
+
+def test_real_runs_with_one_seed_give_the_same_tokens_however_often_they_were_cut_off(
+    tmp_path: Path, suites: list[Suite]
+) -> None:
+    wanted, whole = texts(run(tmp_path / "one", suites)[0]), (tmp_path / "one" / "results.jsonl").read_bytes()
+    out = tmp_path / "two"
+    out.mkdir()
+    (out / "run.json").write_bytes((tmp_path / "one" / "run.json").read_bytes())
+    (out / "results.jsonl").write_bytes(whole[: len(whole) // 2])
+    assert texts(run(out, suites)[0]) == wanted
+    other = texts(run(tmp_path / "three", suites[1:], "plain", Settings(5, (0.8,), seed=8))[0])
+    assert all(tokens != wanted[key] for key, tokens in other.items())
+
+
+def test_a_second_turn_has_plain_decoding_s_first_answer_in_context(
+    tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch
+) -> None:
+    for methods in ("plain,chain:2", "chain:2"):  # also where plain is not compared
+        found = texts(run(tmp_path / methods, suites[:1], methods)[0])
+        first, second = PAIR.tokenizer("once upon")["input_ids"], PAIR.tokenizer("\n\nand then?\n\n")["input_ids"]
+        plain, chain = parse_methods("plain,chain:2")
+        answer = made_up(PAIR, plain, Case((tuple(first),), 5, 0.8, 7)).tokens[0]
+        wanted = made_up(PAIR, chain, Case(((*first, *answer, *second),), 5, 0.8, 7)).tokens
+        assert found["mt_bench", 0, 1, 0.8, "chain:2"] == [wanted]
+
+
+def test_real_batches_keep_every_prompt_and_what_cannot_run_is_reported(tmp_path: Path, suites: list[Suite]) -> None:
+    settings = Settings(max_new_tokens=4, temperatures=(0.0,), batch_size=2)
+    methods = "plain,transformers,mamba-ssm,chain:2,unrolled:static:2,2,snapshot"
+    records, said = run(tmp_path / "run", suites, methods, settings)
+    found = texts(records)
+    for method in ("transformers", "chain:2", "unrolled:static:2,2"):
+        assert found["mine", 0, 0, 0.0, method] == found["mine", 0, 0, 0.0, "plain"]
+    assert len(found["mine", 0, 0, 0.0, "plain"][0]) == 2
+    assert all(record["lossless"] for record in records if record["metric"] == "tokens_per_s")
+    assert any("mamba-ssm cannot run: mamba-ssm needs a CUDA device; it is not timed" in line for line in said)
+    assert any("snapshot cannot run: snapshot verification runs one sequence" in line for line in said)
+    assert ("mt_bench", 0, 0, 0.0, "snapshot") in found and ("mine", 0, 0, 0.0, "snapshot") not in found
+
+
+def test_a_method_without_its_draft_model_is_reported(tmp_path: Path, suites: list[Suite]) -> None:
+    records, said = run(tmp_path / "run", suites[1:], "plain,chain:2,suffix", pair=tiny_pair(drafter=False))
+    assert {key[-1] for key in texts(records)} == {"plain", "suffix"}
+    assert "chain:2 cannot run: method 'chain:2' needs a draft model; give one with --drafter" in said[0]
+
+
+def test_a_method_that_fails_later_is_reported_and_the_others_go_on_in_turns(
+    tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def breaks(pair: Pair, method: Method, case: Case) -> Run:
+        order.append(method.name)
+        if method.name == "chain:2" and len(order) > 3:
+            raise RuntimeError("out of memory")
+        return made_up(pair, method, case)
+
+    imagined.setattr(runner, "execute", breaks)
+    records, said = run(tmp_path / "run", suites[1:])
+    assert order == ["plain", "chain:2", "dyspec:5", "chain:2", "dyspec:5", "plain"]
+    assert [key[-1] for key in texts(records) if key[1] == 1] == ["plain", "dyspec:5"]
+    assert said == ["mine: chain:2 cannot run: RuntimeError: out of memory; it is not timed any more"]
+
+
+def test_a_chain_is_tuned_once_on_held_out_prompts(
+    tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def slow(pair: Pair, method: Method, case: Case) -> Run:
+        seen.append(case.prompts[0])
+        run = made_up(pair, method, case)
+        return Run(run.tokens, {2: 3.0, 3: 1.0, 4: 2.0}[int(method.budget)], None, run.stats)  # depth 2 is the fastest
+
+    (suite,) = suites[1:]
+    assert suite.is_held_out and [prompt.turns[0] for prompt in suite.held_out] == ["import b", "x = 1"]
+    imagined.setattr(runner, "execute", slow)
+    records, said = run(tmp_path / "run", [suite], "chain:1-3")
+    held = [tuple(PAIR.tokenizer(prompt.turns[0])["input_ids"]) for prompt in suite.held_out]
+    assert seen[:9] == [held[0]] * 6 + [held[1]] * 3  # the first time warms up
+    (tuning,) = [record for record in records if record["metric"] == "tuning"]
+    assert (tuning["depth"], tuning["is_held_out"]) == (2, True)
+    assert tuning["tokens_per_s_by_depth"] == {"1": 10 / 6, "2": 10 / 2, "3": 10 / 4}
+    assert {r["params"]["budget"] for r in records if r["metric"] == "tokens_per_s"} == {3}
+    assert "chain:1-3 is tuned to depth 2 on held-out prompts" in said[0]
+    lines = (tmp_path / "run" / "results.jsonl").read_text().splitlines()
+    (tmp_path / "run" / "results.jsonl").write_text("\n".join(lines[:2]) + "\n")
+    records, said = run(tmp_path / "run", [suite], "chain:1-3")
+    assert not said and {r["params"]["budget"] for r in records if r["metric"] == "tokens_per_s"} == {3}
+    whole = read_suites({"mine": tmp_path / "code.jsonl"}, None)
+    _, said = run(tmp_path / "all", whole, "chain:1-3")
+    assert "on the measured prompts: the file has no others" in said[0]
+
+
+def test_prompts_too_long_for_the_target_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a" * 30, "b" * 3)))
+    pair = tiny_pair("llama")
+    pair.target.model.config.max_position_embeddings = 20
+    settings = Settings(max_new_tokens=5, temperatures=(0.0,))
+    records, said = run(tmp_path / "run", read_suites({"mine": path}, 2), "plain", settings, pair)
+    assert {key[1] for key in texts(records)} == {1}
+    assert said[-1] == "mine: prompts [0] are left out: a prompt and 5 new tokens exceed 20"

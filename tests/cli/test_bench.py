@@ -1,0 +1,177 @@
+"""``stree bench`` from the command line, on a tiny pair saved to disk."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from helpers.tiny_pairs import save_tiny
+
+from stree.cli import main
+from stree.files import alone_in
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, a drafter and a suite."""
+    folder = tmp_path_factory.mktemp("bench")
+    save_tiny(folder / "target")
+    save_tiny(folder / "drafter", seed=1)
+    lines = [json.dumps({"prompt": text}) for text in ("w1 w2 w3 w1", "w4 w5", "w6 w7 w8")]
+    (folder / "p.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "empty.jsonl").write_text("")
+    (folder / "bad.jsonl").write_text('{"prompt": "a"}\n{"nothing": 1}\n')
+    return folder
+
+
+def bench(folder: Path, out: Path, *options: str) -> int:
+    """Run ``stree bench run`` with a few tokens."""
+    models = ["--target", str(folder / "target"), "--drafter", str(folder / "drafter")]
+    few = ["--max-new-tokens", "4", "--limit", "2", "--methods", "plain,chain:2"]
+    suite = ["--suite", f"mine={folder / 'p.jsonl'}"]
+    return main(["bench", "run", *models, *few, *suite, "--out", str(out), *options])
+
+
+def test_a_run_writes_records_and_a_page_and_reports_what_it_measured(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert bench(folder, run, "--json") == 0
+    assert {path.name for path in run.iterdir()} == {"run.json", "results.jsonl", "report.html"}
+    out = capsys.readouterr().out
+    assert "identical (greedy)" in out
+    last = json.loads(out.splitlines()[-1])
+    assert [row["method"] for row in last["rows"]] == ["plain", "chain:2"] and last["rows"][1]["tau"] >= 1
+    about = json.loads((run / "run.json").read_text())
+    assert about["config"]["methods"] == ["plain (auto)", "chain:2 (auto)"] and about["config"]["max_new_tokens"] == 4
+    records = [json.loads(line) for line in (run / "results.jsonl").read_text().splitlines()]
+    timed = [record for record in records if record["metric"] == "tokens_per_s"]
+    assert len(timed) == 2 * 2 and all(record["lossless"] for record in timed)
+    names = ("p50", "ttft_s", "tau", "steps", "verify_s")
+    assert all(record[name] > 0 for record in timed for name in names)
+    assert main(["bench", "report", str(run), "--markdown"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 4 and table[0].startswith("| suite")
+    assert main(["bench", "report", str(run), "--markdown", "--out", str(tmp_path / "x")]) == 2
+    assert "--markdown only prints a table" in capsys.readouterr().err
+    assert main(["bench", "report", str(run), "--out", str(tmp_path / "x")]) == 0
+    assert (tmp_path / "x" / "report.html").exists()
+
+
+def test_a_run_is_resumed_and_another_configuration_needs_force(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "run" / "results.jsonl"
+    assert bench(folder, tmp_path / "run") == 0
+    lines = results.read_text().splitlines()
+    results.write_text("\n".join(lines[:5]) + "\n")  # one record of the second prompt is missing
+    assert bench(folder, tmp_path / "run") == 0
+    resumed = results.read_text().splitlines()
+    assert resumed[:4] == lines[:4] and len(resumed) == len(lines)
+    capsys.readouterr()
+    assert bench(folder, tmp_path / "run", "--max-new-tokens", "5") == 2
+    assert "holds a run with max_new_tokens 4, not 5; choose another --out, or --force" in capsys.readouterr().err
+    assert bench(folder, tmp_path / "run", "--max-new-tokens", "5", "--force") == 0
+    records = [json.loads(line) for line in results.read_text().splitlines()]
+    assert {len(record["tokens"][0][0]) for record in records if record["metric"] == "tokens_per_s"} == {5}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--suite", "mine=no-such-file"], "suite 'mine': there is no file 'no-such-file'"),
+        (["--suite", "mine"], "a suite must be NAME=FILE, got 'mine'"),
+        (["--suite", "mine=FOLDER/empty.jsonl"], "suite 'mine': empty.jsonl holds no prompts"),
+        (["--suite", "mine=FOLDER/bad.jsonl"], "suite 'mine': line 2 of bad.jsonl: a record needs one of the fields"),
+        (["--methods", ""], "method '' is unknown: Known are plain"),
+        (["--methods", "plain,chian:4"], "method 'chian:4' is unknown: did you mean chain"),
+        (["--methods", "plain,dyspec:0"], "method 'dyspec:0' cannot run: budget must be at least 1, got 0"),
+        (["--methods", "plain,stree:5"], "method 'stree:5' cannot run: a tree of 13 nodes (root included) exceeds"),
+        (["--temperature", "hot"], "--temperature must be a number or several, as 0,0.8, got 'hot'"),
+        (["--temperature", "-1"], "temperatures must be in [0, 100), got [-1.0]"),
+        (["--max-new-tokens", "1"], "max_new_tokens must be at least 2, got 1"),
+        (["--limit", "-1"], "--limit must not be negative, got -1"),
+        (["--threads", "-1"], "--threads must not be negative, got -1"),
+        (["--chat"], "--chat needs a tokenizer with a chat template"),
+        (["--target", "no/such/folder"], "no checkpoint that transformers can read at 'no/such/folder'"),
+    ],
+)
+def test_bad_input_is_named_and_ends_with_status_two(
+    folder: Path, tmp_path: Path, options: Sequence[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(folder, tmp_path / "run", *(option.replace("FOLDER", str(folder)) for option in options)) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("run/*"))
+
+
+def test_two_runs_into_one_directory_at_once_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with alone_in(tmp_path / "run"):
+        assert bench(folder, tmp_path / "run") == 2
+        assert f"another run writes into {tmp_path / 'run'}; wait for its end" in capsys.readouterr().err
+        assert not list(tmp_path.glob("run/*"))
+
+
+def test_ctrl_c_says_how_to_go_on_and_ends_with_status_130(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stree.bench.runner.Runner.run", interrupted)
+    assert bench(folder, tmp_path / "run") == 130
+    assert "what is finished is kept in" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("stree.bench.summary", "stree.bench.report"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    assert main(["bench", "report", "x"]) == 2
+    assert "install stree[bench]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["profile", "run"])
+def test_a_file_in_place_of_a_folder_is_named_before_anything_is_measured(
+    command: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("mine", encoding="utf-8")
+    own = ["--suite", f"t={folder / 'p.jsonl'}", "--limit", "1"] if command == "run" else []
+    assert main(["bench", command, *own, "--out", str(taken / "deeper" / "file")]) == 2
+    assert f"but {taken} is a file" in capsys.readouterr().err and taken.read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-new-tokens", "1"], "--max-new-tokens must be at least 2, got 1"),
+        (["--drafter", "none", "--growth", "chain:2"], "--growth shapes the trees of a draft model; there is none"),
+        (["--out", "."], "--out must be a file, got the folder ."),
+    ],
+)
+def test_mistakes_in_a_profile_are_named(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "profile", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_profile_is_printed_and_appended(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--context", "8", "--max-new-tokens", "6", "--budget", "4", "--out", str(tmp_path / "profile.jsonl")]
+    assert main(["bench", "profile", "--target", str(folder / "target"), *few, "--json"]) == 0
+    out = capsys.readouterr().out
+    assert "whole step" in out and json.loads(out.splitlines()[-1]) == json.loads(
+        (tmp_path / "profile.jsonl").read_text()
+    )
+
+
+def test_kernel_benches_run_and_their_records_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernels", "reference", "--smoke", "--out", str(tmp_path)]) == 0
+    records = [json.loads(line) for line in (tmp_path / "kernels.jsonl").read_text().splitlines()]
+    assert {record["params"]["n"] for record in records} == {1, 5} and all(r["p50"] > 0 for r in records)
+    assert "ssd_step" in capsys.readouterr().out
+    assert main(["bench", "kernels", "magic"]) == 2
+    assert "kernel bench 'magic' is unknown; known are reference, suite" in capsys.readouterr().err

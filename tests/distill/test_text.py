@@ -1,0 +1,100 @@
+"""What a drafter is trained on: windows of packed texts, held-out ends, and what the target writes.
+
+Run: python -m pytest tests/distill/test_text.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.tiny_distill import END
+from tiny_models import VOCAB
+
+import stree
+from stree.distill.continuations import draw_prompts, write_continuations
+from stree.distill.text import Batches, Text, encode, hold_out, pack
+
+
+def test_windows_go_on_from_a_saved_state() -> None:
+    streams = {"a": np.arange(200, dtype=np.int32), "b": np.arange(500, 600, dtype=np.int32)}
+    text = Text(streams, {"a": 0.5, "b": 0.5}, {"b": 2.0})
+    first, second = Batches(text, 8, 3), Batches(text, 8, 3)
+    drawn = [first.next(2) for _ in range(60)]
+    state = json.loads(json.dumps(Batches(text, 8, 3).state))
+    for step in range(60):
+        fresh = Batches(text, 8, 3)
+        fresh.load(state)
+        found = fresh.next(2)
+        assert torch.equal(found, drawn[step])
+        state = fresh.state
+    assert torch.equal(second.next(2), drawn[0])
+    starts = [row[0].item() for batch in drawn for row in batch if row[0] >= 500]
+    assert len(starts) <= 2 * 100 / 8 + 1, "a stream is left out after its passes"
+
+
+def test_a_pass_covers_a_stream_before_it_repeats() -> None:
+    batches = Batches(Text({"text": np.arange(1025, dtype=np.int32)}, {"text": 1.0}), 16, 0)
+    windows = batches.next(63)
+    assert windows.shape == (63, 17) and windows.dtype == torch.int64
+    assert len(set(windows[:, 0].tolist())) == 63
+    assert torch.equal(windows[:, 1:], windows[:, :-1] + 1)
+
+
+def test_documents_are_packed_with_one_separator_each(tokenizer: Any) -> None:
+    assert pack([[5, 6], [], [7]], END).tolist() == [5, 6, END, END, 7, END]
+    assert encode(["w5 w6", "", "w7 <|end|>"], tokenizer, VOCAB, END).tolist() == [5, 6, END, 7, END]
+    with pytest.raises(ValueError, match="there is no text to train on"):
+        encode(["", " "], tokenizer, VOCAB, END)
+    with pytest.raises(ValueError, match="the tokenizer gives token 96, but the target has 90 logits"):
+        encode(["w1 w96"], tokenizer, 90, END)
+
+
+@pytest.mark.parametrize(("total", "held"), [(34, 17), (400, 20), (100_000, 544)])
+def test_the_end_of_a_text_is_held_out(total: int, held: int) -> None:
+    rest, end = hold_out(np.arange(total), 16)
+    assert np.concatenate([rest, end]).tolist() == list(range(total)) and len(end) == held
+    with pytest.raises(ValueError, match=r"the text has 33 tokens; training on windows of 16 needs at least 34"):
+        hold_out(np.arange(33), 16)
+
+
+def test_prompts_are_whole_short_documents_or_parts_of_long_ones() -> None:
+    long = list(range(100, 200))
+    stream = pack([[5, 6, 7], long], END)
+    prompts = draw_prompts(Text({"a": stream}, {"a": 1.0}, separator=END), 200, 8, np.random.default_rng(0))
+    assert [5, 6, 7] in prompts
+    for prompt in prompts:
+        assert END not in prompt and prompt
+        assert prompt == [5, 6, 7] or (len(prompt) == 8 and prompt == list(range(prompt[0], prompt[0] + 8)))
+    assert len({prompt[0] for prompt in prompts}) > 40
+    bare = draw_prompts(Text({"a": np.arange(50)}, {"a": 1.0}), 20, 8, np.random.default_rng(0))
+    assert {len(prompt) for prompt in bare} == {8}
+
+
+def test_what_the_target_writes_goes_on_where_it_stopped(target: stree.TreeLM, tmp_path: Path) -> None:
+    text = Text({"a": np.tile(np.arange(1, 60, dtype=np.int32), 3)}, {"a": 1.0}, separator=END)
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 0, "rows": 2, "new_tokens": 5}
+    whole = write_continuations(target, text, tmp_path / "whole", tokens=120, **options)
+    write_continuations(target, text, tmp_path / "part", tokens=50, **options)
+    again = write_continuations(target, text, tmp_path / "part", tokens=120, resume=True, **options)
+    assert np.array_equal(whole, again) and len(whole) >= 120
+    longer = write_continuations(target, text, tmp_path / "least", tokens=1, least=200, **options)
+    assert len(longer) >= 200
+
+
+def test_the_target_stops_writing_when_its_time_is_up_and_there_is_enough(
+    target: stree.TreeLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = Text({"a": np.tile(np.arange(1, 60, dtype=np.int32), 3)}, {"a": 1.0}, separator=END)
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 0, "rows": 2, "new_tokens": 200}
+    monkeypatch.setattr(target.model.generation_config, "eos_token_id", None)
+    hours = write_continuations(target, text, tmp_path / "hours", seconds=1e-9, **options)
+    assert len(hours) < 100, "a batch is not written to its end"
+    enough = write_continuations(target, text, tmp_path / "enough", seconds=1e-9, least=150, **options)
+    assert 150 <= len(enough) < 300
+    with np.load(tmp_path / "enough") as saved:
+        assert int(saved["number"]) == 1, "what is needed is written on, not begun again and again"
