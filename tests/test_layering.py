@@ -20,7 +20,7 @@ FILES = sorted(path for area in ("stree", "kernels", "models") for path in (ROOT
 # What the files of a folder, or a single file, may import of the package beside their own folder.
 BOTTOM = {"stree.checks", "stree.files", "stree.kernels", "stree.sampling", "stree.tree"}
 POLICIES = BOTTOM | {"stree.growth", "stree.models", "stree.retrieval", "stree.verify"}
-LOOP = POLICIES | {"stree.budget.controller", "stree.decode", "stree.drafters"}
+LOOP = POLICIES | {"stree.budget", "stree.decode", "stree.drafters"}
 TOP = LOOP | {"stree.generation", "stree.inputs", "stree.vocabulary"}
 ALLOWED: dict[str, set[str]] = {
     "stree.checks": set(),
@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "stree.verify": BOTTOM,
     "stree.retrieval": {"stree.files"},
     "stree.drafters": POLICIES | {"stree.draws"},
-    "stree.budget.controller": BOTTOM | {"stree.drafters", "stree.growth", "stree.verify"},
+    "stree.budget": BOTTOM | {"stree.drafters", "stree.growth", "stree.verify"},
     "stree.decode": LOOP,
     "stree.generation": LOOP,
     "stree.warming": LOOP | {"stree.generation"},
