@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,9 @@ from tiny_family_models import FAMILIES, family_model
 from transformers import GPT2Config, RecurrentGemmaConfig
 
 import stree
+from benchmarks.studies import memory as bench_memory
 from stree.cli import main
 from stree.info import describe_model
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-import bench_memory
 
 
 def allocated(lm: stree.TreeLM, max_length: int, max_nodes: int) -> int:

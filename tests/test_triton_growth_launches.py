@@ -5,25 +5,21 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/test_triton_growth_launches.py
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("launches are counted under Triton's interpreter", allow_module_level=True)
 
-import kernel_counts
-import step_counts
 from host_reads import NoHostReads
 from launch_keys import launch_keys
 from tiny_models import grafted, tiny_model
 
+from benchmarks.ahead_of_time import kernel_counts, step_counts
 from stree.drafters import ModelDrafter
 from stree.drafters.model import _ModelRun
 from stree.growth import RSDS, Calibrated, DepthStop, DySpec, Eagle2, Growth, OptTree, Sequoia, SpecInfer
