@@ -25,8 +25,6 @@ from unittest import mock
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any import
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from tiny_family_models import family_model
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -34,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
 import stree
+from benchmarks.report import table
 from stree.bench.records import Record, environment, write
 from stree.kernels import checks, topology
 from stree.models import tree_lm
@@ -235,15 +234,12 @@ def layer_kinds(lm: stree.TreeLM) -> list[str]:
     return [" + ".join(dict.fromkeys(names)) for names in kinds]
 
 
-def table(records: Sequence[Record]) -> Table:
-    """Set what was counted before and after beside each other."""
-    found = Table("family", "layers", "launches a layer before", "after", title="one step, bfloat16")
-    pairs = [(r, s) for r in records for s in records if r["params"] == s["params"] and is_pair(r, s)]
-    for before, after in pairs:
+def rows(records: Sequence[Record]) -> Iterator[list[str]]:
+    """Lines of the table: what was counted before and after."""
+    for before, after in ((r, s) for r in records for s in records if r["params"] == s["params"] and is_pair(r, s)):
         params = before["params"]
         columns = (f"{r['value']:.0f}  ({_parts(r)})" for r in (before, after))
-        found.add_row(params["family"], f"{params['layers']} x {params['layer']}", *columns)
-    return found
+        yield [params["family"], f"{params['layers']} x {params['layer']}", *columns]
 
 
 def is_pair(first: Record, second: Record) -> bool:
@@ -254,14 +250,6 @@ def is_pair(first: Record, second: Record) -> bool:
 def _parts(record: Record) -> str:
     """Write the parts of a layer."""
     return ", ".join(f"{name} {number:.0f}" for name, number in record["parts"].items())
-
-
-def report(records: list[Record], shown: Table, out: Path | None) -> None:
-    """Write records to a file, if there is one, show them, and print them in the last line."""
-    if out:
-        write(out, records)
-    Console(width=160).print(shown)
-    print(json.dumps(records))
 
 
 def main() -> None:
@@ -278,7 +266,10 @@ def main() -> None:
     for family in options.families:
         for is_lean in (False, True):
             records += ({**record, "env": env} for record in count(family, options.nodes, is_lean=is_lean))
-    report(records, table(records), options.out)
+    if options.out:
+        write(options.out, records)
+    print(table(["family", "layers", "launches a layer before", "after"], rows(records)))
+    print(json.dumps(records))
 
 
 if __name__ == "__main__":

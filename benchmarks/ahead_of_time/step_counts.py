@@ -10,21 +10,22 @@ models.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any import
 
 import torch
-from rich.table import Table
 from tiny_models import grafted, tiny_model
 
 import stree.program
 from benchmarks.ahead_of_time import kernel_counts  # sets the interpreter up, so before what it imports
-from stree.bench.records import Record, environment
+from benchmarks.report import table
+from stree.bench.records import Record, environment, write
 from stree.drafters import ModelDrafter
 from stree.growth import Calibrated
 from stree.program import Program
@@ -115,15 +116,13 @@ def count(nodes: int, depth: int, temperature: float) -> Record:
     }  # fmt: skip
 
 
-def table(records: Sequence[Record]) -> Table:
-    """Set the parts beside each other."""
-    found = Table("nodes x calls", "T", *PARTS, "loop", "all", title="launches of a step beside the forwards")
+def rows(records: Sequence[Record]) -> Iterator[list[str]]:
+    """Lines of the table: launches by part."""
     for record in records:
         params, parts = record["params"], record["parts"]
         numbers = (str(parts.get(part, 0)) for part in (*PARTS, "loop"))
         size = f"{params['nodes']} x {params['draft_calls']}"
-        found.add_row(size, f"{params['temperature']:g}", *numbers, str(record["value"]))
-    return found
+        yield [size, f"{params['temperature']:g}", *numbers, str(record["value"])]
 
 
 def main() -> None:
@@ -138,7 +137,10 @@ def main() -> None:
     records = [
         {**count(nodes, depth, temperature), "env": env} for temperature in TEMPERATURES for nodes, depth in sizes
     ]
-    kernel_counts.report(records, table(records), options.out)
+    if options.out:
+        write(options.out, records)
+    print(table(["nodes x calls", "T", *PARTS, "loop", "all"], rows(records)))
+    print(json.dumps(records))
 
 
 if __name__ == "__main__":

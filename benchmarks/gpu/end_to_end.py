@@ -28,8 +28,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.gpu import steps as gpu_steps
 from benchmarks.gpu.composite import (
@@ -44,6 +42,7 @@ from benchmarks.gpu.composite import (
     timed_models,
 )
 from benchmarks.gpu.composite_auto import ShapeTimes, auto_row
+from benchmarks.report import interval_text, table
 from stree.bench.pair import Pair
 from stree.bench.profile import bytes_moved, copy_bandwidth
 from stree.bench.prompts import parse_suites, read_suite
@@ -58,6 +57,7 @@ METHODS = (
     "calibrated:64x6,sequoia:32x6,suffix,auto"
 )
 SMOKE_METHODS = "plain,chain:2,static:2,1,auto"
+TITLES = {"a": "(a) measured, all suites", "b": "(b) composite: measured tokens a step x step times of the shape"}
 LAUNCH_BOUND = 3.0
 INTERRUPTED = 130  # status of stree after Ctrl-C
 CONTEXT = 256  # tokens of context of the step times
@@ -77,7 +77,8 @@ def main() -> int:
             for row in found(pair, options, device, failed):
                 rows.append({"bench": "end_to_end", "metric": "speed", "part": part, **row, "env": env})
         write(options.out / "end_to_end.jsonl", rows)
-        Console(width=150).print(_table([row for row in rows if row["part"] == part], part))
+        print(f"\n{TITLES[part]}\n")
+        print(table(["where", "method", "speed", "tau", "over plain", "over best chain", "label"], _rows(rows, part)))
     print(json.dumps(rows))
     return int(bool(failed))
 
@@ -299,24 +300,15 @@ def _shapes(
             yield target, draft, tuple(StepTimes.of(records, model, provider, 1, context) for model in (target, draft))  # type: ignore[misc]
 
 
-def _table(rows: Sequence[Record], part: str) -> Table:
-    """Lay the rows of a part out."""
-    titles = {"a": "(a) measured, all suites", "b": "(b) composite: measured tokens a step x step times of the shape"}
-    table = Table("where", "method", "tokens/s" if part == "a" else "step ms", "tau", "over plain", "over best chain",
-                  "label", title=titles[part])  # fmt: skip
+def _rows(rows: Sequence[Record], part: str) -> Iterator[list[str]]:
+    """Lines of the table of a part."""
     for row in rows:
-        where = " ".join(f"{name}={value}" for name, value in row["params"].items() if name != "prompts")
-        speed = _ratio(row["tokens_per_s"]) if part == "a" else f"{row['step_ms']:.3f}"
-        label = f"{row['label']}: {row['over_bytes']:.1f} x" if part == "a" else row["label"]
-        over = _ratio(row["over_chain"]) if "over_chain" in row else ""
-        table.add_row(where, row["method"], speed, f"{row['tau']:.2f}", _ratio(row["over_plain"]), over, label)
-    return table
-
-
-def _ratio(found: Sequence[float | None]) -> str:
-    """Write a value with its interval."""
-    value, low, high = found
-    return f"{value:.2f}" if low is None or high is None else f"{value:.2f} [{low:.2f}, {high:.2f}]"
+        if row["part"] == part:
+            where = " ".join(f"{name}={value}" for name, value in row["params"].items() if name != "prompts")
+            speed = interval_text(*row["tokens_per_s"], 2) if part == "a" else f"{row['step_ms']:.3f} ms"
+            label = f"{row['label']}: {row['over_bytes']:.1f} x" if part == "a" else row["label"]
+            over = [interval_text(*row[name], 2) if name in row else "" for name in ("over_plain", "over_chain")]
+            yield [where, row["method"], speed, f"{row['tau']:.2f}", *over, label]
 
 
 if __name__ == "__main__":

@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import stree
 from benchmarks.gpu import steps as gpu_steps
+from benchmarks.report import failure, table
 from stree.bench.pair import Pair
 from stree.bench.profile import Shape, profile
 from stree.bench.records import Record, append, environment
@@ -51,7 +50,8 @@ def main() -> int:
     for record in measure(device, options, deadline):
         records.append({"bench": "loop", "metric": "latency", "unit": "ms", **record, "env": env})
         append(options.out / "gpu_loops.jsonl", records[-1:])
-    Console(width=150).print(table(records))
+    titles = ["target", "batch", "T", "growth", "nodes", "ms a step", "idle", "outside forwards"]
+    print(table(titles, rows(records)))
     failures = sum("problem" in record for record in records)
     print(json.dumps({"bench": "gpu_loops", "records": len(records), "failures": failures}))
     return int(failures > 0)
@@ -67,7 +67,7 @@ def measure(device: torch.device, options: argparse.Namespace, deadline: float) 
         try:
             lms = [gpu_steps.model_of(shapes[name], device) for name in (target, draft)]
         except Exception as problem:  # too large for this device, say
-            yield {"params": params, "problem": f"{type(problem).__name__}: {problem}"[:500]}
+            yield {"params": params, **failure(problem)}
             continue
         pair = Pair(lms[0], lms[1], None, target, draft)
         for batch, temperature, (growth, budget) in options.cases:
@@ -82,7 +82,7 @@ def measure(device: torch.device, options: argparse.Namespace, deadline: float) 
                 with recovering(device):
                     yield {**_record(pair, shape), "params": dict(params)}
             except Exception as problem:  # one size's failure is a finding, not the end of the others
-                yield {"params": dict(params), "problem": f"{type(problem).__name__}: {problem}"[:500]}
+                yield {"params": dict(params), **failure(problem)}
         del pair, lms
         gc.collect()
         if device.type == "cuda":
@@ -117,18 +117,16 @@ def by_kernel(pair: Pair, shape: Shape) -> Record:
     return {"kernels_ms": sum(found.values()), "kernels": {name[:120]: found[name] for name in most}}
 
 
-def table(records: list[Record]) -> Table:
-    """Lay records out."""
-    found = Table("target", "batch", "T", "growth", "nodes", "ms a step", "idle", "outside forwards")
+def rows(records: list[Record]) -> Iterator[list[str]]:
+    """Lines of the table of measured sizes."""
     for record in records:
         params, replayed = record["params"], record.get("replayed") or {}
         if "step_ms" in record:
             shares = (f"{replayed[name]:.1%}" if replayed else "-" for name in ("idle", "outside_forwards"))
-            found.add_row(
+            yield [
                 params["model"], str(params["batch"]), f"{params['temperature']:g}", params["growth"],
                 str(params["budget"]), f"{replayed.get('step_ms', record['step_ms']):.3f}", *shares,
-            )  # fmt: skip
-    return found
+            ]  # fmt: skip
 
 
 def _options() -> argparse.Namespace:

@@ -37,7 +37,7 @@ from benchmarks.gpu import prebuild
 from benchmarks.gpu import steps as gpu_steps
 from benchmarks.gpu.case import Case, copied, normal
 from benchmarks.gpu.clock import time_graph
-from benchmarks.gpu.table import table
+from benchmarks.report import failure, table
 from stree.bench.records import Record, append, environment
 from stree.graphs import recovering
 
@@ -78,7 +78,7 @@ class Suite:
                 yield
         except Exception as problem:
             self.failures += 1
-            self.add({"bench": name, "problem": f"{type(problem).__name__}: {problem}"[:500]})
+            self.add({"bench": name, **failure(problem)})
 
     def run_steps(self) -> None:
         """Time whole steps of models until the time is up."""
@@ -160,7 +160,7 @@ class Suite:
             scale = float(expected.abs().max())
         except Exception as problem:  # too large for this device, say
             self.failures += 1
-            self.add({"bench": case.op, "params": dict(case.params), "problem": f"{type(problem).__name__}: {problem}"})
+            self.add({"bench": case.op, "params": case.params, **failure(problem)})
             return
         count = 1 if self.options.smoke else max(1, min(256, CACHE_BYTES // max(case.num_bytes, 1)))
         for name, provider in case.providers.items():
@@ -181,7 +181,7 @@ class Suite:
                     record |= self.time(provider, [case.make(generator) for _ in range(sets)])
                     record |= shares(case, dtype, record["p50"], ceilings, sets)
             except Exception as problem:  # one provider's failure is a finding, not the end of the suite
-                record |= {"correct": False, "problem": f"{type(problem).__name__}: {problem}"[:500]}
+                record |= {"correct": False, **failure(problem)}
             self.failures += not record["correct"]
             self.add(record)
 
@@ -236,6 +236,21 @@ def shares(case: Case, dtype: torch.dtype, micros: float, ceilings: Record, sets
     return found
 
 
+def rows(records: list[Record]) -> Iterator[list[str]]:
+    """Lines of the table: what was measured, and ours against each other provider."""
+    timed = [record for record in records if "p50" in record and "provider" in record]
+    keys = [str((record["bench"], record["params"], record["dtype"])) for record in timed]
+    ours = {key: r["p50"] for key, r in zip(keys, timed, strict=True) if r["provider"] == "triton"}
+    for key, record in zip(keys, timed, strict=True):
+        params = record["params"]
+        yield [
+            record["bench"], params["model"], str(params["batch"]), str(params.get("n", 1)), record["provider"],
+            f"{record['p50']:.1f}", f"{record['bandwidth_share']:.2f}" if "bandwidth_share" in record else "-",
+            f"{record['peak_bytes'] / 2**20:.1f}" if "peak_bytes" in record else "-",
+            f"{ours[key] / record['p50']:.2f}" if key in ours else "-",
+        ]  # fmt: skip
+
+
 def main() -> int:
     """Run the parts, write records, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -272,7 +287,12 @@ def main() -> int:
         if "tests" in options.parts and not options.smoke:
             with suite.part("tests"):
                 suite.run_tests()
-    Console().print(table(suite.records))
+    print(
+        table(
+            ["operation", "model", "batch", "nodes", "provider", "us", "of bandwidth", "MiB", "ours / it"],
+            rows(suite.records),
+        )
+    )
     measured = [record["p50"] for record in suite.records if "p50" in record]
     last = {"bench": "gpu_suite", "measured": len(measured), "failures": suite.failures}
     print(json.dumps(last | {"median_us": statistics.median(measured) if measured else None}))

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING
 
+from benchmarks.report import table
 from stree.bench.records import ROOT, append, environment
 from stree.info import describe_model
 from stree.models.native import config_of_native
@@ -75,16 +76,12 @@ def record_of(name: str, report: Mapping[str, Any], env: Mapping[str, Any]) -> d
     }
 
 
-def table(records: list[dict[str, Any]]) -> str:
-    """Lay records out as the README does."""
-    lines = ["| model | one full state | a node | ratio | bar |", "| --- | --- | --- | --- | --- |"]
+def rows(records: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """Lines of the table that the README shows."""
     for record in records:
         state, node = record["state_bytes"] / 2**20, record["value"] / 2**10
-        lines.append(
-            f"| {record['params']['model']} | {state:.0f} MiB | {node:.0f} KiB | "
-            f"1/{record['nodes_per_state']:.0f} | 1/{record['bar']} |"
-        )
-    return "\n".join(lines)
+        ratios = (f"1/{record[name]:.0f}" for name in ("nodes_per_state", "bar"))
+        yield [record["params"]["model"], f"{state:.0f} MiB", f"{node:.0f} KiB", *ratios]
 
 
 def _config(model_type: str, **sizes: Any) -> Any:
@@ -100,7 +97,7 @@ def main() -> None:
     env = environment()
     records = [record_of(name, describe_model(config, torch.bfloat16), env) for name, config in published().items()]
     append(arguments.out, records)
-    print(table(records))
+    print(table(["model", "one full state", "a node", "ratio", "bar"], rows(records)))
     print(json.dumps(records))
 
 

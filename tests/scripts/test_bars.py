@@ -1,6 +1,6 @@
 """The bars of the GPU are read off the right records, on the right side, by whole intervals.
 
-Run: python -m pytest tests/test_gpu_bars.py
+Run: python -m pytest tests/scripts/test_bars.py
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def whole(part: str, method: str, **ratios: Any) -> dict[str, Any]:
 
 def rows(*records: dict[str, Any]) -> list[list[str]]:
     """Give what, limit, where, figure and verdict of what was measured."""
-    found = [[cell.strip() for cell in line.split("|")[1:-1]] for line in gpu_bars.table(records)][2:]
+    found = [[*row] for row in gpu_bars.rows(records)]
     assert {row[0] for row in found} == {bar.what for bar in gpu_bars.BARS}, "no bar is left out"
     return [row for row in found if row[-1] != "not measured"]
 

@@ -156,7 +156,7 @@ def test_a_method_that_is_wrong_or_lacks_a_prompt_is_left_out() -> None:
 
 @pytest.mark.slow
 def test_the_bench_runs_at_tiny_sizes(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/gpu_end_to_end.py", "--smoke", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.gpu.end_to_end", "--smoke", "--out", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -171,17 +171,6 @@ def test_the_bench_runs_at_tiny_sizes(tmp_path: Path) -> None:
     rest = [row for row in rows if row["part"] == "b"]
     assert {row["params"]["target"] for row in rest} == {"tiny-mamba2"} and all(r["label"] == "composite" for r in rest)
     assert {row["method"] for row in rest} == {"plain", "chain:2", "static:2,1", "auto"}
-
-
-def test_without_a_gpu_or_suites_the_bench_says_what_it_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_end_to_end.py", "--out", str(tmp_path)])
-    for has_gpu, message in ((False, "needs a CUDA device; without one pass --smoke"), (True, "--suite is needed")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda found=has_gpu: found)
-        with pytest.raises(SystemExit):
-            gpu_end_to_end.main()
-        assert message in capsys.readouterr().err
 
 
 def steps_of(model: str, **params: Any) -> dict[str, Any]:

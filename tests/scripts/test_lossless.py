@@ -2,7 +2,7 @@
 
 The text is a prompt, one token from prefill and then the three tokens that are counted, so that a step's own tokens,
 the bonus or recovered token after them and the next step's tokens all take part; a number that served twice is seen.
-Every pair of growth and verifier is measured by ``benchmarks/lossless.py``, whose models and counts these are.
+Every pair of growth and verifier is measured by ``benchmarks/studies/lossless.py``, whose models and counts these are.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The script that retunes the table of tiles runs without a GPU at tiny sizes, and never chooses a wrong tile.
 
-Run: TRITON_INTERPRET=1 python -m pytest tests/test_retune_tiles.py
+Run: TRITON_INTERPRET=1 python -m pytest tests/scripts/test_retune_tiles.py
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.gpu import cases, retune_tiles
+from benchmarks.gpu.case import Case, Inputs, Size
 from benchmarks.shapes import Mixer
 from stree.kernels import tiles
 
@@ -71,14 +72,14 @@ def test_the_script_runs_at_tiny_sizes(
 
 
 def test_a_candidate_that_computes_something_else_is_not_timed(table: retune_tiles.Watched) -> None:
-    case = cases.ssd_case("tiny", TINY, 1, 3, torch.float32, torch.device("cpu"))
+    case = cases.ssd_case(TINY, Size("tiny", 1, 3, torch.float32, torch.device("cpu")))
     right = case.providers["reference"]
 
-    def wrong_with_another_tile(inputs: cases.Inputs) -> torch.Tensor:
+    def wrong_with_another_tile(inputs: Inputs) -> torch.Tensor:
         tiles.SsdTile.of(3, 3, 4, 16, 16, torch.float32)
         return right(inputs) * (1.0 if table.other in (None, table.get(table.key)) else 1.01)
 
-    broken = cases.Case(
+    broken = Case(
         case.op, case.params, case.make, {"triton": wrong_with_another_tile, "reference": right}, 1, 1, case.terms
     )
     present, other = retune_tiles.measure(broken, table, torch.float32, torch.device("cpu"))
@@ -132,7 +133,7 @@ def test_when_the_time_is_up_what_is_left_out_is_counted(
     assert left["op"] == "ssd_step" and left["left_out"] == 3 * 3 * 2 * 2
     (case, dtype), *_ = retune_tiles.tuned(options_of(), cpu)
     times = iter((0.0, 2.0))  # the present entry is measured, the other one is not
-    monkeypatch.setattr("retune_tiles.time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr("benchmarks.gpu.retune_tiles.time", SimpleNamespace(monotonic=lambda: next(times)))
     present, left = retune_tiles.measure(case, table, dtype, cpu, 1.0)
     assert present["present"] and "p50" in present and left["left_out"] == 1
 
@@ -143,12 +144,12 @@ def test_a_case_that_fails_does_not_end_the_others(
 ) -> None:
     real = cases.ssd_case
 
-    def case_of(model: str, *args: Any) -> cases.Case:
-        def failing(generator: torch.Generator) -> Any:
+    def case_of(sizes: Mixer, at: Size) -> Case:
+        def failing(_: object) -> Any:
             raise torch.OutOfMemoryError("no room")
 
-        case = real(model, *args)
-        return replace(case, make=failing) if model == "large" else case
+        case = real(sizes, at)
+        return replace(case, make=failing) if at.model == "large" else case
 
     monkeypatch.setattr(cases, "SMALL", [(case_of, {"large": TINY, "tiny": TINY})])
     options = options_of(all_shapes=True, out=tmp_path / "tiles.jsonl")
@@ -160,10 +161,10 @@ def test_a_case_that_fails_does_not_end_the_others(
 
 
 def test_where_the_entry_of_the_table_has_no_room_the_others_are_timed(table: retune_tiles.Watched) -> None:
-    case = cases.ssd_case("tiny", TINY, 1, 3, torch.float32, torch.device("cpu"))
+    case = cases.ssd_case(TINY, Size("tiny", 1, 3, torch.float32, torch.device("cpu")))
     right = case.providers["reference"]
 
-    def failing(inputs: cases.Inputs) -> torch.Tensor:
+    def failing(inputs: Inputs) -> torch.Tensor:
         tiles.SsdTile.of(3, 3, 4, 16, 16, torch.float32)
         if table.other in (None, table.get(table.key)):
             raise RuntimeError("out of resources")
@@ -179,8 +180,8 @@ def test_shares_of_the_builds_together_launch_every_candidate_once(
 ) -> None:
     launched: list[tuple[str, retune_tiles.Entry | None]] = []
 
-    def case_of(model: str, *args: Any) -> cases.Case:
-        def noted(inputs: cases.Inputs) -> torch.Tensor:
+    def case_of(model: str, *args: Any) -> Case:
+        def noted(inputs: Inputs) -> torch.Tensor:
             launched.append((model, table.other))
             raise RuntimeError("no such tile")
 
@@ -196,23 +197,3 @@ def test_shares_of_the_builds_together_launch_every_candidate_once(
     launched.clear()
     retune_tiles.build_share(options_of(minutes=-1.0), cpu, {"ssd_step": table}, 0, 1)
     assert not launched
-
-
-def test_processes_that_build_are_told_what_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = ["--ops", "ssd_step", "conv_step", "--nodes", "16", "64", "--batches", "8", "--dtypes", "float16"]
-    seen: list[argparse.Namespace] = []
-    for name, _ in retune_tiles.TABLES.values():
-        monkeypatch.setattr(tiles, name, getattr(tiles, name))  # the script replaces the tables
-
-    def measured(options: argparse.Namespace, *_: object) -> list[object]:
-        seen.append(options)
-        return []
-
-    monkeypatch.setattr(retune_tiles, "measured", measured)
-    for extra in ([], ["--all-shapes"]):
-        for arguments in (given, lambda: retune_tiles.builds_of(seen[-1])):
-            told = arguments() if callable(arguments) else [*arguments, *extra]
-            monkeypatch.setattr(sys, "argv", ["retune_tiles.py", *told, "--smoke"])
-            monkeypatch.setenv("TRITON_INTERPRET", "1")
-            retune_tiles.main()
-        assert vars(seen[-1]) == vars(seen[-2]) and seen[-1].nodes == [16, 64] and seen[-1].all_shapes == bool(extra)

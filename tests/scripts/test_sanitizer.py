@@ -1,6 +1,6 @@
 """What the sanitizer's bench makes of what the tool says; and what it lets the tool watch runs without a GPU.
 
-Run: python -m pytest tests/test_gpu_sanitizer.py
+Run: python -m pytest tests/scripts/test_sanitizer.py
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_errors_are_what_the_tool_counted_in_all_of_what_it_watched(
     assert record["said"] and record["said"][-1] == said.splitlines()[-1]
     asked = (tmp_path / "asked").read_text()
     assert asked.startswith("--tool memcheck --error-exitcode 9") and asked.rstrip().endswith(
-        "gpu_sanitizer.py --launch"
+        "-m benchmarks.gpu.sanitizer --launch"
     )
 
 
@@ -100,10 +100,10 @@ def test_a_tool_that_takes_too_long_counts_nothing(monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 def test_every_operation_and_whole_texts_are_launched() -> None:
     script = (
-        "import gpu_sanitizer, torch; gpu_sanitizer.SIZES = [(2, 5)]; print(gpu_sanitizer.launch(torch.device('cpu')))"
+        "from benchmarks.gpu import sanitizer; import torch; sanitizer.SIZES = [(2, 5)]; "
+        "print(sanitizer.launch(torch.device('cpu')))"
     )
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
-    environment = {**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     num_cases = sum(len(shapes) for _, shapes in cases.SMALL)

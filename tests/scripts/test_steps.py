@@ -109,19 +109,6 @@ def test_mamba_ssm_is_stepped_by_its_own_graph_and_its_states_are_stated(monkeyp
     assert made["sizes"]["d_model"] == 32 and made["sizes"]["ssm_cfg"]["d_state"] == 16
 
 
-def test_what_mamba_ssm_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = steps.configurations(smoke=True)
-    assert peer_steps.why_not(shapes["tiny-bamba"], torch.device("cuda")) == "mamba-ssm has no such model"
-    found: set[str] = set()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in found else None)
-    why = peer_steps.why_not(shapes["tiny-mamba2"], torch.device("cuda"))
-    assert why == "not installed: mamba_ssm, causal_conv1d"
-    found |= {"mamba_ssm"}  # no figure of it without its convolution
-    assert peer_steps.why_not(shapes["tiny-mamba2"], torch.device("cuda")) == "not installed: causal_conv1d"
-    found |= {"causal_conv1d"}
-    assert peer_steps.why_not(shapes["tiny-mamba2"], torch.device("cuda")) is None
-
-
 def small_measure(monkeypatch: pytest.MonkeyPatch, seconds: float = 600) -> list[dict[str, Any]]:
     """Measure two tiny models at two sizes of trees."""
     shapes = steps.configurations(smoke=True)
@@ -132,7 +119,7 @@ def small_measure(monkeypatch: pytest.MonkeyPatch, seconds: float = 600) -> list
     return list(steps.measure(CPU, True, time.monotonic() + seconds))
 
 
-@pytest.mark.parametrize("part", ["model_of", "state_for", "step_of", "_one_token", "mamba_ssm_step"])
+@pytest.mark.parametrize("part", ["model_of", "step_of"])
 def test_a_model_that_fails_is_a_record_and_the_next_one_is_measured(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,8 +132,6 @@ def test_a_model_that_fails_is_a_record_and_the_next_one_is_measured(
         return real(*args)
 
     monkeypatch.setattr(steps, part, once)
-    if part == "mamba_ssm_step":
-        monkeypatch.setattr(steps, "why_not", lambda config, device: None if not calls else "no such model")
     found = small_measure(monkeypatch)
     (problem,) = [r for r in found if "problem" in r]
     assert problem["problem"] == "OutOfMemoryError: no room" and problem["params"]["model"] == "tiny-drafter"
@@ -174,18 +159,3 @@ def test_a_step_that_fails_half_way_spoils_no_other(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(steps, "step_of", failing)
     found = [r for r in small_measure(monkeypatch) if r["provider"] == "eager"]
     assert torn[0].is_torn and [r.get("problem") for r in found] == ["RuntimeError: half way", None, None, None]
-
-
-def test_the_time_is_looked_at_before_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = steps._eager
-
-    def slow(call: Any, runs: int = 1) -> Any:
-        time.sleep(0.5)
-        return real(call, runs)
-
-    monkeypatch.setattr(steps, "_eager", slow)
-    *_, last = found = small_measure(monkeypatch, 0.0)
-    assert [r["bench"] for r in found] == ["unfinished"] and last["params"] == {"model": "tiny-drafter"}
-    config = steps.configurations(smoke=True)["tiny-drafter"]
-    found = list(steps._of_model(config, CPU, [(1, 8), (1, 16)], time.monotonic() + 0.4))
-    assert [(r.get("bench"), r["params"]["n"]) for r in found][:2] == [(None, 1), ("unfinished", 4)]

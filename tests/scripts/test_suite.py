@@ -1,6 +1,6 @@
 """The GPU suite runs without a GPU at tiny sizes, and times nothing that is wrong.
 
-Run: python -m pytest tests/test_gpu_suite.py
+Run: python -m pytest tests/scripts/test_suite.py
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ import torch
 from rich.progress import Progress
 
 from benchmarks.gpu import cases as gpu_cases
-from benchmarks.gpu import peers, prebuild
+from benchmarks.gpu import peers
 from benchmarks.gpu import steps as gpu_steps
 from benchmarks.gpu import suite as gpu_suite
+from benchmarks.gpu.case import Inputs, Size
 from benchmarks.shapes import Mixer, binary_tree, leaf_paths
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_suite_runs_every_kernel_and_step_at_tiny_sizes(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/gpu_suite.py", "--smoke", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.gpu.suite", "--smoke", "--out", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -50,10 +51,10 @@ def test_the_suite_runs_every_kernel_and_step_at_tiny_sizes(tmp_path: Path) -> N
 def test_a_provider_that_is_wrong_or_fails_is_reported_and_not_timed() -> None:
     options = argparse.Namespace(minutes=1, out=None, smoke=True)
     suite = gpu_suite.Suite(options)
-    case = gpu_cases.ssd_case("tiny", Mixer(2, 16, 16, 1), 1, 3, torch.float32, suite.device)
+    case = gpu_cases.ssd_case(Mixer(2, 16, 16, 1), Size("tiny", 1, 3, torch.float32, suite.device))
     right = case.providers["reference"]
 
-    def failing(inputs: gpu_cases.Inputs) -> torch.Tensor:
+    def failing(inputs: Inputs) -> torch.Tensor:
         raise MemoryError("no room")
 
     providers = {"reference": right, "wrong": lambda inputs: right(inputs) * 1.001, "failing": failing}
@@ -94,7 +95,7 @@ def main_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     monkeypatch.setattr(sys, "argv", command)
     status = gpu_suite.main()
     printed = capsys.readouterr().out.splitlines()
-    assert any("┏" in line for line in printed) and json.loads(printed[-1])["bench"] == "gpu_suite"
+    assert any(line.startswith("| operation |") for line in printed) and json.loads(printed[-1])["bench"] == "gpu_suite"
     return status, [json.loads(line) for line in (out / "gpu_suite.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
@@ -133,13 +134,13 @@ def test_a_build_that_fails_does_not_end_its_share(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     suite = gpu_suite.Suite(argparse.Namespace(minutes=1, out=None, smoke=True))
-    case = gpu_cases.ssd_case("tiny", Mixer(2, 16, 16, 1), 1, 3, torch.float32, suite.device)
+    case = gpu_cases.ssd_case(Mixer(2, 16, 16, 1), Size("tiny", 1, 3, torch.float32, suite.device))
     built: list[str] = []
 
-    def failing(inputs: gpu_cases.Inputs) -> torch.Tensor:
+    def failing(inputs: Inputs) -> torch.Tensor:
         raise RuntimeError("no such tile")
 
-    def building(inputs: gpu_cases.Inputs) -> torch.Tensor:
+    def building(inputs: Inputs) -> torch.Tensor:
         built.append("built")
         return torch.zeros(1)
 
@@ -149,9 +150,3 @@ def test_a_build_that_fails_does_not_end_its_share(
     assert "ssd_step by triton: RuntimeError: no such tile" in capsys.readouterr().err
     suite.deadline = 0.0
     assert suite.build_share(0, 1) == 0 and built == ["built"]
-
-
-def test_a_build_process_is_not_waited_for_longer_than_there_is_time() -> None:
-    sleeping = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    assert prebuild._ended(sleeping, time.monotonic()) < 0
-    assert prebuild._ended(subprocess.Popen([sys.executable, "-c", "exit(3)"]), time.monotonic() + 60) == 3

@@ -1,6 +1,6 @@
 """The bundled pair's recipe: the target's training forward, its text, held-out windows; the rest is test_distill.py's.
 
-python -m pytest tests/test_train_bundled.py
+python -m pytest tests/scripts/test_train_bundled.py
 """
 
 import json

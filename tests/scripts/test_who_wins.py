@@ -18,7 +18,6 @@ from benchmarks.studies import who_wins_report
 from benchmarks.studies.replay import Coupled, Replay, Walked, expected_path, from_coins
 from stree.bench.pair import Pair
 from stree.drafters import ModelDrafter, SuffixDrafter
-from stree.files import alone_in
 from stree.growth import Chain, Static
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
@@ -178,14 +177,6 @@ def test_a_run_is_resumed_and_reported(small: None, tmp_path: Path, capsys: pyte
     assert "got sequia" in capsys.readouterr().err
     bench_who_wins.main(["--out", str(tmp_path / "some")])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["bench"] == "who_wins"
-
-
-def test_two_runs_into_one_folder_at_once_are_refused(small: None, tmp_path: Path) -> None:
-    (tmp_path / "p.txt").write_text("w1 w2", encoding="utf-8")
-    arguments = ["--suite", f"mine={tmp_path / 'p.txt'}", "--out", str(tmp_path / "out"), "--minutes", "0"]
-    with alone_in(tmp_path / "out"), pytest.raises(ValueError, match="another run writes into"):
-        bench_who_wins.main(arguments)
-    assert not list((tmp_path / "out").iterdir())
 
 
 def test_prompts_that_estimates_were_fitted_to_are_left_out() -> None:
