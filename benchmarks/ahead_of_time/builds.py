@@ -85,6 +85,11 @@ def _usage(cubin: bytes) -> Record:
     return {"registers": found["REG"], "spill_bytes": found["STACK"] + found.get("LOCAL", 0)}
 
 
+def _data_ptr(tensor: Tensor) -> int:
+    """An address of a meta tensor: its storage, whose alignment is 16, and where it begins there."""
+    return int(tensor.untyped_storage()._cdata) // 16 * 16 + tensor.storage_offset() * tensor.element_size()
+
+
 @contextmanager
 def recorded() -> Iterator[list[Build]]:
     """Collect the builds of all launches inside instead of launching; "auto" means Triton on any device."""
@@ -107,6 +112,7 @@ def recorded() -> Iterator[list[Build]]:
         patched.enter_context(mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}))  # lets tensors be on any device
         for owner, name, value in (
             (JITFunction, "run", run),
+            (Tensor, "data_ptr", _data_ptr),
             (checks, "has_triton", has_triton),
             (tree_lm, "has_triton", has_triton),
             (topology, "launches_always", True),

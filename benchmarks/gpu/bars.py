@@ -182,7 +182,6 @@ BARS = (
     Bar("best tree / best chain, composite", LEAST, 1.25, _end_to_end("b", "over_chain", _is_best_tree)),
     Bar("best tree / plain, composite", LEAST, 2.0, _end_to_end("b", "over_plain", _is_best_tree)),
     Bar("auto / plain, measured", LEAST, 0.97, _end_to_end("a", "over_plain", _is_auto)),
-    Bar("auto / plain, composite", LEAST, 0.97, _end_to_end("b", "over_plain", _is_auto)),
 )  # fmt: skip
 
 

@@ -31,21 +31,16 @@ import torch
 
 from benchmarks.gpu import steps as gpu_steps
 from benchmarks.gpu.composite import (
-    Blocks,
-    Key,
     StepTimes,
     composite_rows,
     overhead_s,
     pooled,
-    seconds_of,
     speedup,
     timed_models,
 )
-from benchmarks.gpu.composite_auto import ShapeTimes, auto_row
 from benchmarks.report import interval_text, table
 from stree.bench.pair import Pair
 from stree.bench.profile import bytes_moved, copy_bandwidth
-from stree.bench.prompts import parse_suites, read_suite
 from stree.bench.records import Record, environment, read, read_lines, write
 from stree.bench.summary import interval, mean_tau
 from stree.cli import main as run_stree
@@ -118,33 +113,8 @@ def _composite(pair: Pair, options: argparse.Namespace, device: torch.device, fa
             methods = pooled(runs, temperature)
             extra = {name: overhead_s(blocks, options.max_new_tokens, *own) for name, blocks in methods.items()}
             params = {"target": target, "drafter": draft, "batch": batch, "temperature": temperature}
-            rows = composite_rows(methods, extra, *times)
-            if "auto" in methods:
-                beside = extra["plain"], max(extra[row["method"]] for row in rows)
-                rows.append(_auto(pair, options, methods["plain"], temperature, times, beside))
-            for row in rows:
+            for row in composite_rows(methods, extra, *times):
                 yield {"label": "composite", "params": params, **row}
-
-
-def _auto(
-    pair: Pair,
-    options: argparse.Namespace,
-    plain: Blocks,
-    temperature: float,
-    times: tuple[StepTimes, StepTimes],
-    beside: tuple[float, float],
-) -> Record:
-    """Let the default budget run at the step times of a shape; ``beside`` are seconds outside the forwards."""
-    files = {name: read_suite(name, path, options.limit) for name, path in parse_suites(options.suite).items()}
-    texts = {(name, prompt.index): prompt.turns[:1] for name, prompts in files.items() for prompt in prompts}
-    prompts: dict[Key, list[int]] = {}
-    for key in sorted(plain):
-        suite, _, turn = key
-        (index, *others) = plain[key]["params"]["prompts"]
-        if turn == 0 and not others:
-            prompts[key] = pair.encode(texts[suite, index])
-    alone = {key: seconds_of(plain[key], *times, beside[0]) for key in prompts}
-    return auto_row(pair, prompts, alone, options.max_new_tokens, temperature, ShapeTimes(*times, *beside))
 
 
 def _run_of(options: argparse.Namespace, batch: int) -> list[Record]:

@@ -75,8 +75,8 @@ def _rows(parents: Tensor) -> tuple[Tensor, Tensor, int, int]:
     return paths.to(device), (where[:, 0] * paths.shape[1] + where[:, 1]).to(device), *paths.shape
 
 
-def _folded(mixer: Mixer, i: Inputs) -> Tensor:
-    """Fold the path, as the step does, and return the state."""
+def _committed(mixer: Mixer, i: Inputs) -> Tensor:
+    """Commit the path, as the step does, and return the state."""
     x, B = _split(mixer, i["old_xbc"])[:2]
     ops.ssd_commit(i["state"], x, i["old_dt"], i["A"], B, i["accepted"], None)
     return i["state"]  # type: ignore[no-any-return]
@@ -90,74 +90,78 @@ def _split(mixer: Mixer, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return x.unflatten(-1, (mixer.heads, mixer.headdim)), B.unflatten(-1, groups), C.unflatten(-1, groups)
 
 
-def _ssd_unrolled(mixer: Mixer, parents: Tensor) -> Provider:
-    """Copy the state to every leaf's row and scan the rows as chains."""
+def _ssd_rows(mixer: Mixer, parents: Tensor, scan: Callable[..., Tensor]) -> Provider:
+    """Copy the state to every leaf's row and run the rows as chains: ``scan(inputs, state, xbc, dt)``."""
     paths, places, leaves, depth = _rows(parents)
-    batch = parents.shape[0]
-    chain = torch.arange(-1, depth - 1, dtype=torch.int32, device=parents.device).expand(batch * leaves, depth)
-    topology = Topology.of(chain.contiguous())
 
     def run(i: Inputs) -> Tensor:
-        state = _folded(mixer, i).repeat_interleave(leaves, 0)
+        state = _committed(mixer, i).repeat_interleave(leaves, 0)
         xbc, dt = (i[name][:, paths].flatten(0, 1) for name in ("xbc", "dt"))
-        y = ops.ssd_step(
+        y = scan(i, state, xbc, dt)
+        return y.reshape(len(parents), leaves * depth, mixer.heads, mixer.headdim)[:, places]
+
+    return run
+
+
+def _ssd_unrolled(mixer: Mixer, parents: Tensor) -> Provider:
+    _, _, leaves, depth = _rows(parents)
+    topology = _chains(parents, leaves, depth)
+
+    def scan(i: Inputs, state: Tensor, xbc: Tensor, dt: Tensor) -> Tensor:
+        return ops.ssd_step(
             state, torch.empty_like(xbc), state.new_empty(dt.shape), None, None, xbc, dt, i["A"], i["bias"], topology,
             headdim=mixer.headdim, ngroups=mixer.groups, D=i["D"],
         )  # fmt: skip
-        return y.view(batch, leaves * depth, mixer.heads, mixer.headdim)[:, places]
 
-    return run
+    return _ssd_rows(mixer, parents, scan)
 
 
 def _ssd_mamba(mixer: Mixer, parents: Tensor) -> Provider:
-    """Run the same rows token by token through mamba-ssm's update."""
+    """mamba-ssm's update, token by token."""
     update = importlib.import_module("mamba_ssm.ops.triton.selective_state_update").selective_state_update
-    paths, places, leaves, depth = _rows(parents)
-    batch, (h, p, s) = parents.shape[0], (mixer.heads, mixer.headdim, mixer.dstate)
 
-    def run(i: Inputs) -> Tensor:
-        state = _folded(mixer, i).repeat_interleave(leaves, 0)
-        x, B, C = _split(mixer, i["xbc"][:, paths].flatten(0, 1))
-        dt = i["dt"][:, paths].flatten(0, 1)[..., None].expand(-1, -1, -1, p)
-        A, D, bias = (
-            i["A"][:, None, None].expand(h, p, s),
-            i["D"][:, None].expand(h, p),
-            i["bias"][:, None].expand(h, p),
-        )
+    def scan(i: Inputs, state: Tensor, xbc: Tensor, dt: Tensor) -> Tensor:
+        x, B, C = _split(mixer, xbc)
+        A, D, bias = _expanded(mixer, i)
+        dt = dt[..., None].expand(x.shape)
         outputs = [
             update(state, x[:, t], dt[:, t], A, B[:, t], C[:, t], D=D, dt_bias=bias, dt_softplus=True)
-            for t in range(depth)
+            for t in range(x.shape[1])
         ]
-        return torch.stack(outputs, 1).view(batch, leaves * depth, h, p)[:, places]
+        return torch.stack(outputs, 1)
 
-    return run
+    return _ssd_rows(mixer, parents, scan)
 
 
 def _ssd_mamba_chunk(mixer: Mixer, parents: Tensor) -> Provider:
-    """Run the same rows through mamba-ssm's chunked scan, from the committed state."""
-    scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
-    paths, places, leaves, depth = _rows(parents)
-    batch = parents.shape[0]
+    """mamba-ssm's chunked scan, from the committed state."""
+    chunk_scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
 
-    def run(i: Inputs) -> Tensor:
-        state = _folded(mixer, i).repeat_interleave(leaves, 0)
-        x, B, C = _split(mixer, i["xbc"][:, paths].flatten(0, 1))
-        dt = i["dt"][:, paths].flatten(0, 1)
-        y = scan(
-            x, dt, i["A"], B, C, chunk_size=max(16, depth), D=i["D"], dt_bias=i["bias"], initial_states=state,
+    def scan(i: Inputs, state: Tensor, xbc: Tensor, dt: Tensor) -> Tensor:
+        x, B, C = _split(mixer, xbc)
+        return chunk_scan(  # type: ignore[no-any-return]
+            x, dt, i["A"], B, C, chunk_size=max(16, x.shape[1]), D=i["D"], dt_bias=i["bias"], initial_states=state,
             dt_softplus=True,
         )  # fmt: skip
-        return y.view(batch, leaves * depth, mixer.heads, mixer.headdim)[:, places]  # type: ignore[no-any-return]
 
-    return run
+    return _ssd_rows(mixer, parents, scan)
+
+
+def _expanded(mixer: Mixer, i: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """A, D and the bias of the step sizes for every channel, as mamba-ssm's update takes them."""
+    h, p, s = mixer.heads, mixer.headdim, mixer.dstate
+    return i["A"][:, None, None].expand(h, p, s), i["D"][:, None].expand(h, p), i["bias"][:, None].expand(h, p)
+
+
+def _chains(parents: Tensor, leaves: int, depth: int) -> Topology:
+    chain = torch.arange(-1, depth - 1, dtype=torch.int32, device=parents.device)
+    return Topology.of(chain.expand(len(parents) * leaves, depth).contiguous())
 
 
 def _delta_unrolled(parents: Tensor) -> Provider:
     """Copy the state to every leaf's row and run the rows as chains."""
     paths, places, leaves, depth = _rows(parents)
-    batch = parents.shape[0]
-    chain = torch.arange(-1, depth - 1, dtype=torch.int32, device=parents.device).expand(batch * leaves, depth)
-    topology = Topology.of(chain.contiguous())
+    batch, topology = len(parents), _chains(parents, leaves, depth)
 
     def run(i: Inputs) -> Tensor:
         ops.gated_delta_commit(i["state"], i["stash_k"], i["stash_u"], i["stash_g"], i["accepted"], None)
@@ -182,13 +186,13 @@ def _ssd_sglang(mixer: Mixer) -> Provider:
             snapshots = i["state"].new_zeros(1, batch, n, h, p, s)
             last = i["path_lengths"].long() - 1
             i["last"] = i["path"].gather(1, last[:, None]).squeeze(1)
-            snapshots[0, torch.arange(batch, device=x.device), i["last"].long()] = _folded(mixer, i)
+            snapshots[0, torch.arange(batch, device=x.device), i["last"].long()] = _committed(mixer, i)
             i["slots"] = torch.arange(batch, dtype=torch.int32, device=x.device)
             i["snapshots"], i["out"] = snapshots, torch.empty_like(x)
         scatter(i["state"][None], i["snapshots"], i["slots"], i["last"])
+        A, D, bias = _expanded(mixer, i)
         update(
-            i["state"], x, i["dt"][..., None].expand(-1, -1, -1, p), i["A"][:, None, None].expand(h, p, s), B, C,
-            D=i["D"][:, None].expand(h, p), dt_bias=i["bias"][:, None].expand(h, p), dt_softplus=True,
+            i["state"], x, i["dt"][..., None].expand(-1, -1, -1, p), A, B, C, D=D, dt_bias=bias, dt_softplus=True,
             state_batch_indices=i["slots"], out=i["out"], disable_state_update=True,
             intermediate_states_buffer=i["snapshots"][0], cache_steps=n, retrieve_parent_token=i["parents"],
             intermediate_state_indices=i["slots"],

@@ -11,8 +11,8 @@ acceptance there; the text goes on as it is, by the stride, which is about what 
 
     python -m benchmarks.studies.who_wins --suite humaneval=HumanEval.jsonl,gsm8k=test.jsonl,mt_bench=question.jsonl
 
-Stop it at any moment and start it again: a batch of prompts that is finished is kept.  ``--markdown`` prints the tables
-of a directory, ``--write`` puts them into its README.md.
+An interrupted run goes on with the same command: finished batches of prompts are kept.  Without ``--suite`` it prints
+the tables of ``--out``; ``--write`` puts them into its README.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from stree.bench.prompts import parse_suites, read_suite
 from stree.bench.records import ROOT, Record, environment
 from stree.drafters import Draft, Drafter, DraftRun, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.files import alone_in
-from stree.growth import RSDC, Calibrated, Chain, DySpec, Growth, Sequoia, Static
+from stree.growth import RSDC, RSDS, Calibrated, Chain, DySpec, Eagle2, Growth, OptTree, Sequoia, SpecInfer, Static
 from stree.sampling import Sampling
 from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftLaws
@@ -96,26 +96,16 @@ def methods() -> list[Method]:
             Method("dyspec", nodes, calls, DySpec(calls)),
             Method("sequoia", nodes, calls, Sequoia(calls)),
             Method("suffix", nodes, 0, None, "suffix"),
-            *more_growths(nodes, calls),
+            Method("rsds", nodes, calls, RSDS((nodes - 1) // calls, calls), verifiers=("auto", "rejection")),
+            Method("opttree", nodes, calls, OptTree(depth=calls)),
+            Method("eagle2", nodes, calls, Eagle2(depth=calls)),
         ]
         if nodes in WIDTHS:
             found.append(Method("rsdc", nodes, calls, RSDC(WIDTHS[nodes]), verifiers=("auto", "rejection")))
+            found.append(Method("specinfer", nodes, calls, SpecInfer(WIDTHS[nodes])))
     found += [Method("calibrated", nodes, calls, Calibrated(calls)) for nodes, calls in DEEPER]
     found += [Method("fused", nodes, calls, Calibrated(calls), "fused") for nodes, calls in FUSED]
     return [*found, Method("stree", 13, 4, Static.stree())]
-
-
-def more_growths(nodes: int, calls: int) -> Iterator[Method]:
-    """List the growths of the literature that need a size of their own."""
-    known: Any = stree.growth
-    if hasattr(known, "SpecInfer") and nodes in WIDTHS:
-        yield Method("specinfer", nodes, calls, known.SpecInfer(WIDTHS[nodes]))
-    if hasattr(known, "RSDS"):
-        yield Method("rsds", nodes, calls, known.RSDS((nodes - 1) // calls, calls), verifiers=("auto", "rejection"))
-    if hasattr(known, "OptTree"):
-        yield Method("opttree", nodes, calls, known.OptTree(depth=calls))
-    if hasattr(known, "Eagle2"):
-        yield Method("eagle2", nodes, calls, known.Eagle2(depth=calls))
 
 
 class Block:
@@ -257,7 +247,7 @@ def measure(pair: Pair, directory: RunDirectory, options: argparse.Namespace) ->
     for block in blocks(options):
         done = known.get(block, set())
         asked = [kind for kind in methods() if not options.only or kind.name in options.only]
-        kinds = [kind for kind in asked if kind.first_key not in done or kind.name in options.again]
+        kinds = [kind for kind in asked if kind.first_key not in done]
         if not kinds or time.monotonic() > until:
             continue
         suite, temperature, batch = block
@@ -268,7 +258,7 @@ def measure(pair: Pair, directory: RunDirectory, options: argparse.Namespace) ->
         tokens = [pair.encode(prompt.turns[:1]) for prompt in chosen]
         indices = [prompt.index for prompt in chosen]
         found = Block(pair, tokens, indices, temperature, options, kinds).run()
-        real = {} if done and "calibrated" not in options.again else measured(pair, tokens, temperature, options)
+        real = {} if done else measured(pair, tokens, temperature, options)
         directory.add([record_of(block, indices, found, real)])
         print(
             f"{suite} T {temperature:g} prompts {indices[0]}-{indices[-1]}: {time.process_time() - began:.0f} s",
@@ -286,11 +276,6 @@ def record_of(block: tuple[str, float, int], numbers: list[int], found: dict[str
         "tau": {key: [round(tau, 4) for tau in mean[:, 0].tolist()] for key, mean in found.items()},
         "measured": real,
     }  # fmt: skip
-
-
-def numbers(text: str) -> list[float]:
-    """Read 0,0.8."""
-    return [float(number) for number in text.split(",")]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -311,23 +296,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--stride", type=int, default=4, help="tokens between contexts")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no new batch after so many")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], help="methods; all if not given")
-    parser.add_argument("--again", type=lambda text: text.split(","), default=[], help="methods to measure anew")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "who-wins")
-    parser.add_argument("--markdown", action="store_true", help="print the tables of --out and measure nothing")
     parser.add_argument("--write", action="store_true", help="write them into its README.md")
     options = parser.parse_args(arguments)
     known = {kind.name for kind in methods()}
-    if unknown := {*options.only, *options.again} - known:
+    if unknown := {*options.only} - known:
         parser.error(f"methods are {', '.join(sorted(known))}; got {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
-    if options.suite and not (options.markdown or options.write):
+    if options.suite:
         if options.limit % options.batch:  # a batch that is cut short would count as finished when more are asked for
             parser.error(f"--limit must be a multiple of --batch {options.batch}, got {options.limit}")
         names = ("batch", "new_tokens", "stride", "seed")
         config = {name: getattr(options, name) for name in names}
         config |= {"suites": {name: path.name for name, path in options.suite.items()}, "target": "bundled"}
-        command = f"bench_who_wins.py --suite {','.join(f'{name}={path.name}' for name, path in options.suite.items())}"
+        suites = ",".join(f"{name}={path.name}" for name, path in options.suite.items())
+        command = f"python -m benchmarks.studies.who_wins --suite {suites}"
         command += f" --only {','.join(options.only)}" if options.only else ""
         with alone_in(options.out):
             directory = RunDirectory(options.out, config, {**environment(), "command": command})

@@ -75,7 +75,6 @@ MET: list[tuple[list[dict[str, Any]], list[tuple[str, str]]]] = [
     ([whole("a", "auto", over_plain=[1.1, 0.98, 1.2])], [("auto / plain, measured", "met")]),
     ([whole("a", "auto", over_plain=[1.1, 0.96, 1.2])], [("auto / plain, measured", "open")]),
     ([whole("a", "auto", over_plain=[1.1, None, None])], [("auto / plain, measured", "met")]),
-    ([whole("b", "auto", is_best=False, over_plain=[0.9, 0.8, 0.96])], [("auto / plain, composite", "missed")]),
     ([{"bench": "tests", "exit": 1}], [("what failed", "missed")]),
     ([{"bench": "tests", "exit": 0}], [("what failed", "met")]),
     ([{"bench": "sanitizer", "tool": "memcheck", "errors": 2}], [("what failed", "missed")]),

@@ -18,12 +18,10 @@ import torch
 from benchmarks.gpu import end_to_end as gpu_end_to_end
 from benchmarks.gpu import steps as gpu_steps
 from benchmarks.gpu.composite import StepTimes, composite_rows, overhead_s, pooled, seconds_of, timed_models
-from benchmarks.gpu.composite_auto import ShapeTimes, auto_row
 from stree.bench.pair import Pair
 from stree.bench.records import read, write
 
 ROOT = Path(__file__).resolve().parents[2]
-AUTO = {"tau": 1.5, "step_ms": 2.0, "over_plain": (1.0, 0.9, 1.1)}
 TARGET, DRAFT = StepTimes((1, 4, 16), (0.010, 0.011, 0.015)), StepTimes((1, 8), (0.001, 0.0017))
 
 
@@ -102,48 +100,6 @@ def test_composite_rows_have_the_best_chain_and_the_best_tree_and_nothing_that_f
     assert slower["static:2,2"]["outside_forwards"] == pytest.approx(0.1 / (0.1 + each["tree"]))
 
 
-def test_a_step_of_a_shape_takes_its_forwards_and_what_stands_outside_them() -> None:
-    times = ShapeTimes(TARGET, DRAFT, 0.002, 0.003)
-    assert times.seconds(1, 0) == pytest.approx(0.012)
-    assert times.seconds(7, 2) == pytest.approx(0.012 + 0.003 + 2 * 0.0012)  # calls of three nodes
-    told = times.told()
-    assert told.plain_ms == pytest.approx(12) and told.call_ms == pytest.approx(1.3)  # of four nodes
-    assert told.tree_ms.tolist() == pytest.approx([13, 14, 18])
-    falling = StepTimes((1, 4, 16), (0.010, 0.009, 0.015))
-    assert ShapeTimes(falling, DRAFT, 0.0, 0.0).told().tree_ms.tolist() == pytest.approx([10, 10, 15])
-
-
-def test_the_default_budget_grows_trees_where_a_shape_s_steps_cost_little_and_none_where_they_cost_much() -> None:
-    pair = Pair.load()
-    text = pair.encode(["def add(a, b):\n    return a + b\n\n\ndef add_three(a, b, c):\n    return"])
-    prompts: Any = {("s", batch, 0): text[: 20 - batch] for batch in range(2)}
-    free, dear = StepTimes((1, 64), (0.010, 0.0101)), StepTimes((1, 64), (0.010, 10.0))
-    call = StepTimes((1, 64), (0.0001, 0.0001))
-    plain = dict.fromkeys(prompts, 0.010 * 39)
-    for target, is_won in ((free, True), (dear, False)):
-        row = auto_row(pair, prompts, plain, 40, 0.0, ShapeTimes(target, call, 0.0, 0.0))
-        assert (row["over_plain"][0] > 1.5) == is_won == (row["plain_steps"] < row["steps"] / 2)
-        assert row["tau"] == pytest.approx(2 * 39 / row["steps"])
-        if not is_won:  # it costs what a few trials cost, which no step of 10 seconds is
-            assert row["over_plain"][0] > 0.9
-
-
-def test_the_default_budget_runs_on_first_turns_of_single_prompts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "texts.txt").write_text("One.\n\nTwo.\n", encoding="utf-8")
-    plain: Any = {("s", batch, turn): block("plain", batch, steps=9, nodes=1, calls=0)
-                  for batch in range(2) for turn in range(2)}  # fmt: skip
-    plain["s", 2, 0] = {**plain["s", 0, 0], "params": {"prompts": [0, 1]}}
-    asked: list[Any] = []
-    monkeypatch.setattr(gpu_end_to_end, "auto_row", lambda *given: asked.extend(given))
-    pair: Any = SimpleNamespace(encode=lambda turns: [len(turns), *turns[0].encode()])
-    options = argparse.Namespace(suite=f"s={tmp_path / 'texts.txt'}", limit=2, max_new_tokens=5)
-    gpu_end_to_end._auto(pair, options, plain, 0.8, (TARGET, DRAFT), (0.001, 0.002))
-    assert asked[1] == {("s", 0, 0): [1, *b"One."], ("s", 1, 0): [1, *b"Two."]}
-    assert asked[2] == pytest.approx(dict.fromkeys(asked[1], 9 * (0.010 + 0.001))) and asked[3:5] == [5, 0.8]
-
-
 def test_a_method_that_is_wrong_or_lacks_a_prompt_is_left_out() -> None:
     found = records()
     for record in found:
@@ -170,7 +126,7 @@ def test_the_bench_runs_at_tiny_sizes(tmp_path: Path) -> None:
     assert all(row["label"] in ("launch-bound", "near its bytes") and row["over_bytes"] > 0 for row in real)
     rest = [row for row in rows if row["part"] == "b"]
     assert {row["params"]["target"] for row in rest} == {"tiny-mamba2"} and all(r["label"] == "composite" for r in rest)
-    assert {row["method"] for row in rest} == {"plain", "chain:2", "static:2,1", "auto"}
+    assert {row["method"] for row in rest} == {"plain", "chain:2", "static:2,1"}
 
 
 def steps_of(model: str, **params: Any) -> dict[str, Any]:
@@ -202,7 +158,6 @@ def end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(gpu_end_to_end, "_bound", lambda *_: {"over_bytes": 1.0, "label": "launch-bound"})
         monkeypatch.setattr(gpu_end_to_end, "_own_times", lambda lm, batch: StepTimes((1,), (0.001,)))
         monkeypatch.setattr(gpu_end_to_end, "copy_bandwidth", lambda device: 1e9)
-        monkeypatch.setattr(gpu_end_to_end, "_auto", lambda *_: {"method": "auto", **AUTO})
         monkeypatch.setattr(gpu_end_to_end, "pooled", lambda found, temperature: pooled(found, 0.0))
         monkeypatch.setattr(gpu_steps, "measure", measure)
         monkeypatch.setattr(sys, "argv", ["gpu_end_to_end.py", "--smoke", "--out", str(tmp_path)])

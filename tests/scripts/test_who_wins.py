@@ -161,11 +161,8 @@ def test_a_run_is_resumed_and_reported(small: None, tmp_path: Path, capsys: pyte
                    if not key.startswith(("suffix", "fused")))  # fmt: skip
         assert record["tau"]["chain 5x4"] >= record["tau"]["chain 2x1"]
     assert "calibrated@match 8x4" in records[1]["tau"] and "calibrated@match 8x4" not in records[0]["tau"]
-    bench_who_wins.main([*arguments, "--limit", "3"])
-    bench_who_wins.main([*arguments, "--again", "dyspec"])
-    added = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()][4:]
-    assert [set(record["tau"]) for record in added] == [{"dyspec 8x4"}] * 4
-    assert [record["tau"]["dyspec 8x4"] for record in added] == [record["tau"]["dyspec 8x4"] for record in records]
+    bench_who_wins.main(arguments)  # everything is finished
+    assert len(results.read_text(encoding="utf-8").splitlines()) == 4
     assert str(tmp_path) not in (tmp_path / "out" / "run.json").read_text(encoding="utf-8")
     assert "Texts of 4 tokens, a context at every 4th." in capsys.readouterr().out
     some = ["--out", str(tmp_path / "some"), "--temperature", "1", "--only", "chain,dyspec"]
