@@ -10,7 +10,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,11 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import stree
+from benchmarks.ahead_of_time.whole_step import META, begun
 from benchmarks.gpu.cases import KINDS, cases
 from stree.bench.records import Record
-from stree.drafters import ModelDrafter
-from stree.growth import Calibrated
 from stree.kernels import checks, topology
 from stree.models import tree_lm
-from stree.program import Program
-from stree.sampling import Random, Sampling
-
-META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,7 @@ def _usage(cubin: bytes) -> Record:
 
 def _data_ptr(tensor: Tensor) -> int:
     """An address of a meta tensor: its storage, whose alignment is 16, and where it begins there."""
-    return int(tensor.untyped_storage()._cdata) // 16 * 16 + tensor.storage_offset() * tensor.element_size()
+    return int(tensor.untyped_storage()._cdata) // 16 * 16 + int(tensor.storage_offset()) * tensor.element_size()
 
 
 @contextmanager
@@ -136,29 +131,9 @@ def step_builds(n: int, vocab: int, dtype: torch.dtype) -> list[Build]:
     """Builds of a whole decoding step with n nodes, greedy and sampled: drafting, verify, accept, commit, emit."""
     with recorded() as found, torch.inference_mode():
         for temperature in (0.0, 0.8):
-            _step(n, vocab, dtype, temperature)
+            _, step = begun(_tiny_lm(vocab, dtype), _tiny_lm(vocab, dtype), n, min(6, n - 1), temperature)
+            step()
     return found
-
-
-def _step(n: int, vocab: int, dtype: torch.dtype, temperature: float) -> None:
-    growth = Calibrated(min(6, n - 1)).bind(Sampling(temperature))
-    target, draft = _tiny_lm(vocab, dtype), _tiny_lm(vocab, dtype)
-    state = target.new_state(1, 512, n, fixed_shapes=True)
-    zero = torch.zeros(1, dtype=torch.long, device=META)
-    rng = Random(zero[0], zero, zero)
-    program = Program(target, state, rng, sampling=growth.sampling, verifier="auto", stop_token_ids=[1])
-    with mock.patch.object(tree_lm.TreeLM, "prefill", _prefill):
-        program.fill(ModelDrafter(draft), [[5, 6, 7]], 400, 0)
-        run: Any = program.run
-        run.reserve(512, growth, n, begins=True)
-        program.begin(0, 3, is_finished=False)
-        with suppress(NotImplementedError):  # the report is copied to the host last, which meta tensors cannot be
-            program.step(growth, n)
-
-
-def _prefill(lm: stree.TreeLM, state: Any, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
-    state.length_bound = input_ids.shape[1]
-    return torch.empty(len(input_ids), lm.vocab_size, device=META)
 
 
 def _tiny_lm(vocab: int, dtype: torch.dtype) -> stree.TreeLM:

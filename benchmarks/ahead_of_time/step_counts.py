@@ -2,8 +2,8 @@
 
 Run: python -m benchmarks.ahead_of_time.step_counts [--sizes 16x4 64x6] [--out FILE]
 
-A tiny hybrid target and a tiny Mamba-2 drafter take a step at fixed shapes, with Triton's kernels under its
-interpreter, as a GPU would.  Counted is what `kernel_counts.py` counts; forwards are counted apart, and depend on the
+A tiny hybrid target and a tiny Mamba-2 drafter take a step at fixed shapes on meta tensors, along the code that a GPU
+would run.  Launches are counted as by `kernel_counts`; those of forwards are counted apart, since they depend on the
 models.
 """
 
@@ -16,24 +16,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any import
 
-import torch
-from tiny_models import grafted, tiny_model
+from tiny_models import tiny_model
+from triton.runtime.interpreter import InterpretedFunction
 
 import stree.program
 from benchmarks.ahead_of_time import kernel_counts  # sets the interpreter up, so before what it imports
+from benchmarks.ahead_of_time.whole_step import begun
 from benchmarks.report import table
 from stree.bench.records import Record, environment, write
-from stree.drafters import ModelDrafter
-from stree.growth import Calibrated
-from stree.program import Program
-from stree.sampling import Random, Sampling
 
 SIZES = ((16, 4), (64, 6))  # nodes, root included, and draft calls
 TEMPERATURES = (0.0, 0.8)
-PROMPT = [5, 6, 7, 8, 9, 3]
 FORWARDS = ("draft forwards", "target forward")
 PARTS = ("growth", "verify", "accept", "commit", "emit", "observe")
 
@@ -72,19 +69,14 @@ class StepCounts(kernel_counts.Counts):
 
 def count(nodes: int, depth: int, temperature: float) -> Record:
     """Count one step of a draft model's tree of so many nodes and draft calls."""
-    growth = Calibrated(depth).bind(Sampling(temperature))
     loop: Any = stree.program
     accept = loop.accept
-    with kernel_counts.as_on_a_gpu():
-        target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))
-        state = target.new_state(1, 512, nodes, fixed_shapes=True)
-        rng = Random(torch.zeros((), dtype=torch.long), torch.arange(1), torch.tensor([len(PROMPT)]))
-        program = Program(target, state, rng, sampling=growth.sampling, verifier="auto", stop_token_ids=[1])
-        program.fill(ModelDrafter(draft), [PROMPT], 400, 0)
+    launch = mock.patch.object(InterpretedFunction, "run", lambda *_, **__: None)
+    with kernel_counts.as_on_a_gpu(), launch:
+        target, draft = (stree.TreeLM(tiny_model(family).to("meta")) for family in ("bamba", "mamba2"))
+        program, step = begun(target, draft, nodes, depth, temperature)
+        step()
         run: Any = program.run
-        run.reserve(512, growth, nodes, begins=True)
-        program.begin(0, 3, is_finished=False)
-        program.step(growth, nodes)
         places = Places()
         counts = StepCounts(target, places)
         for owner, name, part in (
@@ -95,7 +87,7 @@ def count(nodes: int, depth: int, temperature: float) -> Record:
             places.within(owner, name, part)
         try:
             with counts.watching():
-                program.step(growth, nodes)
+                step()
         finally:
             loop.accept = accept
     by_part: Counter[str] = Counter()

@@ -275,9 +275,9 @@ def _rows(rows: Sequence[Record], part: str) -> Iterator[list[str]]:
     for row in rows:
         if row["part"] == part:
             where = " ".join(f"{name}={value}" for name, value in row["params"].items() if name != "prompts")
-            speed = interval_text(*row["tokens_per_s"], 2) if part == "a" else f"{row['step_ms']:.3f} ms"
+            speed = interval_text(*row["tokens_per_s"], digits=2) if part == "a" else f"{row['step_ms']:.3f} ms"
             label = f"{row['label']}: {row['over_bytes']:.1f} x" if part == "a" else row["label"]
-            over = [interval_text(*row[name], 2) if name in row else "" for name in ("over_plain", "over_chain")]
+            over = [interval_text(*row[name], digits=2) if name in row else "" for name in ("over_plain", "over_chain")]
             yield [where, row["method"], speed, f"{row['tau']:.2f}", *over, label]
 
 

@@ -74,9 +74,11 @@ def delta_case(sizes: Delta, at: Size) -> Case:
         }  # fmt: skip
 
     def run(i: Inputs, backend: Backend) -> Tensor:
+        old = i["stash_k"], i["stash_u"], i["stash_g"]
+        k, u, g = map(torch.empty_like, old)
         return ops.gated_delta_step(
-            i["state"], i["stash_k"], i["stash_u"], i["stash_g"], i["accepted"], None,
-            i["q"], i["k"], i["v"], i["g"], i["beta"], i["topology"], backend=backend,
+            i["state"], k, u, g, i["accepted"], None, i["q"], i["k"], i["v"], i["g"], i["beta"], i["topology"],
+            folded=old, backend=backend,
         )  # fmt: skip
 
     stash = size * hk * dk + 4 * hv * dv + 4 * hv * (dk if sizes.per_channel else 1)

@@ -23,7 +23,8 @@ def copy(tmp_path: Path) -> Path:
 
 def run(copy: Path) -> subprocess.CompletedProcess[str]:
     code = "import sys; import benchmarks; from stree.kernels.toy import VALUE; print(VALUE)"
-    return subprocess.run([sys.executable, "-S", "-c", code], cwd=copy, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-S", "-c", code]
+    return subprocess.run(command, cwd=copy, env={"PATH": ""}, capture_output=True, text=True, check=False)
 
 
 def test_lost_links_are_made_again_and_the_checkout_is_importable(copy: Path) -> None:

@@ -40,6 +40,7 @@ def test_views_and_allocations_launch_nothing(operator: object, expected: bool) 
     assert kernel_counts.launches(operator) == expected
 
 
+@pytest.mark.slow
 def test_a_layer_of_mamba2_launches_six_kernels() -> None:
     before, after = (
         {r["params"]["layer"]: r for r in kernel_counts.count("mamba2", 5, is_lean=is_lean)}
@@ -59,6 +60,7 @@ def test_a_layer_of_mamba2_launches_six_kernels() -> None:
     assert after["outside"]["value"] <= 9 and after["commit"]["value"] == 2
 
 
+@pytest.mark.slow
 def test_every_launch_of_attention_and_experts_has_its_place() -> None:
     after = {r["params"]["layer"]: r for r in kernel_counts.count("granitemoehybrid", 4, is_lean=True)}
     (attention,) = (r for name, r in after.items() if "Attention" in name)

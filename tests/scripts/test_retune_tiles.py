@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 
 from benchmarks.gpu import cases, retune_tiles
 from benchmarks.gpu.case import Case, Inputs, Size
+from benchmarks.gpu.recurrences import conv_case, ssd_case
 from benchmarks.shapes import Mixer
 from stree.kernels import tiles
 
@@ -52,7 +53,7 @@ def test_the_script_runs_at_tiny_sizes(
 ) -> None:
     for name, _ in retune_tiles.TABLES.values():
         monkeypatch.setattr(tiles, name, getattr(tiles, name))  # the script replaces the tables
-    monkeypatch.setattr(cases, "SMALL", [(cases.ssd_case, {"tiny": TINY}), (cases.conv_case, {"tiny": TINY})])
+    monkeypatch.setattr(cases, "SMALL", [(ssd_case, {"tiny": TINY}), (conv_case, {"tiny": TINY})])
     out = tmp_path / "tiles.jsonl"
     monkeypatch.setattr(
         sys, "argv", ["retune_tiles.py", "--smoke", "--ops", "ssd_step", "conv_step", "--out", str(out)]
@@ -72,7 +73,7 @@ def test_the_script_runs_at_tiny_sizes(
 
 
 def test_a_candidate_that_computes_something_else_is_not_timed(table: retune_tiles.Watched) -> None:
-    case = cases.ssd_case(TINY, Size("tiny", 1, 3, torch.float32, torch.device("cpu")))
+    case = ssd_case(TINY, Size("tiny", 1, 3, torch.float32, torch.device("cpu")))
     right = case.providers["reference"]
 
     def wrong_with_another_tile(inputs: Inputs) -> torch.Tensor:
@@ -117,7 +118,7 @@ def test_only_the_first_shape_of_an_operation_is_tuned_unless_all_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shapes = {"first": TINY, "second": TINY}
-    monkeypatch.setattr(cases, "SMALL", [(cases.ssd_case, shapes), (cases.conv_case, shapes)])
+    monkeypatch.setattr(cases, "SMALL", [(ssd_case, shapes), (conv_case, shapes)])
     for all_shapes, names in ((False, ["first"]), (True, ["first", "second"])):
         found = [case for case, _ in retune_tiles.tuned(options_of(all_shapes=all_shapes), torch.device("cpu"))]
         assert [(case.op, case.params["model"]) for case in found] == [("ssd_step", name) for name in names]
@@ -127,7 +128,7 @@ def test_only_the_first_shape_of_an_operation_is_tuned_unless_all_are_asked_for(
 def test_when_the_time_is_up_what_is_left_out_is_counted(
     table: retune_tiles.Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cases, "SMALL", [(cases.ssd_case, {"tiny": TINY})])
+    monkeypatch.setattr(cases, "SMALL", [(ssd_case, {"tiny": TINY})])
     cpu = torch.device("cpu")
     (left,) = retune_tiles.measured(options_of(minutes=-1.0), cpu, {"ssd_step": table})
     assert left["op"] == "ssd_step" and left["left_out"] == 3 * 3 * 2 * 2
@@ -142,13 +143,12 @@ def test_when_the_time_is_up_what_is_left_out_is_counted(
 def test_a_case_that_fails_does_not_end_the_others(
     table: retune_tiles.Watched, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    real = cases.ssd_case
 
     def case_of(sizes: Mixer, at: Size) -> Case:
         def failing(_: object) -> Any:
             raise torch.OutOfMemoryError("no room")
 
-        case = real(sizes, at)
+        case = ssd_case(sizes, at)
         return replace(case, make=failing) if at.model == "large" else case
 
     monkeypatch.setattr(cases, "SMALL", [(case_of, {"large": TINY, "tiny": TINY})])
@@ -161,7 +161,7 @@ def test_a_case_that_fails_does_not_end_the_others(
 
 
 def test_where_the_entry_of_the_table_has_no_room_the_others_are_timed(table: retune_tiles.Watched) -> None:
-    case = cases.ssd_case(TINY, Size("tiny", 1, 3, torch.float32, torch.device("cpu")))
+    case = ssd_case(TINY, Size("tiny", 1, 3, torch.float32, torch.device("cpu")))
     right = case.providers["reference"]
 
     def failing(inputs: Inputs) -> torch.Tensor:
@@ -180,12 +180,12 @@ def test_shares_of_the_builds_together_launch_every_candidate_once(
 ) -> None:
     launched: list[tuple[str, retune_tiles.Entry | None]] = []
 
-    def case_of(model: str, *args: Any) -> Case:
+    def case_of(sizes: Mixer, at: Size) -> Case:
         def noted(inputs: Inputs) -> torch.Tensor:
-            launched.append((model, table.other))
+            launched.append((at.model, table.other))
             raise RuntimeError("no such tile")
 
-        return replace(cases.ssd_case(model, *args), providers={"triton": noted})
+        return replace(ssd_case(sizes, at), providers={"triton": noted})
 
     monkeypatch.setattr(cases, "SMALL", [(case_of, {"first": TINY, "second": TINY})])
     options, cpu = options_of(all_shapes=True), torch.device("cpu")

@@ -25,11 +25,13 @@ from benchmarks.gpu import peers
 from benchmarks.gpu import steps as gpu_steps
 from benchmarks.gpu import suite as gpu_suite
 from benchmarks.gpu.case import Inputs, Size
+from benchmarks.gpu.recurrences import ssd_case
 from benchmarks.shapes import Mixer, binary_tree, leaf_paths
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_the_suite_runs_every_kernel_and_step_at_tiny_sizes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu.suite", "--smoke", "--out", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -51,7 +53,7 @@ def test_the_suite_runs_every_kernel_and_step_at_tiny_sizes(tmp_path: Path) -> N
 def test_a_provider_that_is_wrong_or_fails_is_reported_and_not_timed() -> None:
     options = argparse.Namespace(minutes=1, out=None, smoke=True)
     suite = gpu_suite.Suite(options)
-    case = gpu_cases.ssd_case(Mixer(2, 16, 16, 1), Size("tiny", 1, 3, torch.float32, suite.device))
+    case = ssd_case(Mixer(2, 16, 16, 1), Size("tiny", 1, 3, torch.float32, suite.device))
     right = case.providers["reference"]
 
     def failing(inputs: Inputs) -> torch.Tensor:
@@ -89,7 +91,7 @@ def test_a_peer_folder_without_the_peers_files_is_refused(tmp_path: Path) -> Non
 def main_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], out: Path) -> tuple[int, list[Any]]:
     """Run the suite's steps and kernels with one case each; give its exit status and records."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    tiny = [(gpu_cases.ssd_case, {"tiny": Mixer(2, 16, 16, 1)})]
+    tiny = [(ssd_case, {"tiny": Mixer(2, 16, 16, 1)})]
     monkeypatch.setattr(gpu_cases, "SMALL", tiny)
     command = ["gpu_suite.py", "--smoke", "--parts", "steps", "kernels", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", command)
@@ -134,7 +136,7 @@ def test_a_build_that_fails_does_not_end_its_share(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     suite = gpu_suite.Suite(argparse.Namespace(minutes=1, out=None, smoke=True))
-    case = gpu_cases.ssd_case(Mixer(2, 16, 16, 1), Size("tiny", 1, 3, torch.float32, suite.device))
+    case = ssd_case(Mixer(2, 16, 16, 1), Size("tiny", 1, 3, torch.float32, suite.device))
     built: list[str] = []
 
     def failing(inputs: Inputs) -> torch.Tensor:
