@@ -20,7 +20,7 @@ def failure(problem: Exception) -> Record:
     return {"problem": f"{type(problem).__name__}: {problem}"[:500]}
 
 
-def interval_text(value: float, low: float | None, high: float | None, digits: int = 3) -> str:
+def interval_text(value: float, low: float | None, high: float | None, *, digits: int = 3) -> str:
     """Write a value with its interval, where it has one."""
     if low is None or high is None or low == high:
         return f"{value:.{digits}f}"

@@ -19,7 +19,8 @@ from host_reads import NoHostReads
 from launch_keys import launch_keys
 from tiny_models import grafted, tiny_model
 
-from benchmarks.ahead_of_time import kernel_counts, step_counts
+from benchmarks.ahead_of_time import step_counts
+from benchmarks.ahead_of_time.whole_step import as_on_a_gpu
 from stree.drafters import ModelDrafter
 from stree.drafters.model import _ModelRun
 from stree.growth import RSDS, Calibrated, DepthStop, DySpec, Eagle2, Growth, OptTree, Sequoia, SpecInfer
@@ -92,7 +93,7 @@ def test_drafts_are_the_same_node_for_node(
 def launches_of(growth: Growth, budget: int) -> Counter[str]:
     """Count the launches of one proposal."""
     run: _ModelRun = begun(growth, PROMPTS[:1])
-    with kernel_counts.as_on_a_gpu():
+    with as_on_a_gpu():
         run._begun = None
         run.propose(torch.tensor([7]), growth, budget)
         places = step_counts.Places()

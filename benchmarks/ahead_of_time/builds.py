@@ -10,7 +10,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,9 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import stree
-from benchmarks.ahead_of_time.whole_step import META, begun
+from benchmarks.ahead_of_time.whole_step import META, as_on_a_gpu, begun
 from benchmarks.gpu.cases import KINDS, cases
 from stree.bench.records import Record
-from stree.kernels import checks, topology
-from stree.models import tree_lm
 
 
 @dataclass(frozen=True)
@@ -99,21 +97,10 @@ def recorded() -> Iterator[list[Build]]:
         options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, rest)
         found.append(Build(kernel, signature, constants, attributes, options.num_warps, options.num_stages))
 
-    def has_triton(op: str, device: torch.device, dtype: torch.dtype) -> bool:
-        return op in checks.TRITON and dtype != torch.float64
-
     triton.knobs.runtime.interpret = False  # for kernels that are first imported below, whatever the environment says
-    with ExitStack() as patched:
-        patched.enter_context(mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}))  # lets tensors be on any device
-        for owner, name, value in (
-            (JITFunction, "run", run),
-            (Tensor, "data_ptr", _data_ptr),
-            (checks, "has_triton", has_triton),
-            (tree_lm, "has_triton", has_triton),
-            (topology, "launches_always", True),
-            (topology, "waits_always", True),
-        ):
-            patched.enter_context(mock.patch.object(owner, name, value))
+    environment = mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"})  # lets tensors be on any device
+    patches = mock.patch.object(JITFunction, "run", run), mock.patch.object(Tensor, "data_ptr", _data_ptr)
+    with as_on_a_gpu(), environment, patches[0], patches[1]:
         yield found
 
 

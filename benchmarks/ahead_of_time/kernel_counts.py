@@ -17,10 +17,9 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any import
 
@@ -32,10 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
 import stree
+from benchmarks.ahead_of_time.whole_step import as_on_a_gpu
 from benchmarks.report import table
 from stree.bench.records import Record, environment, write
-from stree.kernels import checks, topology
-from stree.models import tree_lm
 
 FAMILIES = (
     "mamba2",
@@ -143,24 +141,6 @@ def _places(lm: stree.TreeLM) -> tuple[dict[int, int], dict[int, str]]:
         elif kind.endswith(("MLP", "MoE", "MoeBlock", "Mixture")):
             parts[id(module)] = "feed-forward"
     return {id(block): index for index, block in enumerate(blocks)}, parts
-
-
-@contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """Let "auto" mean Triton on the CPU, and let it make what layers share of a tree, once a step."""
-
-    def has_triton(op: str, device: torch.device, dtype: torch.dtype) -> bool:
-        return op in checks.TRITON and dtype != torch.float64
-
-    with ExitStack() as patched:
-        for owner, name, value in (
-            (checks, "has_triton", has_triton),
-            (tree_lm, "has_triton", has_triton),
-            (topology, "launches_always", True),
-            (topology, "waits_always", True),
-        ):
-            patched.enter_context(mock.patch.object(owner, name, value))
-        yield
 
 
 def count(family: str, nodes: int, *, is_lean: bool) -> list[Record]:

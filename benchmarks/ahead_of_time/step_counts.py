@@ -25,7 +25,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 import stree.program
 from benchmarks.ahead_of_time import kernel_counts  # sets the interpreter up, so before what it imports
-from benchmarks.ahead_of_time.whole_step import begun
+from benchmarks.ahead_of_time.whole_step import as_on_a_gpu, begun
 from benchmarks.report import table
 from stree.bench.records import Record, environment, write
 
@@ -72,7 +72,7 @@ def count(nodes: int, depth: int, temperature: float) -> Record:
     loop: Any = stree.program
     accept = loop.accept
     launch = mock.patch.object(InterpretedFunction, "run", lambda *_, **__: None)
-    with kernel_counts.as_on_a_gpu(), launch:
+    with as_on_a_gpu(), launch:
         target, draft = (stree.TreeLM(tiny_model(family).to("meta")) for family in ("bamba", "mamba2"))
         program, step = begun(target, draft, nodes, depth, temperature)
         step()

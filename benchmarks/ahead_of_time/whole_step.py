@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -13,11 +13,30 @@ from torch import Tensor
 import stree
 from stree.drafters import ModelDrafter
 from stree.growth import Calibrated
+from stree.kernels import checks, topology
 from stree.models import tree_lm
 from stree.program import Program
 from stree.sampling import Random, Sampling
 
 META = torch.device("meta")
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Let "auto" mean Triton on any device, and let Triton kernels derive the indices of a tree once a step."""
+
+    def has_triton(op: str, device: torch.device, dtype: torch.dtype) -> bool:
+        return op in checks.TRITON and dtype != torch.float64
+
+    with ExitStack() as patched:
+        for owner, name, value in (
+            (checks, "has_triton", has_triton),
+            (tree_lm, "has_triton", has_triton),
+            (topology, "launches_always", True),
+            (topology, "waits_always", True),
+        ):
+            patched.enter_context(mock.patch.object(owner, name, value))
+        yield
 
 
 def begun(

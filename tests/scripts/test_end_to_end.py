@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -13,11 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.gpu import end_to_end as gpu_end_to_end
 from benchmarks.gpu import steps as gpu_steps
-from benchmarks.gpu.composite import StepTimes, composite_rows, overhead_s, pooled, seconds_of, timed_models
+from benchmarks.gpu.composite import StepTimes, composite_rows, overhead_s, pooled, seconds_of
 from stree.bench.pair import Pair
 from stree.bench.records import read, write
 
@@ -134,15 +132,6 @@ def steps_of(model: str, **params: Any) -> dict[str, Any]:
     return {"bench": "step", "provider": "eager", "params": place, "p50": 5.0}
 
 
-def test_only_models_with_step_times_at_the_place_are_known() -> None:
-    found = [
-        steps_of("timed"), steps_of("other-batch", batch=8), {**steps_of("other-provider"), "provider": "graph"},
-        {"bench": "unfinished", "params": {"model": "unfinished"}},
-        {"bench": "step", "params": {"model": "failed", "batch": 1, "context": 8}, "problem": "no memory"},
-    ]  # fmt: skip
-    assert timed_models(found, "eager", 1, 8) == {"timed"}
-
-
 @pytest.fixture
 def end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Run the bench on records that stand ready, with step times as they come from the argument."""
@@ -181,18 +170,6 @@ def test_the_measured_rows_are_written_when_a_batch_fails_and_the_time_ends_befo
     assert "batch 2: RuntimeError: stree bench run ended with 1" in said
     assert "part (b): ValueError: no target and its drafter have step times by eager at batch 1, context 8" in said
     assert len((tmp_path / "steps.jsonl").read_text(encoding="utf-8").splitlines()) == 2
-
-
-def test_the_suite_s_record_may_end_in_the_middle_of_a_line(tmp_path: Path) -> None:
-    records = [{"bench": "ceilings"}, steps_of("tiny-mamba2"), steps_of("tiny-drafter")]
-    whole = [*map(json.dumps, records)]
-    options = argparse.Namespace(steps=tmp_path / "gpu_suite.jsonl", smoke=True)
-    options.steps.write_text("\n".join([*whole, '{"bench": "st']), encoding="utf-8")
-    ((target, drafter, _),) = gpu_end_to_end._shapes(options, torch.device("cpu"), [])
-    assert (target, drafter) == ("tiny-mamba2", "tiny-drafter")
-    options.steps.write_text("\n".join([whole[0], '{"bench": "st', *whole[1:], ""]), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"line 2 of .*gpu_suite\.jsonl is not JSON"):
-        list(gpu_end_to_end._shapes(options, torch.device("cpu"), []))
 
 
 def test_step_times_that_were_taken_before_a_failure_are_used(

@@ -6,7 +6,6 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/scripts/test_retune_tiles.py
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 from dataclasses import replace
@@ -114,16 +113,6 @@ def options_of(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**(given | changes))
 
 
-def test_only_the_first_shape_of_an_operation_is_tuned_unless_all_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shapes = {"first": TINY, "second": TINY}
-    monkeypatch.setattr(cases, "SMALL", [(ssd_case, shapes), (conv_case, shapes)])
-    for all_shapes, names in ((False, ["first"]), (True, ["first", "second"])):
-        found = [case for case, _ in retune_tiles.tuned(options_of(all_shapes=all_shapes), torch.device("cpu"))]
-        assert [(case.op, case.params["model"]) for case in found] == [("ssd_step", name) for name in names]
-
-
 @INTERPRETED
 def test_when_the_time_is_up_what_is_left_out_is_counted(
     table: retune_tiles.Watched, monkeypatch: pytest.MonkeyPatch
@@ -173,27 +162,3 @@ def test_where_the_entry_of_the_table_has_no_room_the_others_are_timed(table: re
     tight = replace(case, providers={"triton": failing, "reference": right})
     present, other = retune_tiles.measure(tight, table, torch.float32, torch.device("cpu"))
     assert present["present"] and present["problem"] == "RuntimeError: out of resources" and "p50" in other
-
-
-def test_shares_of_the_builds_together_launch_every_candidate_once(
-    table: retune_tiles.Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched: list[tuple[str, retune_tiles.Entry | None]] = []
-
-    def case_of(sizes: Mixer, at: Size) -> Case:
-        def noted(inputs: Inputs) -> torch.Tensor:
-            launched.append((at.model, table.other))
-            raise RuntimeError("no such tile")
-
-        return replace(ssd_case(sizes, at), providers={"triton": noted})
-
-    monkeypatch.setattr(cases, "SMALL", [(case_of, {"first": TINY, "second": TINY})])
-    options, cpu = options_of(all_shapes=True), torch.device("cpu")
-    for share in range(5):
-        retune_tiles.build_share(options, cpu, {"ssd_step": table}, share, 5)
-    every = {*itertools.product(*retune_tiles.TABLES["ssd_step"][1])}
-    assert len(launched) == 2 * len(every) == 2 * 36
-    assert {*launched} == {(model, entry) for model in ("first", "second") for entry in every}
-    launched.clear()
-    retune_tiles.build_share(options_of(minutes=-1.0), cpu, {"ssd_step": table}, 0, 1)
-    assert not launched

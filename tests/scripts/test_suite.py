@@ -130,25 +130,3 @@ def test_a_part_that_fails_is_reported_and_the_others_and_the_table_come(
 
 def failing_case(*_: object) -> None:
     raise RuntimeError("the device is dead")
-
-
-def test_a_build_that_fails_does_not_end_its_share(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    suite = gpu_suite.Suite(argparse.Namespace(minutes=1, out=None, smoke=True))
-    case = ssd_case(Mixer(2, 16, 16, 1), Size("tiny", 1, 3, torch.float32, suite.device))
-    built: list[str] = []
-
-    def failing(inputs: Inputs) -> torch.Tensor:
-        raise RuntimeError("no such tile")
-
-    def building(inputs: Inputs) -> torch.Tensor:
-        built.append("built")
-        return torch.zeros(1)
-
-    found = [replace(case, providers={"triton": provider}) for provider in (failing, building)]
-    monkeypatch.setattr(suite, "cases", lambda: [(one, torch.float32) for one in found])
-    assert suite.build_share(0, 1) == 1 and built == ["built"]
-    assert "ssd_step by triton: RuntimeError: no such tile" in capsys.readouterr().err
-    suite.deadline = 0.0
-    assert suite.build_share(0, 1) == 0 and built == ["built"]
