@@ -2,12 +2,12 @@
 
 Run: python -m benchmarks.ahead_of_time.kernel_counts [--families mamba2 bamba] [--nodes 5] [--out FILE]
 
-A tiny model of each family verifies a tree under Triton's interpreter, with a committed path waiting to be folded, as
-in the middle of a text, and commits a path of it.  Counted are launches of our Triton kernels and calls of ATen
+A tiny model of each family verifies a tree under Triton's interpreter, with a deferred commit, as in the
+middle of a text, and commits a path of it.  Counted are launches of our Triton kernels and calls of ATen
 operators that would launch at least one kernel: views and bare allocations launch none.  Numbers of kernels do not
 depend on sizes, except where a library splits a product and where mixtures of experts run expert by expert; what one
 operator launches beyond its first kernel (sorting, for instance) is not seen, so counts are lower bounds.  "before" is
-with transformers' own norms, rotary positions and feed-forwards, "after" with those of `stree.models.lean`.
+with transformers' own norms, rotary positions and feed-forwards, "after" with the fused ones.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias",
     "detach", "lift_fresh", "alias", "sym_size", "sym_stride", "sym_numel",
 }  # fmt: skip
-# Parts of a layer, in the order of the table; "layer" is what stands in the layer itself: residual sums and factors.
+# Parts of a layer, in the order of the table; "layer" is the layer's own operators: residual sums and factors.
 PARTS = ("norm", "mixer", "feed-forward", "layer")
 
 
@@ -149,7 +149,7 @@ def count(family: str, nodes: int, *, is_lean: bool) -> list[Record]:
     Args:
         family: model_type.
         nodes: of the tree, whose nodes have two children each.
-        is_lean: whether layers run `stree.models.lean`.
+        is_lean: whether layers run fused.
 
     Returns:
         Records with launches a layer as ``value`` (the mean over layers of a kind), ``parts`` of it, and ``by_name``.
@@ -176,7 +176,7 @@ def count(family: str, nodes: int, *, is_lean: bool) -> list[Record]:
 
 
 def _record(family: str, nodes: int, is_lean: bool, kind: str, kinds: Sequence[str], counts: Counts) -> Record:
-    """Sum the launches of all layers of a kind, or of what stands outside the layers."""
+    """Sum the launches of all layers of a kind, or of what is outside the layers."""
     inside = [index for index, name in enumerate(kinds) if name == kind]
     layers: list[int | None] = [*inside] or [None]
     parts: Counter[str] = Counter()
@@ -233,7 +233,7 @@ def _parts(record: Record) -> str:
 
 
 def main() -> None:
-    """Count all families, with and without lean layers, and print a table and the records."""
+    """Count all families, with and without fused layers, and print a table and the records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES))
     parser.add_argument("--nodes", type=int, default=5)

@@ -1,4 +1,4 @@
-"""Count the kernels of one whole decoding step, by part, without a GPU: what stands beside the models' forwards.
+"""Count the kernels of one whole decoding step, by part, without a GPU, apart from those of the models' forwards.
 
 Run: python -m benchmarks.ahead_of_time.step_counts [--sizes 16x4 64x6] [--out FILE]
 

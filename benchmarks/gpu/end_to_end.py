@@ -9,10 +9,10 @@ how many times longer a step takes than its bytes at the bandwidth of a copy; ab
 pair is so small that starting kernels costs more than what they do, which is not so at billions of parameters.
 (b) takes from (a), batch 1, the steps that every prompt needed, and from `gpu_steps.py` what a step of a 2.7 and an 8
 billion parameter shape takes and of a drafter a twentieth of their size; time outside the forwards is added as measured
-in (a).  The default budget runs anew there, on first turns, told what steps of the shape take.  It is no measurement of
+in (a).  It is no measurement of
 such a pair, and every row says "composite".
 
-The rows of (a) are written before (b) begins.  What fails is said, and is left out; the command then ends with 1.
+The rows of (a) are written before (b) begins.  What fails is reported and left out, and the command then exits with 1.
 """
 
 from __future__ import annotations

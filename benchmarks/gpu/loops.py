@@ -5,7 +5,7 @@ Without a GPU: python -m benchmarks.gpu.loops --smoke --out DIR, which runs ever
 
 The loop is `generate`'s own: a target, a drafter a twentieth of its size (`gpu_steps.DRAFTERS`), trees grown, scored,
 accepted and committed, every step a replayed CUDA graph.  Random models agree on nothing, but a captured step does the
-same work whatever is accepted.  Of each size: milliseconds a step, the share of it that the device waits between
+same work whatever is accepted.  Of each size: milliseconds a step, the share of it that the device is idle between
 replays, what the same steps take without the models' forwards ("outside_forwards"), the parts when launched one by one
 (`stree.bench.profile`), and the kernels of a replayed step by what they take, if the profiler runs there.
 """

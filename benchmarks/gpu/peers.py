@@ -69,7 +69,7 @@ def attention_peers() -> dict[str, Provider]:
 
 
 def _rows(parents: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """Unroll the first row's tree: nodes of the paths, where each node stands, number of leaves and depth."""
+    """Unroll the first row's tree: nodes of the paths, the place of each node, number of leaves and depth."""
     paths, where = leaf_paths(parents[0].cpu())
     device = parents.device
     return paths.to(device), (where[:, 0] * paths.shape[1] + where[:, 1]).to(device), *paths.shape
@@ -182,7 +182,7 @@ def _ssd_sglang(mixer: Mixer) -> Provider:
     def run(i: Inputs) -> Tensor:
         x, B, C = _split(mixer, i["xbc"])
         batch, n = x.shape[:2]
-        if "snapshots" not in i:  # the tree before left one a node; that of the accepted node is the folded state
+        if "snapshots" not in i:  # the tree before left one a node; that of the accepted node is the committed state
             snapshots = i["state"].new_zeros(1, batch, n, h, p, s)
             last = i["path_lengths"].long() - 1
             i["last"] = i["path"].gather(1, last[:, None]).squeeze(1)
@@ -203,7 +203,7 @@ def _ssd_sglang(mixer: Mixer) -> Provider:
 
 
 def _delta_sglang() -> Provider:
-    """Do the same for the gated delta rule; its states stand as [heads, value, key]."""
+    """The same for the gated delta rule; its states are [heads, value, key]."""
     update = _sglang("attention.fla.fused_recurrent").fused_recurrent_gated_delta_rule_update
     scatter = _sglang("mamba.mamba_state_scatter_triton").fused_mamba_state_scatter_with_mask
 
@@ -228,7 +228,7 @@ def _delta_sglang() -> Provider:
 
 
 def _sdpa(i: Inputs) -> Tensor:
-    """Attend from one token to its context and itself, which stands in the cache's last row."""
+    """Attend from one token to its context and itself, which is the cache's last row."""
     for cache, new in (("k_cache", "k"), ("v_cache", "v")):
         i[cache][:, :, -1] = i[new][:, 0]
     query = i["q"].transpose(1, 2)

@@ -51,7 +51,7 @@ TABLES: Mapping[str, tuple[str, tuple[Sequence[Any], ...]]] = {
 
 
 class Watched(dict):
-    """A table of tiles that remembers the key last looked up, and gives another entry for it if told."""
+    """A table of tiles that records the key last looked up, and gives the entry ``other`` if it is set."""
 
     key: Any = None
     other: Entry | None = None
@@ -64,7 +64,7 @@ class Watched(dict):
 
 
 def candidates(op: str, present: Entry, smoke: bool) -> list[Entry]:
-    """List the entry that stands in the table, then others; only one other at tiny sizes."""
+    """The present entry of the table, then other entries; only one other at tiny sizes."""
     others = [entry for entry in itertools.product(*TABLES[op][1]) if entry != present]
     return [present, *others[: 1 if smoke else None]]
 

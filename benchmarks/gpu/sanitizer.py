@@ -4,8 +4,8 @@ Run: python -m benchmarks.gpu.sanitizer --out DIR [--tools memcheck racecheck sy
 
 Each tool watches one process that launches every operation of the suite at tiny sizes and writes texts with tiny
 models, launched operation by operation: growth, both samplings, verify, acceptance, commit.  torch gives every tensor
-memory of its own there, so that a byte beyond it is noticed.  A machine on which the tool does not run is said, and is
-no failure; an error that it finds is.
+memory of its own there, so that a byte beyond it is noticed.  A machine on which the tool does
+not run is reported and is no failure; an error that it finds is.
 """
 
 from __future__ import annotations

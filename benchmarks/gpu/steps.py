@@ -1,10 +1,10 @@
 """Times whole steps of a target at the shapes of published models, with random weights: verify of a tree, and commit.
 
-A step starts as in the middle of a text: the path of the step before waits, and the verify folds it.  The commit puts
-its own path there.  Steps are timed as replays of a CUDA graph and as plain calls; beside them stand the same graph
-without lean layers, transformers' own forward of one token, and mamba-ssm's one-token decode with its CUDA graph where
-it is installed.  Every record says what the step must move at least, how long that takes at the bandwidth of a copy in
-the same run, and how much longer it takes than one node.  Without a GPU tiny models are run, without graphs.
+A step starts as in the middle of a text: verify applies the deferred commit of the path of the step before, and commit
+defers its own.  Steps are timed as replays of a CUDA graph and as plain calls, beside the same graph without fused
+layers, transformers' own forward of one token, and mamba-ssm's one-token decode with its CUDA graph where it is
+installed.  Every record has the bytes that the step must move, their time at the bandwidth of a copy in the same run,
+and the ratio to one node.  Without a GPU tiny models are run, without graphs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["DRAFTERS", "NODES", "configurations", "measure", "model_of", "state_
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 NODES = (1, 4, 8, 16, 32, 64)
-PLAIN_NODES = (1, 16)  # that are timed without lean layers, too
+PLAIN_NODES = (1, 16)  # that are timed without fused layers, too
 SIZES = ((1, 256), (8, 256), (1, 4096), (8, 4096))  # batch, tokens of context
 PATH = 3  # most nodes of a committed path
 ROOM = 512  # tokens that repeated steps may commit
@@ -198,7 +198,7 @@ def _providers(n: int, device: torch.device) -> tuple[str, ...]:
 
 
 def step_of(lm: stree.TreeLM, state: Any, n: int, context: int) -> Callable[[], Any]:
-    """Give a call that verifies a binary tree and commits its leftmost path; the text may not outgrow the state."""
+    """A call that verifies a binary tree and commits its leftmost path; the text may not outgrow the state."""
     batch = state.batch_size
     tokens = torch.randint(lm.vocab_size, (batch, n)).to(lm.device)  # a failed capture may spoil the device's draws
     tree = stree.TokenTree.unchecked(tokens, binary_tree(batch, n, lm.device))
@@ -230,7 +230,7 @@ def state_for(lm: stree.TreeLM, batch: int, context: int) -> Any:
 
 
 def _bytes(lm: stree.TreeLM, batch: int, context: int, n: int) -> dict[str, int]:
-    """Count what a step must move; of experts, as many as uniform routing is expected to reach."""
+    """Bytes that a step must move; of experts, as many as uniform routing is expected to reach."""
     moved = bytes_moved(lm, batch=batch, length=context, nodes=n)
     experts = {id(p): p for module in lm.model.modules() if type(module).__name__.endswith("Experts")
                for p in module.parameters()}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Measure whether sampled texts have the target's law: three tokens through ``stree.generate``, by chi-square.
+"""Measure whether sampled texts have the target's distribution: three tokens through ``stree.generate``, by chi-square.
 
     python -m benchmarks.studies.lossless --out benchmarks/results/lossless
 
@@ -6,7 +6,7 @@ runs every growth with every verifier at two temperatures on a tiny hybrid targe
 ``lossless.jsonl``: growth, verifier, temperature, samples, p-value.  The exact law is enumerated by transformers'
 forwards of whole texts.  The text is a prompt, one token from prefill and the three that are counted, so that tokens of
 a step, the one after them and the next step's take part.  Each record has a control: the p-value of the same counts
-against the law at another temperature, which must be tiny.  What is recorded already is not run again.
+against the distribution at another temperature, which must be tiny.  What is recorded already is not run again.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def models() -> tuple[TreeLM, TreeLM]:
 
 @cache
 def exact_law(sampling: Sampling) -> Tensor:
-    """Enumerate the law of the counted tokens by fresh forwards: float64[VOCAB ** COUNTED]."""
+    """Enumerate the distribution of the counted tokens by fresh forwards: float64[VOCAB ** COUNTED]."""
     joint = torch.ones(1, dtype=torch.float64)
     for size in range(COUNTED + 1):
         texts = [[*PROMPT, *text] for text in itertools.product(range(VOCAB), repeat=size)]
@@ -107,7 +107,7 @@ def exact_law(sampling: Sampling) -> Tensor:
 
 
 def p_value(counts: Tensor, law: Tensor) -> float:
-    """Test counts against a law by chi-square; cells of less than five expected samples are put together."""
+    """Test counts against a distribution by chi-square; cells of less than five expected samples are put together."""
     if int(counts[law == 0].sum()):
         return 0.0  # a text of probability zero was sampled
     expected = law * counts.sum()
@@ -182,7 +182,7 @@ def record(name: str, verifier: str, temperature: float, samples: int) -> dict[s
 
 def main() -> None:
     """Measure every pair that is not recorded yet."""
-    parser = argparse.ArgumentParser(description="Test the law of sampled texts, every growth with every verifier.")
+    parser = argparse.ArgumentParser(description="Test sampled texts, every growth with every verifier.")
     parser.add_argument("--out", type=Path, required=True, help="folder of lossless.jsonl")
     parser.add_argument("--samples", type=int, default=SAMPLES, help=f"texts a test, a multiple of {BATCH}")
     arguments = parser.parse_args()

@@ -58,7 +58,7 @@ def published() -> dict[str, Any]:
 
 
 def record_of(name: str, report: Mapping[str, Any], env: Mapping[str, Any]) -> dict[str, Any]:
-    """Make a record: the stash of a node, with the state that it stands for."""
+    """Make a record: bytes of a node's factors, and of a full state."""
     return {
         "bench": "memory",
         "provider": "stree",

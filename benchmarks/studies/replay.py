@@ -1,7 +1,7 @@
 """Fixed texts on which every way of drafting is compared: remembered forwards, shared draws, exact expectations.
 
 A model's forwards on one context are remembered by token path, and a draft's draws are numbered by the path of the
-node that they stand below.  So all growths choose from one random tree a context, and what differs between two of them
+node above them.  So all growths choose from one random tree a context, and what differs between two of them
 is what they chose, not what was drawn.  It knows no suites and no growths.
 """
 
@@ -31,7 +31,7 @@ class _Known:
     Attributes:
         children: number of each node by (number of its parent, token); the root is 0.
         above: number of each node's parent; tokens: its token; mark: a hash of its path.
-        place: where each node's logits stand, -1 if it was not run.
+        place: row of each node's logits, -1 if it was not run.
     """
 
     children: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class _Known:
         return number
 
     def marks(self, nodes: list[int]) -> list[int]:
-        """Give the marks of nodes; one that stands there twice, as drawing with replacement makes them, has two."""
+        """Marks of nodes; a token drawn twice with replacement gives two nodes with different marks."""
         seen: dict[int, int] = {}
         found = []
         for node in nodes:
@@ -62,7 +62,7 @@ class _Known:
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """What a drafter sees of a replayed state: where the texts stand, and room for everything."""
+    """State that a drafter sees of a replay: the lengths of the texts, and room for any tree."""
 
     replay: Replay
     max_length: int = 1 << 30
@@ -112,7 +112,7 @@ class Replay:
         self._forget()
 
     def new_state(self, batch_size: int, max_length: int, max_nodes: int) -> _Place:
-        """Show a drafter where the texts stand."""
+        """State that shows a drafter the lengths of the texts."""
         return _Place(self)
 
     def prefill(self, state: _Place, input_ids: Tensor, lengths: Tensor) -> None:
@@ -192,8 +192,8 @@ class Replay:
 class Coupled(Random):
     """Random numbers whose draft draws are numbered by token path, so that all trees draw alike below equal nodes.
 
-    Below a node the draws of one tree have different numbers, as ``Random`` gives them, so each tree has its own law;
-    only trees of different growths depend on each other.
+    Below a node the draws of one tree have different numbers, as ``Random`` gives them, so each tree has its own
+    distribution; only trees of different growths depend on each other.
 
     Attributes:
         replay: the draft model, which knows the paths of the nodes that it ran last.
@@ -221,7 +221,7 @@ class _Coins(Random):
 
 
 class Walked:
-    """A drafter without a model on fixed texts: told of every token, whatever was proposed.
+    """A drafter without a model on fixed texts: it observes every token of the text, whatever was proposed.
 
     Args:
         drafter: such as ``SuffixDrafter``.

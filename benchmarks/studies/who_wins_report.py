@@ -1,4 +1,4 @@
-"""Tables and bars of ``bench_who_wins``, from its records alone: ratios of mean tau with paired bootstrap intervals."""
+"""Tables and bars of the who-wins study, from its records alone: ratios of mean tau with paired bootstrap intervals."""
 
 from __future__ import annotations
 
