@@ -13,11 +13,11 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 from benchmarks.ahead_of_time.builds import Build, operation_builds, step_builds
 from stree.bench.records import Record, append
@@ -57,7 +57,7 @@ def compiled(options: argparse.Namespace) -> Iterator[Record]:
             key = (arch, build.warps, build.stages, build.source.hash())
             if key not in known:
                 known[key] = build.compile(arch)
-            record = {**names, "arch": f"sm_{arch}", **known[key], "triton": triton.__version__}
+            record = {**names, "arch": f"sm_{arch}", **known[key], "triton": version("triton")}
             if json.dumps(record) not in written:  # a step launches some kernels several times
                 written.add(json.dumps(record))
                 yield record
