@@ -65,11 +65,6 @@ class Suite:
         if self.options.out:
             append(self.options.out / "gpu_suite.jsonl", [record])
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the time is up."""
-        return bool(time.monotonic() > self.deadline)
-
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Make the failure of a part a record, so that the other parts run."""
@@ -118,7 +113,7 @@ class Suite:
         found = self.cases()
         task = bar.add_task("kernels", total=len(found))
         for place, (case, dtype) in enumerate(found):
-            if self.is_over:
+            if time.monotonic() > self.deadline:
                 self.add({"bench": "unfinished", "cases": len(found) - place})
                 break
             self.run_case(case, dtype, ceilings)
@@ -142,7 +137,7 @@ class Suite:
         failed = False
         for case in found[share::count]:
             for name in {"triton", "unrolled"} & set(case.providers):
-                if self.is_over:
+                if time.monotonic() > self.deadline:
                     return int(failed)
                 try:
                     case.providers[name](case.make(generator))

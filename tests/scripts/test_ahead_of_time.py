@@ -26,6 +26,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_check_fails_on_spills_at_16_to_64_nodes_on_hopper_and_on_too_much_shared_memory() -> None:
     good = {"arch": "sm_90", "nodes": 64, "spill_bytes": 0, "shared_bytes": 232448}
     bad = [good | {"spill_bytes": 8}, good | {"spill_bytes": 8, "nodes": 16}, good | {"shared_bytes": 232449},

@@ -13,9 +13,10 @@ from enumeration import DraftedTrees, TableLaw, drafted_trees, expected_tokens
 from tiny_models import VOCAB
 from tiny_pairs import tiny_pair
 
+from benchmarks.studies import methods, who_wins_report
 from benchmarks.studies import who_wins as bench_who_wins
-from benchmarks.studies import who_wins_report
-from benchmarks.studies.replay import Coupled, Replay, Walked, expected_path, from_coins
+from benchmarks.studies.expectation import expected_path, from_coins
+from benchmarks.studies.replay import Coupled, Replay, Walked
 from stree.bench.pair import Pair
 from stree.drafters import ModelDrafter, SuffixDrafter
 from stree.growth import Chain, Static
@@ -133,10 +134,10 @@ def test_a_suffix_drafter_is_told_of_the_text_and_not_of_what_was_accepted() -> 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_who_wins, "SIZES", ((8, 4),))
-    monkeypatch.setattr(bench_who_wins, "DEEPER", ())
-    monkeypatch.setattr(bench_who_wins, "FUSED", ((8, 4),))
-    monkeypatch.setattr(bench_who_wins, "CHAINS", (1, 3, 4))
+    monkeypatch.setattr(methods, "SIZES", ((8, 4),))
+    monkeypatch.setattr(methods, "DEEPER", ())
+    monkeypatch.setattr(methods, "FUSED", ((8, 4),))
+    monkeypatch.setattr(methods, "CHAINS", (1, 3, 4))
     monkeypatch.setattr(Pair, "load", lambda: tiny_pair())
 
 
