@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,6 +121,24 @@ EXPERTS = {
 }
 VOCABULARIES = {"vocabulary of 131072": 131072}
 LATENTS = {"Kimi-Linear-48B": Attention(32, 1, 576, latent=512)}
+
+
+TINY: Mapping[type, Mapping[str, Any]] = {
+    Mixer: {"tiny": Mixer(2, 16, 16, 1)},
+    Delta: {"tiny": Delta(1, 2, 16, 16), "tiny-kda": Delta(2, 2, 16, 16, per_channel=True)},
+    Attention: {"tiny": Attention(2, 1, 64, context=160)},
+    Selective: {"tiny": Selective(32, 16)},
+    FeedForward: {"tiny": FeedForward(40)},
+    Experts: {"tiny": Experts(4, 2, 40, 24)},
+    int: {"tiny": 50},
+}
+
+
+def tiny(models: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Tiny shapes of the same kind."""
+    if models is LATENTS:
+        return {"tiny-latent": Attention(2, 1, 24, latent=16, context=160)}
+    return TINY[type(next(iter(models.values())))]
 
 
 def binary_tree(batch: int, n: int, device: torch.device) -> Tensor:

@@ -5,25 +5,22 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/test_triton_growth_launches.py
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("launches are counted under Triton's interpreter", allow_module_level=True)
 
-import kernel_counts
-import step_counts
 from host_reads import NoHostReads
 from launch_keys import launch_keys
 from tiny_models import grafted, tiny_model
 
+from benchmarks.ahead_of_time import step_counts
+from benchmarks.ahead_of_time.whole_step import as_on_a_gpu
 from stree.drafters import ModelDrafter
 from stree.drafters.model import _ModelRun
 from stree.growth import RSDS, Calibrated, DepthStop, DySpec, Eagle2, Growth, OptTree, Sequoia, SpecInfer
@@ -95,7 +92,7 @@ def test_drafts_are_the_same_node_for_node(
 def launches_of(growth: Growth, budget: int) -> Counter[str]:
     """Count the launches of one proposal."""
     run: _ModelRun = begun(growth, PROMPTS[:1])
-    with kernel_counts.as_on_a_gpu():
+    with as_on_a_gpu():
         run._begun = None
         run.propose(torch.tensor([7]), growth, budget)
         places = step_counts.Places()

@@ -24,10 +24,9 @@ def add_bench(commands: Any) -> None:
     command.add_argument("--markdown", action="store_true", help="only print the table")
     command.add_argument("--out", type=Path, default=None, help="where report.html goes; by default the first DIR")
     command.add_argument("--json", action="store_true", help="print all rows as one JSON document in the last line")
-    command = _add(bench, "kernels", _kernels, "time the kernels: those of the GPU, or the reference on a CPU")
-    command.add_argument("names", nargs="*", metavar="BENCH", help="reference, suite; by default what the machine has")
+    command = _add(bench, "kernels", _kernels, "compare every kernel with the reference and time it on a GPU")
     command.add_argument("--smoke", action="store_true", help="tiny sizes, to see that everything runs")
-    command.add_argument("--out", type=Path, default=None, help="folder to which kernels.jsonl is appended")
+    command.add_argument("--out", type=Path, default=Path("runs/kernels"), help="folder of the records")
     _add_profile(bench)
 
 
@@ -155,12 +154,9 @@ def _print_runs(runs: Any, *, as_json: bool) -> None:
 
 def _kernels(arguments: argparse.Namespace) -> int:
     """Run ``stree bench kernels``."""
-    from rich.console import Console
+    from stree.bench.kernels import run_kernels
 
-    from stree.bench.kernels import run_benches
-
-    run_benches(arguments.names, smoke=arguments.smoke, out=arguments.out, console=Console())
-    return 0
+    return run_kernels(smoke=arguments.smoke, out=arguments.out)
 
 
 def _profile(arguments: argparse.Namespace) -> int:

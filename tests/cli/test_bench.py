@@ -168,10 +168,13 @@ def test_a_profile_is_printed_and_appended(folder: Path, tmp_path: Path, capsys:
     )
 
 
-def test_kernel_benches_run_and_their_records_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "kernels", "reference", "--smoke", "--out", str(tmp_path)]) == 0
-    records = [json.loads(line) for line in (tmp_path / "kernels.jsonl").read_text().splitlines()]
-    assert {record["params"]["n"] for record in records} == {1, 5} and all(r["p50"] > 0 for r in records)
-    assert "ssd_step" in capsys.readouterr().out
-    assert main(["bench", "kernels", "magic"]) == 2
-    assert "kernel bench 'magic' is unknown; known are reference, suite" in capsys.readouterr().err
+@pytest.mark.slow
+def test_kernel_cases_run_and_their_records_are_kept(tmp_path: Path) -> None:
+    assert main(["bench", "kernels", "--smoke", "--out", str(tmp_path)]) == 0
+    records = [json.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]
+    assert any(record["bench"] == "ssd_step" for record in records)
+
+
+def test_kernel_cases_without_a_gpu_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernels", "--out", str(tmp_path)]) == 2
+    assert "need a CUDA device" in capsys.readouterr().err

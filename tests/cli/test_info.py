@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,9 @@ from tiny_family_models import FAMILIES, family_model
 from transformers import GPT2Config, RecurrentGemmaConfig
 
 import stree
+from benchmarks.studies import memory as bench_memory
 from stree.cli import main
 from stree.cli.info import describe_model
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import bench_memory
 
 
 def allocated(lm: stree.TreeLM, max_length: int, max_nodes: int) -> int:
@@ -59,9 +56,8 @@ def test_published_sizes_meet_the_bars(name: str) -> None:
 
 def test_the_table_shows_a_row_a_model() -> None:
     record: dict[str, Any] = {"value": 2048, "state_bytes": 3 << 20, "nodes_per_state": 1536.0, "bar": 100}
-    assert bench_memory.table([{**record, "params": {"model": "x"}}]).splitlines()[2] == (
-        "| x | 3 MiB | 2 KiB | 1/1536 | 1/100 |"
-    )
+    (row,) = bench_memory.rows([{**record, "params": {"model": "x"}}])
+    assert row == ["x", "3 MiB", "2 KiB", "1/1536", "1/100"]
 
 
 def test_the_page_tells_what_the_document_tells(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,256 @@
+"""Count the kernels of one step of a target, per layer and per part of a layer, without a GPU.
+
+Run: python -m benchmarks.ahead_of_time.kernel_counts [--families mamba2 bamba] [--nodes 5] [--out FILE]
+
+A tiny model of each family verifies a tree under Triton's interpreter, with a deferred commit, as in the
+middle of a text, and commits a path of it.  Counted are launches of our Triton kernels and calls of ATen
+operators that would launch at least one kernel: views and bare allocations launch none.  Numbers of kernels do not
+depend on sizes, except where a library splits a product and where mixtures of experts run expert by expert; what one
+operator launches beyond its first kernel (sorting, for instance) is not seen, so counts are lower bounds.  "before" is
+with transformers' own norms, rotary positions and feed-forwards, "after" with the fused ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any import
+
+import torch
+from tiny_family_models import family_model
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpretedFunction
+
+import stree
+from benchmarks.ahead_of_time.whole_step import as_on_a_gpu
+from benchmarks.report import table
+from stree.bench.records import Record, environment, write
+
+FAMILIES = (
+    "mamba2",
+    "bamba",
+    "granitemoehybrid",
+    "nemotron_h",
+    "falcon_h1",
+    "zamba2",
+    "qwen3_next",
+    "jamba",
+    "llama",
+)
+CONTEXT = 9
+# What launches nothing although its schema names no alias: allocations, and views that say so elsewhere.
+FREE = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias",
+    "detach", "lift_fresh", "alias", "sym_size", "sym_stride", "sym_numel",
+}  # fmt: skip
+# Parts of a layer, in the order of the table; "layer" is the layer's own operators: residual sums and factors.
+PARTS = ("norm", "mixer", "feed-forward", "layer")
+
+
+class Counts(TorchDispatchMode):
+    """Counts launches by (layer, part, what): layer is an index, or None outside the layers.
+
+    Args:
+        lm: the model; its modules tell where a launch belongs.
+    """
+
+    def __init__(self, lm: stree.TreeLM) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: Counter[tuple[int | None, str, str]] = Counter()
+        self._layers, self._parts = _places(lm)
+        self._path: list[Any] = []
+        self._launching = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator and count it."""
+        if not self._launching and launches(func):
+            self._count(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def watching(self) -> Iterator[Counts]:
+        """Count what happens inside."""
+        real = InterpretedFunction.run
+
+        def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            self._count(kernel.fn.__name__)
+            self._launching = True  # the interpreter's own copies are no launches
+            try:
+                return real(kernel, *args, **kwargs)
+            finally:
+                self._launching = False
+
+        handles = [
+            register_module_forward_pre_hook(lambda module, _: self._path.append(module)),
+            register_module_forward_hook(lambda *_: self._leave(), always_call=True),
+        ]
+        InterpretedFunction.run = run
+        try:
+            with self:
+                yield self
+        finally:
+            InterpretedFunction.run = real
+            for handle in handles:
+                handle.remove()
+
+    def _leave(self) -> None:
+        """Step out of a module."""
+        self._path.pop()
+
+    def _count(self, what: str) -> None:
+        """Count one launch at the place where the model is."""
+        layer = next((self._layers[id(module)] for module in self._path if id(module) in self._layers), None)
+        part = next((self._parts[id(module)] for module in self._path if id(module) in self._parts), "layer")
+        self.found[layer, part if layer is not None else "outside", what] += 1
+
+
+def launches(func: Any) -> bool:
+    """Tell whether an ATen operator would launch a kernel on a GPU."""
+    if func.overloadpacket.__name__ in FREE:
+        return False
+    schema = func._schema
+    tensors = [value for value in (*schema.arguments, *schema.returns) if "Tensor" in str(value.type)]
+    given = [value.alias_info for value in schema.returns]
+    return bool(tensors) and (not given or any(alias is None or alias.is_write for alias in given))
+
+
+def _places(lm: stree.TreeLM) -> tuple[dict[int, int], dict[int, str]]:
+    """Map modules, by id, to the index of their layer and to the part of it that they are."""
+    (blocks,) = (
+        module
+        for name, module in lm.model.named_modules()
+        if isinstance(module, nn.ModuleList) and name.endswith("layers") and len(module) == lm.num_layers
+    )
+    mixers = {id(mixer) for mixer in lm._mixers.values()}
+    parts: dict[int, str] = {}
+    for module in blocks.modules():
+        kind = type(module).__name__
+        if id(module) in mixers:
+            parts[id(module)] = "mixer"
+        elif kind.endswith("Norm"):
+            parts[id(module)] = "norm"
+        elif kind.endswith(("MLP", "MoE", "MoeBlock", "Mixture")):
+            parts[id(module)] = "feed-forward"
+    return {id(block): index for index, block in enumerate(blocks)}, parts
+
+
+def count(family: str, nodes: int, *, is_lean: bool) -> list[Record]:
+    """Count one step by a tiny model of a family: a record for each kind of layer, for the rest, and for the commit.
+
+    Args:
+        family: model_type.
+        nodes: of the tree, whose nodes have two children each.
+        is_lean: whether layers run fused.
+
+    Returns:
+        Records with launches a layer as ``value`` (the mean over layers of a kind), ``parts`` of it, and ``by_name``.
+    """
+    with as_on_a_gpu():
+        lm = stree.TreeLM(family_model(family, torch.bfloat16))
+        lm.is_lean = is_lean
+        state = lm.new_state(1, 64, nodes, fixed_shapes=True)
+        lm.prefill(state, torch.arange(CONTEXT)[None] % lm.vocab_size)
+        parents = [(node - 1) // 2 if node else -1 for node in range(nodes)]
+        tokens = torch.arange(nodes)[None] % lm.vocab_size
+        tree = stree.TokenTree.unchecked(tokens, torch.tensor([parents], dtype=torch.int32))
+        tree.ancestor_mask, tree.depths  # noqa: B018  # a drafter has asked for both
+        path, lengths = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+        lm.verify(state, tree)
+        lm.commit(state, path, lengths)
+        with Counts(lm).watching() as verify:
+            lm.verify(state, tree)
+        with Counts(lm).watching() as commit:
+            lm.commit(state, path, lengths)
+    kinds = layer_kinds(lm)
+    found = [_record(family, nodes, is_lean, kind, kinds, verify) for kind in [*dict.fromkeys(kinds), "outside"]]
+    return [*found, _record(family, nodes, is_lean, "commit", kinds, commit)]
+
+
+def _record(family: str, nodes: int, is_lean: bool, kind: str, kinds: Sequence[str], counts: Counts) -> Record:
+    """Sum the launches of all layers of a kind, or of what is outside the layers."""
+    inside = [index for index, name in enumerate(kinds) if name == kind]
+    layers: list[int | None] = [*inside] or [None]
+    parts: Counter[str] = Counter()
+    names: Counter[str] = Counter()
+    for (layer, part, what), number in counts.found.items():
+        if layer in layers:
+            parts[part] += number
+            names[what] += number
+    each = len(layers)
+    return {
+        "bench": "kernel_counts",
+        "provider": "after" if is_lean else "before",
+        "params": {"family": family, "nodes": nodes, "layer": kind, "layers": each},
+        "dtype": "bfloat16",
+        "metric": "launches",
+        "unit": "launches/layer",
+        "value": parts.total() / each,
+        "parts": {part: parts[part] / each for part in (*PARTS, "outside") if parts[part]},
+        "by_name": {name: number / each for name, number in names.most_common()},
+    }
+
+
+def layer_kinds(lm: stree.TreeLM) -> list[str]:
+    """Name every layer by what it holds: its mixers, and its kind of feed-forward."""
+    kinds: list[list[str]] = [[] for _ in range(lm.num_layers)]
+    layers, parts = _places(lm)
+    for block in lm.model.modules():
+        if id(block) in layers:
+            held = [
+                type(module).__name__
+                for module in block.modules()
+                if parts.get(id(module)) in ("mixer", "feed-forward")
+            ]
+            kinds[layers[id(block)]] = held
+    return [" + ".join(dict.fromkeys(names)) for names in kinds]
+
+
+def rows(records: Sequence[Record]) -> Iterator[list[str]]:
+    """Lines of the table: what was counted before and after."""
+    for before, after in ((r, s) for r in records for s in records if r["params"] == s["params"] and is_pair(r, s)):
+        params = before["params"]
+        columns = (f"{r['value']:.0f}  ({_parts(r)})" for r in (before, after))
+        yield [params["family"], f"{params['layers']} x {params['layer']}", *columns]
+
+
+def is_pair(first: Record, second: Record) -> bool:
+    """Tell whether two records are before and after."""
+    return bool(first["provider"] == "before" and second["provider"] == "after")
+
+
+def _parts(record: Record) -> str:
+    """Write the parts of a layer."""
+    return ", ".join(f"{name} {number:.0f}" for name, number in record["parts"].items())
+
+
+def main() -> None:
+    """Count all families, with and without fused layers, and print a table and the records."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES))
+    parser.add_argument("--nodes", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="file of JSON lines, replaced")
+    options = parser.parse_args()
+    if options.nodes < 2:
+        parser.error(f"--nodes must be at least 2, got {options.nodes}")
+    env = environment()
+    records: list[Record] = []
+    for family in options.families:
+        for is_lean in (False, True):
+            records += ({**record, "env": env} for record in count(family, options.nodes, is_lean=is_lean))
+    if options.out:
+        write(options.out, records)
+    print(table(["family", "layers", "launches a layer before", "after"], rows(records)))
+    print(json.dumps(records))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Count the kernels of one whole decoding step, by part, without a GPU, apart from those of the models' forwards.
+
+Run: python -m benchmarks.ahead_of_time.step_counts [--sizes 16x4 64x6] [--out FILE]
+
+A tiny hybrid target and a tiny Mamba-2 drafter take a step at fixed shapes on meta tensors, along the code that a GPU
+would run.  Launches are counted as by `kernel_counts`; those of forwards are counted apart, since they depend on the
+models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any import
+
+from tiny_models import tiny_model
+from triton.runtime.interpreter import InterpretedFunction
+
+import stree.decode.step
+from benchmarks.ahead_of_time import kernel_counts  # sets the interpreter up, so before what it imports
+from benchmarks.ahead_of_time.whole_step import as_on_a_gpu, begun
+from benchmarks.report import table
+from stree.bench.records import Record, environment, write
+
+SIZES = ((16, 4), (64, 6))  # nodes, root included, and draft calls
+TEMPERATURES = (0.0, 0.8)
+FORWARDS = ("draft forwards", "target forward")
+PARTS = ("growth", "verify", "accept", "commit", "emit", "observe")
+
+
+class Places:
+    """Names the part of a step that runs, so that launches are counted there."""
+
+    def __init__(self) -> None:
+        self.now = "loop"
+
+    def within(self, owner: Any, name: str, part: str) -> None:
+        """Let a method or function be a part."""
+        real: Callable[..., Any] = getattr(owner, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, self.now = self.now, part
+            try:
+                return real(*args, **kwargs)
+            finally:
+                self.now = before
+
+        setattr(owner, name, run)
+
+
+class StepCounts(kernel_counts.Counts):
+    """Counts launches by the part that runs; arguments as for ``Counts``, and the places."""
+
+    def __init__(self, lm: stree.TreeLM, places: Places) -> None:
+        super().__init__(lm)
+        self.parts: Counter[tuple[str, str]] = Counter()
+        self._where = places
+
+    def _count(self, what: str) -> None:
+        self.parts[self._where.now, what] += 1
+
+
+def count(nodes: int, depth: int, temperature: float) -> Record:
+    """Count one step of a draft model's tree of so many nodes and draft calls."""
+    loop: Any = stree.decode.step
+    accept = loop.accept
+    launch = mock.patch.object(InterpretedFunction, "run", lambda *_, **__: None)
+    with as_on_a_gpu(), launch:
+        target, draft = (stree.TreeLM(tiny_model(family).to("meta")) for family in ("bamba", "mamba2"))
+        program, step = begun(target, draft, nodes, depth, temperature)
+        step()
+        run: Any = program.run
+        places = Places()
+        counts = StepCounts(target, places)
+        for owner, name, part in (
+            (target, "_forward", FORWARDS[1]), (draft, "_forward", FORWARDS[0]), (run, "propose", "growth"),
+            (target, "verify", "verify"), (loop, "accept", "accept"), (target, "commit", "commit"),
+            (program, "_emit", "emit"), (run, "observe", "observe"),
+        ):  # fmt: skip
+            places.within(owner, name, part)
+        try:
+            with counts.watching():
+                step()
+        finally:
+            loop.accept = accept
+    by_part: Counter[str] = Counter()
+    for (part, _), number in counts.parts.items():
+        by_part[part] += number
+    beside = {part: number for part, number in by_part.items() if part not in FORWARDS}
+    return {
+        "bench": "step_counts",
+        "provider": "stree",
+        "params": {"nodes": nodes, "draft_calls": depth, "temperature": temperature},
+        "metric": "launches",
+        "unit": "launches/step",
+        "value": sum(beside.values()),
+        "parts": beside,
+        "forwards": {part: by_part[part] for part in FORWARDS},
+        "by_name": {f"{part}: {what}": number for (part, what), number in counts.parts.most_common()
+                    if part not in FORWARDS},
+    }  # fmt: skip
+
+
+def rows(records: Sequence[Record]) -> Iterator[list[str]]:
+    """Lines of the table: launches by part."""
+    for record in records:
+        params, parts = record["params"], record["parts"]
+        numbers = (str(parts.get(part, 0)) for part in (*PARTS, "loop"))
+        size = f"{params['nodes']} x {params['draft_calls']}"
+        yield [size, f"{params['temperature']:g}", *numbers, str(record["value"])]
+
+
+def main() -> None:
+    """Count all sizes at both temperatures, and print a table and the records."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=[f"{nodes}x{depth}" for nodes, depth in SIZES],
+                        help="nodes x draft calls; the interpreter is slow on large trees")  # fmt: skip
+    parser.add_argument("--out", type=Path, help="file of JSON lines, replaced")
+    options = parser.parse_args()
+    env = environment()
+    sizes = [tuple(map(int, size.split("x"))) for size in options.sizes]
+    records = [
+        {**count(nodes, depth, temperature), "env": env} for temperature in TEMPERATURES for nodes, depth in sizes
+    ]
+    if options.out:
+        write(options.out, records)
+    print(table(["nodes x calls", "T", *PARTS, "loop", "all"], rows(records)))
+    print(json.dumps(records))
+
+
+if __name__ == "__main__":
+    main()

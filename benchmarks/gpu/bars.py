@@ -1,0 +1,189 @@
+"""Compare what was measured on a GPU with the project's bars: one line a bar and place, with its verdict.
+
+Run: python -m benchmarks.gpu.bars DIR   (the output of the other commands; what is not there is "not measured")
+
+A ratio with an interval is met or missed where the whole interval is, else open.  This measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import operator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.report import interval_text, table
+from stree.bench.records import Record, read_lines
+
+FILES = ("gpu_suite.jsonl", "gpu_loops.jsonl", "end_to_end.jsonl", "gpu_sanitizer.jsonl")
+LARGE = ("mamba2-2.7b", "Nemotron-H-8B", "Bamba-9B")
+LEAST, MOST = operator.ge, operator.le
+
+Figure = tuple[str, float, float, float]  # where, value, ends of its interval
+Find = Callable[[Sequence[Record]], Iterator[Figure]]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar on some figures.
+
+    Attributes:
+        what: the figure.
+        side: LEAST or MOST.
+        limit: the figure is at least, or at most, this.
+        find: yields the figures from all records.
+    """
+
+    what: str
+    side: Callable[[float, float], bool]
+    limit: float
+    find: Find
+
+    def verdict(self, low: float, high: float) -> str:
+        """Whether an interval is on the right side of the limit."""
+        sides = {self.side(low, self.limit), self.side(high, self.limit)}
+        return "open" if len(sides) == 2 else "met" if True in sides else "missed"
+
+
+def main() -> int:
+    """Print a table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="with " + ", ".join(FILES))
+    options = parser.parse_args()
+    if not options.folder.is_dir():
+        parser.error(f"there is no folder {options.folder}")
+    records = [record for name in FILES for record in read_lines(options.folder / name)]
+    print(table(["bar", "limit", "where", "measured", "verdict"], rows(records)))
+    return 0
+
+
+def rows(records: Sequence[Record]) -> Iterator[Sequence[str]]:
+    """Lines of a table of all bars."""
+    for bar in BARS:
+        limit = f"{'>=' if bar.side is LEAST else '<='} {bar.limit:.3g}"
+        figures = [*bar.find(records)]
+        if not figures:
+            yield bar.what, limit, "", "", "not measured"
+        for where, value, low, high in figures:
+            yield bar.what, limit, where, interval_text(value, low, high), bar.verdict(low, high)
+
+
+def _exact(where: str, value: float) -> Figure:
+    return where, value, value, value
+
+
+def _steps(records: Sequence[Record], n: int, provider: str = "graph") -> dict[str, Record]:
+    """Timed whole steps of the large shapes, by place."""
+    found = {}
+    for record in records:
+        params = record.get("params", {})
+        is_step = record.get("bench") == "step" and record.get("provider") == provider and "p50" in record
+        if is_step and params.get("n") == n and params.get("model") in LARGE:
+            found[f"{params['model']}, batch {params['batch']}, context {params['context']}"] = record
+    return found
+
+
+def _step_ratio(n: int, name: str) -> Find:
+    """A ratio in the records of steps of ``n`` nodes, batch 1."""
+
+    def find(records: Sequence[Record]) -> Iterator[Figure]:
+        for place, record in _steps(records, n).items():
+            if record["params"]["batch"] == 1 and name in record:
+                yield _exact(place, record[name])
+
+    return find
+
+
+def _over_mamba_ssm(records: Sequence[Record]) -> Iterator[Figure]:
+    peers = _steps(records, 1, "mamba_ssm")
+    for place, record in _steps(records, 1).items():
+        if place in peers:
+            yield _exact(place, record["p50"] / peers[place]["p50"])
+
+
+def _over_snapshots(op: str, n: int) -> Find:
+    """Our kernel over SGLang's sequential one with its scatter."""
+
+    def find(records: Sequence[Record]) -> Iterator[Figure]:
+        timed = [r for r in records if r.get("bench") == op and "p50" in r and r["params"].get("n") == n]
+        ours = {str(r["params"]): r["p50"] for r in timed if r["provider"] == "triton"}
+        for record in timed:
+            if record["provider"] == "sglang" and (key := str(record["params"])) in ours:
+                params = record["params"]
+                yield _exact(f"{params['model']}, batch {params['batch']}", ours[key] / record["p50"])
+
+    return find
+
+
+def _of_loop(share: str) -> Find:
+    """A share of replayed steps."""
+
+    def find(records: Sequence[Record]) -> Iterator[Figure]:
+        for record in records:
+            if record.get("bench") == "loop" and record.get("replayed"):
+                params = record["params"]
+                size = f"{params['growth']} {params['budget']}, T {params['temperature']:g}"
+                yield _exact(f"{params['model']}, batch {params['batch']}, {size}", record["replayed"][share])
+
+    return find
+
+
+def _end_to_end(part: str, ratio: str, is_wanted: Callable[[Record], bool]) -> Find:
+    """Ratios of whole generations."""
+
+    def find(records: Sequence[Record]) -> Iterator[Figure]:
+        for record in records:
+            if record.get("bench") == "end_to_end" and record["part"] == part and ratio in record and is_wanted(record):
+                params = record["params"]
+                shape = f"{params['target']}, " if "target" in params else ""
+                value, low, high = record[ratio]
+                place = f"{shape}batch {params['batch']}, T {params['temperature']:g}, {record['method']}"
+                yield place, value, value if low is None else low, value if high is None else high
+
+    return find
+
+
+def _is_auto(record: Record) -> bool:
+    return bool(record["method"] == "auto")
+
+
+def _is_best_tree(record: Record) -> bool:
+    return bool(record.get("is_best") and "over_chain" in record)
+
+
+def _failures(records: Sequence[Record]) -> Iterator[Figure]:
+    """Numbers of failed tests, wrong outputs, and errors that the sanitizer found."""
+    for record in records:
+        if record.get("bench") == "tests":
+            yield _exact("tests on the device", float(record["exit"] != 0))
+        if record.get("bench") == "sanitizer" and "unavailable" not in record:
+            yield _exact(record["tool"], float(1 if record["errors"] is None else record["errors"]))
+    compared = [record for record in records if "correct" in record]
+    if compared:
+        yield _exact(f"{len(compared)} comparisons with float64", float(sum(not r["correct"] for r in compared)))
+
+
+BARS = (
+    Bar("what failed", MOST, 0, _failures),
+    Bar("verify of 16 nodes / one-token step", MOST, 1.15, _step_ratio(16, "over_one_node")),
+    Bar("verify of 64 nodes / one-token step", MOST, 1.35, _step_ratio(64, "over_one_node")),
+    Bar("our one-token step / mamba-ssm's", MOST, 1.0, _over_mamba_ssm),
+    Bar("bandwidth bound / one-token step", LEAST, 0.7, _step_ratio(1, "of_bound")),
+    Bar("Mamba-2 tree kernel / sequential snapshots, 32 nodes", MOST, 1 / 3, _over_snapshots("ssd_step", 32)),
+    *(
+        Bar(f"gated delta tree kernel / sequential snapshots, {n} nodes", MOST, 1 / times,
+            _over_snapshots("gated_delta_step", n))
+        for n, times in ((16, 1.5), (32, 2.7), (64, 4.6))
+    ),
+    Bar("a step outside the models' forwards", MOST, 0.05, _of_loop("outside_forwards")),
+    Bar("device idle between steps", MOST, 0.03, _of_loop("idle")),
+    Bar("best tree / best chain, composite", LEAST, 1.25, _end_to_end("b", "over_chain", _is_best_tree)),
+    Bar("best tree / plain, composite", LEAST, 2.0, _end_to_end("b", "over_plain", _is_best_tree)),
+    Bar("auto / plain, measured", LEAST, 0.97, _end_to_end("a", "over_plain", _is_auto)),
+)  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""What a whole step takes at the shapes of large pairs, and how much of it is no model's forward: random weights.
+
+Run: python -m benchmarks.gpu.loops --out DIR [--minutes 9] [--models NAME ...]
+Without a GPU: python -m benchmarks.gpu.loops --smoke --out DIR, which runs everything at tiny sizes, uncaptured.
+
+The loop is `generate`'s own: a target, a drafter a twentieth of its size (`gpu_steps.DRAFTERS`), trees grown, scored,
+accepted and committed, every step a replayed CUDA graph.  Random models agree on nothing, but a captured step does the
+same work whatever is accepted.  Of each size: milliseconds a step, the share of it that the device is idle between
+replays, what the same steps take without the models' forwards ("outside_forwards"), the parts when launched one by one
+(`stree.bench.profile`), and the kernels of a replayed step by what they take, if the profiler runs there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import stree
+from benchmarks.gpu import steps as gpu_steps
+from benchmarks.report import failure, table
+from stree.bench.pair import Pair
+from stree.bench.profile import Shape, profile
+from stree.bench.records import Record, append, environment
+from stree.decode.cuda_graphs import recovering
+from stree.drafters import ModelDrafter
+from stree.growth import Calibrated, Chain, Growth
+from stree.sampling import Sampling
+
+SIZES: tuple[tuple[Growth | None, int], ...] = (
+    (None, 1), (Chain(4), 5), (Calibrated(4), 16), (Calibrated(6), 32), (Calibrated(6), 64)
+)  # fmt: skip
+BATCHES, TEMPERATURES, CONTEXT, NEW_TOKENS = (1, 8), (0.0, 0.8), 256, 64
+NUM_KERNELS = 40  # that a record names, those that take most
+
+
+def main() -> int:
+    """Measure pair by pair, and print the table last."""
+    options = _options()
+    device = torch.device("cuda" if torch.cuda.is_available() and not options.smoke else "cpu")
+    deadline, env = time.monotonic() + 60 * options.minutes, environment(device)
+    records = []
+    for record in measure(device, options, deadline):
+        records.append({"bench": "loop", "metric": "latency", "unit": "ms", **record, "env": env})
+        append(options.out / "gpu_loops.jsonl", records[-1:])
+    titles = ["target", "batch", "T", "growth", "nodes", "ms a step", "idle", "outside forwards"]
+    print(table(titles, rows(records)))
+    failures = sum("problem" in record for record in records)
+    print(json.dumps({"bench": "gpu_loops", "records": len(records), "failures": failures}))
+    return int(failures > 0)
+
+
+def measure(device: torch.device, options: argparse.Namespace, deadline: float) -> Iterator[Record]:
+    """Give a record for every pair, batch, temperature and size until the time is up; what fails is one."""
+    shapes = gpu_steps.configurations(options.smoke)
+    for target, draft in gpu_steps.DRAFTERS.items():
+        if target not in shapes or (options.models and target not in options.models):
+            continue
+        params: Record = {"model": target, "drafter": draft}
+        try:
+            lms = [gpu_steps.model_of(shapes[name], device) for name in (target, draft)]
+        except Exception as problem:  # too large for this device, say
+            yield {"params": params, **failure(problem)}
+            continue
+        pair = Pair(lms[0], lms[1], None, target, draft)
+        for batch, temperature, (growth, budget) in options.cases:
+            if time.monotonic() > deadline:
+                yield {"params": params, "is_unfinished": True}
+                return
+            shape = Shape(growth, budget, batch, options.context, options.new_tokens, temperature)
+            named = "plain" if growth is None else type(growth).__name__
+            params |= {"batch": batch, "context": options.context, "temperature": temperature, "budget": budget,
+                       "growth": named}  # fmt: skip
+            try:
+                with recovering(device):
+                    yield {**_record(pair, shape), "params": dict(params)}
+            except Exception as problem:  # one size's failure is a finding, not the end of the others
+                yield {"params": dict(params), **failure(problem)}
+        del pair, lms
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _record(pair: Pair, shape: Shape) -> Record:
+    """Profile a size, and list the kernels of its replayed steps."""
+    record = profile(pair, shape)
+    return record | {"bench": "loop"} | (by_kernel(pair, shape) if pair.target.device.type == "cuda" else {})
+
+
+def by_kernel(pair: Pair, shape: Shape) -> Record:
+    """Give milliseconds a step of the kernels that take most, and of all of them; or why there are none."""
+    assert pair.drafter is not None
+    drafter, prompts = ModelDrafter(pair.drafter), shape.prompts(pair.target.vocab_size)
+
+    def run() -> dict[str, Any]:
+        return stree.generate(
+            pair.target, prompts, drafter, shape.growth, shape.budget, sampling=Sampling(shape.temperature),
+            max_new_tokens=shape.new_tokens,
+        ).stats  # fmt: skip
+
+    try:
+        run()  # captures
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            steps = run()["steps"]
+        found = {event.key: event.self_device_time_total / 1e3 / steps for event in profiler.key_averages()}
+    except Exception as problem:  # where the machine shows no counters
+        return {"kernels": f"{type(problem).__name__}: {problem}"[:200]}
+    most = sorted(found, key=lambda name: -found[name])[:NUM_KERNELS]
+    return {"kernels_ms": sum(found.values()), "kernels": {name[:120]: found[name] for name in most}}
+
+
+def rows(records: list[Record]) -> Iterator[list[str]]:
+    """Lines of the table of measured sizes."""
+    for record in records:
+        params, replayed = record["params"], record.get("replayed") or {}
+        if "step_ms" in record:
+            shares = (f"{replayed[name]:.1%}" if replayed else "-" for name in ("idle", "outside_forwards"))
+            yield [
+                params["model"], str(params["batch"]), f"{params['temperature']:g}", params["growth"],
+                str(params["budget"]), f"{replayed.get('step_ms', record['step_ms']):.3f}", *shares,
+            ]  # fmt: skip
+
+
+def _options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for gpu_loops.jsonl")
+    parser.add_argument("--minutes", type=float, default=9.0, help="begin no size after so many")
+    parser.add_argument("--models", nargs="+", help="targets; all if not given")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, for a machine without a GPU")
+    options = parser.parse_args()
+    if not (torch.cuda.is_available() or options.smoke):
+        parser.error("this bench needs a CUDA device; without one pass --smoke")
+    known = gpu_steps.DRAFTERS.keys() & gpu_steps.configurations(options.smoke).keys()
+    if unknown := set(options.models or ()) - known:
+        parser.error(f"--models must be of {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}")
+    options.context, options.new_tokens = (8, 6) if options.smoke else (CONTEXT, NEW_TOKENS)
+    options.cases = [(b, t, size) for b in BATCHES for t in TEMPERATURES for size in SIZES]
+    if options.smoke:
+        options.cases = [(2, 0.8, SIZES[0]), (1, 0.0, SIZES[2])]
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""Time other tiles than those of `stree.kernels.tiles` on this GPU, and print the entries that are best here.
+
+Run: python -m benchmarks.gpu.retune_tiles [--ops ssd_step] [--nodes 16 32 64] [--batches 1 16] [--minutes 9] --out FILE
+Without a GPU: TRITON_INTERPRET=1 python -m benchmarks.gpu.retune_tiles --smoke; its times are not meaningful.
+
+Every candidate is compared with the reference in float64 first, and a wrong one is not timed.  An entry serves several
+shapes: the best has the smallest mean, over them, of the logarithm of its time beside that of the entry in the table.
+FILE gets a JSON line for every measurement and every entry; the lines printed last replace those of the tables.
+
+When the time is up it chooses from what is measured, and says how many entries were left out.  Several processes build
+the candidates first; that is most of the work all the same, so only the first model shape of an operation is tuned, if
+not all are asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table as Printed
+
+from benchmarks.gpu import cases as gpu_cases
+from benchmarks.gpu import prebuild
+from benchmarks.gpu.case import Case, copied
+from benchmarks.gpu.clock import time_graph
+from benchmarks.gpu.suite import CACHE_BYTES
+from stree.bench.records import Record, append, environment
+from stree.kernels import tiles
+
+Entry = tuple[Any, ...]
+# Operation -> its table in stree.kernels.tiles and the values to try at every place of an entry.
+TABLES: Mapping[str, tuple[str, tuple[Sequence[Any], ...]]] = {
+    "ssd_step": ("_SSD", ((32, 64, 128), (16, 32, 64), (4, 8), (2, 3))),
+    "gated_delta_step": ("_GATED_DELTA", ((16, 32, 64), (16, 32), (4, 8), (2, 3))),
+    "attention_step": ("_ATTENTION", ((16, 32, 64, 128), (16, 32, 64), (4, 8), (2, 4), ("tf32x3",))),
+    "selective_step": ("_DIAGONAL", ((64, 128, 256, 512), (4, 8, 16), (1, 2))),
+    "conv_step": ("_CONV", ((32, 64, 128, 256), (2, 4, 8), (1, 2))),
+}
+
+
+class Watched(dict):
+    """A table of tiles that records the key last looked up, and gives the entry ``other`` if it is set."""
+
+    key: Any = None
+    other: Entry | None = None
+
+    def __getitem__(self, key: Any) -> Entry:
+        """Give an entry, or the one to try in its place."""
+        self.key = key
+        found: Entry = super().__getitem__(key) if self.other is None else self.other
+        return found
+
+
+def candidates(op: str, present: Entry, smoke: bool) -> list[Entry]:
+    """The present entry of the table, then other entries; only one other at tiny sizes."""
+    others = [entry for entry in itertools.product(*TABLES[op][1]) if entry != present]
+    return [present, *others[: 1 if smoke else None]]
+
+
+def measure(
+    case: Case, table: Watched, dtype: torch.dtype, device: torch.device, deadline: float = math.inf
+) -> Iterator[Record]:
+    """Compare each candidate with the reference, then time it, until the time is up.
+
+    The first is the entry in the table.  The last record says how many were left out, if any were.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    first = case.make(generator)
+    expected = case.expected(first)
+    call, is_gpu = case.providers["triton"], device.type == "cuda"
+    table.key = table.other = None
+    try:
+        call(copied(first))
+    except Exception:  # the present entry may have no room here, others may have
+        if table.key is None:
+            raise
+    key, present = table.key, table[table.key]
+    sets = [case.make(generator) for _ in range(min(256, CACHE_BYTES // max(case.num_bytes, 1)) if is_gpu else 1)]
+    entries = candidates(case.op, present, smoke=not is_gpu)
+    for place, entry in enumerate(entries):
+        if time.monotonic() > deadline:
+            yield {"op": case.op, "params": dict(case.params), "left_out": len(entries) - place}
+            return
+        table.other = entry
+        record = {"op": case.op, "params": dict(case.params), "dtype": str(dtype)[6:], "key": key, "entry": entry}
+        record |= {"present": entry == present, "correct": False}
+        try:
+            error = float((call(copied(first)).double() - expected).abs().max() / expected.abs().max())
+            record |= {"error": error, "correct": error <= case.tolerance(dtype)}
+            if record["correct"]:
+                taken = time_graph(lambda: [call(inputs) for inputs in sets], device, len(sets))
+                record |= {"metric": "latency" if is_gpu else "interpreter, not meaningful", "unit": "us", **taken}
+        except Exception as problem:  # an entry that this GPU has no room for, say
+            record["problem"] = f"{type(problem).__name__}: {problem}"[:300]
+        yield record
+
+
+def build_share(
+    options: argparse.Namespace, device: torch.device, tables: Mapping[str, Watched], share: int, count: int
+) -> None:
+    """Launch every ``count``-th candidate, untimed, until the time is up; timing reports those that fail."""
+    deadline, generator = time.monotonic() + 60 * options.minutes, torch.Generator(device).manual_seed(0)
+    for number, (case, _) in enumerate(tuned(options, device)):
+        entries = [*itertools.product(*TABLES[case.op][1])][(share - number) % count :: count]
+        first = case.make(generator)
+        for entry in entries:
+            if time.monotonic() > deadline:
+                return
+            tables[case.op].other = entry
+            with contextlib.suppress(Exception):
+                case.providers["triton"](copied(first))
+
+
+def choose(records: Sequence[Record]) -> list[Record]:
+    """Give the best entry of each key among those right in all its cases: the smallest mean logarithm of times.
+
+    Times are set beside one of the same case, since the last case may lack entries: that of the present entry, or the
+    least one where that fails.
+    """
+    groups: dict[tuple[str, Any], dict[Entry, list[float]]] = defaultdict(lambda: defaultdict(list))
+    present = {(record["op"], record["key"]): record["entry"] for record in records if record["present"]}
+    for case in by_case(records):
+        times = [record["p50"] if record["correct"] else math.inf for record in case]
+        base = min(times) if times[0] == math.inf else times[0]
+        for record, taken in zip(case, times, strict=True):
+            ratio = taken / base if taken < math.inf else math.inf
+            groups[record["op"], record["key"]][record["entry"]].append(math.log(ratio))
+    chosen = []
+    for (op, key), entries in groups.items():
+        means = {entry: sum(logs) / len(logs) for entry, logs in entries.items()}
+        best, now = min(means, key=means.__getitem__), present[op, key]
+        if means[best] < math.inf:
+            chosen.append({"op": op, "key": key, "best": best, "now": now, "gain": math.exp(means[now] - means[best])})
+    return chosen
+
+
+def by_case(records: Sequence[Record]) -> list[list[Record]]:
+    """Part records into cases: each begins with the present entry."""
+    parts: list[list[Record]] = []
+    for record in records:
+        if record["present"]:
+            parts.append([])
+        parts[-1].append(record)
+    return parts
+
+
+def tuned(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[Case, torch.dtype]]:
+    """List the cases that are tuned."""
+    kinds = gpu_cases.SMALL if options.smoke else gpu_cases.KINDS
+    if not options.all_shapes:
+        kinds = [(make, dict([*shapes.items()][:1])) for make, shapes in kinds]
+    sizes = [(2, 5)] if options.smoke else list(itertools.product(options.batches, options.nodes))
+    for dtype in [torch.float32] if options.smoke else [getattr(torch, name) for name in options.dtypes]:
+        for case in gpu_cases.cases(kinds, sizes, dtype, device):
+            if case.op in options.ops:
+                yield case, dtype
+
+
+def measured(options: argparse.Namespace, device: torch.device, tables: Mapping[str, Watched]) -> list[Record]:
+    """Measure every case until the time is up, and write each record at once; a case that fails is one."""
+    deadline, env = time.monotonic() + 60 * options.minutes, machine()
+    if device.type == "cuda":
+        report(options.out, [prebuild.build("benchmarks.gpu.retune_tiles", builds_of(options), deadline)], env)
+    records: list[Record] = []
+    for case, dtype in tuned(options, device):
+        params = {"op": case.op, "params": dict(case.params)}
+        try:
+            if time.monotonic() > deadline:
+                found = iter([params | {"left_out": math.prod(map(len, TABLES[case.op][1]))}])
+            else:
+                found = measure(case, tables[case.op], dtype, device, deadline)
+            for record in found:
+                records.append(record)
+                report(options.out, [record], env)
+        except Exception as problem:  # one that this GPU has no room for, say
+            records.append(params | {"failed": f"{type(problem).__name__}: {problem}"[:300]})
+            report(options.out, records[-1:], env)
+            print(f"{case.op} {params['params']}: {records[-1]['failed']}", file=sys.stderr)
+    return records
+
+
+def builds_of(options: argparse.Namespace) -> list[str]:
+    """Write the options that say what is tuned as arguments."""
+    lists = {"--ops": options.ops, "--nodes": options.nodes, "--batches": options.batches, "--dtypes": options.dtypes}
+    given = [text for name, values in lists.items() for text in (name, *map(str, values))]
+    return [*given, "--all-shapes"] if options.all_shapes else given
+
+
+def main() -> int:
+    """Time the candidates of every case, write records, print the table and the entries."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ops", nargs="+", choices=list(TABLES), default=list(TABLES))
+    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 64, 128])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--out", type=Path, help="file that the records are appended to")
+    parser.add_argument("--minutes", type=float, default=9.0, help="choose from what is measured after this time")
+    parser.add_argument("--all-shapes", action="store_true", help="not only the first model shape of each operation")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, for a machine without a GPU")
+    parser.add_argument("--build-share", type=int, nargs=2, help="only launch share I of N of the candidates: I N")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not (options.smoke and os.environ.get("TRITON_INTERPRET") == "1"):
+        parser.error("tuning needs a CUDA device; without one pass --smoke and set TRITON_INTERPRET=1")
+    tables = {op: Watched(getattr(tiles, TABLES[op][0])) for op in options.ops}
+    for op, table in tables.items():
+        setattr(tiles, TABLES[op][0], table)
+    with torch.inference_mode():
+        if options.build_share:
+            build_share(options, device, tables, *options.build_share)
+            return 0
+        records = measured(options, device, tables)
+    entries = [record for record in records if "entry" in record]
+    best = choose(entries)
+    report(options.out, best, machine())
+    printed = Printed("table", "key", "now", "best", "times faster" if device.type == "cuda" else "not meaningful")
+    for line in best:
+        printed.add_row(
+            TABLES[line["op"]][0], *(str(line[name]) for name in ("key", "now", "best")), f"{line['gain']:.2f}"
+        )
+    Console().print(printed)
+    for line in best:
+        print(f"{TABLES[line['op']][0]}:    {line['key']}: {line['best']},")
+    last = {
+        "bench": "retune_tiles",
+        "measured": len(entries),
+        "entries": len(best),
+        "wrong": sum(not record["correct"] and "problem" not in record for record in entries),
+        "left_out": sum(record.get("left_out", 0) for record in records),
+        "failed": sum("failed" in record for record in records),
+    }
+    print(json.dumps(last))
+    return int(last["wrong"] + last["failed"] > 0)
+
+
+def machine() -> Record:
+    """Describe the machine that is measured."""
+    return environment(torch.device("cuda") if torch.cuda.is_available() else None)
+
+
+def report(path: Path | None, records: Sequence[Record], env: Record) -> None:
+    """Append records, with the machine they were made on, to a file if there is one."""
+    if path:
+        append(path, [{**record, "env": env} for record in records])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""What the scripts share to report: Markdown tables, JSON lines of a failure, ratios with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from stree.bench.records import Record
+
+__all__ = ["failure", "interval_text", "table"]
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Lay rows out as a Markdown table."""
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def failure(problem: Exception) -> Record:
+    """The part of a record that says what failed."""
+    return {"problem": f"{type(problem).__name__}: {problem}"[:500]}
+
+
+def interval_text(value: float, low: float | None, high: float | None, *, digits: int = 3) -> str:
+    """Write a value with its interval, where it has one."""
+    if low is None or high is None or low == high:
+        return f"{value:.{digits}f}"
+    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"

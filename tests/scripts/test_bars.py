@@ -1,0 +1,114 @@
+"""The bars of the GPU are read off the right records, on the right side, by whole intervals.
+
+Run: python -m pytest tests/scripts/test_bars.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import bars as gpu_bars
+
+
+def step(model: str = "mamba2-2.7b", provider: str = "graph", n: int = 1, **changes: Any) -> dict[str, Any]:
+    params = {"model": model, "batch": 1, "context": 256, "n": n} | changes.pop("params", {})
+    return {"bench": "step", "provider": provider, "params": params, "p50": 100.0} | changes
+
+
+def kernel(provider: str, p50: float, op: str = "gated_delta_step", n: int = 32) -> dict[str, Any]:
+    return {
+        "bench": op,
+        "provider": provider,
+        "params": {"model": "m", "batch": 4, "n": n},
+        "p50": p50,
+        "correct": True,
+    }
+
+
+def loop(**shares: float) -> dict[str, Any]:
+    params = {"model": "Nemotron-H-8B", "batch": 8, "temperature": 0.8, "budget": 64, "growth": "Calibrated"}
+    return {"bench": "loop", "params": params, "replayed": {"idle": 0.0, "outside_forwards": 0.0} | shares}
+
+
+def whole(part: str, method: str, **ratios: Any) -> dict[str, Any]:
+    params = {"batch": 1, "temperature": 0.0} | ({"target": "mamba2-2.7b"} if part == "b" else {})
+    return {"bench": "end_to_end", "part": part, "method": method, "params": params, **ratios}
+
+
+def rows(*records: dict[str, Any]) -> list[list[str]]:
+    """Give what, limit, where, figure and verdict of what was measured."""
+    found = [[*row] for row in gpu_bars.rows(records)]
+    assert {row[0] for row in found} == {bar.what for bar in gpu_bars.BARS}, "no bar is left out"
+    return [row for row in found if row[-1] != "not measured"]
+
+
+MET: list[tuple[list[dict[str, Any]], list[tuple[str, str]]]] = [
+    ([step(n=16, over_one_node=1.15)], [("verify of 16 nodes / one-token step", "met")]),
+    ([step(n=16, over_one_node=1.16)], [("verify of 16 nodes / one-token step", "missed")]),
+    ([step(n=64, over_one_node=1.3)], [("verify of 64 nodes / one-token step", "met")]),
+    ([step(n=64, over_one_node=1.4)], [("verify of 64 nodes / one-token step", "missed")]),
+    ([step(n=64, over_one_node=1.4, provider="eager")], []),
+    ([step(n=64, over_one_node=1.4, params={"batch": 8})], []),
+    ([step("mamba2-130m", n=64, over_one_node=1.4)], []),
+    ([step(), step(provider="mamba_ssm", p50=99.0)], [("our one-token step / mamba-ssm's", "missed")]),
+    ([step(), step(provider="mamba_ssm", p50=101.0)], [("our one-token step / mamba-ssm's", "met")]),
+    ([step(), step(provider="mamba_ssm", p50=101.0, params={"context": 4096})], []),
+    ([step(of_bound=0.71)], [("bandwidth bound / one-token step", "met")]),
+    ([step(of_bound=0.69)], [("bandwidth bound / one-token step", "missed")]),
+    ([kernel("triton", 3.0), kernel("sglang", 9.0)],
+     [("what failed", "met"), ("gated delta tree kernel / sequential snapshots, 32 nodes", "met")]),
+    ([kernel("triton", 4.0), kernel("sglang", 9.0)],
+     [("what failed", "met"), ("gated delta tree kernel / sequential snapshots, 32 nodes", "missed")]),
+    ([kernel("triton", 3.0, "ssd_step"), kernel("sglang", 8.9, "ssd_step")],
+     [("what failed", "met"), ("Mamba-2 tree kernel / sequential snapshots, 32 nodes", "missed")]),
+    ([loop(outside_forwards=0.04, idle=0.04)],
+     [("a step outside the models' forwards", "met"), ("device idle between steps", "missed")]),
+    ([whole("b", "calibrated:16x4", is_best=True, over_chain=[1.3, 1.2, 1.4], over_plain=[2.5, 2.1, 2.9])],
+     [("best tree / best chain, composite", "open"), ("best tree / plain, composite", "met")]),
+    ([whole("b", "chain:4", is_best=True, over_plain=[1.5, 1.4, 1.6])], []),
+    ([whole("b", "calibrated:16x4", is_best=False, over_chain=[1.0, 0.9, 1.1], over_plain=[1.0, 0.9, 1.1])], []),
+    ([whole("a", "auto", over_plain=[1.1, 0.98, 1.2])], [("auto / plain, measured", "met")]),
+    ([whole("a", "auto", over_plain=[1.1, 0.96, 1.2])], [("auto / plain, measured", "open")]),
+    ([whole("a", "auto", over_plain=[1.1, None, None])], [("auto / plain, measured", "met")]),
+    ([{"bench": "tests", "exit": 1}], [("what failed", "missed")]),
+    ([{"bench": "tests", "exit": 0}], [("what failed", "met")]),
+    ([{"bench": "sanitizer", "tool": "memcheck", "errors": 2}], [("what failed", "missed")]),
+    ([{"bench": "sanitizer", "tool": "memcheck", "errors": None}], [("what failed", "missed")]),
+    ([{"bench": "sanitizer", "tool": "memcheck", "errors": None, "unavailable": "no"}], []),
+    ([kernel("triton", 3.0), kernel("sglang", 9.0) | {"correct": False}],
+     [("what failed", "missed"), ("gated delta tree kernel / sequential snapshots, 32 nodes", "met")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("records", "verdicts"), MET)
+def test_a_bar_is_met_on_its_side_of_the_limit(records: list[dict[str, Any]], verdicts: list[tuple[str, str]]) -> None:
+    assert [(row[0], row[-1]) for row in rows(*records)] == verdicts
+
+
+def test_a_line_names_its_place_and_its_interval() -> None:
+    tree = whole("b", "calibrated:16x4", is_best=True, over_chain=[1.3, 1.2, 1.4], over_plain=[2.5, 2.1, 2.9])
+    assert rows(tree)[0][1:4] == [">= 1.25", "mamba2-2.7b, batch 1, T 0, calibrated:16x4", "1.300 [1.200, 1.400]"]
+    assert rows(loop())[0][1:4] == ["<= 0.05", "Nemotron-H-8B, batch 8, Calibrated 64, T 0.8", "0.000"]
+    assert rows(step(n=16, over_one_node=1.1))[0][2] == "mamba2-2.7b, batch 1, context 256"
+
+
+def test_the_command_reads_what_the_others_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sanitized = {"bench": "sanitizer", "tool": "memcheck", "errors": 0}
+    records = step(of_bound=0.8), loop(), whole("a", "auto", over_plain=[1, 1, 1]), sanitized
+    for name, record in zip(gpu_bars.FILES, records, strict=True):
+        (tmp_path / name).write_text(json.dumps(record) + "\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["gpu_bars.py", str(tmp_path)])
+    assert gpu_bars.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.endswith("| met |") for line in lines) == 5
+    monkeypatch.setattr(sys, "argv", ["gpu_bars.py", str(tmp_path / "nowhere")])
+    with pytest.raises(SystemExit):
+        gpu_bars.main()
+    assert "there is no folder" in capsys.readouterr().err

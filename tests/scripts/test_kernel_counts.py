@@ -1,0 +1,78 @@
+"""Launches are counted where they happen; lean layers launch as few kernels as they should."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("counts are made under Triton's interpreter", allow_module_level=True)
+
+from benchmarks.ahead_of_time import kernel_counts
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "kernel-counts" / "results.jsonl"
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("operator", "expected"),
+    [
+        (aten.mm.default, True),
+        (aten.add_.Tensor, True),
+        (aten._to_copy.default, True),
+        (aten.arange.default, True),
+        (aten.index_put_.default, True),
+        (aten.copy_.default, True),
+        (aten.view.default, False),
+        (aten.split_with_sizes.default, False),
+        (aten.transpose.int, False),
+        (aten._unsafe_view.default, False),
+        (aten.empty_like.default, False),
+        (aten.promote_types.default, False),
+    ],
+    ids=str,
+)
+def test_views_and_allocations_launch_nothing(operator: object, expected: bool) -> None:
+    assert kernel_counts.launches(operator) == expected
+
+
+@pytest.mark.slow
+def test_a_layer_of_mamba2_launches_six_kernels() -> None:
+    before, after = (
+        {r["params"]["layer"]: r for r in kernel_counts.count("mamba2", 5, is_lean=is_lean)}
+        for is_lean in (False, True)
+    )
+    layer = after["Mamba2Mixer"]
+    assert layer["params"]["layers"] == 2 and layer["dtype"] == "bfloat16"
+    # Two products, and the cast with which the stream of the first layer becomes float32.
+    assert layer["by_name"] == {
+        "mm": 2.0, "norm_add_kernel": 1.0, "conv_kernel": 1.0, "ssd_kernel": 1.0, "gated_norm_kernel": 1.0,
+        "_to_copy": 0.5,
+    }  # fmt: skip
+    assert layer["parts"] == {"norm": 1.0, "mixer": 5.0, "layer": 0.5} and layer["value"] == 6.5
+    assert before["Mamba2Mixer"]["parts"] == {"norm": 8.0, "mixer": 5.0, "layer": 2.0}
+    assert "norm_add_kernel" not in before["Mamba2Mixer"]["by_name"]
+    assert after["outside"]["by_name"]["tree_kernel"] == after["outside"]["by_name"]["path_kernel"] == 1
+    assert after["outside"]["value"] <= 9 and after["commit"]["value"] == 2
+
+
+@pytest.mark.slow
+def test_every_launch_of_attention_and_experts_has_its_place() -> None:
+    after = {r["params"]["layer"]: r for r in kernel_counts.count("granitemoehybrid", 4, is_lean=True)}
+    (attention,) = (r for name, r in after.items() if "Attention" in name)
+    assert attention["by_name"]["rotary_kernel"] == attention["by_name"]["attention_kernel"] == 1
+    assert attention["parts"]["norm"] == 2 and "layer" not in attention["parts"]  # residual factors are in the norms
+    assert attention["parts"]["mixer"] == 6 and attention["by_name"]["gated_activation_kernel"] == 1
+
+
+def test_the_committed_counts_hold_every_family_before_and_after() -> None:
+    records = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    assert {(r["params"]["family"], r["provider"]) for r in records} == {
+        (family, provider) for family in kernel_counts.FAMILIES for provider in ("before", "after")
+    }
+    pairs = [(r, s) for r in records for s in records if r["params"] == s["params"] and kernel_counts.is_pair(r, s)]
+    assert all(after["value"] < before["value"] for before, after in pairs if before["params"]["layer"] != "commit")

@@ -1,0 +1,136 @@
+"""Sampled generation has the target's law: three consecutive tokens against exact enumeration by transformers.
+
+The text is a prompt, one token from prefill and then the three tokens that are counted, so that a step's own tokens,
+the bonus or recovered token after them and the next step's tokens all take part; a number that served twice is seen.
+Every pair of growth and verifier is measured by ``benchmarks/studies/lossless.py``, whose models and counts these are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from scipy import stats
+from tiny_models import fresh_logits
+from torch import Tensor
+
+import stree
+from benchmarks.studies.lossless import (
+    ALPHA,
+    BATCH,
+    COUNTED,
+    PROMPT,
+    SAMPLES,
+    TEMPERATURES,
+    VOCAB,
+    WAYS,
+    exact_law,
+    models,
+    p_value,
+    pairs,
+    policy,
+    sampled_counts,
+    target_model,
+)
+from stree.drafters import Draft, Drafter, DraftRun, ModelDrafter, NoDrafter
+from stree.growth import Growth, Static
+from stree.sampling import Random, Sampling
+from stree.tree import TokenTree
+from stree.verify import Acceptance
+
+PLAIN = Sampling(1.0)
+
+
+def test_the_exact_law_is_not_flat_and_the_draft_differs_from_it() -> None:
+    law = exact_law(PLAIN)
+    assert float(law.sum()) == pytest.approx(1)
+    assert float(law.max() / law.min()) > 20
+    texts = [[*PROMPT, *text] for text in itertools.product(range(VOCAB), repeat=2)]
+    pair = (target_model(), models()[1].model)
+    laws = [torch.stack([fresh_logits(model, text)[-1].softmax(-1) for text in texts]) for model in pair]
+    assert float((laws[0] - laws[1]).abs().sum(-1).mean() / 2) > 0.1
+
+
+def test_a_total_variation_of_0_02_is_seen() -> None:
+    # Of all laws at a total variation d from the exact one, chi-square sees the one worst whose difference is spread in
+    # proportion to it: its non-centrality is 4 N d^2.
+    freedom = VOCAB**COUNTED - 1
+    critical = stats.chi2.isf(ALPHA, freedom)
+    assert stats.ncx2.sf(critical, freedom, 4 * SAMPLES * 0.02**2) > 0.95
+
+
+# Every verifier is in the fixed part, with trees of every kind; STREE_FULL=1 runs all pairs.
+FIXED_PAIRS = [("chain", "traversal"), ("static", "rejection"), ("layers", "traversal"), ("suffix", "match")]
+IS_FULL = os.environ.get("STREE_FULL", "0") == "1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", TEMPERATURES if IS_FULL else [1.0])
+@pytest.mark.parametrize(("name", "verifier"), list(pairs()) if IS_FULL else FIXED_PAIRS)
+def test_three_consecutive_tokens_have_the_target_s_law(name: str, verifier: str, temperature: float) -> None:
+    counts, reports = sampled_counts(*policy(name), verifier, Sampling(temperature))
+    assert int(counts.sum()) == SAMPLES
+    assert all(report["steps"] >= 2 for report in reports), "the tokens should cross the border of a step"
+    assert max(len(report["acceptance_by_depth"]) for report in reports) >= 2
+    assert p_value(counts, exact_law(Sampling(temperature))) > ALPHA
+
+
+@pytest.mark.slow
+def test_three_consecutive_tokens_have_the_law_after_top_k_and_top_p() -> None:
+    sampling = Sampling(0.8, top_k=3, top_p=0.9)
+    law = exact_law(sampling)
+    assert (law == 0).any()
+    counts, _ = sampled_counts(*policy("layers"), "auto", sampling)
+    assert p_value(counts, law) > ALPHA
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_match_gives_the_tokens_of_plain_sampling_with_every_growth(name: str) -> None:
+    def texts(drafter: Drafter, growth: Growth | None, budget: int) -> list[list[int]]:
+        prompts = [PROMPT, [3], [0, 0, 1, 3, 2]] * 5
+        return stree.generate(
+            models()[0], prompts, drafter, growth, budget, "match", Sampling(0.9), max_new_tokens=12, seed=3
+        ).sequences
+
+    assert texts(*policy(name)) == texts(NoDrafter(), None, 1)
+
+
+class SortedDrafter:
+    """Two drawn children, put in descending order of probability before the test, as STree's released sampler does."""
+
+    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> SortedDrafter:
+        self.run: DraftRun = ModelDrafter(models()[1]).start(vocab_size, prompts, rng)
+        return self
+
+    def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+        draft = self.run.propose(pending, growth, budget)
+        assert draft.laws is not None
+        probs = draft.laws.probs[:, 0].gather(1, draft.tree.tokens)
+        is_wrong = (probs[:, 2] > probs[:, 1])[:, None]
+        tokens = draft.tree.tokens.clone()
+        tokens[:, 1:] = torch.where(is_wrong, tokens[:, 1:].flip(1), tokens[:, 1:])
+        return replace(draft, tree=TokenTree.unchecked(tokens, draft.tree.parents))
+
+    def observe(self, acceptance: Acceptance) -> None:
+        # The drafter's own tree has the other order, but one that is out of step would still be tested without bias.
+        self.run.observe(acceptance)
+
+
+@pytest.mark.slow
+def test_siblings_sorted_by_probability_before_the_test_are_found_out() -> None:
+    growth = Static([2])
+    counts, _ = sampled_counts(SortedDrafter(), growth, 3, "rejection", PLAIN, 4 * BATCH)
+    assert p_value(counts, exact_law(PLAIN)) < ALPHA
+    counts, _ = sampled_counts(policy("static")[0], growth, 3, "rejection", PLAIN, 4 * BATCH)
+    assert p_value(counts, exact_law(PLAIN)) > ALPHA
+
+
+@pytest.mark.slow
+def test_random_numbers_used_again_in_the_next_step_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Random, "at", lambda rng, positions: rng)
+    counts, _ = sampled_counts(*policy("chain"), "match", PLAIN, 2 * BATCH)
+    assert p_value(counts, exact_law(PLAIN)) < ALPHA

@@ -1,0 +1,164 @@
+"""The script that retunes the table of tiles runs without a GPU at tiny sizes, and never chooses a wrong tile.
+
+Run: TRITON_INTERPRET=1 python -m pytest tests/scripts/test_retune_tiles.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks.gpu import cases, retune_tiles
+from benchmarks.gpu.case import Case, Inputs, Size
+from benchmarks.gpu.recurrences import conv_case, ssd_case
+from benchmarks.shapes import Mixer
+from stree.kernels import tiles
+
+TINY = Mixer(1, 16, 16, 1)
+
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the script times it")
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> retune_tiles.Watched:
+    """Put a table that can be told other entries in the place of that of SSD."""
+    watched = retune_tiles.Watched(tiles._SSD)
+    monkeypatch.setattr(tiles, "_SSD", watched)
+    return watched
+
+
+def test_every_table_of_a_case_is_tuned_and_its_key_is_the_one_looked_up(table: retune_tiles.Watched) -> None:
+    assert set(retune_tiles.TABLES) == {"ssd_step", "gated_delta_step", "attention_step", "selective_step", "conv_step"}
+    for name, values in retune_tiles.TABLES.values():
+        assert {len(values)} == {len(entry) for entry in getattr(tiles, name).values()}
+    table.other = (32, 16, 4, 3)
+    tile = tiles.SsdTile.of(40, 40, 1, 64, 128, torch.bfloat16)
+    assert table.key == (64, False) and (tile.headdim, tile.dstate, tile.warps, tile.stages) == table.other
+
+
+@INTERPRETED
+def test_the_script_runs_at_tiny_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, _ in retune_tiles.TABLES.values():
+        monkeypatch.setattr(tiles, name, getattr(tiles, name))  # the script replaces the tables
+    monkeypatch.setattr(cases, "SMALL", [(ssd_case, {"tiny": TINY}), (conv_case, {"tiny": TINY})])
+    out = tmp_path / "tiles.jsonl"
+    monkeypatch.setattr(
+        sys, "argv", ["retune_tiles.py", "--smoke", "--ops", "ssd_step", "conv_step", "--out", str(out)]
+    )
+    assert retune_tiles.main() == 0
+    records = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    measured, best = [r for r in records if "p50" in r], [r for r in records if "best" in r]
+    assert [(r["op"], r["present"]) for r in measured] == [
+        ("ssd_step", True), ("ssd_step", False), ("conv_step", True), ("conv_step", False)
+    ]  # fmt: skip
+    assert all(r["correct"] and r["metric"] == "interpreter, not meaningful" for r in measured)
+    assert [(r["op"], r["key"]) for r in best] == [("ssd_step", [16, True]), ("conv_step", 8)]
+    printed = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("_SSD:    (16, True): (") for line in printed)
+    last = {"bench": "retune_tiles", "measured": 4, "entries": 2, "wrong": 0, "left_out": 0, "failed": 0}
+    assert json.loads(printed[-1]) == last
+
+
+def test_a_candidate_that_computes_something_else_is_not_timed(table: retune_tiles.Watched) -> None:
+    case = ssd_case(TINY, Size("tiny", 1, 3, torch.float32, torch.device("cpu")))
+    right = case.providers["reference"]
+
+    def wrong_with_another_tile(inputs: Inputs) -> torch.Tensor:
+        tiles.SsdTile.of(3, 3, 4, 16, 16, torch.float32)
+        return right(inputs) * (1.0 if table.other in (None, table.get(table.key)) else 1.01)
+
+    broken = Case(
+        case.op, case.params, case.make, {"triton": wrong_with_another_tile, "reference": right}, 1, 1, case.terms
+    )
+    present, other = retune_tiles.measure(broken, table, torch.float32, torch.device("cpu"))
+    assert present["correct"] and "p50" in present and not other["correct"] and "p50" not in other
+
+
+def test_the_best_entry_is_right_everywhere_and_fastest_on_average() -> None:
+    def record(entry: str, time: float | None, **extra: Any) -> dict[str, Any]:
+        names = {"op": "ssd_step", "key": (16, False), "entry": (entry,), "present": entry == "now"}
+        return names | ({"correct": False} if time is None else {"correct": True, "p50": time}) | extra
+
+    found = retune_tiles.choose(
+        [record("now", 8.0), record("even", 4.0), record("uneven", 2.0), record("wrong", 1.0),
+         record("now", 8.0), record("even", 4.0), record("uneven", 9.0), record("wrong", None)]
+    )  # fmt: skip
+    best = {"op": "ssd_step", "key": (16, False), "best": ("even",), "now": ("now",), "gain": pytest.approx(2.0)}
+    assert found == [best]
+    # The second case, whose times are ten times as long, was cut off before the best.
+    found = retune_tiles.choose(
+        [record("now", 8.0), record("uneven", 6.0), record("even", 4.0), record("now", 80.0), record("uneven", 60.0)]
+    )
+    assert found == [best]
+    # Without a present entry that runs, the others are compared with each other.
+    found = retune_tiles.choose([record("now", None), record("uneven", 6.0), record("even", 4.0)])
+    assert found == [{**best, "gain": float("inf")}]
+    assert retune_tiles.choose([record("now", None), record("wrong", None)]) == []
+
+
+def options_of(**changes: Any) -> argparse.Namespace:
+    given = {"smoke": True, "ops": ["ssd_step"], "all_shapes": False, "minutes": 1.0, "out": None}
+    return argparse.Namespace(**(given | changes))
+
+
+@INTERPRETED
+def test_when_the_time_is_up_what_is_left_out_is_counted(
+    table: retune_tiles.Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cases, "SMALL", [(ssd_case, {"tiny": TINY})])
+    cpu = torch.device("cpu")
+    (left,) = retune_tiles.measured(options_of(minutes=-1.0), cpu, {"ssd_step": table})
+    assert left["op"] == "ssd_step" and left["left_out"] == 3 * 3 * 2 * 2
+    (case, dtype), *_ = retune_tiles.tuned(options_of(), cpu)
+    times = iter((0.0, 2.0))  # the present entry is measured, the other one is not
+    monkeypatch.setattr("benchmarks.gpu.retune_tiles.time", SimpleNamespace(monotonic=lambda: next(times)))
+    present, left = retune_tiles.measure(case, table, dtype, cpu, 1.0)
+    assert present["present"] and "p50" in present and left["left_out"] == 1
+
+
+@INTERPRETED
+def test_a_case_that_fails_does_not_end_the_others(
+    table: retune_tiles.Watched, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+
+    def case_of(sizes: Mixer, at: Size) -> Case:
+        def failing(_: object) -> Any:
+            raise torch.OutOfMemoryError("no room")
+
+        case = ssd_case(sizes, at)
+        return replace(case, make=failing) if at.model == "large" else case
+
+    monkeypatch.setattr(cases, "SMALL", [(case_of, {"large": TINY, "tiny": TINY})])
+    options = options_of(all_shapes=True, out=tmp_path / "tiles.jsonl")
+    found = retune_tiles.measured(options, torch.device("cpu"), {"ssd_step": table})
+    assert [(record["params"]["model"], record.get("failed")) for record in found] == [
+        ("large", "OutOfMemoryError: no room"), ("tiny", None), ("tiny", None)
+    ]  # fmt: skip
+    assert len(options.out.read_text(encoding="utf-8").splitlines()) == 3
+
+
+def test_where_the_entry_of_the_table_has_no_room_the_others_are_timed(table: retune_tiles.Watched) -> None:
+    case = ssd_case(TINY, Size("tiny", 1, 3, torch.float32, torch.device("cpu")))
+    right = case.providers["reference"]
+
+    def failing(inputs: Inputs) -> torch.Tensor:
+        tiles.SsdTile.of(3, 3, 4, 16, 16, torch.float32)
+        if table.other in (None, table.get(table.key)):
+            raise RuntimeError("out of resources")
+        return right(inputs)
+
+    tight = replace(case, providers={"triton": failing, "reference": right})
+    present, other = retune_tiles.measure(tight, table, torch.float32, torch.device("cpu"))
+    assert present["present"] and present["problem"] == "RuntimeError: out of resources" and "p50" in other

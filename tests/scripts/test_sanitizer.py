@@ -1,0 +1,99 @@
+"""What the sanitizer's bench makes of what the tool says; and what it lets the tool watch runs without a GPU.
+
+Run: python -m pytest tests/scripts/test_sanitizer.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import cases
+from benchmarks.gpu import sanitizer as gpu_sanitizer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Put a tool on the PATH that says some lines and ends with a status."""
+
+    def make(said: str, status: int) -> None:
+        program = tmp_path / "compute-sanitizer"
+        program.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/asked\ncat <<'END'\n{said}\nEND\nexit {status}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "errors"),
+    [
+        ('{"launched": 7}\n========= ERROR SUMMARY: 0 errors', 0, 0),
+        ('{"launched": 7}\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)', 0, 0),
+        ("========= Invalid __global__ write of size 4 bytes\n========= ERROR SUMMARY: 12 errors", 9, 12),
+        ("Traceback\nKeyError\n========= ERROR SUMMARY: 0 errors", 1, None),  # what it watched has failed
+        ("killed", 137, None),
+    ],
+)
+def test_errors_are_what_the_tool_counted_in_all_of_what_it_watched(
+    said: str, status: int, errors: int | None, tool: Any, tmp_path: Path
+) -> None:
+    tool(said, status)
+    record = gpu_sanitizer.watched("memcheck", 60.0)
+    assert record["errors"] == errors and record["exit"] == status and "unavailable" not in record
+    assert record["said"] and record["said"][-1] == said.splitlines()[-1]
+    asked = (tmp_path / "asked").read_text()
+    assert asked.startswith("--tool memcheck --error-exitcode 9") and asked.rstrip().endswith(
+        "-m benchmarks.gpu.sanitizer --launch"
+    )
+
+
+def test_a_machine_that_refuses_the_tool_is_no_failure(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool("========= Error: Device not supported. Please refer to the list\n========= ERROR SUMMARY: 1 error", 1)
+    assert gpu_sanitizer.watched("memcheck", 60.0)["unavailable"].startswith("Error: Device not supported")
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    record = gpu_sanitizer.watched("memcheck", 60.0)
+    assert record["unavailable"] == "compute-sanitizer is not on the PATH" and record["errors"] is None
+
+
+@pytest.mark.parametrize(("found", "status"), [({"errors": 0}, 0), ({"errors": 3}, 1), ({"errors": None}, 1),
+                                                ({"errors": None, "unavailable": "no such device"}, 0)])  # fmt: skip
+def test_the_command_fails_by_what_a_tool_found(
+    found: dict[str, Any], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def watched(name: str, seconds: float) -> dict[str, Any]:
+        return {"metric": "errors", "tool": name, "exit": 0, "said": []} | (
+            found if name == "racecheck" else {"errors": 0}
+        )
+
+    monkeypatch.setattr(gpu_sanitizer, "watched", watched)
+    monkeypatch.setattr(gpu_sanitizer, "environment", lambda device: {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["gpu_sanitizer.py", "--out", str(tmp_path)])
+    assert gpu_sanitizer.main() == status
+    lines = (tmp_path / "gpu_sanitizer.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["tool"] for line in lines] == list(gpu_sanitizer.TOOLS)
+
+
+@pytest.mark.slow
+def test_every_operation_and_whole_texts_are_launched() -> None:
+    script = (
+        "from benchmarks.gpu import sanitizer; import torch; sanitizer.SIZES = [(2, 5)]; "
+        "print(sanitizer.launch(torch.device('cpu')))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    num_cases = sum(len(shapes) for _, shapes in cases.SMALL)
+    assert int(done.stdout) == 2 * num_cases + 8

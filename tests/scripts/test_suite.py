@@ -1,0 +1,132 @@
+"""The GPU suite runs without a GPU at tiny sizes, and times nothing that is wrong.
+
+Run: python -m pytest tests/scripts/test_suite.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.progress import Progress
+
+from benchmarks.gpu import cases as gpu_cases
+from benchmarks.gpu import peers
+from benchmarks.gpu import steps as gpu_steps
+from benchmarks.gpu import suite as gpu_suite
+from benchmarks.gpu.case import Inputs, Size
+from benchmarks.gpu.recurrences import ssd_case
+from benchmarks.shapes import Mixer, binary_tree, leaf_paths
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+def test_the_suite_runs_every_kernel_and_step_at_tiny_sizes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu.suite", "--smoke", "--out", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(line) for line in (tmp_path / "gpu_suite.jsonl").read_text(encoding="utf-8").splitlines()]
+    timed = {(record["bench"], record["provider"]) for record in records if "p50" in record}
+    expected = {("step", "eager"), ("step", "transformers"), ("ssd_step", "unrolled")}
+    expected |= {("gated_delta_step", "unrolled")}
+    steps = [f"{op}_step" for op in ("ssd", "conv", "gated_delta", "selective", "diagonal", "attention")]
+    launches = [*steps, "gated_rms_norm", "rms_norm_add", "rms_norm", "kv_commit", "match_accept"]
+    launches += ["rotary", "gated_activation", "delta_inputs", "experts"]
+    expected |= {(op, name) for op in launches for name in ("triton", "reference")}
+    assert timed == expected
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["bench"] == "gpu_suite" and last["measured"] == sum("p50" in record for record in records)
+
+
+def test_a_provider_that_is_wrong_or_fails_is_reported_and_not_timed() -> None:
+    options = argparse.Namespace(minutes=1, out=None, smoke=True)
+    suite = gpu_suite.Suite(options)
+    case = ssd_case(Mixer(2, 16, 16, 1), Size("tiny", 1, 3, torch.float32, suite.device))
+    right = case.providers["reference"]
+
+    def failing(inputs: Inputs) -> torch.Tensor:
+        raise MemoryError("no room")
+
+    providers = {"reference": right, "wrong": lambda inputs: right(inputs) * 1.001, "failing": failing}
+    suite.run_case(replace(case, providers=providers), torch.float32, {})
+    found = {record["provider"]: record for record in suite.records}
+    assert found["reference"]["correct"] and "p50" in found["reference"]
+    assert not found["wrong"]["correct"] and "p50" not in found["wrong"]
+    assert not found["failing"]["correct"] and found["failing"]["problem"] == "MemoryError: no room"
+    assert suite.failures == 2
+
+
+def test_the_suite_stops_when_its_time_is_up() -> None:
+    suite = gpu_suite.Suite(argparse.Namespace(minutes=0, out=None, smoke=True, dtypes=["float32"]))
+    time.sleep(0.01)
+    with Progress(disable=True) as bar:
+        suite.run_kernels(bar)
+    assert [record["bench"] for record in suite.records] == ["unfinished"]
+    assert suite.records[0]["cases"] == sum(len(shapes) for _, shapes in gpu_cases.SMALL)
+
+
+def test_a_tree_unrolls_into_its_leaves_paths() -> None:
+    paths, where = leaf_paths(binary_tree(1, 6, torch.device("cpu"))[0])
+    assert paths.tolist() == [[0, 1, 3], [0, 1, 4], [0, 2, 5]]
+    assert [int(paths[row, place]) for row, place in where.tolist()] == list(range(6))
+
+
+def test_a_peer_folder_without_the_peers_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--peer-dir must hold sglang/kernels/ops as SGLang's wheel does"):
+        peers.use_peer_dir(tmp_path)
+
+
+def main_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], out: Path) -> tuple[int, list[Any]]:
+    """Run the suite's steps and kernels with one case each; give its exit status and records."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    tiny = [(ssd_case, {"tiny": Mixer(2, 16, 16, 1)})]
+    monkeypatch.setattr(gpu_cases, "SMALL", tiny)
+    command = ["gpu_suite.py", "--smoke", "--parts", "steps", "kernels", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    status = gpu_suite.main()
+    printed = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("| operation |") for line in printed) and json.loads(printed[-1])["bench"] == "gpu_suite"
+    return status, [json.loads(line) for line in (out / "gpu_suite.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_part_that_fails_is_reported_and_the_others_and_the_table_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("tiny sizes are for a machine without a GPU")
+
+    def failing(*_: object) -> Iterator[Any]:
+        yield {"bench": "step", "problem": "of a model"}
+        raise RuntimeError("the steps failed")
+
+    def ready(suite: gpu_suite.Suite, case: Any, dtype: Any, ceilings: Any) -> None:
+        suite.add({"bench": case.op})
+
+    monkeypatch.setattr(gpu_steps, "measure", failing)
+    monkeypatch.setattr(gpu_suite.Suite, "run_case", ready)
+    status, found = main_of(monkeypatch, capsys, tmp_path / "steps")
+    assert status == 1 and [(r["bench"], r.get("problem")) for r in found] == [
+        ("step", "of a model"), ("steps", "RuntimeError: the steps failed"), ("ssd_step", None)
+    ]  # fmt: skip
+    monkeypatch.setattr(gpu_steps, "measure", lambda *_: iter([{"bench": "step"}]))
+    monkeypatch.setattr(gpu_suite.Suite, "run_case", failing_case)
+    status, found = main_of(monkeypatch, capsys, tmp_path / "kernels")
+    assert status == 1 and [(r["bench"], r.get("problem")) for r in found] == [
+        ("step", None), ("kernels", "RuntimeError: the device is dead")
+    ]  # fmt: skip
+
+
+def failing_case(*_: object) -> None:
+    raise RuntimeError("the device is dead")

@@ -1,0 +1,129 @@
+"""The bundled pair's recipe: the target's training forward, its text, held-out windows; the rest is test_distill.py's.
+
+python -m pytest tests/scripts/test_train_bundled.py
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("zstandard")
+from transformers import AutoModelForCausalLM, BambaConfig, BambaForCausalLM, Mamba2ForCausalLM
+
+import stree
+from benchmarks.training import bundled as train_bundled
+from benchmarks.training import data, report
+from benchmarks.training import model as train_model
+from benchmarks.training.data import Document
+from stree.distill import run
+from stree.distill.continuations import write_continuations
+from stree.distill.network import check_forward, drafter_config, hidden_states
+from stree.distill.run import save_model
+
+TARGET = train_model.target_config
+
+
+def tiny_target(vocab_size: int = 320, eos: int = 0, *_: int) -> BambaConfig:
+    config = TARGET(vocab_size, eos)
+    config.update({"hidden_size": 64, "num_hidden_layers": 2, "attn_layer_indices": [1], "mamba_n_heads": 2})
+    return config
+
+
+def test_swapped_forward_equals_transformers() -> None:
+    assert check_forward(train_model.build(tiny_target()), train_model.swap) < 1e-5
+
+
+def test_swapped_gradients_equal_transformers() -> None:
+    torch.manual_seed(0)
+    own = train_model.build(tiny_target())
+    fast = type(own)(own.config)
+    fast.load_state_dict(own.state_dict())
+    train_model.swap(fast, torch.float32)
+    tokens = torch.randint(1, 320, (2, 128))
+    own.eval()(tokens, use_cache=False).logits.log_softmax(-1)[..., 3].mean().backward()
+    fast.lm_head(hidden_states(fast, tokens)).log_softmax(-1)[..., 3].mean().backward()
+    for (name, wanted), found in zip(own.named_parameters(), fast.parameters(), strict=True):
+        assert torch.allclose(wanted.grad, found.grad, rtol=1e-3, atol=1e-5 * float(wanted.grad.abs().max())), name
+
+
+def test_parameter_counts() -> None:
+    assert 4e6 < train_model.build(train_model.target_config(4096, 0)).num_parameters() < 8e6
+    drafter = train_bundled.load_or_build("drafter", Path("nowhere"), False, 4096, 0, hidden=112, layers=2)
+    assert 5e5 < drafter.num_parameters() < 7e5
+
+
+def test_a_larger_pair_has_the_bundled_one_s_kinds_of_layers_and_a_twentieth_for_its_drafter() -> None:
+    small, large = train_model.target_config(4096, 0), train_model.target_config(4096, 0, 1024, 16)
+    assert small.layers_block_type[:4] == large.layers_block_type[:4] and large.attn_layer_indices == [3, 7, 11, 15]
+    with torch.device("meta"):
+        target = BambaForCausalLM(large).num_parameters()
+        drafter = Mamba2ForCausalLM(drafter_config(4096, 512, 4, {})).num_parameters()
+    assert target > 150e6 and 15 < target / drafter < 25
+    for hidden, layers in ((64, 8), (200, 8), (256, 3)):
+        with pytest.raises(ValueError, match=f"multiple of 128 and its layers 4 or more, got {hidden}, {layers}"):
+            train_model.target_config(4096, 0, hidden, layers)
+
+
+def test_the_bundled_card_is_what_its_figures_say() -> None:
+    assets = Path(stree.__file__).parent / "assets"
+    metrics = json.loads((assets / "metrics.json").read_text(encoding="utf-8"))
+    assert report.model_card(metrics) == (assets / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 30])
+def test_measured_windows_score_every_token_once(length: int) -> None:
+    tokens = list(range(1, length + 1))
+    scored = [t for piece, count in report.windows(tokens, 0, 8) for t in piece[-count:]]
+    assert scored == tokens
+    assert all(len(piece) <= 8 and count < len(piece) for piece, count in report.windows(tokens, 0, 8))
+
+
+def test_evaluation_sets_and_missing_folders_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "q", "answer": "a"}) + "\n")
+    with pytest.raises(FileNotFoundError, match="no training text"):
+        data.read_folders([tmp_path], seed=0)
+    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "q", "answer": "a"}) + "\n")
+    (tmp_path / "a.py").write_text("x = 1\n")
+    found = {(d.kind, d.text) for d in data.read_folders([tmp_path], seed=0)}
+    assert found == {("gsm8k", "Question: q\nAnswer: a\n"), ("python", "x = 1\n")}
+
+
+def test_held_out_text_reaches_neither_tokenizer_nor_streams() -> None:
+    documents = [Document("python", "jinja2", "a.py", "zebra " * 50), Document("python", "rich", "b.py", "lemon " * 50)]
+    tokenizer = data.train_tokenizer(documents, 300, 10_000)
+    assert "lemon" in "".join(tokenizer.get_vocab()) and "zebra" not in "".join(tokenizer.get_vocab())
+    stream = data.encode_streams(documents, tokenizer)["python"]
+    assert tokenizer.decode(stream) == "lemon " * 50 + data.END_OF_TEXT
+
+
+def test_the_pair_is_trained_and_a_second_run_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_model, "target_config", tiny_target)
+    monkeypatch.setattr(run, "write_continuations", partial(write_continuations, rows=2, new_tokens=48))
+    (tmp_path / "text").mkdir()
+    for name in ("a.py", "b.py"):
+        (tmp_path / "text" / name).write_text("x = [1, 2, 3]\n" * 200, encoding="utf-8")
+    options = ["--length", "64", "--batch", "2", "--target-minutes", "0.001", "--drafter-minutes", "0.001"]
+    options += ["--drafter-hidden", "16", "--vocab-size", "320", "--no-compile", "--text", str(tmp_path / "text")]
+    options += ["--assets", str(tmp_path / "assets"), "--runs", str(tmp_path / "runs")]
+    train_bundled.main(options)
+    metrics = json.loads((tmp_path / "assets" / "metrics.json").read_text(encoding="utf-8"))
+    assert list(metrics["stages"]) == ["target", "text", "distill"]
+    assert all(stage["steps"] >= 1 for stage in metrics["stages"].values()) and metrics["sampled_tokens"] > 64
+    kept = load_file(tmp_path / "assets" / "drafter" / "model.safetensors")
+    train_bundled.main([*options, "--resume"])
+    for name, found in load_file(tmp_path / "assets" / "drafter" / "model.safetensors").items():
+        assert torch.equal(found, kept[name]), name
+
+
+def test_saving_round_trips(tmp_path: Path) -> None:
+    model = train_model.build(tiny_target())
+    documents = [Document("python", "rich", "b.py", "lemon " * 50)]
+    save_model(model, data.train_tokenizer(documents, 300, 10_000), tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert loaded.config.eos_token_id == 0
+    for name, wanted in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], wanted.bfloat16().float()), name

@@ -1,0 +1,218 @@
+"""The comparison of growths: expectations against enumeration, remembered forwards against fresh ones, shared draws."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from enumeration import DraftedTrees, TableLaw, drafted_trees, expected_tokens
+from helpers.tiny_pairs import tiny_pair
+from tiny_models import VOCAB
+
+from benchmarks.studies import methods, who_wins_report
+from benchmarks.studies import who_wins as bench_who_wins
+from benchmarks.studies.expectation import expected_path, from_coins
+from benchmarks.studies.replay import Coupled, Replay, Walked
+from stree.bench.pair import Pair
+from stree.drafters import ModelDrafter, SuffixDrafter
+from stree.growth import Chain, Static
+from stree.sampling import Random, Sampling
+from stree.tree import TokenTree
+
+PLAIN = Sampling(1.0)
+TREE = [-1, 0, 0, 1, 1, 2]
+PROMPTS = [[1, 2, 3, 1, 2], [4, 5, 6]]
+
+
+def mean_length(target: TableLaw, trees: DraftedTrees, verifier: str) -> float:
+    """Average over all trees that a draft gives."""
+    laws = None if verifier == "match" else trees.laws
+    on_path, _ = expected_path(trees.tree, target.logits[trees.tokens], PLAIN, laws, verifier)
+    return float(trees.weight @ (1 + on_path.sum(1)))
+
+
+@pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
+# Node 1 of the second is chosen without chance and stands before the siblings that are drawn without its token.
+@pytest.mark.parametrize(
+    ("parents", "delta"),
+    [(TREE, None), ([-1, 0, 0, 1, 2], {1: 1}), ([-1, 0, 1, 2], None)],
+    ids=["tree", "delta", "chain"],
+)
+def test_the_expected_path_is_that_of_every_outcome_of_acceptance(
+    parents: list[int], delta: dict[int, int] | None, verifier: str
+) -> None:
+    target, draft = TableLaw.random(3, 1), TableLaw.random(3, 2)
+    trees = drafted_trees(draft, parents, PLAIN, delta)
+    wanted = expected_tokens(target, trees, PLAIN, verifier)
+    assert mean_length(target, trees, verifier) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_coins_from_the_leaves_up_are_not_those_from_the_root_down() -> None:
+    tree = TokenTree(torch.arange(4)[None], torch.tensor([[-1, 0, 1, 0]]))
+    coins = torch.tensor([[0.0, 0.5, 0.25, 0.5]], dtype=torch.float64)
+    down, up = (from_coins(tree, coins, is_from_leaves=up).tolist()[0] for up in (False, True))
+    assert down == [0, 0.5, 0.125, 0.25]
+    assert up == [0, 1 - 0.5 * 0.75, 0.25, 0.5 * 0.75 * 0.5]
+
+
+def test_repeated_siblings_are_matched_once_and_greedy_paths_are_certain() -> None:
+    logits = TableLaw.random(3, 1).logits[None].expand(1, 3, 3)
+    tree = TokenTree(torch.tensor([[0, 1, 1]]), torch.tensor([[-1, 0, 0]]))
+    on_path, _ = expected_path(tree, logits, PLAIN, None, "match")
+    assert on_path.tolist()[0] == pytest.approx([0, float(logits[0, 0].softmax(-1)[1]), 0])
+    greedy = TokenTree.chain(torch.tensor([[0, int(logits[0, 0].argmax())]]))
+    assert expected_path(greedy, logits[:, :2], Sampling(), None, "auto")[0].tolist() == [[0, 1]]
+
+
+def test_remembered_logits_are_those_of_fresh_forwards_along_the_text() -> None:
+    lm = tiny_pair().target
+    replay = Replay(lm, PROMPTS, 16)
+    generator = torch.Generator().manual_seed(0)
+    texts = torch.randint(1, VOCAB, (2, 4), generator=generator)
+    state = lm.new_state(2, 64, 16)
+    lm.prefill(state, torch.tensor([[1, 2, 3, 1, 2], [4, 5, 6, 0, 0]]), torch.tensor([5, 3]))
+    for begin in (0, 2):
+        assert replay.lengths.tolist() == [5 + begin, 3 + begin]
+        for seed in range(3):  # trees that share nodes with those before
+            tokens = torch.randint(1, 4, (2, 7), generator=generator.manual_seed(seed))
+            tokens[:, 0], tokens[1, 6] = texts[:, begin], 0
+            tree = TokenTree(tokens, torch.tensor([[-1, 0, 0, 1, 1, 2, 3], [-1, 0, 1, 1, 1, 2, -1]]))
+            wanted = lm.verify(state, tree)
+            torch.testing.assert_close(replay.verify(None, tree)[0], wanted[0])
+            below = replay.verify(None, tree, first=4)
+            torch.testing.assert_close(below[0], wanted[0, 4:])
+            torch.testing.assert_close(below[1, :2], wanted[1, 4:6])  # the last is padding
+        replay.move(texts[:, begin : begin + 2])
+        lm.verify(state, TokenTree.chain(texts[:, begin : begin + 2]))
+        lm.commit(state, torch.tensor([[0, 1]] * 2, dtype=torch.int32), torch.tensor([2, 2], dtype=torch.int32))
+
+
+def test_growths_draw_the_same_below_equal_nodes_and_a_growth_twice_the_same() -> None:
+    pair = tiny_pair()
+    assert pair.drafter is not None
+    replay = Replay(pair.drafter, PROMPTS, 16)
+    rng = Coupled(3, torch.arange(2), replay.lengths.long(), replay)
+    run = ModelDrafter(replay).start(VOCAB, PROMPTS, rng)  # type: ignore[arg-type]
+    pending = torch.tensor([7, 8])
+    chain, tree, again = (
+        run.propose(pending, growth.bind(PLAIN), 16).tree for growth in (Chain(3), Static([3, 2, 1]), Chain(3))
+    )
+    assert torch.equal(chain.tokens, again.tokens)
+    # Eldest children of eldest children are the chain.
+    assert torch.equal(tree.tokens[:, [0, 1, 4, 10]], chain.tokens)
+    siblings = tree.tokens[:, 1:4]
+    assert (siblings.sort(1).values.diff(dim=1) > 0).all(), "children are drawn without replacement"
+    law, first = torch.full((2, 1, VOCAB), 1 / VOCAB), torch.zeros(2, 1).long()
+    drawn = {tuple(rng.choice("draft", law, first, first + rank)[:, 0].tolist()) for rank in range(4)}
+    assert len(drawn) == 4, "siblings have their own numbers"
+
+
+def test_nodes_that_stand_twice_draw_their_own_children() -> None:
+    lm = tiny_pair().target
+    replay = Replay(lm, PROMPTS[:1], 8)
+    tree = TokenTree(torch.tensor([[1, 5, 5]]), torch.tensor([[-1, 0, 0]]))
+    replay.verify(None, tree)
+    assert len(set(replay.marks[0].tolist())) == 3
+
+
+def test_a_suffix_drafter_is_told_of_the_text_and_not_of_what_was_accepted() -> None:
+    texts = torch.tensor([[3, 1, 2, 3, 1, 2, 1]])
+    rng = Random(0, torch.zeros(1).long(), torch.zeros(1).long())
+    walked = Walked(SuffixDrafter(), texts, 2).start(VOCAB, [[1, 2]], rng)
+    fresh = SuffixDrafter()
+    for begin in (0, 2, 4):
+        draft = walked.propose(texts[:, begin], None, 4)
+        prompt = [1, 2, *texts[0, :begin].tolist()]
+        wanted = fresh.start(VOCAB, [prompt], rng).propose(texts[:, begin], None, 4)
+        assert draft.tree.tokens.tolist() == wanted.tree.tokens.tolist()
+        walked.observe(None)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(methods, "SIZES", ((8, 4),))
+    monkeypatch.setattr(methods, "DEEPER", ())
+    monkeypatch.setattr(methods, "FUSED", ((8, 4),))
+    monkeypatch.setattr(methods, "CHAINS", (1, 3, 4))
+    monkeypatch.setattr(Pair, "load", lambda: tiny_pair())
+
+
+def test_a_run_is_resumed_and_reported(small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    suite = tmp_path / "toy.txt"
+    suite.write_text("abc abc abc\n\nxyz zyx\n", encoding="utf-8")
+    arguments = ["--suite", f"toy={suite}", "--limit", "2", "--batch", "1", "--new-tokens", "4", "--out",
+                 str(tmp_path / "out"), "--temperature", "0,1"]  # fmt: skip
+    results = tmp_path / "out" / "results.jsonl"
+    with pytest.raises(SystemExit):
+        bench_who_wins.main([*arguments, "--batch", "4"])
+    assert "--limit must be a multiple of --batch 4, got 2" in capsys.readouterr().err
+    bench_who_wins.main([*arguments, "--minutes", "0"])
+    assert not results.exists()
+    bench_who_wins.main(arguments)
+    records = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    assert [(r["params"]["temperature"], r["prompts"]) for r in records] == [
+        (0.0, [0]), (1.0, [0]), (0.0, [1]), (1.0, [1])
+    ]  # fmt: skip
+    for record in records:
+        assert all(1 <= tau <= 1 + record["calls"][key] for key, row in record["tau"].items() for tau in row
+                   if not key.startswith(("suffix", "fused")))  # fmt: skip
+        assert record["tau"]["chain 5x4"] >= record["tau"]["chain 2x1"]
+    assert "calibrated@match 8x4" in records[1]["tau"] and "calibrated@match 8x4" not in records[0]["tau"]
+    bench_who_wins.main(arguments)  # everything is finished
+    assert len(results.read_text(encoding="utf-8").splitlines()) == 4
+    assert str(tmp_path) not in (tmp_path / "out" / "run.json").read_text(encoding="utf-8")
+    assert "Texts of 4 tokens, a context at every 4th." in capsys.readouterr().out
+    some = ["--out", str(tmp_path / "some"), "--temperature", "1", "--only", "chain,dyspec"]
+    bench_who_wins.main([*arguments, *some])
+    (first, *_) = [json.loads(line) for line in (tmp_path / "some" / "results.jsonl").read_text("utf-8").splitlines()]
+    assert first["tau"] == {key: tau for key, tau in records[1]["tau"].items() if key.startswith(("chain", "dyspec"))}
+    with pytest.raises(SystemExit):
+        bench_who_wins.main([*arguments, "--only", "chain,sequia"])
+    assert "got sequia" in capsys.readouterr().err
+    bench_who_wins.main(["--out", str(tmp_path / "some")])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["bench"] == "who_wins"
+
+
+def test_prompts_that_estimates_were_fitted_to_are_left_out() -> None:
+    options = argparse.Namespace(limit=120, batch=8, temperature=[0.8], suite={"toy": None})
+    assert [batch for _, _, batch in bench_who_wins.blocks(options)] == [0, 1, 2, 3, 6, 7, 8, 9, 14]
+    options.batch, options.limit = 20, 60
+    assert [batch for _, _, batch in bench_who_wins.blocks(options)] == [0]
+
+
+def test_the_default_of_the_best_depth_stands_beside_the_best_chain(tmp_path: Path) -> None:
+    tau = {"calibrated 16x4": 3.0, "calibrated 16x6": 3.4, "calibrated 16x15": 3.9, "calibrated 8x4": 3.5}
+    tau |= {"chain 5x4": 2.5, "chain 9x8": 3.3, "chain 16x15": 3.2}
+    record = {"metric": "expected_tokens", "params": {"suite": "toy", "temperature": 0.8, "batch": 0}, "measured": {}}
+    record["tau"] = {key: [value] * 4 for key, value in tau.items()}
+    (tmp_path / "results.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    bars = [bar for bar in who_wins_report.comparisons(who_wins_report.Results(tmp_path)) if bar.bar == "2 best chain"]
+    assert {bar.what: (bar.least, bar.verdict) for bar in bars} == {
+        "calibrated 16x4 / chain 9x8": (None, "-"), "calibrated 16x6 / chain 9x8": (1.0, "met"),
+        "calibrated 16x15 / chain 9x8": (None, "-"), "calibrated 8x4 / chain 5x4": (1.0, "met"),
+    }  # fmt: skip
+
+
+def test_bars_are_met_missed_or_open_by_their_intervals(tmp_path: Path) -> None:
+    def record(batch: int, tau: dict[str, Any]) -> str:
+        params = {"suite": "toy", "temperature": 0.8, "batch": batch}
+        real = {"calibrated 16x4": 2.5 + batch} if "chain 5x4" in tau else {}
+        return json.dumps({"metric": "expected_tokens", "params": params, "tau": tau, "measured": real}) + "\n"
+
+    chain, noise = [2.0, 2.1, 1.9, 2.0], [1.0, 5.0, 1.5, 4.0]
+    first = {"calibrated 16x4": [9.0] * 4, "chain 5x4": chain, "calibrated@rejection 16x4": [2 * x for x in chain]}
+    again = {"calibrated 16x4": [1.5 * x for x in chain], "sequoia 16x4": noise}
+    before = record(0, first).replace("2.5", "7.5")  # measured anew since then
+    (tmp_path / "results.jsonl").write_text(before + record(0, first) + record(0, again), encoding="utf-8")
+    found = {bar.bar: bar for bar in who_wins_report.comparisons(who_wins_report.Results(tmp_path))}
+    assert found["2 equal calls"].ratio == pytest.approx((1.5, 1.5, 1.5)) and found["2 equal calls"].verdict == "met"
+    assert found["3 traversal"].verdict == "missed" and found["3 traversal"].ratio[0] == pytest.approx(0.75)
+    assert found["1 best"].what == "calibrated 16x4 / sequoia 16x4" and found["1 best"].verdict == "open"
+    written = who_wins_report.markdown(tmp_path)
+    assert "| method | 16x4 |" in written and "| calibrated | 3.00 |" in written and "| chain | 2.00 |" in written
+    assert "| 2 equal calls | 0.8 | calibrated 16x4 / chain 5x4 | 1.500 [1.500, 1.500] | < 1.2 | met |" in written
+    assert "| 3 traversal | 1 missed |" in written and "the same prompts emits: calibrated 16x4 2.50." in written
