@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tape import TapeRecorder
+from helpers.cuda_graph_tape import TapeRecorder
 from tiny_pairs import tiny_pair
 
 import stree

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import gpu_loops
 import gpu_steps
-from tape import TapeRecorder
+from helpers.cuda_graph_tape import TapeRecorder
 
 from stree import engine
 from stree.bench.profile import Shape

@@ -2,7 +2,7 @@
 
 A tape takes the place of CUDA graphs: host code does not run again, nothing may be read, moved or freed.
 
-Run: python -m pytest tests/test_graphs.py
+Run: python -m pytest tests/decode/test_captured_steps.py
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tape import Tape, TapeError, TapeRecorder
-from test_waits import GROWTHS
+from helpers.cuda_graph_tape import Tape, TapeError, TapeRecorder
+from helpers.step_growths import GROWTHS
 from tiny_family_models import FAMILIES, family_model
 from tiny_models import grafted, random_texts, tiny_model
 from torch import Tensor

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hooked import (
+from helpers.hooked_generate import (
     PROMPTS,
     SMALL,
     hooked,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hooked import (
+from helpers.hooked_generate import (
     NEW_TOKENS,
     PROMPTS,
     hooked,

@@ -14,9 +14,9 @@ from typing import Self, cast
 
 import pytest
 import torch
-from tables import TableLaw, TableLM
 from torch import Tensor
 
+from helpers.table_models import TableLaw, TableLM
 from stree.kernels import reference_growth
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree

@@ -1,6 +1,6 @@
 """budget="auto", the default: texts do not change nor follow the clock, and a draft model left alone catches up.
 
-Run: python -m pytest tests/test_steering.py
+Run: python -m pytest tests/budget/test_auto_budget.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What steps take: found from a few of them, measured once, kept with the model, and nobody's text is touched.
 
-Run: python -m pytest tests/test_rehearsal.py
+Run: python -m pytest tests/budget/test_step_times.py
 """
 
 from __future__ import annotations

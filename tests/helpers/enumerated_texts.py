@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from enumeration import DraftedTrees, MoreDraws, Outcomes, Verify, as_random, every_outcome, short_texts
-from tables import TableLaw
 from torch import Tensor
 
+from helpers.enumeration import DraftedTrees, MoreDraws, Outcomes, Verify, as_random, every_outcome, short_texts
+from helpers.table_models import TableLaw
 from stree.drafters import Drafter
 from stree.growth import Growth
 from stree.sampling import Random, Sampling

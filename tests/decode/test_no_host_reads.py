@@ -2,7 +2,7 @@
 
 What a GPU would run is run on the CPU, under a watch over host reads and a trace of operators and sizes.
 
-Run: python -m pytest tests/test_waits.py
+Run: python -m pytest tests/decode/test_no_host_reads.py
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.step_growths import GROWTHS
 from host_reads import NoHostReads, Trace
 from tiny_models import grafted, random_texts, tiny_model
 from torch import Tensor
@@ -22,39 +23,18 @@ from torch import Tensor
 import stree
 from stree.drafters import Bounded, ModelDrafter, NoDrafter
 from stree.growth import (
-    RSDS,
     Calibrated,
     Chain,
-    Confidence,
-    DecisionStop,
-    DepthStop,
     DySpec,
     Eagle2,
     Growth,
     OptTree,
-    Sequoia,
-    SpecInfer,
-    Static,
 )
 from stree.kernels import tiles, topology
 from stree.program import Program
 from stree.sampling import Random, Sampling
 
 STEPS = 10
-GROWTHS: dict[str, Growth | None] = {
-    "none": None,
-    "chain": Chain(3),
-    "static": Static([2, 2]),
-    "sequoia": Sequoia(depth=3),
-    "dyspec": DySpec(depth=3),
-    "heap": DySpec(form="heap"),
-    "calibrated": Calibrated(depth=3),
-    "specinfer": SpecInfer([2, 2]),
-    "rsds": RSDS(3, 3),
-    "opt-tree": OptTree(depth=3),
-    "eagle2": DepthStop(Eagle2(depth=3, beam=3), threshold=-2.0, layers=None),
-    "decision": DecisionStop(Chain(3, stop=Confidence(0.02)), threshold=0.1),
-}
 TEXTS = random_texts(random.Random(0), [6, 6])
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import oracles
 import pytest
 import torch
+from helpers.traversal_problems import CLOSE, CONTROLS, STAR, OneDraft, Problem
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from traversal_problems import CLOSE, CONTROLS, STAR, OneDraft, Problem
 
 from stree.sampling import Random
 from stree.tree import TokenTree

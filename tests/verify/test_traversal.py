@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from enumeration import TableLaw, drafted_trees, emitted_law, every_outcome, expected_tokens, total_variation
+from helpers.enumeration import TableLaw, drafted_trees, emitted_law, every_outcome, expected_tokens, total_variation
 from torch import Tensor
 
 from stree.sampling import Random, Sampling

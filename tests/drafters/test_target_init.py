@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.table_models import TableLaw, TableLM
 from scipy import stats
-from tables import TableLaw, TableLM
 
 import stree
 from stree.drafters import ModelDrafter, NoDrafter, SuffixDrafter

@@ -1,6 +1,6 @@
 """Retrieval: matches and continuations of a datastore against a naive search, its file, and the union of trees.
 
-Run: python -m pytest tests/test_retrieval.py
+Run: python -m pytest tests/retrieval/test_retrieval.py
 """
 
 from __future__ import annotations

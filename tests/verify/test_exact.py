@@ -11,9 +11,9 @@ import os
 
 import pytest
 import torch
-from enumeration import total_variation
-from steps import Turns, drafts_of, joint_of_loop, joint_of_steps, strings_of
-from tables import TableLaw, TableLM
+from helpers.enumerated_texts import Turns, drafts_of, joint_of_loop, joint_of_steps, strings_of
+from helpers.enumeration import total_variation
+from helpers.table_models import TableLaw, TableLM
 
 from stree import growth as growths
 from stree.drafters import ModelDrafter

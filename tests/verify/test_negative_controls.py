@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import Cells, DraftedTrees, Outcomes, Verify, as_random, every_outcome, total_variation
-from steps import Turns, drafts_of, joint_of_loop, joint_of_steps, strings_of
-from tables import TableLaw, TableLM
-from test_fused import Retrieval
+from helpers.enumerated_texts import Turns, drafts_of, joint_of_loop, joint_of_steps, strings_of
+from helpers.enumeration import Cells, DraftedTrees, Outcomes, Verify, as_random, every_outcome, total_variation
+from helpers.fixed_tree_drafter import Retrieval
+from helpers.table_models import TableLaw, TableLM
 from torch import Tensor
 
 from stree.drafters import Drafter, DraftRun, FusedDrafter, ModelDrafter

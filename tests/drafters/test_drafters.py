@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import TableLaw, TableLM
+from helpers.enumeration import TableLaw, TableLM
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import (

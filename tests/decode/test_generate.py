@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from enumeration import TableLaw, TableLM
+from helpers.enumeration import TableLaw, TableLM
 from tiny_models import VOCAB, grafted, tiny_model
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -26,7 +26,7 @@ from stree.models.tree_lm import TreeLM
 from stree.sampling import Random, Sampling
 from stree.verify import Acceptance
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3, 4, 2], [9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 20, 21], [1]]
 NEW_TOKENS = 24
 

@@ -1,6 +1,6 @@
 """On a GPU: captured steps give the texts that the CPU gives, in float32, and go on doing so for 20,000 steps.
 
-Run on a machine with a GPU: python -m pytest tests/test_gpu_loop.py
+Run on a machine with a GPU: python -m pytest tests/decode/test_gpu_loop.py
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_waits import GROWTHS
+from helpers.step_growths import GROWTHS
 from tiny_models import random_texts, tiny_model
 
 import stree
@@ -23,7 +23,7 @@ from stree.sampling import Sampling
 DEVICE = torch.device("cuda")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; tests/test_graphs.py does it with a tape"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; test_captured_steps.py uses a tape"),
 ]
 
 TEXTS = random_texts(random.Random(0), [6, 9])

@@ -1,6 +1,6 @@
 """What a step writes down in one launch is what torch's operators write down.
 
-Run: TRITON_INTERPRET=1 python -m pytest tests/test_triton_bookkeeping.py
+Run: TRITON_INTERPRET=1 python -m pytest tests/decode/test_triton_bookkeeping.py
 """
 
 # Operands travel as lists of any length, which a type checker cannot count against a signature.

@@ -1,6 +1,6 @@
 """Laws and their norms in one launch equal the same in torch, whatever rows they are made of.
 
-Run: TRITON_INTERPRET=1 python -m pytest tests/test_triton_law.py
+Run: TRITON_INTERPRET=1 python -m pytest tests/decode/test_triton_probs.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sequences come and go between steps: no text depends on the slots, and none on what fails beside it.
 
-Run: python -m pytest tests/test_slots.py
+Run: python -m pytest tests/decode/test_slots.py
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from enumeration import DraftedTrees, TableLaw, drafted_trees, emitted_law, every_outcome, total_variation
+from helpers.enumeration import DraftedTrees, TableLaw, drafted_trees, emitted_law, every_outcome, total_variation
+from helpers.traversal_problems import OneDraft
 from torch import Tensor
-from traversal_problems import OneDraft
 
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree

@@ -1,6 +1,6 @@
 """stree.kernels.traversal_door against stree.verify.traversal, its kernels interpreted on the CPU.
 
-Run: TRITON_INTERPRET=1 python -m pytest tests/test_triton_traversal.py
+Run: TRITON_INTERPRET=1 python -m pytest tests/verify/test_triton_traversal.py
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.traversal_problems import CLOSE, CONTROLS, DEVICE, Problem
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from traversal_problems import CLOSE, CONTROLS, DEVICE, Problem
 
 from stree import TokenTree
 from stree.kernels import traversal as kernels

@@ -1,6 +1,6 @@
 """A model's tree with retrieved branches grafted on: its shape, its exact law, and that the model keeps step.
 
-Run: python -m pytest tests/test_fused.py
+Run: python -m pytest tests/drafters/test_fused_drafter.py
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import (
+from helpers.enumeration import (
     DraftedTrees,
     Outcomes,
     TableLaw,
@@ -21,6 +21,7 @@ from enumeration import (
     emitted_law,
     total_variation,
 )
+from helpers.fixed_tree_drafter import Retrieval
 from tiny_models import grafted, tiny_model
 from torch import Tensor
 
@@ -43,30 +44,6 @@ def random_rows(batch: int) -> Random:
 PLAIN = Sampling(1.0)
 EXACT = 1e-12
 RETRIEVED = ([0, 1, 2, 0, 1], [-1, 0, 1, 0, 3])  # paths 1-2 and 0-1 below the root
-
-
-class Retrieval:
-    """A drafter that always retrieves the same tree; it is its own run."""
-
-    def __init__(self, tokens: Sequence[int], parents: Sequence[int], values: Sequence[float] | None = None) -> None:
-        self.tokens, self.parents = list(tokens), list(parents)
-        self.values = list(values) if values is not None else [1.0] * len(self.tokens)
-        self.seen: list[Acceptance] = []
-        self.verified: TokenTree | None = None
-
-    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> Retrieval:
-        return self
-
-    def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
-        batch = len(pending)
-        tree = TokenTree(torch.tensor([self.tokens] * batch), torch.tensor([self.parents] * batch, dtype=torch.int32))
-        return Draft(tree, None, int(tree.depths.max()), values=torch.tensor([self.values] * batch))
-
-    def extend(self, tree: TokenTree) -> None:
-        self.verified = tree
-
-    def observe(self, acceptance: Acceptance) -> None:
-        self.seen.append(acceptance)
 
 
 def num_draws(growth: Growth, budget: int, retrieved: int) -> int:

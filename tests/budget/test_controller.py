@@ -1,6 +1,6 @@
 """The budget controller on replayed steps: near the best fixed size found by search, and never far below plain.
 
-Run: python -m pytest tests/test_budget.py
+Run: python -m pytest tests/budget/test_controller.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What traversal launches, reads and refuses, and that waves without a launch of their own are run all the same.
 
-Run: TRITON_INTERPRET=1 python -m pytest tests/test_triton_traversal_launches.py
+Run: TRITON_INTERPRET=1 python -m pytest tests/verify/test_triton_traversal_launches.py
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.traversal_problems import DEVICE, STAR, Problem
 from host_reads import NoHostReads
 from launch_keys import Key, launch_keys
-from traversal_problems import DEVICE, STAR, Problem
 
 from stree import TokenTree
 from stree.kernels import traversal as kernels
