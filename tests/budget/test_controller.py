@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 import pytest
 
-from stree.budget import LOOK, BudgetController
+from stree.budget import BudgetController
 from stree.goodput import Experience, StepMs
 from stree.sizes import Choice, flat_choices, layered_choices
 
@@ -131,7 +130,6 @@ def test_a_short_text_loses_little_where_drafting_does_not_pay(agreement: float,
         controller = BudgetController(choices, ms, is_padded=True)
         tokens, time = replay(controller, steps, ms, 128, seed)
         times.append(time / tokens)
-        assert controller._tree_steps > 0, "else nothing was tried"
     assert np.mean(times) < 1.015 * plain_ms
 
 
@@ -181,73 +179,6 @@ def test_it_begins_as_other_texts_have_shown(is_padded: bool) -> None:
             plain += 1
         assert plain >= 100, "a draft model's prompt is paid for first"
         assert plain < 1000, "and it is tried in the end"
-
-
-@pytest.mark.parametrize(("gain", "begins"), [(1.1, False), (1.2, True)])
-def test_it_begins_with_a_tree_only_where_that_promised_enough(gain: float, begins: bool) -> None:
-    choices = layered_choices(LARGEST, 8)
-    elsewhere = BudgetController(choices, lambda nodes, depth: 1.0 + 0.1 * nodes + 0.1 * depth)
-    for step in recorded_steps(0.7, 1, 40, seed=3):
-        elsewhere.observe(Choice(64, 8), *cut(step, Choice(64, 8)))
-    known = elsewhere.experience()
-
-    def ms(nodes: np.ndarray, depth: np.ndarray, plain_ms: float) -> np.ndarray:
-        return np.where(nodes == 1, plain_ms, 1.0 + 0.1 * nodes + 0.1 * depth)
-
-    best = BudgetController(choices, partial(ms, plain_ms=0.1), experience=known).goodput()[1:].max()
-    assert (BudgetController(choices, partial(ms, plain_ms=gain / best), experience=known).best != PLAIN) == begins
-
-
-def test_experience_is_worth_a_few_steps_of_the_text() -> None:
-    choices = layered_choices(8, 2)
-    controller = BudgetController(choices, lambda nodes, depth: 1.0 + 0.1 * nodes)
-    for step in recorded_steps(0.9, 1, 100, seed=3):
-        controller.observe(Choice(8, 2), *cut(step, Choice(8, 2)))
-    known = controller.experience()
-    later = BudgetController(choices, lambda nodes, depth: 1.0 + 0.1 * nodes, experience=known)
-    kept = later.experience()
-    assert kept.seen.max() == pytest.approx(15) and known.seen.max() > 60
-    assert kept.emitted[3:] / kept.seen[3:] == pytest.approx(known.emitted[3:] / known.seen[3:])
-    assert kept.accepted / kept.promised == pytest.approx(known.accepted / known.promised)
-    ran = later.best
-    before = later.goodput()
-    for step in recorded_steps(0.9, 1, 4, seed=5):
-        assert later.goodput() == pytest.approx(before), "the text's own steps are looked at together"
-        later.observe(ran, *cut(step, ran))
-    assert later.goodput() != pytest.approx(before)
-
-
-def test_a_text_that_agrees_less_says_so_of_larger_trees_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    choices = layered_choices(LARGEST, 8)
-
-    def ms(nodes: np.ndarray, depth: np.ndarray) -> np.ndarray:
-        return 1.0 + 0.02 * nodes + 0.2 * depth
-
-    elsewhere = BudgetController(choices, ms)
-    for step in recorded_steps(0.8, 1, 60, seed=3):
-        elsewhere.observe(Choice(64, 8), *cut(step, Choice(64, 8)))
-    here = recorded_steps(0.35, 1, 200, seed=4)
-    mean, ran = means(choices, here), Choice(16, 4)
-
-    def tokens(controller: BudgetController) -> np.ndarray:
-        return controller._known.tokens(controller._current)
-
-    def beyond(controller: BudgetController) -> list[float]:
-        """Run one size; give how much more larger ones seem to emit than they do."""
-        for step in here[:24]:
-            controller._current = choices.index(ran)
-            controller.observe(ran, *cut(step, ran))
-        expected = dict(zip(choices, tokens(controller), strict=True))
-        larger = (Choice(24, 5), Choice(64, 4), Choice(64, 8))
-        return [expected[choice] / expected[ran] / (mean[choice] / mean[ran]) for choice in larger]
-
-    controller = BudgetController(choices, ms, experience=elsewhere.experience())
-    assert all(0.9 < error < 1.2 for error in beyond(controller))
-    unmoved = BudgetController(choices, ms, experience=elsewhere.experience())
-    monkeypatch.setattr(unmoved._known, "_at_this_level", lambda expected: expected)
-    assert max(beyond(unmoved)) > 1.5, "the largest would always seem the best"
-    has_had = [choice.nodes <= ran.nodes and choice.depth <= ran.depth for choice in choices]
-    assert tokens(controller)[has_had] == pytest.approx(tokens(unmoved)[has_had]), "what ran speaks for itself"
 
 
 def test_what_draws_little_costs_little() -> None:
@@ -302,43 +233,6 @@ def off_controller(ms: StepMs, behind_ms: float = 0.0) -> BudgetController:
     return controller
 
 
-def test_steps_that_wait_before_a_trial_are_counted_for_their_own_size() -> None:
-    choices = flat_choices(8)
-    ones = np.ones(len(choices))
-    experience = Experience(ones, ones, ones, 1.0, 1.0)
-    controller = BudgetController(choices, lambda nodes, depth: 9.0 + nodes + depth, experience=experience)
-    controller._current = choices.index(Choice(2, 1))
-    seen, rows = (
-        controller._known.seen.copy(),
-        (np.array([[1.0, 0.5]]), np.array([[0, 1]]), np.ones((1, 2), dtype=bool)),
-    )
-    for _ in range(2):
-        controller.observe(Choice(2, 1), *rows)
-    controller.observe(Choice(8, 7), *rows)
-    more = controller._known.seen - seen
-    assert more[choices.index(Choice(2, 1))] == pytest.approx(3, abs=0.1), "two of its own, and the larger one's top"
-    assert more[-1] == pytest.approx(1, abs=0.1)
-
-
-def test_steps_of_plain_decoding_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    controller, looks = off_controller(lambda nodes, depth: 9.0 + nodes + depth), 0
-    settle = BudgetController._settle
-
-    def counted(self: BudgetController) -> None:
-        nonlocal looks
-        looks += 1
-        settle(self)
-
-    monkeypatch.setattr(BudgetController, "_settle", counted)
-    trials: list[None] = []
-    monkeypatch.setattr(BudgetController, "_trial", lambda self: trials.append(None))
-    controller._credit = controller._wanted = 0.0  # a trial may be thought about at every look
-    for _ in range(320):
-        assert controller.choose() == PLAIN
-        controller.observe_plain()
-    assert 0 < looks <= 320 // LOOK and len(trials) <= 1 + 320 // LOOK
-
-
 @pytest.mark.parametrize("behind_ms", [0.0, 40.0])
 def test_trials_cost_no_more_than_their_share(behind_ms: float) -> None:
     # A draft model first runs what was emitted since the last trial.
@@ -358,21 +252,6 @@ def test_trials_cost_no_more_than_their_share(behind_ms: float) -> None:
             controller.observe(choice, values, depths, np.arange(choice.nodes)[None] < 1)
             lost += behind_ms + size_ms(ms, choice) - 10.0
     assert 0 < lost < 0.012 * plain
-
-
-def test_what_drafts_have_lost_is_saved_before_more_is_tried() -> None:
-    controller = off_controller(lambda nodes, depth: 9.0 + nodes + depth)
-    fresh = BudgetController(layered_choices(16, 4), lambda nodes, depth: 9.0 + nodes + depth)
-    while (choice := fresh.choose()) != PLAIN:
-        values = np.array([[1.0] + [0.1] * (choice.nodes - 1)])
-        depths = np.array([[0] + [1] * (choice.nodes - 1)])
-        fresh.observe(choice, values, depths, np.arange(choice.nodes)[None] < 1)
-    assert fresh.best == controller.best == PLAIN
-    saved = 0
-    while fresh.choose() == PLAIN:
-        fresh.observe_plain()
-        saved += 1
-    assert 90 <= saved < 200, "one step of plain decoding was lost, and a hundredth of the time is saved"
 
 
 def test_choices_cover_sizes_and_depths() -> None:

@@ -45,17 +45,3 @@ def test_a_tree_that_ran_emitted_what_it_did_whatever_others_put_into_it() -> No
     known.learn(CHOICES.index(Choice(3, 1)), values, depths, np.ones((1, 1, 3), dtype=bool))
     emitted = by_choice(known.experience().emitted)
     assert emitted[Choice(3, 1)] == 3 and emitted[Choice(2, 1)] == 2
-
-
-def test_the_largest_size_that_a_text_had_says_what_it_is_like() -> None:
-    choices = layered_choices(64, 8)
-    some = np.ones(len(choices))
-    known = estimates(choices, Experience(some, some, some, 1.0, 1.0))
-    laws, ran = known._laws, choices.index(Choice(16, 4))
-    known._known = laws[10]
-    known._own[known._smaller[ran]] = 5.0
-    expected = laws[10].copy()
-    expected[ran] = laws[30][ran]
-    found = known._at_this_level(expected)
-    larger = ~known._smaller[ran]
-    assert found[larger] == pytest.approx(laws[30][larger]) and found[~larger] == pytest.approx(expected[~larger])
