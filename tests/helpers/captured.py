@@ -50,5 +50,5 @@ def near_drafter() -> ModelDrafter:
 
 
 def generate(lm: stree.TreeLM, drafter: Any, **options: Any) -> stree.Generation:
-    """Generate 20 tokens after each of two short texts."""
-    return stree.generate(lm, options.pop("texts", TEXTS), drafter, **{"max_new_tokens": 20, **options})
+    """Generate 14 tokens after each of two short texts."""
+    return stree.generate(lm, options.pop("texts", TEXTS), drafter, **{"max_new_tokens": 14, **options})

@@ -20,8 +20,6 @@ class Retrieval:
     def __init__(self, tokens: Sequence[int], parents: Sequence[int], values: Sequence[float] | None = None) -> None:
         self.tokens, self.parents = list(tokens), list(parents)
         self.values = list(values) if values is not None else [1.0] * len(self.tokens)
-        self.seen: list[Acceptance] = []
-        self.verified: TokenTree | None = None
 
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> Retrieval:
         return self
@@ -31,8 +29,11 @@ class Retrieval:
         tree = TokenTree(torch.tensor([self.tokens] * batch), torch.tensor([self.parents] * batch, dtype=torch.int32))
         return Draft(tree, None, int(tree.depths.max()), values=torch.tensor([self.values] * batch))
 
+    def admit(self, row: int, prompt: Sequence[int]) -> None:
+        """Propose the same tree for another text."""
+
     def extend(self, tree: TokenTree) -> None:
-        self.verified = tree
+        """Its nodes stay the first ones."""
 
     def observe(self, acceptance: Acceptance) -> None:
-        self.seen.append(acceptance)
+        """Learn nothing."""
