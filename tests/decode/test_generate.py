@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -15,9 +14,8 @@ import pytest
 import torch
 from helpers.enumeration import TableLaw, TableLM
 from tiny_models import VOCAB, grafted, tiny_model
-from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
+from transformers import LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 import stree
 from stree.drafters import Draft, Drafter, DraftRun, ModelDrafter, NoDrafter, SuffixDrafter
@@ -37,7 +35,9 @@ GROWTHS: dict[str, tuple[Growth | None, int]] = {
     "layers": (None, 16),
     "heap": (DySpec(form="heap"), 5),
 }
-WAYS = ["none", "suffix"] + [f"{drafter}-{growth}" for drafter in ("mamba2", "self", "llama") for growth in GROWTHS]
+WAYS = ["none", "suffix", "llama-layers"] + [
+    f"{drafter}-{growth}" for drafter in ("mamba2", "self") for growth in GROWTHS
+]
 
 
 @cache
@@ -84,8 +84,9 @@ def way(name: str) -> tuple[Drafter, Growth | None, int]:
     return ModelDrafter(draft_lm(drafter)), *GROWTHS[growth]
 
 
-@pytest.mark.parametrize("rows", [1, 4], ids=["one-prompt", "ragged-batch"])
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    ("name", "rows"), [*((name, 4) for name in WAYS), *((name, 1) for name in ("none", "suffix", "self-heap"))]
+)
 def test_greedy_text_is_that_of_transformers(name: str, rows: int) -> None:
     out = stree.generate(lm(), PROMPTS[:rows], *way(name), max_new_tokens=NEW_TOKENS)
     assert out.sequences == greedy_texts()[:rows]
@@ -107,13 +108,13 @@ def test_greedy_text_is_that_of_transformers_for_other_targets(family: str) -> N
     model = tiny_model(family)
     expected = [transformers_text(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
     drafter = ModelDrafter(draft_lm("llama" if family == "mamba2" else "mamba2"))
-    assert stree.generate(grafted(model), PROMPTS, drafter, max_new_tokens=NEW_TOKENS).sequences == expected
+    assert stree.generate(grafted(model), PROMPTS, drafter, budget=8, max_new_tokens=NEW_TOKENS).sequences == expected
     drafter = ModelDrafter(grafted(model))
-    assert stree.generate(grafted(model), PROMPTS, drafter, max_new_tokens=NEW_TOKENS).sequences == expected
+    assert stree.generate(grafted(model), PROMPTS, drafter, budget=8, max_new_tokens=NEW_TOKENS).sequences == expected
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(0.8, top_k=20, top_p=0.9)], ids=["T0.8", "top-k-top-p"])
-@pytest.mark.parametrize("name", ["suffix", "mamba2-chain", "self-stree", "self-layers", "llama-heap"])
+@pytest.mark.parametrize("name", ["suffix", "mamba2-chain", "self-stree", "self-layers", "mamba2-heap"])
 def test_match_gives_token_for_token_the_text_of_plain_sampling(name: str, sampling: Sampling) -> None:
     common: dict[str, Any] = {"sampling": sampling, "max_new_tokens": NEW_TOKENS, "seed": 7}
     plain = stree.generate(lm(), PROMPTS, NoDrafter(), budget=1, **common)
@@ -174,7 +175,7 @@ def test_texts_of_a_batch_end_at_different_times() -> None:
     assert {*out.stats["finish_reasons"]} == {"stop", "length"}
 
 
-@pytest.mark.parametrize("new_tokens", [1, 2, 3, 7, 11])
+@pytest.mark.parametrize("new_tokens", [1, 2, 7])
 def test_a_text_has_exactly_max_new_tokens(new_tokens: int) -> None:
     out = stree.generate(lm(), PROMPTS, *way("self-chain"), max_new_tokens=new_tokens)
     assert out.sequences == [text[: len(p) + new_tokens] for p, text in zip(PROMPTS, greedy_texts(), strict=True)]
@@ -350,6 +351,7 @@ def test_a_text_that_is_cancelled_while_its_next_step_runs_ends_with_what_was_he
 ) -> None:
     """As on a device, where a step is launched before the last one is heard of."""
     whole = stree.generate(lm(), PROMPTS, *way("self-chain"), max_new_tokens=NEW_TOKENS).sequences
+    # Only a device hears late.
     monkeypatch.setattr("stree.session.Session._is_late", lambda *_: True)
     answers = iter([False, True])
     out = stree.generate(
@@ -359,15 +361,6 @@ def test_a_text_that_is_cancelled_while_its_next_step_runs_ends_with_what_was_he
     assert out.stats["finish_reasons"] == ["length", "cancelled", "length", "length"]
     assert out.sequences[1] == whole[1][: len(out.sequences[1])] and len(out.sequences[1]) < len(whole[1])
     assert [text for row, text in enumerate(out.sequences) if row != 1] == [whole[0], *whole[2:]]
-
-
-def test_what_memory_cannot_hold_is_refused_with_the_sum() -> None:
-    drafter, growth, budget = way("self-chain")
-    assert isinstance(budget, int)
-    tokens = f"{(1 << 40) + budget:,} tokens"  # the last step may go beyond the limit by a whole tree
-    match = rf"the states need [\d.,]+ GB, .* = 2 texts x \(1 state x .* {tokens} x .*\) and .* are free on cpu; lower"
-    with pytest.raises(ValueError, match=match):
-        stree.generate(lm(), iter(PROMPTS), drafter, growth, budget, max_new_tokens=4, max_batch=2, max_length=1 << 40)
 
 
 def test_memory_that_runs_out_is_said_with_the_sum_and_less_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,155 +393,13 @@ def test_ctrl_c_reports_what_was_generated_and_leaves_the_model_usable() -> None
     assert stree.generate(lm(), PROMPTS, *way("self-chain"), max_new_tokens=NEW_TOKENS).sequences == greedy_texts()
 
 
-def test_a_drafter_that_fails_to_start_raises_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
-        raise ValueError("no store today")
+def test_a_drafter_that_fails_to_start_raises_its_own_error() -> None:
+    class Failing(SuffixDrafter):
+        def start(self, *_: Any) -> Any:
+            raise ValueError("no store today")
 
-    monkeypatch.setattr(SuffixDrafter, "start", fails)
     with pytest.raises(ValueError, match="^no store today$"):
-        stree.generate(lm(), PROMPTS)
-
-
-@cache
-def small_lm() -> TreeLM:
-    return grafted(tiny_model("mamba2", vocab_size=64))
-
-
-@cache
-def training_lm() -> TreeLM:
-    lm = grafted(target_model())
-    lm.model.train()
-    return lm
-
-
-@cache
-def chunkless_lm() -> TreeLM:
-    lm = grafted(target_model())
-    lm.chunk_size = 0
-    return lm
-
-
-@cache
-def moved_lm() -> TreeLM:
-    lm = grafted(target_model())
-    lm.model.double()
-    return lm
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"prompts": "text"}, ValueError, "generate needs at least one prompt, a list of token lists, got str"),
-        ({"prompts": None}, ValueError, "needs at least one prompt, a list of token lists, got NoneType"),
-        ({"prompts": [3, 4]}, TypeError, "prompt 0 must be a list of tokens, got int"),
-        ({"budget": 8.5}, TypeError, "budget must be an integer, got float"),
-        ({"max_new_tokens": None}, TypeError, "max_new_tokens must be an integer, got NoneType"),
-        ({"prompts": []}, ValueError, "generate needs at least one prompt, a list of token lists, got none"),
-        ({"prompts": [[1], []]}, ValueError, "prompt 1 is empty; every prompt needs at least one token"),
-        ({"prompts": [[1, VOCAB]]}, ValueError, "prompt 0 has token 97, outside the vocabulary of 97"),
-        ({"prompts": [[1], [-3]]}, ValueError, "prompt 1 has token -3, outside the vocabulary of 97"),
-        ({"prompts": [[1, 2.5]]}, TypeError, r"prompt 0 must be a list of token ids, integers, got \[1, 2.5\]"),
-        (
-            {"prompts": iter([[1]]), "streamer": Listener(), "max_batch": 1, "max_length": 200},
-            ValueError,
-            "a streamer takes one prompt, got an iterator",
-        ),
-        ({"max_new_tokens": "8"}, TypeError, "max_new_tokens must be an integer, got str"),
-        ({"stop_token_ids": "end"}, TypeError, "stop_token_ids must be a list of token ids, integers, got 'end'"),
-        ({"stop_token_ids": 5}, TypeError, "stop_token_ids must be a list of token ids, integers, got 5"),
-        ({"drafter": "suffix"}, TypeError, "drafter must be an object such as .*, got 'suffix'"),
-        ({"drafter": SuffixDrafter}, TypeError, "drafter must be an object such as .*, got <class"),
-        ({"growth": "chain:4"}, TypeError, "growth must be an object such as .*, got 'chain:4'"),
-        ({"verifier": "block"}, ValueError, r"block verification takes trees without .*; got Calibrated\("),
-        ({"verifier": "block", "drafter": SuffixDrafter()}, ValueError, "block .* branches, .*; got SuffixDrafter"),
-        ({"verifier": "block", "growth": DySpec(form="heap"), "budget": 3}, ValueError, "block .* got DySpec"),
-        ({"seed": None}, TypeError, "seed must be an integer, got NoneType"),
-        ({"sampling": 0.8}, TypeError, "sampling must be an object such as .*, got 0.8"),
-        ({"budget": 0}, ValueError, "budget must be at least 1, got 0"),
-        ({"budget": "many"}, ValueError, "budget must be a number of nodes or 'auto', got 'many'"),
-        ({"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1, got 0"),
-        (
-            {"verifier": "typical"},
-            ValueError,
-            "verifier must be one of auto, match, rejection, traversal, block, got 'typical'",
-        ),
-        ({"streamer": Listener(), "prompts": [[1], [2]]}, ValueError, "a streamer takes one prompt, got 2"),
-        (
-            {"growth": Static.stree(), "budget": 12},
-            ValueError,
-            r"a tree of 13 nodes \(root included\) exceeds the budget of 12",
-        ),
-        ({"cancelled": 3}, TypeError, "cancelled must be an object such as a function of .*, got 3"),
-        ({"streamer": 3}, TypeError, "streamer must be an object such as .*, got 3"),
-        ({"logits_processor": 3}, TypeError, "logits_processor must be a function of text and logits, got 3"),
-        ({"lm": None}, TypeError, "lm must be an object such as .*, got None"),
-        ({"drafter": ModelDrafter(small_lm())}, ValueError, "the drafter has 64 tokens, the target 97"),
-        ({"drafter": ModelDrafter(training_lm())}, RuntimeError, "the model is in training mode"),
-        ({"lm": training_lm()}, RuntimeError, "the model is in training mode"),
-        ({"lm": chunkless_lm()}, ValueError, "chunk_size must be at least 1, got 0"),
-        ({"lm": moved_lm()}, ValueError, "the model was moved since it was grafted"),
-        ({"growth": Chain(4), "budget": 4}, ValueError, r"a tree of 5 nodes \(root included\) exceeds the budget of 4"),
-    ],
-    ids=[
-        "text",
-        "no-prompts-at-all",
-        "flat",
-        "half",
-        "endless",
-        "none",
-        "empty",
-        "large",
-        "negative",
-        "fraction",
-        "stream",
-        "digits",
-        "stop",
-        "one-stop",
-        "drafter-name",
-        "drafter-class",
-        "growth-name",
-        "block-tree",
-        "block-suffix",
-        "block-heap",
-        "seed",
-        "temperature",
-        "budget",
-        "word",
-        "length",
-        "verifier",
-        "streamer",
-        "stree",
-        "cancelled",
-        "stream-of-none",
-        "processor",
-        "no-model",
-        "vocabulary",
-        "training-drafter",
-        "training-target",
-        "chunks",
-        "moved",
-        "chain",
-    ],
-)
-def test_a_bad_argument_is_refused_before_anything_runs(
-    arguments: dict[str, Any],
-    error: type[Exception],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def untouched(*_: Any) -> None:
-        raise AssertionError("the model ran")
-
-    monkeypatch.setattr(TreeLM, "new_state", untouched)
-    with pytest.raises(error, match=message):
-        stree.generate(**{"lm": lm(), "prompts": PROMPTS[:1], "drafter": ModelDrafter(draft_lm("mamba2")), **arguments})
-    assert not caplog.records
-
-
-def test_a_model_that_is_not_grafted_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"lm must be an object such as stree.TreeLM\(model\), got Mamba2"):
-        stree.generate(tiny_model("mamba2"), PROMPTS)
+        stree.generate(lm(), PROMPTS, Failing())
 
 
 def test_sizes_may_be_integers_of_numpy() -> None:
@@ -569,12 +420,11 @@ def test_prompts_and_stop_tokens_may_be_tensors_and_arrays(make: Callable[[list[
     assert {type(token) for text in found.sequences for token in text} == {int}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", ["mamba2-layers", "mamba2-chain", "mamba2-static", "mamba2-heap", "suffix"])
-def test_torch_s_default_dtype_changes_no_text(name: str, temperature: float) -> None:
-    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "sampling": Sampling(temperature)}
+@pytest.mark.parametrize("name", ["mamba2-layers", "mamba2-static", "mamba2-heap", "suffix"])
+def test_torch_s_default_dtype_changes_no_text(name: str) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 12, "sampling": Sampling(0.8)}
     expected = stree.generate(lm(), PROMPTS, *way(name), **options).sequences
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+    for dtype in (torch.bfloat16, torch.float64):
         torch.set_default_dtype(dtype)
         try:
             assert stree.generate(lm(), PROMPTS, *way(name), **options).sequences == expected
@@ -588,93 +438,3 @@ def test_what_ends_a_generation_can_be_pickled() -> None:
         copied = pickle.loads(pickle.dumps(problem))
         assert type(copied) is type(problem) and str(copied) == str(problem) and copied.output == out
     assert str(problem) == "generation interrupted"
-
-
-def test_a_text_longer_than_the_model_s_positions_is_refused() -> None:
-    model = grafted(tiny_model("llama", max_position_embeddings=20))
-    with pytest.raises(ValueError, match="prompt 1 of 7 tokens plus 14 new ones exceeds max_length 20"):
-        stree.generate(model, [[1], [1, 2, 3, 4, 5, 6, 7]], max_new_tokens=14)
-    out = stree.generate(model, [[1], [1, 2, 3, 4, 5, 6, 7]], max_new_tokens=13)
-    assert [len(text) for text in out.sequences] == [14, 20]
-
-
-def test_nan_logits_end_generation_with_what_there_is() -> None:
-    calls = 0
-
-    def poisoned(input_ids: Tensor, logits: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return logits if calls < 4 else torch.full_like(logits, torch.nan)
-
-    with pytest.raises(
-        stree.GenerationError, match=r"the target's logits are NaN at \(row, node\) \[\[0, 0\]\]"
-    ) as caught:
-        stree.generate(lm(), PROMPTS[:1], NoDrafter(), budget=1, logits_processor=poisoned)
-    assert caught.value.output.sequences == [greedy_texts()[0][: len(PROMPTS[0]) + 3]]
-    calls = 4
-    with pytest.raises(ValueError, match="the target's logits are NaN after the prompt"):
-        stree.generate(lm(), PROMPTS[:1], NoDrafter(), budget=1, logits_processor=poisoned)
-
-
-def test_infinite_logits_name_a_token_but_are_no_law() -> None:
-    def forced(input_ids: Tensor, logits: Tensor) -> Tensor:
-        return logits.index_fill(-1, torch.tensor([5]), torch.inf)
-
-    out = stree.generate(lm(), PROMPTS[:1], budget=8, max_new_tokens=4, logits_processor=forced)
-    assert out.sequences == [[*PROMPTS[0], 5, 5, 5, 5]]
-    with pytest.raises(ValueError, match="the target's logits are infinite after the prompt"):
-        stree.generate(lm(), PROMPTS[:1], sampling=stree.Sampling(0.8), logits_processor=forced)
-
-
-# The bundled pair on real prompts.  STREE_FULL=1 runs 20 prompts of 128 tokens, as the project's acceptance test asks.
-ASSETS = ROOT / "stree" / "assets"
-HUMANEVAL = ROOT.parent / "shared" / "data" / "humaneval" / "HumanEval.jsonl"
-IS_FULL = os.environ.get("STREE_FULL", "0") == "1"
-NUM_PROMPTS, NUM_TOKENS = (20, 128) if IS_FULL else (4, 32)
-# Of the logits' scale: two orders of summation in float32 differ by about 1e-6; a greater gap is no tie.
-TIE = 1e-4
-BUNDLED_WAYS = ["none", "suffix", "model-chain", "model-static", "model-stree", "model-layers", "model-heap"]
-BUNDLED_WAYS += ["self-layers"] if IS_FULL else []
-
-
-@cache
-def bundled() -> tuple[Any, TreeLM, TreeLM, list[list[int]], list[list[int]]]:
-    """Load the pair: an ungrafted target, both as TreeLM, prompts and transformers' own texts."""
-    if not HUMANEVAL.is_file():
-        pytest.skip("the HumanEval prompts are not there: shared/data/humaneval beside the repository")
-    tokenizer = Tokenizer.from_file(str(ASSETS / "target" / "tokenizer.json"))
-    rows = [json.loads(line)["prompt"] for line in HUMANEVAL.read_text().splitlines()[:NUM_PROMPTS]]
-    prompts = [tokenizer.encode(row).ids for row in rows]
-    model = AutoModelForCausalLM.from_pretrained(ASSETS / "target", dtype=torch.float32).eval()
-    texts = [transformers_text(model, prompt, NUM_TOKENS) for prompt in prompts]
-    target, drafter = (TreeLM.from_pretrained(ASSETS / name, "cpu", torch.float32) for name in ("target", "drafter"))
-    return model, target, drafter, prompts, texts
-
-
-def tie_at(model: Any, text: list[int], place: int, token: int) -> float:
-    """Measure by how much transformers preferred its own token at a place, of the largest logit."""
-    with torch.no_grad():
-        logits = model(torch.tensor([text[:place]]), use_cache=False).logits[0, -1]
-    return float((logits[text[place]] - logits[token]) / logits.abs().max())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 4], ids=["one-prompt", "ragged-batch"])
-@pytest.mark.parametrize("name", BUNDLED_WAYS)
-def test_greedy_on_humaneval_is_token_identical_to_transformers(name: str, rows: int) -> None:
-    model, target, draft, prompts, texts = bundled()
-    drafter, _, growth = name.partition("-")
-    chosen: tuple[Drafter, Growth | None, int] = way(name) if not growth else (
-        ModelDrafter(target if drafter == "self" else draft), *GROWTHS[growth]
-    )  # fmt: skip
-    ties = []
-    for begin in range(0, len(prompts), rows):
-        out = stree.generate(target, prompts[begin : begin + rows], *chosen, max_new_tokens=NUM_TOKENS)
-        for row, found in enumerate(out.sequences, begin):
-            if found == texts[row]:
-                continue
-            place = next(p for p, pair in enumerate(zip(found, texts[row], strict=True)) if pair[0] != pair[1])
-            gap = tie_at(model, texts[row], place, found[place])
-            assert abs(gap) < TIE, f"prompt {row} differs at token {place}, where the logits differ by {gap:.2g}"
-            ties.append((row, place, gap))
-    assert len(ties) <= 1, f"more than one float32 near-tie is no accident: {ties}"
