@@ -158,14 +158,6 @@ def test_what_one_text_taught_an_estimate_does_not_reach_the_next() -> None:
     assert len({tuple(text) for text in out.sequences}) == 3  # numbers are those of the caller's input, not of the slot
 
 
-def test_a_text_that_stood_still_leaves_no_pending_token_behind() -> None:
-    rng = Random(0, torch.arange(1), torch.zeros(1, dtype=torch.long))
-    run = SuffixDrafter().start(50, [[5, 6, 7]], rng)
-    run.propose(torch.tensor([6]), None, 4)  # reads the pending token, whose text has ended
-    run.admit(0, [1, 2, 3, 9, 1, 2])
-    assert run.propose(torch.tensor([3]), None, 4).tree.tokens[0, :3].tolist() == [3, 9, 1]
-
-
 def test_slots_serve_chains_whose_last_leaf_was_never_run() -> None:
     arguments = {"growth": Chain(3), "budget": 4, "max_new_tokens": NEW}
     self_drafter = ModelDrafter(lm())  # everything is accepted, so that a leaf is left at every step
