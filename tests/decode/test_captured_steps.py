@@ -1,6 +1,7 @@
 """Steps that are captured once and replayed give the texts of steps launched one by one, in every way to draft.
 
-A tape takes the place of CUDA graphs: host code does not run again, nothing may be read, moved or freed.
+A tape takes the place of CUDA graphs: host code does not run again, nothing may be read, moved or freed.  So a step
+that is captured reads nothing of the device, and runs what every other step runs.
 What makes steps be captured anew is in ``test_captured_anew.py``.
 
 Run: python -m pytest tests/decode/test_captured_steps.py
@@ -42,12 +43,15 @@ def drafter_named(name: str) -> Drafter:
     return every[name]
 
 
-GREEDY = ("none", "chain", "calibrated", "opt-tree", "eagle2")
+QUICK = ("none", "chain", "calibrated", "opt-tree", "eagle2")
+WAYS = [
+    pytest.param(name, temperature, marks=() if name in QUICK or (temperature and name != "heap") else pytest.mark.slow)
+    for name in GROWTHS
+    for temperature in (0.0, 0.8)
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "temperature"), [*((name, 0.8) for name in GROWTHS), *((name, 0.0) for name in GREEDY)]
-)
+@pytest.mark.parametrize(("name", "temperature"), WAYS)
 def test_every_growth(name: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     growth: Growth | None = GROWTHS[name]
     options: dict[str, Any] = {"growth": growth, "budget": 1 if growth is None else 12}
@@ -63,10 +67,15 @@ def test_every_growth(name: str, temperature: float, monkeypatch: pytest.MonkeyP
         assert 0 < steps_launched <= 3 if seed == 0 else steps_launched == 0, "the first one's graph serves all"
 
 
-@pytest.mark.parametrize(
-    ("name", "temperature"),
-    [("suffix", 0.0), ("suffix", 0.8), ("fused", 0.0), pytest.param("suffix-first", 0.8, marks=pytest.mark.slow)],
-)
+RETRIEVING = [
+    ("suffix", 0.0),
+    ("suffix", 0.8),
+    ("fused", 0.0),
+    pytest.param("suffix-first", 0.8, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "temperature"), RETRIEVING)
 def test_retrieval_whose_trees_the_host_lays_out(
     name: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,7 +158,8 @@ def assert_prefills(model: Any, lm: TreeLM, state: DecodeState, texts: list[list
 def test_prompts_of_which_the_second_fails_leave_an_empty_state(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(family)
     lm, texts = grafted(model), random_texts(random.Random(0), [3, 9, 5])
-    monkeypatch.setattr(lm, "_pads", lambda: False)  # so that they run row by row
+    # So that they run row by row, as families do that cannot be padded.
+    monkeypatch.setattr(lm, "_pads", lambda: False)
     state = lm.new_state(3, 64, 16)
     with failing(lm.model.lm_head, calls=1):
         lm.prefill(state, *right_padded(texts))

@@ -13,7 +13,6 @@ from scipy import stats
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from stree import draws
 from stree.drafters.offers import top
 from stree.kernels import topology
 from stree.sampling import MAX_RANKS, Draws, Random, Sampling, _philox
@@ -37,6 +36,7 @@ class FixedRandom(Random):
 
 
 # The published vectors of Random123 (kat_vectors, philox4x32 with 10 rounds): counter, key, first words of the block.
+# Tested on a private function, for no public one gives whole words.
 @pytest.mark.parametrize(
     ("counter", "key", "words"),
     [
@@ -170,9 +170,9 @@ def transformers_law(logits: Tensor, temperature: float, top_k: int | None, top_
     return logits.softmax(-1)
 
 
-@pytest.mark.parametrize("temperature", [0.3, 0.8, 1.0, 1.7])
-@pytest.mark.parametrize("top_k", [None, 1, 5, 61, 500])
-@pytest.mark.parametrize("top_p", [None, 1e-6, 0.35, 0.9, 0.999])
+@pytest.mark.parametrize("temperature", [0.3, 1.7])
+@pytest.mark.parametrize("top_k", [None, 1, 5, 500])
+@pytest.mark.parametrize("top_p", [None, 1e-6, 0.35, 0.999])
 def test_laws_are_those_of_transformers(temperature: float, top_k: int | None, top_p: float | None) -> None:
     logits = 3 * torch.randn(20, 61, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     law = Sampling(temperature, top_k, top_p).law(logits)
@@ -239,7 +239,7 @@ def test_a_value_outside_its_range_is_refused(values: dict[str, float], message:
 
 def test_draws_without_replacement_follow_the_sequential_law() -> None:
     law = torch.tensor([0.45, 0.3, 0.2, 0.05], dtype=torch.float64)
-    count = 60_000
+    count = 20_000
     tokens, probs = Draws(random_rows(count), 1, 3).draw(law.expand(count, 1, 4), 0, 3)
     assert torch.equal(probs, law[tokens])
     seen = dict.fromkeys(itertools.permutations(range(4), 3), 0)
@@ -264,7 +264,7 @@ class ChoosingRandom(Random):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("vocab", [23, 700])
-@pytest.mark.parametrize("sharpness", [0.0, 2.0, 8.0, 30.0], ids=["flat", "soft", "sharp", "nearly-one-hot"])
+@pytest.mark.parametrize("sharpness", [0.0, 2.0, 30.0], ids=["flat", "soft", "nearly-one-hot"])
 def test_draws_at_once_are_the_choices_made_one_after_the_other(
     sharpness: float, vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,7 +276,6 @@ def test_draws_at_once_are_the_choices_made_one_after_the_other(
     index, position = torch.arange(200), torch.full((200,), 5)
     one_by_one, expected = Draws(ChoosingRandom(3, index, position), 7, 6).draw(law, 4, 6)
     at_once = Draws(Random(3, index, position), 7, 6)
-    assert at_once._numbers is not None
     on_host = at_once.draw(law, 4, 6)
     monkeypatch.setattr(topology, "waits_always", True)
     for tokens, probs in (on_host, at_once.draw(law, 4, 6)):
@@ -312,14 +311,6 @@ def test_draws_beyond_the_support_have_probability_zero() -> None:
     assert probs[0, 0, 2:].tolist() == [0, 0]
 
 
-def test_a_level_past_the_end_by_rounding_gives_the_last_token_that_is_left() -> None:
-    law, drawn = np.array([[0.3, 0.0, 0.5, 0.2, 0.0]]), np.array([[3]])
-    blocks = np.array([0.8])
-    for level, token in ((0.0, 0), (0.79, 2), (0.81, 2)):
-        assert draws._find(law, 0, blocks, drawn, 1, level) == token
-    assert draws._find(np.zeros((1, 5)), 0, np.zeros(1), drawn, 1, 0.0) == -1
-
-
 @pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2.0**-53])
 def test_draws_at_the_ends_of_the_line_are_tokens_of_the_support(number: float) -> None:
     law = torch.tensor([[[0.0, 0.3, 0.0, 0.5, 0.2, 0.0]]])
@@ -343,10 +334,3 @@ def test_the_most_probable_children_are_those_of_a_stable_sort(vocab: int, count
             assert torch.equal(found.tokens[..., :kept], expected.indices[..., :kept])
             assert torch.equal(found.probs[..., :kept], expected.values[..., :kept])
             assert found.tokens.shape[-1] == count and not found.probs[..., kept:].any()
-
-
-@pytest.mark.parametrize("token", [0, 255, 256, 511, 512, 599])
-def test_the_most_probable_child_is_found_wherever_it_stands(token: int) -> None:
-    law = torch.full((1, 1, 600), 1e-3)
-    law[..., token] = 0.4
-    assert top(law, 0, 3).tokens.tolist() == [[[token, *[other for other in (0, 1, 2) if other != token][:2]]]]

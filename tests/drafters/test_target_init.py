@@ -92,6 +92,7 @@ def counted(width: int) -> torch.Tensor:
     return torch.bincount((text * 4 ** torch.arange(3, -1, -1)).sum(1), minlength=256)
 
 
+@pytest.mark.slow
 def test_one_candidate_has_the_target_s_law_and_two_do_not() -> None:
     expected = TARGET.joint(PLAIN, 4) * 20_000
     kept = expected > 5

@@ -144,18 +144,24 @@ class Problem:
         assert float((found.ratios.cpu() - expected.ratios).abs().max()) < close
 
 
+_test = Trials.test
+
+
+def weigh_parent_by_own_law(trials: Trials, nodes: Tensor, child: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+    """Test as ``Trials`` does, but weigh a parent anew by min(S / (1 - q(x)), 1), not by S / (S + 1 - r).
+
+    A public reimplementation of the paper has it so.
+    """
+    below, above = _test(trials, nodes, child, held)
+    total = (above * (1 - held) / (1 - above).clamp(min=1e-12)).where(above < 1, held)
+    own = 1 / trials._facts[trials._batch, child][..., 0].clamp(min=1e-12)
+    return below, torch.where(child < trials.ratio.shape[1] - 1, (total / (1 - own)).clamp(max=1), held)
+
+
 def parent_by_own_law(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
-    """Weigh a parent anew by min(S / (1 - q(x)), 1), as a public reimplementation does."""
-    test = Trials.test
-
-    def wrong(trials: Trials, nodes: Tensor, child: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        below, above = test(trials, nodes, child, held)
-        total = (above * (1 - held) / (1 - above).clamp(min=1e-12)).where(above < 1, held)
-        own = 1 / trials._facts[trials._batch, child][..., 0].clamp(min=1e-12)
-        return below, torch.where(child < trials.ratio.shape[1] - 1, (total / (1 - own)).clamp(max=1), held)
-
+    """Weigh parents wrongly."""
     with monkeypatch.context() as patch:
-        patch.setattr(Trials, "test", wrong)
+        patch.setattr(Trials, "test", weigh_parent_by_own_law)
         return problem.wide()
 
 

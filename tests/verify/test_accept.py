@@ -7,13 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.enumeration import DraftedTrees, TableLaw, drafted_trees, emitted_law, every_outcome, total_variation
-from helpers.traversal_problems import OneDraft
 from torch import Tensor
 
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import DELTA, SAMPLED, Acceptance, DraftLaws, accept
-from stree.verify.trials import Trials
 
 EXACT = 1e-12  # total variation: sums in float64
 SEEN = 0.01  # a wrong rule must differ at least this much
@@ -194,15 +192,6 @@ def test_the_log_of_a_chain_is_p_over_q_even_below_a_node_that_is_impossible(ver
     torch.testing.assert_close(ratios[:, 1:], expected.squeeze(2).clamp(max=1))
 
 
-@pytest.mark.parametrize("scale", [1.0, 10.0, 40.0, 100.0])
-def test_float32_errs_in_what_it_emits_after_a_rejection_by_no_more_than_rounding(scale: float) -> None:
-    # Where nothing is left and p itself is put in for it, a rejection must be as rare as rounding.
-    given = OneDraft.draw(scale)
-    trials, root = Trials(given.tree, given.law.clone(), given.draft), torch.zeros(len(given.law)).long()
-    below, _ = trials.test(torch.tensor([0]), root[:, None] + 1, torch.ones(len(root), 1))
-    given.check(trials.law_at(root), below[:, 0])
-
-
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])
 def test_what_elders_leave_of_a_float32_law_is_known_even_if_it_is_next_to_nothing(verifier: str) -> None:
     first = torch.linspace(0.1, 0.9, 50)
@@ -366,15 +355,6 @@ def test_laws_that_do_not_fit_the_tree_are_refused(wrong: str) -> None:
     message = r"draft must have probs float\[1, rows, 4\], row and kind \[1, 3\], got"
     with pytest.raises(ValueError, match=message):
         accept(tree, logits, Sampling(1.0), rng, DraftLaws(probs, row, kind))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_logits_are_widened_before_laws_are_taken(dtype: torch.dtype) -> None:
-    logits = torch.randn(2, 3, 7).to(dtype)
-    for sampling in (Sampling(0.0), Sampling(0.7)):
-        law = sampling.law(logits)
-        assert law.dtype == torch.float32
-        assert torch.equal(law, sampling.law(logits.float()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

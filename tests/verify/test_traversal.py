@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from helpers.enumeration import TableLaw, drafted_trees, emitted_law, every_outcome, expected_tokens, total_variation
+from helpers.traversal_problems import weigh_parent_by_own_law
 from torch import Tensor
 
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftLaws, accept, compiled, traversal
-from stree.verify.traversal import _hold, _hold_chain
 from stree.verify.trials import Trials
 
 EXACT = 1e-12  # total variation: sums in float64
@@ -58,38 +58,6 @@ def test_block_verification_emits_the_target_s_law(length: int) -> None:
     assert total_variation(emitted, target.joint(PLAIN, length + 1)) < EXACT
 
 
-def block_by_hand(target_law: Tensor, draft_law: Tensor, tokens: list[int]) -> list[float]:
-    """Walk down a chain in plain Python (arXiv 2403.10444): the success probability of each drafted node."""
-    reach, coins = 1.0, []
-    for place, token in enumerate(tokens[1:]):
-        above = tokens[place]
-        reach = min(1.0, reach * float(target_law[above, token] / draft_law[above, token]))
-        if place + 2 < len(tokens):
-            left = sum(
-                max(0.0, reach * p - q)
-                for p, q in zip(target_law[token].tolist(), draft_law[token].tolist(), strict=True)
-            )
-            coins.append(left / (left + 1 - reach) if left else 0.0)
-        else:
-            coins.append(reach)
-    return coins
-
-
-def test_coins_of_a_chain_are_those_of_the_paper_one_by_one_and_all_at_once() -> None:
-    target, draft = TableLaw.random(5, 22), TableLaw.random(5, 23)
-    trees = drafted_trees(draft, [-1, 0, 1, 2], PLAIN)
-    law = PLAIN.law(target.logits)
-
-    def trials() -> Trials:
-        return Trials(trees.tree, law[trees.tokens], trees.laws)
-
-    at_once, one_by_one = _hold_chain(trials(), 3), _hold(trees.tree, trials(), 3)
-    assert (at_once - one_by_one)[:, 1:].abs().max() < 1e-14
-    for row in range(0, len(trees.weight), 7):
-        by_hand = block_by_hand(law, PLAIN.law(draft.logits), trees.tokens[row].tolist())
-        assert at_once[row, 1:].tolist() == pytest.approx(by_hand, abs=1e-13)
-
-
 def coins_by_recursion(target_law: Tensor, draft_law: Tensor, tokens: list[int], parents: list[int]) -> list[float]:
     """Visit children first (arXiv 2505.12398): the probability of each node's coin, 0 for padding."""
     coins = [0.0] * len(tokens)
@@ -125,24 +93,18 @@ def chances(coins: list[float], parents: list[int]) -> list[float]:
     return found
 
 
-def test_coins_of_different_trees_in_one_batch_are_those_of_the_recursion() -> None:
+@pytest.mark.parametrize("shape", [[-1, 0, 1, 2], [-1, 0, 0, 1, 2], [-1, 0, 1, 0, 3], [-1, 0, 0, 0, 1]], ids=str)
+def test_paths_end_where_the_recursion_of_the_paper_ends_them(shape: list[int]) -> None:
     target, draft = TableLaw.random(5, 24), TableLaw.random(5, 25)
-    shapes = [[-1, 0, 1, 0, 3, 1], [-1, 0, 0, 0, 1, 3], [-1, 0, 1, 2, 3, 0], [-1, 0, -1, 1, 0, 1]]
-    drafts = [drafted_trees(draft, shape, PLAIN).select(torch.arange(0, 500, 41)) for shape in shapes]
-    tokens, parents = torch.cat([trees.tokens for trees in drafts]), torch.cat([trees.parents for trees in drafts])
-    padding = torch.tensor(shapes).repeat_interleave(len(drafts[0].weight), 0) < 0
-    padding[:, 0] = False
-    tokens, parents = tokens.masked_fill(padding, 0), parents.masked_fill(padding, -1)
-    tree, laws = (
-        TokenTree(tokens, parents),
-        DraftLaws(PLAIN.law(draft.logits)[tokens], parents, torch.zeros_like(parents)),
-    )
-    coins = _hold(tree, Trials(tree, PLAIN.law(target.logits)[tokens], laws), int(tree.depths.max()))
-    for row in range(len(tokens)):
-        text, shape = tokens[row].tolist(), parents[row].tolist()
-        expected = coins_by_recursion(PLAIN.law(target.logits), PLAIN.law(draft.logits), text, shape)
-        # Coins that follow a sure one may differ: they are never looked at.
-        assert chances(coins[row].tolist(), shape) == pytest.approx(chances(expected, shape), abs=1e-12)
+    trees = drafted_trees(draft, shape, PLAIN)
+    target_law, draft_law = PLAIN.law(target.logits), PLAIN.law(draft.logits)
+    for row in range(0, len(trees.weight), len(trees.weight) // 5):
+        one, found = trees.select(torch.tensor([row])), torch.zeros(len(shape), dtype=torch.float64)
+        for _, accepted, weight in every_outcome(target, one, PLAIN, "traversal"):
+            last = accepted.path.gather(1, accepted.path_lengths[:, None].long() - 1)[:, 0].long()
+            found.index_add_(0, last, weight)
+        coins = coins_by_recursion(target_law, draft_law, one.tokens[0].tolist(), shape)
+        assert (found / found.sum()).tolist() == pytest.approx(chances(coins, shape), abs=1e-12)
 
 
 def test_block_is_traversal_and_refuses_branches() -> None:
@@ -173,19 +135,9 @@ def test_chains_of_unequal_lengths_are_chains() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_another_weight_of_the_parent_gives_another_law_in_torch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # min(S / (1 - q(x)), 1) instead of S / (S + 1 - r), as a public reimplementation has it.
-    test = Trials.test
-
-    def wrong(trials: Trials, nodes: Tensor, child: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        below, above = test(trials, nodes, child, held)
-        assert trials._probs is not None
-        total = (above * (1 - held) / (1 - above).clamp(min=1e-12)).where(above < 1, held)
-        own = 1 / trials._facts[trials._batch, child][..., 0].clamp(min=1e-12)
-        return below, torch.where(child < trials.ratio.shape[1] - 1, (total / (1 - own)).clamp(max=1), held)
-
     right, exact = law_of_a_chain(seed, in_torch=True)
     assert total_variation(right, exact) < EXACT
-    monkeypatch.setattr(Trials, "test", wrong)
+    monkeypatch.setattr(Trials, "test", weigh_parent_by_own_law)
     assert total_variation(law_of_a_chain(seed, in_torch=True)[0], exact) > 0.0032
 
 
@@ -233,32 +185,6 @@ def test_traversal_in_torch_emits_the_target_s_law(shape: str, monkeypatch: pyte
     assert total_variation(emitted, target.joint(PLAIN, 5)) < EXACT
 
 
-def test_the_log_is_the_probability_that_a_test_accepts() -> None:
-    target, draft = TableLaw.random(4, 5), TableLaw.random(4, 6)
-    trees = drafted_trees(draft, [-1, 0, 0, 1], PLAIN)
-    rest, law = PLAIN.law(target.logits), PLAIN.law(draft.logits)
-    for verifier in ("rejection", "traversal"):
-        logits, rng = target.logits[trees.tokens], random_rows(len(trees.weight))
-        ratios = accept(trees.tree, logits, PLAIN, rng, trees.laws, verifier).ratios
-        assert ratios is not None
-        for row in range(0, len(trees.weight), 5):
-            first, second, below = trees.tokens[row, 1:].tolist()
-            left = (rest[0] - law[0]).clamp(min=0)
-            without = law[0].clone()
-            without[first] = 0
-            expected = [
-                rest[0, first] / law[0, first],
-                left[second] / left.sum() / (without[second] / without.sum()),
-                rest[first, below] / law[first, below],
-            ]
-            certain = float(expected[0]) >= 1  # then the second is never tested
-            actual = ratios[row, 1:].tolist()
-            for place, value in enumerate(expected):
-                if not (certain and place == 1):
-                    assert actual[place] == pytest.approx(min(1.0, float(value)), abs=1e-12)
-    assert accept(trees.tree, logits, PLAIN, rng, None).ratios is None
-
-
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])
 def test_float32_laws_that_agree_are_accepted_whole(verifier: str) -> None:
     target = TableLaw(TableLaw.random(50, 7).logits.float())
@@ -281,25 +207,3 @@ def test_float32_laws_that_differ_in_denormal_numbers_leave_no_nan(verifier: str
     assert bool(accepted.ratios.isfinite().all())
     assert accepted.path.tolist() == [[0, 1, 3]]
     assert accepted.next_token.tolist() == [0]
-
-
-def test_a_root_that_is_sure_stays_sure_however_little_its_children_leave() -> None:
-    # In float32 (1e-8 + 1) - 1 is 0: a parent held with probability 1 must still be held with 1 after a rejection.
-    law = torch.tensor([1 - 3e-8, 1e-8, 1e-8, 1e-8, 1e-9], dtype=torch.float64)
-    draft = torch.tensor([1 - 3e-8, 2e-8, 1e-9, 1e-9, 1e-9], dtype=torch.float64)
-    tree = TokenTree(torch.tensor([[0, 0, 1, 2]]), torch.tensor([[-1, 0, 0, 0]]))
-    coins = []
-    for dtype in (torch.float32, torch.float64):
-        laws = DraftLaws(
-            draft.to(dtype).expand(1, 1, 5), torch.zeros_like(tree.parents), torch.zeros_like(tree.parents)
-        )
-        coins.append(_hold(tree, Trials(tree, law.to(dtype).repeat(1, 4, 1), laws), 1))
-        assert bool(((coins[-1] >= 0) & (coins[-1] <= 1)).all())
-        assert float(coins[-1][0, 0]) == pytest.approx(1)
-
-
-def test_every_outcome_has_a_weight() -> None:
-    target, draft = TableLaw.random(3, 1), TableLaw.random(3, 2)
-    trees = drafted_trees(draft, [-1, 0, 0, 1], PLAIN)
-    total = sum(float(weight.sum()) for _, _, weight in every_outcome(target, trees, PLAIN, "traversal"))
-    assert total == pytest.approx(1, abs=1e-12)

@@ -22,7 +22,8 @@ from stree.verify.traversal import traverse_by_kernels
 from stree.verify.values import DELTA
 
 
-@pytest.mark.parametrize("launched", [0, 1, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("launched", [0, 3])
 def test_waves_that_have_no_launch_of_their_own_are_run_by_the_last_one(
     launched: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -38,6 +39,7 @@ def test_waves_that_have_no_launch_of_their_own_are_run_by_the_last_one(
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
+@pytest.mark.slow
 def test_more_waves_than_launches_are_needed_and_bounded_by_what_the_host_knows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -64,6 +66,7 @@ def keys_of(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> list[Key]:
     return keys
 
 
+@pytest.mark.slow
 def test_launches_depend_on_sizes_and_not_on_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = keys_of(monkeypatch, Problem.draw(16, 101, shape=list(range(-1, 15))))
     for seed in range(2):
