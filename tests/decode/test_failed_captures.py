@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stree import graphs
-from stree.graphs import CudaRecorder, recovering
+from stree.graphs import CudaRecorder
 
 CUDA = torch.device("cuda", 0)
 
@@ -63,16 +63,3 @@ def test_after_a_failed_capture_the_stream_and_the_draws_are_as_before(monkeypat
     used = [pool for pool in device.used if pool is not None]
     assert used == [0, 0, 2, 1, 1, 3], "another pool after a failure, and one of its own for what lasts"
     assert (device.stream, device.is_locked) == ("before", False) and len(graphs._failed) == 2
-
-
-def test_where_nothing_can_be_captured_any_more_the_stream_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(monkeypatch)
-
-    def dead(*shape: int, device: Any) -> None:
-        raise RuntimeError("the device is dead")
-
-    monkeypatch.setattr(torch, "zeros", dead)
-    with pytest.raises(ValueError, match="first"), recovering(CUDA):
-        device.stream = "capture"
-        raise ValueError("first")
-    assert device.stream == "before"

@@ -45,8 +45,7 @@ def generated(name: str, temperature: float, max_batch: int | None, stop: int = 
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", ["none", "suffix", "model", "fused"])
+@pytest.mark.parametrize(("name", "temperature"), [("none", 0.0), ("suffix", 0.8), ("model", 0.0), ("fused", 0.8)])
 def test_no_text_depends_on_the_number_of_slots(name: str, temperature: float) -> None:
     together = generated(name, temperature, None)
     stop = together.sequences[1][3 + 4]  # ends some texts in the middle, and frees slots at different times

@@ -16,7 +16,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from stree.growth.estimates import Calibration, RankEstimate, Slots
 from stree.kernels import law as kernels
 from stree.kernels import law_door, reference_law, topology
 from stree.sampling import Sampling
@@ -116,17 +115,6 @@ def test_random_laws_are_exact_to_rounding(seed: int, vocab: int, temperature: f
     check(*kernels.law_and_norms(logits, temperature, None), logits, temperature)
 
 
-def test_what_is_exact_in_torch_is_exact() -> None:
-    logits = some_logits(THREE_BLOCKS).flatten(0, 1)
-    found, norms = kernels.law_and_norms(logits, 1.0, None)
-    names = list(ROWS)
-    one = names.index("one left")
-    assert found[one].max() == norms[one] == 1 and found[one].count_nonzero() == 1
-    for name in ("equal", "smallest"):
-        row = found[names.index(name)]
-        assert row.unique().numel() == 1 and abs(float(row[0]) * THREE_BLOCKS - 1) < 1e-6
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of inf - inf
 def test_a_row_without_a_law_is_nan_and_none_beside_it() -> None:
     logits = torch.zeros(1, 5, 2 * kernels.BLOCK, device=DEVICE)
@@ -180,14 +168,6 @@ def test_rows_far_from_each_other_are_found(axis: int) -> None:
     check(*kernels.law_and_norms(logits, 0.8, None), logits.float(), 0.8)
 
 
-def test_no_rows_take_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    with launch_keys(monkeypatch) as keys:
-        for shape in ((0, 3, 5), (2, 0, 5), (0, 5)):
-            found, norms = kernels.law_and_norms(torch.zeros(shape, device=DEVICE), 0.8, None)
-            assert found.shape == shape and norms.shape == shape[:-1]
-    assert keys == []
-
-
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let kernels do what they would do on a GPU."""
@@ -221,19 +201,6 @@ def test_what_no_kernel_takes_is_left_to_torch(launched: None, monkeypatch: pyte
     assert law_door.law_and_norms(logits, 0.8)[1] is not None
 
 
-def test_the_cpu_makes_laws_by_torch_and_no_norms() -> None:
-    logits = 3 * torch.randn(2, 3, 50)
-    before = logits.clone()
-    for temperature in (0.8, 1.0):
-        expected = torch.softmax(logits / temperature, -1)
-        for found in (law_door.law(logits, temperature), law_door.law(logits, temperature, torch.empty(2, 3, 50))):
-            assert torch.equal(found, expected) and found is not logits and torch.equal(logits, before)
-        found, norms = law_door.law_and_norms(logits, temperature)
-        assert torch.equal(found, expected) and norms is None
-    half = logits.bfloat16()
-    assert torch.equal(law_door.law(half, 0.8), torch.softmax(half.float() / 0.8, -1))
-
-
 def test_a_sampling_without_cuts_is_one_launch_and_others_are_what_they_were(
     launched: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,18 +219,6 @@ def test_a_sampling_without_cuts_is_one_launch_and_others_are_what_they_were(
             assert norms is None and torch.equal(found, other.law(logits))
 
 
-def test_ratings_are_the_same_whoever_computes_the_norms() -> None:
-    laws = torch.randn(1, 4, 30, generator=torch.Generator().manual_seed(0)).mul(3).softmax(-1).to(DEVICE)
-    reach, probs = torch.rand(1, 4, device=DEVICE), laws[..., :3].sort(-1, descending=True).values
-    norms = torch.linalg.vector_norm(laws, dim=-1)
-    for estimate in (Calibration(1, 3, DEVICE, 0.8), RankEstimate(1, 3, DEVICE)):
-        expected = estimate.rate(Slots(reach, probs, laws))
-        found = estimate.rate(Slots(reach, probs, laws, None, norms))
-        other = estimate.rate(Slots(reach, probs, laws, None, norms.new_tensor([[0.1, 1.0, 0.1, 1.0]])))
-        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
-        assert not torch.equal(other[0], expected[0]), "they are read"
-
-
 @pytest.mark.parametrize("vocab", [101, 128])
 def test_no_tree_of_a_generation_asks_for_a_build_of_its_own(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
@@ -275,15 +230,6 @@ def test_no_tree_of_a_generation_asks_for_a_build_of_its_own(vocab: int, monkeyp
         found.append(keys)
     assert found == found[:1] * len(found)
     assert ("'ALIGNED': True" in found[0][0][1]) == (vocab == 128)
-
-
-def test_rows_are_aligned_where_those_of_the_logits_and_of_the_laws_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = torch.zeros(1, 2, 132, device=DEVICE)
-    whole, shifted = room[..., :128], room[..., 1:129]
-    for logits, out, is_aligned in ((whole, whole, True), (shifted, whole, False), (whole, shifted, False)):
-        with launch_keys(monkeypatch) as keys:
-            kernels.law(logits, 0.8, torch.empty_like(out) if is_aligned else out)
-        assert f"'ALIGNED': {is_aligned}" in keys[0][1]
 
 
 # What is wrong, and laws and norms that are wrong so.

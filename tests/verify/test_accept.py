@@ -64,21 +64,6 @@ def test_the_law_is_exact_where_tokens_have_probability_zero(
 
 
 @pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
-def test_the_law_is_exact_when_draft_and_target_agree(verifier: str) -> None:
-    target = TableLaw.random(3, 5)
-    emitted = emitted_law(target, drafted_trees(target, BINARY, PLAIN), PLAIN, verifier, 3)
-    assert total_variation(emitted, target.joint(PLAIN, 3)) < EXACT
-
-
-@pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
-def test_the_law_is_exact_when_no_drafted_token_is_possible(verifier: str) -> None:
-    target = TableLaw(torch.tensor([[0.0, -torch.inf, 1.0, 0.5]] * 4, dtype=torch.float64))
-    draft = TableLaw(torch.tensor([[-torch.inf, 0.0, -torch.inf, -torch.inf]] * 4, dtype=torch.float64))
-    emitted = emitted_law(target, drafted_trees(draft, CHAIN, PLAIN), PLAIN, verifier, 3)
-    assert total_variation(emitted, target.joint(PLAIN, 3)) < EXACT
-
-
-@pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
 def test_the_law_is_exact_for_nodes_chosen_without_chance(verifier: str) -> None:
     target = TableLaw.random(4, 6)
     trees = drafted_trees(target, BINARY, PLAIN, delta={1: 2, 2: 0, 3: 1, 4: 3})
@@ -177,19 +162,6 @@ def test_the_log_is_how_often_a_test_accepts() -> None:
         is_made = made > 1e-9
         assert int(is_made.sum()) >= 2
         torch.testing.assert_close(log[0, is_made], (passed / made)[is_made].double(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("verifier", ["rejection", "traversal", "block"])
-def test_the_log_of_a_chain_is_p_over_q_even_below_a_node_that_is_impossible(verifier: str) -> None:
-    target, draft = TableLaw.random(4, 11), TableLaw.random(4, 12)
-    trees = drafted_trees(draft, [-1, 0, 1, 2], PLAIN)
-    logits = target.logits[trees.tokens]
-    logits[:, 0, 1] = -torch.inf  # held with probability 0, and so is all below it
-    ratios = accept(trees.tree, logits, PLAIN, random_rows(len(trees.weight)), trees.laws, verifier).ratios
-    assert ratios is not None
-    law, above = PLAIN.law(logits), trees.tokens[:, 1:, None]
-    expected = law[:, :-1].gather(2, above) / trees.laws.probs[:, :-1].gather(2, above)
-    torch.testing.assert_close(ratios[:, 1:], expected.squeeze(2).clamp(max=1))
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])

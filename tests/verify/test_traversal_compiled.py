@@ -121,23 +121,6 @@ def test_shapes_are_tested_as_in_torch(shape: list[int], kinds: tuple[int, ...],
         check_exactly(Problem.draw(len(shape), 40, seed=seed, kinds=kinds, shape=shape))
 
 
-@pytest.mark.parametrize("kinds", [ALL, (SAMPLED,), (SAMPLED, DELTA)], ids=str)
-def test_laws_with_zeros_are_tested_as_in_torch(kinds: tuple[int, ...]) -> None:
-    for seed in range(4):
-        check_exactly(Problem.draw(9, 90, seed=seed, kinds=kinds, zeros=0.4))
-
-
-@pytest.mark.parametrize("kinds", [ALL, (SAMPLED,)], ids=str)
-def test_sharp_laws_are_tested_as_in_torch(kinds: tuple[int, ...]) -> None:
-    accepted = 0
-    for seed in range(4):
-        problem = in_widths(Problem.draw(12, 90, seed=seed, kinds=kinds, sharp=6.0), torch.float64, torch.float64)
-        tested = Tested.of(problem)
-        tested.check(problem, 1e-8)
-        accepted += int(tested.accepted.num_accepted.sum())
-    assert accepted > 4
-
-
 @pytest.mark.parametrize("kinds", [(INDEPENDENT,), (SAMPLED,), (DELTA,), ALL], ids=str)
 def test_siblings_of_one_token_are_tested_as_in_torch(kinds: tuple[int, ...]) -> None:
     for seed in range(4):
@@ -165,16 +148,6 @@ def test_rows_stand_in_any_order_one_beyond_them_is_the_nearest_and_one_that_no_
     Tested.of(few).check(few, CLOSE)
 
 
-@pytest.mark.parametrize("dtype", WIDTHS)
-def test_laws_that_agree_are_accepted_whole(dtype: torch.dtype) -> None:
-    problem = Problem.draw(7, 50, seed=5, batch=64, kinds=(SAMPLED,), shape=[-1, 0, 0, 1, 1, 3, 5])
-    assert problem.draft is not None
-    law = problem.law.to(dtype)
-    tested = Tested.of(replace(problem, law=law, draft=replace(problem.draft, probs=law)))
-    assert tested.accepted.path.tolist() == [[0, 1, 3, 5, 6]] * 64
-    assert bool(tested.coins.isfinite().all()) and bool((tested.left.sum(-1) > 0).all())
-
-
 def test_a_law_that_nothing_is_left_of_stays_as_it_is() -> None:
     tokens = torch.tensor([[0, 2, 1, 3]])
     parents = torch.tensor([[-1, 0, 0, 0]], dtype=torch.int32)
@@ -190,19 +163,6 @@ def test_a_law_that_nothing_is_left_of_stays_as_it_is() -> None:
         tested.check(problem, CLOSE)
         assert torch.equal(tested.left, law) and tested.accepted.path.tolist() == [[0, 1]]
         assert tested.coins[0, :2].tolist() == [0.0, 1.0] and tested.ratios[0, 1:].tolist() == [1.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize(("rest", "children"), [(1e-8, 3), (1e-18, 1)])
-def test_a_root_that_is_sure_stays_sure_however_little_its_children_leave(rest: float, children: int) -> None:
-    law = torch.tensor([1 - 3 * rest, rest, rest, rest, 0.1 * rest], dtype=torch.float64)
-    drafted = torch.tensor([1 - 3 * rest, 2 * rest, 0.1 * rest, 0.1 * rest, 0.1 * rest], dtype=torch.float64)
-    tokens, parents = torch.tensor([[0, 0, 1, 2]]), torch.tensor([[-1, 0, 0, 0]])
-    tree, zero = TokenTree(tokens[:, : children + 1], parents[:, : children + 1]), torch.zeros(1).long()
-    for dtype in WIDTHS:
-        rows = torch.zeros_like(tree.parents)
-        draft = DraftLaws(drafted.to(dtype).expand(1, 1, 5), rows, rows)
-        coins = Tested.of(Problem(tree, law.to(dtype).repeat(1, children + 1, 1), draft, Random(0, zero, zero))).coins
-        assert bool(((coins >= 0) & (coins <= 1)).all()) and float(coins[0, 0]) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("scale", [1.0, 10.0, 40.0, 100.0])

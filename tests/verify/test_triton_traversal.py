@@ -76,16 +76,6 @@ def test_a_deep_chain_is_block_verification(bound: int | None) -> None:
     assert max(lengths) > 4 and min(lengths) < max(lengths)
 
 
-def test_rows_without_a_drafted_node_draw_from_the_target_s_law() -> None:
-    problem = Problem.draw(6, 40, seed=1)
-    parents, tokens = problem.tree.parents.clone(), problem.tree.tokens.clone()
-    parents[1, 1:], tokens[1, 1:] = -1, 0
-    problem = replace(problem, tree=TokenTree(tokens, parents))
-    found = problem.found()
-    problem.check(found)
-    assert found.path[1].tolist()[:2] == [0, -1]
-
-
 def same_laws(vocab: int, shape: list[int], seed: int = 0) -> Problem:
     """Draw trees from the target's own law."""
     problem = Problem.draw(len(shape), vocab, seed=seed, kinds=(SAMPLED,), shape=shape)
@@ -113,43 +103,12 @@ def test_a_law_of_which_nothing_is_left_stays_as_it_was() -> None:
     assert found.ratios.tolist() == [[0.0, 1.0, 0.0, 0.0]]
 
 
-def test_the_last_child_leaves_the_law_as_it_was_where_nothing_is_left() -> None:
-    # A law of half a weight: the child fails every other time, though it takes all there is.
-    tree = TokenTree(torch.tensor([[0, 1]] * 8), torch.tensor([[-1, 0]] * 8, dtype=torch.int32))
-    law = torch.tensor([0.0, 0.5, 0.0, 0.0]).expand(8, 2, 4).contiguous()
-    problem = Problem(tree, law, None, Random(1, torch.arange(8), torch.zeros(8, dtype=torch.long)))
-    found = problem.found()
-    problem.check(found)
-    assert found.next_token.tolist() == [1] * 8 and set(found.path_lengths.tolist()) == {1, 2}
-
-
-def test_a_token_that_an_elder_took_out_of_the_draft_s_law_has_no_weight_in_it() -> None:
-    problem = Problem.draw(3, 6, seed=2, batch=8, kinds=(SAMPLED,), shape=[-1, 0, 0])
-    tokens = problem.tree.tokens.clone()
-    tokens[:, 2] = tokens[:, 1]
-    problem = replace(problem, tree=TokenTree(tokens, problem.tree.parents))
-    found = problem.found()
-    problem.check(found)
-    assert set(found.ratios[:, 2].tolist()) == {0.0, 1.0}  # by whether anything is left of the target's
-
-
 def test_stored_laws_need_not_sum_to_one() -> None:
     problem = Problem.draw(12, 200, seed=5, kinds=(SAMPLED, DELTA))
     assert problem.draft is not None
     share = torch.rand(problem.draft.probs.shape[:2], generator=torch.Generator().manual_seed(0))[..., None] + 0.1
     found = replace(problem, draft=replace(problem.draft, probs=problem.draft.probs * share)).found()
     problem.check(found)
-
-
-def test_what_a_node_of_no_law_names_may_hold_anything() -> None:
-    problem = Problem.draw(9, 40, seed=3, kinds=(SAMPLED, DELTA))
-    assert problem.draft is not None
-    draft, is_delta = problem.draft, problem.draft.kind == DELTA
-    row = torch.where(is_delta, 9, draft.row)
-    probs = torch.cat([draft.probs, torch.full((3, 1, 40), torch.nan)], 1)
-    found = replace(problem, draft=replace(draft, probs=probs, row=row)).found()
-    problem.check(found)
-    assert bool(is_delta[problem.tree.parents >= 0].any())
 
 
 def test_the_rule_of_a_gpu_gives_an_acceptance_and_leaves_the_law_as_it_is() -> None:

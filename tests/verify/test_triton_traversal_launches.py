@@ -15,7 +15,7 @@ from launch_keys import Key, launch_keys
 
 from stree import TokenTree
 from stree.kernels import traversal as kernels
-from stree.kernels.traversal_door import DraftRows, TraversedPath
+from stree.kernels.traversal_door import TraversedPath
 from stree.kernels.traversal_door import traverse as traverse_on_device
 from stree.sampling import Random
 from stree.verify.traversal import traverse_by_kernels
@@ -75,14 +75,6 @@ def test_launches_depend_on_sizes_and_not_on_trees(monkeypatch: pytest.MonkeyPat
     for n in (10, 13, 16):  # trees of another number of nodes take no builds of their own
         assert set(keys_of(monkeypatch, Problem.draw(n, 101, batch=1 + n % 3))) == chosen
     assert set(keys_of(monkeypatch, Problem.draw(16, 101, kinds=(DELTA,)))) != chosen
-
-
-def test_rows_are_said_to_be_aligned_where_those_of_both_laws_are() -> None:
-    law, probs = torch.zeros(1, 3, 64, device=DEVICE), torch.zeros(1, 3, 67, device=DEVICE)[..., :64]
-    row = torch.zeros(1, 3, dtype=torch.int32, device=DEVICE)
-    for one, other, is_aligned in ((law, law, True), (law, probs, False), (probs, law, False)):
-        assert kernels._Work.of(one, DraftRows(other, row, row, 1, 2)).constants["ALIGNED"] == is_aligned
-    assert kernels._Work.of(law, None).constants["ALIGNED"]
 
 
 def test_a_traversal_reads_nothing_of_the_device() -> None:
