@@ -141,8 +141,8 @@ def test_a_processed_text_is_drawn_the_same_way_whatever_the_tree() -> None:
 
 def add_bias(input_ids: Tensor, logits: Tensor) -> Tensor:
     """Prefer tokens by the last two of the text."""
-    favourite = (input_ids[:, -1] * 7 + input_ids[:, -2]) % VOCAB
-    return logits.scatter_add(1, favourite[:, None], torch.full((len(logits), 1), 5.0))
+    preferred = (input_ids[:, -1] * 7 + input_ids[:, -2]) % VOCAB
+    return logits.scatter_add(1, preferred[:, None], torch.full((len(logits), 1), 5.0))
 
 
 def ends_at_six(input_ids: Tensor, logits: Tensor) -> Tensor:

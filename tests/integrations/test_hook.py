@@ -40,10 +40,9 @@ from stree.processing import Node
 def test_greedy_text_is_that_of_every_prompt_alone(family: str) -> None:
     model, draft = family_model(family), draft_model()
     expected = [plain(model, prompt) for prompt in PROMPTS]
-    for drafter in ("suffix", draft):
-        for rows in (1, 3):
-            out = hooked(model, PROMPTS[:rows], drafter=drafter, budget=16)
-            assert new_tokens(PROMPTS[:rows], out) == expected[:rows], (rows, drafter)
+    for drafter, rows in (("suffix", 1), (draft, 3)):
+        out = hooked(model, PROMPTS[:rows], drafter=drafter, budget=8)
+        assert new_tokens(PROMPTS[:rows], out) == expected[:rows], (rows, drafter)
     assert plain(model, PROMPTS[0]) == expected[0], "the hook changed plain generate"
 
 

@@ -86,6 +86,7 @@ def sampled(options: dict[str, Any], prompts: list[list[int]], **arguments: Any)
     return torch.bincount(cells, minlength=SMALL**3).double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "drafter"), [*((name, "rejection") for name in LAWS), ("all", "match"), ("all", "suffix")]
 )
