@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import test_growth
 import torch
-from enumeration import TableLaw, TableLM, emitted_law, total_variation
+from helpers.enumeration import TableLaw, TableLM, emitted_law, total_variation
 from test_growth import EXACT, PLAIN, all_drafts, draft_of, nodes_by_path, random_rows
 from torch import Tensor
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from enumeration import TableLaw, TableLM, emitted_law, total_variation
+from helpers.enumeration import TableLaw, TableLM, emitted_law, total_variation
 from test_growth import all_drafts, draft_of, nodes_by_path, random_rows
 from torch import Tensor
 

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import DraftedTrees, Outcomes, TableLaw, TableLM, as_random, emitted_law, short_texts, total_variation
+from helpers.enumeration import (
+    DraftedTrees,
+    Outcomes,
+    TableLaw,
+    TableLM,
+    as_random,
+    emitted_law,
+    short_texts,
+    total_variation,
+)
 from torch import Tensor
 
 from stree import growth as growth_module

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import TableLaw
+from helpers.enumeration import TableLaw
 from test_growth import draft_of, random_rows
 
 from stree.growth import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import TableLaw, TableLM
+from helpers.enumeration import TableLaw, TableLM
 from test_growth import nodes_by_path, path_prob, random_rows
 
 from stree.drafters import Draft, ModelDrafter

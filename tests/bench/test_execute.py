@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.cuda_graph_tape import TapeRecorder
 from helpers.tiny_pairs import tiny_pair
-from tape import TapeRecorder
 
 from stree.bench.execute import Case, execute, figures
 from stree.bench.methods import parse_methods

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.cuda_graph_tape import TapeRecorder
 from rich.console import Console
-from tape import TapeRecorder
 from tiny_models import grafted, tiny_model
 
 import stree

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tape import TapeRecorder
+from helpers.cuda_graph_tape import TapeRecorder
 
 from benchmarks.gpu import loops
 from benchmarks.gpu import steps as gpu_steps

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import DraftedTrees, TableLaw, drafted_trees, expected_tokens
+from helpers.enumeration import DraftedTrees, TableLaw, drafted_trees, expected_tokens
 from helpers.tiny_pairs import tiny_pair
 from tiny_models import VOCAB
 

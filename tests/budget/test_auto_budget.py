@@ -1,0 +1,321 @@
+"""budget="auto": texts do not change and do not follow the clock; trees are drafted where they pay.
+
+What a step takes is measured once, before the first text of its kind.  The tests bring a clock of their own, which goes
+on by what a model's call is said to take.
+
+Run: python -m pytest tests/budget/test_auto_budget.py
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import grafted, random_texts, tiny_model
+from torch import Tensor
+
+import stree
+from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.growth import (
+    RSDC,
+    RSDS,
+    Calibrated,
+    Chain,
+    Confidence,
+    DecisionStop,
+    DepthStop,
+    DySpec,
+    Eagle2,
+    Growth,
+    OptTree,
+    Plan,
+    Sequoia,
+    SpecInfer,
+    Static,
+)
+from stree.growth.plan import Bound
+from stree.sampling import Random, Sampling
+from stree.tree import TokenTree
+from stree.verify import Acceptance
+
+PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 3, 9, 3, 9], [1, 2, 4, 1, 2, 4, 1]]
+
+
+@cache
+def target() -> stree.TreeLM:
+    return grafted(tiny_model("bamba"))
+
+
+def useless() -> stree.TreeLM:
+    return grafted(tiny_model("mamba2", seed=1))
+
+
+@cache
+def same() -> stree.TreeLM:
+    return grafted(tiny_model("bamba"))
+
+
+def plain_texts(**options: Any) -> list[list[int]]:
+    return stree.generate(target(), PROMPTS, NoDrafter(), budget=1, **options).sequences
+
+
+class Clock:
+    """A clock that goes on by what calls of models are said to take, and by some seconds when it is read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, reading_s: float = 0.05) -> None:
+        self.now, self.patch, self.reading_s = 0.0, monkeypatch, reading_s
+        monkeypatch.setattr(time, "perf_counter", self.read)
+
+    def read(self) -> float:
+        self.now += self.reading_s
+        return self.now
+
+    def slow(self, lm: stree.TreeLM, call_s: float, node_s: float = 0.0) -> stree.TreeLM:
+        verify = lm.verify
+
+        def slow(state: Any, tree: TokenTree, first: int = 0) -> Tensor:
+            self.now += call_s + node_s * tree.tokens.shape[1]
+            return verify(state, tree, first)
+
+        self.patch.setattr(lm, "verify", slow)
+        return lm
+
+
+@pytest.fixture
+def cheap_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all steps take about as long, so that trees pay, and so long that each is measured only once."""
+    Clock(monkeypatch)
+
+
+class Doubling:
+    """A drafter of the user's own, which drafts the pending token again and says nothing of its worth."""
+
+    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> Doubling:
+        return self
+
+    def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+        tokens = pending[:, None].repeat(1, min(budget, 2))
+        return Draft(TokenTree.chain(tokens), None, tokens.shape[1] - 1)
+
+    def observe(self, acceptance: Acceptance) -> None:
+        pass
+
+
+DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
+    "default": lambda: None,
+    "none": NoDrafter,
+    "suffix": SuffixDrafter,
+    "model": lambda: ModelDrafter(useless()),
+    "same-model": lambda: ModelDrafter(same()),
+    "trimmed": lambda: ModelDrafter(useless(), vocab=range(60)),
+    "fused": lambda: FusedDrafter(ModelDrafter(useless()), SuffixDrafter()),
+    "suffix-first": lambda: FusedDrafter(SuffixDrafter(), ModelDrafter(useless())),
+    "user": Doubling,
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_texts_are_those_of_plain_decoding(name: str, cheap_trees: None) -> None:
+    for sampling, new in ((Sampling(), 12), (Sampling(0.8), 20)):
+        options: dict[str, Any] = {"sampling": sampling, "max_new_tokens": new}
+        out = stree.generate(target(), PROMPTS, DRAFTERS[name](), budget="auto", verifier="match", **options)
+        assert out.sequences == plain_texts(**options) and out.stats["budget"] == "auto"
+        assert (out.stats["nodes_per_step"] > 1) == (name != "none")
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "user"])  # it takes up no prompt in mid-run
+def test_an_iterator_s_texts_are_those_of_plain_decoding(name: str, cheap_trees: None) -> None:
+    out = stree.generate(
+        target(), iter(PROMPTS), DRAFTERS[name](), budget="auto", max_new_tokens=12, max_batch=2, max_length=30
+    )
+    assert out.sequences == plain_texts(max_new_tokens=12), "no prompt is lost to measuring"
+
+
+GROWTHS: dict[str, Growth] = {
+    "calibrated": Calibrated(), "calibrated-2": Calibrated(depth=2), "dyspec": DySpec(), "heap": DySpec(form="heap"),
+    "opt-tree": OptTree(), "eagle2": Eagle2(), "sequoia": Sequoia(), "chain": Chain(3), "static": Static([3, 2]),
+    "stree": Static.stree(), "large": Static([70]), "rsdc": RSDC([2, 2]), "rsds": RSDS(3, 2),
+    "specinfer": SpecInfer([2, 1]), "depth-stop": DepthStop(Eagle2()), "decision": DecisionStop(Calibrated()),
+    "stopped-chain": Chain(4, stop=Confidence(least_prob=0.02)), "stopped-fixed": DepthStop(RSDC([2, 2])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GROWTHS)
+def test_every_growth(name: str, cheap_trees: None) -> None:
+    options: dict[str, Any] = {"budget": "auto", "max_new_tokens": 12}
+    out = stree.generate(target(), PROMPTS, ModelDrafter(same()), GROWTHS[name], **options)
+    assert out.sequences == plain_texts(max_new_tokens=12) and out.stats["nodes_per_step"] > 1.3
+    sampled = stree.generate(target(), PROMPTS, ModelDrafter(same()), GROWTHS[name], sampling=Sampling(0.8), **options)
+    assert [len(text) for text in sampled.sequences] == [len(text) for text in out.sequences]
+
+
+class Opaque(Bound):
+    """A growth without a depth: all of it or nothing."""
+
+    def plan(self, budget: int) -> Plan:
+        return Calibrated(depth=2).bind(self.sampling).plan(min(budget, 9))
+
+
+class Broken(Bound):
+    """A growth that cannot be laid out."""
+
+    def plan(self, budget: int) -> Plan:
+        raise ValueError("no tree of mine")
+
+
+def test_growths_of_the_user_s_own(cheap_trees: None) -> None:
+    out = stree.generate(target(), PROMPTS, ModelDrafter(useless()), Opaque(), "auto", max_new_tokens=12)
+    assert out.sequences == plain_texts(max_new_tokens=12)
+    with pytest.raises(ValueError, match="no tree of mine"):
+        stree.generate(target(), PROMPTS, ModelDrafter(useless()), Broken(), "auto")
+
+
+def sizes(monkeypatch: pytest.MonkeyPatch, drafts: stree.TreeLM, call_s: float, node_s: float) -> stree.Generation:
+    """Sample 100 tokens; a call of the target takes a second and so much a node, one of the draft model ``call_s``."""
+    clock, prompts = Clock(monkeypatch, 1e-4), random_texts(random.Random(0), [9])
+    lm, drafter = clock.slow(grafted(tiny_model("bamba")), 1.0, node_s), ModelDrafter(clock.slow(drafts, call_s))
+    options: dict[str, Any] = {"sampling": Sampling(0.5), "max_new_tokens": 100}
+    return stree.generate(lm, prompts, drafter, DySpec(depth=4), "auto", **options)
+
+
+def test_trees_are_drafted_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    cheap = sizes(monkeypatch, grafted(tiny_model("bamba")), 0.05, 0.005)
+    dear_calls = sizes(monkeypatch, grafted(tiny_model("bamba")), 5.0, 0.005)
+    dear_nodes = sizes(monkeypatch, grafted(tiny_model("bamba")), 0.05, 1.0)
+    wrong = sizes(monkeypatch, useless(), 0.5, 0.05)
+    assert cheap.stats["tau"] > 2 and cheap.stats["nodes_per_step"] > 6
+    assert dear_calls.stats["nodes_per_step"] < 1.2 and wrong.stats["nodes_per_step"] < 3
+    assert dear_nodes.stats["nodes_per_step"] < cheap.stats["nodes_per_step"] / 2
+    assert cheap.sequences != dear_calls.sequences, "the control: a sampled text follows the sizes of its trees"
+
+
+def test_a_seed_names_a_text_whatever_the_clock_says_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, lm, drafter = Clock(monkeypatch), grafted(tiny_model("bamba")), ModelDrafter(useless())
+
+    def text(prompts: list[list[int]] = PROMPTS) -> tuple[list[list[int]], int, float]:
+        options: dict[str, Any] = {"sampling": Sampling(1.0), "max_new_tokens": 30, "seed": 5}
+        out = stree.generate(lm, prompts, drafter, budget="auto", **options)
+        return out.sequences, out.stats["steps"], out.stats["nodes_per_step"]
+
+    first = text()
+    assert first[2] > 2, "else trees do not matter"
+    noise = random.Random(1)
+
+    def noisy() -> float:
+        clock.now += noise.choice([1e-5, 0.001, 0.3, 2.0])
+        return clock.now
+
+    monkeypatch.setattr(time, "perf_counter", noisy)
+    assert text() == first
+    text(PROMPTS[:2])  # another batch is measured
+    assert text() == first
+
+
+def test_each_text_begins_anew(cheap_trees: None) -> None:
+    lm, drafter = target(), ModelDrafter(useless())
+    first, _, again = (
+        stree.generate(lm, [prompt], drafter, budget="auto", max_new_tokens=40).stats
+        for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[0])
+    )
+    assert (first["steps"], first["nodes_per_step"]) == (again["steps"], again["nodes_per_step"])
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[stree.TreeLM, Callable[..., int]]]:
+    """Give a target, and what counts how many more calls of it a text takes than it has steps."""
+    lm, calls = grafted(tiny_model("bamba")), [0]
+    verify = lm.verify
+
+    def counting(*given: Any, **named: Any) -> Tensor:
+        calls[0] += 1
+        return verify(*given, **named)
+
+    monkeypatch.setattr(lm, "verify", counting)
+
+    def extra(drafter: Drafter, prompts: list[list[int]] = PROMPTS[:1], **options: Any) -> int:
+        calls[0] = 0
+        out = stree.generate(lm, prompts, drafter, max_new_tokens=4, **{"budget": "auto", **options})
+        return calls[0] - int(out.stats["steps"])
+
+    yield lm, extra
+
+
+def test_steps_are_measured_once_for_what_makes_them_up(
+    counted: tuple[stree.TreeLM, Callable[..., int]], cheap_trees: None
+) -> None:
+    _, extra = counted
+    drafter = ModelDrafter(useless())
+    assert extra(drafter) > 0 and extra(drafter) == 0
+    assert extra(ModelDrafter(drafter.lm)) == extra(drafter, [[1, 2]]) == 0, "of the same model; another text"
+    other: list[dict[str, Any]] = [
+        {"sampling": Sampling(0.8)}, {"verifier": "match"}, {"prompts": PROMPTS[:2]}, {"growth": DySpec(depth=2)},
+        {"drafter": SuffixDrafter()}, {"drafter": FusedDrafter(drafter, SuffixDrafter())},
+    ]  # fmt: skip
+    for one in other:
+        assert extra(**{"drafter": drafter, **one}) > 0, one
+    assert extra(drafter, sampling=Sampling(0.7)) == 0, "another temperature changes nothing"
+
+
+def test_plain_decoding_and_a_number_measure_nothing(counted: tuple[stree.TreeLM, Callable[..., int]]) -> None:
+    _, extra = counted
+    assert extra(NoDrafter()) == extra(SuffixDrafter(), budget=8) == 0
+
+
+def test_what_was_measured_is_kept_as_long_as_the_target(cheap_trees: None) -> None:
+    lm, drafter = grafted(tiny_model("bamba")), ModelDrafter(useless())
+    stree.generate(lm, PROMPTS, drafter, budget="auto", max_new_tokens=4)
+    kept = weakref.ref(lm), weakref.ref(drafter.lm)
+    del lm, drafter
+    gc.collect()
+    assert kept[0]() is None and kept[1]() is None
+
+
+def test_measuring_touches_no_random_numbers_and_no_processor(cheap_trees: None) -> None:
+    texts: list[list[int]] = []
+
+    def processor(text: Tensor, logits: Tensor) -> Tensor:
+        texts.append(text[0].tolist())
+        return logits
+
+    lm, drafter = grafted(tiny_model("bamba")), ModelDrafter(useless())
+    state = torch.get_rng_state()
+    options: dict[str, Any] = {"sampling": Sampling(1.0), "verifier": "match", "max_new_tokens": 8, "seed": 3}
+    options["logits_processor"] = processor
+    found = stree.generate(lm, PROMPTS[:1], drafter, budget="auto", **options)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert texts and all(text[:10] == PROMPTS[0] for text in texts), "it is asked about the caller's texts only"
+    assert found.sequences == stree.generate(lm, PROMPTS[:1], budget=1, **options).sequences
+
+
+@pytest.mark.parametrize("problem", [RuntimeError("no room"), KeyboardInterrupt()])
+def test_measuring_that_fails_costs_no_text(problem: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, verify, problems = grafted(tiny_model("bamba")), stree.TreeLM.verify, [problem]
+
+    def failing_once(*given: Any, **named: Any) -> Tensor:
+        if problems:
+            raise problems.pop()
+        return verify(lm, *given, **named)
+
+    monkeypatch.setattr(lm, "verify", failing_once)
+    options: dict[str, Any] = {"budget": "auto", "max_new_tokens": 12}
+    if isinstance(problem, KeyboardInterrupt):
+        with pytest.raises(stree.GenerationInterrupted) as caught:
+            stree.generate(lm, PROMPTS, ModelDrafter(useless()), **options)
+        assert caught.value.output.sequences == []
+    found = stree.generate(lm, PROMPTS, ModelDrafter(useless()), **options)
+    assert found.sequences == plain_texts(max_new_tokens=12)
+
+
+def test_a_target_of_few_positions_is_measured_in_pieces(cheap_trees: None) -> None:
+    lm = grafted(tiny_model("llama", max_position_embeddings=24))
+    options: dict[str, Any] = {"budget": "auto", "max_new_tokens": 12}
+    found = stree.generate(lm, PROMPTS[:1], ModelDrafter(useless()), **options)
+    assert found.sequences == stree.generate(lm, PROMPTS[:1], budget=1, max_new_tokens=12).sequences
+    assert found.stats["nodes_per_step"] > 1

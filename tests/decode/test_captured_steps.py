@@ -1,0 +1,320 @@
+"""Steps that are captured once and replayed give the texts of steps launched one by one, in every way to draft.
+
+A tape takes the place of CUDA graphs: host code does not run again, nothing may be read, moved or freed.  So a step
+that is captured reads nothing of the device, and runs what every other step runs.
+What makes steps be captured anew is in ``test_captured_anew.py``.
+
+Run: python -m pytest tests/decode/test_captured_steps.py
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from helpers.captured import TEXTS, captured, generate, launched, near_drafter
+from helpers.cuda_graph_tape import TapeError, TapeRecorder
+from helpers.step_growths import GROWTHS
+from tiny_family_models import FAMILIES, family_model
+from tiny_models import random_texts
+from torch import Tensor
+
+import stree
+from stree.budget.policy import AutoSize
+from stree.decode.profiling import GUESS
+from stree.drafters import Draft, Drafter, FusedDrafter, NoDrafter, SuffixDrafter
+from stree.growth import Calibrated, Chain, Growth, Limited
+from stree.sampling import Random, Sampling
+from stree.tree import TokenTree
+
+REPEATING = [[5, 6, 7, 8, 9] * 4, [3, 4] * 5]
+
+
+def drafter_named(name: str) -> Drafter:
+    every: dict[str, Drafter] = {
+        "model": near_drafter(),
+        "suffix": SuffixDrafter(),
+        "none": NoDrafter(),
+        "fused": FusedDrafter(near_drafter(), SuffixDrafter()),
+        "suffix-first": FusedDrafter(SuffixDrafter(), near_drafter()),
+    }
+    return every[name]
+
+
+QUICK = ("none", "chain", "calibrated", "opt-tree", "eagle2")
+WAYS = [
+    pytest.param(name, temperature, marks=() if name in QUICK or (temperature and name != "heap") else pytest.mark.slow)
+    for name in GROWTHS
+    for temperature in (0.0, 0.8)
+]
+
+
+@pytest.mark.parametrize(("name", "temperature"), WAYS)
+def test_every_growth(name: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    growth: Growth | None = GROWTHS[name]
+    options: dict[str, Any] = {"growth": growth, "budget": 1 if growth is None else 12}
+    options["sampling"] = Sampling(temperature)
+    drafts = NoDrafter() if growth is None else near_drafter()
+    expected = [generate(launched(), drafts, seed=seed, **options) for seed in (0, 1)]
+    lm = captured(monkeypatch)
+    for seed in (0, 1):  # numbers that a graph held fast would give the first text's draws to the second
+        found = generate(lm, drafts, seed=seed, **options)
+        assert found.sequences == expected[seed].sequences and found.stats["tau"] == expected[seed].stats["tau"]
+        assert found.stats["graphs"]["graphs"] == 1 and not found.stats["graphs"]["not_captured"]
+        steps_launched = found.stats["steps"] - found.stats["graphs"]["replays"]
+        assert 0 < steps_launched <= 3 if seed == 0 else steps_launched == 0, "the first one's graph serves all"
+
+
+RETRIEVING = [
+    ("suffix", 0.0),
+    ("suffix", 0.8),
+    ("fused", 0.0),
+    pytest.param("suffix-first", 0.8, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "temperature"), RETRIEVING)
+def test_retrieval_whose_trees_the_host_lays_out(
+    name: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"sampling": Sampling(temperature), "growth": Calibrated(2), "max_new_tokens": 24}
+    texts = [REPEATING, [[9, 9, 2, 1, 9, 9, 2], [4, 8, 1]]]
+    expected = [generate(launched(), drafter_named(name), texts=text, budget=13, **options) for text in texts]
+    lm = captured(monkeypatch)
+    for text, one in zip([*texts, texts[0]], [*expected, expected[0]], strict=True):
+        found = generate(lm, drafter_named(name), texts=text, budget=13, **options)
+        assert found.sequences == one.sequences and found.stats["tau"] == one.stats["tau"]
+        assert found.stats["nodes_per_step"] == one.stats["nodes_per_step"]
+        assert not found.stats["graphs"]["not_captured"]
+    assert found.stats["graphs"]["replays"] >= found.stats["steps"] - 6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_verification_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, options = stree.TreeLM(family_model(family)), dict[str, Any](texts=[[5, 6, 7, 8] * 4], budget=4)
+    expected = generate(lm, SuffixDrafter(), max_new_tokens=8, **options).sequences
+    captured(monkeypatch, lm)
+    for _ in range(2):
+        found = generate(lm, SuffixDrafter(), max_new_tokens=8, **options)
+        assert found.sequences == expected and not found.stats["graphs"]["not_captured"]
+    assert found.stats["graphs"]["replays"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "temperature"), [("model", 0.0), ("fused", 0.8)])
+def test_sizes_that_change_from_step_to_step(name: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small trees are captured before large ones come; texts are taken up in between."""
+    sizes = [(4, 2)] * 6 + [(16, 3), (1, 1), (12, 2), (6, 3), (1, 1)] * 4
+
+    class Turns(AutoSize):
+        """What "auto" would choose depends on the clock, and texts that are sampled depend on it."""
+
+        def next(self) -> tuple[Growth | None, int]:
+            self.number = getattr(self, "number", -1) + 1
+            budget, depth = sizes[self.number % len(sizes)]
+            return Limited(Calibrated(3).bind(Sampling(temperature)), depth), budget
+
+        def observe(self, draft: Draft, acceptance: Any) -> None:
+            """Learn nothing."""
+
+    monkeypatch.setattr("stree.generation.AutoSize", Turns)
+    monkeypatch.setattr("stree.generation.step_times", lambda *_, **__: GUESS)
+    options: dict[str, Any] = {"texts": random_texts(random.Random(3), [4, 7, 5, 6, 3]), "max_batch": 2}
+    options |= {"budget": "auto", "growth": Calibrated(3), "sampling": Sampling(temperature), "max_new_tokens": 40}
+    expected = generate(launched(), drafter_named(name), **options).sequences
+    lm = captured(monkeypatch)
+    for _ in range(2):
+        found = generate(lm, drafter_named(name), **options)
+        assert found.sequences == expected and not found.stats["graphs"]["not_captured"]
+    assert found.stats["graphs"]["replays"] > found.stats["steps"] / 2
+
+
+@pytest.mark.parametrize("name", ["model", "suffix", "none"])
+def test_a_host_that_hears_of_a_step_while_the_next_one_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"sampling": Sampling(0.8), "verifier": "match"}
+    expected = generate(launched(), NoDrafter(), budget=1, **options).sequences
+    # Only a device hears late.
+    monkeypatch.setattr("stree.decode.loop.Session._is_late", lambda self: True)
+    for lm in (launched(), captured(monkeypatch)):
+        for _ in range(2):
+            found = generate(lm, drafter_named(name), budget=1 if name == "none" else 8, **options)
+            assert found.sequences == expected
+    assert 0 < found.stats["graphs"]["replays"] <= found.stats["steps"]
+    parts = [found.stats[part] for part in ("draft_s", "verify_s", "accept_s", "commit_s")]
+    assert min(parts) > 0 and sum(parts) < found.stats["total_s"], "parts share a replay's time"
+
+
+def test_a_path_that_is_not_yet_committed_when_a_text_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [generate(launched(), near_drafter(), texts=[text], budget=4).sequences for text in TEXTS]
+    lm = captured(monkeypatch)
+    lm.is_lazy = True
+    assert [generate(lm, near_drafter(), texts=[text], budget=4).sequences for text in TEXTS] == expected
+
+
+def test_shorter_texts_end_where_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, options = captured(monkeypatch), dict[str, Any](growth=Chain(3), budget=4)
+    for new in (20, 7, 13):
+        found = generate(lm, near_drafter(), max_new_tokens=new, **options)
+        assert found.sequences == generate(launched(), near_drafter(), max_new_tokens=new, **options).sequences
+        assert found.stats["num_new_tokens"] == [new] * 2
+    assert found.stats["tau"] > 1.3 and found.stats["graphs"]["replays"] == found.stats["steps"]
+
+
+def test_slots_that_take_up_texts_between_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"texts": random_texts(random.Random(3), [4, 7, 5, 6, 3]), "max_batch": 2, "budget": 8}
+    options |= {"growth": Calibrated(depth=3), "sampling": Sampling(0.8)}
+    expected = generate(launched(), near_drafter(), **options).sequences
+    lm = captured(monkeypatch)
+    for _ in range(2):  # the second time in rows that have held other texts
+        found = generate(lm, near_drafter(), **options)
+        assert found.sequences == expected and found.stats["graphs"]["replays"] > 10
+
+
+@pytest.mark.parametrize("name", ["suffix", "none"])
+def test_rejection_without_a_draft_distribution(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"budget": 8, "verifier": "rejection", "sampling": Sampling(0.8)}
+    expected = generate(launched(), drafter_named(name), **options).sequences
+    found = generate(captured(monkeypatch), drafter_named(name), **options)
+    assert found.sequences == expected
+    assert not found.stats["graphs"]["not_captured"] and found.stats["graphs"]["replays"] > 0
+
+
+@pytest.mark.parametrize("seed", [-1, (1 << 63) + 5])
+def test_a_seed_of_any_size(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"sampling": Sampling(0.8), "budget": 4, "max_new_tokens": 6, "seed": seed}
+    expected = generate(launched(), None, **options).sequences
+    assert generate(captured(monkeypatch), None, **options).sequences == expected
+
+
+def test_a_logits_processor_s_texts_are_launched_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_first(_: Tensor, logits: Tensor) -> Tensor:
+        return torch.where(torch.arange(logits.shape[1]) == first, -torch.inf, logits)
+
+    first = generate(launched(), None, budget=8).sequences[0][len(TEXTS[0])]
+    expected = generate(launched(), None, budget=8, logits_processor=without_first).sequences
+    found = generate(captured(monkeypatch), None, budget=8, logits_processor=without_first)
+    assert found.sequences == expected and "graphs" not in found.stats
+
+
+class Bigrams:
+    """A user's own drafter: it drafts what last followed the pending token, from a table on the device.
+
+    Args:
+        fails_at: the call of ``propose`` that fails.
+    """
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.begun: list[list[int]] = []  # positions that runs began at
+        self.fails_at = fails_at
+
+    def start(self, vocab_size: int, prompts: Any, rng: Random) -> Any:
+        self.begun.append(rng.positions.tolist())
+        return BigramRun(len(prompts), vocab_size, self.fails_at)
+
+
+class BigramRun:
+    version = 0
+
+    def __init__(self, batch: int, vocab_size: int, fails_at: int) -> None:
+        self.following = torch.zeros(batch, vocab_size, dtype=torch.long)
+        self.calls, self.fails_at = 0, fails_at
+
+    def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise ArithmeticError("the drafter broke")
+        tokens = torch.cat([pending[:, None], self.following.gather(1, pending[:, None])], 1)
+        parents = torch.zeros_like(tokens, dtype=torch.int32)
+        parents[:, 0] = -1
+        self.made = tokens[:, :1]
+        return Draft(TokenTree.unchecked(tokens, parents), None, 1, values=torch.ones_like(tokens, dtype=torch.float32))
+
+    def observe(self, acceptance: Any) -> None:
+        self.following.scatter_(1, self.made, acceptance.next_token[:, None])
+
+    def settle(self, budget: int) -> int:
+        return 0
+
+    def extend(self, tree: TokenTree) -> None:
+        """Its node stays the first one."""
+
+    def replayed(self, budget: int) -> None:
+        """Keep nothing on the host."""
+
+    def give_up(self) -> None:
+        """Keep nothing on the host."""
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_drafter_of_the_user_s_whose_runs_begin_with_every_text(
+    is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts = Bigrams()
+    drafter: Any = FusedDrafter(drafts, SuffixDrafter()) if is_fused else drafts
+    lm = captured(monkeypatch)
+    for texts in (TEXTS, [[4, 8, 1], [7, 2]]):
+        found = generate(lm, drafter, texts=texts, budget=4)
+        assert found.sequences == generate(launched(), None, texts=texts, budget=1).sequences
+        assert found.stats["graphs"]["replays"] > 0
+    assert drafts.begun == [[6, 9], [3, 2]], "at the ends of their own texts"
+
+
+@pytest.mark.parametrize("fails_at", [1, 3])
+def test_a_drafter_that_fails_is_done_without(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, drafter = captured(monkeypatch), Bigrams(fails_at)
+    expected = generate(launched(), None, budget=1).sequences
+    if fails_at == 3:  # while a step is captured, which is then launched; what it drafts is not said to be captured
+        found = generate(lm, drafter, budget=4)
+        assert "the drafter broke" in str(found.stats["graphs"]["not_captured"]) and found.sequences == expected
+        return
+    with pytest.raises(stree.GenerationError, match="decoded without it: the drafter broke") as error:
+        generate(lm, drafter, budget=4)
+    assert error.value.output.sequences == expected
+
+
+class Reading(Chain):
+    """A chain whose shape asks the device, which no graph can hold."""
+
+    def estimate(self, batch: int, device: torch.device) -> Any:
+        known = super().estimate(batch, device)
+
+        class Asking(type(known)):  # type: ignore[misc]
+            def goes_on(self, values: Tensor) -> None:
+                torch.tensor(3)
+
+        known.__class__ = Asking
+        return known
+
+
+def test_what_cannot_be_captured_is_said_and_launched(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = generate(launched(), near_drafter(), growth=Chain(3), budget=4).sequences
+    found = generate(captured(monkeypatch), near_drafter(), growth=Reading(3), budget=4)
+    assert found.sequences == expected
+    assert found.stats["graphs"]["graphs"] == 0 == found.stats["graphs"]["replays"]
+    assert "TapeError" in str(found.stats["graphs"]["not_captured"])
+    assert len(caplog.records) == 1 and "without a CUDA graph: TapeError: a captured step brings" in caplog.text
+
+
+def test_the_tape_sees_what_a_graph_would_do_wrong() -> None:
+    """The control of all tests here."""
+    with torch.no_grad():
+        value, number = torch.zeros(3), [1.0]
+        tape, out = TapeRecorder().capture(lambda: value.add_(1) + number[0])
+        assert value.tolist() == [0.0] * 3, "capturing runs nothing"
+        number[0] = 7.0
+        tape.replay()
+        assert value.tolist() == [1.0] * 3 and out.tolist() == [2.0] * 3, "a number of the host is held fast"
+        with pytest.raises(AssertionError, match="reads the device"):
+            TapeRecorder().capture(lambda: bool(value.any()))
+        with pytest.raises(TapeError, match="from the host"):
+            TapeRecorder().capture(lambda: torch.tensor([1, 2]) + 1)
+        held = [torch.zeros(2)]
+        tape, _ = TapeRecorder().capture(lambda: held[0] + 1)
+        tape.replay()
+        held.clear()
+        with pytest.raises(TapeError, match="was freed"):
+            tape.replay()

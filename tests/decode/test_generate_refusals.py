@@ -1,0 +1,226 @@
+"""What generate refuses, before anything runs or where it is met: bad arguments, texts that do not fit, bad logits."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCAB, grafted, tiny_model
+from torch import Tensor
+
+import stree
+from stree.drafters import ModelDrafter, NoDrafter, SuffixDrafter
+from stree.growth import Chain, DySpec, Static
+from stree.models.tree_lm import TreeLM
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3, 4, 2]]
+
+
+@cache
+def lm() -> TreeLM:
+    return grafted(tiny_model("bamba"))
+
+
+@cache
+def drafter() -> ModelDrafter:
+    return ModelDrafter(grafted(tiny_model("mamba2")))
+
+
+class Listener:
+    """A streamer."""
+
+    def put(self, value: Tensor) -> None:
+        """Hear nothing."""
+
+    def end(self) -> None:
+        """Hear nothing."""
+
+
+@cache
+def small_lm() -> TreeLM:
+    return grafted(tiny_model("mamba2", vocab_size=64))
+
+
+@cache
+def training_lm() -> TreeLM:
+    lm = grafted(tiny_model("bamba"))
+    lm.model.train()
+    return lm
+
+
+@cache
+def chunkless_lm() -> TreeLM:
+    lm = grafted(tiny_model("bamba"))
+    lm.chunk_size = 0
+    return lm
+
+
+@cache
+def moved_lm() -> TreeLM:
+    lm = grafted(tiny_model("bamba"))
+    lm.model.double()
+    return lm
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"prompts": "text"}, ValueError, "generate needs at least one prompt, a list of token lists, got str"),
+        ({"prompts": None}, ValueError, "needs at least one prompt, a list of token lists, got NoneType"),
+        ({"prompts": [3, 4]}, TypeError, "prompt 0 must be a list of tokens, got int"),
+        ({"budget": 8.5}, TypeError, "budget must be an integer, got float"),
+        ({"max_new_tokens": None}, TypeError, "max_new_tokens must be an integer, got NoneType"),
+        ({"prompts": []}, ValueError, "generate needs at least one prompt, a list of token lists, got none"),
+        ({"prompts": [[1], []]}, ValueError, "prompt 1 is empty; every prompt needs at least one token"),
+        ({"prompts": [[1, VOCAB]]}, ValueError, "prompt 0 has token 97, outside the vocabulary of 97"),
+        ({"prompts": [[1], [-3]]}, ValueError, "prompt 1 has token -3, outside the vocabulary of 97"),
+        ({"prompts": [[1, 2.5]]}, TypeError, r"prompt 0 must be a list of token ids, integers, got \[1, 2.5\]"),
+        (
+            {"prompts": iter([[1]]), "streamer": Listener(), "max_batch": 1, "max_length": 200},
+            ValueError,
+            "a streamer takes one prompt, got an iterator",
+        ),
+        ({"max_new_tokens": "8"}, TypeError, "max_new_tokens must be an integer, got str"),
+        ({"stop_token_ids": "end"}, TypeError, "stop_token_ids must be a list of token ids, integers, got 'end'"),
+        ({"stop_token_ids": 5}, TypeError, "stop_token_ids must be a list of token ids, integers, got 5"),
+        ({"drafter": "suffix"}, TypeError, "drafter must be an object such as .*, got 'suffix'"),
+        ({"drafter": SuffixDrafter}, TypeError, "drafter must be an object such as .*, got <class"),
+        ({"growth": "chain:4"}, TypeError, "growth must be an object such as .*, got 'chain:4'"),
+        ({"verifier": "block"}, ValueError, r"block verification takes trees without .*; got Calibrated\("),
+        ({"verifier": "block", "drafter": SuffixDrafter()}, ValueError, "block .* branches, .*; got SuffixDrafter"),
+        ({"verifier": "block", "growth": DySpec(form="heap"), "budget": 3}, ValueError, "block .* got DySpec"),
+        ({"seed": None}, TypeError, "seed must be an integer, got NoneType"),
+        ({"sampling": 0.8}, TypeError, "sampling must be an object such as .*, got 0.8"),
+        ({"budget": 0}, ValueError, "budget must be at least 1, got 0"),
+        ({"budget": "many"}, ValueError, "budget must be a number of nodes or 'auto', got 'many'"),
+        ({"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1, got 0"),
+        (
+            {"verifier": "typical"},
+            ValueError,
+            "verifier must be one of auto, match, rejection, traversal, block, got 'typical'",
+        ),
+        ({"streamer": Listener(), "prompts": [[1], [2]]}, ValueError, "a streamer takes one prompt, got 2"),
+        (
+            {"growth": Static.stree(), "budget": 12},
+            ValueError,
+            r"a tree of 13 nodes \(root included\) exceeds the budget of 12",
+        ),
+        ({"cancelled": 3}, TypeError, "cancelled must be an object such as a function of .*, got 3"),
+        ({"streamer": 3}, TypeError, "streamer must be an object such as .*, got 3"),
+        ({"logits_processor": 3}, TypeError, "logits_processor must be a function of text and logits, got 3"),
+        ({"lm": None}, TypeError, "lm must be an object such as .*, got None"),
+        ({"drafter": ModelDrafter(small_lm())}, ValueError, "the drafter has 64 tokens, the target 97"),
+        ({"drafter": ModelDrafter(training_lm())}, RuntimeError, "the model is in training mode"),
+        ({"lm": training_lm()}, RuntimeError, "the model is in training mode"),
+        ({"lm": chunkless_lm()}, ValueError, "chunk_size must be at least 1, got 0"),
+        ({"lm": moved_lm()}, ValueError, "the model was moved since it was grafted"),
+        ({"growth": Chain(4), "budget": 4}, ValueError, r"a tree of 5 nodes \(root included\) exceeds the budget of 4"),
+    ],
+    ids=[
+        "text",
+        "no-prompts-at-all",
+        "flat",
+        "half",
+        "endless",
+        "none",
+        "empty",
+        "large",
+        "negative",
+        "fraction",
+        "stream",
+        "digits",
+        "stop",
+        "one-stop",
+        "drafter-name",
+        "drafter-class",
+        "growth-name",
+        "block-tree",
+        "block-suffix",
+        "block-heap",
+        "seed",
+        "temperature",
+        "budget",
+        "word",
+        "length",
+        "verifier",
+        "streamer",
+        "stree",
+        "cancelled",
+        "stream-of-none",
+        "processor",
+        "no-model",
+        "vocabulary",
+        "training-drafter",
+        "training-target",
+        "chunks",
+        "moved",
+        "chain",
+    ],
+)
+def test_a_bad_argument_is_refused_before_anything_runs(
+    arguments: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def untouched(*_: Any) -> None:
+        raise AssertionError("the model ran")
+
+    monkeypatch.setattr(TreeLM, "new_state", untouched)
+    with pytest.raises(error, match=message):
+        stree.generate(
+            **{"lm": lm(), "prompts": PROMPTS[:1], "drafter": ModelDrafter(grafted(tiny_model("mamba2"))), **arguments}
+        )
+    assert not caplog.records
+
+
+def test_a_model_that_is_not_grafted_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"lm must be an object such as stree.TreeLM\(model\), got Mamba2"):
+        stree.generate(tiny_model("mamba2"), PROMPTS)
+
+
+def test_what_memory_cannot_hold_is_refused_with_the_sum() -> None:
+    tokens = f"{(1 << 40) + 5:,} tokens"  # the last step may go beyond the limit by a whole tree
+    match = rf"the states need [\d.,]+ GB, .* = 2 texts x \(1 state x .* {tokens} x .*\) and .* are free on cpu; lower"
+    with pytest.raises(ValueError, match=match):
+        stree.generate(lm(), iter(PROMPTS), drafter(), Chain(4), 5, max_new_tokens=4, max_batch=2, max_length=1 << 40)
+
+
+def test_a_text_longer_than_the_model_s_positions_is_refused() -> None:
+    model = grafted(tiny_model("llama", max_position_embeddings=20))
+    with pytest.raises(ValueError, match="prompt 1 of 7 tokens plus 14 new ones exceeds max_length 20"):
+        stree.generate(model, [[1], [1, 2, 3, 4, 5, 6, 7]], max_new_tokens=14)
+    out = stree.generate(model, [[1], [1, 2, 3, 4, 5, 6, 7]], max_new_tokens=13)
+    assert [len(text) for text in out.sequences] == [14, 20]
+
+
+def test_nan_logits_end_generation_with_what_there_is() -> None:
+    calls = 0
+
+    def poisoned(input_ids: Tensor, logits: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return logits if calls < 4 else torch.full_like(logits, torch.nan)
+
+    with pytest.raises(
+        stree.GenerationError, match=r"the target's logits are NaN at \(row, node\) \[\[0, 0\]\]"
+    ) as caught:
+        stree.generate(lm(), PROMPTS[:1], NoDrafter(), budget=1, logits_processor=poisoned)
+    plain = stree.generate(lm(), PROMPTS[:1], NoDrafter(), budget=1, max_new_tokens=3)
+    assert caught.value.output.sequences == [plain.sequences[0][: len(PROMPTS[0]) + 3]]
+    calls = 4
+    with pytest.raises(ValueError, match="the target's logits are NaN after the prompt"):
+        stree.generate(lm(), PROMPTS[:1], NoDrafter(), budget=1, logits_processor=poisoned)
+
+
+def test_infinite_logits_name_a_token_but_are_no_law() -> None:
+    def forced(input_ids: Tensor, logits: Tensor) -> Tensor:
+        return logits.index_fill(-1, torch.tensor([5]), torch.inf)
+
+    out = stree.generate(lm(), PROMPTS[:1], budget=8, max_new_tokens=4, logits_processor=forced)
+    assert out.sequences == [[*PROMPTS[0], 5, 5, 5, 5]]
+    with pytest.raises(ValueError, match="the target's logits are infinite after the prompt"):
+        stree.generate(lm(), PROMPTS[:1], sampling=stree.Sampling(0.8), logits_processor=forced)

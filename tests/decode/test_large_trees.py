@@ -1,0 +1,41 @@
+"""Trees of 64 nodes in steps of fixed shapes, as a device runs them, stay within what its kernels take."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from tiny_models import grafted, random_texts, tiny_model
+from torch import Tensor
+
+import stree
+from stree.drafters import ModelDrafter
+from stree.growth import Calibrated, DySpec, Eagle2, Growth, OptTree
+from stree.kernels import tiles, topology
+from stree.sampling import Sampling
+
+TEXTS = random_texts(random.Random(0), [6, 6])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("growth", [Calibrated(depth=8), DySpec(depth=8), OptTree(), Eagle2(), DySpec(form="heap")])
+def test_a_large_tree_of_fixed_shapes_fits_the_kernels(
+    growth: Growth, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topology, "waits_always", True)  # what a device does, on the CPU
+    verify, sizes = stree.TreeLM.verify, set()
+
+    def watched(self: stree.TreeLM, state: Any, tree: stree.TokenTree, first: int = 0) -> Tensor:
+        sizes.add(tree.tokens.shape[1])
+        assert state.max_nodes <= tiles.MAX_NODES
+        return verify(self, state, tree, first)
+
+    monkeypatch.setattr(stree.TreeLM, "verify", watched)
+    lm, sampling = grafted(tiny_model("bamba")), Sampling(temperature)
+    drafter = ModelDrafter(grafted(tiny_model("mamba2", seed=1)))
+    found = stree.generate(lm, TEXTS, drafter, growth, 64, sampling=sampling, max_new_tokens=4, verifier="match")
+    assert 64 in sizes and max(sizes) <= tiles.MAX_NODES
+    monkeypatch.setattr(topology, "waits_always", False)
+    plain = stree.generate(lm, TEXTS, budget=1, sampling=sampling, max_new_tokens=4)
+    assert found.sequences == plain.sequences

@@ -1,0 +1,276 @@
+"""Retrieval: matches and continuations of a datastore against a naive search, its file, and the union of trees.
+
+Run: python -m pytest tests/retrieval/test_retrieval.py
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from stree.drafters import SuffixDrafter
+from stree.retrieval import Continuations, Datastore, SuffixAutomaton, datastore, merged
+from stree.sampling import Random
+from stree.verify import Acceptance
+
+VOCAB = 4
+documents = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=20), min_size=1, max_size=4).filter(any)
+contexts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)
+
+
+def random_rows(batch: int) -> Random:
+    return Random(0, torch.arange(batch), torch.zeros(batch, dtype=torch.long))
+
+
+def followers(texts: list[list[int]], match: list[int]) -> Counter[tuple[int, ...]]:
+    """Count what follows a string in some texts, to the end of the text; an occurrence at an end counts as ()."""
+    size = len(match)
+    return Counter(
+        tuple(text[begin + size :])
+        for text in texts
+        for begin in range(len(text) - size + 1)
+        if text[begin : begin + size] == match
+    )
+
+
+def longest_match(texts: list[list[int]], context: list[int]) -> int:
+    return next((size for size in range(len(context), 0, -1) if followers(texts, context[-size:])), 0)
+
+
+def paths(found: Continuations) -> list[tuple[int, ...]]:
+    result: list[tuple[int, ...]] = [()]
+    for token, parent in zip(found.tokens, found.parents, strict=True):
+        assert 0 <= parent < len(result), "a parent stands before its children"
+        result.append((*result[parent], token))
+    return result[1:]
+
+
+@settings(max_examples=60, deadline=None)
+@given(documents, contexts, st.integers(1, 30))
+def test_continuations_are_those_of_a_naive_search(texts: list[list[int]], context: list[int], most: int) -> None:
+    found = Datastore.build(texts, VOCAB).tree(context, most, min_match=1)
+    assert len(found.tokens) <= most
+    drafted = paths(found)
+    assert len(set(drafted)) == len(drafted), "siblings differ"
+    length = longest_match(texts, context)
+    known = followers(texts, context[-length:]) + followers(texts, context[-max(length // 2, 1) :]) if length else {}
+    for path in drafted:
+        assert any(tail[: len(path)] == path for tail in known), f"{path} never followed {context}"
+    assert found.values == sorted(found.values, reverse=True)
+    if length:
+        first = Counter(tail[0] for tail in followers(texts, context[-length:]).elements() if tail)
+        if first and most >= 30:
+            assert {path[0] for path in drafted} >= set(first)
+        if first:
+            assert first[drafted[0][0]] == max(first.values()), "the most frequent continuation stands first"
+
+
+def test_values_estimate_probabilities() -> None:
+    store = Datastore.build([[1, 2, 3], [1, 2, 3], [1, 2, 0]], VOCAB)
+    found = store.tree([1, 2], 8)
+    by_path = dict(zip(paths(found), found.values, strict=True))
+    assert by_path == {(3,): pytest.approx(2 / 4), (0,): pytest.approx(1 / 4)}
+
+
+def test_a_match_does_not_run_across_documents() -> None:
+    store = Datastore.build([[1, 2], [3, 1]], VOCAB)
+    assert store.tree([1, 2], 8, min_match=1).tokens == []
+
+
+def test_a_long_store_finds_what_followed_a_long_context() -> None:
+    generator = random.Random(0)
+    text = [generator.randrange(VOCAB) for _ in range(500)] + [1] * 100
+    store = Datastore.build([text], VOCAB)
+    for end in range(100, 500, 37):
+        assert paths(store.tree(text[end - 100 : end], 4))[0] == (text[end],)
+
+
+def test_a_saved_store_answers_as_the_built_one(tmp_path: Path) -> None:
+    generator = random.Random(1)
+    texts = [[generator.randrange(9) for _ in range(generator.randrange(60))] for _ in range(7)]
+    built = Datastore.build(texts, 9, tokenizer="abc")
+    built.save(tmp_path / "some.store")
+    loaded = Datastore.load(tmp_path / "some.store")
+    assert (loaded.vocab_size, loaded.tokenizer, loaded.num_tokens) == (9, "abc", built.num_tokens)
+    for text in texts:
+        for end in range(1, len(text)):
+            assert loaded.tree(text[:end], 12) == built.tree(text[:end], 12)
+    assert [path.name for path in tmp_path.iterdir()] == ["some.store"]
+    loaded.save(tmp_path / "again.store")
+    assert Datastore.load(tmp_path / "again.store").tree(texts[1][:9], 12) == built.tree(texts[1][:9], 12)
+
+
+def test_bad_stores_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a datastore needs at least one token, got none"):
+        Datastore.build([[], []], 4)
+    with pytest.raises(ValueError, match="document 1 has token 4, outside the vocabulary of 4"):
+        Datastore.build([[1], [3, 4]], 4)
+    with pytest.raises(ValueError, match="document 0 has token -1, outside the vocabulary of 4"):
+        Datastore.build([[-1]], 4)
+    with pytest.raises(ValueError, match="the documents exceed max_tokens 3"):
+        Datastore.build([[1, 2], [3]], 4, max_tokens=3)
+    with pytest.raises(ValueError, match="no datastore can be read at .*missing.store"):
+        Datastore.load(tmp_path / "missing.store")
+    whole = tmp_path / "whole.store"
+    Datastore.build([[1, 2, 3]], 4).save(whole)
+    for size in (0, 5, 60, whole.stat().st_size - 1):
+        cut = tmp_path / "cut.store"
+        cut.write_bytes(whole.read_bytes()[:size])
+        with pytest.raises(ValueError, match=r"no datastore can be read at .*cut.store"):
+            Datastore.load(cut)
+    save_file({"weight": np.zeros(3, dtype=np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="model.safetensors' is no datastore of format stree-datastore-1, got None"):
+        Datastore.load(tmp_path / "model.safetensors")
+
+
+def test_a_store_whose_order_has_no_length_is_refused(tmp_path: Path) -> None:
+    parts: dict[str, np.ndarray] = {"text": np.zeros(4, dtype=np.uint8), "order": np.array(1, dtype=np.uint32)}
+    save_file(parts, tmp_path / "flat.store", metadata={"format": "stree-datastore-1", "vocab_size": "4"})
+    with pytest.raises(ValueError, match="flat.store' is no datastore of format"):
+        Datastore.load(tmp_path / "flat.store")
+
+
+def changed_store(path: Path, text: list[int], change: Callable[[dict[str, np.ndarray], dict[str, str]], None]) -> Path:
+    """Save a store of one text and change its file."""
+    Datastore.build([text], 4).save(path)
+    parts, metadata = load_file(path), {"format": "stree-datastore-1", "vocab_size": "4"}
+    change(parts, metadata)
+    save_file(parts, path, metadata=metadata)
+    return path
+
+
+CHANGES: dict[str, Callable[[dict[str, np.ndarray], dict[str, str]], Any]] = {
+    "no-vocabulary": lambda parts, metadata: metadata.pop("vocab_size"),
+    "negative-vocabulary": lambda parts, metadata: metadata.update(vocab_size="-1"),
+    "order": lambda parts, metadata: parts.update(order=parts["order"].astype(np.int64)),
+    "text": lambda parts, metadata: parts.update(text=parts["text"].astype(np.int8)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_store_of_other_contents_is_refused(change: str, tmp_path: Path) -> None:
+    path = changed_store(tmp_path / "other.store", [1, 2, 3], CHANGES[change])
+    with pytest.raises(ValueError, match="other.store' is no datastore of format"):
+        Datastore.load(path)
+
+
+def test_damage_leads_out_of_no_text_and_drafts_no_token_outside_the_vocabulary(tmp_path: Path) -> None:
+    text = [1, 2, 3, 1, 2, 3, 1, 2]
+    whole = Datastore.load(changed_store(tmp_path / "whole", text, lambda *_: None))
+    assert 3 in whole.tree(text, 8).tokens
+
+    def order(parts: dict[str, np.ndarray], _: Any) -> None:
+        parts["order"] = np.full_like(parts["order"], 2**31)
+
+    def tokens(parts: dict[str, np.ndarray], _: Any) -> None:
+        wrong = parts["text"].view(">u4").copy()
+        wrong[wrong == 3] = 70000
+        parts["text"] = wrong.view(np.uint8)
+
+    Datastore.load(changed_store(tmp_path / "order", text, order)).tree(text, 8)  # nothing outside is read
+    found = Datastore.load(changed_store(tmp_path / "tokens", text, tokens)).tree(text, 8).tokens
+    assert all(token < 4 for token in found)
+
+
+def test_a_saved_store_may_be_read_by_whoever_may_read_a_new_file(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    Datastore.build([[1, 2]], 3).save(tmp_path / "store")
+    assert (tmp_path / "store").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_several_may_write_one_store_at_once(tmp_path: Path) -> None:
+    stores = [Datastore.build([[number] * (4000 + number)], 9) for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda store: [store.save(tmp_path / "some.store") for _ in range(5)], stores))
+    found = Datastore.load(tmp_path / "some.store")
+    assert found.num_tokens in {store.num_tokens for store in stores}
+    assert [path.name for path in tmp_path.iterdir()] == ["some.store"]
+
+
+def test_the_union_of_two_trees_keeps_the_best_nodes_of_both() -> None:
+    first = Continuations([5, 6, 7], [0, 1, 0], [0.9, 0.5, 0.1])
+    second = Continuations([5, 8, 9], [0, 1, 0], [0.4, 0.3, 0.2])
+    assert merged(first, second, 9) == Continuations([5, 6, 8, 9, 7], [0, 1, 1, 0, 0], [0.9, 0.5, 0.3, 0.2, 0.1])
+    assert merged(first, second, 2) == Continuations([5, 6], [0, 1], [0.9, 0.5])
+    assert merged(Continuations([], [], []), second, 9) == second
+
+
+@settings(max_examples=100, deadline=None)
+@given(documents, contexts, st.integers(0, 12))
+def test_the_union_has_every_path_of_both_up_to_its_size(texts: list[list[int]], context: list[int], most: int) -> None:
+    own = SuffixAutomaton(context).tree(most)
+    other = Datastore.build(texts, VOCAB).tree(context, most)
+    union = merged(own, other, most)
+    whole = set(paths(own)) | set(paths(other))
+    assert len(union.tokens) == min(most, len(whole))
+    assert set(paths(union)) <= whole
+    assert union.values == sorted(union.values, reverse=True)
+
+
+def test_a_text_that_repeats_itself_at_length_is_still_drafted_from() -> None:
+    automaton = SuffixAutomaton([1, 2, 3] * 400)
+    assert automaton.tree(4).tokens == [1, 2, 3, 1]
+    assert automaton.count([9]) == 0
+
+
+def test_frequent_continuations_of_common_strings_are_kept_up_to_date() -> None:
+    automaton = SuffixAutomaton()
+    for token in range(2, 60):
+        automaton.extend([0, token])
+    automaton.tree(8)
+    automaton.extend([0, 7] * 40)
+    automaton.extend([0])
+    assert automaton.tree(8).tokens[0] == 7
+
+
+def test_the_drafter_draws_on_the_store_and_on_the_text() -> None:
+    store = Datastore.build([[1, 2, 3, 4, 5]], 10)
+    run = SuffixDrafter(store).start(10, [[7, 8, 9, 7], [1]], random_rows(2))
+    draft = run.propose(torch.tensor([8, 2]), None, 4)
+    draft.tree.check()
+    assert draft.tree.tokens[0, :3].tolist() == [8, 9, 7]  # from the text
+    assert draft.tree.tokens[1].tolist() == [2, 3, 4, 5]  # from the store, across prompt and pending token
+    path = torch.tensor([[0, 1, -1], [0, 1, 2]], dtype=torch.int32)
+    run.observe(Acceptance(path, torch.tensor([2, 3], dtype=torch.int32), torch.tensor([3, 5])))
+    draft = run.propose(torch.tensor([1, 5]), None, 4)
+    assert draft.tree.num_nodes.tolist() == [1, 1]
+    run.admit(0, [9, 2])
+    assert run.propose(torch.tensor([3, 5]), None, 4).tree.tokens[0, :3].tolist() == [3, 4, 5], "its own prompt's end"
+
+
+def test_a_store_of_another_vocabulary_is_refused() -> None:
+    message = "datastore and target must share one vocabulary: the datastore has 12 tokens, the target 10"
+    with pytest.raises(ValueError, match=message):
+        SuffixDrafter(Datastore.build([[1]], 12)).start(10, [[1]], random_rows(1))
+    SuffixDrafter(Datastore.build([[1]], 10)).start(12, [[1]], random_rows(1))  # a padded head
+    with pytest.raises(ValueError, match="min_match must be at least 1, got 0"):
+        SuffixDrafter(min_match=0)
+
+
+def test_only_a_part_of_many_occurrences_is_looked_at() -> None:
+    found = Datastore.build([[1, 2, 3] * 500], 4).tree([1, 2], 3)
+    assert found.tokens == [3, 1, 2]
+    seen = datastore.MOST_OCCURRENCES
+    assert found.values[0] == pytest.approx(seen / (seen + 1))  # of 500
+
+
+def test_a_failing_write_leaves_no_store_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(tensors: object, path: Path, **_: object) -> None:
+        path.write_bytes(b"begun")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(datastore, "save_file", failing)
+    with pytest.raises(OSError, match="disk full"):
+        Datastore.build([[1]], 4).save(tmp_path / "some.store")
+    assert not list(tmp_path.iterdir())

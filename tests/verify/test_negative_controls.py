@@ -1,0 +1,266 @@
+"""Broken variants, each the library's own growth and acceptance with one thing wrong: enumeration must see them all.
+
+Every bound is a tenth of the total variation that a toy enumeration of the same mistake gave.  Another control stands
+in ``test_traversal``: another weight of the parent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from helpers.enumerated_texts import Turns, drafts_of, joint_of_loop, joint_of_steps, strings_of
+from helpers.enumeration import Cells, DraftedTrees, Outcomes, Verify, as_random, every_outcome, total_variation
+from helpers.fixed_tree_drafter import Retrieval
+from helpers.table_models import TableLaw, TableLM
+from torch import Tensor
+
+from stree.drafters import Drafter, DraftRun, FusedDrafter, ModelDrafter
+from stree.drafters.target_init import InitialisedDrafter
+from stree.growth import RSDS, Chain, DySpec, Estimate, Growth, Plan, Static
+from stree.growth.acceptance_model import PathEstimate
+from stree.growth.target_init import TargetInit
+from stree.sampling import Random, Sampling
+from stree.tree import TokenTree
+from stree.verify import LONGEST, SAMPLED, Acceptance, DraftLaws, accept
+
+EXACT = 1e-12  # total variation: sums in float64
+VOCAB, LENGTH = 4, 4
+PLAIN = Sampling(1.0)
+SEEDS = (0, 1, 2, 3)
+
+
+def target_of(seed: int) -> TableLaw:
+    return TableLaw.random(VOCAB, seed)
+
+
+def drafter_of(seed: int) -> ModelDrafter:
+    return ModelDrafter(TableLM(TableLaw.random(VOCAB, 100 + seed)).as_lm())
+
+
+def no_change(trees: DraftedTrees) -> DraftedTrees:
+    return trees
+
+
+def distance(
+    seed: int,
+    drafter: Drafter,
+    growth: Growth,
+    budget: int,
+    verifier: str = "rejection",
+    change: Callable[[DraftedTrees], DraftedTrees] = no_change,
+    verify: Verify | None = None,
+    sampling: Sampling = PLAIN,
+) -> float:
+    """Compute how far texts of steps are from the target's law, after a change of what was drafted."""
+    target, steps = target_of(seed), []
+    for root in range(VOCAB):
+        trees = change(drafts_of(drafter, growth, budget, sampling, VOCAB, root))
+        steps.append(strings_of(target, trees, PLAIN, verifier, verify))
+    return total_variation(joint_of_steps(steps, LENGTH), target.joint(PLAIN, LENGTH))
+
+
+@dataclass(frozen=True)
+class PrunedAfterwards(DySpec):
+    """Cuts the finished sampled tree by the nodes' own probabilities, as EAGLE-2 does with chosen ones."""
+
+    def plan(self, budget: int) -> Plan:
+        return replace(DySpec.plan(self, budget + 2), num_nodes=budget - 1, is_pruned=True)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_sampled_tree_pruned_afterwards_by_its_own_probability(seed: int) -> None:
+    growth, drafter = PrunedAfterwards(depth=2, ranks=2, threshold=0.0), drafter_of(seed)
+    assert distance(seed, drafter, growth, 3) > 0.0156
+    if seed == 3:
+        assert distance(seed, drafter, growth, 3, "match") < EXACT  # MATCH may be handed any tree
+
+
+@dataclass(frozen=True)
+class OwnProbability(DySpec):
+    """Takes a slot by the probability of the very token that was drawn there, and drops it if that is low."""
+
+    def estimate(self, batch: int, device: torch.device) -> Estimate:
+        return PathEstimate()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_chain_that_drops_its_token_of_low_probability(seed: int) -> None:
+    # Budget 2 at depth 2: no layer has a sure share.
+    shape: dict[str, Any] = {"depth": 2, "ranks": 1, "threshold": 0.3}
+    assert distance(seed, drafter_of(seed), OwnProbability(**shape), 2) > 0.0165
+    assert distance(seed, drafter_of(seed), DySpec(**shape), 2) < EXACT  # stops below the token, which stays
+
+
+def with_softmax(trees: DraftedTrees, seed: int) -> DraftedTrees:
+    """Test chosen tokens as if they were drawn: from the softmax over those two."""
+    logits = TableLaw.random(VOCAB, 100 + seed).logits
+    kept = logits >= logits.topk(2, -1).values[:, -1:]
+    law = logits.masked_fill(~kept, -torch.inf).softmax(-1)
+    laws = DraftLaws(law[trees.tokens], trees.parents, torch.full_like(trees.laws.kind, SAMPLED))
+    return replace(trees, laws=laws)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_most_probable_tokens_tested_with_the_draft_s_softmax(seed: int) -> None:
+    growth, greedy = Static([2, 1]), Sampling()
+    wrong = distance(seed, drafter_of(seed), growth, 5, change=lambda trees: with_softmax(trees, seed), sampling=greedy)
+    assert wrong > 0.036
+    assert distance(seed, drafter_of(seed), growth, 5, sampling=greedy) < EXACT
+
+
+def without_duplicates(trees: DraftedTrees) -> DraftedTrees:
+    """Drop the sampled first tokens that were retrieved too, and what stands below them."""
+    dropped = (trees.tokens == 1) & (trees.parents == 0) & (trees.laws.kind == SAMPLED)
+    below = (trees.tree.ancestor_mask & dropped[:, None]).any(-1)
+    return replace(trees, parents=trees.parents.masked_fill(below, -1), tokens=trees.tokens.masked_fill(below, 0))
+
+
+@pytest.mark.parametrize("seed", (0, 1, 2, 3, 5))
+def test_a_fused_tree_that_drops_a_sampled_duplicate(seed: int) -> None:
+    drafter = FusedDrafter(drafter_of(seed), Retrieval([0, 1], [-1, 0]), least_share=0.0)
+    assert distance(seed, drafter, Static([2]), 4, change=without_duplicates) > 0.0014
+    assert distance(seed, drafter, Static([2]), 4) < EXACT
+
+
+def in_order_of_tokens(trees: DraftedTrees) -> DraftedTrees:
+    """Put the drawn children of the root in the vocabulary's order."""
+    return replace(trees, tokens=torch.cat([trees.tokens[:, :1], trees.tokens[:, 1:].sort(1).values], 1))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_drawn_siblings_in_the_order_of_their_tokens(seed: int) -> None:
+    assert distance(seed, drafter_of(seed), Static([2]), 3, change=in_order_of_tokens) > 0.043
+    assert distance(seed, drafter_of(seed), Static([2]), 3) < EXACT
+
+
+@dataclass(frozen=True)
+class LikelyBeam(RSDS):
+    """Keeps of every level the paths of the greatest probability, not of the greatest perturbed one."""
+
+    def estimate(self, batch: int, device: torch.device) -> Estimate:
+        return PathEstimate()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_stochastic_beam_cut_by_probability(seed: int) -> None:
+    assert distance(seed, drafter_of(seed), LikelyBeam(2, 2), 5) > 0.027
+    assert distance(seed, drafter_of(seed), RSDS(2, 2), 5) < EXACT
+
+
+class SameNumber(Turns):
+    """Draws the draft's tokens by one number a text, kept for every step.
+
+    Args:
+        turns: what else is chosen.
+        numbers: float64[batch].
+    """
+
+    def __init__(self, turns: list[Outcomes], numbers: Tensor) -> None:
+        super().__init__(turns)
+        self.numbers = numbers
+
+    def choice(self, purpose: str, probs: Tensor, offset: Tensor, node: Tensor | int = 0) -> Tensor:
+        if purpose != "draft":
+            return super().choice(purpose, probs, offset, node)
+        cumulative = probs.cumsum(-1)
+        level = self.numbers.view(-1, *[1] * (probs.dim() - 1)) * cumulative[..., -1:]
+        return torch.searchsorted(cumulative, level, right=True).squeeze(-1)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_draft_numbers_of_a_text_used_again_in_every_step(seed: int) -> None:
+    draft, turns = TableLaw.random(VOCAB, 100 + seed), 2
+    cells = Cells.of([PLAIN.law(draft.logits)])
+    others = Turns.all(turns, 1, 0, VOCAB).turns
+    count, copies = len(cells.weight), len(others[0].weight)
+    repeated = [Outcomes(one.coins.repeat(count, 1), one.tokens.repeat(count, 1)) for one in others]
+    rng = SameNumber(repeated, cells.numbers[:, 0].repeat_interleave(copies))
+    rng.turns[0].weight *= cells.weight.repeat_interleave(copies)
+    emitted = joint_of_loop(target_of(seed), drafter_of(seed), Chain(1), 2, PLAIN, "rejection", rng)
+    assert float(emitted.sum()) == pytest.approx(1)
+    assert total_variation(emitted, target_of(seed).joint(PLAIN, turns)) > 0.003
+
+
+class OneNumber(Cells):
+    """Tosses the coin of the root's child with the number that draws the token after a rejection."""
+
+    def uniform(self, purpose: str, offset: Tensor, node: Tensor | int = 0) -> Tensor:
+        return super().uniform("target", offset + 1 if purpose == "accept" else offset, node)
+
+
+def strings_with_one_number(seed: int, root: int) -> list[Tensor]:
+    """Compute what a step of a chain of one token emits, as ``strings_of`` does, if the coin's number serves twice."""
+    target, law, draft_law = target_of(seed), PLAIN.law(target_of(seed).logits), drafter_law(seed)
+    trees = drafts_of(drafter_of(seed), Chain(1), 2, PLAIN, VOCAB, root)
+    strings = [torch.zeros(VOCAB**size, dtype=torch.float64) for size in range(3)]
+    after = (law[root] - draft_law[root]).clamp(min=0)
+    for row in range(len(trees.weight)):
+        token = trees.tokens[row, 1]
+        ratio = (law[root, token] / draft_law[root, token]).clamp(max=1)
+        coin = torch.nn.functional.pad(torch.stack([ratio, 1 - ratio]), (0, 2))
+        cells = OneNumber.of([torch.stack([coin, after / after.sum()]), law])
+        one = trees.select(torch.full((len(cells.weight),), row))
+        accepted = accept(one.tree, target.logits[one.tokens], PLAIN, as_random(cells), one.laws, "rejection")
+        is_long, weight = accepted.path_lengths == 2, cells.weight * one.weight
+        strings[1].index_add_(0, accepted.next_token[~is_long], weight[~is_long])
+        strings[2].index_add_(0, (token * VOCAB + accepted.next_token)[is_long], weight[is_long])
+    return strings
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_number_of_a_coin_used_again_after_the_rejection(seed: int) -> None:
+    emitted = joint_of_steps([strings_with_one_number(seed, root) for root in range(VOCAB)], LENGTH)
+    assert float(emitted.sum()) == pytest.approx(1)
+    assert total_variation(emitted, target_of(seed).joint(PLAIN, LENGTH)) > 0.0061
+
+
+def drafter_law(seed: int) -> Tensor:
+    return PLAIN.law(TableLaw.random(VOCAB, 100 + seed).logits)
+
+
+class Begun:
+    """A drafter one step on: verification of the root has left a law.
+
+    Args:
+        drafter: draws candidates from it.
+        left: float[vocab].
+    """
+
+    def __init__(self, drafter: InitialisedDrafter, left: Tensor) -> None:
+        self.drafter, self.left = drafter, left
+
+    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
+        run = self.drafter.start(vocab_size, prompts, rng)
+        nothing = torch.zeros(len(prompts), 1, dtype=torch.int32)
+        run.propose(torch.zeros(len(prompts), dtype=torch.long), Chain(1), 1)
+        left = self.left.expand(len(prompts), -1)
+        run.observe(Acceptance(nothing, nothing[:, 0], nothing[:, 0].long(), left=left))
+        return run
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("width", [1, 2])
+def test_the_longest_of_several_branches_that_begin_with_tokens_of_the_target(width: int, seed: int) -> None:
+    target, law = target_of(seed), PLAIN.law(target_of(seed).logits)
+    drafter, growth = Begun(InitialisedDrafter(drafter_of(seed)), law[0]), TargetInit(width, 1)
+    trees = drafts_of(drafter, growth, 1 + 2 * width, PLAIN, VOCAB)
+    emitted = torch.zeros(VOCAB**3, dtype=torch.float64)
+
+    def verify(tree: TokenTree, logits: Tensor, rng: Random, laws: DraftLaws | None) -> Acceptance:
+        return accept(tree, logits, PLAIN, rng, laws, LONGEST)
+
+    for tokens, accepted, weight in every_outcome(target, trees, PLAIN, "rejection", verify):
+        assert accepted.left is not None
+        weight = weight / VOCAB  # this rule draws no token; ``every_outcome`` makes a row for each
+        last, left, is_long = accepted.next_token, accepted.left * weight[:, None], accepted.path_lengths == 2
+        first = tokens.gather(1, accepted.path[:, 1:2].clamp(min=0).long()).squeeze(1)
+        emitted.view(VOCAB**2, -1).index_add_(0, (first * VOCAB + last)[is_long], left[is_long])
+        after = (left[:, :, None] * law).flatten(1)  # one token emitted, then the law it left, then the target's
+        emitted.view(VOCAB, -1).index_add_(0, last[~is_long], after[~is_long])
+    assert float(emitted.sum()) == pytest.approx(1)
+    bias = total_variation(emitted, target.joint(PLAIN, 3))
+    assert bias < EXACT if width == 1 else bias > 0.0079
