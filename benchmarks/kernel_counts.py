@@ -7,7 +7,7 @@ in the middle of a text, and commits a path of it.  Counted are launches of our 
 operators that would launch at least one kernel: views and bare allocations launch none.  Numbers of kernels do not
 depend on sizes, except where a library splits a product and where mixtures of experts run expert by expert; what one
 operator launches beyond its first kernel (sorting, for instance) is not seen, so counts are lower bounds.  "before" is
-with transformers' own norms, rotary positions and feed-forwards, "after" with those of `stree.models.lean`.
+with transformers' own norms, rotary positions and feed-forwards, "after" with fused layers.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import torch
+from helpers.tiny_family_models import family_model
 from rich.console import Console
 from rich.table import Table
-from tiny_family_models import family_model
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,7 +38,7 @@ from triton.runtime.interpreter import InterpretedFunction
 import stree
 from stree.bench.records import Record, environment, write
 from stree.kernels import checks, topology
-from stree.models import tree_lm
+from stree.models import patched_model
 
 FAMILIES = (
     "mamba2",
@@ -135,7 +135,7 @@ def _places(lm: stree.TreeLM) -> tuple[dict[int, int], dict[int, str]]:
         for name, module in lm.model.named_modules()
         if isinstance(module, nn.ModuleList) and name.endswith("layers") and len(module) == lm.num_layers
     )
-    mixers = {id(mixer) for mixer in lm._mixers.values()}
+    mixers = {id(mixer) for mixer in lm.mixers.values()}
     parts: dict[int, str] = {}
     for module in blocks.modules():
         kind = type(module).__name__
@@ -158,7 +158,7 @@ def as_on_a_gpu() -> Iterator[None]:
     with ExitStack() as patched:
         for owner, name, value in (
             (checks, "has_triton", has_triton),
-            (tree_lm, "has_triton", has_triton),
+            (patched_model, "has_triton", has_triton),
             (topology, "launches_always", True),
             (topology, "waits_always", True),
         ):
@@ -166,20 +166,20 @@ def as_on_a_gpu() -> Iterator[None]:
         yield
 
 
-def count(family: str, nodes: int, *, is_lean: bool) -> list[Record]:
+def count(family: str, nodes: int, *, fused_layers: bool) -> list[Record]:
     """Count one step by a tiny model of a family: a record for each kind of layer, for the rest, and for the commit.
 
     Args:
         family: model_type.
         nodes: of the tree, whose nodes have two children each.
-        is_lean: whether layers run `stree.models.lean`.
+        fused_layers: whether layers run `stree.models.fused.fused_layers`.
 
     Returns:
         Records with launches a layer as ``value`` (the mean over layers of a kind), ``parts`` of it, and ``by_name``.
     """
     with as_on_a_gpu():
         lm = stree.TreeLM(family_model(family, torch.bfloat16))
-        lm.is_lean = is_lean
+        lm.fused_layers = fused_layers
         state = lm.new_state(1, 64, nodes, fixed_shapes=True)
         lm.prefill(state, torch.arange(CONTEXT)[None] % lm.vocab_size)
         parents = [(node - 1) // 2 if node else -1 for node in range(nodes)]
@@ -194,11 +194,11 @@ def count(family: str, nodes: int, *, is_lean: bool) -> list[Record]:
         with Counts(lm).watching() as commit:
             lm.commit(state, path, lengths)
     kinds = layer_kinds(lm)
-    found = [_record(family, nodes, is_lean, kind, kinds, verify) for kind in [*dict.fromkeys(kinds), "outside"]]
-    return [*found, _record(family, nodes, is_lean, "commit", kinds, commit)]
+    found = [_record(family, nodes, fused_layers, kind, kinds, verify) for kind in [*dict.fromkeys(kinds), "outside"]]
+    return [*found, _record(family, nodes, fused_layers, "commit", kinds, commit)]
 
 
-def _record(family: str, nodes: int, is_lean: bool, kind: str, kinds: Sequence[str], counts: Counts) -> Record:
+def _record(family: str, nodes: int, fused_layers: bool, kind: str, kinds: Sequence[str], counts: Counts) -> Record:
     """Sum the launches of all layers of a kind, or of what stands outside the layers."""
     inside = [index for index, name in enumerate(kinds) if name == kind]
     layers: list[int | None] = [*inside] or [None]
@@ -211,7 +211,7 @@ def _record(family: str, nodes: int, is_lean: bool, kind: str, kinds: Sequence[s
     each = len(layers)
     return {
         "bench": "kernel_counts",
-        "provider": "after" if is_lean else "before",
+        "provider": "after" if fused_layers else "before",
         "params": {"family": family, "nodes": nodes, "layer": kind, "layers": each},
         "dtype": "bfloat16",
         "metric": "launches",
@@ -278,8 +278,8 @@ def main() -> None:
     env = environment()
     records: list[Record] = []
     for family in options.families:
-        for is_lean in (False, True):
-            records += ({**record, "env": env} for record in count(family, options.nodes, is_lean=is_lean))
+        for fused_layers in (False, True):
+            records += ({**record, "env": env} for record in count(family, options.nodes, fused_layers=fused_layers))
     report(records, table(records), options.out)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from tiny_models import fresh_logits, grafted, tiny_model
+from helpers.tiny_models import fresh_logits, grafted, tiny_model
 
 import stree
 from stree.bench.records import append, read_lines, write

@@ -17,8 +17,8 @@ from typing import Any
 
 import kernel_counts  # sets the interpreter up, so before what it imports
 import torch
+from helpers.tiny_models import grafted, tiny_model
 from rich.table import Table
-from tiny_models import grafted, tiny_model
 
 import stree.program
 from stree.bench.records import Record, environment
@@ -84,7 +84,7 @@ def count(nodes: int, depth: int, temperature: float) -> Record:
         places = Places()
         counts = StepCounts(target, places)
         for owner, name, part in (
-            (target, "_forward", FORWARDS[1]), (draft, "_forward", FORWARDS[0]), (run, "propose", "growth"),
+            (target, "forward", FORWARDS[1]), (draft, "forward", FORWARDS[0]), (run, "propose", "growth"),
             (target, "verify", "verify"), (loop, "accept", "accept"), (target, "commit", "commit"),
             (program, "_emit", "emit"), (run, "observe", "observe"),
         ):  # fmt: skip

@@ -44,7 +44,7 @@ def describe_model(config: Any, dtype: Any, *, trust_remote_code: bool = False) 
     from stree.engine import MOST_PROGRAMS
     from stree.graphs import MOST_GRAPHS
     from stree.models.families import config_of_text_model, family_of
-    from stree.models.memory import empty_model, measure_memory
+    from stree.models.state_size import empty_model, measure_state
     from stree.models.tree_lm import TreeLM
     from stree.room import state_bytes
 
@@ -63,7 +63,7 @@ def describe_model(config: Any, dtype: Any, *, trust_remote_code: bool = False) 
         lm = TreeLM(empty_model(config, dtype, trust_remote_code=trust_remote_code))
     except NotImplementedError as error:
         return {**report, "is_supported": False, "reason": str(error)}
-    memory = measure_memory(lm)
+    memory = measure_state(lm)
     return {
         **report,
         "is_supported": True,

@@ -7,8 +7,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from tiny_family_models import FAMILIES as TINY_FAMILIES
-from tiny_models import tiny_model
+from helpers.tiny_family_models import FAMILIES as TINY_FAMILIES
+from helpers.tiny_models import tiny_model
 from torch import Tensor
 from transformers import (
     PreTrainedModel,

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tiny_models import random_texts
+from helpers.tiny_models import random_texts
 from tiny_pairs import tiny_pair
 from torch import Tensor
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.tiny_models import grafted, tiny_model
 from rich.console import Console
 from tape import TapeRecorder
-from tiny_models import grafted, tiny_model
 
 import stree
 from stree import engine

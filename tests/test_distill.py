@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_models import VOCAB, tiny_model
 from tiny_distill import SETTINGS
-from tiny_models import VOCAB, tiny_model
 from transformers import Mamba2ForCausalLM
 
 import stree

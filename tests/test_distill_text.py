@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.tiny_models import VOCAB
 from tiny_distill import END
-from tiny_models import VOCAB
 
 import stree
 from stree.distill.continuations import draw_prompts, write_continuations

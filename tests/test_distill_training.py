@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.tiny_models import VOCAB
 from tiny_distill import END, SETTINGS
-from tiny_models import VOCAB
 from transformers import PreTrainedModel
 
 import stree

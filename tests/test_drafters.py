@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 from enumeration import TableLaw, TableLM
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tiny_models import (
+from helpers.tiny_models import (
     TOLERANCE,
     VOCAB,
     as_commit,
@@ -26,6 +24,8 @@ from tiny_models import (
     right_padded,
     tiny_model,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stree.drafters import FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Chain, DySpec, Growth, Static

@@ -21,7 +21,7 @@ from enumeration import (
     emitted_law,
     total_variation,
 )
-from tiny_models import grafted, tiny_model
+from helpers.tiny_models import grafted, tiny_model
 from torch import Tensor
 
 import stree

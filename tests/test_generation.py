@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from enumeration import TableLaw, TableLM
-from tiny_models import VOCAB, grafted, tiny_model
+from helpers.tiny_models import VOCAB, grafted, tiny_model
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
@@ -486,7 +486,7 @@ def moved_lm() -> TreeLM:
         ({"drafter": ModelDrafter(training_lm())}, RuntimeError, "the model is in training mode"),
         ({"lm": training_lm()}, RuntimeError, "the model is in training mode"),
         ({"lm": chunkless_lm()}, ValueError, "chunk_size must be at least 1, got 0"),
-        ({"lm": moved_lm()}, ValueError, "the model was moved since it was grafted"),
+        ({"lm": moved_lm()}, ValueError, "the model was moved since it was patched"),
         ({"growth": Chain(4), "budget": 4}, ValueError, r"a tree of 5 nodes \(root included\) exceeds the budget of 4"),
     ],
     ids=[

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_models import random_texts, tiny_model
 from test_waits import GROWTHS
-from tiny_models import random_texts, tiny_model
 
 import stree
 from stree.drafters import Drafter, ModelDrafter, NoDrafter, SuffixDrafter

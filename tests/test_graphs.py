@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.tiny_family_models import FAMILIES, family_model
+from helpers.tiny_models import grafted, random_texts, tiny_model
 from tape import Tape, TapeError, TapeRecorder
 from test_waits import GROWTHS
-from tiny_family_models import FAMILIES, family_model
-from tiny_models import grafted, random_texts, tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -105,7 +105,7 @@ def test_a_path_that_waits_when_a_text_ends_is_not_folded_into_the_next(
 ) -> None:
     expected = [generate(grafted(tiny_model("bamba")), drafter, texts=[text], budget=4).sequences for text in TEXTS]
     lm = capture()
-    lm.is_lazy = True
+    lm.defers_commit = True
     for text, found in zip(TEXTS, expected, strict=True):
         assert generate(lm, drafter, texts=[text], budget=4).sequences == found
 
@@ -564,13 +564,13 @@ def test_what_cannot_be_captured_is_said_and_launched(
     assert len(caplog.records) == 1 and "without a CUDA graph: TapeError: a captured step brings" in caplog.text
 
 
-@pytest.mark.parametrize("is_lazy", [False, True])
+@pytest.mark.parametrize("defers_commit", [False, True])
 def test_a_capture_that_fails_half_way_leaves_the_text_as_it_was(
-    drafter: ModelDrafter, capture: Callable[[], stree.TreeLM], monkeypatch: pytest.MonkeyPatch, is_lazy: bool
+    drafter: ModelDrafter, capture: Callable[[], stree.TreeLM], monkeypatch: pytest.MonkeyPatch, defers_commit: bool
 ) -> None:
     expected = generate(grafted(tiny_model("bamba")), drafter, growth=Calibrated(3), budget=8).sequences
     lm = capture()
-    lm.is_lazy = is_lazy
+    lm.defers_commit = defers_commit
     commit = type(lm).commit
 
     def failing(self: Any, *operands: Any) -> None:
@@ -680,14 +680,16 @@ def test_a_seed_of_any_size_names_the_text_of_launched_steps(seed: int, capture:
     assert generate(capture(), None, seed, **options).sequences == expected
 
 
-@pytest.mark.parametrize("option", ["is_lazy", "is_lean"])
+@pytest.mark.parametrize("option", ["defers_commit", "fused_layers"])
 def test_what_a_model_is_told_later_is_captured_anew(option: str, capture: Callable[[], stree.TreeLM]) -> None:
     lm = capture()
     generate(lm, None, budget=8)
-    setattr(lm, option, option != "is_lean")
+    setattr(lm, option, option != "fused_layers")
     generate(lm, None, budget=8)
     programs = [program for program, _ in lm.kept["engine"]._programs.values()]
-    assert len(programs) == 2 and (option == "is_lean" or [one.state.is_lazy for one in programs] == [False, True])
+    assert len(programs) == 2 and (
+        option == "fused_layers" or [one.state.defers_commit for one in programs] == [False, True]
+    )
 
 
 def test_what_was_captured_in_inference_mode_serves_outside(

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_family_models import family_model
+from helpers.tiny_models import VOCAB
 from hooked import (
     LANDED,
     NEW_TOKENS,
@@ -22,8 +24,6 @@ from hooked import (
     plain,
     target,
 )
-from tiny_family_models import family_model
-from tiny_models import VOCAB
 from transformers import (
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,

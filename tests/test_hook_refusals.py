@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_models import tiny_model
 from hooked import (
     PROMPTS,
     count_forwards,
@@ -13,7 +14,6 @@ from hooked import (
     small,
     target,
 )
-from tiny_models import tiny_model
 from transformers import (
     DynamicCache,
     LogitsProcessorList,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_family_models import FAMILIES, family_model
+from helpers.tiny_family_models import FAMILIES, family_model
 from transformers import GPT2Config, RecurrentGemmaConfig
 
 import stree
@@ -32,7 +32,7 @@ def test_sizes_without_weights_are_those_of_the_tensors_in_memory(family: str) -
     stash = report["stash_bytes_per_node"] + report["kv_stash_bytes_per_node"]
     assert allocated(lm, 5, 9) - allocated(lm, 5, 6) == 3 * stash
     assert allocated(lm, 9, 6) - allocated(lm, 5, 6) == 4 * report["kv_bytes_per_token"]
-    shared = sum(stack.num_bytes - sum(tensor.nbytes for _, tensor in stack._rows())
+    shared = sum(stack.num_bytes - sum(tensor.nbytes for _, tensor in stack.sequence_tensors())
                  for stack in lm.new_state(1, 1, 1).stacks.values())  # fmt: skip
     fixed = allocated(lm, 1, 1) - stash - report["kv_bytes_per_token"] - shared
     assert fixed == report["state_bytes"] + report["window_bytes"]

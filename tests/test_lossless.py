@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.tiny_models import fresh_logits
 from scipy import stats
-from tiny_models import fresh_logits
 from torch import Tensor
 
 import stree

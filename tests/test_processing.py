@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import (
+from helpers.tiny_models import (
     VOCAB,
     as_commit,
     extended,

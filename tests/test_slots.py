@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import grafted, random_texts, tiny_model
+from helpers.tiny_models import grafted, random_texts, tiny_model
 
 import stree
 from stree import arguments
 from stree.drafters import Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Chain
-from stree.models import tree_lm
+from stree.models import patched_model
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random, Sampling
 
@@ -181,7 +181,7 @@ def test_a_tree_that_a_device_s_kernels_do_not_take_is_refused_before_anything_r
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(arguments, "most_nodes", lambda device, dtype: 8)
-    monkeypatch.setattr(tree_lm, "most_nodes", lambda device, dtype: 8)
+    monkeypatch.setattr(patched_model, "most_nodes", lambda device, dtype: 8)
     assert stree.generate(lm(), TEXTS, NoDrafter(), budget=8, max_new_tokens=1).sequences
     with pytest.raises(NotImplementedError, match="budget must be at most 8 on cpu, got 9"):
         stree.generate(lm(), TEXTS, SuffixDrafter(), budget=9, max_new_tokens=1)

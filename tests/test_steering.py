@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import grafted, random_texts, tiny_model
+from helpers.tiny_models import grafted, random_texts, tiny_model
 from torch import Tensor
 
 import stree

@@ -20,9 +20,9 @@ if torch.cuda.is_available():
 
 import kernel_counts
 import step_counts
-from host_reads import NoHostReads
+from helpers.host_reads import NoHostReads
+from helpers.tiny_models import grafted, tiny_model
 from launch_keys import launch_keys
-from tiny_models import grafted, tiny_model
 
 from stree.drafters import ModelDrafter
 from stree.drafters.model import _ModelRun

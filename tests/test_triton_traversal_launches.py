@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from host_reads import NoHostReads
+from helpers.host_reads import NoHostReads
 from launch_keys import Key, launch_keys
 from traversal_problems import DEVICE, STAR, Problem
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from host_reads import NoHostReads, Trace
-from tiny_models import grafted, random_texts, tiny_model
+from helpers.host_reads import NoHostReads, Trace
+from helpers.tiny_models import grafted, random_texts, tiny_model
 from torch import Tensor
 
 import stree
@@ -79,11 +79,11 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def program(
-    growth: Growth | None, temperature: float, stop: list[int] | None = None, *, is_lazy: bool = False
+    growth: Growth | None, temperature: float, stop: list[int] | None = None, *, defers_commit: bool = False
 ) -> Program:
     """Begin two texts as a session would."""
     target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))
-    target.is_lazy = draft.is_lazy = is_lazy
+    target.defers_commit = draft.defers_commit = defers_commit
     state = target.new_state(2, 512, 16)
     state.fixed_shapes = topology.waits_always
     rng = Random(0, torch.arange(2), torch.tensor([6, 6]))
@@ -116,17 +116,17 @@ def bound(name: str, temperature: float) -> Growth | None:
 
 
 @pytest.mark.parametrize(
-    ("name", "temperature", "is_lazy"),
+    ("name", "temperature", "defers_commit"),
     [*((name, temperature, False) for name in GROWTHS for temperature in (0.0, 0.8)), ("calibrated", 0.8, True)],
 )
 def test_ten_steps_read_nothing_and_are_one_program(
-    name: str, temperature: float, is_lazy: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, temperature: float, defers_commit: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     growth = bound(name, temperature)
     plain = [contextlib.nullcontext()] * STEPS
     on_host = run_steps(program(growth, temperature), copy.deepcopy(growth), *plain)
     monkeypatch.setattr(topology, "waits_always", True)
-    begun = program(growth, temperature, is_lazy=is_lazy)
+    begun = program(growth, temperature, defers_commit=defers_commit)
     # The first step makes what the others find made: index tensors, room for the plan's columns.
     run = run_steps(begun, growth, NoHostReads())
     places = persistent(begun)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from enumeration import DraftedTrees, TableLaw, drafted_trees, expected_tokens
-from tiny_models import VOCAB
+from helpers.tiny_models import VOCAB
 from tiny_pairs import tiny_pair
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))

@@ -20,8 +20,8 @@ from stree.drafters import Drafter, ModelDrafter, SuffixDrafter
 from stree.engine import Engine, engine_of
 from stree.generation import generate
 from stree.growth import Growth
-from stree.models.memory import measure_memory, modules_by_kind, weight_bytes
 from stree.models.state import TreeStep
+from stree.models.state_size import measure_state, modules_by_kind, weight_bytes
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 from stree.statistics import PARTS
@@ -219,12 +219,12 @@ def _steps_ms(run: Callable[[int], dict[str, Any]], tokens: int) -> tuple[float,
 def _without_forwards(models: Sequence[TreeLM]) -> Iterator[None]:
     """Let models answer every tree with logits that they have already; prompts they run."""
     for lm in models:
-        lm._forward = partial(_answer, lm._forward, {})  # type: ignore[method-assign]
+        lm.forward = partial(_answer, lm.forward, {})  # type: ignore[method-assign]
     try:
         yield
     finally:
         for lm in models:
-            del lm._forward
+            del lm.forward
 
 
 def _answer(
@@ -263,7 +263,7 @@ def bytes_moved(lm: TreeLM, *, batch: int, length: float, nodes: float) -> dict[
     Returns:
         Bytes by what they are.
     """
-    memory = measure_memory(lm)
+    memory = measure_state(lm)
     return {
         "weights": weight_bytes(lm),
         "states, read and written": 2 * batch * (memory.state + memory.window),
