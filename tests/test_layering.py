@@ -178,3 +178,12 @@ def test_a_public_name_can_be_reached(name: str) -> None:
 def test_an_unknown_public_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'stree' has no attribute 'nothing'"):
         _ = stree.nothing
+
+
+def test_no_files_of_models_import_each_other() -> None:
+    files = {module_name(path): path for path in FILES if module_name(path).startswith("stree.models.")}
+    left = {module: {*imports(path)} & files.keys() for module, path in files.items()}
+    while leaves := [module for module, imported in left.items() if not imported & left.keys()]:
+        for module in leaves:
+            del left[module]
+    assert not left, f"these files import each other, or files that do: {sorted(left)}"

@@ -24,7 +24,7 @@ def test_an_unsupported_family_is_refused_by_name() -> None:
         TreeLM(model)
 
 
-def test_a_layer_that_cannot_be_grafted_is_refused() -> None:
+def test_a_layer_that_cannot_be_patched_is_refused() -> None:
     model = tiny_model("bamba")
     mixer = model.model.layers[2].mamba
     mixer.__class__ = type("OtherMixer", (type(mixer),), {})

@@ -1,7 +1,7 @@
-"""Lazy commits: a path waits for the next tree's scan, and nothing that a caller can see tells it from an eager one.
+"""Deferred commits: the next tree's scan applies a path, and no caller can tell that from an eager commit.
 
-The oracle is an ungrafted copy's own forward of the whole text.  tests/test_triton_families.py commits in this way with
-the Triton versions, tests/test_decode_state.py some thousand times.
+The oracle is an unpatched copy's own forward of the whole text.  tests/test_triton_families.py commits in this way with
+the Triton versions, tests/adapters/test_decode_state.py some thousand times.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RECURRENT = [family for family in EVERY_ADAPTER if family != "gemma3_text"]
 
 
 class Decoding:
-    """A lazy state, the texts that it stands for, and the model that says what they mean."""
+    """A state with deferred commits, its texts, and the model that is the oracle."""
 
     def __init__(self, family: str, lengths: list[int], seed: int = 0) -> None:
         self.rng, self.model = random.Random(seed), family_model(family)
@@ -77,16 +77,16 @@ def memory(state: DecodeState) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("family", RECURRENT)
-def test_trees_after_lazy_commits_are_exact(family: str) -> None:
+def test_trees_after_deferred_commits_are_exact(family: str) -> None:
     decoding = Decoding(family, [9, 2])
     decoding.step([7, 5])
     decoding.step([5, 9], empty=0)
-    decoding.score([4, 4])  # folds, and is dropped: what follows must not fold again
+    decoding.score([4, 4])  # applies the path, and is dropped: what follows must not apply it again
     decoding.step([6, 3], empty=1)
     decoding.step([3, 6])
     lm, state = decoding.lm, decoding.state
     tree = random_tree(decoding.rng, [9, 9])
-    first = lm.verify(state, TokenTree(tree.tokens[:, :4], tree.parents[:, :4]))  # folds; the other pieces do not
+    first = lm.verify(state, TokenTree(tree.tokens[:, :4], tree.parents[:, :4]))  # applies the path once
     logits = torch.cat((first, lm.verify(state, tree, first=4)), 1)
     assert_exact(decoding.model, decoding.texts, tree, logits)
     lm.commit(state, torch.zeros(2, 0, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
@@ -95,7 +95,7 @@ def test_trees_after_lazy_commits_are_exact(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", RECURRENT)
-def test_a_waiting_path_goes_into_clones_selections_and_larger_states(family: str) -> None:
+def test_a_deferred_path_goes_into_clones_selections_and_larger_states(family: str) -> None:
     decoding = Decoding(family, [9, 2])
     decoding.step([6, 6])
     made: list[tuple[DecodeState, list[list[int]]]] = []
@@ -150,7 +150,7 @@ def test_a_commit_leaves_states_to_the_next_scan_and_no_memory_moves(family: str
     places = {name: tensor.data_ptr() for name, tensor in held.items()}
     states = {name: tensor for name, tensor in held.items() if name.endswith((" state", " window"))}
     assert states
-    decoding.score([6, 6])  # what waited is folded here
+    decoding.score([6, 6])  # the deferred path is applied here
     before = {name: tensor.clone() for name, tensor in states.items()}
     decoding.lm.commit(decoding.state, *as_commit([[0], [0]]))
     assert all(torch.equal(tensor, before[name]) for name, tensor in states.items())

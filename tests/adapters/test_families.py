@@ -1,6 +1,6 @@
-"""Every family: trees are exact, verify has no side effect, the graft leaves the model alone, nodes do not mix.
+"""Every family: trees are exact, verify has no side effect, patches leave the model unchanged, nodes do not mix.
 
-Test ids are transformers' model types.  The oracle is always an ungrafted copy's own forward.
+Test ids are transformers' model types.  The oracle is always an unpatched copy's own forward.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from helpers.host_reads import NoHostReads
-from helpers.tiny_family_models import EVERY_ADAPTER, FAMILIES, family_model
+from helpers.tiny_family_models import EVERY_ADAPTER, FAMILIES, family_model, matrix
 from helpers.tiny_models import (
     TOLERANCE,
     as_commit,
@@ -91,7 +91,7 @@ def test_every_supported_family_is_tested() -> None:
     assert sorted(SUPPORTED) == FAMILIES
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", matrix())
 def test_three_trees_with_two_commits_between_are_exact(family: str, dtype: torch.dtype) -> None:
     rng = random.Random(0)
     model = family_model(family, dtype)
@@ -113,7 +113,7 @@ def test_three_trees_with_two_commits_between_are_exact(family: str, dtype: torc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64], indirect=True, ids=["float64"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", matrix())
 def test_trees_of_64_nodes_after_many_commits_are_exact(family: str, dtype: torch.dtype) -> None:
     rng = random.Random(14)
     model = family_model(family, dtype, seed=1)
@@ -130,7 +130,7 @@ def test_trees_of_64_nodes_after_many_commits_are_exact(family: str, dtype: torc
     assert tree_error(model, texts, tree, lm.verify(state, tree)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", matrix())
 def test_verifying_twice_is_bit_equal_and_a_tree_may_be_one_node(family: str) -> None:
     rng = random.Random(1)
     model = family_model(family)
@@ -144,7 +144,7 @@ def test_verifying_twice_is_bit_equal_and_a_tree_may_be_one_node(family: str) ->
         assert tree_error(model, texts, tree, once) < FLOAT32
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", matrix())
 def test_no_memory_is_read_before_it_is_written(family: str, request: pytest.FixtureRequest) -> None:
     rng = random.Random(9)
     model = family_model(family)
@@ -155,7 +155,7 @@ def test_no_memory_is_read_before_it_is_written(family: str, request: pytest.Fix
     assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
 
 
-@pytest.mark.parametrize("family", sorted({*FAMILIES} - ROUTED))
+@pytest.mark.parametrize("family", matrix(sorted({*FAMILIES} - ROUTED)))
 def test_in_bfloat16_a_tree_is_as_exact_as_the_model_itself(family: str) -> None:
     rng = random.Random(10)
     model = family_model(family, torch.bfloat16)
@@ -171,7 +171,7 @@ def test_in_bfloat16_a_tree_is_as_exact_as_the_model_itself(family: str) -> None
     assert error(lm.verify(state, tree)[0]) < 2.5 * error(fresh_node_logits(model, texts[0], tree, 0)) + 0.01
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", matrix())
 def test_a_tree_may_grow_piece_by_piece(family: str) -> None:
     rng = random.Random(2)
     model = family_model(family)
@@ -190,7 +190,7 @@ def test_a_tree_may_grow_piece_by_piece(family: str) -> None:
     assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", matrix())
 def test_one_token_decoding_by_transformers_agrees(family: str) -> None:
     rng = random.Random(3)
     model = family_model(family)
@@ -225,8 +225,8 @@ def _decoded_logits(model: PreTrainedModel, text: list[int], rest: list[int]) ->
     return [logits[0] for logits in out.logits]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_plain_generate_of_a_grafted_model_is_bit_equal(family: str) -> None:
+@pytest.mark.parametrize("family", matrix())
+def test_plain_generate_of_a_patched_model_is_bit_equal(family: str) -> None:
     model = family_model(family)
     lm = grafted(model)
     (text, other) = random_texts(random.Random(4), [9, 9])
@@ -252,7 +252,7 @@ def test_plain_generate_of_a_grafted_model_is_bit_equal(family: str) -> None:
     assert torch.equal(before, lm.verify(state, tree))  # nor does the plain call touch a state of ours
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", matrix())
 def test_no_node_depends_on_what_is_not_its_ancestor(family: str, dtype: torch.dtype) -> None:
     rng = random.Random(5)
     lm = grafted(family_model(family, dtype))
@@ -275,7 +275,7 @@ def test_no_node_depends_on_what_is_not_its_ancestor(family: str, dtype: torch.d
     assert relative_error(logits, reference[:, order]) < TOLERANCE[dtype] / 10  # sums run in another order
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", matrix())
 def test_control_a_tree_read_as_a_chain_or_a_lost_state_is_far_off(family: str) -> None:
     rng = random.Random(6)
     model = family_model(family)
@@ -330,6 +330,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "changes"), VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float64], indirect=True, ids=["float64"])
 def test_variants_of_a_family_are_exact(family: str, changes: dict[str, Any], dtype: torch.dtype) -> None:
@@ -365,7 +366,7 @@ def test_a_module_may_stand_in_several_layers() -> None:
     assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", matrix())
 def test_what_layers_need_of_a_tree_is_derived_once_a_step(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(12)
     lm = grafted(family_model(family))
@@ -407,7 +408,7 @@ def unread(function: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", matrix())
 def test_neither_a_trees_forward_nor_a_commit_reads_the_device(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(11)
     lm = grafted(family_model(family))

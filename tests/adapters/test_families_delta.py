@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny_families_delta
-from helpers.tiny_family_models import family_model
+from helpers.tiny_family_models import family_model, matrix
 from helpers.tiny_models import (
     TOLERANCE,
     as_commit,
@@ -67,7 +67,7 @@ def test_variants_of_a_family_are_exact(family: str, changes: dict[str, Any]) ->
     check_steps(model, lm, state, texts, (rng, [12, 7, 2]), FLOAT32)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", matrix(FAMILIES))
 def test_an_empty_state_scores_a_text_from_its_first_token(family: str) -> None:
     rng = random.Random(1)
     model = family_model(family)
@@ -151,7 +151,7 @@ def test_latent_attention_keeps_latents_only(family: str) -> None:
 
 def test_the_stash_of_a_node_is_a_small_part_of_a_gated_delta_state() -> None:
     """Qwen3-Next-80B's sizes: 2 MiB of state a layer; DESIGN.md asks for at most 1/55, convolution inputs counted."""
-    sizes = {"key_heads": 16, "heads": 32, "dk": 128, "dv": 128, "dconv": 4}
+    sizes = {"key_heads": 16, "heads": 32, "dk": 128, "dv": 128, "conv_width": 4}
     spec = DeltaSpec(**sizes, per_channel=False, dtype=torch.bfloat16, device=torch.device("meta"))
     stack = spec.allocate(1, 1, 4096, 64)
     stash = sum(getattr(stack, f"stash_{name}").nbytes for name in ("conv", "k", "u", "g")) / 64

@@ -1,4 +1,4 @@
-"""What cannot be grafted is refused by name before anything is changed."""
+"""What cannot be patched is refused by name before anything is changed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def test_a_layer_without_a_known_mixer_is_refused_by_name(monkeypatch: pytest.Mo
     monkeypatch.setitem(SUPPORTED, "nemotron_h", dataclasses.replace(SUPPORTED["nemotron_h"], stateless=frozenset()))
     with pytest.raises(NotImplementedError, match=r"3 of 5 layers of this nemotron_h model .*\(NemotronHMamba2Mixer, "):
         TreeLM(model)
-    assert "forward" not in model.model.layers[0].mixer.__dict__  # nothing was grafted before
+    assert "forward" not in model.model.layers[0].mixer.__dict__  # nothing was patched before
 
 
 @pytest.mark.parametrize("kind", ["FalconH1Attention", "FalconH1Mixer"])
 def test_a_layer_of_which_one_mixer_is_unknown_is_refused_by_name(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, row = family_model("falcon_h1"), SUPPORTED["falcon_h1"]
-    rest = {name: graft for name, graft in row.mixers.items() if name != kind}
+    rest = {name: patch for name, patch in row.mixers.items() if name != kind}
     monkeypatch.setitem(SUPPORTED, "falcon_h1", dataclasses.replace(row, mixers=rest))
     with pytest.raises(NotImplementedError, match=f"{kind} of layer 0 is not known in a falcon_h1 model; known are"):
         TreeLM(model)
@@ -88,7 +88,7 @@ def test_rotary_positions_that_change_with_the_longest_text_are_refused(family: 
     model = family_model(family, rope_parameters=positions)
     with pytest.raises(NotImplementedError, match="rope_type '(dynamic|longrope)' change with the longest text"):
         TreeLM(model)
-    assert not any("forward" in module.__dict__ for module in model.modules())  # nothing was grafted before
+    assert not any("forward" in module.__dict__ for module in model.modules())  # nothing was patched before
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_a_forward_that_trees_would_not_run_is_refused(family: str, path: str, k
     expected = model(tokens).logits
     TreeLM(model)
     assert torch.equal(model(tokens).logits, expected)
-    grafted = module.forward
-    module.forward = lambda *args, **kwargs: grafted(*args, **kwargs)
+    patched = module.forward
+    module.forward = lambda *args, **kwargs: patched(*args, **kwargs)
     with pytest.raises(NotImplementedError, match="has a forward of its own"):
         TreeLM(model)
 

@@ -3,7 +3,7 @@
 `selective_state_update` is Triton, so it runs interpreted on the CPU.  mamba-ssm is not a dependency of the tests;
 `.ci/run` installs it without CUDA (pure Python, seconds) in a folder of its own and runs this file with that folder.
 
-Run: PYTHONPATH=.venv/foreign .venv/bin/python -m pytest tests/test_foreign_oracle.py
+Run: PYTHONPATH=.venv/foreign .venv/bin/python -m pytest tests/adapters/test_foreign_oracle.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lean layers equal transformers' own modules, family by family, and act while a tree is scored and nowhere else."""
+"""Fused layers equal transformers' own modules, family by family, and act while a tree is scored and nowhere else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignore[import-untyped]
-from helpers.tiny_family_models import FAMILIES, family_model
+from helpers.tiny_family_models import family_model, matrix
 from helpers.tiny_models import (
     TOLERANCE,
     as_commit,
@@ -89,7 +89,7 @@ class WholeRows(torch.nn.Module):
 
 def test_a_gated_norm_that_names_no_groups_is_known_by_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     class Squared(WholeRows):
-        """Another law under the same names."""
+        """Another function under the same names."""
 
     x, gate = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(checks, "has_triton", lambda op, *_: op in checks.TRITON)
@@ -114,7 +114,7 @@ def test_elsewhere_the_familys_own_module_runs() -> None:
         assert torch.equal(fused_layers.gated_norm(norm, x, gate), norm(x, gate))
 
 
-LEAN_OPS = ("rms_norm", "rms_norm_add", "gated_activation", "rotary", "experts")
+FUSED_OPS = ("rms_norm", "rms_norm_add", "gated_activation", "rotary", "experts")
 WITH_EXPERTS = {
     "bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "minimax", "nemotron_h",
     "qwen3_5_moe_text", "qwen3_next",
@@ -139,7 +139,7 @@ WITHOUT = {
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Let "auto" mean Triton for lean operations; count those that are asked for."""
+    """Let "auto" mean Triton for fused operations; count those that are asked for."""
     counts: Counter[str] = Counter()
 
     def counted(name: str) -> Any:
@@ -151,10 +151,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return run
 
-    for name in LEAN_OPS:
+    for name in FUSED_OPS:
         monkeypatch.setattr(ops, name, counted(name))
     for module in (checks, patched_model):
-        monkeypatch.setattr(module, "has_triton", lambda op, *_: op in LEAN_OPS)
+        monkeypatch.setattr(module, "has_triton", lambda op, *_: op in FUSED_OPS)
     return counts
 
 
@@ -173,8 +173,8 @@ def verified(model: Any, *, is_fused: bool, seed: int = 0) -> tuple[Tensor, list
     return lm.verify(state, tree), texts, tree
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_lean_layers_change_no_logits_of_a_familys_tree(family: str, launched: Counter[str]) -> None:
+@pytest.mark.parametrize("family", matrix())
+def test_fused_layers_change_no_logits_of_a_familys_tree(family: str, launched: Counter[str]) -> None:
     model = family_model(family)
     plain, texts, tree = verified(model, is_fused=False)
     assert not any(launched[name] for name in ("rms_norm", "rms_norm_add", "rotary", "experts"))
@@ -182,22 +182,22 @@ def test_lean_layers_change_no_logits_of_a_familys_tree(family: str, launched: C
     logits, _, _ = verified(model, is_fused=True)
     kept = tree.parents.ge(0) | (torch.arange(tree.parents.shape[1]) == 0)
     assert relative_error(logits[kept], plain[kept]) < 2e-5
-    expected = set(LEAN_OPS) - WITHOUT.get(family, set()) - (set() if family in WITH_EXPERTS else {"experts"})
-    assert {name for name in LEAN_OPS if launched[name]} == expected
-    # Lean or not, the float64 oracle is as near.
+    expected = set(FUSED_OPS) - WITHOUT.get(family, set()) - (set() if family in WITH_EXPERTS else {"experts"})
+    assert {name for name in FUSED_OPS if launched[name]} == expected
+    # Fused or not, the float64 oracle is as near.
     oracle = family_model(family, torch.float64)
     errors = [tree_error(oracle, texts, tree, found.double()) for found in (plain, logits)]
     assert errors[1] < max(4 * errors[0], 1e-6)
 
 
-@pytest.mark.parametrize("family", ["gemma", "granitemoehybrid", "qwen3_next", "mamba2"])
+@pytest.mark.parametrize("family", matrix(["gemma", "granitemoehybrid", "qwen3_next", "mamba2"]))
 @pytest.mark.parametrize("broken", ["offset", "factor", "activation", "rotary", "experts"])
 def test_a_wrong_fact_is_seen_in_the_logits(
     family: str, broken: str, launched: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = family_model(family)
     plain, _, tree = verified(model, is_fused=False)
-    real = {name: getattr(ops, name) for name in LEAN_OPS}
+    real = {name: getattr(ops, name) for name in FUSED_OPS}
     if broken == "offset":
         monkeypatch.setattr(ops, "rms_norm", lambda *a, offset, **k: real["rms_norm"](*a, offset=1 - offset, **k))
     elif broken == "factor":
@@ -217,13 +217,13 @@ def test_a_wrong_fact_is_seen_in_the_logits(
     assert (relative_error(logits[kept], plain[kept]) > 1e-4) == has_it
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_grafted_model_runs_its_own_code_in_every_other_call(family: str, launched: Counter[str]) -> None:
+@pytest.mark.parametrize("family", matrix())
+def test_a_patched_model_runs_its_own_code_in_every_other_call(family: str, launched: Counter[str]) -> None:
     model = family_model(family)
-    grafted = TreeLM(copy.deepcopy(model)).model
+    patched = TreeLM(copy.deepcopy(model)).model
     tokens = torch.arange(9)[None]
     with torch.no_grad():
-        assert torch.equal(grafted(tokens, use_cache=False).logits, model(tokens, use_cache=False).logits)
+        assert torch.equal(patched(tokens, use_cache=False).logits, model(tokens, use_cache=False).logits)
     assert not launched
 
 
@@ -231,7 +231,7 @@ def test_a_grafted_model_runs_its_own_code_in_every_other_call(family: str, laun
 def test_half_precision_stays_as_near_to_float64_as_without(
     family: str, launched: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in LEAN_OPS:  # the interpreter cuts bfloat16 off instead of rounding it
+    for name in FUSED_OPS:  # the interpreter cuts bfloat16 off instead of rounding it
         monkeypatch.setattr(ops, name, functools.partial(getattr(ops, name), backend="reference"))
     squares = [0.0, 0.0]
     for seed in range(4):
@@ -245,7 +245,7 @@ def test_half_precision_stays_as_near_to_float64_as_without(
     assert squares[1] < 1.1 * squares[0]  # 0.8 to 1.04: a launch rounds once where several rounded each
 
 
-def test_a_failing_forward_leaves_no_layer_lean(launched: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_forward_leaves_no_layer_fused(launched: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     lm = TreeLM(family_model("llama"))
     state = lm.new_state(1, 32, 4)
     lm.prefill(state, torch.arange(5)[None])
@@ -269,7 +269,7 @@ def test_another_thread_is_not_scoring() -> None:
     assert seen == [False] and not fused_layers._is_fused.get()
 
 
-def test_a_model_can_be_grafted_again_and_copied(launched: Counter[str]) -> None:
+def test_a_model_can_be_patched_again_and_copied(launched: Counter[str]) -> None:
     model = family_model("bamba")
     once = TreeLM(model)
     again = TreeLM(copy.deepcopy(once.model))
@@ -435,7 +435,7 @@ class Learned(nn.SiLU):
         self.slope = nn.Parameter(torch.ones(1, device="meta"))  # as on a device that copies on the CPU do not share
 
 
-def test_activations_with_weights_and_other_default_devices_do_not_disturb_grafting() -> None:
+def test_activations_with_weights_and_other_default_devices_do_not_disturb_patching() -> None:
     config = family_model("llama").config
     learned = LlamaMLP(config)
     learned.act_fn = Learned()
@@ -494,7 +494,7 @@ def test_rotations_that_do_something_else_keep_their_own_function() -> None:
     )
 
 
-def test_a_lean_forward_and_the_one_that_it_was_made_of_can_both_be_compiled() -> None:
+def test_a_fused_forward_and_the_one_that_it_was_made_of_can_both_be_compiled() -> None:
     names: dict[str, Any] = {"apply_rotary_pos_emb": LlamaAttention.forward.__globals__["apply_rotary_pos_emb"]}
     exec("def forward(q, k, cos, sin, *, by=2):\n    return apply_rotary_pos_emb(by * q, k, cos, sin)", names)
     forwards = names["forward"], fused_layers.with_fused_rotary(names["forward"])

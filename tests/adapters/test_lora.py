@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_family_models import EVERY_ADAPTER, family_model
+from helpers.tiny_family_models import EVERY_ADAPTER, family_model, matrix
 from helpers.tiny_models import TOLERANCE, grafted, random_texts, random_tree, right_padded, tree_error
 from torch import Tensor, nn
 
@@ -62,7 +62,7 @@ def check_trees(lm: TreeLM, model: Any, plain: Any) -> None:
     assert tree_error(plain, texts, tree, logits) > 100 * TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", matrix(FAMILIES))
 def test_trees_see_the_adapters_of_every_projection(family: str) -> None:
     plain = family_model(family)
     model = adapted(copy.deepcopy(plain))

@@ -1,4 +1,4 @@
-"""A grafted model stays the user's own: plain calls are bit for bit those of an ungrafted copy; it copies and saves."""
+"""A patched model stays the user's own: plain calls are bit for bit those of an unpatched copy; it copies and saves."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def assert_plain_calls_are_equal(model: PreTrainedModel, other: PreTrainedModel)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_plain_calls_of_a_grafted_model_are_bit_equal(family: str) -> None:
+def test_plain_calls_of_a_patched_model_are_bit_equal(family: str) -> None:
     model = tiny_model(family)
     assert_plain_calls_are_equal(model, grafted(model).model)
 
@@ -104,7 +104,7 @@ def test_plain_calls_and_a_pending_tree_do_not_disturb_each_other(family: str) -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_plain_cached_continuation_of_a_grafted_model_is_bit_equal(family: str) -> None:
+def test_a_plain_cached_continuation_of_a_patched_model_is_bit_equal(family: str) -> None:
     model = tiny_model(family)
     lm = grafted(model)
     tokens, outputs = torch.tensor(random_texts(random.Random(3), [9, 9])), []
@@ -130,7 +130,7 @@ def test_a_prompt_gives_the_modules_back_what_they_kept_of_a_plain_text() -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_graft_adds_no_parameter_and_no_module(family: str) -> None:
+def test_a_patch_adds_no_parameter_and_no_module(family: str) -> None:
     model = tiny_model(family)
     other = grafted(model).model
     assert [name for name, _ in other.named_modules()] == [name for name, _ in model.named_modules()]
@@ -138,7 +138,7 @@ def test_a_graft_adds_no_parameter_and_no_module(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_deep_copy_of_a_grafted_model_acts_on_its_own_weights(family: str) -> None:
+def test_a_deep_copy_of_a_patched_model_acts_on_its_own_weights(family: str) -> None:
     rng = random.Random(4)
     model = tiny_model(family)
     lm = grafted(model)
@@ -160,12 +160,12 @@ def test_a_deep_copy_of_a_grafted_model_acts_on_its_own_weights(family: str) -> 
 
 
 def pickled(model: Any) -> Any:
-    """Pickle a model or its graft, and load it."""
+    """Pickle a model or its TreeLM, and load it."""
     return pickle.loads(pickle.dumps(model))
 
 
 def saved(model: Any) -> Any:
-    """Write a model or its graft with torch.save, and load it."""
+    """Write a model or its TreeLM with torch.save, and load it."""
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -174,7 +174,7 @@ def saved(model: Any) -> Any:
 
 @pytest.mark.parametrize("family", EVERY_ADAPTER)
 @pytest.mark.parametrize("passed_on", [pickled, saved, copy.deepcopy])
-def test_a_pickled_or_copied_graft_acts_on_its_own_weights(family: str, passed_on: Callable[[Any], Any]) -> None:
+def test_a_pickled_or_copied_patch_acts_on_its_own_weights(family: str, passed_on: Callable[[Any], Any]) -> None:
     model = family_model(family)
     changed, lm = copy.deepcopy(model), grafted(model)
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -194,7 +194,7 @@ def test_a_pickled_or_copied_graft_acts_on_its_own_weights(family: str, passed_o
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_may_be_grafted_twice(family: str) -> None:
+def test_a_model_may_be_patched_twice(family: str) -> None:
     rng = random.Random(6)
     model = tiny_model(family)
     first = grafted(model)
@@ -209,7 +209,7 @@ def test_a_model_may_be_grafted_twice(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_grafted_models_in_turn_keep_their_states_apart(family: str) -> None:
+def test_two_patched_models_in_turn_keep_their_states_apart(family: str) -> None:
     rng = random.Random(7)
     models = [tiny_model(family, seed=seed) for seed in (0, 1)]
     lms, texts = [grafted(model) for model in models], random_texts(rng, [9])
@@ -228,7 +228,7 @@ def test_two_grafted_models_in_turn_keep_their_states_apart(family: str) -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_grafted_model_saves_and_loads_as_the_plain_one_does(family: str, tmp_path: Path) -> None:
+def test_a_patched_model_saves_and_loads_as_the_plain_one_does(family: str, tmp_path: Path) -> None:
     rng = random.Random(8)
     model = tiny_model(family)
     grafted(model).model.save_pretrained(tmp_path)
@@ -280,7 +280,7 @@ def test_autocast_is_refused_before_anything_runs() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_moving_a_grafted_model_to_another_dtype_moves_what_the_grafts_use(family: str) -> None:
+def test_moving_a_patched_model_to_another_dtype_moves_what_the_patches_use(family: str) -> None:
     rng = random.Random(9)
     model, texts = tiny_model(family), random_texts(rng, [9])
     lm = TreeLM(grafted(model).model.to(torch.bfloat16))
@@ -293,7 +293,7 @@ def test_moving_a_grafted_model_to_another_dtype_moves_what_the_grafts_use(famil
 
 
 @pytest.mark.parametrize("family", ["llama", "bamba"])
-def test_a_model_whose_layers_were_replaced_since_it_was_grafted_is_refused(family: str) -> None:
+def test_a_model_whose_layers_were_replaced_since_it_was_patched_is_refused(family: str) -> None:
     """A new layer of attention would take the tree for a text, and say nothing."""
     lm, prompt = grafted(tiny_model(family)), torch.tensor([[1, 2, 3]])
     state, layers = lm.new_state(1, 16, 8), lm.model.model.layers
@@ -307,7 +307,7 @@ def test_a_model_whose_layers_were_replaced_since_it_was_grafted_is_refused(fami
 
 
 @pytest.mark.parametrize("family", ["llama", "bamba"])
-def test_a_model_with_more_or_fewer_layers_than_when_it_was_grafted_is_refused(family: str) -> None:
+def test_a_model_with_more_or_fewer_layers_than_when_it_was_patched_is_refused(family: str) -> None:
     longer, shorter = grafted(tiny_model(family)), grafted(tiny_model(family))
     longer.model.model.layers.append(tiny_model(family).model.layers[0])
     del shorter.model.model.layers[-1]
@@ -317,7 +317,7 @@ def test_a_model_with_more_or_fewer_layers_than_when_it_was_grafted_is_refused(f
 
 
 @pytest.mark.parametrize("family", ["jamba", "gemma3_text"])
-def test_a_model_that_was_moved_since_it_was_grafted_is_refused(family: str) -> None:
+def test_a_model_that_was_moved_since_it_was_patched_is_refused(family: str) -> None:
     lm, prompt = TreeLM(family_model(family)), torch.tensor([[1, 2, 3]])
     state = lm.new_state(1, 16, 8)
     lm.model.to(torch.bfloat16)

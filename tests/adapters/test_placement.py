@@ -117,7 +117,7 @@ def test_forwards_that_accelerate_has_replaced_do_not_hide_the_tree(family: str)
     hooked = copy.deepcopy(model)
     for module in hooked.modules():
         add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
-    TreeLM(hooked)  # a graft over a graft
+    TreeLM(hooked)  # a patch over a patch
     lm, texts, tree = TreeLM(hooked), random_texts(rng, [9, 4]), random_tree(rng, [9, 7])
     state = lm.new_state(2, 64, 16)
     lm.prefill(state, *right_padded(texts))

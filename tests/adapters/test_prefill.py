@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_family_models import FAMILIES, family_model
+from helpers.tiny_family_models import family_model, matrix
 from helpers.tiny_models import (
     TOLERANCE,
     check_steps,
@@ -28,7 +28,7 @@ from stree.models.state import DecodeState
 from stree.tree import TokenTree
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", matrix())
 def test_a_prompt_in_chunks_leaves_what_it_leaves_in_one_piece(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, model = random.Random(5), family_model(family)
     lm = TreeLM(family_model(family))

@@ -1,4 +1,4 @@
-"""Exactness: tree logits equal transformers' own fresh forward of prompt + path by an ungrafted copy, at every node."""
+"""Exactness: tree logits equal transformers' own fresh forward of prompt + path by an unpatched copy, at every node."""
 
 from __future__ import annotations
 

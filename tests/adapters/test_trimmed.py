@@ -1,6 +1,6 @@
-"""A drafter with a trimmed head: its law, its stop tokens, and that generated text does not change.
+"""A drafter with a trimmed head: its probabilities, its stop tokens, and that generated text does not change.
 
-Run: python -m pytest tests/test_trimmed.py
+Run: python -m pytest tests/adapters/test_trimmed.py
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -23,6 +26,11 @@ EVERY_ADAPTER = (
     "zamba",
     "zamba2",
 )
+
+
+def matrix(families: Sequence[str] = FAMILIES) -> list[Any]:
+    """Give families as parameters of a test, all but one for each adapter marked slow."""
+    return [family if family in EVERY_ADAPTER else pytest.param(family, marks=pytest.mark.slow) for family in families]
 
 
 def family_model(

@@ -81,7 +81,7 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, *
 
 
 def grafted(model: PreTrainedModel) -> TreeLM:
-    """Graft a deep copy, so that the model itself stays an oracle."""
+    """Patch a deep copy, so that the model itself stays an oracle."""
     return TreeLM(copy.deepcopy(model))
 
 
