@@ -16,8 +16,8 @@ from stree.models.checks import model_change, weight_places
 from stree.models.families import family_of, stateful_modules
 from stree.models.fused.fused_layers import fused_scope, patch_fused_layers
 from stree.models.layers.base import LayerSpec, Site
-from stree.models.layers.mixer_patch import keep_on_device
 from stree.models.patching import is_hooked
+from stree.models.placement import keep_on_device
 from stree.models.state import DecodeState, TreeStep
 
 __all__ = ["PatchedModel"]

@@ -59,7 +59,7 @@ class Mamba2Stack(RecurrentStack):
     Attributes:
         spec: the sizes.
         state: float32[nheads, headdim, dstate].
-        stash_xbc: float[max_nodes, channels], its outputs: x, B, C.
+        stash_xbc: float[max_nodes, channels], outputs of the convolution: x, B, C.
         stash_dt: float32[max_nodes, nheads], step sizes after bias, softplus and limit.
         A: float32[nheads], decay rates, the same for all sequences.
     """

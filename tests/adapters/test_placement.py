@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from stree import TreeLM
 from stree.models.families import family_of, stateful_modules
-from stree.models.layers.mixer_patch import step_on
+from stree.models.placement import step_on
 from stree.models.state import TreeStep
 
 META = torch.device("meta")
@@ -93,13 +93,13 @@ def test_a_step_is_copied_to_a_device_once_and_not_to_its_own() -> None:
 def test_a_model_on_one_device_is_not_wrapped() -> None:
     lm = grafted(family_model("bamba"))
     ours = [module.forward.func for module in lm.model.modules() if "forward" in module.__dict__]
-    assert ours and not any(function.__module__ == "stree.models.layers.mixer_patch" for function in ours)
+    assert ours and not any(function.__module__ == "stree.models.placement" for function in ours)
 
 
 def test_a_model_on_several_devices_is_wrapped_once() -> None:
     lm = TreeLM(TreeLM(split_model("zamba2")).model)
     for mixer in lm.mixers.values():
-        assert mixer.forward.func.__module__ == "stree.models.layers.mixer_patch"
+        assert mixer.forward.func.__module__ == "stree.models.placement"
         assert mixer.forward.args[1].func.__module__ == "stree.models.layers.mixer_patch"
 
 

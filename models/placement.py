@@ -1,0 +1,59 @@
+"""Models on several devices: every stateful layer gets a tree's step on its own device.
+
+A model on one device never uses this file.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.models.patching import PatchedForward
+from stree.models.state import TreeStep
+
+__all__ = ["keep_on_device", "step_on"]
+
+
+def keep_on_device(mixer: Any, device: torch.device) -> None:
+    """Make a patched module take a ``TreeStep`` as a copy on its own device."""
+    if mixer.forward.func is not _forward:  # a module that several layers share comes more than once
+        mixer.forward = PatchedForward(_forward, mixer, mixer.forward, device)
+
+
+def step_on(step: TreeStep, device: torch.device) -> TreeStep:
+    """Give a step with topology and lengths on a device, copied there once."""
+    if device == step.state.lengths.device:
+        return step
+    if device not in step.copies:
+        state = copy.copy(step.state)
+        state.lengths = step.state.lengths.to(device)
+        topology, path, entries = (_moved(part, device) for part in (step.topology, step.path, step.entries))
+        step.copies[device] = dataclasses.replace(step, state=state, topology=topology, path=path, entries=entries)
+    return step.copies[device]
+
+
+def _moved(indices: Any, device: torch.device) -> Any:
+    """Copy a topology or an accepted path to another device; None stays None."""
+    if indices is None:
+        return None
+    moved: dict[str, Any] = {}
+    for field in dataclasses.fields(indices):
+        value = getattr(indices, field.name)
+        if isinstance(value, Tensor):
+            moved[field.name] = value.to(device)
+        elif isinstance(value, tuple):
+            moved[field.name] = tuple(part.to(device) for part in value)
+    return dataclasses.replace(indices, **moved)
+
+
+def _forward(_: Any, patched: Any, device: torch.device, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a patched forward with every ``TreeStep`` among the arguments on the module's device."""
+    args = tuple(step_on(arg, device) if isinstance(arg, TreeStep) else arg for arg in args)
+    for name, value in kwargs.items():
+        if isinstance(value, TreeStep):
+            kwargs[name] = step_on(value, device)
+    return patched(*args, **kwargs)
