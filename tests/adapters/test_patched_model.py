@@ -32,6 +32,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from stree import TreeLM, custom_generate, generate
 
 FLOAT32 = TOLERANCE[torch.float32]
+SLOW = pytest.mark.slow
+COPIED = ("recurrent_gemma", "zamba2")  # with copies of a module, and without
 
 
 def left_padded() -> tuple[Tensor, Tensor]:
@@ -172,7 +174,7 @@ def saved(model: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("family", EVERY_ADAPTER)
+@pytest.mark.parametrize("family", [one if one in COPIED else pytest.param(one, marks=SLOW) for one in EVERY_ADAPTER])
 @pytest.mark.parametrize("passed_on", [pickled, saved, copy.deepcopy])
 def test_a_pickled_or_copied_patch_acts_on_its_own_weights(family: str, passed_on: Callable[[Any], Any]) -> None:
     model = family_model(family)
