@@ -6,20 +6,15 @@ Test ids are transformers' model types.  The oracle is always an unpatched copy'
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
-import transformers
-from helpers.host_reads import NoHostReads
-from helpers.tiny_family_models import EVERY_ADAPTER, FAMILIES, family_model, matrix
+from helpers.family_states import advanced, prefilled, rebind_float32
+from helpers.tiny_family_models import FAMILIES, ROUTED, family_model, matrix
 from helpers.tiny_models import (
     TOLERANCE,
     as_commit,
-    check_steps,
     extended,
     fresh_logits,
     fresh_node_logits,
@@ -33,58 +28,20 @@ from helpers.tiny_models import (
     right_padded,
     tree_error,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
-from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
-from stree import TokenTree, TreeLM
-from stree.kernels import topology
+from stree import TokenTree
 from stree.models.families import FAMILIES as SUPPORTED
-from stree.models.state import DecodeState
 
 FLOAT32 = TOLERANCE[torch.float32]
-# Families with experts: in bfloat16 a near-tie of the router may go either way and changes a token wholly.
-ROUTED = {
-    "bailing_hybrid",
-    "granitemoehybrid",
-    "jamba",
-    "kimi_linear",
-    "lfm2_moe",
-    "minimax",
-    "nemotron_h",
-    "qwen3_5_moe_text",
-    "qwen3_next",
-}
 
 
 @pytest.fixture(params=[torch.float32, torch.float64], ids=["float32", "float64"])
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """Give a dtype; for float64 rebind what transformers writes into its code as float32, or nothing could be shown."""
     chosen: torch.dtype = request.param
     if chosen == torch.float64:
-        monkeypatch.setattr(torch, "float32", torch.float64)
-        monkeypatch.setattr(torch, "float", torch.float64)
-        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        monkeypatch.setattr(RecurrentGemmaRglru._rnn_scan, "__defaults__", (torch.float64,))
+        rebind_float32(monkeypatch)
     return chosen
-
-
-def prefilled(lm: TreeLM, texts: list[list[int]]) -> DecodeState:
-    """Give a state that holds the texts."""
-    state = lm.new_state(len(texts), 64, 16)
-    lm.prefill(state, *right_padded(texts))
-    return state
-
-
-def advanced(lm: TreeLM, rng: random.Random, lengths: list[int]) -> tuple[DecodeState, list[list[int]]]:
-    """Give a state that holds random prompts and a committed path each, and the texts."""
-    texts = random_texts(rng, lengths)
-    state = prefilled(lm, texts)
-    tree = random_tree(rng, [8] * len(texts))
-    lm.verify(state, tree)
-    paths = [path_to(tree, row, 7) for row in range(len(texts))]
-    lm.commit(state, *as_commit(paths))
-    return state, extended(texts, tree, paths)
 
 
 def test_every_supported_family_is_tested() -> None:
@@ -291,204 +248,3 @@ def test_control_a_tree_read_as_a_chain_or_a_lost_state_is_far_off(family: str) 
             broken = state.clone()
             getattr(broken.stacks[spec], name).zero_()
             assert tree_error(model, texts, tree, lm.verify(broken, tree)) > 1000 * FLOAT32, f"{name} of {spec}"
-
-
-OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
-RECURRENT = {"layer_types": ["linear_attention"] * 3}
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bamba-no-attention": ("bamba", {"attn_layer_indices": []}),
-    "falcon_h1-norm-before-gate": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}),
-    "falcon_h1-norm-after-gate": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
-    "granitemoehybrid-no-attention": ("granitemoehybrid", RECURRENT),
-    "granitemoehybrid-no-positions": ("granitemoehybrid", {"position_embedding_type": None}),
-    "granitemoehybrid-no-experts": ("granitemoehybrid", {"num_local_experts": 0}),
-    "jamba-no-experts-and-bias": ("jamba", {"num_experts": 1, "mamba_proj_bias": True}),
-    "kimi_linear-no-attention": ("kimi_linear", RECURRENT),
-    "lfm2-no-attention": ("lfm2", {"layer_types": ["conv"] * 4}),
-    "mamba-biases": ("mamba", {"use_bias": True, "use_conv_bias": False}),
-    "mamba-conv1": ("mamba", {"conv_kernel": 1}),
-    "mamba-conv2": ("mamba", {"conv_kernel": 2}),
-    "mamba2-conv1": ("mamba2", {"conv_kernel": 1}),
-    "falcon_mamba-conv7": ("falcon_mamba", {"conv_kernel": 7}),
-    "mistral-no-window": ("mistral", {"sliding_window": None}),
-    "nemotron_h-no-attention": ("nemotron_h", {"layers_block_type": ["linear_attention", "mlp", "moe"]}),
-    "nemotron_h-latent-experts": ("nemotron_h", {"moe_latent_size": 20}),
-    "nemotron_h-dt-limit": ("nemotron_h", {"time_step_min": 0.09}),
-    "qwen3-window-and-bias": (
-        "qwen3",
-        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "attention_bias": True},
-    ),
-    "qwen3_next-no-attention": ("qwen3_next", RECURRENT),
-    "recurrent_gemma-no-attention": ("recurrent_gemma", {"block_types": ["recurrent"]}),
-    "zamba-no-attention": ("zamba", {"layers_block_type": ["linear_attention"] * 5}),
-    "zamba-one-head": ("zamba", {"n_mamba_heads": 1}),
-    "zamba-bias": ("zamba", {"mamba_proj_bias": True}),
-    "zamba2-one-plain-block": (
-        "zamba2",
-        {"num_mem_blocks": 1, "use_shared_attention_adapter": False, "use_mem_rope": False},
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "changes"), VARIANTS.values(), ids=VARIANTS)
-@pytest.mark.parametrize("dtype", [torch.float64], indirect=True, ids=["float64"])
-def test_variants_of_a_family_are_exact(family: str, changes: dict[str, Any], dtype: torch.dtype) -> None:
-    if (family, changes) == VARIANTS["recurrent_gemma-no-attention"] and OLD:
-        pytest.skip(f"transformers {transformers.__version__} cannot run RecurrentGemma without attention itself")
-    rng = random.Random(7)
-    model = family_model(family, dtype, **changes)
-    lm = grafted(model)
-    state, texts = advanced(lm, rng, [10, 2])
-    tree = random_tree(rng, [12, 7])
-    assert tree_error(model, texts, tree, lm.verify(state, tree)) < TOLERANCE[dtype]
-
-
-def test_a_decay_of_zero_forgets_what_was_before_and_leaves_no_nan() -> None:
-    rng, model = random.Random(0), family_model("recurrent_gemma")
-    for name, parameter in model.named_parameters():
-        if name.endswith("recurrent_param"):
-            torch.nn.init.constant_(parameter, 200.0)  # exp(-8 * 200 * gate) is no float32 above 0
-    lm, texts = grafted(model), random_texts(rng, [7, 4])
-    state = lm.new_state(2, 64, 16)
-    lm.prefill(state, *right_padded(texts))
-    check_steps(model, lm, state, texts, (rng, [9, 5]), FLOAT32)
-
-
-def test_a_module_may_stand_in_several_layers() -> None:
-    rng = random.Random(11)
-    model = family_model("zamba")
-    layers = model.model.layers
-    layers[3].shared_transf = layers[1].shared_transf  # transformers makes two modules and ties their weights
-    lm = grafted(model)
-    state, texts = advanced(lm, rng, [10, 2])
-    tree = random_tree(rng, [12, 7])
-    assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
-
-
-@pytest.mark.parametrize("family", matrix())
-def test_what_layers_need_of_a_tree_is_derived_once_a_step(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = random.Random(12)
-    lm = grafted(family_model(family))
-    state, _ = advanced(lm, rng, [10, 2])
-    counted = {name: Mock(wraps=getattr(topology, name)) for name in ("conv_rows", "jump_rows")}
-    for name, mock in counted.items():
-        monkeypatch.setattr(topology, name, mock)
-    lm.verify(state, random_tree(rng, [12, 7]))
-    assert max(mock.call_count for mock in counted.values()) <= 1
-
-
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "mistral", "qwen2"])
-def test_control_without_its_sliding_window_a_family_is_another_model(family: str) -> None:
-    rng = random.Random(8)
-    lm = grafted(family_model(family))
-    state, texts = advanced(lm, rng, [12])
-    tree = random_tree(rng, [12])
-    wide = family_model(family, sliding_window=64)
-    assert tree_error(wide, texts, tree, lm.verify(state, tree)) > 100 * FLOAT32
-
-
-@pytest.mark.parametrize("family", ["gemma", "llama"])
-def test_a_sliding_window_that_only_the_config_has_hides_nothing(family: str) -> None:
-    rng = random.Random(8)
-    model = family_model(family, sliding_window=5)
-    lm = grafted(model)
-    state, texts = advanced(lm, rng, [12, 9])
-    tree = random_tree(rng, [12, 4])
-    assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
-
-
-def unread(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function fail where it reads the device."""
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        with NoHostReads():
-            return function(*args, **kwargs)
-
-    return watched
-
-
-@pytest.mark.parametrize("family", matrix())
-def test_neither_a_trees_forward_nor_a_commit_reads_the_device(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = random.Random(11)
-    lm = grafted(family_model(family))
-    state, _ = advanced(lm, rng, [6, 9])
-    for owner, name in ((lm, "forward"), (state, "commit")):  # around them a user's trees and paths are looked at
-        monkeypatch.setattr(owner, name, unread(getattr(owner, name)))
-    for _ in range(2):
-        tree = random_tree(rng, [8, 5])
-        lm.verify(state, tree)
-        lm.commit(state, *as_commit([path_to(tree, 0, 7), [0]]))
-
-
-class Sizes(TorchDispatchMode):
-    """Note operators with the sizes of what they return."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[tuple[str, list[list[int]]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        parts = out if isinstance(out, (tuple, list)) else (out,)
-        self.seen.append((str(func), [[*part.shape] for part in parts if isinstance(part, torch.Tensor)]))
-        return out
-
-
-@pytest.mark.parametrize(
-    ("family", "fixed"), [*((family, True) for family in EVERY_ADAPTER), ("gemma3_text", False), ("lfm2", False)]
-)
-def test_steps_of_fixed_shapes_run_the_same_operators_on_the_same_sizes(
-    family: str, fixed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(topology, "waits_always", True)
-    rng = random.Random(13)
-    model = family_model(family)
-    lm, texts = grafted(model), random_texts(rng, [9, 4])
-    lm.defers_commit = fixed
-    state = lm.new_state(2, 24, 6, fixed_shapes=fixed)
-    lm.prefill(state, *right_padded(texts))
-    steps = []
-    for short in ([0], [], [0]):
-        tree = random_tree(rng, [6, 6])
-        paths = [path_to(tree, 0, 4), short]
-        path, lengths = as_commit([*paths, [0] * 6])
-        tree = TokenTree.unchecked(tree.tokens, tree.parents, tree.depths, tree.ancestor_mask)
-        with NoHostReads() if fixed else nullcontext(), Sizes() as sizes:
-            lm.verify(state, tree)
-            lm.commit(state, path[:2], lengths[:2])
-        texts = extended(texts, tree, paths)
-        steps.append(sizes.seen)
-    assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
-    assert [step == steps[0] for step in steps] == [True, fixed, fixed]
-
-
-def test_a_text_beyond_a_fixed_state_loses_rows_and_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "waits_always", True)
-    rng = random.Random(15)
-    model = family_model("llama")
-    lm, texts = grafted(model), random_texts(rng, [9, 4])
-    state = lm.new_state(2, 12, 6, fixed_shapes=True)
-    lm.prefill(state, *right_padded(texts))
-    tree = TokenTree.chain(torch.tensor(random_texts(rng, [6, 6])))
-    paths = [[*range(6)], [0]]
-    lm.verify(state, tree)
-    lm.commit(state, *as_commit(paths))
-    texts = extended(texts, tree, paths)
-    assert (
-        tree_error(model, texts[1:], TokenTree(tree.tokens[1], tree.parents[1]), lm.verify(state, tree)[1:]) < FLOAT32
-    )
-
-
-@pytest.mark.parametrize(
-    ("family", "setting", "value"),
-    [(family, "return_dict", False) for family in ("falcon_mamba", "mamba", "mamba2")]  # transformers runs no other so
-    + [(family, "output_router_logits", True) for family in sorted(ROUTED)],
-)
-def test_what_a_config_asks_to_be_given_changes_nothing(family: str, setting: str, value: bool) -> None:
-    model = family_model(family)
-    lm, text, tree = grafted(model), random_texts(random.Random(0), [7]), random_tree(random.Random(0), [7])
-    setattr(lm.model.config, setting, value)
-    state = lm.new_state(1, 32, 8)
-    lm.prefill(state, torch.tensor(text))
-    assert tree_error(model, text, tree, lm.verify(state, tree)) < FLOAT32

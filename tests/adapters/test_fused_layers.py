@@ -12,109 +12,23 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignore[import-untyped]
+from helpers.fused_launches import FUSED_OPS, count_fused_launches, verified
 from helpers.tiny_family_models import family_model, matrix
 from helpers.tiny_models import (
     TOLERANCE,
-    as_commit,
     fresh_node_logits,
-    random_texts,
     random_tree,
     real_nodes,
     relative_error,
-    right_padded,
     tree_error,
 )
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHAttention
-from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridAttention
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from stree import TokenTree, TreeLM
-from stree.kernels import checks, ops
-from stree.kernels.tiles import MAX_NORM_WIDTH
-from stree.models import patched_model
-from stree.models.fused import fused_layers, probing
-from stree.models.fused.lazy_residual import LazyResidual
+from stree.kernels import ops
+from stree.models.fused import fused_layers
 
-GATED = (
-    "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "mamba2", "nemotron_h", "olmo_hybrid",
-    "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "zamba2",
-)  # fmt: skip
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{family: (family, {}) for family in GATED if family != "falcon_h1"},
-    "falcon_h1-norm-before-gate": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}),
-    "falcon_h1-norm-after-gate": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
-}
-ERROR = {torch.float32: 1e-6, torch.bfloat16: 1e-2}  # of the largest value; bfloat16 modules round in between
-
-
-def gated_norm_of(family: str, changes: dict[str, Any]) -> Any:
-    """Find the first gated norm of a family's tiny model."""
-    modules = family_model(family, **changes).modules()
-    return next(module for module in modules if "RMSNormGated" in type(module).__name__)
-
-
-@pytest.mark.parametrize("dtype", ERROR, ids=str)
-@pytest.mark.parametrize(("family", "changes"), CASES.values(), ids=CASES)
-def test_a_gated_norm_in_one_launch_equals_the_familys_own(
-    family: str, changes: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    norm = gated_norm_of(family, changes).to(dtype)
-    channels, draw = norm.weight.shape[0], torch.Generator().manual_seed(0)
-    x, gate = (torch.randn(6, 2 * channels, generator=draw).to(dtype)[:, :channels] for _ in range(2))
-    monkeypatch.setattr(checks, "has_triton", lambda op, *_: op in checks.TRITON)
-    fused_layers.gated_norm(norm, x, gate)  # what a class computes is found out once, by running a small copy
-    monkeypatch.setattr(type(norm), "forward", refuse)
-    ours = fused_layers.gated_norm(norm, x, gate)
-    monkeypatch.undo()
-    with torch.no_grad():
-        theirs = norm(x[None], gate[None])[0] if "FalconH1" in type(norm).__name__ else norm(x, gate)
-    assert ours.dtype == theirs.dtype
-    assert float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max()) < ERROR[dtype]
-
-
-class WholeRows(torch.nn.Module):
-    """A gated norm as transformers 5.17 has it, which names no groups."""
-
-    def __init__(self, size: int, power: float = 1.0) -> None:
-        super().__init__()
-        self.weight, self.variance_epsilon = torch.nn.Parameter(torch.linspace(0.5, 2, size)), 1e-3
-        self.power = power
-
-    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
-        x = hidden_states * torch.nn.functional.silu(gate) ** self.power
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
-
-
-def test_a_gated_norm_that_names_no_groups_is_known_by_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Squared(WholeRows):
-        """Another function under the same names."""
-
-    x, gate = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(checks, "has_triton", lambda op, *_: op in checks.TRITON)
-    norm, other = WholeRows(16), Squared(16, 2.0)
-    with torch.no_grad():
-        expected, kept = norm(x, gate), other(x, gate)
-        assert torch.equal(fused_layers.gated_norm(other, x, gate), kept)
-        fused_layers.gated_norm(norm, x, gate)
-        monkeypatch.setattr(WholeRows, "forward", refuse)
-        torch.testing.assert_close(fused_layers.gated_norm(norm, x, gate), expected)
-
-
-def refuse(*_: Any, **__: Any) -> Tensor:
-    """Stand for a module's forward that must not run."""
-    raise AssertionError("the module's own forward ran")
-
-
-def test_elsewhere_the_familys_own_module_runs() -> None:
-    norm = gated_norm_of("bamba", {})
-    x, gate = torch.randn(2, 3, norm.weight.shape[0]), torch.randn(2, 3, norm.weight.shape[0])
-    with torch.no_grad():
-        assert torch.equal(fused_layers.gated_norm(norm, x, gate), norm(x, gate))
-
-
-FUSED_OPS = ("rms_norm", "rms_norm_add", "gated_activation", "rotary", "experts")
 WITH_EXPERTS = {
     "bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "minimax", "nemotron_h",
     "qwen3_5_moe_text", "qwen3_next",
@@ -137,40 +51,14 @@ WITHOUT = {
 }
 
 
+def refuse(*_: Any, **__: Any) -> Tensor:
+    """Stand for a module's forward that must not run."""
+    raise AssertionError("the module's own forward ran")
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Let "auto" mean Triton for fused operations; count those that are asked for."""
-    counts: Counter[str] = Counter()
-
-    def counted(name: str) -> Any:
-        real = getattr(ops, name)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return real(*args, **kwargs)
-
-        return run
-
-    for name in FUSED_OPS:
-        monkeypatch.setattr(ops, name, counted(name))
-    for module in (checks, patched_model):
-        monkeypatch.setattr(module, "has_triton", lambda op, *_: op in FUSED_OPS)
-    return counts
-
-
-def verified(model: Any, *, is_fused: bool, seed: int = 0) -> tuple[Tensor, list[list[int]], TokenTree]:
-    """Verify a tree, commit a path and verify another: its logits, the texts before it, and the tree."""
-    rng = random.Random(seed)
-    lm = TreeLM(copy.deepcopy(model))
-    lm.fused_layers = is_fused
-    texts = random_texts(rng, [9, 7])
-    state = lm.new_state(2, 32, 6)
-    lm.prefill(state, *right_padded(texts))
-    first, tree = random_tree(rng, [5, 5]), random_tree(rng, [6, 4], 6)
-    lm.verify(state, first)
-    lm.commit(state, *as_commit([[0], [0]]))
-    texts = [[*text, int(first.tokens[row, 0])] for row, text in enumerate(texts)]
-    return lm.verify(state, tree), texts, tree
+    return count_fused_launches(monkeypatch)
 
 
 @pytest.mark.parametrize("family", matrix())
@@ -322,23 +210,6 @@ def test_a_norm_whose_weights_are_fetched_for_each_call_runs_its_own_forward(lau
     assert "fused_facts" in norm.__dict__ and not launched
 
 
-def test_a_gated_norm_that_was_patched_runs_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "has_triton", lambda *_: True)
-    norm = gated_norm_of("bamba", {})
-    norm.forward = lambda x, gate: x + gate
-    x = torch.ones(2, norm.weight.shape[0])
-    assert torch.equal(fused_layers.gated_norm(norm, x, x), x + x)
-
-
-def test_a_gated_norm_with_a_hook_runs_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "has_triton", lambda *_: True)
-    norm = gated_norm_of("bamba", {})
-    norm.register_forward_hook(lambda _, __, y: 2 * y)
-    x = torch.randn(2, norm.weight.shape[0])
-    with torch.no_grad():
-        assert torch.equal(fused_layers.gated_norm(norm, x, x), 2 * norm.forward(x, x))
-
-
 @pytest.mark.parametrize("family", ["jamba", "llama"])
 def test_trees_run_the_hooks_of_activations(family: str, launched: Counter[str]) -> None:
     model = family_model(family)
@@ -380,173 +251,3 @@ def test_a_hook_of_a_module_that_was_inserted_later_is_given_tensors(launched: C
         layers[0].register_forward_hook(shift)
     assert tree_error(model, [[]], tree, lm.verify(lm.new_state(1, 8, 8), tree)) < TOLERANCE[torch.float32]
     assert launched["rms_norm"] and not launched["rms_norm_add"]
-
-
-class TwiceWeighted(LlamaRMSNorm):  # type: ignore[misc]
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * super().forward(x)  # type: ignore[no-any-return]
-
-
-class Centred(LlamaRMSNorm):  # type: ignore[misc]
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x - x.mean(-1, keepdim=True))  # type: ignore[no-any-return]
-
-
-class Widening(LlamaRMSNorm):  # type: ignore[misc]
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).float()  # type: ignore[no-any-return]
-
-
-class Doubled(LlamaMLP):  # type: ignore[misc]
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("kind", [TwiceWeighted, Centred, Widening, nn.LayerNorm, nn.RMSNorm])
-def test_norms_that_do_something_else_keep_their_own_forward(kind: type) -> None:
-    assert probing.norm_of_rows(kind(8)) is None
-    assert probing.norm_of_rows(LlamaRMSNorm(8)) == probing.Norm("variance_epsilon", 0.0)
-
-
-def test_a_norm_too_wide_for_its_kernel_keeps_its_own_forward() -> None:
-    norms = [LlamaRMSNorm(width) for width in (MAX_NORM_WIDTH, MAX_NORM_WIDTH + 1)]
-    fused_layers.patch_fused_layers(nn.Sequential(*norms))
-    assert ["fused_facts" in norm.__dict__ for norm in norms] == [True, False]
-
-
-def test_feed_forwards_that_do_something_else_keep_their_own_forward() -> None:
-    config = family_model("llama").config
-    assert probing.feed_forward_of(LlamaMLP(config)) is not None
-    assert probing.feed_forward_of(Doubled(config)) is None
-    exact = LlamaMLP(config)
-    exact.act_fn = ACT2FN["gelu"]
-    fused_layers.patch_fused_layers(nn.Sequential(exact))
-    assert "fused_facts" not in exact.__dict__ and probing.activation_of(ACT2FN["gelu"]) is None
-    scaled = next(module for module in family_model("falcon_h1").modules() if hasattr(module, probing.DOWN_FACTOR))
-    assert probing.feed_forward_of(scaled) is not None
-    assert (
-        probing.activation_of(ACT2FN["gelu_pytorch_tanh"]) == "gelu_tanh" and probing.activation_of(nn.SiLU()) == "silu"
-    )
-
-
-class Learned(nn.SiLU):
-    def __init__(self) -> None:
-        super().__init__()
-        self.slope = nn.Parameter(torch.ones(1, device="meta"))  # as on a device that copies on the CPU do not share
-
-
-def test_activations_with_weights_and_other_default_devices_do_not_disturb_patching() -> None:
-    config = family_model("llama").config
-    learned = LlamaMLP(config)
-    learned.act_fn = Learned()
-    assert probing.feed_forward_of(learned) is None and probing.activation_of(Learned()) is None
-    for known in (probing._norms, probing._feed_forwards, probing._experts, probing._rotaries):
-        known.clear()
-    model = family_model("granitemoehybrid")
-    fused_layers.with_fused_rotary.cache_clear()
-    with torch.device("meta"):
-        fused_layers.patch_fused_layers(model)
-        assert fused_layers.with_fused_rotary(LlamaAttention.forward) is not LlamaAttention.forward
-    names = {type(module).__name__ for module in model.modules() if hasattr(module, "fused_facts")}
-    assert names == {"GraniteMoeHybridRMSNorm", "GraniteMoeHybridMLP", "GraniteMoeHybridExperts"}
-
-
-def test_experts_that_do_something_else_keep_their_own_forward(launched: Counter[str]) -> None:
-    (experts,) = (
-        m for m in family_model("qwen3_next").model.layers[0].mlp.modules() if type(m).__name__[-7:] == "Experts"
-    )
-    assert probing.experts_of(experts) == probing.Experts("gate_up_proj", True)
-
-    class Halved(type(experts)):  # type: ignore[misc]
-        def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
-            return super().forward(hidden_states, top_k_index, top_k_weights / 2)
-
-    class Widened(type(experts)):  # type: ignore[misc]
-        def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
-            return super().forward(hidden_states, top_k_index, top_k_weights).float()
-
-    for kind in (Halved, Widened):
-        experts.__class__ = kind
-        assert probing.experts_of(experts) is None
-    experts.__class__ = Halved.__mro__[1]
-    fused_layers.patch_fused_layers(nn.Sequential(experts))
-    experts._is_expert_parallel = True  # only a part of the experts stands here
-    x, index = torch.randn(3, 32), torch.tensor([[0, 1], [2, 3], [1, 2]])
-    with fused_layers.fused_scope(True), torch.no_grad():
-        experts(x, index, torch.ones(3, 2))
-        experts._is_expert_parallel = False
-        experts(x.double(), index, torch.ones(3, 2))  # which their weights are not
-        assert not launched
-        experts(x, index, torch.ones(3, 2))
-    assert launched["experts"] == 1
-
-
-def test_rotations_that_do_something_else_keep_their_own_function() -> None:
-    def in_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        turned = [torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) for x in (q, k)]
-        return q * cos[:, None] + turned[0] * sin[:, None], k * cos[:, None] + turned[1] * sin[:, None]
-
-    assert probing.keeps_rotary_dtype(in_pairs) is None
-    assert fused_layers.with_fused_rotary(NemotronHAttention.forward) is NemotronHAttention.forward
-    own = LlamaAttention.forward
-    assert (
-        fused_layers.with_fused_rotary(own) is not own and fused_layers.with_fused_rotary(own).__code__ == own.__code__
-    )
-
-
-def test_a_fused_forward_and_the_one_that_it_was_made_of_can_both_be_compiled() -> None:
-    names: dict[str, Any] = {"apply_rotary_pos_emb": LlamaAttention.forward.__globals__["apply_rotary_pos_emb"]}
-    exec("def forward(q, k, cos, sin, *, by=2):\n    return apply_rotary_pos_emb(by * q, k, cos, sin)", names)
-    forwards = names["forward"], fused_layers.with_fused_rotary(names["forward"])
-    q, angles, found = torch.randn(1, 2, 3, 8), torch.randn(1, 3, 8), []
-
-    def both() -> None:
-        for forward in forwards:
-            torch._dynamo.graph_break()
-            found.append(forward(q, q, angles, angles)[0])
-
-    torch.compile(both, backend="eager")()
-    assert found[0].equal(found[1]) and found[0].equal(forwards[0](q, q, angles, angles)[0])
-
-
-@pytest.mark.parametrize(("attention", "keeps"), [(LlamaAttention, False), (OlmoHybridAttention, True)])
-def test_angles_that_are_wider_than_queries_widen_them_only_where_the_family_does(
-    attention: Any, keeps: bool, launched: Counter[str]
-) -> None:
-    rotary = fused_layers.with_fused_rotary(attention.forward).__globals__["apply_rotary_pos_emb"]
-    q, angles = torch.ones(1, 2, 3, 8, dtype=torch.bfloat16), torch.ones(1, 3, 8)
-    with fused_layers.fused_scope(True):
-        turned, _ = rotary(q, q, angles, angles)
-    assert (turned.dtype == torch.bfloat16) == keeps and launched["rotary"] == keeps
-
-
-def test_queries_and_angles_of_another_layout_are_rotated_by_the_familys_own_function(launched: Counter[str]) -> None:
-    own = LlamaAttention.forward.__globals__["apply_rotary_pos_emb"]
-    rotary = fused_layers.with_fused_rotary(LlamaAttention.forward).__globals__["apply_rotary_pos_emb"]
-    q, cos, sin = (
-        torch.randn(1, 3, *sizes, generator=torch.Generator().manual_seed(0)) for sizes in ((3, 8), (8,), (8,))
-    )
-    with fused_layers.fused_scope(True):
-        for given, named in (((q, q, cos, sin), {"unsqueeze_dim": 2}), ((q[0], q[0], cos[0], sin[0]), {})):
-            assert torch.equal(rotary(*given, **named)[0], own(*given, **named)[0])
-    assert not launched
-
-
-def test_a_norm_whose_weights_are_wider_than_its_rows_keeps_its_own_forward(launched: Counter[str]) -> None:
-    norm = LlamaRMSNorm(8)
-    fused_layers.patch_fused_layers(nn.Sequential(norm))
-    with fused_layers.fused_scope(True), torch.no_grad():
-        assert norm(torch.ones(1, 8, dtype=torch.bfloat16)).dtype == torch.float32
-    assert not launched
-
-
-def test_only_tensors_of_a_scored_tree_wait(launched: Counter[str]) -> None:
-    x = torch.ones(1, 8)
-    assert fused_layers.as_lazy_residual(x) is x
-    with fused_layers.fused_scope(True):
-        assert (
-            isinstance(fused_layers.as_lazy_residual(x), LazyResidual)
-            and fused_layers.as_lazy_residual("rest") == "rest"
-        )
-        first, rest = fused_layers.as_lazy_residual((x, None))
-        assert isinstance(first, LazyResidual) and rest is None

@@ -27,6 +27,19 @@ EVERY_ADAPTER = (
     "zamba2",
 )
 
+# Families with experts: in bfloat16 a near-tie of the router may go either way and changes a token wholly.
+ROUTED = {
+    "bailing_hybrid",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
+    "lfm2_moe",
+    "minimax",
+    "nemotron_h",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+}
+
 
 def matrix(families: Sequence[str] = FAMILIES) -> list[Any]:
     """Give families as parameters of a test, all but one for each adapter marked slow."""
