@@ -1,4 +1,4 @@
-"""Looks at what a caller hands in; values are read on the host, so the loop calls none of those that read them."""
+"""Checks of models and arguments; some read values on the host, so the decode loop does not call those."""
 
 from __future__ import annotations
 
@@ -8,12 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stree.models.forwards import is_patched
+from stree.models.patching import has_foreign_forward
 from stree.tree import TokenTree
 
-__all__ = ["change_of", "check_mixer", "check_path", "check_rotary", "describe", "is_integer", "places"]
+__all__ = [
+    "check_commit",
+    "check_first",
+    "check_mixer",
+    "check_path",
+    "check_rotary",
+    "describe",
+    "is_integer",
+    "model_change",
+    "weight_places",
+]
 
-CONVOLUTION, UNIT = "conv_1d", "rg_lru"  # of a recurrent block, which calls them; trees take their weights
+CONVOLUTION, UNIT = "conv_1d", "rg_lru"  # of a recurrent block, which calls them, trees use their weights
 GROWING = ("dynamic", "longrope")  # rotary positions whose frequencies depend on the longest text at hand
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -33,7 +43,7 @@ def describe(given: Any) -> str:
 
 
 def check_mixer(path: str, mixer: Any) -> None:
-    """Refuse a stateful module that is quantised, patched, not in memory, or whose activation trees do not know.
+    """Refuse a stateful module that is quantised, patched, not in memory, or whose activation is not supported.
 
     Raises:
         NotImplementedError: it is one of these; the message says which.
@@ -43,12 +53,12 @@ def check_mixer(path: str, mixer: Any) -> None:
         where = f"{path}.{name} ({type(part).__name__})" if name else f"{path} ({kind})"
         if name == CONVOLUTION and type(part).forward is not nn.Conv1d.forward:
             raise NotImplementedError(f"{where} is no plain Conv1d, whose weights trees take; merge an adapter into it")
-        if name in ("", CONVOLUTION, UNIT) and is_patched(part):
+        if name in ("", CONVOLUTION, UNIT) and has_foreign_forward(part):
             raise NotImplementedError(
                 f"{where} has a forward of its own, which trees would not run; "
                 "remove it, or change the layer's output with register_forward_hook"
             )
-        is_dict = isinstance(part, nn.ModuleDict)  # whose parts have names of their own: of parametrized weights
+        is_dict = isinstance(part, nn.ModuleDict)  # of parametrized weights, whose names it cannot know
         if not is_dict and not isinstance(getattr(part, "weight", None), Tensor | None):  # torch's own quantisation
             raise NotImplementedError(f"{where} hides its weights, as quantised ones do; trees need them as they are")
     if any(getattr(module.__dict__.get("_hf_hook"), "offload", False) for module in mixer.modules()):
@@ -63,7 +73,7 @@ def check_mixer(path: str, mixer: Any) -> None:
 
 
 def check_rotary(model: Any) -> None:
-    """Refuse rotary positions by which every key would have to be turned anew as a text grows.
+    """Refuse rotary positions that would rotate every kept key again as a text grows.
 
     Raises:
         NotImplementedError: the model has such.
@@ -78,33 +88,33 @@ def check_rotary(model: Any) -> None:
                 )
 
 
-def places(model: Any) -> str:
+def weight_places(model: Any) -> str:
     """Write the dtypes and devices of a model's weights."""
     return ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in model.parameters()}))
 
 
-def change_of(model: Any, then: str, mixers: Iterable[Any]) -> str | None:
-    """Say what has become of a model since it was grafted, so that trees would be wrong.
+def model_change(model: Any, then: str, mixers: Iterable[Any]) -> str | None:
+    """Describe a change of a model since it was patched that would make trees wrong.
 
     Args:
         model: as it is now.
-        then: its ``places`` when it was grafted.
-        mixers: what was grafted.
+        then: its ``weight_places`` when it was patched.
+        mixers: what was patched.
 
     Returns:
-        None where its weights have their dtypes and devices, and it the same stateful layers.
+        None where weights have the same dtypes and devices, and the stateful layers are the same.
     """
-    now, grafted = places(model), {id(mixer): type(mixer) for mixer in mixers}
+    now, patched = weight_places(model), {id(mixer): type(mixer) for mixer in mixers}
     if now != then:
-        return f"the model was moved since it was grafted: {now}, was {then}"
-    kinds = {*grafted.values()}
-    if grafted.keys() != {id(module) for module in model.modules() if type(module) in kinds}:
-        return "layers of the model were replaced, added or removed since it was grafted"
+        return f"the model was moved since it was patched: {now}, was {then}"
+    kinds = {*patched.values()}
+    if patched.keys() != {id(module) for module in model.modules() if type(module) in kinds}:
+        return "layers of the model were replaced, added or removed since it was patched"
     return None
 
 
 def check_path(tree: TokenTree, path: Tensor, path_lengths: Tensor) -> None:
-    """Look at a user's path: from the root, each node the child of the one before."""
+    """Refuse paths that do not go from the root down, each node the child of the one before."""
     parents, n = tree.parents.tolist(), tree.parents.shape[1]
     for row, (nodes, length) in enumerate(zip(path.tolist(), path_lengths.tolist(), strict=True)):
         if not 0 <= length <= len(nodes):
@@ -120,3 +130,23 @@ def check_path(tree: TokenTree, path: Tensor, path_lengths: Tensor) -> None:
                     f"path of row {row} goes from node {previous} to {node}, whose parent is {parents[row][node]}"
                 )
             previous = node
+
+
+def check_commit(path: Tensor, path_lengths: Tensor, batch: int) -> None:
+    """Refuse paths and lengths of wrong shapes or dtypes."""
+    are_integers = is_integer(path) and is_integer(path_lengths)
+    if not are_integers or path.dim() != 2 or path.shape[0] != batch or path_lengths.shape != (batch,):
+        raise ValueError(
+            f"path must be int32[{batch}, m] and path_lengths int32[{batch}], "
+            f"got {describe(path)} and {describe(path_lengths)}"
+        )
+
+
+def check_first(last: TokenTree | None, tree: TokenTree, first: int) -> None:
+    """Refuse a tree whose nodes below ``first`` are not those of the last verified one."""
+    if last is None or last.tokens.shape[1] < first:
+        known = 0 if last is None else last.tokens.shape[1]
+        raise ValueError(f"first={first} needs {first} verified nodes in the pending tree, got {known}")
+    same = torch.equal(last.tokens[:, :first], tree.tokens[:, :first])
+    if not (same and torch.equal(last.parents[:, :first], tree.parents[:, :first])):
+        raise ValueError(f"nodes below first={first} must be those of the last verified tree, but they differ")

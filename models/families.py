@@ -1,4 +1,4 @@
-"""The families that can be grafted, a row each: which modules keep a state, and how the model wants to be called."""
+"""The supported families, a row each: which modules keep a state, and how the model wants to be called."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from stree.models.attention import graft_attention
 from stree.models.checks import check_mixer, check_rotary
-from stree.models.gated_delta import graft_gated_delta
-from stree.models.lightning import graft_lightning, lightning_cache
-from stree.models.mla import graft_mla
-from stree.models.rg_lru import BlockCache, graft_rg_lru
-from stree.models.selective import graft_selective
-from stree.models.short_conv import graft_short_conv
-from stree.models.ssd import graft_ssd
-from stree.models.state import LayerSpec
+from stree.models.layers.attention import patch_attention
+from stree.models.layers.base import LayerSpec
+from stree.models.layers.delta_rule import patch_delta_rule
+from stree.models.layers.lightning import lightning_cache, patch_lightning
+from stree.models.layers.mamba1 import patch_mamba1
+from stree.models.layers.mamba2 import patch_mamba2
+from stree.models.layers.mla import patch_mla
+from stree.models.layers.rg_lru import BlockCache, patch_rg_lru
+from stree.models.layers.short_conv import patch_short_conv
 
 __all__ = ["FAMILIES", "Family", "config_of_text_model", "family_of", "stateful_modules"]
 
-Graft = Callable[[Any], LayerSpec]
+Patch = Callable[[Any], LayerSpec]
 
-# What attention and state space modules of transformers have; one left without a graft would mistake a tree for a text.
+# What attention and state space modules of transformers have; one left unpatched would take a tree for a text.
 SIGNS = ("is_causal", "A_log")
 
 
@@ -47,16 +47,16 @@ class Family:
     """What differs between families.
 
     Attributes:
-        mixers: adapter of each stateful module class, by class name.
-        stateless: classes of modules that may stand in a layer which has no stateful one.
+        mixers: what patches each stateful module class, by class name.
+        stateless: classes of modules that a layer without a stateful one may hold.
         cache_argument: keyword under which the model takes its cache.
         takes_positions: whether it takes position_ids.
-        pads_exactly: whether its own forward of left-padded prompts is exact where projections make nothing of
-            nothing; if not, prompts of different lengths are run one by one.
+        pads_exactly: whether its own forward of left-padded prompts is exact where projections map zeros to zeros; if
+            not, prompts of different lengths are run one by one.
         new_cache: makes, from the config, the transformers cache that prompts are run with.
     """
 
-    mixers: Mapping[str, Graft]
+    mixers: Mapping[str, Patch]
     stateless: frozenset[str] = frozenset()
     cache_argument: str = "past_key_values"
     takes_positions: bool = True
@@ -66,47 +66,49 @@ class Family:
 
 def _attention_only(name: str) -> Family:
     """Make the row of a family whose layers all hold ``<name>Attention``."""
-    return Family({f"{name}Attention": graft_attention}, new_cache=_whole_cache)
+    return Family({f"{name}Attention": patch_attention}, new_cache=_whole_cache)
 
 
 FAMILIES: dict[str, Family] = {
-    "bailing_hybrid": Family({"BailingHybridDeltaAttention": graft_gated_delta, "BailingHybridAttention": graft_mla}),
-    "bamba": Family({"BambaMixer": graft_ssd, "BambaAttention": graft_attention}),
-    "falcon_h1": Family({"FalconH1Mixer": graft_ssd, "FalconH1Attention": graft_attention}),
-    "falcon_mamba": Family({"FalconMambaMixer": graft_selective}, cache_argument="cache_params", takes_positions=False),
+    "bailing_hybrid": Family({"BailingHybridDeltaAttention": patch_delta_rule, "BailingHybridAttention": patch_mla}),
+    "bamba": Family({"BambaMixer": patch_mamba2, "BambaAttention": patch_attention}),
+    "falcon_h1": Family({"FalconH1Mixer": patch_mamba2, "FalconH1Attention": patch_attention}),
+    "falcon_mamba": Family({"FalconMambaMixer": patch_mamba1}, cache_argument="cache_params", takes_positions=False),
     "gemma": _attention_only("Gemma"),
     "gemma2": _attention_only("Gemma2"),
     "gemma3_text": _attention_only("Gemma3"),
-    "granitemoehybrid": Family({"GraniteMoeHybridMambaLayer": graft_ssd, "GraniteMoeHybridAttention": graft_attention}),
-    "jamba": Family({"JambaMambaMixer": graft_selective, "JambaAttention": graft_attention}),
-    "kimi_linear": Family({"KimiLinearDeltaAttention": graft_gated_delta, "KimiLinearAttention": graft_mla}),
-    "lfm2": Family({"Lfm2ShortConv": graft_short_conv, "Lfm2Attention": graft_attention}),
-    "lfm2_moe": Family({"Lfm2MoeShortConv": graft_short_conv, "Lfm2MoeAttention": graft_attention}),
-    "lfm3": Family({"Lfm3ShortConv": graft_short_conv, "Lfm3Attention": graft_attention}),
+    "granitemoehybrid": Family(
+        {"GraniteMoeHybridMambaLayer": patch_mamba2, "GraniteMoeHybridAttention": patch_attention}
+    ),
+    "jamba": Family({"JambaMambaMixer": patch_mamba1, "JambaAttention": patch_attention}),
+    "kimi_linear": Family({"KimiLinearDeltaAttention": patch_delta_rule, "KimiLinearAttention": patch_mla}),
+    "lfm2": Family({"Lfm2ShortConv": patch_short_conv, "Lfm2Attention": patch_attention}),
+    "lfm2_moe": Family({"Lfm2MoeShortConv": patch_short_conv, "Lfm2MoeAttention": patch_attention}),
+    "lfm3": Family({"Lfm3ShortConv": patch_short_conv, "Lfm3Attention": patch_attention}),
     "llama": _attention_only("Llama"),
-    "mamba": Family({"MambaMixer": graft_selective}, cache_argument="cache_params", takes_positions=False),
-    "mamba2": Family({"Mamba2Mixer": graft_ssd}, cache_argument="cache_params", takes_positions=False),
+    "mamba": Family({"MambaMixer": patch_mamba1}, cache_argument="cache_params", takes_positions=False),
+    "mamba2": Family({"Mamba2Mixer": patch_mamba2}, cache_argument="cache_params", takes_positions=False),
     "minimax": Family(
-        {"MiniMaxLightningAttention": graft_lightning, "MiniMaxAttention": graft_attention}, new_cache=lightning_cache
+        {"MiniMaxLightningAttention": patch_lightning, "MiniMaxAttention": patch_attention}, new_cache=lightning_cache
     ),
     "mistral": _attention_only("Mistral"),
     "nemotron_h": Family(
-        {"NemotronHMamba2Mixer": graft_ssd, "NemotronHAttention": graft_attention},
+        {"NemotronHMamba2Mixer": patch_mamba2, "NemotronHAttention": patch_attention},
         stateless=frozenset({"NemotronHMLP", "NemotronHMoE"}),
     ),
-    "olmo_hybrid": Family({"OlmoHybridGatedDeltaNet": graft_gated_delta, "OlmoHybridAttention": graft_attention}),
+    "olmo_hybrid": Family({"OlmoHybridGatedDeltaNet": patch_delta_rule, "OlmoHybridAttention": patch_attention}),
     "qwen2": _attention_only("Qwen2"),
     "qwen3": _attention_only("Qwen3"),
-    "qwen3_5_moe_text": Family({"Qwen3_5MoeGatedDeltaNet": graft_gated_delta, "Qwen3_5MoeAttention": graft_attention}),
-    "qwen3_5_text": Family({"Qwen3_5GatedDeltaNet": graft_gated_delta, "Qwen3_5Attention": graft_attention}),
-    "qwen3_next": Family({"Qwen3NextGatedDeltaNet": graft_gated_delta, "Qwen3NextAttention": graft_attention}),
+    "qwen3_5_moe_text": Family({"Qwen3_5MoeGatedDeltaNet": patch_delta_rule, "Qwen3_5MoeAttention": patch_attention}),
+    "qwen3_5_text": Family({"Qwen3_5GatedDeltaNet": patch_delta_rule, "Qwen3_5Attention": patch_attention}),
+    "qwen3_next": Family({"Qwen3NextGatedDeltaNet": patch_delta_rule, "Qwen3NextAttention": patch_attention}),
     "recurrent_gemma": Family(
-        {"RecurrentGemmaRecurrentBlock": graft_rg_lru, "RecurrentGemmaAttention": graft_attention},
+        {"RecurrentGemmaRecurrentBlock": patch_rg_lru, "RecurrentGemmaAttention": patch_attention},
         pads_exactly=False,
         new_cache=partial(_dynamic_cache, kind=BlockCache),
     ),
-    "zamba": Family({"ZambaMambaMixer": graft_selective, "ZambaAttention": graft_attention}),
-    "zamba2": Family({"Zamba2MambaMixer": graft_ssd, "Zamba2Attention": graft_attention}),
+    "zamba": Family({"ZambaMambaMixer": patch_mamba1, "ZambaAttention": patch_attention}),
+    "zamba2": Family({"Zamba2MambaMixer": patch_mamba2, "Zamba2Attention": patch_attention}),
 }
 
 
@@ -132,27 +134,27 @@ def family_of(config: Any) -> Family:
     return FAMILIES[model_type]
 
 
-def stateful_modules(model: PreTrainedModel, family: Family) -> list[tuple[int, Any, Graft]]:
+def stateful_modules(model: PreTrainedModel, family: Family) -> list[tuple[int, Any, Patch]]:
     """List layer index, module and adapter of everything in a model that keeps a state.
 
-    A layer may hold several such modules, and one module may stand in several layers, so the index is that of the
+    A layer may hold several such modules, and several layers may share one module, so the index is that of the
     module's path.
 
     Raises:
-        NotImplementedError: a layer holds a module of an unknown kind, or none that is known; or a quantised one; or
-            rotary positions change with the longest text.
+        NotImplementedError: a layer holds a module of an unknown class, or none of a known class; or a quantised one;
+            or rotary positions change with the longest text.
     """
     check_rotary(model)
-    found: list[tuple[int, Any, Graft]] = []
+    found: list[tuple[int, Any, Patch]] = []
     known: set[int] = set()
-    inside = "?"  # start of the paths of the parts of the last module that was known
+    inside = "?"  # path prefix of the parts of the last known module
     for path, module in model.named_modules(remove_duplicate=False):
         kind = type(module).__name__
         layer = next((int(part) for part in path.split(".") if part.isdigit()), None)
         if layer is None:
             continue
         if kind in family.mixers:
-            if not hasattr(module, "layer_idx"):  # RecurrentGemma's blocks are not told where they stand
+            if not hasattr(module, "layer_idx"):  # RecurrentGemma's blocks do not know their index
                 module.layer_idx = layer
             check_mixer(path, module)
             found.append((layer, module, family.mixers[kind]))
@@ -168,6 +170,6 @@ def stateful_modules(model: PreTrainedModel, family: Family) -> list[tuple[int, 
     if len(known) != model.config.num_hidden_layers:
         raise NotImplementedError(
             f"{len(known)} of {model.config.num_hidden_layers} layers of this {model.config.model_type} model have a "
-            f"mixer that can be grafted ({', '.join(family.mixers)})"
+            f"mixer that can be patched ({', '.join(family.mixers)})"
         )
     return found

@@ -1,6 +1,6 @@
 """Loading a checkpoint, local or from the hub: transformers' own formats, and those of mamba-ssm.
 
-It decides what is read and where it goes; grafting is ``TreeLM``'s business.
+It decides what is read and where it goes; ``TreeLM`` patches what was loaded.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _load(name_or_path: str | Path, **arguments: Any) -> Any:
 
 
 def _raw_config(name_or_path: str | Path, trust_remote_code: bool) -> Mapping[str, Any]:
-    """Read config.json as it stands; refuse one that only its own code could read."""
+    """Read config.json unchanged; refuse one that only its own code could read."""
     try:
         raw, _ = PreTrainedConfig.get_config_dict(name_or_path)
     except (OSError, ValueError, TypeError) as error:
@@ -123,7 +123,7 @@ def _native_weights(name_or_path: str | Path) -> Path:
 
 
 def _check_device(device: Any) -> None:
-    """Refuse what is no device, or one that is not there."""
+    """Refuse what is no device, or one that torch does not find."""
     try:
         torch.empty(0, device=device)
         torch.device(device)  # None, too, is refused

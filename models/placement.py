@@ -1,6 +1,6 @@
-"""A model whose layers stand on several devices: every stateful layer is handed a tree's step on its own device.
+"""Models on several devices: every stateful layer gets a tree's step on its own device.
 
-It knows no layer's mathematics.  A model on one device never gets here.
+A model on one device never uses this file.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.models.forwards import OwnForward
+from stree.models.patching import PatchedForward
 from stree.models.state import TreeStep
 
 __all__ = ["keep_on_device", "step_on"]
 
 
 def keep_on_device(mixer: Any, device: torch.device) -> None:
-    """Make a grafted module take a ``TreeStep`` as a copy on its own device."""
-    if mixer.forward.func is not _forward:  # one that stands in several layers comes more than once
-        mixer.forward = OwnForward(_forward, mixer, mixer.forward, device)
+    """Make a patched module take a ``TreeStep`` as a copy on its own device."""
+    if mixer.forward.func is not _forward:  # a module that several layers share comes more than once
+        mixer.forward = PatchedForward(_forward, mixer, mixer.forward, device)
 
 
 def step_on(step: TreeStep, device: torch.device) -> TreeStep:
@@ -50,10 +50,10 @@ def _moved(indices: Any, device: torch.device) -> Any:
     return dataclasses.replace(indices, **moved)
 
 
-def _forward(_: Any, graft: Any, device: torch.device, /, *args: Any, **kwargs: Any) -> Any:
-    """Run the graft's forward with every ``TreeStep`` among the arguments on the module's device."""
+def _forward(_: Any, patched: Any, device: torch.device, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a patched forward with every ``TreeStep`` among the arguments on the module's device."""
     args = tuple(step_on(arg, device) if isinstance(arg, TreeStep) else arg for arg in args)
     for name, value in kwargs.items():
         if isinstance(value, TreeStep):
             kwargs[name] = step_on(value, device)
-    return graft(*args, **kwargs)
+    return patched(*args, **kwargs)

@@ -1,7 +1,7 @@
 """A drafter's head with its least used rows left out (FR-Spec, arXiv 2502.14856; VocabTrim, arXiv 2506.22694).
 
-The law is the softmax over the kept rows and zero elsewhere, at the tokens' own places, so that verification sees the
-law that children were drawn from.
+Draft probabilities are the softmax over the kept rows and zero elsewhere, over the whole vocabulary, so that
+verification sees the distribution that children were drawn from.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["TrimmedLM"]
 class TrimmedLM(TreeLM):
     """A ``TreeLM`` that shares another's model, state and weights, but for a smaller head of its own.
 
-    The rows of that head are taken anew with every prompt, as the whole one's may have been trained meanwhile.
+    The rows of that head are copied again with every prompt, as the whole one may have been trained meanwhile.
 
     Args:
-        lm: the whole model; it stays as it is.
+        lm: the whole model; it is not changed.
         kept: tokens that can be predicted, in any order.
 
     Raises:
@@ -48,7 +48,7 @@ class TrimmedLM(TreeLM):
         if lost:
             raise ValueError(f"a trimmed vocabulary must keep the model's stop tokens, got one without {sorted(lost)}")
         self.__dict__.update(lm.__dict__)
-        self.kept = {}  # what is kept with the whole model is of its own head
+        self.kept = {}  # what is kept with the whole model holds its own head
         self._kept, self._size = rows.sort().values, size
         self._whole, self.model = lm.model, _with_head(lm.model, self._kept)
 
@@ -57,11 +57,11 @@ class TrimmedLM(TreeLM):
         """Number of logits, those of tokens left out included."""
         return self._size
 
-    def _forward(self, input_ids: Tensor, cache: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Put the kept tokens' logits in their places; the others are impossible."""
+    def forward(self, input_ids: Tensor, cache: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Give the logits of kept tokens over the whole vocabulary; the others are -inf."""
         if not isinstance(cache, TreeStep):
             self._take_rows()
-        logits = super()._forward(input_ids, cache, *args, **kwargs)
+        logits = super().forward(input_ids, cache, *args, **kwargs)
         whole = logits.new_full((*logits.shape[:-1], self._size), -torch.inf)
         return whole.index_copy_(-1, self._kept, logits)
 

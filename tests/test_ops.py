@@ -16,7 +16,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
-from host_reads import NoHostReads
+from helpers.host_reads import NoHostReads
 from torch import Tensor
 
 from stree.kernels import checks, ops

@@ -12,7 +12,7 @@ import oracles
 import pytest
 import torch
 import torch.nn.functional as F
-from host_reads import NoHostReads
+from helpers.host_reads import NoHostReads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_keys import Key, launch_keys

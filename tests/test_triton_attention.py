@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import oracles
 import pytest
 import torch
-from host_reads import NoHostReads
+from helpers.host_reads import NoHostReads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_keys import Key, launch_keys

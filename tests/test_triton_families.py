@@ -9,12 +9,12 @@ import random
 
 import pytest
 import torch
-from tiny_family_models import FAMILIES, family_model
-from tiny_models import (
+from helpers.tiny_family_models import FAMILIES, family_model
+from helpers.tiny_models import (
     TOLERANCE,
     as_commit,
     extended,
-    grafted,
+    patched,
     path_to,
     random_texts,
     random_tree,
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from stree import TokenTree
 from stree.kernels import checks, topology
-from stree.models import tree_lm
+from stree.models import patched_model
 
 ATTENTION = {"attention_step", "kv_commit"}
 
@@ -39,7 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         names.add(op)
         return op in checks.TRITON
 
-    for module in (checks, tree_lm):
+    for module in (checks, patched_model):
         monkeypatch.setattr(module, "has_triton", has_triton)
     monkeypatch.setattr(topology, "launches_always", True)
     return names
@@ -48,7 +48,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def assert_exact(model: PreTrainedModel) -> None:
     """Require an exact tree, and after a commit another one, verified in two pieces."""
     rng = random.Random(0)
-    lm, texts = grafted(model), random_texts(rng, [9])
+    lm, texts = patched(model), random_texts(rng, [9])
     state = lm.new_state(1, 32, 8)
     lm.prefill(state, *right_padded(texts))
     tree = random_tree(rng, [5])

@@ -15,9 +15,9 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("launches are counted under Triton's interpreter", allow_module_level=True)
 
-from host_reads import NoHostReads
+from helpers.host_reads import NoHostReads
+from helpers.tiny_models import patched, tiny_model
 from launch_keys import launch_keys
-from tiny_models import grafted, tiny_model
 
 from benchmarks.ahead_of_time import step_counts
 from benchmarks.ahead_of_time.whole_step import as_on_a_gpu
@@ -43,7 +43,7 @@ GROWTHS: dict[str, Growth] = {
 def begun(growth: Growth, prompts: list[list[int]]) -> Any:
     """Begin a run of a draft model."""
     rng = Random(0, torch.arange(len(prompts)), torch.tensor([len(prompt) for prompt in prompts]))
-    drafter = ModelDrafter(grafted(tiny_model("mamba2", seed=1)))
+    drafter = ModelDrafter(patched(tiny_model("mamba2", seed=1)))
     run = drafter.start(drafter.lm.vocab_size, prompts, rng)
     run.reserve(200, growth, 16, begins=True)
     return run

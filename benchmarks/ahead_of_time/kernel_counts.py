@@ -24,7 +24,7 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any import
 
 import torch
-from tiny_family_models import family_model
+from helpers.tiny_family_models import family_model
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -130,7 +130,7 @@ def _places(lm: stree.TreeLM) -> tuple[dict[int, int], dict[int, str]]:
         for name, module in lm.model.named_modules()
         if isinstance(module, nn.ModuleList) and name.endswith("layers") and len(module) == lm.num_layers
     )
-    mixers = {id(mixer) for mixer in lm._mixers.values()}
+    mixers = {id(mixer) for mixer in lm.mixers.values()}
     parts: dict[int, str] = {}
     for module in blocks.modules():
         kind = type(module).__name__
@@ -143,20 +143,20 @@ def _places(lm: stree.TreeLM) -> tuple[dict[int, int], dict[int, str]]:
     return {id(block): index for index, block in enumerate(blocks)}, parts
 
 
-def count(family: str, nodes: int, *, is_lean: bool) -> list[Record]:
+def count(family: str, nodes: int, *, fused_layers: bool) -> list[Record]:
     """Count one step by a tiny model of a family: a record for each kind of layer, for the rest, and for the commit.
 
     Args:
         family: model_type.
         nodes: of the tree, whose nodes have two children each.
-        is_lean: whether layers run fused.
+        fused_layers: whether layers run fused.
 
     Returns:
         Records with launches a layer as ``value`` (the mean over layers of a kind), ``parts`` of it, and ``by_name``.
     """
     with as_on_a_gpu():
         lm = stree.TreeLM(family_model(family, torch.bfloat16))
-        lm.is_lean = is_lean
+        lm.fused_layers = fused_layers
         state = lm.new_state(1, 64, nodes, fixed_shapes=True)
         lm.prefill(state, torch.arange(CONTEXT)[None] % lm.vocab_size)
         parents = [(node - 1) // 2 if node else -1 for node in range(nodes)]
@@ -171,11 +171,11 @@ def count(family: str, nodes: int, *, is_lean: bool) -> list[Record]:
         with Counts(lm).watching() as commit:
             lm.commit(state, path, lengths)
     kinds = layer_kinds(lm)
-    found = [_record(family, nodes, is_lean, kind, kinds, verify) for kind in [*dict.fromkeys(kinds), "outside"]]
-    return [*found, _record(family, nodes, is_lean, "commit", kinds, commit)]
+    found = [_record(family, nodes, fused_layers, kind, kinds, verify) for kind in [*dict.fromkeys(kinds), "outside"]]
+    return [*found, _record(family, nodes, fused_layers, "commit", kinds, commit)]
 
 
-def _record(family: str, nodes: int, is_lean: bool, kind: str, kinds: Sequence[str], counts: Counts) -> Record:
+def _record(family: str, nodes: int, fused_layers: bool, kind: str, kinds: Sequence[str], counts: Counts) -> Record:
     """Sum the launches of all layers of a kind, or of what is outside the layers."""
     inside = [index for index, name in enumerate(kinds) if name == kind]
     layers: list[int | None] = [*inside] or [None]
@@ -188,7 +188,7 @@ def _record(family: str, nodes: int, is_lean: bool, kind: str, kinds: Sequence[s
     each = len(layers)
     return {
         "bench": "kernel_counts",
-        "provider": "after" if is_lean else "before",
+        "provider": "after" if fused_layers else "before",
         "params": {"family": family, "nodes": nodes, "layer": kind, "layers": each},
         "dtype": "bfloat16",
         "metric": "launches",
@@ -244,8 +244,8 @@ def main() -> None:
     env = environment()
     records: list[Record] = []
     for family in options.families:
-        for is_lean in (False, True):
-            records += ({**record, "env": env} for record in count(family, options.nodes, is_lean=is_lean))
+        for fused_layers in (False, True):
+            records += ({**record, "env": env} for record in count(family, options.nodes, fused_layers=fused_layers))
     if options.out:
         write(options.out, records)
     print(table(["family", "layers", "launches a layer before", "after"], rows(records)))

@@ -20,7 +20,7 @@ from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any import
 
-from tiny_models import tiny_model
+from helpers.tiny_models import tiny_model
 from triton.runtime.interpreter import InterpretedFunction
 
 import stree.decode.step
@@ -80,7 +80,7 @@ def count(nodes: int, depth: int, temperature: float) -> Record:
         places = Places()
         counts = StepCounts(target, places)
         for owner, name, part in (
-            (target, "_forward", FORWARDS[1]), (draft, "_forward", FORWARDS[0]), (run, "propose", "growth"),
+            (target, "forward", FORWARDS[1]), (draft, "forward", FORWARDS[0]), (run, "propose", "growth"),
             (target, "verify", "verify"), (loop, "accept", "accept"), (target, "commit", "commit"),
             (program, "_emit", "emit"), (run, "observe", "observe"),
         ):  # fmt: skip

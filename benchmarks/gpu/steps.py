@@ -177,9 +177,9 @@ def _records(lm: stree.TreeLM, config: PreTrainedConfig, batch: int, context: in
                 state = state_for(lm, batch, context)
             step = step_of(lm, state, n, context)
             record |= {"state_dtype": "float32", "state_bytes": state.num_bytes, "bytes": _bytes(lm, batch, context, n)}
-            lm.is_lean = provider != "graph, not lean"
+            lm.fused_layers = provider != "graph, not lean"
             found = _tried(_eager, step) if provider == "eager" else _graph(step)
-            lm.is_lean = True
+            lm.fused_layers = True
             yield record | {"provider": provider} | found
     del state, step
     yield {"params": {"n": 1}, "provider": "transformers"} | _tried(lambda: _eager(_one_token(lm, batch)))
@@ -223,7 +223,7 @@ def state_for(lm: stree.TreeLM, batch: int, context: int) -> Any:
     lm.prefill(state, torch.randint(lm.vocab_size, (batch, 4)).to(lm.device))
     generator = torch.Generator(lm.device).manual_seed(0)  # not the device's own, as above
     for stack in state.stacks.values():
-        for _, tensor in stack._tensors():
+        for _, tensor in stack.tensors():
             if tensor.shape[2:3] and not bool(tensor.any()):
                 tensor.normal_(std=0.02, generator=generator)
     return state

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.tiny_models import fresh_logits, patched, tiny_model
 from scipy import stats
-from tiny_models import fresh_logits, grafted, tiny_model
 from torch import Tensor
 
 import stree
@@ -91,7 +91,7 @@ def models() -> tuple[TreeLM, TreeLM]:
     sizes: dict[str, Any] = {"num_heads": 4, "head_dim": 8, "state_size": 8, "n_groups": 1}
     layers: dict[str, Any] = {"num_hidden_layers": 1, "chunk_size": 2}
     drafter = tiny_model("mamba2", seed=1, vocab_size=VOCAB, hidden_size=16, **sizes, **layers)
-    return grafted(target_model()), TreeLM(drafter)
+    return patched(target_model()), TreeLM(drafter)
 
 
 @cache

@@ -21,8 +21,8 @@ from stree.decode.timing import StepClock
 from stree.drafters import Drafter, ModelDrafter, SuffixDrafter
 from stree.generation import generate
 from stree.growth import Growth
-from stree.models.memory import measure_memory, modules_by_kind, weight_bytes
 from stree.models.state import TreeStep
+from stree.models.state_size import measure_state, modules_by_kind, weight_bytes
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
@@ -166,12 +166,12 @@ def _steps_ms(run: Callable[[int], dict[str, Any]], tokens: int) -> tuple[float,
 def _without_forwards(models: Sequence[TreeLM]) -> Iterator[None]:
     """Replace the forward of models over trees by logits computed once; prompts are still run."""
     for lm in models:
-        lm._forward = partial(_answer, lm._forward, {})  # type: ignore[method-assign]
+        lm.forward = partial(_answer, lm.forward, {})  # type: ignore[method-assign]
     try:
         yield
     finally:
         for lm in models:
-            del lm._forward
+            del lm.forward
 
 
 def _answer(
@@ -204,7 +204,7 @@ def bytes_moved(lm: TreeLM, *, batch: int, length: float, nodes: float) -> dict[
     Returns:
         Bytes by what they are.
     """
-    memory = measure_memory(lm)
+    memory = measure_state(lm)
     return {
         "weights": weight_bytes(lm),
         "states, read and written": 2 * batch * (memory.state + memory.window),

@@ -42,7 +42,7 @@ def describe_model(config: Any, dtype: Any, *, trust_remote_code: bool = False) 
     from stree.decode.memory import state_bytes
     from stree.decode.step_cache import MOST_PROGRAMS
     from stree.models.families import config_of_text_model, family_of
-    from stree.models.memory import empty_model, measure_memory
+    from stree.models.state_size import empty_model, measure_state
     from stree.models.tree_lm import TreeLM
 
     config = config_of_text_model(config)
@@ -60,7 +60,7 @@ def describe_model(config: Any, dtype: Any, *, trust_remote_code: bool = False) 
         lm = TreeLM(empty_model(config, dtype, trust_remote_code=trust_remote_code))
     except NotImplementedError as error:
         return {**report, "is_supported": False, "reason": str(error)}
-    memory = measure_memory(lm)
+    memory = measure_state(lm)
     return {
         **report,
         "is_supported": True,

@@ -6,7 +6,7 @@ import psutil
 import torch
 
 from stree.drafters import Drafter, HasModel
-from stree.models.memory import Memory, measure_memory
+from stree.models.state_size import StateSize, measure_state
 from stree.models.tree_lm import TreeLM
 
 __all__ = ["arithmetic", "check_room", "free_bytes", "has_room", "state_bytes"]
@@ -69,8 +69,8 @@ def _models(lm: TreeLM, drafter: Drafter, nodes: int) -> list[TreeLM]:
 def _terms(lm: TreeLM, length: int, nodes: int) -> list[tuple[str, int, int]]:
     """List what a text keeps: names, bytes of one and their number."""
     if "memory" not in lm.kept:
-        lm.kept["memory"] = measure_memory(lm)
-    memory: Memory = lm.kept["memory"]
+        lm.kept["memory"] = measure_state(lm)
+    memory: StateSize = lm.kept["memory"]
     return [
         ("state", memory.state + memory.window, 1),
         ("tokens", memory.kv_per_token, length),

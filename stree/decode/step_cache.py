@@ -91,7 +91,7 @@ def layout_of(lm: TreeLM) -> Hashable:
     modules = [*lm.model.modules()]
     configs = {id(config): config for module in modules if hasattr(config := vars(module).get("config"), "__dict__")}
     told = (setting for part in (*modules, *configs.values()) for setting in _settings(part))
-    return lm.is_lazy, lm.is_lean, *map(_place, (*lm.model.parameters(), *lm.model.buffers())), *told
+    return lm.defers_commit, lm.fused_layers, *map(_place, (*lm.model.parameters(), *lm.model.buffers())), *told
 
 
 def _settings(module: Any) -> Iterator[Any]:

@@ -136,7 +136,7 @@ def check_arguments(
     Raises:
         TypeError: an object or a number of another kind.
         ValueError: a number out of its range, another name, models of two vocabularies or on two devices, or a model
-            that was moved since it was grafted.
+            that was moved since it was patched.
         RuntimeError: a model in training mode, or one that would run under autocast.
         NotImplementedError: a larger tree than kernels take.
     """

@@ -38,7 +38,7 @@ class ModelDrafter:
             head is faster, and what is left out is never drafted.
 
     Raises:
-        TypeError: a model that is not grafted.
+        TypeError: a model that is not patched.
         ValueError: tokens that are none of the vocabulary's, or that leave out a stop token.
     """
 

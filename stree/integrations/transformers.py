@@ -65,7 +65,7 @@ def custom_generate(
         stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)]
 
     Args:
-        model: a model of a supported family; grafted at the first call, its plain ``generate`` stays as it was.
+        model: a model of a supported family; patched at the first call, its plain ``generate`` stays as it was.
         input_ids: int64[batch, length], left-padded where ``attention_mask`` says so.
         logits_processor: prepared by transformers, those of sampling included.
         stopping_criteria: prepared by transformers.

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from helpers.cuda_graph_tape import TapeRecorder
+from helpers.tiny_models import patched, tiny_model
 from rich.console import Console
-from tiny_models import grafted, tiny_model
 
 import stree
 from stree.bench.profile import Shape, bytes_moved, profile, profile_tables
@@ -27,8 +27,8 @@ SHAPE = Shape(growth=Chain(2), budget=3, batch=2, context=8, new_tokens=8, tempe
 
 
 def pair(*, drafts: bool = True) -> Any:
-    drafter = grafted(tiny_model("mamba2", seed=1)) if drafts else None
-    return SimpleNamespace(target=grafted(tiny_model("bamba")), drafter=drafter)
+    drafter = patched(tiny_model("mamba2", seed=1)) if drafts else None
+    return SimpleNamespace(target=patched(tiny_model("bamba")), drafter=drafter)
 
 
 def text_of(record: dict[str, Any]) -> str:

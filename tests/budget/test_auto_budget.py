@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import grafted, random_texts, tiny_model
+from helpers.tiny_models import patched, random_texts, tiny_model
 from torch import Tensor
 
 import stree
@@ -50,16 +50,16 @@ PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 3, 9, 3, 9], [1, 2, 4, 1, 2, 4, 1
 
 @cache
 def target() -> stree.TreeLM:
-    return grafted(tiny_model("bamba"))
+    return patched(tiny_model("bamba"))
 
 
 def useless() -> stree.TreeLM:
-    return grafted(tiny_model("mamba2", seed=1))
+    return patched(tiny_model("mamba2", seed=1))
 
 
 @cache
 def same() -> stree.TreeLM:
-    return grafted(tiny_model("bamba"))
+    return patched(tiny_model("bamba"))
 
 
 def plain_texts(**options: Any) -> list[list[int]]:
@@ -180,15 +180,15 @@ def test_growths_of_the_user_s_own(cheap_trees: None) -> None:
 def sizes(monkeypatch: pytest.MonkeyPatch, drafts: stree.TreeLM, call_s: float, node_s: float) -> stree.Generation:
     """Sample 100 tokens; a call of the target takes a second and so much a node, one of the draft model ``call_s``."""
     clock, prompts = Clock(monkeypatch, 1e-4), random_texts(random.Random(0), [9])
-    lm, drafter = clock.slow(grafted(tiny_model("bamba")), 1.0, node_s), ModelDrafter(clock.slow(drafts, call_s))
+    lm, drafter = clock.slow(patched(tiny_model("bamba")), 1.0, node_s), ModelDrafter(clock.slow(drafts, call_s))
     options: dict[str, Any] = {"sampling": Sampling(0.5), "max_new_tokens": 100}
     return stree.generate(lm, prompts, drafter, DySpec(depth=4), "auto", **options)
 
 
 def test_trees_are_drafted_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    cheap = sizes(monkeypatch, grafted(tiny_model("bamba")), 0.05, 0.005)
-    dear_calls = sizes(monkeypatch, grafted(tiny_model("bamba")), 5.0, 0.005)
-    dear_nodes = sizes(monkeypatch, grafted(tiny_model("bamba")), 0.05, 1.0)
+    cheap = sizes(monkeypatch, patched(tiny_model("bamba")), 0.05, 0.005)
+    dear_calls = sizes(monkeypatch, patched(tiny_model("bamba")), 5.0, 0.005)
+    dear_nodes = sizes(monkeypatch, patched(tiny_model("bamba")), 0.05, 1.0)
     wrong = sizes(monkeypatch, useless(), 0.5, 0.05)
     assert cheap.stats["tau"] > 2 and cheap.stats["nodes_per_step"] > 6
     assert dear_calls.stats["nodes_per_step"] < 1.2 and wrong.stats["nodes_per_step"] < 3
@@ -197,7 +197,7 @@ def test_trees_are_drafted_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_seed_names_a_text_whatever_the_clock_says_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, lm, drafter = Clock(monkeypatch), grafted(tiny_model("bamba")), ModelDrafter(useless())
+    clock, lm, drafter = Clock(monkeypatch), patched(tiny_model("bamba")), ModelDrafter(useless())
 
     def text(prompts: list[list[int]] = PROMPTS) -> tuple[list[list[int]], int, float]:
         options: dict[str, Any] = {"sampling": Sampling(1.0), "max_new_tokens": 30, "seed": 5}
@@ -230,7 +230,7 @@ def test_each_text_begins_anew(cheap_trees: None) -> None:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[stree.TreeLM, Callable[..., int]]]:
     """Give a target, and what counts how many more calls of it a text takes than it has steps."""
-    lm, calls = grafted(tiny_model("bamba")), [0]
+    lm, calls = patched(tiny_model("bamba")), [0]
     verify = lm.verify
 
     def counting(*given: Any, **named: Any) -> Tensor:
@@ -269,7 +269,7 @@ def test_plain_decoding_and_a_number_measure_nothing(counted: tuple[stree.TreeLM
 
 
 def test_what_was_measured_is_kept_as_long_as_the_target(cheap_trees: None) -> None:
-    lm, drafter = grafted(tiny_model("bamba")), ModelDrafter(useless())
+    lm, drafter = patched(tiny_model("bamba")), ModelDrafter(useless())
     stree.generate(lm, PROMPTS, drafter, budget="auto", max_new_tokens=4)
     kept = weakref.ref(lm), weakref.ref(drafter.lm)
     del lm, drafter
@@ -284,7 +284,7 @@ def test_measuring_touches_no_random_numbers_and_no_processor(cheap_trees: None)
         texts.append(text[0].tolist())
         return logits
 
-    lm, drafter = grafted(tiny_model("bamba")), ModelDrafter(useless())
+    lm, drafter = patched(tiny_model("bamba")), ModelDrafter(useless())
     state = torch.get_rng_state()
     options: dict[str, Any] = {"sampling": Sampling(1.0), "verifier": "match", "max_new_tokens": 8, "seed": 3}
     options["logits_processor"] = processor
@@ -296,7 +296,7 @@ def test_measuring_touches_no_random_numbers_and_no_processor(cheap_trees: None)
 
 @pytest.mark.parametrize("problem", [RuntimeError("no room"), KeyboardInterrupt()])
 def test_measuring_that_fails_costs_no_text(problem: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    lm, verify, problems = grafted(tiny_model("bamba")), stree.TreeLM.verify, [problem]
+    lm, verify, problems = patched(tiny_model("bamba")), stree.TreeLM.verify, [problem]
 
     def failing_once(*given: Any, **named: Any) -> Tensor:
         if problems:
@@ -314,7 +314,7 @@ def test_measuring_that_fails_costs_no_text(problem: BaseException, monkeypatch:
 
 
 def test_a_target_of_few_positions_is_measured_in_pieces(cheap_trees: None) -> None:
-    lm = grafted(tiny_model("llama", max_position_embeddings=24))
+    lm = patched(tiny_model("llama", max_position_embeddings=24))
     options: dict[str, Any] = {"budget": "auto", "max_new_tokens": 12}
     found = stree.generate(lm, PROMPTS[:1], ModelDrafter(useless()), **options)
     assert found.sequences == stree.generate(lm, PROMPTS[:1], budget=1, max_new_tokens=12).sequences

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_family_models import FAMILIES, family_model
+from helpers.tiny_family_models import FAMILIES, family_model
 from transformers import GPT2Config, RecurrentGemmaConfig
 
 import stree

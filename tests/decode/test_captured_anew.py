@@ -12,8 +12,8 @@ import pytest
 import torch
 from helpers.captured import TEXTS, captured, generate, launched, near_drafter
 from helpers.cuda_graph_tape import Tape
-from tiny_family_models import family_model
-from tiny_models import grafted, tiny_model
+from helpers.tiny_family_models import family_model
+from helpers.tiny_models import patched, tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -53,7 +53,7 @@ def test_weights_that_move_or_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert moved.sequences == expected and not is_replayed(moved)
     other = tiny_model("bamba", seed=7)
     lm.model.load_state_dict(other.state_dict(), assign=True)
-    assert generate(lm, None, budget=8).sequences == generate(grafted(other), None, budget=8).sequences
+    assert generate(lm, None, budget=8).sequences == generate(patched(other), None, budget=8).sequences
 
 
 def test_buffers_that_move(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,11 +90,11 @@ def test_a_setting_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.sequences == generate(eager, None, **options).sequences != before
 
 
-@pytest.mark.parametrize("option", ["is_lazy", "is_lean"])
+@pytest.mark.parametrize("option", ["defers_commit", "fused_layers"])
 def test_a_switch_of_the_target(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = captured(monkeypatch)
     expected = generate(lm, None, budget=8).sequences
-    setattr(lm, option, option != "is_lean")
+    setattr(lm, option, option != "fused_layers")
     found = [generate(lm, None, budget=8) for _ in range(2)]
     assert [one.sequences for one in found] == [expected] * 2
     assert [is_replayed(one) for one in found] == [False, True]
@@ -164,11 +164,11 @@ def test_memory_that_runs_out_leaves_a_usable_target(monkeypatch: pytest.MonkeyP
         )
 
 
-@pytest.mark.parametrize("is_lazy", [False, True])
-def test_a_capture_that_fails_half_way(monkeypatch: pytest.MonkeyPatch, is_lazy: bool) -> None:
+@pytest.mark.parametrize("defers_commit", [False, True])
+def test_a_capture_that_fails_half_way(monkeypatch: pytest.MonkeyPatch, defers_commit: bool) -> None:
     expected = generate(launched(), near_drafter(), growth=Calibrated(3), budget=8).sequences
     lm = captured(monkeypatch)
-    lm.is_lazy = is_lazy
+    lm.defers_commit = defers_commit
     commit = type(lm).commit
 
     def failing(self: Any, *operands: Any) -> None:

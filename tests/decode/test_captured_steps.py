@@ -17,8 +17,8 @@ import torch
 from helpers.captured import TEXTS, captured, generate, launched, near_drafter
 from helpers.cuda_graph_tape import TapeError, TapeRecorder
 from helpers.step_growths import GROWTHS
-from tiny_family_models import FAMILIES, family_model
-from tiny_models import random_texts
+from helpers.tiny_family_models import FAMILIES, family_model
+from helpers.tiny_models import random_texts
 from torch import Tensor
 
 import stree
@@ -149,7 +149,7 @@ def test_a_host_that_hears_of_a_step_while_the_next_one_runs(name: str, monkeypa
 def test_a_path_that_is_not_yet_committed_when_a_text_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [generate(launched(), near_drafter(), texts=[text], budget=4).sequences for text in TEXTS]
     lm = captured(monkeypatch)
-    lm.is_lazy = True
+    lm.defers_commit = True
     assert [generate(lm, near_drafter(), texts=[text], budget=4).sequences for text in TEXTS] == expected
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.enumeration import TableLaw, TableLM
-from tiny_models import VOCAB, grafted, tiny_model
+from helpers.tiny_models import VOCAB, patched, tiny_model
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
@@ -47,12 +47,12 @@ def target_model() -> PreTrainedModel:
 
 @cache
 def lm() -> TreeLM:
-    return grafted(target_model())
+    return patched(target_model())
 
 
 @cache
 def draft_lm(name: str) -> TreeLM:
-    return grafted(target_model()) if name == "self" else grafted(tiny_model(name))
+    return patched(target_model()) if name == "self" else patched(tiny_model(name))
 
 
 @cache
@@ -108,9 +108,9 @@ def test_greedy_text_is_that_of_transformers_for_other_targets(family: str) -> N
     model = tiny_model(family)
     expected = [transformers_text(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
     drafter = ModelDrafter(draft_lm("llama" if family == "mamba2" else "mamba2"))
-    assert stree.generate(grafted(model), PROMPTS, drafter, budget=8, max_new_tokens=NEW_TOKENS).sequences == expected
-    drafter = ModelDrafter(grafted(model))
-    assert stree.generate(grafted(model), PROMPTS, drafter, budget=8, max_new_tokens=NEW_TOKENS).sequences == expected
+    assert stree.generate(patched(model), PROMPTS, drafter, budget=8, max_new_tokens=NEW_TOKENS).sequences == expected
+    drafter = ModelDrafter(patched(model))
+    assert stree.generate(patched(model), PROMPTS, drafter, budget=8, max_new_tokens=NEW_TOKENS).sequences == expected
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(0.8, top_k=20, top_p=0.9)], ids=["T0.8", "top-k-top-p"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import VOCAB, grafted, tiny_model
+from helpers.tiny_models import VOCAB, patched, tiny_model
 from torch import Tensor
 
 import stree
@@ -20,12 +20,12 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3, 4, 2]]
 
 @cache
 def lm() -> TreeLM:
-    return grafted(tiny_model("bamba"))
+    return patched(tiny_model("bamba"))
 
 
 @cache
 def drafter() -> ModelDrafter:
-    return ModelDrafter(grafted(tiny_model("mamba2")))
+    return ModelDrafter(patched(tiny_model("mamba2")))
 
 
 class Listener:
@@ -40,26 +40,26 @@ class Listener:
 
 @cache
 def small_lm() -> TreeLM:
-    return grafted(tiny_model("mamba2", vocab_size=64))
+    return patched(tiny_model("mamba2", vocab_size=64))
 
 
 @cache
 def training_lm() -> TreeLM:
-    lm = grafted(tiny_model("bamba"))
+    lm = patched(tiny_model("bamba"))
     lm.model.train()
     return lm
 
 
 @cache
 def chunkless_lm() -> TreeLM:
-    lm = grafted(tiny_model("bamba"))
+    lm = patched(tiny_model("bamba"))
     lm.chunk_size = 0
     return lm
 
 
 @cache
 def moved_lm() -> TreeLM:
-    lm = grafted(tiny_model("bamba"))
+    lm = patched(tiny_model("bamba"))
     lm.model.double()
     return lm
 
@@ -115,7 +115,7 @@ def moved_lm() -> TreeLM:
         ({"drafter": ModelDrafter(training_lm())}, RuntimeError, "the model is in training mode"),
         ({"lm": training_lm()}, RuntimeError, "the model is in training mode"),
         ({"lm": chunkless_lm()}, ValueError, "chunk_size must be at least 1, got 0"),
-        ({"lm": moved_lm()}, ValueError, "the model was moved since it was grafted"),
+        ({"lm": moved_lm()}, ValueError, "the model was moved since it was patched"),
         ({"growth": Chain(4), "budget": 4}, ValueError, r"a tree of 5 nodes \(root included\) exceeds the budget of 4"),
     ],
     ids=[
@@ -172,12 +172,12 @@ def test_a_bad_argument_is_refused_before_anything_runs(
     monkeypatch.setattr(TreeLM, "new_state", untouched)
     with pytest.raises(error, match=message):
         stree.generate(
-            **{"lm": lm(), "prompts": PROMPTS[:1], "drafter": ModelDrafter(grafted(tiny_model("mamba2"))), **arguments}
+            **{"lm": lm(), "prompts": PROMPTS[:1], "drafter": ModelDrafter(patched(tiny_model("mamba2"))), **arguments}
         )
     assert not caplog.records
 
 
-def test_a_model_that_is_not_grafted_is_refused() -> None:
+def test_a_model_that_is_not_patched_is_refused() -> None:
     with pytest.raises(TypeError, match=r"lm must be an object such as stree.TreeLM\(model\), got Mamba2"):
         stree.generate(tiny_model("mamba2"), PROMPTS)
 
@@ -190,7 +190,7 @@ def test_what_memory_cannot_hold_is_refused_with_the_sum() -> None:
 
 
 def test_a_text_longer_than_the_model_s_positions_is_refused() -> None:
-    model = grafted(tiny_model("llama", max_position_embeddings=20))
+    model = patched(tiny_model("llama", max_position_embeddings=20))
     with pytest.raises(ValueError, match="prompt 1 of 7 tokens plus 14 new ones exceeds max_length 20"):
         stree.generate(model, [[1], [1, 2, 3, 4, 5, 6, 7]], max_new_tokens=14)
     out = stree.generate(model, [[1], [1, 2, 3, 4, 5, 6, 7]], max_new_tokens=13)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.step_growths import GROWTHS
-from tiny_models import random_texts, tiny_model
+from helpers.tiny_models import random_texts, tiny_model
 
 import stree
 from stree.drafters import Drafter, ModelDrafter, NoDrafter, SuffixDrafter

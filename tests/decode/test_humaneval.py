@@ -41,7 +41,7 @@ BUNDLED_WAYS += ["self-layers"] if IS_FULL else []
 
 @cache
 def bundled() -> tuple[Any, TreeLM, TreeLM, list[list[int]], list[list[int]]]:
-    """Load the pair: an ungrafted target, both as TreeLM, prompts and transformers' own texts."""
+    """Load the pair: an unpatched target, both as TreeLM, prompts and transformers' own texts."""
     if not HUMANEVAL.is_file():
         pytest.skip("the HumanEval prompts are not there: shared/data/humaneval beside the repository")
     tokenizer = Tokenizer.from_file(str(ASSETS / "target" / "tokenizer.json"))

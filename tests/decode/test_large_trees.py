@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from tiny_models import grafted, random_texts, tiny_model
+from helpers.tiny_models import patched, random_texts, tiny_model
 from torch import Tensor
 
 import stree
@@ -32,8 +32,8 @@ def test_a_large_tree_of_fixed_shapes_fits_the_kernels(
         return verify(self, state, tree, first)
 
     monkeypatch.setattr(stree.TreeLM, "verify", watched)
-    lm, sampling = grafted(tiny_model("bamba")), Sampling(temperature)
-    drafter = ModelDrafter(grafted(tiny_model("mamba2", seed=1)))
+    lm, sampling = patched(tiny_model("bamba")), Sampling(temperature)
+    drafter = ModelDrafter(patched(tiny_model("mamba2", seed=1)))
     found = stree.generate(lm, TEXTS, drafter, growth, 64, sampling=sampling, max_new_tokens=4, verifier="match")
     assert 64 in sizes and max(sizes) <= tiles.MAX_NODES
     monkeypatch.setattr(topology, "waits_always", False)

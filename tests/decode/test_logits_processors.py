@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import (
+from helpers.tiny_models import (
     VOCAB,
     as_commit,
     extended,
-    grafted,
+    patched,
     path_to,
     random_path,
     random_texts,
@@ -40,7 +40,7 @@ def add_text(input_ids: Tensor, logits: Tensor) -> Tensor:
 @pytest.mark.parametrize("is_target", [True, False], ids=["target", "draft"])
 def test_every_node_is_processed_with_the_text_that_ends_in_it(is_target: bool) -> None:
     rng, sizes = random.Random(3), [11, 7]
-    plain = grafted(tiny_model("mamba2"))
+    plain = patched(tiny_model("mamba2"))
     lm = processed(plain, EachNode(add_text), is_target=is_target)
     texts = random_texts(rng, [5, 9])
     states = [model.new_state(2, 64, 12) for model in (plain, lm)]
@@ -73,7 +73,7 @@ def test_a_processor_is_not_asked_about_a_text_that_it_has_ruled_out() -> None:
         asked.append(input_ids[0].tolist())
         return logits.masked_fill(torch.arange(VOCAB) % 2 == 1, -torch.inf)
 
-    lm = processed(grafted(tiny_model("mamba2")), EachNode(only_even), is_target=True)
+    lm = processed(patched(tiny_model("mamba2")), EachNode(only_even), is_target=True)
     state = lm.new_state(1, 32, 8)
     lm.prefill(state, torch.tensor([[4, 6]]), torch.tensor([2]))
     lm.verify(
@@ -93,7 +93,7 @@ class LastTokenOnly:
 
 
 def test_a_processor_that_looks_at_no_text_gets_all_nodes_at_once() -> None:
-    plain = grafted(tiny_model("mamba2"))
+    plain = patched(tiny_model("mamba2"))
     lm = processed(plain, LastTokenOnly(), is_target=True)
     tree, prompts = random_tree(random.Random(1), [5, 3], 6), torch.tensor([[1, 2, 3], [4, 5, 6]])
     lengths, states = torch.tensor([3, 3]), [plain.new_state(2), lm.new_state(2)]
@@ -109,9 +109,9 @@ def drop_what_occurred(input_ids: Tensor, logits: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7)], ids=["greedy", "sampled"])
 def test_the_drafter_is_processed_as_the_target_is(sampling: Sampling) -> None:
-    lm = grafted(tiny_model("mamba2"))
+    lm = patched(tiny_model("mamba2"))
     arguments: dict[str, Any] = {"budget": 5, "max_new_tokens": 30, "sampling": sampling}
-    drafter = ModelDrafter(grafted(tiny_model("mamba2")))  # the same model: what it drafts is accepted whole
+    drafter = ModelDrafter(patched(tiny_model("mamba2")))  # the same model: what it drafts is accepted whole
     out = stree.generate(lm, [[5, 6, 7]], drafter, Chain(4), logits_processor=drop_what_occurred, **arguments)
     assert out.stats["tau"] == 5
     assert len(set(out.sequences[0])) == 33
@@ -129,7 +129,7 @@ def test_the_drafter_is_processed_as_the_target_is(sampling: Sampling) -> None:
 
 
 def test_a_processed_text_is_drawn_the_same_way_whatever_the_tree() -> None:
-    lm, drafter = grafted(tiny_model("bamba")), ModelDrafter(grafted(tiny_model("mamba2")))
+    lm, drafter = patched(tiny_model("bamba")), ModelDrafter(patched(tiny_model("mamba2")))
     arguments: dict[str, Any] = {"max_new_tokens": 20, "sampling": Sampling(0.8), "logits_processor": add_bias}
     prompts = [[5, 6, 7], [3, 4, 2, 9, 9]]
     plain = stree.generate(lm, prompts, budget=1, **arguments).sequences
@@ -157,15 +157,15 @@ def test_greedy_text_after_which_no_token_is_left_is_that_of_transformers(drafts
         torch.tensor([[1, 2, 3]]), do_sample=False, max_new_tokens=8, pad_token_id=0, eos_token_id=None,
         logits_processor=LogitsProcessorList([ends_at_six]),
     )  # fmt: skip
-    drafter = SuffixDrafter() if drafts == "suffix" else ModelDrafter(grafted(tiny_model("bamba")))
-    out = stree.generate(grafted(model), [[1, 2, 3]], drafter, budget=8, max_new_tokens=8, logits_processor=ends_at_six)
+    drafter = SuffixDrafter() if drafts == "suffix" else ModelDrafter(patched(tiny_model("bamba")))
+    out = stree.generate(patched(model), [[1, 2, 3]], drafter, budget=8, max_new_tokens=8, logits_processor=ends_at_six)
     assert out.sequences == expected.tolist() and out.sequences[0][-5:] == [0] * 5
 
 
 @pytest.mark.parametrize(("drafts", "verifier"), [("suffix", "auto"), ("model", "auto"), ("model", "rejection")])
 def test_a_sampled_text_after_which_no_token_is_left_is_refused_where_it_is_reached(drafts: str, verifier: str) -> None:
-    lm = grafted(tiny_model("mamba2"))
-    drafter = SuffixDrafter() if drafts == "suffix" else ModelDrafter(grafted(tiny_model("bamba")))
+    lm = patched(tiny_model("mamba2"))
+    drafter = SuffixDrafter() if drafts == "suffix" else ModelDrafter(patched(tiny_model("bamba")))
     options: dict[str, Any] = {"budget": 8, "sampling": Sampling(0.8), "verifier": verifier}
     with pytest.raises(stree.GenerationError, match=r"leaves no token to draw in rows \[0\]") as caught:
         stree.generate(lm, [[1, 2, 3]], drafter, max_new_tokens=8, logits_processor=ends_at_six, **options)
@@ -179,7 +179,7 @@ def test_a_sampled_text_after_which_no_token_is_left_is_refused_where_it_is_reac
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_processor_may_return_another_dtype(dtype: torch.dtype) -> None:
-    lm, drafter = grafted(tiny_model("mamba2")), ModelDrafter(grafted(tiny_model("bamba")))
+    lm, drafter = patched(tiny_model("mamba2")), ModelDrafter(patched(tiny_model("bamba")))
     found, expected = (
         stree.generate(lm, [[1, 2, 3]], drafter, budget=8, max_new_tokens=8, logits_processor=processor).sequences
         for processor in (lambda _, logits: logits.to(dtype), lambda _, logits: logits.to(dtype).float())
@@ -190,7 +190,7 @@ def test_a_processor_may_return_another_dtype(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("drafts", ["none", "suffix", "model", "fused"])
 def test_processed_texts_do_not_depend_on_the_number_of_slots(drafts: str, temperature: float) -> None:
-    lm, model = grafted(tiny_model("mamba2")), ModelDrafter(grafted(tiny_model("bamba")))
+    lm, model = patched(tiny_model("mamba2")), ModelDrafter(patched(tiny_model("bamba")))
     every: dict[str, Drafter] = {"none": NoDrafter(), "suffix": SuffixDrafter(), "model": model}
     drafter = FusedDrafter(model, SuffixDrafter()) if drafts == "fused" else every[drafts]
     texts = random_texts(random.Random(0), [5, 3, 1, 7, 4])
@@ -213,7 +213,7 @@ def test_processed_texts_do_not_depend_on_the_number_of_slots(drafts: str, tempe
 
 
 def test_a_draft_model_keeps_its_own_law_where_a_processor_leaves_none() -> None:
-    plain = grafted(tiny_model("mamba2"))
+    plain = patched(tiny_model("mamba2"))
     lm, tree = processed(plain, EachNode(ends_at_six), is_target=False), TokenTree.chain([1, 2, 3])
     states = [model.new_state(1, 64, 4) for model in (plain, lm)]
     for model, state in zip((plain, lm), states, strict=True):

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import grafted, random_texts, tiny_model
+from helpers.tiny_models import patched, random_texts, tiny_model
 
 import stree
 from stree.decode import validation as arguments
 from stree.drafters import Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Chain
-from stree.models import tree_lm
+from stree.models import patched_model
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random, Sampling
 
@@ -28,12 +28,12 @@ TEXTS = [*random_texts(random.Random(3), [7, 3, 1, 12, 5]), [4, 5, 6, 4, 5, 6, 4
 
 @cache
 def lm() -> TreeLM:
-    return grafted(tiny_model("bamba"))
+    return patched(tiny_model("bamba"))
 
 
 @cache
 def drafter(name: str) -> Drafter:
-    model = ModelDrafter(grafted(tiny_model("mamba2", seed=1)))
+    model = ModelDrafter(patched(tiny_model("mamba2", seed=1)))
     every: dict[str, Drafter] = {"none": NoDrafter(), "suffix": SuffixDrafter(), "model": model}
     return FusedDrafter(model, SuffixDrafter()) if name == "fused" else every[name]
 
@@ -163,7 +163,7 @@ def test_a_tree_that_a_device_s_kernels_do_not_take_is_refused_before_anything_r
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(arguments, "most_nodes", lambda device, dtype: 8)
-    monkeypatch.setattr(tree_lm, "most_nodes", lambda device, dtype: 8)
+    monkeypatch.setattr(patched_model, "most_nodes", lambda device, dtype: 8)
     assert stree.generate(lm(), TEXTS, NoDrafter(), budget=8, max_new_tokens=1).sequences
     with pytest.raises(NotImplementedError, match="budget must be at most 8 on cpu, got 9"):
         stree.generate(lm(), TEXTS, SuffixDrafter(), budget=9, max_new_tokens=1)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_models import path_to, random_tree, real_nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import path_to, random_tree, real_nodes
 
 from stree import TokenTree
 

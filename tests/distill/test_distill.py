@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.tiny_distill import SETTINGS
-from tiny_models import VOCAB, tiny_model
+from helpers.tiny_models import VOCAB, tiny_model
 from transformers import Mamba2ForCausalLM
 
 import stree

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.tiny_distill import END
-from tiny_models import VOCAB
+from helpers.tiny_models import VOCAB
 
 import stree
 from stree.distill.continuations import draw_prompts, write_continuations

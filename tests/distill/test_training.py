@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.tiny_distill import END, SETTINGS
-from tiny_models import VOCAB
+from helpers.tiny_models import VOCAB
 from transformers import PreTrainedModel
 
 import stree

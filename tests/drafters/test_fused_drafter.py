@@ -1,4 +1,4 @@
-"""A model's tree with retrieved branches grafted on: its shape, its exact law, and that the model keeps step.
+"""A model's tree with retrieved branches patched on: its shape, its exact law, and that the model keeps step.
 
 Run: python -m pytest tests/drafters/test_fused_drafter.py
 """
@@ -21,7 +21,7 @@ from helpers.enumeration import (
     total_variation,
 )
 from helpers.fixed_tree_drafter import Retrieval
-from tiny_models import grafted, tiny_model
+from helpers.tiny_models import patched, tiny_model
 from torch import Tensor
 
 import stree
@@ -228,7 +228,7 @@ PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 3, 9, 3, 9], [1, 2, 4, 1, 2, 4, 1
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("growth", [Chain(2), DySpec(depth=2)], ids=["chain", "layers"])
 def test_generated_text_is_that_of_plain_decoding(temperature: float, growth: Growth, order: str) -> None:
-    target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))
+    target, draft = patched(tiny_model("bamba")), patched(tiny_model("mamba2", seed=1))
 
     def text(drafter: Drafter, growth: Growth | None = None) -> list[list[int]]:
         return stree.generate(
@@ -251,7 +251,7 @@ SHAPES: dict[str, Growth] = {
 @pytest.mark.parametrize(("name", "order"), [*zip(SHAPES, [*ORDERS * 3, ORDERS[0]], strict=True)])
 def test_a_sampled_text_does_not_depend_on_its_neighbours(name: str, order: str) -> None:
     few, rng = 11, random.Random(5)  # tokens so few that much repeats itself
-    target, draft = (grafted(tiny_model("mamba2", seed=seed, vocab_size=few)) for seed in (0, 1))
+    target, draft = (patched(tiny_model("mamba2", seed=seed, vocab_size=few)) for seed in (0, 1))
     texts = [[rng.randrange(few) for _ in range(length)] for length in (3, 30, 1, 14, 26, 2, 35)]
     texts += [[1, 2, 3] * 8, [4, 5] * 9]
     parts: list[Drafter] = [ModelDrafter(draft), SuffixDrafter()]
@@ -268,7 +268,7 @@ def test_a_sampled_text_does_not_depend_on_its_neighbours(name: str, order: str)
 
 @pytest.mark.parametrize("budget", [2, 3])
 def test_small_budgets_emit_the_same_text(budget: int) -> None:
-    target, draft = grafted(tiny_model("bamba")), grafted(tiny_model("mamba2", seed=1))
+    target, draft = patched(tiny_model("bamba")), patched(tiny_model("mamba2", seed=1))
     drafter = FusedDrafter(ModelDrafter(draft), SuffixDrafter())
     text = stree.generate(target, PROMPTS, drafter, budget=budget, max_new_tokens=40).sequences
     assert text == stree.generate(target, PROMPTS, NoDrafter(), budget=1, max_new_tokens=40).sequences
@@ -316,7 +316,7 @@ def taken_by(draft: Draft, row: int, tokens: Sequence[int]) -> list[int]:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_model_keeps_step_when_retrieved_nodes_are_accepted(order: str) -> None:
-    lm, texts, pending = grafted(tiny_model("mamba2")), [[3, 1, 4, 1, 5], [9, 2, 6]], [7, 8]
+    lm, texts, pending = patched(tiny_model("mamba2")), [[3, 1, 4, 1, 5], [9, 2, 6]], [7, 8]
     parts: list[Drafter] = [ModelDrafter(lm), Retrieval([0, 11, 12, 13], [-1, 0, 1, 2])]
     if order == "retrieved-first":
         parts.reverse()
@@ -339,7 +339,7 @@ def test_the_model_keeps_step_when_retrieved_nodes_are_accepted(order: str) -> N
 
 
 def test_the_model_keeps_step_when_its_last_node_and_retrieved_ones_below_are_accepted() -> None:
-    lm, text, own = grafted(tiny_model("mamba2")), [3, 1, 4, 1, 5, 7], list[int]()
+    lm, text, own = patched(tiny_model("mamba2")), [3, 1, 4, 1, 5, 7], list[int]()
     for _ in range(2):  # what a chain of two drafts: its last node is never run
         with torch.no_grad():
             own.append(int(lm.model(torch.tensor([[*text, *own]])).logits[0, -1].argmax()))

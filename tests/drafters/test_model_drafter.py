@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.enumeration import TableLaw, TableLM
-from tiny_models import (
+from helpers.tiny_models import (
     TOLERANCE,
     VOCAB,
     as_commit,
     extended,
     fresh_logits,
-    grafted,
+    patched,
     path_to,
     random_path,
     random_texts,
@@ -104,7 +104,7 @@ def test_the_draft_state_keeps_step_with_the_text(family: str, growth: str, temp
     rng = random.Random(0)
     model = tiny_model(family)
     prompts = random_texts(rng, [5, 1, 9])
-    loop = Loop(grafted(model), ModelDrafter(grafted(model)), prompts, Sampling(temperature), GROWTHS[growth])
+    loop = Loop(patched(model), ModelDrafter(patched(model)), prompts, Sampling(temperature), GROWTHS[growth])
     for _ in range(12):
         draft = loop.run.propose(loop.pending, loop.growth, 8)
         # Any path may be accepted, and finished sequences stand still.
@@ -122,7 +122,7 @@ def test_the_draft_state_keeps_step_with_the_text(family: str, growth: str, temp
 def test_a_draft_call_a_layer_also_when_the_accepted_leaf_was_never_run(growth: str) -> None:
     model = tiny_model("mamba2")
     prompts = random_texts(random.Random(1), [4, 6])
-    loop = Loop(grafted(model), ModelDrafter(grafted(model)), prompts, Sampling(), GROWTHS[growth])
+    loop = Loop(patched(model), ModelDrafter(patched(model)), prompts, Sampling(), GROWTHS[growth])
     # A heap's last node is seldom accepted, so its budget is one node beside the root.
     budget, depth = {"chain": (8, 3), "static": (8, 2), "layers": (8, 2), "heap": (2, 1)}[growth]
     for _ in range(5):
@@ -132,14 +132,14 @@ def test_a_draft_call_a_layer_also_when_the_accepted_leaf_was_never_run(growth: 
 
 def test_the_prompts_are_not_run_until_a_tree_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("bamba")
-    draft_lm, lengths = grafted(model), []
+    draft_lm, lengths = patched(model), []
 
     def prefill(state: DecodeState, tokens: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         lengths.append(sizes.tolist())
         return TreeLM.prefill(draft_lm, state, tokens, sizes)
 
     monkeypatch.setattr(draft_lm, "prefill", prefill)
-    loop = Loop(grafted(model), ModelDrafter(draft_lm), random_texts(random.Random(2), [4, 6]), Sampling(), Chain(3))
+    loop = Loop(patched(model), ModelDrafter(draft_lm), random_texts(random.Random(2), [4, 6]), Sampling(), Chain(3))
     for is_live in ([True, True], [True, False], [True, True]):
         loop.step(is_live, 1)
     assert not lengths
@@ -152,7 +152,7 @@ def test_the_prompts_are_not_run_until_a_tree_is_asked_for(monkeypatch: pytest.M
 @pytest.mark.parametrize("family", ["mamba2", "llama"])
 def test_texts_and_trees_that_outgrow_the_draft_state(family: str) -> None:
     model = tiny_model(family)
-    loop = Loop(grafted(model), ModelDrafter(grafted(model)), [[5, 6, 7], [8]], Sampling(), Chain(2))
+    loop = Loop(patched(model), ModelDrafter(patched(model)), [[5, 6, 7], [8]], Sampling(), Chain(2))
     loop.step([True, True])  # nobody says how long texts become, nor how large trees
     loop.growth = Chain(6).bind(Sampling())
     for _ in range(2):
@@ -182,7 +182,7 @@ def test_draft_numbers_are_keyed_by_the_position_of_the_root() -> None:
 
 
 def test_a_drafter_of_another_vocabulary_is_refused_by_both_sizes() -> None:
-    drafter = ModelDrafter(grafted(tiny_model("mamba2", vocab_size=64)))
+    drafter = ModelDrafter(patched(tiny_model("mamba2", vocab_size=64)))
     with pytest.raises(
         ValueError, match="drafter and target must share one vocabulary: the drafter has 64 tokens, the target 97"
     ):
@@ -197,7 +197,7 @@ def test_a_drafter_of_what_it_cannot_draft_with_is_refused() -> None:
     with pytest.raises(TypeError, match=r"datastore must be an object such as .*, got 'texts\.store'"):
         SuffixDrafter(path)
     with pytest.raises(TypeError, match=r"FusedDrafter needs drafters, such as ModelDrafter\(lm\), got TreeLM"):
-        FusedDrafter(grafted(model), SuffixDrafter())  # type: ignore[arg-type]
+        FusedDrafter(patched(model), SuffixDrafter())  # type: ignore[arg-type]
 
 
 def test_no_drafter_proposes_roots() -> None:
@@ -213,7 +213,7 @@ def check_next_tokens(lm: TreeLM, draft: Any, texts: Sequence[Sequence[int]], pe
 
 
 def test_a_model_that_stood_idle_catches_up_on_what_was_emitted() -> None:
-    lm, generator = grafted(tiny_model("mamba2")), random.Random(3)
+    lm, generator = patched(tiny_model("mamba2")), random.Random(3)
     texts, pending = [[3, 1, 4, 1, 5], [9, 2, 6]], [7, 8]
     run = ModelDrafter(lm).start(lm.vocab_size, texts, random_rows(2).at(torch.tensor([5, 3])))
     for step in range(80):
@@ -239,7 +239,7 @@ def test_a_model_that_stood_idle_catches_up_on_what_was_emitted() -> None:
 def test_catch_up_tokens_of_a_text_are_not_run_into_the_next_one_of_its_row(
     waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lm, texts = grafted(tiny_model("mamba2")), [[3, 1, 4, 1, 5], [9, 2, 6]]
+    lm, texts = patched(tiny_model("mamba2")), [[3, 1, 4, 1, 5], [9, 2, 6]]
     monkeypatch.setattr(topology, "waits_always", waits)  # what a device does, on the CPU
     run = ModelDrafter(lm).start(lm.vocab_size, texts, random_rows(2).at(torch.tensor([5, 3])))
     path, lengths = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
@@ -258,6 +258,6 @@ def test_catch_up_tokens_of_a_text_are_not_run_into_the_next_one_of_its_row(
 
 
 def test_a_fused_drafter_has_the_models_of_its_parts() -> None:
-    model = ModelDrafter(grafted(tiny_model("mamba2")))
+    model = ModelDrafter(patched(tiny_model("mamba2")))
     fused = FusedDrafter(SuffixDrafter(), model, least_value=0.3, least_share=0.2).with_model(lambda lm: lm)
     assert (fused.least_value, fused.least_share, list(fused.models)) == (0.3, 0.2, [model.lm])

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import grafted, random_texts, tiny_model
 
 import stree
 from helpers.cuda_graph_tape import TapeRecorder
+from helpers.tiny_models import patched, random_texts, tiny_model
 from stree.decode import step_cache as engine
 from stree.drafters import ModelDrafter
 from stree.kernels import topology
@@ -28,14 +28,14 @@ def captured(monkeypatch: pytest.MonkeyPatch, lm: stree.TreeLM | None = None) ->
     # A capture needs CUDA, and no option may say otherwise to a user.
     monkeypatch.setattr(topology, "waits_always", True)
     monkeypatch.setattr(engine, "_can_capture", lambda lm: "engine" in lm.kept)
-    lm = grafted(tiny_model("bamba")) if lm is None else lm
+    lm = patched(tiny_model("bamba")) if lm is None else lm
     lm.kept["engine"] = engine.Engine(TapeRecorder())
     return lm
 
 
 def launched() -> stree.TreeLM:
     """Give the same target, whose steps are launched one by one."""
-    return grafted(tiny_model("bamba"))
+    return patched(tiny_model("bamba"))
 
 
 @cache

@@ -7,14 +7,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from tiny_family_models import FAMILIES as TINY_FAMILIES
-from tiny_models import tiny_model
 from torch import Tensor
 from transformers import (
     PreTrainedModel,
 )
 
 import stree
+from helpers.tiny_family_models import FAMILIES as TINY_FAMILIES
+from helpers.tiny_models import tiny_model
 from stree.models.families import FAMILIES
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7], [3, 4, 2], [9, 1, 2, 3, 4, 9, 1]]

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import VOCAB, grafted, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from helpers.tiny_models import VOCAB, patched, tiny_model
 from stree.bench.pair import Pair
 
 
@@ -34,7 +34,7 @@ def tiny_pair(
     with torch.no_grad():
         for parameter in draft.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, dtype=dtype))
-    pair = Pair(grafted(model), grafted(draft) if drafter else None, tokenizer or Letters(), "tiny", "tiny-drafter")
+    pair = Pair(patched(model), patched(draft) if drafter else None, tokenizer or Letters(), "tiny", "tiny-drafter")
     model.generation_config.eos_token_id = None
     pair.plain = model
     return pair

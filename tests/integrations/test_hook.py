@@ -22,8 +22,8 @@ from helpers.hooked_generate import (
     plain,
     target,
 )
-from tiny_family_models import family_model
-from tiny_models import VOCAB
+from helpers.tiny_family_models import family_model
+from helpers.tiny_models import VOCAB
 from transformers import (
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
@@ -117,7 +117,7 @@ def test_siblings_are_processed_each_with_its_own_text(poisoned_empty: None) -> 
         assert torch.equal(found[place : place + 1], processors(padded, logits[:1]))
 
 
-def test_a_model_is_grafted_once_and_again_only_when_its_weights_move_or_its_layers_change() -> None:
+def test_a_model_is_patched_once_and_again_only_when_its_weights_move_or_its_layers_change() -> None:
     model = copy.deepcopy(target("mamba2"))
     hooked(model, PROMPTS[:1])
     lm = model.__dict__["_stree"]

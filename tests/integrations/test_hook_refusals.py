@@ -13,7 +13,7 @@ from helpers.hooked_generate import (
     small,
     target,
 )
-from tiny_models import tiny_model
+from helpers.tiny_models import tiny_model
 from transformers import (
     DynamicCache,
     LogitsProcessorList,

@@ -43,8 +43,8 @@ def test_views_and_allocations_launch_nothing(operator: object, expected: bool) 
 @pytest.mark.slow
 def test_a_layer_of_mamba2_launches_six_kernels() -> None:
     before, after = (
-        {r["params"]["layer"]: r for r in kernel_counts.count("mamba2", 5, is_lean=is_lean)}
-        for is_lean in (False, True)
+        {r["params"]["layer"]: r for r in kernel_counts.count("mamba2", 5, fused_layers=fused_layers)}
+        for fused_layers in (False, True)
     )
     layer = after["Mamba2Mixer"]
     assert layer["params"]["layers"] == 2 and layer["dtype"] == "bfloat16"
@@ -62,7 +62,7 @@ def test_a_layer_of_mamba2_launches_six_kernels() -> None:
 
 @pytest.mark.slow
 def test_every_launch_of_attention_and_experts_has_its_place() -> None:
-    after = {r["params"]["layer"]: r for r in kernel_counts.count("granitemoehybrid", 4, is_lean=True)}
+    after = {r["params"]["layer"]: r for r in kernel_counts.count("granitemoehybrid", 4, fused_layers=True)}
     (attention,) = (r for name, r in after.items() if "Attention" in name)
     assert attention["by_name"]["rotary_kernel"] == attention["by_name"]["attention_kernel"] == 1
     assert attention["parts"]["norm"] == 2 and "layer" not in attention["parts"]  # residual factors are in the norms

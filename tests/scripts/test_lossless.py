@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.tiny_models import fresh_logits
 from scipy import stats
-from tiny_models import fresh_logits
 from torch import Tensor
 
 import stree

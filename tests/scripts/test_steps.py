@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_family_models import family_model
+from helpers.tiny_family_models import family_model
 
 from benchmarks.gpu import peer_steps, steps
 from stree import TreeLM
 from stree.bench.profile import bytes_moved
-from stree.models.memory import empty_model, weight_bytes
+from stree.models.state_size import empty_model, weight_bytes
 
 CPU = torch.device("cpu")
 
@@ -39,13 +39,13 @@ def test_records_set_a_step_beside_its_bytes_and_one_node() -> None:
 
 def test_a_timed_step_goes_on_from_the_path_of_the_one_before() -> None:
     lm = TreeLM(family_model("bamba"))
-    lm.is_lazy = True
+    lm.defers_commit = True
     state = steps.state_for(lm, 2, 16)
     step = steps.step_of(lm, state, 4, 16)
     for number in range(1, 4):
         assert step().shape == (2, 4, lm.vocab_size)
         assert state.lengths.tolist() == [16 + 3 * number] * 2  # root, its child, and that one's
-        assert state.unfolded is not None and state.unfolded.lengths.tolist() == [3, 3]
+        assert state.deferred is not None and state.deferred.lengths.tolist() == [3, 3]
 
 
 def test_of_experts_those_are_counted_that_uniform_routing_reaches() -> None:
@@ -74,7 +74,7 @@ def test_a_part_of_a_model_says_so_in_its_name_and_fits() -> None:
     shapes = steps.configurations(smoke=False)
     assert {"mamba2-2.7b", "Nemotron-H-8B", "Granite-4.0-H-tiny", "Qwen3-Next-80B, 12 layers"} <= shapes.keys()
     model = empty_model(shapes["Qwen3-Next-80B, 12 layers"], torch.bfloat16)
-    assert len(TreeLM(model)._mixers) == 12
+    assert len(TreeLM(model).mixers) == 12
     assert sum(p.nbytes for p in model.parameters()) < 60e9
 
 

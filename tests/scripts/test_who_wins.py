@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.enumeration import DraftedTrees, TableLaw, drafted_trees, expected_tokens
+from helpers.tiny_models import VOCAB
 from helpers.tiny_pairs import tiny_pair
-from tiny_models import VOCAB
 
 from benchmarks.studies import methods, who_wins_report
 from benchmarks.studies import who_wins as bench_who_wins

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.host_reads import NoHostReads
 from helpers.traversal_problems import DEVICE, STAR, Problem
-from host_reads import NoHostReads
 from launch_keys import Key, launch_keys
 
 from stree import TokenTree

@@ -1,0 +1,165 @@
+"""Fused layers: what transformers' modules do in many small launches, in one each, while a tree is scored.
+
+Norms between layers with the residual sums that they read, gated norms of recurrent layers, rotary positions, the
+middle of feed-forwards, and mixtures of experts.  Only where Triton runs.  A module runs its own forward where its
+class was not recognised, another library has replaced its forward, a launch would skip a part that has hooks, or the
+call of the model is no tree.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.kernels import checks, ops
+from stree.kernels.tiles import MAX_NORM_WIDTH
+from stree.models.fused import probing
+from stree.models.fused.lazy_residual import LazyResidual, normalise
+from stree.models.patching import has_foreign_forward, is_hooked, patch_forward, unpatched_forward
+
+__all__ = ["as_lazy_residual", "fused_scope", "gated_norm", "patch_fused_layers", "with_fused_rotary"]
+
+ROTARY = "apply_rotary_pos_emb"
+_is_fused: ContextVar[bool] = ContextVar("is_fused", default=False)
+_may_defer: ContextVar[Callable[[], bool]] = ContextVar("may_defer")
+
+
+@contextmanager
+def fused_scope(is_fused: bool, may_defer: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Run the model inside with fused layers, or without; ``may_defer`` says whether residual sums may be lazy."""
+    tokens = _is_fused.set(is_fused), _may_defer.set(may_defer)
+    try:
+        yield
+    finally:
+        _is_fused.reset(tokens[0])
+        _may_defer.reset(tokens[1])
+
+
+def patch_fused_layers(model: Any) -> None:
+    """Make the norms, feed-forwards and experts of a model that are recognised run fused while a tree is scored."""
+    for module in model.modules():
+        norm, feed_forward = probing.norm_of_rows(module), probing.feed_forward_of(module)
+        if norm is not None and module.weight.shape[0] <= MAX_NORM_WIDTH:
+            _patch(module, _norm_forward, norm)
+        elif feed_forward is not None:
+            act = None if feed_forward.activation is None else getattr(module, feed_forward.activation)
+            activation = "silu" if act is None else probing.activation_of(act)
+            if activation is not None:
+                _patch(module, _feed_forward_forward, (feed_forward, activation))
+        else:
+            experts = probing.experts_of(module)
+            activation = None if experts is None else probing.activation_of(module.act_fn)
+            if activation is not None:
+                _patch(module, _experts_forward, (experts, activation))
+
+
+def as_lazy_residual(output: Any) -> Any:
+    """Make a layer's output, or the first of several, a lazy residual where the norm after it can add it up."""
+    if isinstance(output, tuple):
+        return (as_lazy_residual(output[0]), *output[1:])
+    if isinstance(output, Tensor) and _runs("rms_norm_add", output) and _may_defer.get()():
+        return LazyResidual([(output, 1.0)])
+    return output
+
+
+@functools.cache
+def with_fused_rotary(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Give an attention module's forward with rotary positions in one launch; itself if none is recognised."""
+    if not isinstance(forward, types.FunctionType) or ROTARY not in forward.__code__.co_names:
+        return forward
+    unpatched = forward.__globals__[ROTARY]
+    keeps_dtype = probing.keeps_rotary_dtype(unpatched)
+    if keeps_dtype is None:
+        return forward
+
+    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        fits = q.dim() == 4 and cos.dim() == 3 and (keeps_dtype or cos.dtype == q.dtype)
+        if fits and not args and not kwargs and _runs("rotary", q):
+            return ops.rotary(q, k, cos, sin)
+        return unpatched(q, k, cos, sin, *args, **kwargs)
+
+    fused = types.FunctionType(
+        forward.__code__.replace(), forward.__globals__ | {ROTARY: rotary}, forward.__name__, forward.__defaults__,
+        forward.__closure__,
+    )  # fmt: skip
+    fused.__kwdefaults__ = forward.__kwdefaults__
+    return fused
+
+
+def gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
+    """Normalise and gate float[..., c] rows as ``norm``, a gated RMSNorm of transformers, does.
+
+    The Triton version where it runs and the class is recognised, else the module's own forward.
+    """
+    if has_foreign_forward(norm) or is_hooked(norm) or not checks.has_triton("gated_rms_norm", x.device, x.dtype):
+        return norm(x, gate)  # type: ignore[no-any-return]
+    if hasattr(norm, "group_size"):  # Mamba-2, Bamba, Granite-4.0-H, Nemotron-H, Zamba2
+        facts: dict[str, Any] = {"groups": x.shape[-1] // norm.group_size}
+    elif hasattr(norm, "n_groups"):  # Falcon-H1
+        facts = {"groups": norm.n_groups, "norm_before_gate": norm.norm_before_gate}
+    elif getattr(norm, "activation", None) in ("silu", "sigmoid"):  # the delta rules
+        facts = {"norm_before_gate": True, "activation": norm.activation}
+    elif probing.gates_whole_rows(norm):  # Mamba-2, Bamba, Granite-4.0-H of transformers below 5.23
+        facts = {}
+    else:
+        return norm(x, gate)  # type: ignore[no-any-return]
+    return ops.gated_rms_norm(x, gate, norm.weight, eps=norm.variance_epsilon, **facts)
+
+
+def _runs(op: str, like: Any) -> bool:
+    """Tell whether a tree is scored where an operation runs in Triton."""
+    return _is_fused.get() and checks.has_triton(op, like.device, like.dtype)
+
+
+def _patch(module: Any, forward: Callable[..., Any], facts: Any) -> None:
+    """Patch a module's forward, unless another library has replaced it."""
+    if not has_foreign_forward(module):
+        module.__dict__["fused_facts"] = facts
+        patch_forward(module, forward)
+
+
+def _norm_forward(norm: Any, before: Any, x: Any) -> Any:
+    """Normalise rows and evaluate the residual sum that they are in one launch."""
+    weight = norm.weight
+    if not _runs("rms_norm", x) or weight.device != x.device:
+        return unpatched_forward(norm, before)(x)
+    if torch.promote_types(weight.dtype, x.dtype) != x.dtype:  # some classes then widen their output
+        return unpatched_forward(norm, before)(x)
+    return normalise(x, weight, eps=getattr(norm, norm.fused_facts.eps), offset=norm.fused_facts.offset)
+
+
+def _feed_forward_forward(module: Any, before: Any, x: Any) -> Any:
+    """Run the projections, and everything between them in one launch."""
+    names, activation = module.fused_facts
+    if not _runs("gated_activation", x) or is_hooked(getattr(module, names.activation or "", None)):
+        return unpatched_forward(module, before)(x)
+    gate, up = getattr(module, names.gate)(x), None
+    if names.up == "":
+        gate, up = gate.chunk(2, dim=-1)
+    elif names.up is not None:
+        up = getattr(module, names.up)(x)
+    scale = getattr(module, probing.GATE_FACTOR, 1.0)
+    hidden = ops.gated_activation(gate, up, activation=activation, scale=scale)
+    return as_lazy_residual(getattr(module, names.down)(hidden)) * getattr(module, probing.DOWN_FACTOR, 1.0)
+
+
+def _experts_forward(
+    module: Any, before: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Any:
+    """Run the experts in three launches, whatever the routing."""
+    names, activation = module.fused_facts
+    up, down = getattr(module, names.up), module.down_proj
+    fits = up.dtype == hidden_states.dtype and up.device == hidden_states.device and hidden_states.dim() == 2
+    fits &= not (is_hooked(module.act_fn) or getattr(module, "_is_expert_parallel", False))
+    if not (_runs("experts", hidden_states) and fits):
+        return unpatched_forward(module, before)(hidden_states, top_k_index, top_k_weights)
+    return ops.experts(
+        hidden_states, top_k_index.long(), top_k_weights, up, down, activation=activation, gated=names.gated
+    )

@@ -1,0 +1,184 @@
+"""A residual sum that is evaluated by the norm that reads it, so that both are one launch.
+
+While a tree is scored, mixers and feed-forwards return their output as a sum of one term.  transformers' layers add
+it to their residual stream and multiply it by their factors as they would a tensor; the result stays unevaluated until
+a norm adds it up in its own launch, or other code needs the tensor.  This file knows no layer and no family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from stree.kernels import ops
+
+__all__ = ["LazyResidual", "normalise"]
+
+MOST_TERMS = 3  # that a norm adds up
+ADDITIONS = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__)
+
+
+class LazyResidual:
+    """A tensor that is a sum of scaled tensors of one shape, added up when it is first read.
+
+    Everything but sums, factors, shape, dtype, device and casts is passed on to the tensor.
+
+    Args:
+        terms: tensors of one shape with their factors.
+        source: the sum of which this one is a cast, or None.
+        dtype: of that cast.
+    """
+
+    __slots__ = ("_dtype", "_source", "_terms")
+
+    def __init__(
+        self,
+        terms: Sequence[tuple[Tensor, float]],
+        source: LazyResidual | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._terms, self._source, self._dtype = tuple(terms), source, dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Sizes of every term."""
+        return self._root._terms[0][0].shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where the terms are."""
+        return self._root._terms[0][0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The widest dtype of a term, or that of the cast."""
+        if self._dtype is not None:
+            return self._dtype
+        first, *rest = (tensor.dtype for tensor, _ in self._terms)
+        for dtype in rest:
+            first = torch.promote_types(first, dtype)
+        return first
+
+    @property
+    def value(self) -> Tensor:
+        """The tensor, added up at the first call in the order in which transformers' layers would."""
+        if self._source is not None:
+            return self._source.value.to(self.dtype)
+        (tensor, factor), *rest = self._terms
+        total = tensor if factor == 1 else tensor * factor
+        for tensor, factor in rest:
+            total = total + (tensor if factor == 1 else tensor * factor)
+        self._terms = ((total, 1.0),)
+        return total
+
+    @property
+    def _root(self) -> LazyResidual:
+        """The sum itself, where this is a cast of it."""
+        return self if self._source is None else self._source
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Cast without adding up; any other use of ``Tensor.to`` adds up first."""
+        wanted = [*args, *kwargs.values()]
+        if len(wanted) == 1 and isinstance(wanted[0], torch.dtype):
+            if wanted[0] == self.dtype:
+                return self
+            if self._source is None:
+                return LazyResidual((), self, wanted[0])
+        return self.value.to(*args, **kwargs)
+
+    def __add__(self, other: Any) -> Any:
+        """Add a tensor or another sum."""
+        return self._joined(other, self_first=True)
+
+    def __radd__(self, other: Any) -> Any:
+        """Add to a tensor on the left."""
+        return self._joined(other, self_first=False)
+
+    def __mul__(self, factor: Any) -> Any:
+        """Scale every term by a number."""
+        if self._source is None and isinstance(factor, (int, float)):
+            return LazyResidual([(tensor, scale * factor) for tensor, scale in self._terms])
+        return self.value * factor
+
+    __rmul__ = __mul__
+
+    def __getattr__(self, name: str) -> Any:
+        """Pass other attributes on to the tensor; the interpreter looks special names up on the class."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.value, name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Use the tensor in every function of torch; adding a tensor stays lazy."""
+        if func in ADDITIONS and len(args) == 2 and not kwargs:
+            left, right = args
+            return left + right if isinstance(left, LazyResidual) else right.__radd__(left)
+        return func(*tree_map(_evaluated, tuple(args)), **tree_map(_evaluated, dict(kwargs or {})))
+
+    def _joined(self, other: Any, *, self_first: bool) -> Any:
+        """Append terms where a norm can still add them up, in the order in which they were written."""
+        fits = isinstance(other, (Tensor, LazyResidual)) and other.shape == self.shape and other.device == self.device
+        if not fits or self._source is not None or getattr(other, "_source", None) is not None:
+            return self.value + _evaluated(other)
+        theirs = other._terms if isinstance(other, LazyResidual) else ((other, 1.0),)
+        mine = self._terms
+        if len(mine) + len(theirs) > MOST_TERMS:
+            mine, theirs = ((self.value, 1.0),), ((_evaluated(other), 1.0),)
+        return LazyResidual((*mine, *theirs) if self_first else (*theirs, *mine))
+
+
+def _delegated(name: str) -> Callable[..., Any]:
+    """Make a special method that calls the tensor's own."""
+
+    def method(self: LazyResidual, *args: Any) -> Any:
+        return getattr(self.value, name)(*map(_evaluated, args))
+
+    return method
+
+
+for _name in ("__getitem__", "__sub__", "__rsub__", "__truediv__", "__neg__", "__matmul__", "__pow__", "__len__"):
+    setattr(LazyResidual, _name, _delegated(_name))
+
+
+def _evaluated(value: Any) -> Any:
+    """Put the tensor in place of a sum."""
+    return value.value if isinstance(value, LazyResidual) else value
+
+
+def normalise(x: Tensor | LazyResidual, weight: Tensor, *, eps: float, offset: float) -> Tensor:
+    """Normalise rows; a lazy residual is added up in the same launch and holds its value afterwards.
+
+    Args:
+        x: float[..., c].
+        weight: float[c].
+        eps: added to the mean square.
+        offset: added to the weight.
+
+    Returns:
+        float[..., c], dtype of x.
+    """
+    if isinstance(x, LazyResidual):
+        root = x._root
+        stream = next(
+            (i for i, (term, scale) in enumerate(root._terms) if scale == 1 and term.dtype == root.dtype), None
+        )
+        rest = [term for i, term in enumerate(root._terms) if i != stream]
+        first = next((i for i, (term, _) in enumerate(rest) if term.dtype == x.dtype), None)
+        if stream is not None and first is not None:
+            term, scale = rest.pop(first)
+            other, other_scale = rest[0] if rest else (None, 1.0)
+            y, total = ops.rms_norm_add(
+                term, root._terms[stream][0], weight, eps=eps, offset=offset, scale=scale, other=other,
+                other_scale=other_scale,
+            )  # fmt: skip
+            root._terms = ((total, 1.0),)
+            return y
+        x = x.value
+    return ops.rms_norm(x, weight, eps=eps, offset=offset)

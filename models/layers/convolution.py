@@ -1,0 +1,64 @@
+"""What layers with a short convolution share: its window of last inputs, and the state behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from stree.kernels import ops
+from stree.kernels.topology import AcceptedPath
+from stree.models.layers.base import LayerStack, Prefilled
+from stree.models.state import TreeStep
+
+__all__ = ["ConvStack", "RecurrentStack"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ConvStack(LayerStack):
+    """Layers with a short convolution: [layers, batch, ...].
+
+    Attributes:
+        window: float[channels, width - 1], last inputs of the convolution, oldest first.
+        stash_conv: float[max_nodes, channels], its inputs at the pending nodes.
+    """
+
+    window: Tensor
+    stash_conv: Tensor
+
+    def commit_window(self, path: Tensor, path_lengths: Tensor) -> AcceptedPath:
+        """Move the paths' last rows into the windows; return the paths repeated for every layer."""
+        layers, width = self.window.shape[0], self.window.shape[-1] + 1
+        accepted = AcceptedPath.of(path.repeat(layers, 1), path_lengths.repeat(layers), width)
+        ops.conv_commit(self.window.flatten(0, 1), self.stash_conv.flatten(0, 1), accepted, None)
+        return accepted
+
+    def convolve(self, step: TreeStep, x: Tensor, conv: Any, *, activation: str | None) -> Tensor:
+        """Convolve float[batch, n - first, channels] along each path; of one layer's view."""
+        return ops.conv_step(
+            self.window, self.stash_conv, step.path, None, x, conv.weight.squeeze(1), conv.bias, step.topology,
+            activation=activation, first=step.first,
+        )  # fmt: skip
+
+    def load(self, slot: int, prefilled: Prefilled) -> None:
+        """Copy the newest inputs that a transformers cache layer keeps of the convolution."""
+        inputs, window = prefilled.cache.layers[prefilled.layer].conv_states[0], self.window[slot]
+        window.copy_(inputs[..., inputs.shape[-1] - window.shape[-1] :])
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RecurrentStack(ConvStack):
+    """Layers with a short convolution and a recurrence: [layers, batch, ...].
+
+    Attributes:
+        state: float32[...], sizes as the subclass says.
+    """
+
+    state: Tensor
+
+    def load(self, slot: int, prefilled: Prefilled) -> None:
+        """Copy window and state."""
+        super().load(slot, prefilled)
+        state = prefilled.cache.layers[prefilled.layer].recurrent_states[0]
+        self.state[slot].copy_(state.view_as(self.state[slot]))

@@ -1,0 +1,127 @@
+"""The Mamba-2 mixer on a tree: project, convolve along each path, scan, gate (Mamba-2, arXiv 2405.21060).
+
+It serves every family whose mixer has in_proj, conv1d, A_log, dt_bias, D, norm and out_proj; per-family facts (group
+norms, multipliers, limits of the step size) are the mixer's own attributes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from stree.kernels import ops
+from stree.models.fused.fused_layers import gated_norm
+from stree.models.layers.base import LayerSpec, Zeros, state_dtype
+from stree.models.layers.convolution import RecurrentStack
+from stree.models.layers.mixer_patch import patch_mixer
+from stree.models.state import TreeStep
+
+__all__ = ["Mamba2Spec", "Mamba2Stack", "patch_mamba2"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Spec(LayerSpec):
+    """Sizes of a Mamba-2 layer."""
+
+    nheads: int
+    headdim: int
+    dstate: int
+    ngroups: int
+    conv_width: int
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: x, then B, then C."""
+        return self.nheads * self.headdim + 2 * self.ngroups * self.dstate
+
+    def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> Mamba2Stack:
+        """Make zeroed tensors for some layers."""
+        zeros = Zeros((layers, batch), self.dtype, self.device)
+        wide = state_dtype(self.dtype)
+        return Mamba2Stack(
+            spec=self,
+            window=zeros(self.channels, self.conv_width - 1),
+            state=zeros(self.nheads, self.headdim, self.dstate, dtype=wide),
+            stash_conv=zeros(max_nodes, self.channels),
+            stash_xbc=zeros(max_nodes, self.channels),
+            stash_dt=zeros(max_nodes, self.nheads, dtype=wide),
+            A=torch.zeros(layers, self.nheads, dtype=wide, device=self.device),
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Mamba2Stack(RecurrentStack):
+    """Mamba-2 layers: [layers, batch, ...].
+
+    Attributes:
+        spec: the sizes.
+        state: float32[nheads, headdim, dstate].
+        stash_xbc: float[max_nodes, channels], outputs of the convolution: x, B, C.
+        stash_dt: float32[max_nodes, nheads], step sizes after bias, softplus and limit.
+        A: float32[nheads], decay rates, the same for all sequences.
+    """
+
+    weights: ClassVar[frozenset[str]] = frozenset({"A"})
+    shared: ClassVar[tuple[str, ...]] = ("stash_xbc", "stash_dt")
+
+    spec: Mamba2Spec
+    stash_xbc: Tensor
+    stash_dt: Tensor
+    A: Tensor
+
+    def commit(self, path: Tensor, path_lengths: Tensor, lengths: Tensor) -> None:
+        """Apply the paths to windows and states."""
+        accepted, batch = self.commit_window(path, path_lengths), self.state.shape[1]
+        spec, xbc = self.spec, self.stash_xbc.flatten(0, 1)
+        inner, groups = spec.nheads * spec.headdim, spec.ngroups * spec.dstate
+        x = xbc[..., :inner].view(*xbc.shape[:2], spec.nheads, spec.headdim)
+        B = xbc[..., inner : inner + groups].view(*xbc.shape[:2], spec.ngroups, spec.dstate)
+        dt, A = self.stash_dt.flatten(0, 1), self.A.repeat_interleave(batch, 0)
+        ops.ssd_commit(self.state.flatten(0, 1), x, dt, A, B, accepted, None)
+
+    def bind(self, slot: int, mixer: Any) -> None:
+        """Copy the decay rates."""
+        self.A[slot].copy_(-torch.exp(mixer.A_log.detach().to(self.A.dtype)))
+
+
+def patch_mamba2(mixer: Any) -> Mamba2Spec:
+    """Make a Mamba-2 mixer score trees when it is called with a ``TreeStep``; return its sizes."""
+    weight = mixer.in_proj.weight
+    spec = Mamba2Spec(
+        nheads=mixer.num_heads,
+        headdim=mixer.head_dim,
+        dstate=mixer.ssm_state_size,
+        ngroups=mixer.n_groups,
+        conv_width=mixer.conv_kernel_size,
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+    patch_mixer(mixer, _forward)
+    return spec
+
+
+def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+    """Score a tree."""
+    layer = step.state.layers[mixer.layer_idx, Mamba2Spec]
+    spec = layer.spec
+    inner = spec.nheads * spec.headdim
+    gate, xbc, dt = _project(mixer, hidden_states).split([inner, spec.channels, spec.nheads], dim=-1)
+    xbc = layer.convolve(step, xbc, mixer.conv1d, activation=mixer.activation)
+    y = ops.ssd_step(
+        layer.state, layer.stash_xbc, layer.stash_dt, step.entries, None, xbc, dt, layer.A, mixer.dt_bias,
+        step.topology, headdim=spec.headdim, ngroups=spec.ngroups, D=mixer.D, dt_limit=mixer.time_step_limit,
+        first=step.first, folded=step.deferred_rows(mixer.layer_idx, Mamba2Spec),
+    )  # fmt: skip
+    y, norm = y.flatten(2), mixer.norm
+    y = ops.gated_activation(gate, y) if isinstance(norm, nn.Identity) else gated_norm(norm, y, gate)
+    return mixer.out_proj(y.to(hidden_states.dtype))
+
+
+def _project(mixer: Any, hidden_states: Tensor) -> Tensor:
+    """Project to gate, x, B, C and dt, with Falcon-H1's multipliers where the mixer has them."""
+    if "mup_vector" not in mixer._buffers:
+        return mixer.in_proj(hidden_states)  # type: ignore[no-any-return]
+    return mixer.in_proj(hidden_states * mixer.ssm_in_multiplier) * mixer.mup_vector  # type: ignore[no-any-return]

@@ -1,0 +1,35 @@
+"""The patch that makes a mixer or an attention module score trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from stree.models.fused.fused_layers import as_lazy_residual
+from stree.models.patching import patch_forward, unpatched_forward
+from stree.models.state import TreeStep
+
+__all__ = ["patch_mixer"]
+
+
+def patch_mixer(module: Any, tree_forward: Callable[..., Any], plain_forward: Callable[..., Any] | None = None) -> None:
+    """Make a module score trees where a ``TreeStep`` is among the arguments that it is called with.
+
+    Args:
+        module: a part of a transformers model.
+        tree_forward: called as ``tree_forward(module, step, *args, **kwargs)`` with the step that was found.
+        plain_forward: called as ``plain_forward(module, unpatched, *args, **kwargs)`` where there is no step; None to
+            run the unpatched forward.
+    """
+    patch_forward(module, _forward, tree_forward, plain_forward)
+
+
+def _forward(
+    module: Any, before: Any, tree_forward: Callable[..., Any], plain_forward: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Score a tree if there is one."""
+    step = next((value for value in (*args, *kwargs.values()) if isinstance(value, TreeStep)), None)
+    if step is not None:
+        return as_lazy_residual(tree_forward(module, step, *args, **kwargs))
+    unpatched = unpatched_forward(module, before)
+    return unpatched(*args, **kwargs) if plain_forward is None else plain_forward(module, unpatched, *args, **kwargs)

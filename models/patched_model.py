@@ -1,0 +1,183 @@
+"""A transformers model whose stateful layers are patched: what it is, whether it may run, its states, its forward."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from stree.checks import check_counts
+from stree.kernels.checks import has_triton
+from stree.kernels.topology import most_nodes
+from stree.models.checks import model_change, weight_places
+from stree.models.families import family_of, stateful_modules
+from stree.models.fused.fused_layers import fused_scope, patch_fused_layers
+from stree.models.layers.base import LayerSpec, Site
+from stree.models.patching import is_hooked
+from stree.models.placement import keep_on_device
+from stree.models.state import DecodeState, TreeStep
+
+__all__ = ["PatchedModel"]
+
+
+class PatchedModel:
+    """A causal language model with patches on its stateful layers; see ``TreeLM`` for arguments and attributes.
+
+    Attributes:
+        family: the model's row of ``FAMILIES``.
+        mixers: by site, the stateful modules.
+        specs: by site, their sizes.
+    """
+
+    defers_commit: bool | None = None
+    fused_layers: bool = True
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        if not hasattr(model, "config"):
+            raise TypeError(
+                f"model must be a loaded transformers model (TreeLM.from_pretrained loads), got {model!r:.80}"
+            )
+        self.model = model.eval()
+        self.family = family_of(model.config)
+        self.mixers: dict[Site, Any] = {}
+        self.specs: dict[Site, LayerSpec] = {}
+        for layer, mixer, patch in stateful_modules(model, self.family):
+            spec = patch(mixer)
+            self.mixers[layer, type(spec)], self.specs[layer, type(spec)] = mixer, spec
+        patch_fused_layers(model)
+        if {self.device} != self.devices:
+            for site, mixer in self.mixers.items():
+                keep_on_device(mixer, self.specs[site].device)
+        self._weight_places, self._modules = weight_places(model), [*model.modules()]
+        self.num_layers = model.config.num_hidden_layers
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def max_length(self) -> int | None:
+        """Most tokens of a text that its positions allow, or None for a model without positions."""
+        positions = getattr(self.model.config, "max_position_embeddings", None)
+        return int(positions) if self.family.takes_positions and positions is not None else None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the input embedding."""
+        return cast(Tensor, self.model.get_input_embeddings().weight).device
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Devices of the stateful layers."""
+        return {spec.device for spec in self.specs.values()}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return cast(Tensor, self.model.get_input_embeddings().weight).dtype
+
+    @property
+    def change(self) -> str | None:
+        """A change of the model since it was patched that would make trees wrong; None where there is none."""
+        return model_change(self.model, self._weight_places, self.mixers.values())
+
+    def new_state(
+        self, batch_size: int = 1, max_length: int = 4096, max_nodes: int = 64, *, fixed_shapes: bool = False
+    ) -> DecodeState:
+        """Allocate an empty state.
+
+        Args:
+            batch_size: sequences.
+            max_length: most committed tokens a sequence.
+            max_nodes: most nodes of a tree, root included.
+            fixed_shapes: whether steps shall all have the same shapes, whatever the lengths, so that one can be
+                captured and replayed.  On a device ``commit`` then trusts that no text goes beyond ``max_length``; rows
+                of one that does are dropped.
+
+        Raises:
+            TypeError: a size that is no integer.
+            ValueError: a size below 1, or a model that was changed since it was patched.
+            NotImplementedError: more nodes than the device's kernels take.
+        """
+        self.check_current()
+        check_counts(batch_size=batch_size, max_length=max_length, max_nodes=max_nodes)
+        most = most_nodes(self.device, self.dtype)
+        if most is not None and max_nodes > most:
+            raise NotImplementedError(f"max_nodes must be at most {most} on {self.device}, got {max_nodes}")
+        self._modules = [*self.model.modules()]  # modules may have been inserted since the last state
+        defers_commit = self.defers_commit
+        if defers_commit is None:
+            defers_commit = has_triton("ssd_step", self.device, self.dtype)
+        state = DecodeState(
+            self.specs, batch_size, max_length, max_nodes, self.device,
+            fixed_shapes=fixed_shapes, defers_commit=defers_commit,
+        )  # fmt: skip
+        state.bind(self.mixers)
+        return state
+
+    def forward(
+        self, input_ids: Tensor, cache: Any, positions: Tensor | None, mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Call the model under its own argument names; a ``TreeStep`` as the cache makes it score a tree.
+
+        Args:
+            input_ids: int64[batch, n].
+            cache: a cache of transformers, or a ``TreeStep``.
+            positions: int64[batch, n], for families that take them.
+            mask: of padded prompts; a tree needs none.
+            kwargs: further arguments of the model.
+
+        Returns:
+            float[batch, n, vocab] logits, in the model's dtype.
+        """
+        is_tree = isinstance(cache, TreeStep)
+        if is_tree:  # a 4-d dummy stops the model making a mask
+            mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
+        if self.family.takes_positions:
+            kwargs["position_ids"] = positions
+        kwargs |= {self.family.cache_argument: cache, "return_dict": True}  # whatever the config says, as generate does
+        if getattr(self.model.config, "output_router_logits", False):  # for a loss, which would read the mask
+            kwargs["output_router_logits"] = False
+        # A hook may write to a tensor in place, or ask whether it is one: then it must not be a lazy residual.
+        may_defer = functools.cache(lambda: not any(map(is_hooked, self._modules)))
+        # Without use_cache a model passes on whatever cache it is given; with it, some require a class of their own.
+        with fused_scope(is_tree and self.fused_layers, may_defer):
+            return cast(Tensor, self.model(input_ids, attention_mask=mask, use_cache=not is_tree, **kwargs).logits)
+
+    def check_mode(self) -> None:
+        """Refuse a model in training, and to run under autocast: states, stashes and caches have the weights' dtype."""
+        if self.model.training:
+            raise RuntimeError("the model is in training mode, in which its logits are random; call its eval() first")
+        kind = self.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            raise RuntimeError(
+                "torch.autocast is on, under which layers work in another dtype than their states; leave it, and load "
+                "the model in that dtype"
+            )
+
+    def check_current(self) -> None:
+        """Refuse a model that was changed since it was patched."""
+        change = self.change
+        if change is not None:
+            raise ValueError(f"{change}; make a new TreeLM of it")
+
+    def check_state(self, state: DecodeState) -> None:
+        """Refuse a model in training, and the state of another: it may fit in shape and still hold its decay rates."""
+        self.check_mode()
+        if state.specs is not self.specs:
+            raise ValueError("the state belongs to another TreeLM; use one from this one's new_state")
+        if state.is_torn:
+            raise RuntimeError(
+                "the state is lost: a call failed when some of its layers were changed, others not; make a new one"
+            )
+
+    def check_tokens(self, tokens: Tensor) -> None:
+        """Refuse tokens outside the vocabulary."""
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.vocab_size:
+            bad = low if low < 0 else high
+            raise ValueError(f"token {bad} is outside the vocabulary of {self.vocab_size}")

@@ -1,0 +1,122 @@
+"""Models and checkpoints that are refused, and how those that are taken are loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_models import VOCAB, tiny_config, tiny_model
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from stree import TreeLM
+
+SUPPORTED = "model family 'gpt2' is not supported; supported: .*bamba.*llama.*mamba2"
+
+
+def test_an_unsupported_family_is_refused_by_name() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=VOCAB))
+    with pytest.raises(NotImplementedError, match=SUPPORTED):
+        TreeLM(model)
+
+
+def test_a_layer_that_cannot_be_patched_is_refused() -> None:
+    model = tiny_model("bamba")
+    mixer = model.model.layers[2].mamba
+    mixer.__class__ = type("OtherMixer", (type(mixer),), {})
+    message = "OtherMixer of layer 2 is not known in a bamba model; known are .*BambaAttention"
+    with pytest.raises(NotImplementedError, match=message):
+        TreeLM(model)
+
+
+def unsupported(folder: Path) -> None:
+    GPT2Config(n_layer=1).save_pretrained(folder)
+
+
+def without_weights(folder: Path) -> None:
+    tiny_config("bamba").save_pretrained(folder)
+
+
+def truncated(folder: Path) -> None:
+    tiny_model("bamba").save_pretrained(folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def garbled(folder: Path) -> None:
+    tiny_model("bamba").save_pretrained(folder)
+    (folder / "model.safetensors").write_bytes(b"not a checkpoint")
+
+
+def incomplete(folder: Path) -> None:
+    tiny_model("bamba").save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.mamba.A_log"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def misshapen(folder: Path) -> None:
+    tiny_model("bamba").save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.mamba.A_log"] = torch.zeros(7)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def config_garbled(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
+    "unsupported": (unsupported, NotImplementedError, SUPPORTED),
+    "missing-folder": (Path.rmdir, ValueError, "no checkpoint that transformers can read at '{}'"),
+    "empty-folder": (lambda _: None, ValueError, "no checkpoint that transformers can read at '{}'"),
+    "config-garbled": (config_garbled, ValueError, "no checkpoint that transformers can read at '{}'.*valid JSON"),
+    "no-weights": (without_weights, ValueError, "checkpoint '{}' cannot be loaded: .*no file named model.safetensors"),
+    "truncated": (truncated, ValueError, "checkpoint '{}' cannot be loaded: .*deserializing header"),
+    "garbled": (garbled, ValueError, "checkpoint '{}' cannot be loaded: .*deserializing header"),
+    "incomplete": (incomplete, ValueError, "checkpoint '{}' lacks 1 weights: model.layers.0.mamba.A_log"),
+    "misshapen": (misshapen, ValueError, "checkpoint '{}' cannot be loaded"),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "message"), BAD_CHECKPOINTS.values(), ids=BAD_CHECKPOINTS)
+def test_a_bad_checkpoint_is_refused(
+    make: Callable[[Path], object], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    make(tmp_path)
+    with pytest.raises(error, match=message.format(tmp_path)):
+        TreeLM.from_pretrained(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("device", ["gpu", None, "cuda:1000", 1000])
+def test_a_device_that_is_not_there_is_refused_before_anything_is_read(device: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"device must be one that torch finds, or 'auto', got {device!r}"):
+        TreeLM.from_pretrained(tmp_path, device=device)
+
+
+def test_a_known_family_is_read_without_the_code_that_its_checkpoint_names(tmp_path: Path) -> None:
+    model = tiny_model("mamba2")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    known = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(known | {"auto_map": {"AutoConfig": "code.C"}}), encoding="utf-8")
+    (tmp_path / "code.py").write_text("raise ValueError('the code ran')\n", encoding="utf-8")
+    found = TreeLM.from_pretrained(tmp_path).model
+    assert type(found) is type(model)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    path: Any = "path/of/a/model"
+    with pytest.raises(TypeError, match=r"model must be a loaded .*from_pretrained loads.*, got 'path/of/a/model'"):
+        TreeLM(path)
+
+
+def test_from_pretrained_takes_the_dtype_asked_for(tmp_path: Path) -> None:
+    tiny_model("bamba").to(torch.bfloat16).save_pretrained(tmp_path)
+    assert TreeLM.from_pretrained(tmp_path, device="cpu").dtype == torch.float32
+    assert TreeLM.from_pretrained(str(tmp_path), device="cpu", dtype="bfloat16").dtype == torch.bfloat16
+    assert TreeLM.from_pretrained(tmp_path, device="cpu", dtype=torch.float64).dtype == torch.float64

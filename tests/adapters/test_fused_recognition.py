@@ -1,0 +1,195 @@
+"""Modules are recognised by what they compute; what computes something else keeps its own forward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from helpers.fused_launches import count_fused_launches
+from helpers.tiny_family_models import family_model
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHAttention
+from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridAttention
+
+from stree.kernels.tiles import MAX_NORM_WIDTH
+from stree.models.fused import fused_layers, probing
+from stree.models.fused.lazy_residual import LazyResidual
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    return count_fused_launches(monkeypatch)
+
+
+class TwiceWeighted(LlamaRMSNorm):  # type: ignore[misc]
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * super().forward(x)  # type: ignore[no-any-return]
+
+
+class Centred(LlamaRMSNorm):  # type: ignore[misc]
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(-1, keepdim=True))  # type: ignore[no-any-return]
+
+
+class Widening(LlamaRMSNorm):  # type: ignore[misc]
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float()  # type: ignore[no-any-return]
+
+
+class Doubled(LlamaMLP):  # type: ignore[misc]
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [TwiceWeighted, Centred, Widening, nn.LayerNorm, nn.RMSNorm])
+def test_norms_that_do_something_else_keep_their_own_forward(kind: type) -> None:
+    assert probing.norm_of_rows(kind(8)) is None
+    assert probing.norm_of_rows(LlamaRMSNorm(8)) == probing.Norm("variance_epsilon", 0.0)
+
+
+def test_a_norm_too_wide_for_its_kernel_keeps_its_own_forward() -> None:
+    norms = [LlamaRMSNorm(width) for width in (MAX_NORM_WIDTH, MAX_NORM_WIDTH + 1)]
+    fused_layers.patch_fused_layers(nn.Sequential(*norms))
+    assert ["fused_facts" in norm.__dict__ for norm in norms] == [True, False]
+
+
+def test_feed_forwards_that_do_something_else_keep_their_own_forward() -> None:
+    config = family_model("llama").config
+    assert probing.feed_forward_of(LlamaMLP(config)) is not None
+    assert probing.feed_forward_of(Doubled(config)) is None
+    exact = LlamaMLP(config)
+    exact.act_fn = ACT2FN["gelu"]
+    fused_layers.patch_fused_layers(nn.Sequential(exact))
+    assert "fused_facts" not in exact.__dict__ and probing.activation_of(ACT2FN["gelu"]) is None
+    scaled = next(module for module in family_model("falcon_h1").modules() if hasattr(module, probing.DOWN_FACTOR))
+    assert probing.feed_forward_of(scaled) is not None
+    assert (
+        probing.activation_of(ACT2FN["gelu_pytorch_tanh"]) == "gelu_tanh" and probing.activation_of(nn.SiLU()) == "silu"
+    )
+
+
+class Learned(nn.SiLU):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.ones(1, device="meta"))  # as on a device that copies on the CPU do not share
+
+
+def test_activations_with_weights_and_other_default_devices_do_not_disturb_patching() -> None:
+    config = family_model("llama").config
+    learned = LlamaMLP(config)
+    learned.act_fn = Learned()
+    assert probing.feed_forward_of(learned) is None and probing.activation_of(Learned()) is None
+    for known in (probing._norms, probing._feed_forwards, probing._experts, probing._rotaries):
+        known.clear()
+    model = family_model("granitemoehybrid")
+    fused_layers.with_fused_rotary.cache_clear()
+    with torch.device("meta"):
+        fused_layers.patch_fused_layers(model)
+        assert fused_layers.with_fused_rotary(LlamaAttention.forward) is not LlamaAttention.forward
+    names = {type(module).__name__ for module in model.modules() if hasattr(module, "fused_facts")}
+    assert names == {"GraniteMoeHybridRMSNorm", "GraniteMoeHybridMLP", "GraniteMoeHybridExperts"}
+
+
+def test_experts_that_do_something_else_keep_their_own_forward(launched: Counter[str]) -> None:
+    (experts,) = (
+        m for m in family_model("qwen3_next").model.layers[0].mlp.modules() if type(m).__name__[-7:] == "Experts"
+    )
+    assert probing.experts_of(experts) == probing.Experts("gate_up_proj", True)
+
+    class Halved(type(experts)):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+            return super().forward(hidden_states, top_k_index, top_k_weights / 2)
+
+    class Widened(type(experts)):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+            return super().forward(hidden_states, top_k_index, top_k_weights).float()
+
+    for kind in (Halved, Widened):
+        experts.__class__ = kind
+        assert probing.experts_of(experts) is None
+    experts.__class__ = Halved.__mro__[1]
+    fused_layers.patch_fused_layers(nn.Sequential(experts))
+    experts._is_expert_parallel = True  # only a part of the experts stands here
+    x, index = torch.randn(3, 32), torch.tensor([[0, 1], [2, 3], [1, 2]])
+    with fused_layers.fused_scope(True), torch.no_grad():
+        experts(x, index, torch.ones(3, 2))
+        experts._is_expert_parallel = False
+        experts(x.double(), index, torch.ones(3, 2))  # which their weights are not
+        assert not launched
+        experts(x, index, torch.ones(3, 2))
+    assert launched["experts"] == 1
+
+
+def test_rotations_that_do_something_else_keep_their_own_function() -> None:
+    def in_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        turned = [torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) for x in (q, k)]
+        return q * cos[:, None] + turned[0] * sin[:, None], k * cos[:, None] + turned[1] * sin[:, None]
+
+    assert probing.keeps_rotary_dtype(in_pairs) is None
+    assert fused_layers.with_fused_rotary(NemotronHAttention.forward) is NemotronHAttention.forward
+    own = LlamaAttention.forward
+    assert (
+        fused_layers.with_fused_rotary(own) is not own and fused_layers.with_fused_rotary(own).__code__ == own.__code__
+    )
+
+
+def test_a_fused_forward_and_the_one_that_it_was_made_of_can_both_be_compiled() -> None:
+    names: dict[str, Any] = {"apply_rotary_pos_emb": LlamaAttention.forward.__globals__["apply_rotary_pos_emb"]}
+    exec("def forward(q, k, cos, sin, *, by=2):\n    return apply_rotary_pos_emb(by * q, k, cos, sin)", names)
+    forwards = names["forward"], fused_layers.with_fused_rotary(names["forward"])
+    q, angles, found = torch.randn(1, 2, 3, 8), torch.randn(1, 3, 8), []
+
+    def both() -> None:
+        for forward in forwards:
+            torch._dynamo.graph_break()
+            found.append(forward(q, q, angles, angles)[0])
+
+    torch.compile(both, backend="eager")()
+    assert found[0].equal(found[1]) and found[0].equal(forwards[0](q, q, angles, angles)[0])
+
+
+@pytest.mark.parametrize(("attention", "keeps"), [(LlamaAttention, False), (OlmoHybridAttention, True)])
+def test_angles_that_are_wider_than_queries_widen_them_only_where_the_family_does(
+    attention: Any, keeps: bool, launched: Counter[str]
+) -> None:
+    rotary = fused_layers.with_fused_rotary(attention.forward).__globals__["apply_rotary_pos_emb"]
+    q, angles = torch.ones(1, 2, 3, 8, dtype=torch.bfloat16), torch.ones(1, 3, 8)
+    with fused_layers.fused_scope(True):
+        turned, _ = rotary(q, q, angles, angles)
+    assert (turned.dtype == torch.bfloat16) == keeps and launched["rotary"] == keeps
+
+
+def test_queries_and_angles_of_another_layout_are_rotated_by_the_familys_own_function(launched: Counter[str]) -> None:
+    own = LlamaAttention.forward.__globals__["apply_rotary_pos_emb"]
+    rotary = fused_layers.with_fused_rotary(LlamaAttention.forward).__globals__["apply_rotary_pos_emb"]
+    q, cos, sin = (
+        torch.randn(1, 3, *sizes, generator=torch.Generator().manual_seed(0)) for sizes in ((3, 8), (8,), (8,))
+    )
+    with fused_layers.fused_scope(True):
+        for given, named in (((q, q, cos, sin), {"unsqueeze_dim": 2}), ((q[0], q[0], cos[0], sin[0]), {})):
+            assert torch.equal(rotary(*given, **named)[0], own(*given, **named)[0])
+    assert not launched
+
+
+def test_a_norm_whose_weights_are_wider_than_its_rows_keeps_its_own_forward(launched: Counter[str]) -> None:
+    norm = LlamaRMSNorm(8)
+    fused_layers.patch_fused_layers(nn.Sequential(norm))
+    with fused_layers.fused_scope(True), torch.no_grad():
+        assert norm(torch.ones(1, 8, dtype=torch.bfloat16)).dtype == torch.float32
+    assert not launched
+
+
+def test_only_tensors_of_a_scored_tree_wait(launched: Counter[str]) -> None:
+    x = torch.ones(1, 8)
+    assert fused_layers.as_lazy_residual(x) is x
+    with fused_layers.fused_scope(True):
+        assert (
+            isinstance(fused_layers.as_lazy_residual(x), LazyResidual)
+            and fused_layers.as_lazy_residual("rest") == "rest"
+        )
+        first, rest = fused_layers.as_lazy_residual((x, None))
+        assert isinstance(first, LazyResidual) and rest is None

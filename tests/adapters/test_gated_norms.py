@@ -1,0 +1,106 @@
+"""Gated norms of recurrent layers in one launch equal the family's own module, which runs everywhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_family_models import family_model
+from torch import Tensor
+
+from stree.kernels import checks
+from stree.models.fused import fused_layers
+
+GATED = (
+    "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "mamba2", "nemotron_h", "olmo_hybrid",
+    "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "zamba2",
+)  # fmt: skip
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in GATED if family != "falcon_h1"},
+    "falcon_h1-norm-before-gate": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}),
+    "falcon_h1-norm-after-gate": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+}
+ERROR = {torch.float32: 1e-6, torch.bfloat16: 1e-2}  # of the largest value; bfloat16 modules round in between
+
+
+def gated_norm_of(family: str, changes: dict[str, Any]) -> Any:
+    """Find the first gated norm of a family's tiny model."""
+    modules = family_model(family, **changes).modules()
+    return next(module for module in modules if "RMSNormGated" in type(module).__name__)
+
+
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+@pytest.mark.parametrize(("family", "changes"), CASES.values(), ids=CASES)
+def test_a_gated_norm_in_one_launch_equals_the_familys_own(
+    family: str, changes: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm = gated_norm_of(family, changes).to(dtype)
+    channels, draw = norm.weight.shape[0], torch.Generator().manual_seed(0)
+    x, gate = (torch.randn(6, 2 * channels, generator=draw).to(dtype)[:, :channels] for _ in range(2))
+    monkeypatch.setattr(checks, "has_triton", lambda op, *_: op in checks.TRITON)
+    fused_layers.gated_norm(norm, x, gate)  # what a class computes is found out once, by running a small copy
+    monkeypatch.setattr(type(norm), "forward", refuse)
+    ours = fused_layers.gated_norm(norm, x, gate)
+    monkeypatch.undo()
+    with torch.no_grad():
+        theirs = norm(x[None], gate[None])[0] if "FalconH1" in type(norm).__name__ else norm(x, gate)
+    assert ours.dtype == theirs.dtype
+    assert float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max()) < ERROR[dtype]
+
+
+class WholeRows(torch.nn.Module):
+    """A gated norm as transformers 5.17 has it, which names no groups."""
+
+    def __init__(self, size: int, power: float = 1.0) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = torch.nn.Parameter(torch.linspace(0.5, 2, size)), 1e-3
+        self.power = power
+
+    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        x = hidden_states * torch.nn.functional.silu(gate) ** self.power
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+
+def test_a_gated_norm_that_names_no_groups_is_known_by_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Squared(WholeRows):
+        """Another function under the same names."""
+
+    x, gate = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(checks, "has_triton", lambda op, *_: op in checks.TRITON)
+    norm, other = WholeRows(16), Squared(16, 2.0)
+    with torch.no_grad():
+        expected, kept = norm(x, gate), other(x, gate)
+        assert torch.equal(fused_layers.gated_norm(other, x, gate), kept)
+        fused_layers.gated_norm(norm, x, gate)
+        monkeypatch.setattr(WholeRows, "forward", refuse)
+        torch.testing.assert_close(fused_layers.gated_norm(norm, x, gate), expected)
+
+
+def refuse(*_: Any, **__: Any) -> Tensor:
+    """Stand for a module's forward that must not run."""
+    raise AssertionError("the module's own forward ran")
+
+
+def test_elsewhere_the_familys_own_module_runs() -> None:
+    norm = gated_norm_of("bamba", {})
+    x, gate = torch.randn(2, 3, norm.weight.shape[0]), torch.randn(2, 3, norm.weight.shape[0])
+    with torch.no_grad():
+        assert torch.equal(fused_layers.gated_norm(norm, x, gate), norm(x, gate))
+
+
+def test_a_gated_norm_that_was_patched_runs_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "has_triton", lambda *_: True)
+    norm = gated_norm_of("bamba", {})
+    norm.forward = lambda x, gate: x + gate
+    x = torch.ones(2, norm.weight.shape[0])
+    assert torch.equal(fused_layers.gated_norm(norm, x, x), x + x)
+
+
+def test_a_gated_norm_with_a_hook_runs_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "has_triton", lambda *_: True)
+    norm = gated_norm_of("bamba", {})
+    norm.register_forward_hook(lambda _, __, y: 2 * y)
+    x = torch.randn(2, norm.weight.shape[0])
+    with torch.no_grad():
+        assert torch.equal(fused_layers.gated_norm(norm, x, x), 2 * norm.forward(x, x))

@@ -1,0 +1,162 @@
+"""A lazy residual behaves as its tensor everywhere but in the norm that reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stree.kernels import norm_ops, ops
+from stree.models.fused.lazy_residual import LazyResidual, normalise
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*(shape or (2, 3, 8)), generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def lazy(tensor: Tensor) -> LazyResidual:
+    return LazyResidual([(tensor, 1.0)])
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt() * weight.double()
+
+
+@pytest.fixture
+def sums(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count the terms of every sum that a norm adds up."""
+    terms: list[int] = []
+
+    def counted(*args: Any, other: Tensor | None = None, **kwargs: Any) -> Any:
+        terms.append(2 if other is None else 3)
+        return norm_ops.rms_norm_add(*args, other=other, **kwargs)
+
+    monkeypatch.setattr(ops, "rms_norm_add", counted)
+    return terms
+
+
+def test_a_layers_sum_is_added_up_by_its_norm(sums: list[int]) -> None:
+    stream, out, weight = draw(0), draw(1), draw(2, 8)
+    total: Any
+    for total in (stream + lazy(out), lazy(out) + stream, torch.add(stream, lazy(out))):  # type: ignore[call-overload]
+        assert isinstance(total, LazyResidual)
+        y = normalise(total, weight, eps=0.1, offset=0.0)
+        assert torch.allclose(y.double(), normed(stream + out, weight), atol=1e-5)
+        assert torch.equal(total.value, stream + out)
+    assert sums == [2, 2, 2]
+
+
+def test_factors_and_a_second_output_are_part_of_the_sum(sums: list[int]) -> None:
+    stream, routed, shared, weight = draw(0), draw(1), draw(2), draw(3, 8)
+    total = stream + (routed + lazy(shared)) * 0.7
+    assert isinstance(total, LazyResidual)
+    expected = stream.double() + 0.7 * (routed.double() + shared.double())
+    assert torch.allclose(normalise(total, weight, eps=0.1, offset=0.0).double(), normed(expected, weight), atol=1e-5)
+    assert torch.allclose(total.value.double(), expected, atol=1e-6) and sums == [3]
+
+
+def test_a_stream_goes_on_from_the_value_that_its_norm_has_stored(sums: list[int]) -> None:
+    weight, stream = draw(9, 8), draw(0)
+    residual: Any = stream
+    for seed in range(1, 5):
+        residual = residual + lazy(draw(seed))
+        normalise(residual, weight, eps=0.1, offset=0.0)
+    assert sums == [2] * 4
+    assert torch.allclose(residual.value, stream + sum(draw(seed) for seed in range(1, 5)), atol=1e-5)
+
+
+def test_more_terms_than_a_norm_takes_are_added_up_before() -> None:
+    total: Any = draw(0)
+    for seed in range(1, 7):
+        total = total + lazy(draw(seed))
+    assert isinstance(total, LazyResidual)
+    expected, weight = torch.stack([draw(seed) for seed in range(7)]).sum(0), draw(9, 8)
+    y = normalise(total, weight, eps=0.1, offset=0.0)
+    assert torch.allclose(y.double(), normed(expected, weight), atol=1e-5)
+    assert torch.allclose(total.value, expected, atol=1e-5)
+
+
+def test_without_a_norm_the_sum_is_that_of_the_layer_bit_for_bit() -> None:
+    stream, out = draw(0, dtype=torch.bfloat16), draw(1, dtype=torch.bfloat16)
+    total: Any = stream + lazy(out) * 0.7
+    assert torch.equal(total.value, stream + out * 0.7) and total.value is total.value
+    assert torch.equal((2 * lazy(out) * 3).value, out * 6)
+
+
+def test_a_narrow_cast_of_a_wide_stream_is_normalised_without_a_cast_of_its_own(sums: list[int]) -> None:
+    stream, out, weight = draw(0), draw(1, dtype=torch.bfloat16), draw(2, 8, dtype=torch.bfloat16)
+    total = stream + lazy(out)
+    narrow = total.to(dtype=torch.bfloat16)
+    assert narrow.dtype == torch.bfloat16 and total.dtype == torch.float32 and narrow.shape == stream.shape
+    y = normalise(narrow, weight, eps=0.1, offset=0.0)
+    assert y.dtype == torch.bfloat16 and sums == [2]
+    assert torch.allclose(y.double(), normed(stream + out, weight), atol=3e-2)
+    assert torch.equal(total.to(torch.float32).value, stream + out)
+    assert torch.equal(narrow.value, (stream + out).bfloat16())
+    assert torch.equal(narrow * 2, (stream + out).bfloat16() * 2)
+    assert torch.equal(narrow + out, (stream + out).bfloat16() + out)
+    assert torch.equal(narrow.to(torch.float32), (stream + out).bfloat16().float()), "what a cast cuts off is gone"
+    assert torch.equal(lazy(out) + narrow, out + (stream + out).bfloat16())
+
+
+def test_a_norm_has_the_dtype_of_its_cast_whichever_term_comes_first(sums: list[int]) -> None:
+    wide, narrow, weight = draw(1), draw(2, dtype=torch.bfloat16), draw(3, 8, dtype=torch.bfloat16)
+    total: Any = draw(0) + lazy(wide) * 2 + narrow
+    y = normalise(total.to(torch.bfloat16), weight, eps=0.1, offset=0.0)
+    assert y.dtype == torch.bfloat16 and sums == [3]
+    assert torch.allclose(total.value, draw(0) + 2 * wide + narrow, atol=1e-5)
+
+
+def test_a_narrow_stream_takes_over_no_wide_sum(sums: list[int]) -> None:
+    narrow, wide, weight = draw(0, dtype=torch.bfloat16), draw(1), draw(2, 8)
+    total: Any = narrow + lazy(wide) * 2
+    y = normalise(total, weight, eps=0.1, offset=0.0)
+    assert y.dtype == total.value.dtype == torch.float32 and sums == []
+    assert torch.equal(total.value, narrow + wide * 2)
+
+
+def test_a_row_for_all_is_no_term_of_a_norm(sums: list[int]) -> None:
+    out, row, weight = draw(1), draw(2)[0, 0], draw(3, 8)
+    total: Any = lazy(out) + row
+    assert torch.allclose(normalise(total, weight, eps=0.1, offset=0.0).double(), normed(out + row, weight), atol=1e-5)
+    assert sums == []
+
+
+def test_a_tensor_of_another_device_is_no_term_of_a_norm() -> None:
+    total: Any = lazy(draw(0))
+    with pytest.raises(RuntimeError, match="device"):
+        total + draw(1).to("meta")
+
+
+def test_a_sum_without_a_stream_is_normalised_all_the_same(sums: list[int]) -> None:
+    out, weight = draw(1), draw(2, 8)
+    for total, expected in ((lazy(out), out), (lazy(out) * 3, 3 * out), (lazy(out) * 2 + out * 3, 5 * out)):
+        assert torch.allclose(
+            normalise(total, weight, eps=0.1, offset=0.0).double(), normed(expected, weight), atol=1e-5
+        )
+    assert sums == [2]
+
+
+def test_every_other_use_sees_the_tensor() -> None:
+    x, weight = draw(0), draw(1, 4, 8)
+    total: Any = lazy(x)
+    assert total.shape == x.shape and total.device == x.device and total.dtype == x.dtype and len(total) == 2
+    assert torch.equal(F.linear(total, weight), F.linear(x, weight))
+    assert torch.equal(torch.cat([total, x], -1), torch.cat([x, x], -1))
+    assert torch.equal(torch.stack((x, total)), torch.stack((x, x)))
+    assert torch.equal(total[:, 1], x[:, 1]) and torch.equal(total.reshape(-1, 8), x.reshape(-1, 8))
+    assert torch.equal(total - x, x - x) and torch.equal(1 - total, 1 - x) and torch.equal(total / 2, x / 2)
+    assert torch.equal(-total, -x) and torch.equal(total @ weight.T, x @ weight.T) and torch.equal(total**2, x**2)
+    assert torch.equal(x * total, x * x) and torch.equal(total * x, x * x)
+    assert torch.equal(torch.add(total, x, alpha=2), torch.add(x, x, alpha=2))
+    assert torch.equal(F.dropout(total, 0.5, training=False), x) and torch.equal(total + x[0, 0], x + x[0, 0])
+    assert torch.equal(total.to("cpu", torch.float64), x.double())
+    kept = x.clone()
+    kept += total
+    assert torch.equal(kept, x + x) and not isinstance(kept, LazyResidual)
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        total.no_such_thing  # noqa: B018

@@ -1,0 +1,149 @@
+"""Layers on several devices; the second one here is "meta", which gives shapes and refuses tensors of the CPU."""
+
+from __future__ import annotations
+
+import copy
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignore[import-untyped]
+from helpers.tiny_family_models import EVERY_ADAPTER, family_model
+from helpers.tiny_models import (
+    TOLERANCE,
+    as_commit,
+    patched,
+    path_to,
+    random_texts,
+    random_tree,
+    right_padded,
+    tree_error,
+)
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from stree import TreeLM
+from stree.models.families import family_of, stateful_modules
+from stree.models.placement import step_on
+from stree.models.state import TreeStep
+
+META = torch.device("meta")
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Move tensors, lists, tuples and dicts of them; caches stay, as transformers tells accelerate to do."""
+    if isinstance(value, Tensor):
+        return value.to(device) if value.device != device and value.device != META else value
+    if type(value) in (list, tuple):
+        return type(value)(moved(part, device) for part in value)
+    return {name: moved(part, device) for name, part in value.items()} if type(value) is dict else value
+
+
+def split_model(family: str) -> PreTrainedModel:
+    """Put everything from the second layer on upon another device, with hooks such as accelerate's."""
+    model = family_model(family, torch.bfloat16)  # the only dtype of torch's grouped products on "meta"
+    base = getattr(model, model.base_model_prefix)
+    rest = [*base.layers[1:], *(child for name, child in base.named_children() if "norm" in name), model.lm_head]
+    if model.lm_head.weight is model.get_input_embeddings().weight:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    for part in rest:
+        part.to(META)
+        part.register_forward_pre_hook(
+            lambda _, args, kwargs: (moved(args, META), moved(kwargs, META)), with_kwargs=True
+        )
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "defers_commit"),
+    [*((family, False) for family in EVERY_ADAPTER), ("jamba", True), ("kimi_linear", True)],
+)
+def test_no_layer_meets_a_tensor_of_another_device(family: str, defers_commit: bool) -> None:
+    rng = random.Random(0)
+    lm = TreeLM(split_model(family))
+    lm.defers_commit = defers_commit
+    state = lm.new_state(2, 64, 16)
+    lm.prefill(state, *right_padded(random_texts(rng, [9, 4])))
+    for _ in range(2):
+        tree = random_tree(rng, [9, 7])
+        logits = lm.verify(state, tree)
+        assert logits.device == META
+        assert logits.shape == (2, 9, 97)
+        lm.commit(state, *as_commit([path_to(tree, 0, 8), [0]]))
+        state = state.select(torch.tensor([1, 0]))
+    assert META in {tensor.device for stack in state.stacks.values() for _, tensor in stack.tensors()}
+
+
+def test_a_step_is_copied_to_a_device_once_and_not_to_its_own() -> None:
+    seen: list[TreeStep] = []
+    lm = patched(family_model("jamba"))
+    lm.model.register_forward_pre_hook(lambda _, __, kwargs: seen.append(kwargs["past_key_values"]), with_kwargs=True)
+    state = lm.new_state(1, 16, 4)
+    lm.verify(state, random_tree(random.Random(0), [4]))
+    (step,) = seen
+    assert step_on(step, torch.device("cpu")) is step
+    other = step_on(step, META)
+    assert step_on(step, META) is other
+    assert {other.state.lengths.device, other.topology.mask.device, other.topology.jump_rows()[0].device} == {META}
+    assert other.state.layers is state.layers
+
+
+def test_a_model_on_one_device_is_not_wrapped() -> None:
+    lm = patched(family_model("bamba"))
+    ours = [module.forward.func for module in lm.model.modules() if "forward" in module.__dict__]
+    assert ours and not any(function.__module__ == "stree.models.placement" for function in ours)
+
+
+def test_a_model_on_several_devices_is_wrapped_once() -> None:
+    lm = TreeLM(TreeLM(split_model("zamba2")).model)
+    for mixer in lm.mixers.values():
+        assert mixer.forward.func.__module__ == "stree.models.placement"
+        assert mixer.forward.args[1].func.__module__ == "stree.models.layers.mixer_patch"
+
+
+def test_plain_calls_of_a_model_on_several_devices_run_its_own_code() -> None:
+    model = split_model("bamba")
+    lm = TreeLM(copy.deepcopy(model))
+    tokens = torch.tensor([[1, 2, 3]])
+    assert lm.model(tokens).logits.shape == model(tokens).logits.shape
+
+
+@pytest.mark.parametrize("family", EVERY_ADAPTER)
+def test_forwards_that_accelerate_has_replaced_do_not_hide_the_tree(family: str) -> None:
+    rng = random.Random(1)
+    model = family_model(family)
+    hooked = copy.deepcopy(model)
+    for module in hooked.modules():
+        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
+    TreeLM(hooked)  # a patch over a patch
+    lm, texts, tree = TreeLM(hooked), random_texts(rng, [9, 4]), random_tree(rng, [9, 7])
+    state = lm.new_state(2, 64, 16)
+    lm.prefill(state, *right_padded(texts))
+    assert tree_error(model, texts, tree, lm.verify(state, tree)) < TOLERANCE[torch.float32]
+    tokens = torch.tensor(random_texts(rng, [6]))
+    plain = {"max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(lm.model.generate(tokens, **plain), model.generate(tokens, **plain))
+
+
+def test_plain_calls_run_the_forwards_that_accelerate_has_put_on_mixers() -> None:
+    model, calls = family_model("jamba"), []
+    mixers = [mixer for _, mixer, _ in stateful_modules(model, family_of(model.config))]
+
+    def pre_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(module)
+        return args, kwargs
+
+    for mixer in mixers:
+        add_hook_to_module(mixer, AlignDevicesHook(execution_device="cpu"))
+        mixer._hf_hook.pre_forward = pre_forward
+    TreeLM(model).model(torch.tensor([[1, 2, 3]]))
+    assert calls == mixers
+
+
+def test_an_offloaded_mixer_is_refused() -> None:
+    model = family_model("mistral")
+    model.model.layers[1].self_attn.v_proj._hf_hook = SimpleNamespace(offload=True)  # as accelerate's hooks say it
+    with pytest.raises(NotImplementedError, match="MistralAttention is offloaded; layers that keep a state must be in"):
+        TreeLM(model)

@@ -1,0 +1,93 @@
+"""Long prompts in chunks: the same logits and the same state as in one piece, for every family."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_family_models import family_model, matrix
+from helpers.tiny_models import (
+    TOLERANCE,
+    check_steps,
+    fresh_logits,
+    random_texts,
+    relative_error,
+    right_padded,
+    tiny_model,
+)
+from torch import Tensor
+
+import stree
+from stree import TreeLM
+from stree.kernels.tiles import MAX_NODES
+from stree.kernels.topology import most_nodes
+from stree.models import tree_lm
+from stree.models.state import DecodeState
+from stree.tree import TokenTree
+
+
+@pytest.mark.parametrize("family", matrix())
+def test_a_prompt_in_chunks_leaves_what_it_leaves_in_one_piece(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, model = random.Random(5), family_model(family)
+    lm = TreeLM(family_model(family))
+    texts = random_texts(rng, [23, 4, 9])  # the second fits in the first chunk, the third ends within the second
+    state, verify = lm.new_state(3, 64, 7), lm.verify
+
+    def checked(state: DecodeState, tree: TokenTree) -> Tensor:
+        TokenTree(tree.tokens, tree.parents)  # refuses what is no tree
+        return verify(state, tree)
+
+    monkeypatch.setattr(lm, "verify", checked)
+    logits = lm.prefill(state, *right_padded(texts, padding=1), chunk_size=6)
+    monkeypatch.undo()
+    assert state.lengths.tolist() == [23, 4, 9]
+    for row, text in enumerate(texts):
+        assert relative_error(logits[row], fresh_logits(model, text)[-1]) < TOLERANCE[torch.float32]
+    check_steps(model, lm, state, texts, (rng, [7, 5, 6]), TOLERANCE[torch.float32])
+
+
+class Widths:
+    """Notes how many tokens each forward of a model runs."""
+
+    def __init__(self, model: Any) -> None:
+        self.seen: list[int] = []
+        model.register_forward_pre_hook(lambda _, inputs: self.seen.append(inputs[0].shape[1]))
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "max_nodes", "expected"), [(None, 5, [19]), (19, 5, [19]), (9, 5, [9, 5, 5]), (1, 16, [1, 16, 2])]
+)
+def test_no_forward_is_wider_than_its_chunk(chunk_size: int | None, max_nodes: int, expected: list[int]) -> None:
+    lm = TreeLM(tiny_model("mamba2"))
+    widths = Widths(lm.model)
+    lm.prefill(lm.new_state(1, 32, max_nodes), torch.arange(19)[None], chunk_size=chunk_size)
+    assert widths.seen == expected
+
+
+def test_what_follows_is_cut_to_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert most_nodes(torch.device("cuda:1"), torch.bfloat16) == MAX_NODES
+    assert most_nodes(torch.device("cuda"), torch.float64) is None is most_nodes(torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(tree_lm, "most_nodes", lambda device, dtype: 4)
+    lm = TreeLM(tiny_model("mamba2"))
+    widths = Widths(lm.model)
+    lm.prefill(lm.new_state(1, 32, 16), torch.arange(19)[None], chunk_size=9)
+    assert widths.seen == [9, 4, 4, 2]
+
+
+def test_a_model_s_own_chunk_size_serves_generate() -> None:
+    model, texts = tiny_model("bamba"), [list(range(30)), [3, 4, 5]]
+    expected = stree.generate(TreeLM(model), texts, max_new_tokens=8).sequences
+    lm = TreeLM(model)
+    lm.chunk_size = 11
+    widths = Widths(lm.model)
+    assert stree.generate(lm, texts, budget=16, max_new_tokens=8).sequences == expected
+    assert widths.seen[:3] == [11, 16, 3]
+
+
+@pytest.mark.parametrize("chunk_size", [0, -3])
+def test_a_chunk_of_nothing_is_refused(chunk_size: int) -> None:
+    lm = TreeLM(tiny_model("mamba2"))
+    with pytest.raises(ValueError, match=f"chunk_size must be at least 1, got {chunk_size}"):
+        lm.prefill(lm.new_state(), torch.tensor([[1, 2]]), chunk_size=chunk_size)

@@ -1,0 +1,78 @@
+"""Every family's tiny model with weights that make its states matter, and the skip of one that transformers lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from helpers import tiny_families, tiny_families_delta
+
+BUILDERS = {**tiny_families.BUILDERS, **tiny_families_delta.BUILDERS}
+FAMILIES = sorted(BUILDERS)
+# Together they hold a layer of every kind.
+EVERY_ADAPTER = (
+    "gemma3_text",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "minimax",
+    "qwen3_next",
+    "recurrent_gemma",
+    "zamba",
+    "zamba2",
+)
+
+# Families with experts: in bfloat16 a near-tie of the router may go either way and changes a token wholly.
+ROUTED = {
+    "bailing_hybrid",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
+    "lfm2_moe",
+    "minimax",
+    "nemotron_h",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+}
+
+
+def matrix(families: Sequence[str] = FAMILIES) -> list[Any]:
+    """Give families as parameters of a test, all but one for each adapter marked slow."""
+    return [family if family in EVERY_ADAPTER else pytest.param(family, marks=pytest.mark.slow) for family in families]
+
+
+def family_model(
+    model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: object
+) -> PreTrainedModel:
+    """Make a model that never saw our code; the same arguments give the same weights."""
+    torch.manual_seed(seed)
+    try:
+        model = BUILDERS[model_type](**changes)
+    except AttributeError as error:
+        if "has no attribute" in str(error) and "transformers" in str(error):
+            pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+        raise
+    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # torch's grouped products know no float64
+    draw_weights(model)
+    return model.eval().to(dtype)
+
+
+@torch.no_grad()
+def draw_weights(model: PreTrainedModel) -> None:
+    """Make matrices wide, vectors uneven, step sizes large and decays slow, or a state is forgotten at once."""
+    for name, parameter in model.named_parameters():
+        last = name.rsplit(".", 1)[-1]
+        if last == "A_log":
+            parameter.copy_(torch.rand(parameter.shape) * 3 - 3)
+        elif last in ("dt_bias", "dt_proj_bias") or name.endswith("dt_proj.bias"):
+            parameter.copy_(torch.rand(parameter.shape) * 3 - 2)
+        elif parameter.dim() >= 2:
+            parameter.mul_(2.5)
+        else:
+            parameter.add_(0.1 * torch.randn(parameter.shape))
