@@ -13,8 +13,14 @@ from shapes import ATTENTIONS, VOCABULARIES, Attention
 from stree.growth.calibrated import ROOT_RANKS
 from stree.kernels.accept import distinct_constants, draw_constants
 from stree.kernels.accept_kernels import distinct_kernel, draw_kernel, walk_kernel
-from stree.kernels.attention import attention_constants, kv_commit_constants, merge_constants
-from stree.kernels.attention_kernels import attention_kernel, kv_commit_kernel, merge_kernel
+from stree.kernels.attention.kernel import (
+    attention_constants,
+    attention_kernel,
+    kv_commit_constants,
+    kv_commit_kernel,
+    merge_constants,
+    merge_kernel,
+)
 from stree.kernels.tiles import AttentionTile, padded
 
 

@@ -6,8 +6,7 @@ import torch
 from aot_build import POINTERS, Build
 from shapes import DELTAS, Delta
 
-from stree.kernels.gated_delta import gated_delta_constants
-from stree.kernels.gated_delta_kernels import gated_delta_kernel
+from stree.kernels.delta_rule.kernel import gated_delta_constants, gated_delta_kernel
 from stree.kernels.tiles import GatedDeltaTile
 
 

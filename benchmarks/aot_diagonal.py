@@ -6,8 +6,7 @@ import torch
 from aot_build import POINTERS, Build
 from shapes import DIAGONALS, SELECTIVES, Selective
 
-from stree.kernels.diagonal import diagonal_constants
-from stree.kernels.diagonal_kernels import diagonal_kernel
+from stree.kernels.diagonal.kernel import diagonal_constants, diagonal_kernel
 from stree.kernels.tiles import DiagonalTile
 
 BUILT = SELECTIVES | {"mamba-2.8b, batch 16": Selective(5120, 16, batch=16)}

@@ -9,10 +9,8 @@ from shapes import MIXERS, Mixer
 
 from stree.kernels.bookkeeping import ROW_COLUMNS
 from stree.kernels.bookkeeping_kernels import rows_kernel
-from stree.kernels.conv import conv_constants
-from stree.kernels.conv_kernels import conv_kernel
-from stree.kernels.ssd import ssd_constants
-from stree.kernels.ssd_kernels import ssd_kernel
+from stree.kernels.conv.kernel import conv_constants, conv_kernel
+from stree.kernels.mamba2.kernel import ssd_constants, ssd_kernel
 from stree.kernels.tiles import ConvTile, SsdTile
 
 

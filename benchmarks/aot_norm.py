@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from aot_build import POINTERS, Build
 
-from stree.kernels.norm_kernels import gated_norm_kernel, norm_add_kernel
+from stree.kernels.fused.norm import gated_norm_kernel, norm_add_kernel
 from stree.kernels.tiles import NormTile
 
 

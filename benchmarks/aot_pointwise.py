@@ -11,11 +11,10 @@ from aot_build import POINTERS, Build
 from shapes import ATTENTIONS, DELTAS, EXPERTS, FEED_FORWARDS, Attention, Delta, Experts, FeedForward
 
 from stree.kernels.bookkeeping_kernels import columns_kernel, emit_kernel, nodes_kernel
-from stree.kernels.experts_kernels import experts_down_kernel, experts_sum_kernel, experts_up_kernel
-from stree.kernels.pointwise_kernels import delta_inputs_kernel, gated_activation_kernel, rotary_kernel
+from stree.kernels.fused.experts import experts_down_kernel, experts_sum_kernel, experts_up_kernel
+from stree.kernels.fused.pointwise import delta_inputs_kernel, gated_activation_kernel, rotary_kernel
+from stree.kernels.step.indices import ENTRIES, ROWS, path_kernel, tree_kernel
 from stree.kernels.tiles import DeltaInputsTile, ExpertsTile, PointwiseTile, RotaryTile, padded
-from stree.kernels.topology_kernels import path_kernel, tree_kernel
-from stree.kernels.topology_launch import ENTRIES, ROWS
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Run: python benchmarks/bench_reference.py [--nodes 1 16 64] [--runs 300]
 
-The fold of a path is included.  Nothing is compared here: tests/test_reference.py and tests/test_ops.py do that.
+The commit of a path is included.  Nothing is compared here: tests/operations does that.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from shapes import binary_tree
 from torch import Tensor
 
-from stree.kernels.checks import Backend
+from stree.kernels.dispatch import Backend
 from stree.kernels.precision import float32_tolerance
 from stree.kernels.topology import AcceptedPath, Topology
 

@@ -7,7 +7,7 @@ from gpu_case import Case, Inputs, Provider, both, draws
 from shapes import Attention, Delta, Experts, FeedForward
 
 from stree.kernels import ops
-from stree.kernels.checks import Backend
+from stree.kernels.dispatch import Backend
 
 
 def rotary_case(model: str, sizes: Attention, batch: int, n: int, dtype: torch.dtype, device: torch.device) -> Case:

@@ -9,8 +9,8 @@ from shapes import Attention, Mixer
 from torch import Tensor
 
 from stree.kernels import accept_door, ops
-from stree.kernels.attention import split_context
-from stree.kernels.checks import Backend
+from stree.kernels.attention.kernel import split_context
+from stree.kernels.dispatch import Backend
 from stree.kernels.tiles import AttentionTile
 
 

@@ -8,7 +8,7 @@ from gpu_case import PATH, Case, Inputs, Provider, both, draws, tree_inputs
 from shapes import Delta, Mixer, Selective
 
 from stree.kernels import ops
-from stree.kernels.checks import Backend
+from stree.kernels.dispatch import Backend
 
 
 def ssd_case(model: str, mixer: Mixer, batch: int, n: int, dtype: torch.dtype, device: torch.device) -> Case:

@@ -89,7 +89,9 @@ class Suite:
 
     def run_tests(self) -> None:
         """Run the kernels' tests on the device in a process of their own."""
-        paths = [*sorted((ROOT / "tests").glob("test_triton_*.py")), ROOT / "tests" / "test_gpu_loop.py"]
+        tests = ROOT / "tests"
+        kernels = (*tests.glob("test_triton_*.py"), *tests.glob("operations/test_*.py"))
+        paths = [*sorted(kernels), tests / "test_gpu_loop.py"]
         # Those that put their tensors on the device; the others test whole models under the interpreter.
         files = [str(path.relative_to(ROOT)) for path in paths if "DEVICE" in path.read_text(encoding="utf-8")]
         limit = max(self.deadline - time.monotonic(), 1)

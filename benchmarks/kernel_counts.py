@@ -37,7 +37,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 import stree
 from stree.bench.records import Record, environment, write
-from stree.kernels import checks, topology
+from stree.kernels import dispatch, topology
 from stree.models import tree_lm
 
 FAMILIES = (
@@ -153,11 +153,11 @@ def as_on_a_gpu() -> Iterator[None]:
     """Let "auto" mean Triton on the CPU, and let it make what layers share of a tree, once a step."""
 
     def has_triton(op: str, device: torch.device, dtype: torch.dtype) -> bool:
-        return op in checks.TRITON and dtype != torch.float64
+        return op in dispatch.TRITON and dtype != torch.float64
 
     with ExitStack() as patched:
         for owner, name, value in (
-            (checks, "has_triton", has_triton),
+            (dispatch, "has_triton", has_triton),
             (tree_lm, "has_triton", has_triton),
             (topology, "launches_always", True),
             (topology, "waits_always", True),

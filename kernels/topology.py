@@ -163,6 +163,11 @@ class Topology:
     bits: Tensor | None = None
     walk: Tensor | None = None
 
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of a tree, padding included."""
+        return self.parents.shape[1]
+
     @classmethod
     def of(
         cls,
@@ -185,7 +190,7 @@ class Topology:
         mask = ancestor_mask(parents) if mask is None else mask
         depths = mask.sum(-1, dtype=torch.int32) - 1 if depths is None else depths
         if is_launched(mask):
-            from stree.kernels.topology_launch import tree_indices
+            from stree.kernels.step.indices import tree_indices
 
             made = tree_indices(parents, mask, conv_width)
             walk = depth_first_walk(parents, mask) if jumps else None
@@ -255,7 +260,7 @@ class AcceptedPath:
         if path.shape[1] == 0:
             path = path.new_zeros(path.shape[0], 1)  # one entry, past every length
         if is_launched(path):
-            from stree.kernels.topology_launch import path_indices
+            from stree.kernels.step.indices import path_indices
 
             made = path_indices(path, path_lengths, conv_width)
             window = made.conv_from, made.conv_rows, made.conv_keeps

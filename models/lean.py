@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.kernels import checks, ops
+from stree.kernels import dispatch, ops
 from stree.kernels.tiles import MAX_NORM_WIDTH
 from stree.models import laws
 from stree.models.forwards import is_hooked, is_patched, own_forward, put_forward
@@ -99,7 +99,7 @@ def gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
     Where the Triton versions run, it is they who do it; elsewhere, and for a class with other facts than those that are
     known, it is the module's own forward.
     """
-    if is_patched(norm) or is_hooked(norm) or not checks.has_triton("gated_rms_norm", x.device, x.dtype):
+    if is_patched(norm) or is_hooked(norm) or not dispatch.has_triton("gated_rms_norm", x.device, x.dtype):
         return norm(x, gate)  # type: ignore[no-any-return]
     if hasattr(norm, "group_size"):  # Mamba-2, Bamba, Granite-4.0-H, Nemotron-H, Zamba2
         facts: dict[str, Any] = {"groups": x.shape[-1] // norm.group_size}
@@ -116,7 +116,7 @@ def gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
 
 def _runs(op: str, like: Any) -> bool:
     """Tell whether a tree is scored where an operation runs in Triton."""
-    return _is_scoring.get() and checks.has_triton(op, like.device, like.dtype)
+    return _is_scoring.get() and dispatch.has_triton(op, like.device, like.dtype)
 
 
 def _override(module: Any, forward: Callable[..., Any], facts: Any) -> None:

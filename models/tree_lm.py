@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stree.counts import check_counts, check_sizes
-from stree.kernels.checks import has_triton
+from stree.kernels.dispatch import has_triton
 from stree.kernels.topology import Topology, most_nodes, reads_freely
 from stree.models.checks import change_of, check_path, describe, is_integer, places
 from stree.models.families import family_of, stateful_modules

@@ -31,7 +31,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHAttentio
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridAttention
 
 from stree import TokenTree, TreeLM
-from stree.kernels import checks, ops
+from stree.kernels import dispatch, ops
 from stree.kernels.tiles import MAX_NORM_WIDTH
 from stree.models import laws, lean, tree_lm
 from stree.models.waiting import WaitingSum
@@ -62,7 +62,7 @@ def test_a_gated_norm_in_one_launch_equals_the_familys_own(
     norm = gated_norm_of(family, changes).to(dtype)
     channels, draw = norm.weight.shape[0], torch.Generator().manual_seed(0)
     x, gate = (torch.randn(6, 2 * channels, generator=draw).to(dtype)[:, :channels] for _ in range(2))
-    monkeypatch.setattr(checks, "has_triton", lambda op, *_: op in checks.TRITON)
+    monkeypatch.setattr(dispatch, "has_triton", lambda op, *_: op in dispatch.TRITON)
     lean.gated_norm(norm, x, gate)  # what a class computes is found out once, by running a small copy
     monkeypatch.setattr(type(norm), "forward", refuse)
     ours = lean.gated_norm(norm, x, gate)
@@ -91,7 +91,7 @@ def test_a_gated_norm_that_names_no_groups_is_known_by_what_it_does(monkeypatch:
         """Another law under the same names."""
 
     x, gate = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(checks, "has_triton", lambda op, *_: op in checks.TRITON)
+    monkeypatch.setattr(dispatch, "has_triton", lambda op, *_: op in dispatch.TRITON)
     norm, other = WholeRows(16), Squared(16, 2.0)
     with torch.no_grad():
         expected, kept = norm(x, gate), other(x, gate)
@@ -152,7 +152,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for name in LEAN_OPS:
         monkeypatch.setattr(ops, name, counted(name))
-    for module in (checks, tree_lm):
+    for module in (dispatch, tree_lm):
         monkeypatch.setattr(module, "has_triton", lambda op, *_: op in LEAN_OPS)
     return counts
 
@@ -322,7 +322,7 @@ def test_a_norm_whose_weights_are_fetched_for_each_call_runs_its_own_forward(lau
 
 
 def test_a_gated_norm_that_was_patched_runs_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "has_triton", lambda *_: True)
+    monkeypatch.setattr(dispatch, "has_triton", lambda *_: True)
     norm = gated_norm_of("bamba", {})
     norm.forward = lambda x, gate: x + gate
     x = torch.ones(2, norm.weight.shape[0])
@@ -330,7 +330,7 @@ def test_a_gated_norm_that_was_patched_runs_its_own_forward(monkeypatch: pytest.
 
 
 def test_a_gated_norm_with_a_hook_runs_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "has_triton", lambda *_: True)
+    monkeypatch.setattr(dispatch, "has_triton", lambda *_: True)
     norm = gated_norm_of("bamba", {})
     norm.register_forward_hook(lambda _, __, y: 2 * y)
     x = torch.randn(2, norm.weight.shape[0])

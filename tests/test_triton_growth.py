@@ -24,7 +24,7 @@ from growth_problems import (
     some_values,
     unsaid,
 )
-from launch_keys import launch_keys
+from helpers.launch_keys import launch_keys
 from torch import Tensor
 
 pytest.importorskip("triton")

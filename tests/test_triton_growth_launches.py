@@ -20,8 +20,8 @@ if torch.cuda.is_available():
 
 import kernel_counts
 import step_counts
+from helpers.launch_keys import launch_keys
 from host_reads import NoHostReads
-from launch_keys import launch_keys
 from tiny_models import grafted, tiny_model
 
 from stree.drafters import ModelDrafter

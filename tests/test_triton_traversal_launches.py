@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.launch_keys import Key, launch_keys
 from host_reads import NoHostReads
-from launch_keys import Key, launch_keys
 from traversal_problems import DEVICE, STAR, Problem
 
 from stree import TokenTree

@@ -1,7 +1,7 @@
 """Lazy commits: a path waits for the next tree's scan, and nothing that a caller can see tells it from an eager one.
 
-The oracle is an ungrafted copy's own forward of the whole text.  tests/test_triton_families.py commits in this way with
-the Triton versions, tests/test_decode_state.py some thousand times.
+The oracle is an ungrafted copy's own forward of the whole text.  tests/operations/test_model_families.py commits in
+this way with the Triton versions, tests/test_decode_state.py some thousand times.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import oracles
 import pytest
 import torch
+from helpers import oracles
 from torch import Tensor
 
 from stree import TokenTree
