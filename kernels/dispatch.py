@@ -14,17 +14,17 @@ import linecache
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from stree.kernels import checks
 from stree.kernels.shapes import write_checks
+from stree.kernels.topology import Backend
 
 __all__ = ["REFERENCE", "TRITON", "Backend", "choose", "has_triton", "operation"]
 
-Backend = Literal["auto", "reference", "triton"]
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -6,6 +6,7 @@ It knows indices only: no tokens, no model, no layer.  Everything here has fixed
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from stree.kernels.walk import depth_first_walk
 
 __all__ = [
     "AcceptedPath",
+    "Backend",
     "Topology",
     "ancestor_bits",
     "ancestor_mask",
@@ -27,6 +29,7 @@ __all__ = [
     "take_rows",
 ]
 
+Backend = Literal["auto", "reference", "triton"]
 
 waits_always = False  # set by tests, so that the code that a device would run is run on the CPU
 launches_always = False  # likewise for what Triton kernels need and make, under the interpreter
@@ -40,6 +43,10 @@ def reads_freely(tensor: Tensor) -> bool:
 def is_launched(tensor: Tensor) -> bool:
     """Tell whether Triton kernels make the indices of a tensor, and read them."""
     return tensor.is_cuda or launches_always
+
+
+def _launches(backend: Backend, tensor: Tensor) -> bool:
+    return backend == "triton" or (backend == "auto" and is_launched(tensor))
 
 
 def most_nodes(device: torch.device, dtype: torch.dtype) -> int | None:
@@ -177,6 +184,7 @@ class Topology:
         mask: Tensor | None = None,
         depths: Tensor | None = None,
         jumps: bool = False,
+        backend: Backend = "auto",
     ) -> Topology:
         """Derive everything from int32[batch, n] parents, without reading the device.
 
@@ -186,10 +194,11 @@ class Topology:
             mask: bool[batch, n, n] where the caller has it already.
             depths: int32[batch, n] where the caller has them already.
             jumps: whether the model has layers with a diagonal state (Mamba-1, RG-LRU).
+            backend: "triton" for one launch, "reference" for torch, "auto" for Triton on a GPU.
         """
         mask = ancestor_mask(parents) if mask is None else mask
         depths = mask.sum(-1, dtype=torch.int32) - 1 if depths is None else depths
-        if is_launched(mask):
+        if _launches(backend, mask):
             from stree.kernels.step.indices import tree_indices
 
             made = tree_indices(parents, mask, conv_width)
@@ -231,7 +240,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AcceptedPath:
-    """Accepted nodes of a batch of trees, from the root down, ready to fold into any state.
+    """Accepted nodes of a batch of trees, from the root down, ready to be committed to any state.
 
     Every commit and step takes one in place of `path` (then `path_lengths` is None), so that the layers of a model
     share its indices.  Entries past a length are ignored whatever they hold.
@@ -255,11 +264,13 @@ class AcceptedPath:
     conv_keeps: Tensor | None = None
 
     @classmethod
-    def of(cls, path: Tensor, path_lengths: Tensor, conv_width: int | None = None) -> AcceptedPath:
+    def of(
+        cls, path: Tensor, path_lengths: Tensor, conv_width: int | None = None, *, backend: Backend = "auto"
+    ) -> AcceptedPath:
         """Derive the indices from int32[batch, m] and int32[batch], without reading the device."""
         if path.shape[1] == 0:
             path = path.new_zeros(path.shape[0], 1)  # one entry, past every length
-        if is_launched(path):
+        if _launches(backend, path):
             from stree.kernels.step.indices import path_indices
 
             made = path_indices(path, path_lengths, conv_width)

@@ -60,8 +60,9 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @BACKENDS
-@pytest.mark.parametrize(("dim", "width"), [(16, 16), (12, 12), (20, 6)], ids=["all", "odd-dim", "some"])
-@pytest.mark.parametrize("shared", [False, True], ids=["own-angles", "shared-angles"])
+@pytest.mark.parametrize(
+    ("dim", "width", "shared"), [(16, 16, False), (12, 12, True), (20, 6, False)], ids=["all", "odd-dim", "some"]
+)
 def test_rotary_positions_of_strided_rows_equal_their_law(
     backend: ops.Backend, dtype: torch.dtype, dim: int, width: int, shared: bool
 ) -> None:
@@ -96,8 +97,7 @@ def test_a_rotation_in_pairs_is_seen() -> None:
 
 
 @BACKENDS
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("has_up", [False, True], ids=["alone", "gated"])
+@pytest.mark.parametrize(("activation", "has_up"), [*((name, True) for name in ACTIVATIONS), ("silu", False)], ids=str)
 def test_a_gated_activation_of_halves_of_a_row_equals_its_law(
     backend: ops.Backend, dtype: torch.dtype, activation: str, has_up: bool
 ) -> None:
@@ -125,8 +125,9 @@ def test_activations_neither_overflow_nor_hide_what_is_not_a_number(activation: 
 
 
 @BACKENDS
-@pytest.mark.parametrize(("key_heads", "dk", "heads"), [(3, 12, 6), (5, 200, 5)], ids=["few", "many"])
-@pytest.mark.parametrize("decays", [False, True], ids=["no-decays", "decays"])
+@pytest.mark.parametrize(
+    ("key_heads", "dk", "heads", "decays"), [(3, 12, 6, False), (5, 200, 5, True)], ids=["few", "many"]
+)
 def test_inputs_of_a_delta_rule_equal_their_law(
     backend: ops.Backend, dtype: torch.dtype, key_heads: int, dk: int, heads: int, decays: bool
 ) -> None:
@@ -159,10 +160,9 @@ def mixed(x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, a
 
 
 @BACKENDS
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize(
-    ("rows", "experts", "share", "channels", "inner"),
-    [(1, 5, 2, 20, 12), (9, 4, 3, 150, 40), (70, 3, 2, 33, 20)],
+    ("gated", "rows", "experts", "share", "channels", "inner"),
+    [(True, 1, 5, 2, 20, 12), (True, 9, 4, 3, 150, 40), (False, 70, 3, 2, 33, 20)],
     ids=["one-row", "some", "many-rows-an-expert"],
 )
 def test_a_mixture_of_experts_equals_its_law(

@@ -224,8 +224,7 @@ def test_scan_equals_the_recursion_on_random_trees(recurrence: Recurrence, seed:
 
 
 @every_recurrence
-@every_dtype
-@pytest.mark.parametrize("n", [1, 13, 64], ids=lambda n: f"n{n}")
+@pytest.mark.parametrize(("dtype", "n"), [*zip(DTYPES, (64, 13, 13), strict=True), (torch.float64, 1)], ids=str)
 def test_scan_equals_the_recursion_in_every_dtype(recurrence: Recurrence, dtype: torch.dtype, n: int) -> None:
     problem = Problem.draw(recurrence, 2, n, dtype)
     y = problem.scan()
@@ -459,10 +458,15 @@ def draw_conv(dtype: torch.dtype, n: int, width: int, seed: int = 0) -> tuple[Te
     return x.to(dtype), window.to(dtype), weight.to(dtype), bias.to(dtype), parents
 
 
-@every_dtype
-@pytest.mark.parametrize("width", [1, 2, 4], ids=lambda w: f"width{w}")
-@pytest.mark.parametrize("n", [1, 2, 13], ids=lambda n: f"n{n}")
-@pytest.mark.parametrize("plain", [False, True], ids=["silu", "plain"])
+@pytest.mark.parametrize(
+    ("dtype", "n", "width", "plain"),
+    [(dtype, 13, 4, False) for dtype in DTYPES]
+    + [
+        (torch.float64, n, width, plain)
+        for n, width, plain in ((1, 4, True), (2, 4, False), (13, 2, True), (13, 1, False))
+    ],
+    ids=str,
+)
 def test_conv_follows_the_path_into_the_window(n: int, width: int, plain: bool, dtype: torch.dtype) -> None:
     x, window, weight, bias, parents = draw_conv(dtype, n, width)
     taps = None if plain else bias
@@ -547,10 +551,18 @@ class Attention:
         return torch.stack(rows)
 
 
-@every_dtype
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=str)
-@pytest.mark.parametrize("n", [1, 13], ids=lambda n: f"n{n}")
-@pytest.mark.parametrize("options", [{}, {"window": 1}, {"window": 4}, {"softcap": 0.7, "window": 9}], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "n", "heads", "options"),
+    [(dtype, 13, (6, 2), {"softcap": 0.7, "window": 9}) for dtype in DTYPES]
+    + [
+        (torch.float64, 13, (4, 4), {}),
+        (torch.float64, 13, (3, 1), {"window": 4}),
+        (torch.float64, 13, (6, 2), {"window": 1}),
+        (torch.float64, 1, (6, 2), {}),
+        (torch.float64, 1, (3, 1), {"window": 4}),
+    ],
+    ids=str,
+)
 def test_attention_sees_the_context_and_its_own_path(
     dtype: torch.dtype, n: int, heads: tuple[int, int], options: dict[str, float]
 ) -> None:
