@@ -16,7 +16,7 @@ Common to all operations:
 - Scans read `state`, which is that before the root, and never write it; commits write in place and treat the batch as
   so many independent rows, so the layers of a model may be stacked into it.
 - A `*_step` is exactly: commit of `path` from the stash (skipped when `path` is None), copy of the new rows
-  first..n - 1 into the stash, scan of stash rows 0..n - 1.  Rows below `first` stand in the stash from earlier calls.
+  first..n - 1 into the stash, scan of stash rows 0..n - 1.  Rows below `first` are in the stash from earlier calls.
 - `folded`: a second stash that `path` is committed from, read only; None: the stash itself.  A caller who alternates
   between two saves the Triton version a launch.
 - `backend`: "reference", "triton" or "auto" (Triton for CUDA tensors where that operation has a Triton version, else
@@ -383,7 +383,7 @@ def tree_attention(
 ) -> Tensor:  # fmt: skip
     """Attend from every node to the cached context and to its own ancestors, itself included.
 
-    Node i stands at position lengths + depth of i.  Rotary or other positions are the caller's, already in q, k and
+    Node i is at position lengths + depth of i.  Rotary or other positions are the caller's, already in q, k and
     the cache.  Cache rows from lengths on are not attended to but must be finite (caches start as zeros).
 
     Args:

@@ -1,6 +1,6 @@
-"""The short convolution in Triton: fold of a path into the window and convolution of a tree in one launch.
+"""The short convolution in Triton: commit of a path to the window and convolution of a tree in one launch.
 
-One program owns a block of channels of one sequence, for all nodes.  Channels do not meet, so a program may fold the
+One program owns a block of channels of one sequence, for all nodes.  Channels do not meet, so a program may commit the
 path, then overwrite the rows that it came from: nothing that another program reads changes.  Rows are read where the
 projection left them, with any strides over batch and nodes.
 """
@@ -129,10 +129,10 @@ def conv_step(
     check_kernel_dtypes("conv_step", x=x)
     check_kernel_dtypes("conv_step", stash=stash)
     y = torch.empty(x.shape, dtype=stash.dtype, device=x.device)
-    folds = accepted is not None and window.shape[2] > 0
+    commits = accepted is not None and window.shape[2] > 0
     _launch(
         window,
-        old=stash if folds else None,
+        old=stash if commits else None,
         accepted=accepted,
         new=(x, weight, bias, y),
         topology=topology,
@@ -154,14 +154,14 @@ def _launch(
     silu: bool = False,
     first: int = 0,
 ) -> None:
-    """Launch the kernel for a fold (old and accepted), a convolution (new and topology), or both."""
+    """Launch the kernel for a commit (old and accepted), a convolution (new and topology), or both."""
     batch, channels, history = window.shape
     check_kernel_dtypes("the convolution", window=window)
     check_inner("window", window, 2)
     x = weight = bias = index = y = rows = lengths = None
     n, path_size, width = 1, 1, history + 1
     if old is not None:
-        assert accepted is not None, "a fold needs the accepted path"
+        assert accepted is not None, "a commit needs the accepted path"
         check_inner("stash", old)
         rows, lengths, path_size = accepted.rows, accepted.lengths, accepted.rows.shape[1]
     if new is not None:

@@ -1,9 +1,9 @@
-"""The gated delta operations in Triton (gated DeltaNet, KDA): scan of a tree, fold of a path, and both in one pass.
+"""The gated delta operations in Triton (gated DeltaNet, KDA): scan of a tree, commit of a path, and both in one pass.
 
-One program owns some columns (dv) of one head of one sequence: it reads that part of the state once, folds the path,
-stores it where there was something to fold, solves for u and scores the tree.  k and g are shared by programs, so when
-new rows replace the rows of the path that is being folded, a second, small launch stashes them; a caller who alternates
-between two stashes (`folded`) saves it.  `kernels/README.md` has the maths and the counted costs.
+One program owns some columns (dv) of one head of one sequence: it reads that part of the state once, commits the path,
+stores it where there was something to commit, solves for u and scores the tree.  k and g are shared by programs, so
+when new rows replace the rows of the path that is being committed, a second, small launch stashes them; a caller who
+alternates between two stashes (`folded`) saves it.  `kernels/README.md` has the maths and the counted costs.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call, no-untyped-def, untyped-decorator"
@@ -154,7 +154,7 @@ def gated_delta_kernel(
     SCAN: tl.constexpr, KEEP: tl.constexpr, STASHED: tl.constexpr, KNOWN: tl.constexpr, WIDE: tl.constexpr,
     EXACT: tl.constexpr, WINDOW: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Fold a path into some columns of a state and score a tree with them; grid (blocks of dv, heads, batch)."""
+    """Commit a path to some columns of a state and score a tree with them; grid (blocks of dv, heads, batch)."""
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -261,7 +261,7 @@ def gated_delta_kernel(
             given_ptr = known_ptr + batch * stride_known_b + (node * stride_known_n + head * DV)[None, :]
             target = tl.where(is_known, tl.load(given_ptr + column[:, None], is_known & wanted, 0.0), target)
         u_ptr += batch * stride_u_b + head * DV + column[:, None]
-        tl.debug_barrier()  # other warps may still read, from the same stash, the path that they fold
+        tl.debug_barrier()  # other warps may still read, from the same stash, the path that they commit
         out = _solve(u_ptr, stride_u_n, n, wanted, coupling, weight, target, seen_q, below, NODES, BLOCK_V, EXACT)
         o_ptr += ((batch * (n - first) + node - first) * nheads + head)[None, :] * DV + column[:, None]
         tl.store(o_ptr, out * scale, ((node >= first) & (node < n))[None, :] & wanted)
@@ -383,7 +383,7 @@ def _launch(
     scale: float | None = None,
     first: int = 0,
 ) -> None:
-    """Launch the kernel for a fold (old and accepted), a scan (new, topology, o and u), or both."""
+    """Launch the kernel for a commit (old and accepted), a scan (new, topology, o and u), or both."""
     batch, heads, dk, dv = state.shape
     check_limit(op, "a dk", dk, MAX_DELTA_DIM)
     check_limit(op, "a dv", dv, MAX_DELTA_DIM)
@@ -391,7 +391,7 @@ def _launch(
     n, path_size, bits, new_from = 1, 1, None, 0
     old_k = old_u = old_g = q = k = v = g = beta = stash_k = stash_g = None
     if old is not None:
-        assert accepted is not None, "a fold needs the accepted path"
+        assert accepted is not None, "a commit needs the accepted path"
         old_k, old_u, old_g = old
         path_size = accepted.rows.shape[1]
         _check_rows({"k": old_k, "u": old_u, "g": old_g})
@@ -406,7 +406,7 @@ def _launch(
     check_limit(op, "trees of nodes", n, MAX_NODES)
     check_limit(op, "a path of nodes", path_size, MAX_NODES)
     keys, decays = (old_k, old_g) if k is None else (k, g)
-    assert keys is not None and decays is not None, "a launch folds or scans"
+    assert keys is not None and decays is not None, "a launch commits or scans"
     channels = decays.ndim == 4
     tile = GatedDeltaTile.of(n, path_size, dk, dv, channels)
     gated_delta_kernel[(-(-dv // tile.value), heads, batch)](

@@ -1,9 +1,9 @@
-"""The diagonal recurrences in Triton (Mamba-1, RG-LRU): scan of a tree, fold of a path, and both in one pass.
+"""The diagonal recurrences in Triton (Mamba-1, RG-LRU): scan of a tree, commit of a path, and both in one pass.
 
-One program owns a block of channels of one sequence, with all their states.  It folds the path, stores the state where
-there was something to fold, and visits the nodes depth first with the few states that wait in registers
+One program owns a block of channels of a sequence, with all their states.  It commits the path, stores the state where
+there was something to commit, and visits the nodes depth first with the few states that stay in registers
 (`stree.kernels.walk`).  Channels do not meet, so a program may overwrite the rows of x and of the step sizes that it
-has folded.  B is read by all programs: when its new rows replace those of the path that is being folded, they are
+has committed.  B is read by all programs: when its new rows replace those of the path that is being committed, they are
 copied after the launch; a caller who alternates between two stashes (`folded`) saves the copy.
 """
 
@@ -54,7 +54,7 @@ def _after_node(state, rate, step, x, key, SELECTIVE: tl.constexpr):
 
 
 @triton.jit
-def _fold(
+def _commit(
     state, rate, length, c, s, channels, path_ptr, step_ptr, x_ptr, B_ptr, stride_step_n, stride_x_n, stride_B_n,
     DSTATE: tl.constexpr, AHEAD: tl.constexpr, SELECTIVE: tl.constexpr,
 ):  # fmt: skip
@@ -106,7 +106,7 @@ def diagonal_kernel(
     SLOTS: tl.constexpr, SELECTIVE: tl.constexpr, FOLD: tl.constexpr, SCAN: tl.constexpr, KEEP: tl.constexpr,
     KEEP_SHARED: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
-    """Fold a path into some channels of a state and walk a tree with it; grid (blocks of channels, batch)."""
+    """Commit a path to some channels of a state and walk a tree with it; grid (blocks of channels, batch)."""
     batch = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     s = tl.arange(0, BLOCK_S)
@@ -123,7 +123,7 @@ def diagonal_kernel(
         length = tl.load(lengths_ptr + batch).to(tl.int32)
         if SELECTIVE:
             old_B_ptr += batch * stride_old_B_b
-        state = _fold(
+        state = _commit(
             state, rate, length, c, s, channels, path_ptr + batch * path_size,
             old_step_ptr + batch * stride_old_step_b, old_x_ptr + batch * stride_old_x_b, old_B_ptr,
             stride_old_step_n, stride_old_x_n, stride_old_B_n, DSTATE, AHEAD, SELECTIVE,
@@ -141,7 +141,7 @@ def diagonal_kernel(
             stash_x_ptr += batch * stride_stash_x_b
             if SELECTIVE:
                 stash_B_ptr += batch * stride_stash_B_b
-            tl.debug_barrier()  # other threads may still read, from the same stash, the path that they fold
+            tl.debug_barrier()  # other threads may still read, from the same stash, the path that they commit
             _stash(
                 step_ptr, stash_step_ptr, bias_ptr, stride_step_n, stride_stash_step_n, c, new_from, n, channels,
                 BLOCK_N, SELECTIVE,
@@ -309,7 +309,7 @@ def _launch(
     keep_shared: bool = False,
     first: int = 0,
 ) -> None:
-    """Launch the kernel for a fold (old and accepted), a scan (new, topology and y), or both."""
+    """Launch the kernel for a commit (old and accepted), a scan (new, topology and y), or both."""
     batch, channels = state.shape[:2]
     dstate = 1 if A is None else state.shape[2]
     check_limit(op, "a dstate", dstate, MAX_DSTATE)
@@ -319,7 +319,7 @@ def _launch(
             check_inner(name, tensor, dims)
     n, path_size, walk = 1, 1, None
     if old is not None:
-        assert accepted is not None, "a fold needs the accepted path"
+        assert accepted is not None, "a commit needs the accepted path"
         path_size = accepted.rows.shape[1]
     if new is not None:
         assert topology is not None, "a scan needs a topology"

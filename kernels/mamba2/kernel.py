@@ -1,8 +1,8 @@
-"""The Mamba-2 operations in Triton: scan of a tree, fold of a path, and both in one pass over the state.
+"""The Mamba-2 operations in Triton: scan of a tree, commit of a path, and both in one pass over the state.
 
-One program owns a block of headdim of one head of one sequence: it reads that part of the state once, folds the path,
-stores it where there was something to fold, and scores the tree.  B, C and the step sizes are shared by programs, so
-when new rows replace the rows of the path that is being folded, a second, small launch stashes them; a caller who
+One program owns a block of headdim of one head of one sequence: it reads that part of the state once, commits the path,
+stores it where there was something to commit, and scores the tree.  B, C and the step sizes are shared by programs, so
+when new rows replace the rows of the path that is being committed, a second, small launch stashes them; a caller who
 alternates between two stashes (`folded`) saves it.  `kernels/README.md` has the maths and the counted costs.
 """
 
@@ -58,7 +58,7 @@ def ssd_kernel(
     WORDS: tl.constexpr, FOLD: tl.constexpr, SCAN: tl.constexpr, KEEP: tl.constexpr, KEEP_SHARED: tl.constexpr,
     KNOWN: tl.constexpr, SOFTPLUS: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """Fold a path into one tile of a state and score a tree with it; grid (blocks of headdim, heads, batch)."""
+    """Commit a path to one tile of a state and score a tree with it; grid (blocks of headdim, heads, batch)."""
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     group = head // SHARED
@@ -157,7 +157,7 @@ def ssd_kernel(
         out_ptr = y_ptr + ((batch * (n - first) + tl.arange(0, ROWS)) * nheads + head)[None, :] * HEADDIM + p[:, None]
         tl.store(out_ptr, out, (asked < n)[None, :] & (p < HEADDIM)[:, None])
         if KEEP:
-            tl.debug_barrier()  # other warps may still read, from the same stash, the path that they fold
+            tl.debug_barrier()  # other warps may still read, from the same stash, the path that they commit
             tl.store(kept_x_ptr, x, new_mask)
             if KEEP_SHARED and tl.program_id(0) == 0:
                 tl.store(stash_dt_ptr + batch * stride_stash_dt_b + node * nheads + head, dt, is_new)
@@ -283,7 +283,7 @@ def _launch(
     keep_shared: bool = False,
     first: int = 0,
 ) -> None:
-    """Launch the kernel for a fold (old and accepted), a scan (new, topology and y), or both."""
+    """Launch the kernel for a commit (old and accepted), a scan (new, topology and y), or both."""
     batch, heads, headdim, dstate = state.shape
     check_limit(op, "a headdim", headdim, MAX_HEADDIM)
     check_limit(op, "a dstate", dstate, MAX_DSTATE)
@@ -295,7 +295,7 @@ def _launch(
     old_x = old_dt = old_B = x = dt = B = C = None
     bits = stash_xbc = stash_dt = None
     if old is not None:
-        assert accepted is not None, "a fold needs the accepted path"
+        assert accepted is not None, "a commit needs the accepted path"
         old_x, old_dt, old_B = old
         _check_rows(old_x, old_dt, old_B)
         groups, path_size = old_B.shape[2], accepted.rows.shape[1]
@@ -311,7 +311,7 @@ def _launch(
     check_limit(op, "trees of nodes", n, MAX_NODES)
     check_limit(op, "a path of nodes", path_size, MAX_NODES)
     rows = x if x is not None else old_x
-    assert rows is not None, "a launch folds or scans"
+    assert rows is not None, "a launch commits or scans"
     tile = SsdTile.of(n, n - first, path_size, headdim, dstate, rows.dtype)
     new_from = first if stash is not None else 0
     low, high = map(float, limit)
