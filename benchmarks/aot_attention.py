@@ -13,14 +13,8 @@ from shapes import ATTENTIONS, VOCABULARIES, Attention
 from stree.growth.calibrated import ROOT_RANKS
 from stree.kernels.accept import distinct_constants, draw_constants
 from stree.kernels.accept_kernels import distinct_kernel, draw_kernel, walk_kernel
-from stree.kernels.attention.kernel import (
-    attention_constants,
-    attention_kernel,
-    kv_commit_constants,
-    kv_commit_kernel,
-    merge_constants,
-    merge_kernel,
-)
+from stree.kernels.attention.append import kv_commit_constants, kv_commit_kernel
+from stree.kernels.attention.kernel import attention_constants, attention_kernel, merge_constants, merge_kernel
 from stree.kernels.tiles import AttentionTile, padded
 
 
