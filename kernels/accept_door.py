@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from stree.kernels.checks import Backend, Parents, check, check_nodes, check_rank, choose, take_topology
+from stree.kernels.checks import Parents, check, check_nodes, check_rank, take_topology
+from stree.kernels.dispatch import Backend, choose
 
 __all__ = [
     "Backend",

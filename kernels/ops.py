@@ -1,62 +1,47 @@
-"""The front door to every operation on token trees: documents arguments, checks them, chooses the implementation.
+"""Every public operation on token trees: signature, meaning and shapes; `stree.kernels.dispatch` checks and calls.
 
-Shapes are written dtype[axes]: b batch, n nodes, h heads, g groups, p headdim, s dstate, c channels, w filter width,
-m entries of a path, N nodes that a stash has room for.  `float` is any floating dtype; outputs have the dtype of x, q
-or v; accumulation, decays and states are float32 (float64 where the inputs are float64).
+Axes: b batch, n nodes, h heads, g groups, p headdim, s dstate, c channels, w filter width, m entries of a path, N nodes
+that a stash has room for.  A tensor is of any floating dtype unless said otherwise; "wide x" is float32, or float64
+where x is.  Outputs have the dtype of x, q or v and are contiguous; accumulation, decays and states are float32
+(float64 where the inputs are float64).
 
 Common to all operations:
 
 - `parents` is int32[b, n] or, better, a `Topology` made once a step.  parents[:, 0] == -1, parents[:, i] < i; a -1 at
   i > 0 marks padding, whose outputs are finite but mean nothing.
-- `first=k`: only rows k.. are computed and returned; inputs still hold all n nodes unless said otherwise.
-- `path` is int32[b, m], nodes from the root down, or an `AcceptedPath` made once a step (then `path_lengths` is None).
-  Entries past a length are ignored; length 0 leaves that sequence bit for bit as it was.
-- Scans read states and never write them; commits write in place and treat the batch as so many independent rows, so
-  the layers of a model may be stacked into it.
+- `first=k`: only rows k.. are computed and returned; inputs still hold all n nodes where their shape says n.
+- `path` is int32[b, m], accepted nodes from the root down, with `path_lengths` int32[b], their number, root included;
+  or an `AcceptedPath` made once a step (then `path_lengths` is None).  Entries past a length are ignored; length 0
+  leaves that sequence bit for bit as it was.
+- Scans read `state`, which is that before the root, and never write it; commits write in place and treat the batch as
+  so many independent rows, so the layers of a model may be stacked into it.
 - A `*_step` is exactly: commit of `path` from the stash (skipped when `path` is None), copy of the new rows
-  first..n - 1 into the stash, scan of stash rows 0..n - 1.
+  first..n - 1 into the stash, scan of stash rows 0..n - 1.  Rows below `first` are in the stash from earlier calls.
+- `folded`: a second stash that `path` is committed from, read only; None: the stash itself.  A caller who alternates
+  between two saves the Triton version a launch.
 - `backend`: "reference", "triton" or "auto" (Triton for CUDA tensors where that operation has a Triton version, else
   the reference).  "triton" never falls back; it takes tensors of which at least the last dimension is contiguous, of
   states, windows and matrices the last ones, and names one that is not.
 
-Shapes, dtypes and devices are checked always, values (order of parents) only for bare CPU tensors, or everywhere
-under STREE_DEBUG=1: on the way through a layer nothing waits for a device.
+Shapes, dtypes and devices are checked always, before anything is written; values (order of parents) only for bare CPU
+tensors, or everywhere under STREE_DEBUG=1: on the way through a layer nothing waits for a device.  A shape, device,
+parent or value that disagrees raises ValueError, a dtype TypeError, backend="triton" where it cannot run RuntimeError,
+and sizes that the Triton version has no tiles for NotImplementedError.
 """
+
+# The decorator takes the place of the bodies.
+# mypy: disable-error-code="empty-body, return"
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from stree.kernels.checks import (
-    TRITON,
-    Backend,
-    Parents,
-    Path,
-    check,
-    check_attention,
-    check_conv,
-    check_divides,
-    check_nodes,
-    check_path,
-    check_rank,
-    choose,
-    state_kind,
-    take_path,
-    take_topology,
-)
-from stree.kernels.norm_ops import gated_rms_norm, rms_norm, rms_norm_add
-from stree.kernels.pointwise_ops import delta_inputs, experts, gated_activation, rotary
-from stree.kernels.steps import (
-    attention_step,
-    conv_step,
-    diagonal_step,
-    gated_delta_step,
-    selective_step,
-    ssd_step,
-)
+from stree.kernels.checks import Parents, Path
+from stree.kernels.dispatch import TRITON, Backend, operation
 from stree.kernels.topology import AcceptedPath, Topology
 
 __all__ = [
+    "ACTIVATIONS",
     "TRITON",
     "AcceptedPath",
     "Backend",
@@ -90,20 +75,27 @@ __all__ = [
     "tree_conv1d",
 ]
 
+ACTIVATIONS = ("silu", "gelu_tanh", "relu_squared")  # of `gated_activation` and `experts`
 
+
+def _check_choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> None:
+    """Require one of a few words."""
+    if value not in choices:
+        *others, last = map(repr, choices)
+        raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
+
+
+# Mamba-2, lightning attention: a matrix state per head.
+
+
+@operation(
+    "mamba2.kernel", "g divides h",
+    x="b n h p", dt="b n h", A="h", B="b n g s", C="b n g s", state="b h p s: wide x", D="h?",
+)  # fmt: skip
 def ssd_tree_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    parents: Parents,
-    state: Tensor,
-    *,
-    D: Tensor | None = None,
-    first: int = 0,
-    backend: Backend = "auto",
-) -> Tensor:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, parents: Parents, state: Tensor, *,
+    D: Tensor | None = None, first: int = 0, backend: Backend = "auto",
+) -> Tensor:  # fmt: skip
     """Run the Mamba-2 recurrence along every root-to-node path of a token tree.
 
     Node i continues its parent, not node i - 1 (Mamba-2, arXiv 2405.21060; on trees STree, arXiv 2505.14969):
@@ -114,95 +106,63 @@ def ssd_tree_scan(
     A chain, parents = [-1, 0, 1, ...], gives the ordinary sequential scan.
 
     Args:
-        x: float[b, n, h, p], inputs after the convolution.
-        dt: float[b, n, h], step sizes after bias, softplus and limit; positive, finite.
-        A: float[h], negative.
-        B: float[b, n, g, s]; g divides h.
-        C: float[b, n, g, s].
-        parents: the trees.
-        state: float32[b, h, p, s], state before the root; read, never written.
-        D: float[h], or None for no skip term.
-        first: first row to compute.
-        backend: see the module.
+        x: inputs after the convolution.
+        dt: step sizes after bias, softplus and limit; positive, finite.
+        A: negative.
+        D: None for no skip term.
 
     Returns:
-        float[b, n - first, h, p], dtype of x, contiguous.
-
-    Raises:
-        ValueError: a shape, device or parent disagrees.
-        TypeError: a dtype disagrees.
-        RuntimeError: backend="triton" where it cannot run.
+        y, float[b, n - first, h, p].
     """
-    check_rank("x", x, "b n h p")
-    check_rank("B", B, "b n g s")
-    batch, n, heads, headdim = x.shape
-    groups, dstate = B.shape[2:]
-    check_divides("groups of B", groups, "heads of x", heads)
-    check("dt", dt, "float", (batch, n, heads), x)
-    check("A", A, "float", (heads,), x)
-    check("B", B, "float", (batch, n, groups, dstate), x)
-    check("C", C, "float", (batch, n, groups, dstate), x)
-    check("state", state, state_kind(x), (batch, heads, headdim, dstate), x)
-    if D is not None:
-        check("D", D, "float", (heads,), x)
-    topology = take_topology(parents, batch, first, x)
-    check_nodes("x", n, topology)
-    scan = choose("ssd_tree_scan", backend, x)
-    out: Tensor = scan(x, dt, A, B, C, topology, state, D=D, first=first)
-    return out
 
 
+@operation("mamba2.kernel", "g divides h", state="b h p s: wide x", x="b n h p", dt="b n h", A="h | b h", B="b n g s")
 def ssd_commit(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    path: Path,
-    path_lengths: Tensor | None,
-    *,
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, path: Path, path_lengths: Tensor | None, *,
     backend: Backend = "auto",
-) -> None:
-    """Fold the accepted path of a Mamba-2 layer into its state, in place, in closed form.
+) -> None:  # fmt: skip
+    """Commit the accepted path of a Mamba-2 layer to its state, in place, in closed form; A is [b, h] for a stack."""
+
+
+@operation(
+    "mamba2.kernel", "g divides h", "n <= N",
+    state="b h p s: wide xbc", stash_xbc="b N h*p+2*g*s", stash_dt="b N h: wide xbc", xbc="b n-first h*p+2*g*s",
+    dt="b n-first h", A="h", dt_bias="h?", headdim="= p", ngroups="= g", D="h?",
+    folded=("b F h*p+2*g*s", "b F h: wide xbc"),
+)  # fmt: skip
+def ssd_step(
+    state: Tensor, stash_xbc: Tensor, stash_dt: Tensor, path: Path | None, path_lengths: Tensor | None, xbc: Tensor,
+    dt: Tensor, A: Tensor, dt_bias: Tensor | None, parents: Parents, *, headdim: int, ngroups: int,
+    D: Tensor | None = None, dt_limit: tuple[float, float] = (0.0, float("inf")), first: int = 0,
+    folded: tuple[Tensor, Tensor] | None = None, backend: Backend = "auto",
+) -> Tensor:  # fmt: skip
+    """Commit the last path of a Mamba-2 layer, stash the new rows, scan the new tree.
 
     Args:
-        state: float32[b, h, p, s], written.
-        x: float[b, n, h, p].
-        dt: float[b, n, h].
-        A: float[h], or float[b, h] where the batch stacks layers.
-        B: float[b, n, g, s].
-        path: accepted nodes.
-        path_lengths: their number, root included.
-        backend: see the module.
+        state: written by the commit.
+        stash_xbc: rows after the convolution: x, then B, then C; written.
+        stash_dt: step sizes after bias, softplus and limit; written.
+        xbc: new rows.
+        dt: new step sizes as projected.
+        dt_limit: bounds of the step size after softplus.
+
+    Returns:
+        y, float[b, n - first, h, p], dtype of stash_xbc.
     """
-    check_rank("state", state, "b h p s")
-    check_rank("B", B, "b n g s")
-    batch, heads, headdim, dstate = state.shape
-    n, groups = B.shape[1:3]
-    check_divides("groups of B", groups, "heads of state", heads)
-    check("state", state, state_kind(x), (batch, heads, headdim, dstate), state)
-    check("x", x, "float", (batch, n, heads, headdim), state)
-    check("dt", dt, "float", (batch, n, heads), state)
-    check("A", A, "float", (heads,) if A.ndim == 1 else (batch, heads), state)
-    check("B", B, "float", (batch, n, groups, dstate), state)
-    accepted = take_path(path, path_lengths, batch, state)
-    choose("ssd_commit", backend, state)(state, x, dt, A, B, accepted, None)
 
 
+# Gated DeltaNet, KDA: a matrix state per head whose writes erase first.
+
+
+@operation(
+    "delta_rule.kernel", "hk divides hv", "U >= first",
+    q="b n hk dk", k="b n hk dk", v="b n hv dv", g="b n hv | b n hv dk", beta="b n hv", state="b hv dk dv: wide v",
+    u="b U hv dv?",
+)  # fmt: skip
 def gated_delta_tree_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    parents: Parents,
-    state: Tensor,
-    *,
-    scale: float | None = None,
-    first: int = 0,
-    u: Tensor | None = None,
-    backend: Backend = "auto",
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, parents: Parents, state: Tensor, *,
+    scale: float | None = None, first: int = 0, u: Tensor | None = None, backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run the gated delta rule (gated DeltaNet, KDA) along every root-to-node path of a token tree.
 
     Every node erases what its key reads, then writes (gated DeltaNet, arXiv 2412.06464; KDA, arXiv 2510.26692):
@@ -211,88 +171,61 @@ def gated_delta_tree_scan(
         S[i] = S' + k[i] u[i]^T                  o[i] = scale * S[i]^T q[i]
 
     Args:
-        q: float[b, n, hk, dk], normalised.
-        k: float[b, n, hk, dk], normalised; hk divides hv.
-        v: float[b, n, hv, dv].
-        g: float[b, n, hv] log decays, at most 0 and finite; float[b, n, hv, dk] for one per key channel.
-        beta: float[b, n, hv], in [0, 2].
-        parents: the trees.
-        state: float32[b, hv, dk, dv], state before the root; read, never written.
+        q: normalised, as k is.
+        g: log decays, at most 0 and finite; with four dimensions one per key channel.
+        beta: in [0, 2].
         scale: factor on the outputs; dk ** -0.5 if None.
-        first: first row to compute.
-        u: float[b, at least first, hv, dv], u of the rows below `first` from earlier calls; rows from `first` on are
-            ignored.  None: those rows are solved again.
-        backend: see the module.
+        u: u of the rows below `first` from earlier calls; rows from `first` on are ignored.  None: solved again.
 
     Returns:
-        o: float[b, n - first, hv, dv], dtype of v; and u: float32[b, n, hv, dv], what a commit needs.
+        o, float[b, n - first, hv, dv], dtype of v; and u, float32[b, n, hv, dv], what a commit needs.
     """
-    check_rank("k", k, "b n hk dk")
-    check_rank("v", v, "b n hv dv")
-    batch, n, key_heads, dk = k.shape
-    heads, dv = v.shape[2:]
-    check_divides("heads of k", key_heads, "heads of v", heads)
-    check("q", q, "float", (batch, n, key_heads, dk), k)
-    check("v", v, "float", (batch, n, heads, dv), k)
-    check("g", g, "float", (batch, n, heads, dk) if g.ndim == 4 else (batch, n, heads), k)
-    check("beta", beta, "float", (batch, n, heads), k)
-    check("state", state, state_kind(v), (batch, heads, dk, dv), k)
-    topology = take_topology(parents, batch, first, k)
-    check_nodes("k", n, topology)
-    if u is not None:
-        check("u", u, "float", (batch, max(u.shape[1], first), heads, dv), k)
-    scan = choose("gated_delta_tree_scan", backend, k)
-    out: tuple[Tensor, Tensor] = scan(q, k, v, g, beta, topology, state, scale=scale, first=first, u=u)
-    return out
 
 
+@operation(
+    "delta_rule.kernel", "hk divides hv",
+    state="b hv dk dv: wide k", k="b n hk dk", u="b n hv dv", g="b n hv | b n hv dk",
+)  # fmt: skip
 def gated_delta_commit(
-    state: Tensor,
-    k: Tensor,
-    u: Tensor,
-    g: Tensor,
-    path: Path,
-    path_lengths: Tensor | None,
-    *,
+    state: Tensor, k: Tensor, u: Tensor, g: Tensor, path: Path, path_lengths: Tensor | None, *,
     backend: Backend = "auto",
-) -> None:
-    """Fold the accepted path of a gated delta layer into its state, in place, in closed form.
+) -> None:  # fmt: skip
+    """Commit the accepted path of a gated delta layer to its state, in place, in closed form; u is the scan's."""
 
-    Args:
-        state: float32[b, hv, dk, dv], written.
-        k: float[b, n, hk, dk].
-        u: float[b, n, hv, dv], as the scan returned it.
-        g: float[b, n, hv] or float[b, n, hv, dk].
-        path: accepted nodes.
-        path_lengths: their number, root included.
-        backend: see the module.
+
+@operation(
+    "delta_rule.kernel", "hk divides hv", "n <= N",
+    state="b hv dk dv: wide v", stash_k="b N hk dk", stash_u="b N hv dv", stash_g="b N hv | b N hv dk",
+    q="b n-first hk dk", k="b n-first hk dk", v="b n-first hv dv", g="b n-first hv | b n-first hv dk",
+    beta="b n-first hv", folded=("b F hk dk", "b F hv dv", "b F hv | b F hv dk"),
+)  # fmt: skip
+def gated_delta_step(
+    state: Tensor, stash_k: Tensor, stash_u: Tensor, stash_g: Tensor, path: Path | None, path_lengths: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, parents: Parents, *,
+    scale: float | None = None, first: int = 0, folded: tuple[Tensor, Tensor, Tensor] | None = None,
+    backend: Backend = "auto",
+) -> Tensor:  # fmt: skip
+    """Commit the last path of a gated delta layer, stash the new rows, scan the new tree, stash its u.
+
+    The arguments are those of `gated_delta_tree_scan`, new rows only; `state` is written by the commit, and the three
+    stashes are written.
+
+    Returns:
+        o, float[b, n - first, hv, dv], dtype of v.
     """
-    check_rank("state", state, "b hv dk dv")
-    check_rank("k", k, "b n hk dk")
-    batch, heads, dk, dv = state.shape
-    n, key_heads = k.shape[1:3]
-    check_divides("heads of k", key_heads, "heads of state", heads)
-    check("state", state, state_kind(k), (batch, heads, dk, dv), state)
-    check("k", k, "float", (batch, n, key_heads, dk), state)
-    check("u", u, "float", (batch, n, heads, dv), state)
-    check("g", g, "float", (batch, n, heads, dk) if g.ndim == 4 else (batch, n, heads), state)
-    accepted = take_path(path, path_lengths, batch, state)
-    choose("gated_delta_commit", backend, state)(state, k, u, g, accepted, None)
 
 
+# Mamba-1 and RG-LRU: a diagonal state.
+
+
+@operation(
+    "diagonal.kernel",
+    x="b n c", dt="b n c", A="c s", B="b n s", C="b n s", state="b c s: wide x", D="c?",
+)  # fmt: skip
 def selective_tree_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    parents: Parents,
-    state: Tensor,
-    *,
-    D: Tensor | None = None,
-    first: int = 0,
-    backend: Backend = "auto",
-) -> Tensor:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, parents: Parents, state: Tensor, *,
+    D: Tensor | None = None, first: int = 0, backend: Backend = "auto",
+) -> Tensor:  # fmt: skip
     """Run the Mamba-1 recurrence along every root-to-node path of a token tree.
 
     The state is diagonal, with a decay for every channel and state (Mamba, arXiv 2312.00752):
@@ -303,279 +236,329 @@ def selective_tree_scan(
     Every ancestor is needed to compute a row, so `first` saves only the reading of the states.
 
     Args:
-        x: float[b, n, c], inputs after the convolution.
-        dt: float[b, n, c], step sizes after bias and softplus; positive, finite.
-        A: float[c, s], negative.
-        B: float[b, n, s].
-        C: float[b, n, s].
-        parents: the trees.
-        state: float32[b, c, s], state before the root; read, never written.
-        D: float[c], or None for no skip term.
-        first: first row to return.
-        backend: see the module.
+        x: inputs after the convolution.
+        dt: step sizes after bias and softplus; positive, finite.
+        A: negative.
+        D: None for no skip term.
 
     Returns:
-        float[b, n - first, c], dtype of x.
+        y, float[b, n - first, c].
     """
-    check_rank("x", x, "b n c")
-    check_rank("A", A, "c s")
-    batch, n, channels = x.shape
-    dstate = A.shape[1]
-    check("dt", dt, "float", (batch, n, channels), x)
-    check("A", A, "float", (channels, dstate), x)
-    check("B", B, "float", (batch, n, dstate), x)
-    check("C", C, "float", (batch, n, dstate), x)
-    check("state", state, state_kind(x), (batch, channels, dstate), x)
-    if D is not None:
-        check("D", D, "float", (channels,), x)
-    topology = take_topology(parents, batch, first, x)
-    check_nodes("x", n, topology)
-    scan = choose("selective_tree_scan", backend, x)
-    out: Tensor = scan(x, dt, A, B, C, topology, state, D=D, first=first)
-    return out
 
 
+@operation("diagonal.kernel", state="b c s: wide x", x="b n c", dt="b n c", A="c s | b c s", B="b n s")
 def selective_commit(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    path: Path,
-    path_lengths: Tensor | None,
-    *,
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, path: Path, path_lengths: Tensor | None, *,
     backend: Backend = "auto",
-) -> None:
-    """Fold the accepted path of a Mamba-1 layer into its state, in place, in closed form.
+) -> None:  # fmt: skip
+    """Commit the accepted path of a Mamba-1 layer to its state, in place, in closed form; a stack has A [b, c, s]."""
+
+
+@operation(
+    "diagonal.kernel", "n <= N",
+    state="b c s: wide x", stash_x="b N c", stash_dt="b N c: wide x", stash_B="b N s", x="b n-first c",
+    dt="b n-first c", A="c s", B="b n-first s", C="b n-first s", dt_bias="c?", D="c?",
+    folded=("b F c", "b F c: wide x", "b F s"),
+)  # fmt: skip
+def selective_step(
+    state: Tensor, stash_x: Tensor, stash_dt: Tensor, stash_B: Tensor, path: Path | None, path_lengths: Tensor | None,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, dt_bias: Tensor | None, parents: Parents, *,
+    D: Tensor | None = None, first: int = 0, folded: tuple[Tensor, Tensor, Tensor] | None = None,
+    backend: Backend = "auto",
+) -> Tensor:  # fmt: skip
+    """Commit the last path of a Mamba-1 layer, stash the new rows, scan the new tree.
 
     Args:
-        state: float32[b, c, s], written.
-        x: float[b, n, c].
-        dt: float[b, n, c].
-        A: float[c, s], or float[b, c, s] where the batch stacks layers.
-        B: float[b, n, s].
-        path: accepted nodes.
-        path_lengths: their number, root included.
-        backend: see the module.
+        state: written by the commit; so are the stashes.
+        stash_dt: step sizes after bias and softplus.
+        x: new rows after the convolution.
+        dt: new step sizes as projected.
+        dt_bias: None where the projection has added it.
+
+    Returns:
+        y, float[b, n - first, c], dtype of stash_x.
     """
-    check_rank("state", state, "b c s")
-    check_rank("x", x, "b n c")
-    batch, channels, dstate = state.shape
-    n = x.shape[1]
-    check("state", state, state_kind(x), (batch, channels, dstate), state)
-    check("x", x, "float", (batch, n, channels), state)
-    check("dt", dt, "float", (batch, n, channels), state)
-    check("A", A, "float", (channels, dstate) if A.ndim == 2 else (batch, channels, dstate), state)
-    check("B", B, "float", (batch, n, dstate), state)
-    accepted = take_path(path, path_lengths, batch, state)
-    choose("selective_commit", backend, state)(state, x, dt, A, B, accepted, None)
 
 
+@operation("diagonal.kernel", log_a="b n c", x="b n c", state="b c: wide x")
 def diagonal_tree_scan(
     log_a: Tensor, x: Tensor, parents: Parents, state: Tensor, *, first: int = 0, backend: Backend = "auto"
 ) -> Tensor:
     """Run a diagonal recurrence (RG-LRU, Griffin, arXiv 2402.19427) along every root-to-node path of a token tree.
 
-        h[i] = exp(log_a[i]) * h[parent of i] + x[i]        h[-1] = state
+        h[i] = exp(log_a[i]) * h[parent of i] + x[i]        h[-1] = state        log_a <= 0
 
     Every ancestor is needed to compute a row, so `first` saves nothing here.
 
-    Args:
-        log_a: float[b, n, c], at most 0 and finite.
-        x: float[b, n, c], gated and normalised inputs.
-        parents: the trees.
-        state: float32[b, c], state before the root; read, never written.
-        first: first row to return.
-        backend: see the module.
+    Returns:
+        h, float[b, n - first, c].
+    """
+
+
+@operation("diagonal.kernel", state="b c: wide x", log_a="b n c", x="b n c")
+def diagonal_commit(
+    state: Tensor, log_a: Tensor, x: Tensor, path: Path, path_lengths: Tensor | None, *, backend: Backend = "auto"
+) -> None:
+    """Commit the accepted path of a diagonal recurrence to its state, in place, in closed form."""
+
+
+@operation(
+    "diagonal.kernel", "n <= N",
+    state="b c: wide x", stash_log_a="b N c", stash_x="b N c", log_a="b n-first c", x="b n-first c",
+)  # fmt: skip
+def diagonal_step(
+    state: Tensor, stash_log_a: Tensor, stash_x: Tensor, path: Path | None, path_lengths: Tensor | None, log_a: Tensor,
+    x: Tensor, parents: Parents, *, first: int = 0, backend: Backend = "auto",
+) -> Tensor:  # fmt: skip
+    """Commit the last path of a diagonal recurrence, stash the new rows, scan the new tree.
 
     Returns:
-        float[b, n - first, c], dtype of x, contiguous.
+        h, float[b, n - first, c], dtype of stash_x.
     """
-    check_rank("x", x, "b n c")
-    batch, n, channels = x.shape
-    check("log_a", log_a, "float", (batch, n, channels), x)
-    check("state", state, state_kind(x), (batch, channels), x)
-    topology = take_topology(parents, batch, first, x)
-    check_nodes("x", n, topology)
-    scan = choose("diagonal_tree_scan", backend, x)
-    out: Tensor = scan(log_a, x, topology, state, first=first)
-    return out
 
 
-def diagonal_commit(
-    state: Tensor,
-    log_a: Tensor,
-    x: Tensor,
-    path: Path,
-    path_lengths: Tensor | None,
-    *,
-    backend: Backend = "auto",
-) -> None:
-    """Fold the accepted path of a diagonal recurrence into its state, in place, in closed form.
-
-    Args:
-        state: float32[b, c], written.
-        log_a: float[b, n, c].
-        x: float[b, n, c].
-        path: accepted nodes.
-        path_lengths: their number, root included.
-        backend: see the module.
-    """
-    check_rank("state", state, "b c")
-    check_rank("x", x, "b n c")
-    batch, channels = state.shape
-    check("state", state, state_kind(x), (batch, channels), state)
-    check("x", x, "float", (batch, x.shape[1], channels), state)
-    check("log_a", log_a, "float", (batch, x.shape[1], channels), state)
-    accepted = take_path(path, path_lengths, batch, state)
-    choose("diagonal_commit", backend, state)(state, log_a, x, accepted, None)
+# The short convolution before a recurrence.
 
 
+@operation("conv.kernel", x="b n c", weight="c w", bias="c?", window="b c w-1")
 def tree_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    parents: Parents,
-    window: Tensor,
-    *,
-    activation: str | None = "silu",
-    first: int = 0,
-    backend: Backend = "auto",
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, parents: Parents, window: Tensor, *,
+    activation: str | None = "silu", first: int = 0, backend: Backend = "auto",
+) -> Tensor:  # fmt: skip
     """Apply a causal depthwise convolution along every root-to-node path.
 
     Node i reads itself, its last w - 1 ancestors and, above the root, the stored window, newest column last.
 
     Args:
-        x: float[b, n, c], inputs before the convolution.
-        weight: float[c, w], last tap on the node itself.
-        bias: float[c] or None.
-        parents: the trees.
-        window: float[b, c, w - 1], inputs before the root; read, never written.
+        x: inputs before the convolution.
+        weight: last tap on the node itself.
+        window: inputs before the root; read, never written.
         activation: "silu" or None.
-        first: first row to compute.
-        backend: see the module.
 
     Returns:
-        float[b, n - first, c], dtype of x.
+        y, float[b, n - first, c].
     """
-    check_rank("x", x, "b n c")
-    batch, n, channels = x.shape
-    check_conv(window, weight, bias, activation, (batch, channels), x)
-    topology = take_topology(parents, batch, first, x)
-    check_nodes("x", n, topology)
-    convolve = choose("tree_conv1d", backend, x)
-    out: Tensor = convolve(x, weight, bias, topology, window, activation=activation, first=first)
-    return out
+    _check_choice("activation", activation, ("silu", None))
 
 
+@operation("conv.kernel", window="b c t", x="b n c")
 def conv_commit(
     window: Tensor, x: Tensor, path: Path, path_lengths: Tensor | None, *, backend: Backend = "auto"
 ) -> None:
-    """Move the accepted rows into the window of a convolution, in place.
+    """Move the accepted rows of x, inputs before a convolution of t + 1 taps, into its window, in place."""
+
+
+@operation(
+    "conv.kernel", "n <= N",
+    window="b c w-1", stash="b N c", x="b n-first c", weight="c w", bias="c?",
+)  # fmt: skip
+def conv_step(
+    window: Tensor, stash: Tensor, path: Path | None, path_lengths: Tensor | None, x: Tensor, weight: Tensor,
+    bias: Tensor | None, parents: Parents, *, activation: str | None = "silu", first: int = 0,
+    backend: Backend = "auto",
+) -> Tensor:  # fmt: skip
+    """Commit the last path to the window, stash the new rows, convolve the new tree.
 
     Args:
-        window: float[b, c, w - 1], written.
-        x: float[b, n, c], inputs before the convolution.
-        path: accepted nodes.
-        path_lengths: their number, root included.
-        backend: see the module.
+        window: written by the commit.
+        stash: rows before the convolution; written.
+        activation: "silu" or None.
+
+    Returns:
+        y, float[b, n - first, c], dtype of stash.
     """
-    check_rank("window", window, "b c w-1")
-    check_rank("x", x, "b n c")
-    batch, channels, history = window.shape
-    check("x", x, "float", (batch, x.shape[1], channels), window)
-    accepted = take_path(path, path_lengths, batch, window, history + 1)
-    choose("conv_commit", backend, window)(window, x, accepted, None)
+    _check_choice("activation", activation, ("silu", None))
 
 
+# Attention.
+
+
+@operation(
+    "attention.kernel", "hk divides hq",
+    q="b n-first hq d", k_cache="b hk L d", v_cache="b hk L dv", lengths="b: int32", k="b n hk d", v="b n hk dv",
+)  # fmt: skip
 def tree_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    k: Tensor,
-    v: Tensor,
-    parents: Parents,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    first: int = 0,
-    backend: Backend = "auto",
-) -> Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, k: Tensor, v: Tensor, parents: Parents, *,
+    scale: float, window: int | None = None, softcap: float | None = None, first: int = 0, backend: Backend = "auto",
+) -> Tensor:  # fmt: skip
     """Attend from every node to the cached context and to its own ancestors, itself included.
 
-    Node i stands at position lengths + depth of i.  Rotary or other positions are the caller's, already in q, k and
+    Node i is at position lengths + depth of i.  Rotary or other positions are the caller's, already in q, k and
     the cache.  Cache rows from lengths on are not attended to but must be finite (caches start as zeros).
 
     Args:
-        q: float[b, n - first, hq, d].
-        k_cache: float[b, hk, L, d]; hk divides hq.  Pass a view narrowed to the rows in use.
-        v_cache: float[b, hk, L, dv].
-        lengths: int32[b], rows of the cache in use.
-        k: float[b, n, hk, d].
-        v: float[b, n, hk, dv].
-        parents: the trees.
+        k_cache: pass a view narrowed to the rows in use.
+        lengths: rows of the cache in use.
         scale: factor on the scores, d ** -0.5 as a rule.
         window: a node attends to positions above its own minus window; None for all.
         softcap: scores become softcap * tanh(scores / softcap); None for as they are.
-        first: first row to compute.
-        backend: see the module.
 
     Returns:
-        float[b, n - first, hq, dv], dtype of q, contiguous; softmax in float32.
+        float[b, n - first, hq, dv], dtype of q; softmax in float32.
     """
-    check_rank("q", q, "b n-first hq d")
-    batch = q.shape[0]
-    topology = take_topology(parents, batch, first, q)
-    n = topology.parents.shape[1]
-    check_attention(q, k_cache, v_cache, lengths, n - first)
-    kv_heads = k_cache.shape[1]
-    check("k", k, "float", (batch, n, kv_heads, q.shape[3]), q)
-    check("v", v, "float", (batch, n, kv_heads, v_cache.shape[3]), q)
-    attend = choose("tree_attention", backend, q)
-    out: Tensor = attend(
-        q, k_cache, v_cache, lengths, k, v, topology, scale=scale, window=window, softcap=softcap, first=first
-    )
-    return out
 
 
+@operation(
+    "attention.append", "q divides b", bare_path="q",
+    k_cache="b hk L d", v_cache="b hk L dv", lengths="q: int32", k="b n hk d", v="b n hk dv",
+)  # fmt: skip
 def kv_commit(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    k: Tensor,
-    v: Tensor,
-    path: Path,
-    path_lengths: Tensor | None,
-    *,
+    k_cache: Tensor, v_cache: Tensor, lengths: Tensor, k: Tensor, v: Tensor, path: Path, path_lengths: Tensor | None, *,
     backend: Backend = "auto",
-) -> None:
+) -> None:  # fmt: skip
     """Append the accepted rows of K and V to the caches at `lengths`, in place; `lengths` itself is not advanced.
 
-    Nothing is written past the end of a cache, nor for an empty path.
+    The b rows of the caches are q sequences of b / q layers, layer after layer; lengths and paths are those of the
+    sequences.  Nothing is written past the end of a cache, nor for an empty path.
+    """
+
+
+@operation(
+    "attention.kernel", "hk divides hq", "n <= N",
+    k_cache="b hk L d", v_cache="b hk L dv", lengths="b: int32", stash_k="b N hk d", stash_v="b N hk dv",
+    q="b n-first hq d", k="b n-first hk d", v="b n-first hk dv",
+)  # fmt: skip
+def attention_step(
+    k_cache: Tensor, v_cache: Tensor, lengths: Tensor, stash_k: Tensor, stash_v: Tensor, path: Path | None,
+    path_lengths: Tensor | None, q: Tensor, k: Tensor, v: Tensor, parents: Parents, *,
+    scale: float, window: int | None = None, softcap: float | None = None, first: int = 0, backend: Backend = "auto",
+) -> Tensor:  # fmt: skip
+    """Append the last path's K and V to the caches, stash those of the new rows, attend from the new tree.
+
+    `lengths` is the length *after* the commit of the path, which writes rows lengths - path_lengths .. lengths - 1; it
+    is read, never written.  For `scale`, `window` and `softcap` see `tree_attention`.
+
+    Returns:
+        float[b, n - first, hq, dv], dtype of q.
+    """
+
+
+# Norms between layers.  From here on rows do not meet, and nothing knows a tree.  A tensor may be a view with a common
+# stride between rows.  Sums and products are float32, and results are rounded once.
+
+
+@operation("fused.norm", "groups divides c", x="... n c", gate="... n c", weight="c")
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, groups: int = 1, norm_before_gate: bool = False,
+    activation: str = "silu", backend: Backend = "auto",
+) -> Tensor:  # fmt: skip
+    """Normalise the output of a recurrent layer by its root mean square, gated before or after.
+
+        norm_before_gate:  y = norm(x) * weight * act(gate)       Qwen3-Next, Kimi-Linear, some Falcon-H1
+        otherwise:         y = norm(x * act(gate)) * weight       Mamba-2, Bamba, Granite-4.0-H, Nemotron-H, Zamba2
+
+    norm(v) = v / sqrt(mean(v^2) + eps) over each of `groups` groups of neighbouring channels; act is "silu" or
+    "sigmoid".  Classes that round between norm and weight differ by a unit in the last place.
+    """
+    _check_choice("activation", activation, ("silu", "sigmoid"))
+
+
+@operation("fused.norm", x="... n c", weight="c")
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, backend: Backend = "auto") -> Tensor:
+    """Normalise rows by their root mean square: y = x / sqrt(mean(x^2) + eps) * (weight + offset).
+
+    `offset` is 1 for the Gemmas, Qwen3-Next, Qwen3.5 and RecurrentGemma.
+    """
+
+
+@operation("fused.norm", x="... n c", residual="... n c", weight="c", other="... n c?")
+def rms_norm_add(
+    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, scale: float = 1.0,
+    other: Tensor | None = None, other_scale: float = 1.0, backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Add a layer's output to the residual stream and normalise the sum for the next layer.
+
+        total = residual + scale * x + other_scale * other
+        y = total / sqrt(mean(total^2) + eps) * (weight + offset)
+
+    The sum is rounded to the dtype of the stream before it is normalised, as the models do; its terms are not.
 
     Args:
-        k_cache: float[r b, hk, L, d], written: b sequences of r layers, layer after layer.
-        v_cache: float[r b, hk, L, dv], written.
-        lengths: int32[b], rows in use before the commit.
-        k: float[r b, n, hk, d].
-        v: float[r b, n, hk, dv].
-        path: accepted nodes, of b sequences.
-        path_lengths: their number, root included.
-        backend: see the module.
+        residual: the stream; float32 where the model keeps it so.  Read, never written.
+        scale: factor of x, such as Granite's residual multiplier.
+        other: what a layer computes beside x (shared and routed experts, attention and recurrence), or None.
+
+    Returns:
+        y, dtype of x; and total, dtype of residual.
     """
-    check_rank("k_cache", k_cache, "b hk L d")
-    check_rank("v_cache", v_cache, "b hk L dv")
-    check_rank("k", k, "b n hk d")
-    batch, kv_heads, context, dim = k_cache.shape
-    check("v_cache", v_cache, "float", (batch, kv_heads, context, v_cache.shape[3]), k_cache)
-    check_rank("lengths", lengths, "b")
-    sequences = lengths.shape[0]
-    check_divides("rows of lengths", sequences, "rows of k_cache", batch)
-    check("lengths", lengths, "int32", (sequences,), k_cache)
-    check("k", k, "float", (batch, k.shape[1], kv_heads, dim), k_cache)
-    check("v", v, "float", (batch, k.shape[1], kv_heads, v_cache.shape[3]), k_cache)
-    check_path(path, path_lengths, sequences, k_cache)
-    choose("kv_commit", backend, k_cache)(k_cache, v_cache, lengths, k, v, path, path_lengths)
+
+
+# Rotary positions, activations, inputs of delta rules, experts.
+
+
+@operation(
+    "fused.pointwise", "t in (1, b)", "r % 2 == 0", "r <= d",
+    q="b h n d", k="b hk n d", cos="t n r", sin="t n r",
+)  # fmt: skip
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by the angles of their positions (RoFormer, arXiv 2104.09864), in halves.
+
+        y[c] = x[c] cos[c] - x[c + r / 2] sin[c]                    c < r / 2
+        y[c] = x[c] cos[c] + x[c - r / 2] sin[c]          r / 2 <= c < r
+        y[c] = x[c]                                           r <= c
+
+    Returns:
+        q and k rotated, the same shapes and dtypes, in the memory of [b, n, h, d].
+    """
+
+
+@operation("fused.pointwise", gate="... n c", up="... n c?")
+def gated_activation(
+    gate: Tensor, up: Tensor | None, *, activation: str = "silu", scale: float = 1.0, backend: Backend = "auto"
+) -> Tensor:
+    """Apply an activation and multiply: act(scale * gate) * up, the middle of a gated feed-forward.
+
+    `activation` is "silu", "gelu_tanh" (the approximation by tanh) or "relu_squared"; up None is a factor of 1.
+    """
+    _check_choice("activation", activation, ACTIVATIONS)
+
+
+@operation(
+    "fused.pointwise", "2 * key_heads divides c",
+    qk="b n c", b="b n hv", a="b n hv?", A_log="hv?", dt_bias="hv?",
+)  # fmt: skip
+def delta_inputs(
+    qk: Tensor, b: Tensor, a: Tensor | None = None, A_log: Tensor | None = None, dt_bias: Tensor | None = None, *,
+    key_heads: int, eps: float = 1e-6, scale: float = 1.0, backend: Backend = "auto",
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Make what a gated delta rule takes from what a layer projects and convolves (arXiv 2412.06464, 2510.26692).
+
+        q = q / sqrt(|q|^2 + eps), k likewise      g = -exp(A_log) softplus(a + dt_bias)      beta = scale sigmoid(b)
+
+    Args:
+        qk: q and then k of all key heads.
+        b: raw betas.
+        a: raw decays, with A_log and dt_bias; None where something else makes them (KDA).
+        scale: factor of beta; 2 where eigenvalues may be negative.
+
+    Returns:
+        q and k [b, n, hk, dk], g [b, n, hv] or None, beta [b, n, hv]; float32 (float64 for float64 inputs).
+    """
+    if not (a is None) == (A_log is None) == (dt_bias is None):
+        raise ValueError("a, A_log and dt_bias go together")
+
+
+@operation(
+    "fused.experts",
+    x="t c", index="t k: int64", weights="t k", up="experts (1+gated)*i c", down="experts c i",
+)  # fmt: skip
+def experts(
+    x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, *, activation: str = "silu",
+    gated: bool = True, backend: Backend = "auto",
+) -> Tensor:  # fmt: skip
+    """Run the experts that every row is routed to, and add up what they give.
+
+        y[t] = sum over k of weights[t, k] down[e] (act(gate[e] x[t]) * (up[e] x[t]))        e = index[t, k]
+
+    The middle is rounded to the dtype of x, as the models do.  The Triton version is for the few rows of a tree: each
+    expert's weights are read once for every 16 of its rows.
+
+    Args:
+        index: different experts for each row.
+        up: gate above up where the experts are `gated`.
+        activation: see `gated_activation`.
+
+    Returns:
+        y, float[t, c].
+    """
+    _check_choice("activation", activation, ACTIVATIONS)

@@ -6,16 +6,18 @@ It knows indices only: no tokens, no model, no layer.  Everything here has fixed
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stree.kernels.tiles import MAX_NODES
+from stree.kernels.tree_indices import ancestor_bits, ancestor_mask, conv_rows, jump_rows, take_rows
 from stree.kernels.walk import depth_first_walk
 
 __all__ = [
     "AcceptedPath",
+    "Backend",
     "Topology",
     "ancestor_bits",
     "ancestor_mask",
@@ -27,6 +29,7 @@ __all__ = [
     "take_rows",
 ]
 
+Backend = Literal["auto", "reference", "triton"]
 
 waits_always = False  # set by tests, so that the code that a device would run is run on the CPU
 launches_always = False  # likewise for what Triton kernels need and make, under the interpreter
@@ -42,99 +45,13 @@ def is_launched(tensor: Tensor) -> bool:
     return tensor.is_cuda or launches_always
 
 
+def _launches(backend: Backend, tensor: Tensor) -> bool:
+    return backend == "triton" or (backend == "auto" and is_launched(tensor))
+
+
 def most_nodes(device: torch.device, dtype: torch.dtype) -> int | None:
     """Return the most nodes of a tree on a device, None for any number: Triton's bound, and float64 runs without it."""
     return MAX_NODES if device.type == "cuda" and dtype != torch.float64 else None
-
-
-def ancestor_mask(parents: Tensor) -> Tensor:
-    """Mark, for every node, the nodes on its path from the root, itself included.
-
-    The parent relation is squared until it is closed, so the work is log2(n) matrix products and no loop over
-    nodes.  A padding node (parent -1 at i > 0) has its own row only.
-
-    Args:
-        parents: int[batch, n], parents[:, i] < i, -1 for the root and for padding.
-
-    Returns:
-        bool[batch, n, n]; [b, i, j] is True where j is an ancestor of i or i itself.
-    """
-    n = parents.shape[1]
-    index = torch.arange(n, device=parents.device)
-    reach = (index == parents[..., None]) | (index == index[:, None])
-    span = 1  # edges already closed over
-    while span < n - 1:
-        closed = reach.float()
-        reach = torch.bmm(closed, closed) > 0
-        span *= 2
-    return reach
-
-
-def ancestor_bits(mask: Tensor) -> Tensor:
-    """Pack bool[batch, n, n] ancestors into int32[batch, n, ceil(n / 32)]: bit j % 32 of word j // 32 is column j."""
-    n = mask.shape[2]
-    words = -(-n // 32)
-    columns = F.pad(mask, (0, 32 * words - n)).unflatten(2, (words, 32)).int()
-    return torch.sum(columns << torch.arange(32, dtype=torch.int32, device=mask.device), -1, dtype=torch.int32)
-
-
-def conv_rows(parents: Tensor, width: int) -> Tensor:
-    """Find the rows that a causal convolution of this width reads at every node: its last ancestors and itself.
-
-    Rows count through the concatenation [stored window (width - 1 rows), nodes (n rows)], oldest first, so a path
-    that is shorter than the filter continues into the window.
-
-    Args:
-        parents: int[batch, n].
-        width: taps of the filter.
-
-    Returns:
-        int64[batch, n, width], oldest tap first, as the weights of conv1d stand.
-    """
-    batch, n = parents.shape
-    history = width - 1
-    nodes = (parents + history).long()  # the root's -1 becomes history - 1, the newest row of the window
-    window = torch.arange(-1, history - 1, device=parents.device).expand(batch, history)
-    before = torch.cat((window, nodes), 1)  # row that comes before each row
-    row = torch.arange(history, history + n, device=parents.device).expand(batch, n)
-    taps = [row]
-    for _ in range(history):
-        row = before.gather(1, row)
-        taps.append(row)
-    return torch.stack(taps[::-1], -1)
-
-
-def jump_rows(parents: Tensor) -> tuple[Tensor, ...]:
-    """List each node's ancestor 1, 2, 4, ... edges up; row n stands for everything above the root.
-
-    Args:
-        parents: int[batch, n].
-
-    Returns:
-        ceil(log2(n)) tensors int64[batch, n + 1]; together they span the deepest tree of n nodes.
-    """
-    batch, n = parents.shape
-    above = torch.full((batch, 1), n, dtype=parents.dtype, device=parents.device)
-    jump = torch.cat((torch.where(parents < 0, n, parents), above), 1).long()
-    jumps: list[Tensor] = []
-    while 2 ** len(jumps) < n:
-        jumps.append(jump)
-        jump = jump.gather(1, jump)
-    return tuple(jumps)
-
-
-def take_rows(nodes: Tensor, rows: Tensor, batch: Tensor | None = None) -> Tensor:
-    """Gather rows int64[batch, m] of nodes [batch, n, ...] into [batch, m, ...], whole rows at a time.
-
-    Several times faster on the CPU than `gather` with an expanded index.  `batch` is int64[batch, 1], 0, 1, 2, ...
-    """
-    size, n = nodes.shape[:2]
-    if size > 1:
-        if batch is None:
-            batch = torch.arange(size, device=rows.device)[:, None]
-        rows = torch.add(rows, batch, alpha=n)
-    taken = nodes.flatten(0, 1).index_select(0, rows.flatten())
-    return taken.view(size, -1, *nodes.shape[2:])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,6 +80,11 @@ class Topology:
     bits: Tensor | None = None
     walk: Tensor | None = None
 
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of a tree, padding included."""
+        return self.parents.shape[1]
+
     @classmethod
     def of(
         cls,
@@ -172,6 +94,7 @@ class Topology:
         mask: Tensor | None = None,
         depths: Tensor | None = None,
         jumps: bool = False,
+        backend: Backend = "auto",
     ) -> Topology:
         """Derive everything from int32[batch, n] parents, without reading the device.
 
@@ -181,11 +104,12 @@ class Topology:
             mask: bool[batch, n, n] where the caller has it already.
             depths: int32[batch, n] where the caller has them already.
             jumps: whether the model has layers with a diagonal state (Mamba-1, RG-LRU).
+            backend: "triton" for one launch, "reference" for torch, "auto" for Triton on a GPU.
         """
         mask = ancestor_mask(parents) if mask is None else mask
         depths = mask.sum(-1, dtype=torch.int32) - 1 if depths is None else depths
-        if is_launched(mask):
-            from stree.kernels.topology_launch import tree_indices
+        if _launches(backend, mask):
+            from stree.kernels.step.indices import tree_indices
 
             made = tree_indices(parents, mask, conv_width)
             walk = depth_first_walk(parents, mask) if jumps else None
@@ -226,7 +150,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AcceptedPath:
-    """Accepted nodes of a batch of trees, from the root down, ready to fold into any state.
+    """Accepted nodes of a batch of trees, from the root down, ready to be committed to any state.
 
     Every commit and step takes one in place of `path` (then `path_lengths` is None), so that the layers of a model
     share its indices.  Entries past a length are ignored whatever they hold.
@@ -250,12 +174,14 @@ class AcceptedPath:
     conv_keeps: Tensor | None = None
 
     @classmethod
-    def of(cls, path: Tensor, path_lengths: Tensor, conv_width: int | None = None) -> AcceptedPath:
+    def of(
+        cls, path: Tensor, path_lengths: Tensor, conv_width: int | None = None, *, backend: Backend = "auto"
+    ) -> AcceptedPath:
         """Derive the indices from int32[batch, m] and int32[batch], without reading the device."""
         if path.shape[1] == 0:
             path = path.new_zeros(path.shape[0], 1)  # one entry, past every length
-        if is_launched(path):
-            from stree.kernels.topology_launch import path_indices
+        if _launches(backend, path):
+            from stree.kernels.step.indices import path_indices
 
             made = path_indices(path, path_lengths, conv_width)
             window = made.conv_from, made.conv_rows, made.conv_keeps

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stree.checks import check_counts
-from stree.kernels.checks import has_triton
+from stree.kernels.dispatch import has_triton
 from stree.kernels.topology import most_nodes
 from stree.models.checks import model_change, weight_places
 from stree.models.families import family_of, stateful_modules

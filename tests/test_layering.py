@@ -139,3 +139,12 @@ def test_a_public_name_can_be_reached(name: str) -> None:
 def test_an_unknown_public_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'stree' has no attribute 'nothing'"):
         _ = stree.nothing
+
+
+def test_operations_run_by_the_reference_without_triton() -> None:
+    run(
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from stree.kernels import ops\n"
+        "x, chain = torch.ones(1, 2, 3), torch.tensor([[-1, 0]], dtype=torch.int32)\n"
+        "assert ops.diagonal_tree_scan(-x, x, chain, x[:, 0]).shape == (1, 2, 3)"
+    )

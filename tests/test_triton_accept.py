@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import oracles
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import oracles
 from helpers.host_reads import NoHostReads
+from helpers.launch_keys import Key, launch_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launch_keys import Key, launch_keys
 from torch import Tensor
 
 from stree import Sampling, TokenTree, accept

@@ -23,7 +23,7 @@ from growth_problems import (
     some_table,
     some_values,
 )
-from launch_keys import launch_keys
+from helpers.launch_keys import launch_keys
 from torch import Tensor
 
 pytest.importorskip("triton")

@@ -16,8 +16,8 @@ if torch.cuda.is_available():
     pytest.skip("launches are counted under Triton's interpreter", allow_module_level=True)
 
 from helpers.host_reads import NoHostReads
+from helpers.launch_keys import launch_keys
 from helpers.tiny_models import patched, tiny_model
-from launch_keys import launch_keys
 
 from benchmarks.ahead_of_time import step_counts
 from benchmarks.ahead_of_time.whole_step import as_on_a_gpu

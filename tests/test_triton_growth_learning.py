@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.launch_keys import launch_keys
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from launch_keys import launch_keys
 from torch import Tensor
 
 pytest.importorskip("triton")

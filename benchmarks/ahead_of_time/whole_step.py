@@ -14,7 +14,7 @@ import stree
 from stree.decode.step import Program
 from stree.drafters import ModelDrafter
 from stree.growth import Calibrated
-from stree.kernels import checks, topology
+from stree.kernels import dispatch, topology
 from stree.models import tree_lm
 from stree.sampling import Random, Sampling
 
@@ -26,11 +26,11 @@ def as_on_a_gpu() -> Iterator[None]:
     """Let "auto" mean Triton on any device, and let Triton kernels derive the indices of a tree once a step."""
 
     def has_triton(op: str, device: torch.device, dtype: torch.dtype) -> bool:
-        return op in checks.TRITON and dtype != torch.float64
+        return op in dispatch.TRITON and dtype != torch.float64
 
     with ExitStack() as patched:
         for owner, name, value in (
-            (checks, "has_triton", has_triton),
+            (dispatch, "has_triton", has_triton),
             (tree_lm, "has_triton", has_triton),
             (topology, "launches_always", True),
             (topology, "waits_always", True),

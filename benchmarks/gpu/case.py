@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.shapes import binary_tree
 from stree.bench.records import Record
-from stree.kernels.checks import Backend
+from stree.kernels.dispatch import Backend
 from stree.kernels.precision import float32_tolerance
 from stree.kernels.topology import AcceptedPath, Topology
 

@@ -14,8 +14,8 @@ from benchmarks.gpu.case import PATH, Case, Draw, Inputs, Size
 from benchmarks.gpu.recurrences import conv_case, delta_case, diagonal_case, selective_case, ssd_case
 from benchmarks.shapes import Attention, Delta, Experts, FeedForward, Mixer
 from stree.kernels import accept_door, ops
-from stree.kernels.attention import split_context
-from stree.kernels.checks import Backend
+from stree.kernels.attention.kernel import split_context
+from stree.kernels.dispatch import Backend
 from stree.kernels.tiles import AttentionTile
 
 

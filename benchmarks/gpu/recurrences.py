@@ -11,7 +11,7 @@ from benchmarks.gpu import peers
 from benchmarks.gpu.case import PATH, Case, Draw, Inputs, Size
 from benchmarks.shapes import Delta, Mixer, Selective
 from stree.kernels import ops
-from stree.kernels.checks import Backend
+from stree.kernels.dispatch import Backend
 
 
 def ssd_case(sizes: Mixer, at: Size) -> Case:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.kernels import checks, ops
+from stree.kernels import dispatch, ops
 from stree.kernels.tiles import MAX_NORM_WIDTH
 from stree.models.fused import probing
 from stree.models.fused.lazy_residual import LazyResidual, normalise
@@ -98,7 +98,7 @@ def gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
 
     The Triton version where it runs and the class is recognised, else the module's own forward.
     """
-    if has_foreign_forward(norm) or is_hooked(norm) or not checks.has_triton("gated_rms_norm", x.device, x.dtype):
+    if has_foreign_forward(norm) or is_hooked(norm) or not dispatch.has_triton("gated_rms_norm", x.device, x.dtype):
         return norm(x, gate)  # type: ignore[no-any-return]
     if hasattr(norm, "group_size"):  # Mamba-2, Bamba, Granite-4.0-H, Nemotron-H, Zamba2
         facts: dict[str, Any] = {"groups": x.shape[-1] // norm.group_size}
@@ -115,7 +115,7 @@ def gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
 
 def _runs(op: str, like: Any) -> bool:
     """Tell whether a tree is scored where an operation runs in Triton."""
-    return _is_fused.get() and checks.has_triton(op, like.device, like.dtype)
+    return _is_fused.get() and dispatch.has_triton(op, like.device, like.dtype)
 
 
 def _patch(module: Any, forward: Callable[..., Any], facts: Any) -> None:

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stree.kernels import reference_norm, reference_pointwise
-from stree.kernels.pointwise_ops import ACTIVATIONS
+from stree.kernels.fused import reference
+from stree.kernels.ops import ACTIVATIONS
 
 __all__ = [
     "Experts",
@@ -140,7 +140,7 @@ def activation_of(function: Callable[[Tensor], Tensor]) -> str | None:
     with torch.no_grad():
         y = function(x)
     for name in ACTIVATIONS:
-        if _is_close(y, reference_pointwise.gated_activation(x, None, activation=name)):
+        if _is_close(y, reference.gated_activation(x, None, activation=name)):
             return name
     return None
 
@@ -200,7 +200,7 @@ def _probed_norm(module: Any, eps: str) -> Norm | None:
         return None
     y = type(module).forward(_small_copy(module, weight=nn.Parameter(weight), **{eps: 0.25}), x)
     for offset in (0.0, 1.0):
-        if _is_close(y, reference_norm.rms_norm(x, weight, eps=0.25, offset=offset)):
+        if _is_close(y, reference.rms_norm(x, weight, eps=0.25, offset=offset)):
             return Norm(eps, offset)
     return None
 
@@ -210,7 +210,7 @@ def _gates_whole_rows(module: Any) -> bool:
     """Run a small copy, where eps matters, and compare it with the reference."""
     x, gate, weight = _draw(3, 8, seed=0), _draw(3, 8, seed=1), _draw(8, seed=2)
     small = _small_copy(module, weight=nn.Parameter(weight), **{EPS_NAMES[0]: 0.25})
-    return _is_close(type(module).forward(small, x, gate), reference_norm.gated_rms_norm(x, gate, weight, eps=0.25))
+    return _is_close(type(module).forward(small, x, gate), reference.gated_rms_norm(x, gate, weight, eps=0.25))
 
 
 def _parts(names: FeedForward) -> set[str]:
@@ -256,7 +256,7 @@ def _mixes(module: Any, names: Experts) -> bool:
         y: Tensor = type(module).forward(_small_copy(module, **parts, **own), x.to(dtype), index, weights)
         return y
 
-    expected = reference_pointwise.experts(x, index, weights, up, down, activation="silu", gated=names.gated)
+    expected = reference.experts(x, index, weights, up, down, activation="silu", gated=names.gated)
     return _is_close(run(torch.float32), expected) and run(torch.bfloat16).dtype == torch.bfloat16
 
 
@@ -267,7 +267,7 @@ def _probed_rotary(function: Callable[..., Any]) -> bool | None:
     if parameters[:4] != ["q", "k", "cos", "sin"]:
         return None
     q, k, (cos, sin) = _draw(2, 3, 5, 8, seed=0), _draw(2, 1, 5, 8, seed=1), _draw(2, 2, 5, 8, seed=2)
-    expected = reference_pointwise.rotary(q, k, cos, sin)
+    expected = reference.rotary(q, k, cos, sin)
     found = function(q, k, cos, sin)
     if not all(_is_close(a, b) for a, b in zip(found, expected, strict=True)):
         return None

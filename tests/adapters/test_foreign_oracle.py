@@ -16,9 +16,9 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import oracles
 import pytest
 import torch
+from helpers import oracles
 from torch import Tensor
 
 from stree.kernels import ops

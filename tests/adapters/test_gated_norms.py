@@ -9,7 +9,7 @@ import torch
 from helpers.tiny_family_models import family_model
 from torch import Tensor
 
-from stree.kernels import checks
+from stree.kernels import dispatch
 from stree.models.fused import fused_layers
 
 GATED = (
@@ -38,7 +38,7 @@ def test_a_gated_norm_in_one_launch_equals_the_familys_own(
     norm = gated_norm_of(family, changes).to(dtype)
     channels, draw = norm.weight.shape[0], torch.Generator().manual_seed(0)
     x, gate = (torch.randn(6, 2 * channels, generator=draw).to(dtype)[:, :channels] for _ in range(2))
-    monkeypatch.setattr(checks, "has_triton", lambda op, *_: op in checks.TRITON)
+    monkeypatch.setattr(dispatch, "has_triton", lambda op, *_: op in dispatch.TRITON)
     fused_layers.gated_norm(norm, x, gate)  # what a class computes is found out once, by running a small copy
     monkeypatch.setattr(type(norm), "forward", refuse)
     ours = fused_layers.gated_norm(norm, x, gate)
@@ -67,7 +67,7 @@ def test_a_gated_norm_that_names_no_groups_is_known_by_what_it_does(monkeypatch:
         """Another function under the same names."""
 
     x, gate = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(checks, "has_triton", lambda op, *_: op in checks.TRITON)
+    monkeypatch.setattr(dispatch, "has_triton", lambda op, *_: op in dispatch.TRITON)
     norm, other = WholeRows(16), Squared(16, 2.0)
     with torch.no_grad():
         expected, kept = norm(x, gate), other(x, gate)
@@ -90,7 +90,7 @@ def test_elsewhere_the_familys_own_module_runs() -> None:
 
 
 def test_a_gated_norm_that_was_patched_runs_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "has_triton", lambda *_: True)
+    monkeypatch.setattr(dispatch, "has_triton", lambda *_: True)
     norm = gated_norm_of("bamba", {})
     norm.forward = lambda x, gate: x + gate
     x = torch.ones(2, norm.weight.shape[0])
@@ -98,7 +98,7 @@ def test_a_gated_norm_that_was_patched_runs_its_own_forward(monkeypatch: pytest.
 
 
 def test_a_gated_norm_with_a_hook_runs_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "has_triton", lambda *_: True)
+    monkeypatch.setattr(dispatch, "has_triton", lambda *_: True)
     norm = gated_norm_of("bamba", {})
     norm.register_forward_hook(lambda _, __, y: 2 * y)
     x = torch.randn(2, norm.weight.shape[0])

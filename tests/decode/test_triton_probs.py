@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.launch_keys import launch_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launch_keys import launch_keys
 from torch import Tensor
 
 pytest.importorskip("triton")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import oracles
 import pytest
 import torch
 from torch import Tensor
 
+from helpers import oracles
 from stree import TokenTree
 from stree.kernels.traversal_door import DraftRows, TraversedPath
 from stree.kernels.traversal_door import traverse as traverse_on_device

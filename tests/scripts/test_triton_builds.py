@@ -20,16 +20,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from stree.kernels.conv import conv_step
-from stree.kernels.conv_kernels import conv_kernel
-from stree.kernels.diagonal import diagonal_step, selective_step
-from stree.kernels.diagonal_kernels import diagonal_kernel
-from stree.kernels.gated_delta import gated_delta_step
-from stree.kernels.gated_delta_kernels import gated_delta_keep_kernel, gated_delta_kernel
-from stree.kernels.ssd import ssd_step
-from stree.kernels.ssd_kernels import ssd_keep_kernel, ssd_kernel
+from stree.kernels import ops
+from stree.kernels.conv.kernel import conv_kernel
+from stree.kernels.delta_rule.kernel import gated_delta_keep_kernel, gated_delta_kernel
+from stree.kernels.diagonal.kernel import diagonal_kernel
+from stree.kernels.mamba2.kernel import ssd_keep_kernel, ssd_kernel
 
 BATCH, ROOM = 2, 32
+T: Any = {"backend": "triton"}
 # Three heads: rows of step sizes, decays and beta are no multiple of 16 wide, yet those of 32 nodes together are.
 HEADS, DIM, WIDTH = 3, 16, 48
 # (nodes, first new node, entries of the path): 1, a multiple of 16 and neither, with equal padded sizes.
@@ -42,15 +40,25 @@ def zeros(*shape: int) -> torch.Tensor:
 
 def run_ssd(n: int, rows: int, path: tuple[torch.Tensor, torch.Tensor], parents: torch.Tensor) -> None:
     channels = WIDTH + 2 * DIM
-    ssd_step(
+    ops.ssd_step(
         zeros(HEADS, DIM, DIM), zeros(ROOM, channels), zeros(ROOM, HEADS), *path, zeros(rows, channels),
-        zeros(rows, HEADS), torch.zeros(HEADS), None, parents, headdim=DIM, ngroups=1, first=n - rows,
+        zeros(rows, HEADS), torch.zeros(HEADS), None, parents, headdim=DIM, ngroups=1, first=n - rows, **T,
     )  # fmt: skip
 
 
 def run_conv(n: int, rows: int, path: tuple[torch.Tensor, torch.Tensor], parents: torch.Tensor) -> None:
     weight = torch.zeros(WIDTH, 4)
-    conv_step(zeros(WIDTH, 3), zeros(ROOM, WIDTH), *path, zeros(rows, WIDTH), weight, None, parents, first=n - rows)
+    ops.conv_step(
+        zeros(WIDTH, 3),
+        zeros(ROOM, WIDTH),
+        *path,
+        zeros(rows, WIDTH),
+        weight,
+        None,
+        parents,
+        first=n - rows,
+        backend="triton",
+    )
 
 
 def run_delta(
@@ -59,7 +67,7 @@ def run_delta(
     vectors, decays = (zeros(rows, HEADS, DIM) for _ in range(3)), zeros(rows, HEADS, *channels)
     stash = (zeros(ROOM, HEADS, DIM), zeros(ROOM, HEADS, DIM), zeros(ROOM, HEADS, *channels))
     state = zeros(HEADS, DIM, DIM)
-    gated_delta_step(state, *stash, *path, *vectors, decays, zeros(rows, HEADS), parents, first=n - rows)
+    ops.gated_delta_step(state, *stash, *path, *vectors, decays, zeros(rows, HEADS), parents, first=n - rows, **T)
 
 
 def run_kda(n: int, rows: int, path: tuple[torch.Tensor, torch.Tensor], parents: torch.Tensor) -> None:
@@ -67,15 +75,16 @@ def run_kda(n: int, rows: int, path: tuple[torch.Tensor, torch.Tensor], parents:
 
 
 def run_selective(n: int, rows: int, path: tuple[torch.Tensor, torch.Tensor], parents: torch.Tensor) -> None:
-    selective_step(
+    ops.selective_step(
         zeros(WIDTH, DIM), zeros(ROOM, WIDTH), zeros(ROOM, WIDTH), zeros(ROOM, DIM), *path, zeros(rows, WIDTH),
-        zeros(rows, WIDTH), torch.zeros(WIDTH, DIM), zeros(rows, DIM), zeros(rows, DIM), None, parents, first=n - rows,
+        zeros(rows, WIDTH), torch.zeros(WIDTH, DIM), zeros(rows, DIM), zeros(rows, DIM), None, parents,
+        first=n - rows, **T,
     )  # fmt: skip
 
 
 def run_diagonal(n: int, rows: int, path: tuple[torch.Tensor, torch.Tensor], parents: torch.Tensor) -> None:
     state, stash = zeros(WIDTH), (zeros(ROOM, WIDTH), zeros(ROOM, WIDTH))
-    diagonal_step(state, *stash, *path, zeros(rows, WIDTH), zeros(rows, WIDTH), parents, first=n - rows)
+    ops.diagonal_step(state, *stash, *path, zeros(rows, WIDTH), zeros(rows, WIDTH), parents, first=n - rows, **T)
 
 
 def binder(kernel: Any, freed: Any) -> Callable[..., Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-import oracles
 import pytest
 import torch
+from helpers import oracles
 from helpers.traversal_problems import CLOSE, CONTROLS, STAR, OneDraft, Problem
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st

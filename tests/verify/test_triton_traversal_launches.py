@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.host_reads import NoHostReads
+from helpers.launch_keys import Key, launch_keys
 from helpers.traversal_problems import DEVICE, STAR, Problem
-from launch_keys import Key, launch_keys
 
 from stree import TokenTree
 from stree.kernels import traversal as kernels

@@ -1,0 +1,106 @@
+"""Appending the rows of an accepted path to the caches of keys and values, in Triton: one launch for all layers."""
+
+# mypy: disable-error-code="no-any-return, no-untyped-call, no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stree.kernels.tiles import MAX_ATTENTION_HEADDIMS, check_inner, check_kernel_dtypes, check_limit, padded
+from stree.kernels.topology import AcceptedPath
+
+__all__ = ["append", "check_dims", "kv_commit", "kv_commit_constants", "kv_commit_kernel"]
+
+
+@triton.jit(do_not_specialize=["sequences", "limit", "path_size"])
+def kv_commit_kernel(
+    k_cache_ptr, v_cache_ptr, lengths_ptr, k_ptr, v_ptr, path_ptr, path_lengths_ptr, sequences, limit, path_size,
+    stride_k_cache_b, stride_k_cache_h, stride_k_cache_l, stride_v_cache_b, stride_v_cache_h, stride_v_cache_l,
+    stride_k_b, stride_k_n, stride_k_h, stride_v_b, stride_v_n, stride_v_h,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ENTRIES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    AFTER: tl.constexpr,
+):  # fmt: skip
+    """Append the rows of a path to one head's cache; grid (key heads, layers x sequences).
+
+    AFTER: lengths count them already.
+    """
+    head = tl.program_id(0).to(tl.int64)
+    batch = tl.program_id(1).to(tl.int64)
+    sequence = batch % sequences
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    count = tl.load(path_lengths_ptr + sequence).to(tl.int32)
+    length = tl.load(lengths_ptr + sequence).to(tl.int32)
+    if AFTER:
+        length -= count
+    k_cache_ptr += batch * stride_k_cache_b + head * stride_k_cache_h
+    v_cache_ptr += batch * stride_v_cache_b + head * stride_v_cache_h
+    k_ptr += batch * stride_k_b + head * stride_k_h
+    v_ptr += batch * stride_v_b + head * stride_v_h
+    for start in range(0, count, ENTRIES):
+        entry = start + tl.arange(0, ENTRIES)
+        place = (length + entry).to(tl.int64)
+        moves = (entry < count) & (entry < path_size) & (place >= 0) & (place < limit)
+        row = tl.load(path_ptr + sequence * path_size + entry, moves, 0).to(tl.int64)
+        mask = moves[:, None] & (d < DIM)[None, :]
+        key = tl.load(k_ptr + (row * stride_k_n)[:, None] + d[None, :], mask, 0.0)
+        tl.store(k_cache_ptr + (place * stride_k_cache_l)[:, None] + d[None, :], key, mask)
+        mask = moves[:, None] & (dv < VALUE_DIM)[None, :]
+        value = tl.load(v_ptr + (row * stride_v_n)[:, None] + dv[None, :], mask, 0.0)
+        tl.store(v_cache_ptr + (place * stride_v_cache_l)[:, None] + dv[None, :], value, mask)
+
+
+def kv_commit(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    k: Tensor,
+    v: Tensor,
+    path: Tensor | AcceptedPath,
+    path_lengths: Tensor | None,
+) -> None:
+    """Append the accepted rows of K and V to the caches, in place; see `stree.kernels.ops`."""
+    check_kernel_dtypes("kv_commit", k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    bare = (path.rows, path.lengths) if isinstance(path, AcceptedPath) else (path, path_lengths)
+    append("kv_commit", (k_cache, v_cache, lengths), (k, v), bare, lengths_count_path=False)
+
+
+def append(
+    op: str,
+    cache: tuple[Tensor, Tensor, Tensor],
+    new: tuple[Tensor, Tensor],
+    path: tuple[Tensor, Tensor | None],
+    *,
+    lengths_count_path: bool,
+) -> None:
+    """Launch the kernel that appends a path's rows to the caches, of as many layers as there are."""
+    (k_cache, v_cache, lengths), (k, v), (nodes, path_lengths) = cache, new, path
+    assert path_lengths is not None, "a path given as a tensor needs path_lengths"
+    dims = check_dims(op, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    kv_commit_kernel[(k_cache.shape[1], k_cache.shape[0])](
+        k_cache, v_cache, lengths.contiguous(), k, v, nodes.contiguous(), path_lengths.contiguous(),
+        lengths.shape[0], k_cache.shape[2], nodes.shape[1],
+        *k_cache.stride()[:3], *v_cache.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        **kv_commit_constants(*dims, after=lengths_count_path), num_warps=4,
+    )  # fmt: skip
+
+
+def kv_commit_constants(dim: int, value_dim: int, *, after: bool) -> dict[str, Any]:
+    """List the compile-time constants of the append; `after`: the lengths count the path already."""
+    return {
+        "DIM": dim, "VALUE_DIM": value_dim, "ENTRIES": 8, "BLOCK_D": padded(dim), "BLOCK_V": padded(value_dim),
+        "AFTER": after,
+    }  # fmt: skip
+
+
+def check_dims(op: str, *, k_cache: Tensor, v_cache: Tensor, **rows: Tensor) -> tuple[int, int]:
+    """Require head sizes that the kernels have tiles for and rows that are contiguous; return the sizes of k and v."""
+    dims = k_cache.shape[3], v_cache.shape[3]
+    for name, size, most in zip("kv", dims, MAX_ATTENTION_HEADDIMS, strict=True):
+        check_limit(op, f"a head size of {name}", size, most)
+    for name, tensor in {"k_cache": k_cache, "v_cache": v_cache, **rows}.items():
+        check_inner(name, tensor)
+    return dims

@@ -1,0 +1,70 @@
+"""The short causal convolution in plain torch: taps along root paths, then in the stored window."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stree.kernels.reference import accumulator
+from stree.kernels.topology import AcceptedPath, Topology, take_rows
+
+__all__ = ["conv_commit", "conv_step", "tree_conv1d"]
+
+
+def tree_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    topology: Topology,
+    window: Tensor,
+    *,
+    activation: str | None = "silu",
+    first: int = 0,
+) -> Tensor:
+    """Convolve every node with its last ancestors, then with the stored window."""
+    batch, n, channels = x.shape
+    width = weight.shape[1]
+    dtype = accumulator(x)
+    rows = torch.cat((window.transpose(1, 2), x), 1).to(dtype)  # [b, width - 1 + n, c]
+    taps = weight.t().to(dtype)
+    if n > 1:  # the rows of a single node are the window and itself, already in order
+        rows = take_rows(rows, topology.conv_rows(width)[:, first:].flatten(1))
+        taps = taps.contiguous()
+    y = (rows.view(batch, n - first, width, channels) * taps).sum(2)
+    if bias is not None:
+        y += bias
+    if activation == "silu":
+        F.silu(y, inplace=True)
+    return y.to(x.dtype)
+
+
+def conv_commit(window: Tensor, x: Tensor, accepted: AcceptedPath) -> None:
+    """Move the accepted rows into the window of a convolution, in place."""
+    batch, channels, history = window.shape
+    accepted = AcceptedPath.cast(accepted, None, history + 1)
+    if accepted.conv_from is None or accepted.conv_rows is None or accepted.conv_keeps is None:
+        return  # a filter of one tap has no window
+    kept = window.gather(2, accepted.conv_from[:, None].expand(-1, channels, -1))
+    entered = take_rows(x, accepted.conv_rows, accepted.batch).transpose(1, 2)
+    torch.where(accepted.conv_keeps, kept, entered.to(window.dtype), out=window)
+
+
+def conv_step(
+    window: Tensor,
+    stash: Tensor,
+    accepted: AcceptedPath | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    topology: Topology,
+    *,
+    activation: str | None = "silu",
+    first: int = 0,
+) -> Tensor:
+    """Commit the last path, stash the new rows before the convolution, convolve the new tree."""
+    n = topology.num_nodes
+    if accepted is not None:
+        conv_commit(window, stash, accepted)
+    stash[:, first:n].copy_(x)
+    return tree_conv1d(stash[:, :n], weight, bias, topology, window, activation=activation, first=first)

@@ -1,0 +1,373 @@
+"""The Mamba-2 operations in Triton: scan of a tree, commit of a path, and both in one pass over the state.
+
+One program owns a block of headdim of one head of one sequence: it reads that part of the state once, commits the path,
+stores it where there was something to commit, and scores the tree.  B, C and the step sizes are shared by programs, so
+when new rows replace the rows of the path that is being committed, a second, small launch stashes them; a caller who
+alternates between two stashes (`folded`) saves it.  `kernels/README.md` has the maths and the counted costs.
+"""
+
+# mypy: disable-error-code="no-any-return, no-untyped-call, no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stree.kernels.device_functions import STEP_INTEGERS, is_ancestor, softplus, split_decay
+from stree.kernels.tiles import (
+    MAX_DSTATE,
+    MAX_HEADDIM,
+    MAX_NODES,
+    SsdTile,
+    check_inner,
+    check_kernel_dtypes,
+    check_limit,
+    interpreted,
+)
+from stree.kernels.topology import AcceptedPath, Topology
+
+__all__ = ["ssd_commit", "ssd_step", "ssd_tree_scan"]
+
+_UNBOUNDED = (0.0, float("inf"))
+
+
+@triton.jit
+def _step_sizes(raw, bias, low, high, SOFTPLUS: tl.constexpr):
+    """Turn projected step sizes into those of the recurrence; take them as they are without SOFTPLUS."""
+    raw = raw.to(tl.float32)
+    return tl.minimum(tl.maximum(softplus(raw + bias), low), high) if SOFTPLUS else raw
+
+
+@triton.jit(do_not_specialize=(*STEP_INTEGERS, "stride_dt_b"))
+def ssd_kernel(
+    state_ptr, A_ptr, bias_ptr, D_ptr, bits_ptr, y_ptr,
+    path_ptr, lengths_ptr, old_x_ptr, old_dt_ptr, old_B_ptr,
+    x_ptr, dt_ptr, B_ptr, C_ptr,
+    stash_ptr, stash_dt_ptr,
+    n, first, new_from, path_size, nheads, low, high,
+    stride_state_b, stride_A_b,
+    stride_old_x_b, stride_old_x_n, stride_old_x_h, stride_old_dt_b, stride_old_dt_n, stride_old_B_b, stride_old_B_n,
+    stride_x_b, stride_x_n, stride_x_h, stride_dt_b, stride_dt_n,
+    stride_B_b, stride_B_n, stride_C_b, stride_C_n, stride_stash_b, stride_stash_n, stride_stash_dt_b,
+    HEADDIM: tl.constexpr, DSTATE: tl.constexpr, SHARED: tl.constexpr,
+    NODES: tl.constexpr, ROWS: tl.constexpr, PATH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
+    WORDS: tl.constexpr, FOLD: tl.constexpr, SCAN: tl.constexpr, KEEP: tl.constexpr, KEEP_SHARED: tl.constexpr,
+    KNOWN: tl.constexpr, SOFTPLUS: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """Commit a path to one tile of a state and score a tree with it; grid (blocks of headdim, heads, batch)."""
+    head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    group = head // SHARED
+    p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    node = tl.arange(0, NODES)
+    A = tl.load(A_ptr + batch * stride_A_b + head).to(tl.float32)
+    state_ptr += batch * stride_state_b + head * HEADDIM * DSTATE
+    if FOLD:
+        length = tl.load(lengths_ptr + batch).to(tl.int32)
+        entry = tl.arange(0, PATH)
+        row = tl.load(path_ptr + batch * path_size + entry, mask=entry < length, other=0)
+        old_dt = tl.load(old_dt_ptr + batch * stride_old_dt_b + row * stride_old_dt_n + head, entry < length, 0.0)
+        old_dt = old_dt.to(tl.float32)
+        # Sums of what follows an entry need no care: a sum whose rounding is seen belongs to a decay of nothing.
+        later = tl.sum(tl.where(entry[None, :] > entry[:, None], (old_dt * A)[None, :], 0.0), 1)
+        total = tl.exp(tl.sum(old_dt * A, 0))
+        rows_ptr = old_x_ptr + batch * stride_old_x_b + row * stride_old_x_n + head * stride_old_x_h
+        left = tl.load(rows_ptr[None, :] + p[:, None], (entry < length)[None, :] & (p < HEADDIM)[:, None], 0.0)
+        left = left.to(tl.float32) * (old_dt * tl.exp(later))[None, :]
+        old_B_ptr += batch * stride_old_B_b + group * DSTATE
+    if SCAN:
+        bits_ptr += batch * n * WORDS
+        asked = first + tl.arange(0, ROWS)
+        is_new = (node >= new_from) & (node < n)
+        raw_ptr = dt_ptr + batch * stride_dt_b + (node - new_from) * stride_dt_n + head
+        bias = tl.load(bias_ptr + head).to(tl.float32) if bias_ptr is not None else 0.0
+        dt = _step_sizes(tl.load(raw_ptr, is_new, 0.0), bias, low, high, SOFTPLUS)
+        dt = tl.where(is_new, dt, 0.0)
+        if KNOWN:
+            kept_dt_ptr = stash_dt_ptr + batch * stride_stash_dt_b + node * nheads + head
+            dt += tl.load(kept_dt_ptr, node < new_from, 0.0)
+        x_ptr += batch * stride_x_b + head * stride_x_h
+        B_ptr += batch * stride_B_b + group * DSTATE
+        C_ptr += batch * stride_C_b + group * DSTATE
+        if KEEP:
+            stash_ptr += batch * stride_stash_b
+            kept_B_ptr = stash_ptr + nheads * HEADDIM + group * DSTATE
+            kept_C_ptr = kept_B_ptr + (nheads // SHARED) * DSTATE
+        # Path sums come before the loop and the mask is read again after it, so one square at a time is live.
+        coarse, fine = split_decay(dt * A)
+        below = is_ancestor(bits_ptr, node[:, None], node[None, :], n, WORDS)
+        coarse_node = tl.sum(tl.where(below, coarse[None, :], 0.0), 1)
+        fine_node = tl.sum(tl.where(below, fine[None, :], 0.0), 1)
+        below = is_ancestor(bits_ptr, asked[None, :], node[:, None], n, WORDS)
+        coarse_row = tl.sum(tl.where(below, coarse[:, None], 0.0), 0)
+        fine_row = tl.sum(tl.where(below, fine[:, None], 0.0), 0)
+        # Transposed products: the warps share the columns of the state, and no tile of it is transposed.
+        seen = tl.zeros((BLOCK_P, ROWS), tl.float32)
+        weight = tl.zeros((NODES, ROWS), tl.float32)
+    for start in range(0, DSTATE, BLOCK_S):
+        s = start + tl.arange(0, BLOCK_S)
+        tile_mask = (p < HEADDIM)[:, None] & (s < DSTATE)[None, :]
+        tile_ptr = state_ptr + p[:, None] * DSTATE + s[None, :]
+        state = tl.load(tile_ptr, tile_mask, 0.0)
+        if FOLD:  # noqa: SIM102 - FOLD is known to the compiler, length is not
+            if length > 0:
+                right_ptr = old_B_ptr + row[:, None] * stride_old_B_n + s[None, :]
+                right = tl.load(right_ptr, (entry < length)[:, None] & (s < DSTATE)[None, :], 0.0).to(tl.float32)
+                state = state * total + tl.dot(left, right, input_precision=EXACT)
+                tl.store(tile_ptr, state, tile_mask)
+        if SCAN:
+            query_ptr = C_ptr + (asked - new_from)[:, None] * stride_C_n + s[None, :]
+            query = tl.load(query_ptr, (asked < n)[:, None] & (s < DSTATE)[None, :], 0.0)
+            key_ptr = B_ptr + (node - new_from)[:, None] * stride_B_n + s[None, :]
+            key = tl.load(key_ptr, is_new[:, None] & (s < DSTATE)[None, :], 0.0)
+            if KEEP_SHARED and (tl.program_id(0) == 0 and head % SHARED == 0):
+                key_mask = is_new[:, None] & (s < DSTATE)[None, :]
+                tl.store(kept_B_ptr + node[:, None] * stride_stash_n + s[None, :], key, key_mask)
+                query_mask = (asked < n)[:, None] & (s < DSTATE)[None, :]
+                tl.store(kept_C_ptr + asked[:, None] * stride_stash_n + s[None, :], query, query_mask)
+            if KNOWN:
+                known = (node < new_from)[:, None] & (s < DSTATE)[None, :]
+                key = tl.where(
+                    known, tl.load(kept_B_ptr + node[:, None] * stride_stash_n + s[None, :], known, 0.0), key
+                )
+            seen += tl.dot(state, tl.trans(query.to(tl.float32)), input_precision=EXACT)
+            if WIDE:
+                query, key = query.to(tl.float32), key.to(tl.float32)
+            weight += tl.dot(key, tl.trans(query), input_precision=EXACT)
+    if SCAN:
+        above = is_ancestor(bits_ptr, asked[None, :], node[:, None], n, WORDS)
+        between = (coarse_row[None, :] - coarse_node[:, None]) + (fine_row[None, :] - fine_node[:, None])
+        weight = tl.where(above, weight * tl.exp(tl.where(above, between, 0.0)) * dt[:, None], 0.0)
+        if D_ptr is not None:
+            weight += tl.where(asked[None, :] == node[:, None], tl.load(D_ptr + head).to(tl.float32), 0.0)
+        new_mask = is_new[None, :] & (p < HEADDIM)[:, None]
+        x = tl.load(x_ptr + (node - new_from)[None, :] * stride_x_n + p[:, None], new_mask, 0.0)
+        values = x
+        if KEEP:
+            kept_x_ptr = stash_ptr + node[None, :] * stride_stash_n + (head * HEADDIM + p)[:, None]
+        if KNOWN:
+            known = (node < new_from)[None, :] & (p < HEADDIM)[:, None]
+            values = tl.where(known, tl.load(kept_x_ptr, known, 0.0), x)
+        out = seen * tl.exp(coarse_row + fine_row)[None, :]
+        out += tl.dot(values.to(tl.float32), weight, input_precision=MIXED)
+        out_ptr = y_ptr + ((batch * (n - first) + tl.arange(0, ROWS)) * nheads + head)[None, :] * HEADDIM + p[:, None]
+        tl.store(out_ptr, out, (asked < n)[None, :] & (p < HEADDIM)[:, None])
+        if KEEP:
+            tl.debug_barrier()  # other warps may still read, from the same stash, the path that they commit
+            tl.store(kept_x_ptr, x, new_mask)
+            if KEEP_SHARED and tl.program_id(0) == 0:
+                tl.store(stash_dt_ptr + batch * stride_stash_dt_b + node * nheads + head, dt, is_new)
+
+
+@triton.jit(do_not_specialize=(*STEP_INTEGERS, "stride_dt_b"))
+def ssd_keep_kernel(
+    xbc_ptr, dt_ptr, bias_ptr, stash_ptr, stash_dt_ptr,
+    first, nheads, inner, shared_channels, low, high,
+    stride_xbc_b, stride_xbc_n, stride_dt_b, stride_dt_n, stride_stash_b, stride_stash_n, stride_stash_dt_b,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Stash one row of B, C and dt, which the programs of `ssd_kernel` share; grid (rows, batch)."""
+    row = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    source_ptr = xbc_ptr + batch * stride_xbc_b + row * stride_xbc_n + inner
+    target_ptr = stash_ptr + batch * stride_stash_b + (first + row) * stride_stash_n + inner
+    for start in range(0, shared_channels, BLOCK):
+        channel = start + tl.arange(0, BLOCK)
+        inside = channel < shared_channels
+        tl.store(target_ptr + channel, tl.load(source_ptr + channel, inside, 0.0), inside)
+    for start in range(0, nheads, BLOCK):
+        head = start + tl.arange(0, BLOCK)
+        inside = head < nheads
+        bias = tl.load(bias_ptr + head, inside, 0.0).to(tl.float32) if bias_ptr is not None else 0.0
+        raw = tl.load(dt_ptr + batch * stride_dt_b + row * stride_dt_n + head, inside, 0.0)
+        kept_ptr = stash_dt_ptr + batch * stride_stash_dt_b + (first + row) * nheads + head
+        tl.store(kept_ptr, _step_sizes(raw, bias, low, high, True), inside)
+
+
+def ssd_tree_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    topology: Topology,
+    state: Tensor,
+    *,
+    D: Tensor | None = None,
+    first: int = 0,
+) -> Tensor:
+    """Score a tree; see `stree.kernels.ops`."""
+    batch, n, heads, headdim = x.shape
+    check_kernel_dtypes("ssd_tree_scan", x=x, B=B, C=C)
+    y = torch.empty(batch, n - first, heads, headdim, dtype=x.dtype, device=x.device)
+    _launch("ssd_tree_scan", state, A, new=(x, dt, B, C), topology=topology, y=y, D=D, first=first)
+    return y
+
+
+def ssd_commit(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, accepted: AcceptedPath) -> None:
+    """Commit the accepted path to the state, in place; see `stree.kernels.ops`."""
+    check_kernel_dtypes("ssd_commit", x=x, B=B)
+    _launch("ssd_commit", state, A, old=(x, dt, B), accepted=accepted)
+
+
+def ssd_step(
+    state: Tensor,
+    stash_xbc: Tensor,
+    stash_dt: Tensor,
+    accepted: AcceptedPath | None,
+    xbc: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    dt_bias: Tensor | None,
+    topology: Topology,
+    *,
+    headdim: int,
+    ngroups: int,
+    D: Tensor | None = None,
+    dt_limit: tuple[float, float] = _UNBOUNDED,
+    first: int = 0,
+    folded: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Commit the last path, stash the new rows, score the new tree; see `stree.kernels.ops`."""
+    check_kernel_dtypes("ssd_step", xbc=xbc, stash_xbc=stash_xbc)
+    (batch, rows, width), heads = xbc.shape, A.shape[0]
+    y = torch.empty(batch, rows, heads, headdim, dtype=stash_xbc.dtype, device=xbc.device)
+    x, B, C = _split_xbc(xbc, heads, headdim, ngroups)
+    old = None
+    if accepted is not None:
+        old_xbc, old_dt = folded if folded is not None else (stash_xbc, stash_dt)
+        check_kernel_dtypes("ssd_step", xbc=xbc, folded=old_xbc)
+        old_x, old_B, _ = _split_xbc(old_xbc, heads, headdim, ngroups)
+        old = (old_x, old_dt, old_B)
+    in_place = accepted is not None and folded is None
+    _launch(
+        "ssd_step", state, A, old=old, accepted=accepted, new=(x, dt, B, C), topology=topology, y=y, D=D,
+        bias=dt_bias, limit=dt_limit, stash=(stash_xbc, stash_dt), keep_shared=not in_place, first=first,
+    )  # fmt: skip
+    if in_place:
+        inner = heads * headdim
+        ssd_keep_kernel[(rows, batch)](
+            xbc, dt, dt_bias, stash_xbc, stash_dt, first, heads, inner, width - inner, *map(float, dt_limit),
+            *xbc.stride()[:2], *dt.stride()[:2], *stash_xbc.stride()[:2], stash_dt.stride(0), BLOCK=512,
+        )  # fmt: skip
+    return y
+
+
+def _split_xbc(xbc: Tensor, heads: int, headdim: int, ngroups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """View the channels after the convolution as x[b, n, h, p], B[b, n, g, s] and C[b, n, g, s]."""
+    check_inner("xbc", xbc)
+    inner = heads * headdim
+    span = (xbc.shape[2] - inner) // 2
+    x, B, C = xbc.split((inner, span, span), 2)
+    return x.unflatten(2, (heads, headdim)), B.unflatten(2, (ngroups, -1)), C.unflatten(2, (ngroups, -1))
+
+
+def _launch(
+    op: str,
+    state: Tensor,
+    A: Tensor,
+    *,
+    old: tuple[Tensor, Tensor, Tensor] | None = None,
+    accepted: AcceptedPath | None = None,
+    new: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    topology: Topology | None = None,
+    y: Tensor | None = None,
+    D: Tensor | None = None,
+    bias: Tensor | None = None,
+    limit: tuple[float, float] = _UNBOUNDED,
+    stash: tuple[Tensor, Tensor] | None = None,
+    keep_shared: bool = False,
+    first: int = 0,
+) -> None:
+    """Launch the kernel for a commit (old and accepted), a scan (new, topology and y), or both."""
+    batch, heads, headdim, dstate = state.shape
+    check_limit(op, "a headdim", headdim, MAX_HEADDIM)
+    check_limit(op, "a dstate", dstate, MAX_DSTATE)
+    check_inner("state", state, 3)
+    for name, tensor in (("A", A), ("D", D), ("dt_bias", bias)):
+        if tensor is not None:
+            check_inner(name, tensor)
+    groups, n, path_size = 1, 1, 1
+    old_x = old_dt = old_B = x = dt = B = C = None
+    bits = stash_xbc = stash_dt = None
+    if old is not None:
+        assert accepted is not None, "a commit needs the accepted path"
+        old_x, old_dt, old_B = old
+        _check_rows(old_x, old_dt, old_B)
+        groups, path_size = old_B.shape[2], accepted.rows.shape[1]
+    if new is not None:
+        assert topology is not None, "a scan needs a topology"
+        x, dt, B, C = new
+        _check_rows(x, dt, B, C)
+        groups, n, bits = B.shape[2], topology.num_nodes, topology.ancestor_bits()
+    if stash is not None:
+        stash_xbc, stash_dt = stash
+        check_inner("stash_xbc", stash_xbc)
+        check_inner("stash_dt", stash_dt, 2)
+    check_limit(op, "trees of nodes", n, MAX_NODES)
+    check_limit(op, "a path of nodes", path_size, MAX_NODES)
+    rows = x if x is not None else old_x
+    assert rows is not None, "a launch commits or scans"
+    tile = SsdTile.of(n, n - first, path_size, headdim, dstate, rows.dtype)
+    new_from = first if stash is not None else 0
+    low, high = map(float, limit)
+    ssd_kernel[(-(-headdim // tile.headdim), heads, batch)](
+        state, A, bias, D, bits, y,
+        None if accepted is None else accepted.rows, None if accepted is None else accepted.lengths,
+        old_x, old_dt, old_B, x, dt, B, C, stash_xbc, stash_dt,
+        n, first, new_from, path_size, heads, low, high,
+        state.stride(0), A.stride(0) if A.ndim == 2 else 0,
+        *_strides(old_x, 3), *_strides(old_dt, 2), *_strides(old_B, 2),
+        *_strides(x, 3), *_strides(dt, 2), *_strides(B, 2), *_strides(C, 2),
+        *_strides(stash_xbc, 2), *_strides(stash_dt, 1),
+        **ssd_constants(
+            tile, headdim, dstate, heads // groups, n, fold=old is not None, scan=new is not None,
+            keep=stash is not None, keep_shared=keep_shared, known=new_from > 0,
+            dtype=rows.dtype,
+        ),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def ssd_constants(
+    tile: SsdTile,
+    headdim: int,
+    dstate: int,
+    shared: int,
+    n: int,
+    *,
+    fold: bool,
+    scan: bool,
+    keep: bool,
+    keep_shared: bool,
+    known: bool,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """List the compile-time constants of a build; ahead-of-time builds take theirs from here too."""
+    return {
+        "HEADDIM": headdim, "DSTATE": dstate, "SHARED": shared,
+        "NODES": tile.nodes, "ROWS": tile.rows, "PATH": tile.path, "BLOCK_P": tile.headdim, "BLOCK_S": tile.dstate,
+        "WORDS": -(-n // 32), "FOLD": fold, "SCAN": scan, "KEEP": keep, "KEEP_SHARED": keep and keep_shared,
+        "KNOWN": known, "SOFTPLUS": keep,
+        "WIDE": interpreted(),  # the interpreter multiplies bfloat16 as if it were integers
+        "EXACT": "tf32x3",
+        # 16-bit values are exact in TF32 and weights lose less than the outputs' own rounding.
+        "MIXED": "tf32x3" if dtype == torch.float32 else "tf32",
+    }  # fmt: skip
+
+
+def _check_rows(x: Tensor, dt: Tensor, *keys: Tensor) -> None:
+    """Require that a row of a head, of a group and of step sizes is contiguous."""
+    check_inner("x", x)
+    check_inner("dt", dt)
+    for name, tensor in zip("BC", keys, strict=False):
+        check_inner(name, tensor, 2)
+
+
+def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
+    """Take the first strides of a tensor; zeros for none."""
+    return (0,) * count if tensor is None else tensor.stride()[:count]

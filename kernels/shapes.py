@@ -1,0 +1,212 @@
+"""Writes out the checks of an operation from the shapes of its arguments; `stree.kernels.dispatch.operation` has them.
+
+`write_checks` gives Python source: one straight line of comparisons for each tensor, with a message for each mistake.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["write_checks"]
+
+
+def write_checks(
+    function: Callable[..., Any],
+    shapes: Mapping[str, str | tuple[str, ...]],
+    rules: tuple[str, ...],
+    bare_path: str | None,
+) -> str:
+    """Write the function that checks the arguments of a declared operation and calls its implementation.
+
+    It has the signature of `function` and uses the names of `stree.kernels.checks`, `choose`, `declared` (`function`
+    itself, where its body checks values) and `default_x` for the default of x.  For what the arguments mean see
+    `stree.kernels.dispatch.operation`.
+    """
+    return _Source(function, shapes, rules, bare_path).write()
+
+
+class _Source:
+    """The lines of that function, as they are written."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        shapes: Mapping[str, str | tuple[str, ...]],
+        rules: tuple[str, ...],
+        bare_path: str | None,
+    ) -> None:
+        self._function, self._bare_path = function, bare_path
+        self._parameters = inspect.signature(function).parameters
+        self._lines: list[str] = []
+        # Where each name of a size comes from, for messages; integer arguments are sizes too.
+        self._origins = {name: name for name, p in self._parameters.items() if p.annotation in ("int", "bool")}
+        self._integers = set(self._origins)
+        self._rules = list(rules)
+        self._shapes: dict[str, list[_Shape]] = {}
+        for name in self._parameters:
+            text = shapes.get(name, "")
+            if isinstance(text, tuple):
+                self._shapes[name] = [_Shape.parse(f"{name}[{i}]", part) for i, part in enumerate(text)]
+            elif text.startswith("="):
+                self._line(1, f"_{text[1:].strip()} = {name}")
+                self._origins[text[1:].strip()] = name
+            elif text:
+                self._shapes[name] = [_Shape.parse(name, text)]
+        every = [shape for part in self._shapes.values() for shape in part]
+        self._like = every[0]
+        self._is_named_whole = False  # whether every size of the first tensor gets its name there
+        self._chooser = next((shape for shape in every if len(shape.options) > 1), None)
+
+    def write(self) -> str:
+        """Write the whole function."""
+        optional = {name for name, shapes in self._shapes.items() if len(shapes) > 1 or shapes[0].is_optional}
+        wide = dict.fromkeys(shape.wide_of for shapes in self._shapes.values() for shape in shapes if shape.wide_of)
+        for shape in (self._shapes[name][0] for name in self._shapes if name not in optional):
+            self._name_sizes(1, shape)
+        if "parents" in self._parameters:
+            self._take_topology()
+        self._check_rules(1)
+        self._line(1, f"device = {self._like.name}.device")
+        for name in wide:
+            self._line(1, f'wide_{name} = "float64" if {name}.dtype == torch.float64 else "float32"')
+        for name, shapes in self._shapes.items():
+            depth = 1
+            if name in optional:
+                depth = 2
+                self._line(1, f"if {name} is not None:")
+            for shape in shapes:
+                self._name_sizes(depth, shape)
+                self._check_rules(depth)
+                self._check(depth, shape)
+        self._take_path()
+        self._line(1, f"return choose({self._function.__name__!r}, backend, {self._like.name})({self._arguments()})")
+        return "\n".join([f"def {self._function.__name__}({self._signature()}):", *self._first_lines(), *self._lines])
+
+    def _line(self, depth: int, text: str) -> None:
+        self._lines.append("    " * depth + text)
+
+    def _first_lines(self) -> list[str]:
+        """Call the declared function where its body checks values."""
+        passed = ", ".join(
+            name if p.kind is p.POSITIONAL_OR_KEYWORD else f"{name}={name}" for name, p in self._parameters.items()
+        )
+        return [f"    declared({passed})"] if self._function.__code__.co_names else []
+
+    def _signature(self) -> str:
+        """Write the parameters with their defaults."""
+        parts: list[str] = []
+        for name, p in self._parameters.items():
+            if p.kind is p.KEYWORD_ONLY and "*" not in parts:
+                parts.append("*")
+            parts.append(name if p.default is p.empty else f"{name}=default_{name}")
+        return ", ".join(parts)
+
+    def _arguments(self) -> str:
+        """Write what the implementation is given."""
+        renamed = {"parents": "topology", "path": "accepted"} if self._bare_path is None else {}
+        parts: list[str] = []
+        for name, p in self._parameters.items():
+            if name == "backend" or (name == "path_lengths" and renamed):
+                continue
+            name = renamed.get(name, name)
+            parts.append(name if p.kind is p.POSITIONAL_OR_KEYWORD else f"{name}={name}")
+        return ", ".join(parts)
+
+    def _size(self, expression: str) -> str:
+        """Write an expression of sizes: axes are locals with an underscore in front, unlike arguments of that name."""
+        return re.sub(r"[A-Za-z_]\w*", lambda m: m[0] if m[0] in {"in", *self._integers} else f"_{m[0]}", expression)
+
+    def _tuple(self, axes: tuple[str, ...]) -> str:
+        return "(" + "".join(f"{'*_rest' if axis == '...' else self._size(axis)}, " for axis in axes).rstrip(" ") + ")"
+
+    def _name_sizes(self, depth: int, shape: _Shape) -> None:
+        """Name the sizes that this tensor is the first to have."""
+        axes = shape.options[0]
+        new = [axis for axis in axes if (axis.isidentifier() or axis == "...") and axis not in self._origins]
+        if not new:
+            return
+        self._is_named_whole |= shape is self._like and len(new) == len(axes)
+        self._origins |= dict.fromkeys(new, f"{shape.name} [{', '.join(axes)}]")
+        compared = "<" if "..." in axes else "!="
+        self._line(depth, f"if {shape.name}.ndim {compared} {len([axis for axis in axes if axis != '...'])}:")
+        self._line(depth + 1, f"check_rank({shape.name!r}, {shape.name}, {' '.join(axes)!r})")
+        targets = [("*_rest" if axis == "..." else f"_{axis}") if axis in new else "_" for axis in axes]
+        self._line(depth, f"{', '.join(targets)}, = {shape.name}.shape")
+
+    def _check(self, depth: int, shape: _Shape) -> None:
+        """Check one tensor against the sizes."""
+        name, like = shape.name, self._like
+        wanted = self._tuple(shape.options[-1])
+        if shape is not like and shape.options == like.options:
+            wanted = f"{like.name}.shape"
+        elif len(shape.options) > 1 and self._chooser is not None:
+            rank = len(self._chooser.options[0])
+            wanted = f"({self._tuple(shape.options[0])} if {self._chooser.name}.ndim == {rank} else {wanted})"
+        kind = f"wide_{shape.wide_of}" if shape.wide_of else repr(shape.kind)
+        differs = f"{name}.dtype not in KINDS[{kind}]"
+        if shape is not like or not self._is_named_whole:
+            differs += f" or {name}.shape != {wanted} or {name}.device != device"
+        self._line(depth, f"if {differs}:")
+        self._line(depth + 1, f"check({name!r}, {name}, {kind}, {wanted}, {like.name})")
+
+    def _check_rules(self, depth: int) -> None:
+        """Check the rules whose sizes have names by now."""
+        for rule in list(self._rules):
+            names = list(dict.fromkeys(re.findall(r"[A-Za-z_]\w*", re.sub(r"\b(divides|in)\b", "", rule))))
+            if not set(names) <= self._origins.keys():
+                continue
+            self._rules.remove(rule)
+            part, divides, whole = (self._size(text) for text in rule.partition(" divides "))
+            holds = f"{part} > 0 and {whole} % ({part}) == 0" if divides else self._size(rule)
+            origins = {name: "" if name in self._integers else f" of {self._origins[name]}" for name in names}
+            got = " and ".join(f"{name} = {{{self._size(name)}}}{origin}" for name, origin in origins.items())
+            self._line(depth, f"if not ({holds}):")
+            self._line(depth + 1, f"raise ValueError(f{f'{self._function.__name__} needs that {rule}, got {got}'!r})")
+
+    def _take_topology(self) -> None:
+        """Check the trees and count their nodes, or compare with the rows that there are for them."""
+        self._line(1, f"topology = take_topology(parents, _b, first, {self._like.name})")
+        if "n" in self._origins:
+            self._line(1, f"check_nodes({self._origins['n'].partition(' ')[0]!r}, _n, topology)")
+        else:
+            self._line(1, "_n = topology.num_nodes")
+            self._origins["n"] = "parents [b, n]"
+
+    def _take_path(self) -> None:
+        """Check the path and derive its indices."""
+        if self._bare_path is not None:
+            self._line(1, f"check_path(path, path_lengths, _{self._bare_path}, {self._like.name})")
+        elif "path" in self._parameters:
+            taken = f"take_path(path, path_lengths, _b, {self._like.name})"
+            self._line(1, f"accepted = None if path is None else {taken}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What is required of one tensor.
+
+    Attributes:
+        name: the argument, or an expression for a part of it.
+        options: its axes, for each alternative.
+        kind: dtype, a key of `checks.KINDS`.
+        wide_of: tensor that makes it float64 if it is float64 itself; float32 otherwise.  "" for a fixed kind.
+        is_optional: whether None will do.
+    """
+
+    name: str
+    options: tuple[tuple[str, ...], ...]
+    kind: str
+    wide_of: str
+    is_optional: bool
+
+    @classmethod
+    def parse(cls, name: str, text: str) -> _Shape:
+        """Read "axes [| axes] [: kind] [?]"."""
+        axes, _, kind = text.removesuffix("?").partition(":")
+        wide = kind.strip().removeprefix("wide ") if kind.strip().startswith("wide ") else ""
+        options = tuple(tuple(option.split()) for option in axes.split("|"))
+        return cls(name, options, kind.strip() or "float", wide, text.endswith("?"))

@@ -1,0 +1,234 @@
+"""The gated norm and the norm of a residual sum against transformers' own modules and float64.
+
+Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_norms.py
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from helpers.launch_keys import Key, launch_keys
+from torch import Tensor
+
+from stree.kernels import ops
+from stree.kernels.precision import float32_tolerance
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+# Largest error as a share of the largest value of the oracle, which sees the same rounded inputs.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: float32_tolerance(1024), torch.bfloat16: 2e-2, torch.float16: 2e-3}
+CASES = [(b, d) for b in ("reference", "triton") for d in TOLERANCE if (b, d) != ("triton", torch.float64)]
+BACKENDS = pytest.mark.parametrize(("backend", "dtype"), CASES, ids=[f"{b}-{str(d)[6:]}" for b, d in CASES])
+EPS = 1e-5
+
+# Family, class, arguments of its constructor beside the width, and what the operation is told.
+MODULES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("mamba2", "MambaRMSNormGated", {"group_size": 36}, {}),
+    ("zamba2", "Zamba2RMSNormGated", {"group_size": 18}, {"groups": 2}),
+    ("nemotron_h", "NemotronHRMSNormGated", {"group_size": 12}, {"groups": 3}),
+    ("bamba", "BambaRMSNormGated", {"group_size": 36}, {}),
+    ("granitemoehybrid", "GraniteMoeHybridRMSNormGated", {"group_size": 36}, {}),
+    ("falcon_h1", "FalconH1RMSNormGated", {"n_groups": 2}, {"groups": 2, "norm_before_gate": True}),
+    ("falcon_h1", "FalconH1RMSNormGated", {"n_groups": 3, "norm_before_gate": False}, {"groups": 3}),
+    ("qwen3_next", "Qwen3NextRMSNormGated", {}, {"norm_before_gate": True}),
+    ("kimi_linear", "KimiLinearRMSNormGated", {}, {"norm_before_gate": True, "activation": "sigmoid"}),
+]
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def module_of(family: str, name: str, *arguments: Any, **options: Any) -> Any:
+    """Build a module of transformers; skip where its release lacks the family."""
+    try:
+        file = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    except ImportError:
+        pytest.skip(f"this release of transformers has no {family}")
+    if not hasattr(file, name):
+        pytest.skip(f"this release of transformers has no {name}")
+    kind = getattr(file, name)
+    if "group_size" not in inspect.signature(kind).parameters:  # before 5.23 those of whole rows were not told
+        options.pop("group_size", None)
+    return kind(*arguments, **options).to(DEVICE)
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference as a share of the largest expected value; NaN counts as infinite."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    difference = (actual - expected).abs().max() / expected.abs().max()
+    return float(difference.nan_to_num(torch.inf))
+
+
+def gated(x: Tensor, gate: Tensor, weight: Tensor, groups: int, first: bool, sigmoid: bool) -> Tensor:
+    """Write the law out in float64, group by group."""
+    x, gate, weight = x.double(), gate.double(), weight.double()
+    opening = 1 / (1 + torch.exp(-gate)) * (1 if sigmoid else gate)
+    y = x if first else x * opening
+    width = x.shape[-1] // groups
+    parts = [y[..., g * width : (g + 1) * width] for g in range(groups)]
+    y = torch.cat([part / ((part**2).sum(-1, keepdim=True) / width + EPS).sqrt() for part in parts], -1) * weight
+    return y * opening if first else y
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    ("first", "sigmoid"), [(False, False), (True, True)], ids=["gate-first-silu", "norm-first-sigmoid"]
+)
+def test_gated_norm_of_strided_rows_equals_its_law(
+    backend: ops.Backend, dtype: torch.dtype, first: bool, sigmoid: bool
+) -> None:
+    projected = draw(2, 5, 100).to(dtype)
+    x, gate, weight = projected[..., :39], projected[..., 50:89], draw(39, seed=1).to(dtype)
+    options: dict[str, Any] = {"groups": 3, "norm_before_gate": first, "activation": "sigmoid" if sigmoid else "silu"}
+    y = ops.gated_rms_norm(x, gate, weight, eps=EPS, backend=backend, **options)
+    assert y.dtype == dtype and y.is_contiguous()
+    assert error(y, gated(x, gate, weight, 3, first, sigmoid)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize(("family", "name", "arguments", "options"), MODULES, ids=[f"{m[0]}-{m[2]}" for m in MODULES])
+def test_gated_norm_equals_the_module_of_transformers(
+    backend: ops.Backend, family: str, name: str, arguments: dict[str, Any], options: dict[str, Any]
+) -> None:
+    module = module_of(family, name, 36, eps=EPS, **arguments)
+    module.weight.data.copy_(draw(36, seed=2))
+    x, gate = draw(2, 5, 36), draw(2, 5, 36, seed=1)
+    y = ops.gated_rms_norm(x, gate, module.weight.data, eps=EPS, backend=backend, **options)
+    assert error(y, module(x, gate)) < TOLERANCE[torch.float32]
+
+
+def test_a_wrong_order_of_norm_and_gate_is_seen() -> None:
+    x, gate, weight = draw(2, 5, 36), draw(2, 5, 36, seed=1), draw(36, seed=2)
+    y = ops.gated_rms_norm(x, gate, weight, eps=EPS, norm_before_gate=True)
+    assert error(y, gated(x, gate, weight, 1, False, False)) > 1e-2
+
+
+@BACKENDS
+def test_norm_of_a_residual_sum_equals_its_law(backend: ops.Backend, dtype: torch.dtype) -> None:
+    x, weight = draw(2, 5, 90)[..., :41].to(dtype), draw(41, seed=2).to(dtype)
+    # Some models keep the stream in float32; a narrow stream shows that the sum is rounded before it is normalised.
+    for wide in {dtype, torch.promote_types(dtype, torch.float32), torch.bfloat16}:
+        residual = draw(2, 5, 41, seed=1).to(wide)
+        before = residual.clone()
+        y, total = ops.rms_norm_add(x, residual, weight, eps=EPS, offset=0.5, backend=backend)
+        assert y.dtype == dtype and total.dtype == wide and torch.equal(residual, before)
+        assert error(total, residual.double() + x.double()) < TOLERANCE[wide]
+        stored = total.double()
+        expected = stored / ((stored**2).mean(-1, keepdim=True) + EPS).sqrt() * (weight.double() + 0.5)
+        assert error(y, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize(
+    ("family", "name", "offset"),
+    [
+        ("mamba2", "Mamba2RMSNorm", 0.0),
+        ("nemotron_h", "NemotronHRMSNorm", 0.0),
+        ("recurrent_gemma", "RecurrentGemmaRMSNorm", 1.0),
+        ("qwen3_next", "Qwen3NextRMSNorm", 1.0),
+    ],
+    ids=str,
+)
+def test_norm_of_a_residual_sum_equals_the_module_of_transformers(
+    backend: ops.Backend, family: str, name: str, offset: float
+) -> None:
+    module = module_of(family, name, 36, eps=EPS)
+    module.weight.data.copy_(draw(36, seed=2))
+    x, residual = draw(2, 5, 36), draw(2, 5, 36, seed=1)
+    y, total = ops.rms_norm_add(x, residual, module.weight.data, eps=EPS, offset=offset, backend=backend)
+    assert torch.equal(total, residual + x) and error(y, module(residual + x)) < TOLERANCE[torch.float32]
+
+
+@BACKENDS
+def test_norm_of_rows_equals_its_law(backend: ops.Backend, dtype: torch.dtype) -> None:
+    x, weight = draw(2, 5, 90)[..., :41].to(dtype), draw(41, seed=2).to(dtype)
+    y = ops.rms_norm(x, weight, eps=EPS, offset=1.0, backend=backend)
+    rows = x.double()
+    expected = rows / ((rows**2).mean(-1, keepdim=True) + EPS).sqrt() * (weight.double() + 1)
+    assert y.dtype == dtype and y.is_contiguous() and error(y, expected) < TOLERANCE[dtype]
+
+
+@BACKENDS
+@pytest.mark.parametrize("other_scale", [None, 0.7], ids=["one-term", "two-terms"])
+def test_scaled_terms_of_a_residual_sum_are_rounded_once(
+    backend: ops.Backend, dtype: torch.dtype, other_scale: float | None
+) -> None:
+    x, residual, other = (draw(2, 5, 41, seed=seed).to(dtype) for seed in range(3))
+    terms: dict[str, Any] = {} if other_scale is None else {"other": other, "other_scale": other_scale}
+    weight = torch.ones(41, dtype=dtype, device=DEVICE)
+    y, total = ops.rms_norm_add(x, residual, weight, eps=EPS, scale=-1.3, **terms, backend=backend)
+    expected = residual.double() - 1.3 * x.double() + (other_scale or 0) * other.double()
+    # Half a unit in the last place; the interpreter cuts bfloat16 off, which makes it a whole one.
+    rounding = torch.finfo(dtype).eps * (1 if backend == "triton" else 0.501)
+    assert error(total, expected) < (rounding if dtype.itemsize == 2 else TOLERANCE[dtype])
+    stored = total.double()
+    assert error(y, stored / ((stored**2).mean(-1, keepdim=True) + EPS).sqrt()) < TOLERANCE[dtype]
+
+
+def test_rows_of_nothing_are_normalised_to_nothing() -> None:
+    x, weight = torch.zeros(1, 3, 20, device=DEVICE), torch.ones(20, device=DEVICE)
+    for y in (
+        ops.gated_rms_norm(x, x, weight, eps=EPS, backend="triton"),
+        *ops.rms_norm_add(x, x, weight, eps=EPS, backend="triton"),
+        ops.rms_norm(x, weight, eps=EPS, backend="triton"),
+    ):
+        assert torch.equal(y, x)
+
+
+def test_gates_of_any_size_do_not_overflow() -> None:
+    x, weight = torch.ones(1, 2, 8, device=DEVICE), torch.ones(8, device=DEVICE)
+    gate = torch.tensor([-1e4, -100.0, -50.0, 0.0, 1.0, 50.0, 100.0, 1e4], device=DEVICE).expand(1, 2, 8)
+    for first in (False, True):
+        y = ops.gated_rms_norm(x, gate, weight, eps=EPS, norm_before_gate=first, backend="triton")
+        assert error(y, gated(x, gate.clamp(min=-700), weight, 1, first, False)) < TOLERANCE[torch.float32]
+
+
+def test_bad_input_is_refused() -> None:
+    x, weight = draw(2, 3, 12), draw(12)
+    with pytest.raises(ValueError, match=r"gate must be float\[2, 3, 12\], got float32\[2, 3, 11\]"):
+        ops.gated_rms_norm(x, x[..., 1:], weight, eps=EPS)
+    with pytest.raises(ValueError, match="needs that groups divides c, got groups = 5 and c = 12 of x"):
+        ops.gated_rms_norm(x, x, weight, eps=EPS, groups=5)
+    with pytest.raises(ValueError, match="activation must be 'silu' or 'sigmoid', got 'relu'"):
+        ops.gated_rms_norm(x, x, weight, eps=EPS, activation="relu")
+    with pytest.raises(ValueError, match=r"weight must be float\[12\], got float32\[11\]"):
+        ops.rms_norm_add(x, x, weight[1:], eps=EPS)
+    with pytest.raises(ValueError, match=r"residual must be float\[2, 3, 12\], got float32\[2, 2, 12\]"):
+        ops.rms_norm_add(x, x[:, 1:], weight, eps=EPS)
+    with pytest.raises(ValueError, match=r"x must be \[\.\.\., n, c\], got"):
+        ops.rms_norm_add(weight, weight, weight, eps=EPS)
+    with pytest.raises(ValueError, match=r"other must be float\[2, 3, 12\], got float32\[2, 2, 12\]"):
+        ops.rms_norm_add(x, x, weight, eps=EPS, other=x[:, 1:])
+    with pytest.raises(ValueError, match=r"weight must be float\[12\], got float32\[11\]"):
+        ops.rms_norm(x, weight[1:], eps=EPS)
+    with pytest.raises(TypeError, match="gated_rms_norm with backend='triton' takes float32, bfloat16 or float16"):
+        ops.gated_rms_norm(x.double(), x, weight, eps=EPS, backend="triton")
+    with pytest.raises(ValueError, match="gate must be contiguous in its last dimension, got strides"):
+        ops.gated_rms_norm(x, draw(2, 12, 3).transpose(1, 2), weight, eps=EPS, backend="triton")
+    wide = torch.zeros(1, 16385, device=DEVICE)
+    with pytest.raises(NotImplementedError, match="rms_norm_add with backend='triton' takes rows of channels up to"):
+        ops.rms_norm_add(wide, wide, wide[0], eps=EPS, backend="triton")
+    with pytest.raises(NotImplementedError, match="takes groups of channels up to 16384, got 16385"):
+        ops.gated_rms_norm(wide, wide, wide[0], eps=EPS, backend="triton")
+
+
+@pytest.mark.parametrize("width", [39, 48])
+def test_no_number_of_rows_asks_for_a_build_of_its_own(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    def keys(batch: int, n: int) -> list[Key]:
+        projected, weight = draw(batch, n, 112), draw(width)
+        x, gate = projected[..., :width], projected[..., 64 : 64 + width]
+        with launch_keys(monkeypatch) as found:
+            ops.gated_rms_norm(x, gate, weight, eps=EPS, backend="triton")
+            ops.rms_norm_add(x, gate, weight, eps=EPS, backend="triton")
+            ops.rms_norm_add(x, gate, weight, eps=EPS, other=gate, backend="triton")
+            ops.rms_norm(x, weight, eps=EPS, backend="triton")
+        return found
+
+    first = keys(1, 5)
+    assert [name for name, _ in first] == ["gated_norm_kernel", *["norm_add_kernel"] * 3]
+    assert all(keys(*sizes) == first for sizes in ((1, 1), (1, 16), (16, 1), (3, 7)))

@@ -1,0 +1,279 @@
+"""Rotary positions, gated activations and inputs of delta rules against their laws in float64 and transformers' code.
+
+Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_pointwise.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.launch_keys import Key, launch_keys
+from torch import Tensor
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb as apply_partly
+
+from stree.kernels import ops
+from stree.kernels.ops import ACTIVATIONS
+from stree.kernels.precision import float32_tolerance
+from stree.kernels.tiles import interpreted
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+# Largest error as a share of the largest value of the oracle, which sees the same rounded inputs.
+# The interpreter's float32 sums are NumPy's; a GPU multiplies experts' products as tf32x3.
+FLOAT32 = 2e-6 if interpreted() else float32_tolerance(512)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: FLOAT32, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+CASES = [(b, d) for b in ("reference", "triton") for d in TOLERANCE if (b, d) != ("triton", torch.float64)]
+BACKENDS = pytest.mark.parametrize(("backend", "dtype"), CASES, ids=[f"{b}-{str(d)[6:]}" for b, d in CASES])
+ACT: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "gelu_tanh": lambda x: x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
+    "relu_squared": lambda x: x.clamp(min=0) ** 2,
+}
+THEIRS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "relu_squared": "relu2"}
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference as a share of the largest expected value; NaN counts as infinite."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    assert actual.shape == expected.shape
+    difference = (actual - expected).abs().max() / expected.abs().max()
+    return float(difference.nan_to_num(torch.inf))
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Write the law out in float64, column by column."""
+    x, cos, sin = x.double(), cos.double(), sin.double()
+    y, half = x.clone(), cos.shape[2] // 2
+    for c in range(half):
+        y[..., c] = x[..., c] * cos[:, None, :, c] - x[..., c + half] * sin[:, None, :, c]
+        y[..., c + half] = x[..., c + half] * cos[:, None, :, c + half] + x[..., c] * sin[:, None, :, c + half]
+    return y
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    ("dim", "width", "shared"), [(16, 16, False), (12, 12, True), (20, 6, False)], ids=["all", "odd-dim", "some"]
+)
+def test_rotary_positions_of_strided_rows_equal_their_law(
+    backend: ops.Backend, dtype: torch.dtype, dim: int, width: int, shared: bool
+) -> None:
+    batch, n = 2, 5
+    q = draw(batch, n, 7, 2 * dim).to(dtype)[..., :dim].transpose(1, 2)
+    k = draw(batch, n, 3, dim, seed=1).to(dtype).transpose(1, 2)
+    cos, sin = (draw(1 if shared else batch, n, width, seed=seed).to(dtype) for seed in (2, 3))
+    before = q.clone()
+    found = ops.rotary(q, k, cos, sin, backend=backend)
+    for mine, x in zip(found, (q, k), strict=True):
+        assert mine.dtype == dtype and mine.stride(3) == 1
+        assert error(mine, rotated(x, cos, sin)) < TOLERANCE[dtype]
+        assert torch.equal(mine[..., width:], x[..., width:])
+    assert torch.equal(q, before)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("width", [16, 4])
+def test_rotary_positions_equal_those_of_transformers(backend: ops.Backend, width: int) -> None:
+    q, k = draw(2, 4, 5, 16), draw(2, 2, 5, 16, seed=1)
+    cos, sin = draw(2, 5, width, seed=2), draw(2, 5, width, seed=3)
+    theirs = (apply_rotary_pos_emb if width == 16 else apply_partly)(q, k, cos, sin)
+    for mine, other in zip(ops.rotary(q, k, cos, sin, backend=backend), theirs, strict=True):
+        assert error(mine, other) < TOLERANCE[torch.float32]
+
+
+def test_a_rotation_in_pairs_is_seen() -> None:
+    q, k, angles = draw(1, 2, 3, 8), draw(1, 1, 3, 8, seed=1), draw(1, 3, 8, seed=2)
+    mine, _ = ops.rotary(q, k, angles.cos(), angles.sin())
+    pairs = torch.stack((-q[..., 1::2], q[..., ::2]), -1).flatten(-2)
+    assert error(mine, q * angles.cos()[:, None] + pairs * angles.sin()[:, None]) > 1e-1
+
+
+@BACKENDS
+@pytest.mark.parametrize(("activation", "has_up"), [*((name, True) for name in ACTIVATIONS), ("silu", False)], ids=str)
+def test_a_gated_activation_of_halves_of_a_row_equals_its_law(
+    backend: ops.Backend, dtype: torch.dtype, activation: str, has_up: bool
+) -> None:
+    gate, up = draw(2, 5, 2 * 1029).to(dtype).chunk(2, -1)  # more channels than a program owns
+    y = ops.gated_activation(gate, up if has_up else None, activation=activation, scale=1.5, backend=backend)
+    assert y.dtype == dtype and y.is_contiguous()
+    assert error(y, ACT[activation](1.5 * gate.double()) * (up.double() if has_up else 1)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_activation_equals_that_of_transformers(backend: ops.Backend, activation: str) -> None:
+    gate, up = 3 * draw(4, 50), draw(4, 50, seed=1)
+    y = ops.gated_activation(gate, up, activation=activation, backend=backend)
+    assert error(y, ACT2FN[THEIRS[activation]](gate) * up) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_neither_overflow_nor_hide_what_is_not_a_number(activation: str) -> None:
+    gate = torch.tensor([[-1e4, -100.0, -1.0, 0.0, 1.0, 100.0, 1e4]], device=DEVICE)
+    y = ops.gated_activation(gate, None, activation=activation, backend="triton")
+    assert error(y, ACT[activation](gate.double().clamp(min=-700))) < TOLERANCE[torch.float32]
+    nan = torch.full((1, 3), torch.nan, device=DEVICE)
+    assert bool(ops.gated_activation(nan, None, activation=activation, backend="triton").isnan().all())
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    ("key_heads", "dk", "heads", "decays"), [(3, 12, 6, False), (5, 200, 5, True)], ids=["few", "many"]
+)
+def test_inputs_of_a_delta_rule_equal_their_law(
+    backend: ops.Backend, dtype: torch.dtype, key_heads: int, dk: int, heads: int, decays: bool
+) -> None:
+    qk = draw(2, 4, 2 * key_heads * dk + 7).to(dtype)[..., : 2 * key_heads * dk]
+    b, a = draw(2, 4, 2 * heads, seed=1).to(dtype).chunk(2, -1)
+    A_log, bias = draw(heads, seed=2).to(dtype), draw(heads, seed=3).to(dtype)
+    rates = (10 * a, A_log, bias) if decays else ()  # step sizes on both sides of softplus
+    q, k, g, beta = ops.delta_inputs(qk, b, *rates, key_heads=key_heads, scale=2.0, backend=backend)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert {q.dtype, k.dtype, beta.dtype} == {wide}
+    tolerance = TOLERANCE[wide]  # inputs are rounded, outputs are not
+    for place, mine in enumerate((q, k)):
+        x = qk.double().view(2, 4, 2, key_heads, dk)[:, :, place]
+        assert error(mine, x / ((x * x).sum(-1, keepdim=True) + 1e-6).sqrt()) < tolerance
+    assert error(beta, 2 / (1 + torch.exp(-b.double()))) < tolerance
+    assert (g is not None) == decays
+    if g is not None:
+        assert error(g, -A_log.double().exp() * F.softplus((10 * a).double() + bias.double())) < tolerance
+
+
+def mixed(x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, gated: bool) -> Tensor:
+    """Write the law out in float64, row by row and expert by expert."""
+    y = torch.zeros_like(x, dtype=torch.float64)
+    for row in range(len(x)):
+        for weight, expert in zip(weights[row].tolist(), index[row].tolist(), strict=True):
+            made = up[expert].double() @ x[row].double()
+            gate, factor = made.chunk(2) if gated else (made, 1)
+            y[row] += weight * (down[expert].double() @ (ACT[activation](gate) * factor))
+    return y
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    ("gated", "rows", "experts", "share", "channels", "inner"),
+    [(True, 1, 5, 2, 20, 12), (True, 9, 4, 3, 150, 40), (False, 70, 3, 2, 33, 20)],
+    ids=["one-row", "some", "many-rows-an-expert"],
+)
+def test_a_mixture_of_experts_equals_its_law(
+    backend: ops.Backend,
+    dtype: torch.dtype,
+    gated: bool,
+    rows: int,
+    experts: int,
+    share: int,
+    channels: int,
+    inner: int,
+) -> None:
+    x = draw(rows, channels + 7).to(dtype)[:, :channels]
+    index = torch.stack(
+        [torch.randperm(experts, generator=torch.Generator().manual_seed(row))[:share] for row in range(rows)]
+    )
+    index, weights = index.to(DEVICE), draw(rows, share, seed=1).to(dtype)
+    up, down = (
+        draw(experts, inner * (1 + gated), channels, seed=2).to(dtype),
+        draw(experts, channels, inner, seed=3).to(dtype),
+    )
+    activation = "silu" if gated else "relu_squared"
+    y = ops.experts(x, index, weights, up, down, activation=activation, gated=gated, backend=backend)
+    assert y.dtype == dtype and y.is_contiguous()
+    # Two products and a rounding between them.
+    assert error(y, mixed(x, index, weights, up, down, activation, gated)) < 2 * TOLERANCE[dtype]
+
+
+def test_an_expert_that_no_row_asks_for_is_not_read() -> None:
+    x, index, weights = draw(3, 16), torch.tensor([[0], [2], [0]], device=DEVICE), draw(3, 1, seed=1)
+    up, down = draw(3, 8, 16, seed=2), draw(3, 16, 4, seed=3)
+    expected = mixed(x, index, weights, up, down, "silu", True)
+    up[1], down[1] = torch.nan, torch.nan
+    assert error(ops.experts(x, index, weights, up, down, backend="triton"), expected) < TOLERANCE[torch.float32]
+
+
+def test_step_sizes_keep_their_digits_far_from_one() -> None:
+    a = torch.tensor([[[-60.0, -20.0, -5.0, 15.0, 100.0]]], device=DEVICE)
+    zeros = torch.zeros(5, device=DEVICE)
+    _, _, g, _ = ops.delta_inputs(draw(1, 1, 4), a, a, zeros, zeros, key_heads=1, backend="triton")
+    assert g is not None
+    expected = -torch.log1p(torch.exp(a.double()))
+    assert float(((g.double() - expected) / expected).abs().max()) < 1e-5
+
+
+def test_rows_of_nothing_have_no_direction() -> None:
+    qk, b = torch.zeros(1, 2, 16, device=DEVICE), torch.zeros(1, 2, 3, device=DEVICE)
+    q, k, _, beta = ops.delta_inputs(qk, b, key_heads=2, backend="triton")
+    assert not bool(q.any() | k.any()) and bool((beta == 0.5).all())
+
+
+def test_bad_input_is_refused() -> None:
+    q, k, angles = draw(1, 2, 3, 8), draw(1, 1, 3, 8), draw(1, 3, 8)
+    with pytest.raises(ValueError, match=r"k must be float\[1, 1, 3, 8\], got float32\[1, 1, 2, 8\]"):
+        ops.rotary(q, k[:, :, 1:], angles, angles)
+    with pytest.raises(ValueError, match=r"sin must be float\[1, 3, 8\], got float32\[1, 3, 6\]"):
+        ops.rotary(q, k, angles, angles[..., 2:])
+    with pytest.raises(ValueError, match=r"rotary needs that r % 2 == 0, got r = 7 of cos \[t, n, r\]"):
+        ops.rotary(q, k, angles[..., 1:], angles[..., 1:])
+    with pytest.raises(ValueError, match=r"cos must be \[t, n, r\], got"):
+        ops.rotary(q, k, angles[0], angles)
+    with pytest.raises(
+        TypeError, match="rotary with backend='triton' takes float32, bfloat16 or float16, the same for"
+    ):
+        ops.rotary(q, k.half(), angles, angles, backend="triton")
+    with pytest.raises(ValueError, match=r"up must be float\[3, 8\], got float32\[3, 7\]"):
+        ops.gated_activation(angles[0], angles[0, :, 1:])
+    with pytest.raises(ValueError, match="activation must be 'silu', 'gelu_tanh' or 'relu_squared', got 'gelu'"):
+        ops.gated_activation(angles[0], None, activation="gelu")
+    with pytest.raises(ValueError, match=r"gate must be \[\.\.\., n, c\], got"):
+        ops.gated_activation(angles[0, 0], None)
+    with pytest.raises(ValueError, match="gate must be contiguous in its last dimension, got strides"):
+        ops.gated_activation(angles[0].T, None, backend="triton")
+    with pytest.raises(ValueError, match=r"needs that 2 \* key_heads divides c, got key_heads = 3 and c = 8 of qk"):
+        ops.delta_inputs(angles, angles, key_heads=3)
+    with pytest.raises(ValueError, match="a, A_log and dt_bias go together"):
+        ops.delta_inputs(angles, angles, angles, key_heads=2)
+    with pytest.raises(ValueError, match=r"A_log must be float\[8\], got float32\[7\]"):
+        ops.delta_inputs(angles, angles, angles, angles[0, 0, 1:], angles[0, 0], key_heads=2)
+
+
+def test_bad_experts_are_refused() -> None:
+    x, index, weights = draw(3, 16), torch.zeros(3, 1, dtype=torch.int64, device=DEVICE), draw(3, 1)
+    up, down = draw(3, 8, 16), draw(3, 16, 4)
+    with pytest.raises(ValueError, match=r"up must be float\[3, 4, 16\], got float32\[3, 8, 16\]"):
+        ops.experts(x, index, weights, up, down, gated=False)
+    with pytest.raises(ValueError, match=r"weights must be float\[3, 1\], got float32\[2, 1\]"):
+        ops.experts(x, index, weights[1:], up, down)
+    with pytest.raises(TypeError, match=r"index must be int64\[3, 1\], got int32\[3, 1\]"):
+        ops.experts(x, index.int(), weights, up, down)
+    with pytest.raises(ValueError, match="activation must be 'silu', 'gelu_tanh' or 'relu_squared', got 'gelu'"):
+        ops.experts(x, index, weights, up, down, activation="gelu")
+    with pytest.raises(ValueError, match="up must be contiguous in its last 3 dimensions"):
+        ops.experts(x, index, weights, draw(3, 16, 8).transpose(1, 2), down, backend="triton")
+
+
+def test_no_number_of_nodes_asks_for_a_build_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keys(batch: int, n: int) -> list[Key]:
+        q, k = draw(batch, n, 4, 32).transpose(1, 2), draw(batch, n, 2, 32).transpose(1, 2)
+        cos, rows, small = draw(batch, n, 32), draw(batch, n, 96), draw(batch, n, 32)
+        with launch_keys(monkeypatch) as found:
+            ops.rotary(q, k, cos, cos, backend="triton")
+            ops.gated_activation(rows[..., :48], rows[..., 48:], backend="triton")
+            ops.delta_inputs(rows[..., :64], small[..., :16], small[..., 16:], rows[0, 0, :16], rows[0, 0, :16],
+                             key_heads=2, backend="triton")  # fmt: skip
+            tokens = rows.flatten(0, 1)
+            index = torch.zeros(batch * n, 2, dtype=torch.int64, device=DEVICE) + torch.arange(2, device=DEVICE)
+            ops.experts(tokens, index, tokens[:, :2], draw(2, 64, 96), draw(2, 96, 32), backend="triton")
+        return found
+
+    first = keys(1, 5)
+    assert [name for name, _ in first] == ["rotary_kernel", "gated_activation_kernel", "delta_inputs_kernel",
+                                        "experts_up_kernel", "experts_down_kernel", "experts_sum_kernel"]  # fmt: skip
+    assert all(keys(*sizes) == first for sizes in ((2, 5), (1, 16), (16, 2), (3, 7), (1, 1), (2, 1)))

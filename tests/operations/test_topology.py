@@ -1,0 +1,106 @@
+"""What layers share of a tree and of a path is the same from one launch as from torch's operators.
+
+Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_topology.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from helpers.launch_keys import Key, launch_keys
+from helpers.oracles import random_parents
+from torch import Tensor
+
+from stree.kernels.topology import AcceptedPath, Topology, ancestor_bits, ancestor_mask
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+
+def fields_of(made: Any) -> dict[str, Tensor | None]:
+    return {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+
+
+def assert_same(made: Any, expected: Any, *others: str) -> None:
+    """Require equal values, shapes and dtypes of all fields but some."""
+    for name, value in fields_of(expected).items():
+        found = getattr(made, name)
+        if name in others:
+            continue
+        assert (found is None) == (value is None), name
+        if value is not None:
+            found = found.cpu()
+            assert found.dtype == value.dtype and found.shape == value.shape and torch.equal(found, value), name
+
+
+@pytest.mark.parametrize("n", [1, 5, 16, 33, 64, 128, 130])
+@pytest.mark.parametrize("width", [None, 1, 2, 4])
+def test_a_topology_of_one_launch_is_that_of_the_operators(n: int, width: int | None) -> None:
+    parents = random_parents(3, n, torch.Generator().manual_seed(n), padding=min(3, n - 1))
+    expected = Topology.of(parents, width)
+    made = Topology.of(parents.to(DEVICE), width, backend="triton")
+    assert_same(made, expected, "bits")
+    assert made.bits is not None and torch.equal(made.bits.cpu(), ancestor_bits(expected.mask))
+
+
+def test_a_mask_of_a_larger_tree_is_read_where_it_stands() -> None:
+    parents = random_parents(2, 40, torch.Generator().manual_seed(0)).to(DEVICE)
+    whole = ancestor_mask(parents)
+    made = Topology.of(parents[:, :9], 4, mask=whole[:, :9, :9], backend="triton")
+    torn_mask = whole.transpose(1, 2).contiguous().transpose(1, 2)[:, :9, :9]
+    torn = Topology.of(parents[:, :9], 4, mask=torn_mask, backend="triton")
+    expected = Topology.of(parents[:, :9].cpu(), 4, backend="reference")
+    assert_same(made, expected, "bits")
+    assert_same(torn, expected, "bits")
+    assert made.bits is not None and torch.equal(made.bits.cpu(), ancestor_bits(expected.mask))
+
+
+def test_a_walk_is_made_for_kernels_and_jumps_for_operators() -> None:
+    parents = random_parents(2, 9, torch.Generator().manual_seed(0)).to(DEVICE)
+    made = Topology.of(parents, jumps=True, backend="triton")
+    assert made.walk is not None and made.jumps is None and made.depth_first_walk() is made.walk
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("m", [0, 1, 3, 16, 40])
+@pytest.mark.parametrize("width", [None, 1, 2, 4, 8])
+def test_an_accepted_path_of_one_launch_is_that_of_the_operators(m: int, width: int | None, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(m)
+    path = torch.randint(0, 64, (5, m + 2), generator=draw).to(dtype)[:, 1 : m + 1]
+    lengths = torch.tensor([0, m, m // 2, min(m, 1), max(m - 1, 0)], dtype=torch.int32)
+    expected = AcceptedPath.of(path, lengths, width)
+    made = AcceptedPath.of(path.to(DEVICE), lengths.to(DEVICE), width, backend="triton")
+    assert_same(made, expected)
+    nodes = torch.randn(5, 64, 3, generator=draw)
+    assert torch.equal(made.take(nodes.to(DEVICE)).cpu(), expected.take(nodes))
+
+
+def test_a_path_is_read_as_it_stands() -> None:
+    path, lengths = torch.arange(12).view(4, 3).T, torch.tensor([4, 2, 3])
+    expected = AcceptedPath.of(path, lengths, 4)
+    assert_same(AcceptedPath.of(path.to(DEVICE), lengths.to(DEVICE), 4, backend="triton"), expected)
+
+
+def test_a_path_that_lacks_a_window_gets_one() -> None:
+    path, lengths = torch.tensor([[3, 1, 2]], device=DEVICE), torch.tensor([2], device=DEVICE)
+    bare = AcceptedPath.of(path, lengths)
+    assert bare.conv_from is None
+    assert_same(AcceptedPath.cast(bare, None, 4), AcceptedPath.of(path, lengths, 4))
+
+
+def test_no_number_of_nodes_or_entries_asks_for_a_build_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keys(batch: int, n: int, m: int) -> list[Key]:
+        parents = random_parents(batch, n, torch.Generator().manual_seed(0)).to(DEVICE)
+        mask = ancestor_mask(parents)
+        path, lengths = torch.zeros(batch, m, dtype=torch.int32, device=DEVICE), parents.new_zeros(batch)
+        with launch_keys(monkeypatch) as found:
+            Topology.of(parents, 4, mask=mask, backend="triton")
+            AcceptedPath.of(path, lengths, 4, backend="triton")
+        return found
+
+    first = keys(1, 5, 3)
+    assert [name for name, _ in first] == ["tree_kernel", "path_kernel"]
+    assert all(keys(*sizes) == first for sizes in ((2, 5, 3), (1, 16, 16), (16, 1, 1), (3, 64, 5), (1, 128, 16)))
