@@ -8,6 +8,7 @@ Run: python -m pytest tests/operations/test_ops.py
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -379,6 +380,24 @@ def test_a_mistake_is_named(call: Any, changes: dict[str, Any], error: type[Exce
     call()
     with pytest.raises(error, match=message):
         call(**changes)
+
+
+def test_a_mistake_in_the_last_argument_is_named_before_anything_is_written() -> None:
+    tensors = {"window": window.clone(), "stash": draw(2, 4, 6)}
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    for changes in ({"path": path3}, {"path": path3, "path_lengths": one[:1]}, {"bias": draw(5)}):
+        with pytest.raises(ValueError, match="must be"):
+            conv_step(**tensors, **changes)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
+
+
+def test_a_declared_operation_keeps_its_signature_and_lists_its_shapes() -> None:
+    assert list(inspect.signature(ops.conv_commit).parameters) == ["window", "x", "path", "path_lengths", "backend"]
+    assert "Shapes: window [b c t], x [b n c]." in str(ops.conv_commit.__doc__)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'path_lengths'"):
+        ops.conv_commit(window, flat, path3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'last'"):
+        scan_once(chain, last=1)
 
 
 def test_debug_reads_the_values_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
