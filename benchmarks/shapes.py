@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
-    """Sizes of a Mamba-2 layer."""
+    """TreeSizes of a Mamba-2 layer."""
 
     heads: int
     headdim: int
@@ -28,7 +28,7 @@ class Mixer:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Sizes of a gated delta layer; ``per_channel`` is KDA's decay."""
+    """TreeSizes of a gated delta layer; ``per_channel`` is KDA's decay."""
 
     key_heads: int
     heads: int
@@ -39,7 +39,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Selective:
-    """Sizes of a diagonal recurrence, Mamba-1 or, without a dstate, RG-LRU, and sequences at once."""
+    """TreeSizes of a diagonal recurrence, Mamba-1 or, without a dstate, RG-LRU, and sequences at once."""
 
     channels: int
     dstate: int = 1
@@ -48,7 +48,7 @@ class Selective:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Sizes of an attention layer; latent attention has values that are the first columns of its keys."""
+    """TreeSizes of an attention layer; latent attention has values that are the first columns of its keys."""
 
     heads: int
     kv_heads: int
@@ -73,7 +73,7 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Sizes of a mixture of gated experts; each row is routed to ``share`` of them."""
+    """TreeSizes of a mixture of gated experts; each row is routed to ``share`` of them."""
 
     count: int
     share: int

@@ -1,7 +1,7 @@
 """Random numbers, draws and the MATCH walk in Triton: two launches, whatever the trees, and nothing read by the host.
 
-A program of the first launch draws the token of one node from its logits or its law; a program of the second walks one
-tree.  Sums of a law are sums of integers, so no order of summation shows.
+A program of the first launch draws the token of one node from its logits or its distribution; a program of the second
+walks one tree.  Sums of a distribution are sums of integers, so no order of summation shows.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -41,26 +41,26 @@ def philox_uniform(position: Tensor, sequence: Tensor, node: Tensor, *, seed: in
     return out
 
 
-def choice(law: Tensor, uniform: Tensor) -> Tensor:
-    """Draw one index from each law; see `stree.kernels.accept_door`."""
-    drawn = _draw("choice", law.reshape(-1, 1, law.shape[-1]), uniform=uniform.contiguous())
+def choice(dist: Tensor, uniform: Tensor) -> Tensor:
+    """Draw one index from each distribution; see `stree.kernels.accept_door`."""
+    drawn = _draw("choice", dist.reshape(-1, 1, dist.shape[-1]), uniform=uniform.contiguous())
     return drawn.view(uniform.shape)
 
 
-def draw_distinct(law: Tensor, uniform: Tensor, *, least: float) -> tuple[Tensor, Tensor]:
-    """Draw without replacement from each law; see `stree.kernels.accept_door`."""
-    batch, rows, vocab = law.shape
+def draw_distinct(dist: Tensor, uniform: Tensor, *, least: float) -> tuple[Tensor, Tensor]:
+    """Draw without replacement from each distribution; see `stree.kernels.accept_door`."""
+    batch, rows, vocab = dist.shape
     count = uniform.shape[2]
-    check_kernel_dtypes("draw_distinct", law=law)
+    check_kernel_dtypes("draw_distinct", dist=dist)
     check_limit("draw_distinct", "a vocabulary", vocab, MAX_VOCAB)
-    check_inner("law", law)
-    tokens, probs = law.new_empty(uniform.shape, dtype=torch.int64), law.new_empty(uniform.shape)
+    check_inner("dist", dist)
+    tokens, probs = dist.new_empty(uniform.shape, dtype=torch.int64), dist.new_empty(uniform.shape)
     if count:
         numbers = uniform if uniform.stride(2) == 1 else uniform.contiguous()
         distinct_kernel[(rows, batch)](
-            law, numbers, tokens, probs, rows, count, vocab, least,
-            *law.stride()[:2], *numbers.stride()[:2],
-            **distinct_constants(vocab, count, aligned=is_aligned(law)), num_warps=8,
+            dist, numbers, tokens, probs, rows, count, vocab, least,
+            *dist.stride()[:2], *numbers.stride()[:2],
+            **distinct_constants(vocab, count, aligned=is_aligned(dist)), num_warps=8,
         )  # fmt: skip
     return tokens, probs
 

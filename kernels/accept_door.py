@@ -1,7 +1,7 @@
 """The front door to random numbers, draws and the MATCH walk: what a step does between verify and commit.
 
 Counter-based numbers (Philox 4x32-10, Salmon et al., SC 2011) depend on a key and a counter alone, so every backend
-and device gives the same ones.  Laws and logits are the caller's: nothing here knows temperatures or processors.
+and device gives the same ones.  Logits and logits are the caller's: nothing here knows temperatures or processors.
 Nothing waits for a device; shapes are fixed.  `backend` is that of `stree.kernels.ops`.
 """
 
@@ -73,8 +73,8 @@ def philox_uniform(
     return out
 
 
-def choice(law: Tensor, uniform: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """Draw one index from each law by inversion of its cumulative sums.
+def choice(probs: Tensor, uniform: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """Draw one index from each distribution by inversion of its cumulative sums.
 
     Weights are rounded to multiples of 2^-60 and summed as integers, which no order of summation changes: every
     backend and device gives the same index.  `stree.sampling.Random.choice` sums in float64 from left to right.  Where
@@ -82,41 +82,42 @@ def choice(law: Tensor, uniform: Tensor, *, backend: Backend = "auto") -> Tensor
     same; else it is, unless the number falls within about vocab * 2^-53 of a boundary.
 
     Args:
-        law: float[..., vocab], not negative, summing to at most 4; it need not be one.  A law of zeros gives index 0.
+        probs: float[..., vocab], not negative, summing to at most 4; it need not be one.  A distribution of zeros
+        gives index 0.
         uniform: float64[...], in [0, 1).
         backend: see `stree.kernels.ops`.
 
     Returns:
         int64[...]; never an index whose weight is below 2^-61, unless all are.
     """
-    if law.ndim == 0 or law.shape[-1] == 0:
-        raise ValueError(f"law must be float[..., vocab], got shape {[*law.shape]}")
-    check("law", law, "float", (*law.shape,), law)
-    check("uniform", uniform, "float64", (*law.shape[:-1],), law)
-    out: Tensor = choose("choice", backend, law)(law, uniform)
+    if probs.ndim == 0 or probs.shape[-1] == 0:
+        raise ValueError(f"probs must be float[..., vocab], got shape {[*probs.shape]}")
+    check("probs", probs, "float", (*probs.shape,), probs)
+    check("uniform", uniform, "float64", (*probs.shape[:-1],), probs)
+    out: Tensor = choose("choice", backend, probs)(probs, uniform)
     return out
 
 
 def draw_distinct(
-    law: Tensor, uniform: Tensor, *, least: float = 0.0, backend: Backend = "auto"
+    dist: Tensor, uniform: Tensor, *, least: float = 0.0, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Draw several indices from each law without replacement: each by `choice` from what the earlier ones leave.
+    """Draw several indices from each distribution without replacement, one after the other.
 
     Args:
-        law: float[b, rows, vocab], not negative, summing to at most 4, need not be one; weights below 2^-61 are none.
+        dist: float[b, rows, vocab], not negative, summing to at most 4, need not be one; weights below 2^-61 are none.
         uniform: float64[b, rows, count], in [0, 1).
-        least: nothing is drawn from less than this share of a law.
+        least: nothing is drawn from less than this share of a distribution.
         backend: see `stree.kernels.ops`.
 
     Returns:
-        int64[b, rows, count] indices in draw order, and their probabilities under ``law``, of its dtype: 0 where
+        int64[b, rows, count] indices in draw order, and their probabilities under ``dist``, of its dtype: 0 where
         nothing was left to be drawn from, and the index is then meaningless.
     """
-    check_rank("law", law, "b rows vocab")
-    check("law", law, "float", (*law.shape[:2], max(law.shape[2], 1)), law)
+    check_rank("dist", dist, "b rows vocab")
+    check("dist", dist, "float", (*dist.shape[:2], max(dist.shape[2], 1)), dist)
     check_rank("uniform", uniform, "b rows count")
-    check("uniform", uniform, "float64", (*law.shape[:2], uniform.shape[2]), law)
-    drawn: tuple[Tensor, Tensor] = choose("draw_distinct", backend, law)(law, uniform, least=least)
+    check("uniform", uniform, "float64", (*dist.shape[:2], uniform.shape[2]), dist)
+    drawn: tuple[Tensor, Tensor] = choose("draw_distinct", backend, dist)(dist, uniform, least=least)
     return drawn
 
 
@@ -141,7 +142,7 @@ def match_accept(
     Args:
         tokens: int64[b, n], token of each node.
         parents: the trees.
-        scores: float[b, n, vocab]: logits without a seed, laws as `choice` takes them with one; not NaN.
+        scores: float[b, n, vocab]: logits without a seed, distributions as `choice` takes them with one; not NaN.
         max_depth: bound of the depths; the returned paths have min(n, max_depth + 1) entries.  None: n - 1.
         seed: key of the numbers, an integer or int64[], or None for greedy.
         sequences: int64[b], with a seed.

@@ -34,10 +34,10 @@ def philox_kernel(
 
 
 @triton.jit
-def _weights(law_ptr, index, vocab, UNITS: tl.constexpr):
-    """Load weights of a law as integers; the product is exact, so a fused multiply-add changes nothing."""
-    law = tl.load(law_ptr + index, index < vocab, 0.0).to(tl.float64)
-    return (law * UNITS + 0.5).to(tl.int64)
+def _weights(dist_ptr, index, vocab, UNITS: tl.constexpr):
+    """Load weights of a distribution as integers; the product is exact, so a fused multiply-add changes nothing."""
+    probs = tl.load(dist_ptr + index, index < vocab, 0.0).to(tl.float64)
+    return (probs * UNITS + 0.5).to(tl.int64)
 
 
 @triton.jit(
@@ -100,23 +100,23 @@ def draw_kernel(
     do_not_specialize_on_alignment=["law_ptr", "uniform_ptr"],
 )
 def distinct_kernel(
-    law_ptr, uniform_ptr, tokens_ptr, probs_ptr, rows, count, vocab, least,
-    stride_law_b, stride_law_r, stride_uniform_b, stride_uniform_r,
+    dist_ptr, uniform_ptr, tokens_ptr, probs_ptr, rows, count, vocab, least,
+    stride_probs_b, stride_probs_r, stride_uniform_b, stride_uniform_r,
     UNITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Draw tokens of one law one after the other, each from what is left of it; grid (rows, batch)."""
+    """Draw tokens of one distribution one after the other, each from what is left of it; grid (rows, batch)."""
     batch = tl.program_id(1).to(tl.int64)
     place = batch * rows + tl.program_id(0)
-    law_ptr += batch * stride_law_b + tl.program_id(0).to(tl.int64) * stride_law_r
+    dist_ptr += batch * stride_probs_b + tl.program_id(0).to(tl.int64) * stride_probs_r
     uniform_ptr += batch * stride_uniform_b + tl.program_id(0).to(tl.int64) * stride_uniform_r
     if ALIGNED:
-        law_ptr = tl.multiple_of(law_ptr, 16)
+        dist_ptr = tl.multiple_of(dist_ptr, 16)
     lane = tl.arange(0, BLOCK)
     block = tl.arange(0, BLOCKS)
     order = tl.arange(0, COUNT)
     sums = tl.zeros((BLOCKS,), tl.int64)  # of the weights that are left, by block
     for start in range(0, vocab, BLOCK):
-        part = tl.sum(_weights(law_ptr, start + lane, vocab, UNITS), 0)
+        part = tl.sum(_weights(dist_ptr, start + lane, vocab, UNITS), 0)
         sums = tl.where(block == start // BLOCK, part, sums)
     total = tl.sum(sums, 0)
     crumbs = total.to(tl.float64) * least
@@ -128,11 +128,11 @@ def distinct_kernel(
         before = tl.sum(tl.where(block < found, sums, 0), 0)
         index = found * BLOCK + lane
         is_gone = tl.max((index[:, None] == drawn[None, :]).to(tl.int32), 1) != 0
-        weights = tl.where(is_gone, 0, _weights(law_ptr, index, vocab, UNITS))
+        weights = tl.where(is_gone, 0, _weights(dist_ptr, index, vocab, UNITS))
         inside = tl.sum((tl.cumsum(weights, 0) + before <= target).to(tl.int32), 0)
         token = tl.minimum(found * BLOCK + inside, vocab - 1)
-        law = tl.load(law_ptr + token)
-        share = tl.where(total.to(tl.float64) > crumbs, law, 0.0)
+        probs = tl.load(dist_ptr + token)
+        share = tl.where(total.to(tl.float64) > crumbs, probs, 0.0)
         tl.store(tokens_ptr + place * count + draw, token.to(tl.int64))
         tl.store(probs_ptr + place * count + draw, share)
         weight = tl.sum(tl.where(lane == inside, weights, 0), 0)

@@ -17,7 +17,7 @@ from torch import Tensor
 from stree.kernels.tiles import padded
 from stree.kernels.topology import is_launched
 
-__all__ = ["Drafted", "Texts", "Waiting", "copy_rows", "emit", "path_on_columns", "path_on_nodes", "put_path"]
+__all__ = ["CatchUp", "Drafted", "Texts", "copy_rows", "emit", "path_on_columns", "path_on_nodes", "put_path"]
 
 ROW_COLUMNS = 256  # of a row that a program copies
 MOST_SOURCES = 3  # whose rows are copied in one launch
@@ -62,7 +62,7 @@ class Drafted:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Waiting:
+class CatchUp:
     """Committed paths that wait for the next tree; a step writes to both.
 
     Attributes:
@@ -200,7 +200,7 @@ def path_on_nodes(path: Tensor, path_lengths: Tensor, n: int) -> tuple[Tensor, T
     return is_there.any(-1).float(), path_lengths > 0
 
 
-def put_path(path: Tensor, path_lengths: Tensor, waiting: Waiting, lengths: Tensor) -> None:
+def put_path(path: Tensor, path_lengths: Tensor, waiting: CatchUp, lengths: Tensor) -> None:
     """Let paths wait, and count them as committed.
 
     Args:

@@ -48,7 +48,7 @@ def choose_warps(slots: int, width: int) -> int:
 
 def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) -> Tensor:
     """Rate children known beforehand; see `stree.kernels.growth_door`."""
-    reach, probs, norms = _laws(given)
+    reach, probs, norms = _probs(given)
     batch, above, ranks = probs.shape
     said, strides = _said(given.words)
     value = torch.empty_like(probs)
@@ -63,7 +63,7 @@ def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) ->
 
 def rate_by_table(table: Table, given: Siblings) -> Ratings:
     """Rate drawn children; see `stree.kernels.growth_door`."""
-    reach, probs, norms = _laws(given)
+    reach, probs, norms = _probs(given)
     batch, above, ranks = probs.shape
     ratings = Ratings(
         torch.empty_like(probs), torch.empty_like(probs), probs.new_empty(*probs.shape, 2, dtype=torch.int64)
@@ -78,7 +78,7 @@ def rate_by_table(table: Table, given: Siblings) -> Ratings:
     return ratings
 
 
-def _laws(given: Siblings) -> tuple[Tensor, Tensor, Tensor]:
+def _probs(given: Siblings) -> tuple[Tensor, Tensor, Tensor]:
     """Give values of the nodes, probabilities of their children and norms, as kernels read them."""
     reach = given.reach if given.reach.stride(1) == 1 else given.reach.contiguous()
     return reach, given.probs.contiguous(), given.norms.contiguous()

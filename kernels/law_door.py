@@ -1,8 +1,8 @@
-"""The front door to laws: probabilities of logits at a temperature, and on a GPU the laws' norms beside them.
+"""The front door to laws: probabilities of logits at a temperature, and on a GPU the distributions' norms beside them.
 
 On a GPU both are one launch of a Triton kernel, one program a row; elsewhere, in float64 and beyond MAX_VOCAB tokens
-laws are those of `stree.kernels.reference_law`, which is the specification.  Nothing waits for a device, and nothing
-here knows greedy decoding, top-k or top-p.
+distributions are those of `stree.kernels.reference_law`, which is the specification.  Nothing waits for a device, and
+nothing here knows greedy decoding, top-k or top-p.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from stree.kernels import reference_law
 from stree.kernels.tiles import DTYPES
 from stree.kernels.topology import is_launched
 
-__all__ = ["MAX_VOCAB", "law", "law_and_norms"]
+__all__ = ["MAX_VOCAB", "probs", "probs_and_norms"]
 
 MAX_VOCAB = 1 << 20
 
 
-def law(logits: Tensor, temperature: float = 1.0, out: Tensor | None = None) -> Tensor:
+def probs(logits: Tensor, temperature: float = 1.0, out: Tensor | None = None) -> Tensor:
     """Turn logits into probabilities: the softmax of logits / temperature, in float32 or wider.
 
     A logit of -inf has probability 0 exactly.  A row of nothing else, and one with NaN or +inf, is NaN.
@@ -36,21 +36,23 @@ def law(logits: Tensor, temperature: float = 1.0, out: Tensor | None = None) -> 
     if _fits(logits, out):
         from stree.kernels import law as kernels
 
-        return kernels.law(logits, temperature, out)
-    return reference_law.law(logits, temperature, out)
+        return kernels.probs(logits, temperature, out)
+    return reference_law.probs(logits, temperature, out)
 
 
-def law_and_norms(logits: Tensor, temperature: float = 1.0, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Give laws and their norms, where these cost no pass of their own; arguments as for ``law``.
+def probs_and_norms(
+    logits: Tensor, temperature: float = 1.0, out: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Give distributions and their norms, where these cost no pass of their own; arguments as for ``probs``.
 
     Returns:
-        The laws, and float32[...], their Euclidean norms; None where whoever needs norms is to compute them.
+        The distributions, and float32[...], their Euclidean norms; None where whoever needs norms is to compute them.
     """
     if _fits(logits, out):
         from stree.kernels import law as kernels
 
-        return kernels.law_and_norms(logits, temperature, out)
-    return reference_law.law(logits, temperature, out), None
+        return kernels.probs_and_norms(logits, temperature, out)
+    return reference_law.probs(logits, temperature, out), None
 
 
 def _fits(logits: Tensor, out: Tensor | None) -> bool:

@@ -1,4 +1,4 @@
-"""Triton code of laws and their norms; `stree.kernels.law` launches it."""
+"""Triton code of distributions and their norms; `stree.kernels.law` launches it."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -12,18 +12,18 @@ import triton.language as tl
     do_not_specialize=["rows", "stride_logit_b", "stride_logit_r", "stride_law_b", "stride_law_r"],
     do_not_specialize_on_alignment=["logit_ptr", "law_ptr", "norm_ptr"],
 )
-def law_kernel(
-    logit_ptr, law_ptr, norm_ptr, rows, vocab, scale, stride_logit_b, stride_logit_r, stride_law_b, stride_law_r,
+def probs_kernel(
+    logit_ptr, probs_ptr, norm_ptr, rows, vocab, scale, stride_logit_b, stride_logit_r, stride_probs_b, stride_probs_r,
     BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Turn one row of logits times a scale into a law, and give its Euclidean norm if asked; grid (rows, batch)."""
+    """Compute the softmax of one row of scaled logits, and its Euclidean norm if asked; grid (rows, batch)."""
     row = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     logit_ptr += batch * stride_logit_b + row * stride_logit_r
-    law_ptr += batch * stride_law_b + row * stride_law_r
+    probs_ptr += batch * stride_probs_b + row * stride_probs_r
     if ALIGNED:  # said once for every tree, as in `draw_kernel`
         logit_ptr = tl.multiple_of(logit_ptr, 16)
-        law_ptr = tl.multiple_of(law_ptr, 16)
+        probs_ptr = tl.multiple_of(probs_ptr, 16)
     lane = tl.arange(0, BLOCK)
     # Every lane has a maximum and a sum of its own; one exponential serves whichever of the two is to be scaled.
     best = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)
@@ -41,8 +41,8 @@ def law_kernel(
     for start in range(0, vocab, BLOCK):
         index = start + lane
         score = tl.load(logit_ptr + index, index < vocab, float("-inf")).to(tl.float32) * scale
-        law = tl.exp(score - top) * inverse
-        tl.store(law_ptr + index, law, index < vocab)
-        squares += law * law
+        probs = tl.exp(score - top) * inverse
+        tl.store(probs_ptr + index, probs, index < vocab)
+        squares += probs * probs
     if norm_ptr is not None:
         tl.store(norm_ptr + batch * rows + row, tl.sqrt_rn(tl.sum(squares, 0)))

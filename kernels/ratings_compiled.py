@@ -25,7 +25,7 @@ from stree.kernels.reference_growth import (
 
 __all__ = ["rate_by_rank", "rate_by_table", "remember"]
 
-LEAST = 1e-6  # of what is left of a law, and of how often a sibling is refused
+LEAST = 1e-6  # of what is left of a distribution, and of how often a sibling is refused
 PAIR, TRIPLE = 1, 2  # what a text holds of a child
 
 
@@ -48,8 +48,8 @@ def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) ->
     kind = torch.promote_types(given.probs.dtype, fit.level.dtype)
     value = torch.empty(given.probs.shape, dtype=kind)
     fits = (fit.level, fit.by_confidence, fit.by_sharpness, fit.by_text, level.shift)
-    laws = (given.reach, given.probs, given.norms)
-    _rank(*(part.to(kind).contiguous().numpy() for part in (*fits, *laws)), _held(memory, given), value.numpy())
+    dists = (given.reach, given.probs, given.norms)
+    _rank(*(part.to(kind).contiguous().numpy() for part in (*fits, *dists)), _held(memory, given), value.numpy())
     return value
 
 

@@ -29,26 +29,26 @@ def philox_uniform(position: Tensor, sequence: Tensor, node: Tensor, *, seed: in
     return ((c0 >> 5) * (1 << 26) + (c1 >> 6)).double() * 2.0**-53
 
 
-def choice(law: Tensor, uniform: Tensor) -> Tensor:
+def choice(dist: Tensor, uniform: Tensor) -> Tensor:
     """Draw one index a row by inversion of sums of integers, which no order of summation changes."""
-    cumulative = (law.double() * UNITS + 0.5).long().cumsum(-1)
+    cumulative = (dist.double() * UNITS + 0.5).long().cumsum(-1)
     total = cumulative[..., -1:]
     target = torch.minimum((uniform.unsqueeze(-1) * total.double()).long(), total - 1)
-    return (cumulative <= target).sum(-1).clamp_(max=law.shape[-1] - 1)
+    return (cumulative <= target).sum(-1).clamp_(max=dist.shape[-1] - 1)
 
 
-def draw_distinct(law: Tensor, uniform: Tensor, *, least: float) -> tuple[Tensor, Tensor]:
+def draw_distinct(dist: Tensor, uniform: Tensor, *, least: float) -> tuple[Tensor, Tensor]:
     """Draw one index after the other, each by ``choice`` from the weights that the earlier ones leave."""
-    weights = (law.double() * UNITS + 0.5).long()
+    weights = (dist.double() * UNITS + 0.5).long()
     crumbs = weights.sum(-1, keepdim=True).double() * least
-    tokens, probs = torch.empty_like(uniform, dtype=torch.long), torch.empty_like(uniform, dtype=law.dtype)
+    tokens, probs = torch.empty_like(uniform, dtype=torch.long), torch.empty_like(uniform, dtype=dist.dtype)
     for place in range(uniform.shape[-1]):
         cumulative = weights.cumsum(-1)
         total = cumulative[..., -1:]
         target = torch.minimum((uniform[..., place, None] * total.double()).long(), total - 1)
-        token = (cumulative <= target).sum(-1, keepdim=True).clamp_(max=law.shape[-1] - 1)
+        token = (cumulative <= target).sum(-1, keepdim=True).clamp_(max=dist.shape[-1] - 1)
         tokens[..., place] = token.squeeze(-1)
-        probs[..., place] = (law.gather(-1, token) * (total > crumbs)).squeeze(-1)
+        probs[..., place] = (dist.gather(-1, token) * (total > crumbs)).squeeze(-1)
         weights.scatter_(-1, token, 0)
     return tokens, probs
 

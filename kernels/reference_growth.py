@@ -35,7 +35,7 @@ __all__ = [
 MOST_WEIGHT = 12.0  # of what is known of a text's level: what it was long ago is forgotten
 NUM_PLACES = 1 << 18  # of the pairs of tokens that a text holds, and as many of its triples
 LEAST_PROB = 1e-9  # of a child, before its logarithm
-LEAST_BLUNT = 0.02  # of 1 - the sum of squares of a law; what is sharper counts as much
+LEAST_BLUNT = 0.02  # of 1 - the sum of squares of a distribution; what is sharper counts as much
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,9 @@ class Terms:
 class Table:
     """What was counted of tests, a row of cells a sequence.
 
-    A child falls into a cell before its draw, by its rank and by how sharp its law is, and into another after it, also
-    by its own probability.  Cells are numbered ranks x sharpness; behind those are ranks x sharpness x confidence.
+    A child falls into a cell before its draw, by its rank and by how sharp its distribution is, and into another after
+    it, also by its own probability.  Cells are numbered ranks x sharpness; behind those are ranks x sharpness x
+    confidence.
 
     Attributes:
         passed: float32[batch, cells], tests passed.
@@ -82,9 +83,9 @@ class Table:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankFit:
-    """Log-odds of a child: a level and slopes by the log of its probability and by how sharp its law is.
+    """Log-odds of a child: a level and slopes by the log of its probability and by how sharp its distribution is.
 
-    How sharp is -log(1 - the sum of squares): a law that is nearly one token is almost certain.
+    How sharp is -log(1 - the sum of squares): a distribution that is nearly one token is almost certain.
 
     What the text holds already tells more: whether the child would follow the same token, or two, as it did in the
     text, and whether another child of its parent would.
@@ -170,7 +171,8 @@ class Siblings:
     Attributes:
         reach: float[batch, above], values of the nodes.
         probs: float[batch, above, ranks], draft probabilities of their children, 0 where there is none.
-        norms: float[batch, above], Euclidean norms of the nodes' laws; of drawn children, of what they were drawn from.
+        norms: float[batch, above], Euclidean norms of the nodes' distributions; of drawn children, of what they were
+        drawn from.
         words: tokens of the children and of the nodes above them, which ratings by a table do not read; None:
             nothing is known of them.
     """

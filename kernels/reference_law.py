@@ -1,14 +1,14 @@
-"""Laws of logits in plain torch: the specification of `stree.kernels.law_door`."""
+"""Logits of logits in plain torch: the specification of `stree.kernels.law_door`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["law"]
+__all__ = ["probs"]
 
 
-def law(logits: Tensor, temperature: float = 1.0, out: Tensor | None = None) -> Tensor:
+def probs(logits: Tensor, temperature: float = 1.0, out: Tensor | None = None) -> Tensor:
     """Turn logits into probabilities; see `stree.kernels.law_door`.
 
     Logits are divided first, so what counts are differences of quotients rounded to float32.  On a GPU torch takes the

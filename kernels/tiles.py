@@ -325,7 +325,7 @@ class PointwiseTile:
 
 
 def padded(size: int, least: int = 16) -> int:
-    """Round up to a power of two."""
+    """StepResult up to a power of two."""
     return max(least, 1 << max(size - 1, 0).bit_length())
 
 

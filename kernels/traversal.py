@@ -39,7 +39,7 @@ def num_waves(n: int, max_depth: int, max_children: int | None) -> int:
 
 def traverse(
     tree: tuple[Tensor, Tensor, Tensor, Tensor],
-    law: Tensor,
+    dist: Tensor,
     draft: DraftRows | None,
     numbers: tuple[int | Tensor, Tensor, Tensor],
     *,
@@ -50,23 +50,23 @@ def traverse(
 
     Args:
         tree: tokens, parents, mask and depths.
-        law: the target's.
-        draft: laws of the nodes.
+        dist: the target's.
+        draft: distributions of the nodes.
         numbers: seed, sequences and positions.
         max_depth: bound of the depths.
         max_children: bound of a node's children, or None.
     """
-    _, n, vocab = law.shape
+    _, n, vocab = dist.shape
     check_limit("traverse", "trees of nodes", n, MAX_NODES)
     check_limit("traverse", "a vocabulary", vocab, MAX_VOCAB)
-    check_inner("law", law)
+    check_inner("dist", dist)
     if draft is not None:
         check_inner("draft.probs", draft.probs)
     seed, sequences, positions = numbers
-    words = sequences.contiguous(), positions.contiguous(), key_of(seed, law)
+    words = sequences.contiguous(), positions.contiguous(), key_of(seed, dist)
     operands = tuple(tensor.contiguous() for tensor in tree)
-    work = _Work.of(law, draft)
-    with torch.cuda.device_of(law):  # Triton launches on the current device, wherever the tensors are
+    work = _Work.of(dist, draft)
+    with torch.cuda.device_of(dist):  # Triton launches on the current device, wherever the tensors are
         work.plan_tests(operands, draft)
         work.run_tests(num_waves(n, max_depth, max_children), max_depth)
         return work.toss(operands, words, min(n, max_depth + 1))
@@ -91,7 +91,7 @@ class _Work:
     """Operands of the launches, and what they leave for each other.
 
     Attributes:
-        law: float32[b, n, vocab].
+        dist: float32[b, n, vocab].
         probs: float[b, rows, vocab] or None.
         plan: int32[b, rows of integers, nodes], see `stree.kernels.traversal_kernels`.
         state: float32[b, rows of numbers, nodes], likewise.
@@ -100,7 +100,7 @@ class _Work:
         warps: see `warps`.
     """
 
-    law: Tensor
+    dist: Tensor
     probs: Tensor | None
     plan: Tensor
     state: Tensor
@@ -109,18 +109,18 @@ class _Work:
     warps: dict[str, int]
 
     @classmethod
-    def of(cls, law: Tensor, draft: DraftRows | None) -> _Work:
+    def of(cls, dist: Tensor, draft: DraftRows | None) -> _Work:
         """Make room."""
-        batch, n, vocab = law.shape
+        batch, n, vocab = dist.shape
         probs = None if draft is None else draft.probs
-        values = constants(n, vocab, aligned=is_aligned(law) and (probs is None or is_aligned(probs)))
+        values = constants(n, vocab, aligned=is_aligned(dist) and (probs is None or is_aligned(probs)))
         nodes = values["NODES"]
         return cls(
-            law=law,
+            dist=dist,
             probs=probs,
-            plan=law.new_empty(batch, code.PLAN_ROWS.value, nodes, dtype=torch.int32),
-            state=law.new_empty(batch, code.STATE_ROWS.value, nodes),
-            parts=law.new_empty(batch, nodes, -(-vocab // values["BLOCK"])),
+            plan=dist.new_empty(batch, code.PLAN_ROWS.value, nodes, dtype=torch.int32),
+            state=dist.new_empty(batch, code.STATE_ROWS.value, nodes),
+            parts=dist.new_empty(batch, nodes, -(-vocab // values["BLOCK"])),
             constants=values,
             warps=warps(nodes),
         )
@@ -128,26 +128,26 @@ class _Work:
     def plan_tests(self, tree: tuple[Tensor, ...], draft: DraftRows | None) -> None:
         """Say what is tested when, and against what."""
         tokens, parents, mask, _ = tree
-        batch, n, vocab = self.law.shape
+        batch, n, vocab = self.dist.shape
         blocks, rows, sums = self.parts.shape[2], 0, None
         row, kind, delta, independent = None, None, 0, 0
         if draft is not None:
             rows, row, kind = draft.probs.shape[1], draft.row.contiguous(), draft.kind.contiguous()
             delta, independent = draft.delta, draft.independent
-            sums = self.law.new_empty(batch, rows, blocks, dtype=torch.float64)
+            sums = self.dist.new_empty(batch, rows, blocks, dtype=torch.float64)
             ends.sums_kernel[(blocks, rows, batch)](
                 draft.probs, sums, vocab, *self._strides[2:], **self._take("BLOCK", "ALIGNED"),
                 num_warps=self.warps["block"],
             )  # fmt: skip
         ends.plan_kernel[(batch,)](
-            tokens, parents, mask, self.law, self.probs, row, kind, sums, self.plan, self.state, n, rows, blocks,
+            tokens, parents, mask, self.dist, self.probs, row, kind, sums, self.plan, self.state, n, rows, blocks,
             *self._strides, DELTA=delta, INDEPENDENT=independent, **self._take("NODES", "PARTS"),
             num_warps=self.warps["pairs"],
         )  # fmt: skip
 
     def run_tests(self, waves: int, rounds: int) -> None:
         """Launch this many waves, or as many as there are launches for and the rest of them in one."""
-        batch, n, vocab = self.law.shape
+        batch, n, vocab = self.dist.shape
         blocks, lanes = self.parts.shape[2], self._take("NODES", "BLOCK", "ALIGNED")
         for wave in range(min(waves, MAX_WAVES)):
             code.settle_kernel[(batch,)](
@@ -166,8 +166,8 @@ class _Work:
     def toss(self, tree: tuple[Tensor, ...], words: tuple[Tensor, ...], width: int) -> TraversedPath:
         """Toss the coins, walk down, and draw the next token."""
         _, _, mask, depths = tree
-        batch, n, vocab = self.law.shape
-        new, blocks = self.law.new_empty, self.parts.shape[2]
+        batch, n, vocab = self.dist.shape
+        new, blocks = self.dist.new_empty, self.parts.shape[2]
         found = TraversedPath(
             path=new(batch, width, dtype=torch.int32),
             path_lengths=new(batch, dtype=torch.int32),
@@ -193,13 +193,13 @@ class _Work:
 
     @property
     def _operands(self) -> tuple[Tensor | None, ...]:
-        """Laws and tables, as most launches take them first."""
-        return self.law, self.probs, self.plan, self.state
+        """Logits and tables, as most launches take them first."""
+        return self.dist, self.probs, self.plan, self.state
 
     @property
     def _strides(self) -> tuple[int, ...]:
-        """Strides of both laws by sequence and row."""
-        return (*self.law.stride()[:2], *((0, 0) if self.probs is None else self.probs.stride()[:2]))
+        """Strides of both distributions by sequence and row."""
+        return (*self.dist.stride()[:2], *((0, 0) if self.probs is None else self.probs.stride()[:2]))
 
     def _take(self, *names: str) -> dict[str, Any]:
         """Choose some constants."""

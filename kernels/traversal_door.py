@@ -18,13 +18,13 @@ __all__ = ["DraftRows", "TraversedPath", "traverse"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftRows:
-    """Laws that the nodes were drawn from.
+    """Logits that the nodes were drawn from.
 
     Attributes:
         probs: float[b, rows, vocab].
         row: int[b, n], the row of each node.
         kind: int8[b, n].
-        delta: kind of a node whose law is one-hot; its row is not read.
+        delta: kind of a node whose distribution is one-hot; its row is not read.
         independent: kind of a node that was drawn from its row whatever its elder siblings are; nodes of any other
             kind were drawn from what their elders leave of it.
     """
@@ -60,7 +60,7 @@ def traverse(
     parents: Tensor,
     mask: Tensor,
     depths: Tensor,
-    law: Tensor,
+    dist: Tensor,
     draft: DraftRows | None = None,
     *,
     max_depth: int,
@@ -79,8 +79,8 @@ def traverse(
         parents: int32[b, n].
         mask: bool[b, n, n], ancestors of each node, itself included.
         depths: int32[b, n].
-        law: float32[b, n, vocab], the target's.
-        draft: laws of the nodes; None where all are one-hot.
+        dist: float32[b, n, vocab], the target's.
+        draft: distributions of the nodes; None where all are one-hot.
         max_depth: bound of the depths; the paths have min(n, max_depth + 1) entries.
         max_children: bound of a node's children; None for n - 1.
         seed: key of the numbers, an integer or int64[].
@@ -93,29 +93,29 @@ def traverse(
         TypeError: dtypes do.
         NotImplementedError: more nodes or tokens than the kernels have room for.
     """
-    check_rank("law", law, "b n vocab")
-    batch, n, vocab = law.shape
-    check("law", law, "float32", (batch, n, max(vocab, 1)), law)
-    check("tokens", tokens, "int64", (batch, n), law)
-    check("parents", parents, "int32", (batch, n), law)
-    check("depths", depths, "int32", (batch, n), law)
-    check("sequences", sequences, "int64", (batch,), law)
-    check("positions", positions, "int64", (batch,), law)
+    check_rank("dist", dist, "b n vocab")
+    batch, n, vocab = dist.shape
+    check("dist", dist, "float32", (batch, n, max(vocab, 1)), dist)
+    check("tokens", tokens, "int64", (batch, n), dist)
+    check("parents", parents, "int32", (batch, n), dist)
+    check("depths", depths, "int32", (batch, n), dist)
+    check("sequences", sequences, "int64", (batch,), dist)
+    check("positions", positions, "int64", (batch,), dist)
     if mask.shape != (batch, n, n) or mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool[{batch}, {n}, {n}], got {str(mask.dtype)[6:]}{[*mask.shape]}")
     if isinstance(seed, Tensor):
-        check("seed", seed, "int64", (), law)
+        check("seed", seed, "int64", (), dist)
     if draft is not None:
         check_rank("draft.probs", draft.probs, "b rows vocab")
-        check("draft.probs", draft.probs, "float", (batch, draft.probs.shape[1], vocab), law)
+        check("draft.probs", draft.probs, "float", (batch, draft.probs.shape[1], vocab), dist)
         shapes = [*draft.row.shape], [*draft.kind.shape]
         if shapes != ([batch, n], [batch, n]):
             raise ValueError(f"draft.row and draft.kind must be [{batch}, {n}], got {shapes[0]} and {shapes[1]}")
-    if not law.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError(f"traverse needs CUDA tensors, got a tensor on {law.device}")
+    if not dist.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError(f"traverse needs CUDA tensors, got a tensor on {dist.device}")
     from stree.kernels import traversal
 
     return traversal.traverse(
-        (tokens, parents, mask, depths), law, draft, (seed, sequences, positions),
+        (tokens, parents, mask, depths), dist, draft, (seed, sequences, positions),
         max_depth=max_depth, max_children=max_children,
     )  # fmt: skip

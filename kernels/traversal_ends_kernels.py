@@ -42,12 +42,12 @@ from stree.kernels.traversal_kernels import (
 def sums_kernel(
     probs_ptr, sums_ptr, vocab, stride_b, stride_r, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """Add up a block of a stored law in float64; grid (blocks, rows, batch)."""
+    """Add up a block of a stored distribution in float64; grid (blocks, rows, batch)."""
     block, row, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     index = block * BLOCK + tl.arange(0, BLOCK)
-    law = tl.load(row_of(probs_ptr + batch * stride_b, row, stride_r, ALIGNED) + index, index < vocab, 0.0)
+    probs = tl.load(row_of(probs_ptr + batch * stride_b, row, stride_r, ALIGNED) + index, index < vocab, 0.0)
     place = (batch * tl.num_programs(1) + row) * tl.num_programs(0) + block
-    tl.store(sums_ptr + place, tl.sum(law.to(tl.float64), 0))
+    tl.store(sums_ptr + place, tl.sum(probs.to(tl.float64), 0))
 
 
 @triton.jit(
@@ -63,11 +63,11 @@ def sums_kernel(
     ],
 )
 def plan_kernel(
-    tokens_ptr, parents_ptr, mask_ptr, law_ptr, probs_ptr, row_ptr, kind_ptr, sums_ptr, plan_ptr, state_ptr,
-    n, rows, blocks, stride_law_b, stride_law_n, stride_b, stride_r,
+    tokens_ptr, parents_ptr, mask_ptr, dist_ptr, probs_ptr, row_ptr, kind_ptr, sums_ptr, plan_ptr, state_ptr,
+    n, rows, blocks, stride_probs_b, stride_probs_n, stride_b, stride_r,
     DELTA: tl.constexpr, INDEPENDENT: tl.constexpr, NODES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Order the tests of a tree, and tell how each node's own law looks after its elders; grid (batch)."""
+    """Order the tests of a tree, and tell how each node's own distribution looks after its elders; grid (batch)."""
     batch = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     inside = node < n
@@ -102,7 +102,7 @@ def plan_kernel(
         kind = tl.load(kind_ptr + batch * n + node, inside, DELTA)
         is_drawn = is_drafted & (kind != DELTA)
         is_without = is_drawn & (kind != INDEPENDENT)  # without the tokens of its elders
-        law_ptr_of = probs_ptr + batch * stride_b + row.to(tl.int64) * stride_r
+        probs_ptr_of = probs_ptr + batch * stride_b + row.to(tl.int64) * stride_r
         again = tl.where(kind != INDEPENDENT, again, 0)
         name = tl.where(again > 0, -1, parent)  # of the siblings of one token only the eldest counts
         spent = tl.zeros((NODES,), tl.float64)
@@ -110,16 +110,16 @@ def plan_kernel(
             column = start + tl.arange(0, PARTS)
             named, word = tl.gather(name, column, 0), tl.gather(token, column, 0)
             is_spent = (parent[:, None] == named[None, :]) & (node[:, None] > column[None, :]) & is_without[:, None]
-            spent += tl.sum(tl.load(law_ptr_of[:, None] + word[None, :], is_spent, 0.0).to(tl.float64), 1)
-        # In float64: of a law that its elders use up nearly all still ten digits are known.
+            spent += tl.sum(tl.load(probs_ptr_of[:, None] + word[None, :], is_spent, 0.0).to(tl.float64), 1)
+        # In float64: of a distribution that its elders use up nearly all still ten digits are known.
         whole = sum_parts(sums_ptr + batch * rows * blocks, row, is_drawn, blocks, PARTS, tl.float64)
         rest = tl.maximum(whole - spent, 1e-38)
-        share = tl.load(law_ptr_of + token, is_drawn & (again == 0), 0.0).to(tl.float64)
+        share = tl.load(probs_ptr_of + token, is_drawn & (again == 0), 0.0).to(tl.float64)
         inverse = tl.where(is_drawn, (rest / tl.maximum(share, 1e-38)).to(tl.float32), 1.0)
         factor = tl.where(is_drawn, (1.0 / rest).to(tl.float32), 0.0)
         besides = tl.where(is_drawn, 0.0, 1.0)
-    law_ptr += batch * stride_law_b
-    at_token = tl.load(law_ptr + above.to(tl.int64) * stride_law_n + token, is_drafted, 0.0).to(tl.float32)
+    dist_ptr += batch * stride_probs_b
+    at_token = tl.load(dist_ptr + above.to(tl.int64) * stride_probs_n + token, is_drafted, 0.0).to(tl.float32)
     tl.store(plan_ptr + WHEN * NODES + node, when)
     tl.store(plan_ptr + RANK * NODES + node, rank)
     tl.store(plan_ptr + PARENT * NODES + node, above)
@@ -201,11 +201,11 @@ def toss_kernel(
 
 @triton.jit
 def _leaf_weights(
-    law_ptr, probs_ptr, plan_ptr, state_ptr, leaf_ptr, batch, index, vocab, stride_law_b, stride_law_n, stride_b,
+    dist_ptr, probs_ptr, plan_ptr, state_ptr, leaf_ptr, batch, index, vocab, stride_probs_b, stride_probs_n, stride_b,
     stride_r, NODES: tl.constexpr, UNITS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Compute what is left at a sequence's leaf, normalised, as integers."""
-    law_ptr += batch * stride_law_b
+    dist_ptr += batch * stride_probs_b
     plan_ptr += batch * PLAN_ROWS * NODES
     state_ptr += batch * STATE_ROWS * NODES
     leaf = tl.load(leaf_ptr + batch)
@@ -213,11 +213,11 @@ def _leaf_weights(
     if probs_ptr is not None:
         own_ptr = probs_ptr + batch * stride_b
     left = left_of(
-        law_ptr, own_ptr, plan_ptr, state_ptr, leaf, tl.load(plan_ptr + OWN * NODES + leaf),
-        tl.load(plan_ptr + COUNT * NODES + leaf), index, vocab, stride_law_n, stride_r, NODES, ALIGNED,
+        dist_ptr, own_ptr, plan_ptr, state_ptr, leaf, tl.load(plan_ptr + OWN * NODES + leaf),
+        tl.load(plan_ptr + COUNT * NODES + leaf), index, vocab, stride_probs_n, stride_r, NODES, ALIGNED,
     )  # fmt: skip
-    law = left.to(tl.float64) / tl.load(state_ptr + AFTER * NODES + leaf).to(tl.float64)
-    return (law * UNITS + 0.5).to(tl.int64)
+    probs = left.to(tl.float64) / tl.load(state_ptr + AFTER * NODES + leaf).to(tl.float64)
+    return (probs * UNITS + 0.5).to(tl.int64)
 
 
 @triton.jit(
@@ -225,14 +225,15 @@ def _leaf_weights(
     do_not_specialize_on_alignment=["law_ptr", "probs_ptr"],
 )
 def leaf_kernel(
-    law_ptr, probs_ptr, plan_ptr, state_ptr, leaf_ptr, sums_ptr, vocab, stride_law_b, stride_law_n, stride_b, stride_r,
+    dist_ptr, probs_ptr, plan_ptr, state_ptr, leaf_ptr, sums_ptr, vocab, stride_probs_b, stride_probs_n, stride_b,
+    stride_r,
     NODES: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Sum a block of what is left at the leaf, as integers; grid (blocks, batch)."""
     block, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     weight = _leaf_weights(
-        law_ptr, probs_ptr, plan_ptr, state_ptr, leaf_ptr, batch, block * BLOCK + tl.arange(0, BLOCK), vocab,
-        stride_law_b, stride_law_n, stride_b, stride_r, NODES, UNITS, ALIGNED,
+        dist_ptr, probs_ptr, plan_ptr, state_ptr, leaf_ptr, batch, block * BLOCK + tl.arange(0, BLOCK), vocab,
+        stride_probs_b, stride_probs_n, stride_b, stride_r, NODES, UNITS, ALIGNED,
     )  # fmt: skip
     tl.store(sums_ptr + batch * tl.num_programs(0) + block, tl.sum(weight, 0))
 
@@ -242,8 +243,8 @@ def leaf_kernel(
     do_not_specialize_on_alignment=["law_ptr", "probs_ptr", "sequences_ptr", "positions_ptr", "key_ptr"],
 )
 def next_kernel(
-    law_ptr, probs_ptr, plan_ptr, state_ptr, leaf_ptr, sums_ptr, lengths_ptr, sequences_ptr, positions_ptr, key_ptr,
-    next_ptr, vocab, blocks, stride_law_b, stride_law_n, stride_b, stride_r,
+    dist_ptr, probs_ptr, plan_ptr, state_ptr, leaf_ptr, sums_ptr, lengths_ptr, sequences_ptr, positions_ptr, key_ptr,
+    next_ptr, vocab, blocks, stride_probs_b, stride_probs_n, stride_b, stride_r,
     PURPOSE: tl.constexpr, NODES: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -258,8 +259,8 @@ def next_kernel(
     found = tl.sum((tl.cumsum(sums, 0) <= target).to(tl.int32), 0)
     before = tl.sum(tl.where(block < found, sums, 0), 0)
     weight = _leaf_weights(
-        law_ptr, probs_ptr, plan_ptr, state_ptr, leaf_ptr, batch, found * BLOCK + tl.arange(0, BLOCK), vocab,
-        stride_law_b, stride_law_n, stride_b, stride_r, NODES, UNITS, ALIGNED,
+        dist_ptr, probs_ptr, plan_ptr, state_ptr, leaf_ptr, batch, found * BLOCK + tl.arange(0, BLOCK), vocab,
+        stride_probs_b, stride_probs_n, stride_b, stride_r, NODES, UNITS, ALIGNED,
     )  # fmt: skip
     token = found * BLOCK + tl.sum((tl.cumsum(weight, 0) + before <= target).to(tl.int32), 0)
     tl.store(next_ptr + batch, tl.minimum(token, vocab - 1).to(tl.int64))

@@ -1,7 +1,7 @@
 """Triton code of the tests of traversal verification, and what it keeps where; `stree.kernels.traversal` launches it.
 
-What a test needs of the law that is left at a node is computed anew from the target's law, child by child: no program
-writes a row of a vocabulary.
+What a test needs of the distribution that is left at a node is computed anew from the target's distribution, child by
+child: no program writes a row of a vocabulary.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-any-return, untyped-decorator"
@@ -18,14 +18,14 @@ PARENT = tl.constexpr(2)  # 0 for the root and padding
 FIRST = tl.constexpr(3)  # where a node's siblings begin in LISTED, itself among them
 OWN = tl.constexpr(4)  # where its children do
 COUNT = tl.constexpr(5)  # children
-ROW = tl.constexpr(6)  # of the law that it was drawn from
+ROW = tl.constexpr(6)  # of the distribution that it was drawn from
 TOKEN = tl.constexpr(7)
 LISTED = tl.constexpr(8)  # drafted nodes by parent, then by rank
 PLAN_ROWS = tl.constexpr(9)
 
 # Rows of float32, likewise.
 INVERSE = tl.constexpr(0)  # 1 / q at the node's token
-FACTOR = tl.constexpr(1)  # makes the stored law q; 0 for a DELTA node
+FACTOR = tl.constexpr(1)  # makes the stored distribution q; 0 for a DELTA node
 BESIDES = tl.constexpr(2)  # what q has besides at the token; 1 for a DELTA node
 SCALE = tl.constexpr(3)  # of what is left at the parent, before q is taken away
 AT = tl.constexpr(4)  # what is left at the parent, at the node's token
@@ -51,15 +51,15 @@ def row_of(base_ptr, row, stride, ALIGNED: tl.constexpr):
 
 @triton.jit
 def coin_of(total, held):
-    """Weigh anew with what probability a node is held, of whose law a rejection left this much."""
+    """Weigh anew with what probability a node is held, of whose distribution a rejection left this much."""
     # In this order: total + 1 would round total away.
     return tl.div_rn(total, tl.maximum(total + (1.0 - held), TINY))
 
 
 @triton.jit
-def _take(left, scale, factor, law, besides, is_token):
-    """Take a rejected child's law away from what is left."""
-    return tl.maximum(left * scale - law * factor - tl.where(is_token, besides, 0.0), 0.0)
+def _take(left, scale, factor, probs, besides, is_token):
+    """Take a rejected child's distribution away from what is left."""
+    return tl.maximum(left * scale - probs * factor - tl.where(is_token, besides, 0.0), 0.0)
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def _settle(
     was = when == wave - 1
     total = sum_parts(parts_ptr, node, was, blocks, PARTS, tl.float32)
     is_left = total > NOTHING
-    # So little is left only where p is q but for rounding: the law stays as it was.
+    # So little is left only where p is q but for rounding: the distribution stays as it was.
     stays = was & (total <= NOTHING)
     scale, factor = tl.where(stays, 1.0, scale), tl.where(stays, 0.0, factor)
     besides = tl.where(stays, 0.0, besides)
@@ -101,12 +101,12 @@ def _settle(
     elder = tl.load(plan_ptr + LISTED * NODES + tl.load(plan_ptr + FIRST * NODES + node) + place, follows, 0)
     left = tl.load(state_ptr + AT * NODES + node)
     takes = tl.gather(factor, elder, 0)
-    law = left * 0.0
+    probs = left * 0.0
     if probs_ptr is not None:
         row = tl.load(plan_ptr + ROW * NODES + elder)
-        law = tl.load(probs_ptr + row.to(tl.int64) * stride_r + token, follows & (takes != 0), 0.0).to(tl.float32)
+        probs = tl.load(probs_ptr + row.to(tl.int64) * stride_r + token, follows & (takes != 0), 0.0).to(tl.float32)
     is_token = tl.gather(token, elder, 0) == token
-    taken = _take(left, tl.gather(scale, elder, 0), takes, law, tl.gather(besides, elder, 0), is_token)
+    taken = _take(left, tl.gather(scale, elder, 0), takes, probs, tl.gather(besides, elder, 0), is_token)
     left = tl.where(follows, taken, left)
     tl.store(state_ptr + AT * NODES + node, left, follows)
     # The tests of this wave.
@@ -151,35 +151,35 @@ def settle_kernel(
 
 @triton.jit
 def left_of(
-    law_ptr, probs_ptr, plan_ptr, state_ptr, node, first, count, index, vocab, stride_law_n, stride_r,
+    dist_ptr, probs_ptr, plan_ptr, state_ptr, node, first, count, index, vocab, stride_probs_n, stride_r,
     NODES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Compute what the first children of a node leave of its law, at some tokens."""
-    left = tl.load(row_of(law_ptr, node, stride_law_n, ALIGNED) + index, index < vocab, 0.0).to(tl.float32)
+    """Compute what the first children of a node leave of its distribution, at some tokens."""
+    left = tl.load(row_of(dist_ptr, node, stride_probs_n, ALIGNED) + index, index < vocab, 0.0).to(tl.float32)
     for place in range(count):
         child = tl.load(plan_ptr + LISTED * NODES + first + place)
         factor = tl.load(state_ptr + FACTOR * NODES + child)
-        law = left * 0.0
+        probs = left * 0.0
         if probs_ptr is not None:
             row = tl.load(plan_ptr + ROW * NODES + child)
             wanted = index < tl.where(factor != 0, vocab, 0)
-            law = tl.load(row_of(probs_ptr, row, stride_r, ALIGNED) + index, wanted, 0.0).to(tl.float32)
+            probs = tl.load(row_of(probs_ptr, row, stride_r, ALIGNED) + index, wanted, 0.0).to(tl.float32)
         is_token = index == tl.load(plan_ptr + TOKEN * NODES + child)
         scale, besides = tl.load(state_ptr + SCALE * NODES + child), tl.load(state_ptr + BESIDES * NODES + child)
-        left = _take(left, scale, factor, law, besides, is_token)
+        left = _take(left, scale, factor, probs, besides, is_token)
     return left
 
 
 @triton.jit
 def _reject(
-    law_ptr, probs_ptr, plan_ptr, state_ptr, child, index, vocab, stride_law_n, stride_r,
+    dist_ptr, probs_ptr, plan_ptr, state_ptr, child, index, vocab, stride_probs_n, stride_r,
     NODES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Sum at some tokens what the rejection of a child leaves at its parent."""
     left = left_of(
-        law_ptr, probs_ptr, plan_ptr, state_ptr, tl.load(plan_ptr + PARENT * NODES + child),
+        dist_ptr, probs_ptr, plan_ptr, state_ptr, tl.load(plan_ptr + PARENT * NODES + child),
         tl.load(plan_ptr + FIRST * NODES + child), tl.load(plan_ptr + RANK * NODES + child) + 1,
-        index, vocab, stride_law_n, stride_r, NODES, ALIGNED,
+        index, vocab, stride_probs_n, stride_r, NODES, ALIGNED,
     )  # fmt: skip
     return tl.sum(left, 0)
 
@@ -189,7 +189,8 @@ def _reject(
     do_not_specialize_on_alignment=["law_ptr", "probs_ptr"],
 )
 def reject_kernel(
-    law_ptr, probs_ptr, plan_ptr, state_ptr, parts_ptr, vocab, wave, stride_law_b, stride_law_n, stride_b, stride_r,
+    dist_ptr, probs_ptr, plan_ptr, state_ptr, parts_ptr, vocab, wave, stride_probs_b, stride_probs_n, stride_b,
+    stride_r,
     NODES: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Sum over a block what the rejections of one wave leave; grid (blocks, nodes, batch)."""
@@ -200,8 +201,8 @@ def reject_kernel(
         if probs_ptr is not None:
             own_ptr = probs_ptr + batch * stride_b
         total = _reject(
-            law_ptr + batch * stride_law_b, own_ptr, plan_ptr, state_ptr + batch * STATE_ROWS * NODES, child,
-            block * BLOCK + tl.arange(0, BLOCK), vocab, stride_law_n, stride_r, NODES, ALIGNED,
+            dist_ptr + batch * stride_probs_b, own_ptr, plan_ptr, state_ptr + batch * STATE_ROWS * NODES, child,
+            block * BLOCK + tl.arange(0, BLOCK), vocab, stride_probs_n, stride_r, NODES, ALIGNED,
         )  # fmt: skip
         tl.store(parts_ptr + (batch * NODES + child) * tl.num_programs(0) + block, total)
 
@@ -213,8 +214,8 @@ def reject_kernel(
     do_not_specialize_on_alignment=["law_ptr", "probs_ptr"],
 )  # fmt: skip
 def rest_kernel(
-    law_ptr, probs_ptr, plan_ptr, state_ptr, parts_ptr, n, vocab, blocks, wave, rounds,
-    stride_law_b, stride_law_n, stride_b, stride_r,
+    dist_ptr, probs_ptr, plan_ptr, state_ptr, parts_ptr, n, vocab, blocks, wave, rounds,
+    stride_probs_b, stride_probs_n, stride_b, stride_r,
     NODES: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Go through the waves from this one on, if there are any, one after the other; grid (batch)."""
@@ -222,7 +223,7 @@ def rest_kernel(
     plan_ptr += batch * PLAN_ROWS * NODES
     state_ptr += batch * STATE_ROWS * NODES
     parts_ptr += batch * NODES * blocks
-    law_ptr += batch * stride_law_b
+    dist_ptr += batch * stride_probs_b
     own_ptr = probs_ptr
     if probs_ptr is not None:
         own_ptr = probs_ptr + batch * stride_b
@@ -234,8 +235,8 @@ def rest_kernel(
             if tl.load(plan_ptr + WHEN * NODES + child) == number:
                 for block in range(blocks):
                     total = _reject(
-                        law_ptr, own_ptr, plan_ptr, state_ptr, child, block * BLOCK + tl.arange(0, BLOCK), vocab,
-                        stride_law_n, stride_r, NODES, ALIGNED,
+                        dist_ptr, own_ptr, plan_ptr, state_ptr, child, block * BLOCK + tl.arange(0, BLOCK), vocab,
+                        stride_probs_n, stride_r, NODES, ALIGNED,
                     )  # fmt: skip
                     tl.store(parts_ptr + child * blocks + block, total)
         tl.debug_barrier()

@@ -2,7 +2,7 @@
 
 The next tree overwrites the stash that holds the path.  What all programs of a scan read of it is copied here, the
 rows of the path only, for all layers of a kind in a launch a tensor; so a step needs neither a second stash nor a
-launch a layer.  Sizes and addresses never change, so a captured step finds what another step has committed.
+launch a layer.  TreeSizes and addresses never change, so a captured step finds what another step has committed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from stree.kernels.bookkeeping import Waiting, copy_rows, put_path
+from stree.kernels.bookkeeping import CatchUp, copy_rows, put_path
 from stree.kernels.topology import AcceptedPath
 from stree.models.layers.base import LayerSpec, LayerStack
 
@@ -86,7 +86,7 @@ class DeferredCommit:
             path_lengths: int32[batch].
             lengths: int32[batch], committed tokens; advanced.
         """
-        put_path(path, path_lengths, Waiting(self.path, self.lengths), lengths)
+        put_path(path, path_lengths, CatchUp(self.path, self.lengths), lengths)
         for path_rows in self._path_rows.values():
             path_rows.copy(self.path)
 

@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from stree.models.tree_lm import TreeLM
     from stree.sampling import Random, Sampling
     from stree.tree import TokenTree
-    from stree.verify import Acceptance, DraftLaws, accept
+    from stree.verify import Acceptance, DraftLaws, DraftProbs, accept
     from stree.warming import warm_up
 
 __all__ = [
     "Acceptance",
     "DraftLaws",
+    "DraftProbs",
     "Generation",
     "GenerationError",
     "GenerationInterrupted",
@@ -38,6 +39,7 @@ __all__ = [
 _HOMES = {
     "Acceptance": "stree.verify",
     "DraftLaws": "stree.verify",
+    "DraftProbs": "stree.verify",
     "Generation": "stree.generation",
     "GenerationError": "stree.generation",
     "GenerationInterrupted": "stree.generation",

@@ -1,4 +1,4 @@
-"""Children of a law on the CPU, compiled: drawn without replacement, or the most probable ones; one look at the law.
+"""Draws without replacement and top-k of probability rows, compiled for the CPU with numba.
 
 numba keeps the machine code beside this file; `stree.sampling` imports it with the first draw.
 """
@@ -21,21 +21,21 @@ inner = njit(error_model="numpy")
 
 
 @inner
-def _sum(law: Array, row: int, begin: int, end: int) -> float:
-    """Sum a part of a law in float64, along eight lines that need not wait for each other."""
+def _sum(dist: Array, row: int, begin: int, end: int) -> float:
+    """Sum a part of a distribution in float64, along eight lines that need not wait for each other."""
     a = b = c = d = e = f = g = h = 0.0
     whole = begin + (end - begin) // 8 * 8
     for at in range(begin, whole, 8):
-        a += np.float64(law[row, at])
-        b += np.float64(law[row, at + 1])
-        c += np.float64(law[row, at + 2])
-        d += np.float64(law[row, at + 3])
-        e += np.float64(law[row, at + 4])
-        f += np.float64(law[row, at + 5])
-        g += np.float64(law[row, at + 6])
-        h += np.float64(law[row, at + 7])
+        a += np.float64(dist[row, at])
+        b += np.float64(dist[row, at + 1])
+        c += np.float64(dist[row, at + 2])
+        d += np.float64(dist[row, at + 3])
+        e += np.float64(dist[row, at + 4])
+        f += np.float64(dist[row, at + 5])
+        g += np.float64(dist[row, at + 6])
+        h += np.float64(dist[row, at + 7])
     for at in range(whole, end):
-        a += np.float64(law[row, at])
+        a += np.float64(dist[row, at])
     return ((a + b) + (c + d)) + ((e + f) + (g + h))
 
 
@@ -49,54 +49,54 @@ def _is_drawn(tokens: Array, row: int, count: int, token: int) -> bool:
 
 
 @inner
-def _find(law: Array, row: int, blocks: Array, tokens: Array, drawn: int, level: float) -> int:
+def _find(dist: Array, row: int, blocks: Array, tokens: Array, drawn: int, level: float) -> int:
     """Find the token at a level of the line of all tokens but those drawn; -1 where there is none."""
     begin = 0.0  # of the block on the line
     for block in range(len(blocks)):
         end = begin + blocks[block]
         if end > level:
             at = begin
-            for token in range(block * BLOCK, min(block * BLOCK + BLOCK, law.shape[1])):
-                if law[row, token] > 0 and not _is_drawn(tokens, row, drawn, token):
-                    at += np.float64(law[row, token])
+            for token in range(block * BLOCK, min(block * BLOCK + BLOCK, dist.shape[1])):
+                if dist[row, token] > 0 and not _is_drawn(tokens, row, drawn, token):
+                    at += np.float64(dist[row, token])
                     if at > level:
                         return token
         begin = end
-    token = law.shape[1] - 1  # past the end by rounding: the last one
-    while token >= 0 and (law[row, token] == 0 or _is_drawn(tokens, row, drawn, token)):
+    token = dist.shape[1] - 1  # past the end by rounding: the last one
+    while token >= 0 and (dist[row, token] == 0 or _is_drawn(tokens, row, drawn, token)):
         token -= 1
     return token
 
 
 @njit(cache=True, error_model="numpy")
-def draw_rows(law: Array, numbers: Array, tokens: Array, probs: Array, least: float) -> None:
-    """Draw from every row of a law, one token after the other, each from what the earlier ones leave, by inversion.
+def draw_rows(dist: Array, numbers: Array, tokens: Array, probs: Array, least: float) -> None:
+    """Draw tokens without replacement from every row by inversion.
 
     Args:
-        law: float[rows, vocab], not negative.
+        dist: float[rows, vocab], not negative.
         numbers: float64[rows, count], uniform in [0, 1).
         tokens: int64[rows, count], written.
-        probs: float[rows, count], written: the tokens' probabilities under ``law``, 0 once less than ``least`` of it is
-            left.
+        probs: float[rows, count], written: the tokens' probabilities under ``dist``, 0 once less than ``least`` of it
+            is left.
         least: see ``probs``.
     """
-    vocab = law.shape[1]
+    vocab = dist.shape[1]
     blocks = np.empty((vocab + BLOCK - 1) // BLOCK, np.float64)
-    for row in range(law.shape[0]):
+    for row in range(dist.shape[0]):
         rest = 0.0
         for block in range(len(blocks)):
-            blocks[block] = _sum(law, row, block * BLOCK, min(block * BLOCK + BLOCK, vocab))
+            blocks[block] = _sum(dist, row, block * BLOCK, min(block * BLOCK + BLOCK, vocab))
             rest += blocks[block]
         rest *= 1 - 2.0**-52  # products that round up stay below it
         crumbs = rest * least
         for place in range(numbers.shape[1]):
             tokens[row, place], probs[row, place] = 0, 0
             if rest > crumbs:
-                token = _find(law, row, blocks, tokens, place, numbers[row, place] * rest)
+                token = _find(dist, row, blocks, tokens, place, numbers[row, place] * rest)
                 if token >= 0:
-                    tokens[row, place], probs[row, place] = token, law[row, token]
-                    rest -= np.float64(law[row, token])
-                    blocks[token // BLOCK] -= np.float64(law[row, token])
+                    tokens[row, place], probs[row, place] = token, dist[row, token]
+                    rest -= np.float64(dist[row, token])
+                    blocks[token // BLOCK] -= np.float64(dist[row, token])
 
 
 @njit(error_model="numpy", fastmath={"nnan", "nsz", "reassoc"})  # so that weights are compared along many lines at once
@@ -109,23 +109,23 @@ def _greatest(weights: Array) -> float:
 
 
 @njit(cache=True, error_model="numpy")
-def top_rows(law: Array, tokens: Array, probs: Array) -> None:
-    """Find the most probable tokens of every row of a law, the first of equal ones first.
+def top_rows(dist: Array, tokens: Array, probs: Array) -> None:
+    """Find the most probable tokens of every row of a distribution, the first of equal ones first.
 
     Args:
-        law: float[rows, vocab], not negative.
+        dist: float[rows, vocab], not negative.
         tokens: int64[rows, count], written, the most probable first; count is at most vocab.
         probs: float[rows, count], written: their weights.
     """
-    vocab, count = law.shape[1], tokens.shape[1]
-    for row in range(law.shape[0]):
+    vocab, count = dist.shape[1], tokens.shape[1]
+    for row in range(dist.shape[0]):
         found = 0
         for begin in range(0, vocab, BLOCK):
             end = min(begin + BLOCK, vocab)
-            if found == count and not _greatest(law[row, begin:end]) > probs[row, count - 1]:
+            if found == count and not _greatest(dist[row, begin:end]) > probs[row, count - 1]:
                 continue
             for token in range(begin, end):
-                prob = law[row, token]
+                prob = dist[row, token]
                 if found == count and not prob > probs[row, count - 1]:
                     continue
                 place = found if found < count else count - 1

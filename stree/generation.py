@@ -8,17 +8,17 @@ from operator import index
 
 import torch
 
-from stree.budget.policy import MAX_DEPTH, MOST_FIXED, AutoSize, FixedSize, Sizes, Steering
+from stree.budget.policy import MAX_DEPTH, MOST_FIXED, AutoBudget, BudgetPolicy, FixedBudget, TreeSizes
 from stree.budget.tree_sizes import PLAIN, Choice
 from stree.decode.logits_processors import EachNode, LogitsProcessor, NodeProcessor, with_processor
-from stree.decode.loop import Observer, Session, Streamer
-from stree.decode.memory import arithmetic, check_room, has_room
+from stree.decode.loop import DecodeLoop, Observer, Streamer
+from stree.decode.memory import arithmetic, check_memory, fits_in_memory
 from stree.decode.profiling import step_times
 from stree.decode.stats import Generation
-from stree.decode.step_cache import Engine, engine_of
+from stree.decode.step_cache import StepCache, step_cache_of
 from stree.decode.validation import check_arguments, check_block, check_lossy, check_nodes, slots_for, token_ids
 from stree.drafters import Drafter, HasModel, ModelDrafter, NoDrafter, SuffixDrafter
-from stree.drafters.target_init import InitialisedDrafter
+from stree.drafters.target_init import TargetInitDrafter
 from stree.growth import Growth
 from stree.growth.target_init import TargetInit
 from stree.models.tree_lm import TreeLM
@@ -107,7 +107,7 @@ def generate(
             the others go on, under a fixed budget unchanged.
 
     Returns:
-        Sequences and statistics, which say under "lossless" whether the text has the target's law.
+        Sequences and statistics, which say under "lossless" whether the text has the target's distribution.
 
     Raises:
         ValueError: an argument outside its range, which the message names, or states that memory cannot hold.
@@ -144,7 +144,7 @@ def run(
     max_length: int | None = None,
     allow_lossy: bool = False,
     cancelled: Callable[[int], bool] | None = None,
-    steered: Callable[[Sizes], Steering] | None = None,
+    steered: Callable[[TreeSizes], BudgetPolicy] | None = None,
 ) -> Generation:
     """Do what ``generate`` does, with a processor of many nodes and an observer of every token.
 
@@ -159,61 +159,61 @@ def run(
     slots = slots_for(lm, prompts, max_new_tokens, max_batch, max_length, streamer)
     if budget == 1:
         drafter = NoDrafter()
-    engine = engine_of(lm) if processor is None and not is_lossy else None  # else host code runs in every step
+    step_cache = step_cache_of(lm) if processor is None and not is_lossy else None  # else host code runs in every step
     shape = _shape(drafter, growth, sampling)
-    choices = _choices(drafter, shape, budget, has_growth=growth is not None, is_captured=engine is not None)
+    choices = _choices(drafter, shape, budget, has_growth=growth is not None, is_captured=step_cache is not None)
     check_nodes(lm, drafter, choices.max_nodes)
     if verifier == "block":
         check_block(drafter, shape, choices.max_nodes)
     room = slots.max_batch, slots.max_length + choices.max_nodes, choices.max_nodes
-    make_room = partial(_make_room, lm, drafter, engine, room)
+    make_room = partial(_make_room, lm, drafter, step_cache, room)
     named = None if shape is None or isinstance(drafter, (NoDrafter, SuffixDrafter)) else str(shape)
     measured = None
     if len(choices.choices) > 1:
         measured = partial(
-            step_times, lm, drafter, choices, slots.max_batch, sampling=sampling, verifier=verifier, engine=engine,
-            processor=processor,
+            step_times, lm, drafter, choices, slots.max_batch, sampling=sampling, verifier=verifier,
+            step_cache=step_cache, processor=processor,
         )  # fmt: skip
-    is_padded = engine is not None and isinstance(drafter, HasModel) and bool(drafter.models)
+    is_padded = step_cache is not None and isinstance(drafter, HasModel) and bool(drafter.models)
     if processor is not None:
         lm, drafter = with_processor(lm, drafter, processor, is_greedy=sampling.is_greedy)
     if is_lossy and isinstance(drafter, ModelDrafter):
-        drafter, verifier = InitialisedDrafter(drafter), LONGEST
-    session = Session(
+        drafter, verifier = TargetInitDrafter(drafter), LONGEST
+    loop = DecodeLoop(
         lm, slots.prompts, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stops,
         seed=index(seed), max_batch=slots.max_batch, max_length=slots.max_length, refills=slots.refills,
-        streamer=streamer, observer=observer, engine=engine, cancelled=cancelled,
+        streamer=streamer, observer=observer, step_cache=step_cache, cancelled=cancelled,
     )  # fmt: skip
-    steering: Steering = FixedSize(shape, choices.max_nodes)
-    key = None if engine is None else session.key(drafter, steering, verifier, slots.max_batch)
+    policy: BudgetPolicy = FixedBudget(shape, choices.max_nodes)
+    key = None if step_cache is None else loop.key(drafter, policy, verifier, slots.max_batch)
     make_room(key)
-    session.settings = {"growth": named, "budget": budget, "verifier": verifier, "lossless": not is_lossy}
+    loop.settings = {"growth": named, "budget": budget, "verifier": verifier, "lossless": not is_lossy}
     try:
         if measured is not None:
-            times = measured(session.opening())
-            steering = AutoSize(
+            times = measured(loop.opening())
+            policy = AutoBudget(
                 choices, times, experience=times.experience, is_padded=is_padded, behind_ms=times.behind_ms
             )
             make_room(key)
         if steered is not None:
-            steering = steered(choices)
-        session.run(drafter, steering, verifier)
+            policy = steered(choices)
+        loop.run(drafter, policy, verifier)
     except KeyboardInterrupt as interrupt:
-        raise GenerationInterrupted(session.output("interrupted")) from interrupt
+        raise GenerationInterrupted(loop.output("interrupted")) from interrupt
     except Exception as error:
         is_memory = isinstance(error, torch.OutOfMemoryError)
-        if is_memory and engine is not None:
-            engine.release()
-        if not (session.is_started or is_memory):
+        if is_memory and step_cache is not None:
+            step_cache.release()
+        if not (loop.is_started or is_memory):
             raise
-        message = f"generation failed after {session.num_new_tokens} new tokens: {error}"
+        message = f"generation failed after {loop.num_new_tokens} new tokens: {error}"
         if is_memory:
             message += f"; the target's state takes {arithmetic(lm, *room)}; lower max_batch, max_length or budget"
-        raise GenerationError(message, session.output("error")) from error
-    if session.problem is not None:
-        message = f"the drafter failed, and the rest was decoded without it: {session.problem}"
-        raise GenerationError(message, session.output("length")) from session.problem
-    return session.output("length")
+        raise GenerationError(message, loop.output("error")) from error
+    if loop.problem is not None:
+        message = f"the drafter failed, and the rest was decoded without it: {loop.problem}"
+        raise GenerationError(message, loop.output("length")) from loop.problem
+    return loop.output("length")
 
 
 def _shape(drafter: Drafter, growth: Growth | None, sampling: Sampling) -> Growth | None:
@@ -225,28 +225,30 @@ def _shape(drafter: Drafter, growth: Growth | None, sampling: Sampling) -> Growt
 
 def _choices(
     drafter: Drafter, shape: Growth | None, budget: int | str, *, has_growth: bool, is_captured: bool
-) -> Sizes:
+) -> TreeSizes:
     """List the sizes that steps may have: one, or what "auto" chooses from."""
     if isinstance(budget, str) and isinstance(drafter, NoDrafter):
-        return Sizes(shape, [PLAIN])
+        return TreeSizes(shape, [PLAIN])
     if isinstance(budget, str) and not isinstance(shape, TargetInit):
         has_model = isinstance(drafter, HasModel) and bool(drafter.models)
-        return Sizes.of(shape, None if has_growth else MAX_DEPTH, has_model=has_model, is_coarse=is_captured)
+        return TreeSizes.of(shape, None if has_growth else MAX_DEPTH, has_model=has_model, is_coarse=is_captured)
     if isinstance(budget, str):
         assert shape is not None, "it is TargetInit"
         budget = shape.plan(MOST_FIXED).num_nodes + 1
     if shape is not None:
         shape.plan(budget)  # refuses a fixed shape above the budget
-    return Sizes(shape, [Choice(budget, 0)])
+    return TreeSizes(shape, [Choice(budget, 0)])
 
 
-def _make_room(lm: TreeLM, drafter: Drafter, engine: Engine | None, room: tuple[int, int, int], key: Hashable) -> None:
+def _make_room(
+    lm: TreeLM, drafter: Drafter, step_cache: StepCache | None, room: tuple[int, int, int], key: Hashable
+) -> None:
     """Drop what is kept for other texts where these need its memory; refuse what cannot fit.
 
     A program of this kind that is kept has its memory already.
     """
-    if engine is not None and key in engine:
+    if step_cache is not None and key in step_cache:
         return
-    if engine is not None and not has_room(lm, drafter, *room):
-        engine.release()
-    check_room(lm, drafter, *room)
+    if step_cache is not None and not fits_in_memory(lm, drafter, *room):
+        step_cache.release()
+    check_memory(lm, drafter, *room)

@@ -1,4 +1,4 @@
-"""How tokens are drawn: the law after temperature, top-k and top-p, and the counter-based random numbers.
+"""How tokens are drawn: the distribution after temperature, top-k and top-p, and the counter-based random numbers.
 
 A number is a pure function of (seed, sequence, position, purpose, node), so a draw depends neither on the batch around
 it nor on the backend, and no number serves two draws (Philox 4x32-10: Salmon et al., SC 2011).
@@ -22,8 +22,10 @@ from stree.kernels.topology import reads_freely
 __all__ = ["MAX_RANKS", "Draws", "Random", "Sampling"]
 
 PURPOSES = {"target": 0, "accept": 1, "draft": 2}
-LEAST_MASS = 2.0**-20  # nothing is drawn from less of a law than this: float64 sums would no longer be exact enough
-LEAST_TEMPERATURE = 1e-30  # logits divided by less could leave float32, and their law would be NaN
+LEAST_MASS = (
+    2.0**-20
+)  # nothing is drawn from less of a distribution than this: float64 sums would no longer be exact enough
+LEAST_TEMPERATURE = 1e-30  # logits divided by less could leave float32, and their distribution would be NaN
 MAX_RANKS = 1 << 20  # draft draws are numbered parent * MAX_RANKS + rank
 
 
@@ -63,22 +65,22 @@ class Sampling:
         """Whether every draw is an argmax."""
         return self.temperature == 0
 
-    def has_law(self, logits: Tensor) -> Tensor:
+    def has_distribution(self, logits: Tensor) -> Tensor:
         """Tell where float[..., vocab] logits have a law: none is NaN, nor +inf where tokens are drawn; bool[...]."""
         largest = logits.amax(-1)  # NaN where any logit is: one pass and no copy
         return ~largest.isnan() if self.is_greedy else largest < torch.inf
 
-    def law(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
+    def probs(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
         """Turn float[..., vocab] logits into probabilities of the same shape, in float32 or wider.
 
-        At temperature 0 the law is one-hot at the argmax.
+        At temperature 0 the distribution is one-hot at the argmax.
 
         Args:
             logits: any scale.
             out: where the probabilities go, or None for a tensor of their own.
         """
         if not (self.is_greedy or self._cuts(logits.shape[-1])):
-            return law_door.law(logits, self.temperature, out)
+            return law_door.probs(logits, self.temperature, out)
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
         if self.is_greedy:
@@ -96,15 +98,16 @@ class Sampling:
         own = logits if logits.device.type == "cpu" else None
         return torch.softmax(logits, -1, out=own if out is None else out)
 
-    def law_and_norms(self, logits: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Give laws and their norms, where these cost no pass of their own; arguments as for ``law``.
+    def probs_and_norms(self, logits: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Give distributions and their norms, where these cost no pass of their own; arguments as for ``dist``.
 
         Returns:
-            The laws, and float32[...], their Euclidean norms; None where whoever needs norms is to compute them.
+            The distributions, and float32[...], their Euclidean norms; None where whoever needs norms is to compute
+            them.
         """
         if self.is_greedy or self._cuts(logits.shape[-1]):
-            return self.law(logits, out), None
-        return law_door.law_and_norms(logits, self.temperature, out)
+            return self.probs(logits, out), None
+        return law_door.probs_and_norms(logits, self.temperature, out)
 
     def _cuts(self, vocab: int) -> bool:
         """Tell whether top-k or top-p may leave tokens of a vocabulary out."""
@@ -156,11 +159,11 @@ class Random:
         return _number(*_philox(position, sequence, PURPOSES[purpose], node, int(self.seed)))
 
     def choice(self, purpose: str, probs: Tensor, offset: Tensor, node: Tensor | int = 0) -> Tensor:
-        """Draw one index from each law by inversion.
+        """Draw one index from each distribution by inversion.
 
         Args:
             purpose: as for ``uniform``.
-            probs: float[batch, ..., vocab], not negative; need not sum to one.  An all-zero law gives index 0.
+            probs: float[batch, ..., vocab], not negative; need not sum to one.  An all-zero distribution gives index 0.
             offset: int[batch, ...].
             node: int[batch, ...].
 
@@ -196,30 +199,32 @@ class Draws:
             rows = len(rng.positions)
             self._numbers = rng.uniform("draft", offset.expand(rows, -1, -1), node.expand(rows, -1, -1))
 
-    def draw(self, law: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Draw children one after the other, each from the law without the earlier ones, by inversion.
+    def draw(self, dist: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Draw children one after the other, each from the distribution without the earlier ones, by inversion.
 
         Args:
-            law: float[batch, rows, vocab], laws below the nodes first, first + 1, ...
+            dist: float[batch, rows, vocab], distributions below the nodes first, first + 1, ...
             first: the first node.
             count: draws a row.
 
         Returns:
             int64[batch, rows, count] tokens in the order of drawing, and float[batch, rows, count] their probabilities
-            under ``law``: 0 for draws after it is used up, but for LEAST_MASS of it, whose tokens are meaningless.
+            under ``dist``: 0 for draws after it is used up, but for LEAST_MASS of it, whose tokens are meaningless.
         """
-        rows = law.shape[1]
+        rows = dist.shape[1]
         if self._numbers is not None:
             numbers = self._numbers[:, first : first + rows, :count]
-            return _draw_on_host(law, numbers) if reads_freely(law) else draw_distinct(law, numbers, least=LEAST_MASS)
+            return (
+                _draw_on_host(dist, numbers) if reads_freely(dist) else draw_distinct(dist, numbers, least=LEAST_MASS)
+            )
         tokens, probs = [], []
-        node = torch.arange(first, first + rows, device=law.device).expand(law.shape[:2]) * MAX_RANKS
-        least = LEAST_MASS * law.sum(-1, keepdim=True)
+        node = torch.arange(first, first + rows, device=dist.device).expand(dist.shape[:2]) * MAX_RANKS
+        least = LEAST_MASS * dist.sum(-1, keepdim=True)
         for j in range(count):
-            token = self._rng.choice("draft", law, torch.zeros_like(node), node + j).unsqueeze(-1)
+            token = self._rng.choice("draft", dist, torch.zeros_like(node), node + j).unsqueeze(-1)
             tokens.append(token)
-            probs.append(law.gather(-1, token) * (law.sum(-1, keepdim=True) > least))
-            law = law.scatter(-1, token, 0.0)
+            probs.append(dist.gather(-1, token) * (dist.sum(-1, keepdim=True) > least))
+            dist = dist.scatter(-1, token, 0.0)
         return torch.cat(tokens, -1), torch.cat(probs, -1)
 
 
@@ -230,12 +235,12 @@ def _draft_counters(num_nodes: int, num_ranks: int, device: torch.device) -> tup
     return node.new_zeros(1, 1, 1), node.unsqueeze(0)
 
 
-def _draw_on_host(law: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw by float64[batch, rows, count] uniform numbers from laws on the CPU: tokens and their probabilities."""
+def _draw_on_host(dist: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw from CPU distributions by float64[batch, rows, count] uniform numbers: tokens and their probabilities."""
     from stree.draws import draw_rows  # imports numba
 
-    tokens, probs = torch.empty(numbers.shape, dtype=torch.long), law.new_empty(numbers.shape)
-    flat = [tensor.reshape(-1, tensor.shape[-1]).numpy() for tensor in (law, numbers, tokens, probs)]
+    tokens, probs = torch.empty(numbers.shape, dtype=torch.long), dist.new_empty(numbers.shape)
+    flat = [tensor.reshape(-1, tensor.shape[-1]).numpy() for tensor in (dist, numbers, tokens, probs)]
     draw_rows(*flat, LEAST_MASS)
     return tokens, probs
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.progress import track
 
-from stree.budget.policy import Tour
+from stree.budget.policy import EverySize
 from stree.decode.cuda_graphs import WARM_UP
-from stree.decode.step_cache import engine_of
+from stree.decode.step_cache import step_cache_of
 from stree.drafters import Drafter, SuffixDrafter
 from stree.generation import generate, run
 from stree.growth import Growth
@@ -57,8 +57,8 @@ def warm_up(
     Raises:
         ValueError: no room for a few steps, or steps of this model are not captured.
     """
-    engine = engine_of(lm)
-    if engine is None:
+    step_cache = step_cache_of(lm)
+    if step_cache is None:
         raise ValueError(
             f"steps are captured on a single CUDA device, and where is_captured is not False; got {lm.device}"
         )
@@ -84,7 +84,7 @@ def warm_up(
                 max_length=max_length,
             ).stats  # fmt: skip
             taken += stats["steps"] or STEPS
-    return engine.report()
+    return step_cache.report()
 
 
 def _tour(
@@ -100,7 +100,7 @@ def _tour(
     stop_token_ids: Sequence[int],
 ) -> None:
     """Take all sizes that a budget chooses from, in as many texts as that takes."""
-    tour, seed = Tour(STEPS), 0
+    tour, seed = EverySize(STEPS), 0
     while not tour.is_done:
         stats = run(
             lm, prompts, drafter, growth=growth, budget=budget, verifier=verifier,

@@ -1,4 +1,4 @@
-"""Values, laws, tables and layers for the tests of one layer of growth, in Triton and compiled for the CPU."""
+"""Values, distributions, tables and layers for the tests of one layer of growth, in Triton and compiled for the CPU."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def relative_values(nodes: int, depth: int, device: torch.device = DEVICE) -> Te
 
 
 def some_siblings(batch: int, above: int, ranks: int, seed: int, device: torch.device = DEVICE) -> Siblings:
-    """Draw laws whose draws may run out, some of them sharp."""
+    """Draw distributions whose draws may run out, some of them sharp."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(batch, above, ranks + 2, generator=generator) * 4 * torch.rand(1, generator=generator)
-    law = logits.softmax(-1)
-    probs = law[..., :ranks].clone()
+    dist = logits.softmax(-1)
+    probs = dist[..., :ranks].clone()
     probs[torch.rand(batch, above, ranks, generator=generator) < 0.1] = 0.0
     probs = torch.where(torch.rand(batch, above, 1, generator=generator) < 0.1, probs.cumprod(-1), probs)
     reach = torch.rand(batch, above + 3, generator=generator)[:, :above]
     reach[:, above // 2 :: 3] = 0.0
-    norms = torch.linalg.vector_norm(law, dim=-1)
+    norms = torch.linalg.vector_norm(dist, dim=-1)
     return Siblings(reach.to(device), probs.to(device), norms.to(device))
 
 
@@ -88,7 +88,7 @@ class Ranked(NamedTuple):
 
     @classmethod
     def draw(cls, batch: int, above: int, ranks: int, seed: int, device: torch.device = DEVICE) -> Self:
-        """Draw laws, texts and levels; the first two seeds know no words, odd ones have surer younger children."""
+        """Draw distributions, texts and levels; the first two seeds have no texts, odd ones surer younger children."""
         own = RankEstimate(batch, max(ranks, 6), device)._fit
         fit = RankFit(*(-getattr(own, field.name) for field in fields(own))) if seed % 2 else own
         shift = torch.linspace(-3, 4, batch, device=device) * seed  # none at first

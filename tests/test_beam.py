@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import test_growth
 import torch
-from helpers.enumeration import TableLaw, TableLM, emitted_law, total_variation
+from helpers.enumeration import TableLM, TableModel, emitted_probs, total_variation
 from test_growth import EXACT, PLAIN, all_drafts, draft_of, nodes_by_path, random_rows
 from torch import Tensor
 
@@ -17,20 +17,20 @@ from stree.drafters import Draft, ModelDrafter
 from stree.growth import RSDC, RSDS, Growth, SpecInfer
 from stree.growth.beam import _Race
 from stree.sampling import MAX_RANKS, Random, Sampling
-from stree.verify import INDEPENDENT, SAMPLED, DraftLaws, accept
+from stree.verify import INDEPENDENT, SAMPLED, DraftProbs, accept
 
 CRITICAL = 6.0  # standard deviations of a chi-square statistic above its mean
 
 
-def gumbel_beams(law: TableLaw, width: int, depth: int, count: int) -> Tensor:
+def gumbel_beams(dist: TableModel, width: int, depth: int, count: int) -> Tensor:
     """Perturb and keep the greatest: RSD-S by its listing, vectorised over runs; int64[count, width * depth] paths."""
     generator = torch.Generator().manual_seed(7)
-    vocab, log_law = law.vocab, law.logits.log_softmax(-1)
+    vocab, log_probs = dist.vocab, dist.logits.log_softmax(-1)
     last, phi, g = (torch.zeros(count, 1, dtype=dtype) for dtype in (torch.long, torch.float64, torch.float64))
     path = torch.zeros(count, 1, dtype=torch.long)  # the tokens below the root as digits from 1
     found = []
     for _ in range(depth):
-        phi = phi[..., None] + log_law[last]
+        phi = phi[..., None] + log_probs[last]
         noise = -torch.empty(phi.shape, dtype=torch.float64).exponential_(generator=generator).log()
         perturbed = phi + noise
         greatest = perturbed.amax(-1, keepdim=True)
@@ -42,13 +42,13 @@ def gumbel_beams(law: TableLaw, width: int, depth: int, count: int) -> Tensor:
     return torch.cat(found, 1)
 
 
-def drafted_beams(law: TableLaw, growth: Growth, count: int) -> Tensor:
+def drafted_beams(dist: TableModel, growth: Growth, count: int) -> Tensor:
     """Draft with the growth; paths as above."""
-    tree = draft_of(law, growth, 32, PLAIN, random_rows(count), count).tree
+    tree = draft_of(dist, growth, 32, PLAIN, random_rows(count), count).tree
     paths = torch.zeros_like(tree.tokens)
     for node in range(1, tree.tokens.shape[1]):
         above = paths.gather(1, tree.parents[:, node : node + 1].long())[:, 0]
-        paths[:, node] = above * (law.vocab + 1) + tree.tokens[:, node] + 1
+        paths[:, node] = above * (dist.vocab + 1) + tree.tokens[:, node] + 1
     return paths[:, 1:]
 
 
@@ -65,30 +65,30 @@ def distance(left: Tensor, right: Tensor) -> float:
 
 
 def test_races_are_gumbel_beams() -> None:
-    law, count = TableLaw.random(4, 3), 40_000
-    ours, theirs = drafted_beams(law, RSDS(2, 2), count), gumbel_beams(law, 2, 2, count)
+    dist, count = TableModel.random(4, 3), 40_000
+    ours, theirs = drafted_beams(dist, RSDS(2, 2), count), gumbel_beams(dist, 2, 2, count)
     assert abs(distance(ours, theirs)) < CRITICAL
-    assert distance(drafted_beams(law, RSDC([2, 1]), count), theirs) > CRITICAL
+    assert distance(drafted_beams(dist, RSDC([2, 1]), count), theirs) > CRITICAL
 
 
 @cache
 def drafted_steps(growth: Growth, samples: int) -> Draft:
     """Draft many times below token 0."""
-    run = ModelDrafter(TableLM(TableLaw.random(4, 22)).as_lm()).start(4, [[0]] * samples, random_rows(samples))
+    run = ModelDrafter(TableLM(TableModel.random(4, 22)).as_lm()).start(4, [[0]] * samples, random_rows(samples))
     return run.propose(torch.zeros(samples, dtype=torch.long), growth.bind(PLAIN), 16)
 
 
 def chi_square(growth: Growth, verifier: str, samples: int) -> float:
-    """Draft and accept many times; compare the first two tokens with the target's joint law."""
-    target, draft = TableLaw.random(4, 21), drafted_steps(growth, samples)  # type: ignore[arg-type]
+    """Draft and accept many times; compare the first two tokens with the target's joint distribution."""
+    target, draft = TableModel.random(4, 21), drafted_steps(growth, samples)  # type: ignore[arg-type]
     rng = random_rows(samples).at(torch.ones(samples, dtype=torch.long))
-    accepted = accept(draft.tree, target.logits[draft.tree.tokens], PLAIN, rng, draft.laws, verifier, draft.max_depth)
+    accepted = accept(draft.tree, target.logits[draft.tree.tokens], PLAIN, rng, draft.probs, verifier, draft.max_depth)
     emitted = draft.tree.tokens.gather(1, accepted.path.clamp(min=0).long())[:, 1:]
     place = accepted.path_lengths[:, None].long() - 1
     emitted = torch.cat([emitted, torch.zeros_like(place)], 1).scatter(1, place, accepted.next_token[:, None])
     # Where one token was emitted, the next is drawn from the target itself.
     beyond = Random(1, rng.sequences, rng.positions).choice(
-        "target", PLAIN.law(target.logits)[emitted[:, 0]], torch.zeros(samples, dtype=torch.long)
+        "target", PLAIN.probs(target.logits)[emitted[:, 0]], torch.zeros(samples, dtype=torch.long)
     )
     second = torch.where(place[:, 0] == 0, beyond, emitted[:, 1])
     observed = torch.bincount(emitted[:, 0] * 4 + second, minlength=16).double()
@@ -98,7 +98,7 @@ def chi_square(growth: Growth, verifier: str, samples: int) -> float:
 
 
 @pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
-def test_two_hundred_thousand_steps_emit_the_target_s_law(verifier: str) -> None:
+def test_two_hundred_thousand_steps_emit_the_target_s_distribution(verifier: str) -> None:
     assert chi_square(RSDS(3, 2), verifier, 200_000) < CRITICAL
 
 
@@ -115,18 +115,20 @@ def test_a_beam_cut_by_the_tokens_own_probability_is_seen(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
 @pytest.mark.parametrize("seed", [2, 3])
-def test_whatever_the_waiting_times_the_law_is_exact(seed: int, verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_the_waiting_times_the_distribution_is_exact(
+    seed: int, verifier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(test_growth, "SEED", seed)
-    target, law = TableLaw.random(3, 31), TableLaw.random(3, 32)
-    trees, _ = all_drafts(law, RSDS(2, 2), 5, PLAIN)
+    target, dist = TableModel.random(3, 31), TableModel.random(3, 32)
+    trees, _ = all_drafts(dist, RSDS(2, 2), 5, PLAIN)
     assert abs(float(trees.weight.sum()) - 1) < EXACT
-    assert total_variation(emitted_law(target, trees, PLAIN, verifier, 3), target.joint(PLAIN, 3)) < EXACT
+    assert total_variation(emitted_probs(target, trees, PLAIN, verifier, 3), target.joint(PLAIN, 3)) < EXACT
 
 
 def test_a_beam_is_full_and_its_siblings_differ() -> None:
-    law = TableLaw.random(6, 1)
+    dist = TableModel.random(6, 1)
     for sampling in (Sampling(), PLAIN):
-        tree = draft_of(law, RSDS(3, 4), 13, sampling, random_rows(50), 50).tree
+        tree = draft_of(dist, RSDS(3, 4), 13, sampling, random_rows(50), 50).tree
         tree.check()
         assert (tree.num_nodes == 13).all()
         assert torch.equal(tree.depths, torch.tensor([0, *(1 + node // 3 for node in range(12))]).expand(50, -1).int())
@@ -136,13 +138,13 @@ def test_a_beam_is_full_and_its_siblings_differ() -> None:
 
 
 def test_children_drawn_with_replacement_are_those_of_their_numbers() -> None:
-    law, sampling = TableLaw.random(4, 5), Sampling(0.8)
-    draft = draft_of(law, SpecInfer([3, 2]), 10, sampling, random_rows(300), 300)
-    assert draft.laws is not None
-    assert (draft.laws.kind == INDEPENDENT).all()
+    dist, sampling = TableModel.random(4, 5), Sampling(0.8)
+    draft = draft_of(dist, SpecInfer([3, 2]), 10, sampling, random_rows(300), 300)
+    assert draft.probs is not None
+    assert (draft.probs.kind == INDEPENDENT).all()
     assert (draft.tree.num_nodes == 10).all()
     rng, zero = random_rows(300).at(torch.ones(300, dtype=torch.long)), torch.zeros(300, dtype=torch.long)
-    table = sampling.law(law.logits)
+    table = sampling.probs(dist.logits)
     for node, (parent, rank) in enumerate([(0, 0), (0, 1), (0, 2), *((1 + n // 2, n % 2) for n in range(6))], 1):
         above = draft.tree.tokens[:, parent]
         drawn = rng.choice("draft", table[above], zero, parent * MAX_RANKS + rank)
@@ -151,16 +153,16 @@ def test_children_drawn_with_replacement_are_those_of_their_numbers() -> None:
     assert 0 < int(twins.sum()) < 300
 
 
-def test_siblings_taken_for_distinct_ones_break_the_law() -> None:
+def test_siblings_taken_for_distinct_ones_break_the_distribution() -> None:
     biases = []
     for seed in range(4):
-        target, law = TableLaw.random(4, 40 + seed), TableLaw.random(4, 50 + seed, scale=0.5)
-        trees, _ = all_drafts(law, SpecInfer([3]), 4, PLAIN)
+        target, dist = TableModel.random(4, 40 + seed), TableModel.random(4, 50 + seed, scale=0.5)
+        trees, _ = all_drafts(dist, SpecInfer([3]), 4, PLAIN)
         joint = target.joint(PLAIN, 2)
-        assert total_variation(emitted_law(target, trees, PLAIN, "rejection", 2), joint) < EXACT
-        laws = DraftLaws(trees.laws.probs, trees.laws.row, torch.full_like(trees.laws.kind, SAMPLED))
-        wrong = type(trees)(trees.tokens, trees.parents, laws, trees.weight)
-        biases.append(total_variation(emitted_law(target, wrong, PLAIN, "rejection", 2), joint))
+        assert total_variation(emitted_probs(target, trees, PLAIN, "rejection", 2), joint) < EXACT
+        dists = DraftProbs(trees.probs.probs, trees.probs.row, torch.full_like(trees.probs.kind, SAMPLED))
+        wrong = type(trees)(trees.tokens, trees.parents, dists, trees.weight)
+        biases.append(total_variation(emitted_probs(target, wrong, PLAIN, "rejection", 2), joint))
     assert max(biases) > 0.005
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.enumeration import TableLaw, TableLM, emitted_law, total_variation
+from helpers.enumeration import TableLM, TableModel, emitted_probs, total_variation
 from test_growth import all_drafts, draft_of, nodes_by_path, random_rows
 from torch import Tensor
 
@@ -64,10 +64,10 @@ def test_a_shape_that_is_none_is_refused(make: Any, message: str) -> None:
 
 @pytest.mark.parametrize("budget", [2, 9, 17])
 def test_at_temperature_0_the_tree_is_that_of_the_greatest_chances(budget: int) -> None:
-    law = TableLaw.random(6, 3, scale=2.0)
-    draft = draft_of(law, Calibrated(depth=3), budget, Sampling(), random_rows(1))
-    assert draft.laws is None
-    probs = law.logits.softmax(-1)
+    dist = TableModel.random(6, 3, scale=2.0)
+    draft = draft_of(dist, Calibrated(depth=3), budget, Sampling(), random_rows(1))
+    assert draft.probs is None
+    probs = dist.logits.softmax(-1)
     values: dict[tuple[int, ...], float] = {}
 
     def visit(path: tuple[int, ...], value: float) -> None:
@@ -99,11 +99,11 @@ def test_drawn_trees_may_have_a_wider_root_and_others_not() -> None:
 
 
 def test_the_eldest_child_is_believed_by_the_temperature() -> None:
-    law = torch.full((1, 1, 10), 0.1)
+    dist = torch.full((1, 1, 10), 0.1)
     eldest = {}
     for temperature in (0.3, 0.6, 0.8, 1.0, 1.5):
         growth = Calibrated().bind(Sampling(temperature))
-        priority, value = growth.estimate(1, CPU).rate(Slots(torch.ones(1, 1), law[..., :3], law))
+        priority, value = growth.estimate(1, CPU).rate(Slots(torch.ones(1, 1), dist[..., :3], dist))
         eldest[temperature] = (float(priority[0, 0, 0]), float(value[0, 0, 0]))
         younger = float(priority[0, 0, 1]) / (1 - eldest[temperature][1])
         assert younger == pytest.approx(1 / (1 + math.exp(1.35 + 0.73 * math.log(1 - 0.075))), rel=1e-4)
@@ -166,14 +166,14 @@ def middle(edges: tuple[float, ...], number: int) -> float:
 
 @pytest.mark.parametrize("policy", [(2, 2, 5), (2, 2, 4), (1, 3, 3)], ids=["whole", "cut", "star"])
 @pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
-def test_the_emitted_law_is_the_target_s(policy: tuple[int, int, int], verifier: str) -> None:
+def test_the_emitted_distribution_is_the_target_s(policy: tuple[int, int, int], verifier: str) -> None:
     depth, ranks, budget = policy
-    target, law = TableLaw.random(3, 11), TableLaw.random(3, 12)
-    trees, _ = all_drafts(law, Calibrated(depth, ranks), budget, PLAIN)
+    target, dist = TableModel.random(3, 11), TableModel.random(3, 12)
+    trees, _ = all_drafts(dist, Calibrated(depth, ranks), budget, PLAIN)
     assert abs(float(trees.weight.sum()) - 1) < EXACT
-    assert set(trees.laws.kind.unique().tolist()) == {SAMPLED}
+    assert set(trees.probs.kind.unique().tolist()) == {SAMPLED}
     length = int(trees.tree.depths.max()) + 1
-    assert total_variation(emitted_law(target, trees, PLAIN, verifier, length), target.joint(PLAIN, length)) < EXACT
+    assert total_variation(emitted_probs(target, trees, PLAIN, verifier, length), target.joint(PLAIN, length)) < EXACT
 
 
 @dataclass(frozen=True)
@@ -183,10 +183,10 @@ class Taught(Calibrated):
     def estimate(self, batch: int, device: torch.device) -> Estimate:
         estimate = super().estimate(batch, device)
         tree = TokenTree(torch.zeros(batch, 3).long(), torch.tensor([[-1, 0, 0]]).expand(batch, 3))
-        law = torch.tensor([[[0.42, 0.36, 0.22]]]).expand(batch, 1, 3)
+        dist = torch.tensor([[[0.42, 0.36, 0.22]]]).expand(batch, 1, 3)
         probs = torch.tensor([[[0.42, 0.36]]]).expand(batch, 1, 2)
         for _ in range(100):
-            estimate.rate(Slots(torch.ones(batch, 1), probs, law))
+            estimate.rate(Slots(torch.ones(batch, 1), probs, dist))
             notes = [estimate.note(torch.tensor([[0, 1]]).expand(batch, 2))]
             ratios = torch.tensor([[0.0, 1.0, 0.0]]).expand(batch, 3)
             proposal = Proposal(tree, torch.ones_like(ratios), None, notes)
@@ -195,18 +195,18 @@ class Taught(Calibrated):
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])
-def test_the_emitted_law_is_the_target_s_whatever_was_learnt(verifier: str) -> None:
-    target, law = TableLaw.random(3, 11, scale=0.5), TableLaw.random(3, 12, scale=0.5)
-    trees, _ = all_drafts(law, Taught(2, 2), 4, PLAIN)
-    naive, _ = all_drafts(law, Calibrated(2, 2), 4, PLAIN)
+def test_the_emitted_distribution_is_the_target_s_whatever_was_learnt(verifier: str) -> None:
+    target, dist = TableModel.random(3, 11, scale=0.5), TableModel.random(3, 12, scale=0.5)
+    trees, _ = all_drafts(dist, Taught(2, 2), 4, PLAIN)
+    naive, _ = all_drafts(dist, Calibrated(2, 2), 4, PLAIN)
     shapes = [set(map(tuple, one.parents.tolist())) for one in (trees, naive)]
     assert shapes[0] != shapes[1], "what was learnt should change trees"
     trees = replace(trees, weight=trees.weight / trees.weight.sum())  # draws that nothing asked for count each outcome
-    assert total_variation(emitted_law(target, trees, PLAIN, verifier, 3), target.joint(PLAIN, 3)) < EXACT
+    assert total_variation(emitted_probs(target, trees, PLAIN, verifier, 3), target.joint(PLAIN, 3)) < EXACT
 
 
 def test_ratings_and_what_is_learnt_are_those_of_a_table_kept_by_hand() -> None:
-    law = torch.tensor([[[0.7, 0.2, 0.06, 0.04], [0.25, 0.25, 0.25, 0.25], [0.97, 0.01, 0.01, 0.01]]])
+    dist = torch.tensor([[[0.7, 0.2, 0.06, 0.04], [0.25, 0.25, 0.25, 0.25], [0.97, 0.01, 0.01, 0.01]]])
     probs = torch.tensor([[[0.7, 0.2], [0.25, 0.25], [0.01, 0.97]]])
     reach = torch.tensor([[0.5, 0.3, 0.1]])
     #  the rated nodes are 0, 1, 2 of the layer above; kept: both children of the first, the eldest of the third
@@ -217,7 +217,7 @@ def test_ratings_and_what_is_learnt_are_those_of_a_table_kept_by_hand() -> None:
     counted: dict[str, dict[tuple[int, ...], tuple[float, float]]] = {"before": {}, "after": {}}
 
     def cells(node: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        sharpness = float((law[0, node] ** 2).sum())
+        sharpness = float((dist[0, node] ** 2).sum())
         spent = float(probs[0, node, :rank].sum())
         confidence = float(probs[0, node, rank]) / (1 - spent)
         before = (rank, place(sharpness, SHARPNESS_EDGES))
@@ -234,7 +234,7 @@ def test_ratings_and_what_is_learnt_are_those_of_a_table_kept_by_hand() -> None:
         return (PRIOR_TESTS / (1 + math.exp(-logit)) + passed) / (PRIOR_TESTS + tests)
 
     for _ in range(3):
-        priority, value = estimate.rate(Slots(reach, probs, law))
+        priority, value = estimate.rate(Slots(reach, probs, dist))
         for node in range(3):
             (before, after), (younger, _) = cells(node, 0), cells(node, 1)
             eldest = float(reach[0, node]) * odds("before", before)
@@ -251,19 +251,19 @@ def test_ratings_and_what_is_learnt_are_those_of_a_table_kept_by_hand() -> None:
 
 
 def test_values_of_a_drawn_tree_are_those_of_a_new_table_whatever_the_text_says() -> None:
-    law, prompt, pending = TableLaw.random(6, 3), [3, 1, 0, 2, 5, 4, 0, 1, 3, 3, 0, 4], 2
+    dist, prompt, pending = TableModel.random(6, 3), [3, 1, 0, 2, 5, 4, 0, 1, 3, 3, 0, 4], 2
     growth, depths = Calibrated(depth=3).bind(PLAIN), set()
     for seed in range(6):
-        run: Any = ModelDrafter(TableLM(law).as_lm()).start(6, [prompt], random_rows(1, seed))
+        run: Any = ModelDrafter(TableLM(dist).as_lm()).start(6, [prompt], random_rows(1, seed))
         draft = run.propose(torch.tensor([pending]), growth, 17)
         assert draft.values is not None
         tokens, parents = draft.tree.tokens[0].tolist(), draft.tree.parents[0].tolist()
-        left = dict[int, tuple[float, float, int]]()  # untested, of the law, rank of the next child
+        left = dict[int, tuple[float, float, int]]()  # untested, of the distribution, rank of the next child
         for node in range(1, len(tokens)):
             parent = parents[node]
             token, child = tokens[parent], tokens[node]
             untested, rest, rank = left.get(parent, (float(draft.values[0, parent]), 1.0, 0))
-            row = law.logits[token].softmax(-1)
+            row = dist.logits[token].softmax(-1)
             share = float(row[child]) / rest
             level, slope, steep = AFTER[min(rank, len(AFTER) - 1)]
             level += 0.2 * BY_TEMPERATURE * (rank == 0)
@@ -288,39 +288,39 @@ def test_what_is_learnt_does_not_depend_on_the_padding_that_a_neighbour_s_larger
         above = values.gather(1, parents[:, node : node + 1].long())[:, 0]
         values[:, node] = above * torch.rand(400, generator=generator)
     slots = torch.randint(0, 64, (400, 29), generator=generator)
-    probs, law = torch.rand(400, 16, 4, generator=generator) / 4, torch.rand(400, 16, 9, generator=generator) / 5
+    probs, dist = torch.rand(400, 16, 4, generator=generator) / 4, torch.rand(400, 16, 9, generator=generator) / 5
     rated = []
     for more in (0, 1, 5, 37):
         estimate = Calibrated().bind(Sampling(temperature)).estimate(400, CPU)
-        estimate.rate(Slots(torch.ones(400, 16), probs, law))
+        estimate.rate(Slots(torch.ones(400, 16), probs, dist))
         tree = TokenTree.unchecked(torch.zeros(400, 30 + more).long(), F.pad(parents, (0, more), value=-1))
         notes = [estimate.note(F.pad(slots, (0, more)))]
         proposal = Proposal(tree, F.pad(values, (0, more)), None, notes)
         estimate.learn(proposal, F.pad(ratios, (0, more)), torch.ones(400, dtype=torch.bool))
-        rated.append(estimate.rate(Slots(torch.ones(400, 16), probs, law))[0])
+        rated.append(estimate.rate(Slots(torch.ones(400, 16), probs, dist))[0])
     assert all(torch.equal(rated[0], other) for other in rated[1:])
 
 
 def test_sequences_learn_by_themselves_and_finished_ones_not_at_all() -> None:
     tree = TokenTree(torch.zeros(3, 2).long(), torch.tensor([[-1, 0]]).expand(3, 2))
-    law = torch.full((3, 1, 4), 0.25)
+    dist = torch.full((3, 1, 4), 0.25)
     estimate, alone = Calibration(3, 2, CPU, 0.8), Calibration(1, 2, CPU, 0.8)
     ratios, is_live = torch.tensor([[0.0, 0.1], [0.0, 0.9], [0.0, 0.9]]), torch.tensor([True, True, False])
     for one, rows, chain in ((estimate, 3, tree), (alone, 1, TokenTree.chain([0, 0]))):
-        one.rate(Slots(torch.ones(rows, 1), law[:rows, :, :2], law[:rows]))
+        one.rate(Slots(torch.ones(rows, 1), dist[:rows, :, :2], dist[:rows]))
         proposal = Proposal(chain, torch.ones(rows, 2), None, [one.note(torch.zeros(rows, 1).long())])
         one.learn(proposal, ratios[:rows], is_live[:rows])
-    priority, _ = estimate.rate(Slots(torch.ones(3, 1), law[..., :2], law))
-    fresh, _ = Calibration(1, 2, CPU, 0.8).rate(Slots(torch.ones(1, 1), law[:1, :, :2], law[:1]))
-    expected, _ = alone.rate(Slots(torch.ones(1, 1), law[:1, :, :2], law[:1]))
+    priority, _ = estimate.rate(Slots(torch.ones(3, 1), dist[..., :2], dist))
+    fresh, _ = Calibration(1, 2, CPU, 0.8).rate(Slots(torch.ones(1, 1), dist[:1, :, :2], dist[:1]))
+    expected, _ = alone.rate(Slots(torch.ones(1, 1), dist[:1, :, :2], dist[:1]))
     assert torch.equal(priority[0], expected[0])
     assert float(priority[0, 0, 0]) < float(fresh[0, 0, 0]) < float(priority[1, 0, 0])
     assert torch.equal(priority[2], fresh[0])
 
 
 def test_a_run_learns_from_the_log_and_its_growth_does_not() -> None:
-    law, growth = TableLaw.random(5, 1), Calibrated(depth=2).bind(PLAIN)
-    runs = [ModelDrafter(TableLM(law).as_lm()).start(5, [[0], [0]], random_rows(2)) for _ in range(2)]
+    dist, growth = TableModel.random(5, 1), Calibrated(depth=2).bind(PLAIN)
+    runs = [ModelDrafter(TableLM(dist).as_lm()).start(5, [[0], [0]], random_rows(2)) for _ in range(2)]
     pending = torch.zeros(2, dtype=torch.long)
     for run in runs:
         draft = run.propose(pending, growth, 8)
@@ -343,15 +343,15 @@ def test_a_run_learns_from_the_log_and_its_growth_does_not() -> None:
 
 
 def test_at_temperature_0_the_eldest_is_believed_as_the_text_goes_and_the_others_share_what_it_leaves() -> None:
-    law = torch.tensor([0.5, 0.3, 0.15, 0.05]).expand(2, 1, 4)
+    dist = torch.tensor([0.5, 0.3, 0.15, 0.05]).expand(2, 1, 4)
     estimate, fresh = (Calibrated().bind(Sampling()).estimate(2, CPU) for _ in range(2))
-    before = estimate.rate(Slots(torch.ones(2, 1), law[..., :3], law))[0][:, 0].tolist()
+    before = estimate.rate(Slots(torch.ones(2, 1), dist[..., :3], dist))[0][:, 0].tolist()
     tree = TokenTree(torch.zeros(2, 5).long(), torch.tensor([[-1, 0, 0, 1, 2]] * 2))
     values = torch.tensor([[1.0, 0.75, 0.1, 0.3, 0.05]] * 2)
     # The first text accepts the eldest child and not its child; the second one stands still.
     ratios = torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0]] * 2)
     estimate.learn(Proposal(tree, values, None, []), ratios, torch.tensor([True, False]))
-    after = estimate.rate(Slots(torch.ones(2, 1), law[..., :3], law))[0][:, 0].tolist()
+    after = estimate.rate(Slots(torch.ones(2, 1), dist[..., :3], dist))[0][:, 0].tolist()
     assert after[1] == before[1]
     weight = LEVEL_WEIGHT + 0.75 * 0.25 + 0.4 * 0.6
     odds = math.log(before[0][0] / (1 - before[0][0])) + (0.25 - 0.4) / weight
@@ -361,40 +361,40 @@ def test_at_temperature_0_the_eldest_is_believed_as_the_text_goes_and_the_others
     estimate.forget(0)
     for one in (estimate, fresh):
         one.learn(Proposal(tree, values, None, []), ratios, torch.tensor([True, True]))
-    again, expected = (one.rate(Slots(torch.ones(2, 1), law[..., :3], law))[0] for one in (estimate, fresh))
+    again, expected = (one.rate(Slots(torch.ones(2, 1), dist[..., :3], dist))[0] for one in (estimate, fresh))
     assert torch.equal(again[0], expected[0]), "as a text that begins"
 
 
 def test_at_temperature_0_what_a_text_says_already_counts_for_more_whoever_says_it() -> None:
-    law = torch.tensor([0.3, 0.3, 0.2, 0.2]).expand(3, 1, 4)
+    dist = torch.tensor([0.3, 0.3, 0.2, 0.2]).expand(3, 1, 4)
     estimate = Calibrated().bind(Sampling()).estimate(3, CPU)
     # Of three texts, which end in 9 7, the first says 9 7 2, the second 8 7 2, the third neither.
     texts = torch.tensor([[9, 7, 2, 4, 9], [8, 7, 2, 4, 9], [9, 1, 2, 4, 9]])
     estimate.remember(texts, None, torch.tensor([5, 5, 5], dtype=torch.int32))
     root = torch.zeros(3, dtype=torch.long)
     words = Words(torch.tensor([[[1, 2, 3]]] * 3), torch.tensor([[7, 0]] * 3), -torch.ones(3, 2).int(), 1, root)
-    found = estimate.rate(Slots(torch.ones(3, 1), law[..., :3], law, words=words))[0][:, 0]
+    found = estimate.rate(Slots(torch.ones(3, 1), dist[..., :3], dist, words=words))[0][:, 0]
     for row, held in enumerate(([1, 1], [1, 0], [0, 0])):
         for rank in range(3):
             level, by_confidence, by_sharpness, *by_text = CERTAIN[rank]
             says = [*held, 0, 0] if rank == 1 else [0, 0, *held]
-            odds = level + by_confidence * math.log(law[0, 0, rank]) - by_sharpness * math.log(1 - 0.26)
+            odds = level + by_confidence * math.log(dist[0, 0, rank]) - by_sharpness * math.log(1 - 0.26)
             odds += sum(slope * is_said for slope, is_said in zip(by_text, says, strict=True))
             assert float(found[row, rank]) == pytest.approx(1 / (1 + math.exp(-odds)), rel=1e-5), (row, rank)
     assert found[0].argmax() == 1 and found[2].argmax() == 0
     estimate.forget(0)
-    assert torch.equal(estimate.rate(Slots(torch.ones(3, 1), law[..., :3], law, words=words))[0][0, 0], found[2])
+    assert torch.equal(estimate.rate(Slots(torch.ones(3, 1), dist[..., :3], dist, words=words))[0][0, 0], found[2])
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_greedy_tree_looks_up_what_every_node_would_say(is_stopped: bool) -> None:
-    law, prompt, pending = TableLaw.random(6, 3), [3, 1, 0, 2, 5, 4, 0, 1, 3, 3, 0, 4], 2
+    dist, prompt, pending = TableModel.random(6, 3), [3, 1, 0, 2, 5, 4, 0, 1, 3, 3, 0, 4], 2
     growth: Growth = Calibrated(depth=3).bind(Sampling())
     growth = DepthStop(growth, threshold=-50.0, layers=None) if is_stopped else growth
-    run = ModelDrafter(TableLM(law).as_lm()).start(6, [prompt], random_rows(1))
+    run = ModelDrafter(TableLM(dist).as_lm()).start(6, [prompt], random_rows(1))
     draft = run.propose(torch.tensor([pending]), growth, 17)
     pairs, triples = set(pairwise(prompt)), set(zip(prompt, prompt[1:], prompt[2:], strict=False))
-    probs, values = law.logits.softmax(-1), dict[tuple[int, ...], float]()
+    probs, values = dist.logits.softmax(-1), dict[tuple[int, ...], float]()
 
     def visit(path: tuple[int, ...], value: float) -> None:
         before, token = [prompt[-1], pending, *path][-2:]
@@ -415,14 +415,14 @@ def test_a_greedy_tree_looks_up_what_every_node_would_say(is_stopped: bool) -> N
     assert sorted(nodes_by_path(draft.tree)) == sorted(sorted(values, key=lambda path: -values[path])[:16])
     wanted = [1.0, *(values[path] for path in nodes_by_path(draft.tree))]
     assert draft.values[0].tolist() == pytest.approx(wanted, rel=1e-5)
-    plain = sorted(nodes_by_path(draft_of(law, growth, 17, Sampling(), random_rows(1)).tree))
+    plain = sorted(nodes_by_path(draft_of(dist, growth, 17, Sampling(), random_rows(1)).tree))
     assert max(map(len, values)) == 3 and sorted(nodes_by_path(draft.tree)) != plain
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_a_greedy_run_remembers_prompts_and_what_was_accepted_whatever_the_budget(is_fused: bool) -> None:
-    law, growth = TableLaw.random(9, 1), Calibrated(depth=2).bind(Sampling())
-    run: Any = ModelDrafter(TableLM(law).as_lm()).start(9, [[1, 2, 3], [4]], random_rows(2))
+    dist, growth = TableModel.random(9, 1), Calibrated(depth=2).bind(Sampling())
+    run: Any = ModelDrafter(TableLM(dist).as_lm()).start(9, [[1, 2, 3], [4]], random_rows(2))
     texts, pending = [[1, 2, 3], [4]], torch.tensor([5, 6])
     run.reserve(60, DepthStop(growth, threshold=-50.0, layers=None), 6, begins=False)
     growth = run._growth
@@ -459,8 +459,8 @@ def check_memory(run: Any, texts: list[list[int]]) -> None:
 
 
 def test_a_greedy_run_learns_from_its_paths_and_its_growth_does_not() -> None:
-    law, growth = TableLaw.random(5, 1), Calibrated(depth=2).bind(Sampling())
-    run = ModelDrafter(TableLM(law).as_lm()).start(5, [[0], [0]], random_rows(2))
+    dist, growth = TableModel.random(5, 1), Calibrated(depth=2).bind(Sampling())
+    run = ModelDrafter(TableLM(dist).as_lm()).start(5, [[0], [0]], random_rows(2))
     pending = torch.zeros(2, dtype=torch.long)
 
     def eldest() -> Tensor:
@@ -474,15 +474,15 @@ def test_a_greedy_run_learns_from_its_paths_and_its_growth_does_not() -> None:
         draft, before = run.propose(pending, growth, 2), eldest()
         lengths = torch.tensor([len(path), 0], dtype=torch.int32)
         run.observe(Acceptance(torch.tensor([path, path], dtype=torch.int32), lengths, pending))
-        assert draft.tree.tokens.shape[1] == 2 and draft.laws is None
+        assert draft.tree.tokens.shape[1] == 2 and draft.probs is None
         assert sign * float(eldest()[0] - before[0]) > 0.01 and eldest()[1] == before[1]
     run.restart([[0], [0]])
     assert torch.equal(eldest(), begun), "other texts begin anew"
 
 
 def test_a_run_may_change_its_growth_and_skip_observing() -> None:
-    law, calibrated, chain = TableLaw.random(5, 1), Calibrated(depth=2).bind(PLAIN), Chain(2).bind(PLAIN)
-    run = ModelDrafter(TableLM(law).as_lm()).start(5, [[0]], random_rows(1))
+    dist, calibrated, chain = TableModel.random(5, 1), Calibrated(depth=2).bind(PLAIN), Chain(2).bind(PLAIN)
+    run = ModelDrafter(TableLM(dist).as_lm()).start(5, [[0]], random_rows(1))
     pending = torch.zeros(1, dtype=torch.long)
     for growth, budget in ((calibrated, 8), (calibrated, 3), (chain, 8), (calibrated, 1), (calibrated, 8)):
         run.propose(pending, growth, budget)

@@ -11,10 +11,10 @@ import torch
 from helpers.enumeration import (
     DraftedTrees,
     Outcomes,
-    TableLaw,
     TableLM,
+    TableModel,
     as_random,
-    emitted_law,
+    emitted_probs,
     short_texts,
     total_variation,
 )
@@ -42,7 +42,7 @@ from stree.growth import (
 )
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
-from stree.verify import DELTA, INDEPENDENT, SAMPLED, DraftLaws
+from stree.verify import DELTA, INDEPENDENT, SAMPLED, DraftProbs
 
 PLAIN = Sampling(1.0)
 EXACT = 1e-12  # total variation: sums in float64
@@ -52,9 +52,9 @@ def random_rows(batch: int, seed: int = 0) -> Random:
     return Random(seed, torch.arange(batch), torch.zeros(batch, dtype=torch.long))
 
 
-def draft_of(law: TableLaw, growth: Growth, budget: int, sampling: Sampling, rng: Random, batch: int = 1) -> Draft:
+def draft_of(dist: TableModel, growth: Growth, budget: int, sampling: Sampling, rng: Random, batch: int = 1) -> Draft:
     """Propose trees below pending tokens 0 of one-token texts."""
-    run = ModelDrafter(TableLM(law).as_lm()).start(law.vocab, [[0]] * batch, rng)
+    run = ModelDrafter(TableLM(dist).as_lm()).start(dist.vocab, [[0]] * batch, rng)
     return run.propose(torch.zeros(batch, dtype=torch.long), growth.bind(sampling), budget)
 
 
@@ -68,10 +68,10 @@ def nodes_by_path(tree: TokenTree, row: int = 0) -> list[tuple[int, ...]]:
     return [path for node, path in paths.items() if node]
 
 
-def path_prob(law: TableLaw, path: Sequence[int]) -> float:
+def path_prob(dist: TableModel, path: Sequence[int]) -> float:
     prob, last = 1.0, 0
     for token in path:
-        prob *= float(law.logits[last].softmax(-1)[token])
+        prob *= float(dist.logits[last].softmax(-1)[token])
         last = token
     return prob
 
@@ -99,9 +99,9 @@ def test_the_tree_of_the_stree_paper_has_thirteen_nodes_in_four_levels() -> None
     plan = Static.stree().plan(13)
     assert plan.num_nodes == 12
     assert [layer.width for layer in plan.layers] == [3, 3, 3, 3]
-    law = TableLaw.random(7, 0)
+    dist = TableModel.random(7, 0)
     for sampling in (Sampling(), PLAIN):
-        tree = draft_of(law, Static.stree(), 13, sampling, random_rows(1)).tree
+        tree = draft_of(dist, Static.stree(), 13, sampling, random_rows(1)).tree
         tree.check()
         # Level 2: two below the first of level 1, one below its second; level 3 alike; level 4: three below the first.
         assert tree.parents.tolist() == [[-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 7, 7]]
@@ -202,7 +202,7 @@ def test_a_shape_may_be_a_tensor() -> None:
 )
 def test_a_dynamic_tree_keeps_the_budget_and_is_a_tree(growth: Growth, sampling: Sampling) -> None:
     for budget in (2, 3, 8, 17):
-        draft = draft_of(TableLaw.random(9, 1, scale=3.0), growth, budget, sampling, random_rows(5), 5)
+        draft = draft_of(TableModel.random(9, 1, scale=3.0), growth, budget, sampling, random_rows(5), 5)
         draft.tree.check()
         assert draft.tree.tokens.shape[1] <= budget
         assert int(draft.tree.num_nodes.max()) <= budget
@@ -218,7 +218,7 @@ def test_a_dynamic_tree_keeps_the_budget_and_is_a_tree(growth: Growth, sampling:
 @pytest.mark.parametrize("sampling", [Sampling(), PLAIN], ids=["greedy", "T1"])
 @pytest.mark.parametrize("growth", [DySpec(depth=2, ranks=9), Static([5, 2])], ids=["layers", "static"])
 def test_more_ranks_than_tokens_leave_the_surplus_empty(growth: Growth, sampling: Sampling) -> None:
-    draft = draft_of(TableLaw.random(3, 1), growth, 40, sampling, random_rows(2), 2)
+    draft = draft_of(TableModel.random(3, 1), growth, 40, sampling, random_rows(2), 2)
     draft.tree.check()
     for row in range(2):
         paths = nodes_by_path(draft.tree, row)
@@ -230,42 +230,42 @@ def test_more_ranks_than_tokens_leave_the_surplus_empty(growth: Growth, sampling
 @pytest.mark.parametrize("form", ["layers", "heap"])
 def test_a_dynamic_tree_fills_the_budget_when_the_draft_is_unsure(form: str, sampling: Sampling) -> None:
     for budget in (2, 5, 16, 33):
-        draft = draft_of(TableLaw.random(50, 2, scale=0.5), DySpec(form=form), budget, sampling, random_rows(3), 3)
+        draft = draft_of(TableModel.random(50, 2, scale=0.5), DySpec(form=form), budget, sampling, random_rows(3), 3)
         assert draft.tree.num_nodes.tolist() == [budget] * 3
 
 
 @pytest.mark.parametrize("form", ["layers", "heap"])
 @pytest.mark.parametrize("seed", range(5))
 def test_at_temperature_0_the_nodes_are_those_of_greatest_path_probability(form: str, seed: int) -> None:
-    law, nodes = TableLaw.random(6, seed, scale=2.0), 11
-    heap: list[tuple[float, tuple[int, ...]]] = [(-path_prob(law, (token,)), (token,)) for token in range(6)]
+    dist, nodes = TableModel.random(6, seed, scale=2.0), 11
+    heap: list[tuple[float, tuple[int, ...]]] = [(-path_prob(dist, (token,)), (token,)) for token in range(6)]
     heapq.heapify(heap)
     best: list[tuple[int, ...]] = []
     while len(best) < nodes:
         negative, path = heapq.heappop(heap)
         best.append(path)
         for token in range(6):
-            heapq.heappush(heap, (-path_prob(law, (*path, token)), (*path, token)))
-    draft = draft_of(law, DySpec(depth=nodes, ranks=6, form=form), nodes + 1, Sampling(), random_rows(1))
-    assert draft.laws is None
+            heapq.heappush(heap, (-path_prob(dist, (*path, token)), (*path, token)))
+    draft = draft_of(dist, DySpec(depth=nodes, ranks=6, form=form), nodes + 1, Sampling(), random_rows(1))
+    assert draft.probs is None
     assert set(nodes_by_path(draft.tree)) == set(best)
 
 
-def draw(rng: Random, law: Tensor, node: int) -> int:
-    """Draw from one law by inversion in plain Python."""
-    level = float(rng.uniform("draft", torch.zeros(1, dtype=torch.long), node)) * float(law.sum())
-    for token, prob in enumerate(law.tolist()):
+def draw(rng: Random, dist: Tensor, node: int) -> int:
+    """Draw from one distribution by inversion in plain Python."""
+    level = float(rng.uniform("draft", torch.zeros(1, dtype=torch.long), node)) * float(dist.sum())
+    for token, prob in enumerate(dist.tolist()):
         level -= prob
         if level < 0:
             return token
-    raise AssertionError("the law ran out before the number did")
+    raise AssertionError("the distribution ran out before the number did")
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_heap_draws_at_the_slot_of_greatest_value(seed: int) -> None:
-    law, sampling = TableLaw.random(6, seed), Sampling(0.9)
-    draft = draft_of(law, DySpec(form="heap"), 12, sampling, random_rows(1, seed))
-    rows = [sampling.law(law.logits[[0]])[0]]
+    dist, sampling = TableModel.random(6, seed), Sampling(0.9)
+    draft = draft_of(dist, DySpec(form="heap"), 12, sampling, random_rows(1, seed))
+    rows = [sampling.probs(dist.logits[[0]])[0]]
     values, counts, tokens, parents = [1.0], [0], [0], [-1]
     for _ in range(11):
         parent = max(range(len(values)), key=lambda node: values[node])
@@ -275,7 +275,7 @@ def test_the_heap_draws_at_the_slot_of_greatest_value(seed: int) -> None:
         rows[parent][token] = 0.0
         values.append(values[parent] * share)
         values[parent] *= 1 - share
-        rows.append(sampling.law(law.logits[[token]])[0])
+        rows.append(sampling.probs(dist.logits[[token]])[0])
         counts.append(0)
         tokens.append(token)
         parents.append(parent)
@@ -286,9 +286,9 @@ def test_the_heap_draws_at_the_slot_of_greatest_value(seed: int) -> None:
 @pytest.mark.parametrize("threshold", [None, 0.0, 0.15])
 @pytest.mark.parametrize("seed", range(4))
 def test_layers_take_the_best_slots_before_their_tokens_are_drawn(seed: int, threshold: float | None) -> None:
-    law, sampling, budget = TableLaw.random(8, seed, scale=2.0), Sampling(0.9), 10
+    dist, sampling, budget = TableModel.random(8, seed, scale=2.0), Sampling(0.9), 10
     growth = DySpec(depth=3, ranks=3, threshold=threshold)
-    draft = draft_of(law, growth, budget, sampling, random_rows(1, seed))
+    draft = draft_of(dist, growth, budget, sampling, random_rows(1, seed))
     least = 1 / budget if threshold is None else threshold
     rng = random_rows(1, seed).at(torch.tensor([1]))
     # The frontier: (number of the node, its path, value); numbers count the layers' places, padding included.
@@ -298,7 +298,7 @@ def test_layers_take_the_best_slots_before_their_tokens_are_drawn(seed: int, thr
     for depth in range(3):
         slots = []
         for node, path, value in frontier:
-            row = sampling.law(law.logits[[path[-1] if path else 0]])[0]
+            row = sampling.probs(dist.logits[[path[-1] if path else 0]])[0]
             rest, spent = row.clone(), 0.0
             for rank in range(3):
                 token = draw(rng, rest, (node << 20) + rank)
@@ -344,7 +344,7 @@ STOPPED: dict[str, tuple[Growth, int]] = {
     "decision": (DecisionStop(Static([2, 1]), weights=SURE), 5),
     "decision-calibrated": (DecisionStop(Calibrated(depth=2, ranks=2), weights=SURE), 5),
 }
-STOPPED_LAW = TableLaw.random(3, 148)  # greatest probabilities 0.77, 0.42, 0.65
+STOPPED_LAW = TableModel.random(3, 148)  # greatest probabilities 0.77, 0.42, 0.65
 # Of deterministic children, with the stop rules that they are meant for.
 DELTAS: dict[str, tuple[Growth, int]] = {
     "opt-tree": (OptTree(depth=2, least_gain=0.0), 5),
@@ -376,68 +376,68 @@ class Timed(Outcomes):
 SEED = 1
 
 
-def all_drafts(law: TableLaw, growth: Growth, budget: int, sampling: Sampling) -> tuple[DraftedTrees, Tensor]:
+def all_drafts(dist: TableModel, growth: Growth, budget: int, sampling: Sampling) -> tuple[DraftedTrees, Tensor]:
     """Draft with every outcome of every draw: the trees, and int64[batch, draws] what was drawn, if it can be."""
     plan = growth.bind(sampling).plan(budget)
     is_drawn = plan.drawing != "top" and not sampling.is_greedy
-    outcomes = Timed.all(0, num_draws(growth.bind(sampling), budget) if is_drawn else 0, law.vocab)
+    outcomes = Timed.all(0, num_draws(growth.bind(sampling), budget) if is_drawn else 0, dist.vocab)
     with short_texts():
-        draft = draft_of(law, growth, budget, sampling, as_random(outcomes), len(outcomes.weight))
+        draft = draft_of(dist, growth, budget, sampling, as_random(outcomes), len(outcomes.weight))
     rows = (outcomes.weight > 0).nonzero()[:, 0]
     parents = draft.tree.parents
-    nothing = torch.zeros(len(outcomes.weight), 1, law.vocab, dtype=law.logits.dtype)
-    laws = draft.laws or DraftLaws(nothing, parents, torch.full_like(parents, DELTA, dtype=torch.int8))
-    return DraftedTrees(draft.tree.tokens, draft.tree.parents, laws, outcomes.weight).select(rows), outcomes.tokens[
+    nothing = torch.zeros(len(outcomes.weight), 1, dist.vocab, dtype=dist.logits.dtype)
+    dists = draft.probs or DraftProbs(nothing, parents, torch.full_like(parents, DELTA, dtype=torch.int8))
+    return DraftedTrees(draft.tree.tokens, draft.tree.parents, dists, outcomes.weight).select(rows), outcomes.tokens[
         rows
     ]
 
 
 @pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_growth_emits_the_target_s_law_exactly(policy: str, verifier: str) -> None:
+def test_every_growth_emits_the_target_s_distribution_exactly(policy: str, verifier: str) -> None:
     growth, budget = POLICIES[policy]
-    target, law = TableLaw.random(3, 11), TableLaw.random(3, 12)
-    trees, _ = all_drafts(law, growth, budget, PLAIN)
+    target, dist = TableModel.random(3, 11), TableModel.random(3, 12)
+    trees, _ = all_drafts(dist, growth, budget, PLAIN)
     assert abs(float(trees.weight.sum()) - 1) < EXACT
     kind = INDEPENDENT if policy.startswith("specinfer") else SAMPLED
-    assert set(trees.laws.kind.unique().tolist()) == {kind}
+    assert set(trees.probs.kind.unique().tolist()) == {kind}
     length = int(trees.tree.depths.max()) + 1
-    assert total_variation(emitted_law(target, trees, PLAIN, verifier, length), target.joint(PLAIN, length)) < EXACT
+    assert total_variation(emitted_probs(target, trees, PLAIN, verifier, length), target.joint(PLAIN, length)) < EXACT
 
 
 @pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
 @pytest.mark.parametrize("policy", STOPPED)
-def test_every_stopped_growth_emits_the_target_s_law_exactly(policy: str, verifier: str) -> None:
+def test_every_stopped_growth_emits_the_target_s_distribution_exactly(policy: str, verifier: str) -> None:
     growth, budget = STOPPED[policy]
-    target = TableLaw.random(3, 11)
+    target = TableModel.random(3, 11)
     trees, _ = all_drafts(STOPPED_LAW, growth, budget, PLAIN)
     assert abs(float(trees.weight.sum()) - 1) < EXACT
     assert len(trees.tree.num_nodes.unique()) > 1, "some trees stop, some do not"
     length = int(trees.tree.depths.max()) + 1
-    assert total_variation(emitted_law(target, trees, PLAIN, verifier, length), target.joint(PLAIN, length)) < EXACT
+    assert total_variation(emitted_probs(target, trees, PLAIN, verifier, length), target.joint(PLAIN, length)) < EXACT
 
 
 @pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
 @pytest.mark.parametrize("policy", DELTAS)
-def test_trees_of_the_most_probable_tokens_emit_the_law_exactly(policy: str, verifier: str) -> None:
+def test_trees_of_the_most_probable_tokens_emit_the_distribution_exactly(policy: str, verifier: str) -> None:
     growth, budget = DELTAS[policy]
-    for seed, law, sampling in ((11, STOPPED_LAW, PLAIN), (13, TableLaw.random(3, 14), Sampling(0.5, top_k=2))):
-        target = TableLaw.random(3, seed)
-        assert draft_of(law, growth, budget, sampling, random_rows(1)).laws is None
-        trees, _ = all_drafts(law, growth, budget, sampling)
+    for seed, dist, sampling in ((11, STOPPED_LAW, PLAIN), (13, TableModel.random(3, 14), Sampling(0.5, top_k=2))):
+        target = TableModel.random(3, seed)
+        assert draft_of(dist, growth, budget, sampling, random_rows(1)).probs is None
+        trees, _ = all_drafts(dist, growth, budget, sampling)
         length = int(trees.tree.depths.max()) + 1
-        emitted = emitted_law(target, trees, sampling, verifier, length)
+        emitted = emitted_probs(target, trees, sampling, verifier, length)
         assert total_variation(emitted, target.joint(sampling, length)) < EXACT
 
 
 @pytest.mark.parametrize("policy", ["layers", "layers-cut", "heap"])
-def test_every_growth_emits_the_law_exactly_where_drafted_tokens_have_probability_zero(policy: str) -> None:
+def test_every_growth_emits_the_distribution_exactly_where_drafted_tokens_have_probability_zero(policy: str) -> None:
     growth, budget = POLICIES[policy]
-    target, law, sampling = TableLaw.random(3, 13), TableLaw.random(3, 14), Sampling(0.9, top_k=2)
-    trees, _ = all_drafts(law, growth, budget, sampling)
+    target, dist, sampling = TableModel.random(3, 13), TableModel.random(3, 14), Sampling(0.9, top_k=2)
+    trees, _ = all_drafts(dist, growth, budget, sampling)
     assert abs(float(trees.weight.sum()) - 1) < EXACT
     length = int(trees.tree.depths.max()) + 1
-    emitted = emitted_law(target, trees, sampling, "rejection", length)
+    emitted = emitted_probs(target, trees, sampling, "rejection", length)
     assert total_variation(emitted, target.joint(sampling, length)) < EXACT
 
 
@@ -453,9 +453,9 @@ def test_whether_a_slot_is_taken_does_not_depend_on_its_own_token(policy: str, m
         return slots, is_taken
 
     monkeypatch.setattr("stree.drafters.model.choose_slots", recorded)
-    law = TableLaw.random(3, 12)
-    outcomes = Outcomes.all(0, num_draws(growth.bind(PLAIN), budget), law.vocab)
-    draft_of(law, growth, budget, PLAIN, as_random(outcomes), len(outcomes.weight))
+    dist = TableModel.random(3, 12)
+    outcomes = Outcomes.all(0, num_draws(growth.bind(PLAIN), budget), dist.vocab)
+    draft_of(dist, growth, budget, PLAIN, as_random(outcomes), len(outcomes.weight))
     possible, begin, compared = outcomes.weight > 0, 0, 0
     above = 1
     for layer, slots, is_taken in choices:
@@ -476,13 +476,13 @@ def test_whether_a_slot_is_taken_does_not_depend_on_its_own_token(policy: str, m
 
 
 def test_a_later_sibling_is_never_taken_before_an_earlier_one() -> None:
-    # The first draws use up nearly all of the law, so that what is left of it is rounding.
+    # The first draws use up nearly all of the distribution, so that what is left of it is rounding.
     probs = torch.tensor([0.9, 1e-8, 0.0999, 1e-9, 1e-4, 3e-8], dtype=torch.float32)
-    law = TableLaw(probs.log().expand(6, 6).contiguous())
+    dist = TableModel(probs.log().expand(6, 6).contiguous())
     for width in (1, 2, 3, 4, 5):
-        draft = draft_of(law, DySpec(depth=1, ranks=6, width=width, threshold=0.0), 7, PLAIN, random_rows(4000), 4000)
+        draft = draft_of(dist, DySpec(depth=1, ranks=6, width=width, threshold=0.0), 7, PLAIN, random_rows(4000), 4000)
         rng = random_rows(4000).at(torch.ones(4000, dtype=torch.long))
-        rest = PLAIN.law(law.logits[:1]).repeat(4000, 1)
+        rest = PLAIN.probs(dist.logits[:1]).repeat(4000, 1)
         for rank in range(int(draft.tree.num_nodes.max()) - 1):
             drawn = rng.choice("draft", rest, torch.zeros(4000, dtype=torch.long), rank)
             is_node = draft.tree.parents[:, 1 + rank] >= 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.enumeration import TableLaw
+from helpers.enumeration import TableModel
 from test_growth import draft_of, random_rows
 
 from stree.growth import (
@@ -72,8 +72,10 @@ def test_a_plan_fills_the_budget_within_the_depth() -> None:
 
 def test_widths_are_those_of_a_static_tree_drawn_alike() -> None:
     assert RSDC([3, 2]).plan(16) == Static([3, 2]).plan(16)
-    law, sampling = TableLaw.random(7, 0), Sampling(0.8)
-    left, right = (draft_of(law, growth, 16, sampling, random_rows(2), 2) for growth in (RSDC([3, 2]), Static([3, 2])))
+    probs, sampling = TableModel.random(7, 0), Sampling(0.8)
+    left, right = (
+        draft_of(probs, growth, 16, sampling, random_rows(2), 2) for growth in (RSDC([3, 2]), Static([3, 2]))
+    )
     assert torch.equal(left.tree.tokens, right.tree.tokens)
     assert torch.equal(left.tree.parents, right.tree.parents)
     with pytest.raises(ValueError, match=r"a tree of 10 nodes \(root included\) exceeds the budget of 9"):

@@ -36,8 +36,8 @@ def check_ratings(table: Table, children: Siblings, close: float = 0.0) -> Ratin
 def in_width(table: Table, children: Siblings, dtype: torch.dtype) -> tuple[Table, Siblings]:
     """Give the same in another dtype."""
     counts = {name: getattr(table, name).to(dtype) for name in ("passed", "tests", "sharpness", "confidence")}
-    laws = {name: getattr(children, name).to(dtype) for name in ("reach", "probs", "norms")}
-    return replace(table, **counts), replace(children, **laws)
+    dists = {name: getattr(children, name).to(dtype) for name in ("reach", "probs", "norms")}
+    return replace(table, **counts), replace(children, **dists)
 
 
 @pytest.mark.parametrize("dtype", WIDTHS)
@@ -53,7 +53,7 @@ def test_ratings_by_a_table_are_those_of_torch(
             assert bool((row[row > 0].diff() <= 0).all())
 
 
-def test_tables_and_laws_of_other_widths_are_rated_as_in_torch_and_strides_change_nothing() -> None:
+def test_tables_and_distributions_of_other_widths_are_rated_as_in_torch_and_strides_change_nothing() -> None:
     table, children = some_table(2, 6, 0, CPU), some_siblings(2, 7, 5, 0, CPU)
     wide = replace(
         children, reach=children.reach.double(), probs=children.probs.double(), norms=children.norms.double()
@@ -83,7 +83,7 @@ def test_a_number_at_an_edge_of_the_table_falls_below_it(edge: str, dtype: torch
     assert len(set(cells[0, :, 0, 0 if edge == "sharpness" else 1].tolist())) > 4
 
 
-def test_laws_that_are_used_up_and_tables_that_only_pass_are_rated_as_in_torch() -> None:
+def test_distributions_that_are_used_up_and_tables_that_only_pass_are_rated_as_in_torch() -> None:
     table = some_table(1, 4, 0, CPU)
     sure = replace(table, passed=table.tests.clone())
     beyond = replace(table, passed=table.tests * 1.5)  # more passed than tested: counts are rounded
@@ -160,8 +160,8 @@ def test_ratings_by_rank_are_those_of_torch(
 ) -> None:
     for seed in range(6):
         given = Ranked.draw(batch, above, ranks, seed, CPU)
-        laws = {name: getattr(given.given, name).to(dtype) for name in ("reach", "probs", "norms")}
-        assert check_ranks(given._replace(given=replace(given.given, **laws))).dtype == dtype
+        dists = {name: getattr(given.given, name).to(dtype) for name in ("reach", "probs", "norms")}
+        assert check_ranks(given._replace(given=replace(given.given, **dists))).dtype == dtype
 
 
 def of(ranked: Ranked) -> Words:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.enumeration import TableLaw, TableLM
+from helpers.enumeration import TableLM, TableModel
 from test_growth import nodes_by_path, path_prob, random_rows
 
 from stree.drafters import Draft, ModelDrafter
@@ -20,49 +20,49 @@ Path = tuple[int, ...]
 
 
 def proposed(
-    law: TableLaw, growth: Growth, budget: int, sampling: Sampling = GREEDY, batch: int = 1, first: int = 0
+    dist: TableModel, growth: Growth, budget: int, sampling: Sampling = GREEDY, batch: int = 1, first: int = 0
 ) -> tuple[Draft, int]:
     """Propose below pending tokens first, first + 1, ...; return the draft and the draft calls really made."""
-    lm = TableLM(law)
-    run = ModelDrafter(lm.as_lm()).start(law.vocab, [[0]] * batch, random_rows(batch))
-    pending = (torch.arange(batch) + first) % law.vocab
+    lm = TableLM(dist)
+    run = ModelDrafter(lm.as_lm()).start(dist.vocab, [[0]] * batch, random_rows(batch))
+    pending = (torch.arange(batch) + first) % dist.vocab
     draft = run.propose(pending, growth.bind(sampling), budget)
     assert draft.num_calls == lm.num_calls
     return draft, lm.num_calls
 
 
-def best(law: TableLaw, paths: list[Path], count: int) -> list[Path]:
-    return sorted(paths, key=lambda path: -path_prob(law, path))[:count]
+def best(dist: TableModel, paths: list[Path], count: int) -> list[Path]:
+    return sorted(paths, key=lambda path: -path_prob(dist, path))[:count]
 
 
-def eagle2(law: TableLaw, depth: int, beam: int, nodes: int) -> set[Path]:
+def eagle2(dist: TableModel, depth: int, beam: int, nodes: int) -> set[Path]:
     """Expand beams, then rerank all candidates: EAGLE-2 by its description."""
     frontier: list[Path] = [()]
     pool: list[Path] = []
     for _ in range(depth):
         candidates = []
         for path in frontier:
-            probs = law.logits[path[-1] if path else 0].softmax(-1)
-            candidates += [(*path, int(token)) for token in probs.topk(min(beam, law.vocab)).indices]
+            probs = dist.logits[path[-1] if path else 0].softmax(-1)
+            candidates += [(*path, int(token)) for token in probs.topk(min(beam, dist.vocab)).indices]
         pool += candidates
-        frontier = best(law, candidates, beam)
-    return set(best(law, pool, nodes))
+        frontier = best(dist, candidates, beam)
+    return set(best(dist, pool, nodes))
 
 
-def opt_tree(law: TableLaw, depth: int, nodes: int, least_gain: float) -> tuple[set[Path], int]:
+def opt_tree(dist: TableModel, depth: int, nodes: int, least_gain: float) -> tuple[set[Path], int]:
     """Expand the best nodes of each layer until a layer adds too little: OPT-Tree by its description."""
     frontier: list[Path] = [()]
     pool: list[Path] = []
     expected, calls = 0.0, 0
     for _ in range(depth):
         calls += 1
-        frontier = best(law, [(*path, token) for path in frontier for token in range(law.vocab)], nodes)
+        frontier = best(dist, [(*path, token) for path in frontier for token in range(dist.vocab)], nodes)
         pool += frontier
-        now = sum(path_prob(law, path) for path in best(law, pool, nodes))
+        now = sum(path_prob(dist, path) for path in best(dist, pool, nodes))
         if now - expected <= least_gain:
             break
         expected = now
-    return set(best(law, pool, nodes)), calls
+    return set(best(dist, pool, nodes)), calls
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["host", "device"])
@@ -72,10 +72,10 @@ def test_eagle2_keeps_the_best_of_all_candidates(
 ) -> None:
     monkeypatch.setattr(topology, "waits_always", waits)
     for seed in range(4):
-        law = TableLaw.random(6, seed, scale=1.0)
-        draft, calls = proposed(law, Eagle2(depth, beam), nodes + 1)
+        dist = TableModel.random(6, seed, scale=1.0)
+        draft, calls = proposed(dist, Eagle2(depth, beam), nodes + 1)
         draft.tree.check()
-        assert set(nodes_by_path(draft.tree)) == eagle2(law, depth, beam, nodes)
+        assert set(nodes_by_path(draft.tree)) == eagle2(dist, depth, beam, nodes)
         assert calls <= depth
 
 
@@ -84,10 +84,10 @@ def test_opt_tree_stops_where_a_layer_adds_too_little(waits: bool, monkeypatch: 
     monkeypatch.setattr(topology, "waits_always", waits)
     layers = set()
     for seed in range(4):
-        law = TableLaw.random(5, seed, scale=2.0)
+        dist = TableModel.random(5, seed, scale=2.0)
         for least_gain in (0.0, 0.2, 0.5):
-            draft, calls = proposed(law, OptTree(5, least_gain), 13)
-            expected, layer = opt_tree(law, 5, 12, least_gain)
+            draft, calls = proposed(dist, OptTree(5, least_gain), 13)
+            expected, layer = opt_tree(dist, 5, 12, least_gain)
             assert set(nodes_by_path(draft.tree)) == expected
             assert calls <= 5 if waits else calls == layer
             layers.add(layer)
@@ -98,12 +98,12 @@ def test_opt_tree_stops_where_a_layer_adds_too_little(waits: bool, monkeypatch: 
     "growth", [Eagle2(4, 3), OptTree(4, 0.0), DySpec(depth=4)], ids=["eagle2", "opt-tree", "layers"]
 )
 def test_ties_keep_no_child_without_its_parent(growth: Growth) -> None:
-    # A law of one token gives log-probability 0 along a path: child and parent have exactly the same value.
+    # A distribution of one token gives log-probability 0 along a path: child and parent have exactly the same value.
     sure = torch.full((5, 5), -torch.inf, dtype=torch.float64)
     sure[torch.arange(5), (torch.arange(5) + 1) % 5] = 0.0
     for logits in (sure, torch.zeros(5, 5, dtype=torch.float64)):
         for budget in (2, 3, 4, 6, 9):
-            draft, _ = proposed(TableLaw(logits), growth, budget, batch=2)
+            draft, _ = proposed(TableModel(logits), growth, budget, batch=2)
             draft.tree.check()
             for row in range(2):
                 paths = nodes_by_path(draft.tree, row)
@@ -115,53 +115,53 @@ def test_ties_keep_no_child_without_its_parent(growth: Growth) -> None:
 
 
 def test_a_row_s_tree_does_not_depend_on_its_neighbours() -> None:
-    law = TableLaw.random(6, 2, scale=2.5)
+    dist = TableModel.random(6, 2, scale=2.5)
     for growth in (Eagle2(4, 3), OptTree(4, 0.3), DepthStop(Eagle2(4, 3), -0.4, None)):
-        together, _ = proposed(law, growth, 12, batch=6)
+        together, _ = proposed(dist, growth, 12, batch=6)
         for row in range(6):
-            alone, _ = proposed(law, growth, 12, first=row)
+            alone, _ = proposed(dist, growth, 12, first=row)
             assert nodes_by_path(together.tree, row) == nodes_by_path(alone.tree)
 
 
-def stopped_depth(law: TableLaw, sampling: Sampling, growth: Growth, budget: int, first: int) -> tuple[int, int]:
-    draft, calls = proposed(law, growth, budget, sampling, first=first)
+def stopped_depth(dist: TableModel, sampling: Sampling, growth: Growth, budget: int, first: int) -> tuple[int, int]:
+    draft, calls = proposed(dist, growth, budget, sampling, first=first)
     return int(draft.tree.depths.max()), calls
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8)], ids=["greedy", "T0.8"])
-def test_a_chain_stops_before_it_draws_from_a_law_that_is_unsure(sampling: Sampling) -> None:
-    law = TableLaw.random(6, 4, scale=2.5)
+def test_a_chain_stops_before_it_draws_from_a_distribution_that_is_unsure(sampling: Sampling) -> None:
+    dist = TableModel.random(6, 4, scale=2.5)
     for rule in (Confidence(least_prob=0.6), Confidence(most_entropy=1.0)):
         for first in range(6):
             growth = Chain(5, stop=rule)
-            draft, calls = proposed(law, growth, 6, sampling, first=first)
+            draft, calls = proposed(dist, growth, 6, sampling, first=first)
             chain = [first, *(path[-1] for path in nodes_by_path(draft.tree))]
-            probs = (law.logits[chain] / (sampling.temperature or 1)).softmax(-1)
+            probs = (dist.logits[chain] / (sampling.temperature or 1)).softmax(-1)
             is_sure = (probs.amax(-1) >= rule.least_prob) & (torch.special.entr(probs).sum(-1) <= rule.most_entropy)
-            assert is_sure[:-1].all(), "every law that was drawn from was sharp"
+            assert is_sure[:-1].all(), "every distribution that was drawn from was sharp"
             assert len(chain) == 6 or not is_sure[-1]
-            assert calls == min(len(chain), 5), "no draft call is made after the one whose law is unsure"
+            assert calls == min(len(chain), 5), "no draft call is made after the one whose distribution is unsure"
 
 
 def test_the_depth_stop_compares_the_beam_s_mass_at_its_layers() -> None:
-    law, threshold = TableLaw.random(6, 5, scale=2.5), -0.7
+    dist, threshold = TableModel.random(6, 5, scale=2.5), -0.7
     depths = set()
     for first in range(6):
         base = Eagle2(4, 2)
-        depth, calls = stopped_depth(law, GREEDY, DepthStop(base, threshold, [1, 2]), 30, first)
+        depth, calls = stopped_depth(dist, GREEDY, DepthStop(base, threshold, [1, 2]), 30, first)
         frontier: list[Path] = [(first,)]
         for layer in range(1, 5):
             candidates = [(*path, token) for path in frontier for token in range(6)]
-            frontier = sorted(candidates, key=lambda path: -chain_prob(law, path))[:2]
-            if layer in (1, 2) and math.log(sum(chain_prob(law, path) for path in frontier)) < threshold:
+            frontier = sorted(candidates, key=lambda path: -chain_prob(dist, path))[:2]
+            if layer in (1, 2) and math.log(sum(chain_prob(dist, path) for path in frontier)) < threshold:
                 break
         assert (depth, calls) == (layer, layer)
         depths.add(layer)
     assert len(depths) > 1
 
 
-def chain_prob(law: TableLaw, path: Path) -> float:
-    probs = law.logits.softmax(-1)
+def chain_prob(dist: TableModel, path: Path) -> float:
+    probs = dist.logits.softmax(-1)
     return math.prod(float(probs[above, token]) for above, token in zip(path, path[1:], strict=False))
 
 
@@ -183,27 +183,27 @@ def test_stops_and_gains_begin_anew_with_every_tree() -> None:
 
 
 def test_of_two_stop_rules_either_stops() -> None:
-    cpu, values, law = torch.device("cpu"), torch.tensor([[0.3]]), torch.tensor([[[0.6, 0.4]]])
+    cpu, values, dist = torch.device("cpu"), torch.tensor([[0.3]]), torch.tensor([[[0.6, 0.4]]])
     for one, other in ((-0.5, -2.0), (-2.0, -0.5), (-2.0, -2.0)):  # of which the first of all is above the value's
         rules = DepthStop(DepthStop(Eagle2(), one, layers=None), other, layers=None)
         answer = rules.estimate(1, cpu).goes_on(values)
         assert answer is not None and answer.tolist() == [-0.5 not in (one, other)]
     for one, other in ((0.0, 1.0), (1.0, 0.0), (0.0, 0.0)):
-        answer = DecisionStop(DecisionStop(Eagle2(), one), other).estimate(1, cpu).draws(values, law)
+        answer = DecisionStop(DecisionStop(Eagle2(), one), other).estimate(1, cpu).draws(values, dist)
         assert answer is not None and answer.tolist() == [1.0 not in (one, other)]
 
 
 def test_the_decision_is_the_network_s() -> None:
-    law, generator = TableLaw.random(12, 6, scale=2.0), torch.Generator().manual_seed(1)
+    dist, generator = TableModel.random(12, 6, scale=2.0), torch.Generator().manual_seed(1)
     first_layer = torch.randn(4, 12, generator=generator)
     last_layer = torch.randn(1, 5, generator=generator)
     depths = set()
     for first in range(12):
         growth = DecisionStop(Chain(4), 0.5, [first_layer.tolist(), last_layer.tolist()])
-        depth, calls = stopped_depth(law, GREEDY, growth, 5, first)
+        depth, calls = stopped_depth(dist, GREEDY, growth, 5, first)
         token, reach = first, 1.0
         for expected in range(5):
-            probs = law.logits[token].softmax(-1)
+            probs = dist.logits[token].softmax(-1)
             inputs = [*sorted(probs.tolist(), reverse=True)[:10], reach]
             hidden = [max(0.0, affine(row, inputs)) for row in first_layer.tolist()]
             odds = affine(last_layer[0].tolist(), hidden)
@@ -225,10 +225,10 @@ def test_the_decision_is_the_network_s() -> None:
 def test_on_a_device_a_stopped_layer_is_padding(
     growth: Growth, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    law = TableLaw.random(6, 4, scale=2.0)
-    host, host_calls = proposed(law, growth, 8, Sampling(temperature))
+    dist = TableModel.random(6, 4, scale=2.0)
+    host, host_calls = proposed(dist, growth, 8, Sampling(temperature))
     monkeypatch.setattr(topology, "waits_always", True)
-    device, calls = proposed(law, growth, 8, Sampling(temperature))
+    device, calls = proposed(dist, growth, 8, Sampling(temperature))
     device.tree.check()
     assert nodes_by_path(device.tree) == nodes_by_path(host.tree)
     assert device.tree.tokens.shape[1] >= host.tree.tokens.shape[1]

@@ -73,10 +73,10 @@ class Problem:
         parents = self.tree.parents if parents is None else parents
         if sampling.is_greedy:
             return match_accept(tokens, parents.to(DEVICE), self.logits.to(DEVICE), max_depth=depth, backend=backend)
-        law = sampling.law(self.logits).to(DEVICE)
+        dist = sampling.probs(self.logits).to(DEVICE)
         words = self.sequences.to(DEVICE), self.positions.to(DEVICE) + offset
         return match_accept(
-            tokens, parents.to(DEVICE), law, max_depth=depth, seed=self.seed, sequences=words[0], positions=words[1],
+            tokens, parents.to(DEVICE), dist, max_depth=depth, seed=self.seed, sequences=words[0], positions=words[1],
             backend=backend,
         )  # fmt: skip
 
@@ -91,36 +91,36 @@ def is_same(found: MatchedPath, expected: Acceptance) -> bool:
 @pytest.mark.parametrize("sharpness", [0.0, 3.0, 30.0])
 def test_distinct_draws_are_choices_from_what_the_earlier_ones_leave(vocab: int, count: int, sharpness: float) -> None:
     rng = torch.Generator().manual_seed(vocab)
-    law = (sharpness * torch.randn(2, 3, vocab, generator=rng)).softmax(-1).to(DEVICE)
-    law[0, 1] = torch.tensor([0.3, 0.2] + [0.0] * (vocab - 2))
-    law[1, 2] = 0.0
+    dist = (sharpness * torch.randn(2, 3, vocab, generator=rng)).softmax(-1).to(DEVICE)
+    dist[0, 1] = torch.tensor([0.3, 0.2] + [0.0] * (vocab - 2))
+    dist[1, 2] = 0.0
     uniform = torch.rand(2, 3, count, generator=rng, dtype=torch.float64).to(DEVICE)
     uniform[0, 0, -1] = 1 - 2.0**-53
     least = 2.0**-20
-    tokens, probs = draw_distinct(law, uniform, least=least, backend="triton")
-    left, is_left = law.clone(), probs > 0
+    tokens, probs = draw_distinct(dist, uniform, least=least, backend="triton")
+    left, is_left = dist.clone(), probs > 0
     for place in range(count):
-        assert torch.equal(is_left[..., place], left.double().sum(-1) > least * law.double().sum(-1))
+        assert torch.equal(is_left[..., place], left.double().sum(-1) > least * dist.double().sum(-1))
         one = choice(left, uniform[..., place].contiguous(), backend="reference")
         assert torch.equal(tokens[..., place][is_left[..., place]], one[is_left[..., place]])
-        assert torch.equal(probs[..., place], law.gather(-1, one[..., None]).squeeze(-1) * is_left[..., place])
+        assert torch.equal(probs[..., place], dist.gather(-1, one[..., None]).squeeze(-1) * is_left[..., place])
         left.scatter_(-1, tokens[..., place, None], 0.0)
-    expected = draw_distinct(law, uniform, least=least, backend="reference")
+    expected = draw_distinct(dist, uniform, least=least, backend="reference")
     assert torch.equal(probs, expected[1]) and torch.equal(tokens[is_left], expected[0][is_left])
-    strided = draw_distinct(law.repeat(1, 2, 1)[:, ::2], uniform, least=least, backend="triton")
+    strided = draw_distinct(dist.repeat(1, 2, 1)[:, ::2], uniform, least=least, backend="triton")
     assert strided[0].shape == uniform.shape
     for numbers in (torch.nn.functional.pad(uniform, (0, 3))[..., :count], uniform.mT.contiguous().mT):
-        again = draw_distinct(law, numbers, least=least, backend="triton")
+        again = draw_distinct(dist, numbers, least=least, backend="triton")
         assert torch.equal(again[1], probs) and torch.equal(again[0], tokens)
     with pytest.raises(ValueError, match="uniform must be float64"):
-        draw_distinct(law, uniform[:1], least=least)
+        draw_distinct(dist, uniform[:1], least=least)
 
 
 def test_no_layer_of_a_tree_asks_for_a_build_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def keys(rows: int, count: int, vocab: int = 101) -> list[Key]:
-        law = torch.full((2, rows, vocab), 1 / vocab, device=DEVICE)
+        dist = torch.full((2, rows, vocab), 1 / vocab, device=DEVICE)
         with launch_keys(monkeypatch) as seen:
-            draw_distinct(law, torch.zeros(2, rows, count, dtype=torch.float64, device=DEVICE), backend="triton")
+            draw_distinct(dist, torch.zeros(2, rows, count, dtype=torch.float64, device=DEVICE), backend="triton")
         return seen
 
     first = keys(1, 4)
@@ -146,38 +146,38 @@ def test_numbers_are_those_of_the_sampler_bit_for_bit(seed: int, backend: Backen
 @settings(max_examples=12, deadline=None)
 def test_choice_is_that_of_the_sampler(seed: int, vocab: int, is_sparse: bool) -> None:
     rng = torch.Generator().manual_seed(seed)
-    law = (3 * torch.randn(9, vocab, generator=rng)).softmax(-1)
+    dist = (3 * torch.randn(9, vocab, generator=rng)).softmax(-1)
     if is_sparse:
-        law = law * (torch.rand(9, vocab, generator=rng) < 0.3)
-        law[0] = 0  # nothing to draw
+        dist = dist * (torch.rand(9, vocab, generator=rng) < 0.3)
+        dist[0] = 0  # nothing to draw
     rows = Random(seed, torch.arange(9), torch.zeros(9, dtype=torch.long))
     offset = torch.arange(9)
     uniform = rows.uniform("target", offset).to(DEVICE)
-    expected = rows.choice("target", law, offset)
+    expected = rows.choice("target", dist, offset)
     for backend in BACKENDS:
-        assert torch.equal(choice(law.to(DEVICE), uniform, backend=backend).cpu(), expected)
+        assert torch.equal(choice(dist.to(DEVICE), uniform, backend=backend).cpu(), expected)
 
 
 @by_backend
 def test_choice_on_every_boundary_takes_what_begins_there_and_never_a_weight_of_zero(backend: Backend) -> None:
-    law = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.0, 0.125, 0.125, 0.0], device=DEVICE)
+    dist = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.0, 0.125, 0.125, 0.0], device=DEVICE)
     last = 1 - 2.0**-53
     numbers = torch.tensor([0.0, 0.25, 0.75, 0.875, last, 0.25 - 2.0**-53, 0.75 - 2.0**-53], dtype=torch.float64)
     expected = [1, 3, 5, 6, 6, 1, 3]
     for factor in (1.0, 2.0**-20, 3.0):
-        laws = (law * factor).expand(7, 8)
-        assert choice(laws, numbers.to(DEVICE), backend=backend).tolist() == expected
+        dists = (dist * factor).expand(7, 8)
+        assert choice(dists, numbers.to(DEVICE), backend=backend).tolist() == expected
     third = torch.tensor([1 / 3, 1 / 3, 1 / 3, 0.0], device=DEVICE)  # the product of number and total may round up
     assert choice(third, torch.tensor(last, dtype=torch.float64, device=DEVICE), backend=backend).item() == 2
 
 
 def test_sums_of_a_whole_vocabulary_are_the_same_in_every_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    law = (4 * torch.randn(6, 40_003, generator=torch.Generator().manual_seed(0))).softmax(-1).to(DEVICE)
+    dist = (4 * torch.randn(6, 40_003, generator=torch.Generator().manual_seed(0))).softmax(-1).to(DEVICE)
     uniform = torch.rand(6, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(DEVICE)
-    expected = choice(law, uniform, backend="reference")
+    expected = choice(dist, uniform, backend="reference")
     for block in (512, 4096, 65536):
         monkeypatch.setattr(kernels, "BLOCK", block)
-        assert torch.equal(choice(law, uniform, backend="triton"), expected)
+        assert torch.equal(choice(dist, uniform, backend="triton"), expected)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 40), st.sampled_from([3, 31, 200]), st.integers(0, 3))
@@ -234,8 +234,8 @@ def test_of_equal_logits_the_first_is_drawn_and_of_equal_siblings_the_one_that_g
 @by_backend
 def test_a_walk_reads_nothing_of_the_device(backend: Backend) -> None:
     problem = Problem.draw(9, 40)
-    tokens, law = problem.tree.tokens, problem.logits.softmax(-1)
-    operands = tokens.to(DEVICE), Topology.of(problem.tree.parents.to(DEVICE)), law.to(DEVICE)
+    tokens, dist = problem.tree.tokens, problem.logits.softmax(-1)
+    operands = tokens.to(DEVICE), Topology.of(problem.tree.parents.to(DEVICE)), dist.to(DEVICE)
     words = problem.sequences.to(DEVICE), problem.positions.to(DEVICE)
     with NoHostReads():
         match_accept(*operands, max_depth=3, backend=backend)
@@ -250,7 +250,7 @@ def test_trees_that_are_parts_of_wider_tensors_are_walked_as_their_own(backend: 
     mask = F.pad(tree.ancestor_mask.to(DEVICE), (0, 5, 0, 5), value=True)[:, :9, :9]
     walk = match_accept(
         F.pad(tree.tokens.to(DEVICE), (0, 5))[:, :9], Topology.of(parents, mask=mask, depths=depths),
-        sampling.law(problem.logits).to(DEVICE), max_depth=int(tree.depths.max()), seed=problem.seed,
+        sampling.probs(problem.logits).to(DEVICE), max_depth=int(tree.depths.max()), seed=problem.seed,
         sequences=problem.sequences.to(DEVICE), positions=problem.positions.to(DEVICE), backend=backend,
     )  # fmt: skip
     assert is_same(walk, expected) and int(expected.path_lengths.max()) > 1
@@ -322,7 +322,7 @@ def test_what_cannot_be_taken_is_refused() -> None:
         match_accept(tokens, parents, logits, seed=1, sequences=words[0], positions=words[1].int())
     with pytest.raises(ValueError, match="max_depth must not be negative, got -1"):
         match_accept(tokens, parents, logits, max_depth=-1)
-    with pytest.raises(ValueError, match=r"law must be float\[..., vocab\], got shape \[2, 0\]"):
+    with pytest.raises(ValueError, match=r"distribution must be float\[..., vocab\], got shape \[2, 0\]"):
         choice(torch.zeros(2, 0), torch.zeros(2, dtype=torch.float64))
     with pytest.raises(TypeError, match=r"uniform must be float64\[2\], got float32\[2\]"):
         choice(torch.ones(2, 3), torch.zeros(2))

@@ -55,16 +55,16 @@ def drafts(growth: Growth, budget: int, steps: int) -> list[dict[str, Any]]:
     pending, found = torch.tensor([7, 9]), []
     for _ in range(steps):
         draft = run.propose(pending, growth, budget)
-        tree, laws = draft.tree, draft.laws
+        tree, probs = draft.tree, draft.probs
         logits = torch.randn(*tree.tokens.shape, run._lm.vocab_size, generator=generator)
         logits = logits.scatter_add(2, tree.tokens.roll(-1, 1)[..., None], torch.full_like(logits[..., :1], 4.0))
         rng = Random(1, torch.arange(2), torch.zeros(2, dtype=torch.long))
-        acceptance = accept(tree, logits, growth.sampling, rng, draft=laws)
+        acceptance = accept(tree, logits, growth.sampling, rng, draft=probs)
         run.observe(acceptance)
         pending = acceptance.next_token
         names = ("tokens", "parents", "depths", "ancestor_mask")
         step = {name: getattr(tree, name) for name in names} | {"values": draft.values, "pending": pending}
-        found.append(step if laws is None else step | {"row": laws.row, "kind": laws.kind})
+        found.append(step if probs is None else step | {"row": probs.row, "kind": probs.kind})
     return found
 
 
@@ -103,7 +103,8 @@ def launches_of(growth: Growth, budget: int) -> Counter[str]:
     return Counter({what: number for (part, what), number in counts.parts.items() if part != "forward"})
 
 
-# Launches a layer, the law's among them, and launches of the rest of a proposal.  They may fall and must not rise.
+# Launches a layer, the distribution's among them, and launches of the rest of a proposal.  They may fall and must not
+# rise.
 @pytest.mark.parametrize(("temperature", "most", "most_besides"), [(0.0, 5, 7), (0.8, 5, 12)])
 def test_a_layer_takes_few_launches(temperature: float, most: int, most_besides: int) -> None:
     growths = [Calibrated(depth, ranks=4).bind(Sampling(temperature)) for depth in (2, 4)]
@@ -111,7 +112,12 @@ def test_a_layer_takes_few_launches(temperature: float, most: int, most_besides:
     each = (deep.total() - short.total()) / 2
     assert each <= most, (each, deep - short)
     assert short.total() - 2 * each <= most_besides, short
-    for name in ("law_kernel", "choose_kernel", "append_kernel", "rank_kernel" if temperature == 0 else "table_kernel"):
+    for name in (
+        "probs_kernel",
+        "choose_kernel",
+        "append_kernel",
+        "rank_kernel" if temperature == 0 else "table_kernel",
+    ):
         assert (short[name], deep[name]) == (2, 4)
 
 

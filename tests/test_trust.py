@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from stree.drafters.retrieval_calibration import GREEDY_SLOPE, PER_TEMPERATURE, PRIOR_WEIGHT, Trust
+from stree.drafters.retrieval_calibration import GREEDY_SLOPE, PER_TEMPERATURE, PRIOR_WEIGHT, RetrievalCalibration
 from stree.tree import TokenTree
 
 TREE = TokenTree(torch.tensor([[0, 1, 2, 3]]), torch.tensor([[-1, 0, 0, 1]]))
@@ -30,49 +30,51 @@ def test_children_keep_their_shares_of_what_is_believed_of_them_together(tempera
     slope = GREEDY_SLOPE if temperature == 0 else 1.0
     known = chance(slope * log_odds(0.8) + PER_TEMPERATURE * temperature)
     below = chance(slope * log_odds(0.45 / 0.6) + PER_TEMPERATURE * temperature)
-    found = Trust(1).rate(TREE, VALUES, temperature)[0].tolist()
+    found = RetrievalCalibration(1).rate(TREE, VALUES, temperature)[0].tolist()
     assert found == pytest.approx([1, 0.75 * known, 0.25 * known, 0.75 * known * below], rel=1e-5)
 
 
 def test_padding_is_worth_nothing_and_values_never_rise_along_a_path() -> None:
     tree = TokenTree(torch.tensor([[0, 1, 2, 0]]), torch.tensor([[-1, 0, 1, -1]]))
-    found = Trust(1).rate(tree, torch.tensor([[1.0, 1.0, 1.0, 0.0]]), 0.0)[0]
+    found = RetrievalCalibration(1).rate(tree, torch.tensor([[1.0, 1.0, 1.0, 0.0]]), 0.0)[0]
     assert found[3] == 0 and 1 >= found[1] >= found[2] > 0.99
 
 
 def test_what_came_true_is_believed_more_and_what_did_not_less() -> None:
-    before = float(Trust(1).rate(TREE, VALUES, 0.8)[0, 1:3].sum())
+    before = float(RetrievalCalibration(1).rate(TREE, VALUES, 0.8)[0, 1:3].sum())
     for text, is_more in (([1, 3, 9], True), ([2], True), ([7], False), ([1, 7], None)):
-        trust = Trust(1)
-        trust.rate(TREE, VALUES, 0.8)
-        trust.learn([text])
-        after = float(trust.rate(TREE, VALUES, 0.8)[0, 1:3].sum())
+        calibration = RetrievalCalibration(1)
+        calibration.rate(TREE, VALUES, 0.8)
+        calibration.learn([text])
+        after = float(calibration.rate(TREE, VALUES, 0.8)[0, 1:3].sum())
         if is_more is not None:
             assert (after > before) == is_more, text
     first = chance(log_odds(0.8) + PER_TEMPERATURE * 0.8)
-    trust = Trust(1)
-    trust.rate(TREE, VALUES, 0.8)
-    trust.learn([[7, 1]])
-    assert trust._level[0] == pytest.approx(-first / (PRIOR_WEIGHT + first * (1 - first)), rel=1e-5)
+    calibration = RetrievalCalibration(1)
+    calibration.rate(TREE, VALUES, 0.8)
+    calibration.learn([[7, 1]])
+    assert calibration._level[0] == pytest.approx(-first / (PRIOR_WEIGHT + first * (1 - first)), rel=1e-5)
 
 
 def test_a_text_of_which_nothing_was_retrieved_or_that_stands_still_teaches_nothing() -> None:
-    trust = Trust(1)
-    trust.rate(TokenTree(torch.tensor([[5]]), torch.tensor([[-1]])), torch.ones(1, 1), 0.0)
-    trust.learn([[3, 4]])
-    trust.rate(TREE, VALUES, 0.0)
-    trust.learn([[]])
-    assert trust._level == [0.0] and trust._weight == [PRIOR_WEIGHT]
+    calibration = RetrievalCalibration(1)
+    calibration.rate(TokenTree(torch.tensor([[5]]), torch.tensor([[-1]])), torch.ones(1, 1), 0.0)
+    calibration.learn([[3, 4]])
+    calibration.rate(TREE, VALUES, 0.0)
+    calibration.learn([[]])
+    assert calibration._level == [0.0] and calibration._weight == [PRIOR_WEIGHT]
 
 
 def test_sequences_learn_by_themselves_and_another_text_begins_anew() -> None:
     tree = TokenTree(TREE.tokens.expand(2, -1), TREE.parents.expand(2, -1))
-    trust, alone = Trust(2), Trust(1)
-    for one, batch, whole in ((trust, 2, tree), (alone, 1, TREE)):
+    calibration, alone = RetrievalCalibration(2), RetrievalCalibration(1)
+    for one, batch, whole in ((calibration, 2, tree), (alone, 1, TREE)):
         one.rate(whole, VALUES.expand(batch, -1), 0.8)
         one.learn([[7], [1, 3]][:batch])
-    found = trust.rate(tree, VALUES.expand(2, -1), 0.8)
+    found = calibration.rate(tree, VALUES.expand(2, -1), 0.8)
     assert torch.equal(found[0], alone.rate(TREE, VALUES, 0.8)[0])
     assert found[1, 1] > found[0, 1]
-    trust.forget(0)
-    assert torch.equal(trust.rate(tree, VALUES.expand(2, -1), 0.8)[0], Trust(1).rate(TREE, VALUES, 0.8)[0])
+    calibration.forget(0)
+    assert torch.equal(
+        calibration.rate(tree, VALUES.expand(2, -1), 0.8)[0], RetrievalCalibration(1).rate(TREE, VALUES, 0.8)[0]
+    )

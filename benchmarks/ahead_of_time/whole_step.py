@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import stree
-from stree.decode.step import Program
+from stree.decode.step import DecodeStep
 from stree.drafters import ModelDrafter
 from stree.growth import Calibrated
 from stree.kernels import dispatch, topology
@@ -41,7 +41,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 def begun(
     target: stree.TreeLM, draft: stree.TreeLM, nodes: int, depth: int, temperature: float
-) -> tuple[Program, Callable[[], None]]:
+) -> tuple[DecodeStep, Callable[[], None]]:
     """Prepare a step at fixed shapes, one sequence.
 
     Args:
@@ -58,7 +58,7 @@ def begun(
     zero = torch.zeros(1, dtype=torch.long, device=META)
     state = target.new_state(1, 512, nodes, fixed_shapes=True)
     rng = Random(zero[0], zero, zero)
-    program = Program(target, state, rng, sampling=growth.sampling, verifier="auto", stop_token_ids=[1])
+    program = DecodeStep(target, state, rng, sampling=growth.sampling, verifier="auto", stop_token_ids=[1])
     with mock.patch.object(tree_lm.TreeLM, "prefill", _prefill):
         program.fill(ModelDrafter(draft), [[5, 6, 7]], 400, 0)
         run: Any = program.run
@@ -67,7 +67,7 @@ def begun(
 
     def step() -> None:
         with suppress(NotImplementedError):  # the report is copied to the host last, which meta tensors cannot be
-            program.step(growth, nodes)
+            program(growth, nodes)
 
     return program, step
 

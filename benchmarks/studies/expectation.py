@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
-from stree.verify import Acceptance, DraftLaws, accept
+from stree.verify import Acceptance, DraftProbs, accept
 from stree.verify.paths import Siblings
 
 __all__ = ["expected_path", "from_coins"]
@@ -28,7 +28,7 @@ class _Coins(Random):
 
 
 def expected_path(
-    tree: TokenTree, target_logits: Tensor, sampling: Sampling, laws: DraftLaws | None, verifier: str
+    tree: TokenTree, target_logits: Tensor, sampling: Sampling, dists: DraftProbs | None, verifier: str
 ) -> tuple[Tensor, Acceptance]:
     """Compute how likely each drafted node is on the accepted path, over the verifier's random numbers.
 
@@ -40,7 +40,7 @@ def expected_path(
     batch, n = tree.tokens.shape
     rows = torch.arange(batch)
     rng = _Coins(0, rows, torch.zeros_like(rows), [])
-    accepted = accept(tree, target_logits, sampling, rng, laws, verifier)
+    accepted = accept(tree, target_logits, sampling, rng, dists, verifier)
     siblings = Siblings.of(tree)
     if rng.seen:
         coins = torch.nn.functional.pad(rng.seen[0].double(), (1, 0))
@@ -49,8 +49,8 @@ def expected_path(
         on_path = torch.zeros(batch, n + 1, dtype=torch.float64)
         on_path.scatter_(1, torch.where(accepted.path > 0, accepted.path, n).long(), 1.0)
         return on_path[:, :n], accepted
-    law = sampling.law(target_logits).double()
-    share = law[rows[:, None], siblings.parents, tree.tokens]
+    dist = sampling.probs(target_logits).double()
+    share = dist[rows[:, None], siblings.parents, tree.tokens]
     is_again = (siblings.is_elder & (tree.tokens[:, :, None] == tree.tokens[:, None])).any(-1)
     share = torch.where(siblings.is_drafted, share * ~is_again, 1.0)
     return _along_paths(tree, share) * siblings.is_drafted, accepted

@@ -3,10 +3,11 @@
     python -m benchmarks.studies.lossless --out benchmarks/results/lossless
 
 runs every growth with every verifier at two temperatures on a tiny hybrid target and writes a record of each to
-``lossless.jsonl``: growth, verifier, temperature, samples, p-value.  The exact law is enumerated by transformers'
-forwards of whole texts.  The text is a prompt, one token from prefill and the three that are counted, so that tokens of
-a step, the one after them and the next step's take part.  Each record has a control: the p-value of the same counts
-against the distribution at another temperature, which must be tiny.  What is recorded already is not run again.
+``lossless.jsonl``: growth, verifier, temperature, samples, p-value.  The exact distribution is enumerated by
+transformers' forwards of whole texts.  The text is a prompt, one token from prefill and the three that are counted, so
+that tokens of a step, the one after them and the next step's take part.  Each record has a control: the p-value of the
+same counts against the distribution at another temperature, which must be tiny.  What is recorded already is not run
+again.
 """
 
 from __future__ import annotations
@@ -95,21 +96,21 @@ def models() -> tuple[TreeLM, TreeLM]:
 
 
 @cache
-def exact_law(sampling: Sampling) -> Tensor:
+def exact_probs(sampling: Sampling) -> Tensor:
     """Enumerate the distribution of the counted tokens by fresh forwards: float64[VOCAB ** COUNTED]."""
     joint = torch.ones(1, dtype=torch.float64)
     for size in range(COUNTED + 1):
         texts = [[*PROMPT, *text] for text in itertools.product(range(VOCAB), repeat=size)]
-        laws = [sampling.law(fresh_logits(target_model(), text)[-1].double()) for text in texts]
-        joint = (joint[:, None] * torch.stack(laws)).flatten()
+        probs = [sampling.probs(fresh_logits(target_model(), text)[-1].double()) for text in texts]
+        joint = (joint[:, None] * torch.stack(probs)).flatten()
     return joint.view(VOCAB, -1).sum(0)
 
 
-def p_value(counts: Tensor, law: Tensor) -> float:
+def p_value(counts: Tensor, probs: Tensor) -> float:
     """Test counts against a distribution by chi-square; cells of less than five expected samples are put together."""
-    if int(counts[law == 0].sum()):
+    if int(counts[probs == 0].sum()):
         return 0.0  # a text of probability zero was sampled
-    expected = law * counts.sum()
+    expected = probs * counts.sum()
     small = expected < 5
     observed = torch.cat([counts[~small].double(), counts[small].sum()[None]])
     expected = torch.cat([expected[~small], expected[small].sum()[None]])
@@ -164,7 +165,7 @@ def record(name: str, verifier: str, temperature: float, samples: int) -> dict[s
     """Measure one pair at one temperature."""
     drafter, growth, budget = policy(name)
     counts, reports = sampled_counts(drafter, growth, budget, verifier, Sampling(temperature), samples)
-    another = exact_law(Sampling(1.25 * temperature))
+    another = exact_probs(Sampling(1.25 * temperature))
     return {
         "name": name,
         "growth": str(growth),
@@ -174,7 +175,7 @@ def record(name: str, verifier: str, temperature: float, samples: int) -> dict[s
         "temperature": temperature,
         "samples": int(counts.sum()),
         "tau": sum(report["tau"] for report in reports) / len(reports),
-        "p_value": p_value(counts, exact_law(Sampling(temperature))),
+        "p_value": p_value(counts, exact_probs(Sampling(temperature))),
         "control_p_value": p_value(counts, another),
     }
 

@@ -42,7 +42,7 @@ from stree.files import alone_in
 from stree.growth import Calibrated, Chain, Growth
 from stree.sampling import Sampling
 from stree.tree import TokenTree
-from stree.verify import Acceptance, DraftLaws
+from stree.verify import Acceptance, DraftProbs
 
 # Prompts of every suite that the default was fitted to (33-48) or chosen on (81-112): nothing is measured on them.
 FITTED = (*range(32, 48), *range(80, 112))
@@ -106,11 +106,11 @@ class Block:
     def _step(self, kind: Method, growth: Growth | None, run: DraftRun, pending: Tensor, following: Tensor) -> None:
         """Draft below int64[batch] tokens of the texts, judge, and let the run learn; the texts go on as given."""
         draft = run.propose(pending, growth, kind.nodes)
-        tree, laws = draft.tree, draft.laws
+        tree, probs = draft.tree, draft.probs
         logits = self.target.verify(None, tree)
         accepted: list[Acceptance] = []
         for verifier in kind.verifiers[: 1 if self.sampling.is_greedy else None]:
-            on_path, acceptance = expected_path(tree, logits, self.sampling, laws, verifier)
+            on_path, acceptance = expected_path(tree, logits, self.sampling, probs, verifier)
             accepted.append(acceptance)
             name = kind.name if verifier == "auto" else f"{kind.name}@{verifier}"
             for depth in kind.cuts:
@@ -146,13 +146,13 @@ def right_nodes(tree: TokenTree, logits: Tensor) -> Tensor:
     return (tree.tokens == likeliest).float()
 
 
-def cut_chain(draft: Draft, depth: int) -> tuple[TokenTree, DraftLaws | None]:
+def cut_chain(draft: Draft, depth: int) -> tuple[TokenTree, DraftProbs | None]:
     """Cut a chain at a depth: its first nodes are those of the shorter chain."""
     tree = TokenTree.unchecked(draft.tree.tokens[:, : depth + 1], draft.tree.parents[:, : depth + 1])
-    laws = draft.laws
-    if laws is None:
+    dists = draft.probs
+    if dists is None:
         return tree, None
-    return tree, DraftLaws(laws.probs, laws.row[:, : depth + 1], laws.kind[:, : depth + 1], laws.max_children)
+    return tree, DraftProbs(dists.probs, dists.row[:, : depth + 1], dists.kind[:, : depth + 1], dists.max_children)
 
 
 def measured(pair: Pair, prompts: list[list[int]], temperature: float, options: argparse.Namespace) -> Record:

@@ -26,7 +26,7 @@ from stree.distill import network
 from stree.distill.run import fit, save_model
 from stree.distill.settings import Settings
 from stree.distill.text import Batches, Text
-from stree.distill.training import compiler, laws_of, text_loss, train
+from stree.distill.training import compiler, probs_of, text_loss, train
 from stree.models.tree_lm import TreeLM
 
 
@@ -126,8 +126,8 @@ def main(arguments: list[str] | None = None) -> None:
     done = train("target", target, text_loss(settings), batches, settings, runs, seconds=seconds, resume=args.resume)
     save_model(target, tokenizer, assets / "target")
     writer = TreeLM.from_pretrained(assets / "target", args.device)
-    laws = laws_of(target.eval(), torch.bfloat16)
-    stages, generated = fit(writer, laws, drafter, text, settings, runs, resume=args.resume)
+    probs = probs_of(target.eval(), torch.bfloat16)
+    stages, generated = fit(writer, probs, drafter, text, settings, runs, resume=args.resume)
     save_model(drafter, tokenizer, assets / "drafter")
     metrics = {
         "target_parameters": target.num_parameters(),

@@ -53,7 +53,8 @@ def measure(
 
     Returns:
         `bytes`, `tokens`, `target_bits_per_byte`, `drafter_bits_per_byte`, `top1_agreement` and
-        `expected_acceptance`, the mean over positions of sum min(target law, drafter law) at temperature 1.
+        `expected_acceptance`, the mean over positions of sum min(target distribution, drafter distribution) at
+        temperature 1.
     """
     chosen: list[Document] = []
     for document in documents:
@@ -131,7 +132,7 @@ float32, windows of {WINDOW} tokens and half a window of context:
 {", ".join(f"`{name}`" for name in HELD_OUT)}.
 
 Agreement: share of positions at which both models have the same most likely token.  Acceptance: mean of
-1 - total variation between the two laws, the chance that one sampled draft token is kept at temperature 1.
+1 - total variation between the two distributions, the chance that one sampled draft token is kept at temperature 1.
 
 | text | bytes | target, bits a byte | drafter, bits a byte | agreement | acceptance |
 | --- | ---: | ---: | ---: | ---: | ---: |
@@ -144,8 +145,8 @@ Agreement: share of positions at which both models have the same most likely tok
 {chr(10).join(stage_rows)}
 
 Mixture: {mixture}.  The drafter is trained on the text, then on the KL divergence from the
-target's next-token law, where up to half of the windows come from {metrics["sampled_tokens"]:,} tokens that the target
-sampled at temperature 1.  Machine: {metrics["machine"]}; torch {metrics["torch"]}, transformers
+target's next-token distribution, where up to half of the windows come from {metrics["sampled_tokens"]:,} tokens that
+the target sampled at temperature 1.  Machine: {metrics["machine"]}; torch {metrics["torch"]}, transformers
 {metrics["transformers"]}.  Recipe, all commands run (`--resume` continues an interrupted one):
 
 {chr(10).join("    " + command for command in metrics["commands"])}

@@ -45,7 +45,7 @@ class LazyResidual:
 
     @property
     def shape(self) -> torch.Size:
-        """Sizes of every term."""
+        """TreeSizes of every term."""
         return self._root._terms[0][0].shape
 
     @property

@@ -28,7 +28,7 @@ IMPLEMENTATION = "stree"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSpec(LayerSpec):
-    """Sizes of an attention layer's cache."""
+    """TreeSizes of an attention layer's cache."""
 
     kv_heads: int
     headdim: int

@@ -124,7 +124,7 @@ class LayerStack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """Sizes and placement of one layer, hashable; layers with equal specs share a stack.
+    """TreeSizes and placement of one layer, hashable; layers with equal specs share a stack.
 
     Attributes:
         dtype: of the weights.

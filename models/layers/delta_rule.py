@@ -26,7 +26,7 @@ EPSILON = 1e-6  # of the normalisation of q and k, the same in all families
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSpec(LayerSpec):
-    """Sizes of a gated delta layer; ``per_channel`` decays are KDA's."""
+    """TreeSizes of a gated delta layer; ``per_channel`` decays are KDA's."""
 
     key_heads: int
     heads: int

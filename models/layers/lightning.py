@@ -22,7 +22,7 @@ __all__ = ["LightningSpec", "LightningStack", "lightning_cache", "patch_lightnin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LightningSpec(LayerSpec):
-    """Sizes of a lightning attention layer."""
+    """TreeSizes of a lightning attention layer."""
 
     heads: int
     headdim: int

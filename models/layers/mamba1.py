@@ -25,7 +25,7 @@ __all__ = ["Mamba1Spec", "Mamba1Stack", "patch_mamba1"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba1Spec(LayerSpec):
-    """Sizes of a Mamba-1 layer; channels are those of one head."""
+    """TreeSizes of a Mamba-1 layer; channels are those of one head."""
 
     is_diagonal: ClassVar[bool] = True
 

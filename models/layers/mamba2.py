@@ -24,7 +24,7 @@ __all__ = ["Mamba2Spec", "Mamba2Stack", "patch_mamba2"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Spec(LayerSpec):
-    """Sizes of a Mamba-2 layer."""
+    """TreeSizes of a Mamba-2 layer."""
 
     nheads: int
     headdim: int

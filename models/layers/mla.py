@@ -27,7 +27,7 @@ IMPLEMENTATION = "stree_latent"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSpec(LayerSpec):
-    """Sizes of a latent attention layer's cache."""
+    """TreeSizes of a latent attention layer's cache."""
 
     rank: int
     rotary: int

@@ -36,7 +36,7 @@ class BlockCache(DynamicCache):  # type: ignore[misc]  # transformers is not typ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RgLruSpec(LayerSpec):
-    """Sizes of a recurrent block."""
+    """TreeSizes of a recurrent block."""
 
     is_diagonal: ClassVar[bool] = True
 

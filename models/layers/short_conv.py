@@ -17,7 +17,7 @@ __all__ = ["ShortConvSpec", "ShortConvStack", "patch_short_conv"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvSpec(LayerSpec):
-    """Sizes of a short convolution."""
+    """TreeSizes of a short convolution."""
 
     channels: int
     conv_width: int

@@ -12,9 +12,9 @@ from stree.bench.methods import Method
 from stree.bench.pair import Pair
 from stree.bench.peers import PEERS
 from stree.bench.records import Record
-from stree.decode.profiling import num_measured
+from stree.decode.profiling import num_profiled
 from stree.decode.stats import PARTS
-from stree.decode.step_cache import engine_of
+from stree.decode.step_cache import step_cache_of
 from stree.drafters import Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.generation import GenerationError, generate
 from stree.models.tree_lm import TreeLM
@@ -73,10 +73,10 @@ def execute(pair: Pair, method: Method, case: Case) -> Run:
         try:
             run = _run(lm, drafter, method, case)
         except GenerationError:
-            engine = engine_of(pair.target)
-            if engine is None or not engine.report():
+            step_cache = step_cache_of(pair.target)
+            if step_cache is None or not step_cache.report():
                 raise
-            engine.release()  # the graphs of other methods may have held the memory that was missing
+            step_cache.release()  # the graphs of other methods may have held the memory that was missing
             continue
         graphs = run.stats.get("graphs")
         is_replayed = graphs is None or graphs["replays"] == run.stats["steps"]
@@ -132,16 +132,16 @@ def _run(lm: TreeLM | BaselineLM, drafter: Drafter, method: Method, case: Case) 
 
 def _num_preparations(pair: Pair) -> tuple[int, int]:
     """Count profiles of step times and captured graphs, which the first runs of a method add to."""
-    engine = engine_of(pair.target)
-    num_graphs = 0 if engine is None else sum(program["graphs"] for program in engine.report())
-    return num_measured(pair.target), num_graphs
+    step_cache = step_cache_of(pair.target)
+    num_graphs = 0 if step_cache is None else sum(decode_step["graphs"] for decode_step in step_cache.report())
+    return num_profiled(pair.target), num_graphs
 
 
 def _verifying_lm(pair: Pair, method: Method) -> TreeLM | BaselineLM:
     """Choose the target itself or the baseline that verifies in its place."""
-    if method.engine == "tree":
+    if method.step_cache == "tree":
         return pair.target
-    return UnrolledLM(pair.target) if method.engine == "unrolled" else SnapshotLM(pair.target)
+    return UnrolledLM(pair.target) if method.step_cache == "unrolled" else SnapshotLM(pair.target)
 
 
 def _drafter(pair: Pair, method: Method) -> Drafter:

@@ -15,7 +15,7 @@ from stree.bench.peers import run_transformers
 from stree.bench.records import Record
 from stree.sampling import Sampling
 
-__all__ = ["check_method", "compare", "describe", "judge", "law_test", "places_in_law", "reason_of"]
+__all__ = ["check_method", "compare", "describe", "judge", "places_in_distribution", "probs_test", "reason_of"]
 
 (PLAIN,) = parse_methods("plain")
 # Two passes of one model over one text differ by up to 1e-4 of the logit scale in float32 (the project's own bar), so
@@ -146,11 +146,11 @@ def _check_sampled(pair: Pair, method: Method, case: Case, law_texts: int) -> Re
     found = _compare_greedy(pair, method, greedy_case, execute(pair, method, greedy_case), {})
     if not found["lossless"]:
         return found
-    return {"greedy_twin": True, **(law_test(pair, method, case, law_texts) if law_texts else {})}
+    return {"greedy_twin": True, **(probs_test(pair, method, case, law_texts) if law_texts else {})}
 
 
-def law_test(pair: Pair, method: Method, case: Case, texts: int) -> Record:
-    """Test sampled text against the target's distribution: chi-square of ``places_in_law``, first tokens left out.
+def probs_test(pair: Pair, method: Method, case: Case, texts: int) -> Record:
+    """Test sampled text against the target\'s distribution by the chi-square of ``places_in_distribution``.
 
     Args:
         pair: the models.
@@ -165,14 +165,16 @@ def law_test(pair: Pair, method: Method, case: Case, texts: int) -> Record:
     places: list[float] = []
     for number in range(texts):
         one = Case(case.prompts, case.new_tokens, case.temperature, case.seed + number)
-        found = places_in_law(pair, one, execute(pair, method, one).tokens, rng)
+        found = places_in_distribution(pair, one, execute(pair, method, one).tokens, rng)
         # The first token is drawn from the prompt's own logits before any tree.
         places += [place for number, place in enumerate(found) if number % case.new_tokens]
     p_value = float(chisquare(np.histogram(places, BINS, (0.0, 1.0))[0]).pvalue)
     return {"lossless": p_value >= ALPHA, "p_value": p_value, "num_tokens": len(places)}
 
 
-def places_in_law(pair: Pair, case: Case, outputs: Sequence[Sequence[int]], rng: np.random.Generator) -> list[float]:
+def places_in_distribution(
+    pair: Pair, case: Case, outputs: Sequence[Sequence[int]], rng: np.random.Generator
+) -> list[float]:
     """Compute the place of each token in the target's distribution of it: the mass of likelier tokens, plus noise.
 
     Given the text before it, a token drawn from that distribution has a place that is uniform on [0, 1) and independent
@@ -182,7 +184,7 @@ def places_in_law(pair: Pair, case: Case, outputs: Sequence[Sequence[int]], rng:
     sampling = Sampling(case.temperature)
     for prompt, tokens in zip(case.prompts, outputs, strict=True):
         logits = pair.plain_logits([*prompt, *tokens])[len(prompt) - 1 : -1]
-        ordered, order = sampling.law(logits.double()).sort(dim=-1, descending=True, stable=True)
+        ordered, order = sampling.probs(logits.double()).sort(dim=-1, descending=True, stable=True)
         token = torch.tensor(list(tokens), device=order.device)
         rank = (order == token[:, None]).long().argmax(-1, keepdim=True)
         mass = ordered.gather(-1, rank)

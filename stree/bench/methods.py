@@ -54,7 +54,7 @@ class Method:
     growth: Growth | None
     budget: int | str
     verifier: str = "auto"
-    engine: str = "tree"
+    step_cache: str = "tree"
     depths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -144,9 +144,9 @@ def _parse(name: str, verifier: str) -> Method:
     if lossy:
         width, depth = int(lossy[1]), int(lossy[2])
         return Method(name, "model", TargetInit(width, depth), 1 + width * (depth + 1), "auto")
-    engine, tree = (kind, shape or f"dyspec:{BUDGET}") if kind in BASELINES else ("tree", rest)
+    step_cache, tree = (kind, shape or f"dyspec:{BUDGET}") if kind in BASELINES else ("tree", rest)
     growth, nodes = _parse_tree(tree, name)
-    return Method(name, "model", growth, nodes, verifier, engine)
+    return Method(name, "model", growth, nodes, verifier, step_cache)
 
 
 def _parse_tree(text: str, name: str) -> tuple[Growth, int]:

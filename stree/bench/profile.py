@@ -16,7 +16,7 @@ from stree.bench.module_timer import ModuleTimer
 from stree.bench.pair import Pair
 from stree.bench.records import Record
 from stree.decode.stats import PARTS
-from stree.decode.step_cache import Engine, engine_of
+from stree.decode.step_cache import StepCache, step_cache_of
 from stree.decode.timing import StepClock
 from stree.drafters import Drafter, ModelDrafter, SuffixDrafter
 from stree.generation import generate
@@ -84,8 +84,8 @@ def profile(pair: Pair, shape: Shape) -> Record:
         ).stats  # fmt: skip
 
     run(WARM_UP)  # compilation and automatic checks
-    engine = engine_of(lm)
-    replayed = None if engine is None else _replayed(run, engine, [lm, draft], shape.new_tokens)
+    step_cache = step_cache_of(lm)
+    replayed = None if step_cache is None else _replayed(run, step_cache, [lm, draft], shape.new_tokens)
     stats, inside = _launched(pair, lambda: run(shape.new_tokens))
     steps = max(stats["steps"], 1)
     whole = stats["total_s"] - stats["prefill_s"]
@@ -138,16 +138,16 @@ def _parts(stats: dict[str, Any], inside: dict[str, float], whole: float) -> dic
 
 
 def _replayed(
-    run: Callable[[int], dict[str, Any]], engine: Engine, models: Sequence[TreeLM | None], tokens: int
+    run: Callable[[int], dict[str, Any]], step_cache: StepCache, models: Sequence[TreeLM | None], tokens: int
 ) -> Record:
     """Time replayed steps, then captured steps without the models' forwards."""
     whole_ms, busy_ms, stats = _steps_ms(run, tokens)
-    engine.release()
+    step_cache.release()
     try:
         with _without_forwards([model for model in models if model is not None]):
             _, beside_ms, _ = _steps_ms(run, tokens)
     finally:
-        engine.release()
+        step_cache.release()
     return {
         "step_ms": whole_ms, "idle": max(1 - busy_ms / whole_ms, 0.0), "outside_forwards": beside_ms / whole_ms,
         **stats["graphs"],

@@ -133,9 +133,11 @@ def verdict_text(row: Record) -> str:
     if row["lossless"] is None and row["drafter"] == "none":
         return "the reference"
     if row["lossless"] is None:
-        return f"{'greedy identical' if row['greedy_twin'] else 'not checked'}, law untested ({row['verifier']})"
+        return (
+            f"{'greedy identical' if row['greedy_twin'] else 'not checked'}, distribution untested ({row['verifier']})"
+        )
     if row["p_value"] is not None:
-        return f"target's law, p = {row['p_value']:.2g} ({row['verifier']})"
+        return f"target's distribution, p = {row['p_value']:.2g} ({row['verifier']})"
     if row["near_ties"]:
         return f"near-ties, gap <= {row['largest_gap']:.0e} of scale ({row['verifier']})"
     return f"identical ({row['verifier']})"

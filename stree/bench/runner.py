@@ -17,7 +17,7 @@ from stree.bench.methods import Method, parse_methods
 from stree.bench.pair import Pair
 from stree.bench.plan import Block, Key, Settings, Suite, plan_blocks
 from stree.bench.records import Record, quantiles
-from stree.decode.step_cache import engine_of, rounded
+from stree.decode.step_cache import rounded, step_cache_of
 
 __all__ = ["Reporter", "Runner"]
 
@@ -167,16 +167,16 @@ class Runner:
 
     def _keep_graphs(self, prompts: Sequence[Sequence[int]]) -> None:
         """Where steps are captured, let the engine keep the graphs of all methods, which take turns."""
-        engine = engine_of(self.pair.target)
-        if engine is not None:
+        step_cache = step_cache_of(self.pair.target)
+        if step_cache is not None:
             self._shapes.add((len(prompts), rounded(max(map(len, prompts)) + self.settings.max_new_tokens)))
-            engine.most = max(engine.most, len(self.methods) * len(self._shapes))
+            step_cache.most = max(step_cache.most, len(self.methods) * len(self._shapes))
 
     def _timed(self, block: Block, method: Method, runs: dict[str, Run], case: Case) -> Record:
         """Make the record of one method's run of a block."""
         run = runs[method.name]
         growth = None if method.growth is None else str(method.growth)
-        own = {"growth": growth, "budget": method.budget, "engine": method.engine, "drafter": method.drafter}
+        own = {"growth": growth, "budget": method.budget, "engine": method.step_cache, "drafter": method.drafter}
         record = self._record("tokens_per_s", method, {**block.params, **own}, unit="tokens/s")
         record |= quantiles([len(case.prompts) * case.new_tokens / run.seconds])
         return record | figures(run) | judge(self.pair, method, case, run, runs)

@@ -83,7 +83,7 @@ class Goodput:
         # Tokens of every choice if a layer of one node is refused so often, the less often the wider it is.
         width = np.maximum((nodes - 1) / np.maximum(depth, 1), 1)
         chance = 1 - REFUSED[:, None] / np.sqrt(width)
-        self._laws = np.where(nodes > 1, (1 - chance ** (depth + 1)) / (1 - chance), 1.0)  # [laws, choices]
+        self._curves = np.where(nodes > 1, (1 - chance ** (depth + 1)) / (1 - chance), 1.0)  # [curves, choices]
         # bool[choices, choices]: the second is no larger than the first.
         self._smaller = np.asarray((self.sizes[None] <= self.sizes[:, None]).all(2))
         self.seen = np.zeros(len(choices))
@@ -117,7 +117,7 @@ class Goodput:
 
         Counts are noisy, promised values biased: a choice's own counts are joined by what its values promise, scaled
         by how promises were kept lately, as if that had been seen a fixed number of times.  What was not seen follows
-        the law that what was seen suggests.
+        the acceptance curve that the steps seen so far suggest.
 
         Args:
             current: the choice that steps have now.
@@ -128,8 +128,8 @@ class Goodput:
         expected = (self._emitted + PRIOR * (1 + kept * promised)) / (seen + PRIOR)
         is_seen = self.seen > 0
         most = self._largest_seen(current)
-        law = self._law(most, expected) if most else np.abs(REFUSED - TYPICAL).argmin()
-        beyond = np.maximum(self._laws[law], (self._smaller * np.where(is_seen, expected, 0.0)).max(1))
+        curve = self._curve(most, expected) if most else np.abs(REFUSED - TYPICAL).argmin()
+        beyond = np.maximum(self._curves[curve], (self._smaller * np.where(is_seen, expected, 0.0)).max(1))
         return self._at_this_level(np.where(is_seen, expected, beyond))
 
     def ms(self, current: int) -> np.ndarray:
@@ -222,10 +222,10 @@ class Goodput:
         if self._known is None or most <= 0:
             return expected
         ran = int(np.where(self._own >= most, self.nominal_ms, 0.0)[1:].argmax()) + 1
-        then, now = self._law(ran, self._known), self._law(ran, expected)
+        then, now = self._curve(ran, self._known), self._curve(ran, expected)
         share = np.minimum(self._own / most, 1.0)
-        return np.asarray(share * expected + (1 - share) * self._known * self._laws[now] / self._laws[then])
+        return np.asarray(share * expected + (1 - share) * self._known * self._curves[now] / self._curves[then])
 
-    def _law(self, choice: int, tokens: np.ndarray) -> int:
-        """Name the law that suits the tokens of a choice, of float[choices]."""
-        return int(np.abs(self._laws[:, choice] - tokens[choice]).argmin())
+    def _curve(self, choice: int, tokens: np.ndarray) -> int:
+        """Return the index of the acceptance curve nearest to the tokens of a choice, of float[choices]."""
+        return int(np.abs(self._curves[:, choice] - tokens[choice]).argmin())

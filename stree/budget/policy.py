@@ -21,13 +21,13 @@ from stree.drafters import Draft
 from stree.growth import Growth, Limited
 from stree.verify import Acceptance
 
-__all__ = ["AutoSize", "FixedSize", "Sizes", "Steering", "Tour"]
+__all__ = ["AutoBudget", "BudgetPolicy", "EverySize", "FixedBudget", "TreeSizes"]
 
 MAX_NODES, MAX_DEPTH = 64, 8
 MOST_FIXED = 1 << 20  # nodes of a fixed shape that is laid out; what kernels take is checked where they are known
 
 
-class Steering(Protocol):
+class BudgetPolicy(Protocol):
     """Decides the size of every step.
 
     Attributes:
@@ -55,7 +55,7 @@ class Steering(Protocol):
         ...
 
 
-class FixedSize:
+class FixedBudget:
     """The same growth and budget always."""
 
     watches = False
@@ -77,7 +77,7 @@ class FixedSize:
 
 
 @dataclass(frozen=True, eq=False)
-class Sizes:
+class TreeSizes:
     """The sizes that a controller may choose from.
 
     Attributes:
@@ -102,7 +102,7 @@ class Sizes:
         return Limited(self.growth, choice.depth), choice.nodes
 
     @classmethod
-    def of(cls, growth: Growth | None, max_depth: int | None = None, *, has_model: bool, is_coarse: bool) -> Sizes:
+    def of(cls, growth: Growth | None, max_depth: int | None = None, *, has_model: bool, is_coarse: bool) -> TreeSizes:
         """List the sizes of a growth: of a fixed shape, and of one without a depth, all of it or nothing.
 
         Args:
@@ -128,7 +128,7 @@ class Sizes:
         return cls(growth, layered_choices(MAX_NODES, deepest, is_coarse=is_coarse), is_cut=True)
 
 
-class AutoSize:
+class AutoBudget:
     """A controller over budgets, and over depths where a draft model grows layer by layer.
 
     It begins anew for every generation and reads no clock, so one that is repeated takes the same sizes.  Nodes whose
@@ -146,7 +146,7 @@ class AutoSize:
 
     def __init__(
         self,
-        sizes: Sizes,
+        sizes: TreeSizes,
         step_ms: StepMs,
         *,
         experience: Experience | None = None,
@@ -191,7 +191,7 @@ class AutoSize:
         self.controller.observe(choice, values, depths, is_accepted)
 
 
-class Tour:
+class EverySize:
     """Every size a number of times, the largest first, then plain decoding: for who wants all of them captured.
 
     Args:
@@ -205,7 +205,7 @@ class Tour:
         self._times = times
         self._left: list[Choice] | None = None  # the next one last
 
-    def over(self, sizes: Sizes) -> Tour:
+    def over(self, sizes: TreeSizes) -> EverySize:
         """Begin to go through sizes, or go on with them in another text."""
         self.max_nodes, self.growth, self._sizes = sizes.max_nodes, sizes.growth, sizes
         if self._left is None:

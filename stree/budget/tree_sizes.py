@@ -1,4 +1,4 @@
-"""Sizes of tree to choose from, plain decoding among them."""
+"""TreeSizes of tree to choose from, plain decoding among them."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def _add_run(bench: Any) -> None:
     command.add_argument("--max-new-tokens", type=int, default=64, help="tokens of every run")
     command.add_argument("--seed", type=int, default=0, help="of the random numbers")
     command.add_argument(
-        "--test-law", type=int, default=0, metavar="TEXTS",
+        "--test-distribution", type=int, default=0, metavar="TEXTS",
         help="texts a suite for the statistical test of sampled text; 0 for none",
     )  # fmt: skip
     command.add_argument("--chat", action="store_true", help="put prompts through the tokenizer's chat template")
@@ -104,7 +104,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--limit must not be negative, got {arguments.limit}")
     settings = Settings(
         arguments.max_new_tokens, _temperatures(arguments.temperature), arguments.batch_size, arguments.seed,
-        arguments.test_law, arguments.chat,
+        arguments.test_distribution, arguments.chat,
     )  # fmt: skip
     methods = parse_methods(arguments.methods if arguments.methods is not None else DEFAULT)
     suites = read_suites(parse_suites(arguments.suite), arguments.limit or None)

@@ -40,7 +40,7 @@ def describe_model(config: Any, dtype: Any, *, trust_remote_code: bool = False) 
     """
     from stree.decode.cuda_graphs import MOST_GRAPHS
     from stree.decode.memory import state_bytes
-    from stree.decode.step_cache import MOST_PROGRAMS
+    from stree.decode.step_cache import MAX_DECODE_STEPS
     from stree.models.families import config_of_text_model, family_of
     from stree.models.state_size import empty_model, measure_state
     from stree.models.tree_lm import TreeLM
@@ -75,7 +75,7 @@ def describe_model(config: Any, dtype: Any, *, trust_remote_code: bool = False) 
         "kv_stash_bytes_per_node": memory.kv_stash_per_node,
         "nodes_per_state": memory.state / memory.stash_per_node if memory.state else None,
         "graphs": {
-            "programs": MOST_PROGRAMS, "graphs_per_program": MOST_GRAPHS, "max_length": LENGTH, "max_nodes": NODES,
+            "programs": MAX_DECODE_STEPS, "graphs_per_program": MOST_GRAPHS, "max_length": LENGTH, "max_nodes": NODES,
             "state_bytes": state_bytes(lm, 1, LENGTH, NODES),
         },
     }  # fmt: skip

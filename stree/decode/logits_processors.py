@@ -74,7 +74,7 @@ def processed(lm: TreeLM, processor: NodeProcessor, *, is_target: bool, is_greed
     Args:
         lm: the model; left as it is.
         processor: what its logits go through.
-        is_target: whether a node whose token its parent's processed law excludes may be left out: the target
+        is_target: whether a node whose token its parent's processed distribution excludes may be left out: the target
             cannot accept it, so the processor is not asked about a text that it has ruled out.
         is_greedy: whether the target's tokens are the most likely ones, and token 0 where a processor that looks at
             the text leaves none, as in transformers; else such a text is refused when it is reached.

@@ -14,17 +14,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stree.budget.policy import Steering
+from stree.budget.policy import BudgetPolicy
 from stree.decode.cuda_graphs import Graphs
 from stree.decode.stats import Generation, Statistics
-from stree.decode.step import Program, Round
-from stree.decode.step_cache import Engine, layout_of, rounded
+from stree.decode.step import DecodeStep, StepResult
+from stree.decode.step_cache import StepCache, layout_of, rounded
 from stree.drafters import Bounded, Drafter, HasModel, ModelDrafter, NoDrafter, Slotted, SuffixDrafter
 from stree.kernels.topology import reads_freely
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random, Sampling
 
-__all__ = ["Observer", "Session", "Streamer"]
+__all__ = ["DecodeLoop", "Observer", "Streamer"]
 
 
 class Streamer(Protocol):
@@ -51,7 +51,7 @@ class Observer(Protocol):
         ...
 
 
-class Session:
+class DecodeLoop:
     """One generation.
 
     Slots of the batch hold sequences; when one has finished and prompts are left, the next takes its slot.
@@ -91,10 +91,10 @@ class Session:
         refills: bool = False,
         streamer: Streamer | None = None,
         observer: Observer | None = None,
-        engine: Engine | None = None,
+        step_cache: StepCache | None = None,
         cancelled: Callable[[int], bool] | None = None,
     ) -> None:
-        self.engine, self.cancelled = engine, cancelled
+        self.step_cache, self.cancelled = step_cache, cancelled
         self.lm, self.sampling, self.max_new_tokens, self.seed = lm, sampling, max_new_tokens, seed
         self.max_batch, self.max_length, self.refills = max_batch, max_length, refills
         self.streamer, self.observer = streamer, observer
@@ -123,7 +123,7 @@ class Session:
         self.waiting = chain(first, self.waiting)
         return next((prompt for prompt, problem in first if problem is None), [0])
 
-    def run(self, drafter: Drafter, steering: Steering, verifier: str) -> None:
+    def run(self, drafter: Drafter, policy: BudgetPolicy, verifier: str) -> None:
         """Generate until every sequence has finished.
 
         On a device the host hears of a step while the next one runs, unless it must know more before it can go on.
@@ -132,51 +132,51 @@ class Session:
         prompts = list(islice(self._runnable(), self.max_batch))
         if not prompts:
             raise ValueError(f"no prompt can be run: {self.reasons[0] if self.reasons else 'there is none'}")
-        room = self._room(steering)
-        key = self.key(drafter, steering, verifier, len(prompts)) if self.engine is not None else None
-        program = self.engine.take(key) if self.engine is not None else None
-        if program is None:
-            program = self._program(len(prompts), room, steering.max_nodes, verifier)
-        self._graphs = program.graphs
+        room = self._room(policy)
+        key = self.key(drafter, policy, verifier, len(prompts)) if self.step_cache is not None else None
+        decode_step = self.step_cache.take(key) if self.step_cache is not None else None
+        if decode_step is None:
+            decode_step = self._new_decode_step(len(prompts), room, policy.max_nodes, verifier)
+        self._graphs = decode_step.graphs
         self._replays = self._replays_before = self._num_replays()
-        self._start(program, drafter, steering, prompts, room)
-        self._loop(program, steering)
-        self.problem = program.problem
-        if self.engine is not None and self.problem is None:
-            self.engine.keep(key, program, drafter)
+        self._start(decode_step, drafter, policy, prompts, room)
+        self._loop(decode_step, policy)
+        self.problem = decode_step.problem
+        if self.step_cache is not None and self.problem is None:
+            self.step_cache.keep(key, decode_step, drafter)
 
-    def key(self, drafter: Drafter, steering: Steering, verifier: str, batch: int) -> Hashable:
+    def key(self, drafter: Drafter, policy: BudgetPolicy, verifier: str, batch: int) -> Hashable:
         """Name the kind of program that a run of so many sequences needs: all that its captured steps hold."""
         models = (self.lm, *(drafter.models if isinstance(drafter, HasModel) else ()))
         return (
-            batch, self._room(steering), steering.max_nodes, self.sampling, verifier, self.stop, _kind_of(drafter),
-            repr(steering.growth), *map(layout_of, models),
+            batch, self._room(policy), policy.max_nodes, self.sampling, verifier, self.stop, _kind_of(drafter),
+            repr(policy.growth), *map(layout_of, models),
         )  # fmt: skip
 
-    def _room(self, steering: Steering) -> int:
+    def _room(self, policy: BudgetPolicy) -> int:
         """Count the tokens that a text needs room for."""
         # The last step starts below the limit and may commit a whole path beyond it.
-        room = self.max_length + steering.max_nodes
-        return room if self.engine is None else rounded(room)
+        room = self.max_length + policy.max_nodes
+        return room if self.step_cache is None else rounded(room)
 
-    def _loop(self, program: Program, steering: Steering) -> None:
+    def _loop(self, decode_step: DecodeStep, policy: BudgetPolicy) -> None:
         """Launch steps and hear of them until every sequence has finished."""
-        self._refill(program)
-        program.is_watched = steering.watches
+        self._refill(decode_step)
+        decode_step.is_watched = policy.watches
         is_late = self._is_late()
-        launched: deque[tuple[Round, int]] = deque()  # with the replays until then
+        launched: deque[tuple[StepResult, int]] = deque()  # with the replays until then
 
         def hear() -> None:
             step, self._replays = launched.popleft()
-            self._take(program, step, steering)
+            self._take(decode_step, step, policy)
 
         try:
             while None in self.reasons:
-                launched.append((program.step(*steering.next()), self._num_replays()))
+                launched.append((decode_step(*policy.next()), self._num_replays()))
                 if len(launched) > is_late:
                     hear()
-                    self._cancel(program, is_late)
-                    self._refill(program)
+                    self._cancel(decode_step, is_late)
+                    self._refill(decode_step)
         finally:  # what was launched before something failed is heard all the same
             while launched and None in self.reasons:
                 hear()
@@ -203,35 +203,36 @@ class Session:
             report["graphs"] = {**known, "replays": self._replays - self._replays_before}
         return Generation([prompt + new for prompt, new in zip(self.prompts, self.new, strict=True)], report)
 
-    def _program(self, batch: int, room: int, max_nodes: int, verifier: str) -> Program:
+    def _new_decode_step(self, batch: int, room: int, max_nodes: int, verifier: str) -> DecodeStep:
         """Make room for texts."""
         state = self.lm.new_state(batch, room, max_nodes)
         state.fixed_shapes = not reads_freely(state.lengths)  # where steps are replayed they must not grow
         sequences = torch.arange(batch, device=self.device)
-        seed = self.seed if self.engine is None else torch.zeros_like(sequences[0])
-        return Program(
+        seed = self.seed if self.step_cache is None else torch.zeros_like(sequences[0])
+        return DecodeStep(
             self.lm, state, Random(seed, sequences, torch.zeros_like(sequences)), sampling=self.sampling,
-            verifier=verifier, stop_token_ids=self.stop, graphs=None if self.engine is None else self.engine.graphs(),
+            verifier=verifier, stop_token_ids=self.stop,
+            graphs=None if self.step_cache is None else self.step_cache.graphs(),
         )  # fmt: skip
 
     def _start(
-        self, program: Program, drafter: Drafter, steering: Steering, prompts: list[list[int]], room: int
+        self, decode_step: DecodeStep, drafter: Drafter, policy: BudgetPolicy, prompts: list[list[int]], room: int
     ) -> None:
         """Prefill the first prompts together, with room for so many tokens each, and draw their first tokens."""
-        logits = program.fill(drafter, prompts, self.max_new_tokens, self.seed)
-        if self.refills and not isinstance(program.run, Slotted):
+        logits = decode_step.fill(drafter, prompts, self.max_new_tokens, self.seed)
+        if self.refills and not isinstance(decode_step.run, Slotted):
             raise TypeError(f"{type(drafter).__name__} cannot take up a prompt in mid-run; leave max_batch out")
-        if isinstance(program.run, Bounded):
-            program.run.reserve(room, steering.growth, steering.max_nodes, begins=not steering.is_off)
+        if isinstance(decode_step.run, Bounded):
+            decode_step.run.reserve(room, policy.growth, policy.max_nodes, begins=not policy.is_off)
         self._check(logits)
         if self.streamer is not None:
             self.streamer.put(torch.tensor(prompts[0]))
         self.is_started = True
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
-        self._first_tokens(program, range(len(prompts)), program.rng.at(lengths), logits)
+        self._first_tokens(decode_step, range(len(prompts)), decode_step.rng.at(lengths), logits)
         self.stats.prefill_s = self.stats.total_s = time.perf_counter() - self._began
 
-    def _refill(self, program: Program) -> None:
+    def _refill(self, decode_step: DecodeStep) -> None:
         """Give the slots of sequences that have finished to prompts that wait."""
         for row in range(len(self.slots)):
             while self.reasons[self.slots[row]] is not None:
@@ -239,9 +240,9 @@ class Session:
                 if prompt is None:
                     return
                 began = time.perf_counter()
-                logits, rng = program.admit(row, self.slots[row], prompt)
+                logits, rng = decode_step.admit(row, self.slots[row], prompt)
                 self._check(logits)
-                self._first_tokens(program, [row], rng, logits)
+                self._first_tokens(decode_step, [row], rng, logits)
                 self.stats.prefill_s += time.perf_counter() - began
 
     def _runnable(self, row: int | None = None) -> Iterator[list[int]]:
@@ -259,22 +260,22 @@ class Session:
                 yield prompt
 
     def _check(self, logits: Tensor) -> None:
-        """Refuse logits of prompts that have no law."""
-        if not bool(self.sampling.has_law(logits).all()):
+        """Refuse logits of prompts that have no distribution."""
+        if not bool(self.sampling.has_distribution(logits).all()):
             kind = "NaN" if bool(logits.isnan().any()) else "infinite"
             raise ValueError(f"the target's logits are {kind} after the prompt")
 
-    def _first_tokens(self, program: Program, rows: Sequence[int], rng: Random, logits: Tensor) -> None:
+    def _first_tokens(self, decode_step: DecodeStep, rows: Sequence[int], rng: Random, logits: Tensor) -> None:
         """Draw the token after the prompts of some rows from float[len(rows), vocab] logits."""
         if self.sampling.is_greedy:
             tokens = logits.argmax(-1)
         else:
-            tokens = rng.choice("target", self.sampling.law(logits), torch.zeros_like(rng.positions))
+            tokens = rng.choice("target", self.sampling.probs(logits), torch.zeros_like(rng.positions))
         for place, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
             self._emit(row, [token], logits[place][None])
-            program.begin(row, token, is_finished=self.reasons[self.slots[row]] is not None)
+            decode_step.begin(row, token, is_finished=self.reasons[self.slots[row]] is not None)
 
-    def _take(self, program: Program, step: Round, steering: Steering) -> None:
+    def _take(self, decode_step: DecodeStep, step: StepResult, policy: BudgetPolicy) -> None:
         """Hear of a step: its tokens go to the texts, its times and lengths to the statistics."""
         rows, committed = step.emitted()
         logits = step.logits
@@ -284,18 +285,18 @@ class Session:
             if self.slots[row] in self._ending:  # it was launched before its end was asked for
                 self._end(self.slots[row])
             elif tokens and self._emit(row, tokens, logits[row]):
-                program.finish(row)
+                decode_step.finish(row)
         self.stats.record(step.draft, committed, step.clock.seconds())
         self.stats.total_s = time.perf_counter() - self._began
-        steering.observe(step.draft, step.acceptance)
+        policy.observe(step.draft, step.acceptance)
 
-    def _cancel(self, program: Program, is_late: bool) -> None:
+    def _cancel(self, decode_step: DecodeStep, is_late: bool) -> None:
         """End the sequences that are asked to; one that runs in a step not yet heard of ends when that is."""
         if self.cancelled is None:
             return
         for row, sequence in enumerate(self.slots):
             if self.reasons[sequence] is None and sequence not in self._ending and self.cancelled(sequence):
-                program.finish(row)
+                decode_step.finish(row)
                 self._ending.add(sequence)
                 if not is_late:
                     self._end(sequence)

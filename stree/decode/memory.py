@@ -9,10 +9,10 @@ from stree.drafters import Drafter, HasModel
 from stree.models.state_size import StateSize, measure_state
 from stree.models.tree_lm import TreeLM
 
-__all__ = ["arithmetic", "check_room", "free_bytes", "has_room", "state_bytes"]
+__all__ = ["arithmetic", "check_memory", "fits_in_memory", "free_bytes", "state_bytes"]
 
 
-def check_room(lm: TreeLM, drafter: Drafter, batch: int, length: int, nodes: int) -> None:
+def check_memory(lm: TreeLM, drafter: Drafter, batch: int, length: int, nodes: int) -> None:
     """Refuse what cannot fit.
 
     Args:
@@ -35,8 +35,8 @@ def check_room(lm: TreeLM, drafter: Drafter, batch: int, length: int, nodes: int
         )
 
 
-def has_room(lm: TreeLM, drafter: Drafter, batch: int, length: int, nodes: int) -> bool:
-    """Tell whether it fits; see ``check_room``."""
+def fits_in_memory(lm: TreeLM, drafter: Drafter, batch: int, length: int, nodes: int) -> bool:
+    """Tell whether it fits; see ``check_memory``."""
     need = sum(state_bytes(model, batch, length, nodes) for model in _models(lm, drafter, nodes))
     return need <= free_bytes(lm.device)
 

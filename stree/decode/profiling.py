@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from stree.budget.goodput import Experience
-from stree.budget.policy import AutoSize, Sizes
+from stree.budget.policy import AutoBudget, TreeSizes
 from stree.budget.tree_sizes import PLAIN, Choice
 from stree.decode.cuda_graphs import WARM_UP
 from stree.decode.logits_processors import Node, NodeProcessor, with_processor
-from stree.decode.loop import Session
-from stree.decode.step_cache import Engine
+from stree.decode.loop import DecodeLoop
+from stree.decode.step_cache import StepCache
 from stree.drafters import Draft, Drafter, HasModel
 from stree.growth import Growth
 from stree.models.tree_lm import TreeLM
@@ -32,7 +32,7 @@ from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import Acceptance
 
-__all__ = ["StepTimes", "num_measured", "step_times"]
+__all__ = ["StepTimes", "num_profiled", "step_times"]
 
 ROUNDS = 10  # of each size the first time warms the machine, of the others the median counts
 LONGEST_S = 2.0  # of timed rounds, after which no other begins
@@ -79,13 +79,13 @@ _known: weakref.WeakKeyDictionary[TreeLM, dict[tuple[Any, ...], StepTimes]] = we
 def step_times(
     lm: TreeLM,
     drafter: Drafter,
-    sizes: Sizes,
+    sizes: TreeSizes,
     batch: int,
     opening: Sequence[int],
     *,
     sampling: Sampling,
     verifier: str,
-    engine: Engine | None,
+    step_cache: StepCache | None,
     processor: NodeProcessor | None,
 ) -> StepTimes:
     """Give what steps take, measured before the first text of a kind.
@@ -101,7 +101,7 @@ def step_times(
         opening: the caller's first prompt, for a text like it.
         sampling: how tokens are drawn.
         verifier: see ``stree.accept``.
-        engine: captures steps, which are then timed as they are replayed; None where they are launched.
+        step_cache: captures steps, which are then timed as they are replayed; None where they are launched.
         processor: what will process logits, or None; only whether it looks at texts matters.
     """
     models = drafter.models if isinstance(drafter, HasModel) else ()
@@ -109,20 +109,22 @@ def step_times(
     key = (
         batch, tuple(map(weakref.ref, models)), type(drafter) if models else None, tuple(sizes.choices),
         None if sizes.growth is None else repr(sizes.growth.bind(Sampling())), verifier,
-        (sampling.is_greedy, sampling.top_k is None, sampling.top_p is None), engine is not None, looks_at_text,
+        (sampling.is_greedy, sampling.top_k is None, sampling.top_p is None), step_cache is not None, looks_at_text,
         torch.get_num_threads(),
     )  # fmt: skip
     known = _known.setdefault(lm, {})
     for old in [old for old in known if any(model() is None for model in old[1])]:
         del known[old]  # its draft model is gone
     if key not in known:
-        rehearsal = _Rehearsal(sizes, has_model=bool(models), on_device=lm.device.type == "cuda" or engine is not None)
+        profiler = _Profiler(
+            sizes, has_model=bool(models), on_device=lm.device.type == "cuda" or step_cache is not None
+        )
         stand_in = drafter if models else _Bushy()
         if looks_at_text is not None:
             lm, stand_in = with_processor(lm, stand_in, _Untouched(looks_at_text), is_greedy=True)
         try:
-            _run(lm, stand_in, rehearsal, opening, batch, sampling, verifier, engine)
-            known[key] = rehearsal.times()
+            _run(lm, stand_in, profiler, opening, batch, sampling, verifier, step_cache)
+            known[key] = profiler.times()
         except Exception as problem:  # the caller's own text will meet it, or not
             name = type(problem).__name__
             logger.warning("what steps take could not be measured, sizes are guessed: %s: %s", name, problem)
@@ -130,7 +132,7 @@ def step_times(
     return known[key]
 
 
-def num_measured(lm: TreeLM) -> int:
+def num_profiled(lm: TreeLM) -> int:
     """Count the kinds of steps that were measured for a target."""
     return len(_known.get(lm, {}))
 
@@ -145,32 +147,33 @@ def _cut(opening: Sequence[int], share: float, max_length: int | None) -> list[i
 def _run(
     lm: TreeLM,
     drafter: Drafter,
-    rehearsal: _Rehearsal,
+    profiler: _Profiler,
     opening: Sequence[int],
     batch: int,
     sampling: Sampling,
     verifier: str,
-    engine: Engine | None,
+    step_cache: StepCache | None,
 ) -> None:
     """Generate until all steps were taken, with an engine of its own: nothing that is kept for texts is disturbed."""
-    engine = None if engine is None else Engine(engine.recorder)
-    room = OPENING + rehearsal.most_tokens + rehearsal.max_nodes
+    step_cache = None if step_cache is None else StepCache(step_cache.recorder)
+    room = OPENING + profiler.most_tokens + profiler.max_nodes
     length = room if lm.max_length is None else min(room, lm.max_length)
-    while not rehearsal.is_done:
-        left = rehearsal.num_left
-        text = _cut(opening, rehearsal.begin(), lm.max_length)
-        session = Session(
+    while not profiler.is_done:
+        left = profiler.num_left
+        text = _cut(opening, profiler.begin(), lm.max_length)
+        loop = DecodeLoop(
             lm, [(text, None)] * batch, sampling=sampling, max_new_tokens=length - len(text), stop_token_ids=None,
-            seed=left, max_batch=batch, max_length=length, cancelled=lambda _: rehearsal.is_paused, engine=engine,
+            seed=left, max_batch=batch, max_length=length, cancelled=lambda _: profiler.is_paused,
+            step_cache=step_cache,
         )  # fmt: skip
-        session.run(drafter, rehearsal, verifier)
-        if session.problem is not None:
-            raise session.problem
-        if rehearsal.num_left == left:
+        loop.run(drafter, profiler, verifier)
+        if loop.problem is not None:
+            raise loop.problem
+        if profiler.num_left == left:
             raise RuntimeError(f"texts of {length} tokens leave no room for a step")
 
 
-class _Rehearsal(AutoSize):
+class _Profiler(AutoBudget):
     """Takes steps of given sizes, small and large by turns, so that what disturbs the machine disturbs all of them.
 
     A controller learns from them, which takes its time too.  Every round is a text of its own, which goes on from
@@ -183,7 +186,7 @@ class _Rehearsal(AutoSize):
             ones is timed.
     """
 
-    def __init__(self, sizes: Sizes, *, has_model: bool, on_device: bool) -> None:
+    def __init__(self, sizes: TreeSizes, *, has_model: bool, on_device: bool) -> None:
         super().__init__(sizes, GUESS)
         self._has_model, self._calls_matter = has_model, has_model and sizes.is_cut
         # Trees of a round.  The deepest one is not timed: its calls, which few nodes share, take less than others.
@@ -272,7 +275,7 @@ class _Rehearsal(AutoSize):
         return StepTimes(plain_ms, np.array(nodes), np.maximum.accumulate(tree_ms), call_ms, behind_ms, experience)
 
 
-def _timed_choices(sizes: Sizes) -> list[Choice]:
+def _timed_choices(sizes: TreeSizes) -> list[Choice]:
     """Choose the sizes that are timed, smallest first, plain decoding last."""
     if len(sizes.choices) <= 3:
         return [*sizes.choices[1:], PLAIN]
@@ -285,7 +288,7 @@ def _timed_choices(sizes: Sizes) -> list[Choice]:
     return [*dict.fromkeys(Choice(nodes, depth) for nodes, depth in pairs), PLAIN]
 
 
-def _deeper_choices(sizes: Sizes) -> list[Choice]:
+def _deeper_choices(sizes: TreeSizes) -> list[Choice]:
     """Give the largest tree at its deepest, where no timed one is as deep: it tells what all others bring."""
     deepest = max(choice.depth for choice in sizes.choices)
     return [Choice(LARGE, deepest)] if sizes.is_cut and len(sizes.choices) > 3 and deepest > DEEP else []

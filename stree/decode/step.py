@@ -36,9 +36,9 @@ from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
-from stree.verify import DELTA, Acceptance, DraftLaws, accept
+from stree.verify import DELTA, Acceptance, DraftProbs, accept
 
-__all__ = ["Program", "Round"]
+__all__ = ["DecodeStep", "StepResult"]
 
 logger = logging.getLogger("stree")
 
@@ -46,7 +46,7 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)  # nodes of trees that are brought to a 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Round:
+class StepResult:
     """One step that was launched.
 
     Attributes:
@@ -76,7 +76,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Done:
-    """A step's work, launched: what becomes a ``Round`` once its report is on its way."""
+    """A step's work, launched: what becomes a ``StepResult`` once its report is on its way."""
 
     draft: Draft
     found: Acceptance
@@ -85,7 +85,7 @@ class _Done:
     clock: Clock
 
 
-class Program:
+class DecodeStep:
     """The steps of a batch of sequences, from one to the next on the device.
 
     Args:
@@ -130,8 +130,8 @@ class Program:
         self.is_finished = torch.ones_like(rng.sequences, dtype=torch.bool)
         self._stop = torch.tensor(sorted(stop_token_ids), dtype=torch.long, device=rng.sequences.device)
         self._trees: dict[int, TokenTree] = {}  # by nodes, what captured verifications read
-        self._law_rows: dict[int, tuple[Tensor, Tensor]] = {}  # likewise, which law is whose, and its kind
-        self._law_rooms: dict[torch.dtype, Tensor] = {}  # the laws
+        self._probs_rows: dict[int, tuple[Tensor, Tensor]] = {}  # likewise, which distribution is whose, and its kind
+        self._probs_rooms: dict[torch.dtype, Tensor] = {}  # the distributions
         self._shares: dict[Hashable, Sequence[tuple[str, float]]] = {}
         self._version: tuple[Capturable, int] | None = None  # the run that steps were captured of, and of its tensors
         self._is_used = False  # whether the state holds texts
@@ -168,7 +168,7 @@ class Program:
                 self.run.replay = partial(self._replayed_part, self.graphs)
         return logits
 
-    def step(self, growth: Growth | None, budget: int) -> Round:
+    def __call__(self, growth: Growth | None, budget: int) -> StepResult:
         """Launch a step of at most ``budget`` nodes a sequence."""
         done = self._launch(growth, budget)
         if self.is_watched:
@@ -178,7 +178,7 @@ class Program:
         if done.report.device.type == "cuda":
             arrival = torch.cuda.Event()
             arrival.record(torch.cuda.current_stream(done.report.device))
-        return Round(done.draft, done.found, done.logits, report, arrival, done.clock)
+        return StepResult(done.draft, done.found, done.logits, report, arrival, done.clock)
 
     def begin(self, row: int, token: int, *, is_finished: bool) -> None:
         """Start a sequence whose prompt was run and whose first token was emitted."""
@@ -301,7 +301,7 @@ class Program:
         logits = self.lm.verify(self.state, draft.tree)
         clock.lap("verify_s")
         rng = self.rng.at(self.state.lengths)
-        found = accept(draft.tree, logits, self.sampling, rng, draft.laws, self.verifier, draft.max_depth)
+        found = accept(draft.tree, logits, self.sampling, rng, draft.probs, self.verifier, draft.max_depth)
         found = replace(found, path_lengths=found.path_lengths.masked_fill(self.is_finished, 0))
         clock.lap("accept_s")
         self.lm.commit(self.state, found.path, found.path_lengths)
@@ -315,21 +315,21 @@ class Program:
         tree = self._tree(size)
         tree.tokens.zero_()[:, :n] = draft.tree.tokens
         tree.parents.fill_(-1)[:, :n] = draft.tree.parents
-        laws, depth, key = None, size - 1, f"{size} nodes"
-        if draft.laws is not None and self.verifier != "match":  # which asks for none
-            laws, depth = self._brought(graphs, draft.laws, size), min(_bucket(draft.max_depth), size - 1)
-            key = f"{size} nodes to depth {depth}, laws {laws.probs.dtype}"
-        done, _ = self._replayed(graphs, key, partial(self._verified, size, laws, depth))
+        dists, depth, key = None, size - 1, f"{size} nodes"
+        if draft.probs is not None and self.verifier != "match":  # which asks for none
+            dists, depth = self._brought(graphs, draft.probs, size), min(_bucket(draft.max_depth), size - 1)
+            key = f"{size} nodes to depth {depth}, distributions {dists.probs.dtype}"
+        done, _ = self._replayed(graphs, key, partial(self._verified, size, dists, depth))
         told = StepClock(self.pending.device)
         self._observe(done.found)
         told.lap("draft_s")
         return replace(done, draft=draft, clock=Clocks([clock, done.clock, told]))
 
-    def _verified(self, size: int, laws: DraftLaws | None, max_depth: int) -> _Done:
+    def _verified(self, size: int, dists: DraftProbs | None, max_depth: int) -> _Done:
         """Do the target's part for a tree that was brought."""
         known = self._tree(size)
         clock = StepClock(self.pending.device)
-        draft = Draft(TokenTree.unchecked(known.tokens, known.parents), laws, max_depth)
+        draft = Draft(TokenTree.unchecked(known.tokens, known.parents), dists, max_depth)
         done = self._target(draft, clock)
         report = self._emit(draft.tree, done.found)
         clock.lap("accept_s")
@@ -368,29 +368,29 @@ class Program:
             self._trees[size] = TokenTree.unchecked(tokens, torch.full_like(tokens, -1, dtype=torch.int32))
         return self._trees[size]
 
-    def _brought(self, graphs: Graphs, laws: DraftLaws, size: int) -> DraftLaws:
-        """Bring laws to where captured verifications of so many nodes read them.
+    def _brought(self, graphs: Graphs, dists: DraftProbs, size: int) -> DraftProbs:
+        """Bring distributions to where captured verifications of so many nodes read them.
 
-        All sizes share the room of the laws themselves.  It is made for as many as there ever were; whatever was
-        captured with a smaller one is captured anew.
+        All sizes share the room of the distributions themselves.  It is made for as many as there ever were; whatever
+        was captured with a smaller one is captured anew.
         """
-        (batch, rows, vocab), n, dtype = laws.probs.shape, laws.row.shape[1], laws.probs.dtype
-        room = self._law_rooms.get(dtype)
+        (batch, rows, vocab), n, dtype = dists.probs.shape, dists.row.shape[1], dists.probs.dtype
+        room = self._probs_rooms.get(dtype)
         if room is None or rows > room.shape[1]:
-            room = self._law_rooms[dtype] = laws.probs.new_zeros(batch, _bucket(rows), vocab)
+            room = self._probs_rooms[dtype] = dists.probs.new_zeros(batch, _bucket(rows), vocab)
             graphs.clear()
-        if size not in self._law_rows:
-            row = torch.zeros(batch, size, dtype=torch.int32, device=laws.row.device)
-            self._law_rows[size] = row, torch.zeros_like(row, dtype=torch.int8)
-        row, kind = self._law_rows[size]
-        room[:, :rows] = laws.probs
-        row.zero_()[:, :n] = laws.row
-        kind.fill_(DELTA)[:, :n] = laws.kind
-        return DraftLaws(room, row, kind)
+        if size not in self._probs_rows:
+            row = torch.zeros(batch, size, dtype=torch.int32, device=dists.row.device)
+            self._probs_rows[size] = row, torch.zeros_like(row, dtype=torch.int8)
+        row, kind = self._probs_rows[size]
+        room[:, :rows] = dists.probs
+        row.zero_()[:, :n] = dists.row
+        kind.fill_(DELTA)[:, :n] = dists.kind
+        return DraftProbs(room, row, kind)
 
 
 def _bucket(count: int) -> int:
-    """Round a count up, so that few sizes serve all."""
+    """StepResult a count up, so that few sizes serve all."""
     return next((size for size in BUCKETS if size >= count), count)
 
 

@@ -1,7 +1,7 @@
 """What a target keeps between calls where steps are captured: programs with their states and their graphs.
 
 A graph holds the places of what it was captured with, so a program serves all texts of one shape: as many sequences,
-as much room, the same laws, the same drafter.
+as much room, the same distributions, the same drafter.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 from torch import Tensor
 
 from stree.decode.cuda_graphs import CudaRecorder, Graphs, Recorder
-from stree.decode.step import Program
+from stree.decode.step import DecodeStep
 from stree.models.tree_lm import TreeLM
 
-__all__ = ["Engine", "engine_of", "layout_of", "rounded"]
+__all__ = ["StepCache", "layout_of", "rounded", "step_cache_of"]
 
-MOST_PROGRAMS = 4
+MAX_DECODE_STEPS = 4
 SETTINGS = (bool, int, float, str, dict, list, tuple, set)  # of a module, as a captured step finds them
 ROOM = 256  # least room for a text; powers of two above it, so that texts of about one length share a program
 
 
-class Engine:
+class StepCache:
     """The programs of one target; beyond ``most`` the one that was not used for longest is dropped.
 
     Args:
@@ -35,27 +35,27 @@ class Engine:
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        self.recorder, self.most = recorder, MOST_PROGRAMS
-        self._programs: OrderedDict[Hashable, tuple[Program, Any]] = OrderedDict()
+        self.recorder, self.most = recorder, MAX_DECODE_STEPS
+        self._decode_steps: OrderedDict[Hashable, tuple[DecodeStep, Any]] = OrderedDict()
 
     def __contains__(self, key: Hashable) -> bool:
         """Tell whether there is a program of this kind."""
-        return key in self._programs
+        return key in self._decode_steps
 
-    def take(self, key: Hashable) -> Program | None:
+    def take(self, key: Hashable) -> DecodeStep | None:
         """Give a program of this kind, if there is one; nobody else has it until it is put back."""
-        known = self._programs.pop(key, None)
+        known = self._decode_steps.pop(key, None)
         return None if known is None else known[0]
 
-    def keep(self, key: Hashable, program: Program, drafter: Any) -> None:
+    def keep(self, key: Hashable, decode_step: DecodeStep, drafter: Any) -> None:
         """Put a program back, with the drafter that it belongs to."""
-        self._programs[key] = program, drafter
-        while len(self._programs) > self.most:
-            self._programs.popitem(last=False)
+        self._decode_steps[key] = decode_step, drafter
+        while len(self._decode_steps) > self.most:
+            self._decode_steps.popitem(last=False)
 
     def release(self) -> None:
         """Drop all programs, their states and graphs."""
-        self._programs.clear()
+        self._decode_steps.clear()
 
     def graphs(self) -> Graphs:
         """Begin the graphs of a new program."""
@@ -65,25 +65,25 @@ class Engine:
         """Describe the programs, JSON-able: sequences, room, bytes of the state, graphs and their bytes."""
         return [
             {
-                "batch": program.state.batch_size, "max_length": program.state.max_length,
-                "max_nodes": program.state.max_nodes, "state_bytes": program.state.num_bytes,
-                **(program.graphs.report() if program.graphs is not None else {}),
+                "batch": decode_step.state.batch_size, "max_length": decode_step.state.max_length,
+                "max_nodes": decode_step.state.max_nodes, "state_bytes": decode_step.state.num_bytes,
+                **(decode_step.graphs.report() if decode_step.graphs is not None else {}),
             }
-            for program, _ in self._programs.values()
+            for decode_step, _ in self._decode_steps.values()
         ]  # fmt: skip
 
 
-def engine_of(lm: TreeLM) -> Engine | None:
+def step_cache_of(lm: TreeLM) -> StepCache | None:
     """Give a target's engine, or None where its steps are launched one by one.
 
     Steps are captured on CUDA, unless ``lm.is_captured`` is False or the model's layers stand on several devices.
     """
     if not _can_capture(lm):
         return None
-    if "engine" not in lm.kept:
-        lm.kept["engine"] = Engine(CudaRecorder(lm.device))
-    engine: Engine = lm.kept["engine"]
-    return engine
+    if "step_cache" not in lm.kept:
+        lm.kept["step_cache"] = StepCache(CudaRecorder(lm.device))
+    step_cache: StepCache = lm.kept["step_cache"]
+    return step_cache
 
 
 def layout_of(lm: TreeLM) -> Hashable:

@@ -23,7 +23,7 @@ __all__ = ["Slots", "check_arguments", "check_block", "check_lossy", "check_node
 def check_lossy(drafter: Drafter, verifier: str, allow_lossy: bool) -> None:
     """Refuse ``TargetInit`` where it is not allowed, or where it cannot run."""
     if not allow_lossy:
-        raise ValueError("TargetInit does not keep the target's law; it runs only with allow_lossy=True")
+        raise ValueError("TargetInit does not keep the target's distribution; it runs only with allow_lossy=True")
     if not isinstance(drafter, ModelDrafter):
         raise ValueError(f"TargetInit needs a ModelDrafter, got {type(drafter).__name__}")
     if verifier != "auto":
@@ -143,7 +143,7 @@ def check_arguments(
     needed = [
         ("lm", lm, "new_state", "stree.TreeLM(model)"),
         ("drafter", drafter, "start", "stree.drafters.SuffixDrafter()"),
-        ("sampling", sampling, "law", "stree.Sampling(temperature=0.8)"),
+        ("sampling", sampling, "probs", "stree.Sampling(temperature=0.8)"),
     ]
     optional = [
         ("growth", growth, "bind", "stree.growth.Chain(4)"),

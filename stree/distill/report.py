@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stree.distill.training import Laws
+from stree.distill.training import Logits
 from stree.drafters import ModelDrafter
 from stree.generation import generate
 from stree.growth import Chain
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
-__all__ = ["agreement", "card", "measure_laws", "measure_tau"]
+__all__ = ["agreement", "card", "measure_probs", "measure_tau"]
 
 LOGITS_AT_ONCE = 1 << 26
 NUM_PROMPTS, PROMPT_LENGTH, NEW_TOKENS = 8, 64, 64
@@ -27,7 +27,7 @@ CHAIN = 4
 
 
 def agreement(wanted: Tensor, proposed: Tensor) -> dict[str, float]:
-    """Compare the drafter's laws with the target's.
+    """Compare the drafter's distributions with the target's.
 
     Args:
         wanted: float32[rows, vocab] log-probabilities of the target.
@@ -35,18 +35,21 @@ def agreement(wanted: Tensor, proposed: Tensor) -> dict[str, float]:
 
     Returns:
         Sums over the rows: ``divergence``, KL of target to drafter in nats; ``top1``, rows with the same most likely
-        token; ``accepted``, sum of min(target law, drafter law), the chance that a drafted token is kept.
+        token; ``accepted``, sum of min(target distribution, drafter distribution), the chance that a drafted token is
+        kept.
     """
-    laws = wanted.exp()
+    probs = wanted.exp()
     return {
-        "divergence": float((laws * (wanted - proposed)).sum()),
+        "divergence": float((probs * (wanted - proposed)).sum()),
         "top1": float((wanted.argmax(1) == proposed.argmax(1)).sum()),
-        "accepted": float(torch.minimum(laws, proposed.exp()).sum()),
+        "accepted": float(torch.minimum(probs, proposed.exp()).sum()),
     }
 
 
 @torch.no_grad()
-def measure_laws(laws: Laws, drafter: Laws, held_out: np.ndarray, length: int, device: torch.device) -> dict[str, Any]:
+def measure_probs(
+    probs: Logits, drafter: Logits, held_out: np.ndarray, length: int, device: torch.device
+) -> dict[str, Any]:
     """Measure a drafter on windows of a held-out stream.
 
     Returns:
@@ -56,7 +59,7 @@ def measure_laws(laws: Laws, drafter: Laws, held_out: np.ndarray, length: int, d
     total, tokens = dict.fromkeys(names, 0.0), 0
     for window in _windows(held_out, length):
         ids = torch.from_numpy(window.astype(np.int64)).to(device)
-        pair = laws(ids[None, :-1])[0], drafter(ids[None, :-1])[0]
+        pair = probs(ids[None, :-1])[0], drafter(ids[None, :-1])[0]
         size = max(1, LOGITS_AT_ONCE // pair[0].shape[-1])
         for wanted, proposed, actual in zip(*(part.split(size) for part in (*pair, ids[1:, None])), strict=True):
             wanted, proposed = wanted.float().log_softmax(-1), proposed.float().log_softmax(-1)
@@ -96,7 +99,7 @@ def measure_tau(lm: TreeLM, drafter: TreeLM, held_out: np.ndarray) -> dict[str, 
 
 def card(metrics: dict[str, Any]) -> str:
     """Write the drafter's card in Markdown, every figure taken from ``metrics``."""
-    laws, tau = metrics["held_out"], metrics["tau"]
+    probs, tau = metrics["held_out"], metrics["tau"]
     stages = [
         f"| {name} | {int(stage['steps']):,} | {int(stage['tokens']):,} | {stage['seconds'] / 60:.1f} "
         f"| {stage['loss']:.3f} |"
@@ -107,18 +110,18 @@ def card(metrics: dict[str, Any]) -> str:
 
 Made by `stree distill`: a Mamba-2 of {metrics["num_parameters"]:,} parameters (bfloat16) with the target's vocabulary
 of {metrics["vocab_size"]:,}. Use it with `stree generate --target {metrics["target"]} --drafter FOLDER`; whatever it
-drafts, the text follows the target's own law.
+drafts, the text follows the target's own distribution.
 
 ## Measured
 
-On held-out text, the end of what it was given ({laws["tokens"]:,} tokens):
+On held-out text, the end of what it was given ({probs["tokens"]:,} tokens):
 
 | | |
 | --- | ---: |
-| divergence from the target, nats a token | {laws["divergence"]:.3f} |
-| same most likely token | {laws["top1"]:.3f} |
-| chance that a sampled draft token is kept, temperature 1 | {laws["acceptance"]:.3f} |
-| cross entropy, target / drafter, nats | {laws["target_cross_entropy"]:.3f} / {laws["drafter_cross_entropy"]:.3f} |
+| divergence from the target, nats a token | {probs["divergence"]:.3f} |
+| same most likely token | {probs["top1"]:.3f} |
+| chance that a sampled draft token is kept, temperature 1 | {probs["acceptance"]:.3f} |
+| cross entropy, target / drafter, nats | {probs["target_cross_entropy"]:.3f} / {probs["drafter_cross_entropy"]:.3f} |
 | tokens a step (tau), chain of {CHAIN}, greedy | {tau["0"]:.2f} |
 | tokens a step (tau), chain of {CHAIN}, temperature 0.8 | {tau["0.8"]:.2f} |
 
@@ -127,8 +130,8 @@ decoding.
 
 ## Recipe
 
-Cross entropy on the text, then the KL divergence from the target's next-token law on the text and on what the target
-wrote from beginnings of it ({metrics["generated_tokens"]:,} tokens). Text: {metrics["text_tokens"]:,} tokens.
+Cross entropy on the text, then the KL divergence from the target's next-token distribution on the text and on what the
+target wrote from beginnings of it ({metrics["generated_tokens"]:,} tokens). Text: {metrics["text_tokens"]:,} tokens.
 
 | part | steps | tokens | minutes | last loss, nats |
 | --- | ---: | ---: | ---: | ---: |

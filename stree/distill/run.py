@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from stree.distill.continuations import write_continuations
 from stree.distill.folder import METRICS, RunFolder
 from stree.distill.network import build, check_forward, drafter_config, use_training_forward
-from stree.distill.report import card, measure_laws, measure_tau
+from stree.distill.report import card, measure_probs, measure_tau
 from stree.distill.settings import Settings
 from stree.distill.text import Batches, Text, encode, hold_out
-from stree.distill.training import Laws, compiler, distill_loss, laws_of, matmul_dtype, text_loss, train
+from stree.distill.training import Logits, compiler, distill_loss, matmul_dtype, probs_of, text_loss, train
 from stree.files import alone_in
 from stree.models.tree_lm import TreeLM
 
@@ -85,7 +85,7 @@ def distill_drafter(
         text = Text({"text": train_stream}, {"text": 1.0}, separator=separator)
         stages, generated = fit(
             target,
-            laws_of(target.model, matmul_dtype(settings, target.device)),
+            probs_of(target.model, matmul_dtype(settings, target.device)),
             drafter,
             text,
             settings,
@@ -94,12 +94,12 @@ def distill_drafter(
         )
         save_model(drafter, tokenizer, folder.result)
         saved = TreeLM.from_pretrained(folder.result, device=target.device)
-        exact = [laws_of(lm.model, torch.float32) for lm in (target, saved)]
+        exact = [probs_of(lm.model, torch.float32) for lm in (target, saved)]
         metrics = {
             **identity, **_environment(target.device),
             "num_parameters": drafter.num_parameters(), "text_tokens": len(train_stream), "generated_tokens": generated,
             "stages": stages, "settings": recipe,
-            "held_out": measure_laws(exact[0], exact[1], held_out, settings.length, target.device),
+            "held_out": measure_probs(exact[0], exact[1], held_out, settings.length, target.device),
             "tau": measure_tau(target, saved, held_out),
         }  # fmt: skip
         (folder.result / METRICS).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
@@ -110,7 +110,7 @@ def distill_drafter(
 
 def fit(
     target: TreeLM,
-    laws: Laws,
+    probs: Logits,
     drafter: PreTrainedModel,
     text: Text,
     settings: Settings,
@@ -118,11 +118,11 @@ def fit(
     *,
     resume: bool = False,
 ) -> tuple[dict[str, dict[str, float]], int]:
-    """Train a drafter in place: on the text, then on the target's laws.
+    """Train a drafter in place: on the text, then on the target's distributions.
 
     Args:
         target: what writes text of its own.
-        laws: its logits; a faster form of the same model, perhaps.
+        probs: its logits; a faster form of the same model, perhaps.
         drafter: with or without training; its forward is replaced by the training one.
         text: to train on.
         settings: the recipe.
@@ -144,7 +144,7 @@ def fit(
         )  # fmt: skip
         text = _with_generated(text, generated, settings.generated)
     batches = Batches(text, settings.length, settings.seed + 1)
-    loss = distill_loss(laws, settings)
+    loss = distill_loss(probs, settings)
     stages["distill"] = train("distill", drafter, loss, batches, settings, folder, resume=resume, **second)
     return stages, len(generated)
 
@@ -158,7 +158,7 @@ def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
 
 
 def _plan(settings: Settings) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Divide the budget: text, writing, and the target's laws."""
+    """Divide the budget: text, writing, and the target's distributions."""
     if settings.steps is not None:
         first = int(settings.steps * settings.text_share)
         rest = settings.steps - first

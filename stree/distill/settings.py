@@ -21,7 +21,7 @@ class Settings:
         layers: Mamba-2 layers.
         minutes: of training, target-generated text included; measuring comes on top.
         steps: optimiser steps instead of minutes; the result then depends on nothing but text, settings and machine.
-        text_share: share of the training on text alone, by cross entropy, before the target's laws are learnt.
+        text_share: share of the training on text alone, by cross entropy, before the target's distributions are learnt.
         generated: share of the windows of the second part that the target wrote itself; 0 for none.
         temperature: at which it writes.
         batch_size: windows a step.

@@ -26,10 +26,10 @@ from stree.distill.settings import Settings
 from stree.distill.text import Batches
 from stree.files import replacing
 
-__all__ = ["Laws", "LossFn", "compiler", "distill_loss", "laws_of", "matmul_dtype", "text_loss", "train"]
+__all__ = ["Logits", "LossFn", "compiler", "distill_loss", "matmul_dtype", "probs_of", "text_loss", "train"]
 
 LossFn = Callable[[PreTrainedModel, Tensor], Tensor]
-Laws = Callable[[Tensor], Tensor]  # int64[batch, length] tokens -> float[batch, length, vocab] logits of the target
+Logits = Callable[[Tensor], Tensor]  # int64[batch, length] tokens -> float[batch, length, vocab] logits of the target
 LOGITS_AT_ONCE = 1 << 26  # logits of a loss that are kept for its gradient; more are computed again, part by part
 
 
@@ -81,8 +81,8 @@ def text_loss(settings: Settings) -> LossFn:
     return loss
 
 
-def distill_loss(laws: Laws, settings: Settings) -> LossFn:
-    """Mean KL divergence in nats from the target's next-token law to the drafter's, at temperature 1."""
+def distill_loss(probs: Logits, settings: Settings) -> LossFn:
+    """Mean KL divergence in nats from the target's next-token distribution to the drafter's, at temperature 1."""
 
     def head(hidden: Tensor, weight: Tensor, wanted: Tensor) -> Tensor:
         dtype = matmul_dtype(settings, hidden.device)
@@ -94,7 +94,7 @@ def distill_loss(laws: Laws, settings: Settings) -> LossFn:
 
     def loss(model: PreTrainedModel, windows: Tensor) -> Tensor:
         with torch.no_grad():
-            wanted = laws(windows[:, :-1])
+            wanted = probs(windows[:, :-1])
         return _mean_over_rows(head, model, hidden_states(model, windows[:, :-1]), wanted)
 
     return loss
@@ -119,16 +119,16 @@ def _mean_over_rows(head: Callable[..., Tensor], model: PreTrainedModel, hidden:
     return torch.stack(sums).sum() / len(rows)
 
 
-def laws_of(target: PreTrainedModel, dtype: torch.dtype) -> Laws:
+def probs_of(target: PreTrainedModel, dtype: torch.dtype) -> Logits:
     """Make the function that gives a target's logits; float32 weights are multiplied in ``dtype`` (autocast)."""
     own = target.get_input_embeddings().weight
     lowered = dtype != torch.float32 and own.dtype == torch.float32
 
-    def laws(tokens: Tensor) -> Tensor:
+    def probs(tokens: Tensor) -> Tensor:
         with torch.autocast(own.device.type, dtype, enabled=lowered):
             return cast(Tensor, target(tokens, use_cache=False).logits)
 
-    return laws
+    return probs
 
 
 def save_atomically(path: Path, content: Any) -> None:

@@ -13,7 +13,7 @@ from stree.growth import Growth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random
 from stree.tree import TokenTree
-from stree.verify import Acceptance, DraftLaws
+from stree.verify import Acceptance, DraftProbs
 
 __all__ = [
     "Bounded",
@@ -38,17 +38,22 @@ class Draft:
 
     Attributes:
         tree: the pending token and what is drafted below it.
-        laws: from which the nodes were drawn; None where all are DELTA.
+        probs: from which the nodes were drawn; None where all are DELTA.
         max_depth: bound of the tree's depths, known to the host.
         num_calls: forward passes of a draft model that it took.
         values: float[batch, n], estimated probability that each node is right, or None where there is no estimate.
     """
 
     tree: TokenTree
-    laws: DraftLaws | None
+    probs: DraftProbs | None
     max_depth: int
     num_calls: int = 0
     values: Tensor | None = None
+
+    @property
+    def laws(self) -> DraftProbs | None:
+        """Alias of ``probs``."""
+        return self.probs
 
 
 class DraftRun(Protocol):

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from stree.kernels.topology import reads_freely
 
-__all__ = ["Waiting"]
+__all__ = ["CatchUpTokens"]
 
 
-class Waiting:
+class CatchUpTokens:
     """Tokens of a batch of sequences, each sequence's behind each other.
 
     Args:

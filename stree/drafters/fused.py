@@ -3,8 +3,8 @@
 Lossless in either order, because retrieved nodes are DELTA and the verifier tests siblings in the order of the tree.
 Drafted first: at every node the model's children are tested in draw order and then the retrieved ones that it does not
 have already.  Retrieved first: the retrieved children of the root are tested, then the model's, which are drawn from
-its law without them, so none is drawn twice.  Whether a retrieved node is kept depends on the texts, on the draft's law
-and on tokens drawn above it, never on the target.
+its distribution without them, so none is drawn twice.  Whether a retrieved node is kept depends on the texts, on the
+draft's distribution and on tokens drawn above it, never on the target.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from stree.drafters.base import (
     padded_prompts,
 )
 from stree.drafters.merge import graft, keep_best, with_delta
-from stree.drafters.retrieval_calibration import Trust
+from stree.drafters.retrieval_calibration import RetrievalCalibration
 from stree.drafters.tree_builder import prune
 from stree.growth import Growth, Plan
 from stree.growth.calibrated import typical_values
@@ -61,8 +61,8 @@ class FusedDrafter:
         second: the other.  Both give their nodes values.  One of the two retrieves: its nodes are all DELTA, such as
             ``SuffixDrafter``'s; the nodes of the other may be sampled.
         least_value: least value of a retrieved node.
-        least_share: least probability that the draft's law gives a retrieved first token; used when sampling, where the
-            law is at hand (RASD's pruning).
+        least_share: least probability that the draft's distribution gives a retrieved first token; used when sampling,
+            where the distribution is at hand (RASD's pruning).
 
     Raises:
         TypeError: a part that is no drafter, or two that run models.
@@ -170,7 +170,8 @@ class _FusedRun:
     ) -> None:
         self._begin, self._rng = (drafting, retrieving), rng
         self._least_value, self._least_share = least_value, least_share
-        self._runs, self._trust = (drafting(prompts, rng), retrieving(prompts, rng)), Trust(len(prompts))
+        self._runs = drafting(prompts, rng), retrieving(prompts, rng)
+        self._calibration = RetrievalCalibration(len(prompts))
         self._tokens: Tensor  # int64[batch, n], of the tree verified
         self._order: Tensor | None = None  # int64[batch, n], the drafting run's number of each node verified
 
@@ -178,10 +179,10 @@ class _FusedRun:
         """Retrieve, draft with what the budget leaves, graft."""
         drafting, retrieving = self._runs
         retrieved = retrieving.propose(pending, growth, budget)
-        if retrieved.laws is not None or retrieved.values is None:
+        if retrieved.probs is not None or retrieved.values is None:
             raise ValueError("a drafter of FusedDrafter must draft deterministic nodes with values")
         temperature = 0.0 if growth is None else growth.sampling.temperature
-        retrieved = replace(retrieved, values=self._trust.rate(retrieved.tree, retrieved.values, temperature))
+        retrieved = replace(retrieved, values=self._calibration.rate(retrieved.tree, retrieved.values, temperature))
         assert retrieved.values is not None, "just rated"
         is_worth = (retrieved.values >= self._least_value) & ~retrieved.tree.is_padding
         plan = None if growth is None else growth.plan(budget)
@@ -199,8 +200,8 @@ class _FusedRun:
         draft = self._drafted(pending, growth, own)
         if self.hiding is not None:
             is_worth = self.hiding.shown
-        elif draft.laws is not None:
-            is_worth &= _has_share(retrieved.tree, draft.laws.probs[:, 0], self._least_share)
+        elif draft.probs is not None:
+            is_worth &= _has_share(retrieved.tree, draft.probs.probs[:, 0], self._least_share)
         return self._united(draft, retrieved, is_worth, budget, is_chosen_after=plan is None or plan.is_pruned)
 
     def _drafted(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
@@ -227,7 +228,7 @@ class _FusedRun:
         assert isinstance(drafting, Extensible) and isinstance(retrieving, Extensible), "start looked"
         if draft.values is None:
             raise ValueError("a drafter of FusedDrafter must give its nodes values")
-        is_chosen_after &= draft.laws is None  # what was drawn stays
+        is_chosen_after &= draft.probs is None  # what was drawn stays
         room = budget - (1 if is_chosen_after else draft.tree.num_nodes)
         tree, values = graft(draft, retrieved, is_worth, room, shares=self.hiding is None)
         drafting.extend(tree)
@@ -241,12 +242,12 @@ class _FusedRun:
         size = int((~tree.is_padding).sum(1).max())
         self._order = order = place.sort(dim=1, stable=True).indices[:, :size]
         self._num_columns = place.shape[1]
-        laws = with_delta(draft.laws, place.shape[1] - draft.tree.tokens.shape[1], order)
+        probs = with_delta(draft.probs, place.shape[1] - draft.tree.tokens.shape[1], order)
         values = (values * ~tree.is_padding).gather(1, order)
         tree = prune(tree, order)
         retrieving.extend(tree)
         self._tokens = tree.tokens
-        return Draft(tree, laws, max(draft.max_depth, retrieved.max_depth), draft.num_calls, values)
+        return Draft(tree, probs, max(draft.max_depth, retrieved.max_depth), draft.num_calls, values)
 
     def observe(self, acceptance: Acceptance) -> None:
         """Tell both, the drafting run by its own numbers."""
@@ -260,7 +261,7 @@ class _FusedRun:
         retrieving.observe(acceptance)
         accepted = self._tokens.gather(1, path.clamp(min=0).long()).tolist()
         following = acceptance.next_token.tolist()
-        self._trust.learn(
+        self._calibration.learn(
             [
                 [*accepted[row][1:length], following[row]] if length else []
                 for row, length in enumerate(acceptance.path_lengths.tolist())
@@ -275,14 +276,18 @@ class _FusedRun:
             drafting.restart(prompts)
         else:
             drafting = begin(prompts, rng)
-        self._runs, self._trust, self._order = (drafting, retrieve(prompts, rng)), Trust(len(prompts)), None
+        self._runs, self._calibration, self._order = (
+            (drafting, retrieve(prompts, rng)),
+            RetrievalCalibration(len(prompts)),
+            None,
+        )
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
         """Tell both."""
         for run in self._runs:
             assert isinstance(run, Slotted), f"{type(run).__name__} cannot take up a text in mid-run"
             run.admit(row, prompt)
-        self._trust.forget(row)
+        self._calibration.forget(row)
 
     def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
         """Tell those that it matters to."""
@@ -317,8 +322,8 @@ class _HidingLM:
         if not self._sampling.is_greedy:
             # The model's tree begins with its last leaf and the root, or with the root and padding.
             root = (tree.parents[:, 1] >= 0).long()
-            law = self._sampling.law(logits[torch.arange(len(root), device=root.device), root])
-            self.shown = self._worth & _has_share(self._offered, law, self._least_share)
+            dist = self._sampling.probs(logits[torch.arange(len(root), device=root.device), root])
+            self.shown = self._worth & _has_share(self._offered, dist, self._least_share)
         is_first = self.shown & (self._offered.depths == 1)
         hidden = torch.zeros(len(logits), logits.shape[-1], dtype=torch.int32, device=logits.device)
         hidden.scatter_add_(1, self._offered.tokens, is_first.to(torch.int32))
@@ -331,9 +336,9 @@ def _hidden(lm: TreeLM, made: list[_HidingLM]) -> TreeLM:
     return cast(TreeLM, made[-1])
 
 
-def _has_share(tree: TokenTree, law: Tensor, least: float) -> Tensor:
-    """Tell which nodes stand below a first token that the root's law finds likely enough: bool[batch, n]."""
-    unlikely = (tree.depths == 1) & (law.gather(1, tree.tokens) < least)
+def _has_share(tree: TokenTree, dist: Tensor, least: float) -> Tensor:
+    """Tell which nodes stand below a first token that the root's distribution finds likely enough: bool[batch, n]."""
+    unlikely = (tree.depths == 1) & (dist.gather(1, tree.tokens) < least)
     return ~(tree.ancestor_mask & unlikely[:, None]).any(-1)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from stree.drafters.base import Draft
 from stree.drafters.retrieval_calibration import Listed
 from stree.tree import TokenTree
-from stree.verify import DELTA, DraftLaws
+from stree.verify import DELTA, DraftProbs
 
 __all__ = ["graft", "graft_row", "keep_best", "with_delta"]
 
@@ -86,12 +86,12 @@ def graft_row(own: Listed, other: Listed, is_worth: list[bool], *, room: int, sh
     return Listed(tokens, parents, values)
 
 
-def with_delta(laws: DraftLaws | None, more: int, order: Tensor) -> DraftLaws | None:
-    """Widen laws to ``more`` nodes that are DELTA, and bring all nodes into another order."""
-    if laws is None:
+def with_delta(dists: DraftProbs | None, more: int, order: Tensor) -> DraftProbs | None:
+    """Widen distributions to ``more`` nodes that are DELTA, and bring all nodes into another order."""
+    if dists is None:
         return None
-    batch = len(laws.row)
-    row = torch.cat([laws.row, laws.row.new_zeros(batch, more)], 1).gather(1, order)
-    kind = torch.cat([laws.kind, laws.kind.new_full((batch, more), DELTA)], 1).gather(1, order)
-    most = None if laws.max_children is None else laws.max_children + more
-    return DraftLaws(laws.probs, row, kind, most)
+    batch = len(dists.row)
+    row = torch.cat([dists.row, dists.row.new_zeros(batch, more)], 1).gather(1, order)
+    kind = torch.cat([dists.kind, dists.kind.new_full((batch, more), DELTA)], 1).gather(1, order)
+    most = None if dists.max_children is None else dists.max_children + more
+    return DraftProbs(dists.probs, row, kind, most)

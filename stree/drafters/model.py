@@ -11,18 +11,18 @@ from torch import Tensor
 
 from stree.drafters.base import Draft, padded_prompts
 from stree.drafters.candidates import offers_of
-from stree.drafters.catch_up import Waiting
+from stree.drafters.catch_up import CatchUpTokens
 from stree.drafters.tree_builder import LEAD, GrownTree, narrowed, num_run
 from stree.growth import Calibrated, Estimate, Growth, Limited, Notes, Plan, Proposal, Slots, choose_slots
 from stree.kernels.bookkeeping import Drafted, path_on_columns, path_on_nodes
-from stree.kernels.law_door import law_and_norms
+from stree.kernels.law_door import probs_and_norms
 from stree.kernels.topology import reads_freely
 from stree.models.state import DecodeState, Pending
 from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
 from stree.sampling import MAX_RANKS, Random, Sampling
 from stree.tree import TokenTree
-from stree.verify import INDEPENDENT, SAMPLED, Acceptance, DraftLaws
+from stree.verify import INDEPENDENT, SAMPLED, Acceptance, DraftProbs
 
 __all__ = ["ModelDrafter", "check_vocabulary"]
 
@@ -141,10 +141,10 @@ class _ModelRun:
         self._growth: Growth | None = None  # the one that the estimate belongs to
         self._estimate: Estimate
         self._extension: tuple[int, Tensor] | None = None  # nodes of the own tree; tokens of the one verified instead
-        self._waiting = Waiting(len(prompts), lm.device)
+        self._catch_up_tokens = CatchUpTokens(len(prompts), lm.device)
         self._is_extended = False
         self._root: Tensor | None = None  # the pending tokens where nothing else was proposed
-        self._room: Tensor | None = None  # for the laws of a step
+        self._room: Tensor | None = None  # for the distributions of a step
         self._left_out = torch.zeros_like(self._leaf)  # nodes of the next budget that others fill
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
@@ -165,19 +165,19 @@ class _ModelRun:
         self._estimate.begin(plan, self._rng)
         grown = GrownTree(pending, self._leaf, self._has_leaf, plan.num_nodes - self._left_out, plan)
         grow = self._grow_heap if plan.is_heap else self._grow_layers
-        laws, notes = grow(grown, plan, growth.sampling)
+        dists, notes = grow(grown, plan, growth.sampling)
         depth = plan.num_nodes if plan.is_heap else grown.num_layers
         selected = grown.select(plan)
         made = grown.proposed(selected)
         tree = TokenTree.unchecked(made.tokens, made.parents, made.depths, made.mask)
         proposal = Proposal(tree, made.values, selected, notes)
         self._made = _Made(proposal, grown.tokens, grown.num_run)
-        draft_laws = None
-        if laws is not None:
+        draft_probs = None
+        if dists is not None:
             most = plan.num_nodes if plan.is_heap else max((layer.ranks for layer in plan.layers), default=0)
             kind = INDEPENDENT if plan.drawing == "independent" else SAMPLED
-            draft_laws = DraftLaws(laws, made.rows, _kinds(made.rows.shape, kind, made.rows.device), most)
-        return Draft(tree, draft_laws, depth, num_calls + grown.num_calls, made.values)
+            draft_probs = DraftProbs(dists, made.rows, _kinds(made.rows.shape, kind, made.rows.device), most)
+        return Draft(tree, draft_probs, depth, num_calls + grown.num_calls, made.values)
 
     def _use(self, growth: Growth) -> None:
         """Begin to estimate as a growth does, unless it is the one that is used."""
@@ -255,7 +255,7 @@ class _ModelRun:
             (_, tokens), self._extension = self._extension, None
         if self._growth is not None:
             self._estimate.remember(tokens, path, acceptance.path_lengths)
-        self._waiting.put(tokens.gather(1, path.clamp(min=0).long()), lengths, self._max_length)
+        self._catch_up_tokens.put(tokens.gather(1, path.clamp(min=0).long()), lengths, self._max_length)
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
         """Run another prompt into a row whose text has ended."""
@@ -268,7 +268,7 @@ class _ModelRun:
         if self._growth is not None:
             self._estimate.forget(row)
             self._remember_prompts([row])
-        self._waiting.forget(row)
+        self._catch_up_tokens.forget(row)
 
     def _own_part(self, acceptance: Acceptance) -> Acceptance:
         """Cut accepted paths where they leave the own tree; what follows there is run before the next draft."""
@@ -281,22 +281,22 @@ class _ModelRun:
         count = is_own.sum(1, dtype=torch.int32)
         beyond = (place + count[:, None]).clamp(max=path.shape[1] - 1).long()
         unseen = tokens.gather(1, path.gather(1, beyond).clamp(min=0))
-        self._waiting.put(unseen, (lengths - count).long(), self._max_length)
+        self._catch_up_tokens.put(unseen, (lengths - count).long(), self._max_length)
         own_path = torch.where(is_own, path, -1).to(torch.int32)
         return Acceptance(own_path, count, acceptance.next_token)
 
     def _catch_up(self) -> int:
         """Run and commit the accepted tokens that were never run, as chains; return the draft calls it took."""
-        if not self._waiting.most:
+        if not self._catch_up_tokens.most:
             return 0
-        tokens, number = self._waiting.all()
-        most = self._waiting.most
+        tokens, number = self._catch_up_tokens.all()
+        most = self._catch_up_tokens.most
         if reads_freely(number) or self._is_extended:  # who extends trees has waited for the host anyway
             most = int(number.max())
         for begin in range(0, most, MOST_CAUGHT_UP):
             piece = tokens[:, begin : min(begin + MOST_CAUGHT_UP, most)]
             self._run_chain(piece, (number - begin).clamp(0, piece.shape[1]))
-        self._waiting.clear()
+        self._catch_up_tokens.clear()
         return -(-most // MOST_CAUGHT_UP)
 
     def _run_chain(self, tokens: Tensor, count: Tensor) -> None:
@@ -323,7 +323,7 @@ class _ModelRun:
             self._largest = narrowed((ModelDrafter.default_growth if growth is None else growth).plan(budget))
         if max_length != self._max_length:
             self._max_length = max_length
-            self._waiting.reserve(max_length)
+            self._catch_up_tokens.reserve(max_length)
             self.version += 1
         if begins:
             self._begin()
@@ -336,7 +336,7 @@ class _ModelRun:
                 self._estimate.forget(row)
             self._remember_prompts(range(len(prompts)))
         self._has_leaf.zero_()
-        self._waiting.clear()
+        self._catch_up_tokens.clear()
         self._root, self._extension = None, None
         if self._begun is not None:
             input_ids, lengths = padded_prompts(prompts)
@@ -353,7 +353,7 @@ class _ModelRun:
 
     def replayed(self, budget: int) -> None:
         """Take note of a token that waits now."""
-        self._waiting.most += budget == 1
+        self._catch_up_tokens.most += budget == 1
 
     def give_up(self) -> None:
         """Forget what a step has begun on the host."""
@@ -392,8 +392,8 @@ class _ModelRun:
         self._begun = self._state.resized(max_length, max_nodes)
         self.version += 1
 
-    def _room_for_laws(self, plan: Plan, logits: Tensor) -> Tensor:
-        """Give memory for the laws of a tree's nodes that are run: the same for every step."""
+    def _room_for_probs(self, plan: Plan, logits: Tensor) -> Tensor:
+        """Give memory for the distributions of a tree's nodes that are run: the same for every step."""
         batch, vocab = len(logits), logits.shape[-1]
         rows = num_run(plan)
         if self._room is None or self._room.numel() < batch * rows * vocab:
@@ -406,25 +406,26 @@ class _ModelRun:
         """Grow layer by layer.
 
         Returns:
-            The laws of the nodes that were run, float[batch, nodes, vocab], if sampled, and what the estimate noted.
+            The distributions of the nodes that were run, float[batch, nodes, vocab], if sampled, and what the estimate
+            noted.
         """
         estimate, drawing = self._estimate, "top" if sampling.is_greedy else plan.drawing
         offer = offers_of(drawing, self._rng, plan)
         self._left_out.zero_()
-        laws, used, notes = None, 0, []
+        dists, used, notes = None, 0, []
         for depth, layer in enumerate(plan.layers):
             logits = grown.run(self._lm, self._state)
             if drawing == "top":
-                law, norms = law_and_norms(logits) if sampling.is_greedy else sampling.law_and_norms(logits)
+                dist, norms = probs_and_norms(logits) if sampling.is_greedy else sampling.probs_and_norms(logits)
             else:
-                laws = self._room_for_laws(plan, logits)
-                law, norms = sampling.law_and_norms(logits, out=laws[:, used : used + logits.shape[1]])
+                dists = self._room_for_probs(plan, logits)
+                dist, norms = sampling.probs_and_norms(logits, out=dists[:, used : used + logits.shape[1]])
                 used += logits.shape[1]
-            goes_on = estimate.draws(grown.frontier_value, law)
+            goes_on = estimate.draws(grown.frontier_value, dist)
             reach = grown.frontier_value if goes_on is None else grown.frontier_value * goes_on[:, None]
-            offered = offer(law, grown.frontier_number, layer.ranks)
+            offered = offer(dist, grown.frontier_number, layer.ranks)
             words = grown.words(offered.tokens)
-            priority, value = estimate.rate(Slots(reach, offered.probs, law, norms, words))
+            priority, value = estimate.rate(Slots(reach, offered.probs, dist, norms, words))
             left, layers_left = None if plan.is_pruned else grown.left, len(plan.layers) - depth
             slots, is_taken = choose_slots(layer, priority.flatten(1), left, plan.threshold, layers_left)
             if not grown.add(layer, slots, is_taken, offered, value):
@@ -436,36 +437,36 @@ class _ModelRun:
         grown.add_leaves()
         if not plan.layers:
             grown.run(self._lm, self._state)
-        return None if laws is None else laws[:, :used], notes
+        return None if dists is None else dists[:, :used], notes
 
     def _grow_heap(self, grown: GrownTree, plan: Plan, sampling: Sampling) -> tuple[Tensor | None, Notes]:
-        """Draw one node after the other at the best slot, a draft call each; return the laws if sampled."""
+        """Draw one node after the other at the best slot, a draft call each; return the distributions if sampled."""
         greedy = sampling.is_greedy
         batch = self._leaf.shape[0]
         rows = torch.arange(batch, device=self._leaf.device)
-        laws: list[Tensor] = []
+        dists: list[Tensor] = []
         logits = grown.run(self._lm, self._state)
         reach = logits.new_ones(batch, 1)  # value of each node's next slot
-        rest = logits.new_zeros(batch, 0, logits.shape[-1])  # laws without the tokens drawn
+        rest = logits.new_zeros(batch, 0, logits.shape[-1])  # distributions without the tokens drawn
         draws = torch.zeros(batch, plan.num_nodes + 1, dtype=torch.long, device=rows.device)
         self._left_out.zero_()
         for node in range(plan.num_nodes):
             if node:
                 logits = grown.run(self._lm, self._state)
-            laws.append(logits.softmax(-1) if greedy else sampling.law(logits))
-            rest = torch.cat([rest, laws[-1]], 1)
+            dists.append(logits.softmax(-1) if greedy else sampling.probs(logits))
+            rest = torch.cat([rest, dists[-1]], 1)
             mass = rest.sum(-1)
             best = rest.max(-1).values / mass.clamp(min=1e-38) if greedy else (mass > 0).to(rest.dtype)
             parent = (reach * best).argmax(1, keepdim=True)
-            law = rest[rows[:, None], parent]  # [batch, 1, vocab]
+            dist = rest[rows[:, None], parent]  # [batch, 1, vocab]
             number = parent * MAX_RANKS + draws.gather(1, parent)
-            token = law.argmax(-1) if greedy else self._rng.choice("draft", law, torch.zeros_like(parent), number)
+            token = dist.argmax(-1) if greedy else self._rng.choice("draft", dist, torch.zeros_like(parent), number)
             draws.scatter_add_(1, parent, torch.ones_like(parent))
-            share = law.gather(-1, token[..., None]).squeeze(-1) / law.sum(-1).clamp(min=1e-38)
+            share = dist.gather(-1, token[..., None]).squeeze(-1) / dist.sum(-1).clamp(min=1e-38)
             upper = reach.gather(1, parent)
             is_taken = (upper > 0) & (share > 0) & (node < grown.left[:, None])
-            rest[rows[:, None], parent] = law.scatter(-1, token[..., None], 0.0)
+            rest[rows[:, None], parent] = dist.scatter(-1, token[..., None], 0.0)
             value = upper * share * is_taken
             reach = torch.cat([reach.scatter(1, parent, upper * (1 - share)), value], 1)
             grown.add_below(torch.where(parent > 0, parent + 1, grown.lead[:, None]), token, value, is_taken)
-        return None if greedy else torch.cat(laws, 1), []
+        return None if greedy else torch.cat(dists, 1), []

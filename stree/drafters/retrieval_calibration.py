@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stree.tree import TokenTree
 
-__all__ = ["Listed", "Trust"]
+__all__ = ["Listed", "RetrievalCalibration"]
 
 # Of log-odds that one of the retrieved children is right: the bundled pair's texts on prompts 33-40 of HumanEval, GSM8K
 # and MT-Bench, on which who wins is not measured.  Greedy text repeats itself longer than counts say, sampled less.
@@ -37,7 +37,7 @@ class Listed(NamedTuple):
         return cls(tree.tokens[row].tolist(), tree.parents[row].tolist(), values[row].tolist())
 
 
-class Trust:
+class RetrievalCalibration:
     """Levels of log-odds, a sequence each, learnt from what was retrieved and what was then emitted.
 
     A node's children are believed together: their shares of the path's value sum to the probability that retrieval

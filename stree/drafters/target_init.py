@@ -1,4 +1,4 @@
-"""Candidates from the target's own law, continued by a draft model: what ``TargetInit`` runs on."""
+"""Candidates from the target's own distribution, continued by a draft model: what ``TargetInit`` runs on."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance
 
-__all__ = ["InitialisedDrafter"]
+__all__ = ["TargetInitDrafter"]
 
 
-class InitialisedDrafter:
-    """A model drafter whose root draws its children from the law that verification left, not from its own.
+class TargetInitDrafter:
+    """A model drafter whose root draws its children from the distribution that verification left, not from its own.
 
-    For LONGEST only, which leaves such a law.  A text's first step has none: it proposes the root alone, emits nothing,
-    and is not counted in tau.
+    For LONGEST only, which leaves such a distribution.  A text's first step has none: it proposes the root alone,
+    emits nothing, and is not counted in tau.
 
     Args:
         drafter: what continues the candidates.
@@ -38,18 +38,18 @@ class InitialisedDrafter:
         """The draft model."""
         return self.drafter.models
 
-    def with_model(self, change: Callable[[TreeLM], TreeLM]) -> InitialisedDrafter:
+    def with_model(self, change: Callable[[TreeLM], TreeLM]) -> TargetInitDrafter:
         """Give a drafter over ``change`` of this one's model."""
-        return InitialisedDrafter(self.drafter.with_model(change))
+        return TargetInitDrafter(self.drafter.with_model(change))
 
-    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _InitialisedRun:
+    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _TargetInitRun:
         """Begin a run."""
-        model = _InitialisedLM(self.drafter.lm)
+        model = _TargetInitLM(self.drafter.lm)
         run = self.drafter.with_model(lambda _: cast(TreeLM, model)).start(vocab_size, prompts, rng)
-        return _InitialisedRun(run, model, len(prompts))
+        return _TargetInitRun(run, model, len(prompts))
 
 
-class _InitialisedLM:
+class _TargetInitLM:
     """A draft model that says what it is told of the first nodes of a tree."""
 
     def __init__(self, lm: TreeLM) -> None:
@@ -66,10 +66,10 @@ class _InitialisedLM:
         return logits if first or self.told is None else self.told[:, None].to(logits).expand_as(logits)
 
 
-class _InitialisedRun:
-    """A draft model's run, and the law that the last verification left in each row."""
+class _TargetInitRun:
+    """A draft model's run, and the distribution that the last verification left in each row."""
 
-    def __init__(self, run: Any, model: _InitialisedLM, batch: int) -> None:
+    def __init__(self, run: Any, model: _TargetInitLM, batch: int) -> None:
         self._run, self._model = run, model
         self._left: Tensor | None = None
         self._has_left = torch.zeros(batch, 1, dtype=torch.bool, device=model.device)
@@ -80,7 +80,7 @@ class _InitialisedRun:
         assert growth is not None, "TargetInit is no default"
         if self._left is not None:
             temperature = 1.0 if growth.sampling.is_greedy else growth.sampling.temperature
-            self._model.told = self._left.log() * temperature  # what the draft's own law takes back
+            self._model.told = self._left.log() * temperature  # what the draft's own distribution takes back
         draft: Draft = self._run.propose(pending, growth, budget)
         if not self._is_someone_new:
             return draft

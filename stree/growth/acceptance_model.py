@@ -89,20 +89,20 @@ class Slots:
     Attributes:
         reach: float[batch, above], values of the layer's nodes.
         probs: float[batch, above, ranks], probability that the draft gives each child, 0 where there is none.
-        law: float[batch, above, vocab], that the drawn ones were drawn from.
-        norms: float[batch, above], Euclidean norms of ``law``; None: computed where they are needed.
+        dist: float[batch, above, vocab], that the drawn ones were drawn from.
+        norms: float[batch, above], Euclidean norms of ``dist``; None: computed where they are needed.
         words: tokens of the children and of the nodes above them; None: unknown.
     """
 
     reach: Tensor
     probs: Tensor
-    law: Tensor
+    dist: Tensor
     norms: Tensor | None = None
     words: Words | None = None
 
     def siblings(self) -> Siblings:
         """Give the children as kernels rate them."""
-        norms = torch.linalg.vector_norm(self.law, dim=-1) if self.norms is None else self.norms
+        norms = torch.linalg.vector_norm(self.dist, dim=-1) if self.norms is None else self.norms
         return Siblings(self.reach, self.probs, norms, self.words)
 
 
@@ -127,12 +127,12 @@ class Estimate(Protocol):
         """
         ...
 
-    def draws(self, reach: Tensor, law: Tensor) -> Tensor | None:
+    def draws(self, reach: Tensor, dist: Tensor) -> Tensor | None:
         """Decide after a draft call, before tokens are drawn from its laws: bool[batch], None where it draws anyway.
 
         Args:
             reach: float[batch, above], values of the nodes that were run, 0 where there is none.
-            law: float[batch, above, vocab].
+            dist: float[batch, above, vocab].
         """
         ...
 
@@ -183,7 +183,7 @@ class PathEstimate:
     def begin(self, plan: Plan, rng: Random) -> None:
         """Do nothing."""
 
-    def draws(self, reach: Tensor, law: Tensor) -> None:
+    def draws(self, reach: Tensor, dist: Tensor) -> None:
         """Draw anyway."""
 
     def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
@@ -265,8 +265,8 @@ class DraftEstimate(PathEstimate):
 class Calibration(PathEstimate):
     """Acceptance by sibling rank and by what the draft knows, learnt from the verifier's log; a table a sequence.
 
-    A slot is rated by its rank and by how sharp its law is, the sum of its squares; once the child is drawn, also by
-    the probability that it was drawn with: on that its own children's and its younger siblings' ratings rest.
+    A slot is rated by its rank and by how sharp its distribution is, the sum of its squares; once the child is drawn,
+    also by the probability that it was drawn with: on that its own children's and its younger siblings' ratings rest.
 
     Args:
         batch: sequences; none learns from another, so that no result depends on its neighbours.

@@ -28,12 +28,12 @@ class Calibrated(Bound):
 
     A sampled child is accepted about as often whatever its own draft probability, so DySpec's estimate makes sampled
     trees too wide and too shallow.  Here a slot's value is the probability that its child is accepted, from a table by
-    sibling rank and by how sharp the draft's law is, counted from the verifier's own log.  Slots are taken layer by
-    layer before their tokens are drawn, and what is drawn stays.  A layer takes its best slots as far as the budget
-    lasts if all that typically grows below them and is worth as much is taken, too: a tree whose first slots are good
-    grows deep, another wide.  At temperature 0 the nodes of the greatest value are kept, the product of the chances
-    that draft tokens of such ranks and probabilities are the target's own; how much surer a text is than texts at large
-    is learnt from what it accepts, and what it says already, behind the same token or two, counts for more.
+    sibling rank and by how sharp the draft's distribution is, counted from the verifier's own log.  Slots are taken
+    layer by layer before their tokens are drawn, and what is drawn stays.  A layer takes its best slots as far as the
+    budget lasts if all that typically grows below them and is worth as much is taken, too: a tree whose first slots
+    are good grows deep, another wide.  At temperature 0 the nodes of the greatest value are kept, the product of the
+    chances that draft tokens of such ranks and probabilities are the target's own; how much surer a text is than texts
+    at large is learnt from what it accepts, and what it says already, behind the same token or two, counts for more.
 
     Args:
         depth: most draft calls; None for 4, and 6 where the budget is above 16 (the README beside this file says why).

@@ -71,18 +71,18 @@ class _Decision:
         self._layers, self._threshold = layers, threshold
 
     def goes_on(self, depth: int, values: Tensor) -> None:
-        """Say nothing: the next laws are not known."""
+        """Say nothing: the next distributions are not known."""
 
-    def draws(self, reach: Tensor, law: Tensor) -> Tensor:
+    def draws(self, reach: Tensor, dist: Tensor) -> Tensor:
         """Look for a live node of enough score."""
-        x = features(reach, law)
+        x = features(reach, dist)
         for number, layer in enumerate(self._layers):
             x = torch.nn.functional.linear(x.relu() if number else x, layer[:, :-1], layer[:, -1])
         return ((x.squeeze(-1).sigmoid() > self._threshold) & (reach > 0)).any(1)
 
 
-def features(reach: Tensor, law: Tensor) -> Tensor:
-    """List what the model sees: float32[batch, above, 11] of float[batch, above] values and their laws."""
-    probs = law.topk(min(NUM_PROBS, law.shape[-1]), -1).values
+def features(reach: Tensor, dist: Tensor) -> Tensor:
+    """List what the model sees: float32[batch, above, 11] of float[batch, above] values and their distributions."""
+    probs = dist.topk(min(NUM_PROBS, dist.shape[-1]), -1).values
     probs = torch.nn.functional.pad(probs, (0, NUM_PROBS - probs.shape[-1]))
     return torch.cat([probs, reach[..., None].to(probs.dtype)], -1).float()

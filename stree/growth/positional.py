@@ -112,8 +112,8 @@ class Sequoia(Bound):
         rates = tuple(self.rates)
         object.__setattr__(self, "rates", rates)
         check_sizes(depth=self.depth)
-        is_law = bool(rates) and min(rates) > 0 and sum(rates) <= 1 + 1e-9  # False where one is NaN
-        if not is_law or list(rates) != sorted(rates, reverse=True):
+        is_probs = bool(rates) and min(rates) > 0 and sum(rates) <= 1 + 1e-9  # False where one is NaN
+        if not is_probs or list(rates) != sorted(rates, reverse=True):
             raise ValueError(f"rates must be positive, not growing, and sum to at most 1, got {list(rates)}")
 
     def plan(self, budget: int) -> Plan:

@@ -17,7 +17,7 @@ __all__ = ["Eagle2", "OptTree"]
 
 @dataclass(frozen=True)
 class OptTree(Bound):
-    """The tree of the greatest expected acceptance if the draft's law were the target's (OPT-Tree, arXiv 2406.17276).
+    """The tree of the greatest expected acceptance under the draft's own probabilities (OPT-Tree, arXiv 2406.17276).
 
     A node's value is its path probability, and their sum the expected number of accepted nodes.  Every layer runs the
     best nodes of the layer above, as many as the budget has; growth stops when a layer adds too little to the sum.

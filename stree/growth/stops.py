@@ -1,4 +1,4 @@
-"""Rules that end growth before a level is drawn; they read only what was realised until then, so no law changes.
+"""Rules that end growth before a level is drawn; they read only earlier levels, so the method stays lossless.
 
 A sequence that has stopped gets padding where its tree would go on; where reading waits for nothing, draft calls end
 when every sequence of the batch has stopped.
@@ -37,12 +37,12 @@ class Stop(Protocol):
         """
         ...
 
-    def draws(self, reach: Tensor, law: Tensor) -> Tensor | None:
-        """Decide after a draft call, before tokens are drawn from its laws.
+    def draws(self, reach: Tensor, probs: Tensor) -> Tensor | None:
+        """Decide after a draft call, before tokens are drawn from its distributions.
 
         Args:
             reach: float[batch, above], values of the nodes that were run, 0 where there is none.
-            law: float[batch, above, vocab].
+            probs: float[batch, above, vocab].
 
         Returns:
             bool[batch], or None where it draws anyway.
@@ -66,9 +66,9 @@ class Stopped:
         self._depth = 0
         self._base.begin(plan, rng)
 
-    def draws(self, reach: Tensor, law: Tensor) -> Tensor | None:
+    def draws(self, reach: Tensor, probs: Tensor) -> Tensor | None:
         """Ask the rule, and another one that the base may have."""
-        base, own = self._base.draws(reach, law), self._rule.draws(reach, law)
+        base, own = self._base.draws(reach, probs), self._rule.draws(reach, probs)
         return base if own is None else own if base is None else base & own
 
     def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ class Confidence:
 
     Args:
         least_prob: least probability of the most probable token.
-        most_entropy: most entropy of the law, nats.
+        most_entropy: most entropy of the distribution, nats.
 
     Raises:
         ValueError: a probability outside [0, 1], a negative entropy, or neither given.
@@ -125,13 +125,13 @@ class Confidence:
             raise ValueError("Confidence needs least_prob or most_entropy, got neither")
 
     def goes_on(self, depth: int, values: Tensor) -> None:
-        """Say nothing: the next laws are not known."""
+        """Say nothing: the next distributions are not known."""
 
-    def draws(self, reach: Tensor, law: Tensor) -> Tensor:
-        """Look for a live node whose law is sharp."""
-        is_sure = law.amax(-1) >= self.least_prob
+    def draws(self, reach: Tensor, probs: Tensor) -> Tensor:
+        """Look for a live node whose distribution is sharp."""
+        is_sure = probs.amax(-1) >= self.least_prob
         if self.most_entropy < math.inf:
-            is_sure &= torch.special.entr(law).sum(-1) <= self.most_entropy
+            is_sure &= torch.special.entr(probs).sum(-1) <= self.most_entropy
         return (is_sure & (reach > 0)).any(1)
 
 
@@ -200,5 +200,5 @@ class DepthStop(StoppedGrowth):
         # In float64 the sum does not depend on how many zeros are among the values.
         return values.sum(1, dtype=torch.float64) >= math.exp(self.threshold)
 
-    def draws(self, reach: Tensor, law: Tensor) -> None:
+    def draws(self, reach: Tensor, probs: Tensor) -> None:
         """Say nothing: the draft call is made."""

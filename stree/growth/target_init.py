@@ -1,4 +1,4 @@
-"""Improved MCSD's candidates: several chains that begin with tokens of the target's own law.  Not lossless."""
+"""Improved MCSD's candidates: several chains that begin with tokens of the target's own distribution.  Not lossless."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["TargetInit"]
 
 @dataclass(frozen=True)
 class TargetInit(Bound):
-    """Several first tokens from the law that the last verification left, each continued by a chain (arXiv 2409.10644).
+    """Chains behind several first tokens drawn from the target's own distribution (improved MCSD, arXiv 2409.10644).
 
-    The branch that lasts longest is taken, whatever its first token, so the text does not have the target's law, at
-    temperature 0 as well: ``generate`` runs it with ``allow_lossy=True`` only.  It is here to be compared with.  With
-    one candidate it is a chain behind the ordinary bonus token, and lossless.  The draft's top-k and top-p are applied
-    to the candidates' law once more.
+    The branch that lasts longest is taken, whatever its first token, so the text does not have the target's
+    distribution, at temperature 0 as well: ``generate`` runs it with ``allow_lossy=True`` only.  It is here to be
+    compared with.  With one candidate it is a chain behind the ordinary bonus token, and lossless.  The draft's top-k
+    and top-p are applied to the candidates' distribution once more.
 
     Args:
         width: candidates.

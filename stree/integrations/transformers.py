@@ -27,7 +27,7 @@ __all__ = ["custom_generate"]
 NAMED_DRAFTERS: Mapping[str, Callable[[], Drafter]] = {"suffix": SuffixDrafter, "none": NoDrafter}
 # What generate() hands over beside its named arguments; everything else would change what the model computes.
 KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep"}
-# Options of GenerationConfig that ask for more than token ids, scores and the law of the plain model.
+# Options of GenerationConfig that ask for more than token ids, scores and the distribution of the plain model.
 REFUSED_OPTIONS = {
     "output_logits": "raw logits", "output_attentions": "attentions", "output_hidden_states": "hidden states",
     "cache_implementation": "a cache of another kind", "prefill_chunk_size": "prefill in transformers' own chunks",
@@ -122,7 +122,7 @@ def custom_generate(
 
 
 def _check_config(model: PreTrainedModel, config: GenerationConfig) -> None:
-    """Refuse modes and options that ask for something else than drawing from the model's own law."""
+    """Refuse modes and options that ask for something else than drawing from the model's own distribution."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise NotImplementedError(f"custom_generate decodes decoder-only models; {type(model).__name__} has an encoder")
     mode = config.get_generation_mode()

@@ -15,7 +15,7 @@ from stree.verify.longest import longest
 from stree.verify.match import match
 from stree.verify.rejection import reject
 from stree.verify.traversal import traverse
-from stree.verify.values import DELTA, Acceptance, DraftLaws
+from stree.verify.values import DELTA, Acceptance, DraftProbs
 
 __all__ = ["LONGEST", "VERIFIERS", "accept"]
 
@@ -28,14 +28,14 @@ def accept(
     target_logits: Tensor,
     sampling: Sampling,
     rng: Random,
-    draft: DraftLaws | None = None,
+    draft: DraftProbs | None = None,
     verifier: str = "auto",
     max_depth: int | None = None,
 ) -> Acceptance:
-    """Choose the accepted path of each tree so that the emitted text follows the target's law exactly.
+    """Choose the accepted path of each tree so that the emitted text follows the target's distribution exactly.
 
-    "match" is lossless for every tree, and the best there is for DELTA nodes.  "rejection" and "traversal" need the law
-    that each child was really drawn from after its elder siblings; a DELTA child's is one-hot.  Traversal accepts at
+    "match" is lossless for every tree, and the best there is for DELTA nodes.  "rejection" and "traversal" need the
+    distribution that each child was really drawn from after its elder siblings; a DELTA child's is one-hot.  Traversal accepts at
     least as much as rejection; without branches it is known as block verification, and "block" insists on that.
     LONGEST, improved MCSD's rule for ``TargetInit``, is not lossless.
 
@@ -44,10 +44,10 @@ def accept(
         target_logits: float[batch, n, vocab].
         sampling: temperature, top-k, top-p of the target.
         rng: numbers of this step, positioned at the roots.
-        draft: laws of the children; None means that all are DELTA.
-        verifier: "match", "rejection", "traversal", "block", or "auto": traversal where laws are given, else match,
-            which is taken too where a checked tree on the CPU has no node but DELTA ones; LONGEST is for ``TargetInit``
-            alone.
+        draft: distributions of the children; None means that all are DELTA.
+        verifier: "match", "rejection", "traversal", "block", or "auto": traversal where distributions are given, else
+            match, which is taken too where a checked tree on the CPU has no node but DELTA ones; LONGEST is for
+            ``TargetInit`` alone.
         max_depth: bound of the depths known to the host; None reads it, which waits for a device.
 
     Raises:
@@ -72,8 +72,8 @@ def accept(
     is_looked_at = reads_freely(target_logits) or checks_everywhere()
     if verifier == "block" and is_looked_at and not bool((tree.depths == tree.num_nodes[:, None] - 1).any(1).all()):
         raise ValueError("block verification takes trees without branches; use traversal for others")
-    if is_looked_at and not bool((has_law := sampling.has_law(target_logits)).all()):
-        nodes = (~has_law & ~tree.is_padding).nonzero().tolist()
+    if is_looked_at and not bool((has_distribution := sampling.has_distribution(target_logits)).all()):
+        nodes = (~has_distribution & ~tree.is_padding).nonzero().tolist()
         if nodes:
             kind = "NaN" if bool(target_logits[tuple(nodes[0])].isnan().any()) else "infinite"
             raise ValueError(f"the target's logits are {kind} at (row, node) {nodes[:4]}")
@@ -86,4 +86,4 @@ def accept(
     if sampling.is_greedy or verifier == "match" or (verifier == "auto" and draft is None):
         return match(tree, target_logits, sampling, rng, max_depth)
     rule = reject if verifier == "rejection" else traverse
-    return rule(tree, sampling.law(target_logits), rng, draft, max_depth)
+    return rule(tree, sampling.probs(target_logits), rng, draft, max_depth)

@@ -25,20 +25,20 @@ inner = njit(error_model="numpy", fastmath={"reassoc", "contract"})  # sums in a
 
 
 @inner
-def _sum(law: Array) -> float:
-    """Sum a law in float64."""
+def _sum(dist: Array) -> float:
+    """Sum a distribution in float64."""
     total = 0.0
-    for token in range(len(law)):
-        total += np.float64(law[token])
+    for token in range(len(dist)):
+        total += np.float64(dist[token])
     return total
 
 
 @inner
-def _leave(before: Array, scale: float, law: Array, factor: float, left: Array) -> float:
-    """Write max(scale before - factor law, 0) to ``left``; return its sum."""
+def _leave(before: Array, scale: float, dist: Array, factor: float, left: Array) -> float:
+    """Write max(scale before - factor distribution, 0) to ``left``; return its sum."""
     total = 0.0
     for token in range(len(left)):
-        rest = max(scale * np.float64(before[token]) - factor * np.float64(law[token]), 0.0)
+        rest = max(scale * np.float64(before[token]) - factor * np.float64(dist[token]), 0.0)
         left[token] = rest
         total += rest
     return total
@@ -46,7 +46,7 @@ def _leave(before: Array, scale: float, law: Array, factor: float, left: Array) 
 
 @inner
 def _is_again(tokens: Array, parents: Array, kind: Array, node: int) -> bool:
-    """Tell whether a node's law was drawn without its token, which an elder sibling has."""
+    """Tell whether a node's distribution was drawn without its token, which an elder sibling has."""
     if kind[node] != INDEPENDENT:
         for elder in range(1, node):
             if parents[elder] == parents[node] and tokens[elder] == tokens[node]:
@@ -55,28 +55,28 @@ def _is_again(tokens: Array, parents: Array, kind: Array, node: int) -> bool:
 
 
 @inner
-def _rest(tokens: Array, parents: Array, kind: Array, again: Array, node: int, law: Array, whole: float) -> float:
-    """Sum what a node's elder siblings leave of the law that they were drawn from."""
+def _rest(tokens: Array, parents: Array, kind: Array, again: Array, node: int, dist: Array, whole: float) -> float:
+    """Sum what a node's elder siblings leave of the distribution that they were drawn from."""
     rest = whole
     if kind[node] != INDEPENDENT:
         for elder in range(1, node):
             if parents[elder] == parents[node] and not again[elder]:
-                rest -= np.float64(law[tokens[elder]])
+                rest -= np.float64(dist[tokens[elder]])
     return max(rest, TINY)
 
 
 @compiled
 def hold(
-    tokens: Array, parents: Array, law: Array, probs: Array, row: Array, kind: Array, held: Array, ratio: Array
+    tokens: Array, parents: Array, dist: Array, probs: Array, row: Array, kind: Array, held: Array, ratio: Array
 ) -> None:
     """Test all nodes in the order of their indices: parents before children, elder siblings before younger ones.
 
     Args:
         tokens: int64[batch, n].
         parents: int32[batch, n], -1 for the root and padding.
-        law: float[batch, n, vocab], the target's, normalised; written: what is left of it when all children failed.
-        probs: float[batch, rows, vocab], laws that SAMPLED and INDEPENDENT nodes were drawn from.
-        row: int32[batch, n], see ``DraftLaws``.
+        dist: float[batch, n, vocab], the target's, normalised; written: what is left of it when all children failed.
+        probs: float[batch, rows, vocab], distributions that SAMPLED and INDEPENDENT nodes were drawn from.
+        row: int32[batch, n], see ``DraftProbs``.
         kind: int8[batch, n], likewise.
         held: float64[batch, n], written: each node's coin, the root's among them.
         ratio: float[batch, n], written: min(1, p / q) at the token of each drafted node, else 0.
@@ -84,9 +84,9 @@ def hold(
     Raises:
         ValueError: a drafted node's token is beyond the vocabulary.
     """
-    batch, n, vocab = law.shape
+    batch, n, vocab = dist.shape
     rows = probs.shape[1]
-    left, mass = np.empty(vocab, law.dtype), np.empty(n, np.float64)
+    left, mass = np.empty(vocab, dist.dtype), np.empty(n, np.float64)
     again, whole = np.empty(n, np.bool_), np.empty(rows, np.float64)
     for b in range(batch):
         for at in range(rows):
@@ -100,11 +100,11 @@ def hold(
                 continue
             if token < 0 or token >= vocab:
                 raise ValueError("a drafted token is not in the vocabulary")
-            before, chance = law[b, parent], held[b, parent]
+            before, chance = dist[b, parent], held[b, parent]
             own = before[token]
             odds, scale = np.float64(own) / mass[parent], chance / mass[parent]
             if kind[b, node] == DELTA:
-                before[token] = 0.0  # its law is one-hot: a rejection leaves all but it
+                before[token] = 0.0  # its distribution is one-hot: a rejection leaves all but it
                 total = _leave(before, scale, before, 0.0, left)
                 before[token] = own
             else:

@@ -25,7 +25,7 @@ def match(tree: TokenTree, target_logits: Tensor, sampling: Sampling, rng: Rando
     if sampling.is_greedy:
         drawn = target_logits.argmax(-1)
     else:
-        drawn = rng.choice("target", sampling.law(target_logits), tree.depths + 1)
+        drawn = rng.choice("target", sampling.probs(target_logits), tree.depths + 1)
     if tree.tokens.shape[1] == 1:  # plain decoding
         return Acceptance(torch.zeros_like(tree.parents), torch.ones_like(tree.parents[:, 0]), drawn[:, 0])
     parents = tree.parents.clamp(min=0).long()
@@ -42,13 +42,13 @@ def match_by_kernels(
     max_depth: int,
     backend: Backend = "auto",
 ) -> Acceptance:
-    """Do the same in two launches on a GPU: the same numbers, laws summed as integers (`stree.kernels.accept_door`)."""
+    """Run MATCH in two kernel launches, with distributions summed as integers (`stree.kernels.accept_door`)."""
     topology = Topology.of(tree.parents, mask=tree.ancestor_mask, depths=tree.depths)
     if sampling.is_greedy:
         found = match_accept(tree.tokens, topology, target_logits, max_depth=max_depth, backend=backend)
     else:
         found = match_accept(
-            tree.tokens, topology, sampling.law(target_logits), max_depth=max_depth, seed=rng.seed,
+            tree.tokens, topology, sampling.probs(target_logits), max_depth=max_depth, seed=rng.seed,
             sequences=rng.sequences.long(), positions=rng.positions.long(), backend=backend,
         )  # fmt: skip
     return Acceptance(found.path, found.path_lengths, found.next_token)

@@ -1,4 +1,4 @@
-"""What acceptance takes and gives: the laws of the drafted nodes, the accepted path."""
+"""What acceptance takes and gives: the distributions of the drafted nodes, the accepted path."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 from torch import Tensor
 
-__all__ = ["DELTA", "INDEPENDENT", "SAMPLED", "Acceptance", "DraftLaws"]
+__all__ = ["DELTA", "INDEPENDENT", "SAMPLED", "Acceptance", "DraftLaws", "DraftProbs"]
 
 SAMPLED: Final = 0
 DELTA: Final = 1
@@ -15,14 +15,14 @@ INDEPENDENT: Final = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DraftLaws:
-    """From which law each node was drawn; of SAMPLED nodes the verifier masks earlier siblings out of it.
+class DraftProbs:
+    """From which distribution each node was drawn; of SAMPLED nodes the verifier masks earlier siblings out of it.
 
     Attributes:
         probs: float[batch, rows, vocab], after every draft-side processor; rows that no node names may hold anything.
         row: int32[batch, n], the row of each node; ignored for the root, padding and DELTA nodes.
         kind: int8[batch, n], SAMPLED (without replacement), DELTA (chosen without chance: top-k, retrieved) or
-            INDEPENDENT (with replacement: from the law as it is, whatever the earlier siblings are).
+            INDEPENDENT (with replacement: from the distribution as it is, whatever the earlier siblings are).
         max_children: bound of a node's children known to the host; None reads it, which waits for a device.
     """
 
@@ -32,12 +32,15 @@ class DraftLaws:
     max_children: int | None = None
 
 
+DraftLaws = DraftProbs  # former name
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Acceptance:
     """The accepted path of each sequence and the token after it.
 
     The path begins with the root, which was emitted before.  ``next_token`` is the bonus token where the path ends at a
-    leaf, else the recovered token: drawn from what the rejected children leave of the target's law.
+    leaf, else the recovered token: drawn from what the rejected children leave of the target's distribution.
 
     Attributes:
         path: int32[batch, m], node indices, padded by -1; m is the host's bound on depth + 1.
@@ -46,7 +49,8 @@ class Acceptance:
         ratios: float[batch, n], the verifier's log: of each drafted node min(1, p(x) / q(x)), the probability that its
             test accepts it, p being what its elder siblings' rejection leaves; undefined for the root and padding.
             None from greedy and MATCH, which test nothing.
-        left: float[batch, vocab], law of the token after ``next_token``; from LONGEST only, which leaves it undrawn.
+        left: float[batch, vocab], distribution of the token after ``next_token``; from LONGEST only, which leaves it
+        undrawn.
     """
 
     path: Tensor

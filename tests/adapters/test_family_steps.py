@@ -67,7 +67,7 @@ def test_neither_a_trees_forward_nor_a_commit_reads_the_device(family: str, monk
         lm.commit(state, *as_commit([path_to(tree, 0, 7), [0]]))
 
 
-class Sizes(TorchDispatchMode):
+class TreeSizes(TorchDispatchMode):
     """Note operators with the sizes of what they return."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ def test_steps_of_fixed_shapes_run_the_same_operators_on_the_same_sizes(
         paths = [path_to(tree, 0, 4), short]
         path, lengths = as_commit([*paths, [0] * 6])
         tree = TokenTree.unchecked(tree.tokens, tree.parents, tree.depths, tree.ancestor_mask)
-        with NoHostReads() if fixed else nullcontext(), Sizes() as sizes:
+        with NoHostReads() if fixed else nullcontext(), TreeSizes() as sizes:
             lm.verify(state, tree)
             lm.commit(state, path[:2], lengths[:2])
         texts = extended(texts, tree, paths)

@@ -94,8 +94,8 @@ def test_only_kept_tokens_are_drafted() -> None:
     draft = run.propose(torch.tensor([7]), DySpec(depth=3).bind(Sampling(1.0)), 16)
     drafted = draft.tree.tokens[0][~draft.tree.is_padding[0]].tolist()[1:]
     assert drafted and set(drafted) <= set(KEPT)
-    assert draft.laws is not None
-    assert float(draft.laws.probs.sum(-1).sub(1).abs().max()) < 1e-5
+    assert draft.probs is not None
+    assert float(draft.probs.probs.sum(-1).sub(1).abs().max()) < 1e-5
 
 
 def _rng() -> stree.Random:

@@ -12,8 +12,8 @@ from helpers.tiny_pairs import tiny_pair
 from stree.bench.execute import Case, execute, figures
 from stree.bench.methods import parse_methods
 from stree.bench.pair import Pair
-from stree.decode import step_cache as engine
-from stree.decode.step_cache import Engine
+from stree.decode import step_cache as step_cache
+from stree.decode.step_cache import StepCache
 from stree.kernels import topology
 
 PROMPT = tuple(range(5, 18))
@@ -24,11 +24,11 @@ SAMPLED = Case((PROMPT, PROMPT[:5]), 14, 0.8, seed=3)
 def captured(monkeypatch: pytest.MonkeyPatch) -> Pair:
     """A pair whose steps are captured, in the code that a CUDA device would run."""
     monkeypatch.setattr(topology, "waits_always", True)
-    monkeypatch.setattr(engine, "_can_capture", lambda lm: "engine" in lm.kept and lm.is_captured is not False)
+    monkeypatch.setattr(step_cache, "_can_capture", lambda lm: "step_cache" in lm.kept and lm.is_captured is not False)
     torch.manual_seed(0)
     pair = tiny_pair("bamba")
-    pair.target.kept["engine"] = Engine(TapeRecorder())
-    pair.target.kept["engine"].most = 8
+    pair.target.kept["step_cache"] = StepCache(TapeRecorder())
+    pair.target.kept["step_cache"].most = 8
     return pair
 
 
@@ -45,10 +45,10 @@ def test_timed_runs_only_replay_graphs_and_emit_the_tokens_of_launched_ones(case
         run = execute(captured, method, case)
         assert run.stats["graphs"]["replays"] == run.stats["steps"] > 0
         assert run.tokens == wanted.tokens and run.stats["tau"] == wanted.stats["tau"]
-    tapes = len(captured.target.kept["engine"].recorder.tapes)
+    tapes = len(captured.target.kept["step_cache"].recorder.tapes)
     for method in methods:
         execute(captured, method, case)
-    assert len(captured.target.kept["engine"].recorder.tapes) == tapes, "graphs are kept for the next run"
+    assert len(captured.target.kept["step_cache"].recorder.tapes) == tapes, "graphs are kept for the next run"
 
 
 def test_baselines_and_lossy_methods_are_not_captured(captured: Pair) -> None:

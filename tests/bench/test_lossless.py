@@ -15,7 +15,7 @@ import stree
 from stree.bench import lossless
 from stree.bench.baselines import BaselineState, UnrolledLM
 from stree.bench.execute import Case, Run, execute
-from stree.bench.lossless import check_method, compare, judge, law_test, places_in_law
+from stree.bench.lossless import check_method, compare, judge, places_in_distribution, probs_test
 from stree.bench.methods import Method, parse_methods
 from stree.bench.pair import Pair
 
@@ -76,7 +76,7 @@ def test_without_the_statistical_test_a_rejection_sampler_is_not_called_lossless
 
 @pytest.mark.parametrize("name", ["plain", "chain:2", "dyspec:6", "suffix"])
 def test_sampled_text_passes_the_test_of_its_distribution(name: str) -> None:
-    found = law_test(PAIR, method(name), SAMPLED, 12)
+    found = probs_test(PAIR, method(name), SAMPLED, 12)
     assert found["lossless"] and found["num_tokens"] == 12 * 11
 
 
@@ -137,4 +137,4 @@ def test_a_place_is_the_mass_of_all_likelier_tokens_and_a_share_of_its_own() -> 
         for number, token in enumerate(tokens):
             probs = (PAIR.plain_logits([*prompt, *tokens[:number]])[-1].double() / 0.5).softmax(-1)
             places.append(float(probs[probs > probs[token]].sum() + (0.25 + 0.5 * number) * probs[token]))
-    assert places_in_law(PAIR, case, outputs, noise) == pytest.approx(places)
+    assert places_in_distribution(PAIR, case, outputs, noise) == pytest.approx(places)

@@ -13,7 +13,7 @@ def test_methods_are_read_with_ranges_shapes_and_budgets() -> None:
     text = (
         "plain,transformers,mamba-ssm,chain:4,chain:2-8,static:3,2,stree,dyspec,dyspec:32,suffix,suffix:8,fused:32,auto"
     )
-    found = {method.name: (method.drafter, method.budget, method.engine) for method in parse_methods(text)}
+    found = {method.name: (method.drafter, method.budget, method.step_cache) for method in parse_methods(text)}
     assert found == {
         "plain": ("none", 1, "tree"), "transformers": ("transformers", 1, "tree"),
         "mamba-ssm": ("mamba-ssm", 1, "tree"), "chain:4": ("model", 5, "tree"), "chain:2-8": ("model", 9, "tree"),
@@ -32,8 +32,8 @@ def test_a_range_of_chains_is_one_method_with_depths_to_choose_from() -> None:
 
 def test_baselines_take_any_tree() -> None:
     default, chosen, shaped = parse_methods("unrolled,snapshot:dyspec:8,unrolled:static:2,2")
-    assert (default.engine, default.growth, default.budget) == ("unrolled", DySpec(), 16)
-    assert (chosen.engine, chosen.budget) == ("snapshot", 8)
+    assert (default.step_cache, default.growth, default.budget) == ("unrolled", DySpec(), 16)
+    assert (chosen.step_cache, chosen.budget) == ("snapshot", 8)
     assert (shaped.growth, shaped.budget) == (Static([2, 2]), 7)
 
 

@@ -17,8 +17,8 @@ from rich.console import Console
 
 import stree
 from stree.bench.profile import Shape, bytes_moved, profile, profile_tables
-from stree.decode import step_cache as engine
-from stree.decode.step_cache import Engine
+from stree.decode import step_cache as step_cache
+from stree.decode.step_cache import StepCache
 from stree.drafters import ModelDrafter
 from stree.growth import Chain
 from stree.kernels import topology
@@ -66,8 +66,8 @@ def test_bytes_grow_with_what_they_count() -> None:
 def captured(monkeypatch: pytest.MonkeyPatch) -> Any:
     both = pair()
     monkeypatch.setattr(topology, "waits_always", True)
-    monkeypatch.setattr(engine, "_can_capture", lambda lm: "engine" in lm.kept and lm.is_captured is not False)
-    both.target.kept["engine"] = Engine(TapeRecorder())
+    monkeypatch.setattr(step_cache, "_can_capture", lambda lm: "step_cache" in lm.kept and lm.is_captured is not False)
+    both.target.kept["step_cache"] = StepCache(TapeRecorder())
     return both
 
 
@@ -86,7 +86,7 @@ def test_of_replayed_steps_the_share_outside_the_forwards_is_known(captured: Any
         return stree.generate(captured.target, [[5, 6, 7]], drafter, Chain(2), 3, max_new_tokens=12).sequences
 
     before = text()
-    kept = captured.target.kept["engine"]
+    kept = captured.target.kept["step_cache"]
     kept.release()
     kept.recorder.tapes.clear()
     record = profile(captured, replace(SHAPE, new_tokens=16))

@@ -101,7 +101,7 @@ def test_verdicts_say_how_an_output_was_checked(rows: Rows, records: list[dict[s
     verifier = rows["code", 0.8, "dyspec:5"]["verifier"]
     assert verdict_text(rows["code", 0.0, "plain"]) == "identical (greedy)"
     assert verdict_text(rows["code", 0.8, "suffix"]) == "identical (match)"
-    assert verdict_text(rows["code", 0.8, "dyspec:5"]) == f"greedy identical, law untested ({verifier})"
+    assert verdict_text(rows["code", 0.8, "dyspec:5"]) == f"greedy identical, distribution untested ({verifier})"
     assert verdict_text(rows["code", 0.0, "mamba-ssm"]) == "cannot run: mamba-ssm needs a CUDA device"
     assert verdict_text(rows["code", 0.0, "unrolled:static:2,2"]).startswith("FAILS: differs, logit gap")
     for record in records:
@@ -110,7 +110,7 @@ def test_verdicts_say_how_an_output_was_checked(rows: Rows, records: list[dict[s
     for record, gap in zip(timed(records, "mt_bench", 0.0, "chain:4"), (1e-4, -3e-4), strict=False):
         record |= {"lossless": True, "logit_gap": gap, "logit_scale": 2.0}
     rows = summary_of(records)
-    assert verdict_text(rows["code", 0.8, "dyspec:5"]) == f"target's law, p = 0.25 ({verifier})"
+    assert verdict_text(rows["code", 0.8, "dyspec:5"]) == f"target's distribution, p = 0.25 ({verifier})"
     assert verdict_text(rows["mt_bench", 0.0, "chain:4"]) == "near-ties, gap <= 1e-04 of scale (greedy)"
 
 

@@ -22,7 +22,7 @@ from helpers.tiny_models import random_texts
 from torch import Tensor
 
 import stree
-from stree.budget.policy import AutoSize
+from stree.budget.policy import AutoBudget
 from stree.decode.profiling import GUESS
 from stree.drafters import Draft, Drafter, FusedDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Calibrated, Chain, Growth, Limited
@@ -108,7 +108,7 @@ def test_sizes_that_change_from_step_to_step(name: str, temperature: float, monk
     """Small trees are captured before large ones come; texts are taken up in between."""
     sizes = [(4, 2)] * 6 + [(16, 3), (1, 1), (12, 2), (6, 3), (1, 1)] * 4
 
-    class Turns(AutoSize):
+    class Turns(AutoBudget):
         """What "auto" would choose depends on the clock, and texts that are sampled depend on it."""
 
         def next(self) -> tuple[Growth | None, int]:
@@ -119,7 +119,7 @@ def test_sizes_that_change_from_step_to_step(name: str, temperature: float, monk
         def observe(self, draft: Draft, acceptance: Any) -> None:
             """Learn nothing."""
 
-    monkeypatch.setattr("stree.generation.AutoSize", Turns)
+    monkeypatch.setattr("stree.generation.AutoBudget", Turns)
     monkeypatch.setattr("stree.generation.step_times", lambda *_, **__: GUESS)
     options: dict[str, Any] = {"texts": random_texts(random.Random(3), [4, 7, 5, 6, 3]), "max_batch": 2}
     options |= {"budget": "auto", "growth": Calibrated(3), "sampling": Sampling(temperature), "max_new_tokens": 40}
@@ -136,7 +136,7 @@ def test_a_host_that_hears_of_a_step_while_the_next_one_runs(name: str, monkeypa
     options: dict[str, Any] = {"sampling": Sampling(0.8), "verifier": "match"}
     expected = generate(launched(), NoDrafter(), budget=1, **options).sequences
     # Only a device hears late.
-    monkeypatch.setattr("stree.decode.loop.Session._is_late", lambda self: True)
+    monkeypatch.setattr("stree.decode.loop.DecodeLoop._is_late", lambda self: True)
     for lm in (launched(), captured(monkeypatch)):
         for _ in range(2):
             found = generate(lm, drafter_named(name), budget=1 if name == "none" else 8, **options)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.enumeration import TableLaw, TableLM
+from helpers.enumeration import TableLM, TableModel
 from helpers.tiny_models import VOCAB, patched, tiny_model
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
@@ -93,11 +93,11 @@ def test_greedy_text_is_that_of_transformers(name: str, rows: int) -> None:
 
 
 def test_the_default_drafter_needs_no_model_and_drafts_what_repeats() -> None:
-    law = TableLaw.random(6, 0)  # greedy text of a table runs in a circle
+    probs = TableModel.random(6, 0)  # greedy text of a table runs in a circle
     expected = [3]
     for _ in range(40):
-        expected.append(int(law.logits[expected[-1]].argmax()))
-    out = stree.generate(TableLM(law).as_lm(), [[3]], budget=16, max_new_tokens=40)
+        expected.append(int(probs.logits[expected[-1]].argmax()))
+    out = stree.generate(TableLM(probs).as_lm(), [[3]], budget=16, max_new_tokens=40)
     assert out.sequences == [expected]
     assert out.stats["draft_calls"] == 0
     assert out.stats["tau"] > 2
@@ -352,7 +352,7 @@ def test_a_text_that_is_cancelled_while_its_next_step_runs_ends_with_what_was_he
     """As on a device, where a step is launched before the last one is heard of."""
     whole = stree.generate(lm(), PROMPTS, *way("self-chain"), max_new_tokens=NEW_TOKENS).sequences
     # Only a device hears late.
-    monkeypatch.setattr("stree.decode.loop.Session._is_late", lambda *_: True)
+    monkeypatch.setattr("stree.decode.loop.DecodeLoop._is_late", lambda *_: True)
     answers = iter([False, True])
     out = stree.generate(
         lm(), PROMPTS, *way("self-chain"), max_new_tokens=NEW_TOKENS, max_batch=2,

@@ -216,7 +216,7 @@ def test_nan_logits_end_generation_with_what_there_is() -> None:
         stree.generate(lm(), PROMPTS[:1], NoDrafter(), budget=1, logits_processor=poisoned)
 
 
-def test_infinite_logits_name_a_token_but_are_no_law() -> None:
+def test_infinite_logits_name_a_token_but_are_no_distribution() -> None:
     def forced(input_ids: Tensor, logits: Tensor) -> Tensor:
         return logits.index_fill(-1, torch.tensor([5]), torch.inf)
 

@@ -117,7 +117,7 @@ def test_the_drafter_is_processed_as_the_target_is(sampling: Sampling) -> None:
     assert len(set(out.sequences[0])) == 33
 
     class Unprocessed(ModelDrafter):
-        """A drafter whose laws the processor does not reach."""
+        """A drafter whose distributions the processor does not reach."""
 
         def with_model(self, change: Any) -> ModelDrafter:
             return self
@@ -212,7 +212,7 @@ def test_processed_texts_do_not_depend_on_the_number_of_slots(drafts: str, tempe
     assert generated(2) == together and generated(1) == together
 
 
-def test_a_draft_model_keeps_its_own_law_where_a_processor_leaves_none() -> None:
+def test_a_draft_model_keeps_its_own_distribution_where_a_processor_leaves_none() -> None:
     plain = patched(tiny_model("mamba2"))
     lm, tree = processed(plain, EachNode(ends_at_six), is_target=False), TokenTree.chain([1, 2, 3])
     states = [model.new_state(1, 64, 4) for model in (plain, lm)]

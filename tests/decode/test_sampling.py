@@ -1,4 +1,4 @@
-"""Random numbers by counter, laws after temperature, top-k and top-p, and draws without replacement."""
+"""Random numbers by counter, distributions after temperature, top-k and top-p, and draws without replacement."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_numbers_are_uniform_along_every_part_of_the_key(axis: str, purpose: str
 @pytest.mark.parametrize("number", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_choice_never_returns_a_token_of_probability_zero(number: float, dtype: torch.dtype) -> None:
-    laws = torch.tensor(
+    dists = torch.tensor(
         [
             [0.0, 0.3, 0.0, 0.7, 0.0],
             [0.0, 0.0, 1e-30, 0.0, 0.0],
@@ -132,22 +132,22 @@ def test_choice_never_returns_a_token_of_probability_zero(number: float, dtype: 
         dtype=dtype,
     )
     rng = FixedRandom(0, torch.arange(5), torch.zeros(5, dtype=torch.long), number)
-    index = rng.choice("target", laws, torch.zeros(5, dtype=torch.long))
-    assert (laws.gather(1, index[:, None]) > 0).all()
+    index = rng.choice("target", dists, torch.zeros(5, dtype=torch.long))
+    assert (dists.gather(1, index[:, None]) > 0).all()
 
 
-def test_choice_from_a_law_without_mass_gives_index_zero() -> None:
+def test_choice_from_a_distribution_without_mass_gives_index_zero() -> None:
     assert random_rows(2).choice("draft", torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)).tolist() == [0, 0]
 
 
-def test_choice_follows_its_law_whether_or_not_it_is_normalised() -> None:
-    law = torch.tensor([0.05, 0.0, 0.4, 0.25, 0.3], dtype=torch.float64)
+def test_choice_follows_its_distribution_whether_or_not_it_is_normalised() -> None:
+    dist = torch.tensor([0.05, 0.0, 0.4, 0.25, 0.3], dtype=torch.float64)
     for scale in (1.0, 7.5):
-        index = random_rows(50_000).choice("target", (scale * law).repeat(50_000, 1), torch.zeros(50_000).long())
+        index = random_rows(50_000).choice("target", (scale * dist).repeat(50_000, 1), torch.zeros(50_000).long())
         counts = torch.bincount(index, minlength=5)
         assert counts[1] == 0
-        kept = law > 0
-        assert stats.chisquare(counts[kept].numpy(), 50_000 * law[kept].numpy()).pvalue > ALPHA
+        kept = dist > 0
+        assert stats.chisquare(counts[kept].numpy(), 50_000 * dist[kept].numpy()).pvalue > ALPHA
 
 
 def test_bernoulli_follows_its_probabilities() -> None:
@@ -160,7 +160,7 @@ def test_bernoulli_follows_its_probabilities() -> None:
         assert stats.binomtest(count, 20_000, prob).pvalue > ALPHA
 
 
-def transformers_law(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
+def transformers_probs(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
     text = torch.zeros(logits.shape[0], 1, dtype=torch.long)
     logits = TemperatureLogitsWarper(temperature)(text, logits)
     if top_k is not None:
@@ -173,31 +173,31 @@ def transformers_law(logits: Tensor, temperature: float, top_k: int | None, top_
 @pytest.mark.parametrize("temperature", [0.3, 1.7])
 @pytest.mark.parametrize("top_k", [None, 1, 5, 500])
 @pytest.mark.parametrize("top_p", [None, 1e-6, 0.35, 0.999])
-def test_laws_are_those_of_transformers(temperature: float, top_k: int | None, top_p: float | None) -> None:
+def test_distributions_are_those_of_transformers(temperature: float, top_k: int | None, top_p: float | None) -> None:
     logits = 3 * torch.randn(20, 61, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    law = Sampling(temperature, top_k, top_p).law(logits)
-    expected = transformers_law(logits, temperature, top_k, top_p)
-    assert torch.equal(law > 0, expected > 0)
-    assert (law - expected).abs().max() < 1e-12
+    dist = Sampling(temperature, top_k, top_p).probs(logits)
+    expected = transformers_probs(logits, temperature, top_k, top_p)
+    assert torch.equal(dist > 0, expected > 0)
+    assert (dist - expected).abs().max() < 1e-12
 
 
 def test_tokens_tied_with_the_last_of_top_k_are_kept() -> None:
-    law = Sampling(1.0, top_k=2).law(torch.tensor([[2.0, 1.0, 1.0, 0.0]]))
-    assert (law > 0).tolist() == [[True, True, True, False]]
+    dist = Sampling(1.0, top_k=2).probs(torch.tensor([[2.0, 1.0, 1.0, 0.0]]))
+    assert (dist > 0).tolist() == [[True, True, True, False]]
 
 
 def test_the_token_that_reaches_top_p_is_kept() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log()
-    assert (Sampling(1.0, top_p=0.6).law(logits) > 0).tolist() == [[True, True, False]]
-    assert (Sampling(1.0, top_p=1.0).law(logits) > 0).all()
+    assert (Sampling(1.0, top_p=0.6).probs(logits) > 0).tolist() == [[True, True, False]]
+    assert (Sampling(1.0, top_p=1.0).probs(logits) > 0).all()
 
 
-def test_the_greedy_law_is_one_hot_at_the_argmax() -> None:
+def test_the_greedy_distribution_is_one_hot_at_the_argmax() -> None:
     logits = torch.randn(3, 4, 7, generator=torch.Generator().manual_seed(0))
-    law, out = Sampling().law(logits), torch.full_like(logits, 0.5)
-    assert Sampling().law(logits, out) is out and torch.equal(out, law)
-    assert torch.equal(law.argmax(-1), logits.argmax(-1))
-    assert torch.equal(law.sum(-1), torch.ones(3, 4))
+    dist, out = Sampling().probs(logits), torch.full_like(logits, 0.5)
+    assert Sampling().probs(logits, out) is out and torch.equal(out, dist)
+    assert torch.equal(dist.argmax(-1), logits.argmax(-1))
+    assert torch.equal(dist.sum(-1), torch.ones(3, 4))
 
 
 @pytest.mark.parametrize("values", [{"temperature": None}, {"temperature": "1"}, {"top_p": "0.9"}], ids=str)
@@ -237,11 +237,11 @@ def test_a_value_outside_its_range_is_refused(values: dict[str, float], message:
         Sampling(**values)  # type: ignore[arg-type]
 
 
-def test_draws_without_replacement_follow_the_sequential_law() -> None:
-    law = torch.tensor([0.45, 0.3, 0.2, 0.05], dtype=torch.float64)
+def test_draws_without_replacement_follow_the_sequential_distribution() -> None:
+    dist = torch.tensor([0.45, 0.3, 0.2, 0.05], dtype=torch.float64)
     count = 20_000
-    tokens, probs = Draws(random_rows(count), 1, 3).draw(law.expand(count, 1, 4), 0, 3)
-    assert torch.equal(probs, law[tokens])
+    tokens, probs = Draws(random_rows(count), 1, 3).draw(dist.expand(count, 1, 4), 0, 3)
+    assert torch.equal(probs, dist[tokens])
     seen = dict.fromkeys(itertools.permutations(range(4), 3), 0)
     for order in map(tuple, tokens[:, 0].tolist()):
         seen[order] += 1  # a repeated token is a KeyError
@@ -249,7 +249,7 @@ def test_draws_without_replacement_follow_the_sequential_law() -> None:
     for order in seen:
         rest, prob = 1.0, 1.0
         for token in order:
-            prob, rest = prob * float(law[token]) / rest, rest - float(law[token])
+            prob, rest = prob * float(dist[token]) / rest, rest - float(dist[token])
         expected.append(prob * count)
     assert stats.chisquare(list(seen.values()), expected).pvalue > ALPHA
 
@@ -269,16 +269,16 @@ def test_draws_at_once_are_the_choices_made_one_after_the_other(
     sharpness: float, vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    law = (sharpness * torch.randn(200, 3, vocab, generator=generator, dtype=dtype)).softmax(-1)
-    law[:, 1, 4:] = 0.0  # a support of four tokens, unnormalised: fewer than there are draws
-    law[:, 1, :4] = 0.3 * (sharpness * torch.randn(200, 4, generator=generator, dtype=dtype)).softmax(-1)
-    law[:50, 2] = 0.0
+    dist = (sharpness * torch.randn(200, 3, vocab, generator=generator, dtype=dtype)).softmax(-1)
+    dist[:, 1, 4:] = 0.0  # a support of four tokens, unnormalised: fewer than there are draws
+    dist[:, 1, :4] = 0.3 * (sharpness * torch.randn(200, 4, generator=generator, dtype=dtype)).softmax(-1)
+    dist[:50, 2] = 0.0
     index, position = torch.arange(200), torch.full((200,), 5)
-    one_by_one, expected = Draws(ChoosingRandom(3, index, position), 7, 6).draw(law, 4, 6)
+    one_by_one, expected = Draws(ChoosingRandom(3, index, position), 7, 6).draw(dist, 4, 6)
     at_once = Draws(Random(3, index, position), 7, 6)
-    on_host = at_once.draw(law, 4, 6)
+    on_host = at_once.draw(dist, 4, 6)
     monkeypatch.setattr(topology, "waits_always", True)
-    for tokens, probs in (on_host, at_once.draw(law, 4, 6)):
+    for tokens, probs in (on_host, at_once.draw(dist, 4, 6)):
         assert torch.equal(probs > 0, expected > 0)
         assert torch.equal(probs, expected)
         assert torch.equal(tokens[probs > 0], one_by_one[probs > 0])
@@ -286,17 +286,17 @@ def test_draws_at_once_are_the_choices_made_one_after_the_other(
         assert (probs[:50, 2] == 0).all()
 
 
-def test_nothing_is_drawn_from_the_last_crumbs_of_a_law() -> None:
-    law = torch.tensor([[[1 - 3e-7, 1e-7, 2e-7, 0.0], [1 - 3e-6, 1e-6, 2e-6, 0.0]]], dtype=torch.float64)
+def test_nothing_is_drawn_from_the_last_crumbs_of_a_distribution() -> None:
+    dist = torch.tensor([[[1 - 3e-7, 1e-7, 2e-7, 0.0], [1 - 3e-6, 1e-6, 2e-6, 0.0]]], dtype=torch.float64)
     for rng in (random_rows(1), ChoosingRandom(0, torch.arange(1), torch.full((1,), 5))):
-        tokens, probs = Draws(rng, 2, 3).draw(law, 0, 3)
+        tokens, probs = Draws(rng, 2, 3).draw(dist, 0, 3)
         assert tokens[0, :, 0].tolist() == [0, 0]
         assert (probs[0] > 0).sum(-1).tolist() == [1, 3]
 
 
 def test_every_draw_of_a_tree_has_its_own_number() -> None:
-    law = torch.full((1, 5, 1000), 1e-3, dtype=torch.float64)
-    together, _ = Draws(random_rows(1), 9, 4).draw(law, 2, 3)
+    dist = torch.full((1, 5, 1000), 1e-3, dtype=torch.float64)
+    together, _ = Draws(random_rows(1), 9, 4).draw(dist, 2, 3)
     node = (torch.arange(2, 7) * MAX_RANKS)[None, :, None] + torch.arange(3)
     level = random_rows(1).uniform("draft", torch.zeros(1, 1, 1, dtype=torch.long), node)
     assert torch.equal(together[..., 0], (level[..., 0] * 1000).long())
@@ -304,8 +304,8 @@ def test_every_draw_of_a_tree_has_its_own_number() -> None:
 
 
 def test_draws_beyond_the_support_have_probability_zero() -> None:
-    law = torch.tensor([[[0.0, 0.6, 0.0, 0.4]]])
-    tokens, probs = Draws(random_rows(1), 1, 4).draw(law, 0, 4)
+    dist = torch.tensor([[[0.0, 0.6, 0.0, 0.4]]])
+    tokens, probs = Draws(random_rows(1), 1, 4).draw(dist, 0, 4)
     assert sorted(tokens[0, 0, :2].tolist()) == [1, 3]
     assert (probs[0, 0, :2] > 0).all()
     assert probs[0, 0, 2:].tolist() == [0, 0]
@@ -313,9 +313,9 @@ def test_draws_beyond_the_support_have_probability_zero() -> None:
 
 @pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2.0**-53])
 def test_draws_at_the_ends_of_the_line_are_tokens_of_the_support(number: float) -> None:
-    law = torch.tensor([[[0.0, 0.3, 0.0, 0.5, 0.2, 0.0]]])
+    dist = torch.tensor([[[0.0, 0.3, 0.0, 0.5, 0.2, 0.0]]])
     rng = FixedRandom(0, torch.arange(1), torch.zeros(1, dtype=torch.long), number)
-    tokens, probs = Draws(rng, 1, 3).draw(law, 0, 3)
+    tokens, probs = Draws(rng, 1, 3).draw(dist, 0, 3)
     assert (probs > 0).all()
     assert sorted(tokens.flatten().tolist()) == [1, 3, 4]
 
@@ -324,10 +324,10 @@ def test_draws_at_the_ends_of_the_line_are_tokens_of_the_support(number: float) 
 def test_the_most_probable_children_are_those_of_a_stable_sort(vocab: int, count: int) -> None:
     rng = torch.Generator().manual_seed(vocab)
     for step in (0, 30, vocab):
-        law = torch.randn(2, 3, vocab, generator=rng).softmax(-1)
+        dist = torch.randn(2, 3, vocab, generator=rng).softmax(-1)
         if step:  # many are equal, and many 0
-            law = (law * step).round() / step
-        for given in (law, law.double(), law.transpose(0, 1)):
+            dist = (dist * step).round() / step
+        for given in (dist, dist.double(), dist.transpose(0, 1)):
             expected = torch.sort(given, dim=-1, descending=True, stable=True)
             found = top(given, 0, count)
             kept = min(vocab, count)

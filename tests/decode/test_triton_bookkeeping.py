@@ -22,7 +22,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from stree.kernels import bookkeeping, topology
-from stree.kernels.bookkeeping import Drafted, Texts, Waiting
+from stree.kernels.bookkeeping import CatchUp, Drafted, Texts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -130,8 +130,8 @@ def test_a_path_that_waits_is_the_same(seed: int, batch: int, n: int, m: int) ->
     committed = draw(0, 50, batch).int()
     made = []
     for launches in (False, True):
-        waiting, known = Waiting(draw(1, 9, batch, 16), draw(1, 9, batch).int()), on_device(committed)
-        waiting = Waiting(on_device(waiting.path), on_device(waiting.lengths))
+        waiting, known = CatchUp(draw(1, 9, batch, 16), draw(1, 9, batch).int()), on_device(committed)
+        waiting = CatchUp(on_device(waiting.path), on_device(waiting.lengths))
         wide = on_device(torch.cat([path, path], 1))[:, :m]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(topology, "launches_always", launches)
@@ -183,7 +183,7 @@ def test_rows_of_the_same_widths_share_a_build_whatever_the_tree(monkeypatch: py
         with launch_keys(monkeypatch) as keys:
             bookkeeping.copy_rows(torch.zeros(batch, 16, dtype=torch.long, device=DEVICE), begins, sources, rows)
             path, lengths = torch.zeros(batch, n % 13, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
-            waiting = Waiting(on_device(torch.zeros(batch, 16).long()), on_device(lengths))
+            waiting = CatchUp(on_device(torch.zeros(batch, 16).long()), on_device(lengths))
             bookkeeping.put_path(on_device(path), on_device(lengths), waiting, on_device(lengths))
         found.append(keys)
     assert [name for name, _ in found[0]] == ["rows_kernel", "wait_kernel"]

@@ -1,4 +1,4 @@
-"""Laws and their norms in one launch equal the same in torch, whatever rows they are made of.
+"""Logits and their norms in one launch equal the same in torch, whatever rows they are made of.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/decode/test_triton_probs.py
 """
@@ -68,14 +68,14 @@ def some_logits(vocab: int, seed: int = 0) -> Tensor:
     return torch.stack(rows).view(2, -1, vocab).to(DEVICE)
 
 
-def exact_law(logits: Tensor, temperature: float) -> Tensor:
-    """Give float64 laws."""
+def exact_probs(logits: Tensor, temperature: float) -> Tensor:
+    """Give float64 distributions."""
     return torch.softmax(logits.double() / temperature, -1)
 
 
 def is_close(found: Tensor, logits: Tensor, temperature: float) -> bool:
-    """Tell whether laws are as good as float32 quotients allow: 2^-23 of a quotient, and of what exp is asked for."""
-    exact, quotient = exact_law(logits, temperature), logits.double() / temperature
+    """Tell whether probabilities are as accurate as float32 quotients allow: 2^-23 of the quotient."""
+    exact, quotient = exact_probs(logits, temperature), logits.double() / temperature
     counts = quotient.masked_fill(exact < 1e-40, 0).abs().amax(-1, keepdim=True)
     gap = (quotient.amax(-1, keepdim=True) - quotient).clamp(max=110)
     relative = 2.0**-22 * (counts + gap + 8)
@@ -83,7 +83,7 @@ def is_close(found: Tensor, logits: Tensor, temperature: float) -> bool:
 
 
 def check(found: Tensor, norms: Tensor, logits: Tensor, temperature: float) -> None:
-    """Check laws and norms against float64 ones."""
+    """Check distributions and norms against float64 ones."""
     assert found.dtype == norms.dtype == torch.float32 and norms.shape == logits.shape[:-1]
     assert is_close(found, logits, temperature)
     assert ((found.double().sum(-1) - 1).abs() < 1e-6).all()
@@ -93,36 +93,38 @@ def check(found: Tensor, norms: Tensor, logits: Tensor, temperature: float) -> N
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("vocab", [*VOCABS, ONE_BLOCK, TWO_BLOCKS, THREE_BLOCKS])
-def test_laws_and_norms_of_rows_of_every_kind_are_exact_to_rounding(vocab: int, temperature: float) -> None:
+def test_distributions_and_norms_of_rows_of_every_kind_are_exact_to_rounding(vocab: int, temperature: float) -> None:
     logits = some_logits(vocab, seed=vocab)
     if temperature < 1:  # quotients of such rows have no float32
         logits = logits.clamp(min=-LARGEST * temperature / 2).where(logits > -torch.inf, -torch.inf)
     before = logits.clone()
-    found, norms = kernels.law_and_norms(logits, temperature, None)
+    found, norms = kernels.probs_and_norms(logits, temperature, None)
     check(found, norms, logits, temperature)
-    assert torch.equal(kernels.law(logits, temperature, None), found) and torch.equal(logits, before)
-    assert is_close(reference_law.law(logits, temperature), logits, temperature)
+    assert torch.equal(kernels.probs(logits, temperature, None), found) and torch.equal(logits, before)
+    assert is_close(reference_law.probs(logits, temperature), logits, temperature)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 300), st.floats(0.05, 20.0), st.floats(0.0, 40.0))
 @settings(max_examples=30, deadline=None)
-def test_random_laws_are_exact_to_rounding(seed: int, vocab: int, temperature: float, sharpness: float) -> None:
+def test_random_distributions_are_exact_to_rounding(
+    seed: int, vocab: int, temperature: float, sharpness: float
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = sharpness * torch.randn(2, 3, vocab, generator=generator)
     is_cut = torch.rand(2, 3, vocab, generator=generator) < 0.3
     is_cut[..., seed % vocab] = False
     logits = logits.masked_fill(is_cut, -torch.inf).to(DEVICE)
-    check(*kernels.law_and_norms(logits, temperature, None), logits, temperature)
+    check(*kernels.probs_and_norms(logits, temperature, None), logits, temperature)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of inf - inf
-def test_a_row_without_a_law_is_nan_and_none_beside_it() -> None:
+def test_a_row_without_a_distribution_is_nan_and_none_beside_it() -> None:
     logits = torch.zeros(1, 5, 2 * kernels.BLOCK, device=DEVICE)
     logits[0, 0] = -torch.inf
     logits[0, 1, kernels.BLOCK + 3] = torch.inf
     logits[0, 2, [5, 5 + kernels.BLOCK]] = torch.inf  # in one lane
     logits[0, 3, kernels.BLOCK - 1] = torch.nan
-    found, norms = kernels.law_and_norms(logits, 1.3, None)
+    found, norms = kernels.probs_and_norms(logits, 1.3, None)
     assert found[0, :4].isnan().all() and norms[0, :4].isnan().all()
     check(found[:, 4:], norms[:, 4:], logits[:, 4:], 1.3)
 
@@ -130,9 +132,9 @@ def test_a_row_without_a_law_is_nan_and_none_beside_it() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_of_16_bits_are_read_as_they_are(dtype: torch.dtype) -> None:
     logits = (4 * torch.randn(2, 3, 1001, generator=torch.Generator().manual_seed(2))).to(dtype).to(DEVICE)
-    found, norms = kernels.law_and_norms(logits, 0.7, None)
+    found, norms = kernels.probs_and_norms(logits, 0.7, None)
     check(found, norms, logits.float(), 0.7)
-    assert torch.equal(found, kernels.law(logits.float(), 0.7, None))
+    assert torch.equal(found, kernels.probs(logits.float(), 0.7, None))
 
 
 @pytest.mark.parametrize("vocab", [37, 64])
@@ -147,13 +149,13 @@ def test_rows_of_any_strides_are_read_and_written(vocab: int) -> None:
         "no batch": whole[2, 1::3, 5 : 5 + vocab],
     }
     for name, logits in views.items():
-        found, norms = kernels.law_and_norms(logits, 0.8, None)
+        found, norms = kernels.probs_and_norms(logits, 0.8, None)
         check(found, norms, logits, 0.8)
         assert found.is_contiguous(), name
         room = torch.full((*logits.shape[:-2], logits.shape[-2] + 3, vocab + 5), 7.0, device=DEVICE)
         out = room[..., 1:-2, 2:-3]
-        law, same = kernels.law_and_norms(logits, 0.8, out)
-        assert law is out and torch.equal(out, found) and torch.equal(same, norms), name
+        probs, same = kernels.probs_and_norms(logits, 0.8, out)
+        assert probs is out and torch.equal(out, found) and torch.equal(same, norms), name
         out.fill_(7.0)
         assert bool((room == 7.0).all()), name
 
@@ -165,7 +167,7 @@ def test_rows_far_from_each_other_are_found(axis: int) -> None:
     shape, strides = ((3, 1, 20), (far, near, 1)) if axis == 0 else ((1, 3, 20), (near, far, 1))
     logits = room.as_strided(shape, strides)
     logits.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
-    check(*kernels.law_and_norms(logits, 0.8, None), logits.float(), 0.8)
+    check(*kernels.probs_and_norms(logits, 0.8, None), logits.float(), 0.8)
 
 
 @pytest.fixture
@@ -192,13 +194,13 @@ def test_what_no_kernel_takes_is_left_to_torch(launched: None, monkeypatch: pyte
         (torch.randn(2, 3, 21, device=DEVICE), None),
         (logits, wide),
     ):
-        assert names_of(monkeypatch, law_door.law, rows, 0.8, out) == []
-        found, norms = law_door.law_and_norms(rows, 0.8, out)
-        assert norms is None and torch.equal(found, reference_law.law(rows, 0.8)) and (out is None or found is out)
-    for work in (law_door.law, law_door.law_and_norms):
+        assert names_of(monkeypatch, law_door.probs, rows, 0.8, out) == []
+        found, norms = law_door.probs_and_norms(rows, 0.8, out)
+        assert norms is None and torch.equal(found, reference_law.probs(rows, 0.8)) and (out is None or found is out)
+    for work in (law_door.probs, law_door.probs_and_norms):
         for rows in (logits, logits[0], logits.bfloat16()):
-            assert names_of(monkeypatch, work, rows, 0.8) == ["law_kernel"]
-    assert law_door.law_and_norms(logits, 0.8)[1] is not None
+            assert names_of(monkeypatch, work, rows, 0.8) == ["probs_kernel"]
+    assert law_door.probs_and_norms(logits, 0.8)[1] is not None
 
 
 def test_a_sampling_without_cuts_is_one_launch_and_others_are_what_they_were(
@@ -207,16 +209,16 @@ def test_a_sampling_without_cuts_is_one_launch_and_others_are_what_they_were(
     logits = 3 * torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     for plain in (Sampling(0.8), Sampling(0.8, top_k=20), Sampling(0.8, top_p=1.0)):
         for out in (None, torch.empty(2, 3, 20, device=DEVICE)):
-            assert names_of(monkeypatch, plain.law, logits, out) == ["law_kernel"]
-            found, norms = plain.law_and_norms(logits, out)
+            assert names_of(monkeypatch, plain.probs, logits, out) == ["probs_kernel"]
+            found, norms = plain.probs_and_norms(logits, out)
             assert norms is not None and (out is None or found is out)
             check(found, norms, logits, 0.8)
     for other in (Sampling(), Sampling(0.8, top_k=5), Sampling(0.8, top_p=0.9), Sampling(1.0, 3, 0.5)):
-        assert names_of(monkeypatch, other.law_and_norms, logits) == []
-        found, norms = other.law_and_norms(logits)
+        assert names_of(monkeypatch, other.probs_and_norms, logits) == []
+        found, norms = other.probs_and_norms(logits)
         with monkeypatch.context() as patch:
             patch.setattr(topology, "launches_always", False)
-            assert norms is None and torch.equal(found, other.law(logits))
+            assert norms is None and torch.equal(found, other.probs(logits))
 
 
 @pytest.mark.parametrize("vocab", [101, 128])
@@ -226,31 +228,31 @@ def test_no_tree_of_a_generation_asks_for_a_build_of_its_own(vocab: int, monkeyp
         room = torch.zeros(batch, used + step * rows + 2, vocab, device=DEVICE)
         logits = torch.zeros(batch, step * rows, vocab, device=DEVICE)[:, ::step]
         with launch_keys(monkeypatch) as keys:
-            kernels.law_and_norms(logits, 0.8, room[:, used : used + step * rows : step])
+            kernels.probs_and_norms(logits, 0.8, room[:, used : used + step * rows : step])
         found.append(keys)
     assert found == found[:1] * len(found)
     assert ("'ALIGNED': True" in found[0][0][1]) == (vocab == 128)
 
 
-# What is wrong, and laws and norms that are wrong so.
+# What is wrong, and distributions and norms that are wrong so.
 CONTROLS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
-    "another temperature": lambda logits: kernels.law_and_norms(logits, 0.801, None),
-    "a token left out": lambda logits: kernels.law_and_norms(
+    "another temperature": lambda logits: kernels.probs_and_norms(logits, 0.801, None),
+    "a token left out": lambda logits: kernels.probs_and_norms(
         logits.masked_fill(torch.arange(logits.shape[-1], device=DEVICE) == 5, -torch.inf), 0.8, None
     ),
     "norms of other rows": lambda logits: (
-        kernels.law(logits, 0.8, None), kernels.law_and_norms(logits.roll(1, 1), 0.8, None)[1]
+        kernels.probs(logits, 0.8, None), kernels.probs_and_norms(logits.roll(1, 1), 0.8, None)[1]
     ),
-    "norms of logits": lambda logits: (kernels.law(logits, 0.8, None), torch.linalg.vector_norm(logits, dim=-1)),
+    "norms of logits": lambda logits: (kernels.probs(logits, 0.8, None), torch.linalg.vector_norm(logits, dim=-1)),
     "not normalised": lambda logits: (
-        kernels.law(logits, 0.8, None) * (1 + 1e-5), kernels.law_and_norms(logits, 0.8, None)[1] * (1 + 1e-5)
+        kernels.probs(logits, 0.8, None) * (1 + 1e-5), kernels.probs_and_norms(logits, 0.8, None)[1] * (1 + 1e-5)
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_laws_that_are_wrong_in_one_thing_are_told_apart(control: str) -> None:
+def test_distributions_that_are_wrong_in_one_thing_are_told_apart(control: str) -> None:
     logits = 3 * torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(5)).to(DEVICE)
-    check(*kernels.law_and_norms(logits, 0.8, None), logits, 0.8)
+    check(*kernels.probs_and_norms(logits, 0.8, None), logits, 0.8)
     with pytest.raises(AssertionError):
         check(*CONTROLS[control](logits), logits, 0.8)

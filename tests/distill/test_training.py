@@ -72,11 +72,11 @@ def quick_fit(target: stree.TreeLM, folder: Path, **changes: Any) -> tuple[PreTr
     stream = np.tile(np.arange(1, 9, dtype=np.int32), 40)
     torch.manual_seed(0)
     drafter = network.build(network.drafter_config(VOCAB, 16, 1, {"eos_token_id": END}))
-    laws = training.laws_of(target.model, torch.float32)
+    probs = training.probs_of(target.model, torch.float32)
     windows = torch.from_numpy(stream[:34].astype(np.int64)).view(2, 17)
-    loss = training.distill_loss(laws, settings)
+    loss = training.distill_loss(probs, settings)
     before = loss(drafter, windows).item()
-    run.fit(target, laws, drafter, Text({"text": stream}, {"text": 1.0}), settings, folder)
+    run.fit(target, probs, drafter, Text({"text": stream}, {"text": 1.0}), settings, folder)
     return drafter, before, loss(drafter, windows).item()
 
 
@@ -88,9 +88,9 @@ def test_training_lowers_the_divergence_from_the_target(target: stree.TreeLM, tm
 def test_parts_of_a_large_vocabulary_give_the_same_loss_and_gradient(
     target: stree.TreeLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    laws = training.laws_of(target.model, torch.float32)
+    probs = training.probs_of(target.model, torch.float32)
     windows = torch.randint(1, VOCAB, (2, 17), generator=torch.Generator().manual_seed(0))
-    for loss in (training.text_loss(SETTINGS), training.distill_loss(laws, SETTINGS)):
+    for loss in (training.text_loss(SETTINGS), training.distill_loss(probs, SETTINGS)):
         found = []
         for limit in (1 << 26, 5 * VOCAB):
             monkeypatch.setattr(training, "LOGITS_AT_ONCE", limit)

@@ -1,4 +1,4 @@
-"""A model's tree with retrieved branches patched on: its shape, its exact law, and that the model keeps step.
+"""A model's tree with retrieved branches patched on: its shape, its exact distribution, and that the model keeps step.
 
 Run: python -m pytest tests/drafters/test_fused_drafter.py
 """
@@ -14,10 +14,10 @@ import torch
 from helpers.enumeration import (
     DraftedTrees,
     Outcomes,
-    TableLaw,
     TableLM,
+    TableModel,
     as_random,
-    emitted_law,
+    emitted_probs,
     total_variation,
 )
 from helpers.fixed_tree_drafter import Retrieval
@@ -28,7 +28,7 @@ import stree
 from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import RSDS, Calibrated, Chain, DepthStop, DySpec, Growth, Sequoia, Static
 from stree.sampling import Random, Sampling
-from stree.verify import DELTA, SAMPLED, Acceptance, DraftLaws
+from stree.verify import DELTA, SAMPLED, Acceptance, DraftProbs
 
 
 def random_rows(batch: int) -> Random:
@@ -50,20 +50,20 @@ def num_draws(growth: Growth, budget: int, retrieved: int) -> int:
 
 
 def all_fused(
-    law: TableLaw, growth: Growth, budget: int, retrieval: Retrieval, order: str = "model-first"
+    dist: TableModel, growth: Growth, budget: int, retrieval: Retrieval, order: str = "model-first"
 ) -> DraftedTrees:
     """Draft with every outcome of every draw."""
-    outcomes = Outcomes.all(0, num_draws(growth, budget, len(retrieval.tokens) - 1), law.vocab)
+    outcomes = Outcomes.all(0, num_draws(growth, budget, len(retrieval.tokens) - 1), dist.vocab)
     batch = len(outcomes.weight)
-    parts: list[Drafter] = [ModelDrafter(TableLM(law).as_lm()), retrieval]
+    parts: list[Drafter] = [ModelDrafter(TableLM(dist).as_lm()), retrieval]
     if order == "retrieved-first":
         parts.reverse()
-    run = FusedDrafter(*parts, least_share=0.0).start(law.vocab, [[0]] * batch, as_random(outcomes))
+    run = FusedDrafter(*parts, least_share=0.0).start(dist.vocab, [[0]] * batch, as_random(outcomes))
     draft = run.propose(torch.zeros(batch, dtype=torch.long), growth.bind(PLAIN), budget)
-    assert draft.laws is not None
+    assert draft.probs is not None
     draft.tree.check()
     assert draft.tree.tokens.shape[1] <= budget
-    trees = DraftedTrees(draft.tree.tokens, draft.tree.parents, draft.laws, outcomes.weight)
+    trees = DraftedTrees(draft.tree.tokens, draft.tree.parents, draft.probs, outcomes.weight)
     return trees.select((outcomes.weight > 0).nonzero()[:, 0])
 
 
@@ -81,37 +81,37 @@ ORDERS = ["model-first", "retrieved-first"]
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", GROWTHS)
-def test_every_fused_tree_emits_the_target_s_law_exactly(name: str, order: str, verifier: str) -> None:
+def test_every_fused_tree_emits_the_target_s_distribution_exactly(name: str, order: str, verifier: str) -> None:
     growth, budget = GROWTHS[name]
-    target, law = TableLaw.random(3, 21), TableLaw.random(3, 22)
-    trees = all_fused(law, growth, budget, Retrieval(*RETRIEVED), order)
+    target, dist = TableModel.random(3, 21), TableModel.random(3, 22)
+    trees = all_fused(dist, growth, budget, Retrieval(*RETRIEVED), order)
     assert abs(float(trees.weight.sum()) - 1) < EXACT
-    assert (trees.laws.kind == DELTA).any() and (trees.laws.kind == SAMPLED).any()
+    assert (trees.probs.kind == DELTA).any() and (trees.probs.kind == SAMPLED).any()
     length = int(trees.tree.depths.max()) + 1
-    emitted = emitted_law(target, trees, PLAIN, verifier, length)
+    emitted = emitted_probs(target, trees, PLAIN, verifier, length)
     assert total_variation(emitted, target.joint(PLAIN, length)) < EXACT
 
 
 def test_retrieved_nodes_that_come_first_are_tested_first_and_never_drawn_again() -> None:
-    trees = all_fused(TableLaw.random(3, 22), Static([2]), 6, Retrieval([0, 1, 2], [-1, 0, 1]), "retrieved-first")
+    trees = all_fused(TableModel.random(3, 22), Static([2]), 6, Retrieval([0, 1, 2], [-1, 0, 1]), "retrieved-first")
     assert (trees.tokens[:, 1:3] == torch.tensor([1, 2])).all()
-    assert (trees.laws.kind[:, 1:3] == DELTA).all()
-    drawn = (trees.laws.kind == SAMPLED) & (trees.parents == 0)
+    assert (trees.probs.kind[:, 1:3] == DELTA).all()
+    drawn = (trees.probs.kind == SAMPLED) & (trees.parents == 0)
     assert drawn[:, 3:].sum(1).tolist() == [2] * len(trees.weight)
     assert (trees.tokens[drawn] != 1).all()
 
 
-def test_a_law_that_retrieval_uses_up_is_still_fused_exactly() -> None:
-    target, law = TableLaw.random(3, 21), TableLaw.random(3, 22)
-    trees = all_fused(law, Chain(1), 6, Retrieval([0, 0, 1, 2], [-1, 0, 0, 0]), "retrieved-first")
-    emitted = emitted_law(target, trees, PLAIN, "rejection", 2)
+def test_a_distribution_that_retrieval_uses_up_is_still_fused_exactly() -> None:
+    target, dist = TableModel.random(3, 21), TableModel.random(3, 22)
+    trees = all_fused(dist, Chain(1), 6, Retrieval([0, 0, 1, 2], [-1, 0, 0, 0]), "retrieved-first")
+    emitted = emitted_probs(target, trees, PLAIN, "rejection", 2)
     assert total_variation(emitted, target.joint(PLAIN, 2)) < EXACT
 
 
 def wrongly_marked(trees: DraftedTrees) -> DraftedTrees:
     """Call the sampled nodes that retrieval found too deterministic, as if they had been retrieved only."""
     found = (trees.tokens == 1) & (trees.parents == 0)
-    return replace(trees, laws=replace(trees.laws, kind=trees.laws.kind.masked_fill(found, DELTA)))
+    return replace(trees, probs=replace(trees.probs, kind=trees.probs.kind.masked_fill(found, DELTA)))
 
 
 def silently_dropped(trees: DraftedTrees) -> DraftedTrees:
@@ -123,15 +123,15 @@ def silently_dropped(trees: DraftedTrees) -> DraftedTrees:
 
 @pytest.mark.parametrize("broken", [wrongly_marked, silently_dropped])
 def test_treating_a_duplicate_wrongly_is_seen(broken: Callable[[DraftedTrees], DraftedTrees]) -> None:
-    target, law = TableLaw.random(3, 21), TableLaw.random(3, 22)
-    trees = broken(all_fused(law, Static([2]), 6, Retrieval([0, 1], [-1, 0])))
-    emitted = emitted_law(target, trees, PLAIN, "rejection", 3)
+    target, dist = TableModel.random(3, 21), TableModel.random(3, 22)
+    trees = broken(all_fused(dist, Static([2]), 6, Retrieval([0, 1], [-1, 0])))
+    emitted = emitted_probs(target, trees, PLAIN, "rejection", 3)
     assert total_variation(emitted, target.joint(PLAIN, 3)) > 1e-3
 
 
 def greedy_fused(retrieval: Retrieval, budget: int = 8, growth: Growth = Chain(2), **options: float) -> Draft:  # noqa: B008
-    law = TableLaw(torch.tensor([[0.0, 3, 2, 1], [0, 1, 2, 3], [3, 0, 1, 2], [0, 0, 0, 9]], dtype=torch.float64))
-    drafter = FusedDrafter(ModelDrafter(TableLM(law).as_lm()), retrieval, **options)
+    dist = TableModel(torch.tensor([[0.0, 3, 2, 1], [0, 1, 2, 3], [3, 0, 1, 2], [0, 0, 0, 9]], dtype=torch.float64))
+    drafter = FusedDrafter(ModelDrafter(TableLM(dist).as_lm()), retrieval, **options)
     run = drafter.start(4, [[0]], Random(0, torch.zeros(1).long(), torch.zeros(1).long()))
     return run.propose(torch.tensor([0]), growth.bind(Sampling()), budget)
 
@@ -141,7 +141,7 @@ def test_retrieved_branches_hang_below_the_longest_prefix_that_they_share() -> N
     draft = greedy_fused(Retrieval([0, 1, 3, 2, 0, 2], [-1, 0, 1, 2, 1, 0]))
     assert draft.tree.tokens.tolist() == [[0, 1, 3, 2, 0, 2]]
     assert draft.tree.parents.tolist() == [[-1, 0, 1, 2, 1, 0]]
-    assert draft.laws is None
+    assert draft.probs is None
     assert draft.max_depth == 3
     assert draft.num_calls == 2
 
@@ -157,7 +157,7 @@ def shared(values: Sequence[float], temperature: float, order: str, growth: Grow
     """Fuse a retrieved chain of some values with a model's tree in 8 nodes, by default a calibrated one."""
     growth = Calibrated(3) if growth is None else growth
     retrieval = Retrieval([0, *[2] * (len(values) - 1)], range(-1, len(values) - 1), values)
-    parts: list[Drafter] = [ModelDrafter(TableLM(TableLaw.random(4, 5, scale=2.0)).as_lm()), retrieval]
+    parts: list[Drafter] = [ModelDrafter(TableLM(TableModel.random(4, 5, scale=2.0)).as_lm()), retrieval]
     if order == "retrieved-first":
         parts.reverse()
     run = FusedDrafter(*parts, least_share=0.0).start(4, [[0]], Random(0, torch.zeros(1).long(), torch.zeros(1).long()))
@@ -196,10 +196,10 @@ class Drawn(Retrieval):
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         draft = super().propose(pending, growth, budget)
         parents = draft.tree.parents
-        laws = DraftLaws(
+        dists = DraftProbs(
             torch.full((len(pending), 1, 4), 0.25), parents, torch.full_like(parents, SAMPLED).to(torch.int8)
         )
-        return replace(draft, laws=laws)
+        return replace(draft, probs=dists)
 
 
 def test_what_was_drawn_stays_though_no_growth_says_that_it_is_drawn() -> None:
@@ -210,10 +210,10 @@ def test_what_was_drawn_stays_though_no_growth_says_that_it_is_drawn() -> None:
 
 
 def test_retrieved_first_tokens_that_the_draft_finds_unlikely_are_left_out_when_sampling() -> None:
-    law = TableLaw(torch.tensor([[0.0, 3, 2, -9]] * 4, dtype=torch.float64))
+    dist = TableModel(torch.tensor([[0.0, 3, 2, -9]] * 4, dtype=torch.float64))
     for least_share, kept in ((0.01, [1, 2]), (0.0, [1, 2, 3, 2])):
         retrieval = Retrieval([0, 1, 2, 3, 2], [-1, 0, 1, 0, 3])
-        drafter = FusedDrafter(ModelDrafter(TableLM(law).as_lm()), retrieval, least_share=least_share)
+        drafter = FusedDrafter(ModelDrafter(TableLM(dist).as_lm()), retrieval, least_share=least_share)
         run = drafter.start(4, [[0]], Random(0, torch.zeros(1).long(), torch.zeros(1).long()))
         tree = run.propose(torch.tensor([0]), DySpec(depth=1, ranks=1).bind(PLAIN), 8).tree
         below = tree.tokens[0][tree.ancestor_mask[0].any(0)].tolist()[1:]
@@ -286,7 +286,7 @@ def test_a_fused_tree_has_values_that_never_rise_along_a_path() -> None:
 
 def test_a_sequence_learns_how_far_to_trust_retrieval_and_anew_in_another_text() -> None:
     retrieval = Retrieval([0, 2, 2], [-1, 0, 1], [1.0, 0.6, 0.3])
-    run = FusedDrafter(ModelDrafter(TableLM(TableLaw.random(4, 5)).as_lm()), retrieval).start(
+    run = FusedDrafter(ModelDrafter(TableLM(TableModel.random(4, 5)).as_lm()), retrieval).start(
         4, [[0]] * 4, random_rows(4)
     )
 
@@ -350,14 +350,14 @@ def test_the_model_keeps_step_when_its_last_node_and_retrieved_ones_below_are_ac
     assert draft.tree.tokens.tolist() == [[7, *own, 12, 13]]
     run.observe(Acceptance(torch.arange(5).int()[None], torch.tensor([5]).int(), torch.tensor([21])))
     found = run.propose(torch.tensor([21]), Chain(1).bind(Sampling(1.0)), 8)
-    assert found.laws is not None
+    assert found.probs is not None
     with torch.no_grad():
         expected = lm.model(torch.tensor([[*text, *own, 12, 13, 21]])).logits[0, -1].softmax(-1)
-    torch.testing.assert_close(found.laws.probs[0, 0], expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(found.probs.probs[0, 0], expected, rtol=1e-3, atol=1e-5)
 
 
 def test_bad_parts_are_refused() -> None:
-    part = ModelDrafter(TableLM(TableLaw.random(3, 0)).as_lm())
+    part = ModelDrafter(TableLM(TableModel.random(3, 0)).as_lm())
     with pytest.raises(ValueError, match=r"least_value must be in \[0, 1\], got 2"):
         FusedDrafter(part, SuffixDrafter(), least_value=2)
     rng = Random(0, torch.zeros(1).long(), torch.zeros(1).long())
@@ -374,8 +374,8 @@ def test_bad_parts_are_refused() -> None:
 
 
 def test_the_bound_of_children_counts_retrieved_ones() -> None:
-    part = ModelDrafter(TableLM(TableLaw(torch.tensor([[0.0, 0, 0, 9, 0]] * 5, dtype=torch.float64))).as_lm())
+    part = ModelDrafter(TableLM(TableModel(torch.tensor([[0.0, 0, 0, 9, 0]] * 5, dtype=torch.float64))).as_lm())
     run = FusedDrafter(part, Retrieval([0, 1, 2], [-1, 0, 0]), least_share=0.0).start(5, [[0]], random_rows(1))
     draft = run.propose(torch.tensor([0]), Chain(1).bind(PLAIN), 4)
-    assert draft.tree.parents.tolist() == [[-1, 0, 0, 0]] and draft.laws is not None
-    assert draft.laws.max_children is not None and draft.laws.max_children >= 3
+    assert draft.tree.parents.tolist() == [[-1, 0, 0, 0]] and draft.probs is not None
+    assert draft.probs.max_children is not None and draft.probs.max_children >= 3

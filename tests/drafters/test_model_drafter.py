@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.enumeration import TableLaw, TableLM
+from helpers.enumeration import TableLM, TableModel
 from helpers.tiny_models import (
     TOLERANCE,
     VOCAB,
@@ -72,7 +72,7 @@ class Loop:
         self.calls.append(draft.num_calls)
         logits = self.target.verify(self.state, draft.tree)
         self.rng = self.rng.at(self.state.lengths.long())
-        accepted = accept(draft.tree, logits, self.sampling, self.rng, draft.laws)
+        accepted = accept(draft.tree, logits, self.sampling, self.rng, draft.probs)
         lengths = accepted.path_lengths * torch.tensor(is_live)
         accepted = Acceptance(accepted.path, lengths, accepted.next_token)
         self.target.commit(self.state, accepted.path, lengths)
@@ -88,11 +88,11 @@ class Loop:
 def draft_error(loop: Loop, model: Any) -> float:
     """Compare the distribution that the drafter draws from next with that of a fresh forward of all emitted text."""
     draft = loop.run.propose(loop.pending, Chain(1).bind(Sampling(1.0)), 2)
-    assert draft.laws is not None
+    assert draft.probs is not None
     errors = []
     for row, text in enumerate(loop.texts):
         fresh = fresh_logits(model, [*text, int(loop.pending[row])])[-1].softmax(-1)
-        errors.append(relative_error(draft.laws.probs[row, 0], fresh))
+        errors.append(relative_error(draft.probs.probs[row, 0], fresh))
     loop.run.observe(standing_still(len(loop.texts)))
     return max(errors)
 
@@ -165,10 +165,10 @@ def test_texts_and_trees_that_outgrow_the_draft_state(family: str) -> None:
 
 def test_draft_numbers_are_keyed_by_the_position_of_the_root() -> None:
     # Whether or not a leaf waits to be run, a draft at one position draws with the same numbers.
-    law = TableLaw.random(6, 0)
+    dist = TableModel.random(6, 0)
     growth = Static([2, 1]).bind(Sampling(1.0))
-    fresh = ModelDrafter(TableLM(law).as_lm()).start(6, [[1, 2, 3]], random_rows(1))
-    later = ModelDrafter(TableLM(law).as_lm()).start(6, [[1]], random_rows(1))
+    fresh = ModelDrafter(TableLM(dist).as_lm()).start(6, [[1, 2, 3]], random_rows(1))
+    later = ModelDrafter(TableLM(dist).as_lm()).start(6, [[1]], random_rows(1))
     draft = later.propose(torch.tensor([2]), Static([-1, 0]).bind(Sampling(1.0)), 2)
     token = draft.tree.tokens[0, 1]
     later.observe(
@@ -203,7 +203,7 @@ def test_a_drafter_of_what_it_cannot_draft_with_is_refused() -> None:
 def test_no_drafter_proposes_roots() -> None:
     draft = NoDrafter().start(10, [[1], [2, 3]], random_rows(2)).propose(torch.tensor([4, 5]), None, 16)
     assert draft.tree.tokens.tolist() == [[4], [5]]
-    assert (draft.laws, draft.max_depth, draft.num_calls) == (None, 0, 0)
+    assert (draft.probs, draft.max_depth, draft.num_calls) == (None, 0, 0)
 
 
 def check_next_tokens(lm: TreeLM, draft: Any, texts: Sequence[Sequence[int]], pending: Sequence[int]) -> None:

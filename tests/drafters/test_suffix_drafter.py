@@ -18,7 +18,7 @@ def test_suffix_trees_of_a_batch_are_padded_and_independent() -> None:
     pending = torch.tensor([2, 6, 7])
     draft = SuffixDrafter().start(10, prompts, random_rows(3)).propose(pending, None, 6)
     draft.tree.check()
-    assert draft.laws is None
+    assert draft.probs is None
     assert draft.num_calls == 0
     assert draft.max_depth == int(draft.tree.depths.max())
     assert int(draft.tree.num_nodes[1]) == 1

@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.table_models import TableLaw, TableLM
+from helpers.table_models import TableLM, TableModel
 from scipy import stats
 
 import stree
 from stree.drafters import ModelDrafter, NoDrafter, SuffixDrafter
-from stree.drafters.target_init import InitialisedDrafter
+from stree.drafters.target_init import TargetInitDrafter
 from stree.growth import Chain
 from stree.growth.target_init import TargetInit
 from stree.sampling import Random, Sampling
 from stree.verify import LONGEST, VERIFIERS, Acceptance
 
-TARGET, DRAFT = TableLaw.random(4, 1), TableLaw.random(4, 2)
+TARGET, DRAFT = TableModel.random(4, 1), TableModel.random(4, 2)
 PLAIN = Sampling(1.0)
 
 
@@ -29,7 +29,7 @@ def generate(growth: Any, prompts: list[list[int]], drafter: Any = None, **optio
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "TargetInit does not keep the target's law; it runs only with allow_lossy=True"),
+        ({}, "TargetInit does not keep the target's distribution; it runs only with allow_lossy=True"),
         ({"allow_lossy": True, "drafter": SuffixDrafter()}, "TargetInit needs a ModelDrafter, got SuffixDrafter"),
         ({"allow_lossy": True, "budget": 12}, r"a tree of 13 nodes \(root included\) exceeds the budget of 12"),
         ({"allow_lossy": True, "budget": 1}, r"a tree of 13 nodes \(root included\) exceeds the budget of 1"),
@@ -74,7 +74,7 @@ def test_one_candidate_gives_the_greedy_text_and_two_do_not() -> None:
     # The target goes 2 - 3 - 0 - 1 - 0, the draft errs after 1 alone; 3 is second best after 3 and 1, and lasts longer.
     target = torch.tensor([[0.0, 3, 2, 1], [3, 0, 1, 2], [0, 1, 2, 3], [3, 0, 1, 2]], dtype=torch.float64)
     draft = torch.tensor([[0.0, 3, 2, 1], [0, 1, 3, 2], [0, 1, 2, 3], [3, 0, 1, 2]], dtype=torch.float64)
-    drafter, lm = ModelDrafter(TableLM(TableLaw(draft)).as_lm()), TableLM(TableLaw(target)).as_lm()
+    drafter, lm = ModelDrafter(TableLM(TableModel(draft)).as_lm()), TableLM(TableModel(target)).as_lm()
 
     def text(width: int) -> list[int]:
         out = stree.generate(lm, [[2]], drafter, TargetInit(width, 2), allow_lossy=True, max_new_tokens=8)
@@ -93,7 +93,7 @@ def counted(width: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_one_candidate_has_the_target_s_law_and_two_do_not() -> None:
+def test_one_candidate_has_the_target_s_distribution_and_two_do_not() -> None:
     expected = TARGET.joint(PLAIN, 4) * 20_000
     kept = expected > 5
     for width in (1, 2):
@@ -106,7 +106,7 @@ def test_one_candidate_has_the_target_s_law_and_two_do_not() -> None:
 
 def test_a_text_of_which_nothing_is_known_proposes_its_root_alone() -> None:
     rng = Random(0, torch.arange(2), torch.ones(2, dtype=torch.long))
-    run = InitialisedDrafter(ModelDrafter(TableLM(DRAFT).as_lm())).start(4, [[0], [0]], rng)
+    run = TargetInitDrafter(ModelDrafter(TableLM(DRAFT).as_lm())).start(4, [[0], [0]], rng)
     growth, pending = TargetInit(2, 1).bind(PLAIN), torch.zeros(2, dtype=torch.long)
     assert run.propose(pending, growth, 5).tree.num_nodes.tolist() == [1, 1]
     nothing = torch.zeros(2, 5, dtype=torch.int32)
@@ -121,13 +121,13 @@ def test_a_text_of_which_nothing_is_known_proposes_its_root_alone() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_candidates_are_drawn_from_the_law_that_was_left_at_any_temperature(temperature: float) -> None:
+def test_candidates_are_drawn_from_the_distribution_that_was_left_at_any_temperature(temperature: float) -> None:
     rng = Random(0, torch.arange(1), torch.ones(1, dtype=torch.long))
-    run = InitialisedDrafter(ModelDrafter(TableLM(DRAFT).as_lm())).start(4, [[0]], rng)
+    run = TargetInitDrafter(ModelDrafter(TableLM(DRAFT).as_lm())).start(4, [[0]], rng)
     growth, pending = TargetInit(1, 1).bind(Sampling(temperature)), torch.zeros(1, dtype=torch.long)
     run.propose(pending, growth, 3)
     left, nothing = torch.tensor([[0.1, 0.2, 0.3, 0.4]]), torch.zeros(1, 3, dtype=torch.int32)
     run.observe(Acceptance(nothing, nothing[:, 0], pending, left=left))
-    laws = run.propose(pending, growth, 3).laws
-    assert laws is not None
-    torch.testing.assert_close(laws.probs[:, 0], left, check_dtype=False)
+    dists = run.propose(pending, growth, 3).probs
+    assert dists is not None
+    torch.testing.assert_close(dists.probs[:, 0], left, check_dtype=False)

@@ -1,8 +1,9 @@
-"""Exact laws of whole texts: every step's trees come from the drafters themselves, every outcome of every draw.
+"""Exact distributions of whole texts: every step's trees come from the drafters themselves, every outcome of every
+draw.
 
 Two ways over the border between steps.  ``joint_of_steps`` enumerates one step from every root and joins steps by their
-laws, which is cheap.  ``joint_of_loop`` lets one run of a drafter propose and observe step after step, so that random
-numbers may be reused where they must not be.
+distributions, which is cheap.  ``joint_of_loop`` lets one run of a drafter propose and observe step after step, so
+that random numbers may be reused where they must not be.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor
 
 from helpers.enumeration import DraftedTrees, MoreDraws, Outcomes, Verify, as_random, every_outcome, short_texts
-from helpers.table_models import TableLaw
+from helpers.table_models import TableModel
 from stree.drafters import Drafter
 from stree.growth import Growth
 from stree.sampling import Random, Sampling
-from stree.verify import DELTA, DraftLaws, accept
+from stree.verify import DELTA, DraftProbs, accept
 
 __all__ = ["Turns", "drafts_of", "joint_of_loop", "joint_of_steps", "strings_of"]
 
@@ -47,38 +48,38 @@ def drafts_of(
         except MoreDraws as more:
             draws = more.count
     kind = torch.full_like(draft.tree.parents, DELTA, dtype=torch.int8)
-    laws = draft.laws or DraftLaws(torch.zeros(batch, 1, vocab), torch.zeros_like(draft.tree.parents), kind)
-    trees = DraftedTrees(draft.tree.tokens, draft.tree.parents, laws, outcomes.weight)
+    dists = draft.probs or DraftProbs(torch.zeros(batch, 1, vocab), torch.zeros_like(draft.tree.parents), kind)
+    trees = DraftedTrees(draft.tree.tokens, draft.tree.parents, dists, outcomes.weight)
     return united(trees.select((outcomes.weight > 0).nonzero()[:, 0]))
 
 
 def united(trees: DraftedTrees) -> DraftedTrees:
     """Make one of the trees that differ in nothing that a verifier looks at, such as draws that became no node."""
-    laws, tokens, parents = trees.laws, trees.tokens, trees.parents
-    drawn = (parents >= 0) & (laws.kind != DELTA)
-    row = laws.row.long().clamp(min=0, max=laws.probs.shape[1] - 1)
-    own = laws.probs.take_along_dim(row[..., None], 1) * drawn[..., None]  # [batch, n, vocab]
-    looks = torch.cat([tokens, parents, laws.kind, own.flatten(1)], 1)
+    dists, tokens, parents = trees.probs, trees.tokens, trees.parents
+    drawn = (parents >= 0) & (dists.kind != DELTA)
+    row = dists.row.long().clamp(min=0, max=dists.probs.shape[1] - 1)
+    own = dists.probs.take_along_dim(row[..., None], 1) * drawn[..., None]  # [batch, n, vocab]
+    looks = torch.cat([tokens, parents, dists.kind, own.flatten(1)], 1)
     which = looks.unique(dim=0, return_inverse=True)[1]
     weight = torch.zeros(int(which.max()) + 1, dtype=torch.float64).index_add_(0, which, trees.weight)
     first = torch.zeros_like(weight, dtype=torch.long).scatter_(0, which.flip(0), torch.arange(len(which)).flip(0))
     place = torch.arange(tokens.shape[1], dtype=torch.int32).expand(len(first), -1)
-    return DraftedTrees(tokens[first], parents[first], DraftLaws(own[first], place, laws.kind[first]), weight)
+    return DraftedTrees(tokens[first], parents[first], DraftProbs(own[first], place, dists.kind[first]), weight)
 
 
 def strings_of(
-    target: TableLaw, trees: DraftedTrees, sampling: Sampling, verifier: str, verify: Verify | None = None
+    target: TableModel, trees: DraftedTrees, sampling: Sampling, verifier: str, verify: Verify | None = None
 ) -> list[Tensor]:
-    """Compute the law of what one step emits: for each number s of tokens, float64[vocab ** s]; the first is empty."""
+    """Return the distribution of one step's output: for each number s of tokens, float64[vocab ** s]; the first is empty."""
     vocab, most = target.vocab, int(trees.tree.depths.max()) + 1
-    laws = [torch.zeros(vocab**size, dtype=torch.float64) for size in range(most + 1)]
+    dists = [torch.zeros(vocab**size, dtype=torch.float64) for size in range(most + 1)]
     for tokens, accepted, weight in every_outcome(target, trees, sampling, verifier, verify):
         text = emitted_by(tokens, accepted.path, accepted.path_lengths, accepted.next_token)
         for size in range(1, most + 1):
             rows = accepted.path_lengths == size
             number = (text[rows, :size] * vocab ** torch.arange(size - 1, -1, -1)).sum(1)
-            laws[size].index_add_(0, number, weight[rows])
-    return laws
+            dists[size].index_add_(0, number, weight[rows])
+    return dists
 
 
 def emitted_by(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ def joint_of_steps(steps: Sequence[Sequence[Tensor]], length: int) -> Tensor:
         roots = torch.arange(vocab**begin) % vocab
         for size in range(1, max(map(len, steps))):
             none = torch.zeros(vocab**size, dtype=torch.float64)
-            strings = torch.stack([laws[size] if size < len(laws) else none for laws in steps])
+            strings = torch.stack([dists[size] if size < len(dists) else none for dists in steps])
             texts = reached[begin][:, None] * strings[roots]
             end = min(begin + size, length)  # what is emitted beyond is cut off
             reached[end] += texts.view(vocab**end, -1).sum(1)
@@ -145,9 +146,9 @@ class Turns:
 
 
 def joint_of_loop(
-    target: TableLaw, drafter: Drafter, growth: Growth, budget: int, sampling: Sampling, verifier: str, rng: Turns
+    target: TableModel, drafter: Drafter, growth: Growth, budget: int, sampling: Sampling, verifier: str, rng: Turns
 ) -> Tensor:
-    """Compute the law of as many tokens as ``rng`` has turns, after a root of token 0: float64[vocab ** turns]."""
+    """Return the distribution of as many tokens as ``rng`` has turns, after token 0: float64[vocab ** turns]."""
     vocab, batch, length = target.vocab, len(rng.turns[0].weight), len(rng.turns)
     growth = growth.bind(sampling)
     run = drafter.start(vocab, [[0]] * batch, cast(Random, rng))
@@ -156,7 +157,7 @@ def joint_of_loop(
     for rng.turn in range(length):
         draft = run.propose(pending, growth, budget)
         logits = target.logits[draft.tree.tokens]
-        accepted = accept(draft.tree, logits, sampling, cast(Random, rng), draft.laws, verifier, draft.max_depth)
+        accepted = accept(draft.tree, logits, sampling, cast(Random, rng), draft.probs, verifier, draft.max_depth)
         emitted = emitted_by(draft.tree.tokens, accepted.path, accepted.path_lengths, accepted.next_token)
         text.scatter_(1, count + torch.arange(emitted.shape[1]), emitted)  # the next step's are written over the rest
         count += accepted.path_lengths[:, None]

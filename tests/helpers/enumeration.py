@@ -1,4 +1,4 @@
-"""Exact laws by enumeration: outcomes of every random choice as rows of one batch, each with its probability.
+"""Exact distributions by enumeration: outcomes of every random choice as rows of one batch, each with its probability.
 
 ``Outcomes`` stands in for ``stree.Random``.  Each row of the batch is told beforehand how every choice turns out, and
 collects the probability that it does, so summing over all rows integrates over the random numbers.
@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.table_models import TableLaw, TableLM
+from helpers.table_models import TableLM, TableModel
 from stree.kernels import reference_growth
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
-from stree.verify import DELTA, SAMPLED, Acceptance, DraftLaws, accept
+from stree.verify import DELTA, SAMPLED, Acceptance, DraftProbs, accept
 
 __all__ = [
     "Cells",
@@ -28,17 +28,17 @@ __all__ = [
     "MoreDraws",
     "Outcomes",
     "TableLM",
-    "TableLaw",
+    "TableModel",
     "as_random",
     "drafted_trees",
-    "emitted_law",
+    "emitted_probs",
     "every_outcome",
     "expected_tokens",
-    "law_of_texts",
+    "probs_of_texts",
     "total_variation",
 ]
 
-Verify = Callable[[TokenTree, Tensor, Random, DraftLaws | None], Acceptance]
+Verify = Callable[[TokenTree, Tensor, Random, DraftProbs | None], Acceptance]
 
 
 class MoreDraws(Exception):
@@ -106,10 +106,11 @@ class Outcomes:
             assert width == 1, "one draw a sequence"
             places = torch.zeros(len(probs), 1, dtype=torch.long)
         token = self.tokens.gather(1, places)
-        law = probs.reshape(len(probs), width, -1)
-        total = law.sum(-1)
-        prob = law.gather(-1, token[..., None]).squeeze(-1) / total.clamp(min=1e-300)
-        # A law without mass belongs to a node that is not there: whatever is drawn must not matter, so one row counts.
+        dist = probs.reshape(len(probs), width, -1)
+        total = dist.sum(-1)
+        prob = dist.gather(-1, token[..., None]).squeeze(-1) / total.clamp(min=1e-300)
+        # A distribution without mass belongs to a node that is not there: whatever is drawn must not matter, so one
+        # row counts.
         prob = torch.where(total > 0, prob, (token == 0).to(prob.dtype))
         self.weight *= prob.prod(1)
         return token.reshape(probs.shape[:-1])
@@ -121,7 +122,7 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cells(Random):
-    """Uniform numbers by position, each row a cell on which every choice between the given laws is constant.
+    """Uniform numbers by position, each row a cell on which every choice between the given distributions is constant.
 
     Attributes:
         numbers: float64[batch, positions], middle of each cell.
@@ -132,17 +133,17 @@ class Cells(Random):
     weight: Tensor
 
     @classmethod
-    def of(cls, laws: Sequence[Tensor]) -> Self:
-        """Make every combination of the cells cut by float64[laws, vocab] of each position."""
+    def of(cls, dists: Sequence[Tensor]) -> Self:
+        """Make every combination of the cells cut by float64[distributions, vocab] of each position."""
         middles, sizes = [], []
-        for law in laws:
-            cuts = torch.cat([torch.zeros(1), (law.cumsum(-1) / law.sum(-1, keepdim=True)).flatten()]).unique()
+        for dist in dists:
+            cuts = torch.cat([torch.zeros(1), (dist.cumsum(-1) / dist.sum(-1, keepdim=True)).flatten()]).unique()
             cuts = cuts[torch.cat([torch.tensor([True]), cuts.diff() > 1e-14])]
             cuts[-1] = 1.0
             middles.append((cuts[1:] + cuts[:-1]) / 2)
             sizes.append(cuts.diff())
-        numbers = torch.cartesian_prod(*middles).reshape(-1, len(laws))
-        weight = torch.cartesian_prod(*sizes).reshape(-1, len(laws)).prod(1)
+        numbers = torch.cartesian_prod(*middles).reshape(-1, len(dists))
+        weight = torch.cartesian_prod(*sizes).reshape(-1, len(dists)).prod(1)
         zero = torch.zeros(len(weight), dtype=torch.long)
         return cls(0, zero, zero, numbers, weight)
 
@@ -158,7 +159,7 @@ class DraftedTrees:
 
     tokens: Tensor
     parents: Tensor
-    laws: DraftLaws
+    probs: DraftProbs
     weight: Tensor
 
     @property
@@ -166,33 +167,33 @@ class DraftedTrees:
         return TokenTree(self.tokens, self.parents)
 
     def select(self, rows: Tensor) -> DraftedTrees:
-        laws = DraftLaws(self.laws.probs[rows], self.laws.row[rows], self.laws.kind[rows])
-        return DraftedTrees(self.tokens[rows], self.parents[rows], laws, self.weight[rows])
+        dists = DraftProbs(self.probs.probs[rows], self.probs.row[rows], self.probs.kind[rows])
+        return DraftedTrees(self.tokens[rows], self.parents[rows], dists, self.weight[rows])
 
 
 def drafted_trees(
-    draft: TableLaw, parents: Sequence[int], sampling: Sampling, delta: dict[int, int] | None = None
+    draft: TableModel, parents: Sequence[int], sampling: Sampling, delta: dict[int, int] | None = None
 ) -> DraftedTrees:
     """Draw the nodes of a fixed shape in every possible way; siblings without replacement, in their order.
 
     Args:
-        draft: the draft's law.
+        draft: the draft's distribution.
         parents: the shape.
         sampling: of the draft.
         delta: token of each node that is chosen without chance.  It must stand before its drawn siblings, which are
-            then drawn from the law without its token.
+            then drawn from the distribution without its token.
 
     Returns:
-        Trees, a node beyond the support of its law being padding.
+        Trees, a node beyond the support of its distribution being padding.
     """
     delta = delta or {}
-    law = sampling.law(draft.logits)
+    dist = sampling.probs(draft.logits)
     rows: list[tuple[float, list[int], list[int]]] = [(1.0, [0], [-1])]
     for node, parent in enumerate(parents[1:], 1):
         grown = []
         for weight, tokens, found in rows:
             is_there = parent == 0 or found[parent] >= 0
-            rest = law[tokens[parent]].clone()
+            rest = dist[tokens[parent]].clone()
             for earlier in range(1, node):
                 if found[earlier] == parent:
                     rest[tokens[earlier]] = 0
@@ -209,25 +210,26 @@ def drafted_trees(
     found_parents = torch.tensor([row[2] for row in rows], dtype=torch.int32)
     kind = torch.full_like(found_parents, SAMPLED, dtype=torch.int8)
     kind[:, list(delta)] = DELTA
-    laws = DraftLaws(law[nodes], found_parents, kind)
-    return DraftedTrees(nodes, found_parents, laws, torch.tensor([row[0] for row in rows], dtype=torch.float64))
+    dists = DraftProbs(dist[nodes], found_parents, kind)
+    return DraftedTrees(nodes, found_parents, dists, torch.tensor([row[0] for row in rows], dtype=torch.float64))
 
 
-def emitted_law(
-    target: TableLaw,
+def emitted_probs(
+    target: TableModel,
     trees: DraftedTrees,
     sampling: Sampling,
     verifier: str,
     length: int,
     verify: Verify | None = None,
 ) -> Tensor:
-    """Compute the law of the first ``length`` tokens that a step emits, continued by the target's own law.
+    """Compute the distribution of the first ``length`` tokens that a step emits, continued by the target's own
+    distribution.
 
     Args:
         target: the target.
         trees: what the draft can give, the roots being token 0.
         sampling: of the target.
-        verifier: name of the rule; "match" is handed no laws.
+        verifier: name of the rule; "match" is handed no distributions.
         length: at least depth + 1.
         verify: replaces ``accept`` (for negative controls).
 
@@ -236,24 +238,24 @@ def emitted_law(
     """
     joint = torch.zeros(target.vocab**length, dtype=torch.float64)
     for tokens, accepted, weight in every_outcome(target, trees, sampling, verifier, verify):
-        joint += law_of_texts(target, tokens, accepted, sampling, weight, length)
+        joint += probs_of_texts(target, tokens, accepted, sampling, weight, length)
     return joint
 
 
-def expected_tokens(target: TableLaw, trees: DraftedTrees, sampling: Sampling, verifier: str) -> float:
-    """Compute the mean number of tokens that a step emits; arguments as for ``emitted_law``."""
+def expected_tokens(target: TableModel, trees: DraftedTrees, sampling: Sampling, verifier: str) -> float:
+    """Compute the mean number of tokens that a step emits; arguments as for ``emitted_probs``."""
     outcomes = every_outcome(target, trees, sampling, verifier)
     return sum(float((accepted.path_lengths * weight).sum()) for _, accepted, weight in outcomes)
 
 
 def every_outcome(
-    target: TableLaw, trees: DraftedTrees, sampling: Sampling, verifier: str, verify: Verify | None = None
+    target: TableModel, trees: DraftedTrees, sampling: Sampling, verifier: str, verify: Verify | None = None
 ) -> Iterator[tuple[Tensor, Acceptance, Tensor]]:
     """Accept from every tree with every outcome of every random choice: tokens, acceptances and their weights."""
     vocab, n = target.vocab, trees.tokens.shape[1]
     if verifier == "match":
-        law = sampling.law(target.logits)
-        levels = [law[trees.tokens[:1, 0]]] + [law] * int(trees.tree.depths.max())
+        dist = sampling.probs(target.logits)
+        levels = [dist[trees.tokens[:1, 0]]] + [dist] * int(trees.tree.depths.max())
         possible: Outcomes | Cells = Cells.of(levels)
     else:
         possible = Outcomes.all(n - 1, 1, vocab)
@@ -265,19 +267,19 @@ def every_outcome(
         rng = _repeated(possible, copies)
         logits = target.logits[chunk.tokens]
         if verify is None:
-            laws = None if verifier == "match" else chunk.laws
-            accepted = accept(chunk.tree, logits, sampling, as_random(rng), laws, verifier)
+            dists = None if verifier == "match" else chunk.probs
+            accepted = accept(chunk.tree, logits, sampling, as_random(rng), dists, verifier)
         else:
-            accepted = verify(chunk.tree, logits, as_random(rng), chunk.laws)
+            accepted = verify(chunk.tree, logits, as_random(rng), chunk.probs)
         weight = rng.finished_weight() if isinstance(rng, Outcomes) else rng.weight
         yield chunk.tokens, accepted, weight * chunk.weight
 
 
-def law_of_texts(
-    target: TableLaw, tokens: Tensor, accepted: Acceptance, sampling: Sampling, weight: Tensor, length: int
+def probs_of_texts(
+    target: TableModel, tokens: Tensor, accepted: Acceptance, sampling: Sampling, weight: Tensor, length: int
 ) -> Tensor:
-    """Sum the weights of what is emitted, each text continued to ``length`` tokens by the target's law."""
-    vocab, law = target.vocab, sampling.law(target.logits)
+    """Sum the weights of what is emitted, each text continued to ``length`` tokens by the target's distribution."""
+    vocab, dist = target.vocab, sampling.probs(target.logits)
     place = torch.arange(length)
     drafted = tokens.gather(1, accepted.path.clamp(min=0).long())[:, 1:]
     drafted = torch.cat([drafted, drafted.new_zeros(len(tokens), length)], 1)[:, :length]
@@ -285,7 +287,7 @@ def law_of_texts(
     text = torch.where(place == emitted - 1, accepted.next_token[:, None], drafted)
     texts = torch.cartesian_prod(*[torch.arange(vocab)] * length).reshape(-1, length)
     before = torch.cat([torch.zeros(len(texts), 1, dtype=torch.long), texts[:, :-1]], 1)
-    steps = law[before, texts]  # probability of each token of each text
+    steps = dist[before, texts]  # probability of each token of each text
     joint = torch.zeros(len(texts), dtype=torch.float64)
     for size in range(1, length + 1):
         rows = emitted[:, 0] == size
@@ -309,7 +311,7 @@ def as_random(outcomes: Outcomes | Cells) -> Random:
 
 
 def total_variation(left: Tensor, right: Tensor) -> float:
-    """Half the sum of the differences of two laws."""
+    """Half the sum of the differences of two distributions."""
     return float((left - right).abs().sum()) / 2
 
 

@@ -1,4 +1,4 @@
-"""Toy language models: the law of the next token is a row of a table."""
+"""Toy language models: the distribution of the next token is a row of a table."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 from stree.tree import TokenTree
 
-__all__ = ["TableLM", "TableLaw"]
+__all__ = ["TableLM", "TableModel"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TableLaw:
-    """A toy language model: the law of the next token after the last one, float64[vocab, vocab] logits."""
+class TableModel:
+    """A toy language model: the distribution of the next token after the last one, float64[vocab, vocab] logits."""
 
     logits: Tensor
 
@@ -31,12 +31,12 @@ class TableLaw:
         return self.logits.shape[0]
 
     def joint(self, sampling: Sampling, length: int) -> Tensor:
-        """Law of the ``length`` tokens after a root of token 0: float64[vocab ** length]."""
-        law = sampling.law(self.logits)
-        joint = law[0]
+        """Distribution of the ``length`` tokens after a root of token 0: float64[vocab ** length]."""
+        probs = sampling.probs(self.logits)
+        joint = probs[0]
         for _ in range(length - 1):
             last = torch.arange(joint.numel()) % self.vocab
-            joint = (joint[:, None] * law[last]).flatten()
+            joint = (joint[:, None] * probs[last]).flatten()
         return joint
 
 
@@ -62,11 +62,11 @@ class TableLM:
     """A ``TreeLM`` without a model: the logits after a token are a row of a table.
 
     Attributes:
-        law: the table.
+        probs: the table.
         num_calls: forward passes of trees.
     """
 
-    law: TableLaw
+    dist: TableModel
     num_calls: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float64
@@ -74,7 +74,7 @@ class TableLM:
 
     @property
     def vocab_size(self) -> int:
-        return self.law.vocab
+        return self.dist.vocab
 
     def new_state(self, batch_size: int, max_length: int, max_nodes: int) -> TableState:
         return TableState(torch.zeros(batch_size, dtype=torch.int32), max_length, max_nodes)
@@ -82,16 +82,16 @@ class TableLM:
     def prefill(self, state: TableState, input_ids: Tensor, lengths: Tensor) -> Tensor:
         state.lengths = lengths.to(torch.int32)
         state.length_bound = int(lengths.max())
-        return self.law.logits[input_ids.gather(1, lengths[:, None].long() - 1).squeeze(1)]
+        return self.dist.logits[input_ids.gather(1, lengths[:, None].long() - 1).squeeze(1)]
 
     def prefill_row(self, state: TableState, row: int, input_ids: Tensor) -> Tensor:
         state.lengths[row] = input_ids.shape[1]
         state.length_bound = int(state.lengths.max())
-        return self.law.logits[input_ids[:, -1]]
+        return self.dist.logits[input_ids[:, -1]]
 
     def verify(self, state: TableState, tree: TokenTree, first: int = 0) -> Tensor:
         self.num_calls += 1
-        return self.law.logits[tree.tokens[:, first:]]
+        return self.dist.logits[tree.tokens[:, first:]]
 
     def commit(self, state: TableState, path: Tensor, path_lengths: Tensor) -> None:
         state.lengths = state.lengths + path_lengths

@@ -1,4 +1,4 @@
-"""Trees, laws and coins for the tests of traversal in Triton and compiled, with what torch makes of them in float64."""
+"""Trees, distributions and coins for the tests of traversal in Triton and numba, with float64 references in torch."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from stree import TokenTree
 from stree.kernels.traversal_door import DraftRows, TraversedPath
 from stree.kernels.traversal_door import traverse as traverse_on_device
 from stree.sampling import Random
-from stree.verify import Acceptance, DraftLaws, traversal
+from stree.verify import Acceptance, DraftProbs, traversal
 from stree.verify.traversal import _hold, _hold_chain, traverse
 from stree.verify.trials import Trials
 from stree.verify.values import DELTA, INDEPENDENT, SAMPLED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Sums of float32 laws, each weight rounded to 2^-24; a test divides by what is left, of which most laws keep a tenth.
+# Sums of float32 distributions, each weight rounded to 2^-24; a test divides by what is left, of which most
+# distributions keep a tenth.
 CLOSE = 5e-6
 STAR = [-1, *[0] * 11]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A batch of trees and the laws that their nodes are tested with."""
+    """A batch of trees and the distributions that their nodes are tested with."""
 
     tree: TokenTree
-    law: Tensor
-    draft: DraftLaws | None
+    dist: Tensor
+    draft: DraftProbs | None
     rng: Random
 
     @classmethod
@@ -48,7 +49,7 @@ class Problem:
         shape: list[int] | None = None,
         sharp: float = 1.0,
     ) -> Problem:
-        """Draw trees whose laws differ by factors of about two; of the laws some weights are zero."""
+        """Draw trees whose distributions differ by factors of about two; of the distributions some weights are zero."""
         rng = torch.Generator().manual_seed(seed)
         parents = oracles.random_parents(batch, n, rng, padding)
         if shape is not None:
@@ -59,7 +60,7 @@ class Problem:
         stored = target + 0.7 * torch.randn(batch, n, vocab, generator=rng)
         stored[..., 1] = 0.0
         row = parents.clamp(min=0)
-        law, probs = target.softmax(-1), stored.softmax(-1)
+        dist, probs = target.softmax(-1), stored.softmax(-1)
         tokens = torch.zeros(batch, n, dtype=torch.long)
         kind = torch.tensor(kinds)[torch.randint(len(kinds), (batch, n), generator=rng)].to(torch.int8)
         for b in range(batch):
@@ -69,19 +70,19 @@ class Problem:
                     if kind[b, i] == SAMPLED:
                         own[tokens[b, 1:i][parents[b, 1:i] == parents[b, i]]] = 0
                     tokens[b, i] = torch.multinomial(own + 1e-9, 1, generator=rng)
-        draft = DraftLaws(probs, row, kind, max_children=None) if kinds != (DELTA,) else None
+        draft = DraftProbs(probs, row, kind, max_children=None) if kinds != (DELTA,) else None
         sequences, positions = torch.randint(0, 2**20, (2, batch), generator=rng)
-        return cls(TokenTree(tokens, parents), law, draft, Random(seed, sequences, positions))
+        return cls(TokenTree(tokens, parents), dist, draft, Random(seed, sequences, positions))
 
     def moved(self) -> Problem:
         """Give the same on the device."""
         tree, draft, rng = self.tree, self.draft, self.rng
         words = (tensor.to(DEVICE) for tensor in (tree.tokens, tree.parents, tree.depths, tree.ancestor_mask))
         if draft is not None:
-            laws = draft.probs.to(DEVICE), draft.row.to(DEVICE), draft.kind.to(DEVICE)
-            draft = DraftLaws(*laws, draft.max_children)
+            dists = draft.probs.to(DEVICE), draft.row.to(DEVICE), draft.kind.to(DEVICE)
+            draft = DraftProbs(*dists, draft.max_children)
         rng = Random(rng.seed, rng.sequences.to(DEVICE), rng.positions.to(DEVICE))
-        return Problem(TokenTree.unchecked(*words), self.law.to(DEVICE), draft, rng)
+        return Problem(TokenTree.unchecked(*words), self.dist.to(DEVICE), draft, rng)
 
     @property
     def depth(self) -> int:
@@ -94,17 +95,17 @@ class Problem:
         return coins, trials.ratio[:, :-1].clamp(max=1)
 
     def wide_trials(self, kind: int | None = None) -> tuple[Tensor, Trials]:
-        """Compute coins in float64; give what is left of the laws, too."""
+        """Compute coins in float64; give what is left of the distributions, too."""
         draft = self.draft
         if draft is not None:
             given = draft.kind if kind is None else torch.full_like(draft.kind, kind)
             draft = replace(draft, probs=draft.probs.double(), kind=given)
-        trials = Trials(self.tree, self.law.to(torch.float64, copy=True), draft)
+        trials = Trials(self.tree, self.dist.to(torch.float64, copy=True), draft)
         return self._hold(trials), trials
 
     def narrow(self) -> Tensor:
         """Compute coins in float32, in torch."""
-        return self._hold(Trials(self.tree, self.law.clone(), self.draft))
+        return self._hold(Trials(self.tree, self.dist.clone(), self.draft))
 
     def _hold(self, trials: Trials) -> Tensor:
         chains = trials.siblings.most == 1
@@ -114,7 +115,7 @@ class Problem:
         """Traverse in torch."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(traversal, "reads_freely", lambda _: False)
-            return traverse(self.tree, self.law.clone(), self.rng, self.draft, self.depth)
+            return traverse(self.tree, self.dist.clone(), self.rng, self.draft, self.depth)
 
     def found(self, max_children: int | None = None) -> TraversedPath:
         """Run the kernels."""
@@ -123,7 +124,7 @@ class Problem:
         if moved.draft is not None:
             rows = DraftRows(moved.draft.probs, moved.draft.row, moved.draft.kind, DELTA, INDEPENDENT)
         return traverse_on_device(
-            tree.tokens, tree.parents, tree.ancestor_mask, tree.depths, moved.law, rows, max_depth=self.depth,
+            tree.tokens, tree.parents, tree.ancestor_mask, tree.depths, moved.dist, rows, max_depth=self.depth,
             max_children=max_children, seed=rng.seed, sequences=rng.sequences, positions=rng.positions,
         )  # fmt: skip
 
@@ -147,7 +148,7 @@ class Problem:
 _test = Trials.test
 
 
-def weigh_parent_by_own_law(trials: Trials, nodes: Tensor, child: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+def weigh_parent_by_own_probs(trials: Trials, nodes: Tensor, child: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
     """Test as ``Trials`` does, but weigh a parent anew by min(S / (1 - q(x)), 1), not by S / (S + 1 - r).
 
     A public reimplementation of the paper has it so.
@@ -158,10 +159,10 @@ def weigh_parent_by_own_law(trials: Trials, nodes: Tensor, child: Tensor, held: 
     return below, torch.where(child < trials.ratio.shape[1] - 1, (total / (1 - own)).clamp(max=1), held)
 
 
-def parent_by_own_law(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+def parent_by_own_probs(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
     """Weigh parents wrongly."""
     with monkeypatch.context() as patch:
-        patch.setattr(Trials, "test", weigh_parent_by_own_law)
+        patch.setattr(Trials, "test", weigh_parent_by_own_probs)
         return problem.wide()
 
 
@@ -175,10 +176,10 @@ def parent_that_stays(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> tupl
 
 # What is wrong, and how coins and ratios that are wrong so are made.
 CONTROLS: dict[str, Callable[[Problem, pytest.MonkeyPatch], tuple[Tensor, Tensor]]] = {
-    "the parent's weight by the child's own law": parent_by_own_law,
+    "the parent's weight by the child's own distribution": parent_by_own_probs,
     "the parent's weight as before": parent_that_stays,
-    "elders not taken out of the draft's law": lambda problem, _: problem.wide(INDEPENDENT),
-    "laws taken for one-hot": lambda problem, _: problem.wide(DELTA),
+    "elders not taken out of the draft's distribution": lambda problem, _: problem.wide(INDEPENDENT),
+    "distributions taken for one-hot": lambda problem, _: problem.wide(DELTA),
 }
 
 
@@ -188,17 +189,17 @@ class OneDraft:
 
     Attributes:
         tree: a root and its child.
-        law: float32[trees, 2, vocab], the target's.
+        dist: float32[trees, 2, vocab], the target's.
         draft: that each child was drawn from.
     """
 
     tree: TokenTree
-    law: Tensor
-    draft: DraftLaws
+    dist: Tensor
+    draft: DraftProbs
 
     @classmethod
     def draw(cls, scale: float) -> OneDraft:
-        """Draw laws whose logits have a deviation of ``scale``: of great ones tails underflow."""
+        """Draw distributions whose logits have a deviation of ``scale``: of great ones tails underflow."""
         count, vocab = 200, 20
         generator = torch.Generator().manual_seed(0)
         logits = scale * torch.randn(count, vocab, generator=generator, dtype=torch.float64)
@@ -208,18 +209,18 @@ class OneDraft:
         tokens = torch.arange(vocab).repeat(count)
         tree = TokenTree.chain(torch.stack([torch.zeros_like(tokens), tokens], 1))
         rows = torch.zeros_like(tree.parents)
-        return cls(tree, probs[:, None].repeat(1, 2, 1), DraftLaws(drafted[:, None], rows, rows))
+        return cls(tree, probs[:, None].repeat(1, 2, 1), DraftProbs(drafted[:, None], rows, rows))
 
     def check(self, left: Tensor, accepted: Tensor) -> None:
         """Require that what is emitted errs by no more than rounding.
 
         Args:
-            left: float[trees, vocab], what a rejection leaves of the target's law, not normalised.
+            left: float[trees, vocab], what a rejection leaves of the target's distribution, not normalised.
             accepted: float[trees], probability with which each child is accepted.
         """
         left, accepted, tokens = left.double(), accepted.double(), self.tree.tokens[:, 1:]
         assert bool((left >= 0).all()) and bool((left.sum(-1) > 0).all())
-        probs, drafted = self.law[:, 0].double(), self.draft.probs[:, 0].double()
+        probs, drafted = self.dist[:, 0].double(), self.draft.probs[:, 0].double()
         target, drafted = probs / probs.sum(-1, True), drafted / drafted.sum(-1, True)
         right = (target / drafted.clamp(min=1e-300)).gather(1, tokens).squeeze(1).clamp(max=1)
         after = (target - drafted).clamp(min=0)

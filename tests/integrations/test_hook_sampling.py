@@ -1,4 +1,4 @@
-"""The hook samples: the law that transformers' own processors make, and seeds."""
+"""The hook samples: the distribution that transformers' own processors make, and seeds."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-# Sampling.  Joint frequencies of the first three tokens against their exact law, which transformers' own processors
-# make of fresh forwards.  Seeds are fixed; the significance is 1e-3.  Each law has a control that must be rejected.
-SAMPLES = {"temperature": 6000, "min-p": 4000}  # 2000 of the other laws, whose controls are coarser
+# Sampling.  Joint frequencies of the first three tokens against their exact distribution, which transformers' own
+# processors make of fresh forwards.  Seeds are fixed; the significance is 1e-3.  Each distribution has a control that
+# must be rejected.
+SAMPLES = {"temperature": 6000, "min-p": 4000}  # 2000 of the other distributions, whose controls are coarser
 LAWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "temperature": ({"temperature": 0.2, "top_k": 0}, {"temperature": 0.18}),
     "top-k": ({"temperature": 1.3, "top_k": 4}, {"top_k": 5}),
@@ -42,8 +43,8 @@ LAWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def laws_after(model: PreTrainedModel, texts: Tensor, options: dict[str, Any]) -> Tensor:
-    """Give the laws of the next tokens, float64[texts, vocab], by transformers' own processors in its own order."""
+def probs_after(model: PreTrainedModel, texts: Tensor, options: dict[str, Any]) -> Tensor:
+    """Return next-token distributions, float64[texts, vocab], by transformers' own processors in its own order."""
     known: dict[str, Callable[[Any], Any]] = {
         "repetition_penalty": RepetitionPenaltyLogitsProcessor,
         "temperature": TemperatureLogitsWarper,
@@ -54,24 +55,24 @@ def laws_after(model: PreTrainedModel, texts: Tensor, options: dict[str, Any]) -
     chosen = LogitsProcessorList([make(options[name]) for name, make in known.items() if options.get(name)])
     with torch.no_grad():
         logits = model(texts, use_cache=False).logits[:, -1]
-    law: Tensor = chosen(texts, logits).softmax(-1).double()
-    return law
+    probs: Tensor = chosen(texts, logits).softmax(-1).double()
+    return probs
 
 
-def joint_law(model: PreTrainedModel, prompt: list[int], options: dict[str, Any]) -> Tensor:
-    """Enumerate the law of the next three tokens: float64[vocab ** 3]."""
-    law, texts = torch.ones(1, dtype=torch.float64), torch.tensor([prompt])
+def joint_probs(model: PreTrainedModel, prompt: list[int], options: dict[str, Any]) -> Tensor:
+    """Enumerate the distribution of the next three tokens: float64[vocab ** 3]."""
+    probs, texts = torch.ones(1, dtype=torch.float64), torch.tensor([prompt])
     for _ in range(3):
-        law = (law[:, None] * laws_after(model, texts, options)).flatten()
+        probs = (probs[:, None] * probs_after(model, texts, options)).flatten()
         texts = torch.cat([texts.repeat_interleave(SMALL, 0), torch.arange(SMALL).repeat(len(texts))[:, None]], 1)
-    return law
+    return probs
 
 
-def p_value(counts: Tensor, law: Tensor) -> float:
-    """Test counts against a law, rare cells together."""
-    expected = law * counts.sum()
-    assert float(law.sum()) == pytest.approx(1, abs=1e-5)
-    if bool(counts[law == 0].any()):
+def p_value(counts: Tensor, probs: Tensor) -> float:
+    """Test counts against a distribution, rare cells together."""
+    expected = probs * counts.sum()
+    assert float(probs.sum()) == pytest.approx(1, abs=1e-5)
+    if bool(counts[probs == 0].any()):
         return 0.0
     is_rare = expected < 5  # the approximation by chi-square needs five a cell
     cells = [torch.cat([one[~is_rare], one[is_rare].sum()[None]]) for one in (counts, expected)]
@@ -90,14 +91,14 @@ def sampled(options: dict[str, Any], prompts: list[list[int]], **arguments: Any)
 @pytest.mark.parametrize(
     ("name", "drafter"), [*((name, "rejection") for name in LAWS), ("all", "match"), ("all", "suffix")]
 )
-def test_sampled_texts_follow_transformers_own_law(name: str, drafter: str) -> None:
+def test_sampled_texts_follow_transformers_own_distribution(name: str, drafter: str) -> None:
     prompt, (options, change) = [3, 4, 5, 3, 4, 5, 3], LAWS[name]
     arguments: dict[str, Any] = {"budget": 8}
     if drafter != "suffix":
         arguments |= {"drafter": small("mamba2"), "verifier": drafter}
     counts = sampled(options, [prompt] * SAMPLES.get(name, 2000), **arguments)
-    assert p_value(counts, joint_law(small("bamba"), prompt, options)) > 1e-3
-    assert p_value(counts, joint_law(small("bamba"), prompt, options | change)) < 1e-6, "the test has no power"
+    assert p_value(counts, joint_probs(small("bamba"), prompt, options)) > 1e-3
+    assert p_value(counts, joint_probs(small("bamba"), prompt, options | change)) < 1e-6, "the test has no power"
 
 
 def test_a_seed_fixes_the_text_and_torch_s_seed_does_so_by_default() -> None:

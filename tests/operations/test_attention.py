@@ -355,10 +355,10 @@ def test_one_commit_serves_all_layers() -> None:
 
 
 @given(st.integers(0, 300_000), st.integers(1, 600), st.sampled_from([16, 32, 64]))
-def test_the_parts_of_a_cache_cover_it_and_none_is_without_rows(capacity: int, programs: int, keys: int) -> None:
-    parts, chunk = split_context(capacity, programs, keys)
+def test_the_parts_of_a_cache_cover_it_and_none_is_without_rows(capacity: int, decode_steps: int, keys: int) -> None:
+    parts, chunk = split_context(capacity, decode_steps, keys)
     assert chunk % keys == 0 and parts * chunk >= capacity and (parts - 1) * chunk < max(capacity, 1)
-    assert parts == 1 or parts * programs <= 132
+    assert parts == 1 or parts * decode_steps <= 132
 
 
 def test_what_the_kernels_cannot_take_is_refused_with_its_limits() -> None:

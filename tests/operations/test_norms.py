@@ -65,7 +65,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 
 def gated(x: Tensor, gate: Tensor, weight: Tensor, groups: int, first: bool, sigmoid: bool) -> Tensor:
-    """Write the law out in float64, group by group."""
+    """Write the distribution out in float64, group by group."""
     x, gate, weight = x.double(), gate.double(), weight.double()
     opening = 1 / (1 + torch.exp(-gate)) * (1 if sigmoid else gate)
     y = x if first else x * opening
@@ -79,7 +79,7 @@ def gated(x: Tensor, gate: Tensor, weight: Tensor, groups: int, first: bool, sig
 @pytest.mark.parametrize(
     ("first", "sigmoid"), [(False, False), (True, True)], ids=["gate-first-silu", "norm-first-sigmoid"]
 )
-def test_gated_norm_of_strided_rows_equals_its_law(
+def test_gated_norm_of_strided_rows_equals_its_distribution(
     backend: ops.Backend, dtype: torch.dtype, first: bool, sigmoid: bool
 ) -> None:
     projected = draw(2, 5, 100).to(dtype)
@@ -109,7 +109,7 @@ def test_a_wrong_order_of_norm_and_gate_is_seen() -> None:
 
 
 @BACKENDS
-def test_norm_of_a_residual_sum_equals_its_law(backend: ops.Backend, dtype: torch.dtype) -> None:
+def test_norm_of_a_residual_sum_equals_its_distribution(backend: ops.Backend, dtype: torch.dtype) -> None:
     x, weight = draw(2, 5, 90)[..., :41].to(dtype), draw(41, seed=2).to(dtype)
     # Some models keep the stream in float32; a narrow stream shows that the sum is rounded before it is normalised.
     for wide in {dtype, torch.promote_types(dtype, torch.float32), torch.bfloat16}:
@@ -145,7 +145,7 @@ def test_norm_of_a_residual_sum_equals_the_module_of_transformers(
 
 
 @BACKENDS
-def test_norm_of_rows_equals_its_law(backend: ops.Backend, dtype: torch.dtype) -> None:
+def test_norm_of_rows_equals_its_distribution(backend: ops.Backend, dtype: torch.dtype) -> None:
     x, weight = draw(2, 5, 90)[..., :41].to(dtype), draw(41, seed=2).to(dtype)
     y = ops.rms_norm(x, weight, eps=EPS, offset=1.0, backend=backend)
     rows = x.double()

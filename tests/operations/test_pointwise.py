@@ -1,4 +1,5 @@
-"""Rotary positions, gated activations and inputs of delta rules against their laws in float64 and transformers' code.
+"""Rotary positions, gated activations and inputs of delta rules against their distributions in float64 and
+transformers' code.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_pointwise.py
 """
@@ -50,7 +51,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Write the law out in float64, column by column."""
+    """Write the distribution out in float64, column by column."""
     x, cos, sin = x.double(), cos.double(), sin.double()
     y, half = x.clone(), cos.shape[2] // 2
     for c in range(half):
@@ -63,7 +64,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("dim", "width", "shared"), [(16, 16, False), (12, 12, True), (20, 6, False)], ids=["all", "odd-dim", "some"]
 )
-def test_rotary_positions_of_strided_rows_equal_their_law(
+def test_rotary_positions_of_strided_rows_equal_their_distribution(
     backend: ops.Backend, dtype: torch.dtype, dim: int, width: int, shared: bool
 ) -> None:
     batch, n = 2, 5
@@ -98,7 +99,7 @@ def test_a_rotation_in_pairs_is_seen() -> None:
 
 @BACKENDS
 @pytest.mark.parametrize(("activation", "has_up"), [*((name, True) for name in ACTIVATIONS), ("silu", False)], ids=str)
-def test_a_gated_activation_of_halves_of_a_row_equals_its_law(
+def test_a_gated_activation_of_halves_of_a_row_equals_its_distribution(
     backend: ops.Backend, dtype: torch.dtype, activation: str, has_up: bool
 ) -> None:
     gate, up = draw(2, 5, 2 * 1029).to(dtype).chunk(2, -1)  # more channels than a program owns
@@ -128,7 +129,7 @@ def test_activations_neither_overflow_nor_hide_what_is_not_a_number(activation: 
 @pytest.mark.parametrize(
     ("key_heads", "dk", "heads", "decays"), [(3, 12, 6, False), (5, 200, 5, True)], ids=["few", "many"]
 )
-def test_inputs_of_a_delta_rule_equal_their_law(
+def test_inputs_of_a_delta_rule_equal_their_distribution(
     backend: ops.Backend, dtype: torch.dtype, key_heads: int, dk: int, heads: int, decays: bool
 ) -> None:
     qk = draw(2, 4, 2 * key_heads * dk + 7).to(dtype)[..., : 2 * key_heads * dk]
@@ -149,7 +150,7 @@ def test_inputs_of_a_delta_rule_equal_their_law(
 
 
 def mixed(x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, gated: bool) -> Tensor:
-    """Write the law out in float64, row by row and expert by expert."""
+    """Write the distribution out in float64, row by row and expert by expert."""
     y = torch.zeros_like(x, dtype=torch.float64)
     for row in range(len(x)):
         for weight, expert in zip(weights[row].tolist(), index[row].tolist(), strict=True):
@@ -165,7 +166,7 @@ def mixed(x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, a
     [(True, 1, 5, 2, 20, 12), (True, 9, 4, 3, 150, 40), (False, 70, 3, 2, 33, 20)],
     ids=["one-row", "some", "many-rows-an-expert"],
 )
-def test_a_mixture_of_experts_equals_its_law(
+def test_a_mixture_of_experts_equals_its_distribution(
     backend: ops.Backend,
     dtype: torch.dtype,
     gated: bool,

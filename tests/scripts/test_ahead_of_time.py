@@ -48,7 +48,7 @@ def test_every_kernel_is_in_the_table_at_every_size() -> None:
     assert kernels - {names["kernel"] for names in found} <= {"ssd_keep_kernel", "gated_delta_keep_kernel"}
     models = {(names["kernel"], names["model"]) for names in found if names["nodes"] == 64}
     assert {("ssd_kernel", "Zamba2-7B"), ("gated_delta_kernel", "Kimi-Linear-48B")} <= models
-    assert {("law_kernel", f"vocabulary of {size}") for size in (50257, 151936)} <= models
+    assert {("probs_kernel", f"vocabulary of {size}") for size in (50257, 151936)} <= models
 
 
 @pytest.mark.slow

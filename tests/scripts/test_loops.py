@@ -20,7 +20,7 @@ from benchmarks.gpu import loops
 from benchmarks.gpu import steps as gpu_steps
 from stree.bench.profile import Shape
 from stree.bench.records import read
-from stree.decode import step_cache as engine
+from stree.decode import step_cache as step_cache
 from stree.growth import Chain
 from stree.kernels import topology
 
@@ -53,8 +53,8 @@ def test_the_bench_runs_at_tiny_sizes(
 @pytest.mark.slow
 def test_where_steps_are_captured_what_is_no_forward_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "waits_always", True)
-    monkeypatch.setattr(engine, "_can_capture", lambda lm: lm.is_captured is not False)
-    monkeypatch.setattr(engine, "CudaRecorder", lambda device: TapeRecorder())
+    monkeypatch.setattr(step_cache, "_can_capture", lambda lm: lm.is_captured is not False)
+    monkeypatch.setattr(step_cache, "CudaRecorder", lambda device: TapeRecorder())
     (record,) = measured(cases=options().cases[1:])
     assert record["params"] == {
         "model": "tiny-mamba2", "drafter": "tiny-drafter", "batch": 2, "context": 8, "temperature": 0.8, "budget": 5,

@@ -28,7 +28,7 @@ from benchmarks.studies.lossless import (
     TEMPERATURES,
     VOCAB,
     WAYS,
-    exact_law,
+    exact_probs,
     models,
     p_value,
     pairs,
@@ -45,19 +45,19 @@ from stree.verify import Acceptance
 PLAIN = Sampling(1.0)
 
 
-def test_the_exact_law_is_not_flat_and_the_draft_differs_from_it() -> None:
-    law = exact_law(PLAIN)
-    assert float(law.sum()) == pytest.approx(1)
-    assert float(law.max() / law.min()) > 20
+def test_the_exact_distribution_is_not_flat_and_the_draft_differs_from_it() -> None:
+    dist = exact_probs(PLAIN)
+    assert float(dist.sum()) == pytest.approx(1)
+    assert float(dist.max() / dist.min()) > 20
     texts = [[*PROMPT, *text] for text in itertools.product(range(VOCAB), repeat=2)]
     pair = (target_model(), models()[1].model)
-    laws = [torch.stack([fresh_logits(model, text)[-1].softmax(-1) for text in texts]) for model in pair]
-    assert float((laws[0] - laws[1]).abs().sum(-1).mean() / 2) > 0.1
+    dists = [torch.stack([fresh_logits(model, text)[-1].softmax(-1) for text in texts]) for model in pair]
+    assert float((dists[0] - dists[1]).abs().sum(-1).mean() / 2) > 0.1
 
 
 def test_a_total_variation_of_0_02_is_seen() -> None:
-    # Of all laws at a total variation d from the exact one, chi-square sees the one worst whose difference is spread in
-    # proportion to it: its non-centrality is 4 N d^2.
+    # Of all distributions at a total variation d from the exact one, chi-square sees the one worst whose difference is
+    # spread in proportion to it: its non-centrality is 4 N d^2.
     freedom = VOCAB**COUNTED - 1
     critical = stats.chi2.isf(ALPHA, freedom)
     assert stats.ncx2.sf(critical, freedom, 4 * SAMPLES * 0.02**2) > 0.95
@@ -71,21 +71,21 @@ IS_FULL = os.environ.get("STREE_FULL", "0") == "1"
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", TEMPERATURES if IS_FULL else [1.0])
 @pytest.mark.parametrize(("name", "verifier"), list(pairs()) if IS_FULL else FIXED_PAIRS)
-def test_three_consecutive_tokens_have_the_target_s_law(name: str, verifier: str, temperature: float) -> None:
+def test_three_consecutive_tokens_have_the_target_s_distribution(name: str, verifier: str, temperature: float) -> None:
     counts, reports = sampled_counts(*policy(name), verifier, Sampling(temperature))
     assert int(counts.sum()) == SAMPLES
     assert all(report["steps"] >= 2 for report in reports), "the tokens should cross the border of a step"
     assert max(len(report["acceptance_by_depth"]) for report in reports) >= 2
-    assert p_value(counts, exact_law(Sampling(temperature))) > ALPHA
+    assert p_value(counts, exact_probs(Sampling(temperature))) > ALPHA
 
 
 @pytest.mark.slow
-def test_three_consecutive_tokens_have_the_law_after_top_k_and_top_p() -> None:
+def test_three_consecutive_tokens_have_the_distribution_after_top_k_and_top_p() -> None:
     sampling = Sampling(0.8, top_k=3, top_p=0.9)
-    law = exact_law(sampling)
-    assert (law == 0).any()
+    dist = exact_probs(sampling)
+    assert (dist == 0).any()
     counts, _ = sampled_counts(*policy("layers"), "auto", sampling)
-    assert p_value(counts, law) > ALPHA
+    assert p_value(counts, dist) > ALPHA
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -108,8 +108,8 @@ class SortedDrafter:
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         draft = self.run.propose(pending, growth, budget)
-        assert draft.laws is not None
-        probs = draft.laws.probs[:, 0].gather(1, draft.tree.tokens)
+        assert draft.probs is not None
+        probs = draft.probs.probs[:, 0].gather(1, draft.tree.tokens)
         is_wrong = (probs[:, 2] > probs[:, 1])[:, None]
         tokens = draft.tree.tokens.clone()
         tokens[:, 1:] = torch.where(is_wrong, tokens[:, 1:].flip(1), tokens[:, 1:])
@@ -124,13 +124,13 @@ class SortedDrafter:
 def test_siblings_sorted_by_probability_before_the_test_are_found_out() -> None:
     growth = Static([2])
     counts, _ = sampled_counts(SortedDrafter(), growth, 3, "rejection", PLAIN, 4 * BATCH)
-    assert p_value(counts, exact_law(PLAIN)) < ALPHA
+    assert p_value(counts, exact_probs(PLAIN)) < ALPHA
     counts, _ = sampled_counts(policy("static")[0], growth, 3, "rejection", PLAIN, 4 * BATCH)
-    assert p_value(counts, exact_law(PLAIN)) > ALPHA
+    assert p_value(counts, exact_probs(PLAIN)) > ALPHA
 
 
 @pytest.mark.slow
 def test_random_numbers_used_again_in_the_next_step_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Random, "at", lambda rng, positions: rng)
     counts, _ = sampled_counts(*policy("chain"), "match", PLAIN, 2 * BATCH)
-    assert p_value(counts, exact_law(PLAIN)) < ALPHA
+    assert p_value(counts, exact_probs(PLAIN)) < ALPHA

@@ -26,9 +26,9 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Put a tool on the PATH that says some lines and ends with a status."""
 
     def make(said: str, status: int) -> None:
-        program = tmp_path / "compute-sanitizer"
-        program.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/asked\ncat <<'END'\n{said}\nEND\nexit {status}\n")
-        program.chmod(0o755)
+        decode_step = tmp_path / "compute-sanitizer"
+        decode_step.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/asked\ncat <<'END'\n{said}\nEND\nexit {status}\n")
+        decode_step.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
     return make

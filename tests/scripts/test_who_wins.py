@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.enumeration import DraftedTrees, TableLaw, drafted_trees, expected_tokens
+from helpers.enumeration import DraftedTrees, TableModel, drafted_trees, expected_tokens
 from helpers.tiny_models import VOCAB
 from helpers.tiny_pairs import tiny_pair
 
@@ -28,10 +28,10 @@ TREE = [-1, 0, 0, 1, 1, 2]
 PROMPTS = [[1, 2, 3, 1, 2], [4, 5, 6]]
 
 
-def mean_length(target: TableLaw, trees: DraftedTrees, verifier: str) -> float:
+def mean_length(target: TableModel, trees: DraftedTrees, verifier: str) -> float:
     """Average over all trees that a draft gives."""
-    laws = None if verifier == "match" else trees.laws
-    on_path, _ = expected_path(trees.tree, target.logits[trees.tokens], PLAIN, laws, verifier)
+    probs = None if verifier == "match" else trees.probs
+    on_path, _ = expected_path(trees.tree, target.logits[trees.tokens], PLAIN, probs, verifier)
     return float(trees.weight @ (1 + on_path.sum(1)))
 
 
@@ -45,7 +45,7 @@ def mean_length(target: TableLaw, trees: DraftedTrees, verifier: str) -> float:
 def test_the_expected_path_is_that_of_every_outcome_of_acceptance(
     parents: list[int], delta: dict[int, int] | None, verifier: str
 ) -> None:
-    target, draft = TableLaw.random(3, 1), TableLaw.random(3, 2)
+    target, draft = TableModel.random(3, 1), TableModel.random(3, 2)
     trees = drafted_trees(draft, parents, PLAIN, delta)
     wanted = expected_tokens(target, trees, PLAIN, verifier)
     assert mean_length(target, trees, verifier) == pytest.approx(wanted, abs=1e-12)
@@ -60,7 +60,7 @@ def test_coins_from_the_leaves_up_are_not_those_from_the_root_down() -> None:
 
 
 def test_repeated_siblings_are_matched_once_and_greedy_paths_are_certain() -> None:
-    logits = TableLaw.random(3, 1).logits[None].expand(1, 3, 3)
+    logits = TableModel.random(3, 1).logits[None].expand(1, 3, 3)
     tree = TokenTree(torch.tensor([[0, 1, 1]]), torch.tensor([[-1, 0, 0]]))
     on_path, _ = expected_path(tree, logits, PLAIN, None, "match")
     assert on_path.tolist()[0] == pytest.approx([0, float(logits[0, 0].softmax(-1)[1]), 0])
@@ -106,8 +106,8 @@ def test_growths_draw_the_same_below_equal_nodes_and_a_growth_twice_the_same() -
     assert torch.equal(tree.tokens[:, [0, 1, 4, 10]], chain.tokens)
     siblings = tree.tokens[:, 1:4]
     assert (siblings.sort(1).values.diff(dim=1) > 0).all(), "children are drawn without replacement"
-    law, first = torch.full((2, 1, VOCAB), 1 / VOCAB), torch.zeros(2, 1).long()
-    drawn = {tuple(rng.choice("draft", law, first, first + rank)[:, 0].tolist()) for rank in range(4)}
+    probs, first = torch.full((2, 1, VOCAB), 1 / VOCAB), torch.zeros(2, 1).long()
+    drawn = {tuple(rng.choice("draft", probs, first, first + rank)[:, 0].tolist()) for rank in range(4)}
     assert len(drawn) == 4, "siblings have their own numbers"
 
 

@@ -1,4 +1,4 @@
-"""Acceptance: the law of what is emitted, by exact enumeration of every draft and every random choice."""
+"""Acceptance: the distribution of what is emitted, by exact enumeration of every draft and every random choice."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.enumeration import DraftedTrees, TableLaw, drafted_trees, emitted_law, every_outcome, total_variation
+from helpers.enumeration import DraftedTrees, TableModel, drafted_trees, emitted_probs, every_outcome, total_variation
 from torch import Tensor
 
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
-from stree.verify import DELTA, SAMPLED, Acceptance, DraftLaws, accept
+from stree.verify import DELTA, SAMPLED, Acceptance, DraftProbs, accept
 
 EXACT = 1e-12  # total variation: sums in float64
 SEEN = 0.01  # a wrong rule must differ at least this much
@@ -40,11 +40,13 @@ def depth_of(parents: list[int]) -> int:
     [(4, CHAIN), (4, STAR), (4, [-1, 0, 0, 0, 0]), (3, BINARY), (3, UNEVEN), (3, [-1, 0, 1, 0, 3])],
     ids=["chain", "star", "whole-vocabulary", "binary", "uneven", "two-chains"],
 )
-def test_the_emitted_law_of_a_sampled_tree_is_the_target_s(vocab: int, parents: list[int], verifier: str) -> None:
-    target, draft = TableLaw.random(vocab, 1), TableLaw.random(vocab, 2)
+def test_the_emitted_distribution_of_a_sampled_tree_is_the_target_s(
+    vocab: int, parents: list[int], verifier: str
+) -> None:
+    target, draft = TableModel.random(vocab, 1), TableModel.random(vocab, 2)
     trees = drafted_trees(draft, parents, PLAIN)
     length = depth_of(parents) + 1
-    emitted = emitted_law(target, trees, PLAIN, verifier, length)
+    emitted = emitted_probs(target, trees, PLAIN, verifier, length)
     assert abs(float(emitted.sum()) - 1) < EXACT
     assert total_variation(emitted, target.joint(PLAIN, length)) < EXACT
 
@@ -52,99 +54,103 @@ def test_the_emitted_law_of_a_sampled_tree_is_the_target_s(vocab: int, parents: 
 @pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
 @pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.3, top_k=2), Sampling(1.0, top_p=0.7)], ids=str)
 @pytest.mark.parametrize("draft_sampling", [PLAIN, Sampling(0.8, top_k=2)], ids=str)
-def test_the_law_is_exact_where_tokens_have_probability_zero(
+def test_the_distribution_is_exact_where_tokens_have_probability_zero(
     sampling: Sampling, draft_sampling: Sampling, verifier: str
 ) -> None:
-    target, draft = TableLaw.random(4, 3), TableLaw.random(4, 4)
+    target, draft = TableModel.random(4, 3), TableModel.random(4, 4)
     # With top-k 2 the draft has no third child: that node is padding, and so is its child.
     trees = drafted_trees(draft, [-1, 0, 0, 0, 3], draft_sampling)
     assert bool((trees.parents[:, 1:] < 0).any()) == (draft_sampling.top_k is not None)
-    emitted = emitted_law(target, trees, sampling, verifier, 3)
+    emitted = emitted_probs(target, trees, sampling, verifier, 3)
     assert total_variation(emitted, target.joint(sampling, 3)) < EXACT
 
 
 @pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
-def test_the_law_is_exact_for_nodes_chosen_without_chance(verifier: str) -> None:
-    target = TableLaw.random(4, 6)
+def test_the_distribution_is_exact_for_nodes_chosen_without_chance(verifier: str) -> None:
+    target = TableModel.random(4, 6)
     trees = drafted_trees(target, BINARY, PLAIN, delta={1: 2, 2: 0, 3: 1, 4: 3})
     assert len(trees.weight) == 1
-    emitted = emitted_law(target, trees, PLAIN, verifier, 3)
+    emitted = emitted_probs(target, trees, PLAIN, verifier, 3)
     assert total_variation(emitted, target.joint(PLAIN, 3)) < EXACT
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])
-def test_without_laws_every_node_counts_as_chosen_without_chance(verifier: str) -> None:
-    target = TableLaw.random(4, 6)
+def test_without_distributions_every_node_counts_as_chosen_without_chance(verifier: str) -> None:
+    target = TableModel.random(4, 6)
     trees = drafted_trees(target, BINARY, PLAIN, delta={1: 2, 2: 0, 3: 1, 4: 3})
 
-    def without_laws(tree: TokenTree, logits: Tensor, rng: Random, laws: DraftLaws | None) -> Acceptance:
+    def without_probs(tree: TokenTree, logits: Tensor, rng: Random, dists: DraftProbs | None) -> Acceptance:
         return accept(tree, logits, PLAIN, rng, None, verifier)
 
-    emitted = emitted_law(target, trees, PLAIN, verifier, 3, without_laws)
+    emitted = emitted_probs(target, trees, PLAIN, verifier, 3, without_probs)
     assert total_variation(emitted, target.joint(PLAIN, 3)) < EXACT
 
 
 @pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
 @pytest.mark.parametrize("parents", [[-1, 0, 0, 0], [-1, 0, 0, 1, 1]], ids=["star", "binary"])
-def test_the_law_is_exact_for_chosen_nodes_before_their_drawn_siblings(parents: list[int], verifier: str) -> None:
-    target, draft = TableLaw.random(4, 7), TableLaw.random(4, 8)
+def test_the_distribution_is_exact_for_chosen_nodes_before_their_drawn_siblings(
+    parents: list[int], verifier: str
+) -> None:
+    target, draft = TableModel.random(4, 7), TableModel.random(4, 8)
     trees = drafted_trees(draft, parents, PLAIN, delta={1: 3} if len(parents) == 4 else {1: 3, 3: 0})
-    emitted = emitted_law(target, trees, PLAIN, verifier, 3)
+    emitted = emitted_probs(target, trees, PLAIN, verifier, 3)
     assert total_variation(emitted, target.joint(PLAIN, 3)) < EXACT
 
 
 def sorted_by_probability(trees: DraftedTrees) -> DraftedTrees:
     """Put the root's two drawn children in descending order of their probability, as STree's released sampler does."""
-    law = trees.laws.probs[:, 0]
+    dist = trees.probs.probs[:, 0]
     tokens = trees.tokens.clone()
     first, second = tokens[:, 1], tokens[:, 2]
-    swap = law.gather(1, second[:, None]) > law.gather(1, first[:, None])
+    swap = dist.gather(1, second[:, None]) > dist.gather(1, first[:, None])
     tokens[:, 1:] = torch.where(swap, tokens[:, 1:].flip(1), tokens[:, 1:])
     return replace(trees, tokens=tokens)
 
 
-def test_siblings_sorted_before_the_test_give_another_law() -> None:
-    target, draft = TableLaw.random(4, 1), TableLaw.random(4, 2)
+def test_siblings_sorted_before_the_test_give_another_distribution() -> None:
+    target, draft = TableModel.random(4, 1), TableModel.random(4, 2)
     trees = sorted_by_probability(drafted_trees(draft, STAR, PLAIN))
     exact = target.joint(PLAIN, 2)
-    assert total_variation(emitted_law(target, trees, PLAIN, "rejection", 2), exact) > SEEN
-    assert total_variation(emitted_law(target, trees, PLAIN, "match", 2), exact) < EXACT  # MATCH may be handed any tree
+    assert total_variation(emitted_probs(target, trees, PLAIN, "rejection", 2), exact) > SEEN
+    assert (
+        total_variation(emitted_probs(target, trees, PLAIN, "match", 2), exact) < EXACT
+    )  # MATCH may be handed any tree
 
 
-def test_a_drawn_sibling_dropped_for_its_own_probability_gives_another_law() -> None:
-    target, draft = TableLaw.random(4, 7), TableLaw.random(4, 17)
+def test_a_drawn_sibling_dropped_for_its_own_probability_gives_another_distribution() -> None:
+    target, draft = TableModel.random(4, 7), TableModel.random(4, 17)
     trees = drafted_trees(draft, STAR, PLAIN)
-    is_unlikely = trees.laws.probs[:, 0].gather(1, trees.tokens) < 0.3
+    is_unlikely = trees.probs.probs[:, 0].gather(1, trees.tokens) < 0.3
     is_unlikely[:, :2] = False  # the second child only
     parents = trees.parents.masked_fill(is_unlikely, -1)
     trees = replace(trees, tokens=trees.tokens.masked_fill(is_unlikely, 0), parents=parents)
-    assert total_variation(emitted_law(target, trees, PLAIN, "rejection", 2), target.joint(PLAIN, 2)) > SEEN
+    assert total_variation(emitted_probs(target, trees, PLAIN, "rejection", 2), target.joint(PLAIN, 2)) > SEEN
 
 
-def test_a_law_that_did_not_draw_the_nodes_gives_another_law() -> None:
-    target, draft, other = (TableLaw.random(4, seed) for seed in (1, 2, 3))
+def test_a_distribution_that_did_not_draw_the_nodes_gives_another_distribution() -> None:
+    target, draft, other = (TableModel.random(4, seed) for seed in (1, 2, 3))
     trees = drafted_trees(draft, CHAIN, PLAIN)
-    laws = replace(trees.laws, probs=PLAIN.law(other.logits)[trees.tokens])
-    emitted = emitted_law(target, replace(trees, laws=laws), PLAIN, "rejection", 3)
+    dists = replace(trees.probs, probs=PLAIN.probs(other.logits)[trees.tokens])
+    emitted = emitted_probs(target, replace(trees, probs=dists), PLAIN, "rejection", 3)
     assert total_variation(emitted, target.joint(PLAIN, 3)) > SEEN
 
 
-def test_sampled_nodes_taken_as_chosen_ones_give_another_law_under_rejection() -> None:
-    target, draft = TableLaw.random(4, 1), TableLaw.random(4, 2)
+def test_sampled_nodes_taken_as_chosen_ones_give_another_distribution_under_rejection() -> None:
+    target, draft = TableModel.random(4, 1), TableModel.random(4, 2)
     trees = drafted_trees(draft, STAR, PLAIN)
-    laws = replace(trees.laws, kind=torch.full_like(trees.laws.kind, DELTA))
-    trees = replace(trees, laws=laws)
-    # One-hot laws are MATCH in distribution, so this stays exact; the other way round does not.
-    assert total_variation(emitted_law(target, trees, PLAIN, "rejection", 2), target.joint(PLAIN, 2)) < EXACT
+    dists = replace(trees.probs, kind=torch.full_like(trees.probs.kind, DELTA))
+    trees = replace(trees, probs=dists)
+    # One-hot distributions are MATCH in distribution, so this stays exact; the other way round does not.
+    assert total_variation(emitted_probs(target, trees, PLAIN, "rejection", 2), target.joint(PLAIN, 2)) < EXACT
     best = draft.logits[0].topk(2).indices.tolist()
     chosen = drafted_trees(draft, STAR, PLAIN, delta={1: best[0], 2: best[1]})
-    laws = replace(chosen.laws, kind=torch.full_like(chosen.laws.kind, SAMPLED))
-    emitted = emitted_law(target, replace(chosen, laws=laws), PLAIN, "rejection", 2)
+    dists = replace(chosen.probs, kind=torch.full_like(chosen.probs.kind, SAMPLED))
+    emitted = emitted_probs(target, replace(chosen, probs=dists), PLAIN, "rejection", 2)
     assert total_variation(emitted, target.joint(PLAIN, 2)) > SEEN
 
 
 def test_the_log_is_how_often_a_test_accepts() -> None:
-    target, draft = TableLaw.random(4, 9), TableLaw.random(4, 10)
+    target, draft = TableModel.random(4, 9), TableModel.random(4, 10)
     parents = [-1, 0, 0, 0, 2]
     trees = drafted_trees(draft, parents, PLAIN, delta={1: 3})
     for row in range(0, len(trees.weight), 7):
@@ -165,14 +171,14 @@ def test_the_log_is_how_often_a_test_accepts() -> None:
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])
-def test_what_elders_leave_of_a_float32_law_is_known_even_if_it_is_next_to_nothing(verifier: str) -> None:
+def test_what_elders_leave_of_a_float32_distribution_is_known_even_if_it_is_next_to_nothing(verifier: str) -> None:
     first = torch.linspace(0.1, 0.9, 50)
     probs = torch.stack([first, 1 - 1e-6 - first, torch.full((50,), 6e-7), torch.full((50,), 4e-7)], -1)[:, None]
     tokens, parents = torch.arange(4).repeat(50, 1), torch.tensor([[-1, 0, 0, 0]] * 50)
     tokens[:, 1:] = torch.arange(3)
-    laws = DraftLaws(probs, torch.zeros(50, 4).int(), torch.full((50, 4), SAMPLED).to(torch.int8))
+    dists = DraftProbs(probs, torch.zeros(50, 4).int(), torch.full((50, 4), SAMPLED).to(torch.int8))
     logits = torch.tensor([1e-9, 1e-9, 0.375, 0.625]).log().expand(50, 4, 4)
-    ratios = accept(TokenTree(tokens, parents), logits, PLAIN, random_rows(50), laws, verifier).ratios
+    ratios = accept(TokenTree(tokens, parents), logits, PLAIN, random_rows(50), dists, verifier).ratios
     assert ratios is not None
     whole, third = probs.double().sum(-1), probs[..., 2].double()
     rest = whole - probs[..., 0].double() - probs[..., 1].double()
@@ -188,8 +194,8 @@ def test_greedy_follows_the_argmax_whatever_the_verifier(verifier: str) -> None:
         tokens = torch.randint(0, 3, (n,), generator=generator).tolist()
         logits = torch.randn(1, n, 3, generator=generator)
         tree = TokenTree(torch.tensor(tokens), torch.tensor(parents, dtype=torch.int32))
-        laws = DraftLaws(torch.full((1, 1, 3), 1 / 3), torch.zeros(1, n), torch.zeros(1, n))
-        accepted = accept(tree, logits, Sampling(), random_rows(1), laws, verifier)
+        dists = DraftProbs(torch.full((1, 1, 3), 1 / 3), torch.zeros(1, n), torch.zeros(1, n))
+        accepted = accept(tree, logits, Sampling(), random_rows(1), dists, verifier)
         path, argmax = {0}, logits[0].argmax(-1).tolist()
         texts = [[0]]  # equal siblings may both match: the longest continuation counts
         while texts:
@@ -211,13 +217,13 @@ def test_greedy_follows_the_argmax_whatever_the_verifier(verifier: str) -> None:
 
 def test_paths_are_padded_and_rows_do_not_touch_each_other() -> None:
     generator = torch.Generator().manual_seed(1)
-    target, draft = TableLaw.random(4, 1), TableLaw.random(4, 2)
+    target, draft = TableModel.random(4, 1), TableModel.random(4, 2)
     trees = drafted_trees(draft, [-1, 0, 0, 1, 3], PLAIN)
     trees = trees.select(torch.randint(0, len(trees.weight), (40,), generator=generator))
     logits = target.logits[trees.tokens]
     rng = random_rows(40)
     for verifier in ("match", "rejection", "traversal"):
-        together = accept(trees.tree, logits, PLAIN, rng, trees.laws, verifier)
+        together = accept(trees.tree, logits, PLAIN, rng, trees.probs, verifier)
         assert together.path.dtype == together.path_lengths.dtype == torch.int32
         assert together.path.shape == (40, 4)
         assert torch.equal(together.num_accepted, together.path_lengths - 1)
@@ -228,7 +234,7 @@ def test_paths_are_padded_and_rows_do_not_touch_each_other() -> None:
         for row in range(40):
             rows = torch.tensor([row])
             one = trees.select(rows)
-            alone = accept(one.tree, logits[rows], PLAIN, rng.select(rows), one.laws, verifier, max_depth=3)
+            alone = accept(one.tree, logits[rows], PLAIN, rng.select(rows), one.probs, verifier, max_depth=3)
             assert torch.equal(alone.path[0], together.path[row])
             assert torch.equal(alone.next_token[0], together.next_token[row])
 
@@ -255,26 +261,26 @@ def test_nan_logits_of_padding_are_no_concern() -> None:
         accept(tree, logits, PLAIN, random_rows(1), None, verifier)
 
 
-def test_auto_is_traversal_with_laws_and_match_without() -> None:
-    target, draft = TableLaw.random(4, 1), TableLaw.random(4, 2)
+def test_auto_is_traversal_with_distributions_and_match_without() -> None:
+    target, draft = TableModel.random(4, 1), TableModel.random(4, 2)
     trees = drafted_trees(draft, [-1, 0, 0, 1], PLAIN)
     logits, rng = target.logits[trees.tokens], random_rows(len(trees.weight))
-    for laws, verifier in ((trees.laws, "traversal"), (None, "match")):
-        auto = accept(trees.tree, logits, PLAIN, rng, laws)
-        named = accept(trees.tree, logits, PLAIN, rng, laws, verifier)
+    for dists, verifier in ((trees.probs, "traversal"), (None, "match")):
+        auto = accept(trees.tree, logits, PLAIN, rng, dists)
+        named = accept(trees.tree, logits, PLAIN, rng, dists, verifier)
         assert torch.equal(auto.path, named.path)
         assert torch.equal(auto.next_token, named.next_token)
 
 
 def test_match_emits_the_tokens_that_plain_sampling_draws() -> None:
-    target, draft = TableLaw.random(4, 1), TableLaw.random(4, 2)
+    target, draft = TableModel.random(4, 1), TableModel.random(4, 2)
     trees = drafted_trees(draft, [-1, 0, 0, 1, 1], PLAIN)
     rng = random_rows(len(trees.weight))
-    accepted = accept(trees.tree, target.logits[trees.tokens], PLAIN, rng, trees.laws, "match")
-    law = PLAIN.law(target.logits)
+    accepted = accept(trees.tree, target.logits[trees.tokens], PLAIN, rng, trees.probs, "match")
+    dist = PLAIN.probs(target.logits)
     last = trees.tokens[:, 0]
     for place in range(1, 4):
-        drawn = rng.choice("target", law[last], torch.full((len(last),), place))
+        drawn = rng.choice("target", dist[last], torch.full((len(last),), place))
         live = accepted.path_lengths >= place
         tokens = (
             trees.tokens.gather(1, accepted.path[:, place : place + 1].clamp(min=0).long())[:, 0]
@@ -303,7 +309,7 @@ def test_an_unknown_verifier_is_refused() -> None:
 
 @pytest.mark.parametrize(("value", "kind"), [(torch.nan, "NaN"), (torch.inf, "infinite")])
 @pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
-def test_logits_without_a_law_are_refused_and_located(verifier: str, value: float, kind: str) -> None:
+def test_logits_without_a_distribution_are_refused_and_located(verifier: str, value: float, kind: str) -> None:
     logits = torch.zeros(2, 2, 5)
     logits[1, 0, 3] = value
     tree = TokenTree.chain(torch.tensor([[1, 2], [3, 4]]))
@@ -314,7 +320,7 @@ def test_logits_without_a_law_are_refused_and_located(verifier: str, value: floa
 
 
 @pytest.mark.parametrize("wrong", ["vocabulary", "rows", "kinds"])
-def test_laws_that_do_not_fit_the_tree_are_refused(wrong: str) -> None:
+def test_distributions_that_do_not_fit_the_tree_are_refused(wrong: str) -> None:
     tree, logits = TokenTree.chain(torch.tensor([1, 2, 0])), torch.zeros(1, 3, 4)
     probs, row, kind = torch.full((1, 3, 4), 0.25), torch.zeros(1, 3).int(), torch.zeros(1, 3).to(torch.int8)
     if wrong == "vocabulary":
@@ -326,20 +332,20 @@ def test_laws_that_do_not_fit_the_tree_are_refused(wrong: str) -> None:
     rng = Random(0, torch.zeros(1).long(), torch.zeros(1).long())
     message = r"draft must have probs float\[1, rows, 4\], row and kind \[1, 3\], got"
     with pytest.raises(ValueError, match=message):
-        accept(tree, logits, Sampling(1.0), rng, DraftLaws(probs, row, kind))
+        accept(tree, logits, Sampling(1.0), rng, DraftProbs(probs, row, kind))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])
-def test_laws_in_half_precision_and_logits_with_gradients_are_taken(verifier: str, dtype: torch.dtype) -> None:
+def test_distributions_in_half_precision_and_logits_with_gradients_are_taken(verifier: str, dtype: torch.dtype) -> None:
     probs = torch.tensor([[[0.5, 0.25, 0.25, 0.0]]])
     kind = torch.tensor([[SAMPLED] * 3], dtype=torch.int8)
     tree = TokenTree(torch.tensor([[0, 1, 0]]), torch.tensor([[-1, 0, 0]], dtype=torch.int32))
     logits = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0))
     rng = Random(0, torch.arange(1), torch.zeros(1, dtype=torch.long))
     found, expected = (
-        accept(tree, given, Sampling(1.0), rng, DraftLaws(law, torch.zeros(1, 3, dtype=torch.long), kind), verifier)
-        for given, law in ((logits.clone().requires_grad_(), probs.to(dtype)), (logits, probs))
+        accept(tree, given, Sampling(1.0), rng, DraftProbs(dist, torch.zeros(1, 3, dtype=torch.long), kind), verifier)
+        for given, dist in ((logits.clone().requires_grad_(), probs.to(dtype)), (logits, probs))
     )
     assert torch.equal(found.path, expected.path) and torch.equal(found.next_token, expected.next_token)
 
@@ -351,27 +357,27 @@ def test_rows_that_no_drawn_node_names_may_hold_anything(verifier: str) -> None:
     row = torch.tensor([[-1, 1, 7], [2, 1, -5]], dtype=torch.int32)
     kind = torch.tensor([[DELTA, SAMPLED, DELTA], [SAMPLED] * 3], dtype=torch.int8)
     tokens, parents, row, kind = (part.repeat(200, 1) for part in (tokens, parents, row, kind))
-    tree, laws = TokenTree(tokens, parents), torch.full((400, 3, 4), 0.25)
+    tree, dists = TokenTree(tokens, parents), torch.full((400, 3, 4), 0.25)
     logits = torch.tensor([0.1, 0.2, 0.4, 0.3]).log().expand(400, 3, -1)
     found, expected = (
-        accept(tree, logits, PLAIN, random_rows(400), DraftLaws(probs, row, kind), verifier)
-        for probs in (laws.index_fill(1, torch.tensor([0, 2]), torch.nan), laws)
+        accept(tree, logits, PLAIN, random_rows(400), DraftProbs(probs, row, kind), verifier)
+        for probs in (dists.index_fill(1, torch.tensor([0, 2]), torch.nan), dists)
     )
     assert torch.equal(found.path, expected.path) and torch.equal(found.next_token, expected.next_token)
     assert found.ratios is not None and expected.ratios is not None
     assert torch.equal(found.ratios[parents >= 0], expected.ratios[parents >= 0])
 
 
-def test_auto_matches_where_laws_are_given_but_no_child_was_drawn_from_one() -> None:
+def test_auto_matches_where_distributions_are_given_but_no_child_was_drawn_from_one() -> None:
     tree = TokenTree(torch.tensor([[0, 1, 2], [0, 3, 0]]), torch.tensor([[-1, 0, 0], [-1, 0, -1]]))
     logits = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
     kind = torch.tensor([[SAMPLED, DELTA, DELTA], [SAMPLED, DELTA, SAMPLED]], dtype=torch.int8)
-    laws = DraftLaws(torch.full((2, 1, 4), 0.25), torch.zeros(2, 3, dtype=torch.int32), kind)
+    dists = DraftProbs(torch.full((2, 1, 4), 0.25), torch.zeros(2, 3, dtype=torch.int32), kind)
     for seed in range(16):
         rng = replace(random_rows(2), seed=seed)
-        found, expected = accept(tree, logits, PLAIN, rng, laws), accept(tree, logits, PLAIN, rng, None, "match")
+        found, expected = accept(tree, logits, PLAIN, rng, dists), accept(tree, logits, PLAIN, rng, None, "match")
         assert torch.equal(found.path, expected.path) and torch.equal(found.next_token, expected.next_token)
         assert found.ratios is None
-    laws = replace(laws, kind=torch.zeros_like(kind))
-    drawn = accept(tree, logits, PLAIN, random_rows(2), laws)
+    dists = replace(dists, kind=torch.zeros_like(kind))
+    drawn = accept(tree, logits, PLAIN, random_rows(2), dists)
     assert drawn.ratios is not None

@@ -1,7 +1,7 @@
-"""Every growth with every verifier gives the target's law of four tokens exactly, by enumeration.
+"""Every growth with every verifier gives the target's distribution of four tokens exactly, by enumeration.
 
 Trees come from the drafters themselves and are accepted by ``stree.accept``; the tokens cross the borders of steps.
-STREE_FULL=1 runs all twelve seeds of both kinds of laws.
+STREE_FULL=1 runs all twelve seeds of both kinds of distributions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.enumerated_texts import Turns, drafts_of, joint_of_loop, joint_of_steps, strings_of
 from helpers.enumeration import total_variation
-from helpers.table_models import TableLaw, TableLM
+from helpers.table_models import TableLM, TableModel
 
 from stree import growth as growths
 from stree.drafters import ModelDrafter
@@ -59,35 +59,35 @@ VERIFIERS = ("match", "rejection", "traversal", "block")
 WAYS = [way for way in itertools.product(OFFERED, VERIFIERS) if way[1] != "block" or way[0] == "chain"]
 
 
-def random_pair(seed: int) -> tuple[TableLaw, TableLaw]:
-    return TableLaw.random(VOCAB, seed), TableLaw.random(VOCAB, 100 + seed)
+def random_pair(seed: int) -> tuple[TableModel, TableModel]:
+    return TableModel.random(VOCAB, seed), TableModel.random(VOCAB, 100 + seed)
 
 
-def adversarial_pair(seed: int) -> tuple[TableLaw, TableLaw]:
+def adversarial_pair(seed: int) -> tuple[TableModel, TableModel]:
     """Give a target and a draft that is as wrong as can be, in one of six ways."""
     target, other = random_pair(seed)
     logits, token = target.logits, torch.arange(VOCAB)
     if seed % 6 == 0:  # what is likely is unlikely
-        return target, TableLaw(-2 * logits)
+        return target, TableModel(-2 * logits)
     if seed % 6 == 1:  # no drafted token is possible
         half = token % 2 == seed // 6 % 2
-        return TableLaw(logits.masked_fill(half, -torch.inf)), TableLaw(other.logits.masked_fill(~half, -torch.inf))
+        return TableModel(logits.masked_fill(half, -torch.inf)), TableModel(other.logits.masked_fill(~half, -torch.inf))
     if seed % 6 == 2:  # one token each, nearly, and not the same
-        return TableLaw(12 * logits), TableLaw(12 * other.logits)
-    if seed % 6 == 3:  # the same law
-        return target, TableLaw(logits.clone())
+        return TableModel(12 * logits), TableModel(12 * other.logits)
+    if seed % 6 == 3:  # the same distribution
+        return target, TableModel(logits.clone())
     if seed % 6 == 4:  # a sure draft of a target that is not
         sure = torch.where(token == seed // 6, 0.0, -torch.inf)
-        return TableLaw(torch.zeros_like(logits)), TableLaw(sure.double().repeat(VOCAB, 1))
+        return TableModel(torch.zeros_like(logits)), TableModel(sure.double().repeat(VOCAB, 1))
     is_best = logits == logits.amax(1, True)  # the draft's likeliest token is impossible
-    return TableLaw(logits.masked_fill(is_best, -torch.inf)), target
+    return TableModel(logits.masked_fill(is_best, -torch.inf)), target
 
 
 PAIRS = {"random": random_pair, "adversarial": adversarial_pair}
 
 
-def distance(growth: Growth, budget: int, verifier: str, pair: tuple[TableLaw, TableLaw]) -> float:
-    """Compute the total variation of what steps emit from the target's law."""
+def distance(growth: Growth, budget: int, verifier: str, pair: tuple[TableModel, TableModel]) -> float:
+    """Compute the total variation of what steps emit from the target's distribution."""
     target, draft = pair
     drafter, steps = ModelDrafter(TableLM(draft).as_lm()), []
     for root in range(VOCAB):
@@ -99,7 +99,7 @@ def distance(growth: Growth, budget: int, verifier: str, pair: tuple[TableLaw, T
 
 @pytest.mark.parametrize("kind", PAIRS)
 @pytest.mark.parametrize(("name", "verifier"), WAYS)
-def test_every_growth_with_every_verifier_emits_the_target_s_law(name: str, verifier: str, kind: str) -> None:
+def test_every_growth_with_every_verifier_emits_the_target_s_distribution(name: str, verifier: str, kind: str) -> None:
     first = WAYS.index((name, verifier)) % SEEDS  # the fixed part sees every seed with some of the ways
     for seed in range(SEEDS) if IS_FULL else [first]:
         assert distance(*OFFERED[name], verifier, PAIRS[kind](seed)) < EXACT, f"seed {seed}"
@@ -114,7 +114,7 @@ def test_no_growth_is_left_out() -> None:
 
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])
 @pytest.mark.parametrize(("growth", "turns", "draws"), [(Chain(1), 3, 1), (Static([2]), 2, 2)], ids=["chain", "star"])
-def test_a_run_that_goes_on_from_step_to_step_emits_the_law(
+def test_a_run_that_goes_on_from_step_to_step_emits_the_distribution(
     growth: Growth, turns: int, draws: int, verifier: str
 ) -> None:
     target, draft = random_pair(1)

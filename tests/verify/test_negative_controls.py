@@ -15,17 +15,17 @@ import torch
 from helpers.enumerated_texts import Turns, drafts_of, joint_of_loop, joint_of_steps, strings_of
 from helpers.enumeration import Cells, DraftedTrees, Outcomes, Verify, as_random, every_outcome, total_variation
 from helpers.fixed_tree_drafter import Retrieval
-from helpers.table_models import TableLaw, TableLM
+from helpers.table_models import TableLM, TableModel
 from torch import Tensor
 
 from stree.drafters import Drafter, DraftRun, FusedDrafter, ModelDrafter
-from stree.drafters.target_init import InitialisedDrafter
+from stree.drafters.target_init import TargetInitDrafter
 from stree.growth import RSDS, Chain, DySpec, Estimate, Growth, Plan, Static
 from stree.growth.acceptance_model import PathEstimate
 from stree.growth.target_init import TargetInit
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
-from stree.verify import LONGEST, SAMPLED, Acceptance, DraftLaws, accept
+from stree.verify import LONGEST, SAMPLED, Acceptance, DraftProbs, accept
 
 EXACT = 1e-12  # total variation: sums in float64
 VOCAB, LENGTH = 4, 4
@@ -33,12 +33,12 @@ PLAIN = Sampling(1.0)
 SEEDS = (0, 1, 2, 3)
 
 
-def target_of(seed: int) -> TableLaw:
-    return TableLaw.random(VOCAB, seed)
+def target_of(seed: int) -> TableModel:
+    return TableModel.random(VOCAB, seed)
 
 
 def drafter_of(seed: int) -> ModelDrafter:
-    return ModelDrafter(TableLM(TableLaw.random(VOCAB, 100 + seed)).as_lm())
+    return ModelDrafter(TableLM(TableModel.random(VOCAB, 100 + seed)).as_lm())
 
 
 def no_change(trees: DraftedTrees) -> DraftedTrees:
@@ -55,7 +55,7 @@ def distance(
     verify: Verify | None = None,
     sampling: Sampling = PLAIN,
 ) -> float:
-    """Compute how far texts of steps are from the target's law, after a change of what was drafted."""
+    """Compute how far texts of steps are from the target's distribution, after a change of what was drafted."""
     target, steps = target_of(seed), []
     for root in range(VOCAB):
         trees = change(drafts_of(drafter, growth, budget, sampling, VOCAB, root))
@@ -97,11 +97,11 @@ def test_a_chain_that_drops_its_token_of_low_probability(seed: int) -> None:
 
 def with_softmax(trees: DraftedTrees, seed: int) -> DraftedTrees:
     """Test chosen tokens as if they were drawn: from the softmax over those two."""
-    logits = TableLaw.random(VOCAB, 100 + seed).logits
+    logits = TableModel.random(VOCAB, 100 + seed).logits
     kept = logits >= logits.topk(2, -1).values[:, -1:]
-    law = logits.masked_fill(~kept, -torch.inf).softmax(-1)
-    laws = DraftLaws(law[trees.tokens], trees.parents, torch.full_like(trees.laws.kind, SAMPLED))
-    return replace(trees, laws=laws)
+    dist = logits.masked_fill(~kept, -torch.inf).softmax(-1)
+    dists = DraftProbs(dist[trees.tokens], trees.parents, torch.full_like(trees.probs.kind, SAMPLED))
+    return replace(trees, probs=dists)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -114,7 +114,7 @@ def test_the_most_probable_tokens_tested_with_the_draft_s_softmax(seed: int) -> 
 
 def without_duplicates(trees: DraftedTrees) -> DraftedTrees:
     """Drop the sampled first tokens that were retrieved too, and what stands below them."""
-    dropped = (trees.tokens == 1) & (trees.parents == 0) & (trees.laws.kind == SAMPLED)
+    dropped = (trees.tokens == 1) & (trees.parents == 0) & (trees.probs.kind == SAMPLED)
     below = (trees.tree.ancestor_mask & dropped[:, None]).any(-1)
     return replace(trees, parents=trees.parents.masked_fill(below, -1), tokens=trees.tokens.masked_fill(below, 0))
 
@@ -173,8 +173,8 @@ class SameNumber(Turns):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_draft_numbers_of_a_text_used_again_in_every_step(seed: int) -> None:
-    draft, turns = TableLaw.random(VOCAB, 100 + seed), 2
-    cells = Cells.of([PLAIN.law(draft.logits)])
+    draft, turns = TableModel.random(VOCAB, 100 + seed), 2
+    cells = Cells.of([PLAIN.probs(draft.logits)])
     others = Turns.all(turns, 1, 0, VOCAB).turns
     count, copies = len(cells.weight), len(others[0].weight)
     repeated = [Outcomes(one.coins.repeat(count, 1), one.tokens.repeat(count, 1)) for one in others]
@@ -194,17 +194,17 @@ class OneNumber(Cells):
 
 def strings_with_one_number(seed: int, root: int) -> list[Tensor]:
     """Compute what a step of a chain of one token emits, as ``strings_of`` does, if the coin's number serves twice."""
-    target, law, draft_law = target_of(seed), PLAIN.law(target_of(seed).logits), drafter_law(seed)
+    target, dist, draft_probs = target_of(seed), PLAIN.probs(target_of(seed).logits), drafter_probs(seed)
     trees = drafts_of(drafter_of(seed), Chain(1), 2, PLAIN, VOCAB, root)
     strings = [torch.zeros(VOCAB**size, dtype=torch.float64) for size in range(3)]
-    after = (law[root] - draft_law[root]).clamp(min=0)
+    after = (dist[root] - draft_probs[root]).clamp(min=0)
     for row in range(len(trees.weight)):
         token = trees.tokens[row, 1]
-        ratio = (law[root, token] / draft_law[root, token]).clamp(max=1)
+        ratio = (dist[root, token] / draft_probs[root, token]).clamp(max=1)
         coin = torch.nn.functional.pad(torch.stack([ratio, 1 - ratio]), (0, 2))
-        cells = OneNumber.of([torch.stack([coin, after / after.sum()]), law])
+        cells = OneNumber.of([torch.stack([coin, after / after.sum()]), dist])
         one = trees.select(torch.full((len(cells.weight),), row))
-        accepted = accept(one.tree, target.logits[one.tokens], PLAIN, as_random(cells), one.laws, "rejection")
+        accepted = accept(one.tree, target.logits[one.tokens], PLAIN, as_random(cells), one.probs, "rejection")
         is_long, weight = accepted.path_lengths == 2, cells.weight * one.weight
         strings[1].index_add_(0, accepted.next_token[~is_long], weight[~is_long])
         strings[2].index_add_(0, (token * VOCAB + accepted.next_token)[is_long], weight[is_long])
@@ -218,19 +218,19 @@ def test_the_number_of_a_coin_used_again_after_the_rejection(seed: int) -> None:
     assert total_variation(emitted, target_of(seed).joint(PLAIN, LENGTH)) > 0.0061
 
 
-def drafter_law(seed: int) -> Tensor:
-    return PLAIN.law(TableLaw.random(VOCAB, 100 + seed).logits)
+def drafter_probs(seed: int) -> Tensor:
+    return PLAIN.probs(TableModel.random(VOCAB, 100 + seed).logits)
 
 
 class Begun:
-    """A drafter one step on: verification of the root has left a law.
+    """A drafter one step on: verification of the root has left a distribution.
 
     Args:
         drafter: draws candidates from it.
         left: float[vocab].
     """
 
-    def __init__(self, drafter: InitialisedDrafter, left: Tensor) -> None:
+    def __init__(self, drafter: TargetInitDrafter, left: Tensor) -> None:
         self.drafter, self.left = drafter, left
 
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
@@ -245,13 +245,13 @@ class Begun:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("width", [1, 2])
 def test_the_longest_of_several_branches_that_begin_with_tokens_of_the_target(width: int, seed: int) -> None:
-    target, law = target_of(seed), PLAIN.law(target_of(seed).logits)
-    drafter, growth = Begun(InitialisedDrafter(drafter_of(seed)), law[0]), TargetInit(width, 1)
+    target, dist = target_of(seed), PLAIN.probs(target_of(seed).logits)
+    drafter, growth = Begun(TargetInitDrafter(drafter_of(seed)), dist[0]), TargetInit(width, 1)
     trees = drafts_of(drafter, growth, 1 + 2 * width, PLAIN, VOCAB)
     emitted = torch.zeros(VOCAB**3, dtype=torch.float64)
 
-    def verify(tree: TokenTree, logits: Tensor, rng: Random, laws: DraftLaws | None) -> Acceptance:
-        return accept(tree, logits, PLAIN, rng, laws, LONGEST)
+    def verify(tree: TokenTree, logits: Tensor, rng: Random, dists: DraftProbs | None) -> Acceptance:
+        return accept(tree, logits, PLAIN, rng, dists, LONGEST)
 
     for tokens, accepted, weight in every_outcome(target, trees, PLAIN, "rejection", verify):
         assert accepted.left is not None
@@ -259,7 +259,9 @@ def test_the_longest_of_several_branches_that_begin_with_tokens_of_the_target(wi
         last, left, is_long = accepted.next_token, accepted.left * weight[:, None], accepted.path_lengths == 2
         first = tokens.gather(1, accepted.path[:, 1:2].clamp(min=0).long()).squeeze(1)
         emitted.view(VOCAB**2, -1).index_add_(0, (first * VOCAB + last)[is_long], left[is_long])
-        after = (left[:, :, None] * law).flatten(1)  # one token emitted, then the law it left, then the target's
+        after = (left[:, :, None] * dist).flatten(
+            1
+        )  # one token emitted, then the distribution it left, then the target's
         emitted.view(VOCAB, -1).index_add_(0, last[~is_long], after[~is_long])
     assert float(emitted.sum()) == pytest.approx(1)
     bias = total_variation(emitted, target.joint(PLAIN, 3))

@@ -8,13 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.enumeration import TableLaw, drafted_trees, emitted_law, every_outcome, expected_tokens, total_variation
-from helpers.traversal_problems import weigh_parent_by_own_law
+from helpers.enumeration import (
+    TableModel,
+    drafted_trees,
+    emitted_probs,
+    every_outcome,
+    expected_tokens,
+    total_variation,
+)
+from helpers.traversal_problems import weigh_parent_by_own_probs
 from torch import Tensor
 
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
-from stree.verify import Acceptance, DraftLaws, accept, compiled, traversal
+from stree.verify import Acceptance, DraftProbs, accept, compiled, traversal
 from stree.verify.trials import Trials
 
 EXACT = 1e-12  # total variation: sums in float64
@@ -42,7 +49,7 @@ def random_rows(batch: int) -> Random:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_traversal_accepts_at_least_as_much_as_rejection(shape: str, seed: int) -> None:
-    target, draft = TableLaw.random(3, seed), TableLaw.random(3, 50 + seed)
+    target, draft = TableModel.random(3, seed), TableModel.random(3, 50 + seed)
     trees = drafted_trees(draft, SHAPES[shape], PLAIN)
     rejection, traversal = (expected_tokens(target, trees, PLAIN, verifier) for verifier in ("rejection", "traversal"))
     assert rejection <= traversal + 1e-12
@@ -51,23 +58,23 @@ def test_traversal_accepts_at_least_as_much_as_rejection(shape: str, seed: int) 
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
-def test_block_verification_emits_the_target_s_law(length: int) -> None:
-    target, draft = TableLaw.random(3, 20), TableLaw.random(3, 21)
+def test_block_verification_emits_the_target_s_distribution(length: int) -> None:
+    target, draft = TableModel.random(3, 20), TableModel.random(3, 21)
     trees = drafted_trees(draft, list(range(-1, length)), PLAIN)
-    emitted = emitted_law(target, trees, PLAIN, "block", length + 1)
+    emitted = emitted_probs(target, trees, PLAIN, "block", length + 1)
     assert total_variation(emitted, target.joint(PLAIN, length + 1)) < EXACT
 
 
-def coins_by_recursion(target_law: Tensor, draft_law: Tensor, tokens: list[int], parents: list[int]) -> list[float]:
+def coins_by_recursion(target_probs: Tensor, draft_probs: Tensor, tokens: list[int], parents: list[int]) -> list[float]:
     """Visit children first (arXiv 2505.12398): the probability of each node's coin, 0 for padding."""
     coins = [0.0] * len(tokens)
 
     def visit(node: int, reach: float) -> None:
-        left, rest = target_law[tokens[node]], draft_law[tokens[node]].clone()
+        left, rest = target_probs[tokens[node]], draft_probs[tokens[node]].clone()
         for child in (place for place, parent in enumerate(parents) if parent == node):
-            law = rest / rest.sum()
-            visit(child, min(1.0, float(reach * left[tokens[child]] / law[tokens[child]])))
-            remains = (reach * left - law).clamp(min=0)
+            dist = rest / rest.sum()
+            visit(child, min(1.0, float(reach * left[tokens[child]] / dist[tokens[child]])))
+            remains = (reach * left - dist).clamp(min=0)
             total = float(remains.sum())
             reach = total / (total + 1 - reach) if total else 0.0
             left = remains / total if total else left
@@ -95,24 +102,24 @@ def chances(coins: list[float], parents: list[int]) -> list[float]:
 
 @pytest.mark.parametrize("shape", [[-1, 0, 1, 2], [-1, 0, 0, 1, 2], [-1, 0, 1, 0, 3], [-1, 0, 0, 0, 1]], ids=str)
 def test_paths_end_where_the_recursion_of_the_paper_ends_them(shape: list[int]) -> None:
-    target, draft = TableLaw.random(5, 24), TableLaw.random(5, 25)
+    target, draft = TableModel.random(5, 24), TableModel.random(5, 25)
     trees = drafted_trees(draft, shape, PLAIN)
-    target_law, draft_law = PLAIN.law(target.logits), PLAIN.law(draft.logits)
+    target_probs, draft_probs = PLAIN.probs(target.logits), PLAIN.probs(draft.logits)
     for row in range(0, len(trees.weight), len(trees.weight) // 5):
         one, found = trees.select(torch.tensor([row])), torch.zeros(len(shape), dtype=torch.float64)
         for _, accepted, weight in every_outcome(target, one, PLAIN, "traversal"):
             last = accepted.path.gather(1, accepted.path_lengths[:, None].long() - 1)[:, 0].long()
             found.index_add_(0, last, weight)
-        coins = coins_by_recursion(target_law, draft_law, one.tokens[0].tolist(), shape)
+        coins = coins_by_recursion(target_probs, draft_probs, one.tokens[0].tolist(), shape)
         assert (found / found.sum()).tolist() == pytest.approx(chances(coins, shape), abs=1e-12)
 
 
 def test_block_is_traversal_and_refuses_branches() -> None:
-    target, draft = TableLaw.random(4, 1), TableLaw.random(4, 2)
+    target, draft = TableModel.random(4, 1), TableModel.random(4, 2)
     trees = drafted_trees(draft, [-1, 0, 1, 2], PLAIN)
     logits, rng = target.logits[trees.tokens], random_rows(len(trees.weight))
-    block = accept(trees.tree, logits, PLAIN, rng, trees.laws, "block")
-    traversal = accept(trees.tree, logits, PLAIN, rng, trees.laws, "traversal")
+    block = accept(trees.tree, logits, PLAIN, rng, trees.probs, "block")
+    traversal = accept(trees.tree, logits, PLAIN, rng, trees.probs, "traversal")
     assert torch.equal(block.path, traversal.path)
     assert torch.equal(block.next_token, traversal.next_token)
     star = TokenTree(torch.tensor([0, 1, 2]), torch.tensor([-1, 0, 0]))
@@ -124,26 +131,28 @@ def test_block_is_traversal_and_refuses_branches() -> None:
 
 
 def test_chains_of_unequal_lengths_are_chains() -> None:
-    target, draft = TableLaw.random(4, 3), TableLaw.random(4, 4)
+    target, draft = TableModel.random(4, 3), TableModel.random(4, 4)
     trees = drafted_trees(draft, [-1, 0, 1], PLAIN).select(torch.arange(8))
     parents, tokens = trees.parents.clone(), trees.tokens.clone()
     parents[::2, 2], tokens[::2, 2] = -1, 0
     trees = replace(trees, tokens=tokens, parents=parents)
-    accepted = accept(trees.tree, target.logits[tokens], PLAIN, random_rows(8), trees.laws, "block")
+    accepted = accept(trees.tree, target.logits[tokens], PLAIN, random_rows(8), trees.probs, "block")
     assert (accepted.path_lengths[::2] <= 2).all()
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_another_weight_of_the_parent_gives_another_law_in_torch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, exact = law_of_a_chain(seed, in_torch=True)
+def test_another_weight_of_the_parent_gives_another_distribution_in_torch(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, exact = probs_of_a_chain(seed, in_torch=True)
     assert total_variation(right, exact) < EXACT
-    monkeypatch.setattr(Trials, "test", weigh_parent_by_own_law)
-    assert total_variation(law_of_a_chain(seed, in_torch=True)[0], exact) > 0.0032
+    monkeypatch.setattr(Trials, "test", weigh_parent_by_own_probs)
+    assert total_variation(probs_of_a_chain(seed, in_torch=True)[0], exact) > 0.0032
 
 
-@pytest.mark.parametrize("weight", ["by its own law", "as before"])
+@pytest.mark.parametrize("weight", ["by its own distribution", "as before"])
 @pytest.mark.parametrize("seed", range(4))
-def test_another_weight_of_the_parent_gives_another_law_compiled(
+def test_another_weight_of_the_parent_gives_another_distribution_compiled(
     seed: int, weight: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold = compiled.hold
@@ -160,49 +169,49 @@ def test_another_weight_of_the_parent_gives_another_law_compiled(
         by_own = np.minimum(np.where(coin < 1, left, before) / (1 - own), 1)
         held[:, 1] = before if weight == "as before" else by_own
 
-    right, exact = law_of_a_chain(seed)
+    right, exact = probs_of_a_chain(seed)
     assert total_variation(right, exact) < EXACT
     monkeypatch.setattr(compiled, "hold", wrong)
-    assert total_variation(law_of_a_chain(seed)[0], exact) > 0.0032
+    assert total_variation(probs_of_a_chain(seed)[0], exact) > 0.0032
 
 
-def law_of_a_chain(seed: int, *, in_torch: bool = False) -> tuple[Tensor, Tensor]:
-    """Enumerate what two drafted tokens emit; give the target's law, too."""
-    target, draft = TableLaw.random(4, seed), TableLaw.random(4, 40 + seed)
+def probs_of_a_chain(seed: int, *, in_torch: bool = False) -> tuple[Tensor, Tensor]:
+    """Enumerate what two drafted tokens emit; give the target's distribution, too."""
+    target, draft = TableModel.random(4, seed), TableModel.random(4, 40 + seed)
     trees = drafted_trees(draft, [-1, 0, 1], PLAIN)
     with pytest.MonkeyPatch.context() as patch:
         if in_torch:
             patch.setattr(traversal, "reads_freely", lambda _: False)
-        return emitted_law(target, trees, PLAIN, "traversal", 3), target.joint(PLAIN, 3)
+        return emitted_probs(target, trees, PLAIN, "traversal", 3), target.joint(PLAIN, 3)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_traversal_in_torch_emits_the_target_s_law(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traversal_in_torch_emits_the_target_s_distribution(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traversal, "reads_freely", lambda _: False)
     monkeypatch.setattr(compiled, "hold", None)  # not called
-    target, draft = TableLaw.random(3, 30), TableLaw.random(3, 31)
-    emitted = emitted_law(target, drafted_trees(draft, SHAPES[shape], PLAIN), PLAIN, "traversal", 5)
+    target, draft = TableModel.random(3, 30), TableModel.random(3, 31)
+    emitted = emitted_probs(target, drafted_trees(draft, SHAPES[shape], PLAIN), PLAIN, "traversal", 5)
     assert total_variation(emitted, target.joint(PLAIN, 5)) < EXACT
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])
-def test_float32_laws_that_agree_are_accepted_whole(verifier: str) -> None:
-    target = TableLaw(TableLaw.random(50, 7).logits.float())
+def test_float32_distributions_that_agree_are_accepted_whole(verifier: str) -> None:
+    target = TableModel(TableModel.random(50, 7).logits.float())
     tokens = torch.randint(0, 50, (300, 6), generator=torch.Generator().manual_seed(0))
     tree = TokenTree(tokens, torch.tensor([[-1, 0, 0, 1, 1, 3]]).expand(300, 6))
-    laws = DraftLaws(PLAIN.law(target.logits[tokens]), tree.parents, torch.zeros_like(tree.parents))
-    accepted: Acceptance = accept(tree, target.logits[tokens], PLAIN, random_rows(300), laws, verifier)
+    dists = DraftProbs(PLAIN.probs(target.logits[tokens]), tree.parents, torch.zeros_like(tree.parents))
+    accepted: Acceptance = accept(tree, target.logits[tokens], PLAIN, random_rows(300), dists, verifier)
     assert accepted.path.tolist() == [[0, 1, 3, 5]] * 300
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])
-def test_float32_laws_that_differ_in_denormal_numbers_leave_no_nan(verifier: str) -> None:
+def test_float32_distributions_that_differ_in_denormal_numbers_leave_no_nan(verifier: str) -> None:
     # Softmax tails of sharp laws: p and q are one-hot but for numbers too small to divide by.
     logits = torch.tensor([0.0, -87.0, -86.0, -200.0, -200.0]).expand(1, 5, 5)
-    law = PLAIN.law(torch.tensor([0.0, -87.02, -85.9, -200.0, -200.0]).expand(1, 5, 5))
+    dist = PLAIN.probs(torch.tensor([0.0, -87.02, -85.9, -200.0, -200.0]).expand(1, 5, 5))
     tree = TokenTree(torch.tensor([[0, 0, 1, 0, 2]]), torch.tensor([[-1, 0, 0, 1, 0]]))
-    laws = DraftLaws(law, tree.parents, torch.zeros_like(tree.parents))
-    accepted = accept(tree, logits, PLAIN, random_rows(1), laws, verifier)
+    dists = DraftProbs(dist, tree.parents, torch.zeros_like(tree.parents))
+    accepted = accept(tree, logits, PLAIN, random_rows(1), dists, verifier)
     assert accepted.ratios is not None
     assert bool(accepted.ratios.isfinite().all())
     assert accepted.path.tolist() == [[0, 1, 3]]

@@ -1,4 +1,4 @@
-"""Traversal compiled for the CPU equals the same in torch: coins, ratios, what is left of the laws, and the path."""
+"""Traversal compiled for the CPU equals torch: coins, ratios, residual distributions and paths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stree.sampling import Random
 from stree.tree import TokenTree
-from stree.verify import Acceptance, DraftLaws, compiled
+from stree.verify import Acceptance, DraftProbs, compiled
 from stree.verify.paths import Siblings, deepest
 from stree.verify.traversal import traverse
 from stree.verify.values import DELTA, INDEPENDENT, SAMPLED
@@ -38,7 +38,7 @@ class Tested:
     accepted: Acceptance
 
     @classmethod
-    def of(cls, problem: Problem, law: Tensor | None = None) -> Tested:
+    def of(cls, problem: Problem, dist: Tensor | None = None) -> Tested:
         """Traverse, and look on."""
         seen: list[Tensor] = []
         hold = compiled.hold
@@ -49,7 +49,7 @@ class Tested:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(compiled, "hold", watched)
-            given = problem.law.clone() if law is None else law
+            given = problem.dist.clone() if dist is None else dist
             accepted = traverse(problem.tree, given, problem.rng, problem.draft, problem.depth)
         coins, ratios, left = seen
         return cls(coins, ratios, left, accepted)
@@ -64,7 +64,7 @@ class Tested:
     def check(self, problem: Problem, close: float) -> None:
         """Require what torch computes in float64, and the outcome that it has for the same numbers."""
         coins, trials = problem.wide_trials()
-        assert self.coins.dtype == torch.float64 and self.ratios.dtype == problem.law.dtype
+        assert self.coins.dtype == torch.float64 and self.ratios.dtype == problem.dist.dtype
         assert self.error(coins, trials.ratio[:, :-1].clamp(max=1), problem.tree) < close
         assert not bool(self.ratios[problem.tree.parents < 0].any())
         left, wanted = self.left.double(), trials._left
@@ -79,19 +79,19 @@ class Tested:
         assert torch.equal(self.accepted.ratios, self.ratios)
 
 
-def in_widths(problem: Problem, law: torch.dtype, probs: torch.dtype) -> Problem:
-    """Give the same with laws of other dtypes; in float64 torch sums one again that nothing was taken from."""
+def in_widths(problem: Problem, dist: torch.dtype, probs: torch.dtype) -> Problem:
+    """Give the same with distributions of other dtypes; in float64 torch sums one again that nothing was taken from."""
     draft = None if problem.draft is None else replace(problem.draft, probs=problem.draft.probs.to(probs))
-    whole = problem.law.double()
-    return replace(problem, law=(whole / whole.sum(-1, keepdim=True)).to(law), draft=draft)
+    whole = problem.dist.double()
+    return replace(problem, dist=(whole / whole.sum(-1, keepdim=True)).to(dist), draft=draft)
 
 
 def check_exactly(problem: Problem) -> None:
     """Compare in both widths, each as closely as it allows."""
-    for law in WIDTHS:
+    for dist in WIDTHS:
         for probs in WIDTHS:
-            given = in_widths(problem, law, probs)
-            Tested.of(given).check(given, CLOSE if law == torch.float32 else EXACT)
+            given = in_widths(problem, dist, probs)
+            Tested.of(given).check(given, CLOSE if dist == torch.float32 else EXACT)
 
 
 @given(
@@ -107,7 +107,7 @@ def test_coins_ratios_and_outcomes_are_those_of_torch(
     seed: int, n: int, vocab: int, padding: int, kinds: tuple[int, ...], zeros: float
 ) -> None:
     problem = Problem.draw(n, vocab, seed=seed, padding=min(padding, n - 1), kinds=kinds, zeros=zeros)
-    # Where more siblings are drawn than a law has tokens to give, float32 and float64 part in torch, too.
+    # Where more siblings are drawn than a distribution has tokens to give, float32 and float64 part in torch, too.
     assume(float((problem.narrow() - problem.wide()[0]).abs().max()) < 1e-5)
     wide = in_widths(problem, torch.float64, torch.float64)
     Tested.of(wide).check(wide, 1e-7)
@@ -148,27 +148,27 @@ def test_rows_stand_in_any_order_one_beyond_them_is_the_nearest_and_one_that_no_
     Tested.of(few).check(few, CLOSE)
 
 
-def test_a_law_that_nothing_is_left_of_stays_as_it_is() -> None:
+def test_a_distribution_that_nothing_is_left_of_stays_as_it_is() -> None:
     tokens = torch.tensor([[0, 2, 1, 3]])
     parents = torch.tensor([[-1, 0, 0, 0]], dtype=torch.int32)
-    law = torch.zeros(1, 4, 5)
-    law[..., 2] = 1.0
+    dist = torch.zeros(1, 4, 5)
+    dist[..., 2] = 1.0
     delta = torch.full((1, 4), DELTA, dtype=torch.int8)
     for kind in (delta, delta * SAMPLED):
-        draft = DraftLaws(law.clone(), parents.clamp(min=0), kind)
+        draft = DraftProbs(dist.clone(), parents.clamp(min=0), kind)
         problem = Problem(
-            TokenTree(tokens, parents), law, draft, Random(0, torch.zeros(1).long(), torch.zeros(1).long())
+            TokenTree(tokens, parents), dist, draft, Random(0, torch.zeros(1).long(), torch.zeros(1).long())
         )
         tested = Tested.of(problem)
         tested.check(problem, CLOSE)
-        assert torch.equal(tested.left, law) and tested.accepted.path.tolist() == [[0, 1]]
+        assert torch.equal(tested.left, dist) and tested.accepted.path.tolist() == [[0, 1]]
         assert tested.coins[0, :2].tolist() == [0.0, 1.0] and tested.ratios[0, 1:].tolist() == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("scale", [1.0, 10.0, 40.0, 100.0])
 def test_float32_errs_in_what_it_emits_after_a_rejection_by_no_more_than_rounding(scale: float) -> None:
     one, zero = OneDraft.draw(scale), torch.zeros(1).long()
-    tested = Tested.of(Problem(one.tree, one.law, one.draft, Random(0, zero, zero)))
+    tested = Tested.of(Problem(one.tree, one.dist, one.draft, Random(0, zero, zero)))
     one.check(tested.left[:, 0], tested.coins[:, 1])
 
 
@@ -176,15 +176,16 @@ def test_strides_and_integers_of_other_widths_change_nothing() -> None:
     problem = Problem.draw(9, 40, seed=9)
     assert problem.draft is not None
     expected = Tested.of(problem)
-    law, probs = (
-        torch.nn.functional.pad(part, (2, 5), value=torch.nan)[..., 2:42] for part in (problem.law, problem.draft.probs)
+    dist, probs = (
+        torch.nn.functional.pad(part, (2, 5), value=torch.nan)[..., 2:42]
+        for part in (problem.dist, problem.draft.probs)
     )
     tokens, parents = (
         torch.stack([part, part + 1], -1)[..., 0] for part in (problem.tree.tokens, problem.tree.parents)
     )
     tree = TokenTree.unchecked(tokens, parents, problem.tree.depths, problem.tree.ancestor_mask)
-    draft = DraftLaws(probs, problem.draft.row.long(), problem.draft.kind.long())
-    found = Tested.of(replace(problem, tree=tree, draft=draft), law)
+    draft = DraftProbs(probs, problem.draft.row.long(), problem.draft.kind.long())
+    found = Tested.of(replace(problem, tree=tree, draft=draft), dist)
     for name in ("coins", "ratios", "left"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     assert torch.equal(found.accepted.path, expected.accepted.path)
@@ -198,7 +199,7 @@ def test_a_token_beyond_the_vocabulary_and_a_path_beyond_the_bound_are_refused()
         tokens[0, 2] = token
         tree = TokenTree.unchecked(tokens, problem.tree.parents, problem.tree.depths, problem.tree.ancestor_mask)
         with pytest.raises(ValueError, match="a drafted token is not in the vocabulary"):
-            traverse(tree, problem.law.clone(), problem.rng, None, 3)
+            traverse(tree, problem.dist.clone(), problem.rng, None, 3)
     sure = torch.nn.functional.one_hot(problem.tree.tokens.roll(-1, 1), 9).float()
     assert traverse(problem.tree, sure.clone(), problem.rng, None, 3).path_lengths.tolist() == [4]
     with pytest.raises(ValueError, match="a path is deeper than max_depth"):

@@ -37,7 +37,7 @@ def test_coins_and_outcomes_are_those_of_the_verifier(
     seed: int, n: int, vocab: int, padding: int, kinds: tuple[int, ...], zeros: float
 ) -> None:
     problem = Problem.draw(n, vocab, seed=seed, padding=min(padding, n - 1), kinds=kinds, zeros=zeros)
-    # Where more siblings are drawn than a law has tokens to give, float32 and float64 part in torch, too.
+    # Where more siblings are drawn than a distribution has tokens to give, float32 and float64 part in torch, too.
     assume(float((problem.narrow() - problem.wide()[0]).abs().max()) < 1e-5)
     problem.check(problem.found(), close=1e-3)
 
@@ -76,34 +76,34 @@ def test_a_deep_chain_is_block_verification(bound: int | None) -> None:
     assert max(lengths) > 4 and min(lengths) < max(lengths)
 
 
-def same_laws(vocab: int, shape: list[int], seed: int = 0) -> Problem:
-    """Draw trees from the target's own law."""
+def same_probs(vocab: int, shape: list[int], seed: int = 0) -> Problem:
+    """Draw trees from the target's own distribution."""
     problem = Problem.draw(len(shape), vocab, seed=seed, kinds=(SAMPLED,), shape=shape)
     assert problem.draft is not None
-    return replace(problem, draft=replace(problem.draft, probs=problem.law.clone()))
+    return replace(problem, draft=replace(problem.draft, probs=problem.dist.clone()))
 
 
-def test_float32_laws_that_agree_leave_nothing_and_are_accepted_whole() -> None:
+def test_float32_distributions_that_agree_leave_nothing_and_are_accepted_whole() -> None:
     for seed in range(1):
-        problem = same_laws(50, [-1, 0, 0, 1, 1, 3], seed)
+        problem = same_probs(50, [-1, 0, 0, 1, 1, 3], seed)
         found = problem.found()
         assert found.path.tolist() == [[0, 1, 3, 5]] * 3
         problem.check(found, close=float("inf"))  # tests of siblings that follow a sure one weigh nothing but rounding
 
 
-def test_a_law_of_which_nothing_is_left_stays_as_it_was() -> None:
+def test_a_distribution_of_which_nothing_is_left_stays_as_it_was() -> None:
     tokens = torch.tensor([[0, 2, 1, 0]])
     tree = TokenTree(tokens, torch.tensor([[-1, 0, 0, 0]], dtype=torch.int32))
-    law = torch.tensor([0.0, 0.0, 1.0, 0.0]).expand(1, 4, 4).contiguous()
+    dist = torch.tensor([0.0, 0.0, 1.0, 0.0]).expand(1, 4, 4).contiguous()
     rng = Random(3, torch.tensor([5]), torch.tensor([7]))
-    problem = Problem(tree, law, None, rng)
+    problem = Problem(tree, dist, None, rng)
     found = problem.found()
     problem.check(found)
     assert found.path.tolist() == [[0, 1]] and found.next_token.tolist() == [2]
     assert found.ratios.tolist() == [[0.0, 1.0, 0.0, 0.0]]
 
 
-def test_stored_laws_need_not_sum_to_one() -> None:
+def test_stored_distributions_need_not_sum_to_one() -> None:
     problem = Problem.draw(12, 200, seed=5, kinds=(SAMPLED, DELTA))
     assert problem.draft is not None
     share = torch.rand(problem.draft.probs.shape[:2], generator=torch.Generator().manual_seed(0))[..., None] + 0.1
@@ -111,26 +111,26 @@ def test_stored_laws_need_not_sum_to_one() -> None:
     problem.check(found)
 
 
-def test_the_rule_of_a_gpu_gives_an_acceptance_and_leaves_the_law_as_it_is() -> None:
+def test_the_rule_of_a_gpu_gives_an_acceptance_and_leaves_the_distribution_as_it_is() -> None:
     problem = Problem.draw(17, 40, seed=8, padding=2)
     moved = problem.moved()
     rng = replace(moved.rng, positions=moved.rng.positions.int())
-    found = traverse_by_kernels(moved.tree, moved.law, rng, moved.draft, problem.depth)
-    assert torch.equal(moved.law.cpu(), problem.law)
-    expected = traverse(problem.tree, problem.law.clone(), problem.rng, problem.draft, problem.depth)
+    found = traverse_by_kernels(moved.tree, moved.dist, rng, moved.draft, problem.depth)
+    assert torch.equal(moved.dist.cpu(), problem.dist)
+    expected = traverse(problem.tree, problem.dist.clone(), problem.rng, problem.draft, problem.depth)
     assert torch.equal(found.path.cpu(), expected.path) and torch.equal(found.next_token.cpu(), expected.next_token)
     assert found.ratios is not None and found.ratios.dtype == torch.float32 and found.left is None
 
 
-def test_a_seed_on_the_device_and_strides_of_the_laws_change_nothing() -> None:
+def test_a_seed_on_the_device_and_strides_of_the_distributions_change_nothing() -> None:
     problem = Problem.draw(9, 203, seed=9)
     assert problem.draft is not None
     expected = problem.found()
     seed = torch.tensor(problem.rng.seed)
-    law = torch.nn.functional.pad(problem.law, (0, 5), value=torch.nan)[..., :203]
+    dist = torch.nn.functional.pad(problem.dist, (0, 5), value=torch.nan)[..., :203]
     probs = torch.nn.functional.pad(problem.draft.probs, (0, 9), value=torch.nan)[..., :203]
     found = replace(
-        problem, law=law, draft=replace(problem.draft, probs=probs), rng=replace(problem.rng, seed=seed.to(DEVICE))
+        problem, dist=dist, draft=replace(problem.draft, probs=probs), rng=replace(problem.rng, seed=seed.to(DEVICE))
     ).found()
     for name in TraversedPath.__slots__:
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
@@ -145,7 +145,7 @@ def test_operands_of_any_strides_are_read() -> None:
         return torch.stack([tensor, torch.zeros_like(tensor)], -1)[..., 0]
 
     found = traverse_on_device(
-        apart(tree.tokens), apart(tree.parents), apart(tree.ancestor_mask), apart(tree.depths), problem.law,
+        apart(tree.tokens), apart(tree.parents), apart(tree.ancestor_mask), apart(tree.depths), problem.dist,
         DraftRows(draft.probs, apart(draft.row), apart(draft.kind), DELTA, INDEPENDENT), max_depth=problem.depth,
         seed=rng.seed, sequences=apart(rng.sequences), positions=apart(rng.positions),
     )  # fmt: skip

@@ -81,15 +81,15 @@ def test_a_traversal_reads_nothing_of_the_device() -> None:
     problem = Problem.draw(9, 40).moved()
     depth = problem.depth
     with NoHostReads():
-        traverse_by_kernels(problem.tree, problem.law, problem.rng, problem.draft, depth)
+        traverse_by_kernels(problem.tree, problem.dist, problem.rng, problem.draft, depth)
 
 
 def test_what_cannot_be_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem.draw(3, 5)
-    with pytest.raises(TypeError, match=r"law must be float32\[3, 3, 5\], got float64\[3, 3, 5\]"):
-        replace(problem, law=problem.law.double()).found()
+    with pytest.raises(TypeError, match=r"distribution must be float32\[3, 3, 5\], got float64\[3, 3, 5\]"):
+        replace(problem, dist=problem.dist.double()).found()
     with pytest.raises(ValueError, match=r"tokens must be int64\[3, 4\], got int64\[3, 3\]"):
-        replace(problem, law=torch.ones(3, 4, 5)).found()
+        replace(problem, dist=torch.ones(3, 4, 5)).found()
     assert problem.draft is not None
     with pytest.raises(ValueError, match=r"draft.probs must be float\[3, 3, 5\], got float32\[3, 3, 4\]"):
         replace(problem, draft=replace(problem.draft, probs=torch.ones(3, 3, 4))).found()
@@ -98,7 +98,7 @@ def test_what_cannot_be_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ValueError, match=r"mask must be bool\[3, 3, 3\], got bool\[3, 3, 2\]"):
         tree = problem.tree
         traverse_on_device(
-            tree.tokens, tree.parents, tree.ancestor_mask[..., :2], tree.depths, problem.law, max_depth=1, seed=0,
+            tree.tokens, tree.parents, tree.ancestor_mask[..., :2], tree.depths, problem.dist, max_depth=1, seed=0,
             sequences=problem.rng.sequences, positions=problem.rng.positions,
         )  # fmt: skip
     with pytest.raises(ValueError, match=r"draft.probs must be contiguous in its last dimension, got strides"):
