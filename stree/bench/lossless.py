@@ -150,7 +150,7 @@ def _check_sampled(pair: Pair, method: Method, case: Case, law_texts: int) -> Re
 
 
 def probs_test(pair: Pair, method: Method, case: Case, texts: int) -> Record:
-    """Test sampled text against the target\'s distribution by the chi-square of ``places_in_distribution``.
+    """Test sampled text against the target's distribution by the chi-square of ``places_in_distribution``.
 
     Args:
         pair: the models.

@@ -35,9 +35,9 @@ def accept(
     """Choose the accepted path of each tree so that the emitted text follows the target's distribution exactly.
 
     "match" is lossless for every tree, and the best there is for DELTA nodes.  "rejection" and "traversal" need the
-    distribution that each child was really drawn from after its elder siblings; a DELTA child's is one-hot.  Traversal accepts at
-    least as much as rejection; without branches it is known as block verification, and "block" insists on that.
-    LONGEST, improved MCSD's rule for ``TargetInit``, is not lossless.
+    distribution that each child was really drawn from after its elder siblings; a DELTA child's is one-hot.
+    Traversal accepts at least as much as rejection; without branches it is known as block verification, and "block"
+    insists on that. LONGEST, improved MCSD's rule for ``TargetInit``, is not lossless.
 
     Args:
         tree: n nodes.

@@ -70,7 +70,7 @@ def united(trees: DraftedTrees) -> DraftedTrees:
 def strings_of(
     target: TableModel, trees: DraftedTrees, sampling: Sampling, verifier: str, verify: Verify | None = None
 ) -> list[Tensor]:
-    """Return the distribution of one step's output: for each number s of tokens, float64[vocab ** s]; the first is empty."""
+    """Return the distribution of one step's output: float64[vocab ** s] for each number s of tokens."""
     vocab, most = target.vocab, int(trees.tree.depths.max()) + 1
     dists = [torch.zeros(vocab**size, dtype=torch.float64) for size in range(most + 1)]
     for tokens, accepted, weight in every_outcome(target, trees, sampling, verifier, verify):
