@@ -19,8 +19,7 @@ from stree.decode.step_cache import StepCache, step_cache_of
 from stree.decode.validation import check_arguments, check_block, check_lossy, check_nodes, slots_for, token_ids
 from stree.drafters import Drafter, HasModel, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.drafters.target_init import TargetInitDrafter
-from stree.growth import Growth
-from stree.growth.target_init import TargetInit
+from stree.growth import Growth, TargetInit
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 from stree.verify import LONGEST

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from growth_problems import KINDS, LAYERS, Forest, Given, relative_values, some_values
+from helpers.growth_problems import KINDS, LAYERS, Forest, Given, relative_values, some_values
 from torch import Tensor
 
-from stree.drafters.candidates import Offered
+from stree.drafters.candidates import Candidates
 from stree.drafters.tree_builder import GrownTree
 from stree.growth import Layer, Plan
 from stree.kernels import growth_compiled, growth_door, reference_growth, topology
@@ -151,7 +151,7 @@ def check_layer(found: GrownTree, expected: GrownTree, layer: Layer, given: Give
     if went:
         assert torch.equal(found.frontier_value, expected.frontier_value[:, :width])
         assert found.frontier_value.dtype == given.value.dtype
-        assert (found.num_layers, found._begin, found._places) == (expected.num_layers, expected._begin, layer.width)
+        assert (found.num_layers, found._begin, found._width) == (expected.num_layers, expected._begin, layer.width)
         assert len(found._leaves) == len(expected._leaves)
         for parts, others in zip(found._leaves, expected._leaves, strict=True):
             assert all(torch.equal(one, other) for one, other in zip(parts, others, strict=True))
@@ -192,7 +192,7 @@ def test_a_node_goes_where_as_many_are_better_and_stays_where_it_is_worth_nothin
     slots, tokens = torch.tensor([[0, 1]]), torch.tensor([[[5, 6], [7, 8]]])
     for layer, value in zip(plan.layers, ([[[0.9, 0.8]]], [[values, (0.7, 0.7)]]), strict=True):
         worth = torch.tensor(value)
-        given = Given(slots, slots >= 0, Offered(tokens[:, : worth.shape[1]], worth), worth)
+        given = Given(slots, slots >= 0, Candidates(tokens[:, : worth.shape[1]], worth), worth)
         found = deepcopy(grown)
         check_layer(found, grown, layer, given)
     assert found.size == 4 + kept
@@ -203,7 +203,7 @@ def test_strides_of_what_is_appended_change_nothing() -> None:
     forest = Forest(plan, 3, 1, device=CPU)
     for layer in plan.layers:
         given = best_first(layer, forest.given(layer))
-        offered = given.offered
+        offered = given.candidates
         apart = [torch.stack([part, part], 1)[:, 0] for part in (given.slots, given.is_taken, given.value)]
         far = offered._replace(tokens=offered.tokens.mT.contiguous().mT)
         found = deepcopy(forest.grown)

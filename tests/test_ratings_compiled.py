@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from growth_problems import SIZES, Ranked, begun, some_siblings, some_table
+from helpers.growth_problems import SIZES, Ranked, begun, some_siblings, some_table
 from torch import Tensor
 
 from stree.kernels import growth_door, growth_learning, ratings_compiled, reference_growth, topology

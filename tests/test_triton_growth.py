@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from growth_problems import (
+from helpers.growth_problems import (
     DEVICE,
     KINDS,
     LAYERS,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from stree.growth.acceptance_model import Calibration
+from stree.growth.learned_acceptance import SampledAcceptance
 from stree.kernels import growth_learning, reference_growth, topology
 from stree.kernels.growth_learning import Kept, Level, Memory, Table, Verdicts
 from stree.kernels.reference_growth import NUM_PLACES
@@ -56,7 +56,7 @@ class Step:
         def drawn(most: int, *shape: int) -> Tensor:
             return torch.randint(most, (batch, *shape), generator=generator)
 
-        table = Calibration(batch, RANKS, DEVICE, 0.8)._table
+        table = SampledAcceptance(batch, RANKS, DEVICE).table
         first, beyond = table.first_after, table.tests.shape[1]
         kept, above = [], 1
         for width in widths:
@@ -153,7 +153,7 @@ def test_a_tree_of_its_root_and_rows_that_stand_still_teach_nothing() -> None:
 
 
 def test_siblings_and_a_child_by_hand() -> None:
-    table = Calibration(1, RANKS, DEVICE, 0.8)._table
+    table = SampledAcceptance(1, RANKS, DEVICE).table
     table = replace(table, tests=torch.zeros_like(table.tests), passed=torch.zeros_like(table.passed))
     first = table.first_after
     # A root with three children; the third has a child in the first one's cells.

@@ -133,11 +133,11 @@ class Block:
 
 
 def read_on(run: DraftRun, tokens: Tensor) -> None:
-    """Let what a model's trees grow by read int64[batch, m] tokens that the texts go on by, besides the root."""
+    """Let the acceptance model of a run read int64[batch, m] tokens, the next ones of the texts besides the root."""
     (drafting, *_) = getattr(run, "_runs", [run])
-    estimate = getattr(drafting, "_estimate", None)
-    if estimate is not None:
-        estimate.remember(tokens, None, torch.full((len(tokens),), tokens.shape[1], dtype=torch.int32))
+    model = getattr(drafting, "acceptance_model", None)
+    if model is not None:
+        model.read_text(tokens, None, torch.full((len(tokens),), tokens.shape[1], dtype=torch.int32))
 
 
 def right_nodes(tree: TokenTree, logits: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a draft distribution offers below a node: children in the order of their tests, with their probabilities."""
+"""Candidate tokens below a node: children in the order in which they are tested, with their draft probabilities."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ from stree.growth.plan import Drawing
 from stree.kernels.topology import reads_freely
 from stree.sampling import MAX_RANKS, Draws, Random
 
-__all__ = ["Independent", "Offered", "Offers", "offers_of", "top"]
+__all__ = ["CandidateSource", "Candidates", "IndependentDraws", "candidate_source", "top_candidates"]
 
 
-class Offered(NamedTuple):
-    """Children of some nodes.
+class Candidates(NamedTuple):
+    """Candidate children of some nodes.
 
     Attributes:
-        tokens: int64[batch, rows, count], in the order of their tests.
-        probs: float[batch, rows, count], under the distribution as it was given: 0 where there is no child.
+        tokens: int64[batch, rows, count], by rank.
+        probs: float[batch, rows, count], under the distribution that was passed in: 0 where there is no child.
     """
 
     tokens: Tensor
     probs: Tensor
 
 
-class Offers(Protocol):
-    """Children of the nodes of a growing tree."""
+class CandidateSource(Protocol):
+    """Takes candidates from the distributions below the nodes of one growing tree."""
 
-    def __call__(self, dist: Tensor, first: int, count: int) -> Offered:
-        """Offer children.
+    def __call__(self, dist: Tensor, first: int, count: int) -> Candidates:
+        """Return candidates of every row.
 
         Args:
             dist: float[batch, rows, vocab], distributions below the nodes first, first + 1, ...
-            first: number of the first node.
-            count: children a node.
+            first: number of the first node in random draws.
+            count: candidates per node.
         """
         ...
 
 
-def offers_of(drawing: Drawing, rng: Random, plan: Plan) -> Offers:
-    """Give the children of a step's tree; drawn ones ask ``rng``."""
+def candidate_source(drawing: Drawing, rng: Random, plan: Plan) -> CandidateSource:
+    """Return the source of candidates for one tree; sources that draw use ``rng``."""
     if drawing == "top":
-        return top
+        return top_candidates
     if drawing == "independent":
-        return Independent(rng)
+        return IndependentDraws(rng)
     num_nodes = 1 + sum(layer.width for layer in plan.layers[:-1])
     draws = Draws(rng, num_nodes, max((layer.ranks for layer in plan.layers), default=0))
-    return lambda dist, first, count: Offered(*draws.draw(dist, first, count))
+    return lambda dist, first, count: Candidates(*draws.draw(dist, first, count))
 
 
-def top(dist: Tensor, first: int, count: int) -> Offered:
-    """Offer the most probable tokens, chosen without chance; arguments as for ``Offers``."""
+def top_candidates(dist: Tensor, first: int, count: int) -> Candidates:
+    """Return the most probable tokens; arguments as for ``CandidateSource``."""
     probs, tokens = (_top_on_host if reads_freely(dist) else torch.topk)(dist, min(count, dist.shape[-1]))
     if dist.shape[-1] >= count:
-        return Offered(tokens, probs)
+        return Candidates(tokens, probs)
     beyond = (0, count - dist.shape[-1])
-    return Offered(torch.nn.functional.pad(tokens, beyond), torch.nn.functional.pad(probs, beyond))
+    return Candidates(torch.nn.functional.pad(tokens, beyond), torch.nn.functional.pad(probs, beyond))
 
 
 def _top_on_host(dist: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -70,18 +70,18 @@ def _top_on_host(dist: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return probs, tokens
 
 
-class Independent:
+class IndependentDraws:
     """Children drawn with replacement: siblings may carry the same token.
 
     Args:
-        rng: source of the numbers, purpose "draft"; node i draws its children with the numbers i * MAX_RANKS + rank.
+        rng: random numbers, purpose "draft"; node i draws its children with the numbers i * MAX_RANKS + rank.
     """
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def __call__(self, dist: Tensor, first: int, count: int) -> Offered:
-        """Offer tokens drawn one by one from the same distribution; arguments as for ``Offers``."""
+    def __call__(self, dist: Tensor, first: int, count: int) -> Candidates:
+        """Draw every candidate from the same distribution; arguments as for ``CandidateSource``."""
         batch, rows = dist.shape[:2]
         node = torch.arange(first, first + rows, device=dist.device)[:, None] * MAX_RANKS
         node = (node + torch.arange(count, device=dist.device)).expand(batch, -1, -1)
@@ -91,7 +91,7 @@ class Independent:
             total = cumulative[..., -1:] * (1 - 2.0**-52)  # products that round up stay below it
             level = self._rng.uniform("draft", offset, node) * total
             tokens = torch.searchsorted(cumulative, level, right=True).clamp_(max=dist.shape[-1] - 1)
-        else:  # a stand-in that chooses by itself is asked for every single draw
+        else:  # a test's source of choices is asked for every single draw
             probs_of_each, node = dist.repeat_interleave(count, 1), node.flatten(1)
             tokens = self._rng.choice("draft", probs_of_each, torch.zeros_like(node), node).view(batch, rows, count)
-        return Offered(tokens, dist.gather(-1, tokens))
+        return Candidates(tokens, dist.gather(-1, tokens))

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from stree.drafters.base import Draft, padded_prompts
-from stree.drafters.candidates import offers_of
+from stree.drafters.candidates import candidate_source
 from stree.drafters.catch_up import CatchUpTokens
-from stree.drafters.tree_builder import LEAD, GrownTree, narrowed, num_run
-from stree.growth import Calibrated, Estimate, Growth, Limited, Notes, Plan, Proposal, Slots, choose_slots
+from stree.drafters.tree_builder import FIRST_DRAFTED, GrownTree, narrowed, num_run
+from stree.growth import AcceptanceModel, Calibrated, Growth, KeptSlots, Limited, Plan, Proposal, Slots, choose_slots
 from stree.kernels.bookkeeping import Drafted, path_on_columns, path_on_nodes
 from stree.kernels.law_door import probs_and_norms
 from stree.kernels.topology import reads_freely
@@ -138,8 +138,8 @@ class _ModelRun:
         self.version = 0
         self._begun: DecodeState | None = None  # None until the prompts have been run
         self._has_leaf = torch.zeros(len(prompts), dtype=torch.bool, device=lm.device)
-        self._growth: Growth | None = None  # the one that the estimate belongs to
-        self._estimate: Estimate
+        self._growth: Growth | None = None  # the one that the acceptance model belongs to
+        self.acceptance_model: AcceptanceModel
         self._extension: tuple[int, Tensor] | None = None  # nodes of the own tree; tokens of the one verified instead
         self._catch_up_tokens = CatchUpTokens(len(prompts), lm.device)
         self._is_extended = False
@@ -160,17 +160,17 @@ class _ModelRun:
         self._use(growth)
         self._begin()
         num_calls = self._catch_up()
-        self._reserve(num_run(plan) + LEAD - 1)
+        self._reserve(num_run(plan) + FIRST_DRAFTED - 1)
         self._rng = self._rng.at(self._state.lengths + self._has_leaf)
-        self._estimate.begin(plan, self._rng)
+        self.acceptance_model.begin(plan, self._rng)
         grown = GrownTree(pending, self._leaf, self._has_leaf, plan.num_nodes - self._left_out, plan)
         grow = self._grow_heap if plan.is_heap else self._grow_layers
-        dists, notes = grow(grown, plan, growth.sampling)
+        dists, kept_slots = grow(grown, plan, growth.sampling)
         depth = plan.num_nodes if plan.is_heap else grown.num_layers
         selected = grown.select(plan)
         made = grown.proposed(selected)
         tree = TokenTree.unchecked(made.tokens, made.parents, made.depths, made.mask)
-        proposal = Proposal(tree, made.values, selected, notes)
+        proposal = Proposal(tree, made.values, selected, kept_slots)
         self._made = _Made(proposal, grown.tokens, grown.num_run)
         draft_probs = None
         if dists is not None:
@@ -180,22 +180,22 @@ class _ModelRun:
         return Draft(tree, draft_probs, depth, num_calls + grown.num_calls, made.values)
 
     def _use(self, growth: Growth) -> None:
-        """Begin to estimate as a growth does, unless it is the one that is used."""
+        """Take the acceptance model of a growth, unless that growth is in use already."""
         base = growth.base if isinstance(growth, Limited) else growth
         if base is self._growth:
             return
         if self._growth is None or repr(base) != repr(self._growth):
-            self._estimate = base.estimate(len(self._leaf), self._leaf.device)
-            self._remember_prompts(range(len(self._prompts)))
+            self.acceptance_model = base.acceptance_model(len(self._leaf), self._leaf.device)
+            self._read_prompts(range(len(self._prompts)))
             self.version += 1
         self._growth = base
 
-    def _remember_prompts(self, rows: Sequence[int]) -> None:
-        """Let the estimate read the prompts of some rows."""
+    def _read_prompts(self, rows: Sequence[int]) -> None:
+        """Let the acceptance model read the prompts of some rows."""
         prompts = [torch.tensor(prompt, dtype=torch.long) for prompt in self._prompts]
         lengths = torch.tensor([len(prompt) if row in rows else 0 for row, prompt in enumerate(prompts)])
         tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-        self._estimate.remember(tokens.to(self._leaf.device), None, lengths.to(self._leaf.device, torch.int32))
+        self.acceptance_model.read_text(tokens.to(self._leaf.device), None, lengths.to(self._leaf.device, torch.int32))
 
     def _propose_root(self, pending: Tensor) -> Draft:
         """Propose nothing and run nothing; the model catches up before it drafts again."""
@@ -230,7 +230,7 @@ class _ModelRun:
             return self._observe_root(acceptance)
         is_extended, made = self._extension is not None, self._made
         tokens = made.proposal.tree.tokens if self._extension is None else self._extension[1]
-        self._estimate.remember(tokens, acceptance.path, acceptance.path_lengths)
+        self.acceptance_model.read_text(tokens, acceptance.path, acceptance.path_lengths)
         proposal, own = made.proposal, self._own_part(acceptance)
         n = proposal.tree.tokens.shape[1]
         if acceptance.ratios is None:  # whoever matches keeps no log
@@ -240,7 +240,7 @@ class _ModelRun:
                 proposal, ratios = _judged_up_to(proposal, is_missed), ratios.masked_fill(is_missed, 1.0)
         else:
             ratios, is_live = acceptance.ratios[:, :n], acceptance.path_lengths > 0  # others may have appended nodes
-        self._estimate.learn(proposal, ratios, is_live)
+        self.acceptance_model.learn(proposal, ratios, is_live)
         drafted = Drafted(made.proposal.selected, made.columns, self._has_leaf, self._leaf, made.num_run)
         path, count = path_on_columns(own.path, own.path_lengths, drafted)
         self._lm.commit(self._state, path, count)
@@ -254,7 +254,7 @@ class _ModelRun:
         if self._extension is not None:
             (_, tokens), self._extension = self._extension, None
         if self._growth is not None:
-            self._estimate.remember(tokens, path, acceptance.path_lengths)
+            self.acceptance_model.read_text(tokens, path, acceptance.path_lengths)
         self._catch_up_tokens.put(tokens.gather(1, path.clamp(min=0).long()), lengths, self._max_length)
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
@@ -266,8 +266,8 @@ class _ModelRun:
             self._lm.prefill_row(self._state, row, torch.tensor([prompt]))
         self._has_leaf[row] = False
         if self._growth is not None:
-            self._estimate.forget(row)
-            self._remember_prompts([row])
+            self.acceptance_model.reset(row)
+            self._read_prompts([row])
         self._catch_up_tokens.forget(row)
 
     def _own_part(self, acceptance: Acceptance) -> Acceptance:
@@ -303,11 +303,11 @@ class _ModelRun:
         """Run and commit the last leaf and the first ``count`` of int64[batch, m] tokens of every sequence."""
         width = tokens.shape[1]
         self._reserve(width + 1)
-        lead = self._has_leaf & (count > 0)
+        has_leaf = self._has_leaf & (count > 0)
         tokens = torch.cat([self._leaf[:, None], tokens], 1)
         place = torch.arange(width + 1, device=tokens.device)
-        tokens = tokens.gather(1, (place + (~lead).long()[:, None]).clamp(max=width))
-        lengths = torch.where(count > 0, count + lead, 0)
+        tokens = tokens.gather(1, (place + (~has_leaf).long()[:, None]).clamp(max=width))
+        lengths = torch.where(count > 0, count + has_leaf, 0)
         is_node = (place < lengths[:, None]) | (place == 0)
         chain = torch.where(is_node, place - 1, -1).to(torch.int32)
         self._lm.verify(self._state, TokenTree.unchecked(tokens * is_node, chain))
@@ -333,8 +333,8 @@ class _ModelRun:
         self._prompts = list(prompts)
         if self._growth is not None:
             for row in range(len(prompts)):
-                self._estimate.forget(row)
-            self._remember_prompts(range(len(prompts)))
+                self.acceptance_model.reset(row)
+            self._read_prompts(range(len(prompts)))
         self._has_leaf.zero_()
         self._catch_up_tokens.clear()
         self._root, self._extension = None, None
@@ -373,7 +373,7 @@ class _ModelRun:
             return
         input_ids, lengths = padded_prompts(self._prompts)
         width = input_ids.shape[1]
-        nodes = 66 if self._largest is None else max(num_run(self._largest) + LEAD - 1, MOST_CAUGHT_UP + 1)
+        nodes = 66 if self._largest is None else max(num_run(self._largest) + FIRST_DRAFTED - 1, MOST_CAUGHT_UP + 1)
         self._begun = self._lm.new_state(len(lengths), max(self._max_length or 2 * width + 1024, width), nodes)
         self._begun.fixed_shapes = not reads_freely(self._leaf)
         self._lm.prefill(self._begun, input_ids, lengths)
@@ -402,17 +402,17 @@ class _ModelRun:
             self.version += 1
         return self._room[: batch * rows * vocab].view(batch, rows, vocab)
 
-    def _grow_layers(self, grown: GrownTree, plan: Plan, sampling: Sampling) -> tuple[Tensor | None, Notes]:
+    def _grow_layers(self, grown: GrownTree, plan: Plan, sampling: Sampling) -> tuple[Tensor | None, KeptSlots]:
         """Grow layer by layer.
 
         Returns:
-            The distributions of the nodes that were run, float[batch, nodes, vocab], if sampled, and what the estimate
-            noted.
+            The distributions of the nodes that were run, float[batch, nodes, vocab], if sampled, and what the
+            acceptance model keeps of the slots, layer by layer.
         """
-        estimate, drawing = self._estimate, "top" if sampling.is_greedy else plan.drawing
-        offer = offers_of(drawing, self._rng, plan)
+        model, drawing = self.acceptance_model, "top" if sampling.is_greedy else plan.drawing
+        candidates_of = candidate_source(drawing, self._rng, plan)
         self._left_out.zero_()
-        dists, used, notes = None, 0, []
+        dists, used, kept_slots = None, 0, []
         for depth, layer in enumerate(plan.layers):
             logits = grown.run(self._lm, self._state)
             if drawing == "top":
@@ -421,32 +421,32 @@ class _ModelRun:
                 dists = self._room_for_probs(plan, logits)
                 dist, norms = sampling.probs_and_norms(logits, out=dists[:, used : used + logits.shape[1]])
                 used += logits.shape[1]
-            goes_on = estimate.draws(grown.frontier_value, dist)
-            reach = grown.frontier_value if goes_on is None else grown.frontier_value * goes_on[:, None]
-            offered = offer(dist, grown.frontier_number, layer.ranks)
-            words = grown.words(offered.tokens)
-            priority, value = estimate.rate(Slots(reach, offered.probs, dist, norms, words))
+            goes_on = model.draws(grown.frontier_value, dist)
+            values = grown.frontier_value if goes_on is None else grown.frontier_value * goes_on[:, None]
+            candidates = candidates_of(dist, grown.frontier_number, layer.ranks)
+            context = grown.context(candidates.tokens)
+            priority, value = model.rate(Slots(values, candidates.probs, dist, norms, context))
             left, layers_left = None if plan.is_pruned else grown.left, len(plan.layers) - depth
             slots, is_taken = choose_slots(layer, priority.flatten(1), left, plan.threshold, layers_left)
-            if not grown.add(layer, slots, is_taken, offered, value):
+            if not grown.add(layer, slots, is_taken, candidates, value):
                 break
-            goes_on = estimate.goes_on(grown.frontier_value)
-            notes.append(estimate.note(slots[:, : grown.frontier_value.shape[1]]))
+            goes_on = model.goes_on(grown.frontier_value)
+            kept_slots.append(model.keep(slots[:, : grown.frontier_value.shape[1]]))
             if goes_on is not None and not grown.stop(goes_on):
                 break
         grown.add_leaves()
         if not plan.layers:
             grown.run(self._lm, self._state)
-        return None if dists is None else dists[:, :used], notes
+        return None if dists is None else dists[:, :used], kept_slots
 
-    def _grow_heap(self, grown: GrownTree, plan: Plan, sampling: Sampling) -> tuple[Tensor | None, Notes]:
+    def _grow_heap(self, grown: GrownTree, plan: Plan, sampling: Sampling) -> tuple[Tensor | None, KeptSlots]:
         """Draw one node after the other at the best slot, a draft call each; return the distributions if sampled."""
         greedy = sampling.is_greedy
         batch = self._leaf.shape[0]
         rows = torch.arange(batch, device=self._leaf.device)
         dists: list[Tensor] = []
         logits = grown.run(self._lm, self._state)
-        reach = logits.new_ones(batch, 1)  # value of each node's next slot
+        priority = logits.new_ones(batch, 1)  # of each node's next slot
         rest = logits.new_zeros(batch, 0, logits.shape[-1])  # distributions without the tokens drawn
         draws = torch.zeros(batch, plan.num_nodes + 1, dtype=torch.long, device=rows.device)
         self._left_out.zero_()
@@ -457,16 +457,16 @@ class _ModelRun:
             rest = torch.cat([rest, dists[-1]], 1)
             mass = rest.sum(-1)
             best = rest.max(-1).values / mass.clamp(min=1e-38) if greedy else (mass > 0).to(rest.dtype)
-            parent = (reach * best).argmax(1, keepdim=True)
+            parent = (priority * best).argmax(1, keepdim=True)
             dist = rest[rows[:, None], parent]  # [batch, 1, vocab]
             number = parent * MAX_RANKS + draws.gather(1, parent)
             token = dist.argmax(-1) if greedy else self._rng.choice("draft", dist, torch.zeros_like(parent), number)
             draws.scatter_add_(1, parent, torch.ones_like(parent))
             share = dist.gather(-1, token[..., None]).squeeze(-1) / dist.sum(-1).clamp(min=1e-38)
-            upper = reach.gather(1, parent)
+            upper = priority.gather(1, parent)
             is_taken = (upper > 0) & (share > 0) & (node < grown.left[:, None])
             rest[rows[:, None], parent] = dist.scatter(-1, token[..., None], 0.0)
             value = upper * share * is_taken
-            reach = torch.cat([reach.scatter(1, parent, upper * (1 - share)), value], 1)
-            grown.add_below(torch.where(parent > 0, parent + 1, grown.lead[:, None]), token, value, is_taken)
+            priority = torch.cat([priority.scatter(1, parent, upper * (1 - share)), value], 1)
+            grown.add_below(torch.where(parent > 0, parent + 1, grown.root_offset[:, None]), token, value, is_taken)
         return None if greedy else torch.cat(dists, 1), []

@@ -1,24 +1,30 @@
-"""The shape of a draft tree: which of the next tokens a drafter offers become nodes.
+"""Growths: policies that decide which slots of a draft tree become nodes.
 
-A growth is a policy over slots.  Growths know no model: a drafter asks for a ``Plan`` and fills it layer by layer.
+A growth knows no model.  A drafter asks it for a ``Plan`` and an ``AcceptanceModel`` and fills the plan layer by layer.
+The terms (node, rank, slot, value, priority, column) are defined in ``stree.growth.plan``.
 """
 
-from stree.growth.acceptance_model import Estimate, Notes, Proposal, Slots
-from stree.growth.beam import RSDS
+from stree.growth.acceptance_model import AcceptanceModel, KeptSlots, Proposal, Slots
+from stree.growth.base import Growth, Limited
 from stree.growth.calibrated import Calibrated
-from stree.growth.decision import DecisionStop
+from stree.growth.chain import Chain
+from stree.growth.depth_stop import DepthStop
 from stree.growth.dyspec import DySpec
-from stree.growth.fixed import Chain, Static
+from stree.growth.eagle2 import Eagle2
+from stree.growth.mcsd import DecisionStop, TargetInit
 from stree.growth.names import parse_growth
-from stree.growth.plan import Growth, Layer, Limited, Plan, choose_slots
-from stree.growth.positional import RSDC, Sequoia, SpecInfer
-from stree.growth.reranked import Eagle2, OptTree
-from stree.growth.stops import Confidence, DepthStop, Stop
-from stree.growth.target_init import TargetInit
+from stree.growth.opt_tree import OptTree
+from stree.growth.plan import Layer, Plan, choose_slots
+from stree.growth.rsd import RSDC, RSDS
+from stree.growth.sequoia import Sequoia
+from stree.growth.specinfer import SpecInfer
+from stree.growth.static import Static
+from stree.growth.stops import Confidence, Stop
 
 __all__ = [
     "RSDC",
     "RSDS",
+    "AcceptanceModel",
     "Calibrated",
     "Chain",
     "Confidence",
@@ -26,11 +32,10 @@ __all__ = [
     "DepthStop",
     "DySpec",
     "Eagle2",
-    "Estimate",
     "Growth",
+    "KeptSlots",
     "Layer",
     "Limited",
-    "Notes",
     "OptTree",
     "Plan",
     "Proposal",

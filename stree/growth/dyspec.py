@@ -1,31 +1,32 @@
-"""Trees grown where the draft is sure."""
+"""DySpec (arXiv 2410.11744): trees grown at the slots of the greatest draft probability."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from stree.checks import check_sizes
-from stree.growth.plan import Bound, Layer, Plan
+from stree.growth.base import BaseGrowth
+from stree.growth.plan import Layer, Plan
 
 __all__ = ["DySpec"]
 
 
 @dataclass(frozen=True)
-class DySpec(Bound):
-    """A tree grown where the draft is sure (DySpec, arXiv 2410.11744).
+class DySpec(BaseGrowth):
+    """A tree grown at the slots of the greatest draft probability (DySpec, arXiv 2410.11744).
 
-    A slot's value is the product of the draft probabilities on its path times what its earlier siblings left.  The
-    "layers" form takes, at every depth, the slots of value at least ``threshold``, best first, and where they are fewer
-    than an equal share of the remaining budget, that share; slots are taken before their tokens are drawn, and what is
-    drawn stays.  The "heap" form draws one node a draft call, at the best slot of the whole tree.  At temperature 0
-    tokens are known beforehand, so the layers form keeps the nodes of the greatest path probability, as OPT-Tree
-    (arXiv 2406.17276) and EAGLE-2 do.
+    A slot's priority is the path probability of its parent times the probability that its earlier siblings leave.  The
+    "layers" form takes, at every depth, the slots of priority at least ``threshold``, best first, and where they are
+    fewer than an equal share of the remaining budget, that share.  Slots are taken before their tokens are drawn, and
+    every drawn token stays.  The "heap" form draws one node per draft call, at the best slot of the whole tree.  At
+    temperature 0 tokens are known beforehand, so the layers form keeps the nodes of the greatest path probability, as
+    OPT-Tree (arXiv 2406.17276) and EAGLE-2 do.
 
     Args:
         depth: most draft calls of the layers form.
         width: most nodes of a layer, or None for the whole budget.
         ranks: most children of a node.
-        threshold: least value of a slot, or None for 1 / budget.
+        threshold: least priority of a slot, or None for 1 / budget.
         form: "layers" or "heap".
 
     Raises:
@@ -47,7 +48,7 @@ class DySpec(Bound):
             raise ValueError(f"form must be 'layers' or 'heap', got {self.form!r}")
 
     def plan(self, budget: int) -> Plan:
-        """Lay out the widest tree that the budget allows."""
+        """Return the plan of the widest tree that the budget allows."""
         nodes = budget - 1
         threshold = 1 / budget if self.threshold is None else self.threshold
         if self.form == "heap":

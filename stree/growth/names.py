@@ -1,23 +1,27 @@
-"""Growths by the names that the command line uses."""
+"""Names of growths on the command line."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from stree.growth.beam import RSDS
+from stree.growth.base import Growth
 from stree.growth.calibrated import Calibrated
-from stree.growth.decision import DecisionStop
+from stree.growth.chain import Chain
+from stree.growth.depth_stop import DepthStop
 from stree.growth.dyspec import DySpec
-from stree.growth.fixed import Chain, Static
-from stree.growth.plan import Growth
-from stree.growth.positional import RSDC, Sequoia, SpecInfer
-from stree.growth.reranked import Eagle2, OptTree
-from stree.growth.stops import Confidence, DepthStop
+from stree.growth.eagle2 import Eagle2
+from stree.growth.mcsd import DecisionStop
+from stree.growth.opt_tree import OptTree
+from stree.growth.rsd import RSDC, RSDS
+from stree.growth.sequoia import Sequoia
+from stree.growth.specinfer import SpecInfer
+from stree.growth.static import Static
+from stree.growth.stops import Confidence
 
 __all__ = ["parse_growth"]
 
-PLAIN: dict[str, Callable[[], Growth]] = {
+BY_NAME: dict[str, Callable[[], Growth]] = {
     "calibrated": Calibrated,
     "dyspec": DySpec,
     "dyspec-heap": lambda: DySpec(form="heap"),
@@ -26,37 +30,37 @@ PLAIN: dict[str, Callable[[], Growth]] = {
     "eagle2": Eagle2,
     "stree": Static.stree,
 }
-OF_DEPTH: dict[str, Callable[[int], Growth]] = {
+BY_DEPTH: dict[str, Callable[[int], Growth]] = {
     "calibrated": Calibrated,
     "sequoia": Sequoia,
     "opt-tree": OptTree,
     "eagle2": Eagle2,
     "chain": Chain,
 }
-OF_WIDTHS: dict[str, Callable[[list[int]], Growth]] = {"static": Static, "rsdc": RSDC, "specinfer": SpecInfer}
+BY_WIDTHS: dict[str, Callable[[list[int]], Growth]] = {"static": Static, "rsdc": RSDC, "specinfer": SpecInfer}
 STOPS = ("depth-stop", "decision", "sure")
 KNOWN = (
-    f"{', '.join(PLAIN)}, {', '.join(f'{name}:DEPTH' for name in OF_DEPTH)}, "
-    f"{', '.join(f'{name}:WIDTH,WIDTH,...' for name in OF_WIDTHS)} or rsds:WIDTH,DEPTH, "
+    f"{', '.join(BY_NAME)}, {', '.join(f'{name}:DEPTH' for name in BY_DEPTH)}, "
+    f"{', '.join(f'{name}:WIDTH,WIDTH,...' for name in BY_WIDTHS)} or rsds:WIDTH,DEPTH, "
     "+depth-stop[:LOG], +decision[:SCORE], or +sure:PROB"
 )
 
 
 def parse_growth(text: str) -> Growth:
-    """Read a growth as the command line names it: calibrated, dyspec-heap, eagle2:6, chain:4, static:3,2, rsds:4,3, ...
+    """Parse the command line's name of a growth: calibrated, dyspec-heap, eagle2:6, chain:4, static:3,2, rsds:4,3, ...
 
-    A number behind a name is its depth, a list its widths by depth.  A stop rule follows a plus:
+    One number after the colon is the depth, a list the widths by depth.  A stop rule follows a plus:
     ``eagle2+depth-stop``, ``calibrated+decision:0.3``, ``chain:8+sure:0.4``.
 
     Raises:
-        ValueError: an unknown name, or numbers that are none.
+        ValueError: an unknown name, or text that is not a number where one belongs.
     """
     shape, plus, stop = text.partition("+")
     name, _, rest = shape.partition(":")
     try:
-        growth = _plain(name, rest)
+        growth = _parse_shape(name, rest)
         if growth is not None and plus:
-            growth = _stopped(growth, stop)
+            growth = _add_stop(growth, stop)
     except ValueError as error:
         raise ValueError(f"growth {text!r} cannot be read: {error}") from error
     if growth is None:
@@ -64,20 +68,20 @@ def parse_growth(text: str) -> Growth:
     return growth
 
 
-def _plain(name: str, rest: str) -> Growth | None:
-    """Read a growth without a stop rule, or None where the name is unknown."""
+def _parse_shape(name: str, rest: str) -> Growth | None:
+    """Parse a growth without a stop rule; None where the name is unknown."""
     if not rest:
-        return PLAIN[name]() if name in PLAIN else None
+        return BY_NAME[name]() if name in BY_NAME else None
     numbers = [int(number) for number in rest.split(",")]
-    if name in OF_WIDTHS:
-        return OF_WIDTHS[name](numbers)
-    if name in OF_DEPTH and len(numbers) == 1:
-        return OF_DEPTH[name](numbers[0])
+    if name in BY_WIDTHS:
+        return BY_WIDTHS[name](numbers)
+    if name in BY_DEPTH and len(numbers) == 1:
+        return BY_DEPTH[name](numbers[0])
     return RSDS(*numbers) if name == "rsds" and len(numbers) == 2 else None
 
 
-def _stopped(growth: Growth, text: str) -> Growth | None:
-    """Add a stop rule, or give None where its name is unknown."""
+def _add_stop(growth: Growth, text: str) -> Growth | None:
+    """Add a stop rule to a growth; None where its name is unknown."""
     name, _, rest = text.partition(":")
     if name not in STOPS:
         return None

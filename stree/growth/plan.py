@@ -1,26 +1,33 @@
-"""The vocabulary of growth: slots, layers of them, and the plan that a drafter fills.
+"""The plan of a draft tree, layer by layer, and the choice of the slots that become nodes.
 
-A slot is a place for one more child under a node; it has a rank among its siblings and a value, the estimated
-probability that verification gets as far as testing it (also called reach).
+Terms that the whole package uses:
+
+* node: a token of the draft tree.  Node 0 is the root, the pending token; drafted nodes follow layer by layer.
+* rank: number of a child among its siblings, from 0, in the order in which verification tests them.
+* slot: a possible child of a node, given by its parent and its rank.  The slots below a layer are numbered parent's
+  index in its layer x ranks + rank.
+* value of a node: estimated probability that the target accepts it together with all its ancestors.
+* priority of a slot: the same probability before the token is drawn, so it does not depend on that token.
+* column: index in the arrays of the draft model's own tree.  It begins with [last accepted leaf, root] where the draft
+  model has not yet run that leaf, else with [root, padding].  Node i > 0 is column i + 1.
+* root offset: column of the root, 1 or 0.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, Protocol, Self
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from stree.growth.acceptance_model import DraftEstimate, Estimate, PathEstimate
 from stree.kernels.growth_door import Terms, choose
-from stree.sampling import Sampling
 
-__all__ = ["Bound", "Drawing", "Growth", "Layer", "Limited", "Plan", "Wrapped", "choose_slots"]
+__all__ = ["Drawing", "Layer", "Plan", "choose_slots"]
 
-# How children come about when sampling: drawn without replacement, drawn with it, or the most probable ones, which are
-# chosen without chance (kind DELTA).  At temperature 0 every growth takes the most probable ones.
+# How children are obtained when sampling: drawn without replacement, drawn with replacement, or the most probable
+# tokens, taken without randomness (kind DELTA).  At temperature 0 every growth takes the most probable tokens.
 Drawing = Literal["distinct", "independent", "top"]
 
 
@@ -30,12 +37,12 @@ class Layer:
 
     Attributes:
         width: nodes of the layer, padding included.
-        ranks: children offered by each node of the layer above.
-        slots: the chosen slots, parent's place in its layer x ranks + rank, or None to choose by value.
-        leaves: the next best slots, which become nodes that get no children and are not run.
-        below: values of the best nodes that typically grow below a node of this layer, relative to it, best first;
-            slots are taken as far as the budget lasts if what is worth as much below them is taken, too.  None to go
-            by a threshold.
+        ranks: slots below each node of the layer above.
+        slots: the slots that become nodes, or None to choose them by priority.
+        leaves: how many of the next best slots become nodes without children, which the draft model does not run.
+        below: values, relative to a node of this layer, of the best nodes that typically grow below it, best first.
+            A slot is taken if the budget also covers all nodes of at least its value that are expected below the
+            slots before it.  None: choose by the plan's threshold.
     """
 
     width: int
@@ -47,17 +54,17 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a drafter needs to grow a tree with fixed shapes: a draft call a layer.
+    """Sizes of a tree that is grown with one draft call per layer.
 
     Attributes:
         layers: from depth 1 down.
         num_nodes: most drafted nodes, the root not counted.
-        threshold: a slot chosen by value needs at least this one, but for a layer's equal share of the nodes still
-            to come, which is taken whatever its value: the budget is paid for anyway.
-        is_pruned: deterministic children only: grow every layer to its width, keep the best ``num_nodes`` in the end.
-        is_heap: one node a draft call, always at the slot of the greatest value.
-        drawing: how children come about when sampling.
-        is_fixed: needs its nodes whatever the budget.
+        threshold: least priority of a slot.  Each layer takes at least its equal share of the remaining nodes, best
+            slots first, whatever their priority: the target verifies the whole budget in any case.
+        is_pruned: only without randomness: grow every layer to its width, keep the best ``num_nodes`` at the end.
+        is_heap: one node per draft call, each at the slot of the greatest priority in the tree.
+        drawing: how children are obtained when sampling.
+        is_fixed: the tree has these nodes whatever the budget.
     """
 
     layers: tuple[Layer, ...]
@@ -69,132 +76,31 @@ class Plan:
     is_fixed: bool = False
 
 
-class Growth(Protocol):
-    """A policy for growing trees."""
-
-    @property
-    def sampling(self) -> Sampling:
-        """What children are drawn with."""
-        ...
-
-    def bind(self, sampling: Sampling) -> Growth:
-        """Give this policy for children drawn under ``sampling``.
-
-        At temperature 0 children are the top-k, kind DELTA.
-        """
-        ...
-
-    def plan(self, budget: int) -> Plan:
-        """Lay out a tree of at most ``budget`` nodes, root included.
-
-        Raises:
-            ValueError: a fixed shape larger than the budget.
-        """
-        ...
-
-    def estimate(self, batch: int, device: torch.device) -> Estimate:
-        """Begin to rate the slots of one run's trees; what is learnt on the way stays in what is returned."""
-        ...
-
-
-@dataclass(frozen=True)
-class Bound:
-    """The sampling that a growth draws with."""
-
-    sampling: Sampling = field(default=Sampling(), kw_only=True)
-
-    def bind(self, sampling: Sampling) -> Self:
-        """Give this policy for children drawn under ``sampling``."""
-        return replace(self, sampling=sampling)
-
-    def estimate(self, batch: int, device: torch.device) -> Estimate:
-        """Rate by the draft's own probabilities."""
-        return PathEstimate() if self.sampling.is_greedy else DraftEstimate()
-
-
-@dataclass(frozen=True)
-class Wrapped:
-    """Another growth, changed.
-
-    Args:
-        base: the other.
-
-    Raises:
-        TypeError: a base that is none.
-    """
-
-    base: Growth
-
-    def __post_init__(self) -> None:
-        if isinstance(self.base, type) or not hasattr(self.base, "plan"):
-            raise TypeError(f"base must be a growth such as Chain(4), got {self.base!r:.80}")
-
-    @property
-    def sampling(self) -> Sampling:
-        """What children are drawn with."""
-        return self.base.sampling
-
-    def bind(self, sampling: Sampling) -> Self:
-        """Give this policy for children drawn under ``sampling``."""
-        return replace(self, base=self.base.bind(sampling))
-
-    def plan(self, budget: int) -> Plan:
-        """Lay out the other's tree."""
-        return self.base.plan(budget)
-
-    def estimate(self, batch: int, device: torch.device) -> Estimate:
-        """Begin the other's estimate."""
-        return self.base.estimate(batch, device)
-
-
-@dataclass(frozen=True)
-class Limited(Wrapped):
-    """Another growth, cut at a depth; what it learns is the other's.
-
-    Args:
-        base: a growth that has a depth.
-        depth: most layers.
-    """
-
-    depth: int
-
-    def plan(self, budget: int) -> Plan:
-        """Lay out the other's tree for this depth."""
-        return _cut(self.base, self.depth).plan(budget)
-
-
-def _cut(growth: Any, depth: int) -> Growth:
-    """Give a growth, or the one inside it, another depth."""
-    if isinstance(growth, Wrapped):
-        return replace(growth, base=_cut(growth.base, depth))
-    return replace(growth, depth=depth)  # type: ignore[no-any-return]
-
-
 def choose_slots(
-    layer: Layer, value: Tensor, left: Tensor | None, threshold: float, layers_left: int
+    layer: Layer, priority: Tensor, left: Tensor | None, threshold: float, layers_left: int
 ) -> tuple[Tensor, Tensor]:
-    """Choose the slots of a layer.
+    """Choose the slots of a layer that become nodes.
 
     Args:
         layer: the plan's layer.
-        value: float[batch, above x ranks], value of each slot; 0 where there is none.  Of drawn siblings a later one
-            never has the greater value, so an earlier one is never passed over.
+        priority: float[batch, above x ranks], 0 where there is no slot.  Of drawn siblings a later one never has the
+            greater priority, so an earlier one is never skipped.
         left: int64[batch], nodes that the budget still allows; None where the layer is grown to its width.
-        threshold: least value, where the layer does not say what grows below it.
-        layers_left: an equal share of what is left, for so many layers, is taken whatever its value.
+        threshold: least priority, where ``layer.below`` is None.
+        layers_left: layers that share ``left``, this one included; an equal share is taken whatever its priority.
 
     Returns:
-        int64[batch, width + leaves] slots and bool[batch, width + leaves], whether each is taken.
+        int64[batch, width + leaves] slots and bool[batch, width + leaves], whether each becomes a node.
     """
     if layer.slots is not None:
-        index = _on_device(layer.slots, value.device).expand(value.shape[0], -1)
-        return index, value.gather(1, index) > 0
-    below = None if layer.below is None else _on_device(layer.below[::-1], value.device)
-    return choose(value, left, below, Terms(layer.width + layer.leaves, threshold, layers_left))
+        index = _on_device(layer.slots, priority.device).expand(priority.shape[0], -1)
+        return index, priority.gather(1, index) > 0
+    below = None if layer.below is None else _on_device(layer.below[::-1], priority.device)
+    return choose(priority, left, below, Terms(layer.width + layer.leaves, threshold, layers_left))
 
 
-@cache  # captured steps read them: none may be dropped
+@cache  # CUDA graphs of captured steps read these tensors, so they must stay allocated
 def _on_device(numbers: tuple[int, ...] | tuple[float, ...], device: torch.device) -> Tensor:
-    """Put what a layer says on a device, once."""
+    """Copy numbers of a layer to a device, once for each device."""
     is_whole = bool(numbers) and isinstance(numbers[0], int)
     return torch.tensor(numbers, dtype=torch.long if is_whole else torch.float32, device=device)

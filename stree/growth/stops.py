@@ -1,29 +1,30 @@
-"""Rules that end growth before a level is drawn; they read only earlier levels, so the method stays lossless.
+"""Stop rules: end the growth of a sequence's tree before the next layer is drawn.
 
-A sequence that has stopped gets padding where its tree would go on; where reading waits for nothing, draft calls end
-when every sequence of the batch has stopped.
+They read only what earlier layers show, never the token that would be drawn next, so the method stays lossless.  Where
+the host can read tensors without synchronising (the CPU), draft calls end once every sequence of the batch has stopped;
+elsewhere a stopped sequence's layers are padding, so that every step has one shape.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from stree.growth.acceptance_model import Estimate, Proposal, Slots
-from stree.growth.plan import Plan, Wrapped
+from stree.growth.acceptance_model import AcceptanceModel, Proposal, Slots
+from stree.growth.base import WrappedGrowth
+from stree.growth.plan import Plan
 from stree.kernels.growth_learning import Kept
 from stree.sampling import Random
 
-__all__ = ["Confidence", "DepthStop", "Stop", "Stopped", "StoppedGrowth"]
+__all__ = ["Confidence", "Stop", "StoppedGrowth", "StoppedModel"]
 
 
-class Stop(Protocol):
-    """When a sequence's tree has grown enough."""
+class Stop:
+    """A rule that ends the growth of a sequence's tree; the base class never does."""
 
     def goes_on(self, depth: int, values: Tensor) -> Tensor | None:
         """Decide below a new layer, before its draft call.
@@ -33,81 +34,84 @@ class Stop(Protocol):
             values: float[batch, width], values of its nodes, 0 where there is none.
 
         Returns:
-            bool[batch], or None where it goes on anyway.
+            bool[batch], or None where growth always continues.
         """
-        ...
+        return None
 
-    def draws(self, reach: Tensor, probs: Tensor) -> Tensor | None:
+    def draws(self, values: Tensor, dist: Tensor) -> Tensor | None:
         """Decide after a draft call, before tokens are drawn from its distributions.
 
         Args:
-            reach: float[batch, above], values of the nodes that were run, 0 where there is none.
-            probs: float[batch, above, vocab].
+            values: float[batch, above], values of the nodes that were run, 0 where there is none.
+            dist: float[batch, above, vocab].
 
         Returns:
-            bool[batch], or None where it draws anyway.
+            bool[batch], or None where tokens are always drawn.
         """
-        ...
+        return None
 
 
-class Stopped:
-    """An estimate that draws nothing more once a rule has stopped a sequence.
+class StoppedModel(AcceptanceModel):
+    """Another acceptance model with a stop rule; a sequence also stops where the other model's own rule says so.
 
     Args:
-        base: the estimate.
-        rule: the rule.
+        base: the other model.
+        rule: the stop rule.
     """
 
-    def __init__(self, base: Estimate, rule: Stop) -> None:
-        self._base, self._rule, self._depth = base, rule, 0
+    def __init__(self, base: AcceptanceModel, rule: Stop) -> None:
+        self.base, self._rule, self._depth = base, rule, 0
 
     def begin(self, plan: Plan, rng: Random) -> None:
-        """Begin at the root."""
+        """Prepare for a new tree."""
         self._depth = 0
-        self._base.begin(plan, rng)
+        self.base.begin(plan, rng)
 
-    def draws(self, reach: Tensor, probs: Tensor) -> Tensor | None:
-        """Ask the rule, and another one that the base may have."""
-        base, own = self._base.draws(reach, probs), self._rule.draws(reach, probs)
-        return base if own is None else own if base is None else base & own
+    def draws(self, values: Tensor, dist: Tensor) -> Tensor | None:
+        """Combine the rule with the base's."""
+        return _both(self.base.draws(values, dist), self._rule.draws(values, dist))
 
     def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
-        """Rate slots as the base does."""
-        return self._base.rate(slots)
+        """Return the base's priorities and values."""
+        return self.base.rate(slots)
 
     def goes_on(self, values: Tensor) -> Tensor | None:
-        """Ask both."""
+        """Combine the rule with the base's."""
         self._depth += 1
-        base, own = self._base.goes_on(values), self._rule.goes_on(self._depth, values)
-        return base if own is None else own if base is None else base & own
+        return _both(self.base.goes_on(values), self._rule.goes_on(self._depth, values))
 
-    def note(self, slots: Tensor) -> Kept | None:
-        """Note what the base does."""
-        return self._base.note(slots)
+    def keep(self, slots: Tensor) -> Kept | None:
+        """Return what the base needs of new nodes."""
+        return self.base.keep(slots)
 
-    def remember(self, tokens: Tensor, path: Tensor | None, lengths: Tensor) -> None:
-        """Tell the base."""
-        self._base.remember(tokens, path, lengths)
+    def read_text(self, tokens: Tensor, path: Tensor | None, lengths: Tensor) -> None:
+        """Pass new tokens to the base."""
+        self.base.read_text(tokens, path, lengths)
 
-    def forget(self, row: int) -> None:
-        """Tell the base."""
-        self._base.forget(row)
+    def reset(self, row: int) -> None:
+        """Reset what the base learnt of a sequence."""
+        self.base.reset(row)
 
     def learn(self, proposal: Proposal, ratios: Tensor, is_live: Tensor) -> None:
-        """Tell the base."""
-        self._base.learn(proposal, ratios, is_live)
+        """Let the base learn."""
+        self.base.learn(proposal, ratios, is_live)
+
+
+def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Return where both rules continue; None always does."""
+    return first if second is None else second if first is None else first & second
 
 
 @dataclass(frozen=True)
-class Confidence:
-    """Draw on while the draft is sure of some node's next token; for ``Chain(depth, stop=...)``.
+class Confidence(Stop):
+    """Continue a chain while the draft is confident of some node's next token; for ``Chain(depth, stop=...)``.
 
-    The token itself is not looked at: a chain cut at the drawn token's own probability is not lossless unless the token
-    is kept.
+    It looks at the distribution and not at the drawn token: a chain that drops a drawn token because of its own
+    probability is not lossless.  SGLang and llama.cpp stop chains in the same way.
 
     Args:
         least_prob: least probability of the most probable token.
-        most_entropy: most entropy of the distribution, nats.
+        most_entropy: greatest entropy of the distribution, in nats.
 
     Raises:
         ValueError: a probability outside [0, 1], a negative entropy, or neither given.
@@ -124,29 +128,26 @@ class Confidence:
         if self.least_prob == 0 and self.most_entropy == math.inf:
             raise ValueError("Confidence needs least_prob or most_entropy, got neither")
 
-    def goes_on(self, depth: int, values: Tensor) -> None:
-        """Say nothing: the next distributions are not known."""
-
-    def draws(self, reach: Tensor, probs: Tensor) -> Tensor:
-        """Look for a live node whose distribution is sharp."""
-        is_sure = probs.amax(-1) >= self.least_prob
+    def draws(self, values: Tensor, dist: Tensor) -> Tensor:
+        """Return where some live node's distribution is sharp enough: bool[batch]."""
+        is_sharp = dist.amax(-1) >= self.least_prob
         if self.most_entropy < math.inf:
-            is_sure &= torch.special.entr(probs).sum(-1) <= self.most_entropy
-        return (is_sure & (reach > 0)).any(1)
+            is_sharp &= torch.special.entr(dist).sum(-1) <= self.most_entropy
+        return (is_sharp & (values > 0)).any(1)
 
 
 @dataclass(frozen=True)
-class StoppedGrowth(Wrapped):
-    """Another growth with a stop rule."""
+class StoppedGrowth(WrappedGrowth):
+    """A growth of layers with a stop rule."""
 
     @property
     def depth(self) -> int:
-        """Most layers, where the other growth has such a number."""
+        """Most layers, where the base has such a number."""
         base: Any = self.base
         return base.depth  # type: ignore[no-any-return]
 
     def plan(self, budget: int) -> Plan:
-        """Lay out the other's tree.
+        """Return the base's plan.
 
         Raises:
             ValueError: a growth without layers.
@@ -155,50 +156,3 @@ class StoppedGrowth(Wrapped):
         if plan.is_heap:
             raise ValueError(f"{type(self).__name__} needs a growth of layers, got {self.base}")
         return plan
-
-
-@dataclass(frozen=True)
-class DepthStop(StoppedGrowth):
-    """Stop where a layer's nodes are together too improbable (Dynamic Depth Decoding, arXiv 2409.00142).
-
-    The paper adds it to EAGLE-2 with up to 11 layers, looking at three of them.  It compares the logarithm of the sum
-    of the beam's path probabilities with a threshold; here values are what the growth's estimate gives, and nodes that
-    can no longer be proposed count nothing.  Below the default the next call brought an accepted token in at most one
-    step of eight (bundled pair, 34 nodes of ``Calibrated`` and EAGLE-2 at temperatures 0 and 0.8, layers 4 to 7, 16
-    prompts of HumanEval and GSM8K); a call is worth about 0.2 tokens there.
-
-    Args:
-        base: a growth of layers.
-        threshold: least log of the sum of a layer's values.
-        layers: depths at which it looks, from 1; None for all.
-
-    Raises:
-        TypeError: a base that is no growth.
-        ValueError: a threshold that is no number below 0, or no depth, or one below 1.
-    """
-
-    threshold: float = -1.5
-    layers: Sequence[int] | None = (5, 7, 9)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.threshold <= 0:
-            raise ValueError(f"threshold must be a log-probability, at most 0, got {self.threshold}")
-        if self.layers is not None:
-            object.__setattr__(self, "layers", tuple(self.layers))
-            if not self.layers or min(self.layers) < 1:
-                raise ValueError(f"layers must be depths of at least 1, got {list(self.layers)}")
-
-    def estimate(self, batch: int, device: torch.device) -> Estimate:
-        """Begin the other's estimate under this rule."""
-        return Stopped(self.base.estimate(batch, device), self)
-
-    def goes_on(self, depth: int, values: Tensor) -> Tensor | None:
-        """Compare the sum of a layer's values."""
-        if self.layers is not None and depth not in self.layers:
-            return None
-        # In float64 the sum does not depend on how many zeros are among the values.
-        return values.sum(1, dtype=torch.float64) >= math.exp(self.threshold)
-
-    def draws(self, reach: Tensor, probs: Tensor) -> None:
-        """Say nothing: the draft call is made."""

@@ -40,7 +40,7 @@ from stree.growth import (
     SpecInfer,
     Static,
 )
-from stree.growth.plan import Bound
+from stree.growth.base import BaseGrowth
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import Acceptance
@@ -156,14 +156,14 @@ def test_every_growth(name: str, cheap_trees: None) -> None:
     assert [len(text) for text in sampled.sequences] == [len(text) for text in out.sequences]
 
 
-class Opaque(Bound):
+class Opaque(BaseGrowth):
     """A growth without a depth: all of it or nothing."""
 
     def plan(self, budget: int) -> Plan:
         return Calibrated(depth=2).bind(self.sampling).plan(min(budget, 9))
 
 
-class Broken(Bound):
+class Broken(BaseGrowth):
     """A growth that cannot be laid out."""
 
     def plan(self, budget: int) -> Plan:

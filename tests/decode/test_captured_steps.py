@@ -277,8 +277,8 @@ def test_a_drafter_that_fails_is_done_without(fails_at: int, monkeypatch: pytest
 class Reading(Chain):
     """A chain whose shape asks the device, which no graph can hold."""
 
-    def estimate(self, batch: int, device: torch.device) -> Any:
-        known = super().estimate(batch, device)
+    def acceptance_model(self, batch: int, device: torch.device) -> Any:
+        known = super().acceptance_model(batch, device)
 
         class Asking(type(known)):  # type: ignore[misc]
             def goes_on(self, values: Tensor) -> None:

@@ -13,7 +13,7 @@ from scipy import stats
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from stree.drafters.candidates import top
+from stree.drafters.candidates import top_candidates
 from stree.kernels import topology
 from stree.sampling import MAX_RANKS, Draws, Random, Sampling, _philox
 
@@ -329,7 +329,7 @@ def test_the_most_probable_children_are_those_of_a_stable_sort(vocab: int, count
             dist = (dist * step).round() / step
         for given in (dist, dist.double(), dist.transpose(0, 1)):
             expected = torch.sort(given, dim=-1, descending=True, stable=True)
-            found = top(given, 0, count)
+            found = top_candidates(given, 0, count)
             kept = min(vocab, count)
             assert torch.equal(found.tokens[..., :kept], expected.indices[..., :kept])
             assert torch.equal(found.probs[..., :kept], expected.values[..., :kept])

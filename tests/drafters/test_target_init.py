@@ -12,8 +12,7 @@ from scipy import stats
 import stree
 from stree.drafters import ModelDrafter, NoDrafter, SuffixDrafter
 from stree.drafters.target_init import TargetInitDrafter
-from stree.growth import Chain
-from stree.growth.target_init import TargetInit
+from stree.growth import Chain, TargetInit
 from stree.sampling import Random, Sampling
 from stree.verify import LONGEST, VERIFIERS, Acceptance
 

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from stree.drafters import Drafter, DraftRun, FusedDrafter, ModelDrafter
 from stree.drafters.target_init import TargetInitDrafter
-from stree.growth import RSDS, Chain, DySpec, Estimate, Growth, Plan, Static
-from stree.growth.acceptance_model import PathEstimate
-from stree.growth.target_init import TargetInit
+from stree.growth import RSDS, AcceptanceModel, Chain, DySpec, Growth, Plan, Static, TargetInit
+from stree.growth.acceptance_model import PathProbability
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import LONGEST, SAMPLED, Acceptance, DraftProbs, accept
@@ -83,8 +82,8 @@ def test_a_sampled_tree_pruned_afterwards_by_its_own_probability(seed: int) -> N
 class OwnProbability(DySpec):
     """Takes a slot by the probability of the very token that was drawn there, and drops it if that is low."""
 
-    def estimate(self, batch: int, device: torch.device) -> Estimate:
-        return PathEstimate()
+    def acceptance_model(self, batch: int, device: torch.device) -> AcceptanceModel:
+        return PathProbability()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -141,8 +140,8 @@ def test_drawn_siblings_in_the_order_of_their_tokens(seed: int) -> None:
 class LikelyBeam(RSDS):
     """Keeps of every level the paths of the greatest probability, not of the greatest perturbed one."""
 
-    def estimate(self, batch: int, device: torch.device) -> Estimate:
-        return PathEstimate()
+    def acceptance_model(self, batch: int, device: torch.device) -> AcceptanceModel:
+        return PathProbability()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

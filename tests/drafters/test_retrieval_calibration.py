@@ -1,7 +1,4 @@
-"""What retrieved values are corrected by: temperature, and what came true of each sequence's own text.
-
-Run: python -m pytest tests/test_trust.py
-"""
+"""Correction of retrieved values: by temperature, and by which of them each sequence accepted."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ def log_odds(share: float) -> float:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_children_keep_their_shares_of_what_is_believed_of_them_together(temperature: float) -> None:
+def test_children_keep_their_shares_of_their_corrected_sum(temperature: float) -> None:
     slope = GREEDY_SLOPE if temperature == 0 else 1.0
     known = chance(slope * log_odds(0.8) + PER_TEMPERATURE * temperature)
     below = chance(slope * log_odds(0.45 / 0.6) + PER_TEMPERATURE * temperature)
@@ -40,7 +37,7 @@ def test_padding_is_worth_nothing_and_values_never_rise_along_a_path() -> None:
     assert found[3] == 0 and 1 >= found[1] >= found[2] > 0.99
 
 
-def test_what_came_true_is_believed_more_and_what_did_not_less() -> None:
+def test_accepted_values_are_raised_and_rejected_ones_lowered() -> None:
     before = float(RetrievalCalibration(1).rate(TREE, VALUES, 0.8)[0, 1:3].sum())
     for text, is_more in (([1, 3, 9], True), ([2], True), ([7], False), ([1, 7], None)):
         calibration = RetrievalCalibration(1)
@@ -56,7 +53,7 @@ def test_what_came_true_is_believed_more_and_what_did_not_less() -> None:
     assert calibration._level[0] == pytest.approx(-first / (PRIOR_WEIGHT + first * (1 - first)), rel=1e-5)
 
 
-def test_a_text_of_which_nothing_was_retrieved_or_that_stands_still_teaches_nothing() -> None:
+def test_nothing_is_learnt_where_nothing_was_retrieved_or_the_sequence_is_inactive() -> None:
     calibration = RetrievalCalibration(1)
     calibration.rate(TokenTree(torch.tensor([[5]]), torch.tensor([[-1]])), torch.ones(1, 1), 0.0)
     calibration.learn([[3, 4]])

@@ -1,4 +1,4 @@
-"""Trees of the most probable tokens against the papers' procedures in plain Python, ties, and what they cost."""
+"""Stop rules: where they end a tree, how they combine, and the parameters that they refuse."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.enumeration import TableLM, TableModel
-from test_growth import nodes_by_path, path_prob, random_rows
+from helpers.enumeration import TableModel
+from helpers.growth_drafts import counted_draft, nodes_by_path
 
-from stree.drafters import Draft, ModelDrafter
 from stree.growth import Chain, Confidence, DecisionStop, DepthStop, DySpec, Eagle2, Growth, OptTree, Static
 from stree.kernels import topology
 from stree.sampling import Random, Sampling
@@ -19,112 +18,8 @@ GREEDY = Sampling()
 Path = tuple[int, ...]
 
 
-def proposed(
-    dist: TableModel, growth: Growth, budget: int, sampling: Sampling = GREEDY, batch: int = 1, first: int = 0
-) -> tuple[Draft, int]:
-    """Propose below pending tokens first, first + 1, ...; return the draft and the draft calls really made."""
-    lm = TableLM(dist)
-    run = ModelDrafter(lm.as_lm()).start(dist.vocab, [[0]] * batch, random_rows(batch))
-    pending = (torch.arange(batch) + first) % dist.vocab
-    draft = run.propose(pending, growth.bind(sampling), budget)
-    assert draft.num_calls == lm.num_calls
-    return draft, lm.num_calls
-
-
-def best(dist: TableModel, paths: list[Path], count: int) -> list[Path]:
-    return sorted(paths, key=lambda path: -path_prob(dist, path))[:count]
-
-
-def eagle2(dist: TableModel, depth: int, beam: int, nodes: int) -> set[Path]:
-    """Expand beams, then rerank all candidates: EAGLE-2 by its description."""
-    frontier: list[Path] = [()]
-    pool: list[Path] = []
-    for _ in range(depth):
-        candidates = []
-        for path in frontier:
-            probs = dist.logits[path[-1] if path else 0].softmax(-1)
-            candidates += [(*path, int(token)) for token in probs.topk(min(beam, dist.vocab)).indices]
-        pool += candidates
-        frontier = best(dist, candidates, beam)
-    return set(best(dist, pool, nodes))
-
-
-def opt_tree(dist: TableModel, depth: int, nodes: int, least_gain: float) -> tuple[set[Path], int]:
-    """Expand the best nodes of each layer until a layer adds too little: OPT-Tree by its description."""
-    frontier: list[Path] = [()]
-    pool: list[Path] = []
-    expected, calls = 0.0, 0
-    for _ in range(depth):
-        calls += 1
-        frontier = best(dist, [(*path, token) for path in frontier for token in range(dist.vocab)], nodes)
-        pool += frontier
-        now = sum(path_prob(dist, path) for path in best(dist, pool, nodes))
-        if now - expected <= least_gain:
-            break
-        expected = now
-    return set(best(dist, pool, nodes)), calls
-
-
-@pytest.mark.parametrize("waits", [False, True], ids=["host", "device"])
-@pytest.mark.parametrize(("depth", "beam", "nodes"), [(3, 2, 5), (4, 3, 14), (3, 4, 30), (2, 3, 2)])
-def test_eagle2_keeps_the_best_of_all_candidates(
-    depth: int, beam: int, nodes: int, waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(topology, "waits_always", waits)
-    for seed in range(4):
-        dist = TableModel.random(6, seed, scale=1.0)
-        draft, calls = proposed(dist, Eagle2(depth, beam), nodes + 1)
-        draft.tree.check()
-        assert set(nodes_by_path(draft.tree)) == eagle2(dist, depth, beam, nodes)
-        assert calls <= depth
-
-
-@pytest.mark.parametrize("waits", [False, True], ids=["host", "device"])
-def test_opt_tree_stops_where_a_layer_adds_too_little(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "waits_always", waits)
-    layers = set()
-    for seed in range(4):
-        dist = TableModel.random(5, seed, scale=2.0)
-        for least_gain in (0.0, 0.2, 0.5):
-            draft, calls = proposed(dist, OptTree(5, least_gain), 13)
-            expected, layer = opt_tree(dist, 5, 12, least_gain)
-            assert set(nodes_by_path(draft.tree)) == expected
-            assert calls <= 5 if waits else calls == layer
-            layers.add(layer)
-    assert len(layers) > 2, "growth stops at several depths"
-
-
-@pytest.mark.parametrize(
-    "growth", [Eagle2(4, 3), OptTree(4, 0.0), DySpec(depth=4)], ids=["eagle2", "opt-tree", "layers"]
-)
-def test_ties_keep_no_child_without_its_parent(growth: Growth) -> None:
-    # A distribution of one token gives log-probability 0 along a path: child and parent have exactly the same value.
-    sure = torch.full((5, 5), -torch.inf, dtype=torch.float64)
-    sure[torch.arange(5), (torch.arange(5) + 1) % 5] = 0.0
-    for logits in (sure, torch.zeros(5, 5, dtype=torch.float64)):
-        for budget in (2, 3, 4, 6, 9):
-            draft, _ = proposed(TableModel(logits), growth, budget, batch=2)
-            draft.tree.check()
-            for row in range(2):
-                paths = nodes_by_path(draft.tree, row)
-                assert len(set(paths)) == len(paths) == min(budget - 1, 4 if logits is sure else 99)
-                assert all(path[:-1] in paths for path in paths if len(path) > 1)
-                assert int(draft.tree.tokens[row, 0]) == row, "the root ties too"
-                if logits is sure:
-                    assert max(paths) == tuple((row + step) % 5 for step in range(1, len(paths) + 1))
-
-
-def test_a_row_s_tree_does_not_depend_on_its_neighbours() -> None:
-    dist = TableModel.random(6, 2, scale=2.5)
-    for growth in (Eagle2(4, 3), OptTree(4, 0.3), DepthStop(Eagle2(4, 3), -0.4, None)):
-        together, _ = proposed(dist, growth, 12, batch=6)
-        for row in range(6):
-            alone, _ = proposed(dist, growth, 12, first=row)
-            assert nodes_by_path(together.tree, row) == nodes_by_path(alone.tree)
-
-
 def stopped_depth(dist: TableModel, sampling: Sampling, growth: Growth, budget: int, first: int) -> tuple[int, int]:
-    draft, calls = proposed(dist, growth, budget, sampling, first=first)
+    draft, calls = counted_draft(dist, growth, budget, sampling, first=first)
     return int(draft.tree.depths.max()), calls
 
 
@@ -134,7 +29,7 @@ def test_a_chain_stops_before_it_draws_from_a_distribution_that_is_unsure(sampli
     for rule in (Confidence(least_prob=0.6), Confidence(most_entropy=1.0)):
         for first in range(6):
             growth = Chain(5, stop=rule)
-            draft, calls = proposed(dist, growth, 6, sampling, first=first)
+            draft, calls = counted_draft(dist, growth, 6, sampling, first=first)
             chain = [first, *(path[-1] for path in nodes_by_path(draft.tree))]
             probs = (dist.logits[chain] / (sampling.temperature or 1)).softmax(-1)
             is_sure = (probs.amax(-1) >= rule.least_prob) & (torch.special.entr(probs).sum(-1) <= rule.most_entropy)
@@ -171,10 +66,11 @@ def affine(row: list[float], inputs: list[float]) -> float:
 
 def test_stops_and_gains_begin_anew_with_every_tree() -> None:
     shape, cpu, rng = Eagle2(depth=3, beam=2), torch.device("cpu"), Random(0, torch.arange(1), torch.zeros(1).long())
-    stopped, gain = DepthStop(shape, threshold=-0.5, layers=(2,)).estimate(1, cpu), OptTree().estimate(1, cpu)
+    stopped = DepthStop(shape, threshold=-0.5, layers=(2,)).acceptance_model(1, cpu)
+    gain = OptTree().acceptance_model(1, cpu)
     for _ in range(2):
-        for estimate in (stopped, gain):
-            estimate.begin(shape.plan(3), rng)
+        for model in (stopped, gain):
+            model.begin(shape.plan(3), rng)
         answers = [stopped.goes_on(torch.tensor([[0.1]])) for _ in range(3)]
         assert [answer if answer is None else answer.tolist() for answer in answers] == [None, [False], None]
         for values, goes_on in (([0.6, 0.3], True), ([0.2, 0.1], False)):
@@ -186,10 +82,10 @@ def test_of_two_stop_rules_either_stops() -> None:
     cpu, values, dist = torch.device("cpu"), torch.tensor([[0.3]]), torch.tensor([[[0.6, 0.4]]])
     for one, other in ((-0.5, -2.0), (-2.0, -0.5), (-2.0, -2.0)):  # of which the first of all is above the value's
         rules = DepthStop(DepthStop(Eagle2(), one, layers=None), other, layers=None)
-        answer = rules.estimate(1, cpu).goes_on(values)
+        answer = rules.acceptance_model(1, cpu).goes_on(values)
         assert answer is not None and answer.tolist() == [-0.5 not in (one, other)]
     for one, other in ((0.0, 1.0), (1.0, 0.0), (0.0, 0.0)):
-        answer = DecisionStop(DecisionStop(Eagle2(), one), other).estimate(1, cpu).draws(values, dist)
+        answer = DecisionStop(DecisionStop(Eagle2(), one), other).acceptance_model(1, cpu).draws(values, dist)
         assert answer is not None and answer.tolist() == [1.0 not in (one, other)]
 
 
@@ -201,15 +97,15 @@ def test_the_decision_is_the_network_s() -> None:
     for first in range(12):
         growth = DecisionStop(Chain(4), 0.5, [first_layer.tolist(), last_layer.tolist()])
         depth, calls = stopped_depth(dist, GREEDY, growth, 5, first)
-        token, reach = first, 1.0
+        token, value = first, 1.0
         for expected in range(5):
             probs = dist.logits[token].softmax(-1)
-            inputs = [*sorted(probs.tolist(), reverse=True)[:10], reach]
+            inputs = [*sorted(probs.tolist(), reverse=True)[:10], value]
             hidden = [max(0.0, affine(row, inputs)) for row in first_layer.tolist()]
             odds = affine(last_layer[0].tolist(), hidden)
             if odds <= 0 or expected == 4:
                 break
-            token, reach = int(probs.argmax()), reach * float(probs.max())
+            token, value = int(probs.argmax()), value * float(probs.max())
         assert depth == expected
         assert calls == min(expected + 1, 4)
         depths.add(expected)
@@ -226,9 +122,9 @@ def test_on_a_device_a_stopped_layer_is_padding(
     growth: Growth, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dist = TableModel.random(6, 4, scale=2.0)
-    host, host_calls = proposed(dist, growth, 8, Sampling(temperature))
+    host, host_calls = counted_draft(dist, growth, 8, Sampling(temperature))
     monkeypatch.setattr(topology, "waits_always", True)
-    device, calls = proposed(dist, growth, 8, Sampling(temperature))
+    device, calls = counted_draft(dist, growth, 8, Sampling(temperature))
     device.tree.check()
     assert nodes_by_path(device.tree) == nodes_by_path(host.tree)
     assert device.tree.tokens.shape[1] >= host.tree.tokens.shape[1]
@@ -238,11 +134,6 @@ def test_on_a_device_a_stopped_layer_is_padding(
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: OptTree(depth=0), "depth must be at least 1, got 0"),
-        (lambda: OptTree(least_gain=-0.1), "least_gain must not be negative, got -0.1"),
-        (lambda: OptTree(least_gain=math.nan), "least_gain must not be negative, got nan"),
-        (lambda: Eagle2(depth=0), "depth must be at least 1, got 0"),
-        (lambda: Eagle2(beam=0), "beam must be at least 1, got 0"),
         (lambda: Confidence(), "Confidence needs least_prob or most_entropy, got neither"),
         (lambda: Confidence(1.2), r"least_prob must be in \[0, 1\], got 1.2"),
         (lambda: Confidence(most_entropy=-1.0), "most_entropy must not be negative, got -1.0"),
@@ -263,3 +154,16 @@ def test_on_a_device_a_stopped_layer_is_padding(
 def test_parameters_out_of_range_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("base", [None, "chain:4", Chain])
+def test_a_stop_rule_for_what_is_no_growth_is_refused(base: Any) -> None:
+    for stopped in (DepthStop, DecisionStop):
+        with pytest.raises(TypeError, match=r"base must be a growth such as Chain\(4\), got "):
+            stopped(base)
+
+
+def test_a_chain_that_something_else_than_a_rule_shall_stop_is_refused() -> None:
+    rule: Any = 3
+    with pytest.raises(TypeError, match=r"stop must be a rule such as Confidence\(0.4\), got 3"):
+        Chain(4, stop=rule)

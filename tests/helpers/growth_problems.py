@@ -8,11 +8,11 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from stree.drafters.candidates import Offered
+from stree.drafters.candidates import Candidates
 from stree.drafters.tree_builder import GrownTree
 from stree.growth import Layer, Plan
-from stree.growth.acceptance_model import Calibration, RankEstimate
 from stree.growth.calibrated import typical_values
+from stree.growth.learned_acceptance import GreedyAcceptance, SampledAcceptance
 from stree.kernels.growth_door import Level, Memory, RankFit, Siblings, Table, Words
 from stree.kernels.reference_growth import remember
 
@@ -89,7 +89,7 @@ class Ranked(NamedTuple):
     @classmethod
     def draw(cls, batch: int, above: int, ranks: int, seed: int, device: torch.device = DEVICE) -> Self:
         """Draw distributions, texts and levels; the first two seeds have no texts, odd ones surer younger children."""
-        own = RankEstimate(batch, max(ranks, 6), device)._fit
+        own = GreedyAcceptance(batch, max(ranks, 6), device).fit
         fit = RankFit(*(-getattr(own, field.name) for field in fields(own))) if seed % 2 else own
         shift = torch.linspace(-3, 4, batch, device=device) * seed  # none at first
         given = some_siblings(batch, above, ranks, seed, device)
@@ -110,7 +110,7 @@ def begun(ranked: Ranked) -> Ranked:
 
 def some_table(batch: int, ranks: int, seed: int, device: torch.device = DEVICE) -> Table:
     """Give a table that some tests were counted in."""
-    table = Calibration(batch, ranks, device, 0.8)._table
+    table = SampledAcceptance(batch, ranks, device).table
     generator = torch.Generator().manual_seed(seed)
     made = torch.rand(table.tests.shape, generator=generator).to(device) * 9
     passed = made * torch.rand(made.shape, generator=generator).to(device)
@@ -122,7 +122,7 @@ class Given(NamedTuple):
 
     slots: Tensor
     is_taken: Tensor
-    offered: Offered
+    candidates: Candidates
     value: Tensor
 
 
@@ -156,7 +156,7 @@ class Forest:
         value *= value.new_ones(()) if above == 1 else frontier.amax()
         is_taken = (self._drawn(3, count) > 0) & (value.flatten(1).gather(1, slots) > 0)
         tokens = self._drawn(50, above, ranks)
-        return Given(slots, is_taken, Offered(tokens, value), value)
+        return Given(slots, is_taken, Candidates(tokens, value), value)
 
 
 def grown_tree(name: str, batch: int, seed: int) -> GrownTree:

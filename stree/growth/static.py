@@ -1,4 +1,4 @@
-"""Shapes that are known beforehand: a chain, a static tree."""
+"""Static trees: a shape that is given beforehand."""
 
 from __future__ import annotations
 
@@ -7,18 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
+from stree.growth.base import BaseGrowth
+from stree.growth.plan import Layer, Plan
 
-from stree.checks import check_sizes
-from stree.growth.acceptance_model import Estimate
-from stree.growth.plan import Bound, Layer, Plan
-from stree.growth.stops import Confidence, Stopped
-
-__all__ = ["Chain", "Static"]
+__all__ = ["Static"]
 
 
 @dataclass(frozen=True)
-class Static(Bound):
+class Static(BaseGrowth):
     """A fixed tree.
 
     ``Static([3, 2])`` gives the root 3 children and each of them 2; ``Static([-1, 0, 0, 1])``, a list that starts with
@@ -47,11 +43,11 @@ class Static(Bound):
 
     @classmethod
     def stree(cls) -> Static:
-        """Make the 12-node, depth-4 tree of the STree paper's headline runs (arXiv 2505.14969)."""
+        """Return the 12-node, depth-4 tree of the STree paper's headline runs (arXiv 2505.14969)."""
         return cls([-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 7, 7])
 
     def plan(self, budget: int) -> Plan:
-        """Lay out the tree; its nodes are ordered by depth."""
+        """Return the plan of the tree, whose nodes are ordered by depth."""
         layers = self._layers()
         nodes = sum(layer.width for layer in layers)
         if nodes + 1 > budget:
@@ -59,7 +55,7 @@ class Static(Bound):
         return Plan(tuple(layers), nodes, is_fixed=True)
 
     def _layers(self) -> list[Layer]:
-        """Order nodes by depth and number their slots."""
+        """Order the nodes by depth and number their slots."""
         if self.shape[0] != -1:
             sizes = list(accumulate(self.shape, operator.mul))
             return [Layer(size, ranks, tuple(range(size))) for size, ranks in zip(sizes, self.shape, strict=True)]
@@ -67,39 +63,8 @@ class Static(Bound):
         while above:
             children = [[node for node, parent in enumerate(self.shape) if parent == upper] for upper in above]
             ranks = max(map(len, children))
-            slots = tuple(place * ranks + rank for place, nodes in enumerate(children) for rank in range(len(nodes)))
+            slots = tuple(index * ranks + rank for index, nodes in enumerate(children) for rank in range(len(nodes)))
             above = [node for nodes in children for node in nodes]
             if above:
                 layers.append(Layer(len(slots), ranks, slots))
         return layers
-
-
-@dataclass(frozen=True)
-class Chain(Bound):
-    """A tree without branches that drafts ``depth`` tokens (speculative decoding, arXiv 2211.17192).
-
-    Args:
-        depth: most tokens.
-        stop: looks before each draw whether the draft is sure enough, or None.
-
-    Raises:
-        TypeError: a depth that is no integer, or a stop that is no rule.
-        ValueError: a depth below 1.
-    """
-
-    depth: int
-    stop: Confidence | None = None
-
-    def __post_init__(self) -> None:
-        check_sizes(depth=self.depth)
-        if self.stop is not None and (isinstance(self.stop, type) or not hasattr(self.stop, "draws")):
-            raise TypeError(f"stop must be a rule such as Confidence(0.4), got {self.stop!r:.80}")
-
-    def plan(self, budget: int) -> Plan:
-        """Lay out the chain."""
-        return Static([1] * self.depth).plan(budget)
-
-    def estimate(self, batch: int, device: torch.device) -> Estimate:
-        """Rate by the draft's own probabilities, as far as they are sure."""
-        estimate = super().estimate(batch, device)
-        return estimate if self.stop is None else Stopped(estimate, self.stop)

@@ -7,15 +7,14 @@ from functools import cache
 from typing import Any
 
 import pytest
-import test_growth
 import torch
 from helpers.enumeration import TableLM, TableModel, emitted_probs, total_variation
-from test_growth import EXACT, PLAIN, all_drafts, draft_of, nodes_by_path, random_rows
+from helpers.growth_drafts import EXACT, PLAIN, all_drafts, draft_of, nodes_by_path, random_rows
 from torch import Tensor
 
 from stree.drafters import Draft, ModelDrafter
 from stree.growth import RSDC, RSDS, Growth, SpecInfer
-from stree.growth.beam import _Race
+from stree.growth.rsd import ArrivalTimes
 from stree.sampling import MAX_RANKS, Random, Sampling
 from stree.verify import INDEPENDENT, SAMPLED, DraftProbs, accept
 
@@ -103,24 +102,21 @@ def test_two_hundred_thousand_steps_emit_the_target_s_distribution(verifier: str
 
 
 def test_a_beam_cut_by_the_tokens_own_probability_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    rate = _Race.rate
+    rate = ArrivalTimes.rate
 
-    def by_probability(self: _Race, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def by_probability(self: ArrivalTimes, *arguments: Any) -> tuple[Tensor, Tensor]:
         _, value = rate(self, *arguments)
         return value, value
 
-    monkeypatch.setattr(_Race, "rate", by_probability)
+    monkeypatch.setattr(ArrivalTimes, "rate", by_probability)
     assert chi_square(RSDS(3, 2), "rejection", 50_000) > CRITICAL
 
 
 @pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
 @pytest.mark.parametrize("seed", [2, 3])
-def test_whatever_the_waiting_times_the_distribution_is_exact(
-    seed: int, verifier: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(test_growth, "SEED", seed)
+def test_whatever_the_waiting_times_the_distribution_is_exact(seed: int, verifier: str) -> None:
     target, dist = TableModel.random(3, 31), TableModel.random(3, 32)
-    trees, _ = all_drafts(dist, RSDS(2, 2), 5, PLAIN)
+    trees = all_drafts(dist, RSDS(2, 2), 5, PLAIN, seed)
     assert abs(float(trees.weight.sum()) - 1) < EXACT
     assert total_variation(emitted_probs(target, trees, PLAIN, verifier, 3), target.joint(PLAIN, 3)) < EXACT
 
@@ -149,34 +145,18 @@ def test_children_drawn_with_replacement_are_those_of_their_numbers() -> None:
         above = draft.tree.tokens[:, parent]
         drawn = rng.choice("draft", table[above], zero, parent * MAX_RANKS + rank)
         assert torch.equal(draft.tree.tokens[:, node], drawn)
-    twins = draft.tree.tokens[:, 1] == draft.tree.tokens[:, 2]
-    assert 0 < int(twins.sum()) < 300
+    repeated = draft.tree.tokens[:, 1] == draft.tree.tokens[:, 2]
+    assert 0 < int(repeated.sum()) < 300
 
 
 def test_siblings_taken_for_distinct_ones_break_the_distribution() -> None:
     biases = []
     for seed in range(4):
         target, dist = TableModel.random(4, 40 + seed), TableModel.random(4, 50 + seed, scale=0.5)
-        trees, _ = all_drafts(dist, SpecInfer([3]), 4, PLAIN)
+        trees = all_drafts(dist, SpecInfer([3]), 4, PLAIN)
         joint = target.joint(PLAIN, 2)
         assert total_variation(emitted_probs(target, trees, PLAIN, "rejection", 2), joint) < EXACT
         dists = DraftProbs(trees.probs.probs, trees.probs.row, torch.full_like(trees.probs.kind, SAMPLED))
         wrong = type(trees)(trees.tokens, trees.parents, dists, trees.weight)
         biases.append(total_variation(emitted_probs(target, wrong, PLAIN, "rejection", 2), joint))
     assert max(biases) > 0.005
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: RSDS(0, 2), "width must be at least 1, got 0"),
-        (lambda: RSDS(2, 0), "depth must be at least 1, got 0"),
-        (lambda: RSDS(3, 2).plan(6), r"a tree of 7 nodes \(root included\) exceeds the budget of 6"),
-        (lambda: SpecInfer([]), r"SpecInfer needs widths of at least 1, got \[\]"),
-        (lambda: SpecInfer([2, 0]), r"SpecInfer needs widths of at least 1, got \[2, 0\]"),
-        (lambda: SpecInfer([2, 2]).plan(6), r"a tree of 7 nodes \(root included\) exceeds the budget of 6"),
-    ],
-)
-def test_a_shape_that_is_none_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -1,0 +1,119 @@
+"""The interface of a growth, and the classes that growths inherit from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
+
+import torch
+
+from stree.growth.acceptance_model import AcceptanceModel, DraftProbability, PathProbability
+from stree.growth.plan import Plan
+from stree.sampling import Sampling
+
+__all__ = ["BaseGrowth", "Growth", "Limited", "WrappedGrowth"]
+
+
+class Growth(Protocol):
+    """A policy that decides which slots of a draft tree become nodes."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """Sampling parameters that children are drawn with."""
+        ...
+
+    def bind(self, sampling: Sampling) -> Growth:
+        """Return this growth for children drawn under ``sampling``.
+
+        At temperature 0 children are the most probable tokens, kind DELTA.
+        """
+        ...
+
+    def plan(self, budget: int) -> Plan:
+        """Return the plan of a tree of at most ``budget`` nodes, root included.
+
+        Raises:
+            ValueError: a fixed shape larger than the budget.
+        """
+        ...
+
+    def acceptance_model(self, batch: int, device: torch.device) -> AcceptanceModel:
+        """Return a new acceptance model for ``batch`` sequences; what it learns is not shared with other runs."""
+        ...
+
+
+@dataclass(frozen=True)
+class BaseGrowth:
+    """A growth whose acceptance model is the draft's own probability.
+
+    Args:
+        sampling: sampling parameters that children are drawn with.
+    """
+
+    sampling: Sampling = field(default=Sampling(), kw_only=True)
+
+    def bind(self, sampling: Sampling) -> Self:
+        """Return this growth for children drawn under ``sampling``."""
+        return replace(self, sampling=sampling)
+
+    def acceptance_model(self, batch: int, device: torch.device) -> AcceptanceModel:
+        """Return the draft's own probabilities as the acceptance model."""
+        return PathProbability() if self.sampling.is_greedy else DraftProbability()
+
+
+@dataclass(frozen=True)
+class WrappedGrowth:
+    """A growth that changes another one; every method is the other's unless overridden.
+
+    Args:
+        base: the other growth.
+
+    Raises:
+        TypeError: ``base`` is not a growth.
+    """
+
+    base: Growth
+
+    def __post_init__(self) -> None:
+        if isinstance(self.base, type) or not hasattr(self.base, "plan"):
+            raise TypeError(f"base must be a growth such as Chain(4), got {self.base!r:.80}")
+
+    @property
+    def sampling(self) -> Sampling:
+        """Sampling parameters that children are drawn with."""
+        return self.base.sampling
+
+    def bind(self, sampling: Sampling) -> Self:
+        """Return this growth for children drawn under ``sampling``."""
+        return replace(self, base=self.base.bind(sampling))
+
+    def plan(self, budget: int) -> Plan:
+        """Return the base's plan."""
+        return self.base.plan(budget)
+
+    def acceptance_model(self, batch: int, device: torch.device) -> AcceptanceModel:
+        """Return a new acceptance model of the base."""
+        return self.base.acceptance_model(batch, device)
+
+
+@dataclass(frozen=True)
+class Limited(WrappedGrowth):
+    """Another growth with fewer layers, which shares the acceptance model of the whole one.
+
+    Args:
+        base: a growth that has a depth.
+        depth: most layers.
+    """
+
+    depth: int
+
+    def plan(self, budget: int) -> Plan:
+        """Return the base's plan for this depth."""
+        return _with_depth(self.base, self.depth).plan(budget)
+
+
+def _with_depth(growth: Any, depth: int) -> Growth:
+    """Replace the depth of a growth, or of the one that it wraps."""
+    if isinstance(growth, WrappedGrowth):
+        return replace(growth, base=_with_depth(growth.base, depth))
+    return replace(growth, depth=depth)  # type: ignore[no-any-return]

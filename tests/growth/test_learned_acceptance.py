@@ -1,0 +1,196 @@
+"""Learned acceptance models against ones kept in plain Python."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.enumeration import TableLM, TableModel
+from helpers.growth_drafts import PLAIN, random_rows
+
+from stree.drafters import ModelDrafter
+from stree.growth import Calibrated, Proposal, Slots
+from stree.growth.learned_acceptance import (
+    CONFIDENCE_EDGES,
+    PRIOR_TESTS,
+    SHARPNESS_EDGES,
+    SampledAcceptance,
+    prior_after_draw,
+    prior_before_draw,
+    prior_when_greedy,
+)
+from stree.kernels.growth_door import Words
+from stree.sampling import Sampling
+from stree.tree import TokenTree
+
+CPU = torch.device("cpu")
+
+
+def cell_of(value: float, edges: tuple[float, ...]) -> int:
+    return sum(value > edge for edge in edges)
+
+
+def midpoint(edges: tuple[float, ...], number: int) -> float:
+    bounds = [0.0, *edges, 1.0]
+    return (bounds[number] + bounds[number + 1]) / 2
+
+
+def test_ratings_and_what_is_learnt_are_those_of_a_table_kept_by_hand() -> None:
+    dist = torch.tensor([[[0.7, 0.2, 0.06, 0.04], [0.25, 0.25, 0.25, 0.25], [0.97, 0.01, 0.01, 0.01]]])
+    probs = torch.tensor([[[0.7, 0.2], [0.25, 0.25], [0.01, 0.97]]])
+    above = torch.tensor([[0.5, 0.3, 0.1]])
+    #  the rated nodes are 0, 1, 2 of the layer above; kept: both children of the first, the eldest of the third
+    tree = TokenTree(torch.zeros(1, 4).long(), torch.tensor([[-1, 0, 0, 1]]))
+    ratios = [0.0, 0.6, 0.3, 0.9]
+    made = {1: 1.0, 2: 1 - 0.6, 3: 0.6}
+    model = SampledAcceptance(1, 2, CPU)
+    counted: dict[str, dict[tuple[int, ...], tuple[float, float]]] = {"before": {}, "after": {}}
+
+    def cells(node: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        sharpness = float((dist[0, node] ** 2).sum())
+        spent = float(probs[0, node, :rank].sum())
+        confidence = float(probs[0, node, rank]) / (1 - spent)
+        before = (rank, cell_of(sharpness, SHARPNESS_EDGES))
+        return before, (*before, cell_of(confidence, CONFIDENCE_EDGES))
+
+    def odds(table: str, cell: tuple[int, ...]) -> float:
+        sharpness = -math.log(1 - midpoint(SHARPNESS_EDGES, cell[1]))
+        if table == "before":
+            level, slope = prior_before_draw(cell[0])
+            logit = level + slope * sharpness
+        else:
+            level, slope, steep = prior_after_draw(cell[0])
+            logit = level + slope * sharpness + steep * math.log(midpoint(CONFIDENCE_EDGES, cell[2]))
+        passed, tests = counted[table].get(cell, (0.0, 0.0))
+        return (PRIOR_TESTS / (1 + math.exp(-logit)) + passed) / (PRIOR_TESTS + tests)
+
+    for _ in range(3):
+        priority, value = model.rate(Slots(above, probs, dist))
+        for node in range(3):
+            (before, after), (younger, _) = cells(node, 0), cells(node, 1)
+            eldest = float(above[0, node]) * odds("before", before)
+            assert float(priority[0, node, 0]) == pytest.approx(eldest, rel=1e-5)
+            assert float(value[0, node, 0]) == pytest.approx(float(above[0, node]) * odds("after", after), rel=1e-5)
+            left = float(above[0, node]) * (1 - odds("after", after))
+            assert float(priority[0, node, 1]) == pytest.approx(min(eldest, left * odds("before", younger)), rel=1e-5)
+        proposal = Proposal(tree, torch.ones(1, len(ratios)), None, [model.keep(torch.tensor([[0, 1, 4]]))])
+        model.learn(proposal, torch.tensor([ratios]), torch.tensor([True]))
+        for node, slot in ((1, (0, 0)), (2, (0, 1)), (3, (2, 0))):
+            for table, cell in zip(("before", "after"), cells(*slot), strict=True):
+                passed, tests = counted[table].get(cell, (0.0, 0.0))
+                counted[table][cell] = passed + made[node] * ratios[node], tests + made[node]
+
+
+def test_values_of_a_drawn_tree_are_those_of_a_new_table_whatever_the_text_says() -> None:
+    dist, prompt, pending = TableModel.random(6, 3), [3, 1, 0, 2, 5, 4, 0, 1, 3, 3, 0, 4], 2
+    growth, depths = Calibrated(depth=3).bind(PLAIN), set()
+    for seed in range(6):
+        run: Any = ModelDrafter(TableLM(dist).as_lm()).start(6, [prompt], random_rows(1, seed))
+        draft = run.propose(torch.tensor([pending]), growth, 17)
+        assert draft.values is not None
+        tokens, parents = draft.tree.tokens[0].tolist(), draft.tree.parents[0].tolist()
+        left = dict[int, tuple[float, float, int]]()  # untested, of the distribution, rank of the next child
+        for node in range(1, len(tokens)):
+            parent = parents[node]
+            token, child = tokens[parent], tokens[node]
+            untested, rest, rank = left.get(parent, (float(draft.values[0, parent]), 1.0, 0))
+            row = dist.logits[token].softmax(-1)
+            share = float(row[child]) / rest
+            level, slope, steep = prior_after_draw(rank)
+            sharp = -math.log(1 - midpoint(SHARPNESS_EDGES, cell_of(float((row * row).sum()), SHARPNESS_EDGES)))
+            sure = math.log(midpoint(CONFIDENCE_EDGES, cell_of(share, CONFIDENCE_EDGES)))
+            odds = level + slope * sharp + steep * sure
+            depths.add(draft.tree.depths[0, node].item())
+            chance = 1 / (1 + math.exp(-odds))
+            assert float(draft.values[0, node]) == pytest.approx(untested * chance, rel=1e-4), (seed, node)
+            left[parent] = untested * (1 - chance), rest - float(row[child]), rank + 1
+    assert depths == {1, 2, 3}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_what_is_learnt_does_not_depend_on_the_padding_that_a_neighbour_s_larger_tree_brings(
+    temperature: float,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    uniform = torch.rand(400, 30, generator=generator)
+    parents = (uniform * torch.arange(30)).int() - (torch.arange(30) == 0).int()
+    values, ratios = torch.ones(400, 30), torch.rand(400, 30, generator=generator)
+    for node in range(1, 30):
+        above = values.gather(1, parents[:, node : node + 1].long())[:, 0]
+        values[:, node] = above * torch.rand(400, generator=generator)
+    slots = torch.randint(0, 64, (400, 29), generator=generator)
+    probs, dist = torch.rand(400, 16, 4, generator=generator) / 4, torch.rand(400, 16, 9, generator=generator) / 5
+    rated = []
+    for more in (0, 1, 5, 37):
+        model = Calibrated().bind(Sampling(temperature)).acceptance_model(400, CPU)
+        model.rate(Slots(torch.ones(400, 16), probs, dist))
+        tree = TokenTree.unchecked(torch.zeros(400, 30 + more).long(), F.pad(parents, (0, more), value=-1))
+        kept_slots = [model.keep(F.pad(slots, (0, more)))]
+        proposal = Proposal(tree, F.pad(values, (0, more)), None, kept_slots)
+        model.learn(proposal, F.pad(ratios, (0, more)), torch.ones(400, dtype=torch.bool))
+        rated.append(model.rate(Slots(torch.ones(400, 16), probs, dist))[0])
+    assert all(torch.equal(rated[0], other) for other in rated[1:])
+
+
+def test_sequences_learn_by_themselves_and_finished_ones_not_at_all() -> None:
+    tree = TokenTree(torch.zeros(3, 2).long(), torch.tensor([[-1, 0]]).expand(3, 2))
+    dist = torch.full((3, 1, 4), 0.25)
+    model, alone = SampledAcceptance(3, 2, CPU), SampledAcceptance(1, 2, CPU)
+    ratios, is_live = torch.tensor([[0.0, 0.1], [0.0, 0.9], [0.0, 0.9]]), torch.tensor([True, True, False])
+    for one, rows, chain in ((model, 3, tree), (alone, 1, TokenTree.chain([0, 0]))):
+        one.rate(Slots(torch.ones(rows, 1), dist[:rows, :, :2], dist[:rows]))
+        proposal = Proposal(chain, torch.ones(rows, 2), None, [one.keep(torch.zeros(rows, 1).long())])
+        one.learn(proposal, ratios[:rows], is_live[:rows])
+    priority, _ = model.rate(Slots(torch.ones(3, 1), dist[..., :2], dist))
+    fresh, _ = SampledAcceptance(1, 2, CPU).rate(Slots(torch.ones(1, 1), dist[:1, :, :2], dist[:1]))
+    expected, _ = alone.rate(Slots(torch.ones(1, 1), dist[:1, :, :2], dist[:1]))
+    assert torch.equal(priority[0], expected[0])
+    assert float(priority[0, 0, 0]) < float(fresh[0, 0, 0]) < float(priority[1, 0, 0])
+    assert torch.equal(priority[2], fresh[0])
+
+
+def test_at_temperature_0_the_eldest_is_believed_as_the_text_goes_and_the_others_share_what_it_leaves() -> None:
+    dist = torch.tensor([0.5, 0.3, 0.15, 0.05]).expand(2, 1, 4)
+    model, fresh = (Calibrated().bind(Sampling()).acceptance_model(2, CPU) for _ in range(2))
+    before = model.rate(Slots(torch.ones(2, 1), dist[..., :3], dist))[0][:, 0].tolist()
+    tree = TokenTree(torch.zeros(2, 5).long(), torch.tensor([[-1, 0, 0, 1, 2]] * 2))
+    values = torch.tensor([[1.0, 0.75, 0.1, 0.3, 0.05]] * 2)
+    # The first text accepts the eldest child and not its child; the second one stands still.
+    ratios = torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0]] * 2)
+    model.learn(Proposal(tree, values, None, []), ratios, torch.tensor([True, False]))
+    after = model.rate(Slots(torch.ones(2, 1), dist[..., :3], dist))[0][:, 0].tolist()
+    assert after[1] == before[1]
+    weight = PRIOR_TESTS / 4 + 0.75 * 0.25 + 0.4 * 0.6
+    odds = math.log(before[0][0] / (1 - before[0][0])) + (0.25 - 0.4) / weight
+    eldest = 1 / (1 + math.exp(-odds))
+    wanted = [eldest, *(chance * (1 - eldest) / (1 - before[0][0]) for chance in before[0][1:])]
+    assert after[0] == pytest.approx(wanted, rel=1e-5) and after[0] != pytest.approx(before[0], rel=1e-3)
+    model.reset(0)
+    for one in (model, fresh):
+        one.learn(Proposal(tree, values, None, []), ratios, torch.tensor([True, True]))
+    again, expected = (one.rate(Slots(torch.ones(2, 1), dist[..., :3], dist))[0] for one in (model, fresh))
+    assert torch.equal(again[0], expected[0]), "as a text that begins"
+
+
+def test_at_temperature_0_what_a_text_says_already_counts_for_more_whoever_says_it() -> None:
+    dist = torch.tensor([0.3, 0.3, 0.2, 0.2]).expand(3, 1, 4)
+    model = Calibrated().bind(Sampling()).acceptance_model(3, CPU)
+    # Of three texts, which end in 9 7, the first says 9 7 2, the second 8 7 2, the third neither.
+    texts = torch.tensor([[9, 7, 2, 4, 9], [8, 7, 2, 4, 9], [9, 1, 2, 4, 9]])
+    model.read_text(texts, None, torch.tensor([5, 5, 5], dtype=torch.int32))
+    root = torch.zeros(3, dtype=torch.long)
+    words = Words(torch.tensor([[[1, 2, 3]]] * 3), torch.tensor([[7, 0]] * 3), -torch.ones(3, 2).int(), 1, root)
+    found = model.rate(Slots(torch.ones(3, 1), dist[..., :3], dist, context=words))[0][:, 0]
+    for row, held in enumerate(([1, 1], [1, 0], [0, 0])):
+        for rank in range(3):
+            level, by_confidence, by_sharpness, *by_text = prior_when_greedy(rank)
+            says = [*held, 0, 0] if rank == 1 else [0, 0, *held]
+            odds = level + by_confidence * math.log(dist[0, 0, rank]) - by_sharpness * math.log(1 - 0.26)
+            odds += sum(slope * is_said for slope, is_said in zip(by_text, says, strict=True))
+            assert float(found[row, rank]) == pytest.approx(1 / (1 + math.exp(-odds)), rel=1e-5), (row, rank)
+    assert found[0].argmax() == 1 and found[2].argmax() == 0
+    model.reset(0)
+    assert torch.equal(model.rate(Slots(torch.ones(3, 1), dist[..., :3], dist, context=words))[0][0, 0], found[2])
