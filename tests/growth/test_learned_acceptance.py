@@ -84,7 +84,7 @@ def test_ratings_and_what_is_learnt_are_those_of_a_table_kept_by_hand() -> None:
                 counted[table][cell] = passed + made[node] * ratios[node], tests + made[node]
 
 
-def test_values_of_a_drawn_tree_are_those_of_a_new_table_whatever_the_text_says() -> None:
+def test_values_of_a_drawn_tree_are_those_of_the_prior_whatever_the_text_holds() -> None:
     dist, prompt, pending = TableModel.random(6, 3), [3, 1, 0, 2, 5, 4, 0, 1, 3, 3, 0, 4], 2
     growth, depths = Calibrated(depth=3).bind(PLAIN), set()
     for seed in range(6):
@@ -152,13 +152,13 @@ def test_sequences_learn_by_themselves_and_finished_ones_not_at_all() -> None:
     assert torch.equal(priority[2], fresh[0])
 
 
-def test_at_temperature_0_the_eldest_is_believed_as_the_text_goes_and_the_others_share_what_it_leaves() -> None:
+def test_at_temperature_0_the_level_shifts_the_most_probable_child_and_its_siblings_share_the_rest() -> None:
     dist = torch.tensor([0.5, 0.3, 0.15, 0.05]).expand(2, 1, 4)
     model, fresh = (Calibrated().bind(Sampling()).acceptance_model(2, CPU) for _ in range(2))
     before = model.rate(Slots(torch.ones(2, 1), dist[..., :3], dist))[0][:, 0].tolist()
     tree = TokenTree(torch.zeros(2, 5).long(), torch.tensor([[-1, 0, 0, 1, 2]] * 2))
     values = torch.tensor([[1.0, 0.75, 0.1, 0.3, 0.05]] * 2)
-    # The first text accepts the eldest child and not its child; the second one stands still.
+    # The first text accepts the first child and not its child; the second one is inactive.
     ratios = torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0]] * 2)
     model.learn(Proposal(tree, values, None, []), ratios, torch.tensor([True, False]))
     after = model.rate(Slots(torch.ones(2, 1), dist[..., :3], dist))[0][:, 0].tolist()
@@ -175,10 +175,10 @@ def test_at_temperature_0_the_eldest_is_believed_as_the_text_goes_and_the_others
     assert torch.equal(again[0], expected[0]), "as a text that begins"
 
 
-def test_at_temperature_0_what_a_text_says_already_counts_for_more_whoever_says_it() -> None:
+def test_at_temperature_0_pairs_and_triples_of_the_text_change_the_log_odds() -> None:
     dist = torch.tensor([0.3, 0.3, 0.2, 0.2]).expand(3, 1, 4)
     model = Calibrated().bind(Sampling()).acceptance_model(3, CPU)
-    # Of three texts, which end in 9 7, the first says 9 7 2, the second 8 7 2, the third neither.
+    # Of three texts, which end in 9 7, the first contains 9 7 2, the second 8 7 2, the third neither.
     texts = torch.tensor([[9, 7, 2, 4, 9], [8, 7, 2, 4, 9], [9, 1, 2, 4, 9]])
     model.read_text(texts, None, torch.tensor([5, 5, 5], dtype=torch.int32))
     root = torch.zeros(3, dtype=torch.long)

@@ -46,7 +46,7 @@ def test_a_run_learns_from_the_log_and_its_growth_does_not() -> None:
         )
         after = rated(run)
         assert float(after[0, 0, 0] - before[0, 0, 0]) > 0.01
-        assert torch.equal(after[1], before[1]), "the second sequence stood still"
+        assert torch.equal(after[1], before[1]), "the second sequence was inactive"
         run.restart([[0], [0]])
         again = rated(run)
         assert torch.equal(again, before), "other texts begin anew"
@@ -54,7 +54,7 @@ def test_a_run_learns_from_the_log_and_its_growth_does_not() -> None:
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_greedy_tree_looks_up_what_every_node_would_say(is_stopped: bool) -> None:
+def test_a_greedy_tree_looks_up_the_pairs_and_triples_of_every_node(is_stopped: bool) -> None:
     dist, prompt, pending = TableModel.random(6, 3), [3, 1, 0, 2, 5, 4, 0, 1, 3, 3, 0, 4], 2
     growth: Growth = Calibrated(depth=3).bind(Sampling())
     growth = DepthStop(growth, threshold=-50.0, layers=None) if is_stopped else growth
@@ -87,7 +87,7 @@ def test_a_greedy_tree_looks_up_what_every_node_would_say(is_stopped: bool) -> N
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_a_greedy_run_remembers_prompts_and_what_was_accepted_whatever_the_budget(is_fused: bool) -> None:
+def test_a_greedy_run_reads_prompts_and_accepted_tokens_whatever_the_budget(is_fused: bool) -> None:
     dist, growth = TableModel.random(9, 1), Calibrated(depth=2).bind(Sampling())
     run: Any = ModelDrafter(TableLM(dist).as_lm()).start(9, [[1, 2, 3], [4]], random_rows(2))
     texts, pending = [[1, 2, 3], [4]], torch.tensor([5, 6])
@@ -116,7 +116,7 @@ def test_a_greedy_run_remembers_prompts_and_what_was_accepted_whatever_the_budge
 
 
 def check_memory(run: Any, texts: list[list[int]]) -> None:
-    """Compare what an model remembers with whole texts that are read at once."""
+    """Compare the n-grams of a run with those of whole texts that are read at once."""
     fresh = GreedyAcceptance(len(texts), 8, CPU)
     size = max(len(text) for text in texts)
     tokens = torch.tensor([text + [0] * (size - len(text)) for text in texts])
