@@ -1,8 +1,8 @@
-"""What compiled retrieval shares: lists by rank, a heap, and the union of two trees.
+"""Functions that both retrieval structures use, compiled by numba: ranked lists, a heap, and the union of two trees.
 
-Everything stands in arrays that the callers own.  numba keeps the machine code of a file beside it, so an installation
-compiles once; these modules are imported when the first text is read, as importing numba alone takes part of a second.
-Its cache looks at one file only: who changes this one removes the cache of the two that use it.
+All data is in arrays that the caller allocates. numba caches the machine code beside the source file, so it is compiled
+once per installation; the ``numba_*`` modules are imported with the first text, because importing numba is slow. The
+cache checks one source file only: after a change here, delete the caches of the two modules that import this one.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-any-return, return-value"
@@ -16,17 +16,17 @@ from numba import njit
 
 __all__ = ["MOST_CHILDREN", "Array", "compiled", "inner", "insert_ranked", "is_new", "merge", "pop", "push"]
 
-MOST_CHILDREN = 8  # continuations of one string that are considered
+MOST_CHILDREN = 8  # continuations that are considered after one string
 
 Array = np.ndarray[Any, Any]
-# Assignments to slices, ``arange`` and ``zeros`` are loops here: numba takes seconds to compile each.
+# Loops instead of slice assignments, ``arange`` and ``zeros``: numba takes seconds to compile each of these.
 compiled = njit(cache=True, error_model="numpy")  # called from Python
 inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @inner
 def insert_ranked(tokens: Array, counts: Array, size: int, token: int, count: int) -> int:
-    """Insert into the best ``MOST_CHILDREN`` by count, the greater token first among equals; return their number."""
+    """Insert into a list of the ``MOST_CHILDREN`` largest counts (ties: greater token first); return its size."""
     place = size
     while place > 0 and (counts[place - 1] < count or (counts[place - 1] == count and tokens[place - 1] < token)):
         place -= 1
@@ -40,11 +40,11 @@ def insert_ranked(tokens: Array, counts: Array, size: int, token: int, count: in
 
 @inner
 def push(heap: Array, size: int, values: Array, item: int) -> None:
-    """Put a candidate on the heap: the most probable on top, the elder of equals."""
+    """Push a candidate on a heap whose top has the largest value (ties: smallest index)."""
     place = size
     while place > 0:
         above = (place - 1) // 2
-        if values[heap[above]] >= values[item]:  # an elder candidate has the smaller number
+        if values[heap[above]] >= values[item]:  # a candidate pushed earlier has the smaller index
             break
         heap[place] = heap[above]
         place = above
@@ -53,7 +53,7 @@ def push(heap: Array, size: int, values: Array, item: int) -> None:
 
 @inner
 def pop(heap: Array, size: int, values: Array) -> int:
-    """Take the top from a heap of ``size`` candidates."""
+    """Pop the top of a heap of ``size`` candidates."""
     top, last = heap[0], heap[size - 1]
     size -= 1
     place = 0
@@ -71,13 +71,13 @@ def pop(heap: Array, size: int, values: Array) -> int:
 
 @inner
 def is_before(values: Array, left: int, right: int) -> bool:
-    """Tell which of two candidates is taken first."""
+    """Return whether the left candidate is popped before the right one."""
     return values[left] > values[right] or (values[left] == values[right] and left < right)
 
 
 @inner
 def is_new(tokens: Array, token: int) -> bool:
-    """Tell whether a token is not yet among some."""
+    """Return whether a token is not in a list."""
     for known in tokens:  # noqa: SIM110 compiled: no generators
         if known == token:
             return False
@@ -99,14 +99,14 @@ def merge(
     out_values: Array,
     out_depths: Array,
 ) -> int:
-    """Unite two trees by longest prefix and keep the best nodes; a node of both has the greater value.
+    """Merge two trees by common prefixes and keep the nodes of the largest values; a node of both has the larger value.
 
-    All arrays are as ``draft_own`` writes them, ``size`` nodes of the first and ``other_size`` of the second.  Returns
-    the nodes written, the root included.
+    Arrays are those of ``Nodes``; the first tree has ``size`` nodes, the second ``other_size``. Returns the number of
+    nodes written, the root included.
     """
     most = size + other_size
     token, parent, value = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.float64)
-    place = np.empty(other_size, np.int64)  # of the second's nodes among all
+    place = np.empty(other_size, np.int64)  # index of each node of the second tree in the union
     for node in range(size):
         token[node], parent[node], value[node] = tokens[node], parents[node], values[node]
     count, place[0] = size, 0
@@ -121,7 +121,7 @@ def merge(
             count += 1
         elif other_values[node] > value[known]:
             value[known] = other_values[node]
-    # A parent is at least as probable as its children and was found before them: a stable order keeps it first.
+    # A parent is at least as probable as its children and has a smaller index, so a stable sort keeps it first.
     order, number = np.empty(count, np.int64), np.empty(count, np.int64)
     number[0] = 0
     for node in range(1, count):

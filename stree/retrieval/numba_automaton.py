@@ -1,8 +1,8 @@
-"""A suffix automaton, compiled: one call reads tokens, one lays out the tree of what followed.
+"""Suffix automaton compiled by numba: one call appends tokens, one drafts a tree of continuations.
 
-It is five arrays.  ``sizes`` counts states, edges and rows, and names the state of the whole text.  A row of ``states``
-is a state, one of ``edges`` a transition; ``slots`` is a hash table of edges by state and token; a row of ``frequent``
-holds the most frequent continuations of a state that has many.
+The automaton is five arrays. ``sizes`` holds the numbers of states, edges and rows, and the state of the whole text. A
+row of ``states`` is a state, a row of ``edges`` a transition; ``slots`` is a hash table of edges by state and token; a
+row of ``frequent`` holds the most frequent continuations of a state with more than ``MOST_CHILDREN`` of them.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-any-return, return-value"
@@ -11,31 +11,40 @@ from __future__ import annotations
 
 import numpy as np
 
-from stree.retrieval.compiled import MOST_CHILDREN, Array, compiled, inner, insert_ranked, is_new, pop, push
+from stree.retrieval.numba_common import MOST_CHILDREN, Array, compiled, inner, insert_ranked, is_new, pop, push
 
-__all__ = ["COUNT", "FREQUENT_COLUMNS", "MOST_CHILDREN", "TARGET", "draft_own", "extend", "find", "rebuild_slots"]
+__all__ = [
+    "COUNT",
+    "FREQUENT_COLUMNS",
+    "MOST_CHILDREN",
+    "TARGET",
+    "draft_from_automaton",
+    "extend",
+    "find",
+    "rebuild_slots",
+]
 
-MOST_COUNTED = 24  # suffixes whose counts a token raises
-# Occurrences of something new that a match of one token is worth, falling with its length: the bundled pair's texts at
-# temperatures 0 to 1 go on from a single occurrence with odds of about length : 1.5 (prompts 33-40 of HumanEval, GSM8K
-# and MT-Bench).
+MOST_COUNTED = 24  # suffixes whose counts are updated for each token
+# Escape count of a match of one token, divided by the length of longer matches. Measured with the bundled pair at
+# temperatures 0 to 1 (prompts 33-40 of HumanEval, GSM8K and MT-Bench): the continuation of a match that occurred once
+# is repeated with odds of about length : 1.5.
 ESCAPE = 1.5
-LINK, LENGTH, COUNT, EDGE, FANOUT, ROW = range(6)  # columns of states; ROW is -1 where there is none
+LINK, LENGTH, COUNT, EDGE, FANOUT, ROW = range(6)  # columns of states; ROW is the row in frequent or -1
 STATE, TOKEN, TARGET, NEXT = range(4)  # columns of edges; NEXT is the state's next edge or -1
-STATES, EDGES, ROWS, LAST = range(4)  # places of sizes
+STATES, EDGES, ROWS, LAST = range(4)  # entries of sizes
 FREQUENT_COLUMNS = 2 * MOST_CHILDREN + 1  # tokens, their counts, and the sum of all continuations' counts
 
 
 @inner
 def _home(state: int, token: int, slots: Array) -> int:
-    """Give the slot at which the search for an edge begins (Fibonacci hashing)."""
+    """Return the first slot to probe for an edge (Fibonacci hashing)."""
     key = ((state << 32) | token) * -7046029254386353131
     return (key >> 32) & (len(slots) - 1)
 
 
 @compiled
 def find(edges: Array, slots: Array, state: int, token: int) -> int:
-    """Find the edge of a state that carries a token: its number, or -1."""
+    """Find the edge of a state for a token: its index, or -1."""
     slot = _home(state, token, slots)
     while slots[slot] >= 0:
         edge = slots[slot]
@@ -47,7 +56,7 @@ def find(edges: Array, slots: Array, state: int, token: int) -> int:
 
 @inner
 def _put(edges: Array, slots: Array, edge: int) -> None:
-    """Enter an edge into the hash table."""
+    """Insert an edge into the hash table."""
     slot = _home(edges[edge, STATE], edges[edge, TOKEN], slots)
     while slots[slot] >= 0:
         slot = (slot + 1) & (len(slots) - 1)
@@ -56,7 +65,7 @@ def _put(edges: Array, slots: Array, edge: int) -> None:
 
 @compiled
 def rebuild_slots(sizes: Array, edges: Array, slots: Array) -> None:
-    """Enter all edges into an empty hash table."""
+    """Insert all edges into an empty hash table."""
     for edge in range(sizes[EDGES]):
         _put(edges, slots, edge)
 
@@ -65,7 +74,7 @@ def rebuild_slots(sizes: Array, edges: Array, slots: Array) -> None:
 def _add_edge(
     sizes: Array, states: Array, edges: Array, slots: Array, frequent: Array, state: int, token: int, target: int
 ) -> None:
-    """Add a transition; a state that thereby has many gets a row of its most frequent ones."""
+    """Add a transition; a state that now has more than ``MOST_CHILDREN`` gets a row in ``frequent``."""
     edge = sizes[EDGES]
     sizes[EDGES] += 1
     edges[edge, STATE], edges[edge, TOKEN], edges[edge, TARGET] = state, token, target
@@ -87,7 +96,7 @@ def _add_edge(
 
 @inner
 def _add_state(sizes: Array, states: Array, length: int, count: int) -> int:
-    """Make a state without transitions."""
+    """Add a state without transitions."""
     state = sizes[STATES]
     sizes[STATES] += 1
     states[state, LINK], states[state, LENGTH], states[state, COUNT] = -1, length, count
@@ -97,7 +106,7 @@ def _add_state(sizes: Array, states: Array, length: int, count: int) -> int:
 
 @inner
 def _cloned(sizes: Array, states: Array, edges: Array, slots: Array, frequent: Array, source: int, length: int) -> int:
-    """Copy a state for its shorter strings, which end at more places."""
+    """Clone a state for its shorter strings, which occur at more positions (Blumer et al.)."""
     clone = _add_state(sizes, states, length, states[source, COUNT])
     states[clone, LINK] = states[source, LINK]
     if states[source, ROW] >= 0:
@@ -114,8 +123,8 @@ def _cloned(sizes: Array, states: Array, edges: Array, slots: Array, frequent: A
 
 
 @inner
-def _note(row: Array, token: int, count: int) -> None:
-    """Write down that a continuation has occurred once more, ``count`` times by now."""
+def _update_frequent(row: Array, token: int, count: int) -> None:
+    """Raise the count of a continuation, now ``count``, in a row of the most frequent ones."""
     row[-1] += 1
     place = 0
     while place < MOST_CHILDREN - 1 and row[place] != token:
@@ -130,11 +139,11 @@ def _note(row: Array, token: int, count: int) -> None:
 
 @inner
 def _count(states: Array, frequent: Array, new: int, before: int, token: int) -> None:
-    """Count the last token for the suffixes of the text, and for those of the text before it as a continuation.
+    """Update the counts of the text's suffixes, and of the last token as a continuation of the suffixes before it.
 
     Args:
-        states: of the automaton.
-        frequent: of the automaton.
+        states: see the module.
+        frequent: see the module.
         new: state of the whole text.
         before: state of the text without its last token.
         token: the last token.
@@ -142,14 +151,14 @@ def _count(states: Array, frequent: Array, new: int, before: int, token: int) ->
     left = MOST_COUNTED - 1
     states[new, COUNT] += 1
     while before > 0:
-        # The suffix that is one token longer than those of ``before``.
+        # The suffix that extends ``before`` by the last token.
         while states[states[new, LINK], LENGTH] > states[before, LENGTH]:
             if not left:
                 return
             new, left = states[new, LINK], left - 1
             states[new, COUNT] += 1
         if states[before, ROW] >= 0:
-            _note(frequent[states[before, ROW]], token, states[new, COUNT])
+            _update_frequent(frequent[states[before, ROW]], token, states[new, COUNT])
         before = states[before, LINK]
     new = states[new, LINK]
     while new > 0 and left:
@@ -159,7 +168,7 @@ def _count(states: Array, frequent: Array, new: int, before: int, token: int) ->
 
 @compiled
 def extend(sizes: Array, states: Array, edges: Array, slots: Array, frequent: Array, tokens: Array) -> None:
-    """Append int64 tokens (the online construction); the arrays must have room: two states and three edges a token."""
+    """Append int64 tokens, online; the arrays must have room for two states and three edges a token."""
     for token in tokens:
         before = state = sizes[LAST]
         new = _add_state(sizes, states, states[state, LENGTH] + 1, 0)
@@ -184,8 +193,8 @@ def extend(sizes: Array, states: Array, edges: Array, slots: Array, frequent: Ar
 
 
 @inner
-def _followers(states: Array, edges: Array, frequent: Array, state: int, tokens: Array, counts: Array) -> int:
-    """Write the most frequent continuations of a state; return their number, and 1 + the sum of all behind them."""
+def _continuations(states: Array, edges: Array, frequent: Array, state: int, tokens: Array, counts: Array) -> int:
+    """Write the most frequent continuations of a state, then 1 + the sum of all counts; return their number."""
     row = states[state, ROW]
     if row >= 0:
         for place in range(MOST_CHILDREN):
@@ -202,8 +211,32 @@ def _followers(states: Array, edges: Array, frequent: Array, state: int, tokens:
     return size
 
 
+@inner
+def _expand(
+    states: Array, edges: Array, frequent: Array, candidates: tuple[Array, ...], count: int, node: int, state: int,
+    match: int, value: float, min_match: int, backoff: int,
+) -> int:  # fmt: skip
+    """Append the continuations of a node, whose longest match is ``state``, to ``count`` candidates."""
+    token, above, parent, probability, length = candidates
+    best, counts = np.empty(MOST_CHILDREN, np.int32), np.empty(MOST_CHILDREN + 1, np.int32)
+    begin, left = count, backoff
+    while state > 0 and left and states[state, LENGTH] >= min_match:
+        found = _continuations(states, edges, frequent, state, best, counts)
+        escape = ESCAPE / match
+        value /= counts[MOST_CHILDREN] - 1 + escape
+        for rank in range(found):
+            if is_new(token[begin:count], best[rank]):
+                token[count], above[count], parent[count] = best[rank], state, node
+                probability[count], length[count] = value * counts[rank], match + 1
+                count += 1
+        value *= escape
+        state, left = states[state, LINK], left - 1
+        match = states[state, LENGTH]
+    return count
+
+
 @compiled
-def draft_own(
+def draft_from_automaton(
     sizes: Array,
     states: Array,
     edges: Array,
@@ -216,62 +249,48 @@ def draft_own(
     min_match: int,
     backoff: int,
 ) -> int:
-    """Lay out the most frequent continuations of the text's longest suffixes that occurred before.
+    """Draft the most frequent continuations of the text's longest suffixes that occurred before.
 
-    A node's value is its parent's times an estimate of the next token's probability: its count after the longest match,
-    then after shorter ones by an escape rule like that of PPM-A (Cleary and Witten, 1984), which counts one occurrence
-    of something new; here it weighs the less, the longer the match.
+    The value of a node is its parent's times an estimate of the token's probability: its count after the longest match,
+    then after shorter ones by an escape rule like that of PPM-A (Cleary and Witten, 1984), which adds one occurrence of
+    an unseen token; here that escape count falls with the length of the match.
 
     Args:
-        sizes: with the next four, the automaton.
+        sizes: with the next four, the automaton (see the module).
         states: see the module.
         edges: see the module.
         slots: see the module.
         frequent: see the module.
-        tokens: int64[n], written from place 1 on; place 0 is the root's.
-        parents: int32[n], written likewise, as are the next two.
-        values: float64[n], of the nodes' paths; ``values[0]`` is read.
+        tokens: int64[n], with the next three the arrays of ``Nodes``, written from index 1 on; index 0 is the root.
+        parents: int32[n].
+        values: float64[n]; ``values[0]`` is read.
         depths: int32[n].
         min_match: shortest suffix that may predict.
-        backoff: most suffixes consulted for one node.
+        backoff: largest number of suffixes used for one node.
 
     Returns:
-        Nodes laid out, the root included.
+        Number of nodes, the root included.
     """
     most = len(tokens) * MOST_CHILDREN * backoff
-    candidate_token, candidate_place = np.empty(most, np.int64), np.empty(most, np.int64)
-    candidate_parent, candidate_value = np.empty(most, np.int32), np.empty(most, np.float64)
-    candidate_match, heap = np.empty(most, np.int64), np.empty(most, np.int64)
-    best, counts = np.empty(MOST_CHILDREN, np.int32), np.empty(MOST_CHILDREN + 1, np.int32)
-    count = size = 0  # of candidates, of the heap
-    place, node = states[sizes[LAST], LINK], 0
-    match = states[place, LENGTH]
+    token, above, parent = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int32)
+    value, length, heap = np.empty(most, np.float64), np.empty(most, np.int64), np.empty(most, np.int64)
+    candidates = (token, above, parent, value, length)
+    count = node = 0  # every candidate is pushed, so the heap holds count - node of them
+    state = states[sizes[LAST], LINK]
+    match = states[state, LENGTH]
     while node + 1 < len(tokens):
-        begin, left, value = count, backoff, values[node]
-        while place > 0 and left and states[place, LENGTH] >= min_match:
-            found = _followers(states, edges, frequent, place, best, counts)
-            escape = ESCAPE / match
-            value /= counts[MOST_CHILDREN] - 1 + escape
-            for rank in range(found):
-                if is_new(candidate_token[begin:count], best[rank]):
-                    candidate_token[count], candidate_place[count] = best[rank], place
-                    candidate_parent[count], candidate_value[count] = node, value * counts[rank]
-                    candidate_match[count] = match + 1
-                    count += 1
-            value *= escape
-            place, left = states[place, LINK], left - 1
-            match = states[place, LENGTH]
+        begin = count
+        count = _expand(
+            states, edges, frequent, candidates, count, node, state, match, values[node], min_match, backoff
+        )
         for item in range(begin, count):
-            push(heap, size, candidate_value, item)
-            size += 1
-        if not size:
+            push(heap, item - node, value, item)
+        if count == node:
             break
-        item = pop(heap, size, candidate_value)
-        size -= 1
+        item = pop(heap, count - node, value)
         node += 1
-        token, above = candidate_token[item], candidate_parent[item]
-        tokens[node], parents[node], values[node] = token, above, candidate_value[item]
-        depths[node] = depths[above] + 1
-        place = edges[find(edges, slots, candidate_place[item], token), TARGET]
-        match = candidate_match[item]
+        tokens[node], parents[node], values[node] = token[item], parent[item], value[item]
+        depths[node] = depths[parent[item]] + 1
+        state = edges[find(edges, slots, above[item], token[item]), TARGET]
+        match = length[item]
     return node + 1
