@@ -1,7 +1,7 @@
 """Traversal verification on the CPU, compiled: one call tests all nodes of a tree, one walks down it.
 
 numba keeps the machine code beside this file; `stree.verify.traversal` imports it with the first tree.  What is
-computed is `stree.verify.traversal` and `stree.verify.trials`, in torch, node by node instead of wave by wave; sums
+computed is `stree.verify.traversal` and `stree.verify.residuals`, in torch, node by node instead of wave by wave; sums
 are taken in float64.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from stree.verify.trials import NOTHING, TINY
+from stree.verify.residuals import NOTHING, TINY
 from stree.verify.values import DELTA, INDEPENDENT
 
 __all__ = ["hold", "walk"]

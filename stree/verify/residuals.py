@@ -1,8 +1,8 @@
-"""Tests of drafted nodes against the target's distribution, and what their rejection leaves of it.
+"""Residual distributions: what rejected children leave of the target's distribution at each node.
 
-A test compares what is left of p at a node with the distribution q of its child, at the child's token; a rejection
-leaves max(r p - q, 0), normalised, r being the probability with which the node itself is held.  Which tests wait for
-which is for the rules to know.
+p is the target's distribution at a node and q the distribution that its child was drawn from, both after the earlier
+siblings. The child's acceptance ratio is p / q at its token; its rejection leaves max(r p - q, 0), normalised, where r
+is the probability that the node itself is accepted (1 in recursive rejection). The rules choose the order of the tests.
 """
 
 from __future__ import annotations
@@ -19,47 +19,46 @@ from stree.tree import TokenTree
 from stree.verify.paths import Siblings
 from stree.verify.values import DELTA, INDEPENDENT, DraftProbs
 
-__all__ = ["Trials"]
+__all__ = ["Residuals"]
 
-NOTHING: Final = 1e-20  # far below float32's rounding of 1, and far enough from its smallest number to divide by
-TINY: Final = 1e-38  # a divisor that keeps 0 / 0 at 0; about the smallest normal float32
+NOTHING: Final = 1e-20  # a residual mass below it is rounding; it is far below 2^-24, but can still be divided by
+TINY: Final = 1e-38  # smallest divisor, so that 0 / 0 is 0; about the smallest normal float32
 
 
-class Trials:
-    """What is left of the target's distribution at every node while its children are tested in draw order.
+class Residuals:
+    """Residual distribution of every node while its children are tested in draw order.
 
     Attributes:
-        siblings: the children's order.
-        ratio: float[batch, n + 1], of each tested node p / q at its token; the last column is no node's.
+        siblings: draw order of the children.
+        ratio: float[batch, n + 1], p / q at the token of each tested node; the last column belongs to no node.
     """
 
     def __init__(self, tree: TokenTree, target_probs: Tensor, draft: DraftProbs | None) -> None:
         self.siblings = Siblings.of(tree, None if draft is None else draft.max_children)
-        self._left, self._mass = target_probs, torch.ones_like(target_probs[..., 0])  # not normalised; its sum
+        self._probs, self._mass = target_probs, torch.ones_like(target_probs[..., 0])  # not normalised, and their sums
         self.ratio = pad(torch.zeros_like(self._mass), (0, 1))
         self._batch = torch.arange(len(target_probs), device=target_probs.device)[:, None]
-        self._probs = None if draft is None else draft.probs
         self._token = pad(tree.tokens, (0, 1))
-        self._facts = pad(_facts(tree, self.siblings, draft).to(target_probs.dtype), (0, 0, 0, 1))
-        self._row = None if draft is None else pad(draft.row.long().clamp(0, draft.probs.shape[1] - 1), (0, 1))
-
-    def first_ratios(self) -> Tensor:
-        """Give p / q at the token of every drafted node before any test: float[batch, n]."""
-        return self._left[self._batch, self.siblings.parents, self._token[:, :-1]] * self._facts[:, :-1, 0]
+        self._draft_probs = None if draft is None else draft.probs
+        self._draft_row = None if draft is None else pad(draft.row.long().clamp(0, draft.probs.shape[1] - 1), (0, 1))
+        self._draft_terms = pad(_draft_terms(tree, self.siblings, draft).to(target_probs.dtype), (0, 0, 0, 1))
 
     def waves(self, wave: Tensor, num_waves: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Go through the tests in order: nodes int64[k], and int64[batch, k] one child of each, n where there is none.
+        """Group tests into waves that run one after the other.
 
         Args:
-            wave: int64[batch, n], when each drafted node is tested; siblings at different times.
-            num_waves: bound of them.
+            wave: int64[batch, n], the wave of each drafted node; siblings have different ones.
+            num_waves: upper bound of them.
+
+        Yields:
+            int64[k] nodes and int64[batch, k] the child of each that is tested, n where a row has no such child.
         """
         batch, n = wave.shape
         place = torch.where(self.siblings.is_drafted, wave * n + self.siblings.parents, num_waves * n)
         index = torch.arange(n, device=wave.device)
         child = torch.full((batch, num_waves * n + 1), n, device=wave.device).scatter_(1, place, index.expand(batch, n))
         child = child[:, :-1].view(batch, num_waves, n)
-        if not reads_freely(wave):  # all nodes in every wave: nothing is waited for
+        if not reads_freely(wave):  # all nodes in every wave: choosing some would synchronise
             yield from ((index, child[:, number]) for number in range(num_waves))
             return
         numbers, nodes = (child < n).any(0).nonzero().T
@@ -70,62 +69,61 @@ class Trials:
                 yield chosen, child[:, number].index_select(1, chosen)
             begin += count
 
-    def test(self, nodes: Tensor, child: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        """Test a child of some nodes, and take its distribution away from what is left there, as if it were rejected.
+    def test(self, nodes: Tensor, child: Tensor, accept_prob: Tensor) -> tuple[Tensor, Tensor]:
+        """Test a child of some nodes, and replace their distributions by the residual of its rejection.
 
         Args:
             nodes: int64[k].
-            child: int64[batch, k].
-            held: float[batch, k], probability with which the nodes are held.
+            child: int64[batch, k], n for none.
+            accept_prob: float[batch, k], probability that the nodes themselves are accepted.
 
         Returns:
-            float[batch, k] twice: the probability with which each child is held, and that of its parent hereafter.
+            float[batch, k] twice: the acceptance probability of each child, and that of its parent after a rejection.
         """
-        facts = self._facts[self._batch, child]
+        terms = self._draft_terms[self._batch, child]
         token = self._token.gather(1, child).unsqueeze(-1)
-        before, mass = self._left.index_select(1, nodes), self._mass.index_select(1, nodes)
-        ratio = before.gather(-1, token).squeeze(-1) / mass * facts[..., 0]
+        before, mass = self._probs.index_select(1, nodes), self._mass.index_select(1, nodes)
+        ratio = before.gather(-1, token).squeeze(-1) / mass * terms[..., 0]
         self.ratio.scatter_(1, child, ratio)
-        left = before * (held / mass).unsqueeze(-1)
-        if self._probs is not None and self._row is not None:
-            dist = self._probs[self._batch, self._row.gather(1, child)].to(left.dtype)
-            factor = facts[..., 1:2]
-            left.addcmul_(dist.masked_fill_(factor == 0, 0.0), factor, value=-1)  # a DELTA node's row may hold NaN
-        left.scatter_add_(-1, token, -facts[..., 2:])
-        total = left.clamp_(min=0).sum(-1)
-        # So little is left only where p is q but for rounding, and then the child is accepted.
+        residual = before * (accept_prob / mass).unsqueeze(-1)
+        if self._draft_probs is not None and self._draft_row is not None:
+            draft_probs = self._draft_probs[self._batch, self._draft_row.gather(1, child)].to(residual.dtype)
+            scale = terms[..., 1:2]
+            residual.addcmul_(draft_probs.masked_fill_(scale == 0, 0.0), scale, value=-1)  # a DELTA row may hold NaN
+        residual.scatter_add_(-1, token, -terms[..., 2:])
+        total = residual.clamp_(min=0).sum(-1)
+        # Only rounding is left where p equals q, and then the child is accepted.
         is_left = total > NOTHING
-        self._left.index_copy_(1, nodes, torch.where(is_left.unsqueeze(-1), left, before))
+        self._probs.index_copy_(1, nodes, torch.where(is_left.unsqueeze(-1), residual, before))
         self._mass.index_copy_(1, nodes, torch.where(is_left, total, mass))
-        # Without a child: held / (held + 1 - held), that is held.  In this order: total + 1 would round total away.
-        return (held * ratio).clamp_(max=1), total / (total + (1 - held)).clamp_(min=TINY)
+        # For a row without a child this is accept_prob / (accept_prob + 1 - accept_prob).  The order of the sum
+        # matters: total + 1 would round total away.
+        return (accept_prob * ratio).clamp_(max=1), total / (total + (1 - accept_prob)).clamp_(min=TINY)
 
-    def dist_at(self, leaf: Tensor) -> Tensor:
-        """Give what is left at int64[batch] nodes: float[batch, vocab], not normalised."""
-        return self._left[self._batch.squeeze(1), leaf]
+    def at(self, node: Tensor) -> Tensor:
+        """Return the residual distributions of int64[batch] nodes: float[batch, vocab], not normalised."""
+        return self._probs[self._batch.squeeze(1), node]
 
 
-def _facts(tree: TokenTree, siblings: Siblings, draft: DraftProbs | None) -> Tensor:
-    """Tell how each node's own distribution looks after its elders: float[batch, n, 3].
+def _draft_terms(tree: TokenTree, siblings: Siblings, draft: DraftProbs | None) -> Tensor:
+    """Describe the distribution q that each node was drawn from, earlier siblings masked out: float[batch, n, 3].
 
     Returns:
-        1 / q at the node's token; the factor that makes the stored distribution q, 0 for a DELTA node, whose
-        distribution is one-hot; and what q has besides at the token, 1 for a DELTA node.
+        1 / q at the node's token; the factor that turns the stored distribution into q, 0 for a DELTA node; and the
+        mass of a DELTA node's one-hot q at its token, 0 for other nodes.
     """
     if draft is None:
-        one_hot = torch.arange(3, device=tree.tokens.device) != 1  # made there: nothing is copied from the host
-        return one_hot.float().expand(*tree.tokens.shape, 3)
+        is_one_hot = torch.arange(3, device=tree.tokens.device) != 1  # made on the device: no copy from the host
+        return is_one_hot.float().expand(*tree.tokens.shape, 3)
     row = draft.row.long().clamp(0, draft.probs.shape[1] - 1)
     batch = torch.arange(len(row), device=row.device)[:, None]
     at = draft.probs[batch.unsqueeze(-1), row.unsqueeze(-1), tree.tokens[:, None]].double()  # [batch, node, token]
-    is_masked = (
-        siblings.is_elder & (draft.kind != INDEPENDENT)[:, :, None]
-    )  # elders that the node's distribution is without
-    is_again = (is_masked & (tree.tokens[:, :, None] == tree.tokens[:, None])).any(-1)  # an elder's token
-    # In float64: of a distribution that its elders use up nearly all still ten digits are known.
-    spent = (at * (is_masked & ~is_again[:, None])).sum(-1)
-    rest = (draft.probs.sum(-1, dtype=torch.float64).gather(1, row) - spent).clamp(min=TINY)
-    own = at.diagonal(dim1=1, dim2=2) * ~is_again
+    is_masked = siblings.is_earlier & (draft.kind != INDEPENDENT)[:, :, None]
+    is_repeated = (is_masked & (tree.tokens[:, :, None] == tree.tokens[:, None])).any(-1)  # an earlier sibling's token
+    # In float64, so that ten digits are left of a distribution that earlier siblings almost use up.
+    masked = (at * (is_masked & ~is_repeated[:, None])).sum(-1)
+    rest = (draft.probs.sum(-1, dtype=torch.float64).gather(1, row) - masked).clamp(min=TINY)
+    own = at.diagonal(dim1=1, dim2=2) * ~is_repeated
     is_delta = draft.kind == DELTA
     inverse = torch.where(is_delta, 1.0, rest / own.clamp(min=TINY))
     return torch.stack([inverse, torch.where(is_delta, 0.0, 1 / rest), is_delta.double()], -1)

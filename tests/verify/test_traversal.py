@@ -22,7 +22,7 @@ from torch import Tensor
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftProbs, accept, compiled, traversal
-from stree.verify.trials import Trials
+from stree.verify.residuals import Residuals
 
 EXACT = 1e-12  # total variation: sums in float64
 PLAIN = Sampling(1.0)
@@ -146,7 +146,7 @@ def test_another_weight_of_the_parent_gives_another_distribution_in_torch(
 ) -> None:
     right, exact = probs_of_a_chain(seed, in_torch=True)
     assert total_variation(right, exact) < EXACT
-    monkeypatch.setattr(Trials, "test", weigh_parent_by_own_probs)
+    monkeypatch.setattr(Residuals, "test", weigh_parent_by_own_probs)
     assert total_variation(probs_of_a_chain(seed, in_torch=True)[0], exact) > 0.0032
 
 

@@ -63,11 +63,11 @@ class Tested:
 
     def check(self, problem: Problem, close: float) -> None:
         """Require what torch computes in float64, and the outcome that it has for the same numbers."""
-        coins, trials = problem.wide_trials()
+        coins, residuals = problem.wide_residuals()
         assert self.coins.dtype == torch.float64 and self.ratios.dtype == problem.dist.dtype
-        assert self.error(coins, trials.ratio[:, :-1].clamp(max=1), problem.tree) < close
+        assert self.error(coins, residuals.ratio[:, :-1].clamp(max=1), problem.tree) < close
         assert not bool(self.ratios[problem.tree.parents < 0].any())
-        left, wanted = self.left.double(), trials._left
+        left, wanted = self.left.double(), residuals._probs
         total = wanted.sum(-1, keepdim=True)
         apart = left / left.sum(-1, keepdim=True) - wanted / total
         assert bool((left >= 0).all()) and float((apart.abs() * total).max()) < close
@@ -218,7 +218,7 @@ def test_the_path_walked_is_that_to_the_first_node_in_post_order(
     is_alive = (tree.ancestor_mask & shown[:, :, None]).any(1)
     depth = int(tree.depths.max())
     for most in (depth, depth + 3):
-        expected = deepest(tree, Siblings.of(tree).eldest_of(is_alive), most)
+        expected = deepest(tree, Siblings.of(tree).first_of(is_alive), most)
         path = torch.full((4, min(n, most + 1)), 77, dtype=torch.int32)
         lengths, leaf = torch.full((4,), 77, dtype=torch.int32), torch.full((4,), 77)
         compiled.walk(*(part.numpy() for part in (parents, shown.clone(), path, lengths, leaf)))
