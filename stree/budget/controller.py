@@ -74,9 +74,7 @@ class BudgetController:
         self._next_trial_ms = 0.0  # needed before the next trial, by the last estimate
         self._backoff = 1.0  # factor on a trial's cost; grows while trials change nothing
         self._plain_steps = 0  # since the last review
-        self._pending: list[
-            tuple[np.ndarray, np.ndarray, np.ndarray]
-        ] = []  # steps not yet learned from, all of one size
+        self._pending: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # steps of one size, not learned from
         self._tree_steps = 0
         self._current = self._first_choice()
         if experience is not None and not self._current:
@@ -92,12 +90,8 @@ class BudgetController:
         if self._plain_steps >= REVIEW_STEPS:
             self._count_plain()
             self._switch()
-        is_off = self._current == 0
-        if (
-            self._trial_ms < self._next_trial_ms
-            or (is_off and self._plain_steps)
-            or not self._estimates.seen[self._current]
-        ):
+        is_off, is_seen = self._current == 0, self._estimates.seen[self._current] > 0
+        if self._trial_ms < self._next_trial_ms or (is_off and self._plain_steps) or not is_seen:
             return self.choices[self._current]
         trial = self._trial()
         return self.choices[self._current if trial is None else trial]
@@ -199,9 +193,8 @@ class BudgetController:
         if is_off:
             loss = self._backoff * (max(loss, 0.0) + self._behind_ms)
         if loss > self._trial_ms:
-            self._next_trial_ms = self._trial_ms + 0.5 * (
-                loss - self._trial_ms
-            )  # retry at half the way, as counts may have changed
+            # Try again at half the missing amount, because the estimates may have changed by then.
+            self._next_trial_ms = self._trial_ms + 0.5 * (loss - self._trial_ms)
             return None
         self._trial_ms -= max(loss, 0.0)
         self._next_trial_ms = 0.0

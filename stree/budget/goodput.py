@@ -131,7 +131,7 @@ class Goodput:
         return self._corrected(np.where(is_seen, expected, beyond))
 
     def ms(self, current: int) -> np.ndarray:
-        """Estimate the milliseconds of every choice; without observations, scaled from one that has some by nominal times.
+        """Estimate the milliseconds of every choice; unseen ones are scaled by their nominal times.
 
         Args:
             current: the current choice.
@@ -161,7 +161,7 @@ class Goodput:
             ran: the choice.
             values: float[steps, batch, n], as for ``BudgetController.observe``.
             depths: int[steps, batch, n].
-            is_accepted: bool[steps, batch, n], the accepted paths, roots included; an all-False row is an inactive sequence.
+            is_accepted: bool[steps, batch, n], as for ``BudgetController.observe``.
         """
         self._scale_counts(self._decay ** len(values))
         is_live = is_accepted.max(2)

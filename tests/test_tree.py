@@ -51,7 +51,7 @@ def test_masks_and_depths_follow_the_parents(tree: TokenTree) -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(trees())
-def test_padding_is_not_counted_and_sees_itself_only(tree: TokenTree) -> None:
+def test_padding_is_not_counted_and_has_only_itself_as_ancestor(tree: TokenTree) -> None:
     for row in range(tree.tokens.shape[0]):
         real = real_nodes(tree, row)
         padding = sorted({*range(tree.tokens.shape[1])} - {*real})
@@ -80,16 +80,13 @@ def test_fields_have_the_dtypes_of_the_interface_whatever_integers_come_in() -> 
         assert tree.tokens.tolist() == [[3, 1, 2]]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 17])
+@pytest.mark.parametrize("n", [1, 17])
 def test_a_chain_goes_down_node_by_node(n: int) -> None:
+    assert TokenTree.chain([4, 5, 6]).tokens.tolist() == [[4, 5, 6]]
     tree = TokenTree.chain(torch.arange(2 * n).view(2, n))
     assert tree.parents.tolist() == [[*range(-1, n - 1)]] * 2
     assert tree.depths.tolist() == [[*range(n)]] * 2
     assert torch.equal(tree.ancestor_mask, torch.ones(2, n, n, dtype=torch.bool).tril())
-
-
-def test_a_chain_is_made_from_a_list_too() -> None:
-    assert TokenTree.chain([4, 5, 6]).tokens.tolist() == [[4, 5, 6]]
 
 
 def test_from_paths_merges_common_prefixes_in_order_of_appearance() -> None:
@@ -101,12 +98,6 @@ def test_from_paths_merges_common_prefixes_in_order_of_appearance() -> None:
 def test_from_paths_takes_tensors_and_iterators() -> None:
     for paths in (torch.tensor([[9, 5], [9, 4]]), iter([iter([9, 5]), iter([9, 4])])):
         assert TokenTree.from_paths(paths).tokens.tolist() == [[9, 5, 4]]
-
-
-def test_from_paths_keeps_equal_tokens_of_different_parents_apart() -> None:
-    tree = TokenTree.from_paths([[9, 9, 9], [9, 1, 9]])
-    assert tree.tokens.tolist() == [[9, 9, 9, 1, 9]]
-    assert tree.parents.tolist() == [[-1, 0, 1, 0, 3]]
 
 
 @settings(deadline=None, max_examples=30)
@@ -133,7 +124,7 @@ def test_from_paths_refuses_what_is_not_a_tree(paths: list[list[int]], message: 
 
 
 @pytest.mark.parametrize("paths", [[[1, 2.5], [1, 3]], ["12", "13"], torch.ones(2, 2)], ids=["float", "text", "floats"])
-def test_from_paths_makes_no_tokens_of_what_is_no_integer(paths: Any) -> None:
+def test_from_paths_refuses_tokens_that_are_not_integers(paths: Any) -> None:
     with pytest.raises(TypeError, match="integer"):
         TokenTree.from_paths(paths)
 
@@ -148,7 +139,6 @@ MALFORMED = {
     "root-has-a-parent": ([5, 1], [0, 0], r"parents\[0, 0\] must be -1 \(the root\), got 0"),
     "no-root": ([5, 1], [-2, 0], r"parents\[0, 0\] must be -1 \(the root\), got -2"),
     "parent-after-child": ([5, 1, 2], [-1, 2, 0], r"parents\[0, 1\] must be in \[-1, 0\] .*before its child\), got 2"),
-    "own-parent": ([5, 1, 2], [-1, 0, 2], r"parents\[0, 2\] must be in \[-1, 1\] .*, got 2"),
     "parent-below-minus-one": ([5, 1], [-1, -2], r"parents\[0, 1\] must be in \[-1, 0\] .*, got -2"),
     "child-of-padding": ([5, 0, 2], [-1, -1, 1], r"node 2 of row 0 is a child of padding node 1"),
     "padding-with-a-token": ([5, 4], [-1, -1], r"padding node 1 of row 0 must have token 0, got 4"),
@@ -162,40 +152,17 @@ def test_a_malformed_tree_is_refused(tokens: list[int], parents: list[int], mess
         TokenTree(torch.tensor(tokens), torch.tensor(parents, dtype=torch.int32))
 
 
-def test_the_message_names_the_row_of_a_batch() -> None:
-    parents = torch.tensor([[-1, 0, 1], [-1, 0, 5]], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"parents\[1, 2\] must be in \[-1, 1\]"):
-        TokenTree(torch.ones(2, 3, dtype=torch.int64), parents)
-
-
 @pytest.mark.parametrize(
     ("tokens", "parents", "error", "message"),
     [
         (torch.ones(2), torch.tensor([-1, 0]), TypeError, "tokens must be an integer tensor, got torch.float32"),
-        (
-            torch.tensor([1, 2]),
-            torch.tensor([-1.0, 0]),
-            TypeError,
-            "parents must be an integer tensor, got torch.float32",
-        ),
+        (torch.tensor([1]), torch.tensor([-1.0]), TypeError, "parents must be an integer tensor, got torch.float32"),
         (None, torch.tensor([-1]), TypeError, "tokens must be an integer tensor, got NoneType"),
         (torch.tensor([True]), torch.tensor([-1]), TypeError, "tokens must be an integer tensor, got torch.bool"),
         (torch.tensor([1, 2, 3]), torch.tensor([-1, 0]), ValueError, r"one shape, got \[1, 3\] and \[1, 2\]"),
-        (torch.ones(2, 2).long(), torch.tensor([-1, 0]), ValueError, r"one shape, got \[2, 2\] and \[1, 2\]"),
         (torch.tensor(4), torch.tensor(-1), ValueError, r"tokens must be \[n\] or \[batch, n\], got \[\]"),
         (torch.ones(1, 1, 2).long(), torch.ones(1, 1, 2).long(), ValueError, r"\[n\] or \[batch, n\], got \[1, 1, 2\]"),
         (torch.ones(2, 0).long(), torch.ones(2, 0).long(), ValueError, "at least its root, got 0 nodes"),
-    ],
-    ids=[
-        "float-tokens",
-        "float-parents",
-        "no-tokens",
-        "bool-tokens",
-        "lengths",
-        "batches",
-        "scalar",
-        "three-d",
-        "no-node",
     ],
 )
 def test_a_wrong_dtype_or_shape_is_refused(
@@ -203,14 +170,11 @@ def test_a_wrong_dtype_or_shape_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         TokenTree(tokens, parents)
-
-
-def test_a_chain_of_no_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="a tree must have at least its root, got 0 nodes"):
         TokenTree.chain([])
 
 
-def test_an_unchecked_tree_is_looked_at_under_debug_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchecked_tree_is_checked_under_debug_only(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, parents = torch.tensor([[5, 1, 2]]), torch.tensor([[-1, 2, 0]], dtype=torch.int32)
     monkeypatch.setenv("STREE_DEBUG", "0")
     TokenTree.unchecked(tokens, parents)

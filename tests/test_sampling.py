@@ -1,4 +1,4 @@
-"""Random numbers by counter, distributions after temperature, top-k and top-p, and draws without replacement."""
+"""Counter-based random numbers, probabilities after temperature, top-k and top-p, draws without replacement."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def random_rows(batch: int, seed: int = 0, position: int = 5) -> Random:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FixedRandom(Random):
-    """Numbers that are what the test wants them to be."""
+    """One fixed number for every draw."""
 
     number: float = 0.0
 
@@ -35,8 +35,8 @@ class FixedRandom(Random):
         return torch.full(shape, self.number, dtype=torch.float64)
 
 
-# The published vectors of Random123 (kat_vectors, philox4x32 with 10 rounds): counter, key, first words of the block.
-# Tested on a private function, for no public one gives whole words.
+# Known answers of Random123 (kat_vectors, philox4x32 with 10 rounds): counter, key, first words of the block. They need
+# a private function, because no public one returns whole words.
 @pytest.mark.parametrize(
     ("counter", "key", "words"),
     [
@@ -50,7 +50,7 @@ class FixedRandom(Random):
     ],
     ids=["zeros", "ones", "pi"],
 )
-def test_philox_gives_the_published_words(
+def test_philox_returns_the_published_words(
     counter: tuple[int, int, int, int], key: tuple[int, int], words: tuple[int, int]
 ) -> None:
     seed = key[0] | key[1] << 32
@@ -59,7 +59,7 @@ def test_philox_gives_the_published_words(
     assert tuple(int(word[0]) for word in found) == words
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**40 + 3, -1, 2**63 + 5, 2**64 + 1])
+@pytest.mark.parametrize("seed", [0, 2**40 + 3, -1, 2**64 + 1])
 def test_a_device_s_numbers_are_the_cpu_s_whether_the_seed_is_a_tensor_or_not(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,8 +100,9 @@ def test_every_key_has_its_own_number() -> None:
     assert len(set(numbers)) == len(numbers) == 4 * 4 * 4 * 3 * 4
 
 
-@pytest.mark.parametrize("axis", ["sequence", "position", "node", "seed"])
-@pytest.mark.parametrize("purpose", ["target", "accept", "draft"])
+@pytest.mark.parametrize(
+    ("axis", "purpose"), [("sequence", "target"), ("position", "accept"), ("node", "draft"), ("seed", "target")]
+)
 def test_numbers_are_uniform_along_every_part_of_the_key(axis: str, purpose: str) -> None:
     count = 20_000 if axis != "seed" else 2_000
     index, zero = torch.arange(count), torch.zeros(count, dtype=torch.long)
@@ -118,10 +119,10 @@ def test_numbers_are_uniform_along_every_part_of_the_key(axis: str, purpose: str
     assert abs(neighbours) < 5 / count**0.5  # five standard deviations of the correlation of independent numbers
 
 
-@pytest.mark.parametrize("number", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])
+@pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2.0**-53])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_choice_never_returns_a_token_of_probability_zero(number: float, dtype: torch.dtype) -> None:
-    dists = torch.tensor(
+    probs = torch.tensor(
         [
             [0.0, 0.3, 0.0, 0.7, 0.0],
             [0.0, 0.0, 1e-30, 0.0, 0.0],
@@ -132,8 +133,8 @@ def test_choice_never_returns_a_token_of_probability_zero(number: float, dtype: 
         dtype=dtype,
     )
     rng = FixedRandom(0, torch.arange(5), torch.zeros(5, dtype=torch.long), number)
-    index = rng.choice("target", dists, torch.zeros(5, dtype=torch.long))
-    assert (dists.gather(1, index[:, None]) > 0).all()
+    index = rng.choice("target", probs, torch.zeros(5, dtype=torch.long))
+    assert (probs.gather(1, index[:, None]) > 0).all()
 
 
 def test_choice_from_a_distribution_without_mass_gives_index_zero() -> None:
@@ -170,9 +171,10 @@ def transformers_probs(logits: Tensor, temperature: float, top_k: int | None, to
     return logits.softmax(-1)
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.7])
-@pytest.mark.parametrize("top_k", [None, 1, 5, 500])
-@pytest.mark.parametrize("top_p", [None, 1e-6, 0.35, 0.999])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(0.3, None, None), (1.7, 1, None), (1.7, 5, 0.35), (0.3, 500, 0.999), (1.7, None, 1e-6), (0.3, None, 0.35)],
+)
 def test_distributions_are_those_of_transformers(temperature: float, top_k: int | None, top_p: float | None) -> None:
     logits = 3 * torch.randn(20, 61, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     dist = Sampling(temperature, top_k, top_p).probs(logits)
@@ -201,7 +203,7 @@ def test_the_greedy_distribution_is_one_hot_at_the_argmax() -> None:
 
 
 @pytest.mark.parametrize("values", [{"temperature": None}, {"temperature": "1"}, {"top_p": "0.9"}], ids=str)
-def test_what_is_no_number_is_refused_by_name(values: Any) -> None:
+def test_a_value_that_is_not_a_number_is_refused_by_name(values: Any) -> None:
     ((name, value),) = values.items()
     with pytest.raises(TypeError, match=f"{name} must be a number, got {value!r}"):
         Sampling(**values)
@@ -220,17 +222,7 @@ def test_what_is_no_number_is_refused_by_name(values: Any) -> None:
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
         ({"top_p": float("nan")}, r"top_p must be in \(0, 1\], got nan"),
     ],
-    ids=[
-        "negative-temperature",
-        "nan-temperature",
-        "infinite-temperature",
-        "tiny-temperature",
-        "top-k",
-        "half-k",
-        "top-p-0",
-        "top-p-2",
-        "top-p-nan",
-    ],
+    ids=str,
 )
 def test_a_value_outside_its_range_is_refused(values: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -256,15 +248,17 @@ def test_draws_without_replacement_follow_the_sequential_distribution() -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChoosingRandom(Random):
-    """Numbers of ``Random``, but every choice is made one by one: what draws at once must equal."""
+    """The numbers of ``Random``, drawn one by one: the reference of draws at once."""
 
     def choice(self, purpose: str, probs: Tensor, offset: Tensor, node: Tensor | int = 0) -> Tensor:
         return Random.choice(self, purpose, probs, offset, node)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("vocab", [23, 700])
-@pytest.mark.parametrize("sharpness", [0.0, 2.0, 30.0], ids=["flat", "soft", "nearly-one-hot"])
+@pytest.mark.parametrize(
+    ("sharpness", "vocab", "dtype"),
+    [(0.0, 23, torch.float64), (2.0, 700, torch.float32), (30.0, 23, torch.float32), (30.0, 700, torch.float64)],
+    ids=["flat", "soft", "nearly-one-hot", "nearly-one-hot-float64"],
+)
 def test_draws_at_once_are_the_choices_made_one_after_the_other(
     sharpness: float, vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,7 +280,7 @@ def test_draws_at_once_are_the_choices_made_one_after_the_other(
         assert (probs[:50, 2] == 0).all()
 
 
-def test_nothing_is_drawn_from_the_last_crumbs_of_a_distribution() -> None:
+def test_nothing_is_drawn_from_the_last_rounding_errors_of_a_distribution() -> None:
     dist = torch.tensor([[[1 - 3e-7, 1e-7, 2e-7, 0.0], [1 - 3e-6, 1e-6, 2e-6, 0.0]]], dtype=torch.float64)
     for rng in (random_rows(1), ChoosingRandom(0, torch.arange(1), torch.full((1,), 5))):
         tokens, probs = Draws(rng, 2, 3).draw(dist, 0, 3)
