@@ -7,7 +7,8 @@ import os
 import torch
 from torch import Tensor
 
-from stree.kernels.topology import AcceptedPath, Topology, reads_freely
+from stree.kernels.dispatch import host_can_read
+from stree.kernels.topology import AcceptedPath, Topology
 
 Parents = Tensor | Topology
 Path = Tensor | AcceptedPath
@@ -50,7 +51,7 @@ def take_topology(parents: Parents, batch: int, first: int, like: Tensor) -> Top
         trusted = not DEBUG
     else:
         tensor = parents
-        trusted = not (reads_freely(tensor) or DEBUG)
+        trusted = not (host_can_read(tensor) or DEBUG)
     check_batch(batch)
     if tensor.ndim != 2 or tensor.shape[0] != batch or tensor.dtype != torch.int32 or tensor.device != like.device:
         check("parents", tensor, "int32", (batch, tensor.shape[-1] if tensor.ndim else 1), like)

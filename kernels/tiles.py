@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stree.kernels.walk import walk_slots
+from stree.kernels.step.walk import walk_slots
 
 MAX_NODES, MAX_HEADDIM, MAX_DSTATE = 128, 128, 256
 MAX_ATTENTION_HEADDIMS = (576, 512)  # of keys and of values

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from stree.kernels.bookkeeping import CatchUp, copy_rows, put_path
+from stree.kernels.step.bookkeeping import CatchUp, copy_rows, put_path
 from stree.kernels.topology import AcceptedPath
 from stree.models.layers.base import LayerSpec, LayerStack
 

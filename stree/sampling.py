@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stree.kernels import law_door
-from stree.kernels.accept_door import draw_distinct, philox_uniform
-from stree.kernels.topology import reads_freely
+from stree.kernels.dispatch import host_can_read
+from stree.kernels.ops import draw_distinct, philox_uniform
+from stree.kernels.sampling import softmax
 
 __all__ = ["MAX_RANKS", "Draws", "Random", "Sampling"]
 
@@ -80,7 +80,7 @@ class Sampling:
             out: where the probabilities go, or None for a tensor of their own.
         """
         if not (self.is_greedy or self._cuts(logits.shape[-1])):
-            return law_door.probs(logits, self.temperature, out)
+            return softmax.probs(logits, self.temperature, out)
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
         if self.is_greedy:
@@ -107,7 +107,7 @@ class Sampling:
         """
         if self.is_greedy or self._cuts(logits.shape[-1]):
             return self.probs(logits, out), None
-        return law_door.probs_and_norms(logits, self.temperature, out)
+        return softmax.probs_and_norms(logits, self.temperature, out)
 
     def _cuts(self, vocab: int) -> bool:
         """Tell whether top-k or top-p may leave tokens of a vocabulary out."""
@@ -152,7 +152,7 @@ class Random:
         if not isinstance(node, Tensor):
             node = torch.full((), node, device=offset.device)
         words = torch.broadcast_tensors(position.long(), sequence, node.long())
-        if not reads_freely(offset):
+        if not host_can_read(offset):
             return philox_uniform(*words, seed=self.seed, purpose=PURPOSES[purpose])
         # NumPy runs the same integer arithmetic about five times faster than torch on small CPU tensors.
         position, sequence, node = (word.numpy() for word in words)
@@ -215,7 +215,7 @@ class Draws:
         if self._numbers is not None:
             numbers = self._numbers[:, first : first + rows, :count]
             return (
-                _draw_on_host(dist, numbers) if reads_freely(dist) else draw_distinct(dist, numbers, least=LEAST_MASS)
+                _draw_on_host(dist, numbers) if host_can_read(dist) else draw_distinct(dist, numbers, least=LEAST_MASS)
             )
         tokens, probs = [], []
         node = torch.arange(first, first + rows, device=dist.device).expand(dist.shape[:2]) * MAX_RANKS
@@ -237,7 +237,7 @@ def _draft_counters(num_nodes: int, num_ranks: int, device: torch.device) -> tup
 
 def _draw_on_host(dist: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Draw from CPU distributions by float64[batch, rows, count] uniform numbers: tokens and their probabilities."""
-    from stree.draws import draw_rows  # imports numba
+    from stree.kernels.sampling.cpu import draw_rows  # imports numba
 
     tokens, probs = torch.empty(numbers.shape, dtype=torch.long), dist.new_empty(numbers.shape)
     flat = [tensor.reshape(-1, tensor.shape[-1]).numpy() for tensor in (dist, numbers, tokens, probs)]

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from stree.kernels.topology import ancestor_mask, reads_freely
+from stree.kernels.dispatch import host_can_read
+from stree.kernels.topology import ancestor_mask
 
 __all__ = ["TokenTree", "checks_everywhere"]
 
@@ -68,7 +69,7 @@ class TokenTree:
             raise ValueError("a tree must have at least its root, got 0 nodes")
         # Copies: what was checked and derived must not change with the caller's tensors.
         _fill(self, tokens.to(torch.int64, copy=True), parents.to(torch.int32, copy=True), None, None)
-        if reads_freely(parents) or checks_everywhere():
+        if host_can_read(parents) or checks_everywhere():
             if bool((wrong := self.parents != parents).any()):  # they would be those of another tree
                 raise ValueError(f"parents must be int32, got {int(parents[wrong][0])}")
             self.check()

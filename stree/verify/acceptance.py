@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from stree.kernels.topology import reads_freely
+from stree.kernels.dispatch import host_can_read
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree, checks_everywhere
 from stree.verify.longest import longest
@@ -69,7 +69,7 @@ def accept(
             draft = replace(draft, probs=draft.probs.float())
     if verifier not in (*VERIFIERS, LONGEST):
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
-    is_looked_at = reads_freely(target_logits) or checks_everywhere()
+    is_looked_at = host_can_read(target_logits) or checks_everywhere()
     if verifier == "block" and is_looked_at and not bool((tree.depths == tree.num_nodes[:, None] - 1).any(1).all()):
         raise ValueError("block verification takes trees without branches; use traversal for others")
     if is_looked_at and not bool((has_distribution := sampling.has_distribution(target_logits)).all()):
@@ -77,7 +77,7 @@ def accept(
         if nodes:
             kind = "NaN" if bool(target_logits[tuple(nodes[0])].isnan().any()) else "infinite"
             raise ValueError(f"the target's logits are {kind} at (row, node) {nodes[:4]}")
-    if verifier == "auto" and draft is not None and tree.is_checked and reads_freely(draft.kind):
+    if verifier == "auto" and draft is not None and tree.is_checked and host_can_read(draft.kind):
         draft = None if bool(((draft.kind == DELTA) | (tree.parents < 0)).all()) else draft
     if max_depth is None:
         max_depth = int(tree.depths.max())

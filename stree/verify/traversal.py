@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stree.kernels import traversal_door
-from stree.kernels.topology import is_launched, reads_freely
+from stree.kernels.dispatch import host_can_read, uses_triton
+from stree.kernels.traversal import api
+from stree.kernels.traversal.operands import DraftRows
 from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify.paths import deepest
 from stree.verify.rejection import toss
 from stree.verify.trials import Trials
-from stree.verify.values import DELTA, INDEPENDENT, Acceptance, DraftProbs
+from stree.verify.values import DELTA, Acceptance, DraftProbs
 
 __all__ = ["traverse", "traverse_by_kernels"]
 
@@ -27,9 +28,9 @@ def traverse(
     in post-order whose coin shows is accepted.  Without branches this is block verification (arXiv 2403.10444).
     """
     # A stand-in tosses and draws by itself.
-    if is_launched(target_probs) and target_probs.dtype == torch.float32 and type(rng) is Random:
+    if uses_triton(target_probs) and target_probs.dtype == torch.float32 and type(rng) is Random:
         return traverse_by_kernels(tree, target_probs, rng, draft, max_depth)
-    if reads_freely(target_probs):
+    if host_can_read(target_probs):
         return _traverse_on_host(tree, target_probs, rng, draft, max_depth)
     trials = Trials(tree, target_probs, draft)
     held = _hold_chain(trials, max_depth) if trials.siblings.most == 1 else _hold(tree, trials, max_depth)
@@ -44,12 +45,12 @@ def traverse(
 def traverse_by_kernels(
     tree: TokenTree, target_probs: Tensor, rng: Random, draft: DraftProbs | None, max_depth: int
 ) -> Acceptance:
-    """Do the same in Triton, in launches whose number depends on sizes alone (`stree.kernels.traversal_door`).
+    """Do the same in Triton, in launches whose number depends on sizes alone (`stree.kernels.traversal.api`).
 
     The numbers are the same; sums are rounded otherwise, and ``target_probs`` is left as it is.
     """
-    rows = None if draft is None else traversal_door.DraftRows(draft.probs, draft.row, draft.kind, DELTA, INDEPENDENT)
-    found = traversal_door.traverse(
+    rows = None if draft is None else DraftRows(draft.probs, draft.row, draft.kind)
+    found = api.traverse(
         tree.tokens, tree.parents, tree.ancestor_mask, tree.depths, target_probs, rows, max_depth=max_depth,
         max_children=None if draft is None else draft.max_children,
         seed=rng.seed, sequences=rng.sequences.long(), positions=rng.positions.long(),
@@ -61,7 +62,7 @@ def _traverse_on_host(
     tree: TokenTree, target_probs: Tensor, rng: Random, draft: DraftProbs | None, max_depth: int
 ) -> Acceptance:
     """Do the same compiled; ``target_probs`` is written."""
-    from stree.verify import compiled  # imports numba
+    from stree.kernels.traversal import cpu  # imports numba
 
     batch, n = tree.tokens.shape
     dist = target_probs.contiguous()
@@ -72,12 +73,12 @@ def _traverse_on_host(
         probs, row, kind = draft.probs, draft.row.to(torch.int32), draft.kind
     held, ratios = dist.new_empty(batch, n, dtype=torch.float64), dist.new_empty(batch, n)
     given = (tree.tokens, tree.parents, dist, probs, row, kind, held, ratios)
-    compiled.hold(*(part.contiguous().numpy() for part in given))
+    cpu.hold(*(part.contiguous().numpy() for part in given))
     shown = toss(rng, held, tree.parents >= 0)
     path = tree.parents.new_empty(batch, min(n, max_depth + 1))
     lengths, leaf = path.new_empty(batch), tree.tokens.new_empty(batch)
     found = (tree.parents, shown, path, lengths, leaf)
-    compiled.walk(*(part.contiguous().numpy() for part in found))
+    cpu.walk(*(part.contiguous().numpy() for part in found))
     dist = dist[torch.arange(batch), leaf]
     return Acceptance(path, lengths, rng.choice("target", dist, lengths), ratios)
 

@@ -8,21 +8,18 @@ which is for the rules to know.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from stree.kernels.topology import reads_freely
+from stree.kernels.dispatch import host_can_read
+from stree.kernels.traversal.operands import NOTHING, TINY
 from stree.tree import TokenTree
 from stree.verify.paths import Siblings
 from stree.verify.values import DELTA, INDEPENDENT, DraftProbs
 
 __all__ = ["Trials"]
-
-NOTHING: Final = 1e-20  # far below float32's rounding of 1, and far enough from its smallest number to divide by
-TINY: Final = 1e-38  # a divisor that keeps 0 / 0 at 0; about the smallest normal float32
 
 
 class Trials:
@@ -59,7 +56,7 @@ class Trials:
         index = torch.arange(n, device=wave.device)
         child = torch.full((batch, num_waves * n + 1), n, device=wave.device).scatter_(1, place, index.expand(batch, n))
         child = child[:, :-1].view(batch, num_waves, n)
-        if not reads_freely(wave):  # all nodes in every wave: nothing is waited for
+        if not host_can_read(wave):  # all nodes in every wave: nothing is waited for
             yield from ((index, child[:, number]) for number in range(num_waves))
             return
         numbers, nodes = (child < n).any(0).nonzero().T

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from helpers.table_models import TableLM, TableModel
-from stree.kernels import reference_growth
+from stree.kernels.tree_growth import operands
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import DELTA, SAMPLED, Acceptance, DraftProbs, accept
@@ -301,7 +301,7 @@ def probs_of_texts(
 def short_texts() -> Iterator[None]:
     """Let what begins within remember little of each text: there are thousands, and they are short."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference_growth, "NUM_PLACES", 1 << 10)
+        patch.setattr(operands, "NUM_PLACES", 1 << 10)
         yield
 
 

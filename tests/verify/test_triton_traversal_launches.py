@@ -14,9 +14,9 @@ from helpers.launch_keys import Key, launch_keys
 from helpers.traversal_problems import DEVICE, STAR, Problem
 
 from stree import TokenTree
-from stree.kernels import traversal as kernels
-from stree.kernels.traversal_door import TraversedPath
-from stree.kernels.traversal_door import traverse as traverse_on_device
+from stree.kernels.traversal import kernel as kernels
+from stree.kernels.traversal.api import traverse as traverse_on_device
+from stree.kernels.traversal.operands import TraversedPath
 from stree.sampling import Random
 from stree.verify.traversal import traverse_by_kernels
 from stree.verify.values import DELTA

@@ -1,4 +1,4 @@
-"""Triton code of a step's bookkeeping; `stree.kernels.bookkeeping` launches it."""
+"""Triton code of a step's bookkeeping; `stree.kernels.step.bookkeeping` launches it."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 

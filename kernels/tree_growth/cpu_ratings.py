@@ -1,6 +1,6 @@
-"""What slots are worth and what texts hold, on the CPU, compiled; `reference_growth` specifies both.
+"""What slots are worth and what texts hold, on the CPU, compiled; `reference` specifies both.
 
-`stree.kernels.growth_door` and `stree.kernels.growth_learning` call it.
+`stree.kernels.tree_growth.api` and `stree.kernels.tree_growth.api` call it.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-any-return"
@@ -11,17 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stree.kernels.growth_compiled import Array, compiled, inner
-from stree.kernels.reference_growth import (
-    LEAST_BLUNT,
-    LEAST_PROB,
-    Level,
-    Memory,
-    RankFit,
-    Ratings,
-    Siblings,
-    Table,
-)
+from stree.kernels.tree_growth.cpu import Array, compiled, inner
+from stree.kernels.tree_growth.operands import Level, Memory, RankFit, Ratings, Siblings, Table
+from stree.kernels.tree_growth.reference import LEAST_BLUNT, LEAST_PROB
 
 __all__ = ["rate_by_rank", "rate_by_table", "remember"]
 
@@ -30,7 +22,7 @@ PAIR, TRIPLE = 1, 2  # what a text holds of a child
 
 
 def rate_by_table(table: Table, given: Siblings) -> Ratings:
-    """Rate slots by what a table has counted; see `stree.kernels.growth_door`."""
+    """Rate slots by what a table has counted; see `stree.kernels.tree_growth.api`."""
     probs = given.probs
     kind = torch.promote_types(probs.dtype, table.tests.dtype)
     priority, value = torch.empty(probs.shape, dtype=kind), torch.empty(probs.shape, dtype=kind)
@@ -44,7 +36,7 @@ def rate_by_table(table: Table, given: Siblings) -> Ratings:
 
 
 def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) -> Tensor:
-    """Rate children known beforehand; see `stree.kernels.growth_door`."""
+    """Rate children known beforehand; see `stree.kernels.tree_growth.api`."""
     kind = torch.promote_types(given.probs.dtype, fit.level.dtype)
     value = torch.empty(given.probs.shape, dtype=kind)
     fits = (fit.level, fit.by_confidence, fit.by_sharpness, fit.by_text, level.shift)
@@ -54,7 +46,7 @@ def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) ->
 
 
 def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tensor) -> None:
-    """Read how the texts go on; see `stree.kernels.growth_learning`."""
+    """Read how the texts go on; see `stree.kernels.tree_growth.api`."""
     entries = torch.arange(tokens.shape[1], dtype=torch.int32).expand(len(tokens), -1) if path is None else path
     _remember(*(part.numpy() for part in (memory.places, memory.last, tokens, entries, lengths)))
 
@@ -80,13 +72,13 @@ def _cell(edges: Array, number: float) -> int:
 
 @inner
 def _place(number: int, count: int) -> int:
-    """Mix a number's bits, as ``reference_growth`` does."""
+    """Mix a number's bits, as ``reference`` does."""
     return (number ^ (number >> 17)) & (count - 1)
 
 
 @inner
 def _pair(token: int, following: int) -> int:
-    """Give a pair of tokens a number, as ``reference_growth`` does."""
+    """Give a pair of tokens a number, as ``reference`` does."""
     return token * 0x1E3779B1 + following * 0x05EBCA77
 
 

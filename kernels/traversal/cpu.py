@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from stree.verify.trials import NOTHING, TINY
-from stree.verify.values import DELTA, INDEPENDENT
+from stree.kernels.traversal.operands import DELTA, INDEPENDENT, NOTHING, TINY
 
 __all__ = ["hold", "walk"]
 

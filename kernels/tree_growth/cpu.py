@@ -1,6 +1,6 @@
 """Which slots a layer of growth takes and the columns that they become, on the CPU, compiled.
 
-`stree.kernels.growth_door` calls it.  `reference_growth` specifies the choice, and `GrownTree` the columns.
+`stree.kernels.tree_growth.api` calls it.  `reference` specifies the choice, and `GrownTree` the columns.
 
 numba keeps the machine code beside this file, which is imported with the first tree.
 """
@@ -16,8 +16,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from stree.kernels.growth_door import Appended, Chosen, Columns, Layout
-from stree.kernels.reference_growth import Terms
+from stree.kernels.tree_growth.operands import Appended, Chosen, Columns, Layout, Terms
 
 __all__ = ["append", "choose"]
 
@@ -29,7 +28,7 @@ TINY = 1.2e-38  # of a value that others are compared with
 
 
 def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Terms) -> tuple[Tensor, Tensor]:
-    """Choose the best slots; see `stree.kernels.growth_door`."""
+    """Choose the best slots; see `stree.kernels.tree_growth.api`."""
     batch, count = value.shape
     slots = torch.empty(batch, min(terms.width, count), dtype=torch.long)
     is_taken = torch.empty(slots.shape, dtype=torch.bool)

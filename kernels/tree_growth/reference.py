@@ -1,235 +1,37 @@
-"""What a layer of growth computes, in torch: which slots it takes, and what slots are worth.
+"""Choice and rating of the slots of a growing tree, and what acceptance models learn, in plain torch.
 
-It knows numbers only: no tokens, no model, no plan.
+The specification of the operations of `stree.kernels.tree_growth.api` of the same names, which documents them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Kept",
-    "Level",
-    "Memory",
-    "RankFit",
-    "Ratings",
-    "Siblings",
-    "Table",
-    "Terms",
-    "Verdicts",
-    "Words",
-    "choose",
-    "learn",
-    "learn_level",
-    "rate_by_rank",
-    "rate_by_table",
-    "remember",
-    "spent_before",
-]
+from stree.kernels.tree_growth.operands import (
+    Kept,
+    Level,
+    Memory,
+    RankFit,
+    Ratings,
+    Siblings,
+    Table,
+    Terms,
+    Verdicts,
+    Words,
+)
 
-MOST_WEIGHT = 12.0  # of what is known of a text's level: what it was long ago is forgotten
-NUM_PLACES = 1 << 18  # of the pairs of tokens that a text holds, and as many of its triples
+__all__ = ["choose", "learn", "learn_level", "rate_by_rank", "rate_by_table", "remember", "spent_before"]
+
+MOST_WEIGHT = 12.0  # of a text's level: older evidence is forgotten
 LEAST_PROB = 1e-9  # of a child, before its logarithm
 LEAST_BLUNT = 0.02  # of 1 - the sum of squares of a distribution; what is sharper counts as much
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """On what terms the slots of a layer are taken.
-
-    Attributes:
-        width: most slots.
-        threshold: least value of a slot that is taken beyond an equal share of what is left.
-        layers_left: what is left is shared by so many layers, this one counted.
-    """
-
-    width: int
-    threshold: float
-    layers_left: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Table:
-    """What was counted of tests, a row of cells a sequence.
-
-    A child falls into a cell before its draw, by its rank and by how sharp its distribution is, and into another after
-    it, also by its own probability.  Cells are numbered ranks x sharpness; behind those are ranks x sharpness x
-    confidence.
-
-    Attributes:
-        passed: float32[batch, cells], tests passed.
-        tests: float32[batch, cells], tests made; positive.
-        sharpness: float32[m], ascending edges of the sum of squares.
-        confidence: float32[k], ascending edges of the probability.
-        rank: int64[ranks], 0, 1, 2, ...
-    """
-
-    passed: Tensor
-    tests: Tensor
-    sharpness: Tensor
-    confidence: Tensor
-    rank: Tensor
-
-    @property
-    def first_after(self) -> int:
-        """The first cell of those after a draw."""
-        return len(self.rank) * (len(self.sharpness) + 1)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RankFit:
-    """Log-odds of a child: a level and slopes by the log of its probability and by how sharp its distribution is.
-
-    How sharp is -log(1 - the sum of squares): a distribution that is nearly one token is almost certain.
-
-    What the text holds already tells more: whether the child would follow the same token, or two, as it did in the
-    text, and whether another child of its parent would.
-
-    Attributes:
-        level: float32[ranks].
-        by_confidence: float32[ranks].
-        by_sharpness: float32[ranks].
-        by_text: float32[4, ranks], where the text holds the child's pair, its triple, another's pair, another's triple.
-    """
-
-    level: Tensor
-    by_confidence: Tensor
-    by_sharpness: Tensor
-    by_text: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Level:
-    """How much surer each text is than a fit, learnt from its likeliest children; their siblings share what they leave.
-
-    Attributes:
-        shift: float32[batch], added to the log-odds of each node's likeliest child.
-        weight: float32[batch], the information that it rests on, what counts as known beforehand included; positive.
-    """
-
-    shift: Tensor
-    weight: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Memory:
-    """Which pairs and triples of tokens each text holds, by their hashes: now and then another one has the same.
-
-    Attributes:
-        places: bool[batch, 2 * num_places + 1], of pairs, of triples, and one for what is neither.
-        last: int64[batch, 2], the last two tokens that were read; -1 where there is none.
-    """
-
-    places: Tensor
-    last: Tensor
-
-    @classmethod
-    def empty(cls, batch: int, device: torch.device) -> Self:
-        """Make the memory of texts that have not begun."""
-        places = torch.zeros(batch, 2 * NUM_PLACES + 1, dtype=torch.bool, device=device)
-        return cls(places, torch.full((batch, 2), -1, dtype=torch.long, device=device))
-
-    @property
-    def num_places(self) -> int:
-        """How many places pairs have, and triples."""
-        return self.places.shape[1] // 2
-
-    def forget(self, row: int) -> None:
-        """Let another text begin in the place of one."""
-        self.places[row] = False
-        self.last[row] = -1
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Words:
-    """The tokens of children, and the columns of their parents in the tree that grows.
-
-    Attributes:
-        children: int64[batch, above, ranks].
-        tokens: int64[batch, columns].
-        parents: int32[batch, columns], -1 where the text goes on.
-        first: column of the first parent, the others behind it.
-        lead: int64[batch], column of the root where that is the only parent; else None.
-    """
-
-    children: Tensor
-    tokens: Tensor
-    parents: Tensor
-    first: int
-    lead: Tensor | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Siblings:
-    """The children of a layer's nodes, as they are rated.
-
-    Attributes:
-        reach: float[batch, above], values of the nodes.
-        probs: float[batch, above, ranks], draft probabilities of their children, 0 where there is none.
-        norms: float[batch, above], Euclidean norms of the nodes' distributions; of drawn children, of what they were
-        drawn from.
-        words: tokens of the children and of the nodes above them, which ratings by a table do not read; None:
-            nothing is known of them.
-    """
-
-    reach: Tensor
-    probs: Tensor
-    norms: Tensor
-    words: Words | None = None
-
-
-class Ratings(NamedTuple):
-    """What slots are worth.
-
-    Attributes:
-        priority: float[batch, above, ranks], known before the draw.
-        value: float[batch, above, ranks], of the child that was drawn.
-        cells: int64[batch, above, ranks, 2], before the draw and after it.
-    """
-
-    priority: Tensor
-    value: Tensor
-    cells: Tensor
-
-
-class Kept(NamedTuple):
-    """The slots of a layer that became nodes.
-
-    Attributes:
-        cells: int64[batch, above, ranks, 2], of all slots, as `Ratings` has them.
-        slots: int64[batch, width], of the nodes.
-    """
-
-    cells: Tensor
-    slots: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Verdicts:
-    """What verification says of a tree's nodes.
-
-    Attributes:
-        parents: int32[batch, n], -1 for the root and for padding.
-        mask: bool[batch, n, n], ancestors of each node, itself included.
-        numbers: int64[batch, n], of each node among the root, 0, and all that became nodes; None: 0, 1, 2, ...
-        ratios: float[batch, n], acceptance probability of each node's test.
-        is_live: bool[batch], sequences that took part.
-    """
-
-    parents: Tensor
-    mask: Tensor
-    numbers: Tensor | None
-    ratios: Tensor
-    is_live: Tensor
-
-
 def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Terms) -> tuple[Tensor, Tensor]:
-    """Choose the best slots; see `stree.kernels.growth_door`."""
+    """Choose the best slots; see `stree.kernels.tree_growth.api`."""
     ordered, index = value.sort(dim=1, descending=True, stable=True)  # stable: an earlier sibling wins a tie
     ordered, index = ordered[:, : terms.width], index[:, : terms.width]
     is_taken = ordered > 0
@@ -260,7 +62,7 @@ def _size_down_to(ordered: Tensor, below: Tensor) -> Tensor:
 
 
 def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) -> Tensor:
-    """Rate children known beforehand; see `stree.kernels.growth_door`."""
+    """Rate children known beforehand; see `stree.kernels.tree_growth.api`."""
     probs = given.probs
     ranks = probs.shape[-1]
     odds = fit.level[:ranks] + fit.by_confidence[:ranks] * probs.clamp(min=LEAST_PROB).log()
@@ -278,7 +80,7 @@ def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) ->
 
 
 def rate_by_table(table: Table, given: Siblings) -> Ratings:
-    """Rate slots by what a table has counted; see `stree.kernels.growth_door`."""
+    """Rate slots by what a table has counted; see `stree.kernels.tree_growth.api`."""
     reach, probs = given.reach, given.probs
     ranks = probs.shape[-1]
     odds = table.passed / table.tests
@@ -293,7 +95,7 @@ def rate_by_table(table: Table, given: Siblings) -> Ratings:
 
 
 def learn(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> None:
-    """Count every test by the probability that it is made; see `stree.kernels.growth_learning`."""
+    """Count every test by the probability that it is made; see `stree.kernels.tree_growth.api`."""
     taken = [cells.flatten(1, 2).gather(1, slots[..., None].expand(-1, -1, 2)) for cells, slots in kept]
     cells = torch.nn.functional.pad(torch.cat(taken, 1), (0, 0, 1, 0))
     if verdicts.numbers is not None:
@@ -315,7 +117,7 @@ def learn(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> None:
 
 
 def learn_level(level: Level, values: Tensor, verdicts: Verdicts) -> None:
-    """Learn from the likeliest children of the accepted nodes; see `stree.kernels.growth_learning`."""
+    """Learn from the likeliest children of the accepted nodes; see `stree.kernels.tree_growth.api`."""
     parents = verdicts.parents
     is_drafted = parents >= 0
     ratios = torch.where(is_drafted, verdicts.ratios, 1.0).to(values.dtype)
@@ -329,7 +131,7 @@ def learn_level(level: Level, values: Tensor, verdicts: Verdicts) -> None:
 
 
 def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tensor) -> None:
-    """Read how the texts go on; see `stree.kernels.growth_learning`."""
+    """Read how the texts go on; see `stree.kernels.tree_growth.api`."""
     tokens = tokens if path is None else tokens.gather(1, path.clamp(min=0).long())
     text = torch.cat([memory.last, tokens], 1)
     before, token, following = text[:, :-2], text[:, 1:-1], text[:, 2:]

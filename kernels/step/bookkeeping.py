@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stree.kernels.dispatch import uses_triton
 from stree.kernels.tiles import padded
-from stree.kernels.topology import is_launched
 
 __all__ = ["CatchUp", "Drafted", "Texts", "copy_rows", "emit", "path_on_columns", "path_on_nodes", "put_path"]
 
@@ -87,7 +87,7 @@ def emit(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor,
     Returns:
         int64[batch, m + 2]: the tokens, how many of them count, and the path's length.
     """
-    if is_launched(tokens):
+    if uses_triton(tokens):
         return _emit_in_one(tokens, path, path_lengths, next_token, texts)
     place = torch.arange(path.shape[1], device=path.device)
     length = path_lengths.long()[:, None]
@@ -107,7 +107,7 @@ def emit(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor,
 
 def _emit_in_one(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor, texts: Texts) -> Tensor:
     """Do the same in one launch."""
-    from stree.kernels.bookkeeping_kernels import emit_kernel  # imports triton
+    from stree.kernels.step.kernel import emit_kernel  # imports triton
 
     batch, m = path.shape
     tokens, path = _rows_of(tokens), _rows_of(path)
@@ -135,7 +135,7 @@ def path_on_columns(path: Tensor, path_lengths: Tensor, drafted: Drafted) -> tup
     Returns:
         int32[batch, m + 1] columns to commit and int32[batch] how many of them.
     """
-    if is_launched(drafted.tokens):
+    if uses_triton(drafted.tokens):
         return _path_in_one(path, path_lengths, drafted)
     order, tokens, has_leaf, leaf = drafted.order, drafted.tokens, drafted.has_leaf, drafted.leaf
     nodes = path.long().clamp(min=0)
@@ -155,7 +155,7 @@ def path_on_columns(path: Tensor, path_lengths: Tensor, drafted: Drafted) -> tup
 
 def _path_in_one(path: Tensor, path_lengths: Tensor, drafted: Drafted) -> tuple[Tensor, Tensor]:
     """Do the same in one launch."""
-    from stree.kernels.bookkeeping_kernels import columns_kernel
+    from stree.kernels.step.kernel import columns_kernel
 
     batch, m = path.shape
     path, tokens = _rows_of(path), _rows_of(drafted.tokens)
@@ -183,8 +183,8 @@ def path_on_nodes(path: Tensor, path_lengths: Tensor, n: int) -> tuple[Tensor, T
         float32[batch, n] of 1 and 0, and bool[batch].
     """
     batch, m = path.shape
-    if is_launched(path):
-        from stree.kernels.bookkeeping_kernels import nodes_kernel
+    if uses_triton(path):
+        from stree.kernels.step.kernel import nodes_kernel
 
         path = _rows_of(path)
         is_on = torch.empty(batch, n, dtype=torch.float32, device=path.device)
@@ -210,8 +210,8 @@ def put_path(path: Tensor, path_lengths: Tensor, waiting: CatchUp, lengths: Tens
         lengths: int32[batch], committed tokens; advanced.
     """
     entries = waiting.path.shape[1]
-    if is_launched(path):
-        from stree.kernels.bookkeeping_kernels import wait_kernel
+    if uses_triton(path):
+        from stree.kernels.step.kernel import wait_kernel
 
         path = _rows_of(path)
         with torch.cuda.device_of(path):
@@ -236,7 +236,7 @@ def copy_rows(nodes: Tensor, begins: Tensor, sources: Sequence[Tensor], rows: Se
         rows: [layers, batch, ..., entries, c] of each; written.
     """
     dim = begins.dim() - 1
-    if is_launched(nodes):
+    if uses_triton(nodes):
         for first in range(0, len(sources), MOST_SOURCES):
             one = slice(first, first + MOST_SOURCES)
             _copy_in_one(nodes, begins, sources[one], rows[one])
@@ -249,7 +249,7 @@ def copy_rows(nodes: Tensor, begins: Tensor, sources: Sequence[Tensor], rows: Se
 
 def _copy_in_one(nodes: Tensor, begins: Tensor, sources: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
     """Do the same in one launch."""
-    from stree.kernels.bookkeeping_kernels import rows_kernel
+    from stree.kernels.step.kernel import rows_kernel
 
     dim = begins.dim() - 1
     widths = [source[(0,) * (dim + 1)].numel() for source in sources]
