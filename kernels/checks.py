@@ -1,4 +1,4 @@
-"""Checks of tensors: shapes, dtypes and devices always, values only where reading them waits for nothing."""
+"""Checks of tensors: shapes, dtypes and devices always, values where the host can read them freely."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def check_path(path: Path, path_lengths: Tensor | None, batch: int, like: Tensor
 
 
 def _check_nodes(path: Tensor, path_lengths: Tensor) -> None:
-    """Require lengths that the path has room for and nodes where it says so; reads the values."""
+    """Require lengths that fit into the path and nodes up to each length; reads the values."""
     room = path.shape[1]
     if bool(((path_lengths < 0) | (path_lengths > room)).any()):
         raise ValueError(f"path_lengths must be in [0, {room}], got {path_lengths.tolist()}")

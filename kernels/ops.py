@@ -24,7 +24,7 @@ Common to all operations:
   states, windows and matrices the last ones, and names one that is not.
 
 Shapes, dtypes and devices are checked always, before anything is written; values (order of parents) only for bare CPU
-tensors, or everywhere under STREE_DEBUG=1: on the way through a layer nothing waits for a device.  A shape, device,
+tensors, or everywhere under STREE_DEBUG=1: a layer never synchronises with a device.  A shape, device,
 parent or value that disagrees raises ValueError, a dtype TypeError, backend="triton" where it cannot run RuntimeError,
 and sizes that the Triton version has no tiles for NotImplementedError.
 """
@@ -440,8 +440,8 @@ def attention_step(
     """
 
 
-# Norms between layers.  From here on rows do not meet, and nothing knows a tree.  A tensor may be a view with a common
-# stride between rows.  Sums and products are float32, and results are rounded once.
+# Norms between layers.  From here on rows are independent and no operation takes a tree.  A tensor may be a view with a
+# common stride between rows.  Sums and products are float32, and results are rounded once.
 
 
 @operation("fused.norm", "groups divides c", x="... n c", gate="... n c", weight="c")
@@ -553,7 +553,7 @@ def experts(
     x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, *, activation: str = "silu",
     gated: bool = True, backend: Backend = "auto",
 ) -> Tensor:  # fmt: skip
-    """Run the experts that every row is routed to, and add up what they give.
+    """Run the experts that every row is routed to, and add up their outputs.
 
         y[t] = sum over k of weights[t, k] down[e] (act(gate[e] x[t]) * (up[e] x[t]))        e = index[t, k]
 

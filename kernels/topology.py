@@ -1,6 +1,6 @@
 """The shape of a batch of token trees and of their accepted paths, computed once a step and read by every layer.
 
-It knows indices only: no tokens, no model, no layer.  Everything here has fixed shapes and never reads the device.
+Indices only: no tokens, no model, no layer.  Everything here has fixed shapes and never reads the device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The short convolution in Triton: commit of a path to the window and convolution of a tree in one launch.
 
-One program owns a block of channels of one sequence, for all nodes.  Channels do not meet, so a program may commit the
-path, then overwrite the rows that it came from: nothing that another program reads changes.  Rows are read where the
+One program owns a block of channels of one sequence, for all nodes.  Channels are independent, so a program may commit
+the path, then overwrite the rows that it came from: no other program reads them.  Rows are read where the
 projection left them, with any strides over batch and nodes.
 """
 

@@ -64,7 +64,7 @@ def _exp_of_sum(coarse, fine):
 def _add_channel_scores(coupling, weight, query, key, coarse, fine, WINDOW: tl.constexpr, EXACT: tl.constexpr):
     """Add sum_c key_jc e^(G_ic - G_jc) probe_ic at [j, i] over a block of channels, for the probes key and query.
 
-    A pass serves the keys whose G stands in one window of that width, and measures both exponents from its upper end:
+    A pass serves the keys whose G lies in one window of that width, and measures both exponents from its upper end:
     neither factor overflows, and one underflows only where the decay is nothing.  Pairs off the path are finite.
     """
     query, key = query.to(tl.float32), key.to(tl.float32)
@@ -215,7 +215,7 @@ def gated_delta_kernel(
         beta = tl.load(beta_ptr, is_new, 0.0).to(tl.float32)[None, :]
         above = below & (node[:, None] < node[None, :]) & (node >= known)[None, :]
         coupling, weight = tl.where(above, coupling * beta, 0.0), tl.where(below, weight, 0.0)
-        # Transposed products: the warps share the columns of the state, so none of them waits for another's u.
+        # Transposed products: the warps share the columns of the state, so none of them depends on another's u.
         seen_k = tl.zeros((BLOCK_V, NODES), tl.float32)
         seen_q = tl.zeros((BLOCK_V, NODES), tl.float32)
     for start in tl.range(0, DK, BLOCK_K, disable_licm=True):
@@ -253,7 +253,7 @@ def gated_delta_kernel(
         value_ptr = v_ptr + batch * stride_v_b + ((node - new_from) * stride_v_n + head * DV)[None, :] + column[:, None]
         value = tl.load(value_ptr, is_new[None, :] & wanted, 0.0).to(tl.float32)
         target = beta * (value - seen_k)
-        # A padding node's may be infinite, and 0 times that would meet the other nodes.
+        # A padding node's may be infinite, and 0 times that would reach the other nodes.
         is_node = (node == 0) | (tl.sum(below.to(tl.int32), 0) > 1)
         target = tl.where(is_node[None, :], target, tl.minimum(tl.maximum(target, -1e30), 1e30))
         if KNOWN:

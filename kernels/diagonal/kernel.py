@@ -157,7 +157,7 @@ def diagonal_kernel(
             skip += tl.load(D_ptr + c, inside, 0.0).to(tl.float32)
         y_ptr += batch * (n - first) * channels
         walk_ptr += batch * n
-        waiting = (state,) * SLOTS
+        slot_states = (state,) * SLOTS
         for start in range(0, n, AHEAD):
             entries, steps, values, keys, queries = (), (), (), (), ()
             for k in tl.static_range(AHEAD):
@@ -181,13 +181,13 @@ def diagonal_kernel(
                 keep = entries[k] >> 24
                 if take > 0:
                     for slot in tl.static_range(SLOTS):
-                        state = tl.where(take == slot + 1, waiting[slot], state)
+                        state = tl.where(take == slot + 1, slot_states[slot], state)
                 state = _after_node(state, rate, steps[k], values[k], keys[k] if SELECTIVE else None, SELECTIVE)
                 if keep > 0:
                     kept = ()
                     for slot in tl.static_range(SLOTS):
-                        kept += (tl.where(keep == slot + 1, state, waiting[slot]),)
-                    waiting = kept
+                        kept += (tl.where(keep == slot + 1, state, slot_states[slot]),)
+                    slot_states = kept
                 out = tl.sum(state * queries[k].to(tl.float32)[None, :], 1) if SELECTIVE else tl.sum(state, 1)
                 if D_ptr is not None:
                     out += skip * values[k].to(tl.float32)

@@ -27,7 +27,7 @@ BLOCK = 4096  # of a vocabulary in one pass
 
 @triton.jit
 def uniform_of(position, sequence, purpose, node, key):
-    """Make 53 bits of the first two Philox words of a counter under an int64 key a number in [0, 1)."""
+    """Turn 53 bits of the first two Philox words of a counter under an int64 key into a number in [0, 1)."""
     c2 = (position * 0 + purpose).to(tl.uint32)
     high, low, _, _ = tl.philox_impl(
         position.to(tl.uint32), sequence.to(tl.uint32), c2, node.to(tl.uint32),
@@ -41,7 +41,7 @@ def uniform_of(position, sequence, purpose, node, key):
 def philox_kernel(
     position_ptr, sequence_ptr, node_ptr, key_ptr, out_ptr, count, purpose, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Give the number of each counter; grid (blocks of counters)."""
+    """Compute the number of each counter; grid (blocks of counters)."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
     position = tl.load(position_ptr + index, inside, 0)
@@ -71,7 +71,7 @@ def draw_kernel(
     node = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     score_ptr += batch * stride_score_b + node * stride_score_n
-    if ALIGNED:  # said once for every tree: with strides of n rows Triton would build anew for n = 16, 32, ...
+    if ALIGNED:  # with strides of n rows Triton would build anew for n = 16, 32, ...
         score_ptr = tl.multiple_of(score_ptr, 16)
     lane = tl.arange(0, BLOCK)
     if GREEDY:
@@ -183,7 +183,7 @@ def walk_kernel(
     tokens_ptr, parents_ptr, depths_ptr, mask_ptr, drawn_ptr, path_ptr, lengths_ptr, next_ptr, n, width,
     NODES: tl.constexpr,
 ):  # fmt: skip
-    """Find the deepest node whose path carries what was drawn above each of its nodes; grid (batch)."""
+    """Find the deepest node each of whose path's tokens was drawn at its parent; grid (batch)."""
     batch = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     inside = node < n
@@ -199,7 +199,7 @@ def walk_kernel(
 
 
 def philox_uniform(position: Tensor, sequence: Tensor, node: Tensor, *, seed: int | Tensor, purpose: int) -> Tensor:
-    """Give the uniform numbers of counters; see `stree.kernels.ops`."""
+    """Compute the uniform numbers of counters; see `stree.kernels.ops`."""
     out = torch.empty(position.shape, dtype=torch.float64, device=position.device)
     count = out.numel()
     philox_kernel[(-(-count // 128),)](
@@ -241,8 +241,8 @@ def draw_distinct(dist: Tensor, uniform: Tensor, *, least: float) -> tuple[Tenso
 
 def distinct_constants(vocab: int, count: int, *, aligned: bool = True) -> dict[str, Any]:
     """List the compile-time constants of draws without replacement; ahead-of-time builds take theirs from here too."""
-    known = draw_constants(vocab, greedy=False, aligned=aligned)
-    return {name: known[name] for name in ("UNITS", "BLOCK", "BLOCKS", "ALIGNED")} | {"COUNT": padded(count, 1)}
+    constants = draw_constants(vocab, greedy=False, aligned=aligned)
+    return {name: constants[name] for name in ("UNITS", "BLOCK", "BLOCKS", "ALIGNED")} | {"COUNT": padded(count, 1)}
 
 
 def match_accept(
@@ -305,13 +305,13 @@ def draw_constants(vocab: int, *, greedy: bool, aligned: bool = True) -> dict[st
 
 
 def is_aligned(scores: Tensor) -> bool:
-    """Tell whether every row begins at a multiple of 16 bytes; a matter of the vocabulary, not of the tree."""
+    """Whether every row begins at a multiple of 16 bytes; a matter of the vocabulary, not of the tree."""
     places = (scores.data_ptr(), *(stride * scores.itemsize for stride in scores.stride()[:2]))
     return all(place % 16 == 0 for place in places)
 
 
 def key_of(seed: int | Tensor, like: Tensor) -> Tensor:
-    """Give a seed as int64[] on the device of a tensor, modulo 2^64."""
+    """Return a seed as int64[] on the device of a tensor, modulo 2^64."""
     if isinstance(seed, Tensor):
         return seed
     return torch.full((), (seed + (1 << 63)) % (1 << 64) - (1 << 63), dtype=torch.int64, device=like.device)

@@ -50,7 +50,7 @@ def probs(logits: Tensor, temperature: float = 1.0, out: Tensor | None = None) -
 
 
 def philox_uniform(position: Tensor, sequence: Tensor, node: Tensor, *, seed: int | Tensor, purpose: int) -> Tensor:
-    """Run ten rounds of Philox 4x32 and make 53 bits of its first two words a number in [0, 1)."""
+    """Run ten rounds of Philox 4x32 and turn 53 bits of its first two words into a number in [0, 1)."""
     c0, c1, c3 = position & _WORD, sequence & _WORD, node & _WORD
     c2 = torch.full_like(c0, purpose)
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD

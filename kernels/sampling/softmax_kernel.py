@@ -32,7 +32,7 @@ def probs_kernel(
     batch = tl.program_id(1).to(tl.int64)
     logit_ptr += batch * stride_logit_b + row * stride_logit_r
     probs_ptr += batch * stride_probs_b + row * stride_probs_r
-    if ALIGNED:  # said once for every tree, as in `draw_kernel`
+    if ALIGNED:  # as in `draw_kernel`
         logit_ptr = tl.multiple_of(logit_ptr, 16)
         probs_ptr = tl.multiple_of(probs_ptr, 16)
     lane = tl.arange(0, BLOCK)
@@ -60,14 +60,14 @@ def probs_kernel(
 
 
 def probs(logits: Tensor, temperature: float, out: Tensor | None) -> Tensor:
-    """Turn rows of logits into distributions; see `stree.kernels.sampling.softmax`."""
+    """Compute the softmax of rows of logits; see `stree.kernels.sampling.softmax`."""
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device) if out is None else out
     _launch(logits, temperature, out, None)
     return out
 
 
 def probs_and_norms(logits: Tensor, temperature: float, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Do the same, with their norms; see `stree.kernels.sampling.softmax`."""
+    """Compute the softmax of rows of logits and its norms; see `stree.kernels.sampling.softmax`."""
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device) if out is None else out
     norms = out.new_empty(out.shape[:-1])
     _launch(logits, temperature, out, norms)
@@ -91,7 +91,7 @@ def _launch(logits: Tensor, temperature: float, out: Tensor, norms: Tensor | Non
 
 
 def probs_constants(vocab: int, *, aligned: bool = True) -> dict[str, Any]:
-    """List the compile-time constants of distributions; ahead-of-time builds take theirs from here too."""
+    """List the compile-time constants of a softmax; ahead-of-time builds take theirs from here too."""
     return {"BLOCK": min(BLOCK, padded(vocab)), "ALIGNED": aligned}
 
 

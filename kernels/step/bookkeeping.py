@@ -1,4 +1,4 @@
-"""What a step writes down: its tokens, a path on a draft model's columns or a tree's nodes, a path that waits.
+"""The records of a step: emitted tokens, the accepted path on columns and nodes, the path of a deferred commit.
 
 On the CPU these are torch's operators, where Triton launches they are one launch each; the values are the same.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from stree.kernels.dispatch import uses_triton
 from stree.kernels.tiles import padded
 
-__all__ = ["CatchUp", "Drafted", "Texts", "copy_rows", "emit", "path_on_columns", "path_on_nodes", "put_path"]
+__all__ = ["CatchUp", "Drafted", "Texts", "copy_rows", "defer_path", "emit", "path_on_columns", "path_on_nodes"]
 
 ROW_COLUMNS = 256  # of a row that a program copies
 MOST_SOURCES = 3  # whose rows are copied in one launch
@@ -25,7 +25,7 @@ MOST_SOURCES = 3  # whose rows are copied in one launch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Texts:
-    """What is known of the texts of a batch; steps write to all but ``limit`` and ``stop``.
+    """Per-sequence counters of a batch; steps write to all but ``limit`` and ``stop``.
 
     Attributes:
         pending: int64[batch], the last token, which the next step begins with.
@@ -63,7 +63,7 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CatchUp:
-    """Committed paths that wait for the next tree; a step writes to both.
+    """Accepted paths whose commit is deferred to the next step; a step writes to both.
 
     Attributes:
         path: int64[batch, entries], nodes of the last tree; 0 past the length.
@@ -80,7 +80,7 @@ def emit(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor,
     Args:
         tokens: int64[batch, n], of the tree.
         path: int32[batch, m], nodes from the root down; entries past the length may hold anything below n.
-        path_lengths: int32[batch], 0 for a text that stands still.
+        path_lengths: int32[batch], 0 for a sequence that takes no part.
         next_token: int64[batch].
         texts: written to.
 
@@ -122,14 +122,14 @@ def _emit_in_one(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token:
 
 
 def path_on_columns(path: Tensor, path_lengths: Tensor, drafted: Drafted) -> tuple[Tensor, Tensor]:
-    """Write an accepted path down as columns of a draft model's tree, and take its leaf where that was never run.
+    """Map an accepted path to columns of a draft model's tree, and keep its leaf where that was never run.
 
-    The tree begins with the chain [leaf, pending] where there is a leaf, else with [pending]; node i > 0 stands in
+    The tree begins with the chain [leaf, pending] where there is a leaf, else with [pending]; node i > 0 is in
     column i + 1.
 
     Args:
         path: int32[batch, m], accepted nodes from the root down.
-        path_lengths: int32[batch], 0 for a text that stands still.
+        path_lengths: int32[batch], 0 for a sequence that takes no part.
         drafted: the tree; its leaf is written to.
 
     Returns:
@@ -172,11 +172,11 @@ def _path_in_one(path: Tensor, path_lengths: Tensor, drafted: Drafted) -> tuple[
 
 
 def path_on_nodes(path: Tensor, path_lengths: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Tell of every node of a tree whether it is on an accepted path, and of every text whether it took part.
+    """Mark the nodes of a tree that are on an accepted path, and the sequences that took part.
 
     Args:
         path: int32[batch, m], accepted nodes from the root down; entries past the length may hold anything.
-        path_lengths: int32[batch], 0 for a text that stands still.
+        path_lengths: int32[batch], 0 for a sequence that takes no part.
         n: nodes.
 
     Returns:
@@ -200,29 +200,29 @@ def path_on_nodes(path: Tensor, path_lengths: Tensor, n: int) -> tuple[Tensor, T
     return is_there.any(-1).float(), path_lengths > 0
 
 
-def put_path(path: Tensor, path_lengths: Tensor, waiting: CatchUp, lengths: Tensor) -> None:
-    """Let paths wait, and count them as committed.
+def defer_path(path: Tensor, path_lengths: Tensor, deferred: CatchUp, lengths: Tensor) -> None:
+    """Store paths for a deferred commit, and count their tokens as committed.
 
     Args:
         path: int32[batch, m], nodes from the root down; no more than there are entries.
         path_lengths: int32[batch].
-        waiting: written to.
+        deferred: written to.
         lengths: int32[batch], committed tokens; advanced.
     """
-    entries = waiting.path.shape[1]
+    entries = deferred.path.shape[1]
     if uses_triton(path):
-        from stree.kernels.step.kernel import wait_kernel
+        from stree.kernels.step.kernel import defer_kernel
 
         path = _rows_of(path)
         with torch.cuda.device_of(path):
-            wait_kernel[(len(path),)](
-                path, path_lengths.contiguous(), waiting.path, waiting.lengths, lengths, path.shape[1], path.stride(0),
-                ENTRIES=entries, num_warps=1,
+            defer_kernel[(len(path),)](
+                path, path_lengths.contiguous(), deferred.path, deferred.lengths, lengths, path.shape[1],
+                path.stride(0), ENTRIES=entries, num_warps=1,
             )  # fmt: skip
         return
-    waiting.lengths.copy_(path_lengths)
+    deferred.lengths.copy_(path_lengths)
     beyond = torch.arange(entries, device=path.device) >= path_lengths[:, None]
-    waiting.path.copy_(F.pad(path, (0, entries - path.shape[1])).masked_fill_(beyond, 0))
+    deferred.path.copy_(F.pad(path, (0, entries - path.shape[1])).masked_fill_(beyond, 0))
     lengths.add_(path_lengths)
 
 
@@ -263,5 +263,5 @@ def _copy_in_one(nodes: Tensor, begins: Tensor, sources: Sequence[Tensor], rows:
 
 
 def _rows_of(tensor: Tensor) -> Tensor:
-    """Give a matrix whose rows are contiguous."""
+    """Return a matrix whose rows are contiguous."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()

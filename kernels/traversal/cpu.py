@@ -45,7 +45,7 @@ def _leave(before: Array, scale: float, dist: Array, factor: float, left: Array)
 
 @inner
 def _is_again(tokens: Array, parents: Array, kind: Array, node: int) -> bool:
-    """Tell whether a node's distribution was drawn without its token, which an elder sibling has."""
+    """Whether a node's distribution was drawn without its token, which an elder sibling has."""
     if kind[node] != INDEPENDENT:
         for elder in range(1, node):
             if parents[elder] == parents[node] and tokens[elder] == tokens[node]:

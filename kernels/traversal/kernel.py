@@ -31,7 +31,7 @@ PARTS = 16  # sums of blocks that are read together
 
 
 def num_waves(n: int, max_depth: int, max_children: int | None) -> int:
-    """Bound the waves of trees of n nodes: a node with w elder siblings along its path stands behind w + 1 others."""
+    """Bound the waves of trees of n nodes: a node with w elder siblings along its path is tested after w + 1 others."""
     bound = n - 1
     return bound if max_children is None else min(bound, max_depth * (max_children - 1) + 1)
 
@@ -90,7 +90,7 @@ class _Work:
     """Operands of the launches, and what they leave for each other.
 
     Attributes:
-        dist: float32[b, n, vocab].
+        dist: float32[b, n, vocab], the target's.
         probs: float[b, rows, vocab] or None.
         plan: int32[b, rows of integers, nodes], see `stree.kernels.traversal.node_tests`.
         state: float32[b, rows of numbers, nodes], likewise.
@@ -109,7 +109,7 @@ class _Work:
 
     @classmethod
     def of(cls, dist: Tensor, draft: DraftRows | None) -> _Work:
-        """Make room."""
+        """Allocate the tables."""
         batch, n, vocab = dist.shape
         probs = None if draft is None else draft.probs
         values = constants(n, vocab, aligned=is_aligned(dist) and (probs is None or is_aligned(probs)))
@@ -125,7 +125,7 @@ class _Work:
         )
 
     def plan_tests(self, tree: tuple[Tensor, ...], draft: DraftRows | None) -> None:
-        """Say what is tested when, and against what."""
+        """Launch the order of the tests and the numbers that they need."""
         tokens, parents, mask, _ = tree
         batch, n, vocab = self.dist.shape
         blocks, rows, sums = self.parts.shape[2], 0, None
@@ -191,7 +191,7 @@ class _Work:
 
     @property
     def _operands(self) -> tuple[Tensor | None, ...]:
-        """Logits and tables, as most launches take them first."""
+        """Distributions and tables, the first arguments of most launches."""
         return self.dist, self.probs, self.plan, self.state
 
     @property

@@ -42,7 +42,7 @@ TINY = tl.constexpr(1.2e-38)  # a divisor that keeps 0 / 0 at 0; the smallest no
 
 @triton.jit
 def row_of(base_ptr, row, stride, ALIGNED: tl.constexpr):
-    """Point at a row of a vocabulary; divisibility is said once for every tree, or n = 16, 32, ... would build anew."""
+    """Point at a row of a vocabulary; ALIGNED: by 16 bytes, which Triton would otherwise infer from n."""
     found = base_ptr + row.to(tl.int64) * stride
     if ALIGNED:
         found = tl.multiple_of(found, 16)
@@ -120,7 +120,7 @@ def _settle(
     below = tl.load(state_ptr + BELOW * NODES + node)
     below = tl.where(younger, tl.minimum(held * ratio, 1.0), below)
     parent = tl.load(plan_ptr + PARENT * NODES + node)
-    for _ in range(rounds):  # down the chains of first children, whose tests wait for no sum
+    for _ in range(rounds):  # down the chains of first children, whose tests need no sum
         held = tl.where(eldest, tl.gather(below, parent, 0), held)
         below = tl.where(eldest, tl.minimum(held * ratio, 1.0), below)
     tl.store(state_ptr + HELD * NODES + node, held, now)

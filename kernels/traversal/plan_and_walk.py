@@ -67,7 +67,7 @@ def plan_kernel(
     n, rows, blocks, stride_dist_b, stride_dist_n, stride_b, stride_r,
     DELTA: tl.constexpr, INDEPENDENT: tl.constexpr, NODES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Order the tests of a tree, and tell how each node's own distribution looks after its elders; grid (batch)."""
+    """Order the tests of a tree, and compute how each node's own distribution looks after its elders; grid (batch)."""
     batch = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     inside = node < n
@@ -111,7 +111,7 @@ def plan_kernel(
             named, word = tl.gather(name, column, 0), tl.gather(token, column, 0)
             is_spent = (parent[:, None] == named[None, :]) & (node[:, None] > column[None, :]) & is_without[:, None]
             spent += tl.sum(tl.load(probs_ptr_of[:, None] + word[None, :], is_spent, 0.0).to(tl.float64), 1)
-        # In float64: of a distribution that its elders use up nearly all still ten digits are known.
+        # In float64: of a distribution that its elders use up nearly all ten digits are left.
         whole = sum_parts(sums_ptr + batch * rows * blocks, row, is_drawn, blocks, PARTS, tl.float64)
         rest = tl.maximum(whole - spent, 1e-38)
         share = tl.load(probs_ptr_of + token, is_drawn & (again == 0), 0.0).to(tl.float64)

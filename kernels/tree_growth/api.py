@@ -1,6 +1,6 @@
 """Public operations of tree growth: what slots are worth, which are taken, and the columns that they become.
 
-They know tensors only: no plan, no drafter, no model.  Where Triton is used (`stree.kernels.dispatch.uses_triton`) each
+They take tensors only: no plan, no drafter, no model.  Where Triton is used (`stree.kernels.dispatch.uses_triton`) each
 is one launch whose grid and build depend on sizes alone; in float64 and beyond MAX_SLOTS or MAX_NODES it is
 `stree.kernels.tree_growth.reference`, the specification; on the CPU it is compiled with numba where `cpu` and
 `cpu_ratings` have it.
@@ -79,12 +79,14 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
 
 
 def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) -> Tensor:
-    """Rate children known beforehand by log-odds of their rank; none is rated above the likeliest by the fit.
+    """Rate the most probable children, none of them drawn, by log-odds of their rank.
+
+    None is rated above the likeliest by the fit.
 
     Args:
         fit: the log-odds.
-        level: how much surer each sequence's likeliest children are.
-        memory: what each text holds.
+        level: what is added to the log-odds of each sequence's likeliest children.
+        memory: pairs and triples of tokens in each text.
         given: the children, none of them drawn.
 
     Returns:
@@ -220,10 +222,10 @@ def learn(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> None:
 
 
 def learn_level(level: Level, values: Tensor, verdicts: Verdicts) -> None:
-    """Learn how much surer a text is than a fit, from the likeliest children of the nodes that were accepted.
+    """Learn the level of a text beside a fit, from the likeliest children of the nodes that were accepted.
 
-    Each was right or it was not, which was expected with a chance.  The level goes a Newton step towards what makes all
-    of the text's so far the likeliest, beside the weight that it began with.
+    Each was accepted or not, with an expected probability.  The level takes a Newton step towards the maximum of the
+    likelihood over the text so far, beside the weight that it began with.
 
     Args:
         level: changed in place.
@@ -239,7 +241,7 @@ def learn_level(level: Level, values: Tensor, verdicts: Verdicts) -> None:
 
 
 def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tensor) -> None:
-    """Read how the texts go on.
+    """Add the pairs and triples of accepted tokens to the memory of each text.
 
     Args:
         memory: written to.
@@ -260,5 +262,5 @@ def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tenso
 
 
 def _has_kernel(tensor: Tensor) -> bool:
-    """Tell whether a kernel computes with a tensor: on a GPU, but not in float64."""
+    """Whether a Triton kernel takes a tensor: float32 where Triton is used."""
     return uses_triton(tensor) and tensor.dtype == torch.float32

@@ -84,7 +84,7 @@ def append_kernel(
 ):  # fmt: skip
     """Write the columns of a layer's nodes, and note its leaves; grid (blocks of nodes, batch).
 
-    Columns before the layer are read and its own are written, so blocks do not wait for each other.
+    Columns before the layer are read and its own are written, so blocks are independent.
     """
     batch = tl.program_id(1).to(tl.int64)
     node = tl.program_id(0) * NODES + tl.arange(0, NODES)

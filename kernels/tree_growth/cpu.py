@@ -1,6 +1,6 @@
-"""Which slots a layer of growth takes and the columns that they become, on the CPU, compiled.
+"""Which slots a layer of growth takes and the columns that they become, on the CPU, compiled with numba.
 
-`stree.kernels.tree_growth.api` calls it.  `reference` specifies the choice, and `GrownTree` the columns.
+`reference.py` is the specification of the choice, `GrownTree` that of the columns.
 
 numba keeps the machine code beside this file, which is imported with the first tree.
 """
@@ -42,7 +42,7 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
 
 
 def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Appended:
-    """Append the nodes of a layer, without columns that would be padding in every row; see the door."""
+    """Append the nodes of a layer, without columns that would be padding in every row."""
     batch, count = chosen.slots.shape
     values = torch.empty(batch, count, dtype=chosen.value.dtype)
     column, tokens = torch.empty(batch, count, dtype=torch.long), torch.empty(batch, count, dtype=torch.long)
@@ -65,7 +65,7 @@ def _append(
     frontier: int, size: int, num_nodes: int, is_cut: bool, values: Array,
     column: Array, tokens: Array,
 ) -> int:  # fmt: skip
-    """Do what ``append`` does; give the columns appended.  The columns, ``left`` and the last three are written."""
+    """Do what `append` does; return the number of columns appended.  Columns, `left` and the last three are written."""
     batch, count = slots.shape
     most = 0
     for b in range(batch):

@@ -22,7 +22,7 @@ __all__ = ["learn", "learn_constants", "learn_level", "learn_warps", "remember"]
 
 @triton.jit
 def _judged(parents_ptr, ratios_ptr, live_ptr, n, NODES: tl.constexpr):
-    """Load a sequence's parents and ratios, 1 where nothing was tested, and tell which nodes count."""
+    """Load a sequence's parents and ratios, 1 where nothing was tested, and mark the nodes that count."""
     node = tl.arange(0, NODES)
     parent = tl.load(parents_ptr + node, node < n, -1)
     is_drafted = parent >= 0
@@ -109,7 +109,7 @@ def remember_kernel(
     tokens_ptr, path_ptr, lengths_ptr, places_ptr, last_ptr, m, stride_tokens_b, stride_path_b,
     ENTRIES: tl.constexpr, NUM_PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Read how a text goes on; grid (batch)."""
+    """Add an accepted path to a text's memory; grid (batch)."""
     batch = tl.program_id(0).to(tl.int64)
     tokens_ptr += batch * stride_tokens_b
     path_ptr += batch * stride_path_b
@@ -132,14 +132,14 @@ def remember_kernel(
 
 @triton.jit
 def _word(tokens_ptr, path_ptr, entry, length, older, last):
-    """Give the token at an entry of a path; those before it are the last two of the text."""
+    """Load the token at an entry of a path; those before it are the last two of the text."""
     node = tl.load(path_ptr + entry, (entry >= 0) & (entry < length), 0)
     token = tl.load(tokens_ptr + node, (entry >= 0) & (entry < length), 0)
     return tl.where(entry >= 0, token, tl.where(entry == -1, last, older))
 
 
 def learn(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> None:
-    """Do the same in a launch behind another."""
+    """Count the tests of a tree in two launches; see `stree.kernels.tree_growth.api`."""
     batch, n = verdicts.parents.shape
     notes = torch.cat([part for cells, slots in kept for part in (slots, cells.flatten(1))], 1)
     places = _places(tuple((slots.shape[1], cells[0].numel()) for cells, slots in kept), notes.device)

@@ -31,7 +31,7 @@ NUM_PLACES = 1 << 18  # of the pairs of tokens that a text holds, and as many of
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """On what terms the slots of a layer are taken.
+    """Limits on the slots that a layer takes.
 
     Attributes:
         width: most slots.
@@ -46,7 +46,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """What was counted of tests, a row of cells a sequence.
+    """Counts of tests and of those passed, a row of cells a sequence.
 
     A child falls into a cell before its draw, by its rank and by how sharp its distribution is, and into another after
     it, also by its own probability.  Cells are numbered ranks x sharpness; behind those are ranks x sharpness x
@@ -78,8 +78,8 @@ class RankFit:
 
     How sharp is -log(1 - the sum of squares): a distribution that is nearly one token is almost certain.
 
-    What the text holds already tells more: whether the child would follow the same token, or two, as it did in the
-    text, and whether another child of its parent would.
+    Pairs and triples of tokens that the text already holds add to them: of the child after its parent, or its last two
+    ancestors, and of another child of its parent.
 
     Attributes:
         level: float32[ranks].
@@ -96,11 +96,11 @@ class RankFit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Level:
-    """How much surer each text is than a fit, learnt from its likeliest children; their siblings share what they leave.
+    """The level of each text beside a fit, learnt from its likeliest children; their siblings share the remainder.
 
     Attributes:
         shift: float32[batch], added to the log-odds of each node's likeliest child.
-        weight: float32[batch], the information that it rests on, what counts as known beforehand included; positive.
+        weight: float32[batch], the information that it rests on, the prior's included; positive.
     """
 
     shift: Tensor
@@ -164,8 +164,7 @@ class Siblings:
         probs: float[batch, above, ranks], draft probabilities of their children, 0 where there is none.
         norms: float[batch, above], Euclidean norms of the nodes' distributions; of drawn children, of what they were
         drawn from.
-        words: tokens of the children and of the nodes above them, which ratings by a table do not read; None:
-            nothing is known of them.
+        words: tokens of the children and of the nodes above them, which ratings by a table do not read; or None.
     """
 
     reach: Tensor
@@ -178,7 +177,7 @@ class Ratings(NamedTuple):
     """What slots are worth.
 
     Attributes:
-        priority: float[batch, above, ranks], known before the draw.
+        priority: float[batch, above, ranks], independent of the draw.
         value: float[batch, above, ranks], of the child that was drawn.
         cells: int64[batch, above, ranks, 2], before the draw and after it.
     """
@@ -202,7 +201,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdicts:
-    """What verification says of a tree's nodes.
+    """Acceptance probabilities of a tree's nodes from verification.
 
     Attributes:
         parents: int32[batch, n], -1 for the root and for padding.

@@ -62,7 +62,7 @@ def _size_down_to(ordered: Tensor, below: Tensor) -> Tensor:
 
 
 def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) -> Tensor:
-    """Rate children known beforehand; see `stree.kernels.tree_growth.api`."""
+    """Rate children that are not drawn; see `stree.kernels.tree_growth.api`."""
     probs = given.probs
     ranks = probs.shape[-1]
     odds = fit.level[:ranks] + fit.by_confidence[:ranks] * probs.clamp(min=LEAST_PROB).log()
@@ -73,9 +73,9 @@ def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) ->
         odds = odds + (torch.cat([is_held, others]).to(odds.dtype) * fit.by_text[:, None, None, :ranks]).sum(0)
     odds = odds.masked_fill(probs <= 0, -torch.inf)
     best, place = odds.max(-1, keepdim=True)  # of equal ones the first
-    surer = best + level.shift[:, None, None]
-    left = (1 + best.exp()) / (1 + surer.exp())  # by the likeliest to the others, relative to the fit
-    chance = torch.minimum(odds.sigmoid() * left, surer.sigmoid()).scatter(-1, place, surer.sigmoid())
+    shifted = best + level.shift[:, None, None]
+    left = (1 + best.exp()) / (1 + shifted.exp())  # by the likeliest to the others, relative to the fit
+    chance = torch.minimum(odds.sigmoid() * left, shifted.sigmoid()).scatter(-1, place, shifted.sigmoid())
     return given.reach[..., None] * (chance * (probs > 0))
 
 
@@ -142,7 +142,7 @@ def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tenso
 
 
 def _are_held(memory: Memory, words: Words) -> Tensor:
-    """Tell whether a text holds the pairs and the triples that children would make: bool[2, batch, above, ranks]."""
+    """Whether a text holds the pairs and the triples that children would make: bool[2, batch, above, ranks]."""
     batch, above, _ = words.children.shape
     before, token = (part[..., None] for part in _behind(memory, words))
     index = _places(memory, before, token, words.children)
@@ -151,7 +151,7 @@ def _are_held(memory: Memory, words: Words) -> Tensor:
 
 
 def _behind(memory: Memory, words: Words) -> tuple[Tensor, Tensor]:
-    """Give the two tokens before children, the last one second: int64[batch, above] each."""
+    """Return the two tokens before children, the last one second: int64[batch, above] each."""
     batch, above, _ = words.children.shape
     column = torch.arange(words.first, words.first + above, device=words.tokens.device).expand(batch, -1)
     column = column if words.lead is None else words.lead[:, None]
@@ -160,7 +160,7 @@ def _behind(memory: Memory, words: Words) -> tuple[Tensor, Tensor]:
 
 
 def _places(memory: Memory, before: Tensor, token: Tensor, following: Tensor) -> Tensor:
-    """Give the places of pairs and of triples of tokens, int64[2, ...]; of negative ones they mean nothing."""
+    """Return the places of pairs and of triples of tokens, int64[2, ...]; meaningless for negative tokens."""
     pair = token * 0x1E3779B1 + following * 0x05EBCA77
     number, count = torch.stack([pair, before * 0x27D4EB2F + pair]), memory.num_places
     place = (number ^ (number >> 17)) & (count - 1)

@@ -74,19 +74,19 @@ def choose_kernel(
 
 @triton.jit
 def place_of(number, NUM_PLACES: tl.constexpr):
-    """Give the place of a pair or a triple of tokens by its number, as reference does."""
+    """Hash the number of a pair or a triple of tokens, as `reference` does."""
     return (number ^ (number >> 17)) & (NUM_PLACES - 1)
 
 
 @triton.jit
 def pair_number(token, following):
-    """Give a pair of tokens a number, as reference does."""
+    """Number a pair of tokens, as `reference` does."""
     return token * 0x1E3779B1 + following * 0x05EBCA77
 
 
 @triton.jit
 def _are_held(places_ptr, behind, before, child, inside, NUM_PLACES: tl.constexpr):
-    """Tell whether a text holds the pairs and the triples that children would make."""
+    """Whether a text holds the pairs and the triples that children would make."""
     number = pair_number(behind, child)
     pair = tl.load(places_ptr + place_of(number, NUM_PLACES), inside, 0) != 0
     triple_ptr = places_ptr + NUM_PLACES + place_of(before * 0x27D4EB2F + number, NUM_PLACES)
@@ -97,7 +97,7 @@ def _are_held(places_ptr, behind, before, child, inside, NUM_PLACES: tl.constexp
 def _behind(
     tokens_ptr, parents_ptr, lead_ptr, last_ptr, batch, node, inside, first, stride_tokens_b, stride_parents_b
 ):  # fmt: skip
-    """Give the two tokens that nodes' children stand behind, the last one second."""
+    """Load the two tokens before nodes' children, the last one second."""
     column = node + first
     if lead_ptr is not None:
         column = (node * 0 + tl.load(lead_ptr + batch)).to(tl.int32)
@@ -115,7 +115,7 @@ def rank_kernel(
     places_ptr, last_ptr, children_ptr, tokens_ptr, parents_ptr, lead_ptr, value_ptr, above, ranks, num_ranks,
     stride_reach_b, first, stride_tokens_b, stride_parents_b, NODES: tl.constexpr, NUM_PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Rate children known beforehand, sibling after sibling; grid (blocks of nodes, batch)."""
+    """Rate children that are not drawn, sibling after sibling; grid (blocks of nodes, batch)."""
     batch = tl.program_id(1).to(tl.int64)
     node = tl.program_id(0) * NODES + tl.arange(0, NODES)
     inside = node < above
@@ -153,9 +153,9 @@ def rank_kernel(
         best = tl.where(is_likelier, odds, best)
         likeliest = tl.where(is_likelier, rank, likeliest)
         tl.store(value_ptr + place + rank, odds, inside)  # read again below, by the same thread
-    surer = best + tl.load(shift_ptr + batch)
-    most = tl.div_rn(1.0, 1.0 + tl.exp(-surer))
-    left = tl.div_rn(1.0 + tl.exp(best), 1.0 + tl.exp(surer))  # by the likeliest to the others, relative to the fit
+    shifted = best + tl.load(shift_ptr + batch)
+    most = tl.div_rn(1.0, 1.0 + tl.exp(-shifted))
+    left = tl.div_rn(1.0 + tl.exp(best), 1.0 + tl.exp(shifted))  # by the likeliest to the others, relative to the fit
     for rank in range(ranks):
         prob = tl.load(probs_ptr + place + rank, inside, 0.0)
         odds = tl.load(value_ptr + place + rank, inside, 0.0)
@@ -235,20 +235,20 @@ def choose_constants(slots: int, width: int) -> dict[str, Any]:
 
 
 def choose_warps(slots: int, width: int) -> int:
-    """Choose warps by padded sizes, so that pairs of 128 taken slots do not spill; one warp waits for no other."""
+    """Choose warps by padded sizes, so that pairs of 128 taken slots do not spill; one warp needs no barrier."""
     return 16 if width > 64 else 1 if slots <= 32 else 4
 
 
 def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) -> Tensor:
-    """Rate children known beforehand; see `stree.kernels.tree_growth.api`."""
+    """Rate children that are not drawn; see `stree.kernels.tree_growth.api`."""
     reach, probs, norms = _probs(given)
     batch, above, ranks = probs.shape
-    said, strides = _said(given.words)
+    words, strides = _words(given.words)
     value = torch.empty_like(probs)
     with torch.cuda.device_of(probs):
         rank_kernel[(-(-above // NODES), batch)](
             reach, probs, norms, fit.level, fit.by_confidence, fit.by_sharpness, fit.by_text, level.shift,
-            memory.places, memory.last, *said, value, above, ranks, len(fit.level), reach.stride(0), *strides,
+            memory.places, memory.last, *words, value, above, ranks, len(fit.level), reach.stride(0), *strides,
             NODES=NODES, NUM_PLACES=memory.num_places, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return value
@@ -272,13 +272,13 @@ def rate_by_table(table: Table, given: Siblings) -> Ratings:
 
 
 def _probs(given: Siblings) -> tuple[Tensor, Tensor, Tensor]:
-    """Give values of the nodes, probabilities of their children and norms, as kernels read them."""
+    """Return values of the nodes, probabilities of their children and norms, laid out as kernels read them."""
     reach = given.reach if given.reach.stride(1) == 1 else given.reach.contiguous()
     return reach, given.probs.contiguous(), given.norms.contiguous()
 
 
-def _said(words: Words | None) -> tuple[list[Tensor | None], list[int]]:
-    """Give tokens of children and columns, parents, lead; first column, strides of tokens and parents."""
+def _words(words: Words | None) -> tuple[list[Tensor | None], list[int]]:
+    """Return tokens of children and columns, parents, lead; first column, strides of tokens and parents."""
     if words is None:
         return [None] * 4, [0, 0, 0]
     tokens, parents = words.tokens, words.parents

@@ -136,7 +136,7 @@ def test_a_path_that_waits_is_the_same(seed: int, batch: int, n: int, m: int) ->
         waiting = CatchUp(on_device(waiting.path), on_device(waiting.lengths))
         wide = on_device(torch.cat([path, path], 1))[:, :m]
         with as_on_device(triton=launches, host_can_read=True):
-            bookkeeping.put_path(wide, on_device(lengths), waiting, known)
+            bookkeeping.defer_path(wide, on_device(lengths), waiting, known)
         made.append((waiting.path.cpu(), waiting.lengths.cpu(), known.cpu()))
     for one, other in zip(*made, strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
@@ -184,9 +184,9 @@ def test_rows_of_the_same_widths_share_a_build_whatever_the_tree(monkeypatch: py
             bookkeeping.copy_rows(torch.zeros(batch, 16, dtype=torch.long, device=DEVICE), begins, sources, rows)
             path, lengths = torch.zeros(batch, n % 13, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
             waiting = CatchUp(on_device(torch.zeros(batch, 16).long()), on_device(lengths))
-            bookkeeping.put_path(on_device(path), on_device(lengths), waiting, on_device(lengths))
+            bookkeeping.defer_path(on_device(path), on_device(lengths), waiting, on_device(lengths))
         found.append(keys)
-    assert [name for name, _ in found[0]] == ["rows_kernel", "wait_kernel"]
+    assert [name for name, _ in found[0]] == ["rows_kernel", "defer_kernel"]
     assert found[0] == found[1] == found[2]
 
 

@@ -86,7 +86,7 @@ def test_a_traversal_reads_nothing_of_the_device() -> None:
 
 def test_what_cannot_be_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem.draw(3, 5)
-    with pytest.raises(TypeError, match=r"distribution must be float32\[3, 3, 5\], got float64\[3, 3, 5\]"):
+    with pytest.raises(TypeError, match=r"dist must be float32\[3, 3, 5\], got float64\[3, 3, 5\]"):
         replace(problem, dist=problem.dist.double()).found()
     with pytest.raises(ValueError, match=r"tokens must be int64\[3, 4\], got int64\[3, 3\]"):
         replace(problem, dist=torch.ones(3, 4, 5)).found()
