@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stree.kernels import law_door
-from stree.kernels.accept_door import draw_distinct, philox_uniform
-from stree.kernels.topology import reads_freely
+from stree.kernels.dispatch import host_can_read
+from stree.kernels.ops import draw_distinct, philox_uniform
+from stree.kernels.sampling import softmax
 
 __all__ = ["MAX_RANKS", "Draws", "Random", "Sampling"]
 
@@ -79,7 +79,7 @@ class Sampling:
             out: tensor for the probabilities, or None for a new one.
         """
         if not (self.is_greedy or self._truncates(logits.shape[-1])):
-            return law_door.probs(logits, self.temperature, out)
+            return softmax.probs(logits, self.temperature, out)
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
         if self.is_greedy:
@@ -106,7 +106,7 @@ class Sampling:
         """
         if self.is_greedy or self._truncates(logits.shape[-1]):
             return self.probs(logits, out), None
-        return law_door.probs_and_norms(logits, self.temperature, out)
+        return softmax.probs_and_norms(logits, self.temperature, out)
 
     def _truncates(self, vocab: int) -> bool:
         """Whether top-k or top-p may exclude tokens of a vocabulary of this size."""
@@ -151,7 +151,7 @@ class Random:
         if not isinstance(node, Tensor):
             node = torch.full((), node, device=offset.device)
         words = torch.broadcast_tensors(position.long(), sequence, node.long())
-        if not reads_freely(offset):
+        if not host_can_read(offset):
             return philox_uniform(*words, seed=self.seed, purpose=PURPOSES[purpose])
         # NumPy runs the same integer arithmetic about five times faster than torch on small CPU tensors.
         position, sequence, node = (word.numpy() for word in words)
@@ -215,7 +215,7 @@ class Draws:
         rows = probs.shape[1]
         if self._numbers is not None:
             numbers = self._numbers[:, first : first + rows, :count]
-            if reads_freely(probs):
+            if host_can_read(probs):
                 return _draw_on_host(probs, numbers)
             return draw_distinct(probs, numbers, least=LEAST_MASS)
         tokens, drawn = [], []
@@ -238,7 +238,7 @@ def _draft_counters(num_nodes: int, num_ranks: int, device: torch.device) -> tup
 
 def _draw_on_host(probs: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Draw with float64[batch, rows, count] uniform numbers in numba: tokens and their probabilities."""
-    from stree.draws import draw_rows  # imports numba
+    from stree.kernels.sampling.cpu import draw_rows  # imports numba
 
     tokens, drawn = torch.empty(numbers.shape, dtype=torch.long), probs.new_empty(numbers.shape)
     flat = [tensor.reshape(-1, tensor.shape[-1]).numpy() for tensor in (probs, numbers, tokens, drawn)]

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from stree.kernels.topology import ancestor_mask, reads_freely
+from stree.kernels.dispatch import host_can_read
+from stree.kernels.topology import ancestor_mask
 
 __all__ = ["TokenTree", "checks_everywhere"]
 
@@ -65,7 +66,7 @@ class TokenTree:
             raise ValueError("a tree must have at least its root, got 0 nodes")
         # Copies, so that a later change of the caller's tensors cannot invalidate the checks and the derived fields.
         _fill(self, tokens.to(torch.int64, copy=True), parents.to(torch.int32, copy=True), None, None)
-        if reads_freely(parents) or checks_everywhere():
+        if host_can_read(parents) or checks_everywhere():
             if bool((wrong := self.parents != parents).any()):  # an int64 that wrapped around
                 raise ValueError(f"parents must be int32, got {int(parents[wrong][0])}")
             self.check()

@@ -13,8 +13,8 @@ from stree.drafters.tree_builder import GrownTree
 from stree.growth import Layer, Plan
 from stree.growth.acceptance_model import Calibration, RankEstimate
 from stree.growth.calibrated import typical_values
-from stree.kernels.growth_door import Level, Memory, RankFit, Siblings, Table, Words
-from stree.kernels.reference_growth import remember
+from stree.kernels.tree_growth.operands import Level, Memory, RankFit, Siblings, Table, Words
+from stree.kernels.tree_growth.reference import remember
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KINDS = ("random", "ties", "zeros", "few", "tiny")

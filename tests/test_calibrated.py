@@ -39,7 +39,7 @@ from stree.growth.acceptance_model import (
     Calibration,
 )
 from stree.growth.calibrated import TYPICAL, typical_values
-from stree.kernels.growth_door import Words
+from stree.kernels.tree_growth.operands import Words
 from stree.sampling import Sampling
 from stree.tree import TokenTree
 from stree.verify import SAMPLED, Acceptance

@@ -9,13 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 from growth_problems import KINDS, LAYERS, Forest, Given, relative_values, some_values
+from helpers.on_device import treat_as_on_device
 from torch import Tensor
 
 from stree.drafters.candidates import Offered
 from stree.drafters.tree_builder import GrownTree
 from stree.growth import Layer, Plan
-from stree.kernels import growth_compiled, growth_door, reference_growth, topology
-from stree.kernels.growth_door import Chosen, Layout, Terms
+from stree.kernels.dispatch import as_on_device
+from stree.kernels.tree_growth import api, cpu, operands, reference
+from stree.kernels.tree_growth.operands import Chosen, Layout, Terms
 
 CPU = torch.device("cpu")
 WIDTHS = (torch.float32, torch.float64)
@@ -29,12 +31,12 @@ Choose = Callable[[Tensor, Tensor | None, Tensor | None, Terms], tuple[Tensor, T
 
 
 def check_choice(
-    value: Tensor, left: Tensor | None, below: Tensor | None, terms: Terms, specified: Choose = reference_growth.choose
+    value: Tensor, left: Tensor | None, below: Tensor | None, terms: Terms, specified: Choose = reference.choose
 ) -> None:
     """Require the very slots of the reference, for both widths."""
     for dtype in WIDTHS:
         expected = specified(value.to(dtype).contiguous(), left, None if below is None else below.contiguous(), terms)
-        found = growth_compiled.choose(value.to(dtype), left, below, terms)
+        found = cpu.choose(value.to(dtype), left, below, terms)
         assert [part.dtype for part in found] == [torch.long, torch.bool]
         assert torch.equal(found[1], expected[1]) and torch.equal(found[0], expected[0])
 
@@ -60,11 +62,11 @@ def test_what_is_worth_exactly_as_much_counts_and_a_value_equal_to_the_threshold
         for given in (below, below[:0], None):
             terms = Terms(6, 0.25, 99)
             check_choice(value, torch.tensor([left]), given, terms)
-            taken.add(int(growth_compiled.choose(value, torch.tensor([left]), given, terms)[1].sum()))
+            taken.add(int(cpu.choose(value, torch.tensor([left]), given, terms)[1].sum()))
     for threshold in (0.7, 0.3):  # which float32 rounds down and up
         check_choice(torch.tensor([[0.9, threshold, 0.2]]), torch.tensor([3]), None, Terms(3, threshold, 99))
     assert taken == {0, 1, 2, 3, 4, 5, 6}
-    assert growth_compiled.choose(value, torch.tensor([9]), None, terms)[1].tolist() == [[True] * 4 + [False] * 2]
+    assert cpu.choose(value, torch.tensor([9]), None, terms)[1].tolist() == [[True] * 4 + [False] * 2]
 
 
 def test_a_choice_reads_values_of_any_stride_and_integers_of_any_width() -> None:
@@ -98,15 +100,15 @@ def test_no_row_and_no_place_are_chosen_from_as_in_torch() -> None:
 
 def by_another_rank(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Terms) -> tuple[Tensor, Tensor]:
     """Choose where a later sibling wins a tie."""
-    slots, is_taken = reference_growth.choose(value.flip(1), left, below, terms)
+    slots, is_taken = reference.choose(value.flip(1), left, below, terms)
     return value.shape[1] - 1 - slots, is_taken
 
 
 WRONG_CHOICES: dict[str, Choose] = {
     "a later slot wins a tie": by_another_rank,
-    "nothing grows below": lambda value, left, _, terms: reference_growth.choose(value, left, torch.zeros(0), terms),
-    "by the threshold": lambda value, left, _, terms: reference_growth.choose(value, left, None, terms),
-    "one more is left": lambda value, left, below, terms: reference_growth.choose(
+    "nothing grows below": lambda value, left, _, terms: reference.choose(value, left, torch.zeros(0), terms),
+    "by the threshold": lambda value, left, _, terms: reference.choose(value, left, None, terms),
+    "one more is left": lambda value, left, below, terms: reference.choose(
         value, None if left is None else left + 1, below, terms
     ),
 }
@@ -134,8 +136,7 @@ def check_layer(found: GrownTree, expected: GrownTree, layer: Layer, given: Give
     """Append a layer compiled and in torch; the columns that one leaves out are padding in the other."""
     before = deepcopy(found._columns)
     went = found.add(layer, *given)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(topology, "waits_always", True)
+    with as_on_device(triton=False):
         assert expected.add(layer, *given)
     size, end = found.size, expected.size
     taken = expected._parents[:, expected.size - expected.frontier_value.shape[1] : end] >= 0
@@ -219,9 +220,9 @@ def test_a_layout_that_is_wrong_in_one_thing_is_told_apart(
 ) -> None:
     plan = LAYERS["pruned"]
     forest = Forest(plan, 3, 0, device=CPU)
-    append = growth_compiled.append
+    append = cpu.append
 
-    def wrong(columns: growth_door.Columns, chosen: Chosen, left: Tensor, layout: Layout) -> growth_door.Appended:
+    def wrong(columns: operands.Columns, chosen: Chosen, left: Tensor, layout: Layout) -> operands.Appended:
         return append(columns, chosen, left, replace(layout, **change))  # type: ignore[arg-type]
 
     noticed = []
@@ -229,7 +230,7 @@ def test_a_layout_that_is_wrong_in_one_thing_is_told_apart(
         given = best_first(layer, forest.given(layer))
         check_layer(deepcopy(forest.grown), deepcopy(forest.grown), layer, given)
         with monkeypatch.context() as patch:
-            patch.setattr(growth_compiled, "append", wrong)
+            patch.setattr(cpu, "append", wrong)
             try:
                 check_layer(deepcopy(forest.grown), deepcopy(forest.grown), layer, given)
             except AssertionError:
@@ -242,16 +243,16 @@ def test_the_door_calls_the_compiled_code_on_the_cpu_and_torch_where_it_must_not
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []
-    for owner, by in ((growth_compiled, "compiled"), (reference_growth, "torch")):
+    for owner, by in ((cpu, "compiled"), (reference, "torch")):
         monkeypatch.setattr(owner, "choose", lambda *_, word=by: asked.append(word))
     terms = Terms(4, 0.0, 1)
 
     def ask() -> list[str]:
         asked.clear()
-        growth_door.choose(torch.rand(1, 8), None, None, terms)
-        growth_door.choose(torch.rand(1, growth_door.MOST_COMPARED), None, None, terms)
+        api.choose(torch.rand(1, 8), None, None, terms)
+        api.choose(torch.rand(1, api.MOST_COMPARED), None, None, terms)
         return asked
 
     assert ask() == ["compiled", "torch"]
-    monkeypatch.setattr(topology, "waits_always", True)
+    treat_as_on_device(monkeypatch)
     assert ask() == ["torch", "torch"]

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from growth_problems import SIZES, Ranked, begun, some_siblings, some_table
+from helpers.on_device import treat_as_on_device
 from torch import Tensor
 
-from stree.kernels import growth_door, growth_learning, ratings_compiled, reference_growth, topology
-from stree.kernels.growth_door import Level, Memory, Siblings, Table, Words
-from stree.kernels.reference_growth import Ratings
+from stree.kernels.tree_growth import api, cpu_ratings, reference
+from stree.kernels.tree_growth.operands import Level, Memory, Ratings, Siblings, Table, Words
 
 CPU = torch.device("cpu")
 WIDTHS = (torch.float32, torch.float64)
@@ -23,8 +23,8 @@ CLOSE = {torch.float32: 2e-6, torch.float64: 1e-13}  # relative: exponentials an
 
 def check_ratings(table: Table, children: Siblings, close: float = 0.0) -> Ratings:
     """Require the reference's cells and values, bit for bit or nearly."""
-    expected = reference_growth.rate_by_table(table, children)
-    found = ratings_compiled.rate_by_table(table, children)
+    expected = reference.rate_by_table(table, children)
+    found = cpu_ratings.rate_by_table(table, children)
     assert torch.equal(found.cells, expected.cells)
     for name in ("priority", "value"):
         one, other = getattr(found, name), getattr(expected, name)
@@ -103,8 +103,8 @@ def test_texts_are_read_as_in_torch(batch: int, m: int) -> None:
         path = torch.randint(-1, m + 3, (batch, m, 2), generator=generator, dtype=torch.int32)[..., turn % 2]
         lengths = torch.randint(m + 1, (batch,), generator=generator, dtype=torch.int32 if turn % 3 else torch.int64)
         given = tokens, path if turn % 2 else None, lengths
-        reference_growth.remember(memories[0], *given)
-        ratings_compiled.remember(memories[1], *given)
+        reference.remember(memories[0], *given)
+        cpu_ratings.remember(memories[1], *given)
         one, other = memories
         assert torch.equal(one.places[:, :-1], other.places[:, :-1]) and torch.equal(one.last, other.last)
     assert bool(one.places[:, :-1].any()) == (m > 0)
@@ -112,7 +112,7 @@ def test_texts_are_read_as_in_torch(batch: int, m: int) -> None:
 
 def test_shares_are_rounded_as_in_torch_before_they_fall_into_cells() -> None:
     table, children = some_table(1, 6, 0, CPU), some_siblings(1, 30, 4, 0, CPU)
-    shares = children.probs / (1 - reference_growth.spent_before(children.probs)).clamp(min=1e-6)
+    shares = children.probs / (1 - reference.spent_before(children.probs)).clamp(min=1e-6)
     count = len(table.confidence)
     for edges in shares[..., 1:].flatten().unique().split(count):
         if len(edges) == count:
@@ -135,19 +135,19 @@ WRONG_CHILDREN: dict[str, Callable[[Siblings], Siblings]] = {
 def test_ratings_that_are_wrong_in_one_thing_are_told_apart(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table, children = some_table(3, 6, 1, CPU), some_siblings(3, 12, 5, 1, CPU)
     check_ratings(table, children)
-    rate = reference_growth.rate_by_table
+    rate = reference.rate_by_table
 
     def wrong(table: Table, given: Siblings) -> Ratings:
         return rate(table, WRONG_CHILDREN[control](given))
 
-    monkeypatch.setattr(reference_growth, "rate_by_table", wrong)
+    monkeypatch.setattr(reference, "rate_by_table", wrong)
     with pytest.raises(AssertionError):
         check_ratings(table, children)
 
 
 def check_ranks(given: Ranked) -> Tensor:
     """Require the reference's values, nearly, and 0 where it has 0."""
-    expected, found = reference_growth.rate_by_rank(*given), ratings_compiled.rate_by_rank(*given)
+    expected, found = reference.rate_by_rank(*given), cpu_ratings.rate_by_rank(*given)
     assert found.dtype == expected.dtype and torch.equal(found > 0, expected > 0)
     assert torch.allclose(found, expected, rtol=CLOSE[found.dtype], atol=0.0)
     return found
@@ -236,8 +236,8 @@ def test_ratings_by_rank_that_are_wrong_in_one_thing_are_told_apart(
 ) -> None:
     ranked = Ranked.draw(3, 12, 5, 2, CPU)
     check_ranks(ranked)
-    rate = reference_growth.rate_by_rank
-    monkeypatch.setattr(reference_growth, "rate_by_rank", lambda *_: rate(*WRONG_RANKS[control](ranked)))
+    rate = reference.rate_by_rank
+    monkeypatch.setattr(reference, "rate_by_rank", lambda *_: rate(*WRONG_RANKS[control](ranked)))
     with pytest.raises(AssertionError):
         check_ranks(ranked)
 
@@ -246,18 +246,18 @@ def test_the_door_calls_the_compiled_code_on_the_cpu_and_torch_where_it_must_not
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []
-    for owner, by in ((ratings_compiled, "compiled"), (reference_growth, "torch")):
+    for owner, by in ((cpu_ratings, "compiled"), (reference, "torch")):
         for name in ("rate_by_table", "rate_by_rank", "remember"):
             monkeypatch.setattr(owner, name, lambda *_, word=f"{name} {by}": asked.append(word))
     table, children = some_table(1, 4, 0, CPU), some_siblings(1, 3, 4, 0, CPU)
 
     def ask() -> list[str]:
         asked.clear()
-        growth_door.rate_by_table(table, children)
-        growth_door.rate_by_rank(*Ranked.draw(1, 3, 4, 0, CPU))
-        growth_learning.remember(Memory.empty(1, CPU), torch.zeros(1, 1).long(), None, torch.ones(1).int())
+        api.rate_by_table(table, children)
+        api.rate_by_rank(*Ranked.draw(1, 3, 4, 0, CPU))
+        api.remember(Memory.empty(1, CPU), torch.zeros(1, 1).long(), None, torch.ones(1).int())
         return asked
 
     assert ask() == ["rate_by_table compiled", "rate_by_rank compiled", "remember compiled"]
-    monkeypatch.setattr(topology, "waits_always", True)
+    treat_as_on_device(monkeypatch)
     assert ask() == ["rate_by_table torch", "rate_by_rank torch", "remember torch"]

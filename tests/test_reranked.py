@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.enumeration import TableLM, TableModel
+from helpers.on_device import treat_as_on_device
 from test_growth import nodes_by_path, path_prob, random_rows
 
 from stree.drafters import Draft, ModelDrafter
 from stree.growth import Chain, Confidence, DecisionStop, DepthStop, DySpec, Eagle2, Growth, OptTree, Static
-from stree.kernels import topology
 from stree.sampling import Random, Sampling
 
 GREEDY = Sampling()
@@ -70,7 +70,7 @@ def opt_tree(dist: TableModel, depth: int, nodes: int, least_gain: float) -> tup
 def test_eagle2_keeps_the_best_of_all_candidates(
     depth: int, beam: int, nodes: int, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(topology, "waits_always", waits)
+    treat_as_on_device(monkeypatch, host_can_read=not waits)
     for seed in range(4):
         dist = TableModel.random(6, seed, scale=1.0)
         draft, calls = proposed(dist, Eagle2(depth, beam), nodes + 1)
@@ -81,7 +81,7 @@ def test_eagle2_keeps_the_best_of_all_candidates(
 
 @pytest.mark.parametrize("waits", [False, True], ids=["host", "device"])
 def test_opt_tree_stops_where_a_layer_adds_too_little(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "waits_always", waits)
+    treat_as_on_device(monkeypatch, host_can_read=not waits)
     layers = set()
     for seed in range(4):
         dist = TableModel.random(5, seed, scale=2.0)
@@ -227,7 +227,7 @@ def test_on_a_device_a_stopped_layer_is_padding(
 ) -> None:
     dist = TableModel.random(6, 4, scale=2.0)
     host, host_calls = proposed(dist, growth, 8, Sampling(temperature))
-    monkeypatch.setattr(topology, "waits_always", True)
+    treat_as_on_device(monkeypatch)
     device, calls = proposed(dist, growth, 8, Sampling(temperature))
     device.tree.check()
     assert nodes_by_path(device.tree) == nodes_by_path(host.tree)

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.on_device import treat_as_on_device
 from scipy import stats
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from stree.drafters.candidates import top
-from stree.kernels import topology
 from stree.sampling import MAX_RANKS, Draws, Random, Sampling, _philox
 
 ALPHA = 1e-6  # false alarms of a statistical test; the seeds are fixed, so a test passes always or never
@@ -67,7 +67,7 @@ def test_a_device_s_numbers_are_the_cpu_s_whether_the_seed_is_a_tensor_or_not(
     rng = Random(seed, words[0], words[1])
     node = torch.arange(1000)
     on_host = rng.uniform("draft", node, node)
-    monkeypatch.setattr(topology, "waits_always", True)
+    treat_as_on_device(monkeypatch)
     assert torch.equal(rng.uniform("draft", node, node), on_host)
     key = torch.tensor((seed + 2**63) % 2**64 - 2**63)
     rng = replace(rng, seed=key)
@@ -271,7 +271,7 @@ def test_draws_at_once_are_the_choices_made_one_after_the_other(
     one_by_one, expected = Draws(ChoosingRandom(3, index, position), 7, 6).draw(dist, 4, 6)
     at_once = Draws(Random(3, index, position), 7, 6)
     on_host = at_once.draw(dist, 4, 6)
-    monkeypatch.setattr(topology, "waits_always", True)
+    treat_as_on_device(monkeypatch)
     for tokens, probs in (on_host, at_once.draw(dist, 4, 6)):
         assert torch.equal(probs > 0, expected > 0)
         assert torch.equal(probs, expected)

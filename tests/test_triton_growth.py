@@ -24,13 +24,16 @@ from growth_problems import (
     some_values,
 )
 from helpers.launch_keys import launch_keys
+from helpers.on_device import treat_as_on_device
 from torch import Tensor
+
+from stree.kernels.dispatch import as_on_device
 
 pytest.importorskip("triton")
 
-from stree.kernels import growth as kernels
-from stree.kernels import growth_door, reference_growth, topology
-from stree.kernels.growth_door import Memory, Siblings, Terms, Words
+from stree.kernels.tree_growth import api, operands, reference
+from stree.kernels.tree_growth import slots_kernel as kernels
+from stree.kernels.tree_growth.operands import Memory, Siblings, Terms, Words
 
 ROUNDING = 1e-5, 1e-7  # relative and absolute: a logarithm and an exponential of float32 differ in their last bits
 
@@ -64,7 +67,7 @@ def test_what_is_worth_exactly_as_much_below_a_slot_counts() -> None:
 def check_choice(value: Tensor, left: Tensor | None, below: Tensor | None, width: int, layers_left: int) -> None:
     """Compare a choice with the reference's."""
     terms = Terms(width, 0.3, layers_left)
-    expected, found = (owner.choose(value, left, below, terms) for owner in (reference_growth, kernels))
+    expected, found = (owner.choose(value, left, below, terms) for owner in (reference, kernels))
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
@@ -82,7 +85,7 @@ def test_ratings_by_a_table_are_those_of_torch(batch: int, above: int, ranks: in
         children = some_siblings(batch, above, ranks, seed)
         table = some_table(batch, max(ranks, 6), seed)
         operands = table, children
-        expected, found = reference_growth.rate_by_table(*operands), kernels.rate_by_table(*operands)
+        expected, found = reference.rate_by_table(*operands), kernels.rate_by_table(*operands)
         for name in expected._fields:
             one, other = getattr(found, name), getattr(expected, name)
             assert torch.equal(one, other) if DEVICE.type == "cpu" else torch.allclose(one, other, *ROUNDING), name
@@ -99,7 +102,7 @@ def test_a_number_at_an_edge_of_the_table_falls_below_it(edge: str) -> None:
     norms = torch.tensor([[2.0**-k for k in range(8)]], device=DEVICE)
     probs = torch.tensor([[[2.0**-k, 0.0] for k in range(8)]], device=DEVICE)
     operands = table, Siblings(torch.ones(1, 8, device=DEVICE), probs, norms)
-    expected, found = reference_growth.rate_by_table(*operands).cells, kernels.rate_by_table(*operands).cells
+    expected, found = reference.rate_by_table(*operands).cells, kernels.rate_by_table(*operands).cells
     assert torch.equal(found, expected) and len(set(expected[0, :, 0, 0 if edge == "sharpness" else 1].tolist())) > 4
 
 
@@ -107,7 +110,7 @@ def test_a_number_at_an_edge_of_the_table_falls_below_it(edge: str) -> None:
 def test_ratings_by_rank_are_those_of_torch(batch: int, above: int, ranks: int) -> None:
     drawn = [Ranked.draw(batch, above, ranks, seed) for seed in range(4)]
     for ranked in (*drawn, begun(drawn[2])):
-        expected, found = reference_growth.rate_by_rank(*ranked), kernels.rate_by_rank(*ranked)
+        expected, found = reference.rate_by_rank(*ranked), kernels.rate_by_rank(*ranked)
         assert torch.allclose(found, expected, *ROUNDING)
         assert torch.equal(found > 0, expected > 0) and bool((found <= ranked.given.reach[..., None]).all())
 
@@ -115,31 +118,30 @@ def test_ratings_by_rank_are_those_of_torch(batch: int, above: int, ranks: int) 
 def test_what_a_text_holds_is_known_by_its_last_two_words_and_the_tree_s() -> None:
     memory = Memory.empty(2, DEVICE)
     texts = torch.tensor([[5, 6, 7, 5, 6, 8], [6, 7, 0, 0, 0, 0]], device=DEVICE)
-    reference_growth.remember(memory, texts, None, torch.tensor([6, 2], device=DEVICE, dtype=torch.int32))
+    reference.remember(memory, texts, None, torch.tensor([6, 2], device=DEVICE, dtype=torch.int32))
     # A root 7 without a leaf before it, a root 6 behind its leaf 9, and below the first root a node 5.
     tokens, parents = torch.tensor([[7, 0, 5], [9, 6, 0]]), torch.tensor([[-1, -1, 0], [-1, 0, -1]], dtype=torch.int32)
     children = torch.tensor([[[5, 6]], [[7, 8]]], device=DEVICE)
     words = Words(children, tokens.to(DEVICE), parents.to(DEVICE), 1, torch.tensor([0, 1], device=DEVICE))
-    pairs, triples = reference_growth._are_held(memory, words)
+    pairs, triples = reference._are_held(memory, words)
     assert pairs.tolist() == [[[True, False]], [[True, False]]]
     assert not bool(triples.any()), "8 7 5 was never said, nor 9 6 7"
     below = Words(children[:1], tokens[:1].to(DEVICE), parents[:1].to(DEVICE), 2, None)
     first = Memory(memory.places[:1], memory.last[:1])
-    pairs, triples = reference_growth._are_held(first, below)
+    pairs, triples = reference._are_held(first, below)
     assert pairs.tolist() == [[[False, True]]] and triples.tolist() == [[[False, True]]], "7 5 6 was said"
     nothing = Memory.empty(1, DEVICE)
     nothing.places[:] = True
     root = Words(children[:1], tokens[:1].to(DEVICE), parents[:1].to(DEVICE), 1, torch.tensor([0], device=DEVICE))
-    pairs, triples = reference_growth._are_held(nothing, root)
+    pairs, triples = reference._are_held(nothing, root)
     assert bool(pairs.all()) and not bool(triples.any()), "behind what no token stands before there is no triple"
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def launched() -> Iterator[None]:
     """Let kernels do what they would do on a GPU."""
-    monkeypatch.setattr(topology, "launches_always", True)
-    monkeypatch.setattr(topology, "waits_always", True)
-    yield
+    with as_on_device():
+        yield
 
 
 def test_columns_are_laid_out_and_cut_by_a_kernel_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,11 +150,11 @@ def test_columns_are_laid_out_and_cut_by_a_kernel_or_not_at_all(monkeypatch: pyt
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if DEVICE.type == "cpu":
         with pytest.raises(RuntimeError, match="begin needs CUDA tensors, got a tensor on cpu"):
-            growth_door.begin(slots[0], slots[0], slots[0] > 0, 5)
+            api.begin(slots[0], slots[0], slots[0] > 0, 5)
         with pytest.raises(RuntimeError, match="select needs CUDA tensors, got a tensor on cpu"):
-            growth_door.select(grown._columns, 3, 1, by_value=True)
+            api.select(grown._columns, 3, 1, by_value=True)
         with pytest.raises(RuntimeError, match="cut needs CUDA tensors, got a tensor on cpu"):
-            growth_door.cut(grown._columns, None, 2)
+            api.cut(grown._columns, None, 2)
 
 
 def test_columns_are_appended_by_a_kernel_where_kernels_are_launched(
@@ -160,12 +162,12 @@ def test_columns_are_appended_by_a_kernel_where_kernels_are_launched(
 ) -> None:
     grown = grown_tree("one", 1, 0)
     slots = torch.zeros(1, 1, dtype=torch.long)
-    chosen = growth_door.Chosen(slots, slots > 0, slots.float()[..., None], slots[..., None])
+    chosen = operands.Chosen(slots, slots > 0, slots.float()[..., None], slots[..., None])
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if DEVICE.type == "cpu":
         with pytest.raises(RuntimeError, match="append needs CUDA tensors, got a tensor on cpu"):
-            layout = growth_door.Layout(width=1, frontier=0, size=2, num_nodes=None)
-            growth_door.append(grown._columns, chosen, grown.left, layout)
+            layout = operands.Layout(width=1, frontier=0, size=2, num_nodes=None)
+            api.append(grown._columns, chosen, grown.left, layout)
 
 
 def test_what_no_kernel_takes_is_left_to_torch(launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,14 +176,14 @@ def test_what_no_kernel_takes_is_left_to_torch(launched: None, monkeypatch: pyte
         monkeypatch.setattr(kernels, name, lambda *_, name=name, **__: asked.append(name))
     terms = Terms(width=4, threshold=0.0, layers_left=1)
     small = torch.rand(1, 8, device=DEVICE)
-    growth_door.choose(small.double(), None, None, terms)
-    growth_door.choose(torch.rand(1, growth_door.MAX_SLOTS + 1, device=DEVICE), None, None, terms)
-    wide = torch.rand(1, growth_door.MAX_WIDTH + 9, device=DEVICE)
-    growth_door.choose(wide, None, None, replace(terms, width=growth_door.MAX_WIDTH + 1))
-    left, below = torch.ones(1, dtype=torch.long, device=DEVICE), torch.rand(growth_door.MAX_BELOW + 1, device=DEVICE)
-    growth_door.choose(small, left, below.sort().values, terms)
+    api.choose(small.double(), None, None, terms)
+    api.choose(torch.rand(1, api.MAX_SLOTS + 1, device=DEVICE), None, None, terms)
+    wide = torch.rand(1, api.MAX_WIDTH + 9, device=DEVICE)
+    api.choose(wide, None, None, replace(terms, width=api.MAX_WIDTH + 1))
+    left, below = torch.ones(1, dtype=torch.long, device=DEVICE), torch.rand(api.MAX_BELOW + 1, device=DEVICE)
+    api.choose(small, left, below.sort().values, terms)
     assert asked == []
-    growth_door.choose(small, None, None, terms)
+    api.choose(small, None, None, terms)
     assert asked == ["choose"]
 
 
@@ -190,9 +192,9 @@ def test_selections_of_equal_padded_sizes_share_a_build(monkeypatch: pytest.Monk
         found = []
         for batch, room, size, count in ((1, 40, 20, 10), (3, 33, 33, 16), (2, 64, 18, 17)):
             tokens = torch.zeros(batch, dtype=torch.long, device=DEVICE)
-            columns = growth_door.begin(tokens, tokens, tokens > 0, room)
+            columns = api.begin(tokens, tokens, tokens > 0, room)
             with launch_keys(monkeypatch) as keys:
-                growth_door.select(columns, size, count, by_value=by_value)
+                api.select(columns, size, count, by_value=by_value)
             found.append(keys)
         assert found[0] == found[1] != found[2] and [name for name, _ in found[0]] == ["select_kernel"]
 
@@ -202,22 +204,19 @@ def test_selections_of_equal_padded_sizes_share_a_build(monkeypatch: pytest.Monk
 def test_the_columns_appended_and_the_tree_cut_out_of_them_are_those_of_torch(
     name: str, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(topology, "waits_always", True)
+    treat_as_on_device(monkeypatch)
     for seed in range(3):
         expected = grown_tree(name, batch, seed)
-        with monkeypatch.context() as patch:
-            patch.setattr(topology, "launches_always", True)
+        with as_on_device():
             found = grown_tree(name, batch, seed)
         for part in ("_tokens", "_parents", "_depths", "_mask", "_value", "frontier_value"):
             assert torch.equal(getattr(found, part), getattr(expected, part)), part
         chosen = expected.select(LAYERS[name])
-        with monkeypatch.context() as patch:
-            patch.setattr(topology, "launches_always", True)
+        with as_on_device():
             picked = found.select(LAYERS[name])
         assert chosen is picked is None or (chosen is not None and picked is not None and torch.equal(picked, chosen))
         wanted = expected.proposed(None), expected.proposed(chosen)
-        with monkeypatch.context() as patch:
-            patch.setattr(topology, "launches_always", True)
+        with as_on_device():
             given = found.proposed(None), found.proposed(chosen)
         for one, other in zip(given, wanted, strict=True):
             for part in one.__slots__:
@@ -240,14 +239,14 @@ def test_columns_are_made_of_operands_of_any_strides(launched: None) -> None:
         drawn(50, 3, 1, 6),
     )
     values, slots = drawn(9, 3, 1, 6) / 9, torch.arange(24, device=DEVICE).view(3, 8) % 8
-    layout = growth_door.Layout(width=3, frontier=0, size=2, num_nodes=None)
+    layout = operands.Layout(width=3, frontier=0, size=2, num_nodes=None)
 
     def made(laid: Callable[[Tensor], Tensor], slots: Tensor) -> list[Tensor]:
-        columns = growth_door.begin(laid(pending), laid(leaf), laid(has_leaf), 8)
-        chosen = growth_door.Chosen(slots, laid(taken), laid(values), laid(tokens))
+        columns = api.begin(laid(pending), laid(leaf), laid(has_leaf), 8)
+        chosen = operands.Chosen(slots, laid(taken), laid(values), laid(tokens))
         left = torch.full((3,), 9, device=DEVICE)
-        appended = growth_door.append(columns, chosen, left, layout)
-        cut = growth_door.cut(columns, laid(drawn(1, 3, 3) + torch.tensor([0, 1, 3], device=DEVICE)), 5)
+        appended = api.append(columns, chosen, left, layout)
+        cut = api.cut(columns, laid(drawn(1, 3, 3) + torch.tensor([0, 1, 3], device=DEVICE)), 5)
         parts = [getattr(part, name) for part in (columns, appended, cut) for name in part.__slots__]
         return [left, *(part for part in parts if isinstance(part, Tensor))]
 

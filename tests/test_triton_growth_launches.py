@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.on_device import treat_as_on_device
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -24,7 +25,6 @@ from benchmarks.ahead_of_time.whole_step import as_on_a_gpu
 from stree.drafters import ModelDrafter
 from stree.drafters.model import _ModelRun
 from stree.growth import RSDS, Calibrated, DepthStop, DySpec, Eagle2, Growth, OptTree, Sequoia, SpecInfer
-from stree.kernels import topology
 from stree.sampling import Random, Sampling
 from stree.verify import accept
 
@@ -71,7 +71,7 @@ def drafts(growth: Growth, budget: int, steps: int) -> list[dict[str, Any]]:
 @pytest.fixture
 def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let shapes be as fixed as on a GPU."""
-    monkeypatch.setattr(topology, "waits_always", True)
+    treat_as_on_device(monkeypatch)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -81,7 +81,7 @@ def test_drafts_are_the_same_node_for_node(
 ) -> None:
     growth = GROWTHS[name].bind(Sampling(temperature))
     expected = drafts(growth, 12, 3)
-    monkeypatch.setattr(topology, "launches_always", True)
+    treat_as_on_device(monkeypatch, triton=True)
     for step, (one, other) in enumerate(zip(drafts(growth, 12, 3), expected, strict=True)):
         for part, tensor in one.items():
             same = torch.allclose(tensor, other[part]) if part == "values" else torch.equal(tensor, other[part])
@@ -122,7 +122,7 @@ def test_a_layer_takes_few_launches(temperature: float, most: int, most_besides:
 
 
 def test_launches_of_a_layer_depend_on_sizes_and_not_on_values(fixed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "launches_always", True)
+    treat_as_on_device(monkeypatch, triton=True)
     for temperature in (0.0, 0.8):
         growth = Calibrated(3).bind(Sampling(temperature))
         keys = {}
@@ -138,7 +138,7 @@ def test_launches_of_a_layer_depend_on_sizes_and_not_on_values(fixed: None, monk
 def test_budgets_of_equal_padded_sizes_share_their_builds(
     temperature: float, fixed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(topology, "launches_always", True)
+    treat_as_on_device(monkeypatch, triton=True)
     builds = []
     for budget, prompts in ((14, PROMPTS), (16, PROMPTS[:1]), (17, PROMPTS)):
         growth = Calibrated(3, ranks=4).bind(Sampling(temperature))

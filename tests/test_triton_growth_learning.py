@@ -1,6 +1,6 @@
 """What a table and a level learn from a verified tree is in one launch what it is in torch.
 
-Run: TRITON_INTERPRET=1 python -m pytest tests/test_triton_growth_learning.py
+Run: TRITON_INTERPRET=1 python -m pytest tests/test_triton_api.py
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from typing import Any
 import pytest
 import torch
 from helpers.launch_keys import launch_keys
+from helpers.on_device import treat_as_on_device
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stree.kernels.dispatch import as_on_device
+
 pytest.importorskip("triton")
 
 from stree.growth.acceptance_model import Calibration
-from stree.kernels import growth_learning, reference_growth, topology
-from stree.kernels.growth_learning import Kept, Level, Memory, Table, Verdicts
-from stree.kernels.reference_growth import NUM_PLACES
 from stree.kernels.topology import ancestor_mask
+from stree.kernels.tree_growth import api, learning_kernel, reference
+from stree.kernels.tree_growth.operands import NUM_PLACES, Kept, Level, Memory, Table, Verdicts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RANKS = 3
@@ -97,8 +99,8 @@ SUMS = ("tests", "passed")
 
 def check(step: Step) -> None:
     """Compare what is learnt with the reference's in float64; every cell that nobody counts stays to the bit."""
-    found = step.learnt(growth_learning._learn_in_one, torch.float32)
-    expected = step.learnt(reference_growth.learn, torch.float64)
+    found = step.learnt(learning_kernel.learn, torch.float32)
+    expected = step.learnt(reference.learn, torch.float64)
     for name in SUMS:
         one, other, before = (getattr(table, name) for table in (found, expected, step.table))
         assert torch.allclose(one.double(), other, rtol=1e-5, atol=2e-6), (name, (one - other).abs().max())
@@ -135,9 +137,7 @@ def test_nodes_that_are_all_proposed_need_no_numbers() -> None:
         numbers = torch.arange(count, device=DEVICE).expand(3, -1)
         check(replace(step, verdicts=replace(step.verdicts, numbers=None)))
         given, none = (
-            replace(step, verdicts=replace(step.verdicts, numbers=one)).learnt(
-                growth_learning._learn_in_one, torch.float32
-            )
+            replace(step, verdicts=replace(step.verdicts, numbers=one)).learnt(learning_kernel.learn, torch.float32)
             for one in (numbers, None)
         )
         assert torch.equal(given.tests, none.tests) and torch.equal(given.passed, none.passed)
@@ -148,7 +148,7 @@ def test_a_tree_of_its_root_and_rows_that_stand_still_teach_nothing() -> None:
     still = Step.draw(2, [3, 3], 6, seed=2, cells=2)
     still = replace(still, verdicts=replace(still.verdicts, is_live=torch.zeros_like(still.verdicts.is_live)))
     for step in (alone, still):
-        found = step.learnt(growth_learning._learn_in_one, torch.float32)
+        found = step.learnt(learning_kernel.learn, torch.float32)
         assert torch.equal(found.tests, step.table.tests) and torch.equal(found.passed, step.table.passed)
 
 
@@ -163,7 +163,7 @@ def test_siblings_and_a_child_by_hand() -> None:
     parents = torch.tensor([[-1, 0, 0, 0, 3]], dtype=torch.int32, device=DEVICE)
     ratios = torch.tensor([[0.0, 0.25, 0.5, 0.5, 0.75]], device=DEVICE)
     live = torch.tensor([True], device=DEVICE)
-    growth_learning._learn_in_one(table, kept, Verdicts(parents, ancestor_mask(parents), None, ratios, live))
+    learning_kernel.learn(table, kept, Verdicts(parents, ancestor_mask(parents), None, ratios, live))
     second, third = 0.75, 0.75 * 0.5
     child = third * 0.5  # as often as its parent is accepted
     wanted = {4: (1 + child, 0.25 + 0.75 * child), 5: (second, second * 0.5), 9: (third, third * 0.5)}
@@ -176,7 +176,7 @@ def test_siblings_and_a_child_by_hand() -> None:
 
 def test_a_table_learns_the_same_every_time_and_each_row_by_itself() -> None:
     step = Step.draw(4, [3, 9, 9], 18, seed=3, cells=3)
-    first, again = (step.learnt(growth_learning._learn_in_one, torch.float32) for _ in range(2))
+    first, again = (step.learnt(learning_kernel.learn, torch.float32) for _ in range(2))
     assert torch.equal(first.tests, again.tests) and torch.equal(first.passed, again.passed)
     for row in range(4):
         one = slice(row, row + 1)
@@ -184,22 +184,22 @@ def test_a_table_learns_the_same_every_time_and_each_row_by_itself() -> None:
             replace(step.table, tests=step.table.tests[one], passed=step.table.passed[one]),
             [Kept(cells[one], slots[one]) for cells, slots in step.kept],
             replace(step.verdicts, **{name: getattr(step.verdicts, name)[one] for name in Verdicts.__slots__}),
-        ).learnt(growth_learning._learn_in_one, torch.float32)
+        ).learnt(learning_kernel.learn, torch.float32)
         assert torch.equal(alone.tests[0], first.tests[row]) and torch.equal(alone.passed[0], first.passed[row])
 
 
 def test_what_no_kernel_takes_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "launches_always", True)
+    treat_as_on_device(monkeypatch, triton=True, host_can_read=True)
     asked: list[Any] = []
-    monkeypatch.setattr(growth_learning, "_learn_in_one", lambda *given: asked.append(given))
+    monkeypatch.setattr(learning_kernel, "learn", lambda *given: asked.append(given))
     step = Step.draw(1, [3, 9, 27, 60, 60], 129, seed=0)
-    wide = step.learnt(growth_learning.learn, torch.float32)
+    wide = step.learnt(api.learn, torch.float32)
     small = Step.draw(1, [3, 3], 5, seed=0)
     exact = replace(small, verdicts=replace(small.verdicts, ratios=small.verdicts.ratios.double()))
-    found = exact.learnt(growth_learning.learn, torch.float32)
+    found = exact.learnt(api.learn, torch.float32)
     assert asked == [] and not torch.equal(wide.tests, step.table.tests)
-    assert torch.equal(found.tests, small.learnt(reference_growth.learn, torch.float32).tests)
-    small.learnt(growth_learning.learn, torch.float32)
+    assert torch.equal(found.tests, small.learnt(reference.learn, torch.float32).tests)
+    small.learnt(api.learn, torch.float32)
     assert len(asked) == 1
 
 
@@ -207,7 +207,7 @@ def test_a_step_s_own_numbers_make_no_new_build(monkeypatch: pytest.MonkeyPatch)
     found = []
     for batch, widths, n in ((1, [3, 9, 9], 18), (3, [2, 6], 17), (2, [3, 9, 16, 20], 32)):
         with launch_keys(monkeypatch) as keys:
-            Step.draw(batch, widths, n, seed=n).learnt(growth_learning._learn_in_one, torch.float32)
+            Step.draw(batch, widths, n, seed=n).learnt(learning_kernel.learn, torch.float32)
         found.append(keys)
     # Trees of 9 nodes at most have another padded size.
     assert [name for name, _ in found[0]] == ["learn_kernel"]
@@ -262,7 +262,7 @@ class Told:
         return float(self.level.shift[row]) + missing / weight, weight
 
 
-@pytest.mark.parametrize("learn", [growth_learning._learn_level_in_one, reference_growth.learn_level])
+@pytest.mark.parametrize("learn", [learning_kernel.learn_level, reference.learn_level])
 @pytest.mark.parametrize("ratios", ["one or none", "random", "all accepted"])
 @given(seed=st.integers(0, 10**6), batch=st.integers(1, 4), n=st.integers(1, 70))
 @settings(max_examples=30, deadline=None)
@@ -279,20 +279,20 @@ def test_a_level_learns_what_it_does_by_hand(
 
 def test_a_level_reads_ratios_of_any_stride_and_large_trees_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told.draw(3, 20, seed=1)
-    expected = told.learnt(growth_learning._learn_level_in_one)
+    expected = told.learnt(learning_kernel.learn_level)
     ratios = told.verdicts.ratios
     for given_ratios in (torch.cat([ratios, ratios], 1)[:, :20], ratios.T.contiguous().T):
         other = replace(told, verdicts=replace(told.verdicts, ratios=given_ratios))
-        found = other.learnt(growth_learning._learn_level_in_one)
+        found = other.learnt(learning_kernel.learn_level)
         assert torch.equal(found.shift, expected.shift) and torch.equal(found.weight, expected.weight)
-    monkeypatch.setattr(topology, "launches_always", True)
+    treat_as_on_device(monkeypatch, triton=True, host_can_read=True)
     asked: list[Any] = []
-    monkeypatch.setattr(growth_learning, "_learn_level_in_one", lambda *given: asked.append(given))
-    exact = told.learnt(growth_learning.learn_level, torch.float64)
+    monkeypatch.setattr(learning_kernel, "learn_level", lambda *given: asked.append(given))
+    exact = told.learnt(api.learn_level, torch.float64)
     large = Told.draw(1, 129, seed=2)
-    assert not torch.equal(large.learnt(growth_learning.learn_level).shift, large.level.shift)
+    assert not torch.equal(large.learnt(api.learn_level).shift, large.level.shift)
     assert asked == [] and torch.allclose(exact.shift.float(), expected.shift, rtol=1e-4)
-    told.learnt(growth_learning.learn_level)
+    told.learnt(api.learn_level)
     assert len(asked) == 1
 
 
@@ -300,7 +300,7 @@ def test_a_level_s_build_is_chosen_by_padded_sizes(monkeypatch: pytest.MonkeyPat
     found = []
     for batch, n in ((1, 18), (3, 32), (2, 33)):
         with launch_keys(monkeypatch) as keys:
-            Told.draw(batch, n, seed=n).learnt(growth_learning._learn_level_in_one)
+            Told.draw(batch, n, seed=n).learnt(learning_kernel.learn_level)
         found.append(keys)
     assert [name for name, _ in found[0]] == ["level_kernel"]
     assert found[0] == found[1] and found[0] != found[2]
@@ -321,10 +321,9 @@ def test_a_text_is_read_token_by_token(seed: int, batch: int, m: int) -> None:
         for row, length in enumerate(lengths.tolist()):
             texts[row] += tokens[row, path[row, :length].long()].tolist()
         given_tensors = [part.to(DEVICE) for part in (tokens, path, lengths)]
-        reference_growth.remember(memories[0], *given_tensors)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(topology, "launches_always", True)
-            growth_learning.remember(memories[1], *given_tensors)
+        reference.remember(memories[0], *given_tensors)
+        with as_on_device(host_can_read=True):
+            api.remember(memories[1], *given_tensors)
     one, other = memories
     count = 2 * NUM_PLACES  # the last place is nobody's
     assert torch.equal(one.places[:, :count], other.places[:, :count]) and torch.equal(one.last, other.last)
@@ -346,7 +345,7 @@ def place_of(*tokens: int) -> int:
 def test_pairs_and_triples_of_a_large_vocabulary_hardly_meet() -> None:
     memory = Memory.empty(1, DEVICE)
     text = torch.randint(200_000, (1, 20_000), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    reference_growth.remember(memory, text, None, torch.tensor([20_000], device=DEVICE, dtype=torch.int32))
+    reference.remember(memory, text, None, torch.tensor([20_000], device=DEVICE, dtype=torch.int32))
     for half in range(2):
         taken = int(memory.places[0, half * NUM_PLACES : (half + 1) * NUM_PLACES].sum())
         expected = NUM_PLACES * (1 - (1 - 1 / NUM_PLACES) ** 20_000)  # of places taken at random
@@ -358,8 +357,8 @@ def test_a_reading_s_build_is_chosen_by_the_padded_path(monkeypatch: pytest.Monk
     for batch, n, m in ((1, 18, 3), (3, 32, 16), (2, 33, 17)):
         tokens, path = torch.zeros(batch, n, dtype=torch.long), torch.zeros(batch, m, dtype=torch.int32)
         with launch_keys(monkeypatch) as keys:
-            monkeypatch.setattr(topology, "launches_always", True)
-            growth_learning.remember(Memory.empty(batch, DEVICE), *(x.to(DEVICE) for x in (tokens, path, path[:, 0])))
+            treat_as_on_device(monkeypatch, triton=True, host_can_read=True)
+            api.remember(Memory.empty(batch, DEVICE), *(x.to(DEVICE) for x in (tokens, path, path[:, 0])))
         found.append(keys)
     assert [name for name, _ in found[0]] == ["remember_kernel"]
     assert found[0] == found[1] and found[0] != found[2]

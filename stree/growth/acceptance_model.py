@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from stree.kernels.growth_door import RankFit, Siblings, Table, Words, rate_by_rank, rate_by_table
-from stree.kernels.growth_learning import Kept, Level, Memory, Verdicts, learn, learn_level, remember
-from stree.kernels.reference_growth import spent_before
+from stree.kernels.tree_growth.api import learn, learn_level, rate_by_rank, rate_by_table, remember
+from stree.kernels.tree_growth.operands import Kept, Level, Memory, RankFit, Siblings, Table, Verdicts, Words
+from stree.kernels.tree_growth.reference import spent_before
 from stree.sampling import Random
 from stree.tree import TokenTree
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from stree.growth.acceptance_model import DraftEstimate, Estimate, PathEstimate
-from stree.kernels.growth_door import Terms, choose
+from stree.kernels.tree_growth.api import choose
+from stree.kernels.tree_growth.operands import Terms
 from stree.sampling import Sampling
 
 __all__ = ["Bound", "Drawing", "Growth", "Layer", "Limited", "Plan", "Wrapped", "choose_slots"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stree.growth.acceptance_model import Estimate, Proposal, Slots
 from stree.growth.plan import Plan, Wrapped
-from stree.kernels.growth_learning import Kept
+from stree.kernels.tree_growth.operands import Kept
 from stree.sampling import Random
 
 __all__ = ["Confidence", "DepthStop", "Stop", "Stopped", "StoppedGrowth"]

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from stree.kernels.topology import reads_freely
+from stree.kernels.dispatch import host_can_read
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree, checks_everywhere
 from stree.verify.longest import longest
@@ -57,7 +57,7 @@ def accept(
     if verifier not in (*VERIFIERS, LONGEST):
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
     _check_shapes(tree, target_logits, draft)
-    if reads_freely(target_logits) or checks_everywhere():
+    if host_can_read(target_logits) or checks_everywhere():
         _check_values(tree, target_logits, sampling, is_block=verifier == "block")
     if draft is not None and draft.probs.dtype in (torch.float16, torch.bfloat16):
         draft = replace(draft, probs=draft.probs.float())
@@ -99,6 +99,6 @@ def _check_values(tree: TokenTree, target_logits: Tensor, sampling: Sampling, *,
 
 def _is_known_delta(tree: TokenTree, draft: DraftProbs) -> bool:
     """Return whether every drafted node is DELTA, where that can be read without synchronising."""
-    if not (tree.is_checked and reads_freely(draft.kind)):
+    if not (tree.is_checked and host_can_read(draft.kind)):
         return False
     return bool(((draft.kind == DELTA) | (tree.parents < 0)).all())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stree.kernels.topology import reads_freely
+from stree.kernels.dispatch import host_can_read
 from stree.tree import TokenTree
 
 __all__ = ["Siblings", "deepest"]
@@ -39,7 +39,7 @@ class Siblings:
         is_earlier = (tree.parents[:, :, None] == tree.parents[:, None]) & (index[:, None] > index)
         is_earlier &= is_drafted[:, :, None]
         rank = is_earlier.sum(-1)
-        if reads_freely(rank):
+        if host_can_read(rank):
             most = int((rank + is_drafted).max())
         else:
             most = len(index) - 1 if max_children is None else max_children

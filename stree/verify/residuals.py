@@ -8,21 +8,18 @@ is the probability that the node itself is accepted (1 in recursive rejection). 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from stree.kernels.topology import reads_freely
+from stree.kernels.dispatch import host_can_read
+from stree.kernels.traversal.operands import NOTHING, TINY
 from stree.tree import TokenTree
 from stree.verify.paths import Siblings
 from stree.verify.values import DELTA, INDEPENDENT, DraftProbs
 
 __all__ = ["Residuals"]
-
-NOTHING: Final = 1e-20  # a residual mass below it is rounding; it is far below 2^-24, but can still be divided by
-TINY: Final = 1e-38  # smallest divisor, so that 0 / 0 is 0; about the smallest normal float32
 
 
 class Residuals:
@@ -58,7 +55,7 @@ class Residuals:
         index = torch.arange(n, device=wave.device)
         child = torch.full((batch, num_waves * n + 1), n, device=wave.device).scatter_(1, place, index.expand(batch, n))
         child = child[:, :-1].view(batch, num_waves, n)
-        if not reads_freely(wave):  # all nodes in every wave: choosing some would synchronise
+        if not host_can_read(wave):  # all nodes in every wave: choosing some would synchronise
             yield from ((index, child[:, number]) for number in range(num_waves))
             return
         numbers, nodes = (child < n).any(0).nonzero().T

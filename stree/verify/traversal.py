@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stree.kernels import traversal_door
-from stree.kernels.topology import is_launched, reads_freely
+from stree.kernels.dispatch import host_can_read, uses_triton
+from stree.kernels.traversal import api
+from stree.kernels.traversal.operands import DraftRows
 from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify.paths import deepest
 from stree.verify.rejection import draw_tests
 from stree.verify.residuals import Residuals
-from stree.verify.values import DELTA, INDEPENDENT, Acceptance, DraftProbs
+from stree.verify.values import DELTA, Acceptance, DraftProbs
 
 __all__ = ["traverse", "traverse_by_kernels"]
 
@@ -28,9 +29,9 @@ def traverse(
     block verification (arXiv 2403.10444). ``target_probs`` is overwritten on the CPU.
     """
     # A subclass of Random draws its own numbers, which kernels cannot.
-    if is_launched(target_probs) and target_probs.dtype == torch.float32 and type(rng) is Random:
+    if uses_triton(target_probs) and target_probs.dtype == torch.float32 and type(rng) is Random:
         return traverse_by_kernels(tree, target_probs, rng, draft, max_depth)
-    if reads_freely(target_probs):
+    if host_can_read(target_probs):
         return _traverse_on_host(tree, target_probs, rng, draft, max_depth)
     residuals = Residuals(tree, target_probs, draft)
     siblings = residuals.siblings
@@ -46,12 +47,12 @@ def traverse(
 def traverse_by_kernels(
     tree: TokenTree, target_probs: Tensor, rng: Random, draft: DraftProbs | None, max_depth: int
 ) -> Acceptance:
-    """Run traversal verification in Triton, without synchronising (`stree.kernels.traversal_door`).
+    """Run traversal verification in Triton, without synchronising (`stree.kernels.traversal.api`).
 
     The random numbers are the same as in torch, the rounding of sums is not. ``target_probs`` is not written.
     """
-    rows = None if draft is None else traversal_door.DraftRows(draft.probs, draft.row, draft.kind, DELTA, INDEPENDENT)
-    found = traversal_door.traverse(
+    rows = None if draft is None else DraftRows(draft.probs, draft.row, draft.kind)
+    found = api.traverse(
         tree.tokens, tree.parents, tree.ancestor_mask, tree.depths, target_probs, rows, max_depth=max_depth,
         max_children=None if draft is None else draft.max_children,
         seed=rng.seed, sequences=rng.sequences.long(), positions=rng.positions.long(),
@@ -63,7 +64,7 @@ def _traverse_on_host(
     tree: TokenTree, target_probs: Tensor, rng: Random, draft: DraftProbs | None, max_depth: int
 ) -> Acceptance:
     """Run traversal verification in numba; ``target_probs`` is overwritten by the residual distributions."""
-    from stree.verify import compiled  # imports numba
+    from stree.kernels.traversal import cpu  # imports numba
 
     batch, n = tree.tokens.shape
     residual = target_probs.contiguous()
@@ -74,12 +75,12 @@ def _traverse_on_host(
         probs, row, kind = draft.probs, draft.row.to(torch.int32), draft.kind
     accept_probs, ratios = residual.new_empty(batch, n, dtype=torch.float64), residual.new_empty(batch, n)
     given = (tree.tokens, tree.parents, residual, probs, row, kind, accept_probs, ratios)
-    compiled.hold(*(part.contiguous().numpy() for part in given))
+    cpu.hold(*(part.contiguous().numpy() for part in given))
     is_passed = draw_tests(rng, accept_probs, tree.parents >= 0)
     path = tree.parents.new_empty(batch, min(n, max_depth + 1))
     lengths, leaf = path.new_empty(batch), tree.tokens.new_empty(batch)
     found = (tree.parents, is_passed, path, lengths, leaf)
-    compiled.walk(*(part.contiguous().numpy() for part in found))
+    cpu.walk(*(part.contiguous().numpy() for part in found))
     residual = residual[torch.arange(batch), leaf]
     return Acceptance(path, lengths, rng.choice("target", residual, lengths), ratios)
 

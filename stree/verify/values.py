@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 from torch import Tensor
 
-__all__ = ["DELTA", "INDEPENDENT", "SAMPLED", "Acceptance", "DraftLaws", "DraftProbs"]
+from stree.kernels.traversal.operands import DELTA, INDEPENDENT, SAMPLED
 
-SAMPLED: Final = 0
-DELTA: Final = 1
-INDEPENDENT: Final = 2
+__all__ = ["DELTA", "INDEPENDENT", "SAMPLED", "Acceptance", "DraftLaws", "DraftProbs"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,14 +15,17 @@ from typing import Any
 import pytest
 import torch
 from helpers.launch_keys import launch_keys
+from helpers.on_device import treat_as_on_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stree.kernels.dispatch import as_on_device
+
 pytest.importorskip("triton")
 
-from stree.kernels import bookkeeping, topology
-from stree.kernels.bookkeeping import CatchUp, Drafted, Texts
+from stree.kernels.step import bookkeeping
+from stree.kernels.step.bookkeeping import CatchUp, Drafted, Texts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -113,8 +116,7 @@ def test_a_path_on_nodes_is_the_same(seed: int, batch: int, n: int, m: int) -> N
     ]
     wide = on_device(torch.cat([path, path], 1))[:, :m]
     for launches in (False, True):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(topology, "launches_always", launches)
+        with as_on_device(triton=launches, host_can_read=True):
             is_on, is_live = bookkeeping.path_on_nodes(wide, on_device(lengths), n)
         assert is_on.tolist() == wanted and is_on.dtype == torch.float32
         assert is_live.tolist() == [length > 0 for length in lengths.tolist()] and is_live.dtype == torch.bool
@@ -133,9 +135,8 @@ def test_a_path_that_waits_is_the_same(seed: int, batch: int, n: int, m: int) ->
         waiting, known = CatchUp(draw(1, 9, batch, 16), draw(1, 9, batch).int()), on_device(committed)
         waiting = CatchUp(on_device(waiting.path), on_device(waiting.lengths))
         wide = on_device(torch.cat([path, path], 1))[:, :m]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(topology, "launches_always", launches)
-            bookkeeping.put_path(wide, on_device(lengths), waiting, known)
+        with as_on_device(triton=launches, host_can_read=True):
+            bookkeeping.defer_path(wide, on_device(lengths), waiting, known)
         made.append((waiting.path.cpu(), waiting.lengths.cpu(), known.cpu()))
     for one, other in zip(*made, strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
@@ -166,8 +167,7 @@ def test_the_rows_of_a_path_are_those_of_torch(name: str, batch: int) -> None:
     begins = torch.arange(0, n * torch.Size(leading).numel(), n, device=DEVICE).view(*leading, 1)
     found, expected = ([one.new_zeros(*leading, 16, *one.shape[len(leading) + 1 :]) for one in sources] for _ in "ab")
     bookkeeping.copy_rows(nodes, begins, sources, expected)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(topology, "launches_always", True)
+    with as_on_device(host_can_read=True):
         bookkeeping.copy_rows(nodes, begins, sources, found)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other) and bool(other.any())
@@ -175,7 +175,7 @@ def test_the_rows_of_a_path_are_those_of_torch(name: str, batch: int) -> None:
 
 def test_rows_of_the_same_widths_share_a_build_whatever_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    monkeypatch.setattr(topology, "launches_always", True)
+    treat_as_on_device(monkeypatch, triton=True, host_can_read=True)
     for layers, batch, n in ((2, 1, 16), (3, 4, 33), (1, 2, 7)):
         sources = [torch.zeros(layers, batch, n, width, device=DEVICE) for width in (48, 3)]
         rows = [torch.zeros(layers, batch, 16, width, device=DEVICE) for width in (48, 3)]
@@ -184,9 +184,9 @@ def test_rows_of_the_same_widths_share_a_build_whatever_the_tree(monkeypatch: py
             bookkeeping.copy_rows(torch.zeros(batch, 16, dtype=torch.long, device=DEVICE), begins, sources, rows)
             path, lengths = torch.zeros(batch, n % 13, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
             waiting = CatchUp(on_device(torch.zeros(batch, 16).long()), on_device(lengths))
-            bookkeeping.put_path(on_device(path), on_device(lengths), waiting, on_device(lengths))
+            bookkeeping.defer_path(on_device(path), on_device(lengths), waiting, on_device(lengths))
         found.append(keys)
-    assert [name for name, _ in found[0]] == ["rows_kernel", "wait_kernel"]
+    assert [name for name, _ in found[0]] == ["rows_kernel", "defer_kernel"]
     assert found[0] == found[1] == found[2]
 
 
@@ -203,8 +203,7 @@ def test_a_step_s_own_numbers_make_no_new_build(monkeypatch: pytest.MonkeyPatch)
             bookkeeping._path_in_one(
                 given[1], given[2], Drafted(None, given[0], on_device(zero.bool()), on_device(zero), n)
             )
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(topology, "launches_always", True)
+            with as_on_device(host_can_read=True):
                 bookkeeping.path_on_nodes(given[1], given[2], n // 4)
         found.append(keys)
     assert [name for name, _ in found[0]] == ["emit_kernel", "columns_kernel", "nodes_kernel"]

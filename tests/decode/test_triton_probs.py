@@ -10,14 +10,17 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.launch_keys import launch_keys
+from helpers.on_device import treat_as_on_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stree.kernels.dispatch import as_on_device
+
 pytest.importorskip("triton")
 
-from stree.kernels import law as kernels
-from stree.kernels import law_door, reference_law, topology
+from stree.kernels.sampling import reference, softmax
+from stree.kernels.sampling import softmax_kernel as kernels
 from stree.sampling import Sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -101,7 +104,7 @@ def test_distributions_and_norms_of_rows_of_every_kind_are_exact_to_rounding(voc
     found, norms = kernels.probs_and_norms(logits, temperature, None)
     check(found, norms, logits, temperature)
     assert torch.equal(kernels.probs(logits, temperature, None), found) and torch.equal(logits, before)
-    assert is_close(reference_law.probs(logits, temperature), logits, temperature)
+    assert is_close(reference.probs(logits, temperature), logits, temperature)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 300), st.floats(0.05, 20.0), st.floats(0.0, 40.0))
@@ -173,7 +176,7 @@ def test_rows_far_from_each_other_are_found(axis: int) -> None:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let kernels do what they would do on a GPU."""
-    monkeypatch.setattr(topology, "launches_always", True)
+    treat_as_on_device(monkeypatch, triton=True, host_can_read=True)
 
 
 def names_of(monkeypatch: pytest.MonkeyPatch, work: Callable[..., object], *args: object) -> list[str]:
@@ -185,7 +188,7 @@ def names_of(monkeypatch: pytest.MonkeyPatch, work: Callable[..., object], *args
 
 def test_what_no_kernel_takes_is_left_to_torch(launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(2, 3, 20, device=DEVICE)
-    monkeypatch.setattr(law_door, "MAX_VOCAB", 20)
+    monkeypatch.setattr(softmax, "MAX_VOCAB", 20)
     wide = torch.empty(2, 3, 40, device=DEVICE)[..., ::2]
     for rows, out in (
         (logits.double(), None),
@@ -194,13 +197,13 @@ def test_what_no_kernel_takes_is_left_to_torch(launched: None, monkeypatch: pyte
         (torch.randn(2, 3, 21, device=DEVICE), None),
         (logits, wide),
     ):
-        assert names_of(monkeypatch, law_door.probs, rows, 0.8, out) == []
-        found, norms = law_door.probs_and_norms(rows, 0.8, out)
-        assert norms is None and torch.equal(found, reference_law.probs(rows, 0.8)) and (out is None or found is out)
-    for work in (law_door.probs, law_door.probs_and_norms):
+        assert names_of(monkeypatch, softmax.probs, rows, 0.8, out) == []
+        found, norms = softmax.probs_and_norms(rows, 0.8, out)
+        assert norms is None and torch.equal(found, reference.probs(rows, 0.8)) and (out is None or found is out)
+    for work in (softmax.probs, softmax.probs_and_norms):
         for rows in (logits, logits[0], logits.bfloat16()):
             assert names_of(monkeypatch, work, rows, 0.8) == ["probs_kernel"]
-    assert law_door.probs_and_norms(logits, 0.8)[1] is not None
+    assert softmax.probs_and_norms(logits, 0.8)[1] is not None
 
 
 def test_a_sampling_without_cuts_is_one_launch_and_others_are_what_they_were(
@@ -216,8 +219,7 @@ def test_a_sampling_without_cuts_is_one_launch_and_others_are_what_they_were(
     for other in (Sampling(), Sampling(0.8, top_k=5), Sampling(0.8, top_p=0.9), Sampling(1.0, 3, 0.5)):
         assert names_of(monkeypatch, other.probs_and_norms, logits) == []
         found, norms = other.probs_and_norms(logits)
-        with monkeypatch.context() as patch:
-            patch.setattr(topology, "launches_always", False)
+        with as_on_device(triton=False, host_can_read=True):
             assert norms is None and torch.equal(found, other.probs(logits))
 
 

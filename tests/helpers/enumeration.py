@@ -12,7 +12,7 @@ from torch import Tensor
 
 from helpers.outcomes import Cells, MoreDraws, Outcomes, as_random
 from helpers.table_models import TableLM, TableModel
-from stree.kernels import reference_growth
+from stree.kernels.tree_growth import operands
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import DELTA, SAMPLED, Acceptance, DraftProbs, accept
@@ -183,7 +183,7 @@ def probs_of_texts(
 def short_texts() -> Iterator[None]:
     """Shrink the n-gram tables of runs that start in this context, which are thousands of short texts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference_growth, "NUM_PLACES", 1 << 10)
+        patch.setattr(operands, "NUM_PLACES", 1 << 10)
         yield
 
 

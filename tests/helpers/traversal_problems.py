@@ -11,10 +11,11 @@ from torch import Tensor
 
 from helpers import oracles
 from stree import TokenTree
-from stree.kernels.traversal_door import DraftRows, TraversedPath
-from stree.kernels.traversal_door import traverse as traverse_on_device
+from stree.kernels.dispatch import as_on_device
+from stree.kernels.traversal.api import traverse as traverse_on_device
+from stree.kernels.traversal.operands import DraftRows, TraversedPath
 from stree.sampling import Random
-from stree.verify import Acceptance, DraftProbs, traversal
+from stree.verify import Acceptance, DraftProbs
 from stree.verify.residuals import Residuals
 from stree.verify.traversal import _accept_probs, traverse
 from stree.verify.values import DELTA, INDEPENDENT, SAMPLED
@@ -109,8 +110,7 @@ class Problem:
 
     def outcome(self) -> Acceptance:
         """Traverse in torch."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(traversal, "reads_freely", lambda _: False)
+        with as_on_device(triton=False):
             return traverse(self.tree, self.dist.clone(), self.rng, self.draft, self.depth)
 
     def found(self, max_children: int | None = None) -> TraversedPath:
@@ -118,7 +118,7 @@ class Problem:
         moved, rows = self.moved(), None
         tree, rng = moved.tree, moved.rng
         if moved.draft is not None:
-            rows = DraftRows(moved.draft.probs, moved.draft.row, moved.draft.kind, DELTA, INDEPENDENT)
+            rows = DraftRows(moved.draft.probs, moved.draft.row, moved.draft.kind)
         return traverse_on_device(
             tree.tokens, tree.parents, tree.ancestor_mask, tree.depths, moved.dist, rows, max_depth=self.depth,
             max_children=max_children, seed=rng.seed, sequences=rng.sequences, positions=rng.positions,

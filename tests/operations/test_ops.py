@@ -207,14 +207,14 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name
 @every_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("first", [0, 4], ids=["first0", "first4"])
-@pytest.mark.parametrize("fold", ["no path", "tensors", "accepted path"])
-def test_a_step_is_commit_then_write_then_scan(case: Any, dtype: torch.dtype, first: int, fold: str) -> None:
+@pytest.mark.parametrize("committed", ["no path", "tensors", "accepted path"])
+def test_a_step_is_commit_then_write_then_scan(case: Any, dtype: torch.dtype, first: int, committed: str) -> None:
     ours, theirs, step, parts = case(dtype)
     path, lengths = oracles.paths_to(draw_trees(1), (7, None))
     prepared: tuple[Any, Any] = (path, lengths)
-    if fold == "no path":
+    if committed == "no path":
         prepared = (None, None)
-    elif fold == "accepted path":
+    elif committed == "accepted path":
         prepared = (AcceptedPath.of(path, lengths, WIDTH), None)
     parents = draw_trees()
     y = step(*prepared, Topology.of(parents, WIDTH, jumps=True), first)

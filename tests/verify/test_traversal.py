@@ -16,12 +16,15 @@ from helpers.enumeration import (
     expected_tokens,
     total_variation,
 )
+from helpers.on_device import treat_as_on_device
 from helpers.traversal_problems import weigh_parent_by_own_probs
 from torch import Tensor
 
+from stree.kernels.dispatch import as_on_device
+from stree.kernels.traversal import cpu
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
-from stree.verify import Acceptance, DraftProbs, accept, compiled, traversal
+from stree.verify import Acceptance, DraftProbs, accept
 from stree.verify.residuals import Residuals
 
 EXACT = 1e-12  # total variation: sums in float64
@@ -150,7 +153,7 @@ def test_a_wrong_parent_probability_gives_another_distribution_in_torch(
 def test_a_wrong_parent_probability_gives_another_distribution_in_numba(
     seed: int, weight: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hold = compiled.hold
+    hold = cpu.hold
 
     def wrong(*given: Any) -> None:
         hold(*given)
@@ -163,7 +166,7 @@ def test_a_wrong_parent_probability_gives_another_distribution_in_numba(
 
     right, exact = probs_of_a_chain(seed)
     assert total_variation(right, exact) < EXACT
-    monkeypatch.setattr(compiled, "hold", wrong)
+    monkeypatch.setattr(cpu, "hold", wrong)
     assert total_variation(probs_of_a_chain(seed)[0], exact) > 0.0032
 
 
@@ -171,16 +174,14 @@ def probs_of_a_chain(seed: int, *, in_torch: bool = False) -> tuple[Tensor, Tens
     """Output distribution of two drafted tokens, and the target's distribution."""
     target, draft = TableModel.random(4, seed), TableModel.random(4, 40 + seed)
     trees = drafted_trees(draft, [-1, 0, 1], PLAIN)
-    with pytest.MonkeyPatch.context() as patch:
-        if in_torch:
-            patch.setattr(traversal, "reads_freely", lambda _: False)
+    with as_on_device(triton=False, host_can_read=not in_torch):
         return emitted_probs(target, trees, PLAIN, "traversal", 3), target.joint(PLAIN, 3)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_traversal_in_torch_emits_the_target_s_distribution(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traversal, "reads_freely", lambda _: False)
-    monkeypatch.setattr(compiled, "hold", None)  # not called
+    treat_as_on_device(monkeypatch)
+    monkeypatch.setattr(cpu, "hold", None)  # not called
     target, draft = TableModel.random(3, 30), TableModel.random(3, 31)
     emitted = emitted_probs(target, drafted_trees(draft, SHAPES[shape], PLAIN), PLAIN, "traversal", 5)
     assert total_variation(emitted, target.joint(PLAIN, 5)) < EXACT

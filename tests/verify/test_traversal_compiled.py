@@ -13,9 +13,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stree.kernels.traversal import cpu
 from stree.sampling import Random
 from stree.tree import TokenTree
-from stree.verify import Acceptance, DraftProbs, compiled
+from stree.verify import Acceptance, DraftProbs
 from stree.verify.paths import Siblings, deepest
 from stree.verify.traversal import traverse
 from stree.verify.values import DELTA, INDEPENDENT, SAMPLED
@@ -41,14 +42,14 @@ class Tested:
     def of(cls, problem: Problem, dist: Tensor | None = None) -> Tested:
         """Traverse, and look on."""
         seen: list[Tensor] = []
-        hold = compiled.hold
+        hold = cpu.hold
 
         def watched(*given: np.ndarray) -> None:
             hold(*given)
             seen.extend(torch.from_numpy(given[place].copy()) for place in (6, 7, 2))
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(compiled, "hold", watched)
+            patch.setattr(cpu, "hold", watched)
             given = problem.dist.clone() if dist is None else dist
             accepted = traverse(problem.tree, given, problem.rng, problem.draft, problem.depth)
         coins, ratios, left = seen
@@ -221,7 +222,7 @@ def test_the_path_walked_is_that_to_the_first_node_in_post_order(
         expected = deepest(tree, Siblings.of(tree).first_of(is_alive), most)
         path = torch.full((4, min(n, most + 1)), 77, dtype=torch.int32)
         lengths, leaf = torch.full((4,), 77, dtype=torch.int32), torch.full((4,), 77)
-        compiled.walk(*(part.numpy() for part in (parents, shown.clone(), path, lengths, leaf)))
+        cpu.walk(*(part.numpy() for part in (parents, shown.clone(), path, lengths, leaf)))
         assert all(torch.equal(*pair) for pair in zip((leaf, path, lengths), expected, strict=True))
     for row in range(4):
         assert int(leaf[row]) == first_in_post_order(parents[row].tolist(), shown[row].tolist())

@@ -1,4 +1,4 @@
-"""stree.kernels.traversal_door against stree.verify.traversal, its kernels interpreted on the CPU.
+"""stree.kernels.traversal.api against stree.verify.traversal, its kernels interpreted on the CPU.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/verify/test_triton_traversal.py
 """
@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stree import TokenTree
-from stree.kernels import traversal as kernels
-from stree.kernels.traversal_door import DraftRows, TraversedPath
-from stree.kernels.traversal_door import traverse as traverse_on_device
+from stree.kernels.traversal import kernel as kernels
+from stree.kernels.traversal.api import traverse as traverse_on_device
+from stree.kernels.traversal.operands import DraftRows, TraversedPath
 from stree.sampling import PURPOSES, Random
 from stree.verify.traversal import traverse, traverse_by_kernels
 from stree.verify.values import DELTA, INDEPENDENT, SAMPLED
@@ -146,7 +146,7 @@ def test_operands_of_any_strides_are_read() -> None:
 
     found = traverse_on_device(
         apart(tree.tokens), apart(tree.parents), apart(tree.ancestor_mask), apart(tree.depths), problem.dist,
-        DraftRows(draft.probs, apart(draft.row), apart(draft.kind), DELTA, INDEPENDENT), max_depth=problem.depth,
+        DraftRows(draft.probs, apart(draft.row), apart(draft.kind)), max_depth=problem.depth,
         seed=rng.seed, sequences=apart(rng.sequences), positions=apart(rng.positions),
     )  # fmt: skip
     expected = problem.found()

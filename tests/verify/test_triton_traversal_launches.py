@@ -14,9 +14,9 @@ from helpers.launch_keys import Key, launch_keys
 from helpers.traversal_problems import DEVICE, STAR, Problem
 
 from stree import TokenTree
-from stree.kernels import traversal as kernels
-from stree.kernels.traversal_door import TraversedPath
-from stree.kernels.traversal_door import traverse as traverse_on_device
+from stree.kernels.traversal import kernel as kernels
+from stree.kernels.traversal.api import traverse as traverse_on_device
+from stree.kernels.traversal.operands import TraversedPath
 from stree.sampling import Random
 from stree.verify.traversal import traverse_by_kernels
 from stree.verify.values import DELTA
@@ -86,7 +86,7 @@ def test_a_traversal_reads_nothing_of_the_device() -> None:
 
 def test_what_cannot_be_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem.draw(3, 5)
-    with pytest.raises(TypeError, match=r"distribution must be float32\[3, 3, 5\], got float64\[3, 3, 5\]"):
+    with pytest.raises(TypeError, match=r"dist must be float32\[3, 3, 5\], got float64\[3, 3, 5\]"):
         replace(problem, dist=problem.dist.double()).found()
     with pytest.raises(ValueError, match=r"tokens must be int64\[3, 4\], got int64\[3, 3\]"):
         replace(problem, dist=torch.ones(3, 4, 5)).found()

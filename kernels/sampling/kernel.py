@@ -1,16 +1,33 @@
-"""Triton code of random numbers, draws and the MATCH walk; `stree.kernels.accept` launches it."""
+"""Random numbers, draws and the MATCH walk in Triton: two launches whatever the trees, and no synchronisation.
 
-# mypy: disable-error-code="no-untyped-def, no-any-return, untyped-decorator"
+A program of the first launch draws the token of one node from its logits or its distribution; a program of the second
+follows one tree.  Sums over a distribution are sums of integers, so the order of summation does not change them.
+"""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, no-any-return, untyped-decorator"
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from stree.kernels.sampling.reference import TARGET, UNITS, MatchedPath
+from stree.kernels.tiles import MAX_NODES, check_inner, check_kernel_dtypes, check_limit, padded
+from stree.kernels.topology import Topology
+
+__all__ = ["choice", "draw_distinct", "match_accept", "philox_uniform", "uniform_of", "walk"]
+
+MAX_VOCAB = 1 << 20
+BLOCK = 4096  # of a vocabulary in one pass
 
 
 @triton.jit
 def uniform_of(position, sequence, purpose, node, key):
-    """Make 53 bits of the first two Philox words of a counter under an int64 key a number in [0, 1)."""
+    """Turn 53 bits of the first two Philox words of a counter under an int64 key into a number in [0, 1)."""
     c2 = (position * 0 + purpose).to(tl.uint32)
     high, low, _, _ = tl.philox_impl(
         position.to(tl.uint32), sequence.to(tl.uint32), c2, node.to(tl.uint32),
@@ -24,7 +41,7 @@ def uniform_of(position, sequence, purpose, node, key):
 def philox_kernel(
     position_ptr, sequence_ptr, node_ptr, key_ptr, out_ptr, count, purpose, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Give the number of each counter; grid (blocks of counters)."""
+    """Compute the number of each counter; grid (blocks of counters)."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
     position = tl.load(position_ptr + index, inside, 0)
@@ -54,7 +71,7 @@ def draw_kernel(
     node = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     score_ptr += batch * stride_score_b + node * stride_score_n
-    if ALIGNED:  # said once for every tree: with strides of n rows Triton would build anew for n = 16, 32, ...
+    if ALIGNED:  # with strides of n rows Triton would build anew for n = 16, 32, ...
         score_ptr = tl.multiple_of(score_ptr, 16)
     lane = tl.arange(0, BLOCK)
     if GREEDY:
@@ -92,22 +109,22 @@ def draw_kernel(
         "count",
         "vocab",
         "least",
-        "stride_law_b",
-        "stride_law_r",
+        "stride_dist_b",
+        "stride_dist_r",
         "stride_uniform_b",
         "stride_uniform_r",
     ],
-    do_not_specialize_on_alignment=["law_ptr", "uniform_ptr"],
+    do_not_specialize_on_alignment=["dist_ptr", "uniform_ptr"],
 )
 def distinct_kernel(
     dist_ptr, uniform_ptr, tokens_ptr, probs_ptr, rows, count, vocab, least,
-    stride_probs_b, stride_probs_r, stride_uniform_b, stride_uniform_r,
+    stride_dist_b, stride_dist_r, stride_uniform_b, stride_uniform_r,
     UNITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Draw tokens of one distribution one after the other, each from what is left of it; grid (rows, batch)."""
     batch = tl.program_id(1).to(tl.int64)
     place = batch * rows + tl.program_id(0)
-    dist_ptr += batch * stride_probs_b + tl.program_id(0).to(tl.int64) * stride_probs_r
+    dist_ptr += batch * stride_dist_b + tl.program_id(0).to(tl.int64) * stride_dist_r
     uniform_ptr += batch * stride_uniform_b + tl.program_id(0).to(tl.int64) * stride_uniform_r
     if ALIGNED:
         dist_ptr = tl.multiple_of(dist_ptr, 16)
@@ -166,7 +183,7 @@ def walk_kernel(
     tokens_ptr, parents_ptr, depths_ptr, mask_ptr, drawn_ptr, path_ptr, lengths_ptr, next_ptr, n, width,
     NODES: tl.constexpr,
 ):  # fmt: skip
-    """Find the deepest node whose path carries what was drawn above each of its nodes; grid (batch)."""
+    """Find the deepest node each of whose path's tokens was drawn at its parent; grid (batch)."""
     batch = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     inside = node < n
@@ -179,3 +196,122 @@ def walk_kernel(
         mask_ptr + batch * n * n, depths_ptr + batch * n, blocked, path_ptr, lengths_ptr + batch, n, width, NODES
     )
     tl.store(next_ptr + batch, tl.load(drawn_ptr + leaf))
+
+
+def philox_uniform(position: Tensor, sequence: Tensor, node: Tensor, *, seed: int | Tensor, purpose: int) -> Tensor:
+    """Compute the uniform numbers of counters; see `stree.kernels.ops`."""
+    out = torch.empty(position.shape, dtype=torch.float64, device=position.device)
+    count = out.numel()
+    philox_kernel[(-(-count // 128),)](
+        position.contiguous(),
+        sequence.contiguous(),
+        node.contiguous(),
+        key_of(seed, out),
+        out,
+        count,
+        purpose,
+        BLOCK=128,
+    )
+    return out
+
+
+def choice(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Draw one index from each distribution; see `stree.kernels.ops`."""
+    drawn = _draw("choice", probs.reshape(-1, 1, probs.shape[-1]), uniform=uniform.contiguous())
+    return drawn.view(uniform.shape)
+
+
+def draw_distinct(dist: Tensor, uniform: Tensor, *, least: float) -> tuple[Tensor, Tensor]:
+    """Draw without replacement from each distribution; see `stree.kernels.ops`."""
+    batch, rows, vocab = dist.shape
+    count = uniform.shape[2]
+    check_kernel_dtypes("draw_distinct", dist=dist)
+    check_limit("draw_distinct", "a vocabulary", vocab, MAX_VOCAB)
+    check_inner("dist", dist)
+    tokens, probs = dist.new_empty(uniform.shape, dtype=torch.int64), dist.new_empty(uniform.shape)
+    if count:
+        numbers = uniform if uniform.stride(2) == 1 else uniform.contiguous()
+        distinct_kernel[(rows, batch)](
+            dist, numbers, tokens, probs, rows, count, vocab, least,
+            *dist.stride()[:2], *numbers.stride()[:2],
+            **distinct_constants(vocab, count, aligned=is_aligned(dist)), num_warps=8,
+        )  # fmt: skip
+    return tokens, probs
+
+
+def distinct_constants(vocab: int, count: int, *, aligned: bool = True) -> dict[str, Any]:
+    """List the compile-time constants of draws without replacement; ahead-of-time builds take theirs from here too."""
+    constants = draw_constants(vocab, greedy=False, aligned=aligned)
+    return {name: constants[name] for name in ("UNITS", "BLOCK", "BLOCKS", "ALIGNED")} | {"COUNT": padded(count, 1)}
+
+
+def match_accept(
+    tokens: Tensor,
+    topology: Topology,
+    scores: Tensor,
+    *,
+    max_depth: int | None,
+    seed: int | Tensor | None,
+    sequences: Tensor | None,
+    positions: Tensor | None,
+) -> MatchedPath:
+    """Draw at every node and walk down; see `stree.kernels.ops`."""
+    batch, n = tokens.shape
+    width = n if max_depth is None else min(n, max_depth + 1)
+    check_limit("match_accept", "trees of nodes", n, MAX_NODES)
+    depths = topology.depths.contiguous()
+    drawn = _draw("match_accept", scores, depths=depths, seed=seed, sequences=sequences, positions=positions)
+    path = torch.empty(batch, width, dtype=torch.int32, device=tokens.device)
+    lengths, next_token = path.new_empty(batch), drawn.new_empty(batch)
+    walk_kernel[(batch,)](
+        tokens.contiguous(), topology.parents.contiguous(), depths, topology.mask.contiguous(), drawn,
+        path, lengths, next_token, n, width, NODES=padded(n), num_warps=4,
+    )  # fmt: skip
+    return MatchedPath(path, lengths, next_token)
+
+
+def _draw(
+    op: str,
+    scores: Tensor,
+    *,
+    uniform: Tensor | None = None,
+    depths: Tensor | None = None,
+    seed: int | Tensor | None = None,
+    sequences: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """Launch the draw of one token from every row of [batch, n, vocab]; without numbers or a seed, the argmax."""
+    batch, n, vocab = scores.shape
+    check_kernel_dtypes(op, scores=scores)
+    check_limit(op, "a vocabulary", vocab, MAX_VOCAB)
+    check_inner("scores", scores)
+    drawn = torch.empty(batch, n, dtype=torch.int64, device=scores.device)
+    draw_kernel[(n, batch)](
+        scores, uniform, depths,
+        None if sequences is None else sequences.contiguous(), None if positions is None else positions.contiguous(),
+        None if seed is None else key_of(seed, drawn), drawn, n, vocab, *scores.stride()[:2],
+        **draw_constants(vocab, greedy=uniform is None and seed is None, aligned=is_aligned(scores)), num_warps=8,
+    )  # fmt: skip
+    return drawn
+
+
+def draw_constants(vocab: int, *, greedy: bool, aligned: bool = True) -> dict[str, Any]:
+    """List the compile-time constants of a draw; ahead-of-time builds take theirs from here too."""
+    block = min(BLOCK, padded(vocab))
+    return {
+        "GREEDY": greedy, "PURPOSE": TARGET, "UNITS": UNITS, "BLOCK": block, "BLOCKS": padded(-(-vocab // block)),
+        "ALIGNED": aligned,
+    }  # fmt: skip
+
+
+def is_aligned(scores: Tensor) -> bool:
+    """Whether every row begins at a multiple of 16 bytes; a matter of the vocabulary, not of the tree."""
+    places = (scores.data_ptr(), *(stride * scores.itemsize for stride in scores.stride()[:2]))
+    return all(place % 16 == 0 for place in places)
+
+
+def key_of(seed: int | Tensor, like: Tensor) -> Tensor:
+    """Return a seed as int64[] on the device of a tensor, modulo 2^64."""
+    if isinstance(seed, Tensor):
+        return seed
+    return torch.full((), (seed + (1 << 63)) % (1 << 64) - (1 << 63), dtype=torch.int64, device=like.device)

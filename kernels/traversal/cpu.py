@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from stree.verify.residuals import NOTHING, TINY
-from stree.verify.values import DELTA, INDEPENDENT
+from stree.kernels.traversal.operands import DELTA, INDEPENDENT, NOTHING, TINY
 
 __all__ = ["hold", "walk"]
 
@@ -46,7 +45,7 @@ def _leave(before: Array, scale: float, dist: Array, factor: float, left: Array)
 
 @inner
 def _is_again(tokens: Array, parents: Array, kind: Array, node: int) -> bool:
-    """Tell whether a node's distribution was drawn without its token, which an elder sibling has."""
+    """Whether a node's distribution was drawn without its token, which an elder sibling has."""
     if kind[node] != INDEPENDENT:
         for elder in range(1, node):
             if parents[elder] == parents[node] and tokens[elder] == tokens[node]:

@@ -1,18 +1,28 @@
-"""Triton code of what estimates learn from a verified tree; `stree.kernels.growth_learning` launches it."""
+"""What acceptance models learn from a verified tree, in Triton: one launch for each operation, but for lists."""
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, no-any-return, untyped-decorator"
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from stree.kernels.growth_kernels import pair_number, place_of
+from stree.kernels.tiles import padded
+from stree.kernels.tree_growth.operands import Kept, Level, Memory, Table, Verdicts
+from stree.kernels.tree_growth.slots_kernel import pair_number, place_of
+
+__all__ = ["learn", "learn_constants", "learn_level", "learn_warps", "remember"]
 
 
 @triton.jit
 def _judged(parents_ptr, ratios_ptr, live_ptr, n, NODES: tl.constexpr):
-    """Load a sequence's parents and ratios, 1 where nothing was tested, and tell which nodes count."""
+    """Load a sequence's parents and ratios, 1 where nothing was tested, and mark the nodes that count."""
     node = tl.arange(0, NODES)
     parent = tl.load(parents_ptr + node, node < n, -1)
     is_drafted = parent >= 0
@@ -88,7 +98,7 @@ def level_kernel(
     value = tl.load(values_ptr + batch * n + node, counts, 0.0)
     chance = tl.div_rn(value, tl.maximum(tl.load(values_ptr + batch * n + parent, counts, 1.0), 1.2e-38))
     weight = tl.load(weight_ptr + batch) + tl.sum(made * chance * (1 - chance), 0)
-    weight = tl.minimum(weight, 12.0)  # reference_growth.MOST_WEIGHT
+    weight = tl.minimum(weight, 12.0)  # reference.MOST_WEIGHT
     shift = tl.load(shift_ptr + batch) + tl.div_rn(tl.sum(made * (ratio - chance), 0), weight)
     tl.store(weight_ptr + batch, weight)
     tl.store(shift_ptr + batch, shift)
@@ -99,7 +109,7 @@ def remember_kernel(
     tokens_ptr, path_ptr, lengths_ptr, places_ptr, last_ptr, m, stride_tokens_b, stride_path_b,
     ENTRIES: tl.constexpr, NUM_PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Read how a text goes on; grid (batch)."""
+    """Add an accepted path to a text's memory; grid (batch)."""
     batch = tl.program_id(0).to(tl.int64)
     tokens_ptr += batch * stride_tokens_b
     path_ptr += batch * stride_path_b
@@ -122,7 +132,76 @@ def remember_kernel(
 
 @triton.jit
 def _word(tokens_ptr, path_ptr, entry, length, older, last):
-    """Give the token at an entry of a path; those before it are the last two of the text."""
+    """Load the token at an entry of a path; those before it are the last two of the text."""
     node = tl.load(path_ptr + entry, (entry >= 0) & (entry < length), 0)
     token = tl.load(tokens_ptr + node, (entry >= 0) & (entry < length), 0)
     return tl.where(entry >= 0, token, tl.where(entry == -1, last, older))
+
+
+def learn(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> None:
+    """Count the tests of a tree in two launches; see `stree.kernels.tree_growth.api`."""
+    batch, n = verdicts.parents.shape
+    notes = torch.cat([part for cells, slots in kept for part in (slots, cells.flatten(1))], 1)
+    places = _places(tuple((slots.shape[1], cells[0].numel()) for cells, slots in kept), notes.device)
+    numbers, ratios = verdicts.numbers, verdicts.ratios
+    ratios = ratios if ratios.stride(1) == 1 else ratios.contiguous()
+    constants = learn_constants(n)
+    with torch.cuda.device_of(notes):  # Triton launches on the current device, wherever the tensors are
+        learn_kernel[(batch,)](
+            notes, places, None if numbers is None else numbers.contiguous(), verdicts.parents.contiguous(),
+            verdicts.mask.contiguous(), ratios, verdicts.is_live, table.passed, table.tests,
+            n, notes.shape[1], places.shape[1], table.tests.shape[1], ratios.stride(0),
+            **constants, num_warps=learn_warps(constants["NODES"]),
+        )  # fmt: skip
+
+
+def learn_level(level: Level, values: Tensor, verdicts: Verdicts) -> None:
+    """Do the same in one launch."""
+    batch, n = values.shape
+    ratios = verdicts.ratios if verdicts.ratios.stride(1) == 1 else verdicts.ratios.contiguous()
+    constants = learn_constants(n)
+    with torch.cuda.device_of(values):
+        level_kernel[(batch,)](
+            verdicts.parents.contiguous(), verdicts.mask.contiguous(), values.contiguous(), ratios, verdicts.is_live,
+            level.shift, level.weight, n, ratios.stride(0), **constants, num_warps=learn_warps(constants["NODES"]),
+        )  # fmt: skip
+
+
+def remember(memory: Memory, tokens: Tensor, path: Tensor, lengths: Tensor) -> None:
+    """Do the same in one launch."""
+    tokens, path = (part if part.stride(1) == 1 else part.contiguous() for part in (tokens, path))
+    batch, m = path.shape
+    with torch.cuda.device_of(tokens):
+        remember_kernel[(batch,)](
+            tokens, path, lengths.contiguous(), memory.places, memory.last, m, tokens.stride(0), path.stride(0),
+            ENTRIES=padded(m), NUM_PLACES=memory.num_places, num_warps=1,
+        )  # fmt: skip
+
+
+def learn_constants(n: int) -> dict[str, Any]:
+    """List the compile-time constants for trees of ``n`` nodes; ahead-of-time builds take theirs from here too."""
+    return {"NODES": padded(n)}
+
+
+def learn_warps(nodes: int) -> int:
+    """Choose warps by padded nodes, so that a thread holds 16 pairs of them, above 16 nodes."""
+    return max(1, nodes * nodes // 512)
+
+
+@cache  # captured steps read them: none may be dropped
+def _places(sizes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """List for each node, layer by layer, where its slot is in a row of notes, and where its layer's cells begin.
+
+    Args:
+        sizes: nodes of each layer, and numbers in the cells of all its slots.
+        device: of the notes.
+
+    Returns:
+        int64[2, nodes].
+    """
+    found: list[tuple[int, int]] = []
+    begin = 0
+    for nodes, cells in sizes:
+        found += [(begin + node, begin + nodes) for node in range(nodes)]
+        begin += nodes + cells
+    return torch.tensor(found, dtype=torch.int64, device=device).view(-1, 2).T.contiguous()

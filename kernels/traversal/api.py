@@ -1,58 +1,18 @@
-"""The front door to traversal verification in Triton: tests, coins, the walk and the next token.
+"""Traversal verification in Triton: tests, coins, the walk and the next token.
 
-Its specification is `stree.verify.traversal`, in torch.  Nothing waits for a device; shapes are fixed.
+The specification is `stree.verify.traversal`, in torch.  Nothing reads the device; shapes are fixed.
 """
 
 from __future__ import annotations
-
-import os
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from stree.kernels.checks import check, check_rank
+from stree.kernels.dispatch import check_launch
+from stree.kernels.traversal.operands import DraftRows, TraversedPath
 
-__all__ = ["DraftRows", "TraversedPath", "traverse"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DraftRows:
-    """Logits that the nodes were drawn from.
-
-    Attributes:
-        probs: float[b, rows, vocab].
-        row: int[b, n], the row of each node.
-        kind: int8[b, n].
-        delta: kind of a node whose distribution is one-hot; its row is not read.
-        independent: kind of a node that was drawn from its row whatever its elder siblings are; nodes of any other
-            kind were drawn from what their elders leave of it.
-    """
-
-    probs: Tensor
-    row: Tensor
-    kind: Tensor
-    delta: int
-    independent: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TraversedPath:
-    """The accepted path of each sequence, the token after it, and what the coins were tossed with.
-
-    Attributes:
-        path: int32[b, m], nodes from the root down, padded by -1.
-        path_lengths: int32[b], root included.
-        next_token: int64[b].
-        ratios: float32[b, n], min(1, p / q) at each drafted node's token; 0 for the root and padding.
-        coins: float32[b, n], probability with which each drafted node's coin shows; undefined for the root and padding.
-    """
-
-    path: Tensor
-    path_lengths: Tensor
-    next_token: Tensor
-    ratios: Tensor
-    coins: Tensor
+__all__ = ["traverse"]
 
 
 def traverse(
@@ -111,11 +71,10 @@ def traverse(
         shapes = [*draft.row.shape], [*draft.kind.shape]
         if shapes != ([batch, n], [batch, n]):
             raise ValueError(f"draft.row and draft.kind must be [{batch}, {n}], got {shapes[0]} and {shapes[1]}")
-    if not dist.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError(f"traverse needs CUDA tensors, got a tensor on {dist.device}")
-    from stree.kernels import traversal
+    check_launch("traverse", dist)
+    from stree.kernels.traversal import kernel
 
-    return traversal.traverse(
+    return kernel.traverse(
         (tokens, parents, mask, depths), dist, draft, (seed, sequences, positions),
         max_depth=max_depth, max_children=max_children,
     )  # fmt: skip

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.kernels import traversal_ends_kernels as ends
-from stree.kernels import traversal_kernels as code
-from stree.kernels.accept import MAX_VOCAB, is_aligned, key_of
-from stree.kernels.reference_accept import TARGET, UNITS
+from stree.kernels.sampling.kernel import MAX_VOCAB, is_aligned, key_of
+from stree.kernels.sampling.reference import TARGET, UNITS
 from stree.kernels.tiles import MAX_NODES, check_inner, check_limit, padded
-from stree.kernels.traversal_door import DraftRows, TraversedPath
+from stree.kernels.traversal import node_tests, plan_and_walk
+from stree.kernels.traversal.operands import DELTA, INDEPENDENT, DraftRows, TraversedPath
 
 __all__ = ["ACCEPT", "MAX_WAVES", "constants", "num_waves", "traverse", "warps"]
 
@@ -32,7 +31,7 @@ PARTS = 16  # sums of blocks that are read together
 
 
 def num_waves(n: int, max_depth: int, max_children: int | None) -> int:
-    """Bound the waves of trees of n nodes: a node with w elder siblings along its path stands behind w + 1 others."""
+    """Bound the waves of trees of n nodes: a node with w elder siblings along its path is tested after w + 1 others."""
     bound = n - 1
     return bound if max_children is None else min(bound, max_depth * (max_children - 1) + 1)
 
@@ -46,7 +45,7 @@ def traverse(
     max_depth: int,
     max_children: int | None,
 ) -> TraversedPath:
-    """Test all nodes, toss their coins, walk down and draw the next token; see `stree.kernels.traversal_door`.
+    """Test all nodes, toss their coins, walk down and draw the next token; see `stree.kernels.traversal.api`.
 
     Args:
         tree: tokens, parents, mask and depths.
@@ -91,9 +90,9 @@ class _Work:
     """Operands of the launches, and what they leave for each other.
 
     Attributes:
-        dist: float32[b, n, vocab].
+        dist: float32[b, n, vocab], the target's.
         probs: float[b, rows, vocab] or None.
-        plan: int32[b, rows of integers, nodes], see `stree.kernels.traversal_kernels`.
+        plan: int32[b, rows of integers, nodes], see `stree.kernels.traversal.node_tests`.
         state: float32[b, rows of numbers, nodes], likewise.
         parts: float32[b, nodes, blocks], sums of what each node's rejection leaves at its parent.
         constants: see `constants`.
@@ -110,7 +109,7 @@ class _Work:
 
     @classmethod
     def of(cls, dist: Tensor, draft: DraftRows | None) -> _Work:
-        """Make room."""
+        """Allocate the tables."""
         batch, n, vocab = dist.shape
         probs = None if draft is None else draft.probs
         values = constants(n, vocab, aligned=is_aligned(dist) and (probs is None or is_aligned(probs)))
@@ -118,30 +117,29 @@ class _Work:
         return cls(
             dist=dist,
             probs=probs,
-            plan=dist.new_empty(batch, code.PLAN_ROWS.value, nodes, dtype=torch.int32),
-            state=dist.new_empty(batch, code.STATE_ROWS.value, nodes),
+            plan=dist.new_empty(batch, node_tests.PLAN_ROWS.value, nodes, dtype=torch.int32),
+            state=dist.new_empty(batch, node_tests.STATE_ROWS.value, nodes),
             parts=dist.new_empty(batch, nodes, -(-vocab // values["BLOCK"])),
             constants=values,
             warps=warps(nodes),
         )
 
     def plan_tests(self, tree: tuple[Tensor, ...], draft: DraftRows | None) -> None:
-        """Say what is tested when, and against what."""
+        """Launch the order of the tests and the numbers that they need."""
         tokens, parents, mask, _ = tree
         batch, n, vocab = self.dist.shape
         blocks, rows, sums = self.parts.shape[2], 0, None
-        row, kind, delta, independent = None, None, 0, 0
+        row, kind = None, None
         if draft is not None:
             rows, row, kind = draft.probs.shape[1], draft.row.contiguous(), draft.kind.contiguous()
-            delta, independent = draft.delta, draft.independent
             sums = self.dist.new_empty(batch, rows, blocks, dtype=torch.float64)
-            ends.sums_kernel[(blocks, rows, batch)](
+            plan_and_walk.sums_kernel[(blocks, rows, batch)](
                 draft.probs, sums, vocab, *self._strides[2:], **self._take("BLOCK", "ALIGNED"),
                 num_warps=self.warps["block"],
             )  # fmt: skip
-        ends.plan_kernel[(batch,)](
+        plan_and_walk.plan_kernel[(batch,)](
             tokens, parents, mask, self.dist, self.probs, row, kind, sums, self.plan, self.state, n, rows, blocks,
-            *self._strides, DELTA=delta, INDEPENDENT=independent, **self._take("NODES", "PARTS"),
+            *self._strides, DELTA=DELTA, INDEPENDENT=INDEPENDENT, **self._take("NODES", "PARTS"),
             num_warps=self.warps["pairs"],
         )  # fmt: skip
 
@@ -150,15 +148,15 @@ class _Work:
         batch, n, vocab = self.dist.shape
         blocks, lanes = self.parts.shape[2], self._take("NODES", "BLOCK", "ALIGNED")
         for wave in range(min(waves, MAX_WAVES)):
-            code.settle_kernel[(batch,)](
+            node_tests.settle_kernel[(batch,)](
                 self.probs, self.plan, self.state, self.parts, blocks, wave, rounds, *self._strides[2:],
                 **self._take("NODES", "PARTS"), num_warps=self.warps["nodes"],
             )  # fmt: skip
-            code.reject_kernel[(blocks, n, batch)](
+            node_tests.reject_kernel[(blocks, n, batch)](
                 *self._operands, self.parts, vocab, wave, *self._strides, **lanes, num_warps=self.warps["block"]
             )
         if waves > MAX_WAVES:
-            code.rest_kernel[(batch,)](
+            node_tests.rest_kernel[(batch,)](
                 *self._operands, self.parts, n, vocab, blocks, MAX_WAVES, rounds, *self._strides,
                 PARTS=self.constants["PARTS"], **lanes, num_warps=self.warps["rest"],
             )  # fmt: skip
@@ -176,16 +174,16 @@ class _Work:
             coins=new(batch, n),
         )
         leaf, sums = new(batch, dtype=torch.int32), new(batch, blocks, dtype=torch.int64)
-        ends.toss_kernel[(batch,)](
+        plan_and_walk.toss_kernel[(batch,)](
             mask, depths, *words, self.plan, self.state, self.parts, found.coins, found.ratios, found.path,
             found.path_lengths, leaf, n, width, blocks, PURPOSE=ACCEPT, **self._take("NODES", "PARTS"),
             num_warps=self.warps["pairs"],
         )  # fmt: skip
         lanes = self._take("NODES", "UNITS", "BLOCK", "ALIGNED")
-        ends.leaf_kernel[(blocks, batch)](
+        plan_and_walk.leaf_kernel[(blocks, batch)](
             *self._operands, leaf, sums, vocab, *self._strides, **lanes, num_warps=self.warps["block"]
         )
-        ends.next_kernel[(batch,)](
+        plan_and_walk.next_kernel[(batch,)](
             *self._operands, leaf, sums, found.path_lengths, *words, found.next_token, vocab, blocks, *self._strides,
             PURPOSE=TARGET, BLOCKS=self.constants["BLOCKS"], **lanes, num_warps=self.warps["block"],
         )  # fmt: skip
@@ -193,7 +191,7 @@ class _Work:
 
     @property
     def _operands(self) -> tuple[Tensor | None, ...]:
-        """Logits and tables, as most launches take them first."""
+        """Distributions and tables, the first arguments of most launches."""
         return self.dist, self.probs, self.plan, self.state
 
     @property

@@ -1,4 +1,4 @@
-"""Triton code around the tests of `stree.kernels.traversal_kernels`: their order, the walk, the next token."""
+"""Triton code around the tests of `stree.kernels.traversal.node_tests`: their order, the walk, the next token."""
 
 # mypy: disable-error-code="no-untyped-def, no-any-return, untyped-decorator"
 
@@ -7,8 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stree.kernels.accept_kernels import uniform_of, walk
-from stree.kernels.traversal_kernels import (
+from stree.kernels.sampling.kernel import uniform_of, walk
+from stree.kernels.traversal.node_tests import (
     AFTER,
     AT,
     BELOW,
@@ -51,12 +51,12 @@ def sums_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["n", "rows", "blocks", "stride_law_b", "stride_law_n", "stride_b", "stride_r"],
+    do_not_specialize=["n", "rows", "blocks", "stride_dist_b", "stride_dist_n", "stride_b", "stride_r"],
     do_not_specialize_on_alignment=[
         "tokens_ptr",
         "parents_ptr",
         "mask_ptr",
-        "law_ptr",
+        "dist_ptr",
         "probs_ptr",
         "row_ptr",
         "kind_ptr",
@@ -64,10 +64,10 @@ def sums_kernel(
 )
 def plan_kernel(
     tokens_ptr, parents_ptr, mask_ptr, dist_ptr, probs_ptr, row_ptr, kind_ptr, sums_ptr, plan_ptr, state_ptr,
-    n, rows, blocks, stride_probs_b, stride_probs_n, stride_b, stride_r,
+    n, rows, blocks, stride_dist_b, stride_dist_n, stride_b, stride_r,
     DELTA: tl.constexpr, INDEPENDENT: tl.constexpr, NODES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Order the tests of a tree, and tell how each node's own distribution looks after its elders; grid (batch)."""
+    """Order the tests of a tree, and compute how each node's own distribution looks after its elders; grid (batch)."""
     batch = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     inside = node < n
@@ -111,15 +111,15 @@ def plan_kernel(
             named, word = tl.gather(name, column, 0), tl.gather(token, column, 0)
             is_spent = (parent[:, None] == named[None, :]) & (node[:, None] > column[None, :]) & is_without[:, None]
             spent += tl.sum(tl.load(probs_ptr_of[:, None] + word[None, :], is_spent, 0.0).to(tl.float64), 1)
-        # In float64: of a distribution that its elders use up nearly all still ten digits are known.
+        # In float64: of a distribution that its elders use up nearly all ten digits are left.
         whole = sum_parts(sums_ptr + batch * rows * blocks, row, is_drawn, blocks, PARTS, tl.float64)
         rest = tl.maximum(whole - spent, 1e-38)
         share = tl.load(probs_ptr_of + token, is_drawn & (again == 0), 0.0).to(tl.float64)
         inverse = tl.where(is_drawn, (rest / tl.maximum(share, 1e-38)).to(tl.float32), 1.0)
         factor = tl.where(is_drawn, (1.0 / rest).to(tl.float32), 0.0)
         besides = tl.where(is_drawn, 0.0, 1.0)
-    dist_ptr += batch * stride_probs_b
-    at_token = tl.load(dist_ptr + above.to(tl.int64) * stride_probs_n + token, is_drafted, 0.0).to(tl.float32)
+    dist_ptr += batch * stride_dist_b
+    at_token = tl.load(dist_ptr + above.to(tl.int64) * stride_dist_n + token, is_drafted, 0.0).to(tl.float32)
     tl.store(plan_ptr + WHEN * NODES + node, when)
     tl.store(plan_ptr + RANK * NODES + node, rank)
     tl.store(plan_ptr + PARENT * NODES + node, above)
@@ -201,11 +201,11 @@ def toss_kernel(
 
 @triton.jit
 def _leaf_weights(
-    dist_ptr, probs_ptr, plan_ptr, state_ptr, leaf_ptr, batch, index, vocab, stride_probs_b, stride_probs_n, stride_b,
+    dist_ptr, probs_ptr, plan_ptr, state_ptr, leaf_ptr, batch, index, vocab, stride_dist_b, stride_dist_n, stride_b,
     stride_r, NODES: tl.constexpr, UNITS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Compute what is left at a sequence's leaf, normalised, as integers."""
-    dist_ptr += batch * stride_probs_b
+    dist_ptr += batch * stride_dist_b
     plan_ptr += batch * PLAN_ROWS * NODES
     state_ptr += batch * STATE_ROWS * NODES
     leaf = tl.load(leaf_ptr + batch)
@@ -214,18 +214,18 @@ def _leaf_weights(
         own_ptr = probs_ptr + batch * stride_b
     left = left_of(
         dist_ptr, own_ptr, plan_ptr, state_ptr, leaf, tl.load(plan_ptr + OWN * NODES + leaf),
-        tl.load(plan_ptr + COUNT * NODES + leaf), index, vocab, stride_probs_n, stride_r, NODES, ALIGNED,
+        tl.load(plan_ptr + COUNT * NODES + leaf), index, vocab, stride_dist_n, stride_r, NODES, ALIGNED,
     )  # fmt: skip
     probs = left.to(tl.float64) / tl.load(state_ptr + AFTER * NODES + leaf).to(tl.float64)
     return (probs * UNITS + 0.5).to(tl.int64)
 
 
 @triton.jit(
-    do_not_specialize=["vocab", "stride_law_b", "stride_law_n", "stride_b", "stride_r"],
-    do_not_specialize_on_alignment=["law_ptr", "probs_ptr"],
+    do_not_specialize=["vocab", "stride_dist_b", "stride_dist_n", "stride_b", "stride_r"],
+    do_not_specialize_on_alignment=["dist_ptr", "probs_ptr"],
 )
 def leaf_kernel(
-    dist_ptr, probs_ptr, plan_ptr, state_ptr, leaf_ptr, sums_ptr, vocab, stride_probs_b, stride_probs_n, stride_b,
+    dist_ptr, probs_ptr, plan_ptr, state_ptr, leaf_ptr, sums_ptr, vocab, stride_dist_b, stride_dist_n, stride_b,
     stride_r,
     NODES: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -233,18 +233,18 @@ def leaf_kernel(
     block, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     weight = _leaf_weights(
         dist_ptr, probs_ptr, plan_ptr, state_ptr, leaf_ptr, batch, block * BLOCK + tl.arange(0, BLOCK), vocab,
-        stride_probs_b, stride_probs_n, stride_b, stride_r, NODES, UNITS, ALIGNED,
+        stride_dist_b, stride_dist_n, stride_b, stride_r, NODES, UNITS, ALIGNED,
     )  # fmt: skip
     tl.store(sums_ptr + batch * tl.num_programs(0) + block, tl.sum(weight, 0))
 
 
 @triton.jit(
-    do_not_specialize=["vocab", "blocks", "stride_law_b", "stride_law_n", "stride_b", "stride_r"],
-    do_not_specialize_on_alignment=["law_ptr", "probs_ptr", "sequences_ptr", "positions_ptr", "key_ptr"],
+    do_not_specialize=["vocab", "blocks", "stride_dist_b", "stride_dist_n", "stride_b", "stride_r"],
+    do_not_specialize_on_alignment=["dist_ptr", "probs_ptr", "sequences_ptr", "positions_ptr", "key_ptr"],
 )
 def next_kernel(
     dist_ptr, probs_ptr, plan_ptr, state_ptr, leaf_ptr, sums_ptr, lengths_ptr, sequences_ptr, positions_ptr, key_ptr,
-    next_ptr, vocab, blocks, stride_probs_b, stride_probs_n, stride_b, stride_r,
+    next_ptr, vocab, blocks, stride_dist_b, stride_dist_n, stride_b, stride_r,
     PURPOSE: tl.constexpr, NODES: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -260,7 +260,7 @@ def next_kernel(
     before = tl.sum(tl.where(block < found, sums, 0), 0)
     weight = _leaf_weights(
         dist_ptr, probs_ptr, plan_ptr, state_ptr, leaf_ptr, batch, found * BLOCK + tl.arange(0, BLOCK), vocab,
-        stride_probs_b, stride_probs_n, stride_b, stride_r, NODES, UNITS, ALIGNED,
+        stride_dist_b, stride_dist_n, stride_b, stride_r, NODES, UNITS, ALIGNED,
     )  # fmt: skip
     token = found * BLOCK + tl.sum((tl.cumsum(weight, 0) + before <= target).to(tl.int32), 0)
     tl.store(next_ptr + batch, tl.minimum(token, vocab - 1).to(tl.int64))

@@ -22,7 +22,7 @@ inner = njit(error_model="numpy")
 
 @inner
 def _sum(dist: Array, row: int, begin: int, end: int) -> float:
-    """Sum a part of a distribution in float64, along eight lines that need not wait for each other."""
+    """Sum a part of a distribution in float64, along eight independent lines."""
     a = b = c = d = e = f = g = h = 0.0
     whole = begin + (end - begin) // 8 * 8
     for at in range(begin, whole, 8):
@@ -41,7 +41,7 @@ def _sum(dist: Array, row: int, begin: int, end: int) -> float:
 
 @inner
 def _is_drawn(tokens: Array, row: int, count: int, token: int) -> bool:
-    """Tell whether a token is among the first ``count`` of a row."""
+    """Whether a token is among the first ``count`` of a row."""
     for place in range(count):  # noqa: SIM110 compiled: no generators
         if tokens[row, place] == token:
             return True
@@ -101,7 +101,7 @@ def draw_rows(dist: Array, numbers: Array, tokens: Array, probs: Array, least: f
 
 @njit(error_model="numpy", fastmath={"nnan", "nsz", "reassoc"})  # so that weights are compared along many lines at once
 def _greatest(weights: Array) -> float:
-    """Give the greatest of some weights."""
+    """Return the greatest of some weights."""
     greatest = weights[0]
     for weight in weights:
         greatest = max(greatest, weight)

@@ -1,24 +1,56 @@
-"""Random numbers, draws and the MATCH walk in plain torch: what `accept.py` does in Triton, bit for bit.
+"""Softmax, random numbers, draws and the MATCH walk in plain torch: the specification of the Triton versions.
 
-`stree.kernels.accept_door` documents arguments and checks them.  No function reads the device.
+Random numbers, draws and the walk agree with Triton bit for bit.  No function reads the device.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from stree.kernels.topology import Topology
 
-__all__ = ["TARGET", "UNITS", "choice", "draw_distinct", "match_accept", "philox_uniform"]
+__all__ = ["TARGET", "UNITS", "MatchedPath", "choice", "draw_distinct", "match_accept", "philox_uniform", "probs"]
 
 TARGET = 0  # purpose of the numbers of the target's own tokens
 UNITS = 2.0**60  # of a weight of one: weights that sum to at most 4 stay below 2^63
 _WORD = 0xFFFFFFFF
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MatchedPath:
+    """The accepted path of each sequence and the token after it.
+
+    Attributes:
+        path: int32[b, m], nodes from the root down, padded by -1.
+        path_lengths: int32[b], root included.
+        next_token: int64[b], what was drawn at the last node of the path.
+    """
+
+    path: Tensor
+    path_lengths: Tensor
+    next_token: Tensor
+
+
+def probs(logits: Tensor, temperature: float = 1.0, out: Tensor | None = None) -> Tensor:
+    """Turn logits into probabilities; see `stree.kernels.sampling.softmax`.
+
+    Logits are divided first, so what counts are differences of quotients rounded to float32.  On a GPU torch takes the
+    reciprocal of the temperature, rounded, and multiplies.
+    """
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    if temperature != 1:
+        logits = torch.div(logits, temperature, out=out)
+        if out is None and logits.device.type == "cpu":
+            out = logits  # a tensor of our own
+    return torch.softmax(logits, -1, out=out)
+
+
 def philox_uniform(position: Tensor, sequence: Tensor, node: Tensor, *, seed: int | Tensor, purpose: int) -> Tensor:
-    """Run ten rounds of Philox 4x32 and make 53 bits of its first two words a number in [0, 1)."""
+    """Run ten rounds of Philox 4x32 and turn 53 bits of its first two words into a number in [0, 1)."""
     c0, c1, c3 = position & _WORD, sequence & _WORD, node & _WORD
     c2 = torch.full_like(c0, purpose)
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
@@ -29,12 +61,12 @@ def philox_uniform(position: Tensor, sequence: Tensor, node: Tensor, *, seed: in
     return ((c0 >> 5) * (1 << 26) + (c1 >> 6)).double() * 2.0**-53
 
 
-def choice(dist: Tensor, uniform: Tensor) -> Tensor:
+def choice(probs: Tensor, uniform: Tensor) -> Tensor:
     """Draw one index a row by inversion of sums of integers, which no order of summation changes."""
-    cumulative = (dist.double() * UNITS + 0.5).long().cumsum(-1)
+    cumulative = (probs.double() * UNITS + 0.5).long().cumsum(-1)
     total = cumulative[..., -1:]
     target = torch.minimum((uniform.unsqueeze(-1) * total.double()).long(), total - 1)
-    return (cumulative <= target).sum(-1).clamp_(max=dist.shape[-1] - 1)
+    return (cumulative <= target).sum(-1).clamp_(max=probs.shape[-1] - 1)
 
 
 def draw_distinct(dist: Tensor, uniform: Tensor, *, least: float) -> tuple[Tensor, Tensor]:
@@ -55,17 +87,17 @@ def draw_distinct(dist: Tensor, uniform: Tensor, *, least: float) -> tuple[Tenso
 
 def match_accept(
     tokens: Tensor,
-    parents: Tensor | Topology,
+    topology: Topology,
     scores: Tensor,
     *,
-    width: int,
+    max_depth: int | None,
     seed: int | Tensor | None,
     sequences: Tensor | None,
     positions: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> MatchedPath:
     """Draw the target's token at every node and follow the children that carry it, as far down as they go."""
-    topology = Topology.cast(parents)
     batch, n = tokens.shape
+    width = n if max_depth is None else min(n, max_depth + 1)
     if seed is None:
         drawn = scores.argmax(-1)
     else:
@@ -83,4 +115,5 @@ def match_accept(
     row = torch.arange(batch, device=tokens.device)
     on_path = topology.mask[row, leaf]
     path = torch.where(on_path, node, n).sort(1).values[:, :width]
-    return torch.where(path < n, path, -1).int(), on_path.sum(1, dtype=torch.int32), drawn[row, leaf]
+    path = torch.where(path < n, path, -1).int()
+    return MatchedPath(path, on_path.sum(1, dtype=torch.int32), drawn[row, leaf])

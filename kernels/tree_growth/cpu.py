@@ -1,6 +1,6 @@
-"""Which slots a layer of growth takes and the columns that they become, on the CPU, compiled.
+"""Which slots a layer of growth takes and the columns that they become, on the CPU, compiled with numba.
 
-`stree.kernels.growth_door` calls it.  `reference_growth` specifies the choice, and `GrownTree` the columns.
+`reference.py` is the specification of the choice, `GrownTree` that of the columns.
 
 numba keeps the machine code beside this file, which is imported with the first tree.
 """
@@ -16,8 +16,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from stree.kernels.growth_door import Appended, Chosen, Columns, Layout
-from stree.kernels.reference_growth import Terms
+from stree.kernels.tree_growth.operands import Appended, Chosen, Columns, Layout, Terms
 
 __all__ = ["append", "choose"]
 
@@ -29,7 +28,7 @@ TINY = 1.2e-38  # of a value that others are compared with
 
 
 def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Terms) -> tuple[Tensor, Tensor]:
-    """Choose the best slots; see `stree.kernels.growth_door`."""
+    """Choose the best slots; see `stree.kernels.tree_growth.api`."""
     batch, count = value.shape
     slots = torch.empty(batch, min(terms.width, count), dtype=torch.long)
     is_taken = torch.empty(slots.shape, dtype=torch.bool)
@@ -43,7 +42,7 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
 
 
 def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Appended:
-    """Append the nodes of a layer, without columns that would be padding in every row; see the door."""
+    """Append the nodes of a layer, without columns that would be padding in every row."""
     batch, count = chosen.slots.shape
     values = torch.empty(batch, count, dtype=chosen.value.dtype)
     column, tokens = torch.empty(batch, count, dtype=torch.long), torch.empty(batch, count, dtype=torch.long)
@@ -66,7 +65,7 @@ def _append(
     frontier: int, size: int, num_nodes: int, is_cut: bool, values: Array,
     column: Array, tokens: Array,
 ) -> int:  # fmt: skip
-    """Do what ``append`` does; give the columns appended.  The columns, ``left`` and the last three are written."""
+    """Do what `append` does; return the number of columns appended.  Columns, `left` and the last three are written."""
     batch, count = slots.shape
     most = 0
     for b in range(batch):

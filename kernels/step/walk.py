@@ -2,7 +2,7 @@
 
 A walk that visits the children of a node by growing size of their subtrees needs the state of a node again only while
 it is in a child that is not the last, the largest.  Such a child holds less than half of the nodes below its parent,
-so at most log2 n states wait at once, whatever the tree.
+so at most log2 n states are kept at once, whatever the tree.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ NODE_BITS, SLOT_BITS = 16, 8
 
 
 def walk_slots(n: int) -> int:
-    """Return the states that may wait at once in a walk of n nodes.
+    """Return the most states that a walk of n nodes keeps at once.
 
-    A node waits if it has two children, hence three nodes with itself; each smaller sibling on the way doubles the
-    count: at least 4 * 2^k - 1 nodes for a node that is the (k + 1)-th to wait.  The state above the root is one too.
+    A node's state is kept if it has two children, hence three nodes with itself; each smaller sibling on the way
+    doubles the count: at least 4 * 2^k - 1 nodes for the (k + 1)-th state kept.  The state above the root is one too.
     """
     return max(1, ((n + 1) // 4).bit_length())
 
@@ -28,7 +28,7 @@ def depth_first_walk(parents: Tensor, mask: Tensor) -> Tensor:
     """List the nodes of each tree in the order of the walk, with the slots that their states are kept in.
 
     An entry is node + (take << 16) + (keep << 24).  take 0: the parent is the node of the entry before (the committed
-    state for the first entry); take k: the parent's state waits in slot k - 1.  keep k: the node's own state must wait
+    state for the first entry); take k: the parent's state is in slot k - 1.  keep k: the node's own state is kept
     in slot k - 1; 0: it need not.  Slot 0 holds the committed state at first, for nodes without a parent.
 
     Args:

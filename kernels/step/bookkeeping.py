@@ -1,4 +1,4 @@
-"""What a step writes down: its tokens, a path on a draft model's columns or a tree's nodes, a path that waits.
+"""The records of a step: emitted tokens, the accepted path on columns and nodes, the path of a deferred commit.
 
 On the CPU these are torch's operators, where Triton launches they are one launch each; the values are the same.
 """
@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stree.kernels.dispatch import uses_triton
 from stree.kernels.tiles import padded
-from stree.kernels.topology import is_launched
 
-__all__ = ["CatchUp", "Drafted", "Texts", "copy_rows", "emit", "path_on_columns", "path_on_nodes", "put_path"]
+__all__ = ["CatchUp", "Drafted", "Texts", "copy_rows", "defer_path", "emit", "path_on_columns", "path_on_nodes"]
 
 ROW_COLUMNS = 256  # of a row that a program copies
 MOST_SOURCES = 3  # whose rows are copied in one launch
@@ -25,7 +25,7 @@ MOST_SOURCES = 3  # whose rows are copied in one launch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Texts:
-    """What is known of the texts of a batch; steps write to all but ``limit`` and ``stop``.
+    """Per-sequence counters of a batch; steps write to all but ``limit`` and ``stop``.
 
     Attributes:
         pending: int64[batch], the last token, which the next step begins with.
@@ -63,7 +63,7 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CatchUp:
-    """Committed paths that wait for the next tree; a step writes to both.
+    """Accepted paths whose commit is deferred to the next step; a step writes to both.
 
     Attributes:
         path: int64[batch, entries], nodes of the last tree; 0 past the length.
@@ -80,14 +80,14 @@ def emit(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor,
     Args:
         tokens: int64[batch, n], of the tree.
         path: int32[batch, m], nodes from the root down; entries past the length may hold anything below n.
-        path_lengths: int32[batch], 0 for a text that stands still.
+        path_lengths: int32[batch], 0 for a sequence that takes no part.
         next_token: int64[batch].
         texts: written to.
 
     Returns:
         int64[batch, m + 2]: the tokens, how many of them count, and the path's length.
     """
-    if is_launched(tokens):
+    if uses_triton(tokens):
         return _emit_in_one(tokens, path, path_lengths, next_token, texts)
     place = torch.arange(path.shape[1], device=path.device)
     length = path_lengths.long()[:, None]
@@ -107,7 +107,7 @@ def emit(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor,
 
 def _emit_in_one(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor, texts: Texts) -> Tensor:
     """Do the same in one launch."""
-    from stree.kernels.bookkeeping_kernels import emit_kernel  # imports triton
+    from stree.kernels.step.kernel import emit_kernel  # imports triton
 
     batch, m = path.shape
     tokens, path = _rows_of(tokens), _rows_of(path)
@@ -122,20 +122,20 @@ def _emit_in_one(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token:
 
 
 def path_on_columns(path: Tensor, path_lengths: Tensor, drafted: Drafted) -> tuple[Tensor, Tensor]:
-    """Write an accepted path down as columns of a draft model's tree, and take its leaf where that was never run.
+    """Map an accepted path to columns of a draft model's tree, and keep its leaf where that was never run.
 
-    The tree begins with the chain [leaf, pending] where there is a leaf, else with [pending]; node i > 0 stands in
+    The tree begins with the chain [leaf, pending] where there is a leaf, else with [pending]; node i > 0 is in
     column i + 1.
 
     Args:
         path: int32[batch, m], accepted nodes from the root down.
-        path_lengths: int32[batch], 0 for a text that stands still.
+        path_lengths: int32[batch], 0 for a sequence that takes no part.
         drafted: the tree; its leaf is written to.
 
     Returns:
         int32[batch, m + 1] columns to commit and int32[batch] how many of them.
     """
-    if is_launched(drafted.tokens):
+    if uses_triton(drafted.tokens):
         return _path_in_one(path, path_lengths, drafted)
     order, tokens, has_leaf, leaf = drafted.order, drafted.tokens, drafted.has_leaf, drafted.leaf
     nodes = path.long().clamp(min=0)
@@ -155,7 +155,7 @@ def path_on_columns(path: Tensor, path_lengths: Tensor, drafted: Drafted) -> tup
 
 def _path_in_one(path: Tensor, path_lengths: Tensor, drafted: Drafted) -> tuple[Tensor, Tensor]:
     """Do the same in one launch."""
-    from stree.kernels.bookkeeping_kernels import columns_kernel
+    from stree.kernels.step.kernel import columns_kernel
 
     batch, m = path.shape
     path, tokens = _rows_of(path), _rows_of(drafted.tokens)
@@ -172,19 +172,19 @@ def _path_in_one(path: Tensor, path_lengths: Tensor, drafted: Drafted) -> tuple[
 
 
 def path_on_nodes(path: Tensor, path_lengths: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Tell of every node of a tree whether it is on an accepted path, and of every text whether it took part.
+    """Mark the nodes of a tree that are on an accepted path, and the sequences that took part.
 
     Args:
         path: int32[batch, m], accepted nodes from the root down; entries past the length may hold anything.
-        path_lengths: int32[batch], 0 for a text that stands still.
+        path_lengths: int32[batch], 0 for a sequence that takes no part.
         n: nodes.
 
     Returns:
         float32[batch, n] of 1 and 0, and bool[batch].
     """
     batch, m = path.shape
-    if is_launched(path):
-        from stree.kernels.bookkeeping_kernels import nodes_kernel
+    if uses_triton(path):
+        from stree.kernels.step.kernel import nodes_kernel
 
         path = _rows_of(path)
         is_on = torch.empty(batch, n, dtype=torch.float32, device=path.device)
@@ -200,29 +200,29 @@ def path_on_nodes(path: Tensor, path_lengths: Tensor, n: int) -> tuple[Tensor, T
     return is_there.any(-1).float(), path_lengths > 0
 
 
-def put_path(path: Tensor, path_lengths: Tensor, waiting: CatchUp, lengths: Tensor) -> None:
-    """Let paths wait, and count them as committed.
+def defer_path(path: Tensor, path_lengths: Tensor, deferred: CatchUp, lengths: Tensor) -> None:
+    """Store paths for a deferred commit, and count their tokens as committed.
 
     Args:
         path: int32[batch, m], nodes from the root down; no more than there are entries.
         path_lengths: int32[batch].
-        waiting: written to.
+        deferred: written to.
         lengths: int32[batch], committed tokens; advanced.
     """
-    entries = waiting.path.shape[1]
-    if is_launched(path):
-        from stree.kernels.bookkeeping_kernels import wait_kernel
+    entries = deferred.path.shape[1]
+    if uses_triton(path):
+        from stree.kernels.step.kernel import defer_kernel
 
         path = _rows_of(path)
         with torch.cuda.device_of(path):
-            wait_kernel[(len(path),)](
-                path, path_lengths.contiguous(), waiting.path, waiting.lengths, lengths, path.shape[1], path.stride(0),
-                ENTRIES=entries, num_warps=1,
+            defer_kernel[(len(path),)](
+                path, path_lengths.contiguous(), deferred.path, deferred.lengths, lengths, path.shape[1],
+                path.stride(0), ENTRIES=entries, num_warps=1,
             )  # fmt: skip
         return
-    waiting.lengths.copy_(path_lengths)
+    deferred.lengths.copy_(path_lengths)
     beyond = torch.arange(entries, device=path.device) >= path_lengths[:, None]
-    waiting.path.copy_(F.pad(path, (0, entries - path.shape[1])).masked_fill_(beyond, 0))
+    deferred.path.copy_(F.pad(path, (0, entries - path.shape[1])).masked_fill_(beyond, 0))
     lengths.add_(path_lengths)
 
 
@@ -236,7 +236,7 @@ def copy_rows(nodes: Tensor, begins: Tensor, sources: Sequence[Tensor], rows: Se
         rows: [layers, batch, ..., entries, c] of each; written.
     """
     dim = begins.dim() - 1
-    if is_launched(nodes):
+    if uses_triton(nodes):
         for first in range(0, len(sources), MOST_SOURCES):
             one = slice(first, first + MOST_SOURCES)
             _copy_in_one(nodes, begins, sources[one], rows[one])
@@ -249,7 +249,7 @@ def copy_rows(nodes: Tensor, begins: Tensor, sources: Sequence[Tensor], rows: Se
 
 def _copy_in_one(nodes: Tensor, begins: Tensor, sources: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
     """Do the same in one launch."""
-    from stree.kernels.bookkeeping_kernels import rows_kernel
+    from stree.kernels.step.kernel import rows_kernel
 
     dim = begins.dim() - 1
     widths = [source[(0,) * (dim + 1)].numel() for source in sources]
@@ -263,5 +263,5 @@ def _copy_in_one(nodes: Tensor, begins: Tensor, sources: Sequence[Tensor], rows:
 
 
 def _rows_of(tensor: Tensor) -> Tensor:
-    """Give a matrix whose rows are contiguous."""
+    """Return a matrix whose rows are contiguous."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()

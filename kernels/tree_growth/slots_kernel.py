@@ -1,11 +1,23 @@
-"""Triton code of one layer of growth; `stree.kernels.growth` launches it."""
+"""Choice and rating of the slots of a layer in Triton: one launch for each operation."""
 
-# mypy: disable-error-code="no-untyped-def, no-any-return, untyped-decorator"
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, no-any-return, untyped-decorator"
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from stree.kernels.tiles import padded
+from stree.kernels.tree_growth.operands import Level, Memory, RankFit, Ratings, Siblings, Table, Terms, Words
+
+__all__ = ["choose", "choose_constants", "pair_number", "place_of", "rate_by_rank", "rate_by_table"]
+
+NODES = 32  # whose children a program of one warp rates, a lane a node
+BELOW_STEPS = 8  # halvings of a list of up to 255 values
 
 
 @triton.jit
@@ -62,19 +74,19 @@ def choose_kernel(
 
 @triton.jit
 def place_of(number, NUM_PLACES: tl.constexpr):
-    """Give the place of a pair or a triple of tokens by its number, as reference_growth does."""
+    """Hash the number of a pair or a triple of tokens, as `reference` does."""
     return (number ^ (number >> 17)) & (NUM_PLACES - 1)
 
 
 @triton.jit
 def pair_number(token, following):
-    """Give a pair of tokens a number, as reference_growth does."""
+    """Number a pair of tokens, as `reference` does."""
     return token * 0x1E3779B1 + following * 0x05EBCA77
 
 
 @triton.jit
 def _are_held(places_ptr, behind, before, child, inside, NUM_PLACES: tl.constexpr):
-    """Tell whether a text holds the pairs and the triples that children would make."""
+    """Whether a text holds the pairs and the triples that children would make."""
     number = pair_number(behind, child)
     pair = tl.load(places_ptr + place_of(number, NUM_PLACES), inside, 0) != 0
     triple_ptr = places_ptr + NUM_PLACES + place_of(before * 0x27D4EB2F + number, NUM_PLACES)
@@ -85,7 +97,7 @@ def _are_held(places_ptr, behind, before, child, inside, NUM_PLACES: tl.constexp
 def _behind(
     tokens_ptr, parents_ptr, lead_ptr, last_ptr, batch, node, inside, first, stride_tokens_b, stride_parents_b
 ):  # fmt: skip
-    """Give the two tokens that nodes' children stand behind, the last one second."""
+    """Load the two tokens before nodes' children, the last one second."""
     column = node + first
     if lead_ptr is not None:
         column = (node * 0 + tl.load(lead_ptr + batch)).to(tl.int32)
@@ -103,13 +115,13 @@ def rank_kernel(
     places_ptr, last_ptr, children_ptr, tokens_ptr, parents_ptr, lead_ptr, value_ptr, above, ranks, num_ranks,
     stride_reach_b, first, stride_tokens_b, stride_parents_b, NODES: tl.constexpr, NUM_PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Rate children known beforehand, sibling after sibling; grid (blocks of nodes, batch)."""
+    """Rate children that are not drawn, sibling after sibling; grid (blocks of nodes, batch)."""
     batch = tl.program_id(1).to(tl.int64)
     node = tl.program_id(0) * NODES + tl.arange(0, NODES)
     inside = node < above
     reach = tl.load(reach_ptr + batch * stride_reach_b + node, inside, 0.0)
     norm = tl.load(norms_ptr + batch * above + node, inside, 0.0)
-    blunt = tl.log(tl.maximum(1 - norm * norm, 0.02))  # reference_growth.LEAST_BLUNT
+    blunt = tl.log(tl.maximum(1 - norm * norm, 0.02))  # reference.LEAST_BLUNT
     place = (batch * above + node) * ranks
     pairs, triples = tl.zeros((NODES,), tl.int32), tl.zeros((NODES,), tl.int32)  # children that make such
     behind, before = tl.zeros((NODES,), tl.int64), tl.zeros((NODES,), tl.int64)
@@ -141,9 +153,9 @@ def rank_kernel(
         best = tl.where(is_likelier, odds, best)
         likeliest = tl.where(is_likelier, rank, likeliest)
         tl.store(value_ptr + place + rank, odds, inside)  # read again below, by the same thread
-    surer = best + tl.load(shift_ptr + batch)
-    most = tl.div_rn(1.0, 1.0 + tl.exp(-surer))
-    left = tl.div_rn(1.0 + tl.exp(best), 1.0 + tl.exp(surer))  # by the likeliest to the others, relative to the fit
+    shifted = best + tl.load(shift_ptr + batch)
+    most = tl.div_rn(1.0, 1.0 + tl.exp(-shifted))
+    left = tl.div_rn(1.0 + tl.exp(best), 1.0 + tl.exp(shifted))  # by the likeliest to the others, relative to the fit
     for rank in range(ranks):
         prob = tl.load(probs_ptr + place + rank, inside, 0.0)
         odds = tl.load(value_ptr + place + rank, inside, 0.0)
@@ -198,3 +210,77 @@ def table_kernel(
         tl.store(cells_ptr + (place + rank) * 2 + 1, after.to(tl.int64), inside)
         spent += prob.to(tl.float64)
         untested = untested * (1.0 - found).to(tl.float64)
+
+
+def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Terms) -> tuple[Tensor, Tensor]:
+    """Choose the best slots; see `stree.kernels.tree_growth.api`."""
+    value = value if value.stride(1) == 1 else value.contiguous()
+    batch, count = value.shape
+    width = min(terms.width, count)
+    slots = value.new_empty(batch, width, dtype=torch.int64)
+    is_taken = value.new_empty(batch, width, dtype=torch.bool)
+    constants = choose_constants(count, width)
+    with torch.cuda.device_of(value):  # Triton launches on the current device, wherever the tensors are
+        choose_kernel[(batch,)](
+            value, None if left is None else left.contiguous(), below, slots, is_taken,
+            count, width, 0 if below is None else len(below), terms.threshold, terms.layers_left, value.stride(0),
+            **constants, num_warps=choose_warps(constants["SLOTS"], constants["WIDTH"]),
+        )  # fmt: skip
+    return slots, is_taken
+
+
+def choose_constants(slots: int, width: int) -> dict[str, Any]:
+    """List the compile-time constants of a choice; ahead-of-time builds take theirs from here too."""
+    return {"SLOTS": padded(slots), "WIDTH": padded(width), "STEPS": BELOW_STEPS}
+
+
+def choose_warps(slots: int, width: int) -> int:
+    """Choose warps by padded sizes, so that pairs of 128 taken slots do not spill; one warp needs no barrier."""
+    return 16 if width > 64 else 1 if slots <= 32 else 4
+
+
+def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) -> Tensor:
+    """Rate children that are not drawn; see `stree.kernels.tree_growth.api`."""
+    reach, probs, norms = _probs(given)
+    batch, above, ranks = probs.shape
+    words, strides = _words(given.words)
+    value = torch.empty_like(probs)
+    with torch.cuda.device_of(probs):
+        rank_kernel[(-(-above // NODES), batch)](
+            reach, probs, norms, fit.level, fit.by_confidence, fit.by_sharpness, fit.by_text, level.shift,
+            memory.places, memory.last, *words, value, above, ranks, len(fit.level), reach.stride(0), *strides,
+            NODES=NODES, NUM_PLACES=memory.num_places, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return value
+
+
+def rate_by_table(table: Table, given: Siblings) -> Ratings:
+    """Rate drawn children; see `stree.kernels.tree_growth.api`."""
+    reach, probs, norms = _probs(given)
+    batch, above, ranks = probs.shape
+    ratings = Ratings(
+        torch.empty_like(probs), torch.empty_like(probs), probs.new_empty(*probs.shape, 2, dtype=torch.int64)
+    )
+    with torch.cuda.device_of(probs):
+        table_kernel[(-(-above // NODES), batch)](
+            reach, probs, norms, table.passed, table.tests, table.sharpness, table.confidence, *ratings,
+            above, ranks, len(table.rank), table.tests.shape[1], reach.stride(0),
+            SHARPNESS=len(table.sharpness), CONFIDENCE=len(table.confidence), NODES=NODES, num_warps=1,
+            enable_fp_fusion=False,  # sums and products round as torch's do
+        )  # fmt: skip
+    return ratings
+
+
+def _probs(given: Siblings) -> tuple[Tensor, Tensor, Tensor]:
+    """Return values of the nodes, probabilities of their children and norms, laid out as kernels read them."""
+    reach = given.reach if given.reach.stride(1) == 1 else given.reach.contiguous()
+    return reach, given.probs.contiguous(), given.norms.contiguous()
+
+
+def _words(words: Words | None) -> tuple[list[Tensor | None], list[int]]:
+    """Return tokens of children and columns, parents, lead; first column, strides of tokens and parents."""
+    if words is None:
+        return [None] * 4, [0, 0, 0]
+    tokens, parents = words.tokens, words.parents
+    strides = [words.first, tokens.stride(0), parents.stride(0)]
+    return [words.children.contiguous(), tokens, parents, words.lead], strides

@@ -1,4 +1,4 @@
-"""Triton code of a step's bookkeeping; `stree.kernels.bookkeeping` launches it."""
+"""Triton code of a step's bookkeeping; `stree.kernels.step.bookkeeping` launches it."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -13,7 +13,7 @@ def emit_kernel(
     tokens_ptr, path_ptr, lengths_ptr, next_ptr, stop_ptr, limit_ptr, num_new_ptr, finished_ptr, pending_ptr,
     report_ptr, m, num_stop, stride_t, stride_p, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Write down what a step emits; grid (batch)."""
+    """Record what a step emits; grid (batch)."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PLACES)
     length = tl.load(lengths_ptr + row).to(tl.int64)
@@ -41,7 +41,7 @@ def emit_kernel(
 
 @triton.jit
 def _columns(path_ptr, order_ptr, place, wanted, lead):
-    """Give the columns of a path's nodes."""
+    """Return the columns of a path's nodes."""
     node = tl.maximum(tl.load(path_ptr + place, wanted, 0), 0)
     if order_ptr is not None:
         node = tl.load(order_ptr + node, wanted, 0).to(tl.int32)
@@ -53,7 +53,7 @@ def columns_kernel(
     path_ptr, lengths_ptr, order_ptr, tokens_ptr, has_leaf_ptr, leaf_ptr, full_ptr, count_ptr, m, num_run, stride_t,
     stride_p, stride_o, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Write down an accepted path as columns of a draft model's tree, and the leaf not run; grid (batch)."""
+    """Map an accepted path to columns of a draft model's tree, and keep the leaf not run; grid (batch)."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PLACES)
     length, lead = tl.load(lengths_ptr + row), tl.load(has_leaf_ptr + row).to(tl.int32)
@@ -75,7 +75,7 @@ def columns_kernel(
 def nodes_kernel(
     path_ptr, lengths_ptr, on_ptr, live_ptr, m, n, stride_p, NODES: tl.constexpr, PLACES: tl.constexpr
 ):  # fmt: skip
-    """Tell which nodes are on an accepted path, and whether there is one; grid (batch)."""
+    """Mark the nodes of an accepted path, and whether there is one; grid (batch)."""
     row = tl.program_id(0).to(tl.int64)
     node, place = tl.arange(0, NODES), tl.arange(0, PLACES)
     length = tl.load(lengths_ptr + row)
@@ -86,15 +86,15 @@ def nodes_kernel(
 
 
 @triton.jit(do_not_specialize=["m", "stride_p"])
-def wait_kernel(
-    path_ptr, given_ptr, waiting_ptr, lengths_ptr, committed_ptr, m, stride_p, ENTRIES: tl.constexpr
+def defer_kernel(
+    path_ptr, given_ptr, deferred_ptr, lengths_ptr, committed_ptr, m, stride_p, ENTRIES: tl.constexpr
 ):  # fmt: skip
-    """Let a path wait, and count it as committed; grid (batch)."""
+    """Store a path for a deferred commit, and count its tokens as committed; grid (batch)."""
     row = tl.program_id(0).to(tl.int64)
     entry = tl.arange(0, ENTRIES)
     length = tl.load(given_ptr + row)
     node = tl.load(path_ptr + row * stride_p + entry, (entry < length) & (entry < m), 0)
-    tl.store(waiting_ptr + row * ENTRIES + entry, node.to(tl.int64))
+    tl.store(deferred_ptr + row * ENTRIES + entry, node.to(tl.int64))
     tl.store(lengths_ptr + row, length)
     tl.store(committed_ptr + row, tl.load(committed_ptr + row) + length)
 

@@ -1,4 +1,4 @@
-"""Triton code of the tests of traversal verification, and what it keeps where; `stree.kernels.traversal` launches it.
+"""Triton code of the tests of traversal verification, and the layout of its tables; launched by `kernel.py`.
 
 What a test needs of the distribution that is left at a node is computed anew from the target's distribution, child by
 child: no program writes a row of a vocabulary.
@@ -36,13 +36,13 @@ RATIO = tl.constexpr(8)  # p / q at the token
 AFTER = tl.constexpr(9)  # sum of what is left at the node, after its children's tests
 STATE_ROWS = tl.constexpr(10)
 
-NOTHING = tl.constexpr(1e-20)  # of a law: taken for rounding, see `stree.verify.trials`
+NOTHING = tl.constexpr(1e-20)  # of a distribution: taken for rounding, as in `operands`
 TINY = tl.constexpr(1.2e-38)  # a divisor that keeps 0 / 0 at 0; the smallest normal float32
 
 
 @triton.jit
 def row_of(base_ptr, row, stride, ALIGNED: tl.constexpr):
-    """Point at a row of a vocabulary; divisibility is said once for every tree, or n = 16, 32, ... would build anew."""
+    """Point at a row of a vocabulary; ALIGNED: by 16 bytes, which Triton would otherwise infer from n."""
     found = base_ptr + row.to(tl.int64) * stride
     if ALIGNED:
         found = tl.multiple_of(found, 16)
@@ -120,7 +120,7 @@ def _settle(
     below = tl.load(state_ptr + BELOW * NODES + node)
     below = tl.where(younger, tl.minimum(held * ratio, 1.0), below)
     parent = tl.load(plan_ptr + PARENT * NODES + node)
-    for _ in range(rounds):  # down the chains of first children, whose tests wait for no sum
+    for _ in range(rounds):  # down the chains of first children, whose tests need no sum
         held = tl.where(eldest, tl.gather(below, parent, 0), held)
         below = tl.where(eldest, tl.minimum(held * ratio, 1.0), below)
     tl.store(state_ptr + HELD * NODES + node, held, now)
@@ -151,11 +151,11 @@ def settle_kernel(
 
 @triton.jit
 def left_of(
-    dist_ptr, probs_ptr, plan_ptr, state_ptr, node, first, count, index, vocab, stride_probs_n, stride_r,
+    dist_ptr, probs_ptr, plan_ptr, state_ptr, node, first, count, index, vocab, stride_dist_n, stride_r,
     NODES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Compute what the first children of a node leave of its distribution, at some tokens."""
-    left = tl.load(row_of(dist_ptr, node, stride_probs_n, ALIGNED) + index, index < vocab, 0.0).to(tl.float32)
+    left = tl.load(row_of(dist_ptr, node, stride_dist_n, ALIGNED) + index, index < vocab, 0.0).to(tl.float32)
     for place in range(count):
         child = tl.load(plan_ptr + LISTED * NODES + first + place)
         factor = tl.load(state_ptr + FACTOR * NODES + child)
@@ -172,24 +172,24 @@ def left_of(
 
 @triton.jit
 def _reject(
-    dist_ptr, probs_ptr, plan_ptr, state_ptr, child, index, vocab, stride_probs_n, stride_r,
+    dist_ptr, probs_ptr, plan_ptr, state_ptr, child, index, vocab, stride_dist_n, stride_r,
     NODES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Sum at some tokens what the rejection of a child leaves at its parent."""
     left = left_of(
         dist_ptr, probs_ptr, plan_ptr, state_ptr, tl.load(plan_ptr + PARENT * NODES + child),
         tl.load(plan_ptr + FIRST * NODES + child), tl.load(plan_ptr + RANK * NODES + child) + 1,
-        index, vocab, stride_probs_n, stride_r, NODES, ALIGNED,
+        index, vocab, stride_dist_n, stride_r, NODES, ALIGNED,
     )  # fmt: skip
     return tl.sum(left, 0)
 
 
 @triton.jit(
-    do_not_specialize=["vocab", "wave", "stride_law_b", "stride_law_n", "stride_b", "stride_r"],
-    do_not_specialize_on_alignment=["law_ptr", "probs_ptr"],
+    do_not_specialize=["vocab", "wave", "stride_dist_b", "stride_dist_n", "stride_b", "stride_r"],
+    do_not_specialize_on_alignment=["dist_ptr", "probs_ptr"],
 )
 def reject_kernel(
-    dist_ptr, probs_ptr, plan_ptr, state_ptr, parts_ptr, vocab, wave, stride_probs_b, stride_probs_n, stride_b,
+    dist_ptr, probs_ptr, plan_ptr, state_ptr, parts_ptr, vocab, wave, stride_dist_b, stride_dist_n, stride_b,
     stride_r,
     NODES: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -201,21 +201,21 @@ def reject_kernel(
         if probs_ptr is not None:
             own_ptr = probs_ptr + batch * stride_b
         total = _reject(
-            dist_ptr + batch * stride_probs_b, own_ptr, plan_ptr, state_ptr + batch * STATE_ROWS * NODES, child,
-            block * BLOCK + tl.arange(0, BLOCK), vocab, stride_probs_n, stride_r, NODES, ALIGNED,
+            dist_ptr + batch * stride_dist_b, own_ptr, plan_ptr, state_ptr + batch * STATE_ROWS * NODES, child,
+            block * BLOCK + tl.arange(0, BLOCK), vocab, stride_dist_n, stride_r, NODES, ALIGNED,
         )  # fmt: skip
         tl.store(parts_ptr + (batch * NODES + child) * tl.num_programs(0) + block, total)
 
 
 @triton.jit(
     do_not_specialize=[
-        "n", "vocab", "blocks", "wave", "rounds", "stride_law_b", "stride_law_n", "stride_b", "stride_r"
+        "n", "vocab", "blocks", "wave", "rounds", "stride_dist_b", "stride_dist_n", "stride_b", "stride_r"
     ],
-    do_not_specialize_on_alignment=["law_ptr", "probs_ptr"],
+    do_not_specialize_on_alignment=["dist_ptr", "probs_ptr"],
 )  # fmt: skip
 def rest_kernel(
     dist_ptr, probs_ptr, plan_ptr, state_ptr, parts_ptr, n, vocab, blocks, wave, rounds,
-    stride_probs_b, stride_probs_n, stride_b, stride_r,
+    stride_dist_b, stride_dist_n, stride_b, stride_r,
     NODES: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Go through the waves from this one on, if there are any, one after the other; grid (batch)."""
@@ -223,7 +223,7 @@ def rest_kernel(
     plan_ptr += batch * PLAN_ROWS * NODES
     state_ptr += batch * STATE_ROWS * NODES
     parts_ptr += batch * NODES * blocks
-    dist_ptr += batch * stride_probs_b
+    dist_ptr += batch * stride_dist_b
     own_ptr = probs_ptr
     if probs_ptr is not None:
         own_ptr = probs_ptr + batch * stride_b
@@ -236,7 +236,7 @@ def rest_kernel(
                 for block in range(blocks):
                     total = _reject(
                         dist_ptr, own_ptr, plan_ptr, state_ptr, child, block * BLOCK + tl.arange(0, BLOCK), vocab,
-                        stride_probs_n, stride_r, NODES, ALIGNED,
+                        stride_dist_n, stride_r, NODES, ALIGNED,
                     )  # fmt: skip
                     tl.store(parts_ptr + child * blocks + block, total)
         tl.debug_barrier()

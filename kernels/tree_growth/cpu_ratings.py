@@ -1,7 +1,4 @@
-"""What slots are worth and what texts hold, on the CPU, compiled; `reference_growth` specifies both.
-
-`stree.kernels.growth_door` and `stree.kernels.growth_learning` call it.
-"""
+"""Ratings of slots and the memory of texts on the CPU, compiled with numba; `reference.py` is the specification."""
 
 # mypy: disable-error-code="untyped-decorator, no-any-return"
 
@@ -11,17 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stree.kernels.growth_compiled import Array, compiled, inner
-from stree.kernels.reference_growth import (
-    LEAST_BLUNT,
-    LEAST_PROB,
-    Level,
-    Memory,
-    RankFit,
-    Ratings,
-    Siblings,
-    Table,
-)
+from stree.kernels.tree_growth.cpu import Array, compiled, inner
+from stree.kernels.tree_growth.operands import Level, Memory, RankFit, Ratings, Siblings, Table
+from stree.kernels.tree_growth.reference import LEAST_BLUNT, LEAST_PROB
 
 __all__ = ["rate_by_rank", "rate_by_table", "remember"]
 
@@ -30,7 +19,7 @@ PAIR, TRIPLE = 1, 2  # what a text holds of a child
 
 
 def rate_by_table(table: Table, given: Siblings) -> Ratings:
-    """Rate slots by what a table has counted; see `stree.kernels.growth_door`."""
+    """Rate slots by what a table has counted; see `stree.kernels.tree_growth.api`."""
     probs = given.probs
     kind = torch.promote_types(probs.dtype, table.tests.dtype)
     priority, value = torch.empty(probs.shape, dtype=kind), torch.empty(probs.shape, dtype=kind)
@@ -44,7 +33,7 @@ def rate_by_table(table: Table, given: Siblings) -> Ratings:
 
 
 def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) -> Tensor:
-    """Rate children known beforehand; see `stree.kernels.growth_door`."""
+    """Rate children that are not drawn; see `stree.kernels.tree_growth.api`."""
     kind = torch.promote_types(given.probs.dtype, fit.level.dtype)
     value = torch.empty(given.probs.shape, dtype=kind)
     fits = (fit.level, fit.by_confidence, fit.by_sharpness, fit.by_text, level.shift)
@@ -54,18 +43,18 @@ def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) ->
 
 
 def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tensor) -> None:
-    """Read how the texts go on; see `stree.kernels.growth_learning`."""
+    """Read how the texts go on; see `stree.kernels.tree_growth.api`."""
     entries = torch.arange(tokens.shape[1], dtype=torch.int32).expand(len(tokens), -1) if path is None else path
     _remember(*(part.numpy() for part in (memory.places, memory.last, tokens, entries, lengths)))
 
 
 def _held(memory: Memory, given: Siblings) -> Array:
-    """Tell what texts hold of children: int8[batch, above, ranks] of PAIR and TRIPLE together."""
+    """Mark the children whose pair or triple a text holds: int8[batch, above, ranks] of PAIR and TRIPLE together."""
     held, words = torch.zeros(given.probs.shape, dtype=torch.int8), given.words
     if words is not None:
         lead = words.tokens.new_empty(0) if words.lead is None else words.lead
-        said = (memory.last, words.tokens, words.parents, lead, words.children)
-        _look_up(memory.places.numpy(), *(part.contiguous().numpy() for part in said), words.first, held.numpy())
+        operands = (memory.last, words.tokens, words.parents, lead, words.children)
+        _look_up(memory.places.numpy(), *(part.contiguous().numpy() for part in operands), words.first, held.numpy())
     return held.numpy()
 
 
@@ -80,19 +69,19 @@ def _cell(edges: Array, number: float) -> int:
 
 @inner
 def _place(number: int, count: int) -> int:
-    """Mix a number's bits, as ``reference_growth`` does."""
+    """Mix a number's bits, as ``reference`` does."""
     return (number ^ (number >> 17)) & (count - 1)
 
 
 @inner
 def _pair(token: int, following: int) -> int:
-    """Give a pair of tokens a number, as ``reference_growth`` does."""
+    """Number a pair of tokens, as `reference` does."""
     return token * 0x1E3779B1 + following * 0x05EBCA77
 
 
 @inner
 def _triple(before: int, pair: int) -> int:
-    """Give a pair behind a token a number."""
+    """Number a pair after a token."""
     return before * 0x27D4EB2F + pair
 
 
@@ -162,8 +151,8 @@ def _rank(
                 value[b, node, rank] = odds
                 if odds > best:
                     best, place = odds, rank
-            surer = best + shift[b]
-            left, most = (one + np.exp(best)) / (one + np.exp(surer)), one / (one + np.exp(-surer))
+            shifted = best + shift[b]
+            left, most = (one + np.exp(best)) / (one + np.exp(shifted)), one / (one + np.exp(-shifted))
             for rank in range(ranks):
                 chance = most if rank == place else min(left / (one + np.exp(-value[b, node, rank])), most)
                 value[b, node, rank] = reach[b, node] * chance if probs[b, node, rank] > 0 else zero
