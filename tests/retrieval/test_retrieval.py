@@ -48,7 +48,7 @@ def longest_match(texts: list[list[int]], context: list[int]) -> int:
 def paths(found: Continuations) -> list[tuple[int, ...]]:
     result: list[tuple[int, ...]] = [()]
     for token, parent in zip(found.tokens, found.parents, strict=True):
-        assert 0 <= parent < len(result), "a parent stands before its children"
+        assert 0 <= parent < len(result), "a parent comes before its children"
         result.append((*result[parent], token))
     return result[1:]
 
@@ -70,7 +70,7 @@ def test_continuations_are_those_of_a_naive_search(texts: list[list[int]], conte
         if first and most >= 30:
             assert {path[0] for path in drafted} >= set(first)
         if first:
-            assert first[drafted[0][0]] == max(first.values()), "the most frequent continuation stands first"
+            assert first[drafted[0][0]] == max(first.values()), "the most frequent continuation comes first"
 
 
 def test_values_estimate_probabilities() -> None:
@@ -85,7 +85,7 @@ def test_a_match_does_not_run_across_documents() -> None:
     assert store.tree([1, 2], 8, min_match=1).tokens == []
 
 
-def test_a_saved_store_answers_as_the_built_one(tmp_path: Path) -> None:
+def test_a_loaded_store_gives_the_trees_of_the_built_one(tmp_path: Path) -> None:
     generator = random.Random(1)
     texts = [[generator.randrange(9) for _ in range(generator.randrange(60))] for _ in range(7)]
     built = Datastore.build(texts, 9, tokenizer="abc")
@@ -148,7 +148,7 @@ def test_a_store_of_other_contents_is_refused(change: str, tmp_path: Path) -> No
         Datastore.load(path)
 
 
-def test_damage_leads_out_of_no_text_and_drafts_no_token_outside_the_vocabulary(tmp_path: Path) -> None:
+def test_a_damaged_store_reads_and_drafts_nothing_outside_its_text_and_vocabulary(tmp_path: Path) -> None:
     text = [1, 2, 3, 1, 2, 3, 1, 2]
     whole = Datastore.load(changed_store(tmp_path / "whole", text, lambda *_: None))
     assert 3 in whole.tree(text, 8).tokens
@@ -166,7 +166,7 @@ def test_damage_leads_out_of_no_text_and_drafts_no_token_outside_the_vocabulary(
     assert all(token < 4 for token in found)
 
 
-def test_several_may_write_one_store_at_once(tmp_path: Path) -> None:
+def test_concurrent_writers_leave_one_complete_store(tmp_path: Path) -> None:
     stores = [Datastore.build([[number] * (4000 + number)], 9) for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda store: [store.save(tmp_path / "some.store") for _ in range(5)], stores))
@@ -219,7 +219,7 @@ def test_frequent_continuations_of_common_strings_are_kept_up_to_date() -> None:
     assert automaton.tree(8).tokens[0] == 7
 
 
-def test_the_drafter_draws_on_the_store_and_on_the_text() -> None:
+def test_the_drafter_uses_the_datastore_and_the_text() -> None:
     store = Datastore.build([[1, 2, 3, 4, 5]], 10)
     run = SuffixDrafter(store).start(10, [[7, 8, 9, 7], [1]], random_rows(2))
     draft = run.propose(torch.tensor([8, 2]), None, 4)
@@ -243,7 +243,7 @@ def test_a_store_of_another_vocabulary_is_refused() -> None:
         SuffixDrafter(min_match=0)
 
 
-def test_only_a_part_of_many_occurrences_is_looked_at() -> None:
+def test_only_a_sample_of_many_occurrences_is_read() -> None:
     found = Datastore.build([[1, 2, 3] * 500], 4).tree([1, 2], 3)
     assert found.tokens == [3, 1, 2]
     seen = datastore.MOST_OCCURRENCES
