@@ -1,4 +1,4 @@
-"""Checks of counts that users pass."""
+"""Numbers that count something, as callers hand them over."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["check_counts", "check_sizes"]
 
 
 def check_counts(**counts: Any) -> None:
-    """Check that every named value is an integer of at least 1.
+    """Refuse numbers that are no integers of at least 1.
 
     Raises:
-        TypeError: a value is not an integer.
-        ValueError: a value is below 1.
+        TypeError: something else than an integer.
+        ValueError: a number below 1.
     """
     for name, count in counts.items():
         if not hasattr(count, "__index__"):
@@ -22,5 +22,5 @@ def check_counts(**counts: Any) -> None:
 
 
 def check_sizes(**sizes: Any) -> None:
-    """Check the named values that are not None, as ``check_counts`` does."""
+    """Do the same for numbers that may be left open: None stands for none."""
     check_counts(**{name: size for name, size in sizes.items() if size is not None})

@@ -18,7 +18,18 @@ from torch import Tensor
 
 import stree
 from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
-from stree.growth import RSDS, Calibrated, Chain, Confidence, DepthStop, DySpec, Eagle2, Growth, Plan, Static
+from stree.growth import (
+    RSDS,
+    Calibrated,
+    Chain,
+    Confidence,
+    DepthStop,
+    DySpec,
+    Eagle2,
+    Growth,
+    Plan,
+    Static,
+)
 from stree.growth.plan import Bound
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
@@ -74,7 +85,7 @@ def cheap_trees(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Doubling:
-    """A user's drafter, which drafts the pending token again, without values."""
+    """A drafter of the user's own, which drafts the pending token again and says nothing of its worth."""
 
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> Doubling:
         return self
@@ -130,14 +141,14 @@ def test_outputs_with_each_kind_of_growth_are_those_of_plain_decoding(name: str,
 
 
 class Opaque(Bound):
-    """A growth without a depth: drafted whole or not at all."""
+    """A growth without a depth: all of it or nothing."""
 
     def plan(self, budget: int) -> Plan:
         return Calibrated(depth=2).bind(self.sampling).plan(min(budget, 9))
 
 
 class Broken(Bound):
-    """A growth that cannot be planned."""
+    """A growth that cannot be laid out."""
 
     def plan(self, budget: int) -> Plan:
         raise ValueError("no tree of mine")

@@ -223,7 +223,7 @@ def drafter_probs(seed: int) -> Tensor:
 
 
 class Begun:
-    """A drafter after its first step, in which the verification of the root left a residual distribution.
+    """A drafter one step on: verification of the root has left a distribution.
 
     Args:
         drafter: draws candidate tokens from it.
