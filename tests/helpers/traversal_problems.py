@@ -183,7 +183,7 @@ CONTROLS: dict[str, Callable[[Problem, pytest.MonkeyPatch], tuple[Tensor, Tensor
 
 @dataclass(frozen=True)
 class OneDraft:
-    """Trees of one drafted token, every token of 200 pairs of laws: far apart to equal but for the last bit.
+    """Trees of one drafted token, every token of 200 pairs of distributions: far apart to equal but for the last bit.
 
     Attributes:
         tree: a root and its child.

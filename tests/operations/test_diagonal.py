@@ -208,7 +208,7 @@ def test_selective_step_commits_the_old_tree_then_scores_the_new_one(first: int,
     old = Selective.draw(draw_parents(2, 13), seed=1).to(dtype)
     new = Selective.draw(draw_parents(3, 11, padding=1), seed=2).to(dtype)
     old = replace(old, A=new.A, bias=new.bias)
-    # Rows below `first` stand in the stash already; the path goes through them.
+    # Rows below `first` are in the stash already; the path goes through them.
     kept, old_dt = first, torch.cat((new.sizes()[:, :first], old.sizes()[:, first:]), 1)
     old = replace(
         old,

@@ -196,7 +196,7 @@ def test_step_commits_the_old_tree_then_scores_the_new_one(first: int, dtype: to
     old = Problem(**{**old.__dict__, "A": new.A, "bias": new.bias})
     state, stash, old_dt, new_dt = old.state.clone(), old.stash(), old.sizes(), new.sizes()
     stash[0][:, :13], stash[1][:, :13] = old.xbc, old_dt
-    if first:  # rows that stand in the stash already; the path goes through them
+    if first:  # rows that are in the stash already; the path goes through them
         stash[0][:, :first], stash[1][:, :first] = new.xbc[:, :first], new_dt[:, :first]
         old = Problem(**{**old.__dict__, "xbc": torch.cat((new.xbc[:, :first], old.xbc[:, first:]), 1)})
         old_dt = torch.cat((new_dt[:, :first], old_dt[:, first:]), 1)

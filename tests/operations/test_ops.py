@@ -1,4 +1,4 @@
-"""stree.kernels.ops: checks, choice of implementation, fused steps, and that nothing waits for a device.
+"""stree.kernels.ops: checks, choice of implementation, fused steps, and that no operation synchronises with a device.
 
 Run: python -m pytest tests/operations/test_ops.py
 """
@@ -230,7 +230,7 @@ def test_steps_in_pieces_leave_the_same_stash_and_outputs(case: Any) -> None:
     pieces, _, run_pieces, _ = case(torch.float32)
     parents = draw_trees(padding=0)
     expected = run_whole(None, None, parents, 0)
-    run_pieces(None, None, parents, 0)  # rows below first stand as an earlier call left them
+    run_pieces(None, None, parents, 0)  # rows below first are those of an earlier call
     assert torch.allclose(run_pieces(None, None, parents, 5), expected[:, 5:], rtol=0, atol=1e-5)
     for mine, other in zip(whole, pieces, strict=True):
         assert torch.allclose(mine, other, rtol=0, atol=1e-5)

@@ -1,6 +1,6 @@
-"""Logits and their norms in one launch equal the same in torch, whatever rows they are made of.
+"""Softmax and its norms in one launch equal torch, for any layout of the rows.
 
-Run: TRITON_INTERPRET=1 python -m pytest tests/decode/test_triton_probs.py
+Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_softmax.py
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ CONTROLS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_distributions_that_are_wrong_in_one_thing_are_told_apart(control: str) -> None:
+def test_distributions_that_are_wrong_in_one_thing_are_rejected(control: str) -> None:
     logits = 3 * torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     check(*kernels.probs_and_norms(logits, 0.8, None), logits, 0.8)
     with pytest.raises(AssertionError):

@@ -238,7 +238,7 @@ def first_in_post_order(parents: list[int], shown: list[bool], node: int = 0) ->
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_coins_that_are_wrong_in_one_thing_are_told_apart(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coins_that_are_wrong_in_one_thing_are_rejected(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem.draw(12, 7, seed=4, kinds=(SAMPLED,), shape=[-1, 0, 0, 0, 1, 1, 2, 2, 4, 4, 6, 6])
     tested = Tested.of(problem)
     tested.check(problem, CLOSE)

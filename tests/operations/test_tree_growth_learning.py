@@ -1,6 +1,6 @@
 """What a table and a level learn from a verified tree is in one launch what it is in torch.
 
-Run: TRITON_INTERPRET=1 python -m pytest tests/test_triton_api.py
+Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_tree_growth_learning.py
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Step:
         is_dropped[:, 0] = False
         parents[(ancestor_mask(parents) & is_dropped[:, None]).any(-1)] = -1
         found = RATIOS[ratios](torch.rand(batch, n + 3, generator=generator))[:, :n]
-        found[parents < 0] = torch.nan  # nobody tests them
+        found[parents < 0] = torch.nan  # not tested
         is_live = drawn(4) > 0
         is_live[0] = True
         verdicts = Verdicts(parents, ancestor_mask(parents), numbers, found, is_live)
@@ -98,7 +98,7 @@ SUMS = ("tests", "passed")
 
 
 def check(step: Step) -> None:
-    """Compare what is learnt with the reference's in float64; every cell that nobody counts stays to the bit."""
+    """Compare what is learnt with the reference's in float64; every cell that is not counted stays bit for bit."""
     found = step.learnt(learning_kernel.learn, torch.float32)
     expected = step.learnt(reference.learn, torch.float64)
     for name in SUMS:
@@ -325,7 +325,7 @@ def test_a_text_is_read_token_by_token(seed: int, batch: int, m: int) -> None:
         with as_on_device(host_can_read=True):
             api.remember(memories[1], *given_tensors)
     one, other = memories
-    count = 2 * NUM_PLACES  # the last place is nobody's
+    count = 2 * NUM_PLACES  # the last place is unused
     assert torch.equal(one.places[:, :count], other.places[:, :count]) and torch.equal(one.last, other.last)
     for row, text in enumerate(texts):
         assert one.last[row].tolist() == [-1, -1, *text][-2:]

@@ -1,6 +1,6 @@
 """What traversal launches, reads and refuses, and that waves without a launch of their own are run all the same.
 
-Run: TRITON_INTERPRET=1 python -m pytest tests/verify/test_triton_traversal_launches.py
+Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_traversal_launches.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""stree.kernels.ops against stree.sampling and stree.verify, its kernels interpreted on the CPU.
+"""Random numbers, draws and MATCH of stree.kernels.ops against stree.sampling and stree.verify, kernels interpreted.
 
-Run: TRITON_INTERPRET=1 python -m pytest tests/test_triton_accept.py
+Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_sampling.py
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def test_a_whole_vocabulary_of_bfloat16_logits_with_strides_is_searched() -> Non
 
 
 def _younger_first(problem: Problem) -> Problem:
-    """Turn the order of all nodes but the root around where no parent stands behind its child."""
+    """Turn the order of all nodes but the root around where no parent comes after its child."""
     order = torch.tensor([0, *range(problem.tree.tokens.shape[1] - 1, 0, -1)])
     tree = TokenTree(problem.tree.tokens[:, order], problem.tree.parents)
     return Problem(tree, problem.logits, problem.seed, problem.sequences, problem.positions)
@@ -295,7 +295,7 @@ CONTROLS: dict[str, Callable[[Problem, Sampling], MatchedPath]] = {
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_a_walk_that_is_wrong_in_one_thing_is_told_apart(control: str) -> None:
+def test_a_walk_that_is_wrong_in_one_thing_is_rejected(control: str) -> None:
     problem, sampling = Problem.draw(12, 7, seed=4, favoured=1.0), Sampling(temperature=1.0)
     expected = problem.expected(sampling)
     assert is_same(problem.walk(sampling, "triton"), expected)

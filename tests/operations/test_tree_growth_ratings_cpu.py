@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from growth_problems import SIZES, Ranked, begun, some_siblings, some_table
+from helpers.growth_problems import SIZES, Ranked, begun, some_siblings, some_table
 from helpers.on_device import treat_as_on_device
 from torch import Tensor
 
@@ -132,7 +132,7 @@ WRONG_CHILDREN: dict[str, Callable[[Siblings], Siblings]] = {
 
 
 @pytest.mark.parametrize("control", WRONG_CHILDREN)
-def test_ratings_that_are_wrong_in_one_thing_are_told_apart(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ratings_that_are_wrong_in_one_thing_are_rejected(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table, children = some_table(3, 6, 1, CPU), some_siblings(3, 12, 5, 1, CPU)
     check_ratings(table, children)
     rate = reference.rate_by_table
@@ -210,7 +210,7 @@ def with_given(ranked: Ranked, **changes: Any) -> Ranked:
 
 
 def with_others(ranked: Ranked, name: str) -> Ranked:
-    """Give children whose tokens, or what they stand behind, are those of others."""
+    """Give children whose tokens, or what they follow, are those of others."""
     words = of(ranked)
     return with_given(ranked, words=replace(words, **{name: getattr(words, name).roll(1, -1)}))
 
@@ -231,7 +231,7 @@ WRONG_RANKS: dict[str, Callable[[Ranked], Ranked]] = {
 
 
 @pytest.mark.parametrize("control", WRONG_RANKS)
-def test_ratings_by_rank_that_are_wrong_in_one_thing_are_told_apart(
+def test_ratings_by_rank_that_are_wrong_in_one_thing_are_rejected(
     control: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranked = Ranked.draw(3, 12, 5, 2, CPU)
@@ -242,7 +242,7 @@ def test_ratings_by_rank_that_are_wrong_in_one_thing_are_told_apart(
         check_ranks(ranked)
 
 
-def test_the_door_calls_the_compiled_code_on_the_cpu_and_torch_where_it_must_not_wait(
+def test_the_api_calls_the_compiled_code_on_the_cpu_and_torch_where_the_host_must_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []

@@ -1,6 +1,6 @@
 """Whole drafts grown by Triton kernels: the same trees as in torch, few launches a layer, and builds that sizes choose.
 
-Run: TRITON_INTERPRET=1 python -m pytest tests/test_triton_growth_launches.py
+Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_tree_growth_launches.py
 """
 
 from __future__ import annotations

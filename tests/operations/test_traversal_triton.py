@@ -1,6 +1,6 @@
 """stree.kernels.traversal.api against stree.verify.traversal, its kernels interpreted on the CPU.
 
-Run: TRITON_INTERPRET=1 python -m pytest tests/verify/test_triton_traversal.py
+Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_traversal_triton.py
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def test_coins_are_tossed_with_the_numbers_of_their_own_purpose() -> None:
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_coins_that_are_wrong_in_one_thing_are_told_apart(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coins_that_are_wrong_in_one_thing_are_rejected(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem.draw(12, 7, seed=4, kinds=(SAMPLED,), shape=[-1, 0, 0, 0, 1, 1, 2, 2, 4, 4, 6, 6])
     found = problem.found()
     problem.check(found)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from growth_problems import KINDS, LAYERS, Forest, Given, relative_values, some_values
+from helpers.growth_problems import KINDS, LAYERS, Forest, Given, relative_values, some_values
 from helpers.on_device import treat_as_on_device
 from torch import Tensor
 
@@ -115,7 +115,7 @@ WRONG_CHOICES: dict[str, Choose] = {
 
 
 @pytest.mark.parametrize("control", WRONG_CHOICES)
-def test_choices_that_are_wrong_in_one_thing_are_told_apart(control: str) -> None:
+def test_choices_that_are_wrong_in_one_thing_are_rejected(control: str) -> None:
     value, left = some_values("ties", 3, 24, seed=0, device=CPU), torch.tensor([14, 9, 20])
     given = value, left, relative_values(15, 3, CPU), Terms(15, 0.3, 2)
     check_choice(*given)
@@ -142,7 +142,7 @@ def check_layer(found: GrownTree, expected: GrownTree, layer: Layer, given: Give
     taken = expected._parents[:, expected.size - expected.frontier_value.shape[1] : end] >= 0
     width = int(taken.sum(1).max()) if layer.slots is None else taken.shape[1] * bool(taken.any())
     assert went == bool(width) and size == end - taken.shape[1] + width
-    assert not bool(taken[:, width:].any()), "slots that are taken stand first"
+    assert not bool(taken[:, width:].any()), "slots that are taken come first"
     for name in ("tokens", "parents", "depths", "mask", "values"):
         one, other, old = (getattr(tree, name) for tree in (found._columns, expected._columns, before))
         last = size - (name == "values")
@@ -215,7 +215,7 @@ def test_strides_of_what_is_appended_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("change", [{"num_nodes": 7}, {"num_nodes": None}, {"frontier": 1}, {"width": 4}], ids=str)
-def test_a_layout_that_is_wrong_in_one_thing_is_told_apart(
+def test_a_layout_that_is_wrong_in_one_thing_is_rejected(
     change: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = LAYERS["pruned"]
@@ -239,7 +239,7 @@ def test_a_layout_that_is_wrong_in_one_thing_is_told_apart(
     assert noticed
 
 
-def test_the_door_calls_the_compiled_code_on_the_cpu_and_torch_where_it_must_not_wait(
+def test_the_api_calls_the_compiled_code_on_the_cpu_and_torch_where_the_host_must_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []

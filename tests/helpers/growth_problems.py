@@ -63,7 +63,7 @@ def some_siblings(batch: int, above: int, ranks: int, seed: int, device: torch.d
 
 
 def said(batch: int, above: int, ranks: int, seed: int, device: torch.device = DEVICE) -> tuple[Memory, Words]:
-    """Draw texts of few words, and children of nodes of a tree, or of its root, that may stand in them already."""
+    """Draw texts of few words, and children of nodes of a tree, or of its root, that may be in them already."""
     generator = torch.Generator().manual_seed(seed)
 
     def words_of(*shape: int) -> Tensor:
@@ -100,7 +100,7 @@ class Ranked(NamedTuple):
 
 
 def begun(ranked: Ranked) -> Ranked:
-    """Give the children of roots that no token stands before, where a text holds whatever is looked up."""
+    """Give the children of roots that no token precedes, where a text holds whatever is looked up."""
     memory, words = ranked.memory, ranked.given.words
     assert words is not None
     words = replace(words, parents=torch.full_like(words.parents, -1))

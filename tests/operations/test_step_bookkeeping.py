@@ -1,6 +1,6 @@
-"""What a step writes down in one launch is what torch's operators write down.
+"""What a step records in one launch equals what torch records.
 
-Run: TRITON_INTERPRET=1 python -m pytest tests/decode/test_triton_bookkeeping.py
+Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_step_bookkeeping.py
 """
 
 # Operands travel as lists of any length, which a type checker cannot count against a signature.
@@ -109,7 +109,7 @@ def test_a_path_on_columns_by_hand() -> None:
 def test_a_path_on_nodes_is_the_same(seed: int, batch: int, n: int, m: int) -> None:
     draw = numbers(seed)
     path, lengths = paths(draw, batch, n, m)
-    path = torch.where(path < 0, draw(-1, n + 3, batch, m).int(), path)  # past a length anything may stand
+    path = torch.where(path < 0, draw(-1, n + 3, batch, m).int(), path)  # anything may follow a length
     wanted = [
         [float(node in row[:length]) for node in range(n)]
         for row, length in zip(path.tolist(), lengths.tolist(), strict=True)
@@ -124,20 +124,20 @@ def test_a_path_on_nodes_is_the_same(seed: int, batch: int, n: int, m: int) -> N
 
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(2, 40), st.integers(1, 16))
 @settings(max_examples=40, deadline=None)
-def test_a_path_that_waits_is_the_same(seed: int, batch: int, n: int, m: int) -> None:
+def test_a_deferred_path_is_the_same(seed: int, batch: int, n: int, m: int) -> None:
     draw = numbers(seed)
     torch.manual_seed(seed)
     path, lengths = paths(draw, batch, n, m)
-    path = torch.where(path < 0, draw(-1, n, batch, m).int(), path)  # past a length anything may stand
+    path = torch.where(path < 0, draw(-1, n, batch, m).int(), path)  # anything may follow a length
     committed = draw(0, 50, batch).int()
     made = []
     for launches in (False, True):
-        waiting, known = CatchUp(draw(1, 9, batch, 16), draw(1, 9, batch).int()), on_device(committed)
-        waiting = CatchUp(on_device(waiting.path), on_device(waiting.lengths))
+        deferred, known = CatchUp(draw(1, 9, batch, 16), draw(1, 9, batch).int()), on_device(committed)
+        deferred = CatchUp(on_device(deferred.path), on_device(deferred.lengths))
         wide = on_device(torch.cat([path, path], 1))[:, :m]
         with as_on_device(triton=launches, host_can_read=True):
-            bookkeeping.defer_path(wide, on_device(lengths), waiting, known)
-        made.append((waiting.path.cpu(), waiting.lengths.cpu(), known.cpu()))
+            bookkeeping.defer_path(wide, on_device(lengths), deferred, known)
+        made.append((deferred.path.cpu(), deferred.lengths.cpu(), known.cpu()))
     for one, other in zip(*made, strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
     assert torch.equal(made[1][2], committed + lengths)
@@ -183,8 +183,8 @@ def test_rows_of_the_same_widths_share_a_build_whatever_the_tree(monkeypatch: py
         with launch_keys(monkeypatch) as keys:
             bookkeeping.copy_rows(torch.zeros(batch, 16, dtype=torch.long, device=DEVICE), begins, sources, rows)
             path, lengths = torch.zeros(batch, n % 13, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
-            waiting = CatchUp(on_device(torch.zeros(batch, 16).long()), on_device(lengths))
-            bookkeeping.defer_path(on_device(path), on_device(lengths), waiting, on_device(lengths))
+            deferred = CatchUp(on_device(torch.zeros(batch, 16).long()), on_device(lengths))
+            bookkeeping.defer_path(on_device(path), on_device(lengths), deferred, on_device(lengths))
         found.append(keys)
     assert [name for name, _ in found[0]] == ["rows_kernel", "defer_kernel"]
     assert found[0] == found[1] == found[2]

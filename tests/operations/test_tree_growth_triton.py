@@ -1,6 +1,6 @@
 """One layer of growth in Triton equals the same in torch: the slots chosen, their ratings, the columns appended.
 
-Run: TRITON_INTERPRET=1 python -m pytest tests/test_triton_growth.py
+Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_tree_growth_triton.py
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from growth_problems import (
+from helpers.growth_problems import (
     DEVICE,
     KINDS,
     LAYERS,
@@ -134,7 +134,7 @@ def test_what_a_text_holds_is_known_by_its_last_two_words_and_the_tree_s() -> No
     nothing.places[:] = True
     root = Words(children[:1], tokens[:1].to(DEVICE), parents[:1].to(DEVICE), 1, torch.tensor([0], device=DEVICE))
     pairs, triples = reference._are_held(nothing, root)
-    assert bool(pairs.all()) and not bool(triples.any()), "behind what no token stands before there is no triple"
+    assert bool(pairs.all()) and not bool(triples.any()), "after a single token there is no triple"
 
 
 @pytest.fixture
