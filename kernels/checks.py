@@ -1,4 +1,4 @@
-"""Checks of tensors: shapes, dtypes and devices always, values only where reading them waits for nothing."""
+"""Checks of tensors: shapes, dtypes and devices always, values where the host can read them freely."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 import torch
 from torch import Tensor
 
-from stree.kernels.topology import AcceptedPath, Topology, reads_freely
+from stree.kernels.dispatch import host_can_read
+from stree.kernels.topology import AcceptedPath, Topology
 
 Parents = Tensor | Topology
 Path = Tensor | AcceptedPath
@@ -50,7 +51,7 @@ def take_topology(parents: Parents, batch: int, first: int, like: Tensor) -> Top
         trusted = not DEBUG
     else:
         tensor = parents
-        trusted = not (reads_freely(tensor) or DEBUG)
+        trusted = not (host_can_read(tensor) or DEBUG)
     check_batch(batch)
     if tensor.ndim != 2 or tensor.shape[0] != batch or tensor.dtype != torch.int32 or tensor.device != like.device:
         check("parents", tensor, "int32", (batch, tensor.shape[-1] if tensor.ndim else 1), like)
@@ -110,7 +111,7 @@ def check_path(path: Path, path_lengths: Tensor | None, batch: int, like: Tensor
 
 
 def _check_nodes(path: Tensor, path_lengths: Tensor) -> None:
-    """Require lengths that the path has room for and nodes where it says so; reads the values."""
+    """Require lengths that fit into the path and nodes up to each length; reads the values."""
     room = path.shape[1]
     if bool(((path_lengths < 0) | (path_lengths > room)).any()):
         raise ValueError(f"path_lengths must be in [0, {room}], got {path_lengths.tolist()}")

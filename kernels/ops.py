@@ -1,4 +1,4 @@
-"""Every public operation on token trees: signature, meaning and shapes; `stree.kernels.dispatch` checks and calls.
+"""Every public operation on token trees: signature, meaning and shapes.
 
 Axes: b batch, n nodes, h heads, g groups, p headdim, s dstate, c channels, w filter width, m entries of a path, N nodes
 that a stash has room for.  A tensor is of any floating dtype unless said otherwise; "wide x" is float32, or float64
@@ -17,14 +17,14 @@ Common to all operations:
   so many independent rows, so the layers of a model may be stacked into it.
 - A `*_step` is exactly: commit of `path` from the stash (skipped when `path` is None), copy of the new rows
   first..n - 1 into the stash, scan of stash rows 0..n - 1.  Rows below `first` are in the stash from earlier calls.
-- `folded`: a second stash that `path` is committed from, read only; None: the stash itself.  A caller who alternates
+- `previous`: a second stash that `path` is committed from, read only; None: the stash itself.  A caller who alternates
   between two saves the Triton version a launch.
 - `backend`: "reference", "triton" or "auto" (Triton for CUDA tensors where that operation has a Triton version, else
   the reference).  "triton" never falls back; it takes tensors of which at least the last dimension is contiguous, of
   states, windows and matrices the last ones, and names one that is not.
 
 Shapes, dtypes and devices are checked always, before anything is written; values (order of parents) only for bare CPU
-tensors, or everywhere under STREE_DEBUG=1: on the way through a layer nothing waits for a device.  A shape, device,
+tensors, or everywhere under STREE_DEBUG=1: a layer never synchronises with a device.  A shape, device,
 parent or value that disagrees raises ValueError, a dtype TypeError, backend="triton" where it cannot run RuntimeError,
 and sizes that the Triton version has no tiles for NotImplementedError.
 """
@@ -36,8 +36,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from stree.kernels.checks import Parents, Path
-from stree.kernels.dispatch import TRITON, Backend, operation
+from stree.kernels.checks import Parents, Path, check
+from stree.kernels.dispatch import TRITON, Backend
+from stree.kernels.sampling.reference import MatchedPath
+from stree.kernels.shapes import operation
 from stree.kernels.topology import AcceptedPath, Topology
 
 __all__ = [
@@ -45,16 +47,19 @@ __all__ = [
     "TRITON",
     "AcceptedPath",
     "Backend",
+    "MatchedPath",
     "Parents",
     "Path",
     "Topology",
     "attention_step",
+    "choice",
     "conv_commit",
     "conv_step",
     "delta_inputs",
     "diagonal_commit",
     "diagonal_step",
     "diagonal_tree_scan",
+    "draw_distinct",
     "experts",
     "gated_activation",
     "gated_delta_commit",
@@ -62,6 +67,8 @@ __all__ = [
     "gated_delta_tree_scan",
     "gated_rms_norm",
     "kv_commit",
+    "match_accept",
+    "philox_uniform",
     "rms_norm",
     "rms_norm_add",
     "rotary",
@@ -128,13 +135,13 @@ def ssd_commit(
     "mamba2.kernel", "g divides h", "n <= N",
     state="b h p s: wide xbc", stash_xbc="b N h*p+2*g*s", stash_dt="b N h: wide xbc", xbc="b n-first h*p+2*g*s",
     dt="b n-first h", A="h", dt_bias="h?", headdim="= p", ngroups="= g", D="h?",
-    folded=("b F h*p+2*g*s", "b F h: wide xbc"),
+    previous=("b F h*p+2*g*s", "b F h: wide xbc"),
 )  # fmt: skip
 def ssd_step(
     state: Tensor, stash_xbc: Tensor, stash_dt: Tensor, path: Path | None, path_lengths: Tensor | None, xbc: Tensor,
     dt: Tensor, A: Tensor, dt_bias: Tensor | None, parents: Parents, *, headdim: int, ngroups: int,
     D: Tensor | None = None, dt_limit: tuple[float, float] = (0.0, float("inf")), first: int = 0,
-    folded: tuple[Tensor, Tensor] | None = None, backend: Backend = "auto",
+    previous: tuple[Tensor, Tensor] | None = None, backend: Backend = "auto",
 ) -> Tensor:  # fmt: skip
     """Commit the last path of a Mamba-2 layer, stash the new rows, scan the new tree.
 
@@ -197,12 +204,12 @@ def gated_delta_commit(
     "delta_rule.kernel", "hk divides hv", "n <= N",
     state="b hv dk dv: wide v", stash_k="b N hk dk", stash_u="b N hv dv", stash_g="b N hv | b N hv dk",
     q="b n-first hk dk", k="b n-first hk dk", v="b n-first hv dv", g="b n-first hv | b n-first hv dk",
-    beta="b n-first hv", folded=("b F hk dk", "b F hv dv", "b F hv | b F hv dk"),
+    beta="b n-first hv", previous=("b F hk dk", "b F hv dv", "b F hv | b F hv dk"),
 )  # fmt: skip
 def gated_delta_step(
     state: Tensor, stash_k: Tensor, stash_u: Tensor, stash_g: Tensor, path: Path | None, path_lengths: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, parents: Parents, *,
-    scale: float | None = None, first: int = 0, folded: tuple[Tensor, Tensor, Tensor] | None = None,
+    scale: float | None = None, first: int = 0, previous: tuple[Tensor, Tensor, Tensor] | None = None,
     backend: Backend = "auto",
 ) -> Tensor:  # fmt: skip
     """Commit the last path of a gated delta layer, stash the new rows, scan the new tree, stash its u.
@@ -258,12 +265,12 @@ def selective_commit(
     "diagonal.kernel", "n <= N",
     state="b c s: wide x", stash_x="b N c", stash_dt="b N c: wide x", stash_B="b N s", x="b n-first c",
     dt="b n-first c", A="c s", B="b n-first s", C="b n-first s", dt_bias="c?", D="c?",
-    folded=("b F c", "b F c: wide x", "b F s"),
+    previous=("b F c", "b F c: wide x", "b F s"),
 )  # fmt: skip
 def selective_step(
     state: Tensor, stash_x: Tensor, stash_dt: Tensor, stash_B: Tensor, path: Path | None, path_lengths: Tensor | None,
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, dt_bias: Tensor | None, parents: Parents, *,
-    D: Tensor | None = None, first: int = 0, folded: tuple[Tensor, Tensor, Tensor] | None = None,
+    D: Tensor | None = None, first: int = 0, previous: tuple[Tensor, Tensor, Tensor] | None = None,
     backend: Backend = "auto",
 ) -> Tensor:  # fmt: skip
     """Commit the last path of a Mamba-1 layer, stash the new rows, scan the new tree.
@@ -433,8 +440,8 @@ def attention_step(
     """
 
 
-# Norms between layers.  From here on rows do not meet, and nothing knows a tree.  A tensor may be a view with a common
-# stride between rows.  Sums and products are float32, and results are rounded once.
+# Norms between layers.  From here on rows are independent and no operation takes a tree.  A tensor may be a view with a
+# common stride between rows.  Sums and products are float32, and results are rounded once.
 
 
 @operation("fused.norm", "groups divides c", x="... n c", gate="... n c", weight="c")
@@ -546,7 +553,7 @@ def experts(
     x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, *, activation: str = "silu",
     gated: bool = True, backend: Backend = "auto",
 ) -> Tensor:  # fmt: skip
-    """Run the experts that every row is routed to, and add up what they give.
+    """Run the experts that every row is routed to, and add up their outputs.
 
         y[t] = sum over k of weights[t, k] down[e] (act(gate[e] x[t]) * (up[e] x[t]))        e = index[t, k]
 
@@ -562,3 +569,97 @@ def experts(
         y, float[t, c].
     """
     _check_choice("activation", activation, ACTIVATIONS)
+
+
+# Between verify and commit: random numbers, draws and the MATCH walk.  Counter-based numbers (Philox 4x32-10, Salmon et
+# al., SC 2011) depend on a key and a counter alone, so they are equal bit for bit on every backend.
+
+
+def _check_seed(seed: int | Tensor | None, like: Tensor) -> None:
+    """Require an integer or int64[] on the device of a tensor."""
+    if isinstance(seed, Tensor):
+        check("seed", seed, "int64", (), like)
+
+
+@operation("sampling.kernel", position="...: int64", sequence="...: int64", node="...: int64")
+def philox_uniform(
+    position: Tensor, sequence: Tensor, node: Tensor, *, seed: int | Tensor, purpose: int = 0, backend: Backend = "auto"
+) -> Tensor:
+    """Compute the uniform number of each counter (position, sequence, purpose, node) under the key `seed`.
+
+    Equal to `stree.sampling.Random.uniform`.  Words count modulo 2^32, the seed modulo 2^64.
+
+    Args:
+        seed: any integer; or int64[], which a captured launch reads anew whenever it is replayed.
+        purpose: what the numbers are for; 0 is the target's own tokens.
+
+    Returns:
+        float64[...], 53 random bits, in [0, 1).
+    """
+    _check_seed(seed, position)
+
+
+@operation("sampling.kernel", "vocab > 0", probs="... vocab", uniform="...: float64")
+def choice(probs: Tensor, uniform: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """Draw one index from each distribution by inversion of its cumulative sums.
+
+    Weights are rounded to multiples of 2^-60 and summed as integers, which no order of summation changes: every
+    backend and device gives the same index.  `stree.sampling.Random.choice` sums in float64 from left to right.  Where
+    all weights are multiples of 2^-50, as float32 weights above 2^-27 are, its sums are exact too and the index is the
+    same; else it is, unless the number falls within about vocab * 2^-53 of a boundary.
+
+    Args:
+        probs: not negative, summing to at most 4; the sum need not be one.  A distribution of zeros gives index 0.
+        uniform: in [0, 1).
+
+    Returns:
+        int64[...]; never an index whose weight is below 2^-61, unless all are.
+    """
+
+
+@operation("sampling.kernel", "vocab > 0", dist="b rows vocab", uniform="b rows count: float64")
+def draw_distinct(
+    dist: Tensor, uniform: Tensor, *, least: float = 0.0, backend: Backend = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Draw several indices from each distribution without replacement, one after the other, as `choice` does.
+
+    Args:
+        dist: not negative, summing to at most 4; the sum need not be one.  Weights below 2^-61 count as 0.
+        uniform: in [0, 1).
+        least: nothing is drawn from less than this share of a distribution.
+
+    Returns:
+        int64[b, rows, count] indices in draw order, and their probabilities under `dist`, of its dtype: 0 where
+        nothing was left to be drawn from, and the index is then meaningless.
+    """
+
+
+@operation(
+    "sampling.kernel", "vocab > 0",
+    tokens="b n: int64", scores="b n vocab", sequences="b: int64?", positions="b: int64?",
+)  # fmt: skip
+def match_accept(
+    tokens: Tensor, parents: Parents, scores: Tensor, *, max_depth: int | None = None, seed: int | Tensor | None = None,
+    sequences: Tensor | None = None, positions: Tensor | None = None, backend: Backend = "auto",
+) -> MatchedPath:  # fmt: skip
+    """Draw the target's token at every node and follow the children that carry what was drawn (MATCH).
+
+    Without a seed the draw is the argmax, the first of equals (greedy).  With one it is `choice` by the number of
+    counter (positions + depth + 1, sequences, 0, 0): one number a position, whatever the tree, which is what plain
+    sampling at that position draws by.  Of several paths that match (siblings of the same token), the deepest counts,
+    the elder of equals.
+
+    Args:
+        tokens: token of each node.
+        scores: logits without a seed, distributions as `choice` takes them with one; not NaN.
+        max_depth: bound of the depths; the returned paths have min(n, max_depth + 1) entries.  None: n - 1.
+        seed: key of the numbers, an integer or int64[], or None for greedy.
+        sequences: with a seed.
+        positions: of the root; with a seed.
+    """
+    if max_depth is not None and max_depth < 0:
+        raise ValueError(f"max_depth must not be negative, got {max_depth}")
+    for name, words in (("sequences", sequences), ("positions", positions)):
+        if (words is None) != (seed is None):
+            raise ValueError(f"seed, sequences and positions go together, got seed {seed} and {name} {words}")
+    _check_seed(seed, scores)

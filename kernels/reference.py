@@ -2,7 +2,7 @@
 
 A *matrix state*, S_i = decay_i S_parent + k_i u_i^T, carries Mamba-2, gated DeltaNet, KDA and lightning attention
 (`matrix_tree`, `matrix_commit`); a *diagonal state*, h_i = a_i h_parent + x_i, carries Mamba-1 and RG-LRU
-(`diagonal_tree`, `diagonal_update`).  What a family adds to them stands in its folder: `mamba2/reference.py`,
+(`diagonal_tree`, `diagonal_update`).  What a family adds to them is in its folder: `mamba2/reference.py`,
 `delta_rule/reference.py`, `diagonal/reference.py`, `conv/reference.py`, `attention/reference.py`.  The Triton kernels
 are measured against all of these.  `kernels/README.md` derives the closed forms; `stree.kernels.ops` documents and
 checks arguments: references trust their callers.
@@ -107,7 +107,7 @@ def _path_decays(log_decay: Tensor, topology: Topology, first: int, dtype: torch
     if n == 1:
         return log_decay.to(dtype).exp(), None
     sums = torch.bmm(topology.path_sum, log_decay.double().flatten(2)).view(log_decay.shape)
-    heads = sums.transpose(1, 2).contiguous()  # [b, h, n(, s)]: what follows keeps nodes innermost, as products want
+    heads = sums.transpose(1, 2).contiguous()  # [b, h, n(, s)]: what follows keeps nodes innermost, for the products
     pair = heads[:, :, first:, None] - heads[:, :, None]
     hidden = topology.hidden[:, None, first:]
     pair.masked_fill_(hidden if log_decay.ndim == 3 else hidden[..., None], -torch.inf)

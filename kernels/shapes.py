@@ -1,17 +1,75 @@
-"""Writes out the checks of an operation from the shapes of its arguments; `stree.kernels.dispatch.operation` has them.
+"""The decorator that declares an operation: it writes out the checks of its arguments from their shapes.
 
-`write_checks` gives Python source: one straight line of comparisons for each tensor, with a message for each mistake.
+An operation of `stree.kernels.ops` is a declaration: signature, docstring, shapes.  `operation` turns it into a
+function that checks every argument, makes a `Topology` of the trees and an `AcceptedPath` of the path, and calls the
+function of the same name in the reference or, for CUDA tensors, in the Triton module, which is imported only then.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import linecache
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["write_checks"]
+from stree.kernels import checks
+from stree.kernels.dispatch import REFERENCE, TRITON, choose
+
+__all__ = ["operation", "write_checks"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def operation(
+    triton: str, *rules: str, bare_path: str | None = None, **shapes: str | tuple[str, ...]
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Declare an operation on tensors of given shapes; the decorated function's body checks values, if anything.
+
+    A shape is a list of axes.  Equal names are equal sizes; the first tensor in the signature that has a name sets it.
+
+        x="b n h p"              a floating tensor with these axes
+        y="b n-first 2*h"        an axis may be an expression of names and of integer arguments
+        D="h?"                   a tensor or None
+        A="h | b h"              either; all arguments with alternatives take the same one
+        x="... n c"              any further axes in front
+        lengths="b: int32"       another dtype
+        state="b h p: wide x"    float32, or float64 where x is
+        previous=("b F c", "b F")  a tuple of tensors, or None
+        ngroups="= g"            an integer argument that is the size of an axis
+
+    `parents` is int32[b, n] or a `Topology`, and `path` with `path_lengths` int32[b, m] and int32[b], an
+    `AcceptedPath` or None; implementations take them as `topology` and `accepted`.
+
+    The checks run for every layer of every step, so they are written out as one function, as dataclasses write theirs:
+    a loop over shapes takes twice as long.  Tracebacks show it, and so does `inspect.getsource` of its code.
+
+    Args:
+        triton: module of the Triton version, below stree.kernels; the reference is reference.py in the same folder.
+        rules: what sizes must satisfy: "n <= N", "g divides h".
+        bare_path: axis that counts the paths, for an implementation that takes `path` and `path_lengths` as they are.
+        shapes: of each argument.
+    """
+
+    def declare(function: Callable[P, R]) -> Callable[P, R]:
+        op = function.__name__
+        REFERENCE[op] = f"stree.kernels.{triton.rpartition('.')[0]}.reference"
+        TRITON[op] = f"stree.kernels.{triton}"
+        source = write_checks(function, shapes, rules, bare_path)
+        defaults = {f"default_{name}": p.default for name, p in inspect.signature(function).parameters.items()}
+        names: dict[str, Any] = {**vars(checks), "choose": choose, "declared": function} | defaults
+        file = f"<checks of {op}>"
+        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+        exec(compile(source, file, "exec"), names)
+        call: Callable[P, R] = functools.update_wrapper(names[op], function)
+        listed = ", ".join(f"{name} [{text}]" for name, text in shapes.items())
+        call.__doc__ = f"{function.__doc__}\n\n    Shapes: {listed}."
+        return call
+
+    return declare
 
 
 def write_checks(
@@ -24,7 +82,7 @@ def write_checks(
 
     It has the signature of `function` and uses the names of `stree.kernels.checks`, `choose`, `declared` (`function`
     itself, where its body checks values) and `default_x` for the default of x.  For what the arguments mean see
-    `stree.kernels.dispatch.operation`.
+    `operation`.
     """
     return _Source(function, shapes, rules, bare_path).write()
 
@@ -57,7 +115,7 @@ class _Source:
             elif text:
                 self._shapes[name] = [_Shape.parse(name, text)]
         every = [shape for part in self._shapes.values() for shape in part]
-        self._like = every[0]
+        self._like = next((shape for shape in every if shape.kind == "float"), every[0])
         self._is_named_whole = False  # whether every size of the first tensor gets its name there
         self._chooser = next((shape for shape in every if len(shape.options) > 1), None)
 
@@ -169,7 +227,8 @@ class _Source:
 
     def _take_topology(self) -> None:
         """Check the trees and count their nodes, or compare with the rows that there are for them."""
-        self._line(1, f"topology = take_topology(parents, _b, first, {self._like.name})")
+        first = "first" if "first" in self._parameters else "0"
+        self._line(1, f"topology = take_topology(parents, _b, {first}, {self._like.name})")
         if "n" in self._origins:
             self._line(1, f"check_nodes({self._origins['n'].partition(' ')[0]!r}, _n, topology)")
         else:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stree.kernels.walk import walk_slots
+from stree.kernels.step.walk import walk_slots
 
 MAX_NODES, MAX_HEADDIM, MAX_DSTATE = 128, 128, 256
 MAX_ATTENTION_HEADDIMS = (576, 512)  # of keys and of values
@@ -151,7 +151,7 @@ class DiagonalTile:
         dstate: states of a channel padded to a power of two.
         nodes: nodes in a pass of the loop that stashes.
         ahead: nodes whose rows are loaded together.
-        slots: states that may wait at once.
+        slots: states that are kept at once.
         warps: warps a program.
         stages: unused by these kernels, whose loops load ahead themselves.
     """
@@ -166,7 +166,7 @@ class DiagonalTile:
 
     @classmethod
     def of(cls, n: int, dstate: int, channels: int) -> DiagonalTile:
-        """Choose a tile for so many channels of all sequences: one warp, which never waits for another."""
+        """Choose a tile for so many channels of all sequences: one warp, which needs no barrier."""
         width = padded(dstate, 1)
         states, ahead, warps = _DIAGONAL[channels * dstate >= 2**18]
         return cls(min(32, max(1, states // width)), width, 16, ahead, walk_slots(n), warps, 1)
@@ -330,7 +330,7 @@ def padded(size: int, least: int = 16) -> int:
 
 
 def interpreted() -> bool:
-    """Tell whether Triton interprets its kernels on the CPU."""
+    """Whether Triton interprets its kernels on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -1,52 +1,34 @@
 """The shape of a batch of token trees and of their accepted paths, computed once a step and read by every layer.
 
-It knows indices only: no tokens, no model, no layer.  Everything here has fixed shapes and never reads the device.
+Indices only: no tokens, no model, no layer.  Everything here has fixed shapes and never reads the device.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from stree.kernels.dispatch import Backend, uses_triton
+from stree.kernels.step.walk import depth_first_walk
 from stree.kernels.tiles import MAX_NODES
 from stree.kernels.tree_indices import ancestor_bits, ancestor_mask, conv_rows, jump_rows, take_rows
-from stree.kernels.walk import depth_first_walk
 
 __all__ = [
     "AcceptedPath",
-    "Backend",
     "Topology",
     "ancestor_bits",
     "ancestor_mask",
     "conv_rows",
-    "is_launched",
     "jump_rows",
     "most_nodes",
-    "reads_freely",
     "take_rows",
 ]
 
-Backend = Literal["auto", "reference", "triton"]
-
-waits_always = False  # set by tests, so that the code that a device would run is run on the CPU
-launches_always = False  # likewise for what Triton kernels need and make, under the interpreter
-
-
-def reads_freely(tensor: Tensor) -> bool:
-    """Tell whether the host can read a tensor without waiting for a device."""
-    return tensor.device.type == "cpu" and not waits_always
-
-
-def is_launched(tensor: Tensor) -> bool:
-    """Tell whether Triton kernels make the indices of a tensor, and read them."""
-    return tensor.is_cuda or launches_always
-
 
 def _launches(backend: Backend, tensor: Tensor) -> bool:
-    return backend == "triton" or (backend == "auto" and is_launched(tensor))
+    return backend == "triton" or (backend == "auto" and uses_triton(tensor))
 
 
 def most_nodes(device: torch.device, dtype: torch.dtype) -> int | None:

@@ -54,7 +54,7 @@ def conv_rows(parents: Tensor, width: int) -> Tensor:
         width: taps of the filter.
 
     Returns:
-        int64[batch, n, width], oldest tap first, as the weights of conv1d stand.
+        int64[batch, n, width], oldest tap first, the order of conv1d's weights.
     """
     batch, n = parents.shape
     history = width - 1
@@ -70,7 +70,7 @@ def conv_rows(parents: Tensor, width: int) -> Tensor:
 
 
 def jump_rows(parents: Tensor) -> tuple[Tensor, ...]:
-    """List each node's ancestor 1, 2, 4, ... edges up; row n stands for everything above the root.
+    """List each node's ancestor 1, 2, 4, ... edges up; row n is everything above the root.
 
     Args:
         parents: int[batch, n].

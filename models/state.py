@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.kernels.topology import AcceptedPath, Topology, reads_freely
+from stree.kernels.dispatch import host_can_read
+from stree.kernels.topology import AcceptedPath, Topology
 from stree.models.checks import describe, is_integer
 from stree.models.deferred_commit import MAX_DEFERRED, DeferredCommit
 from stree.models.layers.base import LayerSpec, LayerStack, Prefilled, Site
@@ -103,7 +104,7 @@ class DecodeState:
         if rows.dim() != 1 or not is_integer(rows):
             raise ValueError(f"batch_indices must be int[batch], got {describe(rows)}")
         rows = rows.long()
-        if reads_freely(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.batch_size:
+        if host_can_read(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.batch_size:
             raise ValueError(f"batch_indices must be in [0, {self.batch_size}), got {rows.tolist()}")
         self.apply_deferred()
         other = object.__new__(DecodeState)

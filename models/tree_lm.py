@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stree.checks import check_sizes
-from stree.kernels.topology import Topology, most_nodes, reads_freely
+from stree.kernels.dispatch import host_can_read
+from stree.kernels.topology import Topology, most_nodes
 from stree.models.checks import check_commit, check_first, check_path
 from stree.models.layers.base import state_dtype
 from stree.models.loading import load_model
@@ -185,7 +186,7 @@ class TreeLM(PatchedModel):
         positions = None
         if self.family.takes_positions:
             positions = (state.lengths[:, None] + tree.depths[:, first:]).long()
-            if reads_freely(tree.tokens) and not state.fixed_shapes:  # an exact bound is shorter, and free to read here
+            if host_can_read(tree.tokens) and not state.fixed_shapes:  # free to read here
                 step.length_bound = int(state.lengths.max())
         deferred = state.deferred if first == 0 else None
         if deferred is not None:
@@ -216,12 +217,12 @@ class TreeLM(PatchedModel):
         if state.pending is None:
             raise RuntimeError("commit needs a tree that was verified and not yet committed; call verify first")
         check_commit(path, path_lengths, state.batch_size)
-        if (state.pending.tree.is_checked and reads_freely(path)) or checks_everywhere():
+        if (state.pending.tree.is_checked and host_can_read(path)) or checks_everywhere():
             check_path(state.pending.tree, path, path_lengths)
         # A device is not read: there an empty path counts as the longest one that it could be.
-        longest = max(path_lengths.tolist(), default=0) if reads_freely(path_lengths) else path.shape[1]
+        longest = max(path_lengths.tolist(), default=0) if host_can_read(path_lengths) else path.shape[1]
         bound = state.length_bound + longest
-        if bound > state.max_length and state.fixed_shapes and not reads_freely(path):
+        if bound > state.max_length and state.fixed_shapes and not host_can_read(path):
             bound = state.max_length
         elif bound > state.max_length:
             bound = int((state.lengths + path_lengths).max())
@@ -271,7 +272,7 @@ class TreeLM(PatchedModel):
             raise ValueError(f"a tree of {n} nodes exceeds max_nodes {state.max_nodes}")
         if not 0 <= first < n:
             raise ValueError(f"first must be in [0, {n}), got {first}")
-        if not (tree.is_checked and reads_freely(tree.tokens)) and not checks_everywhere():
+        if not (tree.is_checked and host_can_read(tree.tokens)) and not checks_everywhere():
             return
         self.check_tokens(tree.tokens)
         deepest = int((state.lengths + tree.depths.max(1).values).max()) + 1

@@ -1,7 +1,4 @@
-"""Token trees: what a drafter proposes and what a target verifies.
-
-It knows tokens and parents only: no model, no drafting, no probabilities.
-"""
+"""Token trees, which a drafter proposes and the target verifies: tokens and parents, without probabilities."""
 
 from __future__ import annotations
 
@@ -13,13 +10,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from stree.kernels.topology import ancestor_mask, reads_freely
+from stree.kernels.dispatch import host_can_read
+from stree.kernels.topology import ancestor_mask
 
 __all__ = ["TokenTree", "checks_everywhere"]
 
 
 def checks_everywhere() -> bool:
-    """Tell whether STREE_DEBUG=1 asks for checks inside the loop and on device tensors too."""
+    """Whether STREE_DEBUG=1 is set: values are also checked inside the decode loop and on device tensors."""
     return os.environ.get("STREE_DEBUG", "0") == "1"
 
 
@@ -39,18 +37,18 @@ class TokenTree:
                            itself)          1 1 0 0 1 0
                                             1 0 1 0 0 1
 
-    Trees of one batch may differ; a shorter one is padded by nodes with parent -1 (at i > 0) and token 0.  Siblings
-    stand in the order in which they were drawn.
+    Trees of one batch may differ; a smaller one is padded with nodes of parent -1 (at i > 0) and token 0. Siblings are
+    in the order in which they were drawn.
 
     Attributes:
         tokens: int64[batch, n]; a 1-d input becomes a batch of one.
         parents: int32[batch, n]; parents[:, 0] == -1 and parents[:, i] < i.
-        depths: int32[batch, n], edges from the root; 0 for padding.
-        ancestor_mask: bool[batch, n, n], the node itself included; padding sees itself only.
-        is_checked: whether the constructor has looked at the values (False from ``unchecked``).
+        depths: int32[batch, n], distance from the root; 0 for padding.
+        ancestor_mask: bool[batch, n, n], the node itself included; for padding only itself.
+        is_checked: whether the constructor has checked the values (False from ``unchecked``).
 
     Raises:
-        TypeError: tokens or parents is not an integer tensor.
+        TypeError: tokens or parents are not integer tensors.
         ValueError: shapes disagree, or the parents are not a tree in topological order.
     """
 
@@ -66,10 +64,10 @@ class TokenTree:
             raise ValueError(f"tokens and parents must have one shape, got {[*tokens.shape]} and {[*parents.shape]}")
         if tokens.shape[1] == 0:
             raise ValueError("a tree must have at least its root, got 0 nodes")
-        # Copies: what was checked and derived must not change with the caller's tensors.
+        # Copies, so that a later change of the caller's tensors cannot invalidate the checks and the derived fields.
         _fill(self, tokens.to(torch.int64, copy=True), parents.to(torch.int32, copy=True), None, None)
-        if reads_freely(parents) or checks_everywhere():
-            if bool((wrong := self.parents != parents).any()):  # they would be those of another tree
+        if host_can_read(parents) or checks_everywhere():
+            if bool((wrong := self.parents != parents).any()):  # an int64 that wrapped around
                 raise ValueError(f"parents must be int32, got {int(parents[wrong][0])}")
             self.check()
 
@@ -77,7 +75,7 @@ class TokenTree:
     def unchecked(
         cls, tokens: Tensor, parents: Tensor, depths: Tensor | None = None, mask: Tensor | None = None
     ) -> TokenTree:
-        """Make a tree in the loop: no look at the values, and depths and mask taken over where they are known.
+        """Make a tree inside the decode loop, without checking values, from depths and mask if they are known.
 
         Args:
             tokens: int64[batch, n].
@@ -94,7 +92,7 @@ class TokenTree:
 
     @classmethod
     def chain(cls, tokens: Tensor | Sequence[int]) -> TokenTree:
-        """Make the tree without branches: int64[n] or int64[batch, n] tokens, the root first."""
+        """Make a tree without branches from int64[n] or int64[batch, n] tokens, the root first."""
         tokens = _as_batch("tokens", tokens)
         batch, n = tokens.shape
         parents = torch.arange(-1, n - 1, dtype=torch.int32, device=tokens.device).expand(batch, n)
@@ -105,20 +103,20 @@ class TokenTree:
         """Merge root-to-leaf token paths by their common prefixes; all begin with the same root token.
 
         Args:
-            paths: tokens of each, the root first; children stand in the order of their first appearance.
+            paths: tokens of each path, the root first; children are in the order of their first appearance.
 
         Raises:
-            TypeError: a token that is no integer.
-            ValueError: no path, an empty path, or paths that begin with different roots.
+            TypeError: a token is not an integer.
+            ValueError: there is no path, a path is empty, or the roots differ.
         """
-        known = [list(map(operator.index, path)) for path in paths]
-        if not known or not all(known):
+        token_paths = [list(map(operator.index, path)) for path in paths]
+        if not token_paths or not all(token_paths):
             raise ValueError("from_paths needs at least one path, and no empty path")
-        roots = sorted({path[0] for path in known})
+        roots = sorted({path[0] for path in token_paths})
         if len(roots) != 1:
             raise ValueError(f"all paths must begin with the same root token, got {roots}")
         tokens, parents, children = [roots[0]], [-1], {}
-        for path in known:
+        for path in token_paths:
             node = 0
             for token in path[1:]:
                 if (node, token) not in children:
@@ -130,24 +128,24 @@ class TokenTree:
 
     @property
     def num_nodes(self) -> Tensor:
-        """Count the nodes of each tree without padding: int32[batch]."""
+        """Number of nodes of each tree without padding: int32[batch]."""
         return (~self.is_padding).sum(-1, dtype=torch.int32)
 
     @property
     def is_padding(self) -> Tensor:
-        """Mark the padding nodes: bool[batch, n]."""
+        """Padding nodes: bool[batch, n]."""
         index = torch.arange(self.parents.shape[1], device=self.parents.device)
         return (self.parents < 0) & (index > 0)
 
     def check(self) -> None:
-        """Look at every value and raise ValueError for the first that is not a tree's."""
+        """Raise ValueError for the first token or parent that is not valid."""
         for row, (tokens, parents) in enumerate(zip(self.tokens.tolist(), self.parents.tolist(), strict=True)):
             if parents[0] != -1:
                 raise ValueError(f"parents[{row}, 0] must be -1 (the root), got {parents[0]}")
             for node, parent in enumerate(parents):
                 if parent >= node or parent < -1:
                     raise ValueError(
-                        f"parents[{row}, {node}] must be in [-1, {node - 1}] (a parent stands before its child), "
+                        f"parents[{row}, {node}] must be in [-1, {node - 1}] (a parent comes before its child), "
                         f"got {parent}"
                     )
                 if parent > 0 and parents[parent] == -1:
@@ -159,12 +157,12 @@ class TokenTree:
 
 
 def _as_batch(name: str, value: Tensor | Sequence[int]) -> Tensor:
-    """Take an integer tensor of one or two dimensions as a batch."""
+    """Convert integers of one or two dimensions to a [batch, n] tensor."""
     if isinstance(value, Sequence) and not value:
         raise ValueError("a tree must have at least its root, got 0 nodes")  # an empty list has no integer dtype
     try:
         tensor = torch.as_tensor(value)
-    except RuntimeError:  # a value of no dtype
+    except RuntimeError:  # a value without a dtype
         raise TypeError(f"{name} must be an integer tensor, got {type(value).__name__}") from None
     if tensor.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"{name} must be an integer tensor, got {tensor.dtype}")
@@ -174,7 +172,7 @@ def _as_batch(name: str, value: Tensor | Sequence[int]) -> Tensor:
 
 
 def _fill(tree: TokenTree, tokens: Tensor, parents: Tensor, depths: Tensor | None, mask: Tensor | None) -> None:
-    """Set the fields of a frozen tree, deriving what is missing."""
+    """Set the fields of a frozen tree and derive the missing ones."""
     if mask is None:
         mask = ancestor_mask(parents)
     if depths is None:

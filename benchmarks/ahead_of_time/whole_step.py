@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -14,7 +14,7 @@ import stree
 from stree.decode.step import DecodeStep
 from stree.drafters import ModelDrafter
 from stree.growth import Calibrated
-from stree.kernels import dispatch, topology
+from stree.kernels import dispatch
 from stree.models import tree_lm
 from stree.sampling import Random, Sampling
 
@@ -23,19 +23,8 @@ META = torch.device("meta")
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Let "auto" mean Triton on any device, and let Triton kernels derive the indices of a tree once a step."""
-
-    def has_triton(op: str, device: torch.device, dtype: torch.dtype) -> bool:
-        return op in dispatch.TRITON and dtype != torch.float64
-
-    with ExitStack() as patched:
-        for owner, name, value in (
-            (dispatch, "has_triton", has_triton),
-            (tree_lm, "has_triton", has_triton),
-            (topology, "launches_always", True),
-            (topology, "waits_always", True),
-        ):
-            patched.enter_context(mock.patch.object(owner, name, value))
+    """Let "auto" mean Triton on any device, for all operations."""
+    with dispatch.as_on_device(operations=dispatch.TRITON):
         yield
 
 

@@ -13,7 +13,7 @@ from benchmarks.gpu import peers
 from benchmarks.gpu.case import PATH, Case, Draw, Inputs, Size
 from benchmarks.gpu.recurrences import conv_case, delta_case, diagonal_case, selective_case, ssd_case
 from benchmarks.shapes import Attention, Delta, Experts, FeedForward, Mixer
-from stree.kernels import accept_door, ops
+from stree.kernels import ops
 from stree.kernels.attention.kernel import split_context
 from stree.kernels.dispatch import Backend
 from stree.kernels.tiles import AttentionTile
@@ -192,7 +192,7 @@ def accept_case(vocab: int, at: Size) -> Case:
     def run(i: Inputs, backend: Backend) -> Tensor:
         probs = i["probs"].float()  # the reference's float64 copy holds the same numbers
         keys: Inputs = {"seed": 1, "sequences": rows, "positions": rows}
-        found = accept_door.match_accept(tokens, i["topology"], probs, **keys, backend=backend)
+        found = ops.match_accept(tokens, i["topology"], probs, **keys, backend=backend)
         return torch.cat((found.path, found.next_token[:, None]), 1)
 
     return at.case("match_accept", make, run, 4 * at.batch * at.n * vocab)

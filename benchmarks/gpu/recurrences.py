@@ -29,7 +29,7 @@ def ssd_case(sizes: Mixer, at: Size) -> Case:
     def run(i: Inputs, backend: Backend) -> Tensor:
         return ops.ssd_step(
             i["state"], i["stash_xbc"], i["stash_dt"], i["accepted"], None, i["xbc"], i["dt"], i["A"], i["bias"],
-            i["topology"], headdim=p, ngroups=sizes.groups, D=i["D"], folded=(i["old_xbc"], i["old_dt"]),
+            i["topology"], headdim=p, ngroups=sizes.groups, D=i["D"], previous=(i["old_xbc"], i["old_dt"]),
             backend=backend,
         )  # fmt: skip
 
@@ -78,7 +78,7 @@ def delta_case(sizes: Delta, at: Size) -> Case:
         k, u, g = map(torch.empty_like, old)
         return ops.gated_delta_step(
             i["state"], k, u, g, i["accepted"], None, i["q"], i["k"], i["v"], i["g"], i["beta"], i["topology"],
-            folded=old, backend=backend,
+            previous=old, backend=backend,
         )  # fmt: skip
 
     stash = size * hk * dk + 4 * hv * dv + 4 * hv * (dk if sizes.per_channel else 1)

@@ -51,7 +51,7 @@ def expected_path(
         return on_path[:, :n], accepted
     dist = sampling.probs(target_logits).double()
     share = dist[rows[:, None], siblings.parents, tree.tokens]
-    is_again = (siblings.is_elder & (tree.tokens[:, :, None] == tree.tokens[:, None])).any(-1)
+    is_again = (siblings.is_earlier & (tree.tokens[:, :, None] == tree.tokens[:, None])).any(-1)
     share = torch.where(siblings.is_drafted, share * ~is_again, 1.0)
     return _along_paths(tree, share) * siblings.is_drafted, accepted
 
@@ -72,7 +72,7 @@ def from_coins(tree: TokenTree, coins: Tensor, *, is_from_leaves: bool) -> Tenso
     fails = torch.where(siblings.is_drafted, 1 - coins, 1.0)
     if is_from_leaves:
         fails = torch.where(tree.ancestor_mask.transpose(1, 2), fails[:, None], 1.0).prod(-1)  # of the whole subtree
-    elders_fail = torch.where(siblings.is_elder, fails[:, None], 1.0).prod(-1)
+    elders_fail = torch.where(siblings.is_earlier, fails[:, None], 1.0).prod(-1)
     if is_from_leaves:
         return _along_paths(tree, elders_fail) * (1 - fails) * siblings.is_drafted
     return _along_paths(tree, torch.where(siblings.is_drafted, coins * elders_fail, 1.0)) * siblings.is_drafted

@@ -44,7 +44,7 @@ def _tanh(x):
 
 @triton.jit
 def _scores(query, query_rest, key, key_rest, scale, softcap, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
-    """Score keys [keys, d] by queries [rows, d], whose last columns may stand apart; in units of log 2."""
+    """Score keys [keys, d] by queries [rows, d], whose last columns may be a tensor of their own; in units of log 2."""
     score = tl.dot(query, tl.trans(key), input_precision=EXACT)
     if key_rest is not None:
         score = tl.dot(query_rest, tl.trans(key_rest), score, input_precision=EXACT)
@@ -67,7 +67,7 @@ def _absorb(score, value, top, norm, out, EXACT: tl.constexpr):
 
 @triton.jit
 def _load_rows(row_ptr, column, inside, WIDTH: tl.constexpr, FULL: tl.constexpr, WIDE: tl.constexpr):
-    """Load [rows, columns] from pointers to the rows' beginnings; 0 outside.  FULL: no column stands beyond WIDTH."""
+    """Load [rows, columns] from pointers to the rows' beginnings; 0 outside.  FULL: no column is beyond WIDTH."""
     pointers = row_ptr[:, None] + column[None, :]
     if inside is None:
         rows = tl.load(pointers) if FULL else tl.load(pointers, (column < WIDTH)[None, :], 0.0)
@@ -152,7 +152,7 @@ def attention_kernel(
     """Attend from some rows (node, query head) to a part of the context; grid (rows, parts, batch x key heads).
 
     The last part has the tree besides.  A part beyond a sequence's length writes a log-sum-exp of -inf and no outputs.
-    Columns of keys beyond BLOCK_D stand in a tile of BLOCK_E.  SHARES: values are the first columns of the keys.
+    Columns of keys beyond BLOCK_D are in a tile of BLOCK_E.  SHARES: values are the first columns of the keys.
     """
     batch = (tl.program_id(2) // HEADS).to(tl.int64)
     head = (tl.program_id(2) % HEADS).to(tl.int64)
@@ -256,7 +256,7 @@ def merge_kernel(
     query_head, local, rows = tl.program_id(0), tl.program_id(1), tl.num_programs(1) * SHARED
     batch = tl.program_id(2).to(tl.int64)
     row = local * SHARED + query_head % SHARED
-    first_row = (batch * HEADS + query_head // SHARED) * parts * rows + row  # of part 0; the next stands `rows` on
+    first_row = (batch * HEADS + query_head // SHARED) * parts * rows + row  # of part 0; the next is `rows` further
     every = tl.arange(0, PARTS)
     dv = tl.arange(0, BLOCK_V)
     every_lse = tl.load(lse_ptr + first_row + every * rows, every < parts, float("-inf"))
@@ -400,7 +400,7 @@ LOG2E = 1.4426950408889634  # GPUs raise 2 to a power; scores are scaled once fo
 
 
 def _is_prefix(values: Tensor, keys: Tensor) -> bool:
-    """Tell whether values are the first columns of the keys, as those of latents are; then they are read once."""
+    """Whether values are the first columns of the keys, as those of latents are; then they are read once."""
     same = values.data_ptr() == keys.data_ptr() and values.stride() == keys.stride()
     return same and values.shape[3] == split_head(keys.shape[3])[0]
 

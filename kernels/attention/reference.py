@@ -71,7 +71,7 @@ def kv_commit(
 
     Where the caches have r times as many rows as there are lengths, all layers of a kind are committed together.  Rows
     that have no place write back what the cache holds at (lengths + t) mod L, which is a different row for
-    every t, so no two writes meet.
+    every t, so no two writes collide.
     """
     accepted = AcceptedPath.cast(path, path_lengths)
     layers = k_cache.shape[0] // max(lengths.shape[0], 1)

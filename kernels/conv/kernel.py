@@ -1,7 +1,7 @@
 """The short convolution in Triton: commit of a path to the window and convolution of a tree in one launch.
 
-One program owns a block of channels of one sequence, for all nodes.  Channels do not meet, so a program may commit the
-path, then overwrite the rows that it came from: nothing that another program reads changes.  Rows are read where the
+One program owns a block of channels of one sequence, for all nodes.  Channels are independent, so a program may commit
+the path, then overwrite the rows that it came from: no other program reads them.  Rows are read where the
 projection left them, with any strides over batch and nodes.
 """
 
@@ -31,14 +31,14 @@ def conv_kernel(
     stride_window_b, stride_old_b, stride_old_n, stride_x_b, stride_x_n, stride_stash_b, stride_stash_n,
     stride_weight_c,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    FOLD: tl.constexpr, SCAN: tl.constexpr, KEEP: tl.constexpr, SILU: tl.constexpr, KNOWN: tl.constexpr,
+    COMMIT: tl.constexpr, SCAN: tl.constexpr, KEEP: tl.constexpr, SILU: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
     """Move a path into some channels of a window, then convolve a tree; grid (blocks of channels, batch)."""
     batch = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = c < channels
     window_ptr += batch * stride_window_b
-    if FOLD:
+    if COMMIT:
         # Column t of the new window is row length + t of the sequence [old window, accepted nodes].
         length = tl.load(lengths_ptr + batch).to(tl.int32)
         column = tl.arange(0, COLUMNS)
@@ -179,7 +179,7 @@ def _launch(
         n, first, new_from, path_size, channels,
         window.stride(0), *_strides(old), *_strides(x), *_strides(stash), 0 if weight is None else weight.stride(0),
         **conv_constants(
-            tile, width, fold=old is not None, scan=new is not None, keep=stash is not None, silu=silu,
+            tile, width, commit=old is not None, scan=new is not None, keep=stash is not None, silu=silu,
             known=new_from > 0,
         ),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -187,12 +187,12 @@ def _launch(
 
 
 def conv_constants(
-    tile: ConvTile, width: int, *, fold: bool, scan: bool, keep: bool, silu: bool, known: bool
+    tile: ConvTile, width: int, *, commit: bool, scan: bool, keep: bool, silu: bool, known: bool
 ) -> dict[str, Any]:
     """List the compile-time constants of a build; ahead-of-time builds take theirs from here too."""
     return {
         "WIDTH": width, "COLUMNS": padded(width - 1, 1), "BLOCK_N": tile.nodes, "BLOCK_C": tile.channels,
-        "FOLD": fold, "SCAN": scan, "KEEP": keep, "SILU": silu, "KNOWN": known,
+        "COMMIT": commit, "SCAN": scan, "KEEP": keep, "SILU": silu, "KNOWN": known,
     }  # fmt: skip
 
 

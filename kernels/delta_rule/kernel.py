@@ -3,7 +3,7 @@
 One program owns some columns (dv) of one head of one sequence: it reads that part of the state once, commits the path,
 stores it where there was something to commit, solves for u and scores the tree.  k and g are shared by programs, so
 when new rows replace the rows of the path that is being committed, a second, small launch stashes them; a caller who
-alternates between two stashes (`folded`) saves it.  `kernels/README.md` has the maths and the counted costs.
+alternates between two stashes (`previous`) saves it.  `kernels/README.md` has the maths and the counted costs.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call, no-untyped-def, untyped-decorator"
@@ -64,7 +64,7 @@ def _exp_of_sum(coarse, fine):
 def _add_channel_scores(coupling, weight, query, key, coarse, fine, WINDOW: tl.constexpr, EXACT: tl.constexpr):
     """Add sum_c key_jc e^(G_ic - G_jc) probe_ic at [j, i] over a block of channels, for the probes key and query.
 
-    A pass serves the keys whose G stands in one window of that width, and measures both exponents from its upper end:
+    A pass serves the keys whose G lies in one window of that width, and measures both exponents from its upper end:
     neither factor overflows, and one underflows only where the decay is nothing.  Pairs off the path are finite.
     """
     query, key = query.to(tl.float32), key.to(tl.float32)
@@ -150,7 +150,7 @@ def gated_delta_kernel(
     stride_beta_b, stride_beta_n, stride_stash_k_b, stride_stash_k_n, stride_stash_g_b, stride_stash_g_n,
     stride_u_b, stride_u_n, stride_known_b, stride_known_n,
     DK: tl.constexpr, DV: tl.constexpr, SHARED: tl.constexpr, NODES: tl.constexpr, PATH: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr, FOLD: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr, COMMIT: tl.constexpr,
     SCAN: tl.constexpr, KEEP: tl.constexpr, STASHED: tl.constexpr, KNOWN: tl.constexpr, WIDE: tl.constexpr,
     EXACT: tl.constexpr, WINDOW: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -161,7 +161,7 @@ def gated_delta_kernel(
     node = tl.arange(0, NODES)
     k_inner, g_inner = (head // SHARED) * DK, head * (DK if CHANNELS else 1)
     state_ptr += batch * stride_state_b + head * DK * DV
-    if FOLD:
+    if COMMIT:
         length = tl.load(lengths_ptr + batch).to(tl.int32)
         entry = tl.arange(0, PATH)
         row = tl.load(path_ptr + batch * path_size + entry, mask=entry < length, other=0)
@@ -215,7 +215,7 @@ def gated_delta_kernel(
         beta = tl.load(beta_ptr, is_new, 0.0).to(tl.float32)[None, :]
         above = below & (node[:, None] < node[None, :]) & (node >= known)[None, :]
         coupling, weight = tl.where(above, coupling * beta, 0.0), tl.where(below, weight, 0.0)
-        # Transposed products: the warps share the columns of the state, so none of them waits for another's u.
+        # Transposed products: the warps share the columns of the state, so none of them depends on another's u.
         seen_k = tl.zeros((BLOCK_V, NODES), tl.float32)
         seen_q = tl.zeros((BLOCK_V, NODES), tl.float32)
     for start in tl.range(0, DK, BLOCK_K, disable_licm=True):
@@ -223,7 +223,7 @@ def gated_delta_kernel(
         tile_mask = (column < DV)[:, None] & (c < DK)
         tile_ptr = state_ptr + c * DV + column[:, None]
         state = tl.load(tile_ptr, tile_mask, 0.0)
-        if FOLD:  # noqa: SIM102 - FOLD is known to the compiler, length is not
+        if COMMIT:  # noqa: SIM102 - COMMIT is known to the compiler, length is not
             if length > 0:
                 old_mask = (entry < length)[:, None] & (c < DK)
                 old_k = tl.load(old_k_ptr[:, None] + c, old_mask, 0.0).to(tl.float32)
@@ -253,7 +253,7 @@ def gated_delta_kernel(
         value_ptr = v_ptr + batch * stride_v_b + ((node - new_from) * stride_v_n + head * DV)[None, :] + column[:, None]
         value = tl.load(value_ptr, is_new[None, :] & wanted, 0.0).to(tl.float32)
         target = beta * (value - seen_k)
-        # A padding node's may be infinite, and 0 times that would meet the other nodes.
+        # A padding node's may be infinite, and 0 times that would reach the other nodes.
         is_node = (node == 0) | (tl.sum(below.to(tl.int32), 0) > 1)
         target = tl.where(is_node[None, :], target, tl.minimum(tl.maximum(target, -1e30), 1e30))
         if KNOWN:
@@ -335,7 +335,7 @@ def gated_delta_step(
     *,
     scale: float | None = None,
     first: int = 0,
-    folded: Rows | None = None,
+    previous: Rows | None = None,
 ) -> Tensor:
     """Commit the last path, stash the new rows, score the new tree; see `stree.kernels.ops`."""
     _check_dtypes("gated_delta_step", q=q, k=k, v=v, g=g, beta=beta, stash_k=stash_k, stash_u=stash_u, stash_g=stash_g)
@@ -343,9 +343,9 @@ def gated_delta_step(
     o = torch.empty(batch, rows, heads, dv, dtype=v.dtype, device=v.device)
     old = None
     if accepted is not None:
-        old = (stash_k, stash_u, stash_g) if folded is None else folded
-        _check_dtypes("gated_delta_step", **{f"folded[{i}]": rows for i, rows in enumerate(old)})
-    in_place = accepted is not None and folded is None
+        old = (stash_k, stash_u, stash_g) if previous is None else previous
+        _check_dtypes("gated_delta_step", **{f"previous[{i}]": rows for i, rows in enumerate(old)})
+    in_place = accepted is not None and previous is None
     _launch(
         "gated_delta_step", state, old=old, accepted=accepted, new=(q, k, v, g, beta), topology=topology,
         o=o, u=stash_u, given=stash_u, known=first, stash=(stash_k, stash_g), keep=not in_place, scale=scale,
@@ -417,7 +417,7 @@ def _launch(
         *_strides(v), *_strides(g), *_strides(beta), *_strides(stash_k), *_strides(stash_g), *_strides(u),
         *_strides(given),
         **gated_delta_constants(
-            tile, dk, dv, heads // keys.shape[2], n, channels=channels, fold=old is not None, scan=new is not None,
+            tile, dk, dv, heads // keys.shape[2], n, channels=channels, commit=old is not None, scan=new is not None,
             keep=keep, stashed=new_from > 0, known=known > 0,
             aligned=channels and g is not None and g.stride(0) % 16 == 0 == g.stride(1) % 16,
         ),
@@ -433,7 +433,7 @@ def gated_delta_constants(
     n: int,
     *,
     channels: bool,
-    fold: bool,
+    commit: bool,
     scan: bool,
     keep: bool,
     stashed: bool,
@@ -443,7 +443,7 @@ def gated_delta_constants(
     """List the compile-time constants of a build; ahead-of-time builds take theirs from here too."""
     return {
         "DK": dk, "DV": dv, "SHARED": shared, "NODES": tile.nodes, "PATH": tile.path, "BLOCK_K": tile.key,
-        "BLOCK_V": tile.value, "WORDS": -(-n // 32), "CHANNELS": channels, "FOLD": fold, "SCAN": scan, "KEEP": keep,
+        "BLOCK_V": tile.value, "WORDS": -(-n // 32), "CHANNELS": channels, "COMMIT": commit, "SCAN": scan, "KEEP": keep,
         "STASHED": stashed, "KNOWN": known, "ALIGNED": aligned,
         "WIDE": interpreted(),  # the interpreter multiplies bfloat16 as if it were integers
         "EXACT": "tf32x3",

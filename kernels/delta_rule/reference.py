@@ -82,12 +82,12 @@ def gated_delta_step(
     *,
     scale: float | None = None,
     first: int = 0,
-    folded: tuple[Tensor, Tensor, Tensor] | None = None,
+    previous: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Commit the last path, stash k and g of the new rows, scan the new tree, stash u."""
     n = topology.num_nodes
     if accepted is not None:
-        old_k, old_u, old_g = (stash_k, stash_u, stash_g) if folded is None else folded
+        old_k, old_u, old_g = (stash_k, stash_u, stash_g) if previous is None else previous
         gated_delta_commit(state, old_k, old_u, old_g, accepted)
     stash_k[:, first:n].copy_(k)
     stash_g[:, first:n].copy_(g)

@@ -2,9 +2,9 @@
 
 One program owns a block of channels of a sequence, with all their states.  It commits the path, stores the state where
 there was something to commit, and visits the nodes depth first with the few states that stay in registers
-(`stree.kernels.walk`).  Channels do not meet, so a program may overwrite the rows of x and of the step sizes that it
+(`step/walk.py`).  Channels are independent, so a program may overwrite the rows of x and of the step sizes that it
 has committed.  B is read by all programs: when its new rows replace those of the path that is being committed, they are
-copied after the launch; a caller who alternates between two stashes (`folded`) saves the copy.
+copied after the launch; a caller who alternates between two stashes (`previous`) saves the copy.
 """
 
 # mypy: disable-error-code="assignment, no-any-return, no-untyped-call, no-untyped-def, untyped-decorator"
@@ -103,7 +103,7 @@ def diagonal_kernel(
     stride_step_b, stride_step_n, stride_x_b, stride_x_n, stride_B_b, stride_B_n, stride_C_b, stride_C_n,
     stride_stash_step_b, stride_stash_step_n, stride_stash_x_b, stride_stash_x_n, stride_stash_B_b, stride_stash_B_n,
     DSTATE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
-    SLOTS: tl.constexpr, SELECTIVE: tl.constexpr, FOLD: tl.constexpr, SCAN: tl.constexpr, KEEP: tl.constexpr,
+    SLOTS: tl.constexpr, SELECTIVE: tl.constexpr, COMMIT: tl.constexpr, SCAN: tl.constexpr, KEEP: tl.constexpr,
     KEEP_SHARED: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
     """Commit a path to some channels of a state and walk a tree with it; grid (blocks of channels, batch)."""
@@ -119,7 +119,7 @@ def diagonal_kernel(
     rate = 1.4426950408889634  # log2 e: decays are powers of 2
     if SELECTIVE:
         rate *= tl.load(rate_ptr + batch * stride_rate_b + tile, tile_mask, 0.0).to(tl.float32)
-    if FOLD:
+    if COMMIT:
         length = tl.load(lengths_ptr + batch).to(tl.int32)
         if SELECTIVE:
             old_B_ptr += batch * stride_old_B_b
@@ -157,7 +157,7 @@ def diagonal_kernel(
             skip += tl.load(D_ptr + c, inside, 0.0).to(tl.float32)
         y_ptr += batch * (n - first) * channels
         walk_ptr += batch * n
-        waiting = (state,) * SLOTS
+        slot_states = (state,) * SLOTS
         for start in range(0, n, AHEAD):
             entries, steps, values, keys, queries = (), (), (), (), ()
             for k in tl.static_range(AHEAD):
@@ -181,13 +181,13 @@ def diagonal_kernel(
                 keep = entries[k] >> 24
                 if take > 0:
                     for slot in tl.static_range(SLOTS):
-                        state = tl.where(take == slot + 1, waiting[slot], state)
+                        state = tl.where(take == slot + 1, slot_states[slot], state)
                 state = _after_node(state, rate, steps[k], values[k], keys[k] if SELECTIVE else None, SELECTIVE)
                 if keep > 0:
                     kept = ()
                     for slot in tl.static_range(SLOTS):
-                        kept += (tl.where(keep == slot + 1, state, waiting[slot]),)
-                    waiting = kept
+                        kept += (tl.where(keep == slot + 1, state, slot_states[slot]),)
+                    slot_states = kept
                 out = tl.sum(state * queries[k].to(tl.float32)[None, :], 1) if SELECTIVE else tl.sum(state, 1)
                 if D_ptr is not None:
                     out += skip * values[k].to(tl.float32)
@@ -236,16 +236,16 @@ def selective_step(
     *,
     D: Tensor | None = None,
     first: int = 0,
-    folded: tuple[Tensor, Tensor, Tensor] | None = None,
+    previous: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Commit the last path, stash the new rows, score the new tree; see `stree.kernels.ops`."""
     check_kernel_dtypes("selective_step", x=x, B=B, C=C, stash_x=stash_x, stash_B=stash_B)
     y = torch.empty(x.shape, dtype=stash_x.dtype, device=x.device)
     old = None
     if accepted is not None:
-        old = (stash_x, stash_dt, stash_B) if folded is None else folded
+        old = (stash_x, stash_dt, stash_B) if previous is None else previous
         check_kernel_dtypes("selective_step", x=x, old_x=old[0], old_B=old[2])
-    in_place = accepted is not None and folded is None
+    in_place = accepted is not None and previous is None
     _launch(
         "selective_step", state, A, old=old, accepted=accepted, new=(x, dt, B), C=C, topology=topology, y=y, D=D,
         bias=dt_bias, stash=(stash_x, stash_dt, stash_B), keep_shared=not in_place, first=first,
@@ -341,7 +341,7 @@ def _launch(
         *_strides(step), *_strides(x), *_strides(B), *_strides(C),
         *_strides(stash_step), *_strides(stash_x), *_strides(stash_B),
         **diagonal_constants(
-            tile, dstate, selective=A is not None, fold=old is not None, scan=new is not None,
+            tile, dstate, selective=A is not None, commit=old is not None, scan=new is not None,
             keep=stash is not None, keep_shared=keep_shared, known=new_from > 0,
         ),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -353,7 +353,7 @@ def diagonal_constants(
     dstate: int,
     *,
     selective: bool,
-    fold: bool,
+    commit: bool,
     scan: bool,
     keep: bool,
     keep_shared: bool,
@@ -362,7 +362,7 @@ def diagonal_constants(
     """List the compile-time constants of a build; ahead-of-time builds take theirs from here too."""
     return {
         "DSTATE": dstate, "BLOCK_C": tile.channels, "BLOCK_S": tile.dstate, "BLOCK_N": tile.nodes,
-        "AHEAD": tile.ahead, "SLOTS": tile.slots, "SELECTIVE": selective, "FOLD": fold, "SCAN": scan, "KEEP": keep,
+        "AHEAD": tile.ahead, "SLOTS": tile.slots, "SELECTIVE": selective, "COMMIT": commit, "SCAN": scan, "KEEP": keep,
         "KEEP_SHARED": keep and keep_shared and selective, "KNOWN": known,
     }  # fmt: skip
 

@@ -83,12 +83,12 @@ def selective_step(
     *,
     D: Tensor | None = None,
     first: int = 0,
-    folded: tuple[Tensor, Tensor, Tensor] | None = None,
+    previous: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Commit the last path, stash x, dt and B of the new rows, scan the new tree."""
     n = topology.num_nodes
     if accepted is not None:
-        old_x, old_dt, old_B = (stash_x, stash_dt, stash_B) if folded is None else folded
+        old_x, old_dt, old_B = (stash_x, stash_dt, stash_B) if previous is None else previous
         selective_commit(state, old_x, old_dt, A, old_B, accepted)
     stash_x[:, first:n].copy_(x)
     stash_B[:, first:n].copy_(B)

@@ -88,7 +88,7 @@ def experts_down_kernel(
     CHANNELS: tl.constexpr, INNER: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Give some channels of one expert's outputs, weighted, for all its rows; grid (blocks of channels, pairs)."""
+    """Compute some channels of one expert's outputs, weighted, for all its rows; grid (blocks of channels, pairs)."""
     pair = tl.program_id(1)
     expert = tl.load(index_ptr + pair)
     members, count, first = _members(index_ptr, expert, pairs, ROWS, 0, CHUNK)

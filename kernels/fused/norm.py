@@ -126,7 +126,7 @@ def _launch(
     scale: float,
     other_scale: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Normalise x or, with a residual stream, the sum; give it too then."""
+    """Normalise x or, with a residual stream, the sum, which is then returned too."""
     check_kernel_dtypes(op, x=x)
     width = x.shape[-1]
     check_limit(op, "rows of channels", width, MAX_NORM_WIDTH)
@@ -154,6 +154,6 @@ def _launch(
 
 
 def as_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """View a tensor as rows; give their distance, for a single one too, which shall need no build of its own."""
+    """View a tensor as rows and return their stride, for a single row too, so that it needs no build of its own."""
     rows = tensor.flatten(0, -2)
     return rows, rows.stride(0) if len(rows) > 1 else tensor.stride(-2)

@@ -1,7 +1,7 @@
-"""What stands between the products of a layer, in plain torch: norms, rotary positions, activations, experts.
+"""The work between the matrix products of a layer, in plain torch: norms, rotary positions, activations, experts.
 
-Sums and products are float32 (float64 for float64 inputs), with one rounding at the end.  Rows do not meet: nothing
-here knows a tree.
+Sums and products are float32 (float64 for float64 inputs), with one rounding at the end.  Rows are
+independent: nothing here depends on the tree.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 One program owns a block of headdim of one head of one sequence: it reads that part of the state once, commits the path,
 stores it where there was something to commit, and scores the tree.  B, C and the step sizes are shared by programs, so
 when new rows replace the rows of the path that is being committed, a second, small launch stashes them; a caller who
-alternates between two stashes (`folded`) saves it.  `kernels/README.md` has the maths and the counted costs.
+alternates between two stashes (`previous`) saves it.  `kernels/README.md` has the maths and the counted costs.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call, no-untyped-def, untyped-decorator"
@@ -55,7 +55,7 @@ def ssd_kernel(
     stride_B_b, stride_B_n, stride_C_b, stride_C_n, stride_stash_b, stride_stash_n, stride_stash_dt_b,
     HEADDIM: tl.constexpr, DSTATE: tl.constexpr, SHARED: tl.constexpr,
     NODES: tl.constexpr, ROWS: tl.constexpr, PATH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
-    WORDS: tl.constexpr, FOLD: tl.constexpr, SCAN: tl.constexpr, KEEP: tl.constexpr, KEEP_SHARED: tl.constexpr,
+    WORDS: tl.constexpr, COMMIT: tl.constexpr, SCAN: tl.constexpr, KEEP: tl.constexpr, KEEP_SHARED: tl.constexpr,
     KNOWN: tl.constexpr, SOFTPLUS: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     """Commit a path to one tile of a state and score a tree with it; grid (blocks of headdim, heads, batch)."""
@@ -66,7 +66,7 @@ def ssd_kernel(
     node = tl.arange(0, NODES)
     A = tl.load(A_ptr + batch * stride_A_b + head).to(tl.float32)
     state_ptr += batch * stride_state_b + head * HEADDIM * DSTATE
-    if FOLD:
+    if COMMIT:
         length = tl.load(lengths_ptr + batch).to(tl.int32)
         entry = tl.arange(0, PATH)
         row = tl.load(path_ptr + batch * path_size + entry, mask=entry < length, other=0)
@@ -113,7 +113,7 @@ def ssd_kernel(
         tile_mask = (p < HEADDIM)[:, None] & (s < DSTATE)[None, :]
         tile_ptr = state_ptr + p[:, None] * DSTATE + s[None, :]
         state = tl.load(tile_ptr, tile_mask, 0.0)
-        if FOLD:  # noqa: SIM102 - FOLD is known to the compiler, length is not
+        if COMMIT:  # noqa: SIM102 - COMMIT is known to the compiler, length is not
             if length > 0:
                 right_ptr = old_B_ptr + row[:, None] * stride_old_B_n + s[None, :]
                 right = tl.load(right_ptr, (entry < length)[:, None] & (s < DSTATE)[None, :], 0.0).to(tl.float32)
@@ -230,7 +230,7 @@ def ssd_step(
     D: Tensor | None = None,
     dt_limit: tuple[float, float] = _UNBOUNDED,
     first: int = 0,
-    folded: tuple[Tensor, Tensor] | None = None,
+    previous: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Commit the last path, stash the new rows, score the new tree; see `stree.kernels.ops`."""
     check_kernel_dtypes("ssd_step", xbc=xbc, stash_xbc=stash_xbc)
@@ -239,11 +239,11 @@ def ssd_step(
     x, B, C = _split_xbc(xbc, heads, headdim, ngroups)
     old = None
     if accepted is not None:
-        old_xbc, old_dt = folded if folded is not None else (stash_xbc, stash_dt)
-        check_kernel_dtypes("ssd_step", xbc=xbc, folded=old_xbc)
+        old_xbc, old_dt = previous if previous is not None else (stash_xbc, stash_dt)
+        check_kernel_dtypes("ssd_step", xbc=xbc, previous=old_xbc)
         old_x, old_B, _ = _split_xbc(old_xbc, heads, headdim, ngroups)
         old = (old_x, old_dt, old_B)
-    in_place = accepted is not None and folded is None
+    in_place = accepted is not None and previous is None
     _launch(
         "ssd_step", state, A, old=old, accepted=accepted, new=(x, dt, B, C), topology=topology, y=y, D=D,
         bias=dt_bias, limit=dt_limit, stash=(stash_xbc, stash_dt), keep_shared=not in_place, first=first,
@@ -325,7 +325,7 @@ def _launch(
         *_strides(x, 3), *_strides(dt, 2), *_strides(B, 2), *_strides(C, 2),
         *_strides(stash_xbc, 2), *_strides(stash_dt, 1),
         **ssd_constants(
-            tile, headdim, dstate, heads // groups, n, fold=old is not None, scan=new is not None,
+            tile, headdim, dstate, heads // groups, n, commit=old is not None, scan=new is not None,
             keep=stash is not None, keep_shared=keep_shared, known=new_from > 0,
             dtype=rows.dtype,
         ),
@@ -340,7 +340,7 @@ def ssd_constants(
     shared: int,
     n: int,
     *,
-    fold: bool,
+    commit: bool,
     scan: bool,
     keep: bool,
     keep_shared: bool,
@@ -351,7 +351,7 @@ def ssd_constants(
     return {
         "HEADDIM": headdim, "DSTATE": dstate, "SHARED": shared,
         "NODES": tile.nodes, "ROWS": tile.rows, "PATH": tile.path, "BLOCK_P": tile.headdim, "BLOCK_S": tile.dstate,
-        "WORDS": -(-n // 32), "FOLD": fold, "SCAN": scan, "KEEP": keep, "KEEP_SHARED": keep and keep_shared,
+        "WORDS": -(-n // 32), "COMMIT": commit, "SCAN": scan, "KEEP": keep, "KEEP_SHARED": keep and keep_shared,
         "KNOWN": known, "SOFTPLUS": keep,
         "WIDE": interpreted(),  # the interpreter multiplies bfloat16 as if it were integers
         "EXACT": "tf32x3",

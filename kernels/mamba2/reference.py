@@ -62,12 +62,12 @@ def ssd_step(
     D: Tensor | None = None,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     first: int = 0,
-    folded: tuple[Tensor, Tensor] | None = None,
+    previous: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Commit the last path, stash x, B, C and dt of the new rows, scan the new tree."""
     n = topology.num_nodes
     if accepted is not None:
-        old_xbc, old_dt = (stash_xbc, stash_dt) if folded is None else folded
+        old_xbc, old_dt = (stash_xbc, stash_dt) if previous is None else previous
         x, B, _ = _split_xbc(accepted.take(old_xbc), headdim, ngroups, A.shape[0])
         ssd_update(state, x, accepted.take(old_dt), A, B, accepted)
     stash_xbc[:, first:n].copy_(xbc)

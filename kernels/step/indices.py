@@ -1,4 +1,4 @@
-"""What layers share of a tree and of an accepted path, in one Triton launch each."""
+"""Indices of a tree and of an accepted path that all layers share, in one Triton launch each."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 
@@ -46,7 +46,7 @@ def tree_kernel(
             tl.store(index_ptr + row * WIDTH + (WIDTH - 1 - tap), (above + (WIDTH - 1)).to(tl.int64), asked)
             inside = asked & (above >= 0)
             parent = tl.load(parents_ptr + batch * stride_parents_b + above, inside, 0)
-            above = tl.where(above >= 0, parent, above - 1)  # above the root stand the rows of the window, newest first
+            above = tl.where(above >= 0, parent, above - 1)  # above the root: the rows of the window, newest first
 
 
 @triton.jit(do_not_specialize=["m", "stride_path_b", "stride_path_m", "stride_lengths"])
@@ -55,7 +55,7 @@ def path_kernel(
     stride_path_b, stride_path_m, stride_lengths,
     HISTORY: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Widen a path and its length, mask what lies past it, and say what enters a window; grid (batch,)."""
+    """Widen a path and its length, mask what lies past it, and list what enters a window; grid (batch,)."""
     batch = tl.program_id(0).to(tl.int64)
     length = tl.load(given_ptr + batch * stride_lengths).to(tl.int64)
     tl.store(batch_ptr + batch, batch)

@@ -113,7 +113,7 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
     out = ops.gated_delta_step(
         layer.state, layer.stash_k, layer.stash_u, layer.stash_g, step.entries, None, q, k,
         v.unflatten(-1, (spec.heads, spec.dv)), mixer.forget_gate(hidden_states) if g is None else g, beta,
-        step.topology, first=step.first, folded=step.deferred_rows(mixer.layer_idx, DeltaSpec),
+        step.topology, first=step.first, previous=step.deferred_rows(mixer.layer_idx, DeltaSpec),
     )  # fmt: skip
     norm = mixer.norm if hasattr(mixer, "norm") else mixer.o_norm
     out = gated_norm(norm, out.flatten(0, 2), made.gate.reshape(-1, spec.dv)).view(*hidden_states.shape[:2], -1)

@@ -119,7 +119,7 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
         ops.selective_step(
             layer.state[:, head], layer.stash_x[:, head], layer.stash_dt[:, head], layer.stash_B[:, head], step.entries,
             None, x[:, head], dt[:, head], layer.A[head], B[:, head], C[:, head], bias[head], step.topology,
-            D=D[head], first=step.first, folded=None if rows is None else tuple(part[:, head] for part in rows),
+            D=D[head], first=step.first, previous=None if rows is None else tuple(part[:, head] for part in rows),
         )
         for head in range(layer.spec.nheads)
     ]  # fmt: skip

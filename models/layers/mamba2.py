@@ -113,7 +113,7 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
     y = ops.ssd_step(
         layer.state, layer.stash_xbc, layer.stash_dt, step.entries, None, xbc, dt, layer.A, mixer.dt_bias,
         step.topology, headdim=spec.headdim, ngroups=spec.ngroups, D=mixer.D, dt_limit=mixer.time_step_limit,
-        first=step.first, folded=step.deferred_rows(mixer.layer_idx, Mamba2Spec),
+        first=step.first, previous=step.deferred_rows(mixer.layer_idx, Mamba2Spec),
     )  # fmt: skip
     y, norm = y.flatten(2), mixer.norm
     y = ops.gated_activation(gate, y) if isinstance(norm, nn.Identity) else gated_norm(norm, y, gate)

@@ -1,7 +1,7 @@
-"""How large each step's tree is: a fixed size, or what a controller chooses by goodput.
+"""Budget policies: a fixed tree size, or the size that a controller chooses by goodput.
 
-The loop asks before a step and reports after it.  Choosing reads what past steps drafted and accepted; all of it is
-settled before the next token is drawn, so no text depends on it but through the sizes of trees.
+The decode loop asks for a size before each step and reports the outcome after it. A choice depends on past steps only,
+so it influences the text through nothing but the sizes of the trees.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from stree.verify import Acceptance
 __all__ = ["AutoBudget", "BudgetPolicy", "EverySize", "FixedBudget", "TreeSizes"]
 
 MAX_NODES, MAX_DEPTH = 64, 8
-MOST_FIXED = 1 << 20  # nodes of a fixed shape that is laid out; what kernels take is checked where they are known
+MOST_FIXED = 1 << 20  # largest fixed shape that is planned here; the limits of kernels are checked elsewhere
 
 
 class BudgetPolicy(Protocol):
-    """Decides the size of every step.
+    """Decides the tree size of every step.
 
     Attributes:
-        growth: the shape that its steps are made of, or None.
-        max_nodes: most nodes of a step.
-        watches: whether a step's outcome must be observed before the next size is asked for.
-        is_off: whether plain decoding goes on for now, so that a drafter need not be made ready.
+        growth: the growth of its trees, or None.
+        max_nodes: largest number of nodes of a step.
+        watches: whether a step must be observed before the next size is chosen.
+        is_off: whether the next step is plain decoding, so that the drafter need not be prepared.
     """
 
     growth: Growth | None
@@ -43,20 +43,20 @@ class BudgetPolicy(Protocol):
 
     @property
     def is_off(self) -> bool:
-        """Tell whether the next step drafts nothing."""
+        """Whether the next step drafts nothing."""
         ...
 
     def next(self) -> tuple[Growth | None, int]:
-        """Give growth and budget of the next step."""
+        """Return growth and budget of the next step."""
         ...
 
     def observe(self, draft: Draft, acceptance: Acceptance) -> None:
-        """Take note of a step."""
+        """Record a step."""
         ...
 
 
 class FixedBudget:
-    """The same growth and budget always."""
+    """The same growth and budget for every step."""
 
     watches = False
 
@@ -65,15 +65,15 @@ class FixedBudget:
 
     @property
     def is_off(self) -> bool:
-        """Tell whether nothing is ever drafted."""
+        """Whether the budget is plain decoding."""
         return self.max_nodes == 1
 
     def next(self) -> tuple[Growth | None, int]:
-        """Give them."""
+        """Return the fixed growth and budget."""
         return self.growth, self.max_nodes
 
     def observe(self, draft: Draft, acceptance: Acceptance) -> None:
-        """Learn nothing."""
+        """Ignore the step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +81,9 @@ class TreeSizes:
     """The sizes that a controller may choose from.
 
     Attributes:
-        growth: the shape that their trees are made of, or None.
+        growth: the growth of the trees, or None.
         choices: plain decoding first.
-        is_cut: whether the growth is cut at a choice's depth, a draft call less a layer.
+        is_cut: whether the growth stops at the depth of a choice, which saves one draft call per level.
     """
 
     growth: Growth | None
@@ -92,27 +92,27 @@ class TreeSizes:
 
     @property
     def max_nodes(self) -> int:
-        """Most nodes of a step."""
+        """Largest number of nodes of a step."""
         return max(choice.nodes for choice in self.choices)
 
     def step(self, choice: Choice) -> tuple[Growth | None, int]:
-        """Give growth and budget of a step."""
+        """Return growth and budget of a step."""
         if self.growth is None or not self.is_cut or choice == PLAIN:
             return self.growth, choice.nodes
         return Limited(self.growth, choice.depth), choice.nodes
 
     @classmethod
     def of(cls, growth: Growth | None, max_depth: int | None = None, *, has_model: bool, is_coarse: bool) -> TreeSizes:
-        """List the sizes of a growth: of a fixed shape, and of one without a depth, all of it or nothing.
+        """List the sizes of a growth; a fixed shape, or one without a depth, is drafted whole or not at all.
 
         Args:
-            growth: the shape, bound to the sampling, or None.
+            growth: the growth, bound to the sampling, or None.
             max_depth: deepest tree; None for the growth's own depth.
             has_model: whether trees are drafted by a model; else their depth costs nothing.
-            is_coarse: whether to list a few only, for where each one is captured.
+            is_coarse: whether to list a few only, because each one is captured as a CUDA graph.
 
         Raises:
-            ValueError: a shape that cannot be laid out.
+            ValueError: the growth cannot be planned.
         """
         if growth is None or not has_model:
             return cls(growth, flat_choices(MAX_NODES))
@@ -120,7 +120,7 @@ class TreeSizes:
             plan = growth.plan(MAX_NODES)
         except ValueError:  # a fixed shape of more nodes, which then names its own size
             plan = growth.plan(MOST_FIXED)
-        if plan.is_heap:  # a draft call a node
+        if plan.is_heap:  # one draft call per node
             return cls(growth, flat_choices(MAX_NODES))
         if plan.is_fixed or not hasattr(growth, "depth"):
             return cls(growth, [PLAIN, Choice(plan.num_nodes + 1, max(len(plan.layers), 1))])
@@ -129,17 +129,17 @@ class TreeSizes:
 
 
 class AutoBudget:
-    """A controller over budgets, and over depths where a draft model grows layer by layer.
+    """Tree sizes chosen by a ``BudgetController``, with depths where a draft model grows layer by layer.
 
-    It begins anew for every generation and reads no clock, so one that is repeated takes the same sizes.  Nodes whose
-    drafter gives them no values are taken to be right with the chance 1 / (1 + depth).
+    It starts anew for every generation and reads no clock, so a repeated generation has the same sizes. A node whose
+    drafter gives no values gets the value 1 / (1 + depth).
 
     Args:
-        sizes: what to choose from.
-        step_ms: what steps take.
-        experience: as for ``BudgetController``.
-        is_padded: likewise.
-        behind_ms: likewise.
+        sizes: the sizes to choose from.
+        step_ms: as for ``BudgetController``, like the next three.
+        experience: see there.
+        is_padded: see there.
+        behind_ms: see there.
     """
 
     watches = True
@@ -158,24 +158,24 @@ class AutoBudget:
             sizes.choices, step_ms, experience=experience, is_padded=is_padded, behind_ms=behind_ms
         )
         self._sizes = sizes
-        self._launched: deque[Choice] = deque()  # sizes that were given and not yet observed
+        self._launched: deque[Choice] = deque()  # sizes of steps that are not yet observed
 
     @property
     def is_off(self) -> bool:
-        """Tell whether plain decoding is the best known size."""
+        """Whether plain decoding is the best known size."""
         return self.controller.best == PLAIN
 
     def next(self) -> tuple[Growth | None, int]:
-        """Ask the controller."""
+        """Return the step that the controller chooses."""
         return self._launch(self.controller.choose())
 
     def _launch(self, choice: Choice) -> tuple[Growth | None, int]:
-        """Give the step of a size, which will be observed."""
+        """Return the step of a size, and remember it until it is observed."""
         self._launched.append(choice)
         return self._sizes.step(choice)
 
     def observe(self, draft: Draft, acceptance: Acceptance) -> None:
-        """Report to the controller; of a step of plain decoding only that it was, so nothing is read."""
+        """Report a step to the controller; for plain decoding no tensor is read."""
         choice = self._launched.popleft()
         if choice == PLAIN:
             self.controller.observe_plain()
@@ -192,10 +192,10 @@ class AutoBudget:
 
 
 class EverySize:
-    """Every size a number of times, the largest first, then plain decoding: for who wants all of them captured.
+    """Runs every size a number of times, the largest first, then plain decoding, so that all sizes are captured.
 
     Args:
-        times: steps of each size.
+        times: steps per size.
     """
 
     watches = False
@@ -206,7 +206,7 @@ class EverySize:
         self._left: list[Choice] | None = None  # the next one last
 
     def over(self, sizes: TreeSizes) -> EverySize:
-        """Begin to go through sizes, or go on with them in another text."""
+        """Set the sizes, or go on with them in another text."""
         self.max_nodes, self.growth, self._sizes = sizes.max_nodes, sizes.growth, sizes
         if self._left is None:
             self._left = [choice for choice in sizes.choices for _ in range(self._times)]
@@ -214,17 +214,17 @@ class EverySize:
 
     @property
     def is_done(self) -> bool:
-        """Tell whether all steps were launched."""
+        """Whether all steps were launched."""
         return self._left == []
 
     def next(self) -> tuple[Growth | None, int]:
-        """Give the next size."""
+        """Return the step of the next size."""
         return self._sizes.step(self._left.pop() if self._left else PLAIN)
 
     def observe(self, draft: Draft, acceptance: Acceptance) -> None:
-        """Learn nothing."""
+        """Ignore the step."""
 
 
 def _values(values: Tensor | None, depths: np.ndarray) -> np.ndarray:
-    """Give float[batch, n] values of nodes, also where the drafter gave none."""
+    """Return float[batch, n] values of the nodes, by depth if the drafter gave none."""
     return 1 / (1 + depths) if values is None else np.asarray(values.cpu().numpy())

@@ -1,4 +1,4 @@
-"""TreeSizes of tree to choose from, plain decoding among them."""
+"""Tree sizes that the budget controller may choose from, plain decoding among them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ COARSE_NODES, COARSE_DEPTHS = (4, 8, 16, 32, 64, 128), (2, 4, 8, 16)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A size of tree.
+    """A tree size.
 
     Attributes:
-        nodes: most nodes, root included; 1 is plain decoding.
-        depth: most draft calls of a model that grows layer by layer; 0 for plain decoding.
+        nodes: largest number of nodes, root included; 1 is plain decoding.
+        depth: largest number of draft calls of a model that grows layer by layer; 0 for plain decoding.
     """
 
     nodes: int
@@ -32,9 +32,9 @@ def layered_choices(max_nodes: int, max_depth: int, *, is_coarse: bool = False) 
     """List sizes for a draft model whose tree grows a layer a call, plain decoding first.
 
     Args:
-        max_nodes: most nodes, root included.
-        max_depth: most draft calls.
-        is_coarse: whether to list a few sizes only, for where each one is captured before it is fast.
+        max_nodes: largest number of nodes, root included.
+        max_depth: largest number of draft calls.
+        is_coarse: whether to list a few sizes only, because each one is captured as a CUDA graph.
 
     Raises:
         ValueError: a size below 1.
@@ -47,7 +47,7 @@ def layered_choices(max_nodes: int, max_depth: int, *, is_coarse: bool = False) 
 
 
 def flat_choices(max_nodes: int) -> list[Choice]:
-    """List sizes for trees whose depth costs nothing, such as retrieved ones, plain decoding first.
+    """List sizes for trees whose depth costs nothing (retrieval), plain decoding first.
 
     Raises:
         ValueError: a size below 1.
@@ -58,5 +58,5 @@ def flat_choices(max_nodes: int) -> list[Choice]:
 
 
 def _sizes(max_nodes: int, sizes: Sequence[int]) -> list[int]:
-    """List numbers of nodes above 1: those of ``sizes`` that are smaller, and the largest."""
+    """Numbers of nodes above 1: those of ``sizes`` below ``max_nodes``, and ``max_nodes``."""
     return [nodes for nodes in sizes if 1 < nodes < max_nodes] + [max_nodes] * (max_nodes > 1)

@@ -20,7 +20,7 @@ from stree.decode.stats import Generation, Statistics
 from stree.decode.step import DecodeStep, StepResult
 from stree.decode.step_cache import StepCache, layout_of, rounded
 from stree.drafters import Bounded, Drafter, HasModel, ModelDrafter, NoDrafter, Slotted, SuffixDrafter
-from stree.kernels.topology import reads_freely
+from stree.kernels.dispatch import host_can_read
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random, Sampling
 
@@ -206,7 +206,7 @@ class DecodeLoop:
     def _new_decode_step(self, batch: int, room: int, max_nodes: int, verifier: str) -> DecodeStep:
         """Make room for texts."""
         state = self.lm.new_state(batch, room, max_nodes)
-        state.fixed_shapes = not reads_freely(state.lengths)  # where steps are replayed they must not grow
+        state.fixed_shapes = not host_can_read(state.lengths)  # where steps are replayed they must not grow
         sequences = torch.arange(batch, device=self.device)
         seed = self.seed if self.step_cache is None else torch.zeros_like(sequences[0])
         return DecodeStep(

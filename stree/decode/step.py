@@ -30,8 +30,8 @@ from stree.drafters import (
     padded_prompts,
 )
 from stree.growth import Growth
-from stree.kernels.bookkeeping import Texts, emit
-from stree.kernels.topology import reads_freely
+from stree.kernels.dispatch import host_can_read
+from stree.kernels.step.bookkeeping import Texts, emit
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random, Sampling
@@ -357,7 +357,7 @@ class DecodeStep:
             self.run.give_up()
 
     def _emit(self, tree: TokenTree, found: Acceptance) -> Tensor:
-        """Write down what the step emits: see `stree.kernels.bookkeeping.emit`."""
+        """Write down what the step emits: see `stree.kernels.step.bookkeeping.emit`."""
         texts = Texts(self.pending, self.num_new, self.limit, self.is_finished, self._stop)
         return emit(tree.tokens, found.path, found.path_lengths, found.next_token, texts)
 
@@ -396,7 +396,7 @@ def _bucket(count: int) -> int:
 
 def _to_host(tensor: Tensor) -> Tensor:
     """Start to bring a tensor to the host; it is there once what was launched before has ended."""
-    if reads_freely(tensor):
+    if host_can_read(tensor):
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
     return host.copy_(tensor, non_blocking=True)
@@ -405,7 +405,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 def _on_host(draft: Draft) -> Draft:
     """Bring what a controller asks of a draft to the host: its shape and values."""
     tree = draft.tree
-    if reads_freely(tree.tokens):
+    if host_can_read(tree.tokens):
         return draft
     tensors = [_to_host(tensor) for tensor in (tree.tokens, tree.parents, tree.depths, tree.ancestor_mask)]
     values = None if draft.values is None else _to_host(draft.values)

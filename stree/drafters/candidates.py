@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stree.growth import Plan
 from stree.growth.plan import Drawing
-from stree.kernels.topology import reads_freely
+from stree.kernels.dispatch import host_can_read
 from stree.sampling import MAX_RANKS, Draws, Random
 
 __all__ = ["CandidateSource", "Candidates", "IndependentDraws", "candidate_source", "top_candidates"]
@@ -54,7 +54,7 @@ def candidate_source(drawing: Drawing, rng: Random, plan: Plan) -> CandidateSour
 
 def top_candidates(dist: Tensor, first: int, count: int) -> Candidates:
     """Return the most probable tokens; arguments as for ``CandidateSource``."""
-    probs, tokens = (_top_on_host if reads_freely(dist) else torch.topk)(dist, min(count, dist.shape[-1]))
+    probs, tokens = (_top_on_host if host_can_read(dist) else torch.topk)(dist, min(count, dist.shape[-1]))
     if dist.shape[-1] >= count:
         return Candidates(tokens, probs)
     beyond = (0, count - dist.shape[-1])
@@ -63,7 +63,7 @@ def top_candidates(dist: Tensor, first: int, count: int) -> Candidates:
 
 def _top_on_host(dist: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the most probable tokens of CPU distributions: float[batch, rows, count] probabilities, and the tokens."""
-    from stree.draws import top_rows  # imports numba
+    from stree.kernels.sampling.cpu import top_rows  # imports numba
 
     probs, tokens = dist.new_empty(*dist.shape[:-1], count), torch.empty(*dist.shape[:-1], count, dtype=torch.long)
     top_rows(*(part.reshape(-1, part.shape[-1]).numpy() for part in (dist, tokens, probs)))

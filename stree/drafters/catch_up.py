@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stree.kernels.topology import reads_freely
+from stree.kernels.dispatch import host_can_read
 
 __all__ = ["CatchUpTokens"]
 
@@ -39,7 +39,7 @@ class CatchUpTokens:
             max_length: most tokens that ever wait, where it is known, as it is where steps are captured.
         """
         self.most += tokens.shape[1]
-        if reads_freely(tokens):
+        if host_can_read(tokens):
             self._parts.append((tokens, count))
             return
         place = torch.arange(tokens.shape[1], device=tokens.device)

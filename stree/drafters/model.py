@@ -14,9 +14,9 @@ from stree.drafters.candidates import candidate_source
 from stree.drafters.catch_up import CatchUpTokens
 from stree.drafters.tree_builder import FIRST_DRAFTED, GrownTree, narrowed, num_run
 from stree.growth import AcceptanceModel, Calibrated, Growth, KeptSlots, Limited, Plan, Proposal, Slots, choose_slots
-from stree.kernels.bookkeeping import Drafted, path_on_columns, path_on_nodes
-from stree.kernels.law_door import probs_and_norms
-from stree.kernels.topology import reads_freely
+from stree.kernels.dispatch import host_can_read
+from stree.kernels.sampling.softmax import probs_and_norms
+from stree.kernels.step.bookkeeping import Drafted, path_on_columns, path_on_nodes
 from stree.models.state import DecodeState, Pending
 from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
@@ -291,7 +291,7 @@ class _ModelRun:
             return 0
         tokens, number = self._catch_up_tokens.all()
         most = self._catch_up_tokens.most
-        if reads_freely(number) or self._is_extended:  # who extends trees has waited for the host anyway
+        if host_can_read(number) or self._is_extended:  # who extends trees has waited for the host anyway
             most = int(number.max())
         for begin in range(0, most, MOST_CAUGHT_UP):
             piece = tokens[:, begin : min(begin + MOST_CAUGHT_UP, most)]
@@ -375,7 +375,7 @@ class _ModelRun:
         width = input_ids.shape[1]
         nodes = 66 if self._largest is None else max(num_run(self._largest) + FIRST_DRAFTED - 1, MOST_CAUGHT_UP + 1)
         self._begun = self._lm.new_state(len(lengths), max(self._max_length or 2 * width + 1024, width), nodes)
-        self._begun.fixed_shapes = not reads_freely(self._leaf)
+        self._begun.fixed_shapes = not host_can_read(self._leaf)
         self._lm.prefill(self._begun, input_ids, lengths)
 
     def _reserve(self, nodes: int) -> None:

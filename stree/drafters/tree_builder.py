@@ -13,9 +13,10 @@ from torch import Tensor
 
 from stree.drafters.candidates import Candidates
 from stree.growth import Layer, Plan
-from stree.kernels.growth_door import MAX_SLOTS, Chosen, Columns, Layout, Proposed, Words, append, begin, cut, select
+from stree.kernels.dispatch import host_can_read, uses_triton
 from stree.kernels.tiles import MAX_NODES
-from stree.kernels.topology import is_launched, reads_freely
+from stree.kernels.tree_growth.api import MAX_SLOTS, append, begin, cut, select
+from stree.kernels.tree_growth.operands import Chosen, Columns, Layout, Proposed, Words
 from stree.models.tree_lm import TreeLM
 from stree.tree import TokenTree
 
@@ -78,7 +79,7 @@ class GrownTree:
     """
 
     def __init__(self, pending: Tensor, leaf: Tensor, has_leaf: Tensor, left: Tensor, plan: Plan) -> None:
-        lay_out = begin if is_launched(pending) and not reads_freely(pending) else _begin
+        lay_out = begin if uses_triton(pending) and not host_can_read(pending) else _begin
         self._columns = columns = lay_out(pending, leaf, has_leaf, num_columns(plan))
         self.root_offset, self.left, self._mask = columns.lead, left, columns.mask
         self._tokens, self._parents, self._depths = columns.tokens, columns.parents, columns.depths
@@ -131,7 +132,7 @@ class GrownTree:
             Whether there is a layer to go on from.
         """
         before, width = self.size - 1, min(layer.width, slots.shape[1])
-        if width and (reads_freely(slots) or is_launched(slots)):
+        if width and (host_can_read(slots) or uses_triton(slots)):
             width = self._launch(layer, Chosen(slots, is_taken, value, candidates.tokens), width)
         elif width:
             chosen = value.flatten(1).gather(1, slots) * is_taken
@@ -197,7 +198,7 @@ class GrownTree:
     def stop(self, goes_on: Tensor) -> bool:
         """Stop growth below the frontier where bool[batch] is False; return whether any sequence may continue."""
         self.frontier_value = self.frontier_value * goes_on[:, None]
-        return not reads_freely(goes_on) or bool(goes_on.any())
+        return not host_can_read(goes_on) or bool(goes_on.any())
 
     def add_leaves(self) -> None:
         """Append the best of all leaves; they are not run."""
@@ -205,7 +206,7 @@ class GrownTree:
             return
         column, token, value = (torch.cat(parts, 1) for parts in zip(*self._leaves, strict=True))
         kept = value.sort(dim=1, descending=True, stable=True).indices[:, : self._plan.num_nodes]
-        if reads_freely(value):
+        if host_can_read(value):
             kept = kept[:, : int((value > 0).sum(1).max())]
         value = value.gather(1, kept)
         self.add_below(column.gather(1, kept), token.gather(1, kept), value, value > 0)
@@ -230,7 +231,7 @@ class GrownTree:
         n = self.size - 1
         if not self._is_selected(plan):
             return None
-        if is_launched(self._tokens) and not reads_freely(self._tokens) and n <= MAX_SLOTS:
+        if uses_triton(self._tokens) and not host_can_read(self._tokens) and n <= MAX_SLOTS:
             return select(self._columns, self.size, min(n, plan.num_nodes + 1), by_value=plan.is_pruned)
         if plan.is_pruned:
             # Equal values keep their order, so a parent comes before its children.
@@ -245,11 +246,11 @@ class GrownTree:
         if plan.is_pruned:
             return self.size - 1 > plan.num_nodes + 1
         # Where the host may read tensors, a single row has no padding.
-        return not (plan.is_heap or plan.is_fixed or (reads_freely(self._tokens) and len(self._tokens) == 1))
+        return not (plan.is_heap or plan.is_fixed or (host_can_read(self._tokens) and len(self._tokens) == 1))
 
     def proposed(self, selected: Tensor | None) -> Proposed:
         """Return the tree of int64[batch, count] nodes, or of all, for the target."""
-        if is_launched(self._tokens) and not reads_freely(self._tokens):
+        if uses_triton(self._tokens) and not host_can_read(self._tokens):
             return cut(self._columns, selected, self.size)
         tree = self.target_tree()
         rows, values = tree.parents, self._value[:, : self.size - 1]

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from stree.growth.plan import Plan
-from stree.kernels.growth_door import Siblings, Words
-from stree.kernels.growth_learning import Kept
-from stree.kernels.reference_growth import spent_before
+from stree.kernels.tree_growth.operands import Kept, Siblings, Words
+from stree.kernels.tree_growth.reference import spent_before
 from stree.sampling import Random
 from stree.tree import TokenTree
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from stree.growth.acceptance_model import AcceptanceModel, Proposal, Slots
-from stree.kernels.growth_door import RankFit, Table, rate_by_rank, rate_by_table
-from stree.kernels.growth_learning import Kept, Level, Memory, Verdicts, learn, learn_level, remember
+from stree.kernels.tree_growth.api import learn, learn_level, rate_by_rank, rate_by_table, remember
+from stree.kernels.tree_growth.operands import Kept, Level, Memory, RankFit, Table, Verdicts
 
 __all__ = ["GreedyAcceptance", "SampledAcceptance", "prior_after_draw", "prior_before_draw", "prior_when_greedy"]
 

@@ -22,7 +22,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from stree.kernels.growth_door import Terms, choose
+from stree.kernels.tree_growth.api import choose
+from stree.kernels.tree_growth.operands import Terms
 
 __all__ = ["Drawing", "Layer", "Plan", "choose_slots"]
 

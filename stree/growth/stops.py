@@ -17,7 +17,7 @@ from torch import Tensor
 from stree.growth.acceptance_model import AcceptanceModel, Proposal, Slots
 from stree.growth.base import WrappedGrowth
 from stree.growth.plan import Plan
-from stree.kernels.growth_learning import Kept
+from stree.kernels.tree_growth.operands import Kept
 from stree.sampling import Random
 
 __all__ = ["Confidence", "Stop", "StoppedGrowth", "StoppedModel"]

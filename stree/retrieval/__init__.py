@@ -1,10 +1,10 @@
-"""What may follow the last tokens, from texts seen before: the request's own, and a store made beforehand.
+"""Retrieval of continuations: a suffix automaton over the request's own text, and a datastore of other texts.
 
-It knows tokens only: no models, no trees of tensors.
+It knows tokens only: no models, no tensors. The ``numba_*`` files hold the code that numba compiles.
 """
 
 from stree.retrieval.automaton import SuffixAutomaton
-from stree.retrieval.continuations import Continuations, Nodes, merged, unite
+from stree.retrieval.continuations import Continuations, Nodes, unite
 from stree.retrieval.datastore import LONGEST_MATCH, Datastore
 
-__all__ = ["LONGEST_MATCH", "Continuations", "Datastore", "Nodes", "SuffixAutomaton", "merged", "unite"]
+__all__ = ["LONGEST_MATCH", "Continuations", "Datastore", "Nodes", "SuffixAutomaton", "unite"]

@@ -1,4 +1,4 @@
-"""A tree of likely continuations: as the arrays that compiled code writes, and as plain lists."""
+"""A tree of likely continuations, as arrays for compiled code and as plain lists."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-__all__ = ["Continuations", "Nodes", "merged", "unite"]
+__all__ = ["Continuations", "Nodes", "unite"]
 
 
 class Continuations(NamedTuple):
-    """Nodes below a root, best first, so that a prefix of the lists is the tree of a smaller budget.
+    """Nodes below a root, most probable first, so that a prefix of the lists is the tree of a smaller budget.
 
     Attributes:
-        tokens: of each node.
-        parents: 0 for the root, i for the i-th node; every parent stands before its children.
-        values: estimated probability of each node's path; never greater than its parent's.
+        tokens: token of each node.
+        parents: 0 for the root, i for the i-th node; every parent comes before its children.
+        values: estimated probability of each node's path, at most its parent's.
     """
 
     tokens: list[int]
@@ -24,7 +24,7 @@ class Continuations(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """Room for a tree, its root at place 0, and the tree once it is laid out; places beyond it are padding.
+    """Arrays of a tree, the root at index 0, padded to n nodes.
 
     Attributes:
         tokens: int64[n]; 0 for padding.
@@ -40,37 +40,26 @@ class Nodes(NamedTuple):
 
     @classmethod
     def empty(cls, *shape: int) -> Self:
-        """Make room for trees of ``shape[-1]`` nodes below their roots; further dimensions come before."""
+        """Allocate trees of a root and ``shape[-1]`` padding nodes; further dimensions come before."""
         size = (*shape[:-1], shape[-1] + 1)
         values = np.zeros(size)
         values[..., 0] = 1
         return cls(np.zeros(size, np.int64), np.full(size, -1, np.int32), values, np.zeros(size, np.int32))
 
     def row(self, index: int) -> Self:
-        """Give the tree of a batch's row, which shares its memory."""
+        """Return a view of one row of a batch."""
         return type(self)(*(array[index] for array in self))
 
     def below_root(self, size: int) -> Continuations:
-        """List what was laid out, ``size`` nodes with the root."""
+        """List the nodes below the root of a tree of ``size`` nodes."""
         return Continuations(*(array[1:size].tolist() for array in self[:3]))
 
 
-def merged(first: Continuations, second: Continuations, max_nodes: int) -> Continuations:
-    """Unite two trees by longest prefix and keep the best ``max_nodes``; a node of both has the greater value."""
-    nodes = Nodes.empty(max_nodes)
-    both = [_as_nodes(first), _as_nodes(second)]
-    return nodes.below_root(unite(both[0], len(both[0].tokens), both[1], len(both[1].tokens), nodes))
-
-
 def unite(first: Nodes, first_size: int, second: Nodes, second_size: int, out: Nodes) -> int:
-    """Write the union of two trees of some sizes, as ``merged`` gives it; return its size, the root included."""
-    from stree.retrieval import compiled  # imports numba
+    """Merge two trees by common prefixes and keep the most probable nodes that fit; return the size with the root.
 
-    return int(compiled.merge(*first[:3], first_size, *second[:3], second_size, *out))
+    A node that is in both has the larger of its values.
+    """
+    from stree.retrieval import numba_common  # imports numba
 
-
-def _as_nodes(found: Continuations) -> Nodes:
-    """Write lists into arrays."""
-    nodes = Nodes.empty(len(found.tokens))
-    nodes.tokens[1:], nodes.parents[1:], nodes.values[1:] = found
-    return nodes
+    return int(numba_common.merge(*first[:3], first_size, *second[:3], second_size, *out))

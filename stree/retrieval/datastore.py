@@ -1,8 +1,7 @@
-"""A store of texts in one memory-mapped file: the longest match of a context is found by binary search.
+"""A datastore of texts in one memory-mapped file; the longest match of a context is found by binary search.
 
-The texts stand reversed, so that a context is looked up from its last token backwards, beside the order of all their
-suffixes (REST, arXiv 2311.08252, keeps a suffix array too).  The file is in the safetensors format: no code is run by
-loading one.
+It holds the texts reversed, so that a context is matched from its last token backwards, and their suffix array (as REST
+does, arXiv 2311.08252). The file is in the safetensors format, so loading one runs no code.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from stree.retrieval.continuations import Continuations, Nodes
 __all__ = ["Datastore"]
 
 FORMAT = "stree-datastore-1"
-LONGEST_MATCH = 32  # tokens of context that are compared; a power of two
+LONGEST_MATCH = 32  # context tokens that are compared; a power of two
 LONGEST_CONTINUATION = 16
-MOST_OCCURRENCES = 64  # of one match that are looked at, evenly spaced among all
-WIDTH = 4  # bytes of a token, big-endian
+MOST_OCCURRENCES = 64  # occurrences read for one match, evenly spaced among all
+TOKEN_BYTES = 4  # big-endian
 
 
 class Datastore:
-    """Texts, never changed once built; one object may serve any number of runs.
+    """Texts and their suffix array; immutable, so one object can be shared by any number of runs.
 
     Attributes:
-        vocab_size: tokens of the vocabulary that the texts are written in.
-        tokenizer: a name or fingerprint of the tokenizer, "" where it is not known.
-        num_tokens: tokens stored, one separator a document included.
+        vocab_size: size of the vocabulary of the texts.
+        tokenizer: a name or fingerprint of the tokenizer, "" if unknown.
+        num_tokens: number of tokens stored, including one separator per document.
     """
 
     def __init__(self, text: np.ndarray, order: np.ndarray, vocab_size: int, tokenizer: str) -> None:
-        self._text, self._order = text, order  # uint8[4 x size], uint32[size]; what is built is read-only as a map is
+        self._text, self._order = text, order  # uint8[4 x size], uint32[size]
         self.vocab_size, self.tokenizer, self.num_tokens = vocab_size, tokenizer, len(order)
 
     @classmethod
@@ -48,10 +47,10 @@ class Datastore:
         """Index token lists.
 
         Args:
-            documents: none continues into the next.
-            vocab_size: every token is below it.
-            tokenizer: kept beside the texts, for whoever wants to compare.
-            max_tokens: bound of the store: 8 bytes a token in the file, about 60 while building.
+            documents: token lists; no match crosses from one into the next.
+            vocab_size: upper bound of the tokens.
+            tokenizer: stored with the texts, so that users can compare it.
+            max_tokens: largest store; it takes 8 bytes per token in the file and about 60 while building.
 
         Raises:
             ValueError: no tokens, more than ``max_tokens``, or one outside the vocabulary.
@@ -75,7 +74,7 @@ class Datastore:
         return cls(text, order, vocab_size, tokenizer)
 
     def save(self, path: str | Path) -> None:
-        """Write one file, whole or not at all."""
+        """Write one file, atomically."""
         metadata = {"format": FORMAT, "vocab_size": str(self.vocab_size), "tokenizer": self.tokenizer}
         with replacing(path) as beside:
             save_file({"text": self._text, "order": self._order}, beside, metadata=metadata)
@@ -85,7 +84,7 @@ class Datastore:
         """Map a file that ``save`` wrote.
 
         Raises:
-            ValueError: no such file, a truncated one, or one that is no datastore.
+            ValueError: the file is missing, truncated, or not a datastore.
         """
         try:
             with safe_open(path, framework="numpy") as file:
@@ -97,49 +96,49 @@ class Datastore:
             raise ValueError(f"no datastore can be read at {str(path)!r}: {error}") from error
         size = (shapes.get("order") or [0])[0]
         is_whole = dtypes == {"text": "U8", "order": "U32"} and metadata.get("vocab_size", "").isdigit()
-        if metadata.get("format") != FORMAT or shapes.get("text") != [WIDTH * size] or not size or not is_whole:
+        if metadata.get("format") != FORMAT or shapes.get("text") != [TOKEN_BYTES * size] or not size or not is_whole:
             raise ValueError(f"{str(path)!r} is no datastore of format {FORMAT}, got {metadata.get('format')!r}")
         with open(path, "rb") as raw:
             whole = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
-        # The format: 8 bytes of header length, a JSON header that says where each tensor stands, the tensors.
+        # safetensors: 8 bytes of header length, a JSON header with the offset of each tensor, the tensors.
         body = 8 + int.from_bytes(whole[:8], "little")
         header = json.loads(whole[8:body])
         text, order = (body + int(header[name]["data_offsets"][0]) for name in ("text", "order"))
         return cls(
-            np.frombuffer(whole, np.uint8, WIDTH * size, text),
+            np.frombuffer(whole, np.uint8, TOKEN_BYTES * size, text),
             np.frombuffer(whole, np.uint32, size, order),
             int(metadata["vocab_size"]),
             metadata.get("tokenizer", ""),
         )
 
     def tree(self, context: Sequence[int], max_nodes: int, min_match: int = 2) -> Continuations:
-        """Lay out what followed the longest suffixes of a context that occur in the store.
+        """Return the most frequent continuations of the longest suffix of a context that occurs in the store.
 
-        A node's value is estimated as in ``SuffixAutomaton.tree``, over the longest match and one of half its length.
+        Values are estimated as in ``SuffixAutomaton.tree``, from the longest match and a match of half its length.
 
         Args:
-            context: the text so far; its last 32 tokens are looked at.
-            max_nodes: most nodes, the root not counted.
+            context: the text so far; its last 32 tokens are compared.
+            max_nodes: largest number of nodes, the root not counted.
             min_match: shortest match that may predict.
         """
         nodes = Nodes.empty(max_nodes)
         return nodes.below_root(self.lay_out(context, nodes, min_match))
 
     def lay_out(self, context: Sequence[int], nodes: Nodes, min_match: int = 2) -> int:
-        """Write the tree that ``tree`` gives, as large as there is room for; return its size, the root included."""
-        from stree.retrieval import compiled_store as compiled  # imports numba
+        """Write the tree of ``tree`` into ``nodes``, as large as fits; return its size, the root included."""
+        from stree.retrieval import numba_datastore  # imports numba
 
         key = np.array(context[: -LONGEST_MATCH - 1 : -1], dtype=np.int64)
         return int(
-            compiled.draft_stored(
+            numba_datastore.draft_from_datastore(
                 self._text, self._order, key, self.vocab_size, min_match, MOST_OCCURRENCES, LONGEST_CONTINUATION, *nodes
             )
         )
 
 
 def _suffix_order(symbols: np.ndarray) -> np.ndarray:
-    """Sort all suffixes by their first tokens, doubling how many are compared (Manber and Myers, 1993): uint32[n]."""
-    rank = np.unique(symbols, return_inverse=True)[1].astype(np.int64) + 1  # 0 stands past the end
+    """Sort all suffixes by prefix doubling (Manber and Myers, 1993), as far as ``LONGEST_MATCH`` tokens: uint32[n]."""
+    rank = np.unique(symbols, return_inverse=True)[1].astype(np.int64) + 1  # 0 is past the end
     size, span = len(rank), 1
     while True:
         beyond = np.zeros(size, dtype=np.int64)

@@ -1,8 +1,8 @@
-"""Which nodes of a tree the target accepts, and the token that follows: one rule a file.
+"""Verification: which drafted nodes of a tree the target accepts, and the token that follows them.
 
-Greedy and MATCH (``match``), recursive rejection (``rejection``), traversal, which is block verification on a chain
-(``traversal``); and one that is not lossless (``longest``).  In the docstrings p is the target's distribution and q
-the draft's. Every rule works on all nodes at once.
+One rule per file: greedy and MATCH (``match``), recursive rejection (``rejection``), traversal verification, which is
+block verification on a chain (``traversal``), and one that is not lossless (``longest``). In the docstrings p is the
+target's distribution and q the draft's.
 """
 
 from stree.verify.acceptance import LONGEST, VERIFIERS, accept

@@ -1,4 +1,4 @@
-"""The front door of acceptance: looks at what comes and picks the rule."""
+"""`accept`: checks its arguments and runs the verifier that was asked for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from stree.kernels.topology import reads_freely
+from stree.kernels.dispatch import host_can_read
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree, checks_everywhere
 from stree.verify.longest import longest
@@ -20,7 +20,7 @@ from stree.verify.values import DELTA, Acceptance, DraftProbs
 __all__ = ["LONGEST", "VERIFIERS", "accept"]
 
 VERIFIERS: Final = ("auto", "match", "rejection", "traversal", "block")
-LONGEST: Final = "lossy-longest"  # no verifier to choose: what ``TargetInit`` runs with
+LONGEST: Final = "lossy-longest"  # used with the growth ``TargetInit`` only; users cannot choose it
 
 
 def accept(
@@ -32,58 +32,73 @@ def accept(
     verifier: str = "auto",
     max_depth: int | None = None,
 ) -> Acceptance:
-    """Choose the accepted path of each tree so that the emitted text follows the target's distribution exactly.
+    """Choose the accepted path of each tree and the token after it, so that the text follows the target exactly.
 
-    "match" is lossless for every tree, and the best there is for DELTA nodes.  "rejection" and "traversal" need the
-    distribution that each child was really drawn from after its elder siblings; a DELTA child's is one-hot.
-    Traversal accepts at least as much as rejection; without branches it is known as block verification, and "block"
-    insists on that. LONGEST, improved MCSD's rule for ``TargetInit``, is not lossless.
+    "match" is lossless for every tree and accepts most where all nodes are DELTA. "rejection" and "traversal" are
+    lossless if ``draft`` holds the distributions that the nodes were drawn from. Traversal accepts at least as many
+    tokens as rejection; on a chain it is block verification, and "block" is traversal that refuses branches. LONGEST
+    (improved MCSD) is not lossless. At temperature 0 all lossless verifiers follow the argmax.
 
     Args:
         tree: n nodes.
         target_logits: float[batch, n, vocab].
-        sampling: temperature, top-k, top-p of the target.
-        rng: numbers of this step, positioned at the roots.
-        draft: distributions of the children; None means that all are DELTA.
-        verifier: "match", "rejection", "traversal", "block", or "auto": traversal where distributions are given, else
-            match, which is taken too where a checked tree on the CPU has no node but DELTA ones; LONGEST is for
-            ``TargetInit`` alone.
-        max_depth: bound of the depths known to the host; None reads it, which waits for a device.
+        sampling: temperature, top-k and top-p of the target.
+        rng: random numbers of this step, positioned at the roots.
+        draft: draft distributions of the nodes; None means that every node is DELTA.
+        verifier: "match", "rejection", "traversal", "block", or "auto": match if ``draft`` is None, or on the CPU has
+            only DELTA nodes; else traversal.
+        max_depth: upper bound of the depths; None reads it from the tree, which synchronises with a device.
 
     Raises:
-        ValueError: shapes disagree, an unknown verifier, or (looked for on the CPU) logits that are NaN, or +inf where
-            tokens are drawn, or branches for "block".
+        ValueError: shapes disagree, the verifier is unknown, or (checked on the CPU only) logits are NaN, or +inf
+            where tokens are sampled, or "block" got a tree with branches.
     """
-    batch, n = tree.tokens.shape
     target_logits = target_logits.detach()
-    if target_logits.dim() != 3 or target_logits.shape[:2] != (batch, n):
-        raise ValueError(f"target_logits must be float[{batch}, {n}, vocab], got {[*target_logits.shape]}")
-    if draft is not None:
-        vocab = target_logits.shape[2]
-        shapes = [[*tensor.shape] for tensor in (draft.probs, draft.row, draft.kind)]
-        if draft.probs.dim() != 3 or [shapes[0][0], shapes[0][2]] != [batch, vocab] or shapes[1:] != [[batch, n]] * 2:
-            raise ValueError(
-                f"draft must have probs float[{batch}, rows, {vocab}], row and kind [{batch}, {n}], got {shapes}"
-            )
-        if draft.probs.dtype in (torch.float16, torch.bfloat16):
-            draft = replace(draft, probs=draft.probs.float())
     if verifier not in (*VERIFIERS, LONGEST):
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
-    is_looked_at = reads_freely(target_logits) or checks_everywhere()
-    if verifier == "block" and is_looked_at and not bool((tree.depths == tree.num_nodes[:, None] - 1).any(1).all()):
-        raise ValueError("block verification takes trees without branches; use traversal for others")
-    if is_looked_at and not bool((has_distribution := sampling.has_distribution(target_logits)).all()):
-        nodes = (~has_distribution & ~tree.is_padding).nonzero().tolist()
-        if nodes:
-            kind = "NaN" if bool(target_logits[tuple(nodes[0])].isnan().any()) else "infinite"
-            raise ValueError(f"the target's logits are {kind} at (row, node) {nodes[:4]}")
-    if verifier == "auto" and draft is not None and tree.is_checked and reads_freely(draft.kind):
-        draft = None if bool(((draft.kind == DELTA) | (tree.parents < 0)).all()) else draft
+    _check_shapes(tree, target_logits, draft)
+    if host_can_read(target_logits) or checks_everywhere():
+        _check_values(tree, target_logits, sampling, is_block=verifier == "block")
+    if draft is not None and draft.probs.dtype in (torch.float16, torch.bfloat16):
+        draft = replace(draft, probs=draft.probs.float())
     if max_depth is None:
         max_depth = int(tree.depths.max())
     if verifier == LONGEST:
         return longest(tree, target_logits, sampling, rng, draft, max_depth)
-    if sampling.is_greedy or verifier == "match" or (verifier == "auto" and draft is None):
+    if verifier == "auto":
+        verifier = "match" if draft is None or _is_known_delta(tree, draft) else "traversal"
+    if sampling.is_greedy or verifier == "match":
         return match(tree, target_logits, sampling, rng, max_depth)
     rule = reject if verifier == "rejection" else traverse
     return rule(tree, sampling.probs(target_logits), rng, draft, max_depth)
+
+
+def _check_shapes(tree: TokenTree, target_logits: Tensor, draft: DraftProbs | None) -> None:
+    batch, n = tree.tokens.shape
+    if target_logits.dim() != 3 or target_logits.shape[:2] != (batch, n):
+        raise ValueError(f"target_logits must be float[{batch}, {n}, vocab], got {[*target_logits.shape]}")
+    if draft is None:
+        return
+    vocab = target_logits.shape[2]
+    shapes = [[*tensor.shape] for tensor in (draft.probs, draft.row, draft.kind)]
+    if draft.probs.dim() != 3 or [shapes[0][0], shapes[0][2]] != [batch, vocab] or shapes[1:] != [[batch, n]] * 2:
+        raise ValueError(
+            f"draft must have probs float[{batch}, rows, {vocab}], row and kind [{batch}, {n}], got {shapes}"
+        )
+
+
+def _check_values(tree: TokenTree, target_logits: Tensor, sampling: Sampling, *, is_block: bool) -> None:
+    if is_block and not bool((tree.depths == tree.num_nodes[:, None] - 1).any(1).all()):
+        raise ValueError("block verification takes trees without branches; use traversal for others")
+    is_usable = sampling.has_distribution(target_logits) | tree.is_padding
+    if not bool(is_usable.all()):
+        nodes = (~is_usable).nonzero().tolist()
+        kind = "NaN" if bool(target_logits[tuple(nodes[0])].isnan().any()) else "infinite"
+        raise ValueError(f"the target's logits are {kind} at (row, node) {nodes[:4]}")
+
+
+def _is_known_delta(tree: TokenTree, draft: DraftProbs) -> bool:
+    """Return whether every drafted node is DELTA, where that can be read without synchronising."""
+    if not (tree.is_checked and host_can_read(draft.kind)):
+        return False
+    return bool(((draft.kind == DELTA) | (tree.parents < 0)).all())

@@ -1,12 +1,13 @@
-"""Greedy decoding and MATCH: the target draws its own tokens, and children that carry them are accepted."""
+"""Greedy verification and MATCH: the target samples its own token at every node, and equal children are accepted."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from stree.kernels.accept_door import Backend, match_accept
-from stree.kernels.topology import Topology, is_launched
+from stree.kernels.dispatch import uses_triton
+from stree.kernels.ops import Backend, match_accept
+from stree.kernels.topology import Topology
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify.paths import deepest
@@ -16,11 +17,12 @@ __all__ = ["match", "match_by_kernels"]
 
 
 def match(tree: TokenTree, target_logits: Tensor, sampling: Sampling, rng: Random, max_depth: int) -> Acceptance:
-    """Let the target draw at every node, one number a position, and follow the children that carry what it drew.
+    """Sample the target's token at every node and follow the children that carry it.
 
-    The draws are coupled over siblings and depths alike; lossless for every tree (field name: naive sampling).
+    All nodes of one position share one random number, the number that plain sampling uses there, so the text is that of
+    plain sampling with the same seed. Lossless for every tree ("naive sampling" in SpecInfer, arXiv 2305.09781).
     """
-    if is_launched(target_logits) and type(rng) is Random:  # a stand-in draws by itself
+    if uses_triton(target_logits) and type(rng) is Random:  # a subclass draws its own numbers
         return match_by_kernels(tree, target_logits, sampling, rng, max_depth)
     if sampling.is_greedy:
         drawn = target_logits.argmax(-1)
@@ -42,7 +44,7 @@ def match_by_kernels(
     max_depth: int,
     backend: Backend = "auto",
 ) -> Acceptance:
-    """Run MATCH in two kernel launches, with distributions summed as integers (`stree.kernels.accept_door`)."""
+    """Run MATCH in two kernel launches; probabilities are summed as integers (`stree.kernels.ops`)."""
     topology = Topology.of(tree.parents, mask=tree.ancestor_mask, depths=tree.depths)
     if sampling.is_greedy:
         found = match_accept(tree.tokens, topology, target_logits, max_depth=max_depth, backend=backend)

@@ -1,4 +1,4 @@
-"""Recursive rejection: children in draw order, each against what its elder siblings' rejection leaves of p."""
+"""Recursive rejection sampling without replacement."""
 
 from __future__ import annotations
 
@@ -8,42 +8,46 @@ from torch import Tensor
 from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify.paths import deepest
-from stree.verify.trials import Trials
+from stree.verify.residuals import Residuals
 from stree.verify.values import Acceptance, DraftProbs
 
-__all__ = ["reject", "toss", "try_children"]
+__all__ = ["draw_tests", "reject", "try_children"]
 
 
 def reject(tree: TokenTree, target_probs: Tensor, rng: Random, draft: DraftProbs | None, max_depth: int) -> Acceptance:
-    """Accept a child with probability min(1, p / q) and go on below it; after a rejection p <- norm(max(p - q, 0)).
+    """Test the children of a node in draw order and go on below the first one that is accepted.
 
-    Recursive rejection without replacement: RSD, arXiv 2402.14160; SpecInfer, arXiv 2305.09781.  A test does not depend
-    on those of other nodes' children, so all nodes are tested at once, one sibling rank after the other.
+    A child with token x is accepted with probability min(1, p(x) / q(x)). After a rejection p becomes the residual
+    distribution, max(p - q, 0) normalised, and the next sibling is tested against it. Recursive rejection sampling
+    without replacement: RSD, arXiv 2402.14160; multi-step speculative sampling: SpecInfer, arXiv 2305.09781.
+
+    Tests below different nodes are independent, so all nodes are tested in parallel, one sibling rank at a time.
     """
-    trials, ratio, is_kept = try_children(tree, target_probs, rng, draft)
-    leaf, path, path_lengths = deepest(tree, is_kept, max_depth)
+    residuals, ratio, is_accepted = try_children(tree, target_probs, rng, draft)
+    leaf, path, path_lengths = deepest(tree, is_accepted, max_depth)
     depth = tree.depths.gather(1, leaf[:, None]).squeeze(1)
-    return Acceptance(path, path_lengths, rng.choice("target", trials.dist_at(leaf), depth + 1), ratio)
+    return Acceptance(path, path_lengths, rng.choice("target", residuals.at(leaf), depth + 1), ratio)
 
 
 def try_children(
     tree: TokenTree, target_probs: Tensor, rng: Random, draft: DraftProbs | None
-) -> tuple[Trials, Tensor, Tensor]:
-    """Test all nodes, one sibling rank after the other.
+) -> tuple[Residuals, Tensor, Tensor]:
+    """Test all drafted nodes, one sibling rank at a time.
 
     Returns:
-        What is left of the distributions; float[batch, n] acceptance probabilities; bool[batch, n], of each node's
+        The residual distributions; float[batch, n] acceptance ratios min(1, p / q); bool[batch, n], of each node's
         children the first one that is accepted.
     """
-    trials = Trials(tree, target_probs, draft)
-    for nodes, child in trials.waves(trials.siblings.rank, trials.siblings.most):
-        trials.test(nodes, child, torch.ones_like(child, dtype=target_probs.dtype))
-    ratio = trials.ratio[:, :-1].clamp(max=1)
-    return trials, ratio, trials.siblings.eldest_of(toss(rng, ratio, trials.siblings.is_drafted))
+    residuals = Residuals(tree, target_probs, draft)
+    siblings = residuals.siblings
+    for nodes, child in residuals.waves(siblings.rank, siblings.most):
+        residuals.test(nodes, child, torch.ones_like(child, dtype=target_probs.dtype))
+    ratio = residuals.ratio[:, :-1].clamp(max=1)
+    return residuals, ratio, siblings.first_of(draw_tests(rng, ratio, siblings.is_drafted))
 
 
-def toss(rng: Random, probs: Tensor, is_drafted: Tensor) -> Tensor:
-    """Toss the coin of every drafted node: bool[batch, n]."""
+def draw_tests(rng: Random, probs: Tensor, is_drafted: Tensor) -> Tensor:
+    """Draw whether each drafted node passes its test, one random number per node: bool[batch, n]."""
     node = torch.arange(1, probs.shape[1], device=probs.device).expand(len(probs), -1)
-    shown = rng.bernoulli("accept", (probs * is_drafted)[:, 1:], torch.zeros_like(node), node)
-    return torch.nn.functional.pad(shown, (1, 0))
+    is_passed = rng.bernoulli("accept", (probs * is_drafted)[:, 1:], torch.zeros_like(node), node)
+    return torch.nn.functional.pad(is_passed, (1, 0))

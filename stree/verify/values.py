@@ -1,29 +1,28 @@
-"""What acceptance takes and gives: the distributions of the drafted nodes, the accepted path."""
+"""Input and output of verification: the draft distributions of the nodes, and the accepted path."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 from torch import Tensor
 
-__all__ = ["DELTA", "INDEPENDENT", "SAMPLED", "Acceptance", "DraftLaws", "DraftProbs"]
+from stree.kernels.traversal.operands import DELTA, INDEPENDENT, SAMPLED
 
-SAMPLED: Final = 0
-DELTA: Final = 1
-INDEPENDENT: Final = 2
+__all__ = ["DELTA", "INDEPENDENT", "SAMPLED", "Acceptance", "DraftLaws", "DraftProbs"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftProbs:
-    """From which distribution each node was drawn; of SAMPLED nodes the verifier masks earlier siblings out of it.
+    """The distribution that each node was drawn from.
 
     Attributes:
-        probs: float[batch, rows, vocab], after every draft-side processor; rows that no node names may hold anything.
-        row: int32[batch, n], the row of each node; ignored for the root, padding and DELTA nodes.
-        kind: int8[batch, n], SAMPLED (without replacement), DELTA (chosen without chance: top-k, retrieved) or
-            INDEPENDENT (with replacement: from the distribution as it is, whatever the earlier siblings are).
-        max_children: bound of a node's children known to the host; None reads it, which waits for a device.
+        probs: float[batch, rows, vocab], after temperature, top-k and top-p of the draft; unused rows may hold
+            anything.
+        row: int32[batch, n], index into ``probs`` of each node; ignored for the root, padding and DELTA nodes.
+        kind: int8[batch, n], SAMPLED (without replacement: the verifier masks the tokens of earlier siblings out of the
+            stored distribution), DELTA (chosen deterministically: top-k, retrieved; its distribution is one-hot) or
+            INDEPENDENT (with replacement: the stored distribution as it is).
+        max_children: upper bound of a node's children, which spares a synchronisation with a device; None for n - 1.
     """
 
     probs: Tensor
@@ -39,18 +38,17 @@ DraftLaws = DraftProbs  # former name
 class Acceptance:
     """The accepted path of each sequence and the token after it.
 
-    The path begins with the root, which was emitted before.  ``next_token`` is the bonus token where the path ends at a
-    leaf, else the recovered token: drawn from what the rejected children leave of the target's distribution.
+    The path begins with the root, which was emitted by the step before. ``next_token`` is the bonus token if the path
+    ends at a leaf, else the recovered token, drawn from the residual distribution of the rejected children.
 
     Attributes:
-        path: int32[batch, m], node indices, padded by -1; m is the host's bound on depth + 1.
+        path: int32[batch, m], node indices, padded by -1; m is an upper bound of depth + 1.
         path_lengths: int32[batch], root included.
         next_token: int64[batch].
-        ratios: float[batch, n], the verifier's log: of each drafted node min(1, p(x) / q(x)), the probability that its
-            test accepts it, p being what its elder siblings' rejection leaves; undefined for the root and padding.
-            None from greedy and MATCH, which test nothing.
-        left: float[batch, vocab], distribution of the token after ``next_token``; from LONGEST only, which leaves it
-        undrawn.
+        ratios: float[batch, n], acceptance ratio of each drafted node, min(1, p(x) / q(x)) at its token x, where p is
+            the residual distribution after its earlier siblings; undefined for the root and padding. None from greedy
+            and MATCH.
+        left: float[batch, vocab], the distribution of the token after ``next_token``, from LONGEST only.
     """
 
     path: Tensor
@@ -61,5 +59,5 @@ class Acceptance:
 
     @property
     def num_accepted(self) -> Tensor:
-        """Drafted nodes accepted: int32[batch]."""
+        """Number of drafted nodes accepted: int32[batch]."""
         return self.path_lengths - 1

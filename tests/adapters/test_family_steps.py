@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.family_states import advanced
 from helpers.host_reads import NoHostReads
+from helpers.on_device import treat_as_on_device
 from helpers.tiny_family_models import EVERY_ADAPTER, family_model, matrix
 from helpers.tiny_models import (
     TOLERANCE,
@@ -87,7 +88,7 @@ class TreeSizes(TorchDispatchMode):
 def test_steps_of_fixed_shapes_run_the_same_operators_on_the_same_sizes(
     family: str, fixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(topology, "waits_always", True)
+    treat_as_on_device(monkeypatch)
     rng = random.Random(13)
     model = family_model(family)
     lm, texts = patched(model), random_texts(rng, [9, 4])
@@ -110,7 +111,7 @@ def test_steps_of_fixed_shapes_run_the_same_operators_on_the_same_sizes(
 
 
 def test_a_text_beyond_a_fixed_state_loses_rows_and_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "waits_always", True)
+    treat_as_on_device(monkeypatch)
     rng = random.Random(15)
     model = family_model("llama")
     lm, texts = patched(model), random_texts(rng, [9, 4])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.on_device import treat_as_on_device
 from helpers.tiny_family_models import family_model
 from torch import Tensor
 
@@ -38,7 +39,7 @@ def test_a_gated_norm_in_one_launch_equals_the_familys_own(
     norm = gated_norm_of(family, changes).to(dtype)
     channels, draw = norm.weight.shape[0], torch.Generator().manual_seed(0)
     x, gate = (torch.randn(6, 2 * channels, generator=draw).to(dtype)[:, :channels] for _ in range(2))
-    monkeypatch.setattr(dispatch, "has_triton", lambda op, *_: op in dispatch.TRITON)
+    treat_as_on_device(monkeypatch, host_can_read=True, operations=dispatch.TRITON)
     fused_layers.gated_norm(norm, x, gate)  # what a class computes is found out once, by running a small copy
     monkeypatch.setattr(type(norm), "forward", refuse)
     ours = fused_layers.gated_norm(norm, x, gate)
@@ -67,7 +68,7 @@ def test_a_gated_norm_that_names_no_groups_is_known_by_what_it_does(monkeypatch:
         """Another function under the same names."""
 
     x, gate = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(dispatch, "has_triton", lambda op, *_: op in dispatch.TRITON)
+    treat_as_on_device(monkeypatch, host_can_read=True, operations=dispatch.TRITON)
     norm, other = WholeRows(16), Squared(16, 2.0)
     with torch.no_grad():
         expected, kept = norm(x, gate), other(x, gate)
@@ -90,7 +91,7 @@ def test_elsewhere_the_familys_own_module_runs() -> None:
 
 
 def test_a_gated_norm_that_was_patched_runs_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "has_triton", lambda *_: True)
+    treat_as_on_device(monkeypatch, host_can_read=True, operations=dispatch.TRITON)
     norm = gated_norm_of("bamba", {})
     norm.forward = lambda x, gate: x + gate
     x = torch.ones(2, norm.weight.shape[0])
@@ -98,7 +99,7 @@ def test_a_gated_norm_that_was_patched_runs_its_own_forward(monkeypatch: pytest.
 
 
 def test_a_gated_norm_with_a_hook_runs_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "has_triton", lambda *_: True)
+    treat_as_on_device(monkeypatch, host_can_read=True, operations=dispatch.TRITON)
     norm = gated_norm_of("bamba", {})
     norm.register_forward_hook(lambda _, __, y: 2 * y)
     x = torch.randn(2, norm.weight.shape[0])

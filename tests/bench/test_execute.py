@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.cuda_graph_tape import TapeRecorder
+from helpers.on_device import treat_as_on_device
 from helpers.tiny_pairs import tiny_pair
 
 from stree.bench.execute import Case, execute, figures
@@ -14,7 +15,6 @@ from stree.bench.methods import parse_methods
 from stree.bench.pair import Pair
 from stree.decode import step_cache as step_cache
 from stree.decode.step_cache import StepCache
-from stree.kernels import topology
 
 PROMPT = tuple(range(5, 18))
 SAMPLED = Case((PROMPT, PROMPT[:5]), 14, 0.8, seed=3)
@@ -23,7 +23,7 @@ SAMPLED = Case((PROMPT, PROMPT[:5]), 14, 0.8, seed=3)
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> Pair:
     """A pair whose steps are captured, in the code that a CUDA device would run."""
-    monkeypatch.setattr(topology, "waits_always", True)
+    treat_as_on_device(monkeypatch)
     monkeypatch.setattr(step_cache, "_can_capture", lambda lm: "step_cache" in lm.kept and lm.is_captured is not False)
     torch.manual_seed(0)
     pair = tiny_pair("bamba")

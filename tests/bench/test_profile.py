@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from helpers.cuda_graph_tape import TapeRecorder
+from helpers.on_device import treat_as_on_device
 from helpers.tiny_models import patched, tiny_model
 from rich.console import Console
 
@@ -21,7 +22,6 @@ from stree.decode import step_cache as step_cache
 from stree.decode.step_cache import StepCache
 from stree.drafters import ModelDrafter
 from stree.growth import Chain
-from stree.kernels import topology
 
 SHAPE = Shape(growth=Chain(2), budget=3, batch=2, context=8, new_tokens=8, temperature=0.0)
 
@@ -65,7 +65,7 @@ def test_bytes_grow_with_what_they_count() -> None:
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> Any:
     both = pair()
-    monkeypatch.setattr(topology, "waits_always", True)
+    treat_as_on_device(monkeypatch)
     monkeypatch.setattr(step_cache, "_can_capture", lambda lm: "step_cache" in lm.kept and lm.is_captured is not False)
     both.target.kept["step_cache"] = StepCache(TapeRecorder())
     return both

@@ -1,7 +1,4 @@
-"""The budget controller on replayed steps: near the best fixed size found by search, and never far below plain.
-
-Run: python -m pytest tests/budget/test_controller.py
-"""
+"""The budget controller on replayed steps: near the best fixed size, and never far below plain decoding."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ Step = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def grown_row(agreement: float, rng: np.random.Generator) -> list[tuple[float, int, bool]]:
-    """Grow 64 nodes best first; each node's children are right with the probabilities that its values promise."""
+    """Grow 64 nodes best first; a child is accepted with the probability that its value states."""
     share = float(np.clip(agreement + 0.2 * rng.standard_normal(), 0.02, 0.98))
     probs = (share, (1 - share) * 0.4, (1 - share) * 0.2)
     nodes: list[tuple[float, int, bool]] = [(1.0, 0, True)]
@@ -56,19 +53,19 @@ def recorded_steps(agreement: float, batch: int, count: int, seed: int) -> list[
 
 
 def cut(step: Step, choice: Choice) -> Step:
-    """Give what a tree of this size would have been."""
+    """Cut a step to a smaller tree size."""
     values, depths, is_accepted = step
     keep = (np.arange(LARGEST) < choice.nodes) & (depths <= choice.depth)
     return np.where(keep, values, 0.0), np.where(keep, depths, 0), is_accepted & keep
 
 
 def means(choices: Sequence[Choice], steps: list[Step]) -> dict[Choice, float]:
-    """Count the tokens that a step of every size emits in the mean."""
+    """Mean number of tokens that a step of every size emits."""
     return {choice: float(np.mean([cut(step, choice)[2].sum() for step in steps])) for choice in choices}
 
 
 def replay(controller: BudgetController, steps: list[Step], ms: StepMs, count: int, seed: int) -> tuple[float, float]:
-    """Run the controller until a text has so many tokens; give tokens and time, a step as its size's mean."""
+    """Run the controller for ``count`` tokens per sequence; return tokens and time, by the means of each size."""
     rng = np.random.default_rng(seed)
     mean = means(controller.choices, steps)
     tokens = time = 0.0
@@ -89,14 +86,13 @@ def size_ms(ms: StepMs, choice: Choice) -> float:
 
 COSTS: dict[str, Callable[[int], StepMs]] = {
     "cheap-verify": lambda batch: lambda nodes, depth: 10 + 0.02 * batch * nodes + 0.5 * depth,
-    "dear-verify": lambda batch: lambda nodes, depth: 10 + 2.0 * batch * (nodes - 1) + 0.5 * depth,
-    "dear-draft": lambda batch: lambda nodes, depth: 10 + 0.02 * batch * nodes + 6 * depth,
+    "slow-verify": lambda batch: lambda nodes, depth: 10 + 2.0 * batch * (nodes - 1) + 0.5 * depth,
+    "slow-draft": lambda batch: lambda nodes, depth: 10 + 0.02 * batch * nodes + 6 * depth,
     "cpu": lambda batch: lambda nodes, depth: 10 + 0.4 * batch * (nodes - 1) + 2.5 * depth,
 }
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("agreement", [0.7, 0.05], ids=["good-drafter", "useless-drafter"])
+@pytest.mark.parametrize(("agreement", "batch"), [(0.7, 1), (0.7, 8), (0.05, 1)], ids=["good", "batch", "useless"])
 @pytest.mark.parametrize("cost", COSTS)
 def test_it_is_near_the_best_fixed_size_and_not_below_plain(cost: str, agreement: float, batch: int) -> None:
     ms = COSTS[cost](batch)
@@ -109,9 +105,9 @@ def test_it_is_near_the_best_fixed_size_and_not_below_plain(cost: str, agreement
     assert reached >= 0.97 * fixed[PLAIN]
 
 
-@pytest.mark.parametrize(("agreement", "node_ms"), [(0.4, 0.4), (0.4, 2.0), (0.05, 2.0)])
-def test_a_short_text_loses_little_where_drafting_does_not_pay(agreement: float, node_ms: float) -> None:
-    steps = recorded_steps(agreement, 1, 200, seed=1)
+@pytest.mark.parametrize("agreement", [0.4, 0.05])
+def test_a_short_text_loses_little_where_drafting_does_not_pay(agreement: float) -> None:
+    node_ms, steps = 2.0, recorded_steps(agreement, 1, 200, seed=1)
     choices = layered_choices(LARGEST, 8)
     mean = means(choices, steps)
 
@@ -133,19 +129,7 @@ def test_a_short_text_loses_little_where_drafting_does_not_pay(agreement: float,
     assert np.mean(times) < 1.015 * plain_ms
 
 
-def test_it_begins_with_trees_where_they_promise_to_pay_and_without_where_not() -> None:
-    def cost(call: float) -> StepMs:
-        return lambda nodes, depth: 10 + 0.05 * nodes + call * depth
-
-    choices = layered_choices(LARGEST, 8)
-    assert BudgetController(choices, cost(1.0)).choose().nodes > 4
-    assert BudgetController(choices, cost(20.0)).choose() == PLAIN
-    for call in (0.1, 1.0, 3.0):
-        assert size_ms(cost(call), BudgetController(choices, cost(call)).choose()) <= 2 * 10.05, "else much is at stake"
-
-
-@pytest.mark.parametrize("is_padded", [False, True])
-def test_it_begins_as_other_texts_have_shown(is_padded: bool) -> None:
+def test_the_first_size_follows_the_experience_from_other_texts() -> None:
     choices = layered_choices(LARGEST, 8)
 
     def experience(agreement: float) -> Experience:
@@ -157,7 +141,7 @@ def test_it_begins_as_other_texts_have_shown(is_padded: bool) -> None:
         return controller.experience()
 
     def begun(agreement: float, ms: StepMs) -> BudgetController:
-        return BudgetController(choices, ms, experience=experience(agreement), is_padded=is_padded)
+        return BudgetController(choices, ms, experience=experience(agreement))
 
     mean = means(choices, recorded_steps(0.7, 1, 200, seed=1))
     for share, pays in ((0.7, True), (1.3, False)):  # what the best tree takes of what plain decoding takes for as much
@@ -181,31 +165,6 @@ def test_it_begins_as_other_texts_have_shown(is_padded: bool) -> None:
         assert plain < 1000, "and it is tried in the end"
 
 
-def test_what_draws_little_costs_little() -> None:
-    """A drafter that finds something in one step of four, whatever its size: large trees are not dear."""
-
-    def ms(nodes: np.ndarray, depth: np.ndarray) -> np.ndarray:
-        return 10.0 + 4.0 * (nodes - 1)
-
-    def sizes(is_padded: bool) -> list[Choice]:
-        controller = BudgetController(flat_choices(16), ms, is_padded=is_padded)
-        chosen = []
-        for step in range(400):
-            choice = controller.choose()
-            count = choice.nodes if step % 4 == 0 else 1
-            values, depths = np.full((1, count), 0.6), np.arange(count)[None]
-            values[:, 0] = 1
-            if choice == PLAIN:
-                controller.observe_plain()
-            else:
-                controller.observe(choice, values, depths, np.ones((1, count), dtype=bool))
-            chosen.append(choice)
-        return chosen[-40:]
-
-    assert min(choice.nodes for choice in sizes(is_padded=False)) > 1
-    assert sizes(is_padded=True).count(PLAIN) >= 38, "paid for whether found or not"
-
-
 def test_the_controller_follows_a_drafter_that_becomes_useless_and_recovers() -> None:
     def ms(nodes: np.ndarray, depth: np.ndarray) -> np.ndarray:
         return 10 + 0.5 * (nodes - 1) + 1.0 * depth
@@ -223,7 +182,7 @@ def test_the_controller_follows_a_drafter_that_becomes_useless_and_recovers() ->
 
 
 def off_controller(ms: StepMs, behind_ms: float = 0.0) -> BudgetController:
-    """Give a controller that has learnt that drafting is of no use."""
+    """A controller that has learned that drafting does not pay."""
     steps = recorded_steps(0.0, 1, 50, seed=13)
     for step in steps:
         step[2][:, 1:] = False
@@ -235,7 +194,7 @@ def off_controller(ms: StepMs, behind_ms: float = 0.0) -> BudgetController:
 
 @pytest.mark.parametrize("behind_ms", [0.0, 40.0])
 def test_trials_cost_no_more_than_their_share(behind_ms: float) -> None:
-    # A draft model first runs what was emitted since the last trial.
+    # With behind_ms the draft model first catches up with the tokens emitted since the last trial.
     def ms(nodes: np.ndarray, depth: np.ndarray) -> np.ndarray:
         return np.asarray(9.0 + nodes + depth)
 

@@ -71,7 +71,7 @@ def test_a_tree_whose_verification_fails_takes_the_last_one_with_it(family: str,
 
 
 @pytest.mark.parametrize("family", ["jamba", "zamba2"])
-def test_an_extension_that_fails_leaves_a_state_whose_path_is_folded(family: str) -> None:
+def test_an_extension_that_fails_leaves_a_state_whose_path_is_committed(family: str) -> None:
     model, lm = family_model(family), patched(family_model(family))
     lm.defers_commit = True
     state, tree = lm.new_state(1, 64, 16), random_tree(random.Random(0), [8])

@@ -6,13 +6,14 @@ import random
 from typing import Any
 
 import pytest
+from helpers.on_device import treat_as_on_device
 from helpers.tiny_models import patched, random_texts, tiny_model
 from torch import Tensor
 
 import stree
 from stree.drafters import ModelDrafter
 from stree.growth import Calibrated, DySpec, Eagle2, Growth, OptTree
-from stree.kernels import tiles, topology
+from stree.kernels import tiles
 from stree.sampling import Sampling
 
 TEXTS = random_texts(random.Random(0), [6, 6])
@@ -23,7 +24,7 @@ TEXTS = random_texts(random.Random(0), [6, 6])
 def test_a_large_tree_of_fixed_shapes_fits_the_kernels(
     growth: Growth, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(topology, "waits_always", True)  # what a device does, on the CPU
+    treat_as_on_device(monkeypatch)  # what a device does, on the CPU
     verify, sizes = stree.TreeLM.verify, set()
 
     def watched(self: stree.TreeLM, state: Any, tree: stree.TokenTree, first: int = 0) -> Tensor:
@@ -36,6 +37,6 @@ def test_a_large_tree_of_fixed_shapes_fits_the_kernels(
     drafter = ModelDrafter(patched(tiny_model("mamba2", seed=1)))
     found = stree.generate(lm, TEXTS, drafter, growth, 64, sampling=sampling, max_new_tokens=4, verifier="match")
     assert 64 in sizes and max(sizes) <= tiles.MAX_NODES
-    monkeypatch.setattr(topology, "waits_always", False)
+    treat_as_on_device(monkeypatch, host_can_read=True)
     plain = stree.generate(lm, TEXTS, budget=1, sampling=sampling, max_new_tokens=4)
     assert found.sequences == plain.sequences

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.enumeration import TableLM, TableModel
+from helpers.on_device import treat_as_on_device
 from helpers.tiny_models import (
     TOLERANCE,
     VOCAB,
@@ -27,7 +28,6 @@ from helpers.tiny_models import (
 
 from stree.drafters import FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Chain, DySpec, Growth, Static
-from stree.kernels import topology
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random, Sampling
@@ -240,7 +240,7 @@ def test_catch_up_tokens_of_a_text_are_not_run_into_the_next_one_of_its_row(
     waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm, texts = patched(tiny_model("mamba2")), [[3, 1, 4, 1, 5], [9, 2, 6]]
-    monkeypatch.setattr(topology, "waits_always", waits)  # what a device does, on the CPU
+    treat_as_on_device(monkeypatch, host_can_read=not waits)  # what a device does, on the CPU
     run = ModelDrafter(lm).start(lm.vocab_size, texts, random_rows(2).at(torch.tensor([5, 3])))
     path, lengths = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     for pending, following in (([7, 8], [1, 2]), ([1, 2], [5, 6])):

@@ -22,7 +22,7 @@ from stree.growth.learned_acceptance import (
     prior_before_draw,
     prior_when_greedy,
 )
-from stree.kernels.growth_door import Words
+from stree.kernels.tree_growth.operands import Words
 from stree.sampling import Sampling
 from stree.tree import TokenTree
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers.enumeration import TableModel
 from helpers.growth_drafts import counted_draft, nodes_by_path, path_prob
+from helpers.on_device import treat_as_on_device
 
 from stree.growth import DepthStop, DySpec, Eagle2, Growth, OptTree
-from stree.kernels import topology
 
 Path = tuple[int, ...]
 
@@ -52,7 +52,7 @@ def opt_tree(dist: TableModel, depth: int, nodes: int, least_gain: float) -> tup
 def test_eagle2_keeps_the_best_of_all_candidates(
     depth: int, beam: int, nodes: int, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(topology, "waits_always", waits)
+    treat_as_on_device(monkeypatch, host_can_read=not waits)
     for seed in range(4):
         dist = TableModel.random(6, seed, scale=1.0)
         draft, calls = counted_draft(dist, Eagle2(depth, beam), nodes + 1)
@@ -63,7 +63,7 @@ def test_eagle2_keeps_the_best_of_all_candidates(
 
 @pytest.mark.parametrize("waits", [False, True], ids=["host", "device"])
 def test_opt_tree_stops_where_a_layer_adds_too_little(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "waits_always", waits)
+    treat_as_on_device(monkeypatch, host_can_read=not waits)
     layers = set()
     for seed in range(4):
         dist = TableModel.random(5, seed, scale=2.0)

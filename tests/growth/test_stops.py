@@ -9,9 +9,9 @@ import pytest
 import torch
 from helpers.enumeration import TableModel
 from helpers.growth_drafts import counted_draft, nodes_by_path
+from helpers.on_device import treat_as_on_device
 
 from stree.growth import Chain, Confidence, DecisionStop, DepthStop, DySpec, Eagle2, Growth, OptTree, Static
-from stree.kernels import topology
 from stree.sampling import Random, Sampling
 
 GREEDY = Sampling()
@@ -123,7 +123,7 @@ def test_on_a_device_a_stopped_layer_is_padding(
 ) -> None:
     dist = TableModel.random(6, 4, scale=2.0)
     host, host_calls = counted_draft(dist, growth, 8, Sampling(temperature))
-    monkeypatch.setattr(topology, "waits_always", True)
+    treat_as_on_device(monkeypatch)
     device, calls = counted_draft(dist, growth, 8, Sampling(temperature))
     device.tree.check()
     assert nodes_by_path(device.tree) == nodes_by_path(host.tree)

@@ -15,10 +15,10 @@ import torch
 
 import stree
 from helpers.cuda_graph_tape import TapeRecorder
+from helpers.on_device import treat_as_on_device
 from helpers.tiny_models import patched, random_texts, tiny_model
 from stree.decode import step_cache as step_cache
 from stree.drafters import ModelDrafter
-from stree.kernels import topology
 
 TEXTS = random_texts(random.Random(0), [6, 9])
 
@@ -26,7 +26,7 @@ TEXTS = random_texts(random.Random(0), [6, 9])
 def captured(monkeypatch: pytest.MonkeyPatch, lm: stree.TreeLM | None = None) -> stree.TreeLM:
     """Give a target, by default a tiny Bamba, whose steps are captured, with the operators that a device would run."""
     # A capture needs CUDA, and no option may say otherwise to a user.
-    monkeypatch.setattr(topology, "waits_always", True)
+    treat_as_on_device(monkeypatch)
     monkeypatch.setattr(step_cache, "_can_capture", lambda lm: "step_cache" in lm.kept)
     lm = patched(tiny_model("bamba")) if lm is None else lm
     lm.kept["step_cache"] = step_cache.StepCache(TapeRecorder())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from helpers.on_device import treat_as_on_device
 from helpers.tiny_models import (
     as_commit,
     random_texts,
@@ -17,8 +18,7 @@ from helpers.tiny_models import (
     right_padded,
 )
 from stree import TokenTree, TreeLM
-from stree.kernels import checks, ops
-from stree.models import patched_model
+from stree.kernels import ops
 
 FUSED_OPS = ("rms_norm", "rms_norm_add", "gated_activation", "rotary", "experts")
 
@@ -38,8 +38,7 @@ def count_fused_launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for name in FUSED_OPS:
         monkeypatch.setattr(ops, name, counted(name))
-    for module in (checks, patched_model):
-        monkeypatch.setattr(module, "has_triton", lambda op, *_: op in FUSED_OPS)
+    treat_as_on_device(monkeypatch, host_can_read=True, operations=FUSED_OPS)
     return counts
 
 

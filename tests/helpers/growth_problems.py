@@ -13,8 +13,8 @@ from stree.drafters.tree_builder import GrownTree
 from stree.growth import Layer, Plan
 from stree.growth.calibrated import typical_values
 from stree.growth.learned_acceptance import GreedyAcceptance, SampledAcceptance
-from stree.kernels.growth_door import Level, Memory, RankFit, Siblings, Table, Words
-from stree.kernels.reference_growth import remember
+from stree.kernels.tree_growth.operands import Level, Memory, RankFit, Siblings, Table, Words
+from stree.kernels.tree_growth.reference import remember
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KINDS = ("random", "ties", "zeros", "few", "tiny")
@@ -63,7 +63,7 @@ def some_siblings(batch: int, above: int, ranks: int, seed: int, device: torch.d
 
 
 def said(batch: int, above: int, ranks: int, seed: int, device: torch.device = DEVICE) -> tuple[Memory, Words]:
-    """Draw texts of few words, and children of nodes of a tree, or of its root, that may stand in them already."""
+    """Draw texts of few words, and children of nodes of a tree, or of its root, that may be in them already."""
     generator = torch.Generator().manual_seed(seed)
 
     def words_of(*shape: int) -> Tensor:
@@ -100,7 +100,7 @@ class Ranked(NamedTuple):
 
 
 def begun(ranked: Ranked) -> Ranked:
-    """Give the children of roots that no token stands before, where a text holds whatever is looked up."""
+    """Give the children of roots that no token precedes, where a text holds whatever is looked up."""
     memory, words = ranked.memory, ranked.given.words
     assert words is not None
     words = replace(words, parents=torch.full_like(words.parents, -1))

@@ -1,4 +1,4 @@
-"""Toy language models: the distribution of the next token is a row of a table."""
+"""Toy language models: the logits of the next token are a row of a table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["TableLM", "TableModel"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableModel:
-    """A toy language model: the distribution of the next token after the last one, float64[vocab, vocab] logits."""
+    """A toy language model: the last token selects a row of float64[vocab, vocab] logits."""
 
     logits: Tensor
 
@@ -42,7 +42,7 @@ class TableModel:
 
 @dataclass(slots=True, eq=False)
 class TableState:
-    """How long the texts of a ``TableLM`` are."""
+    """Lengths of the texts of a ``TableLM``."""
 
     lengths: Tensor
     max_length: int
@@ -59,14 +59,14 @@ class TableState:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class TableLM:
-    """A ``TreeLM`` without a model: the logits after a token are a row of a table.
+    """A ``TreeLM`` whose model is a table.
 
     Attributes:
-        probs: the table.
-        num_calls: forward passes of trees.
+        table: the toy model.
+        num_calls: number of forward passes over trees.
     """
 
-    dist: TableModel
+    table: TableModel
     num_calls: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float64
@@ -74,7 +74,7 @@ class TableLM:
 
     @property
     def vocab_size(self) -> int:
-        return self.dist.vocab
+        return self.table.vocab
 
     def new_state(self, batch_size: int, max_length: int, max_nodes: int) -> TableState:
         return TableState(torch.zeros(batch_size, dtype=torch.int32), max_length, max_nodes)
@@ -82,21 +82,21 @@ class TableLM:
     def prefill(self, state: TableState, input_ids: Tensor, lengths: Tensor) -> Tensor:
         state.lengths = lengths.to(torch.int32)
         state.length_bound = int(lengths.max())
-        return self.dist.logits[input_ids.gather(1, lengths[:, None].long() - 1).squeeze(1)]
+        return self.table.logits[input_ids.gather(1, lengths[:, None].long() - 1).squeeze(1)]
 
     def prefill_row(self, state: TableState, row: int, input_ids: Tensor) -> Tensor:
         state.lengths[row] = input_ids.shape[1]
         state.length_bound = int(state.lengths.max())
-        return self.dist.logits[input_ids[:, -1]]
+        return self.table.logits[input_ids[:, -1]]
 
     def verify(self, state: TableState, tree: TokenTree, first: int = 0) -> Tensor:
         self.num_calls += 1
-        return self.dist.logits[tree.tokens[:, first:]]
+        return self.table.logits[tree.tokens[:, first:]]
 
     def commit(self, state: TableState, path: Tensor, path_lengths: Tensor) -> None:
         state.lengths = state.lengths + path_lengths
         state.length_bound = int(state.lengths.max())
 
     def as_lm(self) -> TreeLM:
-        """Pass it off as the model that it replaces."""
+        """Cast to the class that it replaces."""
         return cast(TreeLM, self)

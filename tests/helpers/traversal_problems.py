@@ -11,12 +11,13 @@ from torch import Tensor
 
 from helpers import oracles
 from stree import TokenTree
-from stree.kernels.traversal_door import DraftRows, TraversedPath
-from stree.kernels.traversal_door import traverse as traverse_on_device
+from stree.kernels.dispatch import as_on_device
+from stree.kernels.traversal.api import traverse as traverse_on_device
+from stree.kernels.traversal.operands import DraftRows, TraversedPath
 from stree.sampling import Random
-from stree.verify import Acceptance, DraftProbs, traversal
-from stree.verify.traversal import _hold, _hold_chain, traverse
-from stree.verify.trials import Trials
+from stree.verify import Acceptance, DraftProbs
+from stree.verify.residuals import Residuals
+from stree.verify.traversal import _accept_probs, traverse
 from stree.verify.values import DELTA, INDEPENDENT, SAMPLED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -91,30 +92,25 @@ class Problem:
 
     def wide(self, kind: int | None = None) -> tuple[Tensor, Tensor]:
         """Compute coins and ratios in float64, of nodes of another kind if one is given."""
-        coins, trials = self.wide_trials(kind)
-        return coins, trials.ratio[:, :-1].clamp(max=1)
+        coins, residuals = self.wide_residuals(kind)
+        return coins, residuals.ratio[:, :-1].clamp(max=1)
 
-    def wide_trials(self, kind: int | None = None) -> tuple[Tensor, Trials]:
+    def wide_residuals(self, kind: int | None = None) -> tuple[Tensor, Residuals]:
         """Compute coins in float64; give what is left of the distributions, too."""
         draft = self.draft
         if draft is not None:
             given = draft.kind if kind is None else torch.full_like(draft.kind, kind)
             draft = replace(draft, probs=draft.probs.double(), kind=given)
-        trials = Trials(self.tree, self.dist.to(torch.float64, copy=True), draft)
-        return self._hold(trials), trials
+        residuals = Residuals(self.tree, self.dist.to(torch.float64, copy=True), draft)
+        return _accept_probs(self.tree, residuals, self.depth), residuals
 
     def narrow(self) -> Tensor:
         """Compute coins in float32, in torch."""
-        return self._hold(Trials(self.tree, self.dist.clone(), self.draft))
-
-    def _hold(self, trials: Trials) -> Tensor:
-        chains = trials.siblings.most == 1
-        return _hold_chain(trials, self.depth) if chains else _hold(self.tree, trials, self.depth)
+        return _accept_probs(self.tree, Residuals(self.tree, self.dist.clone(), self.draft), self.depth)
 
     def outcome(self) -> Acceptance:
         """Traverse in torch."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(traversal, "reads_freely", lambda _: False)
+        with as_on_device(triton=False):
             return traverse(self.tree, self.dist.clone(), self.rng, self.draft, self.depth)
 
     def found(self, max_children: int | None = None) -> TraversedPath:
@@ -122,7 +118,7 @@ class Problem:
         moved, rows = self.moved(), None
         tree, rng = moved.tree, moved.rng
         if moved.draft is not None:
-            rows = DraftRows(moved.draft.probs, moved.draft.row, moved.draft.kind, DELTA, INDEPENDENT)
+            rows = DraftRows(moved.draft.probs, moved.draft.row, moved.draft.kind)
         return traverse_on_device(
             tree.tokens, tree.parents, tree.ancestor_mask, tree.depths, moved.dist, rows, max_depth=self.depth,
             max_children=max_children, seed=rng.seed, sequences=rng.sequences, positions=rng.positions,
@@ -145,32 +141,34 @@ class Problem:
         assert float((found.ratios.cpu() - expected.ratios).abs().max()) < close
 
 
-_test = Trials.test
+_test = Residuals.test
 
 
-def weigh_parent_by_own_probs(trials: Trials, nodes: Tensor, child: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-    """Test as ``Trials`` does, but weigh a parent anew by min(S / (1 - q(x)), 1), not by S / (S + 1 - r).
+def weigh_parent_by_own_probs(
+    residuals: Residuals, nodes: Tensor, child: Tensor, held: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Test as ``Residuals`` does, but weigh a parent anew by min(S / (1 - q(x)), 1), not by S / (S + 1 - r).
 
     A public reimplementation of the paper has it so.
     """
-    below, above = _test(trials, nodes, child, held)
+    below, above = _test(residuals, nodes, child, held)
     total = (above * (1 - held) / (1 - above).clamp(min=1e-12)).where(above < 1, held)
-    own = 1 / trials._facts[trials._batch, child][..., 0].clamp(min=1e-12)
-    return below, torch.where(child < trials.ratio.shape[1] - 1, (total / (1 - own)).clamp(max=1), held)
+    own = 1 / residuals._draft_terms[residuals._batch, child][..., 0].clamp(min=1e-12)
+    return below, torch.where(child < residuals.ratio.shape[1] - 1, (total / (1 - own)).clamp(max=1), held)
 
 
 def parent_by_own_probs(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
     """Weigh parents wrongly."""
     with monkeypatch.context() as patch:
-        patch.setattr(Trials, "test", weigh_parent_by_own_probs)
+        patch.setattr(Residuals, "test", weigh_parent_by_own_probs)
         return problem.wide()
 
 
 def parent_that_stays(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
     """Leave a parent's weight as it was."""
-    test = Trials.test
+    test = Residuals.test
     with monkeypatch.context() as patch:
-        patch.setattr(Trials, "test", lambda *given: (test(*given)[0], given[3]))
+        patch.setattr(Residuals, "test", lambda *given: (test(*given)[0], given[3]))
         return problem.wide()
 
 
@@ -185,7 +183,7 @@ CONTROLS: dict[str, Callable[[Problem, pytest.MonkeyPatch], tuple[Tensor, Tensor
 
 @dataclass(frozen=True)
 class OneDraft:
-    """Trees of one drafted token, every token of 200 pairs of laws: far apart to equal but for the last bit.
+    """Trees of one drafted token, every token of 200 pairs of distributions: far apart to equal but for the last bit.
 
     Attributes:
         tree: a root and its child.

@@ -94,7 +94,7 @@ def test_commit_moves_the_accepted_rows_in_and_leaves_the_rest(width: int, ends:
 
 @pytest.mark.parametrize("first", [0, 5], ids=lambda k: f"first{k}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
-def test_step_folds_the_old_tree_then_convolves_the_new_one(first: int, dtype: torch.dtype) -> None:
+def test_step_commits_the_old_tree_then_convolves_the_new_one(first: int, dtype: torch.dtype) -> None:
     n = 21
     old, window, weight, bias = draw(n, dtype=dtype, seed=1)
     x, parents, old_parents = draw(n, dtype=dtype, seed=2)[0], draw_parents(n, 1, 2), draw_parents(n, 2)

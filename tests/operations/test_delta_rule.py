@@ -109,12 +109,12 @@ class Problem:
         return k, u, g
 
     def step(
-        self, state: Tensor, stash: Stash, path: object, lengths: object, first: int = 0, folded: Stash | None = None,
+        self, state: Tensor, stash: Stash, path: object, lengths: object, first: int = 0, previous: Stash | None = None,
         backend: str = "triton",
     ) -> Tensor:  # fmt: skip
         return ops.gated_delta_step(
             state, *stash, path, lengths, *(t[:, first:] for t in self.rows), self.parents, scale=self.scale,
-            first=first, folded=folded, backend=backend,
+            first=first, previous=previous, backend=backend,
         )  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def test_correlated_keys_of_a_chain_of_depth_63(cosine: float, channels: bool) -
 
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
-def test_step_folds_the_old_tree_then_scores_the_new_one(dtype: torch.dtype, channels: bool) -> None:
+def test_step_commits_the_old_tree_then_scores_the_new_one(dtype: torch.dtype, channels: bool) -> None:
     rng = torch.Generator().manual_seed(2)
     old = Problem.draw(draw_parents(rng, 13), channels, seed=1).to(dtype)
     new = Problem.draw(draw_parents(rng, 11, padding=1), channels, seed=2).to(dtype)
@@ -255,7 +255,7 @@ def test_a_tree_grown_in_the_stash_equals_one_call(channels: bool) -> None:
 
 @BOTH
 @pytest.mark.parametrize("first", [0, 4], ids=lambda k: f"first{k}")
-def test_a_step_that_folds_from_another_stash_equals_a_step_in_place(first: int, channels: bool) -> None:
+def test_a_step_that_commits_from_another_stash_equals_a_step_in_place(first: int, channels: bool) -> None:
     problem = Problem.draw(draw_parents(torch.Generator().manual_seed(4), 13), channels, (1, 2), seed=1)
     path, lengths = on_device(*oracles.paths_to(problem.parents, (12, 3, None)))
     once, twice, third, other = (problem.stash(-0.5) for _ in range(4))
@@ -305,5 +305,5 @@ def test_what_the_kernel_cannot_read_is_refused() -> None:
         problem.changed(k=keys).scan()
     stash, other = problem.stash(), problem.stash()
     path, lengths = on_device(*oracles.paths_to(problem.parents, (0,)))
-    with pytest.raises(ValueError, match=r"folded\[1\] must be float\[1, 20, 4, 5\], got float32\[1, 20, 4, 4\]"):
-        problem.step(problem.state, stash, path, lengths, folded=(other[0], other[1][..., :4], other[2]))
+    with pytest.raises(ValueError, match=r"previous\[1\] must be float\[1, 20, 4, 5\], got float32\[1, 20, 4, 4\]"):
+        problem.step(problem.state, stash, path, lengths, previous=(other[0], other[1][..., :4], other[2]))

@@ -204,11 +204,11 @@ def test_decays_of_all_or_nothing_neither_overflow_nor_lose_digits() -> None:
 
 @pytest.mark.parametrize("first", [0, 5], ids=lambda k: f"first{k}")
 @DTYPES
-def test_selective_step_folds_the_old_tree_then_scores_the_new_one(first: int, dtype: torch.dtype) -> None:
+def test_selective_step_commits_the_old_tree_then_scores_the_new_one(first: int, dtype: torch.dtype) -> None:
     old = Selective.draw(draw_parents(2, 13), seed=1).to(dtype)
     new = Selective.draw(draw_parents(3, 11, padding=1), seed=2).to(dtype)
     old = replace(old, A=new.A, bias=new.bias)
-    # Rows below `first` stand in the stash already; the path goes through them.
+    # Rows below `first` are in the stash already; the path goes through them.
     kept, old_dt = first, torch.cat((new.sizes()[:, :first], old.sizes()[:, first:]), 1)
     old = replace(
         old,
@@ -261,14 +261,14 @@ def test_a_tree_that_grows_twice_is_scored_as_if_it_came_at_once() -> None:
         assert error(y, expected[:, first:n]) < TOLERANCE[torch.float32]
 
 
-def test_a_step_that_folds_from_another_stash_equals_a_step_in_place() -> None:
+def test_a_step_that_commits_from_another_stash_equals_a_step_in_place() -> None:
     problem = Selective.draw(draw_parents(4, 13), seed=1)
     path, lengths = on_device(*oracles.paths_to(problem.parents, (12, 3, None)))
     once, twice = problem.stash(0.5), problem.stash()
     other = tuple(t.clone() for t in once)
     states = problem.state.clone(), problem.state.clone()
     y = problem.step(states[0], once, path, lengths)
-    assert torch.equal(problem.step(states[1], twice, path, lengths, folded=other), y)
+    assert torch.equal(problem.step(states[1], twice, path, lengths, previous=other), y)
     assert torch.equal(states[0], states[1]) and all(bool((t == 0.5).all()) for t in other)
     assert all(torch.equal(a[:, :13], b[:, :13]) for a, b in zip(once, twice, strict=True))
 
@@ -370,9 +370,9 @@ def test_what_the_kernels_cannot_take_is_refused_with_its_limits() -> None:
         replace(problem, state=state).scan(problem.sizes())
     with pytest.raises(ValueError, match=r"dt_bias must be float\[37\], got float32\[36\]"):
         replace(problem, bias=problem.bias[1:]).step(problem.state, problem.stash(), None, None)
-    with pytest.raises(ValueError, match=r"folded\[2\] must be float\[1, 20, 6\], got float32\[1, 20, 5\]"):
+    with pytest.raises(ValueError, match=r"previous\[2\] must be float\[1, 20, 6\], got float32\[1, 20, 5\]"):
         x, dt, B = problem.stash()
-        problem.step(problem.state, problem.stash(), None, None, folded=(x, dt, B[..., 1:]))
+        problem.step(problem.state, problem.stash(), None, None, previous=(x, dt, B[..., 1:]))
 
 
 def test_without_a_gpu_or_the_interpreter_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

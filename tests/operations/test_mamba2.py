@@ -189,14 +189,14 @@ def test_decays_of_all_or_nothing_lose_no_digits_of_the_decays_behind_them() -> 
 
 @pytest.mark.parametrize("first", [0, 5], ids=lambda k: f"first{k}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
-def test_step_folds_the_old_tree_then_scores_the_new_one(first: int, dtype: torch.dtype) -> None:
+def test_step_commits_the_old_tree_then_scores_the_new_one(first: int, dtype: torch.dtype) -> None:
     rng = torch.Generator().manual_seed(2)
     old = Problem.draw(draw_parents(rng, 13), seed=1).to(dtype)
     new = Problem.draw(draw_parents(rng, 11, padding=1), seed=2).to(dtype)
     old = Problem(**{**old.__dict__, "A": new.A, "bias": new.bias})
     state, stash, old_dt, new_dt = old.state.clone(), old.stash(), old.sizes(), new.sizes()
     stash[0][:, :13], stash[1][:, :13] = old.xbc, old_dt
-    if first:  # rows that stand in the stash already; the path goes through them
+    if first:  # rows that are in the stash already; the path goes through them
         stash[0][:, :first], stash[1][:, :first] = new.xbc[:, :first], new_dt[:, :first]
         old = Problem(**{**old.__dict__, "xbc": torch.cat((new.xbc[:, :first], old.xbc[:, first:]), 1)})
         old_dt = torch.cat((new_dt[:, :first], old_dt[:, first:]), 1)
@@ -217,14 +217,14 @@ def test_step_folds_the_old_tree_then_scores_the_new_one(first: int, dtype: torc
     assert float((kept / new.sizes().double().cpu() - 1).abs().max()) < 1e-6
 
 
-def test_a_step_that_folds_from_another_stash_equals_a_step_in_place() -> None:
+def test_a_step_that_commits_from_another_stash_equals_a_step_in_place() -> None:
     problem = Problem.draw(draw_parents(torch.Generator().manual_seed(4), 13), seed=1)
     path, lengths = on_device(*oracles.paths_to(problem.parents, (12, 3, None)))
     once, twice = problem.stash(0.5), problem.stash()
     other = (once[0].clone(), once[1].clone())
     states = problem.state.clone(), problem.state.clone()
     y = problem.step(states[0], once, path, lengths)
-    assert torch.equal(problem.step(states[1], twice, path, lengths, folded=other), y)
+    assert torch.equal(problem.step(states[1], twice, path, lengths, previous=other), y)
     assert torch.equal(states[0], states[1]) and bool((other[0] == 0.5).all())
     assert all(torch.equal(a[:, :13], b[:, :13]) for a, b in zip(once, twice, strict=True))
 

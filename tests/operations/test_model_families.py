@@ -9,6 +9,7 @@ import random
 
 import pytest
 import torch
+from helpers.on_device import treat_as_on_device
 from helpers.tiny_family_models import FAMILIES, family_model
 from helpers.tiny_models import (
     TOLERANCE,
@@ -24,25 +25,25 @@ from helpers.tiny_models import (
 from transformers import PreTrainedModel
 
 from stree import TokenTree
-from stree.kernels import dispatch, topology
-from stree.models import patched_model
+from stree.kernels import dispatch
 
 ATTENTION = {"attention_step", "kv_commit"}
+
+
+class Asked(set[str]):
+    """All operations with a Triton version; keeps those that it was searched for."""
+
+    def __contains__(self, op: object) -> bool:
+        self.add(str(op))
+        return op in dispatch.TRITON
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Let "auto" mean Triton wherever an operation has it; give the set of operations that "auto" was asked for."""
-    names: set[str] = set()
-
-    def has_triton(op: str, *_: object) -> bool:
-        names.add(op)
-        return op in dispatch.TRITON
-
-    for module in (dispatch, patched_model):
-        monkeypatch.setattr(module, "has_triton", has_triton)
-    monkeypatch.setattr(topology, "launches_always", True)
-    return names
+    asked = Asked()
+    treat_as_on_device(monkeypatch, triton=True, host_can_read=True, operations=asked)
+    return asked
 
 
 def assert_exact(model: PreTrainedModel) -> None:

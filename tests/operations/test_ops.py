@@ -1,4 +1,4 @@
-"""stree.kernels.ops: checks, choice of implementation, fused steps, and that nothing waits for a device.
+"""stree.kernels.ops: checks, choice of implementation, fused steps, and that no operation synchronises with a device.
 
 Run: python -m pytest tests/operations/test_ops.py
 """
@@ -207,14 +207,14 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name
 @every_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("first", [0, 4], ids=["first0", "first4"])
-@pytest.mark.parametrize("fold", ["no path", "tensors", "accepted path"])
-def test_a_step_is_commit_then_write_then_scan(case: Any, dtype: torch.dtype, first: int, fold: str) -> None:
+@pytest.mark.parametrize("committed", ["no path", "tensors", "accepted path"])
+def test_a_step_is_commit_then_write_then_scan(case: Any, dtype: torch.dtype, first: int, committed: str) -> None:
     ours, theirs, step, parts = case(dtype)
     path, lengths = oracles.paths_to(draw_trees(1), (7, None))
     prepared: tuple[Any, Any] = (path, lengths)
-    if fold == "no path":
+    if committed == "no path":
         prepared = (None, None)
-    elif fold == "accepted path":
+    elif committed == "accepted path":
         prepared = (AcceptedPath.of(path, lengths, WIDTH), None)
     parents = draw_trees()
     y = step(*prepared, Topology.of(parents, WIDTH, jumps=True), first)
@@ -230,7 +230,7 @@ def test_steps_in_pieces_leave_the_same_stash_and_outputs(case: Any) -> None:
     pieces, _, run_pieces, _ = case(torch.float32)
     parents = draw_trees(padding=0)
     expected = run_whole(None, None, parents, 0)
-    run_pieces(None, None, parents, 0)  # rows below first stand as an earlier call left them
+    run_pieces(None, None, parents, 0)  # rows below first are those of an earlier call
     assert torch.allclose(run_pieces(None, None, parents, 5), expected[:, 5:], rtol=0, atol=1e-5)
     for mine, other in zip(whole, pieces, strict=True):
         assert torch.allclose(mine, other, rtol=0, atol=1e-5)

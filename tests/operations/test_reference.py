@@ -408,7 +408,7 @@ def test_extreme_decays_forget_all_or_nothing(recurrence: Recurrence, dtype: tor
 
 
 def draw_correlated(cosine: float, n: int, dtype: torch.dtype) -> Problem:
-    """Draw a delta rule whose keys all stand at this cosine to one direction, with beta up to 2 and weak decay."""
+    """Draw a delta rule whose keys all have this cosine to one direction, with beta up to 2 and weak decay."""
     recurrence = RECURRENCES[1]
     problem = Problem.draw(recurrence, 1, n, torch.float64, seed=2)
     _, k, v, g, beta = problem.inputs

@@ -46,7 +46,7 @@ def test_a_topology_of_one_launch_is_that_of_the_operators(n: int, width: int | 
     assert made.bits is not None and torch.equal(made.bits.cpu(), ancestor_bits(expected.mask))
 
 
-def test_a_mask_of_a_larger_tree_is_read_where_it_stands() -> None:
+def test_a_mask_of_a_larger_tree_is_read_in_place() -> None:
     parents = random_parents(2, 40, torch.Generator().manual_seed(0)).to(DEVICE)
     whole = ancestor_mask(parents)
     made = Topology.of(parents[:, :9], 4, mask=whole[:, :9, :9], backend="triton")
@@ -78,7 +78,7 @@ def test_an_accepted_path_of_one_launch_is_that_of_the_operators(m: int, width: 
     assert torch.equal(made.take(nodes.to(DEVICE)).cpu(), expected.take(nodes))
 
 
-def test_a_path_is_read_as_it_stands() -> None:
+def test_a_path_is_read_in_place() -> None:
     path, lengths = torch.arange(12).view(4, 3).T, torch.tensor([4, 2, 3])
     expected = AcceptedPath.of(path, lengths, 4)
     assert_same(AcceptedPath.of(path.to(DEVICE), lengths.to(DEVICE), 4, backend="triton"), expected)

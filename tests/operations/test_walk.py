@@ -1,4 +1,4 @@
-"""stree.kernels.walk: a stack machine of a few slots must meet every node with its parent at hand.
+"""stree.kernels.step.walk: a stack machine of a few slots must meet every node with its parent at hand.
 
 Run: python -m pytest tests/operations/test_walk.py
 """
@@ -13,8 +13,8 @@ from helpers import oracles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stree.kernels.step.walk import depth_first_walk, walk_slots
 from stree.kernels.topology import Topology, ancestor_mask
-from stree.kernels.walk import depth_first_walk, walk_slots
 
 
 def run(entries: list[int], num_slots: int) -> Iterator[tuple[int, int]]:

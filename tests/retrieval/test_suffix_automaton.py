@@ -1,4 +1,4 @@
-"""The suffix automaton of a text against a naive search: counts, continuations, and what they are worth."""
+"""The suffix automaton of a text against a naive search: counts, continuations and their values."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_tree_of_a_smaller_budget_is_the_beginning_of_that_of_a_larger(text:
         assert SuffixAutomaton(text).tree(size)[:2] == (tokens[:size], parents[:size])
 
 
-def test_the_most_frequent_continuation_stands_first() -> None:
+def test_the_most_frequent_continuation_comes_first() -> None:
     # After "1 2": 3 twice, 4 once; after "2" alone also 5.
     text = [1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 2, 5, 6, 1, 2]
     tokens, parents, _ = SuffixAutomaton(text).tree(40)
@@ -82,7 +82,7 @@ def test_the_longest_suffix_that_occurred_before_predicts(text: list[int]) -> No
     assert counts == sorted(counts, reverse=True)
 
 
-def test_the_longer_a_match_the_more_its_only_continuation_is_believed() -> None:
+def test_the_value_of_an_only_continuation_grows_with_the_length_of_its_match() -> None:
     for length in (1, 2, 6):
         match = list(range(length))
         chances = [1 / (1 + 1.5 / size) for size in (length, length + 1)]
@@ -90,7 +90,7 @@ def test_the_longer_a_match_the_more_its_only_continuation_is_believed() -> None
         assert found == pytest.approx([chances[0], chances[0] * chances[1]])
 
 
-def test_what_a_match_leaves_open_is_shared_out_by_shorter_ones() -> None:
+def test_shorter_matches_share_the_escape_probability_of_a_longer_one() -> None:
     # After "1 2": 3; after "2" alone: 3 and 5.
     tokens, parents, values = SuffixAutomaton([1, 2, 3, 9, 2, 5, 8, 1, 2]).tree(40)
     by_token = {token: value for token, parent, value in zip(tokens, parents, values, strict=True) if parent == 0}

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cuda_graph_tape import TapeRecorder
+from helpers.on_device import treat_as_on_device
 
 from benchmarks.gpu import loops
 from benchmarks.gpu import steps as gpu_steps
@@ -22,7 +23,6 @@ from stree.bench.profile import Shape
 from stree.bench.records import read
 from stree.decode import step_cache as step_cache
 from stree.growth import Chain
-from stree.kernels import topology
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def test_the_bench_runs_at_tiny_sizes(
 
 @pytest.mark.slow
 def test_where_steps_are_captured_what_is_no_forward_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "waits_always", True)
+    treat_as_on_device(monkeypatch)
     monkeypatch.setattr(step_cache, "_can_capture", lambda lm: lm.is_captured is not False)
     monkeypatch.setattr(step_cache, "CudaRecorder", lambda device: TapeRecorder())
     (record,) = measured(cases=options().cases[1:])

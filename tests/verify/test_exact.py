@@ -1,7 +1,7 @@
 """Every growth with every verifier gives the target's distribution of four tokens exactly, by enumeration.
 
-Trees come from the drafters themselves and are accepted by ``stree.accept``; the tokens cross the borders of steps.
-STREE_FULL=1 runs all twelve seeds of both kinds of distributions.
+Trees come from the drafters themselves and are verified by ``stree.accept``; the texts span several steps. STREE_FULL=1
+runs all twelve seeds of both kinds of models.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from helpers.enumerated_texts import Turns, drafts_of, joint_of_loop, joint_of_steps, strings_of
 from helpers.enumeration import total_variation
 from helpers.table_models import TableLM, TableModel
@@ -39,7 +40,7 @@ VOCAB, LENGTH, SEEDS = 4, 4, 12
 PLAIN = Sampling(1.0)
 IS_FULL = os.environ.get("STREE_FULL", "0") == "1"
 
-OFFERED: dict[str, tuple[Growth, int]] = {
+GROWTHS: dict[str, tuple[Growth, int]] = {
     "chain": (Chain(2), 3),
     "static": (Static([1, 2]), 4),
     "parents": (Static([-1, 0, 0, 2]), 4),
@@ -56,7 +57,14 @@ OFFERED: dict[str, tuple[Growth, int]] = {
     "decision-stop": (DecisionStop(Static([1, 2]), weights=[[[100.0, *[0.0] * 10, -60.0]]]), 4),
 }
 VERIFIERS = ("match", "rejection", "traversal", "block")
-WAYS = [way for way in itertools.product(OFFERED, VERIFIERS) if way[1] != "block" or way[0] == "chain"]
+WAYS = [way for way in itertools.product(GROWTHS, VERIFIERS) if way[1] != "block" or way[0] == "chain"]
+# MATCH does not depend on how a tree was drawn, and its enumeration is slow.
+MATCHED = ("chain", "static", "calibrated")
+
+
+def case(name: str, verifier: str) -> ParameterSet:
+    marks = [pytest.mark.slow] if verifier == "match" and name not in MATCHED else []
+    return pytest.param(name, verifier, marks=marks, id=f"{name}-{verifier}")
 
 
 def random_pair(seed: int) -> tuple[TableModel, TableModel]:
@@ -64,22 +72,22 @@ def random_pair(seed: int) -> tuple[TableModel, TableModel]:
 
 
 def adversarial_pair(seed: int) -> tuple[TableModel, TableModel]:
-    """Give a target and a draft that is as wrong as can be, in one of six ways."""
+    """A target and an adversarial draft model, of one of six kinds."""
     target, other = random_pair(seed)
     logits, token = target.logits, torch.arange(VOCAB)
-    if seed % 6 == 0:  # what is likely is unlikely
+    if seed % 6 == 0:  # likely tokens are unlikely
         return target, TableModel(-2 * logits)
-    if seed % 6 == 1:  # no drafted token is possible
+    if seed % 6 == 1:  # no drafted token has a probability above 0
         half = token % 2 == seed // 6 % 2
         return TableModel(logits.masked_fill(half, -torch.inf)), TableModel(other.logits.masked_fill(~half, -torch.inf))
-    if seed % 6 == 2:  # one token each, nearly, and not the same
+    if seed % 6 == 2:  # both nearly one-hot, at different tokens
         return TableModel(12 * logits), TableModel(12 * other.logits)
     if seed % 6 == 3:  # the same distribution
         return target, TableModel(logits.clone())
-    if seed % 6 == 4:  # a sure draft of a target that is not
-        sure = torch.where(token == seed // 6, 0.0, -torch.inf)
-        return TableModel(torch.zeros_like(logits)), TableModel(sure.double().repeat(VOCAB, 1))
-    is_best = logits == logits.amax(1, True)  # the draft's likeliest token is impossible
+    if seed % 6 == 4:  # a one-hot draft of a uniform target
+        one_hot = torch.where(token == seed // 6, 0.0, -torch.inf)
+        return TableModel(torch.zeros_like(logits)), TableModel(one_hot.double().repeat(VOCAB, 1))
+    is_best = logits == logits.amax(1, True)  # the draft's top candidate is impossible
     return TableModel(logits.masked_fill(is_best, -torch.inf)), target
 
 
@@ -87,7 +95,7 @@ PAIRS = {"random": random_pair, "adversarial": adversarial_pair}
 
 
 def distance(growth: Growth, budget: int, verifier: str, pair: tuple[TableModel, TableModel]) -> float:
-    """Compute the total variation of what steps emit from the target's distribution."""
+    """Total variation between the output of the steps and the target's distribution."""
     target, draft = pair
     drafter, steps = ModelDrafter(TableLM(draft).as_lm()), []
     for root in range(VOCAB):
@@ -98,23 +106,23 @@ def distance(growth: Growth, budget: int, verifier: str, pair: tuple[TableModel,
 
 
 @pytest.mark.parametrize("kind", PAIRS)
-@pytest.mark.parametrize(("name", "verifier"), WAYS)
+@pytest.mark.parametrize(("name", "verifier"), [case(*way) for way in WAYS])
 def test_every_growth_with_every_verifier_emits_the_target_s_distribution(name: str, verifier: str, kind: str) -> None:
-    first = WAYS.index((name, verifier)) % SEEDS  # the fixed part sees every seed with some of the ways
+    first = WAYS.index((name, verifier)) % SEEDS  # the default run covers every seed with some cases
     for seed in range(SEEDS) if IS_FULL else [first]:
-        assert distance(*OFFERED[name], verifier, PAIRS[kind](seed)) < EXACT, f"seed {seed}"
+        assert distance(*GROWTHS[name], verifier, PAIRS[kind](seed)) < EXACT, f"seed {seed}"
 
 
 def test_no_growth_is_left_out() -> None:
-    offered = {getattr(growths, name) for name in growths.__all__}
-    policies = {one for one in offered if isinstance(one, type) and hasattr(one, "plan") and hasattr(one, "bind")}
-    policies -= {growths.Growth, growths.Limited, growths.TargetInit}  # the last is lossy
-    assert policies == {type(growth) for growth, _ in OFFERED.values()}
+    public = {getattr(growths, name) for name in growths.__all__}
+    policies = {one for one in public if isinstance(one, type) and hasattr(one, "plan") and hasattr(one, "bind")}
+    policies -= {growths.Growth, growths.Limited, growths.TargetInit}  # TargetInit is lossy
+    assert policies == {type(growth) for growth, _ in GROWTHS.values()}
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])
 @pytest.mark.parametrize(("growth", "turns", "draws"), [(Chain(1), 3, 1), (Static([2]), 2, 2)], ids=["chain", "star"])
-def test_a_run_that_goes_on_from_step_to_step_emits_the_distribution(
+def test_a_run_of_several_steps_emits_the_target_s_distribution(
     growth: Growth, turns: int, draws: int, verifier: str
 ) -> None:
     target, draft = random_pair(1)

@@ -1,7 +1,7 @@
-"""Broken variants, each the library's own growth and acceptance with one thing wrong: enumeration must see them all.
+"""Negative controls: the library's growth and verification with one mistake each, which enumeration must detect.
 
-Every bound is a tenth of the total variation that a toy enumeration of the same mistake gave.  Another control stands
-in ``test_traversal``: another weight of the parent.
+Every bound is a tenth of the total variation that an independent enumeration of the same mistake gave.
+``test_traversal`` has another control, a wrong acceptance probability of the parent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stree.verify import LONGEST, SAMPLED, Acceptance, DraftProbs, accept
 EXACT = 1e-12  # total variation: sums in float64
 VOCAB, LENGTH = 4, 4
 PLAIN = Sampling(1.0)
-SEEDS = (0, 1, 2, 3)
+SEEDS = (0, 3)
 
 
 def target_of(seed: int) -> TableModel:
@@ -54,7 +54,7 @@ def distance(
     verify: Verify | None = None,
     sampling: Sampling = PLAIN,
 ) -> float:
-    """Compute how far texts of steps are from the target's distribution, after a change of what was drafted."""
+    """Total variation between the output and the target's distribution, after a change of the drafted trees."""
     target, steps = target_of(seed), []
     for root in range(VOCAB):
         trees = change(drafts_of(drafter, growth, budget, sampling, VOCAB, root))
@@ -64,7 +64,7 @@ def distance(
 
 @dataclass(frozen=True)
 class PrunedAfterwards(DySpec):
-    """Cuts the finished sampled tree by the nodes' own probabilities, as EAGLE-2 does with chosen ones."""
+    """Prunes the finished sampled tree by the nodes' own probabilities, as EAGLE-2 does with deterministic nodes."""
 
     def plan(self, budget: int) -> Plan:
         return replace(DySpec.plan(self, budget + 2), num_nodes=budget - 1, is_pruned=True)
@@ -75,12 +75,12 @@ def test_a_sampled_tree_pruned_afterwards_by_its_own_probability(seed: int) -> N
     growth, drafter = PrunedAfterwards(depth=2, ranks=2, threshold=0.0), drafter_of(seed)
     assert distance(seed, drafter, growth, 3) > 0.0156
     if seed == 3:
-        assert distance(seed, drafter, growth, 3, "match") < EXACT  # MATCH may be handed any tree
+        assert distance(seed, drafter, growth, 3, "match") < EXACT  # MATCH is lossless for every tree
 
 
 @dataclass(frozen=True)
 class OwnProbability(DySpec):
-    """Takes a slot by the probability of the very token that was drawn there, and drops it if that is low."""
+    """Drops a drawn token if its own probability is low."""
 
     def acceptance_model(self, batch: int, device: torch.device) -> AcceptanceModel:
         return PathProbability()
@@ -88,19 +88,19 @@ class OwnProbability(DySpec):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_chain_that_drops_its_token_of_low_probability(seed: int) -> None:
-    # Budget 2 at depth 2: no layer has a sure share.
+    # With budget 2 at depth 2 no level has a guaranteed node.
     shape: dict[str, Any] = {"depth": 2, "ranks": 1, "threshold": 0.3}
     assert distance(seed, drafter_of(seed), OwnProbability(**shape), 2) > 0.0165
-    assert distance(seed, drafter_of(seed), DySpec(**shape), 2) < EXACT  # stops below the token, which stays
+    assert distance(seed, drafter_of(seed), DySpec(**shape), 2) < EXACT  # stops below the token, which is kept
 
 
 def with_softmax(trees: DraftedTrees, seed: int) -> DraftedTrees:
-    """Test chosen tokens as if they were drawn: from the softmax over those two."""
+    """Declare the two most probable tokens as sampled from the softmax over them."""
     logits = TableModel.random(VOCAB, 100 + seed).logits
-    kept = logits >= logits.topk(2, -1).values[:, -1:]
-    dist = logits.masked_fill(~kept, -torch.inf).softmax(-1)
-    dists = DraftProbs(dist[trees.tokens], trees.parents, torch.full_like(trees.probs.kind, SAMPLED))
-    return replace(trees, probs=dists)
+    is_top = logits >= logits.topk(2, -1).values[:, -1:]
+    top_probs = logits.masked_fill(~is_top, -torch.inf).softmax(-1)
+    draft = DraftProbs(top_probs[trees.tokens], trees.parents, torch.full_like(trees.probs.kind, SAMPLED))
+    return replace(trees, probs=draft)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -112,13 +112,13 @@ def test_the_most_probable_tokens_tested_with_the_draft_s_softmax(seed: int) -> 
 
 
 def without_duplicates(trees: DraftedTrees) -> DraftedTrees:
-    """Drop the sampled first tokens that were retrieved too, and what stands below them."""
+    """Drop the sampled first tokens that were also retrieved, with their subtrees."""
     dropped = (trees.tokens == 1) & (trees.parents == 0) & (trees.probs.kind == SAMPLED)
     below = (trees.tree.ancestor_mask & dropped[:, None]).any(-1)
     return replace(trees, parents=trees.parents.masked_fill(below, -1), tokens=trees.tokens.masked_fill(below, 0))
 
 
-@pytest.mark.parametrize("seed", (0, 1, 2, 3, 5))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_fused_tree_that_drops_a_sampled_duplicate(seed: int) -> None:
     drafter = FusedDrafter(drafter_of(seed), Retrieval([0, 1], [-1, 0]), least_share=0.0)
     assert distance(seed, drafter, Static([2]), 4, change=without_duplicates) > 0.0014
@@ -126,19 +126,19 @@ def test_a_fused_tree_that_drops_a_sampled_duplicate(seed: int) -> None:
 
 
 def in_order_of_tokens(trees: DraftedTrees) -> DraftedTrees:
-    """Put the drawn children of the root in the vocabulary's order."""
+    """Sort the sampled children of the root by token."""
     return replace(trees, tokens=torch.cat([trees.tokens[:, :1], trees.tokens[:, 1:].sort(1).values], 1))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_drawn_siblings_in_the_order_of_their_tokens(seed: int) -> None:
+def test_sampled_siblings_in_the_order_of_their_tokens(seed: int) -> None:
     assert distance(seed, drafter_of(seed), Static([2]), 3, change=in_order_of_tokens) > 0.043
     assert distance(seed, drafter_of(seed), Static([2]), 3) < EXACT
 
 
 @dataclass(frozen=True)
 class LikelyBeam(RSDS):
-    """Keeps of every level the paths of the greatest probability, not of the greatest perturbed one."""
+    """Keeps the paths of the greatest probability at every level, not of the greatest perturbed one."""
 
     def acceptance_model(self, batch: int, device: torch.device) -> AcceptanceModel:
         return PathProbability()
@@ -151,10 +151,10 @@ def test_a_stochastic_beam_cut_by_probability(seed: int) -> None:
 
 
 class SameNumber(Turns):
-    """Draws the draft's tokens by one number a text, kept for every step.
+    """Draws the draft tokens of all steps with one number per text.
 
     Args:
-        turns: what else is chosen.
+        turns: outcomes of the other choices.
         numbers: float64[batch].
     """
 
@@ -171,7 +171,7 @@ class SameNumber(Turns):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_draft_numbers_of_a_text_used_again_in_every_step(seed: int) -> None:
+def test_one_draft_number_reused_in_every_step(seed: int) -> None:
     draft, turns = TableModel.random(VOCAB, 100 + seed), 2
     cells = Cells.of([PLAIN.probs(draft.logits)])
     others = Turns.all(turns, 1, 0, VOCAB).turns
@@ -185,23 +185,23 @@ def test_draft_numbers_of_a_text_used_again_in_every_step(seed: int) -> None:
 
 
 class OneNumber(Cells):
-    """Tosses the coin of the root's child with the number that draws the token after a rejection."""
+    """Tests the root's child with the number that draws the token after a rejection."""
 
     def uniform(self, purpose: str, offset: Tensor, node: Tensor | int = 0) -> Tensor:
         return super().uniform("target", offset + 1 if purpose == "accept" else offset, node)
 
 
 def strings_with_one_number(seed: int, root: int) -> list[Tensor]:
-    """Compute what a step of a chain of one token emits, as ``strings_of`` does, if the coin's number serves twice."""
-    target, dist, draft_probs = target_of(seed), PLAIN.probs(target_of(seed).logits), drafter_probs(seed)
+    """Output distribution of a step of a one-token chain, like ``strings_of``, if the test's number is used twice."""
+    target, target_probs, draft_probs = target_of(seed), PLAIN.probs(target_of(seed).logits), drafter_probs(seed)
     trees = drafts_of(drafter_of(seed), Chain(1), 2, PLAIN, VOCAB, root)
     strings = [torch.zeros(VOCAB**size, dtype=torch.float64) for size in range(3)]
-    after = (dist[root] - draft_probs[root]).clamp(min=0)
+    residual = (target_probs[root] - draft_probs[root]).clamp(min=0)
     for row in range(len(trees.weight)):
         token = trees.tokens[row, 1]
-        ratio = (dist[root, token] / draft_probs[root, token]).clamp(max=1)
-        coin = torch.nn.functional.pad(torch.stack([ratio, 1 - ratio]), (0, 2))
-        cells = OneNumber.of([torch.stack([coin, after / after.sum()]), dist])
+        ratio = (target_probs[root, token] / draft_probs[root, token]).clamp(max=1)
+        test = torch.nn.functional.pad(torch.stack([ratio, 1 - ratio]), (0, 2))
+        cells = OneNumber.of([torch.stack([test, residual / residual.sum()]), target_probs])
         one = trees.select(torch.full((len(cells.weight),), row))
         accepted = accept(one.tree, target.logits[one.tokens], PLAIN, as_random(cells), one.probs, "rejection")
         is_long, weight = accepted.path_lengths == 2, cells.weight * one.weight
@@ -211,7 +211,7 @@ def strings_with_one_number(seed: int, root: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_number_of_a_coin_used_again_after_the_rejection(seed: int) -> None:
+def test_the_number_of_a_test_reused_after_its_rejection(seed: int) -> None:
     emitted = joint_of_steps([strings_with_one_number(seed, root) for root in range(VOCAB)], LENGTH)
     assert float(emitted.sum()) == pytest.approx(1)
     assert total_variation(emitted, target_of(seed).joint(PLAIN, LENGTH)) > 0.0061
@@ -225,7 +225,7 @@ class Begun:
     """A drafter one step on: verification of the root has left a distribution.
 
     Args:
-        drafter: draws candidates from it.
+        drafter: draws candidate tokens from it.
         left: float[vocab].
     """
 
@@ -244,23 +244,22 @@ class Begun:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("width", [1, 2])
 def test_the_longest_of_several_branches_that_begin_with_tokens_of_the_target(width: int, seed: int) -> None:
-    target, dist = target_of(seed), PLAIN.probs(target_of(seed).logits)
-    drafter, growth = Begun(TargetInitDrafter(drafter_of(seed)), dist[0]), TargetInit(width, 1)
+    target, target_probs = target_of(seed), PLAIN.probs(target_of(seed).logits)
+    drafter, growth = Begun(TargetInitDrafter(drafter_of(seed)), target_probs[0]), TargetInit(width, 1)
     trees = drafts_of(drafter, growth, 1 + 2 * width, PLAIN, VOCAB)
     emitted = torch.zeros(VOCAB**3, dtype=torch.float64)
 
-    def verify(tree: TokenTree, logits: Tensor, rng: Random, dists: DraftProbs | None) -> Acceptance:
-        return accept(tree, logits, PLAIN, rng, dists, LONGEST)
+    def verify(tree: TokenTree, logits: Tensor, rng: Random, draft: DraftProbs | None) -> Acceptance:
+        return accept(tree, logits, PLAIN, rng, draft, LONGEST)
 
     for tokens, accepted, weight in every_outcome(target, trees, PLAIN, "rejection", verify):
         assert accepted.left is not None
-        weight = weight / VOCAB  # this rule draws no token; ``every_outcome`` makes a row for each
+        weight = weight / VOCAB  # this rule draws no token, but ``every_outcome`` makes a row for each
         last, left, is_long = accepted.next_token, accepted.left * weight[:, None], accepted.path_lengths == 2
         first = tokens.gather(1, accepted.path[:, 1:2].clamp(min=0).long()).squeeze(1)
         emitted.view(VOCAB**2, -1).index_add_(0, (first * VOCAB + last)[is_long], left[is_long])
-        after = (left[:, :, None] * dist).flatten(
-            1
-        )  # one token emitted, then the distribution it left, then the target's
+        # One token was emitted; the next one follows ``left``, the third one the target.
+        after = (left[:, :, None] * target_probs).flatten(1)
         emitted.view(VOCAB, -1).index_add_(0, last[~is_long], after[~is_long])
     assert float(emitted.sum()) == pytest.approx(1)
     bias = total_variation(emitted, target.joint(PLAIN, 3))

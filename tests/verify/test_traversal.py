@@ -16,13 +16,16 @@ from helpers.enumeration import (
     expected_tokens,
     total_variation,
 )
+from helpers.on_device import treat_as_on_device
 from helpers.traversal_problems import weigh_parent_by_own_probs
 from torch import Tensor
 
+from stree.kernels.dispatch import as_on_device
+from stree.kernels.traversal import cpu
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
-from stree.verify import Acceptance, DraftProbs, accept, compiled, traversal
-from stree.verify.trials import Trials
+from stree.verify import Acceptance, DraftProbs, accept
+from stree.verify.residuals import Residuals
 
 EXACT = 1e-12  # total variation: sums in float64
 PLAIN = Sampling(1.0)
@@ -35,29 +38,22 @@ SHAPES = {
 }
 
 
-def depth_of(parents: list[int]) -> int:
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
-    return max(depths)
-
-
 def random_rows(batch: int) -> Random:
     return Random(0, torch.arange(batch), torch.zeros(batch, dtype=torch.long))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_traversal_accepts_at_least_as_much_as_rejection(shape: str, seed: int) -> None:
     target, draft = TableModel.random(3, seed), TableModel.random(3, 50 + seed)
     trees = drafted_trees(draft, SHAPES[shape], PLAIN)
     rejection, traversal = (expected_tokens(target, trees, PLAIN, verifier) for verifier in ("rejection", "traversal"))
-    assert rejection <= traversal + 1e-12
+    assert rejection <= traversal + EXACT
     if shape in ("chain", "binary", "uneven"):
         assert traversal > rejection + 1e-6
 
 
-@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("length", [1, 3])
 def test_block_verification_emits_the_target_s_distribution(length: int) -> None:
     target, draft = TableModel.random(3, 20), TableModel.random(3, 21)
     trees = drafted_trees(draft, list(range(-1, length)), PLAIN)
@@ -65,43 +61,45 @@ def test_block_verification_emits_the_target_s_distribution(length: int) -> None
     assert total_variation(emitted, target.joint(PLAIN, length + 1)) < EXACT
 
 
-def coins_by_recursion(target_probs: Tensor, draft_probs: Tensor, tokens: list[int], parents: list[int]) -> list[float]:
-    """Visit children first (arXiv 2505.12398): the probability of each node's coin, 0 for padding."""
-    coins = [0.0] * len(tokens)
+def accept_probs_by_recursion(
+    target_probs: Tensor, draft_probs: Tensor, tokens: list[int], parents: list[int]
+) -> list[float]:
+    """Visit children first (arXiv 2505.12398): the acceptance probability of each node, 0 for padding."""
+    accept_probs = [0.0] * len(tokens)
 
-    def visit(node: int, reach: float) -> None:
-        left, rest = target_probs[tokens[node]], draft_probs[tokens[node]].clone()
+    def visit(node: int, accept_prob: float) -> None:
+        residual, rest = target_probs[tokens[node]], draft_probs[tokens[node]].clone()
         for child in (place for place, parent in enumerate(parents) if parent == node):
-            dist = rest / rest.sum()
-            visit(child, min(1.0, float(reach * left[tokens[child]] / dist[tokens[child]])))
-            remains = (reach * left - dist).clamp(min=0)
-            total = float(remains.sum())
-            reach = total / (total + 1 - reach) if total else 0.0
-            left = remains / total if total else left
+            own = rest / rest.sum()
+            visit(child, min(1.0, float(accept_prob * residual[tokens[child]] / own[tokens[child]])))
+            left = (accept_prob * residual - own).clamp(min=0)
+            total = float(left.sum())
+            accept_prob = total / (total + 1 - accept_prob) if total else 0.0
+            residual = left / total if total else residual
             rest[tokens[child]] = 0
-        coins[node] = reach
+        accept_probs[node] = accept_prob
 
     visit(0, 1.0)
-    return coins
+    return accept_probs
 
 
-def chances(coins: list[float], parents: list[int]) -> list[float]:
-    """Turn coins into the probability that each node is the first in post-order whose coin shows."""
-    found, missed = [0.0] * len(coins), 1.0
+def probs_of_ends(accept_probs: list[float], parents: list[int]) -> list[float]:
+    """Probability that each node is the first one in post-order that passes."""
+    ends, missed = [0.0] * len(accept_probs), 1.0
 
     def visit(node: int) -> None:
         nonlocal missed
         for child in (place for place, parent in enumerate(parents) if parent == node):
             visit(child)
-        coin = coins[node] if node else 1.0
-        found[node], missed = missed * coin, missed * (1 - coin)
+        passes = accept_probs[node] if node else 1.0
+        ends[node], missed = missed * passes, missed * (1 - passes)
 
     visit(0)
-    return found
+    return ends
 
 
 @pytest.mark.parametrize("shape", [[-1, 0, 1, 2], [-1, 0, 0, 1, 2], [-1, 0, 1, 0, 3], [-1, 0, 0, 0, 1]], ids=str)
-def test_paths_end_where_the_recursion_of_the_paper_ends_them(shape: list[int]) -> None:
+def test_paths_end_as_by_the_recursion_of_the_paper(shape: list[int]) -> None:
     target, draft = TableModel.random(5, 24), TableModel.random(5, 25)
     trees = drafted_trees(draft, shape, PLAIN)
     target_probs, draft_probs = PLAIN.probs(target.logits), PLAIN.probs(draft.logits)
@@ -110,8 +108,8 @@ def test_paths_end_where_the_recursion_of_the_paper_ends_them(shape: list[int]) 
         for _, accepted, weight in every_outcome(target, one, PLAIN, "traversal"):
             last = accepted.path.gather(1, accepted.path_lengths[:, None].long() - 1)[:, 0].long()
             found.index_add_(0, last, weight)
-        coins = coins_by_recursion(target_probs, draft_probs, one.tokens[0].tolist(), shape)
-        assert (found / found.sum()).tolist() == pytest.approx(chances(coins, shape), abs=1e-12)
+        expected = accept_probs_by_recursion(target_probs, draft_probs, one.tokens[0].tolist(), shape)
+        assert (found / found.sum()).tolist() == pytest.approx(probs_of_ends(expected, shape), abs=EXACT)
 
 
 def test_block_is_traversal_and_refuses_branches() -> None:
@@ -140,30 +138,27 @@ def test_chains_of_unequal_lengths_are_chains() -> None:
     assert (accepted.path_lengths[::2] <= 2).all()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_another_weight_of_the_parent_gives_another_distribution_in_torch(
+@pytest.mark.parametrize("seed", range(2))
+def test_a_wrong_parent_probability_gives_another_distribution_in_torch(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right, exact = probs_of_a_chain(seed, in_torch=True)
     assert total_variation(right, exact) < EXACT
-    monkeypatch.setattr(Trials, "test", weigh_parent_by_own_probs)
+    monkeypatch.setattr(Residuals, "test", weigh_parent_by_own_probs)
     assert total_variation(probs_of_a_chain(seed, in_torch=True)[0], exact) > 0.0032
 
 
 @pytest.mark.parametrize("weight", ["by its own distribution", "as before"])
-@pytest.mark.parametrize("seed", range(4))
-def test_another_weight_of_the_parent_gives_another_distribution_compiled(
+@pytest.mark.parametrize("seed", range(2))
+def test_a_wrong_parent_probability_gives_another_distribution_in_numba(
     seed: int, weight: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hold = compiled.hold
+    hold = cpu.hold
 
     def wrong(*given: Any) -> None:
         hold(*given)
         tokens, _, _, probs, row, _, held, ratio = given
-        coin, before = (
-            held[:, 1],
-            ratio[:, 1],
-        )  # of the node that has a child; a chain's first node is held by its ratio
+        coin, before = held[:, 1], ratio[:, 1]  # of node 1, which has a child; before its test it is its ratio
         left = coin * (1 - before) / np.maximum(1 - coin, 1e-12)
         own = np.take_along_axis(probs[np.arange(len(row)), row[:, 2]], tokens[:, 2:], 1)[:, 0]
         by_own = np.minimum(np.where(coin < 1, left, before) / (1 - own), 1)
@@ -171,24 +166,22 @@ def test_another_weight_of_the_parent_gives_another_distribution_compiled(
 
     right, exact = probs_of_a_chain(seed)
     assert total_variation(right, exact) < EXACT
-    monkeypatch.setattr(compiled, "hold", wrong)
+    monkeypatch.setattr(cpu, "hold", wrong)
     assert total_variation(probs_of_a_chain(seed)[0], exact) > 0.0032
 
 
 def probs_of_a_chain(seed: int, *, in_torch: bool = False) -> tuple[Tensor, Tensor]:
-    """Enumerate what two drafted tokens emit; give the target's distribution, too."""
+    """Output distribution of two drafted tokens, and the target's distribution."""
     target, draft = TableModel.random(4, seed), TableModel.random(4, 40 + seed)
     trees = drafted_trees(draft, [-1, 0, 1], PLAIN)
-    with pytest.MonkeyPatch.context() as patch:
-        if in_torch:
-            patch.setattr(traversal, "reads_freely", lambda _: False)
+    with as_on_device(triton=False, host_can_read=not in_torch):
         return emitted_probs(target, trees, PLAIN, "traversal", 3), target.joint(PLAIN, 3)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_traversal_in_torch_emits_the_target_s_distribution(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traversal, "reads_freely", lambda _: False)
-    monkeypatch.setattr(compiled, "hold", None)  # not called
+    treat_as_on_device(monkeypatch)
+    monkeypatch.setattr(cpu, "hold", None)  # not called
     target, draft = TableModel.random(3, 30), TableModel.random(3, 31)
     emitted = emitted_probs(target, drafted_trees(draft, SHAPES[shape], PLAIN), PLAIN, "traversal", 5)
     assert total_variation(emitted, target.joint(PLAIN, 5)) < EXACT
@@ -199,19 +192,19 @@ def test_float32_distributions_that_agree_are_accepted_whole(verifier: str) -> N
     target = TableModel(TableModel.random(50, 7).logits.float())
     tokens = torch.randint(0, 50, (300, 6), generator=torch.Generator().manual_seed(0))
     tree = TokenTree(tokens, torch.tensor([[-1, 0, 0, 1, 1, 3]]).expand(300, 6))
-    dists = DraftProbs(PLAIN.probs(target.logits[tokens]), tree.parents, torch.zeros_like(tree.parents))
-    accepted: Acceptance = accept(tree, target.logits[tokens], PLAIN, random_rows(300), dists, verifier)
+    draft = DraftProbs(PLAIN.probs(target.logits[tokens]), tree.parents, torch.zeros_like(tree.parents))
+    accepted: Acceptance = accept(tree, target.logits[tokens], PLAIN, random_rows(300), draft, verifier)
     assert accepted.path.tolist() == [[0, 1, 3, 5]] * 300
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])
 def test_float32_distributions_that_differ_in_denormal_numbers_leave_no_nan(verifier: str) -> None:
-    # Softmax tails of sharp laws: p and q are one-hot but for numbers too small to divide by.
+    # Softmax tails: p and q are one-hot but for numbers too small to divide by.
     logits = torch.tensor([0.0, -87.0, -86.0, -200.0, -200.0]).expand(1, 5, 5)
-    dist = PLAIN.probs(torch.tensor([0.0, -87.02, -85.9, -200.0, -200.0]).expand(1, 5, 5))
+    draft_probs = PLAIN.probs(torch.tensor([0.0, -87.02, -85.9, -200.0, -200.0]).expand(1, 5, 5))
     tree = TokenTree(torch.tensor([[0, 0, 1, 0, 2]]), torch.tensor([[-1, 0, 0, 1, 0]]))
-    dists = DraftProbs(dist, tree.parents, torch.zeros_like(tree.parents))
-    accepted = accept(tree, logits, PLAIN, random_rows(1), dists, verifier)
+    draft = DraftProbs(draft_probs, tree.parents, torch.zeros_like(tree.parents))
+    accepted = accept(tree, logits, PLAIN, random_rows(1), draft, verifier)
     assert accepted.ratios is not None
     assert bool(accepted.ratios.isfinite().all())
     assert accepted.path.tolist() == [[0, 1, 3]]

@@ -1,0 +1,136 @@
+"""Draws without replacement and top-k of probability rows, compiled for the CPU with numba.
+
+numba keeps the machine code beside this file; `stree.sampling` imports it with the first draw.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-any-return"
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+__all__ = ["draw_rows", "top_rows"]
+
+BLOCK = 256  # tokens that are summed together
+
+Array = np.ndarray[Any, Any]
+inner = njit(error_model="numpy")
+
+
+@inner
+def _sum(dist: Array, row: int, begin: int, end: int) -> float:
+    """Sum a part of a distribution in float64, along eight independent lines."""
+    a = b = c = d = e = f = g = h = 0.0
+    whole = begin + (end - begin) // 8 * 8
+    for at in range(begin, whole, 8):
+        a += np.float64(dist[row, at])
+        b += np.float64(dist[row, at + 1])
+        c += np.float64(dist[row, at + 2])
+        d += np.float64(dist[row, at + 3])
+        e += np.float64(dist[row, at + 4])
+        f += np.float64(dist[row, at + 5])
+        g += np.float64(dist[row, at + 6])
+        h += np.float64(dist[row, at + 7])
+    for at in range(whole, end):
+        a += np.float64(dist[row, at])
+    return ((a + b) + (c + d)) + ((e + f) + (g + h))
+
+
+@inner
+def _is_drawn(tokens: Array, row: int, count: int, token: int) -> bool:
+    """Whether a token is among the first ``count`` of a row."""
+    for place in range(count):  # noqa: SIM110 compiled: no generators
+        if tokens[row, place] == token:
+            return True
+    return False
+
+
+@inner
+def _find(dist: Array, row: int, blocks: Array, tokens: Array, drawn: int, level: float) -> int:
+    """Find the token at a level of the line of all tokens but those drawn; -1 where there is none."""
+    begin = 0.0  # of the block on the line
+    for block in range(len(blocks)):
+        end = begin + blocks[block]
+        if end > level:
+            at = begin
+            for token in range(block * BLOCK, min(block * BLOCK + BLOCK, dist.shape[1])):
+                if dist[row, token] > 0 and not _is_drawn(tokens, row, drawn, token):
+                    at += np.float64(dist[row, token])
+                    if at > level:
+                        return token
+        begin = end
+    token = dist.shape[1] - 1  # past the end by rounding: the last one
+    while token >= 0 and (dist[row, token] == 0 or _is_drawn(tokens, row, drawn, token)):
+        token -= 1
+    return token
+
+
+@njit(cache=True, error_model="numpy")
+def draw_rows(dist: Array, numbers: Array, tokens: Array, probs: Array, least: float) -> None:
+    """Draw tokens without replacement from every row by inversion.
+
+    Args:
+        dist: float[rows, vocab], not negative.
+        numbers: float64[rows, count], uniform in [0, 1).
+        tokens: int64[rows, count], written.
+        probs: float[rows, count], written: the tokens' probabilities under ``dist``, 0 once less than ``least`` of it
+            is left.
+        least: see ``probs``.
+    """
+    vocab = dist.shape[1]
+    blocks = np.empty((vocab + BLOCK - 1) // BLOCK, np.float64)
+    for row in range(dist.shape[0]):
+        rest = 0.0
+        for block in range(len(blocks)):
+            blocks[block] = _sum(dist, row, block * BLOCK, min(block * BLOCK + BLOCK, vocab))
+            rest += blocks[block]
+        rest *= 1 - 2.0**-52  # products that round up stay below it
+        crumbs = rest * least
+        for place in range(numbers.shape[1]):
+            tokens[row, place], probs[row, place] = 0, 0
+            if rest > crumbs:
+                token = _find(dist, row, blocks, tokens, place, numbers[row, place] * rest)
+                if token >= 0:
+                    tokens[row, place], probs[row, place] = token, dist[row, token]
+                    rest -= np.float64(dist[row, token])
+                    blocks[token // BLOCK] -= np.float64(dist[row, token])
+
+
+@njit(error_model="numpy", fastmath={"nnan", "nsz", "reassoc"})  # so that weights are compared along many lines at once
+def _greatest(weights: Array) -> float:
+    """Return the greatest of some weights."""
+    greatest = weights[0]
+    for weight in weights:
+        greatest = max(greatest, weight)
+    return greatest
+
+
+@njit(cache=True, error_model="numpy")
+def top_rows(dist: Array, tokens: Array, probs: Array) -> None:
+    """Find the most probable tokens of every row of a distribution, the first of equal ones first.
+
+    Args:
+        dist: float[rows, vocab], not negative.
+        tokens: int64[rows, count], written, the most probable first; count is at most vocab.
+        probs: float[rows, count], written: their weights.
+    """
+    vocab, count = dist.shape[1], tokens.shape[1]
+    for row in range(dist.shape[0]):
+        found = 0
+        for begin in range(0, vocab, BLOCK):
+            end = min(begin + BLOCK, vocab)
+            if found == count and not _greatest(dist[row, begin:end]) > probs[row, count - 1]:
+                continue
+            for token in range(begin, end):
+                prob = dist[row, token]
+                if found == count and not prob > probs[row, count - 1]:
+                    continue
+                place = found if found < count else count - 1
+                found = min(found + 1, count)
+                while place > 0 and prob > probs[row, place - 1]:
+                    tokens[row, place], probs[row, place] = tokens[row, place - 1], probs[row, place - 1]
+                    place -= 1
+                tokens[row, place], probs[row, place] = token, prob

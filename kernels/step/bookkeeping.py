@@ -1,0 +1,267 @@
+"""The records of a step: emitted tokens, the accepted path on columns and nodes, the path of a deferred commit.
+
+On the CPU these are torch's operators, where Triton launches they are one launch each; the values are the same.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stree.kernels.dispatch import uses_triton
+from stree.kernels.tiles import padded
+
+__all__ = ["CatchUp", "Drafted", "Texts", "copy_rows", "defer_path", "emit", "path_on_columns", "path_on_nodes"]
+
+ROW_COLUMNS = 256  # of a row that a program copies
+MOST_SOURCES = 3  # whose rows are copied in one launch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Texts:
+    """Per-sequence counters of a batch; steps write to all but ``limit`` and ``stop``.
+
+    Attributes:
+        pending: int64[batch], the last token, which the next step begins with.
+        num_new: int64[batch], new tokens.
+        limit: int64[batch], most of them.
+        is_finished: bool[batch].
+        stop: int64[tokens], tokens that end a text.
+    """
+
+    pending: Tensor
+    num_new: Tensor
+    limit: Tensor
+    is_finished: Tensor
+    stop: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drafted:
+    """A draft model's tree, of whose accepted path the last node may not have been run.
+
+    Attributes:
+        order: int64[batch, n], number of each proposed node while the tree grew, or None: the same.
+        tokens: int64[batch, columns].
+        has_leaf: bool[batch], whether the tree begins with a leaf; hereafter whether the next one does.
+        leaf: int64[batch], its token.
+        num_run: columns that were run.
+    """
+
+    order: Tensor | None
+    tokens: Tensor
+    has_leaf: Tensor
+    leaf: Tensor
+    num_run: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CatchUp:
+    """Accepted paths whose commit is deferred to the next step; a step writes to both.
+
+    Attributes:
+        path: int64[batch, entries], nodes of the last tree; 0 past the length.
+        lengths: int32[batch].
+    """
+
+    path: Tensor
+    lengths: Tensor
+
+
+def emit(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor, texts: Texts) -> Tensor:
+    """Take the tokens after the path's nodes, up to a stop token or the limit, and make the last one pending.
+
+    Args:
+        tokens: int64[batch, n], of the tree.
+        path: int32[batch, m], nodes from the root down; entries past the length may hold anything below n.
+        path_lengths: int32[batch], 0 for a sequence that takes no part.
+        next_token: int64[batch].
+        texts: written to.
+
+    Returns:
+        int64[batch, m + 2]: the tokens, how many of them count, and the path's length.
+    """
+    if uses_triton(tokens):
+        return _emit_in_one(tokens, path, path_lengths, next_token, texts)
+    place = torch.arange(path.shape[1], device=path.device)
+    length = path_lengths.long()[:, None]
+    following = next_token[:, None]
+    emitted = tokens.gather(1, path.clamp(min=0).long())
+    emitted = torch.where(place == length - 1, following, emitted.roll(-1, 1))
+    count = torch.minimum(length, (texts.limit - texts.num_new)[:, None])
+    if len(texts.stop):
+        ends = (emitted[..., None] == texts.stop).any(-1) & (place < count)
+        count = torch.minimum(count, torch.where(ends, place + 1, len(place)).amin(1, keepdim=True))
+        texts.is_finished.logical_or_(ends.any(1))
+    texts.num_new.add_(count.squeeze(1))
+    texts.is_finished.logical_or_(texts.num_new >= texts.limit)
+    texts.pending.copy_(torch.where(length > 0, following, texts.pending[:, None]).squeeze(1))
+    return torch.cat([emitted, count, length], 1)
+
+
+def _emit_in_one(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor, texts: Texts) -> Tensor:
+    """Do the same in one launch."""
+    from stree.kernels.step.kernel import emit_kernel  # imports triton
+
+    batch, m = path.shape
+    tokens, path = _rows_of(tokens), _rows_of(path)
+    report = tokens.new_empty(batch, m + 2)
+    with torch.cuda.device_of(tokens):  # Triton launches on the current device, wherever the tensors are
+        emit_kernel[(batch,)](
+            tokens, path, path_lengths.contiguous(), next_token.contiguous(), texts.stop, texts.limit, texts.num_new,
+            texts.is_finished.view(torch.int8), texts.pending, report, m, len(texts.stop), tokens.stride(0),
+            path.stride(0), PLACES=padded(m), num_warps=1,
+        )  # fmt: skip
+    return report
+
+
+def path_on_columns(path: Tensor, path_lengths: Tensor, drafted: Drafted) -> tuple[Tensor, Tensor]:
+    """Map an accepted path to columns of a draft model's tree, and keep its leaf where that was never run.
+
+    The tree begins with the chain [leaf, pending] where there is a leaf, else with [pending]; node i > 0 is in
+    column i + 1.
+
+    Args:
+        path: int32[batch, m], accepted nodes from the root down.
+        path_lengths: int32[batch], 0 for a sequence that takes no part.
+        drafted: the tree; its leaf is written to.
+
+    Returns:
+        int32[batch, m + 1] columns to commit and int32[batch] how many of them.
+    """
+    if uses_triton(drafted.tokens):
+        return _path_in_one(path, path_lengths, drafted)
+    order, tokens, has_leaf, leaf = drafted.order, drafted.tokens, drafted.has_leaf, drafted.leaf
+    nodes = path.long().clamp(min=0)
+    if order is not None:
+        nodes = order.gather(1, nodes)
+    is_live, lead = path_lengths > 0, has_leaf.long()
+    columns = torch.where(nodes > 0, nodes + 1, lead[:, None])
+    last = columns.gather(1, (path_lengths.long() - 1).clamp(min=0)[:, None])
+    is_unrun = (last.squeeze(1) >= drafted.num_run) & is_live
+    place = torch.arange(path.shape[1] + 1, device=path.device) - lead[:, None]  # shifted where the leaf goes first
+    full = columns.gather(1, place.clamp(0, path.shape[1] - 1)).masked_fill(place < 0, 0)
+    count = torch.where(is_live, path_lengths + lead - is_unrun.long(), 0)
+    leaf.copy_(torch.where(is_unrun, tokens.gather(1, last).squeeze(1), leaf))
+    has_leaf.copy_(torch.where(is_live, is_unrun, has_leaf))
+    return full.to(torch.int32), count.to(torch.int32)
+
+
+def _path_in_one(path: Tensor, path_lengths: Tensor, drafted: Drafted) -> tuple[Tensor, Tensor]:
+    """Do the same in one launch."""
+    from stree.kernels.step.kernel import columns_kernel
+
+    batch, m = path.shape
+    path, tokens = _rows_of(path), _rows_of(drafted.tokens)
+    order = None if drafted.order is None else _rows_of(drafted.order)
+    full, count = path.new_empty(batch, m + 1), path.new_empty(batch)
+    with torch.cuda.device_of(tokens):
+        columns_kernel[(batch,)](
+            path, path_lengths.contiguous(), order, tokens, drafted.has_leaf.view(torch.int8), drafted.leaf, full,
+            count, m, drafted.num_run, tokens.stride(0), path.stride(0), 0 if order is None else order.stride(0),
+            PLACES=padded(m + 1),
+            num_warps=1,
+        )  # fmt: skip
+    return full, count
+
+
+def path_on_nodes(path: Tensor, path_lengths: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Mark the nodes of a tree that are on an accepted path, and the sequences that took part.
+
+    Args:
+        path: int32[batch, m], accepted nodes from the root down; entries past the length may hold anything.
+        path_lengths: int32[batch], 0 for a sequence that takes no part.
+        n: nodes.
+
+    Returns:
+        float32[batch, n] of 1 and 0, and bool[batch].
+    """
+    batch, m = path.shape
+    if uses_triton(path):
+        from stree.kernels.step.kernel import nodes_kernel
+
+        path = _rows_of(path)
+        is_on = torch.empty(batch, n, dtype=torch.float32, device=path.device)
+        is_live = torch.empty(batch, dtype=torch.bool, device=path.device)
+        with torch.cuda.device_of(path):
+            nodes_kernel[(batch,)](
+                path, path_lengths.contiguous(), is_on, is_live, m, n, path.stride(0),
+                NODES=padded(n), PLACES=padded(m), num_warps=1,
+            )  # fmt: skip
+        return is_on, is_live
+    node, place = (torch.arange(size, device=path.device) for size in (n, m))
+    is_there = (path[:, None] == node[:, None]) & (place < path_lengths[:, None])[:, None]
+    return is_there.any(-1).float(), path_lengths > 0
+
+
+def defer_path(path: Tensor, path_lengths: Tensor, deferred: CatchUp, lengths: Tensor) -> None:
+    """Store paths for a deferred commit, and count their tokens as committed.
+
+    Args:
+        path: int32[batch, m], nodes from the root down; no more than there are entries.
+        path_lengths: int32[batch].
+        deferred: written to.
+        lengths: int32[batch], committed tokens; advanced.
+    """
+    entries = deferred.path.shape[1]
+    if uses_triton(path):
+        from stree.kernels.step.kernel import defer_kernel
+
+        path = _rows_of(path)
+        with torch.cuda.device_of(path):
+            defer_kernel[(len(path),)](
+                path, path_lengths.contiguous(), deferred.path, deferred.lengths, lengths, path.shape[1],
+                path.stride(0), ENTRIES=entries, num_warps=1,
+            )  # fmt: skip
+        return
+    deferred.lengths.copy_(path_lengths)
+    beyond = torch.arange(entries, device=path.device) >= path_lengths[:, None]
+    deferred.path.copy_(F.pad(path, (0, entries - path.shape[1])).masked_fill_(beyond, 0))
+    lengths.add_(path_lengths)
+
+
+def copy_rows(nodes: Tensor, begins: Tensor, sources: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+    """Copy the rows of some nodes of every layer; on a GPU up to three tensors' in a launch.
+
+    Args:
+        nodes: int64[batch, entries].
+        begins: int64[layers, batch, ..., 1], where a tree's nodes begin among the rows of a flat source.
+        sources: tensors [layers, batch, ..., n, c], contiguous; c may be several dimensions.
+        rows: [layers, batch, ..., entries, c] of each; written.
+    """
+    dim = begins.dim() - 1
+    if uses_triton(nodes):
+        for first in range(0, len(sources), MOST_SOURCES):
+            one = slice(first, first + MOST_SOURCES)
+            _copy_in_one(nodes, begins, sources[one], rows[one])
+        return
+    nodes = nodes.unflatten(0, (1, -1, *(1,) * (dim - 2)))
+    index = (nodes + begins).flatten()
+    for source, taken in zip(sources, rows, strict=True):
+        torch.index_select(source.flatten(0, dim), 0, index, out=taken.flatten(0, dim))
+
+
+def _copy_in_one(nodes: Tensor, begins: Tensor, sources: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+    """Do the same in one launch."""
+    from stree.kernels.step.kernel import rows_kernel
+
+    dim = begins.dim() - 1
+    widths = [source[(0,) * (dim + 1)].numel() for source in sources]
+    trees, inner = begins.numel(), begins[0, 0].numel()
+    none = [None] * (MOST_SOURCES - len(sources))
+    with torch.cuda.device_of(nodes):
+        rows_kernel[(trees, -(-max(widths) // ROW_COLUMNS))](
+            nodes, *sources, *none, *rows, *none, *widths, *none, len(nodes), inner, sources[0].shape[dim],
+            ENTRIES=nodes.shape[1], COLUMNS=ROW_COLUMNS, num_warps=4,
+        )  # fmt: skip
+
+
+def _rows_of(tensor: Tensor) -> Tensor:
+    """Return a matrix whose rows are contiguous."""
+    return tensor if tensor.stride(1) == 1 else tensor.contiguous()

@@ -1,0 +1,128 @@
+"""Triton code of a step's bookkeeping; `stree.kernels.step.bookkeeping` launches it."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["m", "num_stop", "stride_t", "stride_p"])
+def emit_kernel(
+    tokens_ptr, path_ptr, lengths_ptr, next_ptr, stop_ptr, limit_ptr, num_new_ptr, finished_ptr, pending_ptr,
+    report_ptr, m, num_stop, stride_t, stride_p, PLACES: tl.constexpr,
+):  # fmt: skip
+    """Record what a step emits; grid (batch)."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PLACES)
+    length = tl.load(lengths_ptr + row).to(tl.int64)
+    following = tl.load(next_ptr + row)
+    node = tl.maximum(tl.load(path_ptr + row * stride_p + place + 1, place + 1 < m, 0), 0).to(tl.int64)
+    token = tl.load(tokens_ptr + row * stride_t + node, place < m, 0)
+    token = tl.where(place == length - 1, following, token)
+    known, limit = tl.load(num_new_ptr + row), tl.load(limit_ptr + row)
+    count = tl.minimum(length, limit - known)
+    end = count  # the place after the first stop token, or as many as there are
+    for index in range(num_stop):
+        is_stop = (token == tl.load(stop_ptr + index)) & (place < count)
+        end = tl.minimum(end, tl.min(tl.where(is_stop, place + 1, PLACES), 0).to(tl.int64))
+        finished = tl.max(is_stop.to(tl.int32), 0) > 0
+        tl.store(finished_ptr + row, tl.full((), 1, tl.int8), finished)
+    known += end
+    tl.store(num_new_ptr + row, known)
+    tl.store(finished_ptr + row, tl.full((), 1, tl.int8), known >= limit)
+    tl.store(pending_ptr + row, following, length > 0)
+    report_ptr += row * (m + 2)
+    tl.store(report_ptr + place, token, place < m)
+    tl.store(report_ptr + m, end)
+    tl.store(report_ptr + m + 1, length)
+
+
+@triton.jit
+def _columns(path_ptr, order_ptr, place, wanted, lead):
+    """Return the columns of a path's nodes."""
+    node = tl.maximum(tl.load(path_ptr + place, wanted, 0), 0)
+    if order_ptr is not None:
+        node = tl.load(order_ptr + node, wanted, 0).to(tl.int32)
+    return tl.where(node > 0, node + 1, lead)
+
+
+@triton.jit(do_not_specialize=["m", "num_run", "stride_t", "stride_p", "stride_o"])
+def columns_kernel(
+    path_ptr, lengths_ptr, order_ptr, tokens_ptr, has_leaf_ptr, leaf_ptr, full_ptr, count_ptr, m, num_run, stride_t,
+    stride_p, stride_o, PLACES: tl.constexpr,
+):  # fmt: skip
+    """Map an accepted path to columns of a draft model's tree, and keep the leaf not run; grid (batch)."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PLACES)
+    length, lead = tl.load(lengths_ptr + row), tl.load(has_leaf_ptr + row).to(tl.int32)
+    path_ptr += row * stride_p
+    own_ptr = order_ptr
+    if order_ptr is not None:
+        own_ptr = order_ptr + row * stride_o
+    is_live = length > 0
+    last = _columns(path_ptr, own_ptr, tl.maximum(length - 1, 0), m > 0, lead)
+    is_unrun = is_live & (last >= num_run)
+    column = _columns(path_ptr, own_ptr, tl.maximum(tl.minimum(place - lead, m - 1), 0), place <= m, lead)
+    tl.store(full_ptr + row * (m + 1) + place, tl.where(place < lead, 0, column), place <= m)
+    tl.store(count_ptr + row, tl.where(is_live, length + lead - is_unrun.to(tl.int32), 0))
+    tl.store(leaf_ptr + row, tl.load(tokens_ptr + row * stride_t + last), is_unrun)
+    tl.store(has_leaf_ptr + row, is_unrun.to(tl.int8), is_live)
+
+
+@triton.jit(do_not_specialize=["m", "n", "stride_p"])
+def nodes_kernel(
+    path_ptr, lengths_ptr, on_ptr, live_ptr, m, n, stride_p, NODES: tl.constexpr, PLACES: tl.constexpr
+):  # fmt: skip
+    """Mark the nodes of an accepted path, and whether there is one; grid (batch)."""
+    row = tl.program_id(0).to(tl.int64)
+    node, place = tl.arange(0, NODES), tl.arange(0, PLACES)
+    length = tl.load(lengths_ptr + row)
+    accepted = tl.load(path_ptr + row * stride_p + place, (place < length) & (place < m), -1)
+    is_on = tl.max((node[:, None] == accepted[None, :]).to(tl.int32), 1)
+    tl.store(on_ptr + row * n + node, is_on.to(tl.float32), node < n)
+    tl.store(live_ptr + row, length > 0)
+
+
+@triton.jit(do_not_specialize=["m", "stride_p"])
+def defer_kernel(
+    path_ptr, given_ptr, deferred_ptr, lengths_ptr, committed_ptr, m, stride_p, ENTRIES: tl.constexpr
+):  # fmt: skip
+    """Store a path for a deferred commit, and count its tokens as committed; grid (batch)."""
+    row = tl.program_id(0).to(tl.int64)
+    entry = tl.arange(0, ENTRIES)
+    length = tl.load(given_ptr + row)
+    node = tl.load(path_ptr + row * stride_p + entry, (entry < length) & (entry < m), 0)
+    tl.store(deferred_ptr + row * ENTRIES + entry, node.to(tl.int64))
+    tl.store(lengths_ptr + row, length)
+    tl.store(committed_ptr + row, tl.load(committed_ptr + row) + length)
+
+
+@triton.jit
+def _copy(source_ptr, rows_ptr, node, tree, nodes, width, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr):
+    """Copy some columns of some rows."""
+    begin = tl.program_id(1) * COLUMNS
+    if begin < width:
+        column = begin + tl.arange(0, COLUMNS)
+        inside = (node >= 0)[:, None] & (column < width)[None, :]
+        row = (tree * nodes + node) * width
+        taken = tl.load(source_ptr + row[:, None] + column[None, :], inside)
+        entry = (tree * ENTRIES + tl.arange(0, ENTRIES)) * width
+        tl.store(rows_ptr + entry[:, None] + column[None, :], taken, inside)
+
+
+@triton.jit(do_not_specialize=["batch", "inner", "nodes"])
+def rows_kernel(
+    nodes_ptr, source_ptr, source2_ptr, source3_ptr, rows_ptr, rows2_ptr, rows3_ptr, width, width2, width3,
+    batch, inner, nodes, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Copy the rows of some nodes from up to three tensors; grid (layers x batch x inner, blocks of columns)."""
+    tree = tl.program_id(0).to(tl.int64)
+    sequence = tree // inner % batch
+    node = tl.load(nodes_ptr + sequence * ENTRIES + tl.arange(0, ENTRIES))
+    _copy(source_ptr, rows_ptr, node, tree, nodes, width, ENTRIES, COLUMNS)
+    if source2_ptr is not None:
+        _copy(source2_ptr, rows2_ptr, node, tree, nodes, width2, ENTRIES, COLUMNS)
+    if source3_ptr is not None:
+        _copy(source3_ptr, rows3_ptr, node, tree, nodes, width3, ENTRIES, COLUMNS)

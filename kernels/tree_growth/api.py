@@ -1,0 +1,266 @@
+"""Public operations of tree growth: what slots are worth, which are taken, and the columns that they become.
+
+They take tensors only: no plan, no drafter, no model.  Where Triton is used (`stree.kernels.dispatch.uses_triton`) each
+is one launch whose grid and build depend on sizes alone; in float64 and beyond MAX_SLOTS or MAX_NODES it is
+`stree.kernels.tree_growth.reference`, the specification; on the CPU it is compiled with numba where `cpu` and
+`cpu_ratings` have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stree.kernels.dispatch import check_launch, host_can_read, uses_triton
+from stree.kernels.tiles import MAX_NODES
+from stree.kernels.tree_growth import reference
+from stree.kernels.tree_growth.operands import (
+    Appended,
+    Chosen,
+    Columns,
+    Kept,
+    Layout,
+    Level,
+    Memory,
+    Proposed,
+    RankFit,
+    Ratings,
+    Siblings,
+    Table,
+    Terms,
+    Verdicts,
+)
+
+__all__ = [
+    "MAX_SLOTS",
+    "append",
+    "begin",
+    "choose",
+    "cut",
+    "learn",
+    "learn_level",
+    "rate_by_rank",
+    "rate_by_table",
+    "remember",
+    "select",
+]
+
+MOST_COMPARED = 1 << 20  # slots by width that one loop on the CPU goes through
+MAX_SLOTS, MAX_WIDTH, MAX_BELOW = 1024, 128, 255  # of a layer, of those taken, and of the values below a node
+
+
+def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Terms) -> tuple[Tensor, Tensor]:
+    """Choose the best slots of a layer; of equal ones the first counts.
+
+    Args:
+        value: float[batch, slots], not negative; a slot of value 0 is never taken.
+        left: int64[batch], nodes that the budget still allows; None takes whatever is positive, as far as the width
+            allows.
+        below: float32[m], ascending: values of the best nodes that typically grow below a slot's node, relative to it.
+            A slot is taken if the budget lasts for the slots before it and all that is worth as much below them.  None
+            to go by the threshold.
+        terms: how many, and of what value.
+
+    Returns:
+        int64[batch, min(width, slots)] slots and bool of that shape, whether each is taken.
+    """
+    fits = value.shape[1] <= MAX_SLOTS and min(terms.width, value.shape[1]) <= MAX_WIDTH
+    if _has_kernel(value) and fits and (below is None or len(below) <= MAX_BELOW):
+        from stree.kernels.tree_growth import slots_kernel
+
+        return slots_kernel.choose(value, left, below, terms)
+    if host_can_read(value) and value.numel() * terms.width <= MOST_COMPARED:
+        from stree.kernels.tree_growth import cpu  # imports numba
+
+        return cpu.choose(value, left, below, terms)
+    return reference.choose(value, left, below, terms)
+
+
+def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) -> Tensor:
+    """Rate the most probable children, none of them drawn, by log-odds of their rank.
+
+    None is rated above the likeliest by the fit.
+
+    Args:
+        fit: the log-odds.
+        level: what is added to the log-odds of each sequence's likeliest children.
+        memory: pairs and triples of tokens in each text.
+        given: the children, none of them drawn.
+
+    Returns:
+        float[batch, above, ranks].
+    """
+    if _has_kernel(given.probs):
+        from stree.kernels.tree_growth import slots_kernel
+
+        return slots_kernel.rate_by_rank(fit, level, memory, given)
+    if host_can_read(given.probs):
+        from stree.kernels.tree_growth import cpu_ratings  # imports numba
+
+        return cpu_ratings.rate_by_rank(fit, level, memory, given)
+    return reference.rate_by_rank(fit, level, memory, given)
+
+
+def rate_by_table(table: Table, given: Siblings) -> Ratings:
+    """Rate drawn children by what was counted of tests like theirs.
+
+    No slot's priority depends on the token drawn there, and a younger drawn sibling's is never the greater.
+
+    Args:
+        table: the counts.
+        given: the children.
+    """
+    if _has_kernel(given.probs):
+        from stree.kernels.tree_growth import slots_kernel
+
+        return slots_kernel.rate_by_table(table, given)
+    if host_can_read(given.probs):
+        from stree.kernels.tree_growth import cpu_ratings  # imports numba
+
+        return cpu_ratings.rate_by_table(table, given)
+    return reference.rate_by_table(table, given)
+
+
+def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int) -> Columns:
+    """Lay out the columns of a tree that begins to grow; its specification is `GrownTree`, in torch.
+
+    Args:
+        pending: int64[batch], tokens of the roots.
+        leaf: int64[batch], tokens before them, columns of their own where there is one.
+        has_leaf: bool[batch].
+        room: columns.
+
+    Raises:
+        RuntimeError: tensors are not on a CUDA device, and Triton does not interpret.
+    """
+    check_launch("begin", pending)
+    from stree.kernels.tree_growth import columns_kernel
+
+    return columns_kernel.begin(pending, leaf, has_leaf, room)
+
+
+def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Appended:
+    """Append the nodes of a layer, padding where a slot is not taken; its specification is `GrownTree.add`, in torch.
+
+    Args:
+        columns: of the tree; those from ``layout.size`` on are written.
+        chosen: the slots.
+        left: int64[batch], reduced by what is taken.
+        layout: which columns they take.
+
+    Raises:
+        RuntimeError: tensors are neither on the CPU nor on a CUDA device.
+    """
+    if not uses_triton(left):
+        from stree.kernels.tree_growth import cpu  # imports numba
+
+        return cpu.append(columns, chosen, left, layout)
+    check_launch("append", left)
+    from stree.kernels.tree_growth import columns_kernel
+
+    return columns_kernel.append(columns, chosen, left, layout)
+
+
+def select(columns: Columns, size: int, count: int, *, by_value: bool) -> Tensor:
+    """Choose the nodes that are proposed, the root first; its specification is `GrownTree.select`, in torch.
+
+    Args:
+        columns: of the tree.
+        size: columns in use, one more than nodes; at most MAX_SLOTS + 1.
+        count: how many; no more than nodes.
+        by_value: whether those of the greatest value are, of equal ones the first; else all but padding, which comes
+            last.
+
+    Returns:
+        int64[batch, count] nodes in their order.
+
+    Raises:
+        RuntimeError: tensors are not on a CUDA device, and Triton does not interpret.
+    """
+    check_launch("select", columns.tokens)
+    from stree.kernels.tree_growth import columns_kernel
+
+    return columns_kernel.select(columns, size, count, by_value=by_value)
+
+
+def cut(columns: Columns, kept: Tensor | None, size: int) -> Proposed:
+    """Cut a tree out of its columns; its specification is `GrownTree.target_tree` with `prune`, in torch.
+
+    Args:
+        columns: of the tree.
+        kept: int64[batch, n] nodes, each behind its parent; None for all.
+        size: columns in use.
+
+    Raises:
+        RuntimeError: tensors are not on a CUDA device, and Triton does not interpret.
+    """
+    check_launch("cut", columns.tokens)
+    from stree.kernels.tree_growth import columns_kernel
+
+    return columns_kernel.cut(columns, kept, size)
+
+
+def learn(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> None:
+    """Count every test of a tree by the probability that it is made: its ancestors accepted, its elder siblings not.
+
+    Sums are formed in one order, so what a table holds does not depend on the run.
+
+    Args:
+        table: ``tests`` and ``passed`` are added to, at the cells of each node that is no padding.
+        kept: what became nodes, layer by layer; they are numbered from 1.
+        verdicts: on the tree that was verified.
+    """
+    ratios = verdicts.ratios
+    if uses_triton(ratios) and ratios.dtype == torch.float32 and verdicts.parents.shape[1] <= MAX_NODES:
+        from stree.kernels.tree_growth import learning_kernel
+
+        learning_kernel.learn(table, kept, verdicts)
+    else:
+        reference.learn(table, kept, verdicts)
+
+
+def learn_level(level: Level, values: Tensor, verdicts: Verdicts) -> None:
+    """Learn the level of a text beside a fit, from the likeliest children of the nodes that were accepted.
+
+    Each was accepted or not, with an expected probability.  The level takes a Newton step towards the maximum of the
+    likelihood over the text so far, beside the weight that it began with.
+
+    Args:
+        level: changed in place.
+        values: float[batch, n], of the tree's nodes, products of chances from the root on.
+        verdicts: on it; ``numbers`` are not read.  Of siblings the likeliest is first.
+    """
+    if uses_triton(values) and values.dtype == torch.float32 and values.shape[1] <= MAX_NODES:
+        from stree.kernels.tree_growth import learning_kernel
+
+        learning_kernel.learn_level(level, values, verdicts)
+    else:
+        reference.learn_level(level, values, verdicts)
+
+
+def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tensor) -> None:
+    """Add the pairs and triples of accepted tokens to the memory of each text.
+
+    Args:
+        memory: written to.
+        tokens: int64[batch, n], of a tree, or of the texts themselves.
+        path: int32[batch, m], nodes from the root down, whose tokens are read; None: all tokens, in their order.
+        lengths: int32[batch], how many of them; 0 where a text does not go on.
+    """
+    if path is not None and uses_triton(tokens):
+        from stree.kernels.tree_growth import learning_kernel
+
+        learning_kernel.remember(memory, tokens, path, lengths)
+    elif host_can_read(tokens):
+        from stree.kernels.tree_growth import cpu_ratings  # imports numba
+
+        cpu_ratings.remember(memory, tokens, path, lengths)
+    else:
+        reference.remember(memory, tokens, path, lengths)
+
+
+def _has_kernel(tensor: Tensor) -> bool:
+    """Whether a Triton kernel takes a tensor: float32 where Triton is used."""
+    return uses_triton(tensor) and tensor.dtype == torch.float32

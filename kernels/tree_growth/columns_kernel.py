@@ -1,0 +1,291 @@
+"""The columns of a growing tree in Triton: one launch for each operation."""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, no-any-return, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stree.kernels.tiles import padded
+from stree.kernels.tree_growth.operands import Appended, Chosen, Columns, Layout, Proposed
+
+__all__ = [
+    "append",
+    "append_constants",
+    "begin",
+    "begin_constants",
+    "cut",
+    "cut_constants",
+    "select",
+    "select_constants",
+]
+
+NODES = 16  # new ones that a program writes
+COLUMNS = 64  # of a mask that are copied together
+
+
+@triton.jit
+def _rated(slots_ptr, taken_ptr, rating_ptr, node, count):
+    """Load some nodes' slots, whether they are taken, and their values, 0 where they are not."""
+    given = node < count
+    slot = tl.load(slots_ptr + node, given, 0).to(tl.int32)
+    taken = tl.load(taken_ptr + node, given, 0) != 0
+    return slot, taken, tl.where(taken, tl.load(rating_ptr + slot, given, 0.0), 0.0)
+
+
+@triton.jit
+def _count_greater(values, others):
+    """Count how many of the others are greater than each value."""
+    return tl.sum((others[None, :] > values[:, None]).to(tl.int32), 1)
+
+
+@triton.jit(do_not_specialize=["room"])
+def begin_kernel(
+    pending_ptr, leaf_ptr, flag_ptr, lead_ptr, tokens_ptr, parents_ptr, depths_ptr, mask_ptr, values_ptr, room,
+    NODES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Lay out the columns of a tree that begins to grow; grid (blocks of columns, batch)."""
+    batch = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * NODES + tl.arange(0, NODES)
+    lane = tl.arange(0, COLUMNS)
+    inside = column < room
+    lead = (tl.load(flag_ptr + batch) != 0).to(tl.int32)
+    pending = tl.load(pending_ptr + batch)
+    tl.store(lead_ptr + batch, lead.to(tl.int64))
+    first = tl.where(lead > 0, tl.load(leaf_ptr + batch), pending)
+    row = batch * room + column
+    tl.store(tokens_ptr + row, tl.where(column == 0, first, tl.where(column == 1, pending * lead, 0)), inside)
+    tl.store(parents_ptr + row, tl.where(column == 1, lead - 1, -1), inside)
+    tl.store(depths_ptr + row, tl.where(column == 1, lead, 0), inside)
+    node = batch * (room - 1) + column
+    tl.store(values_ptr + node, tl.full((NODES,), 1.0, tl.float32), column < room - 1)
+    for start in range(0, room, COLUMNS):
+        other = start + lane
+        link = ((column == 1) & (column == lead))[:, None] & (other == 0)[None, :]
+        pairs = inside[:, None] & (other < room)[None, :]
+        tl.store(mask_ptr + row[:, None] * room + other[None, :], (column[:, None] == other[None, :]) | link, pairs)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "count", "width", "ranks", "slots", "frontier", "size", "room", "num_nodes", "stride_slots_b"
+    ]
+)  # fmt: skip
+def append_kernel(
+    slots_ptr, taken_ptr, rating_ptr, offered_ptr, lead_ptr, left_ptr,
+    tokens_ptr, parents_ptr, depths_ptr, mask_ptr, values_ptr, value_ptr, above_ptr, leaf_ptr,
+    count, width, ranks, slots, frontier, size, room, num_nodes, stride_slots_b,
+    PRUNES: tl.constexpr, NODES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write the columns of a layer's nodes, and note its leaves; grid (blocks of nodes, batch).
+
+    Columns before the layer are read and its own are written, so blocks are independent.
+    """
+    batch = tl.program_id(1).to(tl.int64)
+    node = tl.program_id(0) * NODES + tl.arange(0, NODES)
+    lane = tl.arange(0, COLUMNS)
+    given, inside = node < count, node < width
+    slots_ptr += batch * stride_slots_b
+    taken_ptr += batch * count
+    rating_ptr += batch * slots
+    values_ptr += batch * (room - 1)
+    slot, taken, value = _rated(slots_ptr, taken_ptr, rating_ptr, node, count)
+    if PRUNES:
+        greater = tl.zeros((NODES,), tl.int32)
+        for start in range(0, size - 1, COLUMNS):
+            known = tl.load(values_ptr + start + lane, start + lane < size - 1, 0.0)
+            greater += _count_greater(value, known)
+        for start in range(0, count, COLUMNS):
+            _, _, other = _rated(slots_ptr, taken_ptr, rating_ptr, start + lane, count)
+            greater += _count_greater(value, other)
+        taken = taken & (greater <= num_nodes)
+        value = tl.where(taken, value, 0.0)
+    if tl.program_id(0) == 0:
+        left = tl.load(left_ptr + batch)
+        for start in range(0, count, COLUMNS):
+            is_one = tl.load(taken_ptr + start + lane, start + lane < count, 0) != 0
+            left -= tl.sum(is_one.to(tl.int64), 0)
+        tl.store(left_ptr + batch, left)
+    column = tl.where(frontier > 0, slot // ranks + frontier, tl.load(lead_ptr + batch).to(tl.int32))
+    token = tl.load(offered_ptr + batch * slots + slot, given, 0)
+    tl.store(value_ptr + batch * count + node, value, given)
+    if above_ptr is not None:
+        tl.store(above_ptr + batch * count + node, column.to(tl.int64), given)
+        tl.store(leaf_ptr + batch * count + node, token, given)
+    tl.store(values_ptr + size - 1 + node, value, inside)
+    row = batch * room
+    depth = tl.load(depths_ptr + row + column, inside, 0)
+    tl.store(depths_ptr + row + size + node, tl.where(taken, depth + 1, 0), inside)
+    tl.store(tokens_ptr + row + size + node, tl.where(taken, token, 0), inside)
+    tl.store(parents_ptr + row + size + node, tl.where(taken, column, -1), inside)
+    mask_ptr += row * room
+    for start in range(0, size, COLUMNS):
+        other = start + lane
+        pairs = inside[:, None] & (other < size)[None, :]
+        seen = tl.load(mask_ptr + column[:, None] * room + other[None, :], pairs, 0) != 0
+        tl.store(mask_ptr + (size + node)[:, None] * room + other[None, :], seen & taken[:, None], pairs)
+
+
+@triton.jit(do_not_specialize=["count", "room"])
+def cut_kernel(
+    kept_ptr, lead_ptr, tokens_ptr, parents_ptr, depths_ptr, mask_ptr, values_ptr,
+    token_ptr, parent_ptr, depth_ptr, ancestor_ptr, value_ptr, row_ptr, count, room,
+    NODES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write the nodes that are kept, or all, as the target sees them; grid (blocks of nodes, batch)."""
+    batch = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) * NODES + tl.arange(0, NODES)
+    lane = tl.arange(0, COLUMNS)
+    inside = place < count
+    lead = tl.load(lead_ptr + batch).to(tl.int32)
+    node = place
+    if kept_ptr is not None:
+        node = tl.load(kept_ptr + batch * count + place, inside, 0).to(tl.int32)
+    out = batch * count + place
+    column = batch * room + node + 1
+    parent = tl.load(parents_ptr + column, inside & (node > 0), -1)
+    is_node = parent >= 0
+    above = tl.where(is_node, tl.maximum(parent - 1, 0), -1)
+    depth = tl.load(depths_ptr + column, inside & (node > 0), 0)
+    tl.store(depth_ptr + out, tl.where(is_node, depth - lead, depth), inside)
+    token = tl.load(tokens_ptr + tl.where(node > 0, column, batch * room + lead), inside, 0)
+    tl.store(token_ptr + out, token, inside)
+    tl.store(value_ptr + out, tl.load(values_ptr + batch * (room - 1) + node, inside, 0.0), inside)
+    tl.store(row_ptr + out, above, inside)
+    found = place * 0 - 1
+    mask_ptr += batch * room * room
+    for start in range(0, count, COLUMNS):
+        at = start + lane
+        other = at
+        if kept_ptr is not None:
+            other = tl.load(kept_ptr + batch * count + at, at < count, -2).to(tl.int32)
+        found += tl.sum(tl.where(is_node[:, None] & (other[None, :] == above[:, None]), at[None, :] + 1, 0), 1)
+        pairs = inside[:, None] & (at < count)[None, :]
+        lower = pairs & (node > 0)[:, None] & (other > 0)[None, :]
+        seen = tl.load(mask_ptr + (node + 1)[:, None] * room + (other + 1)[None, :], lower, 0) != 0
+        root = (other == 0)[None, :] & (is_node | (node == 0))[:, None]
+        tl.store(ancestor_ptr + out[:, None] * count + at[None, :], seen | root, pairs)
+    tl.store(parent_ptr + out, found, inside)
+
+
+@triton.jit(do_not_specialize=["n", "count", "room"])
+def select_kernel(
+    parents_ptr, values_ptr, kept_ptr, n, count, room, SLOTS: tl.constexpr, WIDTH: tl.constexpr, BY_VALUE: tl.constexpr
+):  # fmt: skip
+    """List the nodes that are proposed: the best of them, or all but padding, which comes last; grid (batch)."""
+    batch = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, SLOTS)
+    inside = node < n
+    if BY_VALUE:
+        value = tl.load(values_ptr + batch * (room - 1) + node, inside, 0.0)
+        value = tl.where(value > 0, value, 0.0)  # the bits of numbers that are not negative are ordered as they are
+        key = (value.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (0x7FFFFFFF - node).to(tl.int64)
+        best = tl.topk(key, WIDTH)  # lanes past the last node come behind it, as 0 at a later place
+        is_kept = key >= tl.min(tl.where(tl.arange(0, WIDTH) < count, best, 0x7FFFFFFFFFFFFFFF), 0)
+        place = tl.cumsum(is_kept.to(tl.int32), 0) - 1
+    else:
+        parent = tl.load(parents_ptr + batch * room + node + 1, inside, -1)
+        is_node = inside & ((parent >= 0) | (node == 0))
+        before = tl.cumsum(is_node.to(tl.int32), 0)
+        place = tl.where(is_node, before - 1, tl.sum(is_node.to(tl.int32), 0) + node - before)
+        is_kept = inside & (place < count)
+    tl.store(kept_ptr + batch * count + place, node.to(tl.int64), is_kept)
+
+
+def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int) -> Columns:
+    """Lay out columns; see `stree.kernels.tree_growth.api`."""
+    batch = len(pending)
+    columns = Columns(
+        lead=pending.new_empty(batch),
+        tokens=pending.new_empty(batch, room),
+        parents=pending.new_empty(batch, room, dtype=torch.int32),
+        depths=pending.new_empty(batch, room, dtype=torch.int32),
+        mask=has_leaf.new_empty(batch, room, room),
+        values=pending.new_empty(batch, room - 1, dtype=torch.float32),
+    )
+    with torch.cuda.device_of(pending):
+        begin_kernel[(-(-room // NODES), batch)](
+            pending.contiguous(), leaf.contiguous(), has_leaf.contiguous(), columns.lead, columns.tokens,
+            columns.parents, columns.depths, columns.mask, columns.values, room,
+            **begin_constants(), num_warps=4,
+        )  # fmt: skip
+    return columns
+
+
+def begin_constants() -> dict[str, Any]:
+    """List the compile-time constants of a layout; ahead-of-time builds take theirs from here too."""
+    return {"NODES": NODES, "COLUMNS": COLUMNS}
+
+
+def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Appended:
+    """Append the nodes of a layer; see `stree.kernels.tree_growth.api`."""
+    batch, count = chosen.slots.shape
+    room = columns.tokens.shape[1]
+    value = torch.empty(batch, count, dtype=torch.float32, device=left.device)
+    column = leaf = None
+    if layout.width < count:
+        column, leaf = torch.empty_like(chosen.slots), torch.empty_like(chosen.slots)
+    with torch.cuda.device_of(left):  # Triton launches on the current device, wherever the tensors are
+        append_kernel[(-(-count // NODES), batch)](
+            chosen.slots, chosen.is_taken.contiguous(), chosen.value.float().contiguous(), chosen.tokens.contiguous(),
+            columns.lead, left, columns.tokens, columns.parents, columns.depths, columns.mask, columns.values,
+            value, column, leaf, count, layout.width, chosen.tokens.shape[2], chosen.value[0].numel(), layout.frontier,
+            layout.size, room, layout.num_nodes or 0, chosen.slots.stride(0),
+            **append_constants(prunes=layout.num_nodes is not None), num_warps=4,
+        )  # fmt: skip
+    return Appended(layout.width, value, column, leaf)
+
+
+def append_constants(*, prunes: bool) -> dict[str, Any]:
+    """List the compile-time constants of a layer; ahead-of-time builds take theirs from here too."""
+    return {"PRUNES": prunes, "NODES": NODES, "COLUMNS": COLUMNS}
+
+
+def select(columns: Columns, size: int, count: int, *, by_value: bool) -> Tensor:
+    """Choose the nodes that are proposed; see `stree.kernels.tree_growth.api`."""
+    batch, room = columns.tokens.shape
+    kept = columns.tokens.new_empty(batch, count)
+    constants = select_constants(size - 1, count, by_value=by_value)
+    with torch.cuda.device_of(columns.tokens):
+        select_kernel[(batch,)](
+            columns.parents, columns.values, kept, size - 1, count, room,
+            **constants, num_warps=1 if constants["SLOTS"] <= 32 else 4,
+        )  # fmt: skip
+    return kept
+
+
+def select_constants(nodes: int, count: int, *, by_value: bool) -> dict[str, Any]:
+    """List the compile-time constants of a selection; ahead-of-time builds take theirs from here too."""
+    return {"SLOTS": padded(nodes), "WIDTH": padded(count), "BY_VALUE": by_value}
+
+
+def cut(columns: Columns, kept: Tensor | None, size: int) -> Proposed:
+    """Cut a tree out of its columns; see `stree.kernels.tree_growth.api`."""
+    batch, room = columns.tokens.shape
+    count = size - 1 if kept is None else kept.shape[1]
+    made = Proposed(
+        tokens=columns.tokens.new_empty(batch, count),
+        parents=columns.parents.new_empty(batch, count),
+        depths=columns.depths.new_empty(batch, count),
+        mask=columns.mask.new_empty(batch, count, count),
+        values=columns.values.new_empty(batch, count),
+        rows=columns.parents.new_empty(batch, count),
+    )
+    with torch.cuda.device_of(columns.tokens):
+        cut_kernel[(-(-count // NODES), batch)](
+            None if kept is None else kept.contiguous(), columns.lead,
+            columns.tokens, columns.parents, columns.depths, columns.mask, columns.values,
+            made.tokens, made.parents, made.depths, made.mask, made.values, made.rows, count, room,
+            **cut_constants(), num_warps=4,
+        )  # fmt: skip
+    return made
+
+
+def cut_constants() -> dict[str, Any]:
+    """List the compile-time constants of a cut; ahead-of-time builds take theirs from here too."""
+    return {"NODES": NODES, "COLUMNS": COLUMNS}

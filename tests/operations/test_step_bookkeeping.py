@@ -1,0 +1,220 @@
+"""What a step records in one launch equals what torch records.
+
+Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_step_bookkeeping.py
+"""
+
+# Operands travel as lists of any length, which a type checker cannot count against a signature.
+# mypy: disable-error-code="call-arg"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from helpers.launch_keys import launch_keys
+from helpers.on_device import treat_as_on_device
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stree.kernels.dispatch import as_on_device
+
+pytest.importorskip("triton")
+
+from stree.kernels.step import bookkeeping
+from stree.kernels.step.bookkeeping import CatchUp, Drafted, Texts
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+
+def numbers(seed: int) -> Callable[..., Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return lambda least, most, *shape: torch.randint(least, most, shape, generator=rng)
+
+
+def paths(draw: Callable[..., Tensor], batch: int, n: int, m: int) -> tuple[Tensor, Tensor]:
+    """Make ascending nodes from the root down, padded by -1, of any length from 0."""
+    lengths = draw(0, min(m, n) + 1, batch)
+    path = torch.full((batch, m), -1)
+    for row, length in enumerate(lengths.tolist()):
+        if length:
+            nodes = torch.cat([torch.zeros(1).long(), 1 + torch.randperm(n - 1)[: length - 1].sort().values])
+            path[row, :length] = nodes
+    return path.int(), lengths.int()
+
+
+def on_device(values: Any) -> Any:
+    return values.to(DEVICE).clone() if isinstance(values, Tensor) else values
+
+
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(2, 40), st.integers(1, 20), st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_what_is_emitted_is_the_same(seed: int, batch: int, n: int, m: int, stops: int) -> None:
+    draw = numbers(seed)
+    torch.manual_seed(seed)
+    path, lengths = paths(draw, batch, n, m)
+    limit = draw(1, 9, batch)
+    texts = Texts(
+        pending=draw(0, 7, batch),
+        num_new=torch.minimum(draw(0, 9, batch), limit),
+        limit=limit,
+        is_finished=draw(0, 2, batch).bool(),
+        stop=draw(0, 7, stops),
+    )
+    tokens = draw(0, 7, batch, n + 3)[:, :n]
+    known = Texts(*(on_device(getattr(texts, field.name)) for field in fields(Texts)))
+    found = bookkeeping._emit_in_one(
+        *map(on_device, (tokens, path, lengths)), on_device(draw(0, 7, batch) * 0 + 5), known
+    )
+    wanted = bookkeeping.emit(tokens, path, lengths, torch.full((batch,), 5), texts)
+    assert torch.equal(found.cpu(), wanted)
+    for field in fields(Texts):
+        assert torch.equal(getattr(known, field.name).cpu(), getattr(texts, field.name)), field.name
+
+
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(2, 40), st.integers(1, 20), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_path_on_columns_is_the_same(seed: int, batch: int, n: int, m: int, is_ordered: bool) -> None:
+    draw = numbers(seed)
+    torch.manual_seed(seed)
+    path, lengths = paths(draw, batch, n, m)
+    order = torch.stack([torch.cat([torch.zeros(1).long(), 1 + torch.randperm(n - 1)]) for _ in range(batch)])
+    tokens, has_leaf, leaf = draw(0, 99, batch, n + 9)[:, : n + 1], draw(0, 2, batch).bool(), draw(0, 99, batch)
+    num_run = int(draw(1, n + 2))
+    given = path, lengths, order if is_ordered else None, tokens, has_leaf, leaf
+    moved: list[Any] = [on_device(one) for one in given]
+    found = bookkeeping._path_in_one(*moved[:2], Drafted(*moved[2:], num_run))
+    wanted = bookkeeping.path_on_columns(*given[:2], Drafted(*given[2:], num_run))
+    for one, other in zip((*found, *moved[4:]), (*wanted, has_leaf, leaf), strict=True):
+        assert one.dtype == other.dtype and torch.equal(one.cpu(), other)
+
+
+def test_a_path_on_columns_by_hand() -> None:
+    path, lengths = torch.tensor([[0, 2, 3], [0, 1, -1], [0, -1, -1]]).int(), torch.tensor([3, 2, 0]).int()
+    tokens = torch.arange(15).view(3, 5) + 10
+    has_leaf, leaf = torch.tensor([True, False, True]), torch.tensor([1, 2, 3])
+    full, count = bookkeeping.path_on_columns(path, lengths, Drafted(None, tokens, has_leaf, leaf, 3))
+    # Columns of the first: the old leaf, the root behind it, nodes 2 and 3 in columns 3 and 4, the last one never run.
+    assert full[0].tolist() == [0, 1, 3, 4] and full[1, :2].tolist() == [0, 2]
+    assert count.tolist() == [3, 2, 0]
+    assert has_leaf.tolist() == [True, False, True] and leaf.tolist() == [14, 2, 3]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 40), st.integers(1, 20))
+@settings(max_examples=40, deadline=None)
+def test_a_path_on_nodes_is_the_same(seed: int, batch: int, n: int, m: int) -> None:
+    draw = numbers(seed)
+    path, lengths = paths(draw, batch, n, m)
+    path = torch.where(path < 0, draw(-1, n + 3, batch, m).int(), path)  # anything may follow a length
+    wanted = [
+        [float(node in row[:length]) for node in range(n)]
+        for row, length in zip(path.tolist(), lengths.tolist(), strict=True)
+    ]
+    wide = on_device(torch.cat([path, path], 1))[:, :m]
+    for launches in (False, True):
+        with as_on_device(triton=launches, host_can_read=True):
+            is_on, is_live = bookkeeping.path_on_nodes(wide, on_device(lengths), n)
+        assert is_on.tolist() == wanted and is_on.dtype == torch.float32
+        assert is_live.tolist() == [length > 0 for length in lengths.tolist()] and is_live.dtype == torch.bool
+
+
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(2, 40), st.integers(1, 16))
+@settings(max_examples=40, deadline=None)
+def test_a_deferred_path_is_the_same(seed: int, batch: int, n: int, m: int) -> None:
+    draw = numbers(seed)
+    torch.manual_seed(seed)
+    path, lengths = paths(draw, batch, n, m)
+    path = torch.where(path < 0, draw(-1, n, batch, m).int(), path)  # anything may follow a length
+    committed = draw(0, 50, batch).int()
+    made = []
+    for launches in (False, True):
+        deferred, known = CatchUp(draw(1, 9, batch, 16), draw(1, 9, batch).int()), on_device(committed)
+        deferred = CatchUp(on_device(deferred.path), on_device(deferred.lengths))
+        wide = on_device(torch.cat([path, path], 1))[:, :m]
+        with as_on_device(triton=launches, host_can_read=True):
+            bookkeeping.defer_path(wide, on_device(lengths), deferred, known)
+        made.append((deferred.path.cpu(), deferred.lengths.cpu(), known.cpu()))
+    for one, other in zip(*made, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    assert torch.equal(made[1][2], committed + lengths)
+
+
+STASHES: dict[
+    str, tuple[tuple[int, ...], list[tuple[int, ...]]]
+] = {  # leading dimensions behind layers and batch, and the shape of a node's row in each tensor
+    "none": ((), []),
+    "one": ((), [(5,)]),
+    "wide": ((), [(300,), (3,)]),
+    "three": ((), [(2, 8), (2, 16), (1,)]),
+    "heads": ((2,), [(7,), (257,), (16,)]),
+    "four": ((), [(4,), (5,), (6,), (520,)]),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", STASHES)
+def test_the_rows_of_a_path_are_those_of_torch(name: str, batch: int) -> None:
+    inner, shapes = STASHES[name]
+    layers, n = 4, 21
+    leading = (layers, batch, *inner)
+    nodes = numbers(batch)(0, n, batch, 16).to(DEVICE)
+    dtypes = (torch.bfloat16, torch.float32, torch.float16, torch.float32)
+    sources = [torch.randn(*leading, n, *shape).to(DEVICE, dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
+    begins = torch.arange(0, n * torch.Size(leading).numel(), n, device=DEVICE).view(*leading, 1)
+    found, expected = ([one.new_zeros(*leading, 16, *one.shape[len(leading) + 1 :]) for one in sources] for _ in "ab")
+    bookkeeping.copy_rows(nodes, begins, sources, expected)
+    with as_on_device(host_can_read=True):
+        bookkeeping.copy_rows(nodes, begins, sources, found)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other) and bool(other.any())
+
+
+def test_rows_of_the_same_widths_share_a_build_whatever_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    treat_as_on_device(monkeypatch, triton=True, host_can_read=True)
+    for layers, batch, n in ((2, 1, 16), (3, 4, 33), (1, 2, 7)):
+        sources = [torch.zeros(layers, batch, n, width, device=DEVICE) for width in (48, 3)]
+        rows = [torch.zeros(layers, batch, 16, width, device=DEVICE) for width in (48, 3)]
+        begins = torch.arange(0, n * layers * batch, n, device=DEVICE).view(layers, batch, 1)
+        with launch_keys(monkeypatch) as keys:
+            bookkeeping.copy_rows(torch.zeros(batch, 16, dtype=torch.long, device=DEVICE), begins, sources, rows)
+            path, lengths = torch.zeros(batch, n % 13, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
+            deferred = CatchUp(on_device(torch.zeros(batch, 16).long()), on_device(lengths))
+            bookkeeping.defer_path(on_device(path), on_device(lengths), deferred, on_device(lengths))
+        found.append(keys)
+    assert [name for name, _ in found[0]] == ["rows_kernel", "defer_kernel"]
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_step_s_own_numbers_make_no_new_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for m, n in ((4, 16), (7, 31), (5, 33)):
+        draw = numbers(m)
+        path, lengths = paths(draw, 2, n, m)
+        zero = torch.zeros(2).long()
+        texts = Texts(zero, zero.clone(), zero + 9, zero.bool(), torch.arange(m % 3))
+        given = [on_device(one) for one in (draw(0, 7, 2, n), path, lengths, zero)]
+        with launch_keys(monkeypatch) as keys:
+            bookkeeping._emit_in_one(*given, Texts(*(on_device(getattr(texts, field.name)) for field in fields(Texts))))
+            bookkeeping._path_in_one(
+                given[1], given[2], Drafted(None, given[0], on_device(zero.bool()), on_device(zero), n)
+            )
+            with as_on_device(host_can_read=True):
+                bookkeeping.path_on_nodes(given[1], given[2], n // 4)
+        found.append(keys)
+    assert [name for name, _ in found[0]] == ["emit_kernel", "columns_kernel", "nodes_kernel"]
+    assert found[0] == found[1] == found[2]
+
+
+def test_texts_that_stand_still_keep_everything() -> None:
+    texts = Texts(torch.tensor([3]), torch.tensor([4]), torch.tensor([9]), torch.tensor([False]), torch.tensor([5]))
+    before = replace(texts, **{name: getattr(texts, name).clone() for name in ("pending", "num_new", "is_finished")})
+    report = bookkeeping.emit(
+        torch.tensor([[3, 5]]), torch.tensor([[0, 1]]).int(), torch.tensor([0]).int(), torch.tensor([5]), texts
+    )
+    assert report[0, -2:].tolist() == [0, 0]
+    assert all(torch.equal(getattr(texts, field.name), getattr(before, field.name)) for field in fields(Texts))

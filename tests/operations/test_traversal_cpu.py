@@ -1,0 +1,245 @@
+"""Traversal compiled for the CPU equals torch: coins, ratios, residual distributions and paths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from helpers import oracles
+from helpers.traversal_problems import CLOSE, CONTROLS, STAR, OneDraft, Problem
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stree.kernels.traversal import cpu
+from stree.sampling import Random
+from stree.tree import TokenTree
+from stree.verify import Acceptance, DraftProbs
+from stree.verify.paths import Siblings, deepest
+from stree.verify.traversal import traverse
+from stree.verify.values import DELTA, INDEPENDENT, SAMPLED
+
+EXACT = 1e-10  # sums in float64 in another order, of which a test divides by what is left
+ALL = (SAMPLED, DELTA, INDEPENDENT)
+CHAIN = list(range(-1, 8))
+WIDTHS = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Tested:
+    """What the compiled code made of a problem."""
+
+    __test__ = False  # no class of tests
+
+    coins: Tensor
+    ratios: Tensor
+    left: Tensor
+    accepted: Acceptance
+
+    @classmethod
+    def of(cls, problem: Problem, dist: Tensor | None = None) -> Tested:
+        """Traverse, and look on."""
+        seen: list[Tensor] = []
+        hold = cpu.hold
+
+        def watched(*given: np.ndarray) -> None:
+            hold(*given)
+            seen.extend(torch.from_numpy(given[place].copy()) for place in (6, 7, 2))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cpu, "hold", watched)
+            given = problem.dist.clone() if dist is None else dist
+            accepted = traverse(problem.tree, given, problem.rng, problem.draft, problem.depth)
+        coins, ratios, left = seen
+        return cls(coins, ratios, left, accepted)
+
+    def error(self, coins: Tensor, ratios: Tensor, tree: TokenTree) -> float:
+        """Measure how far coins and ratios are from these, at drafted nodes."""
+        drafted = tree.parents >= 0
+        return max(
+            float(((one - other).abs() * drafted).max()) for one, other in ((self.coins, coins), (self.ratios, ratios))
+        )
+
+    def check(self, problem: Problem, close: float) -> None:
+        """Require what torch computes in float64, and the outcome that it has for the same numbers."""
+        coins, residuals = problem.wide_residuals()
+        assert self.coins.dtype == torch.float64 and self.ratios.dtype == problem.dist.dtype
+        assert self.error(coins, residuals.ratio[:, :-1].clamp(max=1), problem.tree) < close
+        assert not bool(self.ratios[problem.tree.parents < 0].any())
+        left, wanted = self.left.double(), residuals._probs
+        total = wanted.sum(-1, keepdim=True)
+        apart = left / left.sum(-1, keepdim=True) - wanted / total
+        assert bool((left >= 0).all()) and float((apart.abs() * total).max()) < close
+        expected = problem.outcome()
+        for name in ("path", "path_lengths", "next_token"):
+            one, other = getattr(self.accepted, name), getattr(expected, name)
+            assert one.dtype == other.dtype and torch.equal(one, other), name
+        assert expected.ratios is not None and self.accepted.ratios is not None
+        assert torch.equal(self.accepted.ratios, self.ratios)
+
+
+def in_widths(problem: Problem, dist: torch.dtype, probs: torch.dtype) -> Problem:
+    """Give the same with distributions of other dtypes; in float64 torch sums one again that nothing was taken from."""
+    draft = None if problem.draft is None else replace(problem.draft, probs=problem.draft.probs.to(probs))
+    whole = problem.dist.double()
+    return replace(problem, dist=(whole / whole.sum(-1, keepdim=True)).to(dist), draft=draft)
+
+
+def check_exactly(problem: Problem) -> None:
+    """Compare in both widths, each as closely as it allows."""
+    for dist in WIDTHS:
+        for probs in WIDTHS:
+            given = in_widths(problem, dist, probs)
+            Tested.of(given).check(given, CLOSE if dist == torch.float32 else EXACT)
+
+
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 33),
+    st.sampled_from([9, 40, 200]),
+    st.integers(0, 3),
+    st.sampled_from([ALL, (SAMPLED,), (INDEPENDENT,), (DELTA,), (SAMPLED, DELTA)]),
+    st.sampled_from([0.0, 0.5]),
+)
+@settings(max_examples=60, deadline=None)
+def test_coins_ratios_and_outcomes_are_those_of_torch(
+    seed: int, n: int, vocab: int, padding: int, kinds: tuple[int, ...], zeros: float
+) -> None:
+    problem = Problem.draw(n, vocab, seed=seed, padding=min(padding, n - 1), kinds=kinds, zeros=zeros)
+    # Where more siblings are drawn than a distribution has tokens to give, float32 and float64 part in torch, too.
+    assume(float((problem.narrow() - problem.wide()[0]).abs().max()) < 1e-5)
+    wide = in_widths(problem, torch.float64, torch.float64)
+    Tested.of(wide).check(wide, 1e-7)
+    Tested.of(problem).check(problem, 1e-3)
+
+
+@pytest.mark.parametrize("kinds", [ALL, (SAMPLED,), (INDEPENDENT,), (DELTA,)], ids=str)
+@pytest.mark.parametrize("shape", [CHAIN, STAR[:7], [-1, 0, 0, -1, 1, 2, 2, -1, 4]], ids=["chain", "star", "padded"])
+def test_shapes_are_tested_as_in_torch(shape: list[int], kinds: tuple[int, ...], poisoned_empty: None) -> None:
+    for seed in range(3):
+        check_exactly(Problem.draw(len(shape), 40, seed=seed, kinds=kinds, shape=shape))
+
+
+@pytest.mark.parametrize("kinds", [(INDEPENDENT,), (SAMPLED,), (DELTA,), ALL], ids=str)
+def test_siblings_of_one_token_are_tested_as_in_torch(kinds: tuple[int, ...]) -> None:
+    for seed in range(4):
+        problem = Problem.draw(9, 40, seed=seed, kinds=kinds, shape=[-1, 0, 0, 0, 0, 1, 1, 0, 1])
+        tokens = problem.tree.tokens.clone()
+        tokens[:, 3], tokens[:, 6], tokens[:, 7] = tokens[:, 1], tokens[:, 5], tokens[:, 1]
+        check_exactly(replace(problem, tree=TokenTree(tokens, problem.tree.parents)))
+
+
+def test_rows_stand_in_any_order_one_beyond_them_is_the_nearest_and_one_that_no_node_names_may_hold_anything() -> None:
+    problem = Problem.draw(9, 40, seed=3, shape=[-1, 0, 0, 1, 1, 2, 3, 3, 0])
+    assert problem.draft is not None
+    given = torch.where(problem.draft.kind == DELTA, -5, problem.draft.row)
+    is_named = (given[:, :, None] == torch.arange(9)).any(1)  # DELTA nodes name none
+    probs = torch.where(is_named[..., None], problem.draft.probs, torch.nan)
+    expected = Tested.of(problem)
+    found = Tested.of(replace(problem, draft=replace(problem.draft, probs=probs, row=given)))
+    assert torch.equal(found.coins, expected.coins) and torch.equal(found.left, expected.left)
+    low = replace(problem.draft, row=torch.where(problem.draft.row == 0, -2, problem.draft.row))
+    assert torch.equal(Tested.of(replace(problem, draft=low)).coins, expected.coins)
+    order = torch.tensor([4, 0, 8, 2, 6, 1, 3, 7, 5])
+    moved = replace(problem.draft, probs=problem.draft.probs[:, order], row=order.argsort()[problem.draft.row.long()])
+    assert torch.equal(Tested.of(replace(problem, draft=moved)).coins, expected.coins)
+    few = replace(problem, draft=replace(problem.draft, probs=problem.draft.probs[:, :2]))
+    Tested.of(few).check(few, CLOSE)
+
+
+def test_a_distribution_that_nothing_is_left_of_stays_as_it_is() -> None:
+    tokens = torch.tensor([[0, 2, 1, 3]])
+    parents = torch.tensor([[-1, 0, 0, 0]], dtype=torch.int32)
+    dist = torch.zeros(1, 4, 5)
+    dist[..., 2] = 1.0
+    delta = torch.full((1, 4), DELTA, dtype=torch.int8)
+    for kind in (delta, delta * SAMPLED):
+        draft = DraftProbs(dist.clone(), parents.clamp(min=0), kind)
+        problem = Problem(
+            TokenTree(tokens, parents), dist, draft, Random(0, torch.zeros(1).long(), torch.zeros(1).long())
+        )
+        tested = Tested.of(problem)
+        tested.check(problem, CLOSE)
+        assert torch.equal(tested.left, dist) and tested.accepted.path.tolist() == [[0, 1]]
+        assert tested.coins[0, :2].tolist() == [0.0, 1.0] and tested.ratios[0, 1:].tolist() == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("scale", [1.0, 10.0, 40.0, 100.0])
+def test_float32_errs_in_what_it_emits_after_a_rejection_by_no_more_than_rounding(scale: float) -> None:
+    one, zero = OneDraft.draw(scale), torch.zeros(1).long()
+    tested = Tested.of(Problem(one.tree, one.dist, one.draft, Random(0, zero, zero)))
+    one.check(tested.left[:, 0], tested.coins[:, 1])
+
+
+def test_strides_and_integers_of_other_widths_change_nothing() -> None:
+    problem = Problem.draw(9, 40, seed=9)
+    assert problem.draft is not None
+    expected = Tested.of(problem)
+    dist, probs = (
+        torch.nn.functional.pad(part, (2, 5), value=torch.nan)[..., 2:42]
+        for part in (problem.dist, problem.draft.probs)
+    )
+    tokens, parents = (
+        torch.stack([part, part + 1], -1)[..., 0] for part in (problem.tree.tokens, problem.tree.parents)
+    )
+    tree = TokenTree.unchecked(tokens, parents, problem.tree.depths, problem.tree.ancestor_mask)
+    draft = DraftProbs(probs, problem.draft.row.long(), problem.draft.kind.long())
+    found = Tested.of(replace(problem, tree=tree, draft=draft), dist)
+    for name in ("coins", "ratios", "left"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert torch.equal(found.accepted.path, expected.accepted.path)
+    assert torch.equal(found.accepted.next_token, expected.accepted.next_token)
+
+
+def test_a_token_beyond_the_vocabulary_and_a_path_beyond_the_bound_are_refused() -> None:
+    problem = Problem.draw(4, 9, shape=[-1, 0, 1, 2], kinds=(DELTA,), batch=1)
+    for token in (9, -1):
+        tokens = problem.tree.tokens.clone()
+        tokens[0, 2] = token
+        tree = TokenTree.unchecked(tokens, problem.tree.parents, problem.tree.depths, problem.tree.ancestor_mask)
+        with pytest.raises(ValueError, match="a drafted token is not in the vocabulary"):
+            traverse(tree, problem.dist.clone(), problem.rng, None, 3)
+    sure = torch.nn.functional.one_hot(problem.tree.tokens.roll(-1, 1), 9).float()
+    assert traverse(problem.tree, sure.clone(), problem.rng, None, 3).path_lengths.tolist() == [4]
+    with pytest.raises(ValueError, match="a path is deeper than max_depth"):
+        traverse(problem.tree, sure.clone(), problem.rng, None, 2)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(0, 3), st.sampled_from([0.1, 0.5, 0.9, 1.0]))
+@settings(max_examples=60, deadline=None)
+def test_the_path_walked_is_that_to_the_first_node_in_post_order(
+    seed: int, n: int, padding: int, chance: float
+) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    parents = oracles.random_parents(4, n, rng, min(padding, n - 1))
+    tree = TokenTree(torch.zeros(4, n, dtype=torch.long), parents)
+    shown = (torch.rand(4, n, generator=rng) < chance) & (parents >= 0)
+    is_alive = (tree.ancestor_mask & shown[:, :, None]).any(1)
+    depth = int(tree.depths.max())
+    for most in (depth, depth + 3):
+        expected = deepest(tree, Siblings.of(tree).first_of(is_alive), most)
+        path = torch.full((4, min(n, most + 1)), 77, dtype=torch.int32)
+        lengths, leaf = torch.full((4,), 77, dtype=torch.int32), torch.full((4,), 77)
+        cpu.walk(*(part.numpy() for part in (parents, shown.clone(), path, lengths, leaf)))
+        assert all(torch.equal(*pair) for pair in zip((leaf, path, lengths), expected, strict=True))
+    for row in range(4):
+        assert int(leaf[row]) == first_in_post_order(parents[row].tolist(), shown[row].tolist())
+
+
+def first_in_post_order(parents: list[int], shown: list[bool], node: int = 0) -> int:
+    """Look below a node first; -1 where no coin shows, but the root's always does."""
+    for child in (place for place, parent in enumerate(parents) if parent == node):
+        found = first_in_post_order(parents, shown, child)
+        if found >= 0:
+            return found
+    return node if shown[node] or not node else -1
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_coins_that_are_wrong_in_one_thing_are_rejected(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem.draw(12, 7, seed=4, kinds=(SAMPLED,), shape=[-1, 0, 0, 0, 1, 1, 2, 2, 4, 4, 6, 6])
+    tested = Tested.of(problem)
+    tested.check(problem, CLOSE)
+    assert tested.error(*CONTROLS[control](problem, monkeypatch), problem.tree) > 100 * CLOSE

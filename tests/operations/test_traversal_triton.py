@@ -1,0 +1,175 @@
+"""stree.kernels.traversal.api against stree.verify.traversal, its kernels interpreted on the CPU.
+
+Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_traversal_triton.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.traversal_problems import CLOSE, CONTROLS, DEVICE, Problem
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stree import TokenTree
+from stree.kernels.traversal import kernel as kernels
+from stree.kernels.traversal.api import traverse as traverse_on_device
+from stree.kernels.traversal.operands import DraftRows, TraversedPath
+from stree.sampling import PURPOSES, Random
+from stree.verify.traversal import traverse, traverse_by_kernels
+from stree.verify.values import DELTA, INDEPENDENT, SAMPLED
+
+
+@pytest.mark.slow
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 33),
+    st.sampled_from([9, 40, 200]),
+    st.integers(0, 3),
+    st.sampled_from([(SAMPLED, DELTA, INDEPENDENT), (SAMPLED,), (INDEPENDENT,), (DELTA,), (SAMPLED, DELTA)]),
+    st.sampled_from([0.0, 0.5]),
+)
+@settings(max_examples=20, deadline=None)
+def test_coins_and_outcomes_are_those_of_the_verifier(
+    seed: int, n: int, vocab: int, padding: int, kinds: tuple[int, ...], zeros: float
+) -> None:
+    problem = Problem.draw(n, vocab, seed=seed, padding=min(padding, n - 1), kinds=kinds, zeros=zeros)
+    # Where more siblings are drawn than a distribution has tokens to give, float32 and float64 part in torch, too.
+    assume(float((problem.narrow() - problem.wide()[0]).abs().max()) < 1e-5)
+    problem.check(problem.found(), close=1e-3)
+
+
+@pytest.mark.parametrize("kinds", [(INDEPENDENT,), (SAMPLED, DELTA, INDEPENDENT)], ids=str)
+def test_siblings_of_one_token_are_counted_once(kinds: tuple[int, ...]) -> None:
+    for seed in range(1):
+        problem = Problem.draw(7, 6, seed=seed, kinds=kinds, shape=[-1, 0, 0, 0, 0, 0, 0])
+        tokens = problem.tree.tokens[:, 1:]
+        assert all(len(set(row)) < 6 for row in tokens.tolist())
+        problem.check(problem.found(), close=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [(SAMPLED,), (DELTA,), (SAMPLED, DELTA, INDEPENDENT)], ids=str)
+def test_a_full_vocabulary_of_several_blocks_is_tested_and_drawn_from(kinds: tuple[int, ...]) -> None:
+    accepted = 0
+    for seed in range(3):
+        problem = Problem.draw(9, 2 * kernels.BLOCK + 813, seed=seed, batch=2, kinds=kinds, sharp=8.0)
+        found = problem.found()
+        problem.check(found)
+        accepted += int(found.path_lengths.sum()) - 2
+    assert accepted > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [None, 1])
+def test_a_deep_chain_is_block_verification(bound: int | None) -> None:
+    chain = list(range(-1, 15))
+    lengths = []
+    for seed in range(4):
+        problem = Problem.draw(16, 40, seed=seed, kinds=(SAMPLED,), shape=chain)
+        found = problem.found(bound)
+        problem.check(found)
+        lengths += found.path_lengths.tolist()
+    assert max(lengths) > 4 and min(lengths) < max(lengths)
+
+
+def same_probs(vocab: int, shape: list[int], seed: int = 0) -> Problem:
+    """Draw trees from the target's own distribution."""
+    problem = Problem.draw(len(shape), vocab, seed=seed, kinds=(SAMPLED,), shape=shape)
+    assert problem.draft is not None
+    return replace(problem, draft=replace(problem.draft, probs=problem.dist.clone()))
+
+
+def test_float32_distributions_that_agree_leave_nothing_and_are_accepted_whole() -> None:
+    for seed in range(1):
+        problem = same_probs(50, [-1, 0, 0, 1, 1, 3], seed)
+        found = problem.found()
+        assert found.path.tolist() == [[0, 1, 3, 5]] * 3
+        problem.check(found, close=float("inf"))  # tests of siblings that follow a sure one weigh nothing but rounding
+
+
+def test_a_distribution_of_which_nothing_is_left_stays_as_it_was() -> None:
+    tokens = torch.tensor([[0, 2, 1, 0]])
+    tree = TokenTree(tokens, torch.tensor([[-1, 0, 0, 0]], dtype=torch.int32))
+    dist = torch.tensor([0.0, 0.0, 1.0, 0.0]).expand(1, 4, 4).contiguous()
+    rng = Random(3, torch.tensor([5]), torch.tensor([7]))
+    problem = Problem(tree, dist, None, rng)
+    found = problem.found()
+    problem.check(found)
+    assert found.path.tolist() == [[0, 1]] and found.next_token.tolist() == [2]
+    assert found.ratios.tolist() == [[0.0, 1.0, 0.0, 0.0]]
+
+
+def test_stored_distributions_need_not_sum_to_one() -> None:
+    problem = Problem.draw(12, 200, seed=5, kinds=(SAMPLED, DELTA))
+    assert problem.draft is not None
+    share = torch.rand(problem.draft.probs.shape[:2], generator=torch.Generator().manual_seed(0))[..., None] + 0.1
+    found = replace(problem, draft=replace(problem.draft, probs=problem.draft.probs * share)).found()
+    problem.check(found)
+
+
+def test_the_rule_of_a_gpu_gives_an_acceptance_and_leaves_the_distribution_as_it_is() -> None:
+    problem = Problem.draw(17, 40, seed=8, padding=2)
+    moved = problem.moved()
+    rng = replace(moved.rng, positions=moved.rng.positions.int())
+    found = traverse_by_kernels(moved.tree, moved.dist, rng, moved.draft, problem.depth)
+    assert torch.equal(moved.dist.cpu(), problem.dist)
+    expected = traverse(problem.tree, problem.dist.clone(), problem.rng, problem.draft, problem.depth)
+    assert torch.equal(found.path.cpu(), expected.path) and torch.equal(found.next_token.cpu(), expected.next_token)
+    assert found.ratios is not None and found.ratios.dtype == torch.float32 and found.left is None
+
+
+def test_a_seed_on_the_device_and_strides_of_the_distributions_change_nothing() -> None:
+    problem = Problem.draw(9, 203, seed=9)
+    assert problem.draft is not None
+    expected = problem.found()
+    seed = torch.tensor(problem.rng.seed)
+    dist = torch.nn.functional.pad(problem.dist, (0, 5), value=torch.nan)[..., :203]
+    probs = torch.nn.functional.pad(problem.draft.probs, (0, 9), value=torch.nan)[..., :203]
+    found = replace(
+        problem, dist=dist, draft=replace(problem.draft, probs=probs), rng=replace(problem.rng, seed=seed.to(DEVICE))
+    ).found()
+    for name in TraversedPath.__slots__:
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+def test_operands_of_any_strides_are_read() -> None:
+    problem = Problem.draw(9, 40, seed=9).moved()
+    tree, rng, draft = problem.tree, problem.rng, problem.draft
+    assert draft is not None
+
+    def apart(tensor: Tensor) -> Tensor:
+        return torch.stack([tensor, torch.zeros_like(tensor)], -1)[..., 0]
+
+    found = traverse_on_device(
+        apart(tree.tokens), apart(tree.parents), apart(tree.ancestor_mask), apart(tree.depths), problem.dist,
+        DraftRows(draft.probs, apart(draft.row), apart(draft.kind)), max_depth=problem.depth,
+        seed=rng.seed, sequences=apart(rng.sequences), positions=apart(rng.positions),
+    )  # fmt: skip
+    expected = problem.found()
+    for name in TraversedPath.__slots__:
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+@pytest.mark.slow
+def test_coins_are_tossed_with_the_numbers_of_their_own_purpose() -> None:
+    assert PURPOSES["accept"] == kernels.ACCEPT
+    changed = 0
+    for seed in range(2):
+        problem = Problem.draw(9, 40, seed=seed)
+        found = problem.found()
+        later = replace(problem, rng=replace(problem.rng, positions=problem.rng.positions + 1)).found()
+        assert torch.equal(found.coins, later.coins)
+        changed += not torch.equal(found.path, later.path)
+    assert changed
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_coins_that_are_wrong_in_one_thing_are_rejected(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem.draw(12, 7, seed=4, kinds=(SAMPLED,), shape=[-1, 0, 0, 0, 1, 1, 2, 2, 4, 4, 6, 6])
+    found = problem.found()
+    problem.check(found)
+    assert problem.error(*CONTROLS[control](problem, monkeypatch), found) > 100 * CLOSE

@@ -1,0 +1,364 @@
+"""What a table and a level learn from a verified tree is in one launch what it is in torch.
+
+Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_tree_growth_learning.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from helpers.launch_keys import launch_keys
+from helpers.on_device import treat_as_on_device
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stree.kernels.dispatch import as_on_device
+
+pytest.importorskip("triton")
+
+from stree.growth.learned_acceptance import SampledAcceptance
+from stree.kernels.topology import ancestor_mask
+from stree.kernels.tree_growth import api, learning_kernel, reference
+from stree.kernels.tree_growth.operands import NUM_PLACES, Kept, Level, Memory, Table, Verdicts
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+RANKS = 3
+RATIOS: dict[str, Callable[[Tensor], Tensor]] = {
+    "random": lambda ratios: ratios,
+    "all accepted": torch.ones_like,
+    "all refused": torch.zeros_like,
+    "one or none": torch.round,
+    "sure": lambda ratios: 1 - 1e-5 * ratios,
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step teaches a table."""
+
+    table: Table
+    kept: list[Kept]
+    verdicts: Verdicts
+
+    @classmethod
+    def draw(
+        cls, batch: int, widths: list[int], n: int, seed: int, *, ratios: str = "random", cells: int | None = None
+    ) -> Step:
+        """Draw layers of some widths, of whose nodes, the root among them, ``n`` make a tree; padding among them.
+
+        ``cells`` is how many different ones nodes share before a draw and likewise after it; None for all there are.
+        """
+        generator = torch.Generator().manual_seed(seed)
+
+        def drawn(most: int, *shape: int) -> Tensor:
+            return torch.randint(most, (batch, *shape), generator=generator)
+
+        table = SampledAcceptance(batch, RANKS, DEVICE).table
+        first, beyond = table.first_after, table.tests.shape[1]
+        kept, above = [], 1
+        for width in widths:
+            before = drawn(first, above, RANKS)
+            after = first + drawn(beyond - first, above, RANKS)
+            if cells is not None:
+                before, after = before % cells, first + after % cells
+            slots = torch.rand(batch, above * RANKS, generator=generator).argsort(1)[:, :width]
+            kept.append(Kept(torch.stack([before, after], -1).to(DEVICE), slots.to(DEVICE)))
+            above = slots.shape[1]
+        grown = 1 + sum(slots.shape[1] for _, slots in kept)
+        numbers = torch.rand(batch, grown - 1, generator=generator).argsort(1)[:, : n - 1].sort(1).values + 1
+        numbers = torch.nn.functional.pad(numbers, (1, 0))
+        n = numbers.shape[1]
+        parents = (torch.rand(batch, n, generator=generator) * torch.arange(n)).int()
+        parents[:, 0] = -1
+        is_dropped = drawn(5, n) == 0
+        is_dropped[:, 0] = False
+        parents[(ancestor_mask(parents) & is_dropped[:, None]).any(-1)] = -1
+        found = RATIOS[ratios](torch.rand(batch, n + 3, generator=generator))[:, :n]
+        found[parents < 0] = torch.nan  # not tested
+        is_live = drawn(4) > 0
+        is_live[0] = True
+        verdicts = Verdicts(parents, ancestor_mask(parents), numbers, found, is_live)
+        moved = {name: getattr(verdicts, name).to(DEVICE) for name in Verdicts.__slots__}
+        tests = torch.rand(table.tests.shape, generator=generator).to(DEVICE)
+        return cls(replace(table, tests=tests, passed=tests / 2), kept, replace(verdicts, **moved))
+
+    def learnt(self, learn: Callable[[Table, list[Kept], Verdicts], None], dtype: torch.dtype) -> Table:
+        """Give the table after what a function has learnt."""
+        table = replace(self.table, **{name: getattr(self.table, name).to(dtype, copy=True) for name in SUMS})
+        learn(table, self.kept, self.verdicts)
+        return table
+
+
+SUMS = ("tests", "passed")
+
+
+def check(step: Step) -> None:
+    """Compare what is learnt with the reference's in float64; every cell that is not counted stays bit for bit."""
+    found = step.learnt(learning_kernel.learn, torch.float32)
+    expected = step.learnt(reference.learn, torch.float64)
+    for name in SUMS:
+        one, other, before = (getattr(table, name) for table in (found, expected, step.table))
+        assert torch.allclose(one.double(), other, rtol=1e-5, atol=2e-6), (name, (one - other).abs().max())
+        untouched = other == before
+        assert torch.equal(one[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("ratios", RATIOS)
+@given(
+    seed=st.integers(0, 10**6),
+    batch=st.integers(1, 4),
+    widths=st.lists(st.integers(1, 14), min_size=1, max_size=4),
+    n=st.integers(2, 40),
+    cells=st.sampled_from([None, 1, 2, 5]),
+)
+@settings(max_examples=40, deadline=None)
+def test_what_a_tree_teaches_is_the_same(
+    ratios: str, seed: int, batch: int, widths: list[int], n: int, cells: int | None
+) -> None:
+    check(Step.draw(batch, widths, n, seed, ratios=ratios, cells=cells))
+
+
+@pytest.mark.parametrize("n", [64, 100, 128])
+def test_what_a_large_tree_teaches_is_the_same(n: int) -> None:
+    for seed, cells in enumerate((None, 3)):
+        check(Step.draw(2, [3, 9, 27, 60, 60], n, seed, cells=cells))
+
+
+def test_nodes_that_are_all_proposed_need_no_numbers() -> None:
+    for seed in range(5):
+        step = Step.draw(3, [3, 7, 5], 16, seed, cells=4)
+        count = step.verdicts.parents.shape[1]
+        assert count == 1 + sum(slots.shape[1] for _, slots in step.kept)
+        numbers = torch.arange(count, device=DEVICE).expand(3, -1)
+        check(replace(step, verdicts=replace(step.verdicts, numbers=None)))
+        given, none = (
+            replace(step, verdicts=replace(step.verdicts, numbers=one)).learnt(learning_kernel.learn, torch.float32)
+            for one in (numbers, None)
+        )
+        assert torch.equal(given.tests, none.tests) and torch.equal(given.passed, none.passed)
+
+
+def test_a_tree_of_its_root_and_rows_that_stand_still_teach_nothing() -> None:
+    alone = Step.draw(2, [3, 3], 1, seed=1)
+    still = Step.draw(2, [3, 3], 6, seed=2, cells=2)
+    still = replace(still, verdicts=replace(still.verdicts, is_live=torch.zeros_like(still.verdicts.is_live)))
+    for step in (alone, still):
+        found = step.learnt(learning_kernel.learn, torch.float32)
+        assert torch.equal(found.tests, step.table.tests) and torch.equal(found.passed, step.table.passed)
+
+
+def test_siblings_and_a_child_by_hand() -> None:
+    table = SampledAcceptance(1, RANKS, DEVICE).table
+    table = replace(table, tests=torch.zeros_like(table.tests), passed=torch.zeros_like(table.passed))
+    first = table.first_after
+    # A root with three children; the third has a child in the first one's cells.
+    cells = torch.tensor([[[[4, first], [5, first + 1], [9, first + 2]]]], device=DEVICE)
+    below = torch.tensor([[[[4, first]]] * 3], device=DEVICE).view(1, 3, 1, 2)
+    kept = [Kept(cells, torch.tensor([[0, 1, 2]], device=DEVICE)), Kept(below, torch.tensor([[2]], device=DEVICE))]
+    parents = torch.tensor([[-1, 0, 0, 0, 3]], dtype=torch.int32, device=DEVICE)
+    ratios = torch.tensor([[0.0, 0.25, 0.5, 0.5, 0.75]], device=DEVICE)
+    live = torch.tensor([True], device=DEVICE)
+    learning_kernel.learn(table, kept, Verdicts(parents, ancestor_mask(parents), None, ratios, live))
+    second, third = 0.75, 0.75 * 0.5
+    child = third * 0.5  # as often as its parent is accepted
+    wanted = {4: (1 + child, 0.25 + 0.75 * child), 5: (second, second * 0.5), 9: (third, third * 0.5)}
+    wanted |= {first: wanted[4], first + 1: wanted[5], first + 2: wanted[9]}
+    for cell, (tests, passed) in wanted.items():
+        assert float(table.tests[0, cell]) == pytest.approx(tests, rel=1e-5)
+        assert float(table.passed[0, cell]) == pytest.approx(passed, rel=1e-5)
+    assert int((table.tests != 0).sum()) == len(wanted)
+
+
+def test_a_table_learns_the_same_every_time_and_each_row_by_itself() -> None:
+    step = Step.draw(4, [3, 9, 9], 18, seed=3, cells=3)
+    first, again = (step.learnt(learning_kernel.learn, torch.float32) for _ in range(2))
+    assert torch.equal(first.tests, again.tests) and torch.equal(first.passed, again.passed)
+    for row in range(4):
+        one = slice(row, row + 1)
+        alone = Step(
+            replace(step.table, tests=step.table.tests[one], passed=step.table.passed[one]),
+            [Kept(cells[one], slots[one]) for cells, slots in step.kept],
+            replace(step.verdicts, **{name: getattr(step.verdicts, name)[one] for name in Verdicts.__slots__}),
+        ).learnt(learning_kernel.learn, torch.float32)
+        assert torch.equal(alone.tests[0], first.tests[row]) and torch.equal(alone.passed[0], first.passed[row])
+
+
+def test_what_no_kernel_takes_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    treat_as_on_device(monkeypatch, triton=True, host_can_read=True)
+    asked: list[Any] = []
+    monkeypatch.setattr(learning_kernel, "learn", lambda *given: asked.append(given))
+    step = Step.draw(1, [3, 9, 27, 60, 60], 129, seed=0)
+    wide = step.learnt(api.learn, torch.float32)
+    small = Step.draw(1, [3, 3], 5, seed=0)
+    exact = replace(small, verdicts=replace(small.verdicts, ratios=small.verdicts.ratios.double()))
+    found = exact.learnt(api.learn, torch.float32)
+    assert asked == [] and not torch.equal(wide.tests, step.table.tests)
+    assert torch.equal(found.tests, small.learnt(reference.learn, torch.float32).tests)
+    small.learnt(api.learn, torch.float32)
+    assert len(asked) == 1
+
+
+def test_a_step_s_own_numbers_make_no_new_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for batch, widths, n in ((1, [3, 9, 9], 18), (3, [2, 6], 17), (2, [3, 9, 16, 20], 32)):
+        with launch_keys(monkeypatch) as keys:
+            Step.draw(batch, widths, n, seed=n).learnt(learning_kernel.learn, torch.float32)
+        found.append(keys)
+    # Trees of 9 nodes at most have another padded size.
+    assert [name for name, _ in found[0]] == ["learn_kernel"]
+    assert found[0] == found[2] and found[0] != found[1]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one tree teaches a level."""
+
+    level: Level
+    values: Tensor
+    verdicts: Verdicts
+
+    @classmethod
+    def draw(cls, batch: int, n: int, seed: int, *, ratios: str = "one or none") -> Told:
+        """Draw a tree of ``n`` nodes, padding among them, and what became of each."""
+        step = Step.draw(batch, [3, 9, 27, 60, 60], n, seed, ratios=ratios)
+        generator = torch.Generator().manual_seed(seed)
+        chance = torch.rand(batch, n, generator=generator).to(DEVICE)
+        values = torch.where(step.verdicts.mask, chance[:, None], 1.0).prod(-1) / chance[:, :1]
+        values = torch.where(step.verdicts.parents < 0, 0.0, values)
+        values[:, 0] = 1
+        level = Level(torch.randn(batch, generator=generator), 1 + 12 * torch.rand(batch, generator=generator))
+        return cls(Level(level.shift.to(DEVICE), level.weight.to(DEVICE)), values, replace(step.verdicts, numbers=None))
+
+    def learnt(self, learn: Callable[[Level, Tensor, Verdicts], None], dtype: torch.dtype = torch.float32) -> Level:
+        """Give the level after what a function has learnt; all but trees are of ``dtype``."""
+        level = Level(*(tensor.to(dtype, copy=True) for tensor in (self.level.shift, self.level.weight)))
+        learn(level, self.values.to(dtype), replace(self.verdicts, ratios=self.verdicts.ratios.to(dtype)))
+        return level
+
+    def by_hand(self, row: int) -> tuple[float, float]:
+        """Compute one sequence's shift and weight, node after node from the root."""
+        parents, values, ratios = (
+            part[row].tolist() for part in (self.verdicts.parents, self.values, self.verdicts.ratios)
+        )
+        reached, with_child = {0: 1.0}, set()
+        missing = information = 0.0
+        for node, parent in enumerate(parents):
+            if parent < 0:
+                continue
+            reached[node] = reached[parent] * max(ratios[node], 1e-6)
+            if parent not in with_child:
+                with_child.add(parent)
+                chance = values[node] / values[parent]
+                missing += reached[parent] * (ratios[node] - chance)
+                information += reached[parent] * chance * (1 - chance)
+        if not bool(self.verdicts.is_live[row]):
+            missing = information = 0.0
+        weight = min(float(self.level.weight[row]) + information, 12.0)
+        return float(self.level.shift[row]) + missing / weight, weight
+
+
+@pytest.mark.parametrize("learn", [learning_kernel.learn_level, reference.learn_level])
+@pytest.mark.parametrize("ratios", ["one or none", "random", "all accepted"])
+@given(seed=st.integers(0, 10**6), batch=st.integers(1, 4), n=st.integers(1, 70))
+@settings(max_examples=30, deadline=None)
+def test_a_level_learns_what_it_does_by_hand(
+    ratios: str, learn: Callable[[Level, Tensor, Verdicts], None], seed: int, batch: int, n: int
+) -> None:
+    told = Told.draw(batch, n, seed, ratios=ratios)
+    found = told.learnt(learn)
+    for row in range(batch):
+        shift, weight = told.by_hand(row)
+        assert float(found.shift[row]) == pytest.approx(shift, rel=1e-4, abs=1e-5)
+        assert float(found.weight[row]) == pytest.approx(weight, rel=1e-5)
+
+
+def test_a_level_reads_ratios_of_any_stride_and_large_trees_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told.draw(3, 20, seed=1)
+    expected = told.learnt(learning_kernel.learn_level)
+    ratios = told.verdicts.ratios
+    for given_ratios in (torch.cat([ratios, ratios], 1)[:, :20], ratios.T.contiguous().T):
+        other = replace(told, verdicts=replace(told.verdicts, ratios=given_ratios))
+        found = other.learnt(learning_kernel.learn_level)
+        assert torch.equal(found.shift, expected.shift) and torch.equal(found.weight, expected.weight)
+    treat_as_on_device(monkeypatch, triton=True, host_can_read=True)
+    asked: list[Any] = []
+    monkeypatch.setattr(learning_kernel, "learn_level", lambda *given: asked.append(given))
+    exact = told.learnt(api.learn_level, torch.float64)
+    large = Told.draw(1, 129, seed=2)
+    assert not torch.equal(large.learnt(api.learn_level).shift, large.level.shift)
+    assert asked == [] and torch.allclose(exact.shift.float(), expected.shift, rtol=1e-4)
+    told.learnt(api.learn_level)
+    assert len(asked) == 1
+
+
+def test_a_level_s_build_is_chosen_by_padded_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for batch, n in ((1, 18), (3, 32), (2, 33)):
+        with launch_keys(monkeypatch) as keys:
+            Told.draw(batch, n, seed=n).learnt(learning_kernel.learn_level)
+        found.append(keys)
+    assert [name for name, _ in found[0]] == ["level_kernel"]
+    assert found[0] == found[1] and found[0] != found[2]
+
+
+@given(seed=st.integers(0, 10**6), batch=st.integers(1, 4), m=st.integers(1, 20))
+@example(seed=26731, batch=4, m=17)  # two triples of one place
+@settings(max_examples=40, deadline=None)
+def test_a_text_is_read_token_by_token(seed: int, batch: int, m: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    memories = [Memory.empty(batch, DEVICE) for _ in range(2)]
+    texts: list[list[int]] = [[] for _ in range(batch)]
+    for _ in range(3):
+        tokens = torch.randint(9, (batch, m + 3), generator=generator)
+        path = torch.randint(-1, m + 3, (batch, 2 * m), generator=generator, dtype=torch.int32)[:, :m]
+        lengths = torch.randint(m + 1, (batch,), generator=generator, dtype=torch.int32)
+        path = torch.where(torch.arange(m) < lengths[:, None], path.clamp(min=0), path)
+        for row, length in enumerate(lengths.tolist()):
+            texts[row] += tokens[row, path[row, :length].long()].tolist()
+        given_tensors = [part.to(DEVICE) for part in (tokens, path, lengths)]
+        reference.remember(memories[0], *given_tensors)
+        with as_on_device(host_can_read=True):
+            api.remember(memories[1], *given_tensors)
+    one, other = memories
+    count = 2 * NUM_PLACES  # the last place is unused
+    assert torch.equal(one.places[:, :count], other.places[:, :count]) and torch.equal(one.last, other.last)
+    for row, text in enumerate(texts):
+        assert one.last[row].tolist() == [-1, -1, *text][-2:]
+        pairs, triples = zip(text, text[1:], strict=False), zip(text, text[1:], text[2:], strict=False)
+        expected = {place_of(*pair) for pair in pairs} | {NUM_PLACES + place_of(*triple) for triple in triples}
+        assert one.places[row, :count].nonzero().flatten().tolist() == sorted(expected)
+
+
+def place_of(*tokens: int) -> int:
+    """Hash tokens, the last of them first, in plain integers."""
+    number = sum(
+        token * factor for token, factor in zip(tokens[::-1], (0x05EBCA77, 0x1E3779B1, 0x27D4EB2F), strict=False)
+    )
+    return (number ^ (number >> 17)) % NUM_PLACES
+
+
+def test_pairs_and_triples_of_a_large_vocabulary_hardly_meet() -> None:
+    memory = Memory.empty(1, DEVICE)
+    text = torch.randint(200_000, (1, 20_000), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    reference.remember(memory, text, None, torch.tensor([20_000], device=DEVICE, dtype=torch.int32))
+    for half in range(2):
+        taken = int(memory.places[0, half * NUM_PLACES : (half + 1) * NUM_PLACES].sum())
+        expected = NUM_PLACES * (1 - (1 - 1 / NUM_PLACES) ** 20_000)  # of places taken at random
+        assert taken == pytest.approx(expected, rel=0.01)
+
+
+def test_a_reading_s_build_is_chosen_by_the_padded_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for batch, n, m in ((1, 18, 3), (3, 32, 16), (2, 33, 17)):
+        tokens, path = torch.zeros(batch, n, dtype=torch.long), torch.zeros(batch, m, dtype=torch.int32)
+        with launch_keys(monkeypatch) as keys:
+            treat_as_on_device(monkeypatch, triton=True, host_can_read=True)
+            api.remember(Memory.empty(batch, DEVICE), *(x.to(DEVICE) for x in (tokens, path, path[:, 0])))
+        found.append(keys)
+    assert [name for name, _ in found[0]] == ["remember_kernel"]
+    assert found[0] == found[1] and found[0] != found[2]
