@@ -83,13 +83,11 @@ def test_activations_with_weights_and_other_default_devices_do_not_disturb_patch
     learned = LlamaMLP(config)
     learned.act_fn = Learned()
     assert probing.feed_forward_of(learned) is None and probing.activation_of(Learned()) is None
-    for known in (probing._norms, probing._feed_forwards, probing._experts, probing._rotaries):
-        known.clear()
     model = family_model("granitemoehybrid")
-    fused_layers.with_fused_rotary.cache_clear()
+    for module in model.modules():  # classes that were never probed before
+        module.__class__ = type(type(module).__name__, (type(module),), {})
     with torch.device("meta"):
         fused_layers.patch_fused_layers(model)
-        assert fused_layers.with_fused_rotary(LlamaAttention.forward) is not LlamaAttention.forward
     names = {type(module).__name__ for module in model.modules() if hasattr(module, "fused_facts")}
     assert names == {"GraniteMoeHybridRMSNorm", "GraniteMoeHybridMLP", "GraniteMoeHybridExperts"}
 

@@ -17,7 +17,7 @@ from helpers.tiny_models import (
     right_padded,
 )
 from stree import TokenTree, TreeLM
-from stree.kernels import checks, ops
+from stree.kernels import dispatch, ops
 from stree.models import patched_model
 
 FUSED_OPS = ("rms_norm", "rms_norm_add", "gated_activation", "rotary", "experts")
@@ -38,7 +38,7 @@ def count_fused_launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for name in FUSED_OPS:
         monkeypatch.setattr(ops, name, counted(name))
-    for module in (checks, patched_model):
+    for module in (dispatch, patched_model):
         monkeypatch.setattr(module, "has_triton", lambda op, *_: op in FUSED_OPS)
     return counts
 
