@@ -105,9 +105,7 @@ def test_a_forward_that_trees_would_not_run_is_refused(family: str, path: str, k
     module, tokens = model.get_submodule(path), torch.tensor([[1, 2, 3]])
     own = module.forward
     module.forward = lambda *args, **kwargs: own(*args, **kwargs)
-    with pytest.raises(
-        NotImplementedError, match=rf"{path} \({kind}\) has a replaced forward, which trees would not"
-    ):
+    with pytest.raises(NotImplementedError, match=rf"{path} \({kind}\) has a replaced forward, which trees would not"):
         TreeLM(model)
     module.forward = own
     expected = model(tokens).logits

@@ -158,7 +158,9 @@ def test_an_adapter_on_a_convolution_that_the_model_calls_is_refused() -> None:
     model = family_model("recurrent_gemma")
     block = model.model.layers[0].temporal_block
     block.conv_1d = Wrapped(block.conv_1d)
-    with pytest.raises(NotImplementedError, match=r"block.conv_1d \(Wrapped\) is not a plain Conv1d, whose weights trees"):
+    with pytest.raises(
+        NotImplementedError, match=r"block.conv_1d \(Wrapped\) is not a plain Conv1d, whose weights trees"
+    ):
         TreeLM(model)
 
 

@@ -41,9 +41,9 @@ ROUTED = {
 }
 
 
-def matrix(families: Sequence[str] = FAMILIES) -> list[Any]:
-    """Give families as parameters of a test, all but one for each adapter marked slow."""
-    return [family if family in EVERY_ADAPTER else pytest.param(family, marks=pytest.mark.slow) for family in families]
+def matrix(families: Sequence[str] = FAMILIES, fast: Sequence[str] = EVERY_ADAPTER) -> list[Any]:
+    """Return families as parameters of a test; those outside ``fast``, which has one for each adapter, are slow."""
+    return [family if family in fast else pytest.param(family, marks=pytest.mark.slow) for family in families]
 
 
 def family_model(
