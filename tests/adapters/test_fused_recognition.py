@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import types
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from helpers.fused_launches import count_fused_launches
 from helpers.tiny_family_models import family_model
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
@@ -18,11 +18,6 @@ from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridAtten
 from stree.kernels.tiles import MAX_NORM_WIDTH
 from stree.models.fused import fused_layers, probing
 from stree.models.fused.lazy_residual import LazyResidual
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    return count_fused_launches(monkeypatch)
 
 
 class TwiceWeighted(LlamaRMSNorm):  # type: ignore[misc]
@@ -86,8 +81,11 @@ def test_activations_with_weights_and_other_default_devices_do_not_disturb_patch
     model = family_model("granitemoehybrid")
     for module in model.modules():  # classes that were never probed before
         module.__class__ = type(type(module).__name__, (type(module),), {})
+    rotary = LlamaAttention.forward.__globals__["apply_rotary_pos_emb"]
+    unseen = types.FunctionType(rotary.__code__, rotary.__globals__, argdefs=rotary.__defaults__)
     with torch.device("meta"):
         fused_layers.patch_fused_layers(model)
+        assert probing.keeps_rotary_dtype(unseen) is False
     names = {type(module).__name__ for module in model.modules() if hasattr(module, "fused_facts")}
     assert names == {"GraniteMoeHybridRMSNorm", "GraniteMoeHybridMLP", "GraniteMoeHybridExperts"}
 

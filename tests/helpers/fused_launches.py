@@ -1,4 +1,4 @@
-"""Fused layers in tests: which operations they launch, and a tree verified with or without them."""
+"""Counts of fused launches, and a tree verified with or without fused layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FUSED_OPS = ("rms_norm", "rms_norm_add", "gated_activation", "rotary", "experts"
 
 
 def count_fused_launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Let "auto" mean Triton for fused operations; count those that are asked for."""
+    """Make "auto" mean Triton for fused operations and count their calls."""
     counts: Counter[str] = Counter()
 
     def counted(name: str) -> Any:
@@ -51,7 +51,7 @@ def verified(model: Any, *, is_fused: bool, seed: int = 0) -> tuple[Tensor, list
     texts = random_texts(rng, [9, 7])
     state = lm.new_state(2, 32, 6)
     lm.prefill(state, *right_padded(texts))
-    first, tree = random_tree(rng, [5, 5]), random_tree(rng, [6, 4], 6)
+    first, tree = random_tree(rng, [2, 2]), random_tree(rng, [6, 4], 6)
     lm.verify(state, first)
     lm.commit(state, *as_commit([[0], [0]]))
     texts = [[*text, int(first.tokens[row, 0])] for row, text in enumerate(texts)]
