@@ -79,10 +79,11 @@ def test_a_bad_prompt_is_refused_and_the_state_stays_empty(
     assert_still_usable(lm, state)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32], ids=str)
-def test_prompts_may_be_of_any_integers(lm: TreeLM, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
+def test_prompts_and_lengths_may_be_of_any_integers(lm: TreeLM, dtype: torch.dtype) -> None:
     state = lm.new_state(2, 16, 5)
-    assert torch.equal(lm.prefill(state, PROMPTS.to(dtype)), lm.prefill(lm.new_state(2, 16, 5), PROMPTS))
+    logits = lm.prefill(state, PROMPTS.to(dtype), torch.tensor([4, 4], dtype=dtype))
+    assert torch.equal(logits, lm.prefill(lm.new_state(2, 16, 5), PROMPTS))
     assert_still_usable(lm, state)
 
 

@@ -33,32 +33,11 @@ LONG: dict[str, tuple[str, dict[str, Any], bool]] = {
 
 
 @EVERY
-def test_a_ragged_prefill_equals_prefills_one_by_one(family: str) -> None:
-    decoding = Decoding(tiny_model(family), [1, 9, 3, 2, 17], padding=11)
-    lm, tree = decoding.lm, decoding.tree([6] * 5)
-    verified = lm.verify(decoding.state, tree)
-    for row, text in enumerate(decoding.texts):
-        single = lm.new_state(1, 64, 16)
-        assert relative_error(decoding.logits[row], lm.prefill(single, torch.tensor([text]))[0]) < FLOAT32
-        one = TokenTree(tree.tokens[row], tree.parents[row])
-        assert relative_error(verified[row], lm.verify(single, one)[0]) < FLOAT32
-
-
-@EVERY
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8, 9])
 def test_a_prompt_as_short_as_one_token_is_taken(family: str, length: int) -> None:
     decoding = Decoding(tiny_model(family), [length])
     assert decoding.prompt_error() < FLOAT32
     decoding.score([5])
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
-def test_lengths_may_have_any_integer_dtype(dtype: torch.dtype) -> None:
-    decoding = Decoding(tiny_model("bamba"), [7, 12])
-    tokens, lengths = right_padded(decoding.texts)
-    state = decoding.lm.new_state(2, 64, 16)
-    decoding.lm.prefill(state, tokens, lengths.to(dtype))
-    decoding.held_by(state).score([5, 5])
 
 
 @pytest.mark.parametrize(("family", "changes"), [("mamba2", {"use_bias": True}), ("bamba", {"mamba_proj_bias": True})])
