@@ -15,8 +15,6 @@ from stree.models.state import DecodeState
 
 __all__ = ["check_prompts", "run_prompts"]
 
-BEFORE_CONVOLUTION = ("in_proj", "in_proj_qkvz", "in_proj_qkv", "q_proj", "k_proj", "v_proj")  # projections
-
 
 def check_prompts(state: DecodeState, input_ids: Tensor, lengths: Tensor | None) -> list[int]:
     """Return the true lengths of prompts after checking them and the state to fill.
@@ -83,8 +81,11 @@ def _pads_exactly(model: PatchedModel) -> bool:
     is_eager = getattr(model.model.config, "_attn_implementation", None) == "eager"
     if not model.family.pads_exactly or (is_eager and model.dtype == torch.float64):
         return False
-    convolving = (mixer for site, mixer in model.mixers.items() if model.specs[site].conv_width is not None)
-    parts = (getattr(mixer, name, None) for mixer in convolving for name in BEFORE_CONVOLUTION)
+    parts = (
+        getattr(mixer, name, None)
+        for site, mixer in model.mixers.items()
+        for name in model.specs[site].before_convolution
+    )
     return all(part is None or _maps_zeros_to_zeros(part) for part in parts)
 
 

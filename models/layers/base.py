@@ -128,6 +128,7 @@ class LayerSpec:
 
     Attributes:
         kind: name of the layer kind for users.
+        before_convolution: names of the mixer's projections whose output is convolved; a mixer may lack some.
         dtype: of the weights.
         device: of the weights.
         conv_width: taps of the layer's short convolution, or None.
@@ -136,6 +137,7 @@ class LayerSpec:
 
     kind: ClassVar[str]
     is_diagonal: ClassVar[bool] = False
+    before_convolution: ClassVar[tuple[str, ...]] = ()
 
     dtype: torch.dtype
     device: torch.device

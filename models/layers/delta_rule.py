@@ -29,6 +29,7 @@ class DeltaSpec(LayerSpec):
     """Sizes of a gated delta layer; ``per_channel`` says whether every key channel has its decay (KDA)."""
 
     kind: ClassVar[str] = "gated delta rule"
+    before_convolution: ClassVar[tuple[str, ...]] = ("in_proj_qkvz", "in_proj_qkv", "q_proj", "k_proj", "v_proj")
 
     key_heads: int
     heads: int

@@ -28,6 +28,7 @@ class Mamba1Spec(LayerSpec):
     """Sizes of a Mamba-1 layer; channels are those of one head."""
 
     kind: ClassVar[str] = "Mamba-1"
+    before_convolution: ClassVar[tuple[str, ...]] = ("in_proj",)
     is_diagonal: ClassVar[bool] = True
 
     nheads: int

@@ -27,6 +27,7 @@ class Mamba2Spec(LayerSpec):
     """Sizes of a Mamba-2 layer."""
 
     kind: ClassVar[str] = "Mamba-2"
+    before_convolution: ClassVar[tuple[str, ...]] = ("in_proj",)
 
     nheads: int
     headdim: int

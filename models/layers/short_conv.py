@@ -20,6 +20,7 @@ class ShortConvSpec(LayerSpec):
     """Sizes of a short convolution."""
 
     kind: ClassVar[str] = "short convolution"
+    before_convolution: ClassVar[tuple[str, ...]] = ("in_proj",)
 
     channels: int
     conv_width: int
