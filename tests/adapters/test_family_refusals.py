@@ -1,4 +1,4 @@
-"""What cannot be patched is refused by name before anything is changed."""
+"""Models that cannot be patched are refused by name before anything is changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fused layers equal transformers' own modules, family by family, and act while a tree is scored and nowhere else."""
+"""Fused layers equal transformers' modules for every family and run only while a tree is scored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WITH_EXPERTS = {
     "bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "minimax", "nemotron_h",
     "qwen3_5_moe_text", "qwen3_next",
 }  # fmt: skip
-# What these families have none of that is known: some have no feed-forwards, or attention without positions.
+# Operations that a family's trees do not launch: some have no feed-forwards, or attention without positions.
 WITHOUT = {
     "bailing_hybrid": {"rotary"},  # in pairs
     "falcon_mamba": {"rotary"},
@@ -111,7 +111,7 @@ def test_a_wrong_fact_is_seen_in_the_logits(
 
 
 @pytest.mark.parametrize("family", matrix())
-def test_a_patched_model_runs_its_own_code_in_every_other_call(family: str, launched: Counter[str]) -> None:
+def test_a_patched_model_runs_unfused_in_every_other_call(family: str, launched: Counter[str]) -> None:
     model = family_model(family)
     patched = TreeLM(copy.deepcopy(model)).model
     tokens = torch.arange(9)[None]
@@ -175,7 +175,7 @@ def test_a_model_can_be_patched_again_and_copied(launched: Counter[str]) -> None
     assert launches[0] and launches == launches[:1] * 3
 
 
-def test_a_forward_that_was_put_on_a_module_before_stays_its_own(launched: Counter[str]) -> None:
+def test_a_replaced_forward_is_not_fused(launched: Counter[str]) -> None:
     norm: Any = LlamaRMSNorm(8)
     norm.forward = lambda x: LlamaRMSNorm.forward(norm, x) + 1
     fused_layers.patch_fused_layers(nn.Sequential(norm))
@@ -205,7 +205,7 @@ def test_accelerates_forward_of_a_module_runs_in_plain_calls_alone(launched: Cou
     assert len(calls) == 2 and launched["rms_norm"] == 1
 
 
-def test_a_norm_whose_weights_are_fetched_for_each_call_runs_its_own_forward(launched: Counter[str]) -> None:
+def test_a_norm_whose_weights_are_fetched_for_each_call_is_not_fused(launched: Counter[str]) -> None:
     norm, x = LlamaRMSNorm(8), torch.arange(8.0)[None]
     expected = 3 * norm(x)
     hook = AlignDevicesHook(execution_device="cpu", offload=True, weights_map={"weight": torch.full((8,), 3.0)})

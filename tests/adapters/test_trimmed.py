@@ -110,7 +110,7 @@ def test_bad_vocabularies_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             ModelDrafter(lm, vocab=kept)
-    lm.model.generation_config.eos_token_id = [0, 7]  # chat models have more than one, and the config knows the first
+    lm.model.generation_config.eos_token_id = [0, 7]  # chat models have more than one, and the config has the first
     with pytest.raises(ValueError, match=r"must keep the model's stop tokens, got one without \[7\]"):
         ModelDrafter(lm, vocab=[0, 4, 5])
     lm.model.generation_config.eos_token_id = None  # and others have none but the config's
