@@ -51,7 +51,7 @@ def verified(model: Any, *, is_fused: bool, seed: int = 0) -> tuple[Tensor, list
     texts = random_texts(rng, [9, 7])
     state = lm.new_state(2, 32, 6)
     lm.prefill(state, *right_padded(texts))
-    first, tree = random_tree(rng, [2, 2]), random_tree(rng, [6, 4], 6)
+    first, tree = random_tree(rng, [5, 5]), random_tree(rng, [6, 4], 6)
     lm.verify(state, first)
     lm.commit(state, *as_commit([[0], [0]]))
     texts = [[*text, int(first.tokens[row, 0])] for row, text in enumerate(texts)]
