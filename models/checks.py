@@ -1,4 +1,7 @@
-"""Checks of models and arguments; some read values on the host, so the decode loop does not call those."""
+"""Checks of models and of arguments.
+
+``check_path`` and ``check_first`` read values on the host; ``TreeLM`` skips them for trees on a device.
+"""
 
 from __future__ import annotations
 
@@ -23,44 +26,48 @@ __all__ = [
     "weight_places",
 ]
 
-CONVOLUTION, UNIT = "conv_1d", "rg_lru"  # of a recurrent block, which calls them, trees use their weights
-GROWING = ("dynamic", "longrope")  # rotary positions whose frequencies depend on the longest text at hand
+CONVOLUTION, UNIT = "conv_1d", "rg_lru"  # parts of RecurrentGemma's block whose weights the adapter uses directly
+GROWING = ("dynamic", "longrope")  # rope types whose frequencies depend on the longest text of the batch
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def is_integer(given: Any) -> bool:
-    """Tell whether something is a tensor of integers."""
+    """Return whether a value is a tensor of integers."""
     return isinstance(given, Tensor) and not (
         given.is_floating_point() or given.is_complex() or given.dtype == torch.bool
     )
 
 
 def describe(given: Any) -> str:
-    """Write dtype and shape as the messages do; of what is no tensor the type."""
+    """Format dtype and shape for an error message; of a value that is not a tensor, its type."""
     if not isinstance(given, Tensor):
         return type(given).__name__
     return f"{str(given.dtype).removeprefix('torch.')}{[*given.shape]}"
 
 
 def check_mixer(path: str, mixer: Any) -> None:
-    """Refuse a stateful module that is quantised, patched, not in memory, or whose activation is not supported.
+    """Refuse a stateful module that is quantised, offloaded, or computes something other than its class does.
 
     Raises:
-        NotImplementedError: it is one of these; the message says which.
+        NotImplementedError: the message names the module and the reason.
     """
     kind = type(mixer).__name__
     for name, part in mixer.named_modules():
         where = f"{path}.{name} ({type(part).__name__})" if name else f"{path} ({kind})"
         if name == CONVOLUTION and type(part).forward is not nn.Conv1d.forward:
-            raise NotImplementedError(f"{where} is no plain Conv1d, whose weights trees take; merge an adapter into it")
+            raise NotImplementedError(
+                f"{where} is not a plain Conv1d, whose weights trees use; merge the adapter into it"
+            )
         if name in ("", CONVOLUTION, UNIT) and has_foreign_forward(part):
             raise NotImplementedError(
-                f"{where} has a forward of its own, which trees would not run; "
+                f"{where} has a replaced forward, which trees would not run; "
                 "remove it, or change the layer's output with register_forward_hook"
             )
-        is_dict = isinstance(part, nn.ModuleDict)  # of parametrized weights, whose names it cannot know
-        if not is_dict and not isinstance(getattr(part, "weight", None), Tensor | None):  # torch's own quantisation
-            raise NotImplementedError(f"{where} hides its weights, as quantised ones do; trees need them as they are")
+        is_dict = isinstance(part, nn.ModuleDict)  # of parametrizations; its ``weight`` may be a module
+        if not is_dict and not isinstance(
+            getattr(part, "weight", None), Tensor | None
+        ):  # dynamic quantisation of torch
+            raise NotImplementedError(f"{where} has no weight tensor, as quantised layers; trees need plain weights")
     if any(getattr(module.__dict__.get("_hf_hook"), "offload", False) for module in mixer.modules()):
         raise NotImplementedError(f"{kind} is offloaded; layers that keep a state must be in a device's memory")
     for name, tensor in (*mixer.named_parameters(), *mixer.named_buffers()):
@@ -73,40 +80,40 @@ def check_mixer(path: str, mixer: Any) -> None:
 
 
 def check_rotary(model: Any) -> None:
-    """Refuse rotary positions that would rotate every kept key again as a text grows.
+    """Refuse rotary positions whose frequencies change as a text grows, because cached keys are not rotated again.
 
     Raises:
-        NotImplementedError: the model has such.
+        NotImplementedError: the model has such positions.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
             if kind in GROWING:
                 raise NotImplementedError(
-                    f"rotary positions of rope_type {kind!r} change with the longest text, and kept keys do not; "
-                    "those of other types are supported"
+                    f"rotary positions of rope_type {kind!r} change with the longest text, and cached keys do not; "
+                    "other types are supported"
                 )
 
 
 def weight_places(model: Any) -> str:
-    """Write the dtypes and devices of a model's weights."""
+    """Return the dtypes and devices of a model's weights as text, to compare and to print."""
     return ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in model.parameters()}))
 
 
-def model_change(model: Any, then: str, mixers: Iterable[Any]) -> str | None:
+def model_change(model: Any, patched_places: str, mixers: Iterable[Any]) -> str | None:
     """Describe a change of a model since it was patched that would make trees wrong.
 
     Args:
-        model: as it is now.
-        then: its ``weight_places`` when it was patched.
-        mixers: what was patched.
+        model: to compare.
+        patched_places: its ``weight_places`` when it was patched.
+        mixers: the modules that were patched.
 
     Returns:
         None where weights have the same dtypes and devices, and the stateful layers are the same.
     """
-    now, patched = weight_places(model), {id(mixer): type(mixer) for mixer in mixers}
-    if now != then:
-        return f"the model was moved since it was patched: {now}, was {then}"
+    places, patched = weight_places(model), {id(mixer): type(mixer) for mixer in mixers}
+    if places != patched_places:
+        return f"the model was moved since it was patched: {places}, was {patched_places}"
     kinds = {*patched.values()}
     if patched.keys() != {id(module) for module in model.modules() if type(module) in kinds}:
         return "layers of the model were replaced, added or removed since it was patched"
@@ -114,7 +121,7 @@ def model_change(model: Any, then: str, mixers: Iterable[Any]) -> str | None:
 
 
 def check_path(tree: TokenTree, path: Tensor, path_lengths: Tensor) -> None:
-    """Refuse paths that do not go from the root down, each node the child of the one before."""
+    """Refuse paths that do not start at the root or in which a node is not the child of the previous one."""
     parents, n = tree.parents.tolist(), tree.parents.shape[1]
     for row, (nodes, length) in enumerate(zip(path.tolist(), path_lengths.tolist(), strict=True)):
         if not 0 <= length <= len(nodes):
@@ -145,8 +152,8 @@ def check_commit(path: Tensor, path_lengths: Tensor, batch: int) -> None:
 def check_first(last: TokenTree | None, tree: TokenTree, first: int) -> None:
     """Refuse a tree whose nodes below ``first`` are not those of the last verified one."""
     if last is None or last.tokens.shape[1] < first:
-        known = 0 if last is None else last.tokens.shape[1]
-        raise ValueError(f"first={first} needs {first} verified nodes in the pending tree, got {known}")
+        num_verified = 0 if last is None else last.tokens.shape[1]
+        raise ValueError(f"first={first} needs {first} verified nodes in the pending tree, got {num_verified}")
     same = torch.equal(last.tokens[:, :first], tree.tokens[:, :first])
     if not (same and torch.equal(last.parents[:, :first], tree.parents[:, :first])):
         raise ValueError(f"nodes below first={first} must be those of the last verified tree, but they differ")

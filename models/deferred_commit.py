@@ -1,8 +1,8 @@
-"""A committed path that is not applied to the states yet: the next tree's scan applies it in its one pass over them.
+"""Deferred commit: the accepted path is applied to the recurrent states by the scan of the next tree.
 
-The next tree overwrites the stash that holds the path.  What all programs of a scan read of it is copied here, the
-rows of the path only, for all layers of a kind in a launch a tensor; so a step needs neither a second stash nor a
-launch a layer.  TreeSizes and addresses never change, so a captured step finds what another step has committed.
+That saves one read and one write of every state.  The next tree overwrites the stash that holds the path, so the rows
+of the path are copied here first, with one launch per tensor for all layers of a kind.  Shapes and addresses never
+change, so a captured step can apply what another step has committed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from stree.models.layers.base import LayerSpec, LayerStack
 
 __all__ = ["MAX_DEFERRED", "DeferredCommit"]
 
-MAX_DEFERRED = 16  # the least tile of the kernels; longer paths are rare and are applied when they are committed
+MAX_DEFERRED = 16  # smallest tile of the kernels; longer paths are rare and are applied at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PathRows:
-    """Rows of a stack's stash along the path.
+    """Copies of the rows of a stack's stash along the path.
 
     Attributes:
         sources: stash tensors [layers, batch, ..., max_nodes, c].
         rows: [layers, batch, ..., MAX_DEFERRED, c] of each.
-        begins: int64[layers, batch, ..., 1], where a tree's nodes begin among the rows of a flat source.
+        begins: int64[layers, batch, ..., 1], index of the root of each tree among the rows of a flat source.
     """
 
     sources: tuple[Tensor, ...]
@@ -38,7 +38,7 @@ class _PathRows:
 
     @classmethod
     def of(cls, stack: LayerStack) -> _PathRows:
-        """Allocate rows for what the stack's scan shares."""
+        """Allocate rows for the tensors named by the stack's ``shared``."""
         sources, dim = tuple(getattr(stack, name) for name in stack.shared or ()), stack.node_dim
         if not sources:
             return cls((), (), torch.empty(0))
@@ -63,7 +63,7 @@ class DeferredCommit:
     Attributes:
         path: int64[batch, MAX_DEFERRED], nodes of the last tree; 0 past the length.
         lengths: int32[batch].
-        rows: by spec, the rows of the path in what a scan shares, [layers, batch, ..., MAX_DEFERRED, c] each.
+        rows: by spec, the rows of the path in each ``shared`` tensor, [layers, batch, ..., MAX_DEFERRED, c] each.
     """
 
     def __init__(self, stacks: Mapping[LayerSpec, LayerStack], lengths: Tensor) -> None:
@@ -79,7 +79,7 @@ class DeferredCommit:
         return sum(rows.nbytes for path_rows in self.rows.values() for rows in path_rows)
 
     def put(self, path: Tensor, path_lengths: Tensor, lengths: Tensor) -> None:
-        """Take a path of the tree in the stash, copy its rows, and count it as committed.
+        """Store a path of the tree in the stash, copy its rows, and add its length to the committed lengths.
 
         Args:
             path: int32[batch, m], m at most MAX_DEFERRED.
@@ -91,10 +91,10 @@ class DeferredCommit:
             path_rows.copy(self.path)
 
     def clear(self) -> None:
-        """Note that the path was applied, or is not needed."""
+        """Drop the path, after it was applied or when the state is replaced."""
         self.lengths.zero_()
 
     def accepted(self, conv_width: int | None) -> tuple[AcceptedPath, AcceptedPath]:
-        """Give the path as nodes of the stash, and as entries of ``rows``: 0, 1, 2, ..."""
+        """Return the path as nodes of the stash, and as entries of ``rows``: 0, 1, 2, ..."""
         nodes = AcceptedPath.of(self.path, self.lengths, conv_width)
         return nodes, replace(nodes, rows=self._entries)  # rows past the length are those of the root

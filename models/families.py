@@ -1,4 +1,4 @@
-"""The supported families, a row each: which modules keep a state, and how the model wants to be called."""
+"""Table of the supported model families: which modules hold a state, and how the model is called."""
 
 from __future__ import annotations
 
@@ -25,34 +25,36 @@ __all__ = ["FAMILIES", "Family", "config_of_text_model", "family_of", "stateful_
 
 Patch = Callable[[Any], LayerSpec]
 
-# What attention and state space modules of transformers have; one left unpatched would take a tree for a text.
+# Attributes of transformers' attention and state space modules; an unpatched one would read a tree as a chain.
 SIGNS = ("is_causal", "A_log")
 
 
 def _dynamic_cache(config: Any, kind: type[DynamicCache] = DynamicCache) -> DynamicCache:
-    """Make the cache that transformers gives most families."""
+    """Make the cache class that most families use."""
     cache = kind(config=config)
     if not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
-        cache.layers.append(DynamicLayer())  # hybrids ask a layer of attention how long texts are, and may have none
+        cache.layers.append(
+            DynamicLayer()
+        )  # hybrids read the length of a text from an attention layer, and may have none
     return cache
 
 
 def _whole_cache(_: Any) -> DynamicCache:
-    """Make a cache that keeps every row: a config may name a sliding window that its model does not have."""
+    """Make a cache of all rows: a config may name a sliding window that its model does not have."""
     return DynamicCache()
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What differs between families.
+    """One row of the table.
 
     Attributes:
-        mixers: what patches each stateful module class, by class name.
+        mixers: by name of a stateful module class, the function that patches it.
         stateless: classes of modules that a layer without a stateful one may hold.
         cache_argument: keyword under which the model takes its cache.
         takes_positions: whether it takes position_ids.
-        pads_exactly: whether its own forward of left-padded prompts is exact where projections map zeros to zeros; if
-            not, prompts of different lengths are run one by one.
+        pads_exactly: whether the forward of left-padded prompts is exact where projections map zeros to zeros; if not,
+            prompts of different lengths are run one by one.
         new_cache: makes, from the config, the transformers cache that prompts are run with.
     """
 
@@ -69,11 +71,16 @@ def _attention_only(name: str) -> Family:
     return Family({f"{name}Attention": patch_attention}, new_cache=_whole_cache)
 
 
+def _mamba_only(name: str, patch: Patch) -> Family:
+    """Make the row of a family whose layers all hold ``<name>Mixer``."""
+    return Family({f"{name}Mixer": patch}, cache_argument="cache_params", takes_positions=False)
+
+
 FAMILIES: dict[str, Family] = {
     "bailing_hybrid": Family({"BailingHybridDeltaAttention": patch_delta_rule, "BailingHybridAttention": patch_mla}),
     "bamba": Family({"BambaMixer": patch_mamba2, "BambaAttention": patch_attention}),
     "falcon_h1": Family({"FalconH1Mixer": patch_mamba2, "FalconH1Attention": patch_attention}),
-    "falcon_mamba": Family({"FalconMambaMixer": patch_mamba1}, cache_argument="cache_params", takes_positions=False),
+    "falcon_mamba": _mamba_only("FalconMamba", patch_mamba1),
     "gemma": _attention_only("Gemma"),
     "gemma2": _attention_only("Gemma2"),
     "gemma3_text": _attention_only("Gemma3"),
@@ -86,8 +93,8 @@ FAMILIES: dict[str, Family] = {
     "lfm2_moe": Family({"Lfm2MoeShortConv": patch_short_conv, "Lfm2MoeAttention": patch_attention}),
     "lfm3": Family({"Lfm3ShortConv": patch_short_conv, "Lfm3Attention": patch_attention}),
     "llama": _attention_only("Llama"),
-    "mamba": Family({"MambaMixer": patch_mamba1}, cache_argument="cache_params", takes_positions=False),
-    "mamba2": Family({"Mamba2Mixer": patch_mamba2}, cache_argument="cache_params", takes_positions=False),
+    "mamba": _mamba_only("Mamba", patch_mamba1),
+    "mamba2": _mamba_only("Mamba2", patch_mamba2),
     "minimax": Family(
         {"MiniMaxLightningAttention": patch_lightning, "MiniMaxAttention": patch_attention}, new_cache=lightning_cache
     ),
@@ -113,9 +120,9 @@ FAMILIES: dict[str, Family] = {
 
 
 def config_of_text_model(config: Any) -> Any:
-    """Give the config with which a checkpoint is loaded as a causal language model.
+    """Return the config with which a checkpoint is loaded as a causal language model.
 
-    It is the text model's own where transformers loads that without the vision tower beside it (Qwen3.5).
+    Of a multimodal checkpoint it is that of the text model, if transformers can load it alone (Qwen3.5).
     """
     text = config.get_text_config()
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -123,10 +130,10 @@ def config_of_text_model(config: Any) -> Any:
 
 
 def family_of(config: Any) -> Family:
-    """Find the row of a transformers config.
+    """Return the row of a transformers config's family.
 
     Raises:
-        NotImplementedError: none; the message names the supported families.
+        NotImplementedError: the family is not in the table; the message names those that are.
     """
     model_type = getattr(config, "model_type", type(config).__name__)
     if model_type not in FAMILIES:
@@ -135,7 +142,7 @@ def family_of(config: Any) -> Family:
 
 
 def stateful_modules(model: PreTrainedModel, family: Family) -> list[tuple[int, Any, Patch]]:
-    """List layer index, module and adapter of everything in a model that keeps a state.
+    """List layer index, module and patch function of every module of a model that holds a state.
 
     A layer may hold several such modules, and several layers may share one module, so the index is that of the
     module's path.
@@ -146,15 +153,15 @@ def stateful_modules(model: PreTrainedModel, family: Family) -> list[tuple[int, 
     """
     check_rotary(model)
     found: list[tuple[int, Any, Patch]] = []
-    known: set[int] = set()
-    inside = "?"  # path prefix of the parts of the last known module
+    covered: set[int] = set()
+    inside = "?"  # path prefix of the parts of the last supported module
     for path, module in model.named_modules(remove_duplicate=False):
         kind = type(module).__name__
         layer = next((int(part) for part in path.split(".") if part.isdigit()), None)
         if layer is None:
             continue
         if kind in family.mixers:
-            if not hasattr(module, "layer_idx"):  # RecurrentGemma's blocks do not know their index
+            if not hasattr(module, "layer_idx"):  # RecurrentGemma's blocks have none
                 module.layer_idx = layer
             check_mixer(path, module)
             found.append((layer, module, family.mixers[kind]))
@@ -165,11 +172,11 @@ def stateful_modules(model: PreTrainedModel, family: Family) -> list[tuple[int, 
                     f"known are {', '.join(family.mixers)}"
                 )
             continue
-        known.add(layer)
+        covered.add(layer)
         inside = f"{path}."
-    if len(known) != model.config.num_hidden_layers:
+    if len(covered) != model.config.num_hidden_layers:
         raise NotImplementedError(
-            f"{len(known)} of {model.config.num_hidden_layers} layers of this {model.config.model_type} model have a "
+            f"{len(covered)} of {model.config.num_hidden_layers} layers of this {model.config.model_type} model have a "
             f"mixer that can be patched ({', '.join(family.mixers)})"
         )
     return found

@@ -1,6 +1,6 @@
 """Loading a checkpoint, local or from the hub: transformers' own formats, and those of mamba-ssm.
 
-It decides what is read and where it goes; ``TreeLM`` patches what was loaded.
+``TreeLM`` patches the loaded model.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from stree.models.native import config_of_native, is_native, load_native
 __all__ = ["load_config", "load_model", "torch_dtype"]
 
 NATIVE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-
-
 BAD_CONFIG = (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, StrictDataclassError)
 
 
@@ -83,7 +81,7 @@ def load_model(
 
 
 def _load(name_or_path: str | Path, **arguments: Any) -> Any:
-    """Load through transformers; refuse a checkpoint that lacks weights, which it would draw at random."""
+    """Load through transformers; refuse a checkpoint that lacks weights, which transformers would draw at random."""
     try:
         model, report = AutoModelForCausalLM.from_pretrained(name_or_path, output_loading_info=True, **arguments)
     except Exception as error:  # safetensors, pickle and transformers each raise their own
@@ -95,7 +93,7 @@ def _load(name_or_path: str | Path, **arguments: Any) -> Any:
 
 
 def _raw_config(name_or_path: str | Path, trust_remote_code: bool) -> Mapping[str, Any]:
-    """Read config.json unchanged; refuse one that only its own code could read."""
+    """Return config.json as a dict; refuse one that needs the checkpoint's code."""
     try:
         raw, _ = PreTrainedConfig.get_config_dict(name_or_path)
     except (OSError, ValueError, TypeError) as error:
@@ -112,7 +110,7 @@ def _raw_config(name_or_path: str | Path, trust_remote_code: bool) -> Mapping[st
 
 
 def _native_weights(name_or_path: str | Path) -> Path:
-    """Find the weights of a native checkpoint, fetching them from the hub if need be."""
+    """Return the path of a native checkpoint's weights, downloaded from the hub if needed."""
     for name in NATIVE_WEIGHTS:
         found = cached_file(
             name_or_path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_gated_repo=True
@@ -123,7 +121,7 @@ def _native_weights(name_or_path: str | Path) -> Path:
 
 
 def _check_device(device: Any) -> None:
-    """Refuse what is no device, or one that torch does not find."""
+    """Refuse a device that torch does not have."""
     try:
         torch.empty(0, device=device)
         torch.device(device)  # None, too, is refused
@@ -132,7 +130,7 @@ def _check_device(device: Any) -> None:
 
 
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Turn a name into a dtype."""
+    """Return a floating torch dtype by its name, or unchanged."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"dtype must be 'auto', a floating torch dtype or its name, got {dtype!r}")
@@ -140,5 +138,5 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def _unreadable(name_or_path: str | Path, error: Exception) -> ValueError:
-    """Word the failure to read a config."""
+    """Make the error for a config that cannot be read."""
     return ValueError(f"no checkpoint that transformers can read at {str(name_or_path)!r}: {error}")

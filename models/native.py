@@ -1,6 +1,6 @@
 """Checkpoints of the mamba-ssm package, by mapping its config and its keys onto transformers' classes.
 
-It knows the two formats; it reads weights as tensors only and never runs a checkpoint's code.
+Weights are read as tensors only; no code of a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ __all__ = ["config_of_native", "is_native", "load_native"]
 
 RENAMED = {"backbone.embedding.weight": "backbone.embeddings.weight"}
 EPSILON = 1e-5  # of every norm in mamba-ssm
-# Options of its mixers that only say how weights were drawn or which of its kernels run.
+# Options of its mixers that only set how weights are initialised or which kernels run.
 INERT = {
     "layer", "dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "conv_init", "A_init_range", "use_fast_path",
     "use_mem_eff_path", "sequence_parallel", "process_group",
 }  # fmt: skip
-# Options of its Mamba-2 that transformers' class has with one value only.
+# Options of its Mamba-2 for which transformers' class supports one value only.
 FIXED = {"rmsnorm": True, "norm_before_gate": False, "D_has_hdim": False}
 
 
 def is_native(config: Mapping[str, Any]) -> bool:
-    """Tell whether a config.json is one of mamba-ssm."""
+    """Return whether a config.json is one of mamba-ssm."""
     return "model_type" not in config and {"d_model", "n_layer", "vocab_size"} <= config.keys()
 
 
@@ -42,16 +42,7 @@ def config_of_native(config: Mapping[str, Any]) -> PreTrainedConfig:
     Raises:
         NotImplementedError: attention layers, or an option that transformers' class does not have.
     """
-    if config.get("attn_layer_idx"):
-        raise NotImplementedError(
-            f"native hybrid checkpoints are not supported, got attn_layer_idx={config['attn_layer_idx']}"
-        )
-    if config.get("d_intermediate"):
-        raise NotImplementedError(
-            f"native checkpoints with an MLP are not supported, got d_intermediate={config['d_intermediate']}"
-        )
-    if not config.get("rms_norm", True):
-        raise NotImplementedError("native checkpoints with LayerNorm are not supported, got rms_norm=False")
+    _check_layers(config)
     options = dict(config.get("ssm_cfg") or {})
     kind = options.get("layer", "Mamba1")
     if kind not in ("Mamba1", "Mamba2"):
@@ -71,11 +62,23 @@ def config_of_native(config: Mapping[str, Any]) -> PreTrainedConfig:
         "tie_word_embeddings": config.get("tie_embeddings", True),
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
-    made = _mamba1(common, options) if kind == "Mamba1" else _mamba2(common, options)
+    mapped = _mamba1(common, options) if kind == "Mamba1" else _mamba2(common, options)
     unknown = sorted(options.keys() - INERT)
     if unknown:
         raise NotImplementedError(f"option {unknown[0]}={options[unknown[0]]!r} of a native {kind} is not supported")
-    return made
+    return mapped
+
+
+def _check_layers(config: Mapping[str, Any]) -> None:
+    """Refuse attention layers, MLPs and LayerNorms."""
+    for name, kind in (
+        ("attn_layer_idx", "native hybrid checkpoints"),
+        ("d_intermediate", "native checkpoints with an MLP"),
+    ):
+        if config.get(name):
+            raise NotImplementedError(f"{kind} are not supported, got {name}={config[name]}")
+    if not config.get("rms_norm", True):
+        raise NotImplementedError("native checkpoints with LayerNorm are not supported, got rms_norm=False")
 
 
 def load_native(config: Mapping[str, Any], weights: Path) -> Any:
@@ -89,18 +92,18 @@ def load_native(config: Mapping[str, Any], weights: Path) -> Any:
         NotImplementedError: as ``config_of_native``.
         ValueError: weights are missing, unknown or of another shape, or the file holds more than tensors.
     """
-    made = config_of_native(config)
-    model_class = Mamba2ForCausalLM if isinstance(made, Mamba2Config) else MambaForCausalLM
+    mapped = config_of_native(config)
+    model_class = Mamba2ForCausalLM if isinstance(mapped, Mamba2Config) else MambaForCausalLM
     with torch.device("meta"):
-        model = model_class(made)
+        model = model_class(mapped)
     if (
-        made.model_type == "mamba2"
-        and made.n_groups > 1
+        mapped.model_type == "mamba2"
+        and mapped.n_groups > 1
         and not hasattr(model.backbone.layers[0].mixer.norm, "group_size")
     ):
-        raise NotImplementedError(f"this transformers has no grouped norm in Mamba-2, got ngroups={made.n_groups}")
+        raise NotImplementedError(f"this transformers has no grouped norm in Mamba-2, got ngroups={mapped.n_groups}")
     found = {RENAMED.get(name, name): tensor for name, tensor in _read(weights).items()}
-    if made.tie_word_embeddings and "backbone.embeddings.weight" in found:
+    if mapped.tie_word_embeddings and "backbone.embeddings.weight" in found:
         found["lm_head.weight"] = found["backbone.embeddings.weight"]
     expected = model.state_dict()
     problems = [f"lacks {name}" for name in expected if name not in found]
@@ -118,13 +121,13 @@ def load_native(config: Mapping[str, Any], weights: Path) -> Any:
 
 
 def _mamba1(common: dict[str, Any], options: dict[str, Any]) -> MambaConfig:
-    """Take the options of a Mamba-1 mixer."""
+    """Return the config of a Mamba-1 model; its options are removed from ``options``."""
     rank, size = options.pop("dt_rank", "auto"), options.pop("d_state", 16)
     return MambaConfig(**common, state_size=size, time_step_rank=rank)
 
 
 def _mamba2(common: dict[str, Any], options: dict[str, Any]) -> Mamba2Config:
-    """Take the options of a Mamba-2 mixer."""
+    """Return the config of a Mamba-2 model; its options are removed from ``options``."""
     inner = common["expand"] * common["hidden_size"]
     headdim = options.pop("headdim", 64)
     expected = {**FIXED, "d_ssm": inner}
@@ -144,7 +147,7 @@ def _mamba2(common: dict[str, Any], options: dict[str, Any]) -> Mamba2Config:
 
 
 def _read(weights: Path) -> dict[str, Tensor]:
-    """Read tensors, and nothing but tensors, from a file."""
+    """Read a dict of tensors from a file; any other content raises."""
     try:
         if weights.suffix == ".safetensors":
             return load_file(weights)

@@ -1,4 +1,4 @@
-"""A transformers model whose stateful layers are patched: what it is, whether it may run, its states, its forward."""
+"""A transformers model whose stateful layers are patched: sizes, states, forward, and checks before a run."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class PatchedModel:
 
     @property
     def change(self) -> str | None:
-        """A change of the model since it was patched that would make trees wrong; None where there is none."""
+        """Description of a change of the model since it was patched that would make trees wrong, or None."""
         return model_change(self.model, self._weight_places, self.mixers.values())
 
     def new_state(
@@ -94,9 +94,8 @@ class PatchedModel:
             batch_size: sequences.
             max_length: most committed tokens a sequence.
             max_nodes: most nodes of a tree, root included.
-            fixed_shapes: whether steps shall all have the same shapes, whatever the lengths, so that one can be
-                captured and replayed.  On a device ``commit`` then trusts that no text goes beyond ``max_length``; rows
-                of one that does are dropped.
+            fixed_shapes: whether all steps have the same shapes at any length, so that one can be captured and
+                replayed.  On a device ``commit`` then does not check ``max_length``; rows beyond it are dropped.
 
         Raises:
             TypeError: a size that is no integer.
@@ -135,21 +134,23 @@ class PatchedModel:
             float[batch, n, vocab] logits, in the model's dtype.
         """
         is_tree = isinstance(cache, TreeStep)
-        if is_tree:  # a 4-d dummy stops the model making a mask
+        if is_tree:  # with a 4-d mask the model makes none
             mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
         if self.family.takes_positions:
             kwargs["position_ids"] = positions
-        kwargs |= {self.family.cache_argument: cache, "return_dict": True}  # whatever the config says, as generate does
-        if getattr(self.model.config, "output_router_logits", False):  # for a loss, which would read the mask
+        kwargs |= {self.family.cache_argument: cache, "return_dict": True}  # as generate does
+        if getattr(
+            self.model.config, "output_router_logits", False
+        ):  # they are needed for a loss only, which would read the mask
             kwargs["output_router_logits"] = False
-        # A hook may write to a tensor in place, or ask whether it is one: then it must not be a lazy residual.
+        # A hook may write to a tensor in place or check its type: then no lazy residual may reach it.
         may_defer = functools.cache(lambda: not any(map(is_hooked, self._modules)))
-        # Without use_cache a model passes on whatever cache it is given; with it, some require a class of their own.
+        # Without use_cache a model passes any cache object on; with it, some require a certain class.
         with fused_scope(is_tree and self.fused_layers, may_defer):
             return cast(Tensor, self.model(input_ids, attention_mask=mask, use_cache=not is_tree, **kwargs).logits)
 
     def check_mode(self) -> None:
-        """Refuse a model in training, and to run under autocast: states, stashes and caches have the weights' dtype."""
+        """Refuse training mode and autocast: states, stashes and caches have the dtype of the weights."""
         if self.model.training:
             raise RuntimeError("the model is in training mode, in which its logits are random; call its eval() first")
         kind = self.device.type
@@ -166,11 +167,11 @@ class PatchedModel:
             raise ValueError(f"{change}; make a new TreeLM of it")
 
     def check_state(self, state: DecodeState) -> None:
-        """Refuse a model in training, and the state of another: it may fit in shape and still hold its decay rates."""
+        """Refuse training mode, autocast, the state of another model, and an inconsistent state."""
         self.check_mode()
         if state.specs is not self.specs:
             raise ValueError("the state belongs to another TreeLM; use one from this one's new_state")
-        if state.is_torn:
+        if state.is_inconsistent:
             raise RuntimeError(
                 "the state is lost: a call failed when some of its layers were changed, others not; make a new one"
             )

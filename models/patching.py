@@ -1,7 +1,4 @@
-"""Patches on the forward of one module: plain calls still run what the module ran before, copies and pickles keep them.
-
-This file knows neither trees nor layers.
-"""
+"""Replacing the forward of one module so that copies and pickles keep the patch and plain calls run the old forward."""
 
 from __future__ import annotations
 
@@ -13,18 +10,18 @@ from torch import nn
 
 __all__ = ["PatchedForward", "has_foreign_forward", "is_hooked", "is_linear", "patch_forward", "unpatched_forward"]
 
-MOVER = "AlignDevicesHook"  # accelerate's, which moves tensors and computes nothing
+MOVER = "AlignDevicesHook"  # of accelerate; it moves tensors and computes nothing
 
 
 class PatchedForward(functools.partial[Any]):
-    """A function of this package with the module and the forward that it replaces as its first arguments.
+    """A function of this package with the module and the replaced forward as its first arguments.
 
     A bound method would be unpickled by its name, which a module of transformers does not have.
     """
 
 
 def patch_forward(module: Any, function: Callable[..., Any], *arguments: Any) -> None:
-    """Make a module run ``function(module, before, *arguments, *args, **kwargs)``, in place of an earlier patch.
+    """Make a module run ``function(module, before, *arguments, *args, **kwargs)``; an earlier patch is replaced.
 
     ``before`` is the forward that another library has set on the module, or None: see ``unpatched_forward``.
     """
@@ -32,17 +29,17 @@ def patch_forward(module: Any, function: Callable[..., Any], *arguments: Any) ->
 
 
 def unpatched_forward(module: Any, before: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Give what the module ran before it was patched."""
+    """Return the forward that a module had before it was patched."""
     return functools.partial(type(module).forward, module) if before is None else before
 
 
 def is_hooked(module: Any) -> bool:
-    """Tell whether a forward hook looks at what goes into a module or comes out of it; a function has none."""
+    """Return whether a module has forward hooks or forward pre-hooks; a function has none."""
     return bool(getattr(module, "_forward_hooks", None) or getattr(module, "_forward_pre_hooks", None))
 
 
 def has_foreign_forward(module: Any) -> bool:
-    """Tell whether another library has set a forward that may compute something else than the module's class does."""
+    """Return whether another library has set a forward that may compute something else than the module's class."""
     forward = _foreign(module.__dict__.get("forward"))
     if forward is not None and type(module.__dict__.get("_hf_hook")).__name__ == MOVER:
         forward = _foreign(module.__dict__.get("_old_forward"))
@@ -50,12 +47,12 @@ def has_foreign_forward(module: Any) -> bool:
 
 
 def is_linear(module: Any) -> bool:
-    """Tell whether a module computes what its weight and bias say, and nothing else."""
+    """Return whether a module is a plain ``nn.Linear``: no adapter, no replaced forward, no hook."""
     return type(module).forward is nn.Linear.forward and not has_foreign_forward(module) and not is_hooked(module)
 
 
 def _foreign(forward: Any) -> Any:
-    """Find the forward under this package's patches."""
+    """Return the forward under this package's patches, or None."""
     while isinstance(forward, PatchedForward):
         forward = forward.args[1]
     return forward

@@ -1,6 +1,6 @@
-"""Models on several devices: every stateful layer gets a tree's step on its own device.
+"""Models on several devices: every stateful layer is called with a copy of the tree's step on the layer's device.
 
-A model on one device never uses this file.
+Unused by models on one device.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ = ["keep_on_device", "step_on"]
 
 
 def keep_on_device(mixer: Any, device: torch.device) -> None:
-    """Make a patched module take a ``TreeStep`` as a copy on its own device."""
-    if mixer.forward.func is not _forward:  # a module that several layers share comes more than once
+    """Make a patched module copy every ``TreeStep`` that it is called with to its device."""
+    if mixer.forward.func is not _forward:  # several layers may share a module
         mixer.forward = PatchedForward(_forward, mixer, mixer.forward, device)
 
 
 def step_on(step: TreeStep, device: torch.device) -> TreeStep:
-    """Give a step with topology and lengths on a device, copied there once."""
+    """Return a step with topology and lengths on a device; each device's copy is made once."""
     if device == step.state.lengths.device:
         return step
     if device not in step.copies:

@@ -1,4 +1,4 @@
-"""The first chunk of prompts through the model's own forward, and the check of what prompts may be."""
+"""Prefill of the first chunk of prompts by transformers' forward, and the checks of a caller's prompts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from stree.models.state import DecodeState
 
 __all__ = ["check_prompts", "run_prompts"]
 
-BEFORE_CONVOLUTION = ("in_proj", "in_proj_qkvz", "in_proj_qkv", "q_proj", "k_proj", "v_proj")  # parts of mixers
-
 
 def check_prompts(state: DecodeState, input_ids: Tensor, lengths: Tensor | None) -> list[int]:
-    """Check a caller's prompts and the state that they shall fill; return the true lengths.
+    """Return the true lengths of prompts after checking them and the state to fill.
 
     Raises:
         ValueError: a wrong shape or dtype, an empty prompt, or one beyond the state's max_length.
@@ -44,7 +42,7 @@ def check_prompts(state: DecodeState, input_ids: Tensor, lengths: Tensor | None)
 
 
 def run_prompts(model: PatchedModel, state: DecodeState, input_ids: Tensor, sizes: list[int]) -> Tensor:
-    """Run prompts with transformers' own forward, together where padding is exact, and fill a state.
+    """Run prompts with transformers' forward, in one batch where padding is exact, and fill a state.
 
     Args:
         model: of the state.
@@ -77,19 +75,22 @@ def _run_batch(model: PatchedModel, state: DecodeState, input_ids: Tensor, sizes
 
 
 def _pads_exactly(model: PatchedModel) -> bool:
-    """Tell whether prompts of different lengths may be left-padded."""
-    # Eager attention masks float64 scores with the least float64 and takes their softmax in float32, where that is
-    # -inf: a column of padding, which sees no token, becomes NaN.
+    """Return whether prompts of different lengths may be left-padded."""
+    # Eager attention masks float64 scores with the smallest float64 and takes their softmax in float32, where that is
+    # -inf: a column of padding, which attends to no token, becomes NaN.
     is_eager = getattr(model.model.config, "_attn_implementation", None) == "eager"
     if not model.family.pads_exactly or (is_eager and model.dtype == torch.float64):
         return False
-    convolving = (mixer for site, mixer in model.mixers.items() if model.specs[site].conv_width is not None)
-    parts = (getattr(mixer, name, None) for mixer in convolving for name in BEFORE_CONVOLUTION)
+    parts = (
+        getattr(mixer, name, None)
+        for site, mixer in model.mixers.items()
+        for name in model.specs[site].before_convolution
+    )
     return all(part is None or _maps_zeros_to_zeros(part) for part in parts)
 
 
 def _maps_zeros_to_zeros(projection: Any) -> bool:
-    """Tell whether zeros stay zeros: else, as by a bias of LoRA's, padding enters the convolution window."""
+    """Return whether a projection maps zeros to zeros; if not, padding would enter the convolution window."""
     if is_linear(projection):
         return projection.bias is None
     weight = projection.weight

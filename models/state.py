@@ -1,6 +1,6 @@
 """The state of a batch of sequences: recurrent states, convolution windows, keys, values, the stash of a pending tree.
 
-What a layer computes is in its adapter; this file allocates, copies and commits the stacks of all layers.
+Tensors are allocated, copied and committed per stack: all layers of one kind and shape.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["DecodeState", "Pending", "TreeStep"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pending:
-    """The last verified tree: what ``commit`` needs and what ``verify(first=k)`` compares with."""
+    """The last verified tree, which ``commit`` applies and ``verify(first=k)`` extends."""
 
     tree: TokenTree
     topology: Topology
@@ -42,17 +42,17 @@ class DecodeState:
         max_length: most committed tokens a sequence.
         max_nodes: most nodes of a tree, root included.
         pending: the last verified and not yet committed tree, or None.
-        length_bound: int, known to the host; no sequence is longer.
-        fixed_shapes: whether every step has the shapes of every other, as a captured graph needs: attention then looks
-            at all rows of the context, whatever the lengths.
-        defers_commit: whether a committed path is applied by the next tree's scan, in the same pass over a state.
+        length_bound: int on the host; no sequence is longer.
+        fixed_shapes: whether all steps have the same shapes, as a captured graph needs: attention then runs over
+            ``max_length`` rows at any length.
+        defers_commit: whether a committed path is applied by the scan of the next tree.
         deferred: that path; None where no layer can defer.
-        deferred_rows: by site, the rows of that path in what a layer's scan shares.
-        is_torn: whether something that changes every layer, as a commit does, failed half way.  A caller who knows that
-            no layer was changed, as when a captured graph was never replayed, may set it to False.
+        deferred_rows: by site, the rows of that path in the layer's ``shared`` tensors.
+        is_inconsistent: whether a commit or copy failed after some layers were changed.  A caller may reset it if no
+            layer was changed, as when a captured graph was never replayed.
     """
 
-    @torch.inference_mode(False)  # a state outlives the block that it is made in
+    @torch.inference_mode(False)  # a state may be used after the block
     def __init__(
         self,
         specs: Mapping[Site, LayerSpec],
@@ -65,7 +65,7 @@ class DecodeState:
         defers_commit: bool = False,
     ) -> None:
         self.max_length, self.max_nodes, self.fixed_shapes = max_length, max_nodes, fixed_shapes
-        self.specs, self.defers_commit, self.is_torn = specs, defers_commit, False
+        self.specs, self.defers_commit, self.is_inconsistent = specs, defers_commit, False
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.pending: Pending | None = None
         self.length_bound = 0
@@ -139,7 +139,7 @@ class DecodeState:
             if self.deferred is not None:
                 self.deferred.clear()
             self.lengths.copy_(other.lengths)
-        self.length_bound, self.pending, self.is_torn = other.length_bound, None, other.is_torn
+        self.length_bound, self.pending, self.is_inconsistent = other.length_bound, None, other.is_inconsistent
 
     def reset(self) -> None:
         """Empty every sequence; no tensor is replaced."""
@@ -148,17 +148,17 @@ class DecodeState:
         if self.deferred is not None:
             self.deferred.clear()
         self.lengths.zero_()
-        self.length_bound, self.pending, self.is_torn = 0, None, False
+        self.length_bound, self.pending, self.is_inconsistent = 0, None, False
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Leave the state torn if what is done inside fails."""
-        was_torn, self.is_torn = self.is_torn, True
+        """Mark the state as inconsistent if the body raises."""
+        was_inconsistent, self.is_inconsistent = self.is_inconsistent, True
         yield
-        self.is_torn = was_torn
+        self.is_inconsistent = was_inconsistent
 
     def commit(self, path: Tensor, path_lengths: Tensor) -> None:
-        """Apply int32[batch, m] paths of the pending tree to every layer, or defer that, and consume the tree."""
+        """Apply int32[batch, m] paths of the pending tree to every layer, or defer that; the tree is consumed."""
         if path.shape[1]:
             deferred = self.deferred if path.shape[1] <= MAX_DEFERRED else None
             with self.changing():
@@ -172,7 +172,7 @@ class DecodeState:
         self.pending = None
 
     def apply_deferred(self) -> None:
-        """Apply a deferred commit, so that the states may be read; nothing happens where there is none."""
+        """Apply the deferred commit, if any, so that the states can be read."""
         if self.deferred is None:
             return
         path = self.deferred.path.int(), self.deferred.lengths
@@ -183,12 +183,12 @@ class DecodeState:
             self.deferred.clear()
 
     def bind(self, mixers: Mapping[Site, Any]) -> None:
-        """Copy what committing needs of the layers' weights."""
+        """Copy the weights that committing needs, such as decay rates."""
         for site, (spec, slot) in self._slots.items():
             self.stacks[spec].bind(slot, mixers[site])
 
     def load(self, cache: Any, mixers: Mapping[Site, Any], lengths: Tensor, padded_length: int) -> None:
-        """Copy what prompts left-padded to ``padded_length`` have written to a transformers cache, or to modules."""
+        """Copy what prompts left-padded to ``padded_length`` have written to a transformers cache."""
         padding = padded_length - lengths.long()
         for site, (spec, slot) in self._slots.items():
             self.stacks[spec].load(slot, Prefilled(cache, site[0], mixers[site], padding))
@@ -205,10 +205,10 @@ class DecodeState:
                 stack.write_row(row, other.stacks[spec])
             self.lengths[row] = other.lengths[0]
         self.length_bound = max(self.length_bound, other.length_bound)
-        self.is_torn |= other.is_torn
+        self.is_inconsistent |= other.is_inconsistent
 
     def _set_stacks(self, stacks: dict[LayerSpec, LayerStack]) -> None:
-        """Hold the stacks, and a view of every layer so that no step makes one."""
+        """Store the stacks, and a view of every layer, so that steps create none."""
         self.stacks = stacks
         self.layers: dict[Site, Any] = {site: stacks[spec].layer(slot) for site, (spec, slot) in self._slots.items()}
         deferring = {spec: stack for spec, stack in stacks.items() if stack.shared is not None}
@@ -219,18 +219,18 @@ class DecodeState:
                 self.deferred_rows[site] = tuple(rows[slot] for rows in self.deferred.rows.get(spec, ()))
 
 
-@dataclass(eq=False)  # without slots: transformers 5.17 sets attributes of its own on a RecurrentGemma's cache
+@dataclass(eq=False)  # without slots: transformers 5.17 sets attributes on a RecurrentGemma's cache
 class TreeStep:
-    """The cache object that a patched model is called with: its presence makes the adapters score a tree.
+    """The cache object with which a patched model is called to score a tree.
 
     Attributes:
         state: the state read, whose stash is written.
         topology: the tree's shape, computed once for all layers.
         first: nodes below it are in the stash already.
-        length_bound: int, rows of the context that attention looks at; no sequence of the state is longer.
+        length_bound: int, rows of the context that attention reads; no sequence of the state is longer.
         path: the deferred path that every layer commits before it scans, as nodes of the stash, or None.
-        entries: the same path as entries of what ``deferred_rows`` gives.
-        attending: the layer whose attention runs; a module that several layers share does not know its own.
+        entries: the same path as entries of ``deferred_rows``.
+        attending: index of the layer whose attention runs; a module that several layers share cannot store its own.
         copies: the same step on other devices that hold layers, by device.
     """
 
@@ -244,10 +244,10 @@ class TreeStep:
     copies: dict[torch.device, TreeStep] = dataclasses.field(default_factory=dict)
 
     def deferred_rows(self, layer: int, spec: type[LayerSpec]) -> Any:
-        """Give the rows of the path that a layer's scan commits, or None where nothing was deferred."""
+        """Return the rows of the path that a layer's scan commits, or None where nothing was deferred."""
         return None if self.entries is None else self.state.deferred_rows[layer, spec]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Pass the new rows on: they stay pending, the attention adapter stores them under the layer named here."""
+        """Return the new rows unchanged and note the layer; the attention adapter stores them in the stash."""
         self.attending = layer
         return keys, values

@@ -1,7 +1,4 @@
-"""TreeLM: a transformers model that scores token trees and advances its state by any path of the last one.
-
-It neither drafts nor samples: logits out, paths in.
-"""
+"""TreeLM: a transformers model that scores token trees and advances its state along a path of the last one."""
 
 from __future__ import annotations
 
@@ -31,31 +28,31 @@ __all__ = ["TreeLM"]
 class TreeLM(PatchedModel):
     """A causal language model whose stateful layers are patched to verify token trees.
 
-    The model stays the caller's own: a plain ``forward`` or ``generate`` of it runs transformers' code unchanged.
+    A plain ``forward`` or ``generate`` of the model still runs transformers' code unchanged.
 
     Args:
         model: a loaded transformers model of a supported family.
 
     Raises:
-        TypeError: something else than a model, such as its path.
+        TypeError: not a model, for instance its path.
         NotImplementedError: the family is not supported; the message names those that are.
 
     Attributes:
         chunk_size: most prompt tokens that the model runs at once, or None for whole prompts; see ``prefill``.
-        defers_commit: whether states leave a committed path to the next tree's scan; None: where that scan applies it
-            in one pass over a state, which are the devices that run the Triton versions.
-        fused_layers: whether trees may be scored with `stree.models.fused` in place of transformers' norms, rotary
-            positions and feed-forwards, on those devices.
-        is_captured: whether steps of a generation are captured as CUDA graphs and replayed; None: where they can be.
-        kept: what a generation keeps with the model for the next one; clear it to free that memory.
+        defers_commit: whether the commit of a path is deferred to the scan of the next tree; None: on devices that run
+            the Triton kernels, where the scan applies it in one pass over the state.
+        fused_layers: whether trees are scored with `stree.models.fused` in place of transformers' norms, rotary
+            positions and feed-forwards on those devices.
+        captures_steps: whether steps of a generation are captured as CUDA graphs and replayed; None: where possible.
+        cache: objects that a generation stores for the next one, such as captured steps; clear it to free memory.
     """
 
     chunk_size: int | None = None
-    is_captured: bool | None = None
+    captures_steps: bool | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self.kept = dict[str, Any]()
+        self.cache = dict[str, Any]()
         widths = [spec.conv_width for spec in self.specs.values() if spec.conv_width is not None]
         self._conv_width = max(widths, default=None)
         self._has_diagonal = any(spec.is_diagonal for spec in self.specs.values())
@@ -91,12 +88,12 @@ class TreeLM(PatchedModel):
         )
 
     def check_ready(self) -> None:
-        """Refuse to run.
+        """Raise if the model cannot run now.
 
         Raises:
             RuntimeError: the model is in training mode, or autocast on.
-            TypeError: its chunk_size is no integer.
-            ValueError: that is below 1, or the model was changed since it was patched.
+            TypeError: ``chunk_size`` is not an integer.
+            ValueError: it is below 1, or the model was changed since it was patched.
         """
         self.check_mode()
         check_sizes(chunk_size=self.chunk_size)
@@ -112,14 +109,14 @@ class TreeLM(PatchedModel):
             state: empty, of this model.
             input_ids: int[batch, length], right-padded; padding may be any token of the vocabulary.
             lengths: int[batch], true lengths; None where no prompt is padded.
-            chunk_size: most tokens that the model runs at once, which bounds the memory of a long prompt; what follows
-                them is run ``max_nodes`` at a time.  None for the model's own ``chunk_size``.
+            chunk_size: most tokens that transformers' forward runs at once, which bounds the memory of a long prompt;
+                the rest is run ``max_nodes`` at a time.  None for the attribute ``chunk_size``.
 
         Returns:
             float32[batch, vocab], logits of the next token (float64 for float64 models).
 
         Raises:
-            TypeError: a chunk_size that is no integer.
+            TypeError: a chunk_size that is not an integer.
             ValueError: a wrong shape or dtype, an empty prompt, one beyond max_length, a token outside the vocabulary,
                 or a model that was changed since it was patched.
             RuntimeError: the state is not empty, the model in training mode, or autocast on.
@@ -151,7 +148,7 @@ class TreeLM(PatchedModel):
 
         Raises:
             ValueError: a row outside the batch, or as for ``prefill``.
-            RuntimeError: the state is lost, the model in training mode, or autocast on.
+            RuntimeError: the state is inconsistent, the model in training mode, or autocast on.
         """
         self.check_state(state)
         if not 0 <= row < state.batch_size:
@@ -175,7 +172,7 @@ class TreeLM(PatchedModel):
 
         Raises:
             ValueError: tree and state disagree in batch, size, length, vocabulary, or in the nodes below ``first``.
-            RuntimeError: the state is lost, the model in training mode, or autocast on.
+            RuntimeError: the state is inconsistent, the model in training mode, or autocast on.
         """
         self.check_state(state)
         self._check_tree(state, tree, first)
@@ -209,8 +206,8 @@ class TreeLM(PatchedModel):
             path_lengths: int32[batch]; 0 leaves a sequence untouched.
 
         Raises:
-            RuntimeError: no verified tree, or one that was committed already; the state is lost, the model in training
-                mode, or autocast on.
+            RuntimeError: no verified tree, or one that was committed already; the state is inconsistent, the model in
+                training mode, or autocast on.
             ValueError: shapes disagree, a path that does not descend from the root, or a text beyond max_length.
         """
         self.check_state(state)
@@ -219,7 +216,7 @@ class TreeLM(PatchedModel):
         check_commit(path, path_lengths, state.batch_size)
         if (state.pending.tree.is_checked and host_can_read(path)) or checks_everywhere():
             check_path(state.pending.tree, path, path_lengths)
-        # A device is not read: there an empty path counts as the longest one that it could be.
+        # Lengths on a device are not read: every path there counts as the longest possible one.
         longest = max(path_lengths.tolist(), default=0) if host_can_read(path_lengths) else path.shape[1]
         bound = state.length_bound + longest
         if bound > state.max_length and state.fixed_shapes and not host_can_read(path):
@@ -232,13 +229,12 @@ class TreeLM(PatchedModel):
         state.length_bound = bound
 
     def _run_rest(self, state: DecodeState, input_ids: Tensor, sizes: list[int], logits: Tensor) -> Tensor:
-        """Run what a state does not hold yet of some prompts, as many tokens at a time as state and kernels take nodes.
+        """Run the remaining tokens of prompts as chains that are verified and committed.
 
-        The rest is verified and committed as chains: transformers' continuation of a cache by several tokens is wrong
-        for some families, so it is used for none.
+        transformers' continuation of a cache by several tokens is wrong for some families, so it is used for none.
 
         Args:
-            state: holds the first tokens of every prompt; the same number of them, or a prompt's all.
+            state: holds the first tokens of every prompt: the same number of each, or all of a shorter one.
             input_ids: int64[batch, length], right-padded.
             sizes: true lengths.
             logits: float[batch, vocab], after the tokens that the state holds.
@@ -264,7 +260,7 @@ class TreeLM(PatchedModel):
         return logits
 
     def _check_tree(self, state: DecodeState, tree: TokenTree, first: int) -> None:
-        """Check a tree's sizes; on the host, or where every tree shall be checked, its values, too."""
+        """Check a tree's sizes, and its values if it is on the host or STREE_DEBUG is set."""
         batch, n = tree.tokens.shape
         if batch != state.batch_size:
             raise ValueError(f"the tree must have batch {state.batch_size} as the state has, got {batch}")

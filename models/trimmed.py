@@ -1,7 +1,7 @@
-"""A drafter's head with its least used rows left out (FR-Spec, arXiv 2502.14856; VocabTrim, arXiv 2506.22694).
+"""A draft model whose head has the most used rows only (FR-Spec, arXiv 2502.14856; VocabTrim, arXiv 2506.22694).
 
-Draft probabilities are the softmax over the kept rows and zero elsewhere, over the whole vocabulary, so that
-verification sees the distribution that children were drawn from.
+Draft probabilities are over the whole vocabulary: the softmax over the remaining rows, zero elsewhere.  That is the
+distribution from which children are drawn, as verification needs it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["TrimmedLM"]
 
 
 class TrimmedLM(TreeLM):
-    """A ``TreeLM`` that shares another's model, state and weights, but for a smaller head of its own.
+    """A ``TreeLM`` that shares the model and weights of another, but for a smaller head.
 
-    The rows of that head are copied again with every prompt, as the whole one may have been trained meanwhile.
+    The rows of that head are copied again with every prompt, because the whole head may have been trained meanwhile.
 
     Args:
         lm: the whole model; it is not changed.
@@ -30,7 +30,7 @@ class TrimmedLM(TreeLM):
 
     Raises:
         ValueError: no tokens, a repeated one, one outside the vocabulary, or a stop token left out.
-        NotImplementedError: the model's head is no linear layer at its top.
+        NotImplementedError: the model's head is not a linear layer at its top.
     """
 
     @torch.inference_mode(False)  # the head is written to later
@@ -48,9 +48,9 @@ class TrimmedLM(TreeLM):
         if lost:
             raise ValueError(f"a trimmed vocabulary must keep the model's stop tokens, got one without {sorted(lost)}")
         self.__dict__.update(lm.__dict__)
-        self.kept = {}  # what is kept with the whole model holds its own head
-        self._kept, self._size = rows.sort().values, size
-        self._whole, self.model = lm.model, _with_head(lm.model, self._kept)
+        self.cache = {}  # captured steps of the whole model use its head
+        self._rows, self._size = rows.sort().values, size
+        self._whole, self.model = lm.model, _with_head(lm.model, self._rows)
 
     @property
     def vocab_size(self) -> int:
@@ -58,19 +58,19 @@ class TrimmedLM(TreeLM):
         return self._size
 
     def forward(self, input_ids: Tensor, cache: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Give the logits of kept tokens over the whole vocabulary; the others are -inf."""
+        """Return logits over the whole vocabulary; tokens without a row have -inf."""
         if not isinstance(cache, TreeStep):
-            self._take_rows()
+            self._copy_rows()
         logits = super().forward(input_ids, cache, *args, **kwargs)
         whole = logits.new_full((*logits.shape[:-1], self._size), -torch.inf)
-        return whole.index_copy_(-1, self._kept, logits)
+        return whole.index_copy_(-1, self._rows, logits)
 
-    def _take_rows(self) -> None:
-        """Copy the kept rows of the whole head as they are now."""
+    def _copy_rows(self) -> None:
+        """Copy the rows of the whole head as they are now."""
         mine, whole = self.model.get_output_embeddings(), self._whole.get_output_embeddings()
-        mine.weight.copy_(whole.weight[self._kept])
+        mine.weight.copy_(whole.weight[self._rows])
         if mine.bias is not None:
-            mine.bias.copy_(whole.bias[self._kept])
+            mine.bias.copy_(whole.bias[self._rows])
 
 
 def _stop_tokens(model: Any) -> set[int]:

@@ -60,7 +60,7 @@ def warm_up(
     step_cache = step_cache_of(lm)
     if step_cache is None:
         raise ValueError(
-            f"steps are captured on a single CUDA device, and where is_captured is not False; got {lm.device}"
+            f"steps are captured on a single CUDA device, and where captures_steps is not False; got {lm.device}"
         )
     stop = [] if stop_token_ids is None else list(stop_token_ids)
     cases = [*product(batch_sizes, budgets)]

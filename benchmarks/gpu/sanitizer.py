@@ -90,7 +90,7 @@ def launch(device: torch.device) -> int:
     draft = ModelDrafter(gpu_steps.model_of(shapes["tiny-drafter"], device))
     for name in ("tiny-mamba2", "tiny-bamba"):
         lm = gpu_steps.model_of(shapes[name], device)
-        lm.is_captured = False
+        lm.captures_steps = False
         for temperature in (0.0, 0.8):
             for drafter in (draft, FusedDrafter(draft, SuffixDrafter())):
                 prompts = [[3, 4, 5, 3, 4], [6, 7]]

@@ -173,7 +173,7 @@ def _records(lm: stree.TreeLM, config: PreTrainedConfig, batch: int, context: in
             if time.monotonic() > deadline:
                 yield record | {"bench": "unfinished"}
                 return
-            if state.is_torn:  # by a step that failed half way
+            if state.is_inconsistent:  # by a step that failed half way
                 state = state_for(lm, batch, context)
             step = step_of(lm, state, n, context)
             record |= {"state_dtype": "float32", "state_bytes": state.num_bytes, "bytes": _bytes(lm, batch, context, n)}

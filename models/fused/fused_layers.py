@@ -1,9 +1,8 @@
-"""Fused layers: what transformers' modules do in many small launches, in one each, while a tree is scored.
+"""Fused layers: modules of transformers that run as one Triton launch each while a tree is scored.
 
-Norms between layers with the residual sums that they read, gated norms of recurrent layers, rotary positions, the
-middle of feed-forwards, and mixtures of experts.  Only where Triton runs.  A module runs its own forward where its
-class was not recognised, another library has replaced its forward, a launch would skip a part that has hooks, or the
-call of the model is no tree.
+These are norms between layers together with the residual sum before them, gated norms of recurrent layers, rotary
+positions, the middle of feed-forwards, and mixtures of experts.  A module runs unfused if its class was not recognised,
+another library has replaced its forward, a part that would be skipped has hooks, or the call scores no tree.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _may_defer: ContextVar[Callable[[], bool]] = ContextVar("may_defer")
 
 @contextmanager
 def fused_scope(is_fused: bool, may_defer: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Run the model inside with fused layers, or without; ``may_defer`` says whether residual sums may be lazy."""
+    """Run the model inside with or without fused layers; ``may_defer`` returns whether residual sums may be lazy."""
     tokens = _is_fused.set(is_fused), _may_defer.set(may_defer)
     try:
         yield
@@ -43,7 +42,7 @@ def fused_scope(is_fused: bool, may_defer: Callable[[], bool] = lambda: True) ->
 
 
 def patch_fused_layers(model: Any) -> None:
-    """Make the norms, feed-forwards and experts of a model that are recognised run fused while a tree is scored."""
+    """Patch the recognised norms, feed-forwards and experts of a model to run fused while a tree is scored."""
     for module in model.modules():
         norm, feed_forward = probing.norm_of_rows(module), probing.feed_forward_of(module)
         if norm is not None and module.weight.shape[0] <= MAX_NORM_WIDTH:
@@ -61,7 +60,7 @@ def patch_fused_layers(model: Any) -> None:
 
 
 def as_lazy_residual(output: Any) -> Any:
-    """Make a layer's output, or the first of several, a lazy residual where the norm after it can add it up."""
+    """Wrap a layer's output, or the first of several, as a lazy residual if the next norm can add it up."""
     if isinstance(output, tuple):
         return (as_lazy_residual(output[0]), *output[1:])
     if isinstance(output, Tensor) and _runs("rms_norm_add", output) and _may_defer.get()():
@@ -71,7 +70,7 @@ def as_lazy_residual(output: Any) -> Any:
 
 @functools.cache
 def with_fused_rotary(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Give an attention module's forward with rotary positions in one launch; itself if none is recognised."""
+    """Return an attention module's forward with rotary positions in one launch, or unchanged if unrecognised."""
     if not isinstance(forward, types.FunctionType) or ROTARY not in forward.__code__.co_names:
         return forward
     unpatched = forward.__globals__[ROTARY]
@@ -96,7 +95,7 @@ def with_fused_rotary(forward: Callable[..., Any]) -> Callable[..., Any]:
 def gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
     """Normalise and gate float[..., c] rows as ``norm``, a gated RMSNorm of transformers, does.
 
-    The Triton version where it runs and the class is recognised, else the module's own forward.
+    It runs the Triton version if there is one and the class is recognised, else the module's forward.
     """
     if has_foreign_forward(norm) or is_hooked(norm) or not dispatch.has_triton("gated_rms_norm", x.device, x.dtype):
         return norm(x, gate)  # type: ignore[no-any-return]
@@ -114,7 +113,7 @@ def gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
 
 
 def _runs(op: str, like: Any) -> bool:
-    """Tell whether a tree is scored where an operation runs in Triton."""
+    """Return whether fused layers are on and an operation runs in Triton on the tensor's device."""
     return _is_fused.get() and dispatch.has_triton(op, like.device, like.dtype)
 
 
@@ -126,11 +125,11 @@ def _patch(module: Any, forward: Callable[..., Any], facts: Any) -> None:
 
 
 def _norm_forward(norm: Any, before: Any, x: Any) -> Any:
-    """Normalise rows and evaluate the residual sum that they are in one launch."""
+    """Add up a lazy residual and normalise its rows in one launch."""
     weight = norm.weight
     if not _runs("rms_norm", x) or weight.device != x.device:
         return unpatched_forward(norm, before)(x)
-    if torch.promote_types(weight.dtype, x.dtype) != x.dtype:  # some classes then widen their output
+    if torch.promote_types(weight.dtype, x.dtype) != x.dtype:  # some classes then return a wider dtype
         return unpatched_forward(norm, before)(x)
     return normalise(x, weight, eps=getattr(norm, norm.fused_facts.eps), offset=norm.fused_facts.offset)
 
@@ -153,7 +152,7 @@ def _feed_forward_forward(module: Any, before: Any, x: Any) -> Any:
 def _experts_forward(
     module: Any, before: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Any:
-    """Run the experts in three launches, whatever the routing."""
+    """Run the experts in three launches for any routing."""
     names, activation = module.fused_facts
     up, down = getattr(module, names.up), module.down_proj
     fits = up.dtype == hidden_states.dtype and up.device == hidden_states.device and hidden_states.dim() == 2

@@ -1,8 +1,8 @@
-"""A residual sum that is evaluated by the norm that reads it, so that both are one launch.
+"""Lazy residual: defers ``residual + x`` until the next RMSNorm, so that one fused kernel does both.
 
-While a tree is scored, mixers and feed-forwards return their output as a sum of one term.  transformers' layers add
-it to their residual stream and multiply it by their factors as they would a tensor; the result stays unevaluated until
-a norm adds it up in its own launch, or other code needs the tensor.  This file knows no layer and no family.
+While a tree is scored, mixers and feed-forwards return their output as a sum of one term.  transformers' layers add it
+to the residual stream and multiply it by factors as they do with a tensor; the sum is evaluated by the kernel of the
+next norm, or when any other code needs the tensor.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from stree.kernels import ops
 
 __all__ = ["LazyResidual", "normalise"]
 
-MOST_TERMS = 3  # that a norm adds up
+MOST_TERMS = 3  # of the kernel
 ADDITIONS = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__)
 
 
 class LazyResidual:
-    """A tensor that is a sum of scaled tensors of one shape, added up when it is first read.
+    """A sum of scaled tensors of one shape that is evaluated when it is first read.
 
-    Everything but sums, factors, shape, dtype, device and casts is passed on to the tensor.
+    It supports sums, factors, shape, dtype, device and casts; any other use is forwarded to the evaluated tensor.
 
     Args:
         terms: tensors of one shape with their factors.
-        source: the sum of which this one is a cast, or None.
+        source: the sum of which this object is a cast, or None.
         dtype: of that cast.
     """
 
@@ -45,12 +45,12 @@ class LazyResidual:
 
     @property
     def shape(self) -> torch.Size:
-        """TreeSizes of every term."""
+        """Shape of every term."""
         return self._root._terms[0][0].shape
 
     @property
     def device(self) -> torch.device:
-        """Where the terms are."""
+        """Device of the terms."""
         return self._root._terms[0][0].device
 
     @property
@@ -65,7 +65,7 @@ class LazyResidual:
 
     @property
     def value(self) -> Tensor:
-        """The tensor, added up at the first call in the order in which transformers' layers would."""
+        """The tensor, evaluated at the first call in the order in which transformers' layers add."""
         if self._source is not None:
             return self._source.value.to(self.dtype)
         (tensor, factor), *rest = self._terms
@@ -77,17 +77,17 @@ class LazyResidual:
 
     @property
     def _root(self) -> LazyResidual:
-        """The sum itself, where this is a cast of it."""
+        """The sum of which this is a cast, or this sum."""
         return self if self._source is None else self._source
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Cast without adding up; any other use of ``Tensor.to`` adds up first."""
-        wanted = [*args, *kwargs.values()]
-        if len(wanted) == 1 and isinstance(wanted[0], torch.dtype):
-            if wanted[0] == self.dtype:
+        """Cast without evaluating; any other use of ``Tensor.to`` evaluates the sum."""
+        arguments = [*args, *kwargs.values()]
+        if len(arguments) == 1 and isinstance(arguments[0], torch.dtype):
+            if arguments[0] == self.dtype:
                 return self
             if self._source is None:
-                return LazyResidual((), self, wanted[0])
+                return LazyResidual((), self, arguments[0])
         return self.value.to(*args, **kwargs)
 
     def __add__(self, other: Any) -> Any:
@@ -107,7 +107,7 @@ class LazyResidual:
     __rmul__ = __mul__
 
     def __getattr__(self, name: str) -> Any:
-        """Pass other attributes on to the tensor; the interpreter looks special names up on the class."""
+        """Return an attribute of the evaluated tensor; special methods are looked up on the class, not here."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.value, name)
@@ -116,26 +116,26 @@ class LazyResidual:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Use the tensor in every function of torch; adding a tensor stays lazy."""
+        """Evaluate arguments of torch functions; adding a tensor stays lazy."""
         if func in ADDITIONS and len(args) == 2 and not kwargs:
             left, right = args
             return left + right if isinstance(left, LazyResidual) else right.__radd__(left)
         return func(*tree_map(_evaluated, tuple(args)), **tree_map(_evaluated, dict(kwargs or {})))
 
     def _joined(self, other: Any, *, self_first: bool) -> Any:
-        """Append terms where a norm can still add them up, in the order in which they were written."""
+        """Append terms if a norm can still add them up, in the order of the operands."""
         fits = isinstance(other, (Tensor, LazyResidual)) and other.shape == self.shape and other.device == self.device
         if not fits or self._source is not None or getattr(other, "_source", None) is not None:
             return self.value + _evaluated(other)
-        theirs = other._terms if isinstance(other, LazyResidual) else ((other, 1.0),)
-        mine = self._terms
-        if len(mine) + len(theirs) > MOST_TERMS:
-            mine, theirs = ((self.value, 1.0),), ((_evaluated(other), 1.0),)
-        return LazyResidual((*mine, *theirs) if self_first else (*theirs, *mine))
+        others = other._terms if isinstance(other, LazyResidual) else ((other, 1.0),)
+        terms = self._terms
+        if len(terms) + len(others) > MOST_TERMS:
+            terms, others = ((self.value, 1.0),), ((_evaluated(other), 1.0),)
+        return LazyResidual((*terms, *others) if self_first else (*others, *terms))
 
 
 def _delegated(name: str) -> Callable[..., Any]:
-    """Make a special method that calls the tensor's own."""
+    """Make a special method that calls that of the evaluated tensor."""
 
     def method(self: LazyResidual, *args: Any) -> Any:
         return getattr(self.value, name)(*map(_evaluated, args))
@@ -148,12 +148,12 @@ for _name in ("__getitem__", "__sub__", "__rsub__", "__truediv__", "__neg__", "_
 
 
 def _evaluated(value: Any) -> Any:
-    """Put the tensor in place of a sum."""
+    """Return the tensor of a lazy residual; other values unchanged."""
     return value.value if isinstance(value, LazyResidual) else value
 
 
 def normalise(x: Tensor | LazyResidual, weight: Tensor, *, eps: float, offset: float) -> Tensor:
-    """Normalise rows; a lazy residual is added up in the same launch and holds its value afterwards.
+    """Normalise rows; a lazy residual is evaluated in the same launch and stores the sum.
 
     Args:
         x: float[..., c].

@@ -1,7 +1,7 @@
-"""What a module of transformers computes, found out by running a small copy of it.
+"""Recognition of norms, feed-forwards, experts and rotary functions by running a small copy of the module.
 
-A class is recognised by its results, not by its name, so releases may rename and move classes, and one that computes
-something else is left unpatched.  Small copies share nothing with the module and run on the CPU, once for each class.
+A class is recognised by its results, not by its name, so a release may rename classes, and a class that computes
+something else is left unpatched.  Small copies share no memory with the module and run on the CPU, once per class.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -77,63 +77,59 @@ FEED_FORWARDS = (
 )
 GATE_FACTOR, DOWN_FACTOR = "gate_multiplier", "down_multiplier"  # Falcon-H1's
 
-_norms: dict[type, Norm | None] = {}
-_gated_norms: dict[type, bool] = {}
-_feed_forwards: dict[type, FeedForward | None] = {}
-_experts: dict[type, Experts | None] = {}
-_rotaries: dict[Any, bool | None] = {}
+R = TypeVar("R")
+_results: dict[tuple[Callable[..., Any], Any], Any] = {}
+
+
+def _once(probe: Callable[..., R], key: Any, *args: Any) -> R:
+    """Return ``probe(*args)``, run once for each key: a class or a function."""
+    if (probe, key) not in _results:
+        _results[probe, key] = probe(*args)
+    result: R = _results[probe, key]
+    return result
 
 
 def norm_of_rows(module: Any) -> Norm | None:
-    """Tell which norm a module is; None for another module."""
+    """Return which norm of rows a module is, or None."""
     kind = type(module)
     names = [name for name in EPS_NAMES if isinstance(getattr(module, name, None), float)]
     parameters = dict(module.named_parameters(recurse=True))
     if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or len(names) != 1 or not _takes_rows(kind):
         return None
-    if kind not in _norms:
-        _norms[kind] = _probed_norm(module, names[0])
-    return _norms[kind]
+    return _once(_probe_norm, kind, module, names[0])
 
 
 def gates_whole_rows(module: Any) -> bool:
-    """Tell whether a module of rows and gates is `stree.kernels.ops.gated_rms_norm` with its defaults."""
-    kind = type(module)
-    if kind not in _gated_norms:
-        parameters = dict(module.named_parameters())
-        is_norm = parameters.keys() == {"weight"} and parameters["weight"].dim() == 1
-        _gated_norms[kind] = is_norm and hasattr(module, EPS_NAMES[0]) and _gates_whole_rows(module)
-    return _gated_norms[kind]
+    """Return whether a module of rows and gates is `stree.kernels.ops.gated_rms_norm` with its defaults."""
+    parameters = dict(module.named_parameters())
+    is_norm = parameters.keys() == {"weight"} and parameters["weight"].dim() == 1 and hasattr(module, EPS_NAMES[0])
+    return is_norm and _once(_probe_gated_norm, type(module), module)
 
 
 def feed_forward_of(module: Any) -> FeedForward | None:
-    """Tell which feed-forward a module is; None for another module."""
+    """Return which feed-forward a module is, or None."""
     kind = type(module)
     children = {name for name, _ in module.named_children()}
     names = next((names for names in FEED_FORWARDS if children == _parts(names)), None)
     if names is None or not _takes_rows(kind) or not _is_free(getattr(module, names.activation or "", None)):
         return None
-    if kind not in _feed_forwards:
-        _feed_forwards[kind] = names if _computes(module, names) else None
-    return _feed_forwards[kind]
+    return names if _once(_probe_feed_forward, kind, module, names) else None
 
 
 def experts_of(module: Any) -> Experts | None:
-    """Tell which mixture of experts a module is; None for another module."""
+    """Return which mixture of experts a module is, or None."""
     kind, parameters = type(module), dict(module.named_parameters())
     up = next((name for name in ("gate_up_proj", "up_proj") if parameters.keys() == {name, "down_proj"}), None)
     if up is None or any(p.dim() != 3 for p in parameters.values()) or not callable(getattr(module, "act_fn", None)):
         return None
     if [*inspect.signature(kind.forward).parameters][1:] != ["hidden_states", "top_k_index", "top_k_weights"]:
         return None
-    if kind not in _experts:
-        found = Experts(up, up == "gate_up_proj")
-        _experts[kind] = found if _mixes(module, found) else None
-    return _experts[kind]
+    names = Experts(up, up == "gate_up_proj")
+    return names if _once(_probe_experts, kind, module, names) else None
 
 
 def activation_of(function: Callable[[Tensor], Tensor]) -> str | None:
-    """Name an activation that `stree.kernels.ops.gated_activation` knows; None for another one, or one with weights."""
+    """Return the name that `stree.kernels.ops.gated_activation` has for an activation, or None."""
     if not _is_free(function):
         return None
     x = torch.linspace(-6, 6, 49, device="cpu")[None]
@@ -146,38 +142,36 @@ def activation_of(function: Callable[[Tensor], Tensor]) -> str | None:
 
 
 def keeps_rotary_dtype(function: Callable[..., Any]) -> bool | None:
-    """Tell whether a function rotates halves of queries and keys as `stree.kernels.ops.rotary` does.
+    """Return whether a function rotates halves of queries and keys as `stree.kernels.ops.rotary` does.
 
     Returns:
         None if it does something else; else whether its results have the dtype of q where that of cos is wider.
     """
-    if function not in _rotaries:
-        _rotaries[function] = _probed_rotary(function)
-    return _rotaries[function]
+    return _once(_probe_rotary, function, function)
 
 
 def _is_free(activation: Any) -> bool:
-    """Tell whether an activation has no weights and so runs on any device."""
+    """Return whether an activation has no weights and so runs on any device."""
     return not isinstance(activation, nn.Module) or not any(True for _ in activation.parameters())
 
 
 def _takes_rows(kind: type) -> bool:
-    """Tell whether a module takes one tensor."""
+    """Return whether a module takes one tensor."""
     return len(inspect.signature(kind.forward).parameters) == 2  # type: ignore[attr-defined]
 
 
 def _is_close(found: Tensor, expected: Tensor) -> bool:
-    """Compare results, whatever width the module has given its own."""
+    """Compare results in the dtype of the expected one."""
     return torch.allclose(found.to(expected.dtype), expected, rtol=0, atol=CLOSE)
 
 
 def _draw(*shape: int, seed: int) -> Tensor:
-    """Draw normal numbers of a shape, the same at every call."""
+    """Draw normal numbers, the same at every call."""
     return torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
 
 
 def _small_copy(module: Any, **parts: Any) -> Any:
-    """Copy a module with other parameters, children and attributes."""
+    """Copy a module and replace parameters, children and attributes."""
     small = copy.copy(module)
     small.__dict__ |= {"_parameters": dict(module._parameters), "_modules": dict(module._modules)}
     for name, part in parts.items():
@@ -191,8 +185,8 @@ def _small_copy(module: Any, **parts: Any) -> Any:
 
 
 @torch.no_grad()
-def _probed_norm(module: Any, eps: str) -> Norm | None:
-    """Run a small copy, where eps matters, and compare it with both kinds of norm."""
+def _probe_norm(module: Any, eps: str) -> Norm | None:
+    """Run a small copy with a large eps and compare it with both kinds of norm."""
     x, weight = _draw(3, 8, seed=0), _draw(8, seed=1)
     narrow = nn.Parameter(weight.bfloat16())
     small = _small_copy(module, weight=narrow, **{eps: 0.25})
@@ -206,20 +200,20 @@ def _probed_norm(module: Any, eps: str) -> Norm | None:
 
 
 @torch.no_grad()
-def _gates_whole_rows(module: Any) -> bool:
-    """Run a small copy, where eps matters, and compare it with the reference."""
+def _probe_gated_norm(module: Any) -> bool:
+    """Run a small copy with a large eps and compare it with the reference."""
     x, gate, weight = _draw(3, 8, seed=0), _draw(3, 8, seed=1), _draw(8, seed=2)
     small = _small_copy(module, weight=nn.Parameter(weight), **{EPS_NAMES[0]: 0.25})
     return _is_close(type(module).forward(small, x, gate), reference.gated_rms_norm(x, gate, weight, eps=0.25))
 
 
 def _parts(names: FeedForward) -> set[str]:
-    """List the children that a feed-forward has."""
+    """Return the names of a feed-forward's children."""
     return {name for name in (names.gate, names.up, names.down, names.activation) if name}
 
 
 @torch.no_grad()
-def _computes(module: Any, names: FeedForward) -> bool:
+def _probe_feed_forward(module: Any, names: FeedForward) -> bool:
     """Run a small copy and compare it with the reference."""
     halves = 2 if names.up == "" else 1
     shapes = {names.gate: (4, 6 * halves), names.up: (4, 6), names.down: (6, 4)}
@@ -239,7 +233,7 @@ def _computes(module: Any, names: FeedForward) -> bool:
 
 
 @torch.no_grad()
-def _mixes(module: Any, names: Experts) -> bool:
+def _probe_experts(module: Any, names: Experts) -> bool:
     """Run a small copy of three experts, expert by expert, and compare it with the reference, in two dtypes."""
     wide = 2 if names.gated else 1
     up, down = _draw(3, 5 * wide, 4, seed=0), _draw(3, 4, 5, seed=1)
@@ -261,7 +255,7 @@ def _mixes(module: Any, names: Experts) -> bool:
 
 
 @torch.no_grad()
-def _probed_rotary(function: Callable[..., Any]) -> bool | None:
+def _probe_rotary(function: Callable[..., Any]) -> bool | None:
     """Rotate a few rows, with fewer angles than columns if the function takes that."""
     parameters = [*inspect.signature(function).parameters]
     if parameters[:4] != ["q", "k", "cos", "sin"]:

@@ -1,15 +1,14 @@
-"""Attention on a tree: the family's own attention module, with its attention function replaced by tree attention.
+"""Adapter of attention: transformers' attention module with its attention function replaced by tree attention.
 
-Norms, rotary positions, gates and projections stay transformers' code.  A copy of each attention module, which shares
-its weights, names our function as attention implementation; the module itself is only patched, so plain calls run what
-they ran before.
+Norms, rotary positions, gates and projections stay transformers' code.  Trees run a copy of each attention module that
+shares its weights and has this file's function as attention implementation; plain calls run the module itself.
 """
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,13 +27,15 @@ IMPLEMENTATION = "stree"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSpec(LayerSpec):
-    """TreeSizes of an attention layer's cache."""
+    """Sizes of an attention layer's cache."""
+
+    kind: ClassVar[str] = "attention"
 
     kv_heads: int
     headdim: int
 
     def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> KvStack:
-        """Make zeroed tensors for some layers."""
+        """Allocate zeroed tensors for ``layers`` layers."""
         zeros = Zeros((layers, batch), self.dtype, self.device)
         cache, stash = (self.kv_heads, max_length, self.headdim), (max_nodes, self.kv_heads, self.headdim)
         return KvStack(zeros(*cache), zeros(*cache), zeros(*stash), zeros(*stash))
@@ -75,16 +76,16 @@ def shifted_left(rows: Tensor, padding: Tensor, length: int) -> Tensor:
     Rows past a prompt's length, and those that a sliding window has dropped, repeat another row: no node reads them.
 
     Args:
-        rows: float[batch, kv_heads, kept, c], the newest of ``length``.
+        rows: float[batch, kv_heads, cached, c], the newest of ``length``.
         padding: int64[batch], columns of padding.
         length: columns of the padded prompts.
 
     Returns:
         float[batch, kv_heads, length, c].
     """
-    kept = rows.shape[2]
-    index = torch.arange(length, device=padding.device) + padding[:, None] - (length - kept)
-    return rows.take_along_dim(index.clamp_(0, kept - 1)[:, None, :, None].to(rows.device), dim=2)
+    cached = rows.shape[2]
+    index = torch.arange(length, device=padding.device) + padding[:, None] - (length - cached)
+    return rows.take_along_dim(index.clamp_(0, cached - 1)[:, None, :, None].to(rows.device), dim=2)
 
 
 def patch_attention(attention: Any) -> KvSpec:
@@ -101,7 +102,7 @@ def patch_with_copy(attention: Any, implementation: str) -> Any:
         the copy, which shares parameters and submodules.
 
     Raises:
-        NotImplementedError: the module lets tokens look ahead.
+        NotImplementedError: the module is not causal.
     """
     if not getattr(attention, "is_causal", True):
         raise NotImplementedError(f"{type(attention).__name__} is not causal; only causal attention can be patched")
@@ -114,7 +115,7 @@ def patch_with_copy(attention: Any, implementation: str) -> Any:
 
 
 def _forward(attention: Any, step: TreeStep, *args: Any, **kwargs: Any) -> Any:
-    """Run the class's own forward on the copy, with rotary positions in one launch."""
+    """Run the class's forward on the copy, with rotary positions in one launch."""
     kwargs["attention_mask"] = step  # reaches the implementation as its attention_mask
     return with_fused_rotary(type(attention).forward)(attention.tree_copy, *args, **kwargs)
 

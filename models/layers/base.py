@@ -1,7 +1,7 @@
-"""What every layer kind declares: the sizes of one layer, and the tensors of all layers of one kind and shape.
+"""Base classes of an adapter: the sizes of one layer, and the tensors of all layers of one kind and shape.
 
-Layers of one kind and shape are stacked, so that committing a path is a few operations for all of them together.  This
-file knows shapes and tensors; what a layer computes is in its adapter.
+Layers of one kind and shape are stacked, so that committing a path is a few operations for all of them together.  An
+adapter subclasses both and has a function that patches its module; `stree.models.families` names that function.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ __all__ = ["LayerSpec", "LayerStack", "Prefilled", "Site", "Zeros", "state_dtype
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Give the dtype of recurrent states and logits: float64 for float64 models, else float32."""
+    """Return the dtype of recurrent states and logits: float64 for float64 models, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """Makes zeroed tensors for a stack of layers.
+    """Allocates zeroed tensors for a stack of layers.
 
     Attributes:
         leading: sizes that every tensor begins with: layers and sequences.
-        dtype: of the tensors unless told otherwise.
+        dtype: default of the tensors.
         device: of the tensors.
     """
 
@@ -36,13 +36,13 @@ class Zeros:
     device: torch.device
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Make a tensor [*leading, *shape]."""
+        """Allocate a tensor [*leading, *shape]."""
         return torch.zeros(*self.leading, *shape, dtype=dtype or self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefilled:
-    """What transformers' own forward of the prompts has written for one layer.
+    """Result of transformers' forward of the prompts for one layer.
 
     Attributes:
         cache: the transformers cache that the model filled.
@@ -59,13 +59,13 @@ class Prefilled:
 
 @dataclass(frozen=True, eq=False)
 class LayerStack:
-    """Tensors [layers, batch, ...] of all layers of one kind and shape; subclasses name them and say how to commit.
+    """Tensors [layers, batch, ...] of all layers of one kind and shape; subclasses add them as fields.
 
     Attributes:
-        weights: names of the tensors [layers, ...] that a layer's sequences share, copied from the module by ``bind``.
-        shared: names of the stash tensors that all programs of a scan read, if the scan of the next tree can commit a
-            path; None where a path is always committed at once.
-        node_dim: dimension of the nodes in those.
+        weights: names of the tensors [layers, ...] without a batch dimension, copied from the module by ``bind``.
+        shared: names of the stash tensors whose rows a deferred commit copies, because several programs of the scan
+            read them; None if the layer cannot defer a commit.
+        node_dim: dimension of the nodes in ``shared`` tensors.
     """
 
     weights: ClassVar[frozenset[str]] = frozenset()
@@ -77,11 +77,11 @@ class LayerStack:
         raise NotImplementedError
 
     def load(self, slot: int, prefilled: Prefilled) -> None:
-        """Copy what the prompts have written for layer ``slot``; masked padding contributes nothing."""
+        """Copy the state after the prompts into layer ``slot``."""
         raise NotImplementedError
 
     def bind(self, slot: int, mixer: Any) -> None:
-        """Copy what committing needs of layer ``slot``'s weights; nothing unless a subclass overrides it."""
+        """Copy the weights of layer ``slot`` that committing needs; none by default."""
 
     def layer(self, slot: int) -> Self:
         """View one layer: the same fields without their first dimension."""
@@ -124,23 +124,27 @@ class LayerStack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """TreeSizes and placement of one layer, hashable; layers with equal specs share a stack.
+    """Sizes and placement of one layer, hashable; layers with equal specs share a stack.
 
     Attributes:
+        kind: name of the layer kind for users.
+        before_convolution: names of the mixer's projections whose output is convolved; a mixer may lack some.
         dtype: of the weights.
         device: of the weights.
-        conv_width: taps of the layer's short convolution, if it has one: what it needs of a tree's topology.
-        is_diagonal: whether its state is diagonal, so that it needs the jumps of a tree's topology.
+        conv_width: taps of the layer's short convolution, or None.
+        is_diagonal: whether its state is diagonal; its scan then needs the jumps of a tree's topology.
     """
 
+    kind: ClassVar[str]
     is_diagonal: ClassVar[bool] = False
+    before_convolution: ClassVar[tuple[str, ...]] = ()
 
     dtype: torch.dtype
     device: torch.device
     conv_width: int | None = None
 
     def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> LayerStack:
-        """Make zeroed tensors for some layers."""
+        """Allocate zeroed tensors for ``layers`` layers."""
         raise NotImplementedError
 
 

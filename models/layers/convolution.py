@@ -1,10 +1,11 @@
-"""What layers with a short convolution share: its window of last inputs, and the state behind it."""
+"""Base classes of layers with a short convolution: its window of last inputs, and a recurrent state after it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from stree.kernels import ops
@@ -12,7 +13,7 @@ from stree.kernels.topology import AcceptedPath
 from stree.models.layers.base import LayerStack, Prefilled
 from stree.models.state import TreeStep
 
-__all__ = ["ConvStack", "RecurrentStack"]
+__all__ = ["ConvStack", "MambaStack", "RecurrentStack"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -35,14 +36,14 @@ class ConvStack(LayerStack):
         return accepted
 
     def convolve(self, step: TreeStep, x: Tensor, conv: Any, *, activation: str | None) -> Tensor:
-        """Convolve float[batch, n - first, channels] along each path; of one layer's view."""
+        """Convolve float[batch, n - first, channels] along each path, on the view of one layer."""
         return ops.conv_step(
             self.window, self.stash_conv, step.path, None, x, conv.weight.squeeze(1), conv.bias, step.topology,
             activation=activation, first=step.first,
         )  # fmt: skip
 
     def load(self, slot: int, prefilled: Prefilled) -> None:
-        """Copy the newest inputs that a transformers cache layer keeps of the convolution."""
+        """Copy the newest inputs of the convolution from a transformers cache layer."""
         inputs, window = prefilled.cache.layers[prefilled.layer].conv_states[0], self.window[slot]
         window.copy_(inputs[..., inputs.shape[-1] - window.shape[-1] :])
 
@@ -52,7 +53,7 @@ class RecurrentStack(ConvStack):
     """Layers with a short convolution and a recurrence: [layers, batch, ...].
 
     Attributes:
-        state: float32[...], sizes as the subclass says.
+        state: float32[...], sizes set by the subclass.
     """
 
     state: Tensor
@@ -62,3 +63,20 @@ class RecurrentStack(ConvStack):
         super().load(slot, prefilled)
         state = prefilled.cache.layers[prefilled.layer].recurrent_states[0]
         self.state[slot].copy_(state.view_as(self.state[slot]))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MambaStack(RecurrentStack):
+    """Layers whose decay rates are -exp(A_log), Mamba-1 and Mamba-2: [layers, batch, ...].
+
+    Attributes:
+        A: float32[layers, ...], decay rates, the same for all sequences.
+    """
+
+    weights: ClassVar[frozenset[str]] = frozenset({"A"})
+
+    A: Tensor
+
+    def bind(self, slot: int, mixer: Any) -> None:
+        """Copy the decay rates."""
+        self.A[slot].copy_(-torch.exp(mixer.A_log.detach().to(self.A.dtype)))

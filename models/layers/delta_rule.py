@@ -1,7 +1,7 @@
-"""Gated delta rules on a tree: gated DeltaNet (arXiv 2412.06464) and Kimi delta attention (arXiv 2510.26692).
+"""Adapter of gated delta rules: gated DeltaNet (arXiv 2412.06464) and Kimi delta attention (arXiv 2510.26692).
 
-Both convolve q, k and v together, normalise q and k, and gate a normed output; KDA decays every key channel on its own
-and computes its decays in a module.  Which projections a family has is read off the mixer.
+Both convolve q, k and v together, normalise q and k, and gate a normed output; KDA has a decay per key channel and a
+module that computes it.  The projections differ by family and are recognised by their names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ EPSILON = 1e-6  # of the normalisation of q and k, the same in all families
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSpec(LayerSpec):
-    """TreeSizes of a gated delta layer; ``per_channel`` decays are KDA's."""
+    """Sizes of a gated delta layer; ``per_channel`` says whether every key channel has its decay (KDA)."""
+
+    kind: ClassVar[str] = "gated delta rule"
+    before_convolution: ClassVar[tuple[str, ...]] = ("in_proj_qkvz", "in_proj_qkv", "q_proj", "k_proj", "v_proj")
 
     key_heads: int
     heads: int
@@ -41,7 +44,7 @@ class DeltaSpec(LayerSpec):
         return [self.key_heads * self.dk, self.key_heads * self.dk, self.heads * self.dv]
 
     def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> DeltaStack:
-        """Make zeroed tensors for some layers."""
+        """Allocate zeroed tensors for ``layers`` layers."""
         zeros = Zeros((layers, batch), self.dtype, self.device)
         channels, wide = sum(self.splits), state_dtype(self.dtype)
         return DeltaStack(
@@ -63,7 +66,7 @@ class DeltaStack(RecurrentStack):
         spec: the sizes.
         state: float32[heads, dk, dv].
         stash_k: float[max_nodes, key_heads, dk], normalised.
-        stash_u: float32[max_nodes, heads, dv], what every node adds under its key.
+        stash_u: float32[max_nodes, heads, dv], the update of each node: its state gains k u^T.
         stash_g: float32[max_nodes, heads] or, per channel, [max_nodes, heads, dk], log decays.
     """
 
@@ -104,24 +107,24 @@ def patch_delta_rule(mixer: Any) -> DeltaSpec:
 def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
     """Score a tree."""
     layer = step.state.layers[mixer.layer_idx, DeltaSpec]
-    spec, made = layer.spec, _project(mixer, hidden_states)
-    qkv = layer.convolve(step, made.qkv, mixer.conv1d, activation=mixer.activation)
+    spec, projected = layer.spec, _project(mixer, hidden_states)
+    qkv = layer.convolve(step, projected.qkv, mixer.conv1d, activation=mixer.activation)
     qk, v = qkv.split([2 * spec.key_heads * spec.dk, spec.heads * spec.dv], dim=-1)
-    rates = () if made.a is None else (made.a, mixer.A_log, mixer.dt_bias)
+    rates = () if projected.a is None else (projected.a, mixer.A_log, mixer.dt_bias)
     scale = 2.0 if getattr(mixer, "allow_neg_eigval", False) else 1.0
-    q, k, g, beta = ops.delta_inputs(qk, made.b, *rates, key_heads=spec.key_heads, eps=EPSILON, scale=scale)
+    q, k, g, beta = ops.delta_inputs(qk, projected.b, *rates, key_heads=spec.key_heads, eps=EPSILON, scale=scale)
     out = ops.gated_delta_step(
         layer.state, layer.stash_k, layer.stash_u, layer.stash_g, step.entries, None, q, k,
         v.unflatten(-1, (spec.heads, spec.dv)), mixer.forget_gate(hidden_states) if g is None else g, beta,
         step.topology, first=step.first, previous=step.deferred_rows(mixer.layer_idx, DeltaSpec),
     )  # fmt: skip
     norm = mixer.norm if hasattr(mixer, "norm") else mixer.o_norm
-    out = gated_norm(norm, out.flatten(0, 2), made.gate.reshape(-1, spec.dv)).view(*hidden_states.shape[:2], -1)
+    out = gated_norm(norm, out.flatten(0, 2), projected.gate.reshape(-1, spec.dv)).view(*hidden_states.shape[:2], -1)
     return _out_proj(mixer)(out)
 
 
 def _columns(mixer: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """List the columns of Qwen3-Next's two projections that are q, k and v; the gate; b and a: int64."""
+    """Return int64 columns of Qwen3-Next's two projections: those of q, k and v, of the gate, and of b and a."""
     projections = mixer.in_proj_qkvz, mixer.in_proj_ba
     mixed, raw = (torch.arange(part.weight.shape[0], device="cpu")[None, None] for part in projections)
     q, k, v, gate, b, a = (part.flatten() for part in mixer.fix_query_key_value_ordering(mixed, raw))
@@ -130,9 +133,9 @@ def _columns(mixer: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Projected:
-    """What a layer makes of its input: q, k and v before the convolution, the output's gate, and the raw b and a.
+    """Projections of a layer's input: q, k and v before the convolution, the gate of the output, and the raw b and a.
 
-    a is None where a module of the mixer gives the decays.
+    a is None where a module of the mixer computes the decays.
     """
 
     qkv: Tensor
@@ -160,5 +163,5 @@ def _project(mixer: Any, hidden_states: Tensor) -> _Projected:
 
 
 def _out_proj(mixer: Any) -> Any:
-    """Find the last projection."""
+    """Return the output projection."""
     return mixer.out_proj if hasattr(mixer, "out_proj") else mixer.o_proj

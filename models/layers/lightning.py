@@ -1,6 +1,6 @@
-"""Lightning attention on a tree (MiniMax-01, arXiv 2501.08313): the Mamba-2 recurrence with a constant decay a head.
+"""Adapter of lightning attention (MiniMax-01, arXiv 2501.08313): the Mamba-2 recurrence with a constant decay per head.
 
-Values take the role of x, keys of B, queries of C; every step size is one.
+x are values, B keys, C queries; every step size is one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ __all__ = ["LightningSpec", "LightningStack", "lightning_cache", "patch_lightnin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LightningSpec(LayerSpec):
-    """TreeSizes of a lightning attention layer."""
+    """Sizes of a lightning attention layer."""
+
+    kind: ClassVar[str] = "lightning attention"
 
     heads: int
     headdim: int
 
     def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> LightningStack:
-        """Make zeroed tensors for some layers."""
+        """Allocate zeroed tensors for ``layers`` layers."""
         zeros = Zeros((layers, batch), self.dtype, self.device)
         wide = state_dtype(self.dtype)
         return LightningStack(
@@ -48,7 +50,7 @@ class LightningStack(LayerStack):
         spec: the sizes.
         state: float32[heads, headdim of v, headdim of k], the transpose of transformers'.
         stash_vkq: float[max_nodes, 3 * heads * headdim], values, keys, queries.
-        stash_dt: float32[max_nodes, heads], ones wherever a node was verified.
+        stash_dt: float32[max_nodes, heads], ones at verified nodes.
         A: float32[heads], log decays, the same for all sequences.
     """
 

@@ -1,7 +1,7 @@
-"""The Mamba-1 mixer on a tree: project, convolve along each path, scan, gate (Mamba, arXiv 2312.00752).
+"""Adapter of the Mamba-1 mixer: project, convolve along each path, scan, gate (Mamba, arXiv 2312.00752).
 
-It serves every family whose mixer has in_proj, conv1d, A_log, D and out_proj, and Zamba, whose mixer is several small
-ones ("heads") behind one convolution, each with its own B, C and step size.
+For every family whose mixer has in_proj, conv1d, A_log, D and out_proj, and for Zamba, whose mixer has several heads
+after one convolution, each with its own B, C and step size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from stree.kernels import ops
 from stree.kernels.topology import AcceptedPath
 from stree.models.layers.base import LayerSpec, Zeros, state_dtype
-from stree.models.layers.convolution import RecurrentStack
+from stree.models.layers.convolution import MambaStack
 from stree.models.layers.mixer_patch import patch_mixer
 from stree.models.state import TreeStep
 
@@ -25,8 +25,10 @@ __all__ = ["Mamba1Spec", "Mamba1Stack", "patch_mamba1"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba1Spec(LayerSpec):
-    """TreeSizes of a Mamba-1 layer; channels are those of one head."""
+    """Sizes of a Mamba-1 layer; channels are those of one head."""
 
+    kind: ClassVar[str] = "Mamba-1"
+    before_convolution: ClassVar[tuple[str, ...]] = ("in_proj",)
     is_diagonal: ClassVar[bool] = True
 
     nheads: int
@@ -35,7 +37,7 @@ class Mamba1Spec(LayerSpec):
     conv_width: int
 
     def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> Mamba1Stack:
-        """Make zeroed tensors for some layers."""
+        """Allocate zeroed tensors for ``layers`` layers."""
         zeros = Zeros((layers,), self.dtype, self.device)
         wide, inner = state_dtype(self.dtype), self.nheads * self.channels
         return Mamba1Stack(
@@ -51,7 +53,7 @@ class Mamba1Spec(LayerSpec):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Mamba1Stack(RecurrentStack):
+class Mamba1Stack(MambaStack):
     """Mamba-1 layers: [layers, batch, ...].
 
     Attributes:
@@ -60,10 +62,9 @@ class Mamba1Stack(RecurrentStack):
         stash_x: float[nheads, max_nodes, channels], outputs of the convolution.
         stash_dt: float32[nheads, max_nodes, channels], step sizes after bias and softplus.
         stash_B: float[nheads, max_nodes, dstate].
-        A: float32[nheads, channels, dstate], decay rates, the same for all sequences.
+        A: float32[nheads, channels, dstate].
     """
 
-    weights: ClassVar[frozenset[str]] = frozenset({"A"})
     shared: ClassVar[tuple[str, ...]] = ("stash_x", "stash_dt", "stash_B")
     node_dim: ClassVar[int] = 3
 
@@ -71,7 +72,6 @@ class Mamba1Stack(RecurrentStack):
     stash_x: Tensor
     stash_dt: Tensor
     stash_B: Tensor
-    A: Tensor
 
     def commit(self, path: Tensor, path_lengths: Tensor, lengths: Tensor) -> None:
         """Apply the paths to windows and states."""
@@ -83,10 +83,6 @@ class Mamba1Stack(RecurrentStack):
         A = self.A[:, None].expand(-1, batch, -1, -1, -1).flatten(0, 2)
         state, x, dt, B = (t.flatten(0, 2) for t in (self.state, self.stash_x, self.stash_dt, self.stash_B))
         ops.selective_commit(state, x, dt, A, B, accepted, None)
-
-    def bind(self, slot: int, mixer: Any) -> None:
-        """Copy the decay rates."""
-        self.A[slot].copy_(-torch.exp(mixer.A_log.detach().to(self.A.dtype)))
 
 
 def patch_mamba1(mixer: Any) -> Mamba1Spec:
@@ -109,7 +105,7 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
     """Score a tree."""
     layer = step.state.layers[mixer.layer_idx, Mamba1Spec]
     projected, by_head = mixer.in_proj(hidden_states), hasattr(mixer, "x_proj_weight")
-    # Zamba's projection holds x and gate of a channel side by side; kernels want channels without gaps.
+    # Zamba's projection interleaves x and gate; kernels need contiguous channels.
     x, gate = projected.unflatten(2, (-1, 2)).movedim(3, 0).contiguous() if by_head else projected.chunk(2, dim=2)
     x = layer.convolve(step, x, mixer.conv1d, activation=mixer.activation)
     x = x.unflatten(2, (layer.spec.nheads, -1)).transpose(1, 2)  # [batch, nheads, rows, channels]
@@ -128,7 +124,7 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
 
 
 def _parameters(mixer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Project x[batch, 1, rows, channels]: dt without bias, B, C; and the bias of dt and D, by head."""
+    """Return dt without bias, B and C, projected from x[batch, 1, rows, channels], and by head the bias of dt and D."""
     sizes = [mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size]
     dt, B, C = mixer.x_proj(x).split(sizes, dim=3)
     if hasattr(mixer, "dt_layernorm"):
@@ -137,7 +133,7 @@ def _parameters(mixer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, 
 
 
 def _head_parameters(mixer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Do the same where every head of x[batch, nheads, rows, channels] has projections of its own."""
+    """Return the same for x[batch, nheads, rows, channels], whose heads have separate projections (Zamba)."""
     sizes = [mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size]
     dt, B, C = (x @ mixer.x_proj_weight.transpose(1, 2)).split(sizes, dim=3)
     return dt @ mixer.dt_proj_weight.transpose(1, 2), B, C, mixer.dt_proj_bias, mixer.D

@@ -1,7 +1,7 @@
-"""The Mamba-2 mixer on a tree: project, convolve along each path, scan, gate (Mamba-2, arXiv 2405.21060).
+"""Adapter of the Mamba-2 mixer: project, convolve along each path, scan, gate (Mamba-2, arXiv 2405.21060).
 
-It serves every family whose mixer has in_proj, conv1d, A_log, dt_bias, D, norm and out_proj; per-family facts (group
-norms, multipliers, limits of the step size) are the mixer's own attributes.
+For every family whose mixer has in_proj, conv1d, A_log, dt_bias, D, norm and out_proj.  What differs between families
+(group norms, multipliers, limits of the step size) is read from the mixer's attributes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from stree.kernels import ops
 from stree.models.fused.fused_layers import gated_norm
 from stree.models.layers.base import LayerSpec, Zeros, state_dtype
-from stree.models.layers.convolution import RecurrentStack
+from stree.models.layers.convolution import MambaStack
 from stree.models.layers.mixer_patch import patch_mixer
 from stree.models.state import TreeStep
 
@@ -24,7 +24,10 @@ __all__ = ["Mamba2Spec", "Mamba2Stack", "patch_mamba2"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Spec(LayerSpec):
-    """TreeSizes of a Mamba-2 layer."""
+    """Sizes of a Mamba-2 layer."""
+
+    kind: ClassVar[str] = "Mamba-2"
+    before_convolution: ClassVar[tuple[str, ...]] = ("in_proj",)
 
     nheads: int
     headdim: int
@@ -38,7 +41,7 @@ class Mamba2Spec(LayerSpec):
         return self.nheads * self.headdim + 2 * self.ngroups * self.dstate
 
     def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> Mamba2Stack:
-        """Make zeroed tensors for some layers."""
+        """Allocate zeroed tensors for ``layers`` layers."""
         zeros = Zeros((layers, batch), self.dtype, self.device)
         wide = state_dtype(self.dtype)
         return Mamba2Stack(
@@ -53,7 +56,7 @@ class Mamba2Spec(LayerSpec):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Mamba2Stack(RecurrentStack):
+class Mamba2Stack(MambaStack):
     """Mamba-2 layers: [layers, batch, ...].
 
     Attributes:
@@ -61,16 +64,14 @@ class Mamba2Stack(RecurrentStack):
         state: float32[nheads, headdim, dstate].
         stash_xbc: float[max_nodes, channels], outputs of the convolution: x, B, C.
         stash_dt: float32[max_nodes, nheads], step sizes after bias, softplus and limit.
-        A: float32[nheads], decay rates, the same for all sequences.
+        A: float32[nheads].
     """
 
-    weights: ClassVar[frozenset[str]] = frozenset({"A"})
     shared: ClassVar[tuple[str, ...]] = ("stash_xbc", "stash_dt")
 
     spec: Mamba2Spec
     stash_xbc: Tensor
     stash_dt: Tensor
-    A: Tensor
 
     def commit(self, path: Tensor, path_lengths: Tensor, lengths: Tensor) -> None:
         """Apply the paths to windows and states."""
@@ -81,10 +82,6 @@ class Mamba2Stack(RecurrentStack):
         B = xbc[..., inner : inner + groups].view(*xbc.shape[:2], spec.ngroups, spec.dstate)
         dt, A = self.stash_dt.flatten(0, 1), self.A.repeat_interleave(batch, 0)
         ops.ssd_commit(self.state.flatten(0, 1), x, dt, A, B, accepted, None)
-
-    def bind(self, slot: int, mixer: Any) -> None:
-        """Copy the decay rates."""
-        self.A[slot].copy_(-torch.exp(mixer.A_log.detach().to(self.A.dtype)))
 
 
 def patch_mamba2(mixer: Any) -> Mamba2Spec:

@@ -1,4 +1,4 @@
-"""The patch that makes a mixer or an attention module score trees."""
+"""Patching a mixer or an attention module so that it scores a tree when it is called with a ``TreeStep``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["patch_mixer"]
 
 
 def patch_mixer(module: Any, tree_forward: Callable[..., Any], plain_forward: Callable[..., Any] | None = None) -> None:
-    """Make a module score trees where a ``TreeStep`` is among the arguments that it is called with.
+    """Make a module score a tree when a ``TreeStep`` is among the arguments of a call.
 
     Args:
         module: a part of a transformers model.
-        tree_forward: called as ``tree_forward(module, step, *args, **kwargs)`` with the step that was found.
+        tree_forward: called as ``tree_forward(module, step, *args, **kwargs)`` with that step.
         plain_forward: called as ``plain_forward(module, unpatched, *args, **kwargs)`` where there is no step; None to
             run the unpatched forward.
     """
@@ -27,7 +27,7 @@ def patch_mixer(module: Any, tree_forward: Callable[..., Any], plain_forward: Ca
 def _forward(
     module: Any, before: Any, tree_forward: Callable[..., Any], plain_forward: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Score a tree if there is one."""
+    """Run the tree forward if there is a step, else the plain one."""
     step = next((value for value in (*args, *kwargs.values()) if isinstance(value, TreeStep)), None)
     if step is not None:
         return as_lazy_residual(tree_forward(module, step, *args, **kwargs))

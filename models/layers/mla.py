@@ -1,14 +1,14 @@
-"""Multi-head latent attention on a tree (DeepSeek-V2, arXiv 2405.04434): the cache holds latents, as transformers' own.
+"""Adapter of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), whose cache holds latents.
 
-Keys and values are linear in the latents, so their projection moves to the queries and to the outputs, and what is left
-is attention with one key and value head: no step expands the committed context.  Queries, norms and rotary positions
-stay transformers' code, run by a copy of the module that leaves latents unexpanded.
+Keys and values are linear in the latents, so their projection is applied to the queries and to the outputs instead, and
+attention runs over the latents with one key and value head: no step expands the committed context.  Queries, norms and
+rotary positions stay transformers' code, run by a copy of the module that does not expand latents.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,13 +27,15 @@ IMPLEMENTATION = "stree_latent"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSpec(LayerSpec):
-    """TreeSizes of a latent attention layer's cache."""
+    """Sizes of a latent attention layer's cache."""
+
+    kind: ClassVar[str] = "latent attention"
 
     rank: int
     rotary: int
 
     def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> LatentStack:
-        """Make zeroed tensors for some layers."""
+        """Allocate zeroed tensors for ``layers`` layers."""
         zeros, width = Zeros((layers, batch), self.dtype, self.device), self.rank + self.rotary
         return LatentStack(self, zeros(1, max_length, width), zeros(max_nodes, 1, width))
 
@@ -61,9 +63,9 @@ class LatentStack(LayerStack):
     def load(self, slot: int, prefilled: Prefilled) -> None:
         """Copy the latents, moved left by the padding."""
         cache_layer = prefilled.cache.layers[prefilled.layer]
-        theirs = torch.cat((cache_layer.keys, cache_layer.values), dim=-1)
-        length = theirs.shape[2]
-        self.keys[slot, :, :, :length] = shifted_left(theirs, prefilled.padding, length)
+        latents = torch.cat((cache_layer.keys, cache_layer.values), dim=-1)
+        length = latents.shape[2]
+        self.keys[slot, :, :, :length] = shifted_left(latents, prefilled.padding, length)
 
 
 def patch_mla(attention: Any) -> LatentSpec:
@@ -115,13 +117,13 @@ def latent_attention_forward(
         scale=scaling, first=step.first,
     )  # fmt: skip
     out = torch.einsum("bnhr,hvr->bnhv", out, expand[:, nope:])
-    if bias is not None:  # that of the keys adds the same to all scores of a query
+    if bias is not None:  # the bias of the keys adds the same to all scores of a query
         out = out + bias.unflatten(0, (query.shape[1], -1))[:, nope:]
     return out, None
 
 
 def _linear(projection: Any) -> tuple[Tensor, Tensor | None]:
-    """Give the matrix float[out, in] and bias of a projection; of one with more to it, as by LoRA, by running it."""
+    """Return matrix float[out, in] and bias of a projection; those of a wrapped one (LoRA) are found by running it."""
     weight = projection.weight
     if is_linear(projection):
         return weight, projection.bias

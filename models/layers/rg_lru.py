@@ -1,8 +1,8 @@
-"""The recurrent block of RecurrentGemma on a tree: convolution and RG-LRU (Griffin, arXiv 2402.19427).
+"""Adapter of RecurrentGemma's recurrent block: convolution and RG-LRU (Griffin, arXiv 2402.19427).
 
-Transformers keeps the block's state on its modules, so a model has one.  Prompts are run with our ``BlockCache``:
-blocks write their new state to it and are restored afterwards.  The unit's gates stay transformers' code: a copy of
-the unit, which shares its weights, scans trees instead of texts.
+transformers stores the block's state on its modules, so a model has only one.  Prompts are run with ``BlockCache``: the
+new states are copied to it, and the modules get their previous states back.  The gates of the RG-LRU stay transformers'
+code: a copy of the unit that shares its weights runs them with the scan replaced by a tree scan.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["BlockCache", "RgLruSpec", "RgLruStack", "patch_rg_lru"]
 
 
 class BlockCache(DynamicCache):  # type: ignore[misc]  # transformers is not typed
-    """A cache that also holds window and state of recurrent blocks, by layer."""
+    """A transformers cache with the window and state of recurrent blocks, by layer."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -36,15 +36,16 @@ class BlockCache(DynamicCache):  # type: ignore[misc]  # transformers is not typ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RgLruSpec(LayerSpec):
-    """TreeSizes of a recurrent block."""
+    """Sizes of a recurrent block."""
 
+    kind: ClassVar[str] = "RG-LRU"
     is_diagonal: ClassVar[bool] = True
 
     channels: int
     conv_width: int
 
     def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> RgLruStack:
-        """Make zeroed tensors for some layers."""
+        """Allocate zeroed tensors for ``layers`` layers."""
         zeros = Zeros((layers, batch), self.dtype, self.device)
         wide = state_dtype(self.dtype)
         return RgLruStack(
@@ -96,7 +97,7 @@ def patch_rg_lru(block: Any) -> RgLruSpec:
 
 
 def _plain_forward(block: Any, unpatched: Callable[..., Any], input_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run the block's own forward; with our cache, restore the module's state afterwards."""
+    """Run the block's forward; with a ``BlockCache``, restore the module's state afterwards."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, BlockCache):
         return _prefill(block, unpatched, cache, input_states, *args, **kwargs)
@@ -117,24 +118,24 @@ def _forward(block: Any, step: TreeStep, input_states: Tensor, *_: Any, **kwargs
 def _prefill(
     block: Any, unpatched: Callable[..., Any], cache: BlockCache, input_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run the block's own forward from an empty state; put the new state into the cache, the old one back."""
-    held = block.conv1d_state, block.rg_lru.recurrent_states
+    """Run the block's forward from an empty state, copy the new state to the cache and restore the previous one."""
+    previous = block.conv1d_state, block.rg_lru.recurrent_states
     block.conv1d_state = input_states.new_zeros(len(input_states), block.lru_width, block.conv1d_width - 1)
     block.rg_lru.recurrent_states = None
     try:
         out = unpatched(input_states, *args, **kwargs)
         cache.blocks[block.layer_idx] = block.conv1d_state, block.rg_lru.recurrent_states
     finally:
-        block.conv1d_state, block.rg_lru.recurrent_states = held
+        block.conv1d_state, block.rg_lru.recurrent_states = previous
     return out
 
 
 def _tree_scan(
     hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, recurrent_states: tuple[RgLruStack, TreeStep]
 ) -> tuple[Tensor, None]:
-    """Scan a tree, called as transformers' own scan; the first token of a text needs no reset, as its state is zero."""
+    """Scan a tree with the signature of transformers' scan; no ``reset``: the state of an empty text is zero."""
     layer, step = recurrent_states
-    # The decay as transformers has it, rounded to the model's dtype.
+    # transformers rounds the decay to the dtype of the model.
     gate = recurrent_gate.to(layer.state.dtype)
     log_a = gate.clamp(min=torch.finfo(gate.dtype).tiny).log()
     out = ops.diagonal_step(

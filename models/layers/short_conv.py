@@ -1,4 +1,4 @@
-"""The gated short convolution of the LFM families on a tree: C * conv(B * x), with no state but its window."""
+"""Adapter of the gated short convolution of the LFM families: C * conv(B * x), whose only state is its window."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ __all__ = ["ShortConvSpec", "ShortConvStack", "patch_short_conv"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvSpec(LayerSpec):
-    """TreeSizes of a short convolution."""
+    """Sizes of a short convolution."""
+
+    kind: ClassVar[str] = "short convolution"
+    before_convolution: ClassVar[tuple[str, ...]] = ("in_proj",)
 
     channels: int
     conv_width: int
 
     def allocate(self, layers: int, batch: int, max_length: int, max_nodes: int) -> ShortConvStack:
-        """Make zeroed tensors for some layers."""
+        """Allocate zeroed tensors for ``layers`` layers."""
         zeros = Zeros((layers, batch), self.dtype, self.device)
         return ShortConvStack(
             window=zeros(self.channels, self.conv_width - 1), stash_conv=zeros(max_nodes, self.channels)

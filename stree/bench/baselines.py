@@ -43,7 +43,7 @@ class BaselineLM:
         lm: the target.
     """
 
-    is_captured = False  # verification reads trees on the host, which a CUDA graph cannot
+    captures_steps = False  # verification reads trees on the host, which a CUDA graph cannot
 
     def __init__(self, lm: TreeLM) -> None:
         self._lm = lm

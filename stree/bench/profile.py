@@ -117,12 +117,12 @@ def _launched(pair: Pair, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, 
     kinds = list(dict.fromkeys(name for name, _ in modules))
     drafts = [] if draft is None else [("draft", draft.model)]
     timer = ModuleTimer(lm.model)
-    was, lm.is_captured = lm.is_captured, False
+    was, lm.captures_steps = lm.captures_steps, False
     try:
         with timer.over([*modules, *drafts, ("target", lm.model)]):
             stats = run()
     finally:
-        lm.is_captured = was
+        lm.captures_steps = was
     return stats, timer.seconds([*kinds, "draft"])
 
 

@@ -76,7 +76,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     target = locate(arguments.target, "target")
     lm = _load(arguments, target)
-    lm.is_captured = False if arguments.eager else None
+    lm.captures_steps = False if arguments.eager else None
     tokenizer = _tokenizer(arguments, target)
     stop = lm.model.generation_config.eos_token_id
     stops = stop if isinstance(stop, list) else [] if stop is None else [stop]

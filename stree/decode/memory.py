@@ -68,9 +68,9 @@ def _models(lm: TreeLM, drafter: Drafter, nodes: int) -> list[TreeLM]:
 
 def _terms(lm: TreeLM, length: int, nodes: int) -> list[tuple[str, int, int]]:
     """List what a text keeps: names, bytes of one and their number."""
-    if "memory" not in lm.kept:
-        lm.kept["memory"] = measure_state(lm)
-    memory: StateSize = lm.kept["memory"]
+    if "memory" not in lm.cache:
+        lm.cache["memory"] = measure_state(lm)
+    memory: StateSize = lm.cache["memory"]
     return [
         ("state", memory.state + memory.window, 1),
         ("tokens", memory.kv_per_token, length),

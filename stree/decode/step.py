@@ -352,7 +352,7 @@ class DecodeStep:
 
     def _give_up(self) -> None:
         """Forget a capture that failed: nothing of it has run."""
-        self.state.is_torn = False
+        self.state.is_inconsistent = False
         if isinstance(self.run, Capturable):
             self.run.give_up()
 

@@ -76,13 +76,13 @@ class StepCache:
 def step_cache_of(lm: TreeLM) -> StepCache | None:
     """Give a target's engine, or None where its steps are launched one by one.
 
-    Steps are captured on CUDA, unless ``lm.is_captured`` is False or the model's layers stand on several devices.
+    Steps are captured on CUDA, unless ``lm.captures_steps`` is False or the model's layers stand on several devices.
     """
     if not _can_capture(lm):
         return None
-    if "step_cache" not in lm.kept:
-        lm.kept["step_cache"] = StepCache(CudaRecorder(lm.device))
-    step_cache: StepCache = lm.kept["step_cache"]
+    if "step_cache" not in lm.cache:
+        lm.cache["step_cache"] = StepCache(CudaRecorder(lm.device))
+    step_cache: StepCache = lm.cache["step_cache"]
     return step_cache
 
 
@@ -126,4 +126,4 @@ def rounded(length: int) -> int:
 
 def _can_capture(lm: TreeLM) -> bool:
     """Tell whether a model's steps can be captured."""
-    return lm.device.type == "cuda" and lm.is_captured is not False and len(lm.devices) == 1
+    return lm.device.type == "cuda" and lm.captures_steps is not False and len(lm.devices) == 1

@@ -359,7 +359,7 @@ class _ModelRun:
         """Forget what a step has begun on the host."""
         self._root, self._extension = None, None
         if self._begun is not None:
-            self._begun.is_torn = False
+            self._begun.is_inconsistent = False
 
     @property
     def _state(self) -> DecodeState:

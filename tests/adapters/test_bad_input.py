@@ -1,8 +1,9 @@
-"""What the model side refuses: every message, and that a refused call changes nothing."""
+"""Bad prompts, trees, paths and states are refused with a message, and a refused call changes nothing."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ def lm(request: pytest.FixtureRequest) -> TreeLM:
 
 
 def prefilled(lm: TreeLM, max_length: int = 16, max_nodes: int = 5) -> DecodeState:
-    """Give a state of two sequences of four tokens."""
+    """Return a state of two sequences of four tokens."""
     state = lm.new_state(2, max_length, max_nodes)
     lm.prefill(state, PROMPTS)
     return state
@@ -42,7 +43,7 @@ def with_token(tokens: Tensor, token: int) -> Tensor:
 
 
 def assert_still_usable(lm: TreeLM, state: DecodeState) -> None:
-    """Require that the state stands where a fresh prefill does."""
+    """Require a state that scores a tree as a fresh prefill does."""
     assert state.lengths.tolist() == [4, 4]
     expected = lm.verify(prefilled(lm), tree())
     assert torch.equal(lm.verify(state, tree())[0], expected[0])
@@ -56,11 +57,7 @@ BAD_PROMPTS: dict[str, tuple[Any, Any, str]] = {
     "negative-length": (PROMPTS, torch.tensor([4, -1]), r"at least one token, got lengths \[4, -1\]"),
     "length-beyond-width": (PROMPTS, torch.tensor([4, 5]), r"at most 4, the width of input_ids, got \[4, 5\]"),
     "beyond-max-length": (PROMPTS.repeat(1, 5), None, "a prompt of 20 tokens exceeds max_length 16"),
-    "one-beyond-max-length": (
-        PROMPTS.repeat(1, 5),
-        torch.tensor([3, 17]),
-        "a prompt of 17 tokens exceeds max_length 16",
-    ),
+    "one-beyond-max-length": (PROMPTS.repeat(1, 5), torch.tensor([3, 17]), "prompt of 17 tokens exceeds max_length 16"),
     "batch": (PROMPTS[:1], None, r"input_ids must be int64\[2, length\], got int64\[1, 4\]"),
     "one-d": (PROMPTS[0], None, r"input_ids must be int64\[2, length\], got int64\[4\]"),
     "float": (PROMPTS.float(), None, r"input_ids must be int64\[2, length\], got float32\[2, 4\]"),
@@ -82,10 +79,11 @@ def test_a_bad_prompt_is_refused_and_the_state_stays_empty(
     assert_still_usable(lm, state)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32], ids=str)
-def test_prompts_may_be_of_any_integers(lm: TreeLM, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
+def test_prompts_and_lengths_may_be_of_any_integers(lm: TreeLM, dtype: torch.dtype) -> None:
     state = lm.new_state(2, 16, 5)
-    assert torch.equal(lm.prefill(state, PROMPTS.to(dtype)), lm.prefill(lm.new_state(2, 16, 5), PROMPTS))
+    logits = lm.prefill(state, PROMPTS.to(dtype), torch.tensor([4, 4], dtype=dtype))
+    assert torch.equal(logits, lm.prefill(lm.new_state(2, 16, 5), PROMPTS))
     assert_still_usable(lm, state)
 
 
@@ -96,50 +94,35 @@ def test_a_prompt_as_long_as_the_state_is_taken(lm: TreeLM) -> None:
 
 
 def test_a_second_prefill_is_refused(lm: TreeLM) -> None:
-    state = prefilled(lm)
-    for one in (state, state.clone(), state.resized(32, 8)):
+    state, verified = prefilled(lm), lm.new_state(2, 16, 5)
+    lm.verify(verified, tree())
+    for one in (state, state.clone(), state.resized(32, 8), verified):
         with pytest.raises(RuntimeError, match="prefill needs an empty state; this one holds tokens already"):
             lm.prefill(one, PROMPTS)
-        assert_still_usable(lm, one)
+        if one is not verified:
+            assert_still_usable(lm, one)
 
 
-def test_a_prefill_after_a_tree_on_an_empty_state_is_refused(lm: TreeLM) -> None:
-    state = lm.new_state(2, 16, 5)
-    lm.verify(state, tree())
-    with pytest.raises(RuntimeError, match="prefill needs an empty state"):
-        lm.prefill(state, PROMPTS)
-
-
-@pytest.mark.parametrize("row", [2, -1])
-def test_a_prompt_for_a_row_outside_the_batch_is_refused(lm: TreeLM, row: int) -> None:
-    state = prefilled(lm)
-    with pytest.raises(ValueError, match=rf"row must be in \[0, 2\), got {row}"):
-        lm.prefill_row(state, row, PROMPTS[:1])
-    assert_still_usable(lm, state)
-
-
-def test_a_prompt_for_a_row_drops_the_pending_tree(lm: TreeLM) -> None:
+def test_a_prompt_for_a_row_drops_the_pending_tree_and_needs_a_row_of_the_batch(lm: TreeLM) -> None:
     state = prefilled(lm)
     lm.verify(state, tree())
+    for row in (2, -1):
+        with pytest.raises(ValueError, match=rf"row must be in \[0, 2\), got {row}"):
+            lm.prefill_row(state, row, PROMPTS[:1])
     lm.prefill_row(state, 1, PROMPTS[:1])
     with pytest.raises(RuntimeError, match="commit needs a tree that was verified"):
         lm.commit(state, *as_commit([[0, 1], [0, 1]]))
     assert_still_usable(lm, state)
 
 
-@pytest.mark.parametrize("sizes", [(0, 16, 5), (1, 0, 5), (1, 16, 0)], ids=["batch_size", "max_length", "max_nodes"])
-def test_a_state_without_room_is_refused(
-    lm: TreeLM, sizes: tuple[int, int, int], request: pytest.FixtureRequest
-) -> None:
-    name = request.node.callspec.id.rpartition("-")[2]
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        lm.new_state(*sizes)
-
-
 @pytest.mark.parametrize("name", ["batch_size", "max_length", "max_nodes"])
-def test_a_size_of_a_state_that_is_no_integer_is_refused(lm: TreeLM, name: str) -> None:
-    size: Any = 8.0
-    with pytest.raises(TypeError, match=f"{name} must be an integer, got float"):
+@pytest.mark.parametrize(
+    ("size", "error", "message"),
+    [(0, ValueError, "must be at least 1, got 0"), (8.0, TypeError, "must be an integer, got float")],
+    ids=str,
+)
+def test_a_bad_size_of_a_state_is_refused(lm: TreeLM, name: str, size: Any, error: type, message: str) -> None:
+    with pytest.raises(error, match=f"{name} {message}"):
         lm.new_state(**{name: size})
 
 
@@ -288,13 +271,14 @@ def test_a_path_of_an_unchecked_tree_is_looked_at_under_debug(lm: TreeLM, monkey
 
 def test_the_state_of_another_model_is_refused(lm: TreeLM) -> None:
     state, other = prefilled(lm), copy.deepcopy(lm)
-    message = "the state belongs to another TreeLM"
-    with pytest.raises(ValueError, match=message):
-        other.verify(state, tree())
-    with pytest.raises(ValueError, match=message):
-        other.prefill(state, PROMPTS)
-    with pytest.raises(ValueError, match=message):
-        other.prefill_row(state, 0, PROMPTS[1:])
+    calls: list[Callable[[], object]] = [
+        lambda: other.verify(state, tree()),
+        lambda: other.prefill(state, PROMPTS),
+        lambda: other.prefill_row(state, 0, PROMPTS[1:]),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="the state belongs to another TreeLM"):
+            call()
     for own in (state, state.clone(), state.resized(32, 8)):
         assert_still_usable(lm, own)
 

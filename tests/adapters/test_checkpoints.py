@@ -1,4 +1,4 @@
-"""Models and checkpoints that are refused, and how those that are taken are loaded."""
+"""Checkpoints that are refused, and the device and dtype of loaded ones."""
 
 from __future__ import annotations
 
@@ -33,53 +33,64 @@ def test_a_layer_that_cannot_be_patched_is_refused() -> None:
         TreeLM(model)
 
 
-def unsupported(folder: Path) -> None:
-    GPT2Config(n_layer=1).save_pretrained(folder)
+def with_weights(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Make a function that writes a checkpoint with changed weights."""
+
+    def write(folder: Path) -> None:
+        tiny_model("bamba").save_pretrained(folder)
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return write
 
 
-def without_weights(folder: Path) -> None:
-    tiny_config("bamba").save_pretrained(folder)
+def with_file(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """Make a function that writes a checkpoint whose file of weights is damaged."""
+
+    def write(folder: Path) -> None:
+        tiny_model("bamba").save_pretrained(folder)
+        weights = folder / "model.safetensors"
+        weights.write_bytes(change(weights.read_bytes()))
+
+    return write
 
 
-def truncated(folder: Path) -> None:
-    tiny_model("bamba").save_pretrained(folder)
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-
-
-def garbled(folder: Path) -> None:
-    tiny_model("bamba").save_pretrained(folder)
-    (folder / "model.safetensors").write_bytes(b"not a checkpoint")
-
-
-def incomplete(folder: Path) -> None:
-    tiny_model("bamba").save_pretrained(folder)
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.layers.0.mamba.A_log"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def misshapen(folder: Path) -> None:
-    tiny_model("bamba").save_pretrained(folder)
-    weights = load_file(folder / "model.safetensors")
-    weights["model.layers.0.mamba.A_log"] = torch.zeros(7)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def config_garbled(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
-
-
+A_LOG = "model.layers.0.mamba.A_log"
 BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
-    "unsupported": (unsupported, NotImplementedError, SUPPORTED),
+    "unsupported": (GPT2Config(n_layer=1).save_pretrained, NotImplementedError, SUPPORTED),
     "missing-folder": (Path.rmdir, ValueError, "no checkpoint that transformers can read at '{}'"),
     "empty-folder": (lambda _: None, ValueError, "no checkpoint that transformers can read at '{}'"),
-    "config-garbled": (config_garbled, ValueError, "no checkpoint that transformers can read at '{}'.*valid JSON"),
-    "no-weights": (without_weights, ValueError, "checkpoint '{}' cannot be loaded: .*no file named model.safetensors"),
-    "truncated": (truncated, ValueError, "checkpoint '{}' cannot be loaded: .*deserializing header"),
-    "garbled": (garbled, ValueError, "checkpoint '{}' cannot be loaded: .*deserializing header"),
-    "incomplete": (incomplete, ValueError, "checkpoint '{}' lacks 1 weights: model.layers.0.mamba.A_log"),
-    "misshapen": (misshapen, ValueError, "checkpoint '{}' cannot be loaded"),
+    "config-garbled": (
+        lambda folder: (folder / "config.json").write_text("{"),
+        ValueError,
+        "no checkpoint that transformers can read at '{}'.*valid JSON",
+    ),
+    "no-weights": (
+        tiny_config("bamba").save_pretrained,
+        ValueError,
+        "checkpoint '{}' cannot be loaded: .*no file named model.safetensors",
+    ),
+    "truncated": (
+        with_file(lambda file: file[:-1000]),
+        ValueError,
+        "checkpoint '{}' cannot be loaded: .*deserializing header",
+    ),
+    "garbled": (
+        with_file(lambda _: b"not a checkpoint"),
+        ValueError,
+        "checkpoint '{}' cannot be loaded: .*deserializing header",
+    ),
+    "incomplete": (
+        with_weights(lambda weights: weights.pop(A_LOG)),
+        ValueError,
+        "checkpoint '{}' lacks 1 weights: model.layers.0.mamba.A_log",
+    ),
+    "misshapen": (
+        with_weights(lambda weights: weights.update({A_LOG: torch.zeros(7)})),
+        ValueError,
+        "checkpoint '{}' cannot be loaded",
+    ),
 }
 
 
@@ -102,14 +113,13 @@ def test_a_known_family_is_read_without_the_code_that_its_checkpoint_names(tmp_p
     model = tiny_model("mamba2")
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
-    known = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(known | {"auto_map": {"AutoConfig": "code.C"}}), encoding="utf-8")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(config | {"auto_map": {"AutoConfig": "code.C"}}), encoding="utf-8")
     (tmp_path / "code.py").write_text("raise ValueError('the code ran')\n", encoding="utf-8")
-    found = TreeLM.from_pretrained(tmp_path).model
-    assert type(found) is type(model)
+    assert type(TreeLM.from_pretrained(tmp_path).model) is type(model)
 
 
-def test_what_is_no_model_is_refused() -> None:
+def test_a_path_in_place_of_a_model_is_refused() -> None:
     path: Any = "path/of/a/model"
     with pytest.raises(TypeError, match=r"model must be a loaded .*from_pretrained loads.*, got 'path/of/a/model'"):
         TreeLM(path)

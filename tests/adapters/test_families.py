@@ -1,6 +1,6 @@
 """Every family: trees are exact, verify has no side effect, patches leave the model unchanged, nodes do not mix.
 
-Test ids are transformers' model types.  The oracle is always an unpatched copy's own forward.
+Test ids are transformers' model types.  The oracle is always an unpatched copy's forward of the whole text.
 """
 
 from __future__ import annotations
@@ -10,38 +10,24 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.family_states import advanced, prefilled, rebind_float32
-from helpers.tiny_family_models import FAMILIES, ROUTED, family_model, matrix
+from helpers.family_states import Decoding
+from helpers.tiny_family_models import EVERY_ADAPTER, FAMILIES, ROUTED, family_model, matrix
 from helpers.tiny_models import (
     TOLERANCE,
     as_commit,
-    extended,
-    fresh_logits,
     fresh_node_logits,
-    patched,
     path_to,
     random_path,
     random_texts,
-    random_tree,
     real_nodes,
     relative_error,
-    right_padded,
     tree_error,
 )
-from transformers import PreTrainedModel
 
 from stree import TokenTree
 from stree.models.families import FAMILIES as SUPPORTED
 
 FLOAT32 = TOLERANCE[torch.float32]
-
-
-@pytest.fixture(params=[torch.float32, torch.float64], ids=["float32", "float64"])
-def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    chosen: torch.dtype = request.param
-    if chosen == torch.float64:
-        rebind_float32(monkeypatch)
-    return chosen
 
 
 def test_every_supported_family_is_tested() -> None:
@@ -50,180 +36,131 @@ def test_every_supported_family_is_tested() -> None:
 
 @pytest.mark.parametrize("family", matrix())
 def test_three_trees_with_two_commits_between_are_exact(family: str, dtype: torch.dtype) -> None:
-    rng = random.Random(0)
-    model = family_model(family, dtype)
-    lm, texts = patched(model), random_texts(rng, [17, 3, 9])
-    state = lm.new_state(3, 64, 16)
-    logits = lm.prefill(state, *right_padded(texts))
-    for row, text in enumerate(texts):
-        assert relative_error(logits[row], fresh_logits(model, text)[-1]) < TOLERANCE[dtype]
-    for step in range(3):
-        tree = random_tree(rng, [13, 5, 8])
-        logits = lm.verify(state, tree)
-        assert logits.dtype == dtype
-        assert tree_error(model, texts, tree, logits) < TOLERANCE[dtype]
-        if step < 2:
-            paths = [random_path(rng, tree, 0), path_to(tree, 1, real_nodes(tree, 1)[-1]), [[0], []][step]]
-            lm.commit(state, *as_commit(paths))
-            texts = extended(texts, tree, paths)
+    decoding = Decoding(family_model(family, dtype), [17, 3, 9])
+    assert decoding.prompt_error() < TOLERANCE[dtype]
+    for third in ([0], []):
+        tree = decoding.score([13, 5, 8])
+        paths = [random_path(decoding.rng, tree, 0), path_to(tree, 1, real_nodes(tree, 1)[-1]), third]
+        decoding.commit(tree, paths)
+    decoding.score([13, 5, 8])
+
+
+@pytest.mark.parametrize("family", matrix())
+def test_an_empty_state_scores_a_text_from_its_first_token(family: str) -> None:
+    decoding = Decoding(family_model(family), [0, 0])
+    decoding.step([9, 4])
+    decoding.step([6, 6])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64], indirect=True, ids=["float64"])
 @pytest.mark.parametrize("family", matrix())
 def test_trees_of_64_nodes_after_many_commits_are_exact(family: str, dtype: torch.dtype) -> None:
-    rng = random.Random(14)
-    model = family_model(family, dtype, seed=1)
-    lm, texts = patched(model), random_texts(rng, [33, 1, 12])
-    state = lm.new_state(3, 512, 64)
-    lm.prefill(state, *right_padded(texts))
+    decoding = Decoding(family_model(family, dtype, seed=1), [33, 1, 12], max_length=512, max_nodes=64)
     for _ in range(12):
-        tree = random_tree(rng, [6, 9, 4])
-        lm.verify(state, tree)
-        paths = [random_path(rng, tree, row) for row in range(3)]
-        lm.commit(state, *as_commit(paths))
-        texts = extended(texts, tree, paths)
-    tree = random_tree(rng, [64, 40, 64])
-    assert tree_error(model, texts, tree, lm.verify(state, tree)) < TOLERANCE[dtype]
+        tree = decoding.tree([6, 9, 4])
+        decoding.lm.verify(decoding.state, tree)
+        decoding.commit(tree, [random_path(decoding.rng, tree, row) for row in range(3)])
+    decoding.score([64, 40, 64])
 
 
 @pytest.mark.parametrize("family", matrix())
 def test_verifying_twice_is_bit_equal_and_a_tree_may_be_one_node(family: str) -> None:
-    rng = random.Random(1)
-    model = family_model(family)
-    lm = patched(model)
-    state, texts = advanced(lm, rng, [6, 9])
+    decoding = Decoding(family_model(family), [6, 9])
+    decoding.step([8, 8])
+    lm, state = decoding.lm, decoding.state
     for size in (1, 11):
-        tree = random_tree(rng, [size, size])
+        tree = decoding.score([size, size])
         once = lm.verify(state, tree)
-        lm.verify(state, random_tree(rng, [14, 12]))
+        lm.verify(state, decoding.tree([14, 12]))
         assert torch.equal(once, lm.verify(state, tree))
-        assert tree_error(model, texts, tree, once) < FLOAT32
 
 
 @pytest.mark.parametrize("family", matrix())
 def test_no_memory_is_read_before_it_is_written(family: str, request: pytest.FixtureRequest) -> None:
-    rng = random.Random(9)
     model = family_model(family)
-    lm = patched(model)
     request.getfixturevalue("poisoned_empty")  # from here on; transformers makes its weights with torch.empty
-    state, texts = advanced(lm, rng, [2, 9])
-    tree = random_tree(rng, [6, 9])
-    assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
+    decoding = Decoding(model, [2, 9])
+    decoding.step([8, 8])
+    decoding.score([6, 9])
 
 
-@pytest.mark.parametrize("family", matrix(sorted({*FAMILIES} - ROUTED)))
+@pytest.mark.parametrize("family", matrix(sorted({*FAMILIES} - ROUTED), (*EVERY_ADAPTER, "qwen3_5_text")))
 def test_in_bfloat16_a_tree_is_as_exact_as_the_model_itself(family: str) -> None:
-    rng = random.Random(10)
     model = family_model(family, torch.bfloat16)
-    lm = patched(model)
-    state, texts = advanced(lm, rng, [9])
-    tree = random_tree(rng, [9])
-    exact = fresh_node_logits(family_model(family, torch.bfloat16).float(), texts[0], tree, 0)
+    decoding = Decoding(model, [9], seed=10)
+    for _ in range(2):
+        tree = decoding.tree([9])
+        logits = decoding.lm.verify(decoding.state, tree)[0]
+        exact = fresh_node_logits(family_model(family, torch.bfloat16).float(), decoding.texts[0], tree, 0)
 
-    def error(logits: torch.Tensor) -> float:
-        return float((logits.float() - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt())
+        def error(logits: torch.Tensor, exact: torch.Tensor = exact) -> float:
+            return float((logits.float() - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt())
 
-    # Measured over three seeds: at most 2.0 times the error of transformers' own bfloat16 forward.
-    assert error(lm.verify(state, tree)[0]) < 2.5 * error(fresh_node_logits(model, texts[0], tree, 0)) + 0.01
+        # Measured over three seeds: at most 2.0 times the error of transformers' own bfloat16 forward.
+        assert error(logits) < 2.5 * error(fresh_node_logits(model, decoding.texts[0], tree, 0)) + 0.01
+        decoding.commit(tree, [path_to(tree, 0, 8)])
 
 
 @pytest.mark.parametrize("family", matrix())
 def test_a_tree_may_grow_piece_by_piece(family: str) -> None:
-    rng = random.Random(2)
-    model = family_model(family)
-    lm = patched(model)
-    state, texts = advanced(lm, rng, [5, 11])
-    tree = random_tree(rng, [14, 9])
-    pieces, first = [], 0
-    for end in (1, 2, 7, 14):
-        part = TokenTree(tree.tokens[:, :end], tree.parents[:, :end])
-        pieces.append(lm.verify(state, part, first=first))
-        first = end
-    assert tree_error(model, texts, tree, torch.cat(pieces, 1)) < FLOAT32
-    paths = [path_to(tree, row, real_nodes(tree, row)[-1]) for row in range(2)]
-    lm.commit(state, *as_commit(paths))
-    texts = extended(texts, tree, paths)
-    assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
+    decoding = Decoding(family_model(family), [5, 11])
+    decoding.step([8, 8])
+    tree = decoding.tree([14, 9])
+    logits = decoding.pieces(tree, (1, 2, 7, 14))
+    assert tree_error(decoding.model, decoding.texts, tree, logits) < FLOAT32
+    decoding.commit(tree, [path_to(tree, row, real_nodes(tree, row)[-1]) for row in range(2)])
+    decoding.score([14, 9])
 
 
 @pytest.mark.parametrize("family", matrix())
 def test_one_token_decoding_by_transformers_agrees(family: str) -> None:
-    rng = random.Random(3)
-    model = family_model(family)
-    lm, (text,) = patched(model), random_texts(rng, [7])
-    state = prefilled(lm, [text])
+    decoding = Decoding(family_model(family), [7])
+    (text,), (rest,) = decoding.texts, random_texts(decoding.rng, [6])
     # What transformers' own generate computes along a text is forced by a processor that allows one token a step.
-    rest = random_texts(rng, [6])[0]
-    forced = _decoded_logits(model, text, rest)
-    for place, token in enumerate(rest):
-        logits = lm.verify(state, TokenTree.chain(torch.tensor([[token]])))
-        if place + 1 < len(rest):
-            assert relative_error(logits[0, 0], forced[place + 1]) < FLOAT32
-        lm.commit(state, *as_commit([[0]]))
-
-
-def _decoded_logits(model: PreTrainedModel, text: list[int], rest: list[int]) -> list[torch.Tensor]:
-    """Let ``model.generate`` decode one token at a time along a given text; list the raw logits of every step."""
-
-    def allowed(_: int, tokens: torch.Tensor) -> list[int]:
-        return [rest[len(tokens) - len(text)]]
-
-    out: Any = model.generate(
-        torch.tensor([text]),
-        max_new_tokens=len(rest),
-        do_sample=False,
-        prefix_allowed_tokens_fn=allowed,
-        eos_token_id=[],
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
+    out: Any = decoding.model.generate(
+        torch.tensor([text]), max_new_tokens=len(rest), do_sample=False, eos_token_id=[], output_logits=True,
+        return_dict_in_generate=True, prefix_allowed_tokens_fn=lambda _, tokens: [rest[len(tokens) - len(text)]],
+    )  # fmt: skip
     assert out.sequences[0].tolist() == text + rest
-    return [logits[0] for logits in out.logits]
+    for token, expected in zip(rest, out.logits[1:], strict=False):
+        logits = decoding.lm.verify(decoding.state, TokenTree.chain(torch.tensor([[token]])))
+        assert relative_error(logits[0], expected) < FLOAT32
+        decoding.lm.commit(decoding.state, *as_commit([[0]]))
 
 
 @pytest.mark.parametrize("family", matrix())
 def test_plain_generate_of_a_patched_model_is_bit_equal(family: str) -> None:
-    model = family_model(family)
-    lm = patched(model)
-    (text, other) = random_texts(random.Random(4), [9, 9])
-    state = prefilled(lm, [text])
-    tree = random_tree(random.Random(4), [8])
-    before = lm.verify(state, tree)
-    mask = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
-    outputs: list[Any] = []
-    for one in (model, lm.model):
-        outputs.append(
-            one.generate(
-                torch.tensor([[0] * 4 + text[4:], other]),
-                attention_mask=mask,
-                max_new_tokens=4,
-                min_new_tokens=4,
-                do_sample=False,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
+    decoding = Decoding(family_model(family), [9])
+    tree = decoding.tree([8])
+    before = decoding.lm.verify(decoding.state, tree)
+    text, other = random_texts(random.Random(4), [5, 9])
+    outputs: list[Any] = [
+        one.generate(
+            torch.tensor([[0] * 4 + text, other]), attention_mask=torch.tensor([[0] * 4 + [1] * 5, [1] * 9]),
+            max_new_tokens=4, min_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True,
         )
+        for one in (decoding.model, decoding.lm.model)
+    ]  # fmt: skip
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)
     assert all(torch.equal(a, b) for a, b in zip(outputs[0].logits, outputs[1].logits, strict=True))
-    assert torch.equal(before, lm.verify(state, tree))  # nor does the plain call touch a state of ours
+    assert torch.equal(before, decoding.lm.verify(decoding.state, tree))  # nor does the plain call change a state
 
 
 @pytest.mark.parametrize("family", matrix())
 def test_no_node_depends_on_what_is_not_its_ancestor(family: str, dtype: torch.dtype) -> None:
-    rng = random.Random(5)
-    lm = patched(family_model(family, dtype))
-    state, _ = advanced(lm, rng, [6, 6, 6])
-    tokens = torch.tensor(random_texts(rng, [9, 9, 9]))
+    decoding = Decoding(family_model(family, dtype), [6, 6, 6])
+    lm, state = decoding.lm, decoding.state
+    tokens = torch.tensor(random_texts(decoding.rng, [9, 9, 9]))
     parents = torch.tensor([[-1, 0, 0, 1, 2, 1, 4, 3, 4]] * 3, dtype=torch.int32)
     reference = lm.verify(state, TokenTree(tokens, parents))
     changed = tokens.clone()
     changed[1:] = (changed[1:] + 41) % 97  # other sequences
-    changed[0, [2, 4, 6, 8]] = (changed[0, [2, 4, 6, 8]] + 41) % 97  # the other branch of the root, but for node 6
-    kept = [0, 1, 3, 5, 7]
+    changed[0, [2, 4, 6, 8]] = (changed[0, [2, 4, 6, 8]] + 41) % 97  # the other branch of the root
+    unchanged = [0, 1, 3, 5, 7]
     logits = lm.verify(state, TokenTree(changed, parents))
     # Experts get other numbers of rows; on the CPU every family was bit-equal all the same.
-    assert relative_error(logits[0, kept], reference[0, kept]) < 1e-6
+    assert relative_error(logits[0, unchanged], reference[0, unchanged]) < 1e-6
     assert relative_error(logits[0, [2, 4]], reference[0, [2, 4]]) > 1000 * FLOAT32
     order = [0, 2, 4, 8, 1, 6, 5, 3, 7]  # the same tree, its nodes in another topological order
     place = {node: index for index, node in enumerate(order)}
@@ -234,17 +171,15 @@ def test_no_node_depends_on_what_is_not_its_ancestor(family: str, dtype: torch.d
 
 @pytest.mark.parametrize("family", matrix())
 def test_control_a_tree_read_as_a_chain_or_a_lost_state_is_far_off(family: str) -> None:
-    rng = random.Random(6)
-    model = family_model(family)
-    lm = patched(model)
-    state, texts = advanced(lm, rng, [12])
-    tree = random_tree(rng, [12])
-    assert tree_error(model, texts, tree, lm.verify(state, tree)) < FLOAT32
-    assert tree_error(model, texts, tree, lm.verify(state, TokenTree.chain(tree.tokens))) > 1000 * FLOAT32
-    for spec, stack in state.stacks.items():
+    decoding = Decoding(family_model(family), [12], seed=6)
+    decoding.step([8])
+    tree, lm = decoding.score([12]), decoding.lm
+    chain = lm.verify(decoding.state, TokenTree.chain(tree.tokens))
+    assert tree_error(decoding.model, decoding.texts, tree, chain) > 1000 * FLOAT32
+    for spec, stack in decoding.state.stacks.items():
         names = [name for name, _ in stack.sequence_tensors() if not name.startswith("stash")]
         assert names, f"{spec} holds nothing"
         for name in names:
-            broken = state.clone()
+            broken = decoding.state.clone()
             getattr(broken.stacks[spec], name).zero_()
-            assert tree_error(model, texts, tree, lm.verify(broken, tree)) > 1000 * FLOAT32, f"{name} of {spec}"
+            assert decoding.held_by(broken).error(tree) > 1000 * FLOAT32, f"{name} of {spec}"

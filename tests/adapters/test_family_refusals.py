@@ -1,4 +1,4 @@
-"""What cannot be patched is refused by name before anything is changed."""
+"""Models that cannot be patched are refused by name before anything is changed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_linears_that_hide_their_weights_are_refused() -> None:
 
     model = family_model("llama")
     model.model.layers[0].self_attn.k_proj = Hidden()
-    with pytest.raises(NotImplementedError, match=r"k_proj \(Hidden\) hides its weights, as quantised ones do"):
+    with pytest.raises(NotImplementedError, match=r"k_proj \(Hidden\) has no weight tensor, as quantised layers"):
         TreeLM(model)
 
 
@@ -105,9 +105,7 @@ def test_a_forward_that_trees_would_not_run_is_refused(family: str, path: str, k
     module, tokens = model.get_submodule(path), torch.tensor([[1, 2, 3]])
     own = module.forward
     module.forward = lambda *args, **kwargs: own(*args, **kwargs)
-    with pytest.raises(
-        NotImplementedError, match=rf"{path} \({kind}\) has a forward of its own, which trees would not"
-    ):
+    with pytest.raises(NotImplementedError, match=rf"{path} \({kind}\) has a replaced forward, which trees would not"):
         TreeLM(model)
     module.forward = own
     expected = model(tokens).logits
@@ -115,7 +113,7 @@ def test_a_forward_that_trees_would_not_run_is_refused(family: str, path: str, k
     assert torch.equal(model(tokens).logits, expected)
     patched = module.forward
     module.forward = lambda *args, **kwargs: patched(*args, **kwargs)
-    with pytest.raises(NotImplementedError, match="has a forward of its own"):
+    with pytest.raises(NotImplementedError, match="has a replaced forward"):
         TreeLM(model)
 
 

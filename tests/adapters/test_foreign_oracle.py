@@ -1,4 +1,4 @@
-"""A second oracle that nobody here wrote: mamba-ssm's own one-token kernel, run along every path of a tree.
+"""A second oracle from another project: mamba-ssm's one-token kernel, run along every path of a tree.
 
 `selective_state_update` is Triton, so it runs interpreted on the CPU.  mamba-ssm is not a dependency of the tests;
 `.ci/run` installs it without CUDA (pure Python, seconds) in a folder of its own and runs this file with that folder.
@@ -34,7 +34,7 @@ Update = Callable[..., Tensor]
 
 @pytest.fixture
 def update(monkeypatch: pytest.MonkeyPatch) -> Update:
-    """Give mamba-ssm's kernel; on a CPU its package asks for CUDA modules that the kernel does without."""
+    """Return mamba-ssm's kernel; on a CPU its package imports CUDA modules that the kernel does not need."""
     if importlib.util.find_spec("mamba_ssm") is None:
         pytest.skip("mamba_ssm is not installed; .ci/run says how")
     if DEVICE == "cpu":
@@ -49,7 +49,7 @@ def update(monkeypatch: pytest.MonkeyPatch) -> Update:
 def along_paths(
     token: Callable[[Tensor, int], Tensor], state: Tensor, parents: list[int]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Run every path token by token; give the outputs and the state after each node."""
+    """Run every path token by token; return the outputs and the state after each node."""
     outputs: list[Tensor] = []
     states: list[Tensor] = []
     for node, parent in enumerate(parents):
@@ -123,7 +123,7 @@ def test_ssd_step_and_commit_agree_with_mamba_ssm_along_every_path(
     assert error(y, expected) < TOLERANCE and error(ours, states[n - 1]) < TOLERANCE
 
 
-def test_the_oracle_tells_a_node_from_its_sibling(update: Update) -> None:
+def test_control_the_oracle_distinguishes_a_node_from_its_sibling(update: Update) -> None:
     state, x, dt, B = draw(1, 8, 4), draw(1, 7, 8), draw(1, 7, 8), draw(1, 7, 4)
     A, zero = -draw(8, 4).exp(), torch.zeros(8, device=DEVICE)
 

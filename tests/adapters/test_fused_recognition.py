@@ -1,13 +1,13 @@
-"""Modules are recognised by what they compute; what computes something else keeps its own forward."""
+"""Modules are recognised by what they compute; others are not fused."""
 
 from __future__ import annotations
 
+import types
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from helpers.fused_launches import count_fused_launches
 from helpers.tiny_family_models import family_model
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
@@ -18,11 +18,6 @@ from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridAtten
 from stree.kernels.tiles import MAX_NORM_WIDTH
 from stree.models.fused import fused_layers, probing
 from stree.models.fused.lazy_residual import LazyResidual
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    return count_fused_launches(monkeypatch)
 
 
 class TwiceWeighted(LlamaRMSNorm):  # type: ignore[misc]
@@ -46,18 +41,18 @@ class Doubled(LlamaMLP):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("kind", [TwiceWeighted, Centred, Widening, nn.LayerNorm, nn.RMSNorm])
-def test_norms_that_do_something_else_keep_their_own_forward(kind: type) -> None:
+def test_norms_that_compute_something_else_are_not_fused(kind: type) -> None:
     assert probing.norm_of_rows(kind(8)) is None
     assert probing.norm_of_rows(LlamaRMSNorm(8)) == probing.Norm("variance_epsilon", 0.0)
 
 
-def test_a_norm_too_wide_for_its_kernel_keeps_its_own_forward() -> None:
+def test_a_norm_too_wide_for_its_kernel_is_not_fused() -> None:
     norms = [LlamaRMSNorm(width) for width in (MAX_NORM_WIDTH, MAX_NORM_WIDTH + 1)]
     fused_layers.patch_fused_layers(nn.Sequential(*norms))
     assert ["fused_facts" in norm.__dict__ for norm in norms] == [True, False]
 
 
-def test_feed_forwards_that_do_something_else_keep_their_own_forward() -> None:
+def test_feed_forwards_that_compute_something_else_are_not_fused() -> None:
     config = family_model("llama").config
     assert probing.feed_forward_of(LlamaMLP(config)) is not None
     assert probing.feed_forward_of(Doubled(config)) is None
@@ -75,7 +70,7 @@ def test_feed_forwards_that_do_something_else_keep_their_own_forward() -> None:
 class Learned(nn.SiLU):
     def __init__(self) -> None:
         super().__init__()
-        self.slope = nn.Parameter(torch.ones(1, device="meta"))  # as on a device that copies on the CPU do not share
+        self.slope = nn.Parameter(torch.ones(1, device="meta"))  # as on a device other than that of the small copy
 
 
 def test_activations_with_weights_and_other_default_devices_do_not_disturb_patching() -> None:
@@ -83,18 +78,19 @@ def test_activations_with_weights_and_other_default_devices_do_not_disturb_patch
     learned = LlamaMLP(config)
     learned.act_fn = Learned()
     assert probing.feed_forward_of(learned) is None and probing.activation_of(Learned()) is None
-    for known in (probing._norms, probing._feed_forwards, probing._experts, probing._rotaries):
-        known.clear()
     model = family_model("granitemoehybrid")
-    fused_layers.with_fused_rotary.cache_clear()
+    for module in model.modules():  # classes that were never probed before
+        module.__class__ = type(type(module).__name__, (type(module),), {})
+    rotary = LlamaAttention.forward.__globals__["apply_rotary_pos_emb"]
+    unseen = types.FunctionType(rotary.__code__, rotary.__globals__, argdefs=rotary.__defaults__)
     with torch.device("meta"):
         fused_layers.patch_fused_layers(model)
-        assert fused_layers.with_fused_rotary(LlamaAttention.forward) is not LlamaAttention.forward
+        assert probing.keeps_rotary_dtype(unseen) is False
     names = {type(module).__name__ for module in model.modules() if hasattr(module, "fused_facts")}
     assert names == {"GraniteMoeHybridRMSNorm", "GraniteMoeHybridMLP", "GraniteMoeHybridExperts"}
 
 
-def test_experts_that_do_something_else_keep_their_own_forward(launched: Counter[str]) -> None:
+def test_experts_that_compute_something_else_are_not_fused(launched: Counter[str]) -> None:
     (experts,) = (
         m for m in family_model("qwen3_next").model.layers[0].mlp.modules() if type(m).__name__[-7:] == "Experts"
     )
@@ -113,7 +109,7 @@ def test_experts_that_do_something_else_keep_their_own_forward(launched: Counter
         assert probing.experts_of(experts) is None
     experts.__class__ = Halved.__mro__[1]
     fused_layers.patch_fused_layers(nn.Sequential(experts))
-    experts._is_expert_parallel = True  # only a part of the experts stands here
+    experts._is_expert_parallel = True  # this process has only a part of the experts
     x, index = torch.randn(3, 32), torch.tensor([[0, 1], [2, 3], [1, 2]])
     with fused_layers.fused_scope(True), torch.no_grad():
         experts(x, index, torch.ones(3, 2))
@@ -124,7 +120,7 @@ def test_experts_that_do_something_else_keep_their_own_forward(launched: Counter
     assert launched["experts"] == 1
 
 
-def test_rotations_that_do_something_else_keep_their_own_function() -> None:
+def test_rotations_that_compute_something_else_are_not_fused() -> None:
     def in_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         turned = [torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) for x in (q, k)]
         return q * cos[:, None] + turned[0] * sin[:, None], k * cos[:, None] + turned[1] * sin[:, None]
@@ -163,7 +159,7 @@ def test_angles_that_are_wider_than_queries_widen_them_only_where_the_family_doe
     assert (turned.dtype == torch.bfloat16) == keeps and launched["rotary"] == keeps
 
 
-def test_queries_and_angles_of_another_layout_are_rotated_by_the_familys_own_function(launched: Counter[str]) -> None:
+def test_queries_and_angles_of_another_layout_are_rotated_by_the_familys_function(launched: Counter[str]) -> None:
     own = LlamaAttention.forward.__globals__["apply_rotary_pos_emb"]
     rotary = fused_layers.with_fused_rotary(LlamaAttention.forward).__globals__["apply_rotary_pos_emb"]
     q, cos, sin = (
@@ -175,7 +171,7 @@ def test_queries_and_angles_of_another_layout_are_rotated_by_the_familys_own_fun
     assert not launched
 
 
-def test_a_norm_whose_weights_are_wider_than_its_rows_keeps_its_own_forward(launched: Counter[str]) -> None:
+def test_a_norm_whose_weights_are_wider_than_its_rows_is_not_fused(launched: Counter[str]) -> None:
     norm = LlamaRMSNorm(8)
     fused_layers.patch_fused_layers(nn.Sequential(norm))
     with fused_layers.fused_scope(True), torch.no_grad():
@@ -183,7 +179,7 @@ def test_a_norm_whose_weights_are_wider_than_its_rows_keeps_its_own_forward(laun
     assert not launched
 
 
-def test_only_tensors_of_a_scored_tree_wait(launched: Counter[str]) -> None:
+def test_only_tensors_of_a_scored_tree_become_lazy(launched: Counter[str]) -> None:
     x = torch.ones(1, 8)
     assert fused_layers.as_lazy_residual(x) is x
     with fused_layers.fused_scope(True):

@@ -1,4 +1,4 @@
-"""Gated norms of recurrent layers in one launch equal the family's own module, which runs everywhere else."""
+"""Gated norms of recurrent layers in one launch equal the family's module, which runs everywhere else."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gated_norm_of(family: str, changes: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("dtype", ERROR, ids=str)
 @pytest.mark.parametrize(("family", "changes"), CASES.values(), ids=CASES)
-def test_a_gated_norm_in_one_launch_equals_the_familys_own(
+def test_a_gated_norm_in_one_launch_equals_that_of_the_family(
     family: str, changes: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     norm = gated_norm_of(family, changes).to(dtype)
@@ -42,12 +42,12 @@ def test_a_gated_norm_in_one_launch_equals_the_familys_own(
     treat_as_on_device(monkeypatch, host_can_read=True, operations=dispatch.TRITON)
     fused_layers.gated_norm(norm, x, gate)  # what a class computes is found out once, by running a small copy
     monkeypatch.setattr(type(norm), "forward", refuse)
-    ours = fused_layers.gated_norm(norm, x, gate)
+    fused = fused_layers.gated_norm(norm, x, gate)
     monkeypatch.undo()
     with torch.no_grad():
-        theirs = norm(x[None], gate[None])[0] if "FalconH1" in type(norm).__name__ else norm(x, gate)
-    assert ours.dtype == theirs.dtype
-    assert float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max()) < ERROR[dtype]
+        unfused = norm(x[None], gate[None])[0] if "FalconH1" in type(norm).__name__ else norm(x, gate)
+    assert fused.dtype == unfused.dtype
+    assert float((fused.float() - unfused.float()).abs().max() / unfused.float().abs().max()) < ERROR[dtype]
 
 
 class WholeRows(torch.nn.Module):
@@ -63,7 +63,7 @@ class WholeRows(torch.nn.Module):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
 
-def test_a_gated_norm_that_names_no_groups_is_known_by_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gated_norm_without_groups_is_recognised_by_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
     class Squared(WholeRows):
         """Another function under the same names."""
 
@@ -71,37 +71,31 @@ def test_a_gated_norm_that_names_no_groups_is_known_by_what_it_does(monkeypatch:
     treat_as_on_device(monkeypatch, host_can_read=True, operations=dispatch.TRITON)
     norm, other = WholeRows(16), Squared(16, 2.0)
     with torch.no_grad():
-        expected, kept = norm(x, gate), other(x, gate)
-        assert torch.equal(fused_layers.gated_norm(other, x, gate), kept)
+        expected, squared = norm(x, gate), other(x, gate)
+        assert torch.equal(fused_layers.gated_norm(other, x, gate), squared)
         fused_layers.gated_norm(norm, x, gate)
         monkeypatch.setattr(WholeRows, "forward", refuse)
         torch.testing.assert_close(fused_layers.gated_norm(norm, x, gate), expected)
 
 
 def refuse(*_: Any, **__: Any) -> Tensor:
-    """Stand for a module's forward that must not run."""
+    """Fail where a module's forward must not run."""
     raise AssertionError("the module's own forward ran")
 
 
-def test_elsewhere_the_familys_own_module_runs() -> None:
+@pytest.mark.parametrize("change", ["no-triton", "forward", "hook"])
+def test_the_familys_module_runs_without_triton_or_if_it_was_changed(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "has_triton", lambda *_: change != "no-triton")
     norm = gated_norm_of("bamba", {})
-    x, gate = torch.randn(2, 3, norm.weight.shape[0]), torch.randn(2, 3, norm.weight.shape[0])
+    x, gate = torch.randn(2, 3, norm.weight.shape[0]).unbind()
     with torch.no_grad():
-        assert torch.equal(fused_layers.gated_norm(norm, x, gate), norm(x, gate))
-
-
-def test_a_gated_norm_that_was_patched_runs_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    treat_as_on_device(monkeypatch, host_can_read=True, operations=dispatch.TRITON)
-    norm = gated_norm_of("bamba", {})
-    norm.forward = lambda x, gate: x + gate
-    x = torch.ones(2, norm.weight.shape[0])
-    assert torch.equal(fused_layers.gated_norm(norm, x, x), x + x)
-
-
-def test_a_gated_norm_with_a_hook_runs_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    treat_as_on_device(monkeypatch, host_can_read=True, operations=dispatch.TRITON)
-    norm = gated_norm_of("bamba", {})
-    norm.register_forward_hook(lambda _, __, y: 2 * y)
-    x = torch.randn(2, norm.weight.shape[0])
-    with torch.no_grad():
-        assert torch.equal(fused_layers.gated_norm(norm, x, x), 2 * norm.forward(x, x))
+        expected = norm(x, gate)
+        if change == "forward":
+            norm.forward = lambda x, gate: x + gate
+            expected = x + gate
+        elif change == "hook":
+            norm.register_forward_hook(lambda _, __, y: 2 * y)
+            expected = 2 * expected
+        assert torch.equal(fused_layers.gated_norm(norm, x, gate), expected)

@@ -1,4 +1,4 @@
-"""A lazy residual behaves as its tensor everywhere but in the norm that reads it."""
+"""A lazy residual behaves as its tensor and is evaluated by the norm that reads it."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ def test_every_other_use_sees_the_tensor() -> None:
     assert torch.equal(torch.add(total, x, alpha=2), torch.add(x, x, alpha=2))
     assert torch.equal(F.dropout(total, 0.5, training=False), x) and torch.equal(total + x[0, 0], x + x[0, 0])
     assert torch.equal(total.to("cpu", torch.float64), x.double())
-    kept = x.clone()
-    kept += total
-    assert torch.equal(kept, x + x) and not isinstance(kept, LazyResidual)
+    in_place = x.clone()
+    in_place += total
+    assert torch.equal(in_place, x + x) and not isinstance(in_place, LazyResidual)
     with pytest.raises(AttributeError, match="no_such_thing"):
         total.no_such_thing  # noqa: B018

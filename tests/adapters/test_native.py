@@ -1,19 +1,19 @@
-"""Loading: native mamba-ssm checkpoints equal transformers' models; maps of devices, dtypes, code that is refused."""
+"""Loading: native mamba-ssm checkpoints equal transformers' models; device maps, dtypes, refused code."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.family_states import Decoding
 from helpers.tiny_families import VOCAB
 from helpers.tiny_family_models import family_model
-from helpers.tiny_models import TOLERANCE, random_tree, tiny_model, tree_error
+from helpers.tiny_models import tiny_model
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -85,9 +85,7 @@ def test_a_native_checkpoint_is_the_model_it_was_written_from(kind: str, suffix:
     with torch.no_grad():
         assert torch.equal(lm.model(torch.tensor(text)).logits, model(torch.tensor(text)).logits)
     assert lm.vocab_size == PADDED
-    state, tree = lm.new_state(1, 32, 8), random_tree(random.Random(2), [7])
-    lm.prefill(state, torch.tensor(text))
-    assert tree_error(model, text, tree, lm.verify(state, tree)) < TOLERANCE[torch.float32]
+    Decoding(model, [10], lm=lm).score([7])
     out = lm.model.generate(torch.tensor(text), custom_generate=stree.custom_generate, max_new_tokens=5)
     assert out.shape == (1, 15), "a native config names no end token"
 
@@ -119,8 +117,8 @@ def test_defaults_of_the_published_checkpoints_are_mamba_ssm_s(tmp_path: Path) -
     sizes = (config.num_heads, config.head_dim, config.state_size, config.n_groups, config.vocab_size, config.expand)
     assert sizes == (80, 64, 128, 1, 50288, 2)
     assert (config.time_step_limit, config.chunk_size, config.layer_norm_epsilon) == ((0.0, float("inf")), 256, 1e-5)
-    kept = config.residual_in_fp32, config.tie_word_embeddings, config.use_bias, config.use_conv_bias
-    assert kept == (True, True, False, True)
+    flags = config.residual_in_fp32, config.tie_word_embeddings, config.use_bias, config.use_conv_bias
+    assert flags == (True, True, False, True)
     first = {"d_model": 2560, "n_layer": 64, "vocab_size": 50277, "ssm_cfg": {}, "pad_vocab_size_multiple": 8}
     config = load_config(save(tmp_path, first, None, "none"))
     others = (config.intermediate_size, config.state_size, config.time_step_rank, config.conv_kernel, config.vocab_size)
@@ -171,23 +169,20 @@ class Bomb:
         return (pytest.fail, ("code of a checkpoint ran",))
 
 
-def without(weights: dict[str, Tensor]) -> Any:
-    del weights["backbone.layers.1.mixer.A_log"]
-    return weights
-
-
-def with_more(weights: dict[str, Tensor]) -> Any:
-    return {**weights, "backbone.layers.0.norm2.weight": torch.ones(32)}
-
-
-def misshapen(weights: dict[str, Tensor]) -> Any:
-    return {**weights, "backbone.norm_f.weight": torch.ones(31)}
-
-
+LAST = "backbone.layers.1.mixer.A_log"
 BROKEN: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
-    "lacks": (without, "the native checkpoint lacks backbone.layers.1.mixer.A_log; 1 such"),
-    "more": (with_more, "has backbone.layers.0.norm2.weight, which this architecture does not"),
-    "shape": (misshapen, r"has backbone.norm_f.weight of shape \[31\], expected \[32\]"),
+    "lacks": (
+        lambda weights: {n: w for n, w in weights.items() if n != LAST},
+        "the native checkpoint lacks backbone.layers.1.mixer.A_log; 1 such",
+    ),
+    "more": (
+        lambda weights: {**weights, "backbone.layers.0.norm2.weight": torch.ones(32)},
+        "has backbone.layers.0.norm2.weight, which this architecture does not",
+    ),
+    "shape": (
+        lambda weights: {**weights, "backbone.norm_f.weight": torch.ones(31)},
+        r"has backbone.norm_f.weight of shape \[31\], expected \[32\]",
+    ),
     "code": (lambda weights: {**weights, "x": Bomb()}, "pytorch_model.bin cannot be read as tensors"),
     "list": (lambda _: [torch.ones(2)], "pytorch_model.bin must hold a dict of tensors, got list"),
 }
@@ -211,30 +206,20 @@ def test_a_native_checkpoint_needs_weights_and_a_device(tmp_path: Path, monkeypa
         TreeLM.from_pretrained(tmp_path, device_map="auto")
 
 
-@pytest.mark.parametrize("dtype", ["float16", torch.bfloat16, "float64", "auto"])
 @pytest.mark.parametrize("is_native", [True, False], ids=["native", "transformers"])
-def test_a_checkpoint_is_loaded_in_the_dtype_asked_for(
-    dtype: str | torch.dtype, is_native: bool, tmp_path: Path
-) -> None:
-    model = source("Mamba2")
+def test_a_checkpoint_is_loaded_in_the_dtype_asked_for(is_native: bool, tmp_path: Path) -> None:
+    model = source("Mamba2").half()
     if is_native:
-        save(tmp_path, native_config("Mamba2"), native_weights(model.half(), "Mamba2"))
+        save(tmp_path, native_config("Mamba2"), native_weights(model, "Mamba2"))
     else:
-        model.half().save_pretrained(tmp_path)
-    lm = TreeLM.from_pretrained(tmp_path, "cpu", dtype)
-    expected = {"float16": torch.float16, "float64": torch.float64, "auto": torch.float32}.get(str(dtype), dtype)
-    assert lm.dtype == expected
-    state = lm.new_state()
-    lm.prefill(state, torch.tensor([[1, 2, 3]]))
-    assert lm.verify(state, stree.TokenTree.chain([4, 5])).isfinite().all()
-
-
-@pytest.mark.parametrize("is_native", [True, False], ids=["native", "transformers"])
-def test_an_unknown_dtype_is_refused(is_native: bool, tmp_path: Path) -> None:
-    if is_native:
-        save(tmp_path, native_config("Mamba2"), native_weights(source("Mamba2"), "Mamba2"))
-    else:
-        source("Mamba2").save_pretrained(tmp_path)
+        model.save_pretrained(tmp_path)
+    for dtype, expected in (
+        ("float16", torch.float16), (torch.bfloat16, torch.bfloat16), ("float64", torch.float64),
+        ("auto", torch.float32),
+    ):  # fmt: skip
+        lm = TreeLM.from_pretrained(tmp_path, "cpu", dtype)
+        assert lm.dtype == expected
+        assert lm.verify(lm.new_state(), stree.TokenTree.chain([4, 5])).isfinite().all()
     with pytest.raises(ValueError, match="float31"):
         TreeLM.from_pretrained(tmp_path, "cpu", "float31")
 
@@ -269,11 +254,7 @@ DEVICE_MAPS: dict[str, Any] = {
 def test_a_device_map_loads_the_same_model(device_map: Any, tmp_path: Path) -> None:
     model = tiny_model("bamba")
     model.save_pretrained(tmp_path)
-    lm = TreeLM.from_pretrained(tmp_path, device_map=device_map)
-    text, tree = [[5, 6, 7, 8, 9]], random_tree(random.Random(2), [7])
-    state = lm.new_state(1, 32, 8)
-    lm.prefill(state, torch.tensor(text))
-    assert tree_error(model, text, tree, lm.verify(state, tree)) < TOLERANCE[torch.float32]
+    Decoding(model, [5], lm=TreeLM.from_pretrained(tmp_path, device_map=device_map)).score([7])
 
 
 def test_offloaded_layers_are_refused(tmp_path: Path) -> None:
@@ -287,7 +268,7 @@ def test_offloaded_layers_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change", [{"ssm_cfg": {"layer": "Mamba2", "headdim": 24}}, {"ssm_cfg": {"layer": "Mamba2", "headdim": 0}}]
 )
-def test_a_native_config_that_fits_no_model_is_said(change: dict[str, Any], tmp_path: Path) -> None:
+def test_a_native_config_that_fits_no_model_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
     save(tmp_path, native_config("Mamba2", **change), {})
     with pytest.raises(ValueError, match="no checkpoint that transformers can read"):
         load_config(tmp_path)

@@ -1,4 +1,4 @@
-"""Layers on several devices; the second one here is "meta", which gives shapes and refuses tensors of the CPU."""
+"""Layers on several devices; the second one here is "meta", which computes shapes and refuses tensors of the CPU."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignore[import-untyped]
+from helpers.family_states import Decoding
 from helpers.tiny_family_models import EVERY_ADAPTER, family_model
 from helpers.tiny_models import (
-    TOLERANCE,
     as_commit,
     patched,
     path_to,
     random_texts,
     random_tree,
     right_padded,
-    tree_error,
 )
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -33,7 +32,7 @@ META = torch.device("meta")
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Move tensors, lists, tuples and dicts of them; caches stay, as transformers tells accelerate to do."""
+    """Move tensors, lists, tuples and dicts of them; caches stay, as accelerate leaves them."""
     if isinstance(value, Tensor):
         return value.to(device) if value.device != device and value.device != META else value
     if type(value) in (list, tuple):
@@ -42,7 +41,7 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def split_model(family: str) -> PreTrainedModel:
-    """Put everything from the second layer on upon another device, with hooks such as accelerate's."""
+    """Move everything from the second layer on to another device, with hooks such as accelerate's."""
     model = family_model(family, torch.bfloat16)  # the only dtype of torch's grouped products on "meta"
     base = getattr(model, model.base_model_prefix)
     rest = [*base.layers[1:], *(child for name, child in base.named_children() if "norm" in name), model.lm_head]
@@ -112,19 +111,15 @@ def test_plain_calls_of_a_model_on_several_devices_run_its_own_code() -> None:
 
 @pytest.mark.parametrize("family", EVERY_ADAPTER)
 def test_forwards_that_accelerate_has_replaced_do_not_hide_the_tree(family: str) -> None:
-    rng = random.Random(1)
     model = family_model(family)
     hooked = copy.deepcopy(model)
     for module in hooked.modules():
         add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
     TreeLM(hooked)  # a patch over a patch
-    lm, texts, tree = TreeLM(hooked), random_texts(rng, [9, 4]), random_tree(rng, [9, 7])
-    state = lm.new_state(2, 64, 16)
-    lm.prefill(state, *right_padded(texts))
-    assert tree_error(model, texts, tree, lm.verify(state, tree)) < TOLERANCE[torch.float32]
-    tokens = torch.tensor(random_texts(rng, [6]))
-    plain = {"max_new_tokens": 3, "do_sample": False}
-    assert torch.equal(lm.model.generate(tokens, **plain), model.generate(tokens, **plain))
+    decoding = Decoding(model, [9, 4], lm=TreeLM(hooked))
+    decoding.score([9, 7])
+    plain, tokens = {"max_new_tokens": 3, "do_sample": False}, torch.tensor(decoding.texts[:1])
+    assert torch.equal(decoding.lm.model.generate(tokens, **plain), model.generate(tokens, **plain))
 
 
 def test_plain_calls_run_the_forwards_that_accelerate_has_put_on_mixers() -> None:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 import torch
+from helpers.family_states import Decoding
 from helpers.tiny_family_models import family_model, matrix
 from helpers.tiny_models import (
     TOLERANCE,
-    check_steps,
-    fresh_logits,
-    random_texts,
-    relative_error,
-    right_padded,
     tiny_model,
 )
 from torch import Tensor
@@ -30,26 +25,26 @@ from stree.tree import TokenTree
 
 @pytest.mark.parametrize("family", matrix())
 def test_a_prompt_in_chunks_leaves_what_it_leaves_in_one_piece(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng, model = random.Random(5), family_model(family)
+    model = family_model(family)
     lm = TreeLM(family_model(family))
-    texts = random_texts(rng, [23, 4, 9])  # the second fits in the first chunk, the third ends within the second
-    state, verify = lm.new_state(3, 64, 7), lm.verify
+    lm.chunk_size, verify = 6, lm.verify
 
     def checked(state: DecodeState, tree: TokenTree) -> Tensor:
-        TokenTree(tree.tokens, tree.parents)  # refuses what is no tree
+        TokenTree(tree.tokens, tree.parents)  # raises if it is not a tree
         return verify(state, tree)
 
     monkeypatch.setattr(lm, "verify", checked)
-    logits = lm.prefill(state, *right_padded(texts, padding=1), chunk_size=6)
+    # The second prompt fits in the first chunk, the third ends within the second.
+    decoding = Decoding(model, [23, 4, 9], lm=lm, max_nodes=7, padding=1)
     monkeypatch.undo()
-    assert state.lengths.tolist() == [23, 4, 9]
-    for row, text in enumerate(texts):
-        assert relative_error(logits[row], fresh_logits(model, text)[-1]) < TOLERANCE[torch.float32]
-    check_steps(model, lm, state, texts, (rng, [7, 5, 6]), TOLERANCE[torch.float32])
+    assert decoding.state.lengths.tolist() == [23, 4, 9]
+    assert decoding.prompt_error() < TOLERANCE[torch.float32]
+    decoding.step([7, 5, 6])
+    decoding.score([7, 5, 6])
 
 
 class Widths:
-    """Notes how many tokens each forward of a model runs."""
+    """Records how many tokens each forward of a model runs."""
 
     def __init__(self, model: Any) -> None:
         self.seen: list[int] = []
@@ -66,7 +61,7 @@ def test_no_forward_is_wider_than_its_chunk(chunk_size: int | None, max_nodes: i
     assert widths.seen == expected
 
 
-def test_what_follows_is_cut_to_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rest_of_a_prompt_is_cut_to_the_most_nodes_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert most_nodes(torch.device("cuda:1"), torch.bfloat16) == MAX_NODES
     assert most_nodes(torch.device("cuda"), torch.float64) is None is most_nodes(torch.device("cpu"), torch.float32)
     monkeypatch.setattr(tree_lm, "most_nodes", lambda device, dtype: 4)
@@ -87,7 +82,7 @@ def test_a_model_s_own_chunk_size_serves_generate() -> None:
 
 
 @pytest.mark.parametrize("chunk_size", [0, -3])
-def test_a_chunk_of_nothing_is_refused(chunk_size: int) -> None:
+def test_a_chunk_below_one_token_is_refused(chunk_size: int) -> None:
     lm = TreeLM(tiny_model("mamba2"))
     with pytest.raises(ValueError, match=f"chunk_size must be at least 1, got {chunk_size}"):
         lm.prefill(lm.new_state(), torch.tensor([[1, 2]]), chunk_size=chunk_size)

@@ -1,7 +1,4 @@
-"""A drafter with a trimmed head: its probabilities, its stop tokens, and that generated text does not change.
-
-Run: python -m pytest tests/adapters/test_trimmed.py
-"""
+"""A draft model with a trimmed head: probabilities, stop tokens, and generated texts, which do not change."""
 
 from __future__ import annotations
 
@@ -84,7 +81,7 @@ def test_text_does_not_change_with_the_drafter_s_vocabulary(temperature: float) 
         trimmed = run(ModelDrafter(draft, vocab=KEPT), growth)
         assert trimmed.sequences == plain
         assert {token for text in plain for token in text} - set(KEPT), "the text has tokens that were left out"
-    # The same model drafts for itself: every token that is kept is accepted at temperature 0, no other ever.
+    # The draft model is the target: at temperature 0 every drafted token is accepted.
     assert temperature or trimmed.stats["tau"] < run(ModelDrafter(draft), Chain(3)).stats["tau"]
 
 
@@ -113,7 +110,7 @@ def test_bad_vocabularies_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             ModelDrafter(lm, vocab=kept)
-    lm.model.generation_config.eos_token_id = [0, 7]  # chat models have more than one, and the config knows the first
+    lm.model.generation_config.eos_token_id = [0, 7]  # chat models have more than one, and the config has the first
     with pytest.raises(ValueError, match=r"must keep the model's stop tokens, got one without \[7\]"):
         ModelDrafter(lm, vocab=[0, 4, 5])
     lm.model.generation_config.eos_token_id = None  # and others have none but the config's

@@ -24,11 +24,13 @@ SAMPLED = Case((PROMPT, PROMPT[:5]), 14, 0.8, seed=3)
 def captured(monkeypatch: pytest.MonkeyPatch) -> Pair:
     """A pair whose steps are captured, in the code that a CUDA device would run."""
     treat_as_on_device(monkeypatch)
-    monkeypatch.setattr(step_cache, "_can_capture", lambda lm: "step_cache" in lm.kept and lm.is_captured is not False)
+    monkeypatch.setattr(
+        step_cache, "_can_capture", lambda lm: "step_cache" in lm.cache and lm.captures_steps is not False
+    )
     torch.manual_seed(0)
     pair = tiny_pair("bamba")
-    pair.target.kept["step_cache"] = StepCache(TapeRecorder())
-    pair.target.kept["step_cache"].most = 8
+    pair.target.cache["step_cache"] = StepCache(TapeRecorder())
+    pair.target.cache["step_cache"].most = 8
     return pair
 
 
@@ -36,19 +38,19 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Pair:
 @pytest.mark.parametrize("case", [replace(SAMPLED, temperature=0.0), SAMPLED], ids=["greedy", "sampled"])
 def test_timed_runs_only_replay_graphs_and_emit_the_tokens_of_launched_ones(case: Case, captured: Pair) -> None:
     methods = parse_methods("plain,chain:3,calibrated:8x3,suffix:8")
-    captured.target.is_captured = False
+    captured.target.captures_steps = False
     launched = [execute(captured, method, case) for method in methods]
     assert all("graphs" not in run.stats for run in launched)
-    captured.target.is_captured = None
+    captured.target.captures_steps = None
     captured.drafters.clear()
     for method, wanted in zip(methods, launched, strict=True):
         run = execute(captured, method, case)
         assert run.stats["graphs"]["replays"] == run.stats["steps"] > 0
         assert run.tokens == wanted.tokens and run.stats["tau"] == wanted.stats["tau"]
-    tapes = len(captured.target.kept["step_cache"].recorder.tapes)
+    tapes = len(captured.target.cache["step_cache"].recorder.tapes)
     for method in methods:
         execute(captured, method, case)
-    assert len(captured.target.kept["step_cache"].recorder.tapes) == tapes, "graphs are kept for the next run"
+    assert len(captured.target.cache["step_cache"].recorder.tapes) == tapes, "graphs are kept for the next run"
 
 
 def test_baselines_and_lossy_methods_are_not_captured(captured: Pair) -> None:

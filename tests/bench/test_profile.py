@@ -66,8 +66,10 @@ def test_bytes_grow_with_what_they_count() -> None:
 def captured(monkeypatch: pytest.MonkeyPatch) -> Any:
     both = pair()
     treat_as_on_device(monkeypatch)
-    monkeypatch.setattr(step_cache, "_can_capture", lambda lm: "step_cache" in lm.kept and lm.is_captured is not False)
-    both.target.kept["step_cache"] = StepCache(TapeRecorder())
+    monkeypatch.setattr(
+        step_cache, "_can_capture", lambda lm: "step_cache" in lm.cache and lm.captures_steps is not False
+    )
+    both.target.cache["step_cache"] = StepCache(TapeRecorder())
     return both
 
 
@@ -75,7 +77,7 @@ def test_replayed_steps_are_timed_beside_launched_ones(captured: Any) -> None:
     record = profile(captured, SHAPE)
     assert record["replayed"]["replays"] > 0 and record["replayed"]["graphs"] == 1
     assert 0 <= record["replayed"]["idle"] < 1 and record["replayed"]["step_ms"] > 0
-    assert captured.target.is_captured is None, "as it was"
+    assert captured.target.captures_steps is None, "as it was"
     assert "replayed, idle" in text_of(record)
 
 
@@ -86,7 +88,7 @@ def test_of_replayed_steps_the_share_outside_the_forwards_is_known(captured: Any
         return stree.generate(captured.target, [[5, 6, 7]], drafter, Chain(2), 3, max_new_tokens=12).sequences
 
     before = text()
-    kept = captured.target.kept["step_cache"]
+    kept = captured.target.cache["step_cache"]
     kept.release()
     kept.recorder.tapes.clear()
     record = profile(captured, replace(SHAPE, new_tokens=16))

@@ -82,7 +82,7 @@ def test_every_option_reaches_the_generation(
         seen.update(
             zip(("drafter", "growth", "budget", "verifier", "sampling", "tokens", "stops"), arguments, strict=True)
         )
-        seen.update(options, prompts=prompts, is_captured=lm.is_captured)
+        seen.update(options, prompts=prompts, captures_steps=lm.captures_steps)
         raise ValueError("seen")
 
     monkeypatch.setattr(generation, "generate", generate)
@@ -92,9 +92,9 @@ def test_every_option_reaches_the_generation(
     capsys.readouterr()
     assert (seen["sampling"], seen["seed"]) == (Sampling(0.7, 5, 0.9), 3)
     assert (seen["budget"], seen["verifier"], seen["tokens"], seen["growth"]) == (6, "match", 9, None)
-    assert (seen["prompts"], seen["stops"], seen["is_captured"]) == ([[1, 2]], [0], False)
+    assert (seen["prompts"], seen["stops"], seen["captures_steps"]) == ([[1, 2]], [0], False)
     assert main(["generate", "a b", "--target", target]) == 2
-    assert seen["is_captured"] is None, "which is decided by the device"
+    assert seen["captures_steps"] is None, "which is decided by the device"
 
 
 def test_text_is_streamed_and_the_summary_goes_to_standard_error(

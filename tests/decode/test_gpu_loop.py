@@ -57,9 +57,9 @@ def test_texts_are_the_cpu_s_launched_or_replayed(name: str, temperature: float)
     lm, drafter = pair("cpu")
     expected = texts(lm, drafter, **options).sequences
     lm, drafter = pair(DEVICE)
-    lm.is_captured = False
+    lm.captures_steps = False
     assert texts(lm, drafter, **options).sequences == expected
-    lm.is_captured = None
+    lm.captures_steps = None
     for number in range(2):
         found = texts(lm, drafter, **options)
         assert found.sequences == expected

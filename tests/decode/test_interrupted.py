@@ -137,7 +137,7 @@ def test_taking_over_another_state_half_way_loses_the_state(taken: str, monkeypa
     monkeypatch.undo()
     with pytest.raises(RuntimeError, match=LOST):
         lm.verify(state, tree)
-    state.is_torn, other.is_torn = False, True
+    state.is_inconsistent, other.is_inconsistent = False, True
     take(other)  # of a state that is lost itself
     with pytest.raises(RuntimeError, match=LOST):
         lm.verify(state, tree)

@@ -1,4 +1,4 @@
-"""Fused layers in tests: which operations they launch, and a tree verified with or without them."""
+"""Counts of fused launches, and a tree verified with or without fused layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FUSED_OPS = ("rms_norm", "rms_norm_add", "gated_activation", "rotary", "experts"
 
 
 def count_fused_launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Let "auto" mean Triton for fused operations; count those that are asked for."""
+    """Make "auto" mean Triton for fused operations and count their calls."""
     counts: Counter[str] = Counter()
 
     def counted(name: str) -> Any:

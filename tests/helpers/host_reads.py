@@ -1,4 +1,4 @@
-"""Watches over a step: host reads, which on a GPU would make the host wait, and whether all steps are alike."""
+"""Dispatch modes that fail on host reads, which synchronise with a GPU, or record the operators of a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 
 class NoHostReads(TorchDispatchMode):
@@ -45,23 +44,15 @@ class _NoReadingMethods(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Trace(TorchDispatchMode):
-    """Note every operator with its numbers and the sizes of what it takes and gives: what a graph would capture."""
+class ResultSizes(TorchDispatchMode):
+    """Record every operator with the sizes of its results: a captured graph needs them to be alike in all steps."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[tuple[str, Any, Any]] = []
+        self.seen: list[tuple[str, list[list[int]]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.seen.append((str(func), _sizes((args, kwargs)), _sizes(out)))
+        parts = out if isinstance(out, (tuple, list)) else (out,)
+        self.seen.append((str(func), [[*part.shape] for part in parts if isinstance(part, torch.Tensor)]))
         return out
-
-
-def _sizes(value: Any) -> Any:
-    """Put sizes, strides and dtypes in place of tensors."""
-    leaves, structure = tree_flatten(value)
-    return [
-        (tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else str(leaf)
-        for leaf in leaves
-    ], str(structure)

@@ -1,4 +1,4 @@
-"""Every family's tiny model with weights that make its states matter, and the skip of one that transformers lacks."""
+"""A tiny model of every family, with weights under which states matter; skips families that transformers lacks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EVERY_ADAPTER = (
     "zamba2",
 )
 
-# Families with experts: in bfloat16 a near-tie of the router may go either way and changes a token wholly.
+# Families with experts: in bfloat16 a near-tie of the router may go either way, which changes the logits of a token.
 ROUTED = {
     "bailing_hybrid",
     "granitemoehybrid",
@@ -41,15 +41,15 @@ ROUTED = {
 }
 
 
-def matrix(families: Sequence[str] = FAMILIES) -> list[Any]:
-    """Give families as parameters of a test, all but one for each adapter marked slow."""
-    return [family if family in EVERY_ADAPTER else pytest.param(family, marks=pytest.mark.slow) for family in families]
+def matrix(families: Sequence[str] = FAMILIES, fast: Sequence[str] = EVERY_ADAPTER) -> list[Any]:
+    """Return families as parameters of a test; those outside ``fast``, which has one for each adapter, are slow."""
+    return [family if family in fast else pytest.param(family, marks=pytest.mark.slow) for family in families]
 
 
 def family_model(
     model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: object
 ) -> PreTrainedModel:
-    """Make a model that never saw our code; the same arguments give the same weights."""
+    """Make an unpatched model; the same arguments return the same weights."""
     torch.manual_seed(seed)
     try:
         model = BUILDERS[model_type](**changes)
@@ -58,7 +58,7 @@ def family_model(
             pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
         raise
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # torch's grouped products know no float64
+        model.set_experts_implementation("eager")  # torch's grouped products do not take float64
     draw_weights(model)
     return model.eval().to(dtype)
 

@@ -1,7 +1,7 @@
-"""Tiny random models and trees, and the oracle of exactness: transformers' own fresh forward of a whole text.
+"""Tiny random models and trees, and the oracle of exactness: transformers' forward of a whole text without a cache.
 
-Weights are drawn so that everything matters: wide matrices, perturbed vectors and slow decays, for with
-the default ones a state is forgotten within a few tokens and no test would see a wrong one.
+Weights are drawn so that errors of any part are visible: wide matrices, perturbed vectors and slow decays, for with
+the default ones a state is forgotten within a few tokens, and an error in it would not show.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
 
 
 def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Make a model that never saw our code; the same arguments give the same weights."""
+    """Make an unpatched model; the same arguments return the same weights."""
     classes = {"mamba2": Mamba2ForCausalLM, "bamba": BambaForCausalLM, "llama": LlamaForCausalLM}
     torch.manual_seed(seed)
     model = classes[family](tiny_config(family, **changes)).eval()
@@ -91,14 +91,14 @@ def random_texts(rng: random.Random, lengths: Sequence[int]) -> list[list[int]]:
 
 
 def right_padded(texts: Sequence[Sequence[int]], padding: int = 0) -> tuple[Tensor, Tensor]:
-    """Give int64[batch, longest] tokens and int64[batch] lengths."""
+    """Return int64[batch, longest] tokens and int64[batch] lengths."""
     width = max(map(len, texts))
     rows = [[*text, *[padding] * (width - len(text))] for text in texts]
     return torch.tensor(rows), torch.tensor([len(text) for text in texts])
 
 
 def random_tree(rng: random.Random, sizes: Sequence[int], width: int | None = None) -> TokenTree:
-    """Draw a tree a sequence with so many nodes, in ``width`` columns; padding stands anywhere but at the root."""
+    """Draw a tree a sequence with so many nodes, in ``width`` columns; padding may be anywhere but at the root."""
     width = max(sizes) if width is None else width
     tokens, parents = torch.zeros(len(sizes), width, dtype=torch.int64), torch.full((len(sizes), width), -1)
     for row, size in enumerate(sizes):
@@ -124,12 +124,12 @@ def path_to(tree: TokenTree, row: int, node: int) -> list[int]:
 
 
 def random_path(rng: random.Random, tree: TokenTree, row: int) -> list[int]:
-    """Draw a node that is not padding; give the path that leads to it."""
+    """Draw a node that is not padding and return the path to it."""
     return path_to(tree, row, rng.choice(real_nodes(tree, row)))
 
 
 def as_commit(paths: Sequence[Sequence[int]], filler: int = -1) -> tuple[Tensor, Tensor]:
-    """Give int32[batch, m] paths, filled up past their ends, and int32[batch] lengths."""
+    """Return int32[batch, m] paths, filled up past their ends, and int32[batch] lengths."""
     width = max(map(len, paths))
     rows = [[*path, *[filler] * (width - len(path))] for path in paths]
     return torch.tensor(rows, dtype=torch.int32).view(len(paths), width), torch.tensor(
@@ -165,7 +165,7 @@ def fresh_node_logits(model: PreTrainedModel, text: Sequence[int], tree: TokenTr
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Give the largest difference, of the largest expected magnitude."""
+    """Return the largest difference, of the largest expected magnitude."""
     assert actual.shape == expected.shape, f"got {[*actual.shape]}, expected {[*expected.shape]}"
     assert bool(actual.isfinite().all()), "not all values are finite"
     return float((actual - expected).abs().max() / expected.abs().max())
@@ -174,7 +174,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 def tree_error(
     model: PreTrainedModel, texts: Sequence[Sequence[int]], tree: TokenTree, logits: Tensor, first: int = 0
 ) -> float:
-    """Give the largest error of tree logits [batch, n - first, vocab] at nodes first.. that are not padding."""
+    """Return the largest error of tree logits [batch, n - first, vocab] at nodes first.. that are not padding."""
     errors = [0.0]
     for row, text in enumerate(texts):
         nodes = real_nodes(tree, row)

@@ -53,7 +53,7 @@ def test_the_bench_runs_at_tiny_sizes(
 @pytest.mark.slow
 def test_where_steps_are_captured_what_is_no_forward_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     treat_as_on_device(monkeypatch)
-    monkeypatch.setattr(step_cache, "_can_capture", lambda lm: lm.is_captured is not False)
+    monkeypatch.setattr(step_cache, "_can_capture", lambda lm: lm.captures_steps is not False)
     monkeypatch.setattr(step_cache, "CudaRecorder", lambda device: TapeRecorder())
     (record,) = measured(cases=options().cases[1:])
     assert record["params"] == {

@@ -1,0 +1,105 @@
+"""States of single families: kept on modules, in latents, small stashes, and models with vision towers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny_families_delta
+from helpers.family_states import Decoding
+from helpers.tiny_family_models import family_model
+from helpers.tiny_models import TOLERANCE, fresh_logits, patched, random_texts, relative_error
+from torch import Tensor
+from transformers import DynamicCache, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+from stree import TokenTree, TreeLM
+from stree.models.layers.delta_rule import DeltaSpec
+from stree.models.layers.mla import LatentStack
+
+FLOAT32 = TOLERANCE[torch.float32]
+
+
+def module_states(lm: TreeLM) -> list[Tensor | None]:
+    """List the states that transformers stores on the modules of a RecurrentGemma."""
+    blocks = [module for module in lm.model.modules() if hasattr(module, "conv1d_state")]
+    assert len(blocks) == 2
+    return [state for block in blocks for state in (block.conv1d_state, block.rg_lru.recurrent_states)]
+
+
+def test_states_on_modules_are_neither_left_there_nor_touched() -> None:
+    plain, lm = family_model("recurrent_gemma"), patched(family_model("recurrent_gemma"))
+    oracle = family_model("recurrent_gemma")  # its forwards without a cache would wipe the states of the plain model
+    texts = torch.tensor(random_texts(random.Random(2), [14, 14]))
+    Decoding(oracle, [6], lm=lm)
+    assert module_states(lm) == [None] * 4
+    caches = [DynamicCache(config=plain.config) for _ in range(2)]
+    for place, tokens in enumerate(texts.split([9, 1, 1, 1, 1, 1], dim=1)):  # with trees of another text in between
+        plain_logits, logits = (
+            model(tokens, past_key_values=cache, use_cache=True).logits
+            for model, cache in zip((plain, lm.model), caches, strict=True)
+        )
+        assert torch.equal(plain_logits, logits)
+        before = module_states(lm)
+        assert all(isinstance(tensor, Tensor) for tensor in before)
+        Decoding(oracle, [place + 1], lm=lm, seed=place).step([7])
+        assert all(old is new for old, new in zip(before, module_states(lm), strict=True))
+
+
+def test_a_failing_prefill_restores_the_state_of_the_modules() -> None:
+    lm = patched(family_model("recurrent_gemma"))
+    lm.model(torch.tensor([[1, 2, 3]]), use_cache=True)
+    before = module_states(lm)
+    lm.model.model.layers[2].temporal_block.rg_lru._rnn_scan = None
+    with pytest.raises(TypeError, match="not callable"):
+        lm.prefill(lm.new_state(1, 16, 4), torch.tensor([[5, 6]]))
+    assert all(old is new for old, new in zip(before, module_states(lm), strict=True))
+
+
+@pytest.mark.parametrize(("family", "positions"), [("recurrent_gemma", None), ("kimi_linear", 512)])
+def test_a_model_without_positions_has_no_longest_text(family: str, positions: int | None) -> None:
+    assert patched(family_model(family)).max_length == positions
+
+
+@pytest.mark.parametrize("family", ["bailing_hybrid", "kimi_linear"])
+def test_latent_attention_stores_latents_only(family: str) -> None:
+    lm = patched(family_model(family))
+    (stack,) = (stack for stack in lm.new_state(2, 64, 16).stacks.values() if isinstance(stack, LatentStack))
+    # Of one layer and two sequences: rank 10 and 6 shared key channels, against 4 heads of 17 and 9 expanded.
+    assert stack.num_bytes == 2 * (64 + 16) * (10 + 6) * 4
+
+
+def test_the_stash_of_a_node_is_a_small_part_of_a_gated_delta_state() -> None:
+    """Qwen3-Next-80B's sizes: 2 MiB of state a layer; DESIGN.md asks for at most 1/55, convolution inputs counted."""
+    sizes = {"key_heads": 16, "heads": 32, "dk": 128, "dv": 128, "conv_width": 4}
+    spec = DeltaSpec(**sizes, per_channel=False, dtype=torch.bfloat16, device=torch.device("meta"))
+    stack = spec.allocate(1, 1, 4096, 64)
+    stash = sum(getattr(stack, f"stash_{name}").nbytes for name in ("conv", "k", "u", "g")) / 64
+    assert stack.state.nbytes == 32 * 128 * 128 * 4
+    assert 1 / 60 < stash / stack.state.nbytes < 1 / 55
+
+
+def multimodal_model() -> Any:
+    """Make a Qwen3.5 with a vision tower."""
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    patches = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16}
+    config = Qwen3_5Config(text_config=tiny_families_delta.DELTA, vision_config={**vision, **patches})
+    return Qwen3_5ForConditionalGeneration(config).eval()
+
+
+def test_the_language_model_of_a_multimodal_checkpoint_is_loaded_alone(tmp_path: Path) -> None:
+    model = multimodal_model()
+    model.save_pretrained(tmp_path)
+    lm, (text,) = TreeLM.from_pretrained(tmp_path, device="cpu"), random_texts(random.Random(3), [9])
+    assert lm.model.config.model_type == "qwen3_5_text"
+    state = lm.new_state(1, 32, 8)
+    lm.prefill(state, torch.tensor([text[:8]]))
+    logits = lm.verify(state, TokenTree.chain(torch.tensor([text[8:]])))
+    assert relative_error(logits[0], fresh_logits(model, text)[8:]) < FLOAT32
+
+
+def test_a_model_with_a_vision_tower_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="model family 'qwen3_5' is not supported; supported: .*qwen3_5_text"):
+        TreeLM(multimodal_model())
