@@ -7,7 +7,7 @@ Without a GPU: python -m benchmarks.gpu.end_to_end --smoke --out DIR, which runs
 suites pooled: tokens/s, and ratios with 95 % intervals of a paired bootstrap over prompts.  Beside each figure stands
 how many times longer a step takes than its bytes at the bandwidth of a copy; above 3 it is called launch-bound: the
 pair is so small that starting kernels costs more than what they do, which is not so at billions of parameters.
-(b) takes from (a), batch 1, the steps that every prompt needed, and from `gpu_steps.py` what a step of a 2.7 and an 8
+(b) takes from (a), batch 1, the steps that every prompt needed, and from `steps.py` what a step of a 2.7 and an 8
 billion parameter shape takes and of a drafter a twentieth of their size; time outside the forwards is added as measured
 in (a).  It is no measurement of
 such a pair, and every row says "composite".
@@ -127,7 +127,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", help="NAME=FILE,... as of stree bench run")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=Path, help="JSON lines of gpu_suite.py; measured here if not given")
+    parser.add_argument("--steps", type=Path, help="JSON lines of benchmarks.gpu.suite; measured here if not given")
     parser.add_argument("--target", default="bundled")
     parser.add_argument("--drafter", default=None)
     parser.add_argument("--dtype", default="auto")
@@ -169,7 +169,7 @@ def _arguments(options: argparse.Namespace, batch: int, device: torch.device) ->
 
 
 def _own_times(lm: TreeLM | None, batch: int) -> StepTimes:
-    """Time steps of a model of the measured pair, as `gpu_steps.py` does."""
+    """Time steps of a model of the measured pair, as `steps.py` does."""
     if lm is None:
         raise ValueError("this bench needs a draft model; give one with --drafter")
     state = gpu_steps.state_for(lm, batch, CONTEXT)

@@ -38,7 +38,7 @@ SIZES = ((1, 256), (8, 256), (1, 4096), (8, 4096))  # batch, tokens of context
 PATH = 3  # most nodes of a committed path
 ROOM = 512  # tokens that repeated steps may commit
 KEPT_LAYERS = {"Qwen3-Next-80B": 12}  # a quarter of the model, 40 GB, fits
-# A drafter a twentieth of the target's size, for composite figures (`gpu_end_to_end.py`).
+# A drafter a twentieth of the target's size, for composite figures (`end_to_end.py`).
 DRAFTERS = {"mamba2-2.7b": "mamba2-130m", "Nemotron-H-8B": "mamba2-400m", "tiny-mamba2": "tiny-drafter"}
 
 

@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 # Of the bundled pair at temperatures 0.6, 0.8 and 1, fitted to the tests of trees of 32 and 64 nodes on prompts 33-48
-# of HumanEval, GSM8K and MT-Bench, which ``benchmarks/bench_who_wins.py`` leaves out: log-odds that a child of each
+# of HumanEval, GSM8K and MT-Bench, which ``benchmarks/studies/who_wins.py`` leaves out: log-odds that a child of each
 # rank is accepted, before its draw (level, slope by -log(1 - the sum of q^2)) and after it (so, and slope by log q).
 BEFORE = ((-0.26, 1.2), (-1.35, 0.73), (-1.55, 0.3), (-1.96, 0.17), (-2.33, 0.45), (-2.06, 0.33), (-2.53, 0.28))
 AFTER = (

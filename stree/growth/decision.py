@@ -14,7 +14,7 @@ from stree.growth.stops import Stopped, StoppedGrowth
 __all__ = ["DecisionStop", "features"]
 
 NUM_PROBS = 10
-# benchmarks/fit_decision.py on the bundled pair, 20 prompts of HumanEval, temperatures 0 and 0.8: 12,096 nodes;
+# Logistic regression on the bundled pair, 20 prompts of HumanEval, temperatures 0 and 0.8: 12,096 nodes;
 # held-out log-loss 0.217, of the share of accepted nodes alone 0.315.
 WEIGHTS = (((1.38, 0.92, -0.03, -0.03, 0.09, 0.11, 0.05, 0.0, 0.01, -0.01, 4.87, -4.0),),)
 
@@ -27,7 +27,7 @@ class DecisionStop(StoppedGrowth):
 
     The model sees of every live node its ten greatest draft probabilities and its own value; a sequence's tree grows on
     while it scores one of them above the threshold.  The paper trains a network for a pair, 11 -> 44 -> 1;
-    ``benchmarks/fit_decision.py`` fits a logistic regression to one, and the default is its fit to the bundled pair.
+    the default here is a logistic regression fitted to the bundled pair.
 
     Args:
         base: a growth of layers.

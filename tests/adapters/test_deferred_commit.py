@@ -1,6 +1,6 @@
 """Deferred commits: the next tree's scan applies a path, and no caller can tell that from an eager commit.
 
-The oracle is an unpatched copy's own forward of the whole text.  tests/test_triton_families.py commits in this way with
+The oracle is an unpatched copy's own forward of the whole text.  tests/adapters/test_deferred_commit.py commits in this way with
 the Triton versions, tests/adapters/test_decode_state.py some thousand times.
 """
 

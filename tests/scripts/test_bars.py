@@ -104,11 +104,11 @@ def test_the_command_reads_what_the_others_wrote(
     records = step(of_bound=0.8), loop(), whole("a", "auto", over_plain=[1, 1, 1]), sanitized
     for name, record in zip(gpu_bars.FILES, records, strict=True):
         (tmp_path / name).write_text(json.dumps(record) + "\n", encoding="utf-8")
-    monkeypatch.setattr(sys, "argv", ["gpu_bars.py", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["bars", str(tmp_path)])
     assert gpu_bars.main() == 0
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.endswith("| met |") for line in lines) == 5
-    monkeypatch.setattr(sys, "argv", ["gpu_bars.py", str(tmp_path / "nowhere")])
+    monkeypatch.setattr(sys, "argv", ["bars", str(tmp_path / "nowhere")])
     with pytest.raises(SystemExit):
         gpu_bars.main()
     assert "there is no folder" in capsys.readouterr().err

@@ -80,7 +80,7 @@ def test_the_command_fails_by_what_a_tool_found(
     monkeypatch.setattr(gpu_sanitizer, "watched", watched)
     monkeypatch.setattr(gpu_sanitizer, "environment", lambda device: {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(sys, "argv", ["gpu_sanitizer.py", "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["sanitizer", "--out", str(tmp_path)])
     assert gpu_sanitizer.main() == status
     lines = (tmp_path / "gpu_sanitizer.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["tool"] for line in lines] == list(gpu_sanitizer.TOOLS)

@@ -93,7 +93,7 @@ def main_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     tiny = [(ssd_case, {"tiny": Mixer(2, 16, 16, 1)})]
     monkeypatch.setattr(gpu_cases, "SMALL", tiny)
-    command = ["gpu_suite.py", "--smoke", "--parts", "steps", "kernels", "--out", str(out)]
+    command = ["suite", "--smoke", "--parts", "steps", "kernels", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", command)
     status = gpu_suite.main()
     printed = capsys.readouterr().out.splitlines()

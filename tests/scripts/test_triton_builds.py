@@ -1,6 +1,6 @@
 """What changes from step to step tells no builds of a recurrence's kernel apart: no step compiles anew.
 
-Run: TRITON_INTERPRET=1 python -m pytest tests/test_triton_builds.py
+Run: TRITON_INTERPRET=1 python -m pytest tests/scripts/test_triton_builds.py
 """
 
 # Operands travel as tuples of any length, which a type checker cannot count against a signature.
