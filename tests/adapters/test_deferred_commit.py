@@ -1,7 +1,7 @@
 """Deferred commits: the next tree's scan applies a path, and no caller can tell that from an eager commit.
 
-The oracle is an unpatched copy's own forward of the whole text.  tests/adapters/test_decode_state.py commits in this way
-some thousand times.
+The oracle is an unpatched copy's own forward of the whole text.  tests/adapters/test_decode_state.py commits in this
+way some thousand times.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ from torch import Tensor
 
 import stree
 from stree.bench import lossless
-from stree.bench.baselines import BaselineState, UnrolledLM
 from stree.bench.execute import Case, Run, execute
 from stree.bench.lossless import check_method, compare, judge, places_in_distribution, probs_test
 from stree.bench.methods import Method, parse_methods
 from stree.bench.pair import Pair
+from stree.bench.unrolled import UnrolledLM, UnrolledState
 
 PAIR = tiny_pair()
 PROMPT = tuple(range(5, 18))
@@ -32,7 +32,7 @@ def method(name: str) -> Method:
 class _RootLogits(UnrolledLM):
     """A control: every node has the logits of the root."""
 
-    def verify(self, state: BaselineState, tree: stree.TokenTree) -> Tensor:
+    def verify(self, state: UnrolledState, tree: stree.TokenTree) -> Tensor:
         logits = super().verify(state, tree)
         return logits[:, :1].expand_as(logits)
 

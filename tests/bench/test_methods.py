@@ -13,13 +13,13 @@ def test_methods_are_read_with_ranges_shapes_and_budgets() -> None:
     text = (
         "plain,transformers,mamba-ssm,chain:4,chain:2-8,static:3,2,stree,dyspec,dyspec:32,suffix,suffix:8,fused:32,auto"
     )
-    found = {method.name: (method.drafter, method.budget, method.step_cache) for method in parse_methods(text)}
+    found = {method.name: (method.drafter, method.budget) for method in parse_methods(text)}
     assert found == {
-        "plain": ("none", 1, "tree"), "transformers": ("transformers", 1, "tree"),
-        "mamba-ssm": ("mamba-ssm", 1, "tree"), "chain:4": ("model", 5, "tree"), "chain:2-8": ("model", 9, "tree"),
-        "static:3,2": ("model", 10, "tree"), "stree": ("model", 13, "tree"), "dyspec": ("model", 16, "tree"),
-        "dyspec:32": ("model", 32, "tree"), "suffix": ("suffix", 16, "tree"), "suffix:8": ("suffix", 8, "tree"),
-        "fused:32": ("fused", 32, "tree"), "auto": ("model", "auto", "tree"),
+        "plain": ("none", 1), "transformers": ("transformers", 1),
+        "mamba-ssm": ("mamba-ssm", 1), "chain:4": ("model", 5), "chain:2-8": ("model", 9),
+        "static:3,2": ("model", 10), "stree": ("model", 13), "dyspec": ("model", 16),
+        "dyspec:32": ("model", 32), "suffix": ("suffix", 16), "suffix:8": ("suffix", 8),
+        "fused:32": ("fused", 32), "auto": ("model", "auto"),
     }  # fmt: skip
 
 
@@ -30,10 +30,9 @@ def test_a_range_of_chains_is_one_method_with_depths_to_choose_from() -> None:
     assert (chosen.name, chosen.growth, chosen.budget, chosen.depths) == ("chain:2-4", Chain(3), 4, ())
 
 
-def test_baselines_take_any_tree() -> None:
-    default, chosen, shaped = parse_methods("unrolled,snapshot:dyspec:8,unrolled:static:2,2")
-    assert (default.step_cache, default.growth, default.budget) == ("unrolled", DySpec(), 16)
-    assert (chosen.step_cache, chosen.budget) == ("snapshot", 8)
+def test_the_unrolled_baseline_takes_any_tree() -> None:
+    default, shaped = parse_methods("unrolled,unrolled:static:2,2")
+    assert (default.is_unrolled, default.growth, default.budget) == (True, DySpec(), 16)
     assert (shaped.growth, shaped.budget) == (Static([2, 2]), 7)
 
 
@@ -53,9 +52,7 @@ def test_a_budget_stands_behind_the_number_of_a_stop_rule() -> None:
 
 
 def test_the_default_methods_are_known() -> None:
-    assert {"plain", "transformers", "chain", "dyspec", "unrolled", "snapshot"} <= {
-        m.kind for m in parse_methods(DEFAULT)
-    }
+    assert {"plain", "transformers", "chain", "dyspec", "unrolled"} <= {m.kind for m in parse_methods(DEFAULT)}
 
 
 @pytest.mark.parametrize(

@@ -59,9 +59,8 @@ def test_step_times_are_read_from_records_of_one_provider_and_place() -> None:
         {"provider": "graph", "params": {**params, "batch": 8, "n": 4}, "p50": 9e9},
         {"provider": "mamba_ssm", "params": {"model": "m"}, "unavailable": "not installed"},
     ]
-    assert StepTimes.of(found, "m", "graph", 1, 256) == StepTimes((1, 16), (0.001, 0.016))
-    with pytest.raises(ValueError, match="there are no step times of m by graph at batch 4, context 256"):
-        StepTimes.of(found, "m", "graph", 4, 256)
+    assert StepTimes.by_model(found, "graph", 1, 256) == {"m": StepTimes((1, 16), (0.001, 0.016))}
+    assert StepTimes.by_model(found, "graph", 4, 256) == {}
 
 
 def test_a_block_takes_its_steps_and_its_draft_calls() -> None:
@@ -149,7 +148,7 @@ def end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(gpu_end_to_end, "copy_bandwidth", lambda device: 1e9)
         monkeypatch.setattr(gpu_end_to_end, "pooled", lambda found, temperature: pooled(found, 0.0))
         monkeypatch.setattr(gpu_steps, "measure", measure)
-        monkeypatch.setattr(sys, "argv", ["gpu_end_to_end.py", "--smoke", "--out", str(tmp_path)])
+        monkeypatch.setattr(sys, "argv", ["end_to_end", "--smoke", "--out", str(tmp_path)])
         status = gpu_end_to_end.main()
         return status, read(tmp_path / "end_to_end.jsonl")
 

@@ -78,7 +78,7 @@ def test_the_command_fails_by_what_a_tool_found(
         )
 
     monkeypatch.setattr(gpu_sanitizer, "watched", watched)
-    monkeypatch.setattr(gpu_sanitizer, "environment", lambda device: {})
+    monkeypatch.setattr("benchmarks.gpu.run.environment", lambda device: {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(sys, "argv", ["sanitizer", "--out", str(tmp_path)])
     assert gpu_sanitizer.main() == status

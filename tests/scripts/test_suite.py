@@ -29,6 +29,7 @@ from benchmarks.gpu.recurrences import ssd_case
 from benchmarks.shapes import Mixer, binary_tree, leaf_paths
 
 ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
 
 
 @pytest.mark.slow
@@ -51,8 +52,7 @@ def test_the_suite_runs_every_kernel_and_step_at_tiny_sizes(tmp_path: Path) -> N
 
 
 def test_a_provider_that_is_wrong_or_fails_is_reported_and_not_timed() -> None:
-    options = argparse.Namespace(minutes=1, out=None, smoke=True)
-    suite = gpu_suite.Suite(options)
+    suite = gpu_suite.Suite(argparse.Namespace(minutes=1, out=None, smoke=True), CPU)
     case = ssd_case(Mixer(2, 16, 16, 1), Size("tiny", 1, 3, torch.float32, suite.device))
     right = case.providers["reference"]
 
@@ -69,7 +69,7 @@ def test_a_provider_that_is_wrong_or_fails_is_reported_and_not_timed() -> None:
 
 
 def test_the_suite_stops_when_its_time_is_up() -> None:
-    suite = gpu_suite.Suite(argparse.Namespace(minutes=0, out=None, smoke=True, dtypes=["float32"]))
+    suite = gpu_suite.Suite(argparse.Namespace(minutes=0, out=None, smoke=True, dtypes=["float32"]), CPU)
     time.sleep(0.01)
     with Progress(disable=True) as bar:
         suite.run_kernels(bar)

@@ -1,4 +1,4 @@
-"""Unrolled and snapshot verification emit what tree verification emits."""
+"""Verification of unrolled paths emits the tokens that tree verification emits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from helpers.tiny_pairs import tiny_pair
 from torch import Tensor
 
 import stree
-from stree.bench.baselines import BaselineState, UnrolledLM
 from stree.bench.execute import Case, execute
 from stree.bench.methods import parse_methods
+from stree.bench.unrolled import UnrolledLM, UnrolledState
 from stree.drafters import ModelDrafter
 from stree.growth import DySpec
 
@@ -23,15 +23,13 @@ PROMPT = tuple(range(5, 18))
 @pytest.mark.parametrize("family", PAIRS)
 @pytest.mark.parametrize("tree", ["dyspec:7", "static:3,2", "stree"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_both_emit_the_tokens_of_the_tree(family: str, tree: str, temperature: float) -> None:
+def test_unrolled_paths_emit_the_tokens_of_the_tree(family: str, tree: str, temperature: float) -> None:
     case = Case((PROMPT,), 12, temperature, seed=3)
-    ours, unrolled, snapshot = parse_methods(f"{tree},unrolled:{tree},snapshot:{tree}")
+    ours, unrolled = parse_methods(f"{tree},unrolled:{tree}")
     wanted = execute(PAIRS[family], ours, case)
     assert wanted.stats["tau"] > 1.2  # paths of several nodes are committed
-    for method in (unrolled, snapshot):
-        run = execute(PAIRS[family], method, case)
-        assert run.tokens == wanted.tokens
-        assert run.stats["steps"] == wanted.stats["steps"]
+    run = execute(PAIRS[family], unrolled, case)
+    assert run.tokens == wanted.tokens and run.stats["steps"] == wanted.stats["steps"]
 
 
 def test_unrolled_rows_of_a_batch_may_stop_and_stand_still() -> None:
@@ -58,7 +56,7 @@ def test_unrolled_rows_of_a_batch_may_stop_and_stand_still() -> None:
 class _WrongRow(UnrolledLM):
     """A control: keeps the first row whatever was accepted."""
 
-    def commit(self, state: BaselineState, path: Tensor, path_lengths: Tensor) -> None:
+    def commit(self, state: UnrolledState, path: Tensor, path_lengths: Tensor) -> None:
         super().commit(state, torch.zeros_like(path), path_lengths)
 
 
@@ -67,11 +65,3 @@ def test_a_baseline_that_keeps_the_wrong_row_is_seen(monkeypatch: pytest.MonkeyP
     ours, unrolled = parse_methods("static:3,2,unrolled:static:3,2")
     monkeypatch.setattr("stree.bench.execute.UnrolledLM", _WrongRow)
     assert execute(PAIRS["mamba2"], unrolled, case).tokens != execute(PAIRS["mamba2"], ours, case).tokens
-
-
-def test_snapshots_of_a_batch_are_refused() -> None:
-    (method,) = parse_methods("snapshot:dyspec:5")
-    with pytest.raises(
-        NotImplementedError, match="snapshot verification runs one sequence at a time; use --batch-size 1"
-    ):
-        execute(PAIRS["mamba2"], method, Case((PROMPT, PROMPT), 4, 0.0))
