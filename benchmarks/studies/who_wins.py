@@ -18,7 +18,6 @@ the tables of ``--out``; ``--write`` puts them into its README.md.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -261,7 +260,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.write:
         (options.out / "README.md").write_text(found, encoding="utf-8")
     print(found)
-    print(json.dumps(who_wins_report.bars(options.out)))
 
 
 if __name__ == "__main__":

@@ -117,18 +117,6 @@ def test_a_difference_at_a_near_tie_is_lossless_and_its_place_is_reported() -> N
     assert not later["lossless"] and later["first_divergence"] == 1
 
 
-def test_every_row_of_a_timed_batch_is_compared_with_its_own_text() -> None:
-    chain, case = method("chain:2"), Case((PROMPT, PROMPT[:5]), 8, 0.0)
-    plain, run = execute(PAIR, method("plain"), case), execute(PAIR, chain, case)
-    for others in ({"plain": plain}, {}):
-        assert judge(PAIR, chain, case, run, others)["lossless"]
-        for row in range(2):
-            tokens = [list(text) for text in run.tokens]
-            tokens[row][-1] = (tokens[row][-1] + 1) % 97
-            found = judge(PAIR, chain, case, replace(run, tokens=tokens), others)
-            assert found["lossless"] is False and found["first_divergence"] == 7
-
-
 def test_a_place_is_the_mass_of_all_likelier_tokens_and_a_share_of_its_own() -> None:
     case, outputs = Case((PROMPT, PROMPT[:4]), 2, 0.5), [[3, 80], [11, 5]]
     noise: Any = SimpleNamespace(random=lambda n: np.array([0.25, 0.75]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stree.bench.methods import DEFAULT, parse_methods
-from stree.growth import Calibrated, Chain, DecisionStop, DySpec, Static
+from stree.growth import Calibrated, DecisionStop, DySpec, Static
 from stree.verify import VERIFIERS
 
 
@@ -23,27 +23,10 @@ def test_methods_are_read_with_ranges_shapes_and_budgets() -> None:
     }  # fmt: skip
 
 
-def test_a_range_of_chains_is_one_method_with_depths_to_choose_from() -> None:
-    (method,) = parse_methods("chain:2-4")
-    assert method.depths == (2, 3, 4)
-    chosen = method.with_depth(3)
-    assert (chosen.name, chosen.growth, chosen.budget, chosen.depths) == ("chain:2-4", Chain(3), 4, ())
-
-
 def test_the_unrolled_baseline_takes_any_tree() -> None:
     default, shaped = parse_methods("unrolled,unrolled:static:2,2")
     assert (default.is_unrolled, default.growth, default.budget) == (True, DySpec(), 16)
     assert (shaped.growth, shaped.budget) == (Static([2, 2]), 7)
-
-
-def test_a_depth_may_follow_a_budget() -> None:
-    (method,) = parse_methods("dyspec:12x3")
-    assert (method.growth, method.budget) == (DySpec(depth=3), 12)
-
-
-def test_a_verifier_may_follow_a_name() -> None:
-    named, other = parse_methods("static:2,2@match,dyspec:8", "rejection")
-    assert (named.name, named.verifier, other.verifier) == ("static:2,2@match", "match", "rejection")
 
 
 def test_a_budget_stands_behind_the_number_of_a_stop_rule() -> None:

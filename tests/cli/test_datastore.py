@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from stree.cli import main
 from stree.inputs import ASSETS, documents
@@ -63,17 +61,6 @@ def test_a_datastore_is_built_and_drafted_from(tmp_path: Path, capsys: pytest.Ca
     helped = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert helped["token_ids"] == alone["token_ids"]
     assert helped["steps"] < alone["steps"], "what the store holds is drafted"
-
-
-def test_numbers_of_tokens_may_have_gaps(tmp_path: Path) -> None:
-    words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 7, "b": 30}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "words")
-    (tmp_path / "seen.txt").write_text("a b b", encoding="utf-8")
-    out = tmp_path / "store"
-    command = ["datastore", "build", str(tmp_path / "seen.txt"), "--tokenizer", str(tmp_path / "words")]
-    assert main([*command, "--out", str(out)]) == 0
-    assert Datastore.load(out).tree([7, 30], 1, min_match=2).tokens == [30]
 
 
 def test_a_datastore_of_another_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,6 @@ from transformers import AutoTokenizer, Mamba2Config, Mamba2ForCausalLM, PreTrai
 from stree import generation
 from stree.cli import main
 from stree.drafters import SuffixDrafter
-from stree.growth import Chain, DySpec, Static, parse_growth
 from stree.inputs import tokenizer_fingerprint
 from stree.models.tree_lm import TreeLM
 from stree.retrieval import Datastore
@@ -198,13 +197,6 @@ def test_a_target_without_tokenizer_needs_one_named(
     assert message in capsys.readouterr().err
 
 
-def test_a_prompt_is_run_in_chunks_of_the_size_asked_for(target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = run_json(capsys, "--target", target)["token_ids"]
-    assert run_json(capsys, "--target", target, "--prefill-chunk", "2")["token_ids"] == expected
-    assert main(["generate", "a b", "--target", target, "--prefill-chunk", "0"]) == 2
-    assert "chunk_size must be at least 1, got 0" in capsys.readouterr().err
-
-
 def test_a_checkpoint_s_code_is_not_run_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "homemade", "auto_map": {"AutoConfig": "code.C"}}')
     (tmp_path / "code.py").write_text("raise ValueError('the code ran')\n")
@@ -213,28 +205,6 @@ def test_a_checkpoint_s_code_is_not_run_unasked(tmp_path: Path, capsys: pytest.C
     assert "would execute code of its own" in capsys.readouterr().err
     assert main([*arguments, "--trust-remote-code"]) == 2
     assert "the code ran" in capsys.readouterr().err
-
-
-def test_growths_are_read_from_text() -> None:
-    assert parse_growth("chain:4") == Chain(4)
-    assert parse_growth("static:3,2") == Static([3, 2])
-    assert parse_growth("stree") == Static.stree()
-    assert parse_growth("dyspec") == DySpec()
-    assert parse_growth("dyspec-heap") == DySpec(form="heap")
-    for text in ("chain", "chain:x", "static:", "static:0", "dyspec:4,"):
-        with pytest.raises(ValueError, match="growth|width"):
-            parse_growth(text)
-
-
-def test_ctrl_c_while_sizes_are_measured_ends_quietly(
-    target: str, drafter: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(generation, "step_times", interrupted)
-    assert main(["generate", "a b c", "--target", target, "--drafter", drafter]) == 130
-    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_text_decoded_after_a_drafter_failed_is_printed_with_the_failure(

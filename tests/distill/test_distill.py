@@ -136,29 +136,6 @@ def test_settings_outside_their_range_are_named(changes: dict[str, Any], message
         Settings(**changes)
 
 
-def test_windows_beyond_the_target_s_positions_are_refused(tokenizer: Any, texts: list[str], tmp_path: Path) -> None:
-    short = stree.TreeLM(tiny_model("llama", max_position_embeddings=12))
-    with pytest.raises(ValueError, match="length must be at most the target's 12 positions, got 16"):
-        distill_drafter(short, tokenizer, texts, tmp_path / "out", SETTINGS)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["run.json", "text.pt", "generated.npz"])
-def test_what_a_run_left_damaged_is_named_when_it_goes_on(
-    name: str, distilled: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "distill_loss", broken)
-        with pytest.raises(KeyboardInterrupt):
-            distilled(tmp_path / "out", name="tiny")
-    (tmp_path / "out" / "checkpoints" / name).write_bytes(b"")
-    with pytest.raises(ValueError, match=f"{name} cannot be read: .*; begin anew by force"):
-        distilled(tmp_path / "out", name="tiny", resume=True)
-
-
 def test_folders_are_only_touched_when_asked(
     made: tuple[Path, dict[str, Any]], distilled: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

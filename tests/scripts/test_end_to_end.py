@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.gpu import end_to_end as gpu_end_to_end
 from benchmarks.gpu import steps as gpu_steps
-from benchmarks.gpu.composite import StepTimes, composite_rows, overhead_s, pooled, seconds_of
+from benchmarks.gpu.composite import StepTimes, composite_rows, overhead_s, pooled
 from stree.bench.pair import Pair
 from stree.bench.records import read, write
 
@@ -45,12 +45,6 @@ def records() -> list[Any]:
     return found
 
 
-def test_step_times_lie_on_a_line_between_sizes_and_go_on_along_the_last() -> None:
-    assert TARGET.at(1) == 0.010 and TARGET.at(4) == 0.011
-    assert TARGET.at(10) == pytest.approx(0.013) and TARGET.at(28) == pytest.approx(0.019)
-    assert StepTimes((1,), (0.5,)).at(64) == 0.5
-
-
 def test_step_times_are_read_from_records_of_one_provider_and_place() -> None:
     params = {"model": "m", "batch": 1, "context": 256}
     found = [{"provider": "graph", "params": {**params, "n": n}, "p50": 1e3 * n} for n in (16, 1)] + [
@@ -61,13 +55,6 @@ def test_step_times_are_read_from_records_of_one_provider_and_place() -> None:
     ]
     assert StepTimes.by_model(found, "graph", 1, 256) == {"m": StepTimes((1, 16), (0.001, 0.016))}
     assert StepTimes.by_model(found, "graph", 4, 256) == {}
-
-
-def test_a_block_takes_its_steps_and_its_draft_calls() -> None:
-    tree = block("static:2,2", 0, steps=10, nodes=7, calls=2)  # calls of three nodes
-    assert seconds_of(tree, TARGET, DRAFT, 0.002) == pytest.approx(10 * (0.012 + 0.002) + 20 * 0.0012)
-    plain = block("plain", 0, steps=40, nodes=1, calls=0)
-    assert seconds_of(plain, TARGET, DRAFT, 0.0) == pytest.approx(0.4)
 
 
 def test_time_outside_the_forwards_is_what_is_left_of_a_run() -> None:
@@ -169,17 +156,3 @@ def test_the_measured_rows_are_written_when_a_batch_fails_and_the_time_ends_befo
     assert "batch 2: RuntimeError: stree bench run ended with 1" in said
     assert "part (b): ValueError: no target and its drafter have step times by eager at batch 1, context 8" in said
     assert len((tmp_path / "steps.jsonl").read_text(encoding="utf-8").splitlines()) == 2
-
-
-def test_step_times_that_were_taken_before_a_failure_are_used(
-    end_to_end: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(*_: Any) -> Iterator[Any]:
-        yield from (steps_of("tiny-mamba2"), steps_of("tiny-drafter"))
-        yield {"bench": "step", "params": {"model": "tiny-bamba"}, "problem": "no room"}
-        raise RuntimeError("the device is dead")
-
-    status, rows = end_to_end(fails)
-    assert status == 1 and {row["part"] for row in rows} == {"a", "b"}
-    said = capsys.readouterr().err
-    assert "steps of large shapes: RuntimeError: the device is dead" in said and "tiny-bamba: no room" in said

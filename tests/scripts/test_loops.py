@@ -18,10 +18,8 @@ from helpers.cuda_graph_tape import TapeRecorder
 
 from benchmarks.gpu import loops
 from benchmarks.gpu import steps as gpu_steps
-from stree.bench.profile import Shape
 from stree.bench.records import read
 from stree.decode import step_cache as step_cache
-from stree.growth import Chain
 from stree.kernels import topology
 
 CPU = torch.device("cpu")
@@ -75,33 +73,3 @@ def test_a_size_or_a_model_that_fails_is_a_record_and_the_others_are_measured(mo
 
 def test_when_the_time_is_up_no_other_size_begins() -> None:
     assert [record["is_unfinished"] for record in loops.measure(CPU, options(), 0.0)] == [True]
-
-
-def test_kernels_are_summed_by_step_or_their_lack_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = SimpleNamespace(
-        target=gpu_steps.model_of(gpu_steps.configurations(True)["tiny-mamba2"], CPU),
-        drafter=gpu_steps.model_of(gpu_steps.configurations(True)["tiny-drafter"], CPU),
-    )
-    shape: Any = Shape(Chain(2), 3, 1, 8, 6, 0.0)
-
-    class Profiler:
-        def __init__(self, **_: Any) -> None:
-            pass
-
-        def __enter__(self) -> Profiler:
-            return self
-
-        def __exit__(self, *_: Any) -> None:
-            pass
-
-        def key_averages(self) -> list[Any]:
-            return [SimpleNamespace(key=f"k{i}", self_device_time_total=1e3 * i) for i in range(1, 60)]
-
-    monkeypatch.setattr(torch.profiler, "profile", Profiler)
-    found = loops.by_kernel(pair, shape)  # type: ignore[arg-type]
-    ratio = found["kernels"]["k58"] / found["kernels"]["k29"]
-    assert 1.5 < 59 / found["kernels"]["k59"] <= 5, "steps of a text of six tokens"
-    assert len(found["kernels"]) == loops.NUM_KERNELS and next(iter(found["kernels"])) == "k59"
-    assert ratio == pytest.approx(2) and found["kernels_ms"] == pytest.approx(found["kernels"]["k59"] * 30)
-    monkeypatch.setattr(Profiler, "__enter__", lambda self: 1 / 0)
-    assert loops.by_kernel(pair, shape)["kernels"].startswith("ZeroDivisionError")  # type: ignore[arg-type]

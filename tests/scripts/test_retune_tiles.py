@@ -114,15 +114,6 @@ def measure_all(minutes: float, out: Path | None, table: retune_tiles.Watched, *
 
 
 @INTERPRETED
-def test_when_the_time_is_up_what_is_left_out_is_counted(
-    table: retune_tiles.Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cases, "SMALL", [(ssd_case, {"tiny": TINY})])
-    (left,) = measure_all(-1.0, None, table, all_shapes=False).records
-    assert left["op"] == "ssd_step" and left["left_out"] == 3 * 3 * 2 * 2
-
-
-@INTERPRETED
 def test_a_case_that_fails_does_not_end_the_others(
     table: retune_tiles.Watched, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -139,18 +130,3 @@ def test_a_case_that_fails_does_not_end_the_others(
         ("large", "OutOfMemoryError: no room"), ("tiny", None), ("tiny", None)
     ]  # fmt: skip
     assert len((tmp_path / "tiles.jsonl").read_text(encoding="utf-8").splitlines()) == 3
-
-
-def test_where_the_entry_of_the_table_has_no_room_the_others_are_timed(table: retune_tiles.Watched) -> None:
-    case = ssd_case(TINY, Size("tiny", 1, 3, torch.float32, CPU))
-    right = case.providers["reference"]
-
-    def failing(inputs: Inputs) -> torch.Tensor:
-        tiles.SsdTile.of(3, 3, 4, 16, 16, torch.float32)
-        if table.other in (None, table.get(table.key)):
-            raise RuntimeError("out of resources")
-        return right(inputs)
-
-    tight = replace(case, providers={"triton": failing, "reference": right})
-    present, other = retune_tiles.measure(tight, table, torch.float32, CPU)
-    assert present["present"] and present["problem"] == "RuntimeError: out of resources" and "p50" in other

@@ -21,7 +21,6 @@ import torch
 from rich.progress import Progress
 
 from benchmarks.gpu import cases as gpu_cases
-from benchmarks.gpu import peers
 from benchmarks.gpu import steps as gpu_steps
 from benchmarks.gpu import suite as gpu_suite
 from benchmarks.gpu.case import Inputs, Size
@@ -81,11 +80,6 @@ def test_a_tree_unrolls_into_its_leaves_paths() -> None:
     paths, where = leaf_paths(binary_tree(1, 6, torch.device("cpu"))[0])
     assert paths.tolist() == [[0, 1, 3], [0, 1, 4], [0, 2, 5]]
     assert [int(paths[row, place]) for row, place in where.tolist()] == list(range(6))
-
-
-def test_a_peer_folder_without_the_peers_files_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--peer-dir must hold sglang/kernels/ops as SGLang's wheel does"):
-        peers.use_peer_dir(tmp_path)
 
 
 def main_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], out: Path) -> tuple[int, list[Any]]:
