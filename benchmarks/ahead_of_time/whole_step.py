@@ -15,7 +15,7 @@ from stree.decode.step import DecodeStep
 from stree.drafters import ModelDrafter
 from stree.growth import Calibrated
 from stree.kernels import dispatch, topology
-from stree.models import tree_lm
+from stree.models import patched_model, tree_lm
 from stree.sampling import Random, Sampling
 
 META = torch.device("meta")
@@ -31,7 +31,7 @@ def as_on_a_gpu() -> Iterator[None]:
     with ExitStack() as patched:
         for owner, name, value in (
             (dispatch, "has_triton", has_triton),
-            (tree_lm, "has_triton", has_triton),
+            (patched_model, "has_triton", has_triton),
             (topology, "launches_always", True),
             (topology, "waits_always", True),
         ):

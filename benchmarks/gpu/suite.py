@@ -40,7 +40,6 @@ from benchmarks.report import failure
 from stree.bench.records import Record
 
 CACHE_BYTES = 256 << 20  # four times the second-level cache of an H200
-SLOW = ("reference", "unrolled")  # of many launches: fewer input sets, no fewer replays
 SIZES = [(b, n) for n in (32, 16, 64, 1, 4, 128) for b in (1, 16, 64, 4)]
 
 
@@ -111,14 +110,13 @@ class Suite(Run):
         found = [case for case, _ in self.cases() if case.params["batch"] in (1, 16)]
         failed = False
         for case in found[share::count]:
-            for name in {"triton", "unrolled"} & set(case.providers):
-                if self.is_over:
-                    return int(failed)
-                try:
-                    case.providers[name](case.make(generator))
-                except Exception as problem:  # the other cases are built all the same
-                    failed = True
-                    print(f"{case.op} by {name}: {type(problem).__name__}: {problem}"[:500], file=sys.stderr)
+            if self.is_over:
+                return int(failed)
+            try:
+                case.providers["triton"](case.make(generator))
+            except Exception as problem:  # the other cases are built all the same
+                failed = True
+                print(f"{case.op}: {type(problem).__name__}: {problem}"[:500], file=sys.stderr)
         return int(failed)
 
     def run_case(self, case: Case, dtype: torch.dtype, ceilings: Record) -> None:
@@ -149,7 +147,7 @@ class Suite(Run):
                 del inputs, output
                 record |= {"error": error, "correct": error <= case.tolerance(dtype)}
                 if record["correct"]:
-                    sets = min(count, 8) if name in SLOW else count
+                    sets = min(count, 8) if name == "reference" else count  # it has many launches
                     record |= self.time(provider, [case.make(generator) for _ in range(sets)])
                     record |= shares(case, dtype, record["p50"], ceilings, sets)
             except Exception as problem:  # one provider's failure is a finding, not the end of the suite

@@ -19,7 +19,6 @@ from stree.models.state_size import empty_model, weight_bytes
 CPU = torch.device("cpu")
 
 
-@pytest.mark.slow
 def test_records_set_a_step_beside_its_bytes_and_one_node() -> None:
     records = list(steps.measure(CPU, True, time.monotonic() + 600))
     ours = [r for r in records if r["provider"] == "eager"]
