@@ -45,7 +45,6 @@ def test_a_text_file_holds_a_prompt_a_paragraph_and_the_limit_is_kept(tmp_path: 
     ("name", "line", "message"),
     [
         ("mine", '{"prompt": ', r"suite 'mine': line 2 of suite\.jsonl: not JSON"),
-        ("mine", '["a"]', r"line 2 of suite\.jsonl: a record must be a JSON object, got list"),
         (
             "mine",
             '{"other": 1}',
@@ -55,7 +54,6 @@ def test_a_text_file_holds_a_prompt_a_paragraph_and_the_limit_is_kept(tmp_path: 
         ("humaneval", '{"question": "x"}', r"line 2 .*: a record needs the field prompt, got question"),
         ("mt_bench", '{"turns": []}', r"line 2 .*: turns must be a list of texts, got \[\]"),
         ("mine", '{"prompt": " "}', r"line 2 .*: a prompt must be a text that is not empty, got ' '"),
-        ("mine", '{"prompt": 3}', r"line 2 .*: a prompt must be a text that is not empty, got 3"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, name: str, line: str, message: str) -> None:
@@ -74,10 +72,8 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("FILE", "a suite must be NAME=FILE, got"),
-        ("a=", "a suite must be NAME=FILE, got 'a='"),
         ("a=FILE,a=FILE", "suite 'a' is given twice"),
         ("$a_$=FILE", r"a suite's name must be letters, digits, - and _, .* got '\$a_\$'"),
-        ("a|b=FILE", r"got 'a\|b'"),
         ("a=FILE,_b=FILE", "got '_b'"),  # a plot's legend leaves such a name out
         ("a=FILE-that-is-not", "suite 'a': there is no file"),
     ],

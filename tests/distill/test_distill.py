@@ -122,13 +122,9 @@ def test_the_drafter_has_as_many_logits_as_a_padded_head(texts: list[str], token
     [
         ({"hidden": 40}, "hidden must be a multiple of 16, got 40"),
         ({"length": 100}, r"length must be a multiple of 64, or in \[8, 64\], got 100"),
-        ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"minutes": 0.0}, "minutes must be finite and above 0, got 0.0"),
-        ({"generated": 1.0}, r"generated must be in \[0, 1\), got 1.0"),
         ({"temperature": -1.0}, "temperature must be finite and not negative, got -1.0"),
-        ({"adam_lr": float("inf")}, "adam_lr must be finite and above 0, got inf"),
         ({"dtype": torch.float16}, "dtype must be bfloat16 or float32"),
-        ({"seed": -1}, "seed must be in"),
     ],
 )
 def test_settings_outside_their_range_are_named(changes: dict[str, Any], message: str) -> None:

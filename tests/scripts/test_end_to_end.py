@@ -6,18 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu import end_to_end as gpu_end_to_end
-from benchmarks.gpu import steps as gpu_steps
 from benchmarks.gpu.composite import StepTimes, composite_rows, overhead_s, pooled
-from stree.bench.pair import Pair
-from stree.bench.records import read, write
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET, DRAFT = StepTimes((1, 4, 16), (0.010, 0.011, 0.015)), StepTimes((1, 8), (0.001, 0.0017))
@@ -111,48 +105,3 @@ def test_the_bench_runs_at_tiny_sizes(tmp_path: Path) -> None:
     rest = [row for row in rows if row["part"] == "b"]
     assert {row["params"]["target"] for row in rest} == {"tiny-mamba2"} and all(r["label"] == "composite" for r in rest)
     assert {row["method"] for row in rest} == {"plain", "chain:2", "static:2,1"}
-
-
-def steps_of(model: str, **params: Any) -> dict[str, Any]:
-    place = {"model": model, "batch": 1, "context": 8, "n": 1} | params
-    return {"bench": "step", "provider": "eager", "params": place, "p50": 5.0}
-
-
-@pytest.fixture
-def end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Run the bench on records that stand ready, with step times as they come from the argument."""
-
-    def run(measure: Any) -> tuple[int, list[Any]]:
-        def bench(arguments: list[str]) -> int:
-            folder = Path(arguments[arguments.index("--out") + 1])
-            write(folder / "results.jsonl", records())
-            return int("2" in folder.name)
-
-        monkeypatch.setattr(gpu_end_to_end, "run_stree", bench)
-        monkeypatch.setattr(Pair, "load", lambda *_: SimpleNamespace(target=None, drafter=None))
-        monkeypatch.setattr(gpu_end_to_end, "_bound", lambda *_: {"over_bytes": 1.0, "label": "launch-bound"})
-        monkeypatch.setattr(gpu_end_to_end, "_own_times", lambda lm, batch: StepTimes((1,), (0.001,)))
-        monkeypatch.setattr(gpu_end_to_end, "copy_bandwidth", lambda device: 1e9)
-        monkeypatch.setattr(gpu_end_to_end, "pooled", lambda found, temperature: pooled(found, 0.0))
-        monkeypatch.setattr(gpu_steps, "measure", measure)
-        monkeypatch.setattr(sys, "argv", ["end_to_end", "--smoke", "--out", str(tmp_path)])
-        status = gpu_end_to_end.main()
-        return status, read(tmp_path / "end_to_end.jsonl")
-
-    return run
-
-
-def test_the_measured_rows_are_written_when_a_batch_fails_and_the_time_ends_before_a_drafter(
-    end_to_end: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def ends(*_: Any) -> Iterator[Any]:
-        assert {row["part"] for row in read(tmp_path / "end_to_end.jsonl")} == {"a"}
-        yield steps_of("tiny-mamba2")
-        yield {"bench": "unfinished", "params": {"model": "tiny-drafter"}}
-
-    status, rows = end_to_end(ends)
-    assert status == 1 and {(row["part"], row["params"]["batch"]) for row in rows} == {("a", 1)}
-    said = capsys.readouterr().err
-    assert "batch 2: RuntimeError: stree bench run ended with 1" in said
-    assert "part (b): ValueError: no target and its drafter have step times by eager at batch 1, context 8" in said
-    assert len((tmp_path / "steps.jsonl").read_text(encoding="utf-8").splitlines()) == 2
