@@ -158,7 +158,7 @@ def test_an_unfinished_run_is_only_resumed_as_it_was_begun_and_replaced_by_force
     resumed = RunFolder(tmp_path / "new", resume=True)
     for config, message in (({"seed": 1}, "seed 0, got 1"), ({"seed": 0, "rounds": 2}, "rounds None, got 2")):
         with pytest.raises(ValueError, match=f"holds a run with {message}"):
-            resumed.check(config)
+            resumed.claim(config)
     (resumed.checkpoints / "text.pt").write_bytes(b"old")
     RunFolder(tmp_path / "new", force=True).claim({"seed": 1})
     assert [path.name for path in resumed.checkpoints.iterdir()] == ["run.json"], "force begins anew"
