@@ -142,6 +142,6 @@ def tiny(models: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def binary_tree(batch: int, n: int, device: torch.device) -> Tensor:
-    """Give the parents of a complete binary tree: int32[batch, n]."""
+    """Parents of a complete binary tree: int32[batch, n]."""
     nodes = torch.arange(n, dtype=torch.int32)
     return ((nodes - 1).div(2, rounding_mode="floor")).clamp(min=-1).expand(batch, n).contiguous().to(device)

@@ -114,7 +114,7 @@ class Counts(TorchDispatchMode):
 
 
 def launches(func: Any) -> bool:
-    """Tell whether an ATen operator would launch a kernel on a GPU."""
+    """Whether an ATen operator would launch a kernel on a GPU."""
     if func.overloadpacket.__name__ in FREE:
         return False
     schema = func._schema

@@ -23,7 +23,7 @@ META = torch.device("meta")
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Let "auto" mean Triton on any device, and let Triton kernels derive the indices of a tree once a step."""
+    """Make "auto" mean Triton on any device, and derive the indices of a tree once a step in Triton kernels."""
 
     def has_triton(op: str, device: torch.device, dtype: torch.dtype) -> bool:
         return op in dispatch.TRITON and dtype != torch.float64

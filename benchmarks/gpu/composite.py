@@ -1,7 +1,7 @@
 """Composite speeds: the steps that one pair was measured to need, at the step times that other shapes take.
 
 A composite figure says what the measured trees would bring if a pair of these shapes agreed as often as the measured
-pair does.  It is a calculation from two measurements, and is labelled so wherever it is shown.  It knows no models.
+pair does.  It is a calculation from two measurements, and is labelled so wherever it is shown.
 """
 
 from __future__ import annotations
@@ -153,5 +153,5 @@ def composite_rows(
 
 
 def speedup(base: Sequence[float], other: Sequence[float]) -> Ratio:
-    """Give how many times less ``other`` takes over the same prompts, with its 95 % interval."""
+    """How many times less ``other`` takes over the same prompts, with its 95 % interval."""
     return interval(lambda a, b, axis=-1: np.asarray(a.sum(axis) / b.sum(axis)), base, other)

@@ -4,13 +4,12 @@ Run: python -m benchmarks.gpu.end_to_end --suite humaneval=FILE,gsm8k=FILE,mt_be
 Without a GPU: python -m benchmarks.gpu.end_to_end --smoke --out DIR, which runs everything at tiny sizes.
 
 (a) is ``stree bench run`` at every batch size (batch-N in DIR holds the run, which goes on where it stopped), with all
-suites pooled: tokens/s, and ratios with 95 % intervals of a paired bootstrap over prompts.  Beside each figure stands
-how many times longer a step takes than its bytes at the bandwidth of a copy; above 3 it is called launch-bound: the
-pair is so small that starting kernels costs more than what they do, which is not so at billions of parameters.
+suites pooled: tokens/s, and ratios with 95 % intervals of a paired bootstrap over prompts.  Each figure has the ratio
+of a step to the time of its bytes at the bandwidth of a copy; above 3 it is called launch-bound: the pair is so small
+that launching kernels costs more than running them, which is not so at billions of parameters.
 (b) takes from (a), batch 1, the steps that every prompt needed, and from `steps.py` what a step of a 2.7 and an 8
 billion parameter shape takes and of a drafter a twentieth of their size; time outside the forwards is added as measured
-in (a).  It is no measurement of
-such a pair, and every row says "composite".
+in (a).  It is no measurement of such a pair, and every row says "composite".
 
 The rows of (a) are written before (b) begins.  What fails is reported and left out, and the command then exits with 1.
 """
@@ -139,7 +138,7 @@ def _options() -> tuple[argparse.Namespace, torch.device]:
 
 
 def _arguments(options: argparse.Namespace, batch: int, device: torch.device) -> list[str]:
-    """Give the arguments of ``stree bench run``."""
+    """Arguments of ``stree bench run``."""
     found = {
         "suite": options.suite, "target": options.target, "device": device, "dtype": options.dtype,
         "limit": options.limit, "batch-size": batch, "max-new-tokens": options.max_new_tokens,
@@ -170,7 +169,7 @@ def _real(
     options: argparse.Namespace,
     bandwidth: float,
 ) -> Iterator[Record]:
-    """Give the rows of one batch size and temperature."""
+    """Rows of one batch size and temperature."""
     keys = sorted(methods["plain"])
     seconds = {name: [_seconds(blocks[key], options) for key in keys] for name, blocks in methods.items()}
     tokens = [len(methods["plain"][key]["params"]["prompts"]) * options.max_new_tokens for key in keys]

@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def measure(device: torch.device, options: argparse.Namespace, deadline: float) -> Iterator[Record]:
-    """Give a record for every pair, batch, temperature and size until the time is up; what fails is one."""
+    """Yield a record for every pair, batch, temperature and size until the time is up; a failure is a record."""
     shapes = gpu_steps.configurations(options.smoke)
     for target, draft in gpu_steps.DRAFTERS.items():
         if target not in shapes or (options.models and target not in options.models):
@@ -89,7 +89,7 @@ def _record(pair: Pair, shape: Shape) -> Record:
 
 
 def by_kernel(pair: Pair, shape: Shape) -> Record:
-    """Give milliseconds a step of the kernels that take most, and of all of them; or why there are none."""
+    """Milliseconds a step of the kernels that take most, and of all of them; or why there are none."""
     assert pair.drafter is not None
     drafter, prompts = ModelDrafter(pair.drafter), shape.prompts(pair.target.vocab_size)
 

@@ -54,7 +54,7 @@ class Watched(dict):
     other: Entry | None = None
 
     def __getitem__(self, key: Any) -> Entry:
-        """Give an entry, or the one to try in its place."""
+        """The entry of a key, or the one to try in its place."""
         self.key = key
         found: Entry = super().__getitem__(key) if self.other is None else self.other
         return found
@@ -118,7 +118,7 @@ def build_share(run: Run, options: argparse.Namespace, tables: Mapping[str, Watc
 
 
 def choose(records: Sequence[Record]) -> list[Record]:
-    """Give the best entry of each key among those right in all its cases: the smallest mean logarithm of times.
+    """The best entry of each key among those right in all its cases: the smallest mean logarithm of times.
 
     Times are set beside one of the same case, since the last case may lack entries: that of the present entry, or the
     least one where that fails.

@@ -2,7 +2,7 @@
 
 Run: python -m benchmarks.gpu.sanitizer --out DIR [--tools memcheck racecheck synccheck] [--minutes 9]
 
-Each tool watches one process that launches every operation of the suite at tiny sizes and writes texts with tiny
+Each tool runs one process that launches every operation of the suite at tiny sizes and writes texts with tiny
 models, launched operation by operation: growth, both samplings, verify, acceptance, commit.  torch gives every tensor
 memory of its own there, so that a byte beyond it is noticed.  A machine on which the tool does
 not run is reported and is no failure; an error that it finds is.
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def watched(tool: str, seconds: float) -> Record:
-    """Let a tool watch one process: how many errors it found, None where it did not come to count them."""
+    """Run one process under a tool: the number of errors found, None where the tool did not report one."""
     record: Record = {"bench": "sanitizer", "metric": "errors", "tool": tool, "errors": None, "exit": None, "said": []}
     program = shutil.which(TOOL)
     if program is None:

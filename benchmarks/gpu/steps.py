@@ -43,7 +43,7 @@ DRAFTERS = {"mamba2-2.7b": "mamba2-130m", "Nemotron-H-8B": "mamba2-400m", "tiny-
 
 
 def configurations(smoke: bool) -> dict[str, PreTrainedConfig]:
-    """Give the models' configurations: published ones, or tiny ones of the same kinds."""
+    """Configurations of the models: published ones, or tiny ones of the same kinds."""
     if smoke:
         small = Mamba2Config(num_hidden_layers=2, hidden_size=32, state_size=16, head_dim=16, num_heads=4, n_groups=1,
                              vocab_size=64, chunk_size=16)  # fmt: skip
@@ -72,7 +72,7 @@ def _mamba2(width: int, layers: int, vocab: int) -> PreTrainedConfig:
 
 
 def _name(model: str) -> str:
-    """Say in its name that only a part of a model is run."""
+    """Name of a model, with the number of layers where only a part of it is run."""
     return f"{model}, {KEPT_LAYERS[model]} layers" if model in KEPT_LAYERS else model
 
 
@@ -91,7 +91,7 @@ def measure(
     names: Collection[str] | None = None,
     sizes: Sequence[tuple[int, int]] = SIZES,
 ) -> Iterator[Record]:
-    """Give a record for every model (or those of ``names``), size and number of nodes until the time is up.
+    """Yield a record for every model (or those of ``names``), size and number of nodes until the time is up.
 
     A model or a size that fails gives a record with its problem, and the others are measured.
     """
@@ -119,7 +119,7 @@ def measure(
 def _of_model(
     config: PreTrainedConfig, device: torch.device, sizes: Sequence[tuple[int, int]], deadline: float
 ) -> Iterator[Record]:
-    """Give the records of one model; what fails is one."""
+    """Yield the records of one model; a failure is a record."""
     try:
         lm = model_of(config, device)
     except Exception as problem:  # too large for this device, say
@@ -177,7 +177,7 @@ def _records(lm: stree.TreeLM, config: PreTrainedConfig, batch: int, context: in
                 state = state_for(lm, batch, context)
             step = step_of(lm, state, n, context)
             record |= {"state_dtype": "float32", "state_bytes": state.num_bytes, "bytes": _bytes(lm, batch, context, n)}
-            lm.fused_layers = provider != "graph, not lean"
+            lm.fused_layers = provider != "graph, unfused"
             found = _tried(_eager, step) if provider == "eager" else _graph(step)
             lm.fused_layers = True
             yield record | {"provider": provider} | found
@@ -194,7 +194,7 @@ def _providers(n: int, device: torch.device) -> tuple[str, ...]:
     """Name the ways to run a step of so many nodes."""
     if device.type != "cuda":
         return ("eager",)
-    return ("eager", "graph", "graph, not lean") if n in PLAIN_NODES else ("eager", "graph")
+    return ("eager", "graph", "graph, unfused") if n in PLAIN_NODES else ("eager", "graph")
 
 
 def step_of(lm: stree.TreeLM, state: Any, n: int, context: int) -> Callable[[], Any]:
@@ -248,7 +248,7 @@ def timed(step: Callable[[], Any], device: torch.device) -> Record:
 
 
 def _one_token(lm: stree.TreeLM, batch: int) -> Any:
-    """Give a call of transformers' own forward for one token after a short prompt."""
+    """A call of transformers' own forward for one token after a short prompt."""
     options: Record = {"use_cache": True, lm.family.cache_argument: lm.family.new_cache(lm.model.config)}
     with torch.no_grad():
         lm.model(torch.ones(batch, 8, dtype=torch.long, device=lm.device), **options)
@@ -258,7 +258,7 @@ def _one_token(lm: stree.TreeLM, batch: int) -> Any:
 
 
 def _eager(call: Callable[[], Any], runs: int = 10) -> Record:
-    """Time plain calls, each waited for."""
+    """Time plain calls, with a synchronisation after each."""
     times = []
     for _ in range(2 + runs):
         start = time.perf_counter()

@@ -101,7 +101,7 @@ class Suite(Run):
         return [(case, dtype) for dtype in dtypes for case in gpu_cases.cases(kinds, sizes, dtype, self.device)]
 
     def build_kernels(self) -> None:
-        """Let several processes launch every case once, so that Triton's cache holds the builds before any is timed."""
+        """Launch every case once in several processes, so that Triton's cache holds the builds before any is timed."""
         self.add(prebuild.build("benchmarks.gpu.suite", ["--dtypes", *self.options.dtypes], self.deadline))
 
     def build_share(self, share: int, count: int) -> int:

@@ -119,7 +119,7 @@ class Block:
                 self._add(Method(name, depth + 1, depth, None), 1 + on_path[:, : depth + 1].sum(1), depth + 1.0, depth)
             if not kind.cuts:
                 self._add(replace(kind, name=name), 1 + on_path.sum(1), tree.num_nodes.double(), draft.num_calls)
-        # The replayed model stays where it is: it must think that nothing but the root was accepted.
+        # The replayed model does not advance, so the run is shown an acceptance of the root alone.
         zero, ratios = torch.zeros(len(pending), 1, dtype=torch.int32), accepted[0].ratios
         if ratios is None:  # without a log it would learn that nothing else was accepted indeed
             ratios = right_nodes(tree, logits)
@@ -132,7 +132,7 @@ class Block:
 
 
 def read_on(run: DraftRun, tokens: Tensor) -> None:
-    """Let what a model's trees grow by read int64[batch, m] tokens that the texts go on by, besides the root."""
+    """Show the acceptance model int64[batch, m] tokens by which the texts continue, besides the root."""
     (drafting, *_) = getattr(run, "_runs", [run])
     estimate = getattr(drafting, "_estimate", None)
     if estimate is not None:

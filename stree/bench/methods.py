@@ -1,7 +1,4 @@
-"""The methods that a run compares, by name.
-
-It knows names, growths and budgets; ``stree.bench.execute`` runs them.
-"""
+"""The methods that a run compares, by name.; ``stree.bench.execute`` runs them."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class Runner:
         return going
 
     def _keep_graphs(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Where steps are captured, let the engine keep the graphs of all methods, which take turns."""
+        """Raise the number of captured steps that are kept, since methods take turns."""
         step_cache = step_cache_of(self.pair.target)
         if step_cache is not None:
             self._shapes.add((len(prompts), rounded(max(map(len, prompts)) + self.settings.max_new_tokens)))
@@ -206,7 +206,7 @@ class Runner:
         return self.pair.encode(turns, answers, chat=self.settings.chat)
 
     def _fits(self, prompts: Sequence[Sequence[int]]) -> bool:
-        """Tell whether the target has enough positions."""
+        """Whether the target has enough positions."""
         most = self.pair.target.max_length
         return most is None or max(map(len, prompts)) + self.settings.max_new_tokens <= most
 

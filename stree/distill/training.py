@@ -1,7 +1,4 @@
-"""One stage of training: losses, optimisers, the schedule, and checkpoints from which it goes on exactly.
-
-It knows windows of tokens and models, no text files.
-"""
+"""One stage of training: losses, optimisers, the schedule, and checkpoints from which it goes on exactly."""
 
 from __future__ import annotations
 

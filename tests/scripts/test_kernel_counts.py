@@ -1,4 +1,4 @@
-"""Launches are counted where they happen; lean layers launch as few kernels as they should."""
+"""Launches are counted where they happen; fused layers launch as few kernels as they should."""
 
 from __future__ import annotations
 
