@@ -1,4 +1,4 @@
-"""The methods that a run compares, by name.; ``stree.bench.execute`` runs them."""
+"""The methods that a run compares, by name; ``stree.bench.execute`` runs them."""
 
 from __future__ import annotations
 
