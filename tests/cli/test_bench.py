@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -131,3 +132,11 @@ def test_kernel_cases_run_and_their_records_are_kept(tmp_path: Path) -> None:
     assert main(["bench", "kernels", "--smoke", "--out", str(tmp_path)]) == 0
     records = [json.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]
     assert any(record["bench"] == "ssd_step" for record in records)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("stree.bench.summary", "stree.bench.report"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    assert main(["bench", "report", "x"]) == 2
+    assert "install stree[bench]" in capsys.readouterr().err
