@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, BambaConfig, Mamba2Config, PreTra
 import stree
 from benchmarks.gpu.clock import time_graph
 from benchmarks.gpu.peer_steps import mamba_ssm_step, why_not
+from benchmarks.report import failure
 from benchmarks.shapes import binary_tree
 from benchmarks.studies.memory import published
 from stree.bench.profile import bytes_moved, copy_bandwidth
@@ -123,7 +124,7 @@ def _of_model(
     try:
         lm = model_of(config, device)
     except Exception as problem:  # too large for this device, say
-        yield {"params": {}} | _problem(problem)
+        yield {"params": {}} | failure(problem)
         return
     for batch, context in sizes:
         params, ones = {"batch": batch, "context": context}, dict[str, float]()
@@ -132,18 +133,13 @@ def _of_model(
                 for record in _records(lm, config, batch, context, deadline):
                     yield record | {"params": params | record["params"]} | _over_one_node(record, ones)
         except Exception as problem:  # one size's failure is a finding, not the end of the others
-            yield {"params": params} | _problem(problem)
+            yield {"params": params} | failure(problem)
 
 
 def model_of(config: PreTrainedConfig, device: torch.device) -> stree.TreeLM:
     """Make a model with random weights."""
     with torch.device(device):
         return stree.TreeLM(AutoModelForCausalLM.from_config(config, dtype=DTYPES[device.type]))
-
-
-def _problem(problem: Exception) -> Record:
-    """Say what failed."""
-    return {"problem": f"{type(problem).__name__}: {problem}"[:500]}
 
 
 def _over_one_node(record: Record, ones: dict[str, float]) -> Record:
@@ -281,4 +277,4 @@ def _tried(measure: Callable[..., Record], *args: Any) -> Record:
     except Exception as problem:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return _problem(problem)
+        return failure(problem)
