@@ -34,7 +34,6 @@ def measured(**changes: Any) -> list[Any]:
     return list(loops.measure(CPU, options(**changes), time.monotonic() + 600))
 
 
-@pytest.mark.slow
 def test_the_bench_runs_at_tiny_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -48,7 +47,6 @@ def test_the_bench_runs_at_tiny_sizes(
         assert record["bench"] == "loop" and record["step_ms"] > 0 and record["replayed"] is None
 
 
-@pytest.mark.slow
 def test_where_steps_are_captured_what_is_no_forward_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "waits_always", True)
     monkeypatch.setattr(step_cache, "_can_capture", lambda lm: lm.is_captured is not False)
