@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
-    """TreeSizes of a Mamba-2 layer."""
+    """Sizes of a Mamba-2 layer."""
 
     heads: int
     headdim: int
@@ -28,7 +28,7 @@ class Mixer:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """TreeSizes of a gated delta layer; ``per_channel`` is KDA's decay."""
+    """Sizes of a gated delta layer; ``per_channel`` is KDA's decay."""
 
     key_heads: int
     heads: int
@@ -39,7 +39,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Selective:
-    """TreeSizes of a diagonal recurrence, Mamba-1 or, without a dstate, RG-LRU, and sequences at once."""
+    """Sizes of a diagonal recurrence, Mamba-1 or, without a dstate, RG-LRU, and sequences at once."""
 
     channels: int
     dstate: int = 1
@@ -48,7 +48,7 @@ class Selective:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """TreeSizes of an attention layer; latent attention has values that are the first columns of its keys."""
+    """Sizes of an attention layer; latent attention has values that are the first columns of its keys."""
 
     heads: int
     kv_heads: int
@@ -73,7 +73,7 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """TreeSizes of a mixture of gated experts; each row is routed to ``share`` of them."""
+    """Sizes of a mixture of gated experts; each row is routed to ``share`` of them."""
 
     count: int
     share: int
@@ -142,25 +142,6 @@ def tiny(models: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def binary_tree(batch: int, n: int, device: torch.device) -> Tensor:
-    """Give the parents of a complete binary tree: int32[batch, n]."""
+    """Parents of a complete binary tree: int32[batch, n]."""
     nodes = torch.arange(n, dtype=torch.int32)
     return ((nodes - 1).div(2, rounding_mode="floor")).clamp(min=-1).expand(batch, n).contiguous().to(device)
-
-
-def leaf_paths(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Unroll one tree: int64[leaves, depth] nodes of each root-to-leaf path, its leaf repeated at the end.
-
-    The second result is int64[n, 2]: for every node a path that holds it and its place there.
-    """
-    above = parents.tolist()
-    leaves = [node for node in range(len(above)) if node not in above]
-    paths = []
-    for leaf in leaves:
-        path = [leaf]
-        while above[path[-1]] >= 0:
-            path.append(above[path[-1]])
-        paths.append(path[::-1])
-    deepest = max(map(len, paths))
-    where = {node: (row, place) for row, path in enumerate(paths) for place, node in enumerate(path)}
-    rows = [path + path[-1:] * (deepest - len(path)) for path in paths]
-    return torch.tensor(rows, device=parents.device), torch.tensor([where[n] for n in range(len(above))])

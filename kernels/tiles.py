@@ -1,7 +1,7 @@
 """Tile sizes of the Triton kernels by shape: a small table in place of tuning at run time.  Imports no Triton.
 
-The entries were chosen for no spills in ahead-of-time builds (`benchmarks/aot_table.py`), not by timing: no GPU figure
-exists yet.  `benchmarks/retune_tiles.py` times other entries on a GPU and prints the best.
+The entries were chosen for no spills in ahead-of-time builds (`benchmarks/ahead_of_time/table.py`), not by timing: no
+GPU figure exists yet.  `benchmarks/gpu/retune_tiles.py` times other entries on a GPU and prints the best.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which tokens a drafter's head keeps: the most frequent ones of some text, read from and written to a file.
-
-It knows tokens only.
-"""
+"""Which tokens a drafter's head keeps: the most frequent ones of some text, read from and written to a file."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when a kernel is defined, so before any import
 
-torch.set_num_threads(1)  # tests are many and small; a second thread waits more than it works
+torch.set_num_threads(1)  # tests are many and small: more threads make them slower
 
 
 @pytest.fixture

@@ -114,7 +114,7 @@ class Counts(TorchDispatchMode):
 
 
 def launches(func: Any) -> bool:
-    """Tell whether an ATen operator would launch a kernel on a GPU."""
+    """Whether an ATen operator would launch a kernel on a GPU."""
     if func.overloadpacket.__name__ in FREE:
         return False
     schema = func._schema
@@ -215,21 +215,19 @@ def layer_kinds(lm: stree.TreeLM) -> list[str]:
 
 
 def rows(records: Sequence[Record]) -> Iterator[list[str]]:
-    """Lines of the table: what was counted before and after."""
-    for before, after in ((r, s) for r in records for s in records if r["params"] == s["params"] and is_pair(r, s)):
-        params = before["params"]
-        columns = (f"{r['value']:.0f}  ({_parts(r)})" for r in (before, after))
-        yield [params["family"], f"{params['layers']} x {params['layer']}", *columns]
-
-
-def is_pair(first: Record, second: Record) -> bool:
-    """Tell whether two records are before and after."""
-    return bool(first["provider"] == "before" and second["provider"] == "after")
+    """Lines of the table: launches a layer before and after."""
+    after = {str(record["params"]): record for record in records if record["provider"] == "after"}
+    for record in records:
+        if record["provider"] == "before":
+            params = record["params"]
+            both = (record, after[str(params)])
+            yield [params["family"], f"{params['layers']} x {params['layer']}", *(_parts(one) for one in both)]
 
 
 def _parts(record: Record) -> str:
-    """Write the parts of a layer."""
-    return ", ".join(f"{name} {number:.0f}" for name, number in record["parts"].items())
+    """Launches of a layer, in all and by part."""
+    parts = ", ".join(f"{name} {number:.0f}" for name, number in record["parts"].items())
+    return f"{record['value']:.0f}  ({parts})"
 
 
 def main() -> None:

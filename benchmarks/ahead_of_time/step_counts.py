@@ -42,7 +42,7 @@ class Places:
         self.now = "loop"
 
     def within(self, owner: Any, name: str, part: str) -> None:
-        """Let a method or function be a part."""
+        """Count launches inside a method or function under a part."""
         real: Callable[..., Any] = getattr(owner, name)
 
         def run(*args: Any, **kwargs: Any) -> Any:

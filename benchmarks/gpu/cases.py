@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from benchmarks import shapes
-from benchmarks.gpu import peers
 from benchmarks.gpu.case import PATH, Case, Draw, Inputs, Size
 from benchmarks.gpu.recurrences import conv_case, delta_case, diagonal_case, selective_case, ssd_case
 from benchmarks.shapes import Attention, Delta, Experts, FeedForward, Mixer
@@ -51,7 +50,7 @@ def attention_case(sizes: Attention, at: Size) -> Case:
     blocks = -(-n * heads // kv_heads // tile.rows)
     columns = dim + (0 if sizes.latent else dim)
     return at.case(
-        "attention_step", make, run, peers=peers.attention_peers() if n == 1 and not sizes.latent else {},
+        "attention_step", make, run,
         num_bytes=b * size * (kv_heads * (context + 2 * n) * columns + n * heads * (dim + value_dim)),
         flops=2 * b * heads * n * (context + n) * (dim + value_dim),
         terms=dim + n + split_context(context, blocks * b * kv_heads, tile.keys)[1],

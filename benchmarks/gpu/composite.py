@@ -1,7 +1,7 @@
 """Composite speeds: the steps that one pair was measured to need, at the step times that other shapes take.
 
 A composite figure says what the measured trees would bring if a pair of these shapes agreed as often as the measured
-pair does.  It is a calculation from two measurements, and is labelled so wherever it is shown.  It knows no models.
+pair does.  It is a calculation from two measurements, and is labelled so wherever it is shown.
 """
 
 from __future__ import annotations
@@ -15,17 +15,7 @@ from numpy.typing import NDArray
 from stree.bench.records import Record
 from stree.bench.summary import Ratio, interval, mean_tau
 
-__all__ = [
-    "Blocks",
-    "Key",
-    "StepTimes",
-    "composite_rows",
-    "overhead_s",
-    "pooled",
-    "seconds_of",
-    "step_seconds",
-    "timed_models",
-]
+__all__ = ["Blocks", "Key", "StepTimes", "composite_rows", "overhead_s", "pooled", "seconds_of", "speedup"]
 
 Array = NDArray[np.float64]
 Key = tuple[str, int, int]  # suite, batch of prompts, turn
@@ -40,20 +30,14 @@ class StepTimes:
     seconds: tuple[float, ...]
 
     @classmethod
-    def of(cls, records: Sequence[Record], model: str, provider: str, batch: int, context: int) -> StepTimes:
-        """Take them from records of ``gpu_steps``.
-
-        Raises:
-            ValueError: there are none of this model, provider, batch and context.
-        """
-        found = {
-            r["params"]["n"]: 1e-6 * r["p50"]
-            for r in _timed(records, provider, batch, context)
-            if r["params"].get("model") == model
-        }
-        if not found:
-            raise ValueError(f"there are no step times of {model} by {provider} at batch {batch}, context {context}")
-        return cls(*map(tuple, zip(*sorted(found.items()), strict=True)))
+    def by_model(cls, records: Sequence[Record], provider: str, batch: int, context: int) -> dict[str, StepTimes]:
+        """Step times of every model that has any, from records of ``steps.py``."""
+        asked, found = {"batch": batch, "context": context}, dict[str, dict[int, float]]()
+        for record in records:
+            params = record["params"]
+            if record.get("provider") == provider and "p50" in record and asked.items() <= params.items():
+                found.setdefault(params["model"], {})[params["n"]] = 1e-6 * record["p50"]
+        return {model: cls(*map(tuple, zip(*sorted(times.items()), strict=True))) for model, times in found.items()}
 
     def at(self, nodes: float) -> float:
         """Interpolate between sizes; beyond the largest the last slope goes on."""
@@ -61,17 +45,6 @@ class StepTimes:
             slope = (self.seconds[-1] - self.seconds[-2]) / (self.nodes[-1] - self.nodes[-2])
             return self.seconds[-1] + max(slope, 0.0) * (nodes - self.nodes[-1])
         return float(np.interp(nodes, self.nodes, self.seconds))
-
-
-def timed_models(records: Sequence[Record], provider: str, batch: int, context: int) -> set[str]:
-    """Name the models that have step times; one that failed, or that the time did not suffice for, has none."""
-    return {r["params"]["model"] for r in _timed(records, provider, batch, context)}
-
-
-def _timed(records: Sequence[Record], provider: str, batch: int, context: int) -> list[Record]:
-    """List the records of one place that hold a time."""
-    asked = {"batch": batch, "context": context}
-    return [r for r in records if r.get("provider") == provider and "p50" in r and asked.items() <= r["params"].items()]
 
 
 def pooled(records: Sequence[Record], temperature: float) -> dict[str, dict[Key, Record]]:
@@ -180,5 +153,5 @@ def composite_rows(
 
 
 def speedup(base: Sequence[float], other: Sequence[float]) -> Ratio:
-    """Give how many times less ``other`` takes over the same prompts, with its 95 % interval."""
+    """How many times less ``other`` takes over the same prompts, with its 95 % interval."""
     return interval(lambda a, b, axis=-1: np.asarray(a.sum(axis) / b.sum(axis)), base, other)

@@ -4,13 +4,12 @@ Run: python -m benchmarks.gpu.end_to_end --suite humaneval=FILE,gsm8k=FILE,mt_be
 Without a GPU: python -m benchmarks.gpu.end_to_end --smoke --out DIR, which runs everything at tiny sizes.
 
 (a) is ``stree bench run`` at every batch size (batch-N in DIR holds the run, which goes on where it stopped), with all
-suites pooled: tokens/s, and ratios with 95 % intervals of a paired bootstrap over prompts.  Beside each figure stands
-how many times longer a step takes than its bytes at the bandwidth of a copy; above 3 it is called launch-bound: the
-pair is so small that starting kernels costs more than what they do, which is not so at billions of parameters.
-(b) takes from (a), batch 1, the steps that every prompt needed, and from `gpu_steps.py` what a step of a 2.7 and an 8
+suites pooled: tokens/s, and ratios with 95 % intervals of a paired bootstrap over prompts.  Each figure has the ratio
+of a step to the time of its bytes at the bandwidth of a copy; above 3 it is called launch-bound: the pair is so small
+that launching kernels costs more than running them, which is not so at billions of parameters.
+(b) takes from (a), batch 1, the steps that every prompt needed, and from `steps.py` what a step of a 2.7 and an 8
 billion parameter shape takes and of a drafter a twentieth of their size; time outside the forwards is added as measured
-in (a).  It is no measurement of
-such a pair, and every row says "composite".
+in (a).  It is no measurement of such a pair, and every row says "composite".
 
 The rows of (a) are written before (b) begins.  What fails is reported and left out, and the command then exits with 1.
 """
@@ -22,7 +21,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +28,14 @@ import numpy as np
 import torch
 
 from benchmarks.gpu import steps as gpu_steps
-from benchmarks.gpu.composite import (
-    StepTimes,
-    composite_rows,
-    overhead_s,
-    pooled,
-    speedup,
-    timed_models,
-)
+from benchmarks.gpu.composite import StepTimes, composite_rows, overhead_s, pooled, speedup
+from benchmarks.gpu.run import Run, command_line, device_for
 from benchmarks.report import interval_text, table
 from stree.bench.pair import Pair
 from stree.bench.profile import bytes_moved, copy_bandwidth
-from stree.bench.records import Record, environment, read, read_lines, write
+from stree.bench.records import Record, read, read_lines, write
 from stree.bench.summary import interval, mean_tau
 from stree.cli import main as run_stree
-from stree.decode.cuda_graphs import recovering
 from stree.models.tree_lm import TreeLM
 
 METHODS = (
@@ -56,44 +47,34 @@ TITLES = {"a": "(a) measured, all suites", "b": "(b) composite: measured tokens 
 LAUNCH_BOUND = 3.0
 INTERRUPTED = 130  # status of stree after Ctrl-C
 CONTEXT = 256  # tokens of context of the step times
-TEXTS = {"smoke": "def add(a, b):\n\nThe sea was calm."}
+SMOKE_TEXT = "def add(a, b):\n\nThe sea was calm."
 
 
 def main() -> int:
     """Run (a), then (b), and print both tables; the last line of standard output holds all rows as JSON."""
-    options = _options()
-    device = torch.device("cuda" if torch.cuda.is_available() and not options.smoke else "cpu")
-    env = environment(device)
+    options, device = _options()
+    run = Run(device, options.minutes, None)
     pair = Pair.load(options.target, options.drafter, str(device), options.dtype)
     rows: list[Record] = []
-    failed: list[str] = []
-    for part, found in (("a", _measured), ("b", _composite)):
-        with recovering(device), _said(f"part ({part})", failed):
-            for row in found(pair, options, device, failed):
-                rows.append({"bench": "end_to_end", "metric": "speed", "part": part, **row, "env": env})
+    for part, measure in (("a", _measured), ("b", _composite)):
+        with run.part(f"part ({part})"):
+            for row in measure(pair, options, run):
+                rows.append({"bench": "end_to_end", "metric": "speed", "part": part, **row, "env": run.env})
         write(options.out / "end_to_end.jsonl", rows)
         print(f"\n{TITLES[part]}\n")
         print(table(["where", "method", "speed", "tau", "over plain", "over best chain", "label"], _rows(rows, part)))
+    for record in run.records:
+        print(f"{record['bench']}: {record['problem']}", file=sys.stderr)
     print(json.dumps(rows))
-    return int(bool(failed))
+    return int(run.failures > 0)
 
 
-@contextmanager
-def _said(what: str, failed: list[str]) -> Iterator[None]:
-    """Say that something failed, and go on."""
-    try:
-        yield
-    except Exception as problem:
-        failed.append(f"{what}: {type(problem).__name__}: {problem}")
-        print(failed[-1], file=sys.stderr)
-
-
-def _measured(pair: Pair, options: argparse.Namespace, device: torch.device, failed: list[str]) -> Iterator[Record]:
+def _measured(pair: Pair, options: argparse.Namespace, run: Run) -> Iterator[Record]:
     """Run every batch size, and give the rows of (a)."""
-    bandwidth = copy_bandwidth(device)
+    bandwidth = copy_bandwidth(run.device)
     for batch in options.batch:
-        with _said(f"batch {batch}", failed):
-            arguments = [*_arguments(options, batch, device), "--out", str(options.out / f"batch-{batch}")]
+        with run.part(f"batch {batch}"):
+            arguments = [*_arguments(options, batch, run.device), "--out", str(options.out / f"batch-{batch}")]
             if status := run_stree(["bench", "run", *arguments]):
                 if status == INTERRUPTED:
                     raise SystemExit(status)
@@ -103,12 +84,12 @@ def _measured(pair: Pair, options: argparse.Namespace, device: torch.device, fai
                 yield from _real(pair, methods, batch, temperature, options, bandwidth)
 
 
-def _composite(pair: Pair, options: argparse.Namespace, device: torch.device, failed: list[str]) -> Iterator[Record]:
+def _composite(pair: Pair, options: argparse.Namespace, run: Run) -> Iterator[Record]:
     """Time steps of large shapes, and give the rows of (b)."""
     batch = options.batch[0]
     runs = _run_of(options, batch)
     own = [_own_times(lm, batch) for lm in (pair.target, pair.drafter)]
-    for target, draft, times in _shapes(options, device, failed):
+    for target, draft, times in _shapes(options, run):
         for temperature in options.temperature:
             methods = pooled(runs, temperature)
             extra = {name: overhead_s(blocks, options.max_new_tokens, *own) for name, blocks in methods.items()}
@@ -122,12 +103,11 @@ def _run_of(options: argparse.Namespace, batch: int) -> list[Record]:
     return read(options.out / f"batch-{batch}" / "results.jsonl")
 
 
-def _options() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _options() -> tuple[argparse.Namespace, torch.device]:
+    """Read the command line; the device to measure on."""
+    parser = command_line(__doc__, out="folder for end_to_end.jsonl and the runs", minutes=5.0)
     parser.add_argument("--suite", help="NAME=FILE,... as of stree bench run")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=Path, help="JSON lines of gpu_suite.py; measured here if not given")
+    parser.add_argument("--steps", type=Path, help="JSON lines of benchmarks.gpu.suite; measured here if not given")
     parser.add_argument("--target", default="bundled")
     parser.add_argument("--drafter", default=None)
     parser.add_argument("--dtype", default="auto")
@@ -136,15 +116,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--temperature", default="0,1")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--methods", default=METHODS)
-    parser.add_argument("--minutes", type=float, default=5.0, help="of step times, where they are measured here")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, for a machine without a GPU")
     options = parser.parse_args()
-    if not (torch.cuda.is_available() or options.smoke):
-        parser.error("this bench needs a CUDA device; without one pass --smoke")
+    device = device_for(parser, options)
+    if options.out is None:
+        parser.error("--out is needed")
     if options.smoke:
         options.out.mkdir(parents=True, exist_ok=True)
         file = options.out / "smoke.txt"
-        file.write_text(TEXTS["smoke"], encoding="utf-8")
+        file.write_text(SMOKE_TEXT, encoding="utf-8")
         options.suite = options.suite or f"smoke={file}"
         options.batch, options.temperature, options.limit, options.max_new_tokens = "1,2", "1", 2, 12
         options.methods = SMOKE_METHODS
@@ -155,11 +134,11 @@ def _options() -> argparse.Namespace:
         options.temperature = [float(value) for value in options.temperature.split(",")]
     except ValueError as error:
         parser.error(f"--batch and --temperature must be numbers, as 1,4 and 0,1: {error}")
-    return options
+    return options, device
 
 
 def _arguments(options: argparse.Namespace, batch: int, device: torch.device) -> list[str]:
-    """Give the arguments of ``stree bench run``."""
+    """Arguments of ``stree bench run``."""
     found = {
         "suite": options.suite, "target": options.target, "device": device, "dtype": options.dtype,
         "limit": options.limit, "batch-size": batch, "max-new-tokens": options.max_new_tokens,
@@ -169,7 +148,7 @@ def _arguments(options: argparse.Namespace, batch: int, device: torch.device) ->
 
 
 def _own_times(lm: TreeLM | None, batch: int) -> StepTimes:
-    """Time steps of a model of the measured pair, as `gpu_steps.py` does."""
+    """Time steps of a model of the measured pair, as `steps.py` does."""
     if lm is None:
         raise ValueError("this bench needs a draft model; give one with --drafter")
     state = gpu_steps.state_for(lm, batch, CONTEXT)
@@ -190,7 +169,7 @@ def _real(
     options: argparse.Namespace,
     bandwidth: float,
 ) -> Iterator[Record]:
-    """Give the rows of one batch size and temperature."""
+    """Rows of one batch size and temperature."""
     keys = sorted(methods["plain"])
     seconds = {name: [_seconds(blocks[key], options) for key in keys] for name, blocks in methods.items()}
     tokens = [len(methods["plain"][key]["params"]["prompts"]) * options.max_new_tokens for key in keys]
@@ -241,33 +220,27 @@ def _bound(
     return {"over_bytes": times, "label": "launch-bound" if times > LAUNCH_BOUND else "near its bytes"}
 
 
-def _shapes(
-    options: argparse.Namespace, device: torch.device, failed: list[str]
-) -> Iterator[tuple[str, str, tuple[StepTimes, StepTimes]]]:
-    """Give targets and drafters that have step times, with these."""
+def _shapes(options: argparse.Namespace, run: Run) -> Iterator[tuple[str, str, tuple[StepTimes, StepTimes]]]:
+    """Targets and drafters that have step times, with these."""
+    records: list[Record] = []
     if options.steps:
         records = [record for record in read_lines(options.steps) if record.get("bench") == "step"]
     else:
         deadline = time.monotonic() + 60 * options.minutes
-        records = []
-        with _said("steps of large shapes", failed):
+        with run.part("steps of large shapes"):
             models = {*gpu_steps.DRAFTERS, *gpu_steps.DRAFTERS.values()}
-            for record in gpu_steps.measure(device, options.smoke, deadline, models, [(1, CONTEXT)]):
+            for record in gpu_steps.measure(run.device, options.smoke, deadline, models, [(1, CONTEXT)]):
                 records.append(record)
                 write(options.out / "steps.jsonl", records)
-        problems = {
-            f"{record['params'].get('model')}: {record['problem']}" for record in records if "problem" in record
-        }
-        failed += problems
-        for problem in sorted(problems):
-            print(problem, file=sys.stderr)
+                if "problem" in record:
+                    run.add(record | {"bench": record["params"].get("model")}, is_failure=True)
     provider, context = ("eager", 8) if options.smoke else ("graph", CONTEXT)
-    known = timed_models(records, provider, 1, context)
-    if not any({target, draft} <= known for target, draft in gpu_steps.DRAFTERS.items()):
+    times = StepTimes.by_model(records, provider, 1, context)
+    pairs = [pair for pair in gpu_steps.DRAFTERS.items() if times.keys() >= {*pair}]
+    if not pairs:
         raise ValueError(f"no target and its drafter have step times by {provider} at batch 1, context {context}")
-    for target, draft in gpu_steps.DRAFTERS.items():
-        if {target, draft} <= known:
-            yield target, draft, tuple(StepTimes.of(records, model, provider, 1, context) for model in (target, draft))  # type: ignore[misc]
+    for target, draft in pairs:
+        yield target, draft, (times[target], times[draft])
 
 
 def _rows(rows: Sequence[Record], part: str) -> Iterator[list[str]]:

@@ -14,21 +14,20 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import stree
 from benchmarks.gpu import steps as gpu_steps
-from benchmarks.report import failure, table
+from benchmarks.gpu.run import Run, command_line, device_for
+from benchmarks.report import failure
 from stree.bench.pair import Pair
 from stree.bench.profile import Shape, profile
-from stree.bench.records import Record, append, environment
+from stree.bench.records import Record
 from stree.decode.cuda_graphs import recovering
 from stree.drafters import ModelDrafter
 from stree.growth import Calibrated, Chain, Growth
@@ -43,22 +42,16 @@ NUM_KERNELS = 40  # that a record names, those that take most
 
 def main() -> int:
     """Measure pair by pair, and print the table last."""
-    options = _options()
-    device = torch.device("cuda" if torch.cuda.is_available() and not options.smoke else "cpu")
-    deadline, env = time.monotonic() + 60 * options.minutes, environment(device)
-    records = []
-    for record in measure(device, options, deadline):
-        records.append({"bench": "loop", "metric": "latency", "unit": "ms", **record, "env": env})
-        append(options.out / "gpu_loops.jsonl", records[-1:])
+    options, device = _options()
+    run = Run(device, options.minutes, options.out / "gpu_loops.jsonl")
+    for record in measure(device, options, run.deadline):
+        run.add({"bench": "loop", "metric": "latency", "unit": "ms", **record}, is_failure="problem" in record)
     titles = ["target", "batch", "T", "growth", "nodes", "ms a step", "idle", "outside forwards"]
-    print(table(titles, rows(records)))
-    failures = sum("problem" in record for record in records)
-    print(json.dumps({"bench": "gpu_loops", "records": len(records), "failures": failures}))
-    return int(failures > 0)
+    return run.report("gpu_loops", titles, rows(run.records), records=len(run.records))
 
 
 def measure(device: torch.device, options: argparse.Namespace, deadline: float) -> Iterator[Record]:
-    """Give a record for every pair, batch, temperature and size until the time is up; what fails is one."""
+    """Yield a record for every pair, batch, temperature and size until the time is up; a failure is a record."""
     shapes = gpu_steps.configurations(options.smoke)
     for target, draft in gpu_steps.DRAFTERS.items():
         if target not in shapes or (options.models and target not in options.models):
@@ -96,7 +89,7 @@ def _record(pair: Pair, shape: Shape) -> Record:
 
 
 def by_kernel(pair: Pair, shape: Shape) -> Record:
-    """Give milliseconds a step of the kernels that take most, and of all of them; or why there are none."""
+    """Milliseconds a step of the kernels that take most, and of all of them; or why there are none."""
     assert pair.drafter is not None
     drafter, prompts = ModelDrafter(pair.drafter), shape.prompts(pair.target.vocab_size)
 
@@ -129,16 +122,14 @@ def rows(records: list[Record]) -> Iterator[list[str]]:
             ]  # fmt: skip
 
 
-def _options() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for gpu_loops.jsonl")
-    parser.add_argument("--minutes", type=float, default=9.0, help="begin no size after so many")
+def _options() -> tuple[argparse.Namespace, torch.device]:
+    """Read the command line; the device to measure on."""
+    parser = command_line(__doc__, out="folder for gpu_loops.jsonl")
     parser.add_argument("--models", nargs="+", help="targets; all if not given")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, for a machine without a GPU")
     options = parser.parse_args()
-    if not (torch.cuda.is_available() or options.smoke):
-        parser.error("this bench needs a CUDA device; without one pass --smoke")
+    device = device_for(parser, options)
+    if options.out is None:
+        parser.error("--out is needed")
     known = gpu_steps.DRAFTERS.keys() & gpu_steps.configurations(options.smoke).keys()
     if unknown := set(options.models or ()) - known:
         parser.error(f"--models must be of {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}")
@@ -146,7 +137,7 @@ def _options() -> argparse.Namespace:
     options.cases = [(b, t, size) for b in BATCHES for t in TEMPERATURES for size in SIZES]
     if options.smoke:
         options.cases = [(2, 0.8, SIZES[0]), (1, 0.0, SIZES[2])]
-    return options
+    return options, device
 
 
 if __name__ == "__main__":

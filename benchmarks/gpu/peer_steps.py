@@ -19,7 +19,7 @@ DEVICE = torch.device("cuda")
 
 
 def why_not(config: Any, device: torch.device) -> str | None:
-    """Say why mamba-ssm cannot run a model here; None where it can."""
+    """The reason why mamba-ssm cannot run a model here; None where it can."""
     if config.model_type != "mamba2":
         return "mamba-ssm has no such model"
     if device.type != "cuda":

@@ -1,9 +1,6 @@
-"""Other people's ways to score a tree, run beside ours on the same inputs, where their packages or files are at hand.
+"""SGLang's sequential kernels, one state snapshot a node, and their scatter commit, on the same inputs as ours.
 
-``unrolled``: each root-to-leaf path as a sequence of its own, on our kernels.  ``mamba_ssm``, ``mamba_ssm_chunk``: the
-same rows through mamba-ssm's one-token update, token by token, and through its chunked scan.  ``sglang``: SGLang's
-sequential kernels with one state snapshot a node, and their scatter commit, from the files in ``--peer-dir`` (laid out
-as in its wheel).  ``sdpa``: torch's attention for one token.
+They are loaded from the files in ``--peer-dir``, laid out as in SGLang's wheel.
 """
 
 from __future__ import annotations
@@ -19,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.shapes import Delta, Mixer, leaf_paths
+from benchmarks.shapes import Delta, Mixer
 from stree.kernels import ops
-from stree.kernels.topology import Topology
 
 Inputs = dict[str, Any]
 Provider = Callable[[Inputs], Tensor]
@@ -40,39 +36,14 @@ def use_peer_dir(folder: Path | None) -> None:
     _peer_dir = folder
 
 
-def ssd_peers(mixer: Mixer, parents: Tensor) -> dict[str, Provider]:
-    """List what can run a Mamba-2 step on this machine besides ours."""
-    if parents.is_meta:
-        return {}
-    peers: dict[str, Provider] = {"unrolled": _ssd_unrolled(mixer, parents)}
-    if importlib.util.find_spec("mamba_ssm"):
-        peers["mamba_ssm"] = _ssd_mamba(mixer, parents)
-        peers["mamba_ssm_chunk"] = _ssd_mamba_chunk(mixer, parents)
-    if _peer_dir is not None:
-        peers["sglang"] = _ssd_sglang(mixer)
-    return peers
+def ssd_peers(mixer: Mixer) -> dict[str, Provider]:
+    """Providers of a Mamba-2 step besides ours, by name."""
+    return {} if _peer_dir is None else {"sglang": _ssd_sglang(mixer)}
 
 
-def delta_peers(sizes: Delta, parents: Tensor) -> dict[str, Provider]:
-    """List what can run a gated delta step on this machine besides ours."""
-    if parents.is_meta:
-        return {}
-    peers: dict[str, Provider] = {"unrolled": _delta_unrolled(parents)}
-    if _peer_dir is not None and not sizes.per_channel:
-        peers["sglang"] = _delta_sglang()
-    return peers
-
-
-def attention_peers() -> dict[str, Provider]:
-    """List what can run one-token attention on this machine besides ours."""
-    return {"sdpa": _sdpa}
-
-
-def _rows(parents: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """Unroll the first row's tree: nodes of the paths, the place of each node, number of leaves and depth."""
-    paths, where = leaf_paths(parents[0].cpu())
-    device = parents.device
-    return paths.to(device), (where[:, 0] * paths.shape[1] + where[:, 1]).to(device), *paths.shape
+def delta_peers(sizes: Delta) -> dict[str, Provider]:
+    """Providers of a gated delta step besides ours, by name."""
+    return {} if _peer_dir is None or sizes.per_channel else {"sglang": _delta_sglang()}
 
 
 def _committed(mixer: Mixer, i: Inputs) -> Tensor:
@@ -90,87 +61,10 @@ def _split(mixer: Mixer, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return x.unflatten(-1, (mixer.heads, mixer.headdim)), B.unflatten(-1, groups), C.unflatten(-1, groups)
 
 
-def _ssd_rows(mixer: Mixer, parents: Tensor, scan: Callable[..., Tensor]) -> Provider:
-    """Copy the state to every leaf's row and run the rows as chains: ``scan(inputs, state, xbc, dt)``."""
-    paths, places, leaves, depth = _rows(parents)
-
-    def run(i: Inputs) -> Tensor:
-        state = _committed(mixer, i).repeat_interleave(leaves, 0)
-        xbc, dt = (i[name][:, paths].flatten(0, 1) for name in ("xbc", "dt"))
-        y = scan(i, state, xbc, dt)
-        return y.reshape(len(parents), leaves * depth, mixer.heads, mixer.headdim)[:, places]
-
-    return run
-
-
-def _ssd_unrolled(mixer: Mixer, parents: Tensor) -> Provider:
-    _, _, leaves, depth = _rows(parents)
-    topology = _chains(parents, leaves, depth)
-
-    def scan(i: Inputs, state: Tensor, xbc: Tensor, dt: Tensor) -> Tensor:
-        return ops.ssd_step(
-            state, torch.empty_like(xbc), state.new_empty(dt.shape), None, None, xbc, dt, i["A"], i["bias"], topology,
-            headdim=mixer.headdim, ngroups=mixer.groups, D=i["D"],
-        )  # fmt: skip
-
-    return _ssd_rows(mixer, parents, scan)
-
-
-def _ssd_mamba(mixer: Mixer, parents: Tensor) -> Provider:
-    """mamba-ssm's update, token by token."""
-    update = importlib.import_module("mamba_ssm.ops.triton.selective_state_update").selective_state_update
-
-    def scan(i: Inputs, state: Tensor, xbc: Tensor, dt: Tensor) -> Tensor:
-        x, B, C = _split(mixer, xbc)
-        A, D, bias = _expanded(mixer, i)
-        dt = dt[..., None].expand(x.shape)
-        outputs = [
-            update(state, x[:, t], dt[:, t], A, B[:, t], C[:, t], D=D, dt_bias=bias, dt_softplus=True)
-            for t in range(x.shape[1])
-        ]
-        return torch.stack(outputs, 1)
-
-    return _ssd_rows(mixer, parents, scan)
-
-
-def _ssd_mamba_chunk(mixer: Mixer, parents: Tensor) -> Provider:
-    """mamba-ssm's chunked scan, from the committed state."""
-    chunk_scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
-
-    def scan(i: Inputs, state: Tensor, xbc: Tensor, dt: Tensor) -> Tensor:
-        x, B, C = _split(mixer, xbc)
-        return chunk_scan(  # type: ignore[no-any-return]
-            x, dt, i["A"], B, C, chunk_size=max(16, x.shape[1]), D=i["D"], dt_bias=i["bias"], initial_states=state,
-            dt_softplus=True,
-        )  # fmt: skip
-
-    return _ssd_rows(mixer, parents, scan)
-
-
 def _expanded(mixer: Mixer, i: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """A, D and the bias of the step sizes for every channel, as mamba-ssm's update takes them."""
     h, p, s = mixer.heads, mixer.headdim, mixer.dstate
     return i["A"][:, None, None].expand(h, p, s), i["D"][:, None].expand(h, p), i["bias"][:, None].expand(h, p)
-
-
-def _chains(parents: Tensor, leaves: int, depth: int) -> Topology:
-    chain = torch.arange(-1, depth - 1, dtype=torch.int32, device=parents.device)
-    return Topology.of(chain.expand(len(parents) * leaves, depth).contiguous())
-
-
-def _delta_unrolled(parents: Tensor) -> Provider:
-    """Copy the state to every leaf's row and run the rows as chains."""
-    paths, places, leaves, depth = _rows(parents)
-    batch, topology = len(parents), _chains(parents, leaves, depth)
-
-    def run(i: Inputs) -> Tensor:
-        ops.gated_delta_commit(i["state"], i["stash_k"], i["stash_u"], i["stash_g"], i["accepted"], None)
-        state = i["state"].repeat_interleave(leaves, 0)
-        q, k, v, g, beta = (i[name][:, paths].flatten(0, 1) for name in ("q", "k", "v", "g", "beta"))
-        out, _ = ops.gated_delta_tree_scan(q, k, v, g, beta, topology, state)
-        return out.view(batch, leaves * depth, *out.shape[2:])[:, places]
-
-    return run
 
 
 def _ssd_sglang(mixer: Mixer) -> Provider:
@@ -225,15 +119,6 @@ def _delta_sglang() -> Provider:
         )  # fmt: skip
 
     return run
-
-
-def _sdpa(i: Inputs) -> Tensor:
-    """Attend from one token to its context and itself, which is the cache's last row."""
-    for cache, new in (("k_cache", "k"), ("v_cache", "v")):
-        i[cache][:, :, -1] = i[new][:, 0]
-    query = i["q"].transpose(1, 2)
-    out = torch.nn.functional.scaled_dot_product_attention(query, i["k_cache"], i["v_cache"], enable_gqa=True)
-    return out.transpose(1, 2)
 
 
 def _sglang(name: str) -> Any:

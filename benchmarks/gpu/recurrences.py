@@ -34,7 +34,7 @@ def ssd_case(sizes: Mixer, at: Size) -> Case:
         )  # fmt: skip
 
     return at.case(
-        "ssd_step", make, run, peers=peers.ssd_peers(sizes, tree["parents"]), terms=s + n + PATH,
+        "ssd_step", make, run, peers=peers.ssd_peers(sizes), terms=s + n + PATH,
         num_bytes=b * (8 * h * p * s + n * size * (2 * channels + h * p) + 4 * n * h),
         flops=b * (2 * h * p * s * (n + PATH) + 2 * h * n * n * (s + p)),
         stash_bytes=2 * channels * size + 4 * h,  # inputs and outputs of the convolution, step sizes
@@ -84,7 +84,7 @@ def delta_case(sizes: Delta, at: Size) -> Case:
     stash = size * hk * dk + 4 * hv * dv + 4 * hv * (dk if sizes.per_channel else 1)
     conv = size * (2 * hk * dk + hv * dv)  # inputs of the convolution, which are kept too
     return at.case(
-        "gated_delta_step", make, run, peers=peers.delta_peers(sizes, tree["parents"]), terms=dk + 2 * n + PATH,
+        "gated_delta_step", make, run, peers=peers.delta_peers(sizes), terms=dk + 2 * n + PATH,
         num_bytes=b * (8 * hv * dk * dv + n * (2 * stash + 4 * 2 * hk * dk + 2 * size * hv * dv)),
         flops=b * hv * (2 * dk * dv * (2 * n + PATH) + 2 * n * n * (2 * dk + 2 * dv)),
         stash_bytes=stash + conv, snapshot_bytes=4 * hv * dk * dv + 3 * conv,

@@ -5,7 +5,8 @@ Without a GPU: TRITON_INTERPRET=1 python -m benchmarks.gpu.retune_tiles --smoke;
 
 Every candidate is compared with the reference in float64 first, and a wrong one is not timed.  An entry serves several
 shapes: the best has the smallest mean, over them, of the logarithm of its time beside that of the entry in the table.
-FILE gets a JSON line for every measurement and every entry; the lines printed last replace those of the tables.
+FILE gets a JSON line for every measurement and every entry; "lines" in the last line of output replace those of the
+tables in `kernels/tiles.py`.
 
 When the time is up it chooses from what is measured, and says how many entries were left out.  Several processes build
 the candidates first; that is most of the work all the same, so only the first model shape of an operation is tuned, if
@@ -17,26 +18,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import math
-import os
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table as Printed
 
 from benchmarks.gpu import cases as gpu_cases
 from benchmarks.gpu import prebuild
 from benchmarks.gpu.case import Case, copied
 from benchmarks.gpu.clock import time_graph
+from benchmarks.gpu.run import Run, command_line, device_for
 from benchmarks.gpu.suite import CACHE_BYTES
-from stree.bench.records import Record, append, environment
+from stree.bench.records import Record
 from stree.kernels import tiles
 
 Entry = tuple[Any, ...]
@@ -57,7 +54,7 @@ class Watched(dict):
     other: Entry | None = None
 
     def __getitem__(self, key: Any) -> Entry:
-        """Give an entry, or the one to try in its place."""
+        """The entry of a key, or the one to try in its place."""
         self.key = key
         found: Entry = super().__getitem__(key) if self.other is None else self.other
         return found
@@ -107,16 +104,13 @@ def measure(
         yield record
 
 
-def build_share(
-    options: argparse.Namespace, device: torch.device, tables: Mapping[str, Watched], share: int, count: int
-) -> None:
+def build_share(run: Run, options: argparse.Namespace, tables: Mapping[str, Watched], share: int, count: int) -> None:
     """Launch every ``count``-th candidate, untimed, until the time is up; timing reports those that fail."""
-    deadline, generator = time.monotonic() + 60 * options.minutes, torch.Generator(device).manual_seed(0)
-    for number, (case, _) in enumerate(tuned(options, device)):
-        entries = [*itertools.product(*TABLES[case.op][1])][(share - number) % count :: count]
+    generator = torch.Generator(run.device).manual_seed(0)
+    for number, (case, _) in enumerate(tuned(options, run.device)):
         first = case.make(generator)
-        for entry in entries:
-            if time.monotonic() > deadline:
+        for entry in [*itertools.product(*TABLES[case.op][1])][(share - number) % count :: count]:
+            if run.is_over:
                 return
             tables[case.op].other = entry
             with contextlib.suppress(Exception):
@@ -124,7 +118,7 @@ def build_share(
 
 
 def choose(records: Sequence[Record]) -> list[Record]:
-    """Give the best entry of each key among those right in all its cases: the smallest mean logarithm of times.
+    """The best entry of each key among those right in all its cases: the smallest mean logarithm of times.
 
     Times are set beside one of the same case, since the last case may lack entries: that of the present entry, or the
     least one where that fails.
@@ -168,27 +162,18 @@ def tuned(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[C
                 yield case, dtype
 
 
-def measured(options: argparse.Namespace, device: torch.device, tables: Mapping[str, Watched]) -> list[Record]:
-    """Measure every case until the time is up, and write each record at once; a case that fails is one."""
-    deadline, env = time.monotonic() + 60 * options.minutes, machine()
-    if device.type == "cuda":
-        report(options.out, [prebuild.build("benchmarks.gpu.retune_tiles", builds_of(options), deadline)], env)
-    records: list[Record] = []
-    for case, dtype in tuned(options, device):
+def measure_all(run: Run, options: argparse.Namespace, tables: Mapping[str, Watched]) -> None:
+    """Measure every case until the time is up; a case that fails is a record."""
+    if run.device.type == "cuda":
+        run.add(prebuild.build("benchmarks.gpu.retune_tiles", builds_of(options), run.deadline))
+    for case, dtype in tuned(options, run.device):
         params = {"op": case.op, "params": dict(case.params)}
-        try:
-            if time.monotonic() > deadline:
-                found = iter([params | {"left_out": math.prod(map(len, TABLES[case.op][1]))}])
-            else:
-                found = measure(case, tables[case.op], dtype, device, deadline)
-            for record in found:
-                records.append(record)
-                report(options.out, [record], env)
-        except Exception as problem:  # one that this GPU has no room for, say
-            records.append(params | {"failed": f"{type(problem).__name__}: {problem}"[:300]})
-            report(options.out, records[-1:], env)
-            print(f"{case.op} {params['params']}: {records[-1]['failed']}", file=sys.stderr)
-    return records
+        if run.is_over:
+            run.add({**params, "left_out": math.prod(map(len, TABLES[case.op][1]))})
+            continue
+        with run.part("retune_tiles", **params):  # a case may be too large for this GPU
+            for record in measure(case, tables[case.op], dtype, run.device, run.deadline):
+                run.add(record, is_failure=not record.get("correct", True) and "problem" not in record)
 
 
 def builds_of(options: argparse.Namespace) -> list[str]:
@@ -199,61 +184,34 @@ def builds_of(options: argparse.Namespace) -> list[str]:
 
 
 def main() -> int:
-    """Time the candidates of every case, write records, print the table and the entries."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure, choose and print."""
+    parser = command_line(__doc__, out="file that the records are appended to")
     parser.add_argument("--ops", nargs="+", choices=list(TABLES), default=list(TABLES))
     parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 64, 128])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--out", type=Path, help="file that the records are appended to")
-    parser.add_argument("--minutes", type=float, default=9.0, help="choose from what is measured after this time")
     parser.add_argument("--all-shapes", action="store_true", help="not only the first model shape of each operation")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, for a machine without a GPU")
     parser.add_argument("--build-share", type=int, nargs=2, help="only launch share I of N of the candidates: I N")
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and not (options.smoke and os.environ.get("TRITON_INTERPRET") == "1"):
-        parser.error("tuning needs a CUDA device; without one pass --smoke and set TRITON_INTERPRET=1")
+    run = Run(device_for(parser, options, is_interpreted=True), options.minutes, options.out)
     tables = {op: Watched(getattr(tiles, TABLES[op][0])) for op in options.ops}
-    for op, table in tables.items():
-        setattr(tiles, TABLES[op][0], table)
+    for op, watched in tables.items():
+        setattr(tiles, TABLES[op][0], watched)
     with torch.inference_mode():
         if options.build_share:
-            build_share(options, device, tables, *options.build_share)
+            build_share(run, options, tables, *options.build_share)
             return 0
-        records = measured(options, device, tables)
-    entries = [record for record in records if "entry" in record]
+        measure_all(run, options, tables)
+    entries = [record for record in run.records if "entry" in record]
     best = choose(entries)
-    report(options.out, best, machine())
-    printed = Printed("table", "key", "now", "best", "times faster" if device.type == "cuda" else "not meaningful")
     for line in best:
-        printed.add_row(
-            TABLES[line["op"]][0], *(str(line[name]) for name in ("key", "now", "best")), f"{line['gain']:.2f}"
-        )
-    Console().print(printed)
-    for line in best:
-        print(f"{TABLES[line['op']][0]}:    {line['key']}: {line['best']},")
-    last = {
-        "bench": "retune_tiles",
-        "measured": len(entries),
-        "entries": len(best),
-        "wrong": sum(not record["correct"] and "problem" not in record for record in entries),
-        "left_out": sum(record.get("left_out", 0) for record in records),
-        "failed": sum("failed" in record for record in records),
-    }
-    print(json.dumps(last))
-    return int(last["wrong"] + last["failed"] > 0)
-
-
-def machine() -> Record:
-    """Describe the machine that is measured."""
-    return environment(torch.device("cuda") if torch.cuda.is_available() else None)
-
-
-def report(path: Path | None, records: Sequence[Record], env: Record) -> None:
-    """Append records, with the machine they were made on, to a file if there is one."""
-    if path:
-        append(path, [{**record, "env": env} for record in records])
+        run.add(line)
+    titles = ["table", "key", "now", "best", "times faster" if run.device.type == "cuda" else "not meaningful"]
+    rows = [[TABLES[b["op"]][0], b["key"], b["now"], b["best"], f"{b['gain']:.2f}"] for b in best]
+    lines = [f"{TABLES[line['op']][0]}:    {line['key']}: {line['best']}," for line in best]
+    left_out = sum(record.get("left_out", 0) for record in run.records)
+    more = {"measured": len(entries), "entries": len(best), "left_out": left_out, "lines": lines}
+    return run.report("retune_tiles", titles, rows, **more)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Run: python -m benchmarks.gpu.sanitizer --out DIR [--tools memcheck racecheck synccheck] [--minutes 9]
 
-Each tool watches one process that launches every operation of the suite at tiny sizes and writes texts with tiny
+Each tool runs one process that launches every operation of the suite at tiny sizes and writes texts with tiny
 models, launched operation by operation: growth, both samplings, verify, acceptance, commit.  torch gives every tensor
 memory of its own there, so that a byte beyond it is noticed.  A machine on which the tool does
 not run is reported and is no failure; an error that it finds is.
@@ -18,14 +18,14 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
 
 import stree
 from benchmarks.gpu import cases
 from benchmarks.gpu import steps as gpu_steps
-from stree.bench.records import Record, append, environment
+from benchmarks.gpu.run import Run, command_line, device_for
+from stree.bench.records import Record
 from stree.drafters import FusedDrafter, ModelDrafter, SuffixDrafter
 from stree.sampling import Sampling
 
@@ -42,19 +42,17 @@ def main() -> int:
     if options.launch:
         print(json.dumps({"launched": launch(torch.device("cuda" if torch.cuda.is_available() else "cpu"))}))
         return 0
-    deadline, env, failures = time.monotonic() + 60 * options.minutes, environment(torch.device("cuda")), 0
+    run = Run(torch.device("cuda"), options.minutes, options.out / "gpu_sanitizer.jsonl")
     for tool in options.tools:
-        record = watched(tool, max(deadline - time.monotonic(), 1.0))
-        failures += not (record["errors"] == 0 or "unavailable" in record)
-        append(options.out / "gpu_sanitizer.jsonl", [record | {"env": env}])
-        print(tool, record.get("unavailable", f"{record['errors']} errors, exit {record['exit']}"))
+        record = watched(tool, max(run.deadline - time.monotonic(), 1.0))
+        run.add(record, is_failure=not (record["errors"] == 0 or "unavailable" in record))
         print(*record["said"], sep="\n")
-    print(json.dumps({"bench": "gpu_sanitizer", "failures": failures}))
-    return int(failures > 0)
+    rows = [[r["tool"], r.get("unavailable", f"{r['errors']} errors, exit {r['exit']}")] for r in run.records]
+    return run.report("gpu_sanitizer", ["tool", "result"], rows)
 
 
 def watched(tool: str, seconds: float) -> Record:
-    """Let a tool watch one process: how many errors it found, None where it did not come to count them."""
+    """Run one process under a tool: the number of errors found, None where the tool did not report one."""
     record: Record = {"bench": "sanitizer", "metric": "errors", "tool": tool, "errors": None, "exit": None, "said": []}
     program = shutil.which(TOOL)
     if program is None:
@@ -103,19 +101,14 @@ def launch(device: torch.device) -> int:
 
 def _options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder for gpu_sanitizer.jsonl")
+    parser = command_line(__doc__, out="folder for gpu_sanitizer.jsonl")
     parser.add_argument("--tools", nargs="+", default=TOOLS, choices=TOOLS)
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all tools together")
     parser.add_argument("--launch", action="store_true", help="only launch what a tool watches")
     options = parser.parse_args()
-    if options.launch:
-        if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-            parser.error("without a CUDA device the kernels need TRITON_INTERPRET=1")
-    elif options.out is None:
+    options.smoke = options.launch
+    device_for(parser, options, is_interpreted=True)
+    if options.out is None and not options.launch:
         parser.error("--out is needed")
-    elif not torch.cuda.is_available():
-        parser.error("this needs a CUDA device")
     return options
 
 

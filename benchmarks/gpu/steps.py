@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, BambaConfig, Mamba2Config, PreTra
 import stree
 from benchmarks.gpu.clock import time_graph
 from benchmarks.gpu.peer_steps import mamba_ssm_step, why_not
+from benchmarks.report import failure
 from benchmarks.shapes import binary_tree
 from benchmarks.studies.memory import published
 from stree.bench.profile import bytes_moved, copy_bandwidth
@@ -38,12 +39,12 @@ SIZES = ((1, 256), (8, 256), (1, 4096), (8, 4096))  # batch, tokens of context
 PATH = 3  # most nodes of a committed path
 ROOM = 512  # tokens that repeated steps may commit
 KEPT_LAYERS = {"Qwen3-Next-80B": 12}  # a quarter of the model, 40 GB, fits
-# A drafter a twentieth of the target's size, for composite figures (`gpu_end_to_end.py`).
+# A drafter a twentieth of the target's size, for composite figures (`end_to_end.py`).
 DRAFTERS = {"mamba2-2.7b": "mamba2-130m", "Nemotron-H-8B": "mamba2-400m", "tiny-mamba2": "tiny-drafter"}
 
 
 def configurations(smoke: bool) -> dict[str, PreTrainedConfig]:
-    """Give the models' configurations: published ones, or tiny ones of the same kinds."""
+    """Configurations of the models: published ones, or tiny ones of the same kinds."""
     if smoke:
         small = Mamba2Config(num_hidden_layers=2, hidden_size=32, state_size=16, head_dim=16, num_heads=4, n_groups=1,
                              vocab_size=64, chunk_size=16)  # fmt: skip
@@ -72,7 +73,7 @@ def _mamba2(width: int, layers: int, vocab: int) -> PreTrainedConfig:
 
 
 def _name(model: str) -> str:
-    """Say in its name that only a part of a model is run."""
+    """Name of a model, with the number of layers where only a part of it is run."""
     return f"{model}, {KEPT_LAYERS[model]} layers" if model in KEPT_LAYERS else model
 
 
@@ -91,7 +92,7 @@ def measure(
     names: Collection[str] | None = None,
     sizes: Sequence[tuple[int, int]] = SIZES,
 ) -> Iterator[Record]:
-    """Give a record for every model (or those of ``names``), size and number of nodes until the time is up.
+    """Yield a record for every model (or those of ``names``), size and number of nodes until the time is up.
 
     A model or a size that fails gives a record with its problem, and the others are measured.
     """
@@ -119,11 +120,11 @@ def measure(
 def _of_model(
     config: PreTrainedConfig, device: torch.device, sizes: Sequence[tuple[int, int]], deadline: float
 ) -> Iterator[Record]:
-    """Give the records of one model; what fails is one."""
+    """Yield the records of one model; a failure is a record."""
     try:
         lm = model_of(config, device)
     except Exception as problem:  # too large for this device, say
-        yield {"params": {}} | _problem(problem)
+        yield {"params": {}} | failure(problem)
         return
     for batch, context in sizes:
         params, ones = {"batch": batch, "context": context}, dict[str, float]()
@@ -132,18 +133,13 @@ def _of_model(
                 for record in _records(lm, config, batch, context, deadline):
                     yield record | {"params": params | record["params"]} | _over_one_node(record, ones)
         except Exception as problem:  # one size's failure is a finding, not the end of the others
-            yield {"params": params} | _problem(problem)
+            yield {"params": params} | failure(problem)
 
 
 def model_of(config: PreTrainedConfig, device: torch.device) -> stree.TreeLM:
     """Make a model with random weights."""
     with torch.device(device):
         return stree.TreeLM(AutoModelForCausalLM.from_config(config, dtype=DTYPES[device.type]))
-
-
-def _problem(problem: Exception) -> Record:
-    """Say what failed."""
-    return {"problem": f"{type(problem).__name__}: {problem}"[:500]}
 
 
 def _over_one_node(record: Record, ones: dict[str, float]) -> Record:
@@ -177,7 +173,7 @@ def _records(lm: stree.TreeLM, config: PreTrainedConfig, batch: int, context: in
                 state = state_for(lm, batch, context)
             step = step_of(lm, state, n, context)
             record |= {"state_dtype": "float32", "state_bytes": state.num_bytes, "bytes": _bytes(lm, batch, context, n)}
-            lm.fused_layers = provider != "graph, not lean"
+            lm.fused_layers = provider != "graph, unfused"
             found = _tried(_eager, step) if provider == "eager" else _graph(step)
             lm.fused_layers = True
             yield record | {"provider": provider} | found
@@ -194,7 +190,7 @@ def _providers(n: int, device: torch.device) -> tuple[str, ...]:
     """Name the ways to run a step of so many nodes."""
     if device.type != "cuda":
         return ("eager",)
-    return ("eager", "graph", "graph, not lean") if n in PLAIN_NODES else ("eager", "graph")
+    return ("eager", "graph", "graph, unfused") if n in PLAIN_NODES else ("eager", "graph")
 
 
 def step_of(lm: stree.TreeLM, state: Any, n: int, context: int) -> Callable[[], Any]:
@@ -248,7 +244,7 @@ def timed(step: Callable[[], Any], device: torch.device) -> Record:
 
 
 def _one_token(lm: stree.TreeLM, batch: int) -> Any:
-    """Give a call of transformers' own forward for one token after a short prompt."""
+    """A call of transformers' own forward for one token after a short prompt."""
     options: Record = {"use_cache": True, lm.family.cache_argument: lm.family.new_cache(lm.model.config)}
     with torch.no_grad():
         lm.model(torch.ones(batch, 8, dtype=torch.long, device=lm.device), **options)
@@ -258,7 +254,7 @@ def _one_token(lm: stree.TreeLM, batch: int) -> Any:
 
 
 def _eager(call: Callable[[], Any], runs: int = 10) -> Record:
-    """Time plain calls, each waited for."""
+    """Time plain calls, with a synchronisation after each."""
     times = []
     for _ in range(2 + runs):
         start = time.perf_counter()
@@ -281,4 +277,4 @@ def _tried(measure: Callable[..., Record], *args: Any) -> Record:
     except Exception as problem:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return _problem(problem)
+        return failure(problem)

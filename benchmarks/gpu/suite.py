@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import statistics
 import subprocess
@@ -25,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
@@ -35,51 +33,27 @@ from benchmarks.gpu import cases as gpu_cases
 from benchmarks.gpu import peers as gpu_peers
 from benchmarks.gpu import prebuild
 from benchmarks.gpu import steps as gpu_steps
-from benchmarks.gpu.case import Case, copied, normal
+from benchmarks.gpu.case import Case, Inputs, copied, normal
 from benchmarks.gpu.clock import time_graph
-from benchmarks.report import failure, table
-from stree.bench.records import Record, append, environment
-from stree.decode.cuda_graphs import recovering
+from benchmarks.gpu.run import Run, command_line, device_for
+from benchmarks.report import failure
+from stree.bench.records import Record
 
 CACHE_BYTES = 256 << 20  # four times the second-level cache of an H200
-SLOW = ("reference", "unrolled")  # of many launches: fewer input sets, no fewer replays
 SIZES = [(b, n) for n in (32, 16, 64, 1, 4, 128) for b in (1, 16, 64, 4)]
 
 
-class Suite:
-    """A run: where records go, and until when."""
+class Suite(Run):
+    """A run of the suite with its options."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.options, self.deadline = options, time.monotonic() + 60 * options.minutes
-        self.env = environment() | {"triton": triton.__version__}
-        if self.device.type == "cuda":
-            self.env["gpu"] = torch.cuda.get_device_name(self.device)
-        self.records: list[Record] = []
-        self.failures = 0
-
-    def add(self, record: Record) -> None:
-        """Keep a record and write it at once."""
-        record = {**record, "env": self.env}
-        self.records.append(record)
-        if self.options.out:
-            append(self.options.out / "gpu_suite.jsonl", [record])
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Make the failure of a part a record, so that the other parts run."""
-        try:
-            with recovering(self.device):
-                yield
-        except Exception as problem:
-            self.failures += 1
-            self.add({"bench": name, **failure(problem)})
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        super().__init__(device, options.minutes, options.out and options.out / "gpu_suite.jsonl")
+        self.options = options
 
     def run_steps(self) -> None:
         """Time whole steps of models until the time is up."""
         for record in gpu_steps.measure(self.device, self.options.smoke, self.deadline):
-            self.failures += "problem" in record
-            self.add(record)
+            self.add(record, is_failure="problem" in record)
 
     def run_tests(self) -> None:
         """Run the kernels' tests on the device in a process of their own."""
@@ -99,8 +73,8 @@ class Suite:
             text = error.stdout or b""
             code, lines = -1, (text.decode() if isinstance(text, bytes) else text).splitlines()
         failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-        self.failures += code != 0
-        self.add({"bench": "tests", "files": files, "exit": code, "summary": lines[-1:], "failed": failed[:40]})
+        record = {"bench": "tests", "files": files, "exit": code, "summary": lines[-1:], "failed": failed[:40]}
+        self.add(record, is_failure=code != 0)
 
     def run_kernels(self, bar: Progress) -> None:
         """Compare and time every case until the time is up."""
@@ -113,7 +87,7 @@ class Suite:
         found = self.cases()
         task = bar.add_task("kernels", total=len(found))
         for place, (case, dtype) in enumerate(found):
-            if time.monotonic() > self.deadline:
+            if self.is_over:
                 self.add({"bench": "unfinished", "cases": len(found) - place})
                 break
             self.run_case(case, dtype, ceilings)
@@ -127,7 +101,7 @@ class Suite:
         return [(case, dtype) for dtype in dtypes for case in gpu_cases.cases(kinds, sizes, dtype, self.device)]
 
     def build_kernels(self) -> None:
-        """Let several processes launch every case once, so that Triton's cache holds the builds before any is timed."""
+        """Launch every case once in several processes, so that Triton's cache holds the builds before any is timed."""
         self.add(prebuild.build("benchmarks.gpu.suite", ["--dtypes", *self.options.dtypes], self.deadline))
 
     def build_share(self, share: int, count: int) -> int:
@@ -136,27 +110,28 @@ class Suite:
         found = [case for case, _ in self.cases() if case.params["batch"] in (1, 16)]
         failed = False
         for case in found[share::count]:
-            for name in {"triton", "unrolled"} & set(case.providers):
-                if time.monotonic() > self.deadline:
-                    return int(failed)
-                try:
-                    case.providers[name](case.make(generator))
-                except Exception as problem:  # the other cases are built all the same
-                    failed = True
-                    print(f"{case.op} by {name}: {type(problem).__name__}: {problem}"[:500], file=sys.stderr)
+            if self.is_over:
+                return int(failed)
+            try:
+                case.providers["triton"](case.make(generator))
+            except Exception as problem:  # the other cases are built all the same
+                failed = True
+                print(f"{case.op}: {type(problem).__name__}: {problem}"[:500], file=sys.stderr)
         return int(failed)
 
     def run_case(self, case: Case, dtype: torch.dtype, ceilings: Record) -> None:
         """Compare each provider with float64, then time it."""
         generator = torch.Generator(self.device).manual_seed(0)
-        try:
+        with self.part(case.op, params=case.params):  # a case may be too large for this device
             first = case.make(generator)
-            expected = case.expected(first)
-            scale = float(expected.abs().max())
-        except Exception as problem:  # too large for this device, say
-            self.failures += 1
-            self.add({"bench": case.op, "params": case.params, **failure(problem)})
-            return
+            self._run_providers(case, dtype, ceilings, generator, first)
+
+    def _run_providers(
+        self, case: Case, dtype: torch.dtype, ceilings: Record, generator: torch.Generator, first: Inputs
+    ) -> None:
+        """Compare and time the providers of one case, whose first inputs are given."""
+        expected = case.expected(first)
+        scale = float(expected.abs().max())
         count = 1 if self.options.smoke else max(1, min(256, CACHE_BYTES // max(case.num_bytes, 1)))
         for name, provider in case.providers.items():
             record: Record = {
@@ -172,13 +147,12 @@ class Suite:
                 del inputs, output
                 record |= {"error": error, "correct": error <= case.tolerance(dtype)}
                 if record["correct"]:
-                    sets = min(count, 8) if name in SLOW else count
+                    sets = min(count, 8) if name == "reference" else count  # it has many launches
                     record |= self.time(provider, [case.make(generator) for _ in range(sets)])
                     record |= shares(case, dtype, record["p50"], ceilings, sets)
             except Exception as problem:  # one provider's failure is a finding, not the end of the suite
                 record |= {"correct": False, **failure(problem)}
-            self.failures += not record["correct"]
-            self.add(record)
+            self.add(record, is_failure=not record["correct"])
 
     @contextmanager
     def peak_bytes(self, record: Record) -> Iterator[None]:
@@ -248,22 +222,16 @@ def rows(records: list[Record]) -> Iterator[list[str]]:
 
 def main() -> int:
     """Run the parts, write records, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, out="folder for gpu_suite.jsonl")
     parts = ["steps", "kernels", "tests"]
     parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
-    parser.add_argument("--out", type=Path, help="folder for gpu_suite.jsonl")
-    parser.add_argument("--minutes", type=float, default=9.0, help="stop starting cases after this time")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--peer-dir", type=Path, help="folder with SGLang's kernel files, laid out as in its wheel")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, for a machine without a GPU")
     parser.add_argument("--build-share", type=int, nargs=2, help="only launch share I of N of the cases: I N")
     options = parser.parse_args()
-    if not (torch.cuda.is_available() or options.smoke):
-        parser.error("this suite needs a CUDA device; without one pass --smoke")
-    if options.smoke and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        parser.error("without a CUDA device the kernels need TRITON_INTERPRET=1")
+    device = device_for(parser, options, is_interpreted=True)
     gpu_peers.use_peer_dir(options.peer_dir)
-    suite = Suite(options)
+    suite = Suite(options, device)
     if options.build_share:
         with torch.inference_mode():
             return suite.build_share(*options.build_share)
@@ -282,16 +250,10 @@ def main() -> int:
         if "tests" in options.parts and not options.smoke:
             with suite.part("tests"):
                 suite.run_tests()
-    print(
-        table(
-            ["operation", "model", "batch", "nodes", "provider", "us", "of bandwidth", "MiB", "ours / it"],
-            rows(suite.records),
-        )
-    )
+    titles = ["operation", "model", "batch", "nodes", "provider", "us", "of bandwidth", "MiB", "ours / it"]
     measured = [record["p50"] for record in suite.records if "p50" in record]
-    last = {"bench": "gpu_suite", "measured": len(measured), "failures": suite.failures}
-    print(json.dumps(last | {"median_us": statistics.median(measured) if measured else None}))
-    return int(suite.failures > 0)
+    median = statistics.median(measured) if measured else None
+    return suite.report("gpu_suite", titles, rows(suite.records), measured=len(measured), median_us=median)
 
 
 if __name__ == "__main__":

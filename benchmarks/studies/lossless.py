@@ -88,7 +88,7 @@ def target_model() -> Any:
 
 @cache
 def models() -> tuple[TreeLM, TreeLM]:
-    """Give target and drafter."""
+    """The target and the drafter."""
     sizes: dict[str, Any] = {"num_heads": 4, "head_dim": 8, "state_size": 8, "n_groups": 1}
     layers: dict[str, Any] = {"num_hidden_layers": 1, "chunk_size": 2}
     drafter = tiny_model("mamba2", seed=1, vocab_size=VOCAB, hidden_size=16, **sizes, **layers)
@@ -119,7 +119,7 @@ def p_value(counts: Tensor, probs: Tensor) -> float:
 
 
 def policy(name: str) -> tuple[Drafter, Growth | None, int]:
-    """Give drafter, growth and budget of a way to draft."""
+    """Drafter, growth and budget of a way to draft."""
     kind, growth, budget = WAYS[name]
     model = ModelDrafter(models()[1])
     drafters: dict[str, Drafter] = {

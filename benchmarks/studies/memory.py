@@ -1,7 +1,7 @@
 """Bytes of a pending node against bytes of one full state, for published sizes, on meta tensors.
 
 Run with ``python -m benchmarks.studies.memory``; it appends to benchmarks/results/memory/results.jsonl and prints a
-table.  TreeSizes are written down here, so that nothing is fetched; the tensors are those that decoding would allocate.
+table.  Sizes are written down here, so that nothing is fetched; the tensors are those that decoding would allocate.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Method:
 
 
 def methods() -> list[Method]:
-    """List every method at every size; temperature 0 knows no verifiers."""
+    """List every method at every size; temperature 0 has one verifier."""
     deepest = max(CHAINS)
     found = [Method("chain", deepest + 1, deepest, Chain(deepest), verifiers=("auto", "rejection"), cuts=CHAINS)]
     for nodes, calls in SIZES:

@@ -2,7 +2,7 @@
 
 A model's forwards on one context are remembered by token path, and a draft's draws are numbered by the path of the
 node above them.  So all growths choose from one random tree a context, and what differs between two of them
-is what they chose, not what was drawn.  It knows no suites and no growths.
+is what they chose, not what was drawn.  It is independent of suites and growths.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Coupled", "Replay", "Walked"]
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of one context: nodes by parent and token, and where their logits are kept.
+    """Nodes of one context that were seen, by parent and token, and where their logits are kept.
 
     Attributes:
         children: number of each node by (number of its parent, token); the root is 0.
@@ -76,7 +76,7 @@ class _Place:
 
 
 class Replay:
-    """Stands in for a ``TreeLM`` on texts that are fixed: it runs what it was not asked before, and commits nothing.
+    """Replaces a ``TreeLM`` on fixed texts: runs only nodes that it has not run before, and commits nothing.
 
     Args:
         lm: the model.
@@ -115,13 +115,13 @@ class Replay:
         return _Place(self)
 
     def prefill(self, state: _Place, input_ids: Tensor, lengths: Tensor) -> None:
-        """Do nothing: the texts are known."""
+        """Has no effect, since the texts are fixed."""
 
     def commit(self, state: _Place, path: Tensor, path_lengths: Tensor) -> None:
-        """Do nothing: the texts go on as they are."""
+        """Has no effect, since the texts are fixed."""
 
     def verify(self, state: _Place | None, tree: TokenTree, first: int = 0) -> Tensor:
-        """Give the logits of nodes first, first + 1, ...: float[batch, n - first, vocab]."""
+        """Logits of nodes first, first + 1, ...: float[batch, n - first, vocab]."""
         if not first:
             self._columns = [[] for _ in self._known]
         tokens, parents = tree.tokens[:, first:].tolist(), tree.parents[:, first:].tolist()
@@ -195,7 +195,7 @@ class Coupled(Random):
     distribution; only trees of different growths depend on each other.
 
     Attributes:
-        replay: the draft model, which knows the paths of the nodes that it ran last.
+        replay: the draft model, which holds the paths of the nodes that it ran last.
     """
 
     replay: Replay

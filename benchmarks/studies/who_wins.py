@@ -18,7 +18,6 @@ the tables of ``--out``; ``--write`` puts them into its README.md.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -120,7 +119,7 @@ class Block:
                 self._add(Method(name, depth + 1, depth, None), 1 + on_path[:, : depth + 1].sum(1), depth + 1.0, depth)
             if not kind.cuts:
                 self._add(replace(kind, name=name), 1 + on_path.sum(1), tree.num_nodes.double(), draft.num_calls)
-        # The replayed model stays where it is: it must think that nothing but the root was accepted.
+        # The replayed model does not advance, so the run is shown an acceptance of the root alone.
         zero, ratios = torch.zeros(len(pending), 1, dtype=torch.int32), accepted[0].ratios
         if ratios is None:  # without a log it would learn that nothing else was accepted indeed
             ratios = right_nodes(tree, logits)
@@ -261,7 +260,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.write:
         (options.out / "README.md").write_text(found, encoding="utf-8")
     print(found)
-    print(json.dumps(who_wins_report.bars(options.out)))
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
     runs, assets = args.runs, args.assets
     runs.mkdir(parents=True, exist_ok=True)
     with (runs / "commands.txt").open("a") as log:
-        log.write("python " + shlex.join([sys.argv[0], *(arguments if arguments is not None else sys.argv[1:])]) + "\n")
+        log.write(shlex.join(["python", "-m", "benchmarks.training.bundled", *(arguments or sys.argv[1:])]) + "\n")
     settings = Settings(
         minutes=args.drafter_minutes, batch_size=args.batch, length=args.length, muon_lr=args.muon_lr,
         adam_lr=args.adam_lr, dtype=torch.bfloat16, compile=args.compile, save_every=240.0, seed=args.seed,

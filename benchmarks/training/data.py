@@ -1,4 +1,4 @@
-"""Text, tokenizer and packed token streams for `train_bundled.py`.
+"""Text, tokenizer and packed token streams for `bundled.py`.
 
 Knows nothing of models: it reads text folders, holds named packages and books out, trains the byte-level BPE and
 packs encoded documents into flat streams with an end-of-text token after each one.

@@ -1,4 +1,4 @@
-"""``stree bench``: comparisons that a sceptic can run again.
+"""``stree bench``: benchmarks of whole generations.
 
-It knows the library through its public interface; nothing of the library knows it.
+It uses the library through its public interface, and no other part of the library imports it.
 """

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from stree.bench.baselines import BaselineLM, SnapshotLM, UnrolledLM
 from stree.bench.methods import Method
 from stree.bench.pair import Pair
 from stree.bench.peers import PEERS
 from stree.bench.records import Record
+from stree.bench.unrolled import UnrolledLM
 from stree.decode.profiling import num_profiled
 from stree.decode.stats import PARTS
 from stree.decode.step_cache import step_cache_of
@@ -67,7 +67,8 @@ def execute(pair: Pair, method: Method, case: Case) -> Run:
     """
     if method.is_peer:
         return _run_peer(pair, method, case)
-    lm, drafter = _verifying_lm(pair, method), _drafter(pair, method)
+    lm = UnrolledLM(pair.target) if method.is_unrolled else pair.target
+    drafter = _drafter(pair, method)
     for _ in range(MAX_RUNS):
         before = _num_preparations(pair)
         try:
@@ -118,7 +119,7 @@ def _run_peer(pair: Pair, method: Method, case: Case) -> Run:
     return Run(tokens, seconds, first, stats)
 
 
-def _run(lm: TreeLM | BaselineLM, drafter: Drafter, method: Method, case: Case) -> Run:
+def _run(lm: TreeLM | UnrolledLM, drafter: Drafter, method: Method, case: Case) -> Run:
     """Generate once, timed."""
     began = time.perf_counter()
     out = generate(
@@ -135,13 +136,6 @@ def _num_preparations(pair: Pair) -> tuple[int, int]:
     step_cache = step_cache_of(pair.target)
     num_graphs = 0 if step_cache is None else sum(decode_step["graphs"] for decode_step in step_cache.report())
     return num_profiled(pair.target), num_graphs
-
-
-def _verifying_lm(pair: Pair, method: Method) -> TreeLM | BaselineLM:
-    """Choose the target itself or the baseline that verifies in its place."""
-    if method.step_cache == "tree":
-        return pair.target
-    return UnrolledLM(pair.target) if method.step_cache == "unrolled" else SnapshotLM(pair.target)
 
 
 def _drafter(pair: Pair, method: Method) -> Drafter:

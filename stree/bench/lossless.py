@@ -25,12 +25,12 @@ BINS = 20
 ALPHA = 1e-4  # a run tests some dozen methods, so that a lossless one is called wrong about once in a thousand runs
 
 
-def check_method(pair: Pair, method: Method, cases: Sequence[Case], law_texts: int) -> Record:
+def check_method(pair: Pair, method: Method, cases: Sequence[Case], test_texts: int) -> Record:
     """Run a method before it is timed, and compare its output with the target's.
 
     Greedy: token identity with transformers' ``generate``, or a near-tie where they part.  MATCH: the text of plain
     sampling with the same seed.  Other sampled text: the same method must be right when greedy, and pass the
-    statistical test if ``law_texts`` is not 0.
+    statistical test if ``test_texts`` is not 0.
 
     Returns:
         status: "ok", "failed", or "unavailable" with the reason; lossless: None where nothing could be checked.
@@ -41,7 +41,7 @@ def check_method(pair: Pair, method: Method, cases: Sequence[Case], law_texts: i
             run = execute(pair, method, case)
             verdict = judge(pair, method, case, run, {})
             if verdict["lossless"] is None and not (method.is_peer or method.is_lossy):
-                verdict |= _check_sampled(pair, method, case, law_texts)
+                verdict |= _check_sampled(pair, method, case, test_texts)
             if verdict["lossless"] is False:
                 return {"status": "failed", **verdict}
     except Exception as error:  # whatever a model, a kernel or a library raises: the other methods are still run
@@ -140,13 +140,13 @@ def compare(pair: Pair, prompt: Sequence[int], tokens: Sequence[int], wanted: Se
     return {"lossless": abs(gap) <= NEAR_TIE[pair.target.dtype] * scale, **report}
 
 
-def _check_sampled(pair: Pair, method: Method, case: Case, law_texts: int) -> Record:
+def _check_sampled(pair: Pair, method: Method, case: Case, test_texts: int) -> Record:
     """Check a method of whose sampled text only the distribution is prescribed."""
     greedy_case = Case(case.prompts, case.new_tokens, 0.0, case.seed)
     found = _compare_greedy(pair, method, greedy_case, execute(pair, method, greedy_case), {})
     if not found["lossless"]:
         return found
-    return {"greedy_twin": True, **(probs_test(pair, method, case, law_texts) if law_texts else {})}
+    return {"greedy_twin": True, **(probs_test(pair, method, case, test_texts) if test_texts else {})}
 
 
 def probs_test(pair: Pair, method: Method, case: Case, texts: int) -> Record:

@@ -1,7 +1,4 @@
-"""The methods that a run compares, by name.
-
-It knows names, growths and budgets; ``stree.bench.execute`` runs them.
-"""
+"""The methods that a run compares, by name; ``stree.bench.execute`` runs them."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ __all__ = ["DEFAULT", "Method", "parse_methods"]
 
 DEFAULT = (
     "plain,transformers,mamba-ssm,chain:2-8,chain:4,chain:6,chain:15,stree,static:2,2,1,dyspec:8,dyspec:16,dyspec:32,"
-    "calibrated:16,unrolled,snapshot,suffix,fused,auto"
+    "calibrated:16,unrolled,suffix,fused,auto"
 )
 BUDGET = 16  # nodes of a dynamic tree whose name gives none, root included
 ALONE: dict[str, tuple[str, int | str]] = {  # name -> drafter and budget
@@ -28,7 +25,6 @@ ALONE: dict[str, tuple[str, int | str]] = {  # name -> drafter and budget
     "auto": ("model", "auto"),
 }
 RETRIEVAL = ("suffix", "fused")
-BASELINES = ("unrolled", "snapshot")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +38,7 @@ class Method:
         growth: shape of a draft model's trees, or None.
         budget: most nodes a step, root included, or "auto".
         verifier: one of ``stree.verify.VERIFIERS``.
-        engine: "tree", or the baseline that verifies in its place: "unrolled", "snapshot".
+        is_unrolled: whether every root-to-leaf path is verified as a row of its own (``UnrolledLM``).
         depths: of a chain whose depth is still to be chosen; empty for all others.
 
     Raises:
@@ -54,7 +50,7 @@ class Method:
     growth: Growth | None
     budget: int | str
     verifier: str = "auto"
-    step_cache: str = "tree"
+    is_unrolled: bool = False
     depths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -99,10 +95,9 @@ def parse_methods(text: str, verifier: str = "auto") -> list[Method]:
 
     ``plain``; ``transformers`` and ``mamba-ssm``, those libraries' own generation; ``chain:FROM-TO``, a chain whose
     depth is tuned on prompts that are not measured; any growth that ``parse_growth`` reads, with ``:BUDGET`` or
-    ``:BUDGETxDEPTH`` behind a dynamic one, and behind the number of its stop rule; ``suffix[:BUDGET]``,
-    ``fused[:BUDGET]``; ``auto``, the library's own choice;
-    ``unrolled[:TREE]`` and ``snapshot[:TREE]``, the baselines that verify a tree's paths as rows and its nodes with a
-    state each.  ``@VERIFIER`` behind any of them chooses its verifier.
+    ``:BUDGETxDEPTH`` after a dynamic one, and after the number of its stop rule; ``suffix[:BUDGET]``,
+    ``fused[:BUDGET]``; ``auto``, the library's own choice; ``unrolled[:TREE]``, the baseline that verifies a tree's
+    paths as rows of a batch.  ``@VERIFIER`` after any of them chooses its verifier.
 
     Args:
         text: the list.
@@ -144,9 +139,9 @@ def _parse(name: str, verifier: str) -> Method:
     if lossy:
         width, depth = int(lossy[1]), int(lossy[2])
         return Method(name, "model", TargetInit(width, depth), 1 + width * (depth + 1), "auto")
-    step_cache, tree = (kind, shape or f"dyspec:{BUDGET}") if kind in BASELINES else ("tree", rest)
-    growth, nodes = _parse_tree(tree, name)
-    return Method(name, "model", growth, nodes, verifier, step_cache)
+    is_unrolled = kind == "unrolled"
+    growth, nodes = _parse_tree((shape or f"dyspec:{BUDGET}") if is_unrolled else rest, name)
+    return Method(name, "model", growth, nodes, verifier, is_unrolled)
 
 
 def _parse_tree(text: str, name: str) -> tuple[Growth, int]:
@@ -202,7 +197,7 @@ def _unknown(text: str, name: str) -> str:
     except ValueError as error:
         reason = str(error)
     growths = set(re.findall(r"\b[a-z]{3,}[a-z0-9-]*", reason.split(" got ")[0])) - {"growth", "must"}
-    known = [*ALONE, *RETRIEVAL, *BASELINES, *sorted(growths)]
+    known = [*ALONE, *RETRIEVAL, "unrolled", *sorted(growths)]
     kind = re.split("[:@]", text)[0]
     near = difflib.get_close_matches(kind, known, 3, 0.5)
     hint = f"did you mean {' or '.join(near)}? " if near and kind not in near else ""

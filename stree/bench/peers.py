@@ -26,7 +26,7 @@ class _FirstToken:
         self.times: list[float] = []
 
     def put(self, value: Tensor) -> None:
-        """Note the time; reading the tokens has waited for the device."""
+        """Note the time; the tokens were read, so the device is synchronised."""
         self.times.append(time.perf_counter())
 
     def end(self) -> None:

@@ -26,7 +26,7 @@ class Settings:
         temperatures: 0 is greedy.
         batch_size: prompts that run together.
         seed: of the random numbers.
-        law_texts: texts a checked prompt for the statistical test of sampled text; 0 leaves it out.
+        test_texts: texts a checked prompt for the statistical test of sampled text; 0 leaves it out.
         chat: whether prompts go through the tokenizer's chat template.
 
     Raises:
@@ -37,11 +37,11 @@ class Settings:
     temperatures: tuple[float, ...] = (0.0,)
     batch_size: int = 1
     seed: int = 0
-    law_texts: int = 0
+    test_texts: int = 0
     chat: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("max_new_tokens", 2), ("batch_size", 1), ("seed", 0), ("law_texts", 0)):
+        for name, least in (("max_new_tokens", 2), ("batch_size", 1), ("seed", 0), ("test_texts", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not self.temperatures or any(not 0 <= t < 100 for t in self.temperatures):

@@ -1,7 +1,4 @@
-"""Prompt suites: the official files of HumanEval, GSM8K, MT-Bench and Spec-Bench, plain JSON lines and plain text.
-
-It knows files and text, no tokenizer.
-"""
+"""Prompt suites: the official files of HumanEval, GSM8K, MT-Bench and Spec-Bench, plain JSON lines and plain text."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ class Prompt:
 
 
 def _one(text: Any) -> tuple[str, ...]:
-    """Take a text as it stands."""
+    """One turn, the text itself."""
     return (_text(text),)
 
 

@@ -127,7 +127,7 @@ class Runner:
         for method in methods:
             if method.name in known and known[method.name]["status"] != "ok":
                 continue
-            verdict = check_method(self.pair, method, cases, self.settings.law_texts)
+            verdict = check_method(self.pair, method, cases, self.settings.test_texts)
             if method.name not in known:
                 self.directory.add([self._record("check", method, params, **verdict)])
             if verdict["status"] == "ok":
@@ -166,7 +166,7 @@ class Runner:
         return going
 
     def _keep_graphs(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Where steps are captured, let the engine keep the graphs of all methods, which take turns."""
+        """Raise the number of captured steps that are kept, since methods take turns."""
         step_cache = step_cache_of(self.pair.target)
         if step_cache is not None:
             self._shapes.add((len(prompts), rounded(max(map(len, prompts)) + self.settings.max_new_tokens)))
@@ -176,7 +176,7 @@ class Runner:
         """Make the record of one method's run of a block."""
         run = runs[method.name]
         growth = None if method.growth is None else str(method.growth)
-        own = {"growth": growth, "budget": method.budget, "engine": method.step_cache, "drafter": method.drafter}
+        own = {"growth": growth, "budget": method.budget, "is_unrolled": method.is_unrolled, "drafter": method.drafter}
         record = self._record("tokens_per_s", method, {**block.params, **own}, unit="tokens/s")
         record |= quantiles([len(case.prompts) * case.new_tokens / run.seconds])
         return record | figures(run) | judge(self.pair, method, case, run, runs)
@@ -206,7 +206,7 @@ class Runner:
         return self.pair.encode(turns, answers, chat=self.settings.chat)
 
     def _fits(self, prompts: Sequence[Sequence[int]]) -> bool:
-        """Tell whether the target has enough positions."""
+        """Whether the target has enough positions."""
         most = self.pair.target.max_length
         return most is None or max(map(len, prompts)) + self.settings.max_new_tokens <= most
 

@@ -69,7 +69,7 @@ def _stop_tokens(name: str, config: Any, tokenizer: Any) -> list[int]:
 def _generated(
     arguments: argparse.Namespace, name: str, prompts: list[list[int]], stop: Sequence[int]
 ) -> list[list[int]]:
-    """Let the target continue prompts; return what it wrote."""
+    """Tokens by which the target continues prompts."""
     from rich.console import Console
     from rich.progress import track
 

@@ -74,7 +74,7 @@ def write_continuations(
     new_tokens: int = NEW_TOKENS,
     save_every: float = 60.0,
 ) -> np.ndarray:
-    """Let the target continue prompts until there is enough text; a stop token ends a continuation.
+    """Continue prompts with the target until there is enough text; a stop token ends a continuation.
 
     Args:
         lm: the target.
@@ -135,7 +135,7 @@ class _Clock:
         self._least, self._deadline = least, deadline
 
     def is_over(self, sequence: int) -> bool:
-        """Tell whether to stop; called once for every token."""
+        """Whether to stop; called once for every token."""
         self._least -= 1
         return self._deadline is not None and self._least < 0 and time.monotonic() > self._deadline
 

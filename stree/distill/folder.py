@@ -69,23 +69,18 @@ class RunFolder:
             what = "an unfinished run; resume it" if is_run else "a finished drafter; choose another folder"
             raise ValueError(f"{self.path} holds {what}, or begin anew by force")
 
-    def check(self, config: dict[str, Any]) -> None:
-        """Refuse to resume a run of another configuration.
+    def claim(self, config: dict[str, Any]) -> None:
+        """Begin a run, or go on with one of the same configuration.
 
         Raises:
-            ValueError: it names what differs.
+            ValueError: the unfinished run has another configuration; it names what differs.
         """
-        if not self.resume:
-            return
-        with reading(self._about):
-            known = dict(json.loads(self._about.read_text(encoding="utf-8")))
-        for key, value in json.loads(json.dumps(config)).items():
-            if known.get(key) != value:
-                raise ValueError(f"{self.path} holds a run with {key} {known.get(key)!r}, got {value!r}")
-
-    def claim(self, config: dict[str, Any]) -> None:
-        """Begin a run, or go on with one; its configuration must have been checked."""
         if self.resume:
+            with reading(self._about):
+                known = dict(json.loads(self._about.read_text(encoding="utf-8")))
+            for key, value in json.loads(json.dumps(config)).items():
+                if known.get(key) != value:
+                    raise ValueError(f"{self.path} holds a run with {key} {known.get(key)!r}, got {value!r}")
             return
         if self.checkpoints.exists():
             shutil.rmtree(self.checkpoints)

@@ -74,7 +74,6 @@ def distill_drafter(
     identity = {"target": name, "vocab_size": target.vocab_size, "text": digest}
     recipe = {key: str(value) for key, value in asdict(settings).items()}
     about = {**identity, **{key: value for key, value in recipe.items() if key not in MAY_CHANGE}}
-    folder.check(about)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         check_forward(build(config), use_training_forward)
@@ -83,15 +82,8 @@ def distill_drafter(
         folder = RunFolder(out, resume=resume, force=force)  # another run may have come and gone since
         folder.claim(about)
         text = Text({"text": train_stream}, {"text": 1.0}, separator=separator)
-        stages, generated = fit(
-            target,
-            probs_of(target.model, matmul_dtype(settings, target.device)),
-            drafter,
-            text,
-            settings,
-            folder.checkpoints,
-            resume=resume,
-        )
+        probs = probs_of(target.model, matmul_dtype(settings, target.device))
+        stages, generated = fit(target, probs, drafter, text, settings, folder.checkpoints, resume=resume)
         save_model(drafter, tokenizer, folder.result)
         saved = TreeLM.from_pretrained(folder.result, device=target.device)
         exact = [probs_of(lm.model, torch.float32) for lm in (target, saved)]

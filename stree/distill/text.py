@@ -1,7 +1,4 @@
-"""Token streams that a drafter is trained on, what is held out of them, and the windows drawn from them.
-
-It knows tokens, no model.
-"""
+"""Token streams that a drafter is trained on, what is held out of them, and the windows drawn from them."""
 
 from __future__ import annotations
 
@@ -125,7 +122,7 @@ class Batches:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from where another object with the same text, length and seed stood."""
+        """Continue from the state of another object with the same text, length and seed."""
         self.steps = state["steps"]
         self.places.update({kind: list(place) for kind, place in state["places"].items()})
         self.drawn.update(state["drawn"])

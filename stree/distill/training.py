@@ -1,7 +1,4 @@
-"""One stage of training: losses, optimisers, the schedule, and checkpoints from which it goes on exactly.
-
-It knows windows of tokens and models, no text files.
-"""
+"""One stage of training: losses, optimisers, the schedule, and checkpoints from which it goes on exactly."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -68,34 +65,35 @@ def compiler(settings: Settings) -> Compile:
 def text_loss(settings: Settings) -> LossFn:
     """Mean cross-entropy in nats of the next token on windows int64[batch, length + 1]."""
 
-    def head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        dtype = matmul_dtype(settings, hidden.device)
-        logits = F.linear(hidden.to(dtype), weight.to(dtype)).float()
+    def of_logits(logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits, labels, reduction="sum")
 
-    head = compiler(settings)(head)
-
-    def loss(model: PreTrainedModel, windows: Tensor) -> Tensor:
-        return _mean_over_rows(head, model, hidden_states(model, windows[:, :-1]), windows[:, 1:])
-
-    return loss
+    return _loss(settings, of_logits, lambda windows: windows[:, 1:])
 
 
 def distill_loss(probs: Logits, settings: Settings) -> LossFn:
     """Mean KL divergence in nats from the target's next-token distribution to the drafter's, at temperature 1."""
 
-    def head(hidden: Tensor, weight: Tensor, wanted: Tensor) -> Tensor:
+    def of_logits(logits: Tensor, target_logits: Tensor) -> Tensor:
+        target = target_logits.float().log_softmax(-1)
+        return (target.exp() * (target - logits.log_softmax(-1))).sum()
+
+    return _loss(settings, of_logits, torch.no_grad()(lambda windows: probs(windows[:, :-1])))
+
+
+def _loss(
+    settings: Settings, of_logits: Callable[[Tensor, Tensor], Tensor], labels_of: Callable[[Tensor], Tensor]
+) -> LossFn:
+    """Mean over positions of a loss of float32[rows, vocab] logits and the rows that ``labels_of`` makes of windows."""
+
+    def head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         dtype = matmul_dtype(settings, hidden.device)
-        logits = F.linear(hidden.to(dtype), weight.to(dtype)).float()
-        wanted = wanted.float().log_softmax(-1)
-        return (wanted.exp() * (wanted - logits.log_softmax(-1))).sum()
+        return of_logits(F.linear(hidden.to(dtype), weight.to(dtype)).float(), labels)
 
     head = compiler(settings)(head)
 
     def loss(model: PreTrainedModel, windows: Tensor) -> Tensor:
-        with torch.no_grad():
-            wanted = probs(windows[:, :-1])
-        return _mean_over_rows(head, model, hidden_states(model, windows[:, :-1]), wanted)
+        return _mean_over_rows(head, model, hidden_states(model, windows[:, :-1]), labels_of(windows))
 
     return loss
 
@@ -129,12 +127,6 @@ def probs_of(target: PreTrainedModel, dtype: torch.dtype) -> Logits:
             return cast(Tensor, target(tokens, use_cache=False).logits)
 
     return probs
-
-
-def save_atomically(path: Path, content: Any) -> None:
-    """Write what ``torch.load(weights_only=True)`` reads, whole or not at all."""
-    with replacing(path) as beside:
-        torch.save(content, beside)
 
 
 def train(
@@ -177,7 +169,8 @@ def train(
     def save() -> None:
         states = [optimizer.state_dict() for optimizer in optimizers]
         content = {"model": model.state_dict(), "optimizers": states, "done": done, "batches": batches.state}
-        save_atomically(path, content)
+        with replacing(path) as beside:
+            torch.save(content, beside)
 
     key, budget = ("steps", float(steps)) if steps is not None else ("seconds", float(cast(float, seconds)))
     last = last_save = time.monotonic()

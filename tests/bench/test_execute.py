@@ -55,7 +55,7 @@ def test_timed_runs_only_replay_graphs_and_emit_the_tokens_of_launched_ones(case
 
 def test_baselines_and_lossy_methods_are_not_captured(captured: Pair) -> None:
     case = replace(SAMPLED, prompts=(PROMPT,))
-    for method in parse_methods("unrolled:dyspec:5,snapshot:dyspec:5,lossy-target-init:2,2"):
+    for method in parse_methods("unrolled:dyspec:5,lossy-target-init:2,2"):
         assert "graphs" not in execute(captured, method, case).stats
 
 

@@ -1,6 +1,6 @@
 """``stree bench profile``: the parts of a step make up the step, replayed steps are timed beside launched ones.
 
-Run: python -m pytest tests/test_bench_profile.py
+Run: python -m pytest tests/bench/test_profile.py
 """
 
 from __future__ import annotations

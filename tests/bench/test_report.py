@@ -7,11 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from stree.bench.report import HEADINGS, load_runs, markdown, verdict_text, write_page
-from stree.bench.summary import interval, mean_tau, summarise
+from stree.bench.summary import interval, summarise
 
 RUN = Path(__file__).resolve().parent / "data_run"
 METHODS = ["plain", "transformers", "mamba-ssm", "chain:1-2", "chain:4", "dyspec:5", "unrolled:static:2,2", "suffix"]
@@ -55,11 +54,6 @@ def test_figures_are_sums_over_prompts(rows: Rows, records: list[dict[str, Any]]
     assert row["tau"] == pytest.approx(1 + sum(sum(record["reached"][1:]) for record in of) / steps)
     assert row["draft_ms"] == pytest.approx(1e3 * sum(record["draft_s"] for record in of) / steps)
     assert row["prompts"] == 2 and row["verified"] == 5
-
-
-def test_tau_weighs_a_batch_by_the_steps_of_its_sequences() -> None:
-    blocks = [{"tau": 2.0, "sequence_steps": 30}, {"tau": 4.0, "sequence_steps": 10}]
-    assert mean_tau(blocks) == 2.5
 
 
 def test_speed_ups_are_paired_over_the_same_prompts(rows: Rows, records: list[dict[str, Any]]) -> None:
@@ -126,16 +120,6 @@ def test_the_interval_is_paired_and_needs_two_prompts() -> None:
     assert interval(times, [1.0], [2.0]) == (0.5, None, None)
 
 
-def test_the_interval_covers_the_true_ratio() -> None:
-    rng, hits = np.random.default_rng(0), 0
-    for _ in range(60):
-        base = rng.gamma(4.0, size=30)
-        _, low, high = interval(times, base.tolist(), (base / 1.3 * rng.lognormal(0.0, 0.2, 30)).tolist())
-        assert low is not None and high is not None
-        hits += low <= 1.3 / np.exp(0.02) <= high  # the mean of that lognormal is exp(0.02)
-    assert hits >= 50  # 57 expected; 50 or fewer has a chance below 0.5 % at 95 % coverage
-
-
 def test_the_page_needs_no_other_file_and_shows_every_method(tmp_path: Path) -> None:
     write_page(load_runs([RUN]), tmp_path / "new" / "report.html")
     page = (tmp_path / "new" / "report.html").read_text()
@@ -173,12 +157,3 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path, files: dict[str, s
         load_runs([tmp_path])
     with pytest.raises(ValueError, match="every directory needs a name of its own"):
         load_runs([RUN, RUN])
-
-
-@pytest.mark.parametrize("change", [{"p50": 0.0}, {"steps": None}, {"params": {}}], ids=["speed", "steps", "params"])
-def test_a_damaged_record_is_refused(change: dict[str, Any], records: list[dict[str, Any]], tmp_path: Path) -> None:
-    first = next(record for record in records if record["metric"] == "tokens_per_s")
-    (tmp_path / "run.json").write_text('{"config": {}, "sessions": []}', encoding="utf-8")
-    (tmp_path / "results.jsonl").write_text(json.dumps(first | change) + "\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=f"{tmp_path} holds a record that this version cannot read"):
-        load_runs([tmp_path])

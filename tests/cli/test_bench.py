@@ -22,7 +22,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tiny(folder / "drafter", seed=1)
     lines = [json.dumps({"prompt": text}) for text in ("w1 w2 w3 w1", "w4 w5", "w6 w7 w8")]
     (folder / "p.jsonl").write_text("\n".join(lines) + "\n")
-    (folder / "empty.jsonl").write_text("")
     (folder / "bad.jsonl").write_text('{"prompt": "a"}\n{"nothing": 1}\n')
     return folder
 
@@ -82,21 +81,13 @@ def test_a_run_is_resumed_and_another_configuration_needs_force(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--suite", "mine=no-such-file"], "suite 'mine': there is no file 'no-such-file'"),
-        (["--suite", "mine"], "a suite must be NAME=FILE, got 'mine'"),
-        (["--suite", "mine=FOLDER/empty.jsonl"], "suite 'mine': empty.jsonl holds no prompts"),
         (["--suite", "mine=FOLDER/bad.jsonl"], "suite 'mine': line 2 of bad.jsonl: a record needs one of the fields"),
-        (["--methods", ""], "method '' is unknown: Known are plain"),
         (["--methods", "plain,chian:4"], "method 'chian:4' is unknown: did you mean chain"),
-        (["--methods", "plain,dyspec:0"], "method 'dyspec:0' cannot run: budget must be at least 1, got 0"),
         (["--methods", "plain,stree:5"], "method 'stree:5' cannot run: a tree of 13 nodes (root included) exceeds"),
         (["--temperature", "hot"], "--temperature must be a number or several, as 0,0.8, got 'hot'"),
-        (["--temperature", "-1"], "temperatures must be in [0, 100), got [-1.0]"),
         (["--max-new-tokens", "1"], "max_new_tokens must be at least 2, got 1"),
         (["--limit", "-1"], "--limit must not be negative, got -1"),
-        (["--threads", "-1"], "--threads must not be negative, got -1"),
         (["--chat"], "--chat needs a tokenizer with a chat template"),
-        (["--target", "no/such/folder"], "no checkpoint that transformers can read at 'no/such/folder'"),
     ],
 )
 def test_bad_input_is_named_and_ends_with_status_two(
@@ -127,38 +118,6 @@ def test_ctrl_c_says_how_to_go_on_and_ends_with_status_130(
     assert "what is finished is kept in" in capsys.readouterr().err
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("stree.bench.summary", "stree.bench.report"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, "scipy.stats", None)
-    assert main(["bench", "report", "x"]) == 2
-    assert "install stree[bench]" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["profile", "run"])
-def test_a_file_in_place_of_a_folder_is_named_before_anything_is_measured(
-    command: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    taken = tmp_path / "taken"
-    taken.write_text("mine", encoding="utf-8")
-    own = ["--suite", f"t={folder / 'p.jsonl'}", "--limit", "1"] if command == "run" else []
-    assert main(["bench", command, *own, "--out", str(taken / "deeper" / "file")]) == 2
-    assert f"but {taken} is a file" in capsys.readouterr().err and taken.read_text(encoding="utf-8") == "mine"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--max-new-tokens", "1"], "--max-new-tokens must be at least 2, got 1"),
-        (["--drafter", "none", "--growth", "chain:2"], "--growth shapes the trees of a draft model; there is none"),
-        (["--out", "."], "--out must be a file, got the folder ."),
-    ],
-)
-def test_mistakes_in_a_profile_are_named(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "profile", *options]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_profile_is_printed_and_appended(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ["--context", "8", "--max-new-tokens", "6", "--budget", "4", "--out", str(tmp_path / "profile.jsonl")]
     assert main(["bench", "profile", "--target", str(folder / "target"), *few, "--json"]) == 0
@@ -175,6 +134,9 @@ def test_kernel_cases_run_and_their_records_are_kept(tmp_path: Path) -> None:
     assert any(record["bench"] == "ssd_step" for record in records)
 
 
-def test_kernel_cases_without_a_gpu_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "kernels", "--out", str(tmp_path)]) == 2
-    assert "need a CUDA device" in capsys.readouterr().err
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("stree.bench.summary", "stree.bench.report"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    assert main(["bench", "report", "x"]) == 2
+    assert "install stree[bench]" in capsys.readouterr().err

@@ -14,8 +14,6 @@ from transformers import AutoTokenizer, Mamba2Config, Mamba2ForCausalLM, PreTrai
 
 from stree import generation
 from stree.cli import main
-from stree.drafters import SuffixDrafter
-from stree.growth import Chain, DySpec, Static, parse_growth
 from stree.inputs import tokenizer_fingerprint
 from stree.models.tree_lm import TreeLM
 from stree.retrieval import Datastore
@@ -109,18 +107,13 @@ def test_text_is_streamed_and_the_summary_goes_to_standard_error(
     ("arguments", "message"),
     [
         (["x", "--temperature", "-1"], "temperature must be finite and not negative, got -1.0"),
-        (["x", "--top-p", "0"], r"top_p must be in \(0, 1\], got 0.0"),
         (["x", "--budget", "0"], "budget must be at least 1, got 0"),
         (["x", "--budget", "most"], "budget must be a number of nodes or 'auto', got 'most'"),
-        (["x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
-        (["x", "--device", "nowhere"], "nowhere"),
         (["x", "--dtype", "float31"], "dtype must be 'auto', a floating torch dtype or its name, got 'float31'"),
         *([] if torch.cuda.is_available() else [(["x", "--device", "cuda"], "device must be one that torch finds")]),
         (["x", "--verifier", "block"], "block verification takes trees without branches"),
-        (["x", "--growth", "bush"], "growth must be calibrated, dyspec"),
         (["x", "--growth", "chain:2", "--drafter", "suffix"], "--growth shapes the trees of a draft model"),
         (["", "--drafter", "suffix"], "the prompt is empty"),
-        (["x\udcff"], "the prompt is no UTF-8 text"),
         (["x", "--target", "no/such/folder"], "no checkpoint that transformers can read at 'no/such/folder'"),
     ],
 )
@@ -198,13 +191,6 @@ def test_a_target_without_tokenizer_needs_one_named(
     assert message in capsys.readouterr().err
 
 
-def test_a_prompt_is_run_in_chunks_of_the_size_asked_for(target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = run_json(capsys, "--target", target)["token_ids"]
-    assert run_json(capsys, "--target", target, "--prefill-chunk", "2")["token_ids"] == expected
-    assert main(["generate", "a b", "--target", target, "--prefill-chunk", "0"]) == 2
-    assert "chunk_size must be at least 1, got 0" in capsys.readouterr().err
-
-
 def test_a_checkpoint_s_code_is_not_run_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "homemade", "auto_map": {"AutoConfig": "code.C"}}')
     (tmp_path / "code.py").write_text("raise ValueError('the code ran')\n")
@@ -213,46 +199,3 @@ def test_a_checkpoint_s_code_is_not_run_unasked(tmp_path: Path, capsys: pytest.C
     assert "would execute code of its own" in capsys.readouterr().err
     assert main([*arguments, "--trust-remote-code"]) == 2
     assert "the code ran" in capsys.readouterr().err
-
-
-def test_growths_are_read_from_text() -> None:
-    assert parse_growth("chain:4") == Chain(4)
-    assert parse_growth("static:3,2") == Static([3, 2])
-    assert parse_growth("stree") == Static.stree()
-    assert parse_growth("dyspec") == DySpec()
-    assert parse_growth("dyspec-heap") == DySpec(form="heap")
-    for text in ("chain", "chain:x", "static:", "static:0", "dyspec:4,"):
-        with pytest.raises(ValueError, match="growth|width"):
-            parse_growth(text)
-
-
-def test_ctrl_c_while_sizes_are_measured_ends_quietly(
-    target: str, drafter: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(generation, "step_times", interrupted)
-    assert main(["generate", "a b c", "--target", target, "--drafter", drafter]) == 130
-    assert "Traceback" not in capsys.readouterr().err
-
-
-def test_text_decoded_after_a_drafter_failed_is_printed_with_the_failure(
-    target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    expected = run_json(capsys, "--target", target, "--drafter", "none")["token_ids"]
-    start = SuffixDrafter.start
-
-    def broken(*_: object) -> None:
-        raise ArithmeticError("it broke")
-
-    def start_broken(drafter: SuffixDrafter, *arguments: Any) -> Any:
-        run: Any = start(drafter, *arguments)
-        run.propose = broken
-        return run
-
-    monkeypatch.setattr(SuffixDrafter, "start", start_broken)
-    arguments = ["generate", "a b c a b", "--max-new-tokens", "12", "--budget", "8"]
-    assert main([*arguments, "--target", target, "--drafter", "suffix", "--json"]) == 2
-    out, err = capsys.readouterr()
-    assert json.loads(out.splitlines()[-1])["token_ids"] == expected and "it broke" in err

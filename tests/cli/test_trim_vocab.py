@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
 from stree.cli import main
-from stree.vocabulary import load_vocabulary, save_vocabulary
+from stree.vocabulary import load_vocabulary
 
 TEXT = "def area_of_circle(radius):\n    return 3.14159 * radius * radius\n" * 3
 
@@ -36,14 +36,6 @@ def test_a_vocabulary_is_trimmed_on_a_text_and_on_what_the_target_writes(
     assert main(["trim-vocab", *options]) == 0
     assert "5 of 4096 tokens" in capsys.readouterr().out
     assert len(load_vocabulary(out, 4096)) == 5
-
-
-def test_a_vocabulary_without_the_target_s_stop_tokens_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "kept.json"
-    save_vocabulary(path, [3, 5], 9)
-    assert load_vocabulary(path, 9, [5]) == [3, 5]
-    with pytest.raises(ValueError, match=r"kept.json' leaves out the target's stop tokens \[0, 7\]"):
-        load_vocabulary(path, 9, [7, 5, 0])
 
 
 def test_every_stop_token_that_a_target_names_is_kept(target_folder: str, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from helpers.tiny_distill import END
 from helpers.tiny_models import VOCAB
 
 import stree
-from stree.distill.continuations import draw_prompts, write_continuations
+from stree.distill.continuations import write_continuations
 from stree.distill.text import Batches, Text, encode, hold_out, pack
 
 
@@ -62,19 +62,6 @@ def test_the_end_of_a_text_is_held_out(total: int, held: int) -> None:
         hold_out(np.arange(33), 16)
 
 
-def test_prompts_are_whole_short_documents_or_parts_of_long_ones() -> None:
-    long = list(range(100, 200))
-    stream = pack([[5, 6, 7], long], END)
-    prompts = draw_prompts(Text({"a": stream}, {"a": 1.0}, separator=END), 200, 8, np.random.default_rng(0))
-    assert [5, 6, 7] in prompts
-    for prompt in prompts:
-        assert END not in prompt and prompt
-        assert prompt == [5, 6, 7] or (len(prompt) == 8 and prompt == list(range(prompt[0], prompt[0] + 8)))
-    assert len({prompt[0] for prompt in prompts}) > 40
-    bare = draw_prompts(Text({"a": np.arange(50)}, {"a": 1.0}), 20, 8, np.random.default_rng(0))
-    assert {len(prompt) for prompt in bare} == {8}
-
-
 def test_what_the_target_writes_goes_on_where_it_stopped(target: stree.TreeLM, tmp_path: Path) -> None:
     text = Text({"a": np.tile(np.arange(1, 60, dtype=np.int32), 3)}, {"a": 1.0}, separator=END)
     options: dict[str, Any] = {"temperature": 1.0, "seed": 0, "rows": 2, "new_tokens": 5}
@@ -84,17 +71,3 @@ def test_what_the_target_writes_goes_on_where_it_stopped(target: stree.TreeLM, t
     assert np.array_equal(whole, again) and len(whole) >= 120
     longer = write_continuations(target, text, tmp_path / "least", tokens=1, least=200, **options)
     assert len(longer) >= 200
-
-
-def test_the_target_stops_writing_when_its_time_is_up_and_there_is_enough(
-    target: stree.TreeLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = Text({"a": np.tile(np.arange(1, 60, dtype=np.int32), 3)}, {"a": 1.0}, separator=END)
-    options: dict[str, Any] = {"temperature": 1.0, "seed": 0, "rows": 2, "new_tokens": 200}
-    monkeypatch.setattr(target.model.generation_config, "eos_token_id", None)
-    hours = write_continuations(target, text, tmp_path / "hours", seconds=1e-9, **options)
-    assert len(hours) < 100, "a batch is not written to its end"
-    enough = write_continuations(target, text, tmp_path / "enough", seconds=1e-9, least=150, **options)
-    assert 150 <= len(enough) < 300
-    with np.load(tmp_path / "enough") as saved:
-        assert int(saved["number"]) == 1, "what is needed is written on, not begun again and again"

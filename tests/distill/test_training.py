@@ -5,7 +5,6 @@ Run: python -m pytest tests/distill/test_training.py
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import stree
 from stree.distill import network, run, training
 from stree.distill.report import agreement
 from stree.distill.text import Batches, Text
-from stree.inputs import ASSETS
 
 
 def tiny_drafter(width: int = 64) -> PreTrainedModel:
@@ -45,25 +43,6 @@ def test_a_wrong_scan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "ssd", lambda *arguments: 1.01 * scan(*arguments))
     with pytest.raises(RuntimeError, match="disagrees with transformers"):
         network.check_forward(tiny_drafter(), network.use_training_forward)
-
-
-def test_the_bundled_drafter_is_one_of_the_recipe() -> None:
-    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
-    config = network.drafter_config(4096, 112, 2, special).to_dict()
-    bundled = json.loads((ASSETS / "drafter" / "config.json").read_text(encoding="utf-8"))
-    sizes = ("hidden_size", "num_heads", "head_dim", "state_size", "num_hidden_layers", "expand", "tie_word_embeddings")
-    assert {name: config[name] for name in sizes} == {name: bundled[name] for name in sizes}
-
-
-@pytest.mark.parametrize("width", [16, 112, 240, 256, 272, 1024])
-def test_every_width_divides_into_heads(width: int) -> None:
-    config = network.drafter_config(VOCAB, width, 1, {})
-    assert config.num_heads * config.head_dim == config.expand * config.hidden_size
-
-
-def test_rates_rise_stay_and_fall_to_zero() -> None:
-    factors = [training.schedule(part, 0.01, 0.6) for part in (0.0, 0.005, 0.01, 0.39, 0.7, 1.0, 1.2)]
-    assert factors == pytest.approx([0.0909, 0.5454, 1.0, 1.0, 0.5, 0.0, 0.0], abs=1e-3)
 
 
 def quick_fit(target: stree.TreeLM, folder: Path, **changes: Any) -> tuple[PreTrainedModel, float, float]:

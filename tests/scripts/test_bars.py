@@ -49,16 +49,11 @@ def rows(*records: dict[str, Any]) -> list[list[str]]:
 
 MET: list[tuple[list[dict[str, Any]], list[tuple[str, str]]]] = [
     ([step(n=16, over_one_node=1.15)], [("verify of 16 nodes / one-token step", "met")]),
-    ([step(n=16, over_one_node=1.16)], [("verify of 16 nodes / one-token step", "missed")]),
-    ([step(n=64, over_one_node=1.3)], [("verify of 64 nodes / one-token step", "met")]),
     ([step(n=64, over_one_node=1.4)], [("verify of 64 nodes / one-token step", "missed")]),
     ([step(n=64, over_one_node=1.4, provider="eager")], []),
     ([step(n=64, over_one_node=1.4, params={"batch": 8})], []),
-    ([step("mamba2-130m", n=64, over_one_node=1.4)], []),
     ([step(), step(provider="mamba_ssm", p50=99.0)], [("our one-token step / mamba-ssm's", "missed")]),
-    ([step(), step(provider="mamba_ssm", p50=101.0)], [("our one-token step / mamba-ssm's", "met")]),
     ([step(), step(provider="mamba_ssm", p50=101.0, params={"context": 4096})], []),
-    ([step(of_bound=0.71)], [("bandwidth bound / one-token step", "met")]),
     ([step(of_bound=0.69)], [("bandwidth bound / one-token step", "missed")]),
     ([kernel("triton", 3.0), kernel("sglang", 9.0)],
      [("what failed", "met"), ("gated delta tree kernel / sequential snapshots, 32 nodes", "met")]),
@@ -74,11 +69,8 @@ MET: list[tuple[list[dict[str, Any]], list[tuple[str, str]]]] = [
     ([whole("b", "calibrated:16x4", is_best=False, over_chain=[1.0, 0.9, 1.1], over_plain=[1.0, 0.9, 1.1])], []),
     ([whole("a", "auto", over_plain=[1.1, 0.98, 1.2])], [("auto / plain, measured", "met")]),
     ([whole("a", "auto", over_plain=[1.1, 0.96, 1.2])], [("auto / plain, measured", "open")]),
-    ([whole("a", "auto", over_plain=[1.1, None, None])], [("auto / plain, measured", "met")]),
     ([{"bench": "tests", "exit": 1}], [("what failed", "missed")]),
-    ([{"bench": "tests", "exit": 0}], [("what failed", "met")]),
     ([{"bench": "sanitizer", "tool": "memcheck", "errors": 2}], [("what failed", "missed")]),
-    ([{"bench": "sanitizer", "tool": "memcheck", "errors": None}], [("what failed", "missed")]),
     ([{"bench": "sanitizer", "tool": "memcheck", "errors": None, "unavailable": "no"}], []),
     ([kernel("triton", 3.0), kernel("sglang", 9.0) | {"correct": False}],
      [("what failed", "missed"), ("gated delta tree kernel / sequential snapshots, 32 nodes", "met")]),
@@ -104,11 +96,11 @@ def test_the_command_reads_what_the_others_wrote(
     records = step(of_bound=0.8), loop(), whole("a", "auto", over_plain=[1, 1, 1]), sanitized
     for name, record in zip(gpu_bars.FILES, records, strict=True):
         (tmp_path / name).write_text(json.dumps(record) + "\n", encoding="utf-8")
-    monkeypatch.setattr(sys, "argv", ["gpu_bars.py", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["bars", str(tmp_path)])
     assert gpu_bars.main() == 0
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.endswith("| met |") for line in lines) == 5
-    monkeypatch.setattr(sys, "argv", ["gpu_bars.py", str(tmp_path / "nowhere")])
+    monkeypatch.setattr(sys, "argv", ["bars", str(tmp_path / "nowhere")])
     with pytest.raises(SystemExit):
         gpu_bars.main()
     assert "there is no folder" in capsys.readouterr().err

@@ -6,18 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu import end_to_end as gpu_end_to_end
-from benchmarks.gpu import steps as gpu_steps
-from benchmarks.gpu.composite import StepTimes, composite_rows, overhead_s, pooled, seconds_of
-from stree.bench.pair import Pair
-from stree.bench.records import read, write
+from benchmarks.gpu.composite import StepTimes, composite_rows, overhead_s, pooled
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET, DRAFT = StepTimes((1, 4, 16), (0.010, 0.011, 0.015)), StepTimes((1, 8), (0.001, 0.0017))
@@ -45,12 +39,6 @@ def records() -> list[Any]:
     return found
 
 
-def test_step_times_lie_on_a_line_between_sizes_and_go_on_along_the_last() -> None:
-    assert TARGET.at(1) == 0.010 and TARGET.at(4) == 0.011
-    assert TARGET.at(10) == pytest.approx(0.013) and TARGET.at(28) == pytest.approx(0.019)
-    assert StepTimes((1,), (0.5,)).at(64) == 0.5
-
-
 def test_step_times_are_read_from_records_of_one_provider_and_place() -> None:
     params = {"model": "m", "batch": 1, "context": 256}
     found = [{"provider": "graph", "params": {**params, "n": n}, "p50": 1e3 * n} for n in (16, 1)] + [
@@ -59,16 +47,8 @@ def test_step_times_are_read_from_records_of_one_provider_and_place() -> None:
         {"provider": "graph", "params": {**params, "batch": 8, "n": 4}, "p50": 9e9},
         {"provider": "mamba_ssm", "params": {"model": "m"}, "unavailable": "not installed"},
     ]
-    assert StepTimes.of(found, "m", "graph", 1, 256) == StepTimes((1, 16), (0.001, 0.016))
-    with pytest.raises(ValueError, match="there are no step times of m by graph at batch 4, context 256"):
-        StepTimes.of(found, "m", "graph", 4, 256)
-
-
-def test_a_block_takes_its_steps_and_its_draft_calls() -> None:
-    tree = block("static:2,2", 0, steps=10, nodes=7, calls=2)  # calls of three nodes
-    assert seconds_of(tree, TARGET, DRAFT, 0.002) == pytest.approx(10 * (0.012 + 0.002) + 20 * 0.0012)
-    plain = block("plain", 0, steps=40, nodes=1, calls=0)
-    assert seconds_of(plain, TARGET, DRAFT, 0.0) == pytest.approx(0.4)
+    assert StepTimes.by_model(found, "graph", 1, 256) == {"m": StepTimes((1, 16), (0.001, 0.016))}
+    assert StepTimes.by_model(found, "graph", 4, 256) == {}
 
 
 def test_time_outside_the_forwards_is_what_is_left_of_a_run() -> None:
@@ -125,62 +105,3 @@ def test_the_bench_runs_at_tiny_sizes(tmp_path: Path) -> None:
     rest = [row for row in rows if row["part"] == "b"]
     assert {row["params"]["target"] for row in rest} == {"tiny-mamba2"} and all(r["label"] == "composite" for r in rest)
     assert {row["method"] for row in rest} == {"plain", "chain:2", "static:2,1"}
-
-
-def steps_of(model: str, **params: Any) -> dict[str, Any]:
-    place = {"model": model, "batch": 1, "context": 8, "n": 1} | params
-    return {"bench": "step", "provider": "eager", "params": place, "p50": 5.0}
-
-
-@pytest.fixture
-def end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Run the bench on records that stand ready, with step times as they come from the argument."""
-
-    def run(measure: Any) -> tuple[int, list[Any]]:
-        def bench(arguments: list[str]) -> int:
-            folder = Path(arguments[arguments.index("--out") + 1])
-            write(folder / "results.jsonl", records())
-            return int("2" in folder.name)
-
-        monkeypatch.setattr(gpu_end_to_end, "run_stree", bench)
-        monkeypatch.setattr(Pair, "load", lambda *_: SimpleNamespace(target=None, drafter=None))
-        monkeypatch.setattr(gpu_end_to_end, "_bound", lambda *_: {"over_bytes": 1.0, "label": "launch-bound"})
-        monkeypatch.setattr(gpu_end_to_end, "_own_times", lambda lm, batch: StepTimes((1,), (0.001,)))
-        monkeypatch.setattr(gpu_end_to_end, "copy_bandwidth", lambda device: 1e9)
-        monkeypatch.setattr(gpu_end_to_end, "pooled", lambda found, temperature: pooled(found, 0.0))
-        monkeypatch.setattr(gpu_steps, "measure", measure)
-        monkeypatch.setattr(sys, "argv", ["gpu_end_to_end.py", "--smoke", "--out", str(tmp_path)])
-        status = gpu_end_to_end.main()
-        return status, read(tmp_path / "end_to_end.jsonl")
-
-    return run
-
-
-def test_the_measured_rows_are_written_when_a_batch_fails_and_the_time_ends_before_a_drafter(
-    end_to_end: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def ends(*_: Any) -> Iterator[Any]:
-        assert {row["part"] for row in read(tmp_path / "end_to_end.jsonl")} == {"a"}
-        yield steps_of("tiny-mamba2")
-        yield {"bench": "unfinished", "params": {"model": "tiny-drafter"}}
-
-    status, rows = end_to_end(ends)
-    assert status == 1 and {(row["part"], row["params"]["batch"]) for row in rows} == {("a", 1)}
-    said = capsys.readouterr().err
-    assert "batch 2: RuntimeError: stree bench run ended with 1" in said
-    assert "part (b): ValueError: no target and its drafter have step times by eager at batch 1, context 8" in said
-    assert len((tmp_path / "steps.jsonl").read_text(encoding="utf-8").splitlines()) == 2
-
-
-def test_step_times_that_were_taken_before_a_failure_are_used(
-    end_to_end: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(*_: Any) -> Iterator[Any]:
-        yield from (steps_of("tiny-mamba2"), steps_of("tiny-drafter"))
-        yield {"bench": "step", "params": {"model": "tiny-bamba"}, "problem": "no room"}
-        raise RuntimeError("the device is dead")
-
-    status, rows = end_to_end(fails)
-    assert status == 1 and {row["part"] for row in rows} == {"a", "b"}
-    said = capsys.readouterr().err
-    assert "steps of large shapes: RuntimeError: the device is dead" in said and "tiny-bamba: no room" in said

@@ -1,4 +1,4 @@
-"""Launches are counted where they happen; lean layers launch as few kernels as they should."""
+"""Launches are counted where they happen; fused layers launch as few kernels as they should."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def test_views_and_allocations_launch_nothing(operator: object, expected: bool) 
     assert kernel_counts.launches(operator) == expected
 
 
-@pytest.mark.slow
 def test_a_layer_of_mamba2_launches_six_kernels() -> None:
     before, after = (
         {r["params"]["layer"]: r for r in kernel_counts.count("mamba2", 5, fused_layers=fused_layers)}
@@ -60,19 +59,10 @@ def test_a_layer_of_mamba2_launches_six_kernels() -> None:
     assert after["outside"]["value"] <= 9 and after["commit"]["value"] == 2
 
 
-@pytest.mark.slow
-def test_every_launch_of_attention_and_experts_has_its_place() -> None:
-    after = {r["params"]["layer"]: r for r in kernel_counts.count("granitemoehybrid", 4, fused_layers=True)}
-    (attention,) = (r for name, r in after.items() if "Attention" in name)
-    assert attention["by_name"]["rotary_kernel"] == attention["by_name"]["attention_kernel"] == 1
-    assert attention["parts"]["norm"] == 2 and "layer" not in attention["parts"]  # residual factors are in the norms
-    assert attention["parts"]["mixer"] == 6 and attention["by_name"]["gated_activation_kernel"] == 1
-
-
 def test_the_committed_counts_hold_every_family_before_and_after() -> None:
     records = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
     assert {(r["params"]["family"], r["provider"]) for r in records} == {
         (family, provider) for family in kernel_counts.FAMILIES for provider in ("before", "after")
     }
-    pairs = [(r, s) for r in records for s in records if r["params"] == s["params"] and kernel_counts.is_pair(r, s)]
-    assert all(after["value"] < before["value"] for before, after in pairs if before["params"]["layer"] != "commit")
+    counts = {(str(r["params"]), r["provider"]): r["value"] for r in records if r["params"]["layer"] != "commit"}
+    assert all(counts[place, "after"] < value for (place, provider), value in counts.items() if provider == "before")

@@ -19,10 +19,8 @@ from helpers.on_device import treat_as_on_device
 
 from benchmarks.gpu import loops
 from benchmarks.gpu import steps as gpu_steps
-from stree.bench.profile import Shape
 from stree.bench.records import read
 from stree.decode import step_cache as step_cache
-from stree.growth import Chain
 
 CPU = torch.device("cpu")
 
@@ -36,7 +34,6 @@ def measured(**changes: Any) -> list[Any]:
     return list(loops.measure(CPU, options(**changes), time.monotonic() + 600))
 
 
-@pytest.mark.slow
 def test_the_bench_runs_at_tiny_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -50,7 +47,6 @@ def test_the_bench_runs_at_tiny_sizes(
         assert record["bench"] == "loop" and record["step_ms"] > 0 and record["replayed"] is None
 
 
-@pytest.mark.slow
 def test_where_steps_are_captured_what_is_no_forward_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     treat_as_on_device(monkeypatch)
     monkeypatch.setattr(step_cache, "_can_capture", lambda lm: lm.captures_steps is not False)
@@ -75,33 +71,3 @@ def test_a_size_or_a_model_that_fails_is_a_record_and_the_others_are_measured(mo
 
 def test_when_the_time_is_up_no_other_size_begins() -> None:
     assert [record["is_unfinished"] for record in loops.measure(CPU, options(), 0.0)] == [True]
-
-
-def test_kernels_are_summed_by_step_or_their_lack_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = SimpleNamespace(
-        target=gpu_steps.model_of(gpu_steps.configurations(True)["tiny-mamba2"], CPU),
-        drafter=gpu_steps.model_of(gpu_steps.configurations(True)["tiny-drafter"], CPU),
-    )
-    shape: Any = Shape(Chain(2), 3, 1, 8, 6, 0.0)
-
-    class Profiler:
-        def __init__(self, **_: Any) -> None:
-            pass
-
-        def __enter__(self) -> Profiler:
-            return self
-
-        def __exit__(self, *_: Any) -> None:
-            pass
-
-        def key_averages(self) -> list[Any]:
-            return [SimpleNamespace(key=f"k{i}", self_device_time_total=1e3 * i) for i in range(1, 60)]
-
-    monkeypatch.setattr(torch.profiler, "profile", Profiler)
-    found = loops.by_kernel(pair, shape)  # type: ignore[arg-type]
-    ratio = found["kernels"]["k58"] / found["kernels"]["k29"]
-    assert 1.5 < 59 / found["kernels"]["k59"] <= 5, "steps of a text of six tokens"
-    assert len(found["kernels"]) == loops.NUM_KERNELS and next(iter(found["kernels"])) == "k59"
-    assert ratio == pytest.approx(2) and found["kernels_ms"] == pytest.approx(found["kernels"]["k59"] * 30)
-    monkeypatch.setattr(Profiler, "__enter__", lambda self: 1 / 0)
-    assert loops.by_kernel(pair, shape)["kernels"].startswith("ZeroDivisionError")  # type: ignore[arg-type]

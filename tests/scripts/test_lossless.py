@@ -1,4 +1,4 @@
-"""Sampled generation has the target's law: three consecutive tokens against exact enumeration by transformers.
+"""Sampled generation has the target's distribution: three consecutive tokens against exact enumeration by transformers.
 
 The text is a prompt, one token from prefill and then the three tokens that are counted, so that a step's own tokens,
 the bonus or recovered token after them and the next step's tokens all take part; a number that served twice is seen.

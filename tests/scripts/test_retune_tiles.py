@@ -10,7 +10,6 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +20,12 @@ pytest.importorskip("triton")
 from benchmarks.gpu import cases, retune_tiles
 from benchmarks.gpu.case import Case, Inputs, Size
 from benchmarks.gpu.recurrences import conv_case, ssd_case
+from benchmarks.gpu.run import Run
 from benchmarks.shapes import Mixer
 from stree.kernels import tiles
 
 TINY = Mixer(1, 16, 16, 1)
+CPU = torch.device("cpu")
 
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the script times it")
 
@@ -54,9 +55,7 @@ def test_the_script_runs_at_tiny_sizes(
         monkeypatch.setattr(tiles, name, getattr(tiles, name))  # the script replaces the tables
     monkeypatch.setattr(cases, "SMALL", [(ssd_case, {"tiny": TINY}), (conv_case, {"tiny": TINY})])
     out = tmp_path / "tiles.jsonl"
-    monkeypatch.setattr(
-        sys, "argv", ["retune_tiles.py", "--smoke", "--ops", "ssd_step", "conv_step", "--out", str(out)]
-    )
+    monkeypatch.setattr(sys, "argv", ["retune_tiles", "--smoke", "--ops", "ssd_step", "conv_step", "--out", str(out)])
     assert retune_tiles.main() == 0
     records = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     measured, best = [r for r in records if "p50" in r], [r for r in records if "best" in r]
@@ -65,14 +64,13 @@ def test_the_script_runs_at_tiny_sizes(
     ]  # fmt: skip
     assert all(r["correct"] and r["metric"] == "interpreter, not meaningful" for r in measured)
     assert [(r["op"], r["key"]) for r in best] == [("ssd_step", [16, True]), ("conv_step", 8)]
-    printed = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("_SSD:    (16, True): (") for line in printed)
-    last = {"bench": "retune_tiles", "measured": 4, "entries": 2, "wrong": 0, "left_out": 0, "failed": 0}
-    assert json.loads(printed[-1]) == last
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (last["measured"], last["entries"], last["left_out"], last["failures"]) == (4, 2, 0, 0)
+    assert last["lines"][0].startswith("_SSD:    (16, True): (")
 
 
 def test_a_candidate_that_computes_something_else_is_not_timed(table: retune_tiles.Watched) -> None:
-    case = ssd_case(TINY, Size("tiny", 1, 3, torch.float32, torch.device("cpu")))
+    case = ssd_case(TINY, Size("tiny", 1, 3, torch.float32, CPU))
     right = case.providers["reference"]
 
     def wrong_with_another_tile(inputs: Inputs) -> torch.Tensor:
@@ -82,7 +80,7 @@ def test_a_candidate_that_computes_something_else_is_not_timed(table: retune_til
     broken = Case(
         case.op, case.params, case.make, {"triton": wrong_with_another_tile, "reference": right}, 1, 1, case.terms
     )
-    present, other = retune_tiles.measure(broken, table, torch.float32, torch.device("cpu"))
+    present, other = retune_tiles.measure(broken, table, torch.float32, CPU)
     assert present["correct"] and "p50" in present and not other["correct"] and "p50" not in other
 
 
@@ -108,31 +106,17 @@ def test_the_best_entry_is_right_everywhere_and_fastest_on_average() -> None:
     assert retune_tiles.choose([record("now", None), record("wrong", None)]) == []
 
 
-def options_of(**changes: Any) -> argparse.Namespace:
-    given = {"smoke": True, "ops": ["ssd_step"], "all_shapes": False, "minutes": 1.0, "out": None}
-    return argparse.Namespace(**(given | changes))
-
-
-@INTERPRETED
-def test_when_the_time_is_up_what_is_left_out_is_counted(
-    table: retune_tiles.Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cases, "SMALL", [(ssd_case, {"tiny": TINY})])
-    cpu = torch.device("cpu")
-    (left,) = retune_tiles.measured(options_of(minutes=-1.0), cpu, {"ssd_step": table})
-    assert left["op"] == "ssd_step" and left["left_out"] == 3 * 3 * 2 * 2
-    (case, dtype), *_ = retune_tiles.tuned(options_of(), cpu)
-    times = iter((0.0, 2.0))  # the present entry is measured, the other one is not
-    monkeypatch.setattr("benchmarks.gpu.retune_tiles.time", SimpleNamespace(monotonic=lambda: next(times)))
-    present, left = retune_tiles.measure(case, table, dtype, cpu, 1.0)
-    assert present["present"] and "p50" in present and left["left_out"] == 1
+def measure_all(minutes: float, out: Path | None, table: retune_tiles.Watched, *, all_shapes: bool) -> Run:
+    options = argparse.Namespace(smoke=True, ops=["ssd_step"], all_shapes=all_shapes)
+    run = Run(CPU, minutes, out)
+    retune_tiles.measure_all(run, options, {"ssd_step": table})
+    return run
 
 
 @INTERPRETED
 def test_a_case_that_fails_does_not_end_the_others(
     table: retune_tiles.Watched, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-
     def case_of(sizes: Mixer, at: Size) -> Case:
         def failing(_: object) -> Any:
             raise torch.OutOfMemoryError("no room")
@@ -141,24 +125,8 @@ def test_a_case_that_fails_does_not_end_the_others(
         return replace(case, make=failing) if at.model == "large" else case
 
     monkeypatch.setattr(cases, "SMALL", [(case_of, {"large": TINY, "tiny": TINY})])
-    options = options_of(all_shapes=True, out=tmp_path / "tiles.jsonl")
-    found = retune_tiles.measured(options, torch.device("cpu"), {"ssd_step": table})
-    assert [(record["params"]["model"], record.get("failed")) for record in found] == [
+    run = measure_all(1.0, tmp_path / "tiles.jsonl", table, all_shapes=True)
+    assert run.failures == 1 and [(record["params"]["model"], record.get("problem")) for record in run.records] == [
         ("large", "OutOfMemoryError: no room"), ("tiny", None), ("tiny", None)
     ]  # fmt: skip
-    assert len(options.out.read_text(encoding="utf-8").splitlines()) == 3
-
-
-def test_where_the_entry_of_the_table_has_no_room_the_others_are_timed(table: retune_tiles.Watched) -> None:
-    case = ssd_case(TINY, Size("tiny", 1, 3, torch.float32, torch.device("cpu")))
-    right = case.providers["reference"]
-
-    def failing(inputs: Inputs) -> torch.Tensor:
-        tiles.SsdTile.of(3, 3, 4, 16, 16, torch.float32)
-        if table.other in (None, table.get(table.key)):
-            raise RuntimeError("out of resources")
-        return right(inputs)
-
-    tight = replace(case, providers={"triton": failing, "reference": right})
-    present, other = retune_tiles.measure(tight, table, torch.float32, torch.device("cpu"))
-    assert present["present"] and present["problem"] == "RuntimeError: out of resources" and "p50" in other
+    assert len((tmp_path / "tiles.jsonl").read_text(encoding="utf-8").splitlines()) == 3

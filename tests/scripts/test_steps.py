@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from helpers.tiny_family_models import family_model
 
-from benchmarks.gpu import peer_steps, steps
+from benchmarks.gpu import steps
 from stree import TreeLM
 from stree.bench.profile import bytes_moved
 from stree.models.state_size import empty_model, weight_bytes
@@ -19,7 +16,6 @@ from stree.models.state_size import empty_model, weight_bytes
 CPU = torch.device("cpu")
 
 
-@pytest.mark.slow
 def test_records_set_a_step_beside_its_bytes_and_one_node() -> None:
     records = list(steps.measure(CPU, True, time.monotonic() + 600))
     ours = [r for r in records if r["provider"] == "eager"]
@@ -68,74 +64,3 @@ def test_drafters_have_a_twentieth_of_their_targets_weights_and_their_vocabulary
                      for name in (target, draft)]  # fmt: skip
             assert 18 < sizes[0] / sizes[1] < 22
             assert shapes[target].vocab_size == shapes[draft].vocab_size
-
-
-def test_a_part_of_a_model_says_so_in_its_name_and_fits() -> None:
-    shapes = steps.configurations(smoke=False)
-    assert {"mamba2-2.7b", "Nemotron-H-8B", "Granite-4.0-H-tiny", "Qwen3-Next-80B, 12 layers"} <= shapes.keys()
-    model = empty_model(shapes["Qwen3-Next-80B, 12 layers"], torch.bfloat16)
-    assert len(TreeLM(model).mixers) == 12
-    assert sum(p.nbytes for p in model.parameters()) < 60e9
-
-
-def test_mamba_ssm_is_stepped_by_its_own_graph_and_its_states_are_stated(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = steps.configurations(smoke=True)["tiny-mamba2"]
-    made: dict[str, Any] = {}
-
-    class Head(torch.nn.Module):
-        def __init__(self, sizes: Any, device: Any, dtype: torch.dtype) -> None:
-            super().__init__()
-            made["sizes"] = sizes
-            self.weight = torch.nn.Parameter(torch.zeros(10, dtype=dtype))
-
-    def update(model: Any, cache: Any, batch: int, seqlen: int, max_seqlen: int) -> Any:
-        made["shape"] = batch, seqlen, max_seqlen
-        kept = {0: (torch.zeros(batch, 3, dtype=torch.bfloat16), torch.zeros(batch, 5, dtype=torch.bfloat16))}
-        params = SimpleNamespace(key_value_memory_dict=kept)
-        return SimpleNamespace(inference_params=params, run=lambda *args: made.update(run=args))
-
-    modules = {
-        "mamba_ssm.models.config_mamba": SimpleNamespace(MambaConfig=lambda **sizes: sizes),
-        "mamba_ssm.models.mixer_seq_simple": SimpleNamespace(MambaLMHeadModel=Head),
-        "mamba_ssm.utils.generation": SimpleNamespace(update_graph_cache=update),
-    }
-    monkeypatch.setattr(importlib, "import_module", modules.__getitem__)
-    monkeypatch.setattr(peer_steps, "DEVICE", CPU)
-    monkeypatch.setattr(peer_steps, "time_launches", lambda launch, device: launch() or {"p50": 7.0})
-    (record,) = peer_steps.mamba_ssm_step(config, 2, 8, torch.bfloat16)
-    assert record["p50"] == 7.0 and record["state_dtype"] == "bfloat16" and record["state_bytes"] == 2 * 2 * 8
-    assert record["weight_bytes"] == 20 and made["shape"] == (2, 8, 72)
-    tokens, positions, length = made["run"]
-    assert tokens.shape == positions.shape == (2, 1) and length == 8 and positions.tolist() == [[8], [8]]
-    assert made["sizes"]["d_model"] == 32 and made["sizes"]["ssm_cfg"]["d_state"] == 16
-
-
-def small_measure(monkeypatch: pytest.MonkeyPatch, seconds: float = 600) -> list[dict[str, Any]]:
-    """Measure two tiny models at two sizes of trees."""
-    shapes = steps.configurations(smoke=True)
-    two = {name: shapes[name] for name in ("tiny-drafter", "tiny-bamba")}
-    monkeypatch.setattr(steps, "configurations", lambda smoke: two)
-    monkeypatch.setattr(steps, "NODES", (1, 4))
-    monkeypatch.setattr(steps, "copy_bandwidth", lambda device: 1e9)
-    return list(steps.measure(CPU, True, time.monotonic() + seconds))
-
-
-@pytest.mark.parametrize("part", ["model_of", "step_of"])
-def test_a_model_that_fails_is_a_record_and_the_next_one_is_measured(
-    part: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, calls = getattr(steps, part), []
-
-    def once(*args: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 1:
-            raise torch.OutOfMemoryError("no room")
-        return real(*args)
-
-    monkeypatch.setattr(steps, part, once)
-    found = small_measure(monkeypatch)
-    (problem,) = [r for r in found if "problem" in r]
-    assert problem["problem"] == "OutOfMemoryError: no room" and problem["params"]["model"] == "tiny-drafter"
-    assert problem["bench"] == "step" and "p50" not in problem
-    whole = [r["params"]["n"] for r in found if r["params"]["model"] == "tiny-bamba" and r["provider"] == "eager"]
-    assert whole == [1, 4]

@@ -11,24 +11,22 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from rich.progress import Progress
 
 from benchmarks.gpu import cases as gpu_cases
-from benchmarks.gpu import peers
-from benchmarks.gpu import steps as gpu_steps
 from benchmarks.gpu import suite as gpu_suite
 from benchmarks.gpu.case import Inputs, Size
 from benchmarks.gpu.recurrences import ssd_case
-from benchmarks.shapes import Mixer, binary_tree, leaf_paths
+from benchmarks.gpu.run import Run
+from benchmarks.shapes import Mixer
 
 ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
 
 
 @pytest.mark.slow
@@ -39,8 +37,7 @@ def test_the_suite_runs_every_kernel_and_step_at_tiny_sizes(tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout + done.stderr
     records = [json.loads(line) for line in (tmp_path / "gpu_suite.jsonl").read_text(encoding="utf-8").splitlines()]
     timed = {(record["bench"], record["provider"]) for record in records if "p50" in record}
-    expected = {("step", "eager"), ("step", "transformers"), ("ssd_step", "unrolled")}
-    expected |= {("gated_delta_step", "unrolled")}
+    expected = {("step", "eager"), ("step", "transformers")}
     steps = [f"{op}_step" for op in ("ssd", "conv", "gated_delta", "selective", "diagonal", "attention")]
     launches = [*steps, "gated_rms_norm", "rms_norm_add", "rms_norm", "kv_commit", "match_accept"]
     launches += ["rotary", "gated_activation", "delta_inputs", "experts"]
@@ -51,8 +48,7 @@ def test_the_suite_runs_every_kernel_and_step_at_tiny_sizes(tmp_path: Path) -> N
 
 
 def test_a_provider_that_is_wrong_or_fails_is_reported_and_not_timed() -> None:
-    options = argparse.Namespace(minutes=1, out=None, smoke=True)
-    suite = gpu_suite.Suite(options)
+    suite = gpu_suite.Suite(argparse.Namespace(minutes=1, out=None, smoke=True), CPU)
     case = ssd_case(Mixer(2, 16, 16, 1), Size("tiny", 1, 3, torch.float32, suite.device))
     right = case.providers["reference"]
 
@@ -69,7 +65,7 @@ def test_a_provider_that_is_wrong_or_fails_is_reported_and_not_timed() -> None:
 
 
 def test_the_suite_stops_when_its_time_is_up() -> None:
-    suite = gpu_suite.Suite(argparse.Namespace(minutes=0, out=None, smoke=True, dtypes=["float32"]))
+    suite = gpu_suite.Suite(argparse.Namespace(minutes=0, out=None, smoke=True, dtypes=["float32"]), CPU)
     time.sleep(0.01)
     with Progress(disable=True) as bar:
         suite.run_kernels(bar)
@@ -77,56 +73,16 @@ def test_the_suite_stops_when_its_time_is_up() -> None:
     assert suite.records[0]["cases"] == sum(len(shapes) for _, shapes in gpu_cases.SMALL)
 
 
-def test_a_tree_unrolls_into_its_leaves_paths() -> None:
-    paths, where = leaf_paths(binary_tree(1, 6, torch.device("cpu"))[0])
-    assert paths.tolist() == [[0, 1, 3], [0, 1, 4], [0, 2, 5]]
-    assert [int(paths[row, place]) for row, place in where.tolist()] == list(range(6))
-
-
-def test_a_peer_folder_without_the_peers_files_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--peer-dir must hold sglang/kernels/ops as SGLang's wheel does"):
-        peers.use_peer_dir(tmp_path)
-
-
-def main_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], out: Path) -> tuple[int, list[Any]]:
-    """Run the suite's steps and kernels with one case each; give its exit status and records."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    tiny = [(ssd_case, {"tiny": Mixer(2, 16, 16, 1)})]
-    monkeypatch.setattr(gpu_cases, "SMALL", tiny)
-    command = ["gpu_suite.py", "--smoke", "--parts", "steps", "kernels", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", command)
-    status = gpu_suite.main()
-    printed = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("| operation |") for line in printed) and json.loads(printed[-1])["bench"] == "gpu_suite"
-    return status, [json.loads(line) for line in (out / "gpu_suite.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def test_a_part_that_fails_is_reported_and_the_others_and_the_table_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_part_that_fails_is_a_record_and_the_run_ends_with_status_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("tiny sizes are for a machine without a GPU")
-
-    def failing(*_: object) -> Iterator[Any]:
-        yield {"bench": "step", "problem": "of a model"}
-        raise RuntimeError("the steps failed")
-
-    def ready(suite: gpu_suite.Suite, case: Any, dtype: Any, ceilings: Any) -> None:
-        suite.add({"bench": case.op})
-
-    monkeypatch.setattr(gpu_steps, "measure", failing)
-    monkeypatch.setattr(gpu_suite.Suite, "run_case", ready)
-    status, found = main_of(monkeypatch, capsys, tmp_path / "steps")
-    assert status == 1 and [(r["bench"], r.get("problem")) for r in found] == [
-        ("step", "of a model"), ("steps", "RuntimeError: the steps failed"), ("ssd_step", None)
+    run = Run(CPU, 1.0, tmp_path / "records.jsonl")
+    with run.part("kernels"):
+        raise RuntimeError("the device is dead")
+    run.add({"bench": "steps"})
+    assert run.report("suite", ["title"], [["row"]]) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"bench": "suite", "failures": 1}
+    found = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [(record["bench"], record.get("problem")) for record in found] == [
+        ("kernels", "RuntimeError: the device is dead"), ("steps", None)
     ]  # fmt: skip
-    monkeypatch.setattr(gpu_steps, "measure", lambda *_: iter([{"bench": "step"}]))
-    monkeypatch.setattr(gpu_suite.Suite, "run_case", failing_case)
-    status, found = main_of(monkeypatch, capsys, tmp_path / "kernels")
-    assert status == 1 and [(r["bench"], r.get("problem")) for r in found] == [
-        ("step", None), ("kernels", "RuntimeError: the device is dead")
-    ]  # fmt: skip
-
-
-def failing_case(*_: object) -> None:
-    raise RuntimeError("the device is dead")
