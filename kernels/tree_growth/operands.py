@@ -9,22 +9,9 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Appended",
-    "Chosen",
-    "Columns",
-    "Kept",
-    "Layout",
-    "Level",
-    "Memory",
-    "Proposed",
-    "RankFit",
-    "Ratings",
-    "Siblings",
-    "Table",
-    "Terms",
-    "Verdicts",
-    "Words",
-]
+    "Appended", "Chosen", "Columns", "Kept", "Layout", "Level", "Memory", "Proposed", "RankFit", "Ratings", "Siblings",
+    "Table", "Terms", "Verdicts", "Words",
+]  # fmt: skip
 
 NUM_PLACES = 1 << 18  # of the pairs of tokens that a text holds, and as many of its triples
 
@@ -76,10 +63,8 @@ class Table:
 class RankFit:
     """Log-odds of a child: a level and slopes by the log of its probability and by how sharp its distribution is.
 
-    How sharp is -log(1 - the sum of squares): a distribution that is nearly one token is almost certain.
-
-    Pairs and triples of tokens that the text already holds add to them: of the child after its parent, or its last two
-    ancestors, and of another child of its parent.
+    Sharpness is -log(1 - the sum of squared probabilities).  Pairs and triples of tokens that the text already holds
+    add to the log-odds: those that the child ends, and those that another child of its parent ends.
 
     Attributes:
         level: float32[ranks].
@@ -109,7 +94,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """Which pairs and triples of tokens each text holds, by their hashes: now and then another one has the same.
+    """Which pairs and triples of tokens each text holds, by their hashes, which may collide.
 
     Attributes:
         places: bool[batch, 2 * num_places + 1], of pairs, of triples, and one for what is neither.

@@ -19,8 +19,8 @@ def unknown_names(source: str) -> Iterator[str]:
             parameters = {argument.arg for argument in function.args.args}
             for decorator in function.decorator_list:
                 lists = [key.value for key in getattr(decorator, "keywords", []) if str(key.arg).startswith("do_not")]
-                names = [node.value for each in lists for node in ast.walk(each) if isinstance(node, ast.Constant)]
-                yield from (f"{function.name}: {name!r}" for name in names if name not in parameters)
+                names = [str(node.value) for each in lists for node in ast.walk(each) if isinstance(node, ast.Constant)]
+                yield from (f"{function.name}: {name}" for name in names if name not in parameters)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(KERNELS)))
