@@ -17,7 +17,7 @@ from stree.decode.profiling import step_times
 from stree.decode.stats import Generation
 from stree.decode.step_cache import StepCache, step_cache_of
 from stree.decode.validation import check_arguments, check_block, check_lossy, check_nodes, slots_for, token_ids
-from stree.drafters import Drafter, HasModel, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.drafters import Drafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.drafters.target_init import TargetInitDrafter
 from stree.growth import Growth
 from stree.growth.target_init import TargetInit
@@ -174,7 +174,7 @@ def run(
             step_times, lm, drafter, choices, slots.max_batch, sampling=sampling, verifier=verifier,
             step_cache=step_cache, processor=processor,
         )  # fmt: skip
-    is_padded = step_cache is not None and isinstance(drafter, HasModel) and bool(drafter.models)
+    is_padded = step_cache is not None and bool(drafter.models)
     if processor is not None:
         lm, drafter = with_processor(lm, drafter, processor, is_greedy=sampling.is_greedy)
     if is_lossy and isinstance(drafter, ModelDrafter):
@@ -218,8 +218,7 @@ def run(
 
 def _shape(drafter: Drafter, growth: Growth | None, sampling: Sampling) -> Growth | None:
     """Give the growth of all steps, bound to the sampling, or None where the drafter has none."""
-    default: Growth | None = getattr(drafter, "default_growth", None)
-    shape = default if growth is None else growth
+    shape = drafter.default_growth if growth is None else growth
     return None if shape is None else shape.bind(sampling)
 
 
@@ -230,7 +229,7 @@ def _choices(
     if isinstance(budget, str) and isinstance(drafter, NoDrafter):
         return TreeSizes(shape, [PLAIN])
     if isinstance(budget, str) and not isinstance(shape, TargetInit):
-        has_model = isinstance(drafter, HasModel) and bool(drafter.models)
+        has_model = bool(drafter.models)
         return TreeSizes.of(shape, None if has_growth else MAX_DEPTH, has_model=has_model, is_coarse=is_captured)
     if isinstance(budget, str):
         assert shape is not None, "it is TargetInit"

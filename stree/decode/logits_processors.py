@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from stree.drafters import Drafter, HasModel
+from stree.drafters import Drafter
 from stree.models.tree_lm import TreeLM
 from stree.tree import TokenTree
 
@@ -63,8 +63,7 @@ def with_processor(
     lm: TreeLM, drafter: Drafter, processor: NodeProcessor, *, is_greedy: bool
 ) -> tuple[TreeLM, Drafter]:
     """Put a processor behind the target, and behind every draft model, for one generation; see ``processed``."""
-    if isinstance(drafter, HasModel):
-        drafter = drafter.with_model(lambda draft_lm: processed(draft_lm, processor, is_target=False))
+    drafter = drafter.with_model(lambda draft_lm: processed(draft_lm, processor, is_target=False))
     return processed(lm, processor, is_target=True, is_greedy=is_greedy), drafter
 
 

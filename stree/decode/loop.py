@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from stree.budget.policy import BudgetPolicy
+from stree.decode.captured_step import CapturedStep
 from stree.decode.cuda_graphs import Graphs
 from stree.decode.stats import Generation, Statistics
-from stree.decode.step import DecodeStep, StepResult
+from stree.decode.step import DecodeStep
 from stree.decode.step_cache import StepCache, layout_of, rounded
-from stree.drafters import Bounded, Drafter, HasModel, ModelDrafter, NoDrafter, Slotted, SuffixDrafter
+from stree.decode.step_result import StepResult
+from stree.drafters import Drafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.kernels.topology import reads_freely
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random, Sampling
@@ -147,7 +149,7 @@ class DecodeLoop:
 
     def key(self, drafter: Drafter, policy: BudgetPolicy, verifier: str, batch: int) -> Hashable:
         """Name the kind of program that a run of so many sequences needs: all that its captured steps hold."""
-        models = (self.lm, *(drafter.models if isinstance(drafter, HasModel) else ()))
+        models = (self.lm, *drafter.models)
         return (
             batch, self._room(policy), policy.max_nodes, self.sampling, verifier, self.stop, _kind_of(drafter),
             repr(policy.growth), *map(layout_of, models),
@@ -162,7 +164,7 @@ class DecodeLoop:
     def _loop(self, decode_step: DecodeStep, policy: BudgetPolicy) -> None:
         """Launch steps and hear of them until every sequence has finished."""
         self._refill(decode_step)
-        decode_step.is_watched = policy.watches
+        decode_step.copies_draft = policy.watches
         is_late = self._is_late()
         launched: deque[tuple[StepResult, int]] = deque()  # with the replays until then
 
@@ -209,21 +211,20 @@ class DecodeLoop:
         state.fixed_shapes = not reads_freely(state.lengths)  # where steps are replayed they must not grow
         sequences = torch.arange(batch, device=self.device)
         seed = self.seed if self.step_cache is None else torch.zeros_like(sequences[0])
-        return DecodeStep(
-            self.lm, state, Random(seed, sequences, torch.zeros_like(sequences)), sampling=self.sampling,
-            verifier=verifier, stop_token_ids=self.stop,
-            graphs=None if self.step_cache is None else self.step_cache.graphs(),
-        )  # fmt: skip
+        rng = Random(seed, sequences, torch.zeros_like(sequences))
+        options: dict[str, Any] = {"sampling": self.sampling, "verifier": verifier, "stop_token_ids": self.stop}
+        if self.step_cache is None:
+            return DecodeStep(self.lm, state, rng, **options)
+        return CapturedStep(self.lm, state, rng, graphs=self.step_cache.graphs(), **options)
 
     def _start(
         self, decode_step: DecodeStep, drafter: Drafter, policy: BudgetPolicy, prompts: list[list[int]], room: int
     ) -> None:
         """Prefill the first prompts together, with room for so many tokens each, and draw their first tokens."""
         logits = decode_step.fill(drafter, prompts, self.max_new_tokens, self.seed)
-        if self.refills and not isinstance(decode_step.run, Slotted):
+        if self.refills and not decode_step.run.can_admit:
             raise TypeError(f"{type(drafter).__name__} cannot take up a prompt in mid-run; leave max_batch out")
-        if isinstance(decode_step.run, Bounded):
-            decode_step.run.reserve(room, policy.growth, policy.max_nodes, begins=not policy.is_off)
+        decode_step.run.reserve(room, policy.growth, policy.max_nodes, begins=not policy.is_off)
         self._check(logits)
         if self.streamer is not None:
             self.streamer.put(torch.tensor(prompts[0]))
@@ -286,7 +287,7 @@ class DecodeLoop:
                 self._end(self.slots[row])
             elif tokens and self._emit(row, tokens, logits[row]):
                 decode_step.finish(row)
-        self.stats.record(step.draft, committed, step.clock.seconds())
+        self.stats.record(step.draft, committed, step.timer.seconds())
         self.stats.total_s = time.perf_counter() - self._began
         policy.observe(step.draft, step.acceptance)
 

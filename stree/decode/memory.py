@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
-from stree.drafters import Drafter, HasModel
+from stree.drafters import Drafter
 from stree.models.state_size import StateSize, measure_state
 from stree.models.tree_lm import TreeLM
 
@@ -62,7 +62,7 @@ def free_bytes(device: torch.device) -> int:
 
 def _models(lm: TreeLM, drafter: Drafter, nodes: int) -> list[TreeLM]:
     """List the models that keep states of known sizes."""
-    models = [lm, *(drafter.models if isinstance(drafter, HasModel) and nodes > 1 else ())]
+    models = [lm, *(drafter.models if nodes > 1 else ())]
     return [model for model in models if isinstance(model, TreeLM)]
 
 

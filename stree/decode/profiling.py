@@ -25,7 +25,7 @@ from stree.decode.cuda_graphs import WARM_UP
 from stree.decode.logits_processors import Node, NodeProcessor, with_processor
 from stree.decode.loop import DecodeLoop
 from stree.decode.step_cache import StepCache
-from stree.drafters import Draft, Drafter, HasModel
+from stree.drafters import Draft, Drafter, DraftRun
 from stree.growth import Growth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random, Sampling
@@ -104,7 +104,7 @@ def step_times(
         step_cache: captures steps, which are then timed as they are replayed; None where they are launched.
         processor: what will process logits, or None; only whether it looks at texts matters.
     """
-    models = drafter.models if isinstance(drafter, HasModel) else ()
+    models = drafter.models
     looks_at_text = None if processor is None else processor.looks_at_text
     key = (
         batch, tuple(map(weakref.ref, models)), type(drafter) if models else None, tuple(sizes.choices),
@@ -340,7 +340,7 @@ class _Untouched:
         return logits
 
 
-class _Bushy:
+class _Bushy(Drafter, DraftRun):
     """Drafts binary trees as large as the budget allows, of two tokens: what retrieval may propose at most."""
 
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _Bushy:

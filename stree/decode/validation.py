@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stree.checks import check_counts, check_sizes
 from stree.decode.loop import Streamer
-from stree.drafters import Drafter, FusedDrafter, HasModel, ModelDrafter, SuffixDrafter, check_vocabulary
+from stree.drafters import Drafter, FusedDrafter, ModelDrafter, SuffixDrafter, check_vocabulary
 from stree.growth import Growth
 from stree.kernels.topology import most_nodes
 from stree.models.tree_lm import TreeLM
@@ -140,9 +140,11 @@ def check_arguments(
         RuntimeError: a model in training mode, or one that would run under autocast.
         NotImplementedError: a larger tree than kernels take.
     """
+    if not isinstance(drafter, Drafter):
+        example = "an object such as stree.drafters.SuffixDrafter(), derived from stree.drafters.Drafter"
+        raise TypeError(f"drafter must be {example}, got {drafter!r:.80}")
     needed = [
         ("lm", lm, "new_state", "stree.TreeLM(model)"),
-        ("drafter", drafter, "start", "stree.drafters.SuffixDrafter()"),
         ("sampling", sampling, "probs", "stree.Sampling(temperature=0.8)"),
     ]
     optional = [
@@ -160,7 +162,7 @@ def check_arguments(
         raise TypeError(f"seed must be an integer, got {type(seed).__name__}")
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
-    models = drafter.models if isinstance(drafter, HasModel) else ()
+    models = drafter.models
     if not isinstance(budget, str):
         check_nodes(lm, drafter, budget)
     for model in models:
@@ -178,7 +180,7 @@ def check_block(drafter: Drafter, growth: Growth | None, budget: int) -> None:
     Raises:
         ValueError: they will.
     """
-    plan = None if growth is None or not isinstance(drafter, HasModel) else growth.plan(budget)
+    plan = None if growth is None or not drafter.models else growth.plan(budget)
     widths = [layer.width + layer.leaves for layer in plan.layers] if plan is not None else []
     retrieves = isinstance(drafter, (SuffixDrafter, FusedDrafter)) and budget > 2
     if retrieves or max(widths, default=1) > 1 or (plan is not None and plan.is_heap and plan.num_nodes > 1):
@@ -188,7 +190,7 @@ def check_block(drafter: Drafter, growth: Growth | None, budget: int) -> None:
 
 def check_nodes(lm: TreeLM, drafter: Drafter, nodes: int) -> None:
     """Refuse larger trees than kernels take."""
-    for model in (lm, *(drafter.models if isinstance(drafter, HasModel) else ())):
+    for model in (lm, *drafter.models):
         most = most_nodes(model.device, model.dtype)
         most = None if most is None else most - (model is not lm)  # a draft model runs its last leaf beside the tree
         if most is not None and nodes > most:

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from stree.decode.loop import Streamer
-from stree.drafters import Drafter, HasModel, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.drafters import Drafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.generation import run
 from stree.growth import Growth
 from stree.integrations.transformers_processors import BatchProcessor, StepObserver, Stops
@@ -183,15 +183,14 @@ def _drafter(model: PreTrainedModel, drafter: str | PreTrainedModel | TreeLM | D
         drafter = _tree_lm(drafter)
     if isinstance(drafter, TreeLM):
         drafter = ModelDrafter(drafter)
-    if not hasattr(drafter, "start"):
+    if not isinstance(drafter, Drafter):
         raise TypeError(
             f"drafter must be a name, a model, or a drafter of stree.drafters, got {type(drafter).__name__}"
         )
-    chosen: Drafter = drafter
-    for draft_lm in chosen.models if isinstance(chosen, HasModel) else ():
+    for draft_lm in drafter.models:
         if draft_lm.device != model.device:
             raise ValueError(
                 f"drafter and target must be on one device: the drafter is on {draft_lm.device}, "
                 f"the target on {model.device}"
             )
-    return chosen
+    return drafter

@@ -183,7 +183,7 @@ def test_a_text_has_exactly_max_new_tokens(new_tokens: int) -> None:
     assert out.stats["finish_reasons"] == ["length"] * 4
 
 
-class Recorder:
+class Recorder(Drafter, DraftRun):
     """Passes a drafter through and notes what it does; fails or is interrupted at a step."""
 
     def __init__(
