@@ -62,4 +62,4 @@ class StepTimer:
         return event
 
     def _elapsed(self, begin: Any, end: Any) -> float:
-        return 1e-3 * begin.elapsed_time(end) if self._device.type == "cuda" else end - begin
+        return float(1e-3 * begin.elapsed_time(end) if self._device.type == "cuda" else end - begin)

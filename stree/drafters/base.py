@@ -60,7 +60,6 @@ class DraftRun:
         is_capturable: ``propose`` and ``observe`` run on the device alone, so that a whole step can be captured and
             replayed as a CUDA graph (``settle``, ``replayed``, ``give_up``, ``version``).
         can_replay_proposals: ``propose`` alone can be captured too; ``last_proposal`` holds all that ``observe`` reads.
-        version: changes whenever tensors that captured work reads or writes were replaced.
         last_proposal: what ``observe`` reads of the last proposal; set when a captured proposal is replayed.
         capture: captures device work of a run that as a whole runs on the host; None where nothing is captured.
     """
@@ -71,9 +70,13 @@ class DraftRun:
     can_leave: bool = False
     is_capturable: bool = False
     can_replay_proposals: bool = False
-    version: int = 0
     last_proposal: Any = None
     capture: Capture | None = None
+
+    @property
+    def version(self) -> int:
+        """Changes whenever tensors that captured work reads or writes were replaced."""
+        return 0
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         """Draft a tree of at most ``budget`` nodes below int64[batch] pending tokens, which are its roots."""
@@ -131,6 +134,7 @@ class DraftRun:
         def work() -> tuple[Draft, Any]:
             return self.propose(pending, growth, budget), self.last_proposal
 
+        draft: Draft
         (draft, proposal), is_replayed = capture(self, f"drafts of budget {budget}, {growth!r}", work)
         if is_replayed:
             self.last_proposal = proposal
@@ -139,7 +143,16 @@ class DraftRun:
 
 
 class Drafter:
-    """A way to draft.  It holds no state of a generation: ``start`` returns a run that does."""
+    """A way to draft.  It holds no state of a generation: ``start`` returns a run that does.
+
+    Attributes:
+        uses_growth: whether a growth shapes its trees.
+        is_lossless: False for rules that only comparisons need, whose text is not distributed as the target's; their
+            steps are not captured, and their budget "auto" is the size of the growth.
+    """
+
+    uses_growth: bool = True
+    is_lossless: bool = True
 
     @property
     def default_growth(self) -> Growth | None:

@@ -19,6 +19,8 @@ __all__ = ["NoDrafter", "root_only"]
 class NoDrafter(Drafter):
     """Plain decoding: every tree is its root."""
 
+    uses_growth = False
+
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _NoRun:
         """Begin a run, which has no state."""
         return _NoRun()

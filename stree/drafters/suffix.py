@@ -35,6 +35,8 @@ class SuffixDrafter(Drafter):
         ValueError: a min_match below 1.
     """
 
+    uses_growth = False
+
     def __init__(self, datastore: Datastore | None = None, *, min_match: int = 1) -> None:
         check_counts(min_match=min_match)
         if datastore is not None and not hasattr(datastore, "lay_out"):

@@ -11,13 +11,32 @@ from torch import Tensor
 
 from stree.drafters.base import Draft, Drafter, DraftRun
 from stree.drafters.model import ModelDrafter
-from stree.growth import Growth
+from stree.growth import Growth, TargetInit
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random
 from stree.tree import TokenTree
-from stree.verify import Acceptance
+from stree.verify import LONGEST, Acceptance
 
-__all__ = ["TargetInitDrafter"]
+__all__ = ["TargetInitDrafter", "drafter_and_verifier"]
+
+
+def drafter_and_verifier(
+    drafter: Drafter, growth: Growth | None, verifier: str, allow_lossy: bool
+) -> tuple[Drafter, str]:
+    """Drafter and verifier for a growth: those that the caller named, but for ``TargetInit``.
+
+    Raises:
+        ValueError: ``TargetInit`` is not allowed, or cannot run with these.
+    """
+    if not isinstance(growth, TargetInit):
+        return drafter, verifier
+    if not allow_lossy:
+        raise ValueError("TargetInit does not keep the target's distribution; it runs only with allow_lossy=True")
+    if not isinstance(drafter, ModelDrafter):
+        raise ValueError(f"TargetInit needs a ModelDrafter, got {type(drafter).__name__}")
+    if verifier != "auto":
+        raise ValueError(f"TargetInit has a verifier of its own; leave verifier at 'auto', got {verifier!r}")
+    return TargetInitDrafter(drafter), LONGEST
 
 
 class TargetInitDrafter(Drafter):
@@ -29,6 +48,8 @@ class TargetInitDrafter(Drafter):
     Args:
         drafter: continues the candidates.
     """
+
+    is_lossless = False
 
     def __init__(self, drafter: ModelDrafter) -> None:
         self.drafter = drafter

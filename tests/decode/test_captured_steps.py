@@ -23,7 +23,7 @@ from torch import Tensor
 
 import stree
 from stree.budget.policy import AutoBudget
-from stree.decode.profiling import GUESS
+from stree.decode.step_times import GUESS
 from stree.drafters import Draft, Drafter, DraftRun, FusedDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Calibrated, Chain, Growth, Limited
 from stree.sampling import Random, Sampling
@@ -136,7 +136,7 @@ def test_a_host_that_hears_of_a_step_while_the_next_one_runs(name: str, monkeypa
     options: dict[str, Any] = {"sampling": Sampling(0.8), "verifier": "match"}
     expected = generate(launched(), NoDrafter(), budget=1, **options).sequences
     # Only a device hears late.
-    monkeypatch.setattr("stree.decode.loop.DecodeLoop._is_late", lambda self: True)
+    monkeypatch.setattr("stree.decode.loop.DecodeLoop._is_pipelined", lambda self: True)
     for lm in (launched(), captured(monkeypatch)):
         for _ in range(2):
             found = generate(lm, drafter_named(name), budget=1 if name == "none" else 8, **options)

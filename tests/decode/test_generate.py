@@ -352,7 +352,7 @@ def test_a_text_that_is_cancelled_while_its_next_step_runs_ends_with_what_was_he
     """As on a device, where a step is launched before the last one is heard of."""
     whole = stree.generate(lm(), PROMPTS, *way("self-chain"), max_new_tokens=NEW_TOKENS).sequences
     # Only a device hears late.
-    monkeypatch.setattr("stree.decode.loop.DecodeLoop._is_late", lambda *_: True)
+    monkeypatch.setattr("stree.decode.loop.DecodeLoop._is_pipelined", lambda *_: True)
     answers = iter([False, True])
     out = stree.generate(
         lm(), PROMPTS, *way("self-chain"), max_new_tokens=NEW_TOKENS, max_batch=2,
