@@ -141,11 +141,8 @@ def run(
         check_block(drafter, growth, sizes.max_nodes)
     extent = slots.max_batch, slots.max_length + sizes.max_nodes, sizes.max_nodes
     reserve_memory = partial(_reserve_memory, lm, drafter, step_cache, extent)
-    processed_lm, processed_drafter = lm, drafter
-    if request.processor is not None:
-        processed_lm, processed_drafter = with_processor(
-            lm, drafter, request.processor, is_greedy=request.sampling.is_greedy
-        )
+    is_greedy = request.sampling.is_greedy
+    processed_lm, processed_drafter = with_processor(lm, drafter, request.processor, is_greedy=is_greedy)
     loop = DecodeLoop(processed_lm, slots, request, verifier, step_cache)
     loop.settings = {
         "growth": str(growth) if drafter.uses_growth and growth is not None else None, "budget": request.budget,

@@ -57,9 +57,11 @@ class EachNode:
 
 
 def with_processor(
-    lm: TreeLM, drafter: Drafter, processor: NodeProcessor, *, is_greedy: bool
+    lm: TreeLM, drafter: Drafter, processor: NodeProcessor | None, *, is_greedy: bool
 ) -> tuple[TreeLM, Drafter]:
     """Apply a processor to the logits of the target and of every draft model, for one generation; see ``processed``."""
+    if processor is None:
+        return lm, drafter
     drafter = drafter.with_model(lambda draft_lm: processed(draft_lm, processor, is_target=False))
     return processed(lm, processor, is_target=True, is_greedy=is_greedy), drafter
 

@@ -32,7 +32,7 @@ class DraftState:
         leaf: int64[batch], the last accepted token where it was never run.
         has_leaf: bool[batch], where that is so.
         max_nodes: most columns of a tree, where it is known.
-        is_extended: whether trees are extended by another drafter, so that the host waits for every step anyway.
+        is_extended: whether trees are extended by another drafter, which reads every step on the host anyway.
         version: changes whenever tensors that outlive a step are replaced.
     """
 

@@ -264,7 +264,7 @@ class _ModelRun(DraftRun):
             self._state.count_later(1)
 
     def give_up(self) -> None:
-        self._root, self._extension = None, None
+        self._root = self._extension = None
         self._state.forget_pending()
 
     def _use(self, growth: Growth) -> None:
@@ -273,9 +273,8 @@ class _ModelRun(DraftRun):
         if base is self._growth:
             return
         if self._growth is None or repr(base) != repr(self._growth):
-            batch = len(self._state.prompts)
-            self._estimate = base.estimate(batch, self._state.leaf.device)
-            self._remember_prompts(range(batch))
+            self._estimate = base.estimate(len(self._state.leaf), self._state.leaf.device)
+            self._remember_prompts(range(len(self._state.leaf)))
             self._num_replaced += 1
         self._growth = base
 

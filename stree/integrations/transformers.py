@@ -112,14 +112,17 @@ def custom_generate(
     )  # fmt: skip
     output = run(lm, prompts, chosen, request)
     new = [text[length:] for text, length in zip(output.sequences, lengths, strict=True)]
-    columns = max(map(len, new))
-    filler = 0 if padding is None else int(padding)
-    rows = torch.tensor([[*text, *[filler] * (columns - len(text))] for text in new], device=input_ids.device)
-    sequences = torch.cat([input_ids, rows], 1)
+    sequences = torch.cat([input_ids, _padded(new, 0 if padding is None else int(padding)).to(input_ids.device)], 1)
     if not generation_config.return_dict_in_generate:
         return sequences
-    scores = observer.scores(columns) if observer is not None and keeps_scores else None
+    scores = observer.scores(max(map(len, new))) if observer is not None and keeps_scores else None
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores)
+
+
+def _padded(texts: list[list[int]], filler: int) -> Tensor:
+    """Token lists as int64[batch, longest], padded on the right."""
+    longest = max(map(len, texts))
+    return torch.tensor([[*text, *[filler] * (longest - len(text))] for text in texts], dtype=torch.long)
 
 
 def _check_config(model: PreTrainedModel, config: GenerationConfig) -> None:

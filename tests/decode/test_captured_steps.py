@@ -132,10 +132,10 @@ def test_sizes_that_change_from_step_to_step(name: str, temperature: float, monk
 
 
 @pytest.mark.parametrize("name", ["model", "suffix", "none"])
-def test_a_host_that_hears_of_a_step_while_the_next_one_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_read_while_the_next_one_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"sampling": Sampling(0.8), "verifier": "match"}
     expected = generate(launched(), NoDrafter(), budget=1, **options).sequences
-    # Only a device hears late.
+    # Only on a device are steps pipelined.
     monkeypatch.setattr("stree.decode.loop.DecodeLoop._is_pipelined", lambda self: True)
     for lm in (launched(), captured(monkeypatch)):
         for _ in range(2):
