@@ -157,6 +157,9 @@ class DecodeStep:
             self.run.restart(prompts)
         else:
             self.run = drafter.start(self.lm.vocab_size, prompts, self.rng.at(lengths.to(self.pending.device)))
+            if not isinstance(self.run, DraftRun):
+                what = f"{type(drafter).__name__}.start must return a stree.drafters.DraftRun"
+                raise TypeError(f"{what}, got {type(self.run).__name__}")
         self._is_filled = True
         return logits
 

@@ -148,6 +148,20 @@ def test_a_drafter_that_cannot_take_up_a_prompt_is_refused_before_anything_runs(
         stree.generate(lm(), TEXTS, Plain(), max_new_tokens=2, max_batch=1)
 
 
+def test_drafters_and_runs_of_other_classes_are_refused() -> None:
+    class Drafting:
+        start = propose = observe = None
+
+    class Starting(Drafter):
+        def start(self, *_: Any) -> Any:
+            return Drafting()
+
+    with pytest.raises(TypeError, match="derived from stree.drafters.Drafter, got "):
+        stree.generate(lm(), TEXTS, Drafting(), max_new_tokens=2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Starting.start must return a stree.drafters.DraftRun, got Drafting"):
+        stree.generate(lm(), TEXTS, Starting(), max_new_tokens=2)
+
+
 def test_slots_serve_chains_whose_last_leaf_was_never_run() -> None:
     arguments = {"growth": Chain(3), "budget": 4, "max_new_tokens": NEW}
     self_drafter = ModelDrafter(lm())  # everything is accepted, so that a leaf is left at every step
