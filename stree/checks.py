@@ -1,10 +1,10 @@
-"""Numbers that count something, as callers hand them over."""
+"""Checks of numbers that callers pass, shared by growths, drafters and the loop."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["check_counts", "check_sizes"]
+__all__ = ["check_counts", "check_shares", "check_sizes"]
 
 
 def check_counts(**counts: Any) -> None:
@@ -22,5 +22,16 @@ def check_counts(**counts: Any) -> None:
 
 
 def check_sizes(**sizes: Any) -> None:
-    """Do the same for numbers that may be left open: None stands for none."""
+    """``check_counts`` for numbers that may be None."""
     check_counts(**{name: size for name, size in sizes.items() if size is not None})
+
+
+def check_shares(**shares: float) -> None:
+    """Refuse numbers outside [0, 1].
+
+    Raises:
+        ValueError: one is outside.
+    """
+    for name, share in shares.items():
+        if not 0 <= share <= 1:
+            raise ValueError(f"{name} must be in [0, 1], got {share}")

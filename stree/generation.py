@@ -1,34 +1,34 @@
-"""``generate``: what a user calls; the loop itself is ``session``'s."""
+"""``generate``, which users call: checks its arguments, profiles steps where the budget is "auto", runs the loop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from operator import index
 
 import torch
 
 from stree.budget.policy import MAX_DEPTH, MOST_FIXED, AutoBudget, BudgetPolicy, FixedBudget, TreeSizes
 from stree.budget.tree_sizes import PLAIN, Choice
-from stree.decode.logits_processors import EachNode, LogitsProcessor, NodeProcessor, with_processor
-from stree.decode.loop import DecodeLoop, Observer, Streamer
+from stree.decode.logits_processors import EachNode, LogitsProcessor, with_processor
+from stree.decode.loop import DecodeLoop
 from stree.decode.memory import arithmetic, check_memory, fits_in_memory
 from stree.decode.profiling import step_times
+from stree.decode.request import Request, Streamer
 from stree.decode.stats import Generation
 from stree.decode.step_cache import StepCache, step_cache_of
-from stree.decode.validation import check_arguments, check_block, check_lossy, check_nodes, slots_for, token_ids
-from stree.drafters import Drafter, HasModel, ModelDrafter, NoDrafter, SuffixDrafter
-from stree.drafters.target_init import TargetInitDrafter
-from stree.growth import Growth, TargetInit
+from stree.decode.validation import check_block, check_nodes, checked, slots_for
+from stree.drafters import Drafter, NoDrafter, SuffixDrafter
+from stree.drafters.target_init import drafter_and_verifier
+from stree.growth import Growth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
-from stree.verify import LONGEST
 
 __all__ = ["Generation", "GenerationError", "GenerationInterrupted", "Streamer", "generate", "run"]
 
 
 class GenerationError(RuntimeError):
-    """A drafter, the model or a streamer failed.
+    """The drafter, the model or a streamer failed.
 
     Attributes:
         output: what was generated: before the failure, or, where only the drafter failed, everything, as the rest is
@@ -40,7 +40,6 @@ class GenerationError(RuntimeError):
         self.output = output
 
     def __str__(self) -> str:
-        """Give the message."""
         return str(self.args[0])
 
 
@@ -52,7 +51,6 @@ class GenerationInterrupted(KeyboardInterrupt):
         self.output = output
 
     def __str__(self) -> str:
-        """Say so."""
         return "generation interrupted"
 
 
@@ -113,141 +111,114 @@ def generate(
         GenerationError: something failed in the loop; it carries what was generated before.
         GenerationInterrupted: Ctrl-C; likewise.
     """
-    processor = None if logits_processor is None else EachNode(logits_processor)
-    return run(
-        lm, prompts, SuffixDrafter() if drafter is None else drafter, growth=growth, budget=budget, verifier=verifier,
-        sampling=Sampling() if sampling is None else sampling, max_new_tokens=max_new_tokens,
-        stop_token_ids=stop_token_ids, processor=processor, seed=seed, streamer=streamer, max_batch=max_batch,
-        max_length=max_length, allow_lossy=allow_lossy, cancelled=cancelled,
+    request = Request(
+        growth=growth, budget=budget, verifier=verifier, sampling=Sampling() if sampling is None else sampling,
+        max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, seed=seed, streamer=streamer,
+        max_batch=max_batch, max_length=max_length, allow_lossy=allow_lossy, cancelled=cancelled,
+        processor=None if logits_processor is None else EachNode(logits_processor),
     )  # fmt: skip
+    return run(lm, prompts, SuffixDrafter() if drafter is None else drafter, request)
 
 
 @torch.inference_mode(False)  # what is kept for the next call must be usable outside of it
 @torch.no_grad()
 def run(
-    lm: TreeLM,
-    prompts: Sequence[Sequence[int]] | Iterator[Sequence[int]],
-    drafter: Drafter,
-    *,
-    growth: Growth | None,
-    budget: int | str,
-    verifier: str,
-    sampling: Sampling,
-    max_new_tokens: int,
-    stop_token_ids: Iterable[int] | None,
-    processor: NodeProcessor | None,
-    seed: int,
-    streamer: Streamer | None,
-    observer: Observer | None = None,
-    max_batch: int | None = None,
-    max_length: int | None = None,
-    allow_lossy: bool = False,
-    cancelled: Callable[[int], bool] | None = None,
-    steered: Callable[[TreeSizes], BudgetPolicy] | None = None,
+    lm: TreeLM, prompts: Sequence[Sequence[int]] | Iterator[Sequence[int]], drafter: Drafter, request: Request
 ) -> Generation:
-    """Do what ``generate`` does, with a processor of many nodes and an observer of every token.
-
-    ``steered`` gives what decides on sizes instead of the controller.
-    """
-    check_arguments(lm, drafter, growth, budget, verifier, sampling, max_new_tokens, seed, streamer, cancelled)
-    max_new_tokens, budget = index(max_new_tokens), budget if isinstance(budget, str) else index(budget)
-    stops = token_ids("stop_token_ids", () if stop_token_ids is None else stop_token_ids)
-    is_lossy = isinstance(growth, TargetInit)
-    if is_lossy:
-        check_lossy(drafter, verifier, allow_lossy)
-    slots = slots_for(lm, prompts, max_new_tokens, max_batch, max_length, streamer)
-    if budget == 1:
+    """Do what ``generate`` does with everything that a request may name."""
+    request = checked(lm, drafter, request)
+    drafter, verifier = drafter_and_verifier(drafter, request.growth, request.verifier, request.allow_lossy)
+    slots = slots_for(lm, prompts, request)
+    if request.budget == 1:
         drafter = NoDrafter()
-    step_cache = step_cache_of(lm) if processor is None and not is_lossy else None  # else host code runs in every step
-    shape = _shape(drafter, growth, sampling)
-    choices = _choices(drafter, shape, budget, has_growth=growth is not None, is_captured=step_cache is not None)
-    check_nodes(lm, drafter, choices.max_nodes)
+    # With a logits processor host code runs in every step, and so it does under a lossy rule.
+    step_cache = step_cache_of(lm) if request.processor is None and drafter.is_lossless else None
+    growth = drafter.default_growth if request.growth is None else request.growth
+    growth = None if growth is None else growth.bind(request.sampling)
+    sizes = _tree_sizes(drafter, growth, request, is_captured=step_cache is not None)
+    check_nodes(lm, drafter, sizes.max_nodes)
     if verifier == "block":
-        check_block(drafter, shape, choices.max_nodes)
-    room = slots.max_batch, slots.max_length + choices.max_nodes, choices.max_nodes
-    make_room = partial(_make_room, lm, drafter, step_cache, room)
-    named = None if shape is None or isinstance(drafter, (NoDrafter, SuffixDrafter)) else str(shape)
-    measured = None
-    if len(choices.choices) > 1:
-        measured = partial(
-            step_times, lm, drafter, choices, slots.max_batch, sampling=sampling, verifier=verifier,
-            step_cache=step_cache, processor=processor,
-        )  # fmt: skip
-    is_padded = step_cache is not None and isinstance(drafter, HasModel) and bool(drafter.models)
-    if processor is not None:
-        lm, drafter = with_processor(lm, drafter, processor, is_greedy=sampling.is_greedy)
-    if is_lossy and isinstance(drafter, ModelDrafter):
-        drafter, verifier = TargetInitDrafter(drafter), LONGEST
-    loop = DecodeLoop(
-        lm, slots.prompts, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stops,
-        seed=index(seed), max_batch=slots.max_batch, max_length=slots.max_length, refills=slots.refills,
-        streamer=streamer, observer=observer, step_cache=step_cache, cancelled=cancelled,
-    )  # fmt: skip
-    policy: BudgetPolicy = FixedBudget(shape, choices.max_nodes)
-    key = None if step_cache is None else loop.key(drafter, policy, verifier, slots.max_batch)
-    make_room(key)
-    loop.settings = {"growth": named, "budget": budget, "verifier": verifier, "lossless": not is_lossy}
-    try:
-        if measured is not None:
-            times = measured(loop.opening())
-            policy = AutoBudget(
-                choices, times, experience=times.experience, is_padded=is_padded, behind_ms=times.behind_ms
-            )
-            make_room(key)
-        if steered is not None:
-            policy = steered(choices)
-        loop.run(drafter, policy, verifier)
-    except KeyboardInterrupt as interrupt:
-        raise GenerationInterrupted(loop.output("interrupted")) from interrupt
-    except Exception as error:
-        is_memory = isinstance(error, torch.OutOfMemoryError)
-        if is_memory and step_cache is not None:
-            step_cache.release()
-        if not (loop.is_started or is_memory):
-            raise
-        message = f"generation failed after {loop.num_new_tokens} new tokens: {error}"
-        if is_memory:
-            message += f"; the target's state takes {arithmetic(lm, *room)}; lower max_batch, max_length or budget"
-        raise GenerationError(message, loop.output("error")) from error
+        check_block(drafter, growth, sizes.max_nodes)
+    extent = slots.max_batch, slots.max_length + sizes.max_nodes, sizes.max_nodes
+    reserve_memory = partial(_reserve_memory, lm, drafter, step_cache, extent)
+    is_greedy = request.sampling.is_greedy
+    processed_lm, processed_drafter = with_processor(lm, drafter, request.processor, is_greedy=is_greedy)
+    loop = DecodeLoop(processed_lm, slots, request, verifier, step_cache)
+    loop.settings = {
+        "growth": str(growth) if drafter.uses_growth and growth is not None else None, "budget": request.budget,
+        "verifier": verifier, "lossless": drafter.is_lossless,
+    }  # fmt: skip
+    policy: BudgetPolicy = FixedBudget(growth, sizes.max_nodes)
+    key = None if step_cache is None else loop.key(processed_drafter, policy, slots.max_batch)
+    reserve_memory(key)
+    with _failures_with_output(loop, lambda: arithmetic(lm, *extent)):
+        if len(sizes.choices) > 1:
+            policy = _auto_policy(lm, drafter, sizes, loop)
+            reserve_memory(key)
+        if request.policy is not None:
+            policy = request.policy(sizes)
+        loop.run(processed_drafter, policy)
     if loop.problem is not None:
         message = f"the drafter failed, and the rest was decoded without it: {loop.problem}"
         raise GenerationError(message, loop.output("length")) from loop.problem
     return loop.output("length")
 
 
-def _shape(drafter: Drafter, growth: Growth | None, sampling: Sampling) -> Growth | None:
-    """Give the growth of all steps, bound to the sampling, or None where the drafter has none."""
-    default: Growth | None = getattr(drafter, "default_growth", None)
-    shape = default if growth is None else growth
-    return None if shape is None else shape.bind(sampling)
-
-
-def _choices(
-    drafter: Drafter, shape: Growth | None, budget: int | str, *, has_growth: bool, is_captured: bool
-) -> TreeSizes:
+def _tree_sizes(drafter: Drafter, growth: Growth | None, request: Request, *, is_captured: bool) -> TreeSizes:
     """List the sizes that steps may have: one, or what "auto" chooses from."""
-    if isinstance(budget, str) and isinstance(drafter, NoDrafter):
-        return TreeSizes(shape, [PLAIN])
-    if isinstance(budget, str) and not isinstance(shape, TargetInit):
-        has_model = isinstance(drafter, HasModel) and bool(drafter.models)
-        return TreeSizes.of(shape, None if has_growth else MAX_DEPTH, has_model=has_model, is_coarse=is_captured)
+    budget = request.budget
     if isinstance(budget, str):
-        assert shape is not None, "it is TargetInit"
-        budget = shape.plan(MOST_FIXED).num_nodes + 1
-    if shape is not None:
-        shape.plan(budget)  # refuses a fixed shape above the budget
-    return TreeSizes(shape, [Choice(budget, 0)])
+        if isinstance(drafter, NoDrafter):
+            return TreeSizes(growth, [PLAIN])
+        if drafter.is_lossless:
+            max_depth = MAX_DEPTH if request.growth is None else None
+            return TreeSizes.of(growth, max_depth, has_model=bool(drafter.models), is_coarse=is_captured)
+        assert growth is not None, "a lossy rule has a growth"
+        budget = growth.plan(MOST_FIXED).num_nodes + 1
+    if growth is not None:
+        growth.plan(budget)  # refuses a fixed shape above the budget
+    return TreeSizes(growth, [Choice(budget, 0)])
 
 
-def _make_room(
-    lm: TreeLM, drafter: Drafter, step_cache: StepCache | None, room: tuple[int, int, int], key: Hashable
+def _auto_policy(lm: TreeLM, drafter: Drafter, sizes: TreeSizes, loop: DecodeLoop) -> BudgetPolicy:
+    """Choose budgets by goodput, with step times that are profiled before the first text of a kind."""
+    opening = loop.sequences.next_prompt()
+    times = step_times(
+        lm, drafter, sizes, loop.slots.max_batch, opening, loop.request, verifier=loop.verifier,
+        step_cache=loop.step_cache,
+    )  # fmt: skip
+    is_padded = loop.step_cache is not None and bool(drafter.models)
+    return AutoBudget(sizes, times, experience=times.experience, is_padded=is_padded, behind_ms=times.behind_ms)
+
+
+def _reserve_memory(
+    lm: TreeLM, drafter: Drafter, step_cache: StepCache | None, extent: tuple[int, int, int], key: Hashable
 ) -> None:
     """Drop what is kept for other texts where these need its memory; refuse what cannot fit.
 
-    A program of this kind that is kept has its memory already.
+    A decode step with this key that is kept has its memory already.
     """
     if step_cache is not None and key in step_cache:
         return
-    if step_cache is not None and not fits_in_memory(lm, drafter, *room):
+    if step_cache is not None and not fits_in_memory(lm, drafter, *extent):
         step_cache.release()
-    check_memory(lm, drafter, *room)
+    check_memory(lm, drafter, *extent)
+
+
+@contextmanager
+def _failures_with_output(loop: DecodeLoop, state_size: Callable[[], str]) -> Iterator[None]:
+    """Raise what ends a generation together with the text that it has; before the first token, as it is."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise GenerationInterrupted(loop.output("interrupted")) from interrupt
+    except Exception as error:
+        is_memory = isinstance(error, torch.OutOfMemoryError)
+        if is_memory and loop.step_cache is not None:
+            loop.step_cache.release()
+        if not (loop.is_started or is_memory):
+            raise
+        message = f"generation failed after {loop.sequences.num_new_tokens} new tokens: {error}"
+        if is_memory:
+            message += f"; the target's state takes {state_size()}; lower max_batch, max_length or budget"
+        raise GenerationError(message, loop.output("error")) from error

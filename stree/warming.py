@@ -1,8 +1,9 @@
-"""Capturing steps before the first text comes, which else pays for it."""
+"""Capturing steps before the first text, which would otherwise be slowed down by it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,16 +11,17 @@ from rich.progress import track
 
 from stree.budget.policy import EverySize
 from stree.decode.cuda_graphs import WARM_UP
+from stree.decode.request import Request
 from stree.decode.step_cache import step_cache_of
 from stree.drafters import Drafter, SuffixDrafter
-from stree.generation import generate, run
+from stree.generation import run
 from stree.growth import Growth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
 __all__ = ["warm_up"]
 
-STEPS = 2 * WARM_UP + 2  # what a first text makes room for on the way begins the count anew
+STEPS = 2 * WARM_UP + 2  # memory that a first text allocates on the way drops its graphs
 
 
 def warm_up(
@@ -42,17 +44,17 @@ def warm_up(
         lm: the target.
         drafter: the very object that will draft.
         growth: as for ``generate``.
-        max_length: as for ``generate``, which must be told it too.
+        max_length: as for ``generate``, which needs the same one.
         budgets: nodes a step, of which ``generate`` must name one; "auto" for all sizes that it chooses from.
         batch_sizes: sequences at once.
         sampling: as for ``generate``.
         verifier: as for ``generate``.
         stop_token_ids: as for ``generate``.
-        prompt: one like those to come; what "auto" measures is measured behind it.
+        prompt: similar to those to come; "auto" profiles steps on texts that continue it.
         shows_progress: whether to show a bar.
 
     Returns:
-        What is kept, a program an entry: its batch, room and bytes, its graphs, and what could not be captured and why.
+        An entry for each decode step that is kept: batch, length and bytes, graphs, what could not be captured and why.
 
     Raises:
         ValueError: no room for a few steps, or steps of this model are not captured.
@@ -62,52 +64,48 @@ def warm_up(
         raise ValueError(
             f"steps are captured on a single CUDA device, and where captures_steps is not False; got {lm.device}"
         )
-    stop = [] if stop_token_ids is None else list(stop_token_ids)
+    drafter = SuffixDrafter() if drafter is None else drafter
+    request = Request(
+        growth=growth, verifier=verifier, sampling=Sampling() if sampling is None else sampling, max_length=max_length,
+        stop_token_ids=[] if stop_token_ids is None else list(stop_token_ids),
+    )  # fmt: skip
     cases = [*product(batch_sizes, budgets)]
     for batch, budget in track(cases, "capturing steps", disable=not shows_progress, transient=True):
         prompts = [list(prompt)] * batch
         if isinstance(budget, str):
-            drafter = SuffixDrafter() if drafter is None else drafter
-            _tour(
-                lm, prompts, drafter, growth, budget=budget, max_length=max_length, sampling=sampling,
-                verifier=verifier, stop_token_ids=stop,
-            )  # fmt: skip
-            continue
-        tokens = STEPS * budget + 1
-        if tokens + len(prompt) > max_length:
-            least = tokens + len(prompt) - 1
-            raise ValueError(f"max_length must be above {least} to capture steps of {budget} nodes, got {max_length}")
-        taken = 0
-        while taken < STEPS:  # a stop token may end a text early
-            stats = generate(
-                lm, prompts, drafter, growth, budget, verifier, sampling, tokens, stop, seed=taken,
-                max_length=max_length,
-            ).stats  # fmt: skip
-            taken += stats["steps"] or STEPS
+            _capture_every_size(lm, prompts, drafter, replace(request, budget=budget))
+        else:
+            _capture_size(lm, prompts, drafter, replace(request, budget=budget), budget)
     return step_cache.report()
 
 
-def _tour(
-    lm: TreeLM,
-    prompts: Sequence[Sequence[int]],
-    drafter: Drafter,
-    growth: Growth | None,
-    *,
-    budget: str,
-    max_length: int,
-    sampling: Sampling | None,
-    verifier: str,
-    stop_token_ids: Sequence[int],
+def _capture_size(
+    lm: TreeLM, prompts: Sequence[Sequence[int]], drafter: Drafter, request: Request, budget: int
 ) -> None:
-    """Take all sizes that a budget chooses from, in as many texts as that takes."""
-    tour, seed = EverySize(STEPS), 0
-    while not tour.is_done:
+    """Take enough steps of one budget."""
+    tokens, max_length = STEPS * budget + 1, request.max_length
+    least = tokens + len(prompts[0]) - 1
+    if max_length is not None and max_length <= least:
+        raise ValueError(f"max_length must be above {least} to capture steps of {budget} nodes, got {max_length}")
+    steps = 0
+    while steps < STEPS:  # a stop token may end a text early
+        stats = run(lm, prompts, drafter, replace(request, max_new_tokens=tokens, seed=steps)).stats
+        steps += stats["steps"] or STEPS
+
+
+def _capture_every_size(lm: TreeLM, prompts: Sequence[Sequence[int]], drafter: Drafter, request: Request) -> None:
+    """Take enough steps of all sizes that a budget chooses from, in as many texts as that takes."""
+    every_size, seed = EverySize(STEPS), 0
+    tokens = (request.max_length or 0) - len(prompts[0])
+    while not every_size.is_done:
         stats = run(
-            lm, prompts, drafter, growth=growth, budget=budget, verifier=verifier,
-            sampling=Sampling() if sampling is None else sampling, max_new_tokens=max_length - len(prompts[0]),
-            stop_token_ids=stop_token_ids, processor=None, seed=seed, streamer=None, max_length=max_length,
-            steered=tour.over, cancelled=lambda _: tour.is_done,
+            lm, prompts, drafter,
+            replace(
+                request, max_new_tokens=tokens, seed=seed, policy=every_size.over,
+                cancelled=lambda _: every_size.is_done,
+            ),
         ).stats  # fmt: skip
         if not stats["steps"]:
-            raise ValueError(f"max_length {max_length} leaves no room for a step behind {len(prompts[0])} tokens")
+            length, prompt = request.max_length, len(prompts[0])
+            raise ValueError(f"max_length {length} leaves no room for a step behind {prompt} tokens")
         seed += 1

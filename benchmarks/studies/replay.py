@@ -207,7 +207,7 @@ class Coupled(Random):
         return Random.choice(self, purpose, probs, offset, node)
 
 
-class Walked:
+class Walked(Drafter):
     """A drafter without a model on fixed texts: it observes every token of the text, whatever was proposed.
 
     Args:
@@ -224,8 +224,10 @@ class Walked:
         return _WalkedRun(self._drafter.start(vocab_size, prompts, rng), self._texts, self._stride)
 
 
-class _WalkedRun:
+class _WalkedRun(DraftRun):
     """Reads the text after each proposal."""
+
+    can_extend = True
 
     def __init__(self, run: DraftRun, texts: Tensor, stride: int) -> None:
         self._run, self._texts, self._stride, self._step = run, texts, stride, 0
@@ -241,7 +243,7 @@ class _WalkedRun:
         """Read on."""
         begin, m = self._step * self._stride, self._stride
         tree = TokenTree.chain(self._texts[:, begin : begin + m])
-        self._run.extend(tree)  # type: ignore[attr-defined]
+        self._run.extend(tree)
         batch = len(self._texts)
         path = torch.arange(m, dtype=torch.int32).expand(batch, -1)
         following = self._texts[:, begin + m]

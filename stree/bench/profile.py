@@ -17,7 +17,7 @@ from stree.bench.pair import Pair
 from stree.bench.records import Record
 from stree.decode.stats import PARTS
 from stree.decode.step_cache import StepCache, step_cache_of
-from stree.decode.timing import StepClock
+from stree.decode.timing import StepTimer
 from stree.drafters import Drafter, ModelDrafter, SuffixDrafter
 from stree.generation import generate
 from stree.growth import Growth
@@ -217,7 +217,7 @@ def copy_bandwidth(device: torch.device) -> float:
     """Measure the memory's bandwidth by copying a large buffer: bytes read and written a second, the best of five."""
     source = torch.ones(COPIED // 4, device=device)
     target = torch.empty_like(source)
-    clock = StepClock(device)
+    clock = StepTimer(device)
     for _ in range(6):
         target.copy_(source)
         clock.lap("copy")

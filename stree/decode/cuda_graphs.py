@@ -1,7 +1,7 @@
-"""Work that is captured once and replayed from then on: on CUDA, a graph for every kind of step.
+"""Device work that is captured once and replayed from then on: on CUDA, one graph for every kind of step.
 
-It knows no model and no drafting: work is a function without arguments that reads and writes tensors which stay where
-they are, and whose host code does the same every time.
+Work is a function without arguments that reads and writes tensors at fixed addresses, and whose host code does the same
+every time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 __all__ = ["CudaRecorder", "Graph", "Graphs", "Recorder", "recovering"]
 
-WARM_UP = 2  # runs before a capture: what is compiled or allocated once must not be part of it
+WARM_UP = 2  # runs before a capture: one-time compilation and allocation must not be part of it
 MOST_GRAPHS = 32
 
 logger = logging.getLogger("stree")
@@ -36,24 +36,24 @@ class Graph(Protocol):
 class Recorder(Protocol):
     """Captures work on a device."""
 
-    def capture(self, work: Callable[[], Any], *, lasts: bool = False) -> tuple[Graph, Any]:
-        """Call work once without running it on the device; give what replays it, and what it returned.
+    def capture(self, work: Callable[[], Any], *, separate_pool: bool = False) -> tuple[Graph, Any]:
+        """Call work once without running it on the device; return its graph, and what it returned.
 
-        What a replay leaves in memory holds until other work is replayed; if it ``lasts``, until other such work is.
+        The output of a replay is valid until other work of the same memory pool is replayed.  There are two pools.
         """
         ...
 
     def allocated(self) -> int:
-        """Count the bytes that the device's allocator holds."""
+        """Bytes that the device's allocator holds."""
         ...
 
 
 @contextmanager
 def recovering(device: torch.device) -> Iterator[None]:
-    """Leave a device usable where a capture inside fails.
+    """Leave a device usable after a capture inside has failed.
 
-    torch (2.11) then stays on the stream of the capture, and the device's own random numbers wait for a replay until
-    some capture succeeds.
+    torch (2.11) then stays on the stream of the capture, and its random number generator refuses to run outside of
+    replays until some capture succeeds.
     """
     if device.type != "cuda":
         yield
@@ -70,7 +70,7 @@ def recovering(device: torch.device) -> Iterator[None]:
 
 
 class CudaRecorder:
-    """CUDA graphs of one device, with a memory pool, and one for what lasts: what is dead between a pool's is shared.
+    """Captures CUDA graphs of one device in two memory pools; graphs of one pool share their temporary memory.
 
     Args:
         device: where the work runs.
@@ -80,25 +80,26 @@ class CudaRecorder:
         self._device, self._pools = device, [torch.cuda.graph_pool_handle() for _ in range(2)]
         self._stream = torch.cuda.Stream(device)
 
-    def capture(self, work: Callable[[], Any], *, lasts: bool = False) -> tuple[Graph, Any]:
+    def capture(self, work: Callable[[], Any], *, separate_pool: bool = False) -> tuple[Graph, Any]:
         """Capture on a stream of its own; other threads may go on using the device."""
         with torch.cuda.device(self._device), recovering(self._device):
             graph = torch.cuda.CUDAGraph()
             try:
                 with torch.cuda.graph(
-                    graph, pool=self._pools[lasts], stream=self._stream, capture_error_mode="thread_local"
+                    graph, pool=self._pools[separate_pool], stream=self._stream, capture_error_mode="thread_local"
                 ):
                     out = work()
             except BaseException:
                 _failed.append(graph)
-                with suppress(Exception):  # else the pool stays taken, and nothing could be captured into it any more
-                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pools[lasts])
-                self._pools[lasts], self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
+                with suppress(Exception):  # else nothing could be captured into the pool any more
+                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pools[separate_pool])
+                self._pools[separate_pool] = torch.cuda.graph_pool_handle()
+                self._stream = torch.cuda.Stream(self._device)
                 raise
         return graph, out
 
     def allocated(self) -> int:
-        """Count the bytes that the caching allocator cannot give back."""
+        """Bytes that the caching allocator holds and cannot release."""
         torch.cuda.empty_cache()
         return int(torch.cuda.memory_reserved(self._device))
 
@@ -114,16 +115,16 @@ class _Kind:
 
 
 class Graphs:
-    """The graphs of one owner, at most so many; the one that was not used for longest is dropped first.
+    """A least-recently-used cache of graphs.
 
     Args:
-        recorder: captures.
-        most: graphs.
+        recorder: captures them.
+        most: graphs that are kept.
 
     Attributes:
-        problems: why a kind of work cannot be captured, by kind; it runs without a graph.
+        problems: why kinds of work cannot be captured; they run without graphs.
         num_replays: replays of all of them.
-        is_capturing: whether work is called to be captured.
+        is_capturing: whether work is being captured.
     """
 
     def __init__(self, recorder: Recorder, most: int = MOST_GRAPHS) -> None:
@@ -134,15 +135,15 @@ class Graphs:
         self.is_capturing = False
 
     def run(
-        self, key: Hashable, work: Callable[[], Any], give_up: Callable[[], None], *, lasts: bool = False
+        self, key: Hashable, work: Callable[[], Any], on_failure: Callable[[], None], *, separate_pool: bool = False
     ) -> tuple[Any, bool]:
-        """Do work: at first as it is, then captured and replayed.
+        """Do work: eagerly at first, then captured and replayed.
 
         Args:
-            key: its kind; the tensors and numbers that work of one kind finds are always the same ones.
+            key: its kind; work of one kind always uses the same tensors and host numbers.
             work: what to do.
-            give_up: called after a capture that failed, before work is done without it: nothing has run on the device.
-            lasts: whether what work returns is read after other work was replayed, of the kinds that do not last.
+            on_failure: called after a failed capture, of which nothing has run on the device, before work runs eagerly.
+            separate_pool: whether its output is read after work of the other pool was replayed.
 
         Returns:
             What work returned, now or when it was captured, and whether it was replayed.
@@ -151,7 +152,7 @@ class Graphs:
         self._kinds.move_to_end(key)
         kind.runs += 1
         if kind.graph is None and kind.runs > WARM_UP and key not in self.problems:
-            self._capture(key, kind, work, give_up, lasts=lasts)
+            self._capture(key, kind, work, on_failure, separate_pool=separate_pool)
         if kind.graph is None:
             return work(), False
         kind.graph.replay()
@@ -159,11 +160,11 @@ class Graphs:
         return kind.out, True
 
     def clear(self) -> None:
-        """Drop all graphs: what they were captured with is gone."""
+        """Drop all graphs, since tensors that they use were replaced."""
         self._kinds.clear()
 
     def report(self) -> dict[str, Any]:
-        """Say what there is, JSON-able."""
+        """Graphs, their bytes, replays, and what could not be captured, JSON-able."""
         captured = [kind for kind in self._kinds.values() if kind.graph is not None]
         return {
             "graphs": len(captured),
@@ -173,21 +174,27 @@ class Graphs:
         }
 
     def _capture(
-        self, key: Hashable, kind: _Kind, work: Callable[[], Any], give_up: Callable[[], None], *, lasts: bool
+        self,
+        key: Hashable,
+        kind: _Kind,
+        work: Callable[[], Any],
+        on_failure: Callable[[], None],
+        *,
+        separate_pool: bool,
     ) -> None:
-        """Capture a kind of work; what cannot be captured is remembered, and said."""
+        """Capture a kind of work; a failure is logged, and the kind is not tried again."""
         captured = [other for other, known in self._kinds.items() if known.graph is not None]
         if len(captured) >= self._most:
             del self._kinds[captured[0]]
         before = self._recorder.allocated()
         self.is_capturing = True
         try:
-            kind.graph, kind.out = self._recorder.capture(work, lasts=lasts)
-        except Exception as problem:  # whatever a model's own code does that no graph can hold
+            kind.graph, kind.out = self._recorder.capture(work, separate_pool=separate_pool)
+        except Exception as problem:  # a model's own code may do anything that no graph can hold
             kind.graph = None
             self.problems[key] = f"{type(problem).__name__}: {problem}"[:500]
             logger.warning("a step (%s) runs without a CUDA graph: %s", key, self.problems[key])
-            give_up()
+            on_failure()
             return
         finally:
             self.is_capturing = False

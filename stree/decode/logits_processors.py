@@ -1,7 +1,4 @@
-"""Logits processors on a tree: every node's logits are processed with the text that ends in that node.
-
-It knows texts and logits; how a token is drawn from what it returns is ``sampling``'s business.
-"""
+"""Logits processors on a tree: every node's logits are processed with the text that ends in that node."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from stree.drafters import Drafter, HasModel
+from stree.drafters import Drafter
 from stree.models.tree_lm import TreeLM
 from stree.tree import TokenTree
 
@@ -23,7 +20,7 @@ LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """A place in a tree whose logits are processed.
+    """A node whose logits are processed.
 
     Attributes:
         row: its sequence.
@@ -37,7 +34,7 @@ class Node:
 class NodeProcessor(Protocol):
     """Processes the logits of many nodes."""
 
-    looks_at_text: bool  # False: the logits alone matter, and ``nodes`` stays empty
+    looks_at_text: bool  # False: only the logits matter, and ``nodes`` is empty
 
     def __call__(self, nodes: Sequence[Node], logits: Tensor) -> Tensor:
         """Return new logits float[nodes, vocab]; the nodes are of one depth."""
@@ -60,22 +57,23 @@ class EachNode:
 
 
 def with_processor(
-    lm: TreeLM, drafter: Drafter, processor: NodeProcessor, *, is_greedy: bool
+    lm: TreeLM, drafter: Drafter, processor: NodeProcessor | None, *, is_greedy: bool
 ) -> tuple[TreeLM, Drafter]:
-    """Put a processor behind the target, and behind every draft model, for one generation; see ``processed``."""
-    if isinstance(drafter, HasModel):
-        drafter = drafter.with_model(lambda draft_lm: processed(draft_lm, processor, is_target=False))
+    """Apply a processor to the logits of the target and of every draft model, for one generation; see ``processed``."""
+    if processor is None:
+        return lm, drafter
+    drafter = drafter.with_model(lambda draft_lm: processed(draft_lm, processor, is_target=False))
     return processed(lm, processor, is_target=True, is_greedy=is_greedy), drafter
 
 
 def processed(lm: TreeLM, processor: NodeProcessor, *, is_target: bool, is_greedy: bool = True) -> TreeLM:
-    """Give a model whose logits went through a processor, for one generation.
+    """Wrap a model so that its logits go through a processor, for one generation.
 
     Args:
-        lm: the model; left as it is.
-        processor: what its logits go through.
+        lm: the model, which is not changed.
+        processor: applied to its logits.
         is_target: whether a node whose token its parent's processed distribution excludes may be left out: the target
-            cannot accept it, so the processor is not asked about a text that it has ruled out.
+            cannot accept it, so the processor is not called with a text that it has excluded.
         is_greedy: whether the target's tokens are the most likely ones, and token 0 where a processor that looks at
             the text leaves none, as in transformers; else such a text is refused when it is reached.
     """
@@ -83,7 +81,7 @@ def processed(lm: TreeLM, processor: NodeProcessor, *, is_target: bool, is_greed
 
 
 class _ProcessedLM:
-    """A TreeLM's prefill, verify and commit with processed logits; it keeps the texts of one batch."""
+    """A TreeLM's prefill, verify and commit with processed logits; it holds the texts of one batch."""
 
     def __init__(self, lm: TreeLM, processor: NodeProcessor, is_target: bool, is_greedy: bool) -> None:
         self._lm, self._processor, self._is_target = lm, processor, is_target
@@ -92,7 +90,6 @@ class _ProcessedLM:
         self._is_end = torch.empty(0)  # bool[batch, nodes] of the pending tree
 
     def __getattr__(self, name: str) -> Any:
-        """Pass on whatever else the model has."""
         return getattr(self._lm, name)
 
     def prefill(self, state: Any, input_ids: Tensor, lengths: Tensor) -> Tensor:
@@ -149,14 +146,14 @@ class _ProcessedLM:
         self._lm.commit(state, path, path_lengths)
 
     def _process(self, nodes: Sequence[Node], logits: Tensor) -> Tensor:
-        """Process float[nodes, vocab]; a draft model's own logits stand where the processor leaves no token."""
-        found = self._processor(nodes, logits).to(logits)
-        return found if self._is_target else torch.where(_leaves_none(found)[:, None], logits, found)
+        """Process float[nodes, vocab]; a draft model's own logits are kept where the processor leaves no token."""
+        result = self._processor(nodes, logits).to(logits)
+        return result if self._is_target else torch.where(_leaves_none(result)[:, None], logits, result)
 
     def _possible(
         self, tree: TokenTree, rows: Tensor, columns: Tensor, logits: Tensor, texts: dict[Any, Tensor], first: int
     ) -> tuple[Tensor, Tensor]:
-        """Keep the nodes of a level that the target may reach: their parent was kept and gives their token a chance."""
+        """Keep the nodes of a level that the target may reach: their parent was kept and does not exclude them."""
         if not self._is_target or first or not int(columns[0]):
             return rows, columns
         above = tree.parents[rows, columns].long()
@@ -168,7 +165,7 @@ class _ProcessedLM:
 
 
 def _leaves_none(logits: Tensor) -> Tensor:
-    """Tell where float[..., vocab] logits exclude every token: bool[...]."""
+    """Where float[..., vocab] logits exclude every token: bool[...]."""
     return logits.amax(-1) == -torch.inf
 
 

@@ -1,340 +1,222 @@
-"""One generation: texts on the host, a step after the other on the device, sequences that come and go between steps.
-
-It knows a drafter, a growth and a model by their protocols only.
-"""
+"""One generation: launches steps until every sequence has ended, and refills rows with the next prompts in between."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from itertools import chain, islice
-from typing import Any, Protocol
+from collections.abc import Hashable, Sequence
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stree.budget.policy import BudgetPolicy
+from stree.decode.captured_step import CapturedStep
 from stree.decode.cuda_graphs import Graphs
+from stree.decode.request import Request, Slots
+from stree.decode.sequences import Sequences
 from stree.decode.stats import Generation, Statistics
-from stree.decode.step import DecodeStep, StepResult
+from stree.decode.step import DecodeStep
 from stree.decode.step_cache import StepCache, layout_of, rounded
-from stree.drafters import Bounded, Drafter, HasModel, ModelDrafter, NoDrafter, Slotted, SuffixDrafter
+from stree.decode.step_result import StepResult
+from stree.drafters import Drafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.kernels.dispatch import host_can_read
 from stree.models.tree_lm import TreeLM
-from stree.sampling import Random, Sampling
+from stree.sampling import Random
 
-__all__ = ["DecodeLoop", "Observer", "Streamer"]
-
-
-class Streamer(Protocol):
-    """Receives tokens as transformers' streamers do: the prompt first, then what each step emits."""
-
-    def put(self, value: Tensor) -> None:
-        """Take int64[count] tokens."""
-        ...
-
-    def end(self) -> None:
-        """Finish."""
-        ...
-
-
-class Observer(Protocol):
-    """Sees every token with the logits it was drawn from."""
-
-    def observe(self, row: int, tokens: Sequence[int], logits: Tensor) -> int | None:
-        """Take a sequence's next tokens, never none, and float[len(tokens), vocab] logits.
-
-        Returns:
-            How many of the tokens end the sequence, at least 1, or None to go on.
-        """
-        ...
+__all__ = ["DecodeLoop"]
 
 
 class DecodeLoop:
     """One generation.
 
-    Slots of the batch hold sequences; when one has finished and prompts are left, the next takes its slot.
-
     Args:
         lm: the target.
-        prompts: token lists with None, or with the reason why one cannot be run, by which its sequence ends.
-        sampling: how the target's tokens are drawn.
-        max_new_tokens: most new tokens a sequence.
-        stop_token_ids: tokens that end a sequence.
-        seed: of the random numbers.
-        max_batch: slots.
-        max_length: most tokens of a prompt and its new tokens.
-        refills: whether there may be more prompts than slots.
-        streamer: receives tokens as they are emitted, or None.
-        observer: sees what every token was drawn from and may end a sequence, or None.
-        engine: keeps programs whose steps are captured, or None where they are launched one by one.
-        cancelled: asked after every step of each running sequence, by its number, whether it shall end; or None.
+        slots: prompts and rows of the batch.
+        request: what the caller asked for.
+        verifier: see ``stree.accept``.
+        step_cache: keeps captured steps, or None where every operation is launched.
 
     Attributes:
-        problem: why the drafter was given up in mid-text, or None.
+        sequences: the texts.
+        stats: sums over the steps.
+        settings: what the statistics report beside them.
+        problem: why decoding went on without the drafter, or None.
+        is_started: whether the first tokens are about to be emitted.
     """
 
-    problem: Exception | None = None
-
     def __init__(
-        self,
-        lm: TreeLM,
-        prompts: Iterable[tuple[list[int], str | None]],
-        *,
-        sampling: Sampling,
-        max_new_tokens: int,
-        stop_token_ids: Iterable[int] | None,
-        seed: int,
-        max_batch: int,
-        max_length: int,
-        refills: bool = False,
-        streamer: Streamer | None = None,
-        observer: Observer | None = None,
-        step_cache: StepCache | None = None,
-        cancelled: Callable[[int], bool] | None = None,
+        self, lm: TreeLM, slots: Slots, request: Request, verifier: str, step_cache: StepCache | None = None
     ) -> None:
-        self.step_cache, self.cancelled = step_cache, cancelled
-        self.lm, self.sampling, self.max_new_tokens, self.seed = lm, sampling, max_new_tokens, seed
-        self.max_batch, self.max_length, self.refills = max_batch, max_length, refills
-        self.streamer, self.observer = streamer, observer
-        self.stop = frozenset(stop_token_ids or ())
-        self.waiting = iter(prompts)
-        self.prompts: list[list[int]] = []
-        self.new: list[list[int]] = []
-        self.reasons: list[str | None] = []
-        self.slots: list[int] = []  # the sequence that each row of the batch holds
-        self.device = lm.device  # asked for once: it is looked up through the model's modules
+        self.lm, self.slots, self.request, self.verifier = lm, slots, request, verifier
+        self.step_cache = step_cache
+        self.sequences = Sequences(slots, request)
         self.stats = Statistics()
         self.settings: dict[str, Any] = {}
-        self._ending: set[int] = set()
-        self._graphs: Graphs | None = None
-        self._replays = self._replays_before = 0  # of the graphs, at the last step heard of and at the beginning
+        self.problem: Exception | None = None
         self.is_started = False
+        self._device = lm.device  # read once: it is looked up through the model's modules
+        self._graphs: Graphs | None = None
+        self._replays = self._replays_before = 0  # of the graphs, at the last step that was read and at the beginning
 
-    @property
-    def num_new_tokens(self) -> int:
-        """Tokens emitted so far."""
-        return sum(map(len, self.new))
+    def run(self, drafter: Drafter, policy: BudgetPolicy) -> None:
+        """Generate until every sequence has ended.
 
-    def opening(self) -> Sequence[int]:
-        """Give the next prompt, which stays the next one; of one that cannot be run a token."""
-        first = list(islice(self.waiting, 1))
-        self.waiting = chain(first, self.waiting)
-        return next((prompt for prompt, problem in first if problem is None), [0])
-
-    def run(self, drafter: Drafter, policy: BudgetPolicy, verifier: str) -> None:
-        """Generate until every sequence has finished.
-
-        On a device the host hears of a step while the next one runs, unless it must know more before it can go on.
+        On a device a step is read while the next one runs, unless its outcome decides on the next one.
         """
         self._began = time.perf_counter()
-        prompts = list(islice(self._runnable(), self.max_batch))
+        prompts = list(islice(self.sequences.take(), self.slots.max_batch))
         if not prompts:
-            raise ValueError(f"no prompt can be run: {self.reasons[0] if self.reasons else 'there is none'}")
-        room = self._room(policy)
-        key = self.key(drafter, policy, verifier, len(prompts)) if self.step_cache is not None else None
-        decode_step = self.step_cache.take(key) if self.step_cache is not None else None
-        if decode_step is None:
-            decode_step = self._new_decode_step(len(prompts), room, policy.max_nodes, verifier)
-        self._graphs = decode_step.graphs
+            reasons = self.sequences.reasons
+            raise ValueError(f"no prompt can be run: {reasons[0] if reasons else 'there is none'}")
+        key = self.key(drafter, policy, len(prompts)) if self.step_cache is not None else None
+        step = self.step_cache.take(key) if self.step_cache is not None else None
+        if step is None:
+            step = self._new_step(len(prompts), policy)
+        self._graphs = step.graphs
         self._replays = self._replays_before = self._num_replays()
-        self._start(decode_step, drafter, policy, prompts, room)
-        self._loop(decode_step, policy)
-        self.problem = decode_step.problem
+        self._start(step, drafter, policy, prompts)
+        self._run_steps(step, policy)
+        self.problem = step.problem
         if self.step_cache is not None and self.problem is None:
-            self.step_cache.keep(key, decode_step, drafter)
+            self.step_cache.keep(key, step, drafter)
 
-    def key(self, drafter: Drafter, policy: BudgetPolicy, verifier: str, batch: int) -> Hashable:
-        """Name the kind of program that a run of so many sequences needs: all that its captured steps hold."""
-        models = (self.lm, *(drafter.models if isinstance(drafter, HasModel) else ()))
+    def key(self, drafter: Drafter, policy: BudgetPolicy, batch: int) -> Hashable:
+        """Key of a decode step of ``batch`` sequences: all that its captured graphs depend on."""
+        models = (self.lm, *drafter.models)
         return (
-            batch, self._room(policy), policy.max_nodes, self.sampling, verifier, self.stop, _kind_of(drafter),
-            repr(policy.growth), *map(layout_of, models),
+            batch, self._max_length(policy), policy.max_nodes, self.request.sampling, self.verifier,
+            self.sequences.stop, _drafter_key(drafter), repr(policy.growth), *map(layout_of, models),
         )  # fmt: skip
 
-    def _room(self, policy: BudgetPolicy) -> int:
-        """Count the tokens that a text needs room for."""
-        # The last step starts below the limit and may commit a whole path beyond it.
-        room = self.max_length + policy.max_nodes
-        return room if self.step_cache is None else rounded(room)
-
-    def _loop(self, decode_step: DecodeStep, policy: BudgetPolicy) -> None:
-        """Launch steps and hear of them until every sequence has finished."""
-        self._refill(decode_step)
-        decode_step.is_watched = policy.watches
-        is_late = self._is_late()
-        launched: deque[tuple[StepResult, int]] = deque()  # with the replays until then
-
-        def hear() -> None:
-            step, self._replays = launched.popleft()
-            self._take(decode_step, step, policy)
-
-        try:
-            while None in self.reasons:
-                launched.append((decode_step(*policy.next()), self._num_replays()))
-                if len(launched) > is_late:
-                    hear()
-                    self._cancel(decode_step, is_late)
-                    self._refill(decode_step)
-        finally:  # what was launched before something failed is heard all the same
-            while launched and None in self.reasons:
-                hear()
-
-    def _num_replays(self) -> int:
-        """Count what was replayed so far."""
-        return 0 if self._graphs is None else self._graphs.num_replays
-
-    def _is_late(self) -> bool:
-        """Tell whether a step is launched before the last one is heard of."""
-        return self.device.type == "cuda" and self.observer is None
-
     def output(self, reason: str) -> Generation:
-        """Report texts and statistics; sequences that have not finished end for ``reason``."""
+        """Texts and statistics; sequences that have not ended end for ``reason``."""
+        sequences = self.sequences
         report = {
-            "num_prompt_tokens": [len(prompt) for prompt in self.prompts],
-            "num_new_tokens": [len(new) for new in self.new],
-            "finish_reasons": [known or reason for known in self.reasons],
-            **self.stats.report(self.num_new_tokens),
+            "num_prompt_tokens": [len(prompt) for prompt in sequences.prompts],
+            "num_new_tokens": [len(new) for new in sequences.new],
+            "finish_reasons": [known or reason for known in sequences.reasons],
+            **self.stats.report(sequences.num_new_tokens),
             **self.settings,
         }
         if self._graphs is not None:
-            known = self._graphs.report()
-            report["graphs"] = {**known, "replays": self._replays - self._replays_before}
-        return Generation([prompt + new for prompt, new in zip(self.prompts, self.new, strict=True)], report)
+            report["graphs"] = {**self._graphs.report(), "replays": self._replays - self._replays_before}
+        texts = [prompt + new for prompt, new in zip(sequences.prompts, sequences.new, strict=True)]
+        return Generation(texts, report)
 
-    def _new_decode_step(self, batch: int, room: int, max_nodes: int, verifier: str) -> DecodeStep:
-        """Make room for texts."""
-        state = self.lm.new_state(batch, room, max_nodes)
-        state.fixed_shapes = not host_can_read(state.lengths)  # where steps are replayed they must not grow
-        sequences = torch.arange(batch, device=self.device)
-        seed = self.seed if self.step_cache is None else torch.zeros_like(sequences[0])
-        return DecodeStep(
-            self.lm, state, Random(seed, sequences, torch.zeros_like(sequences)), sampling=self.sampling,
-            verifier=verifier, stop_token_ids=self.stop,
-            graphs=None if self.step_cache is None else self.step_cache.graphs(),
-        )  # fmt: skip
+    def _run_steps(self, step: DecodeStep, policy: BudgetPolicy) -> None:
+        """Launch steps and read them until every sequence has ended."""
+        self._refill(step)
+        step.copies_draft = policy.watches
+        is_pipelined = self._is_pipelined()
+        launched: deque[tuple[StepResult, int]] = deque()  # with the number of replays until then
 
-    def _start(
-        self, decode_step: DecodeStep, drafter: Drafter, policy: BudgetPolicy, prompts: list[list[int]], room: int
-    ) -> None:
-        """Prefill the first prompts together, with room for so many tokens each, and draw their first tokens."""
-        logits = decode_step.fill(drafter, prompts, self.max_new_tokens, self.seed)
-        if self.refills and not isinstance(decode_step.run, Slotted):
-            raise TypeError(f"{type(drafter).__name__} cannot take up a prompt in mid-run; leave max_batch out")
-        if isinstance(decode_step.run, Bounded):
-            decode_step.run.reserve(room, policy.growth, policy.max_nodes, begins=not policy.is_off)
-        self._check(logits)
-        if self.streamer is not None:
-            self.streamer.put(torch.tensor(prompts[0]))
-        self.is_started = True
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
-        self._first_tokens(decode_step, range(len(prompts)), decode_step.rng.at(lengths), logits)
-        self.stats.prefill_s = self.stats.total_s = time.perf_counter() - self._began
+        def read() -> None:
+            result, self._replays = launched.popleft()
+            self._read(step, result, policy)
 
-    def _refill(self, decode_step: DecodeStep) -> None:
-        """Give the slots of sequences that have finished to prompts that wait."""
-        for row in range(len(self.slots)):
-            while self.reasons[self.slots[row]] is not None:
-                prompt = next(self._runnable(row), None)
+        try:
+            while self.sequences.is_running:
+                launched.append((step(*policy.next()), self._num_replays()))
+                if len(launched) > is_pipelined:
+                    read()
+                    for row in self.sequences.cancel(is_pipelined=is_pipelined):
+                        step.finish(row)
+                    self._refill(step)
+        finally:  # also read what was launched before something failed
+            while launched and self.sequences.is_running:
+                read()
+
+    def _read(self, step: DecodeStep, result: StepResult, policy: BudgetPolicy) -> None:
+        """Read a step's report: tokens are appended to the texts, times and lengths to the statistics."""
+        rows, committed = result.emitted()
+        logits = result.logits
+        if self.request.observer is not None:
+            logits = logits.take_along_dim(result.acceptance.path.clamp(min=0).long()[..., None], 1)
+        for row, tokens in enumerate(rows):
+            if self.sequences.append(row, tokens, logits[row]):
+                step.finish(row)
+        self.stats.record(result.draft, committed, result.timer.seconds())
+        self.stats.total_s = time.perf_counter() - self._began
+        policy.observe(result.draft, result.acceptance)
+
+    def _refill(self, step: DecodeStep) -> None:
+        """Prefill waiting prompts into the rows of sequences that have ended."""
+        for row in range(len(self.sequences.rows)):
+            while self.sequences.has_ended(row):
+                prompt = next(self.sequences.take(row), None)
                 if prompt is None:
                     return
                 began = time.perf_counter()
-                logits, rng = decode_step.admit(row, self.slots[row], prompt)
+                logits, rng = step.admit(row, self.sequences.rows[row], prompt)
                 self._check(logits)
-                self._first_tokens(decode_step, [row], rng, logits)
+                self._first_tokens(step, [row], rng, logits)
                 self.stats.prefill_s += time.perf_counter() - began
 
-    def _runnable(self, row: int | None = None) -> Iterator[list[int]]:
-        """Take up the waiting prompts that can be run, each in a new slot or in that of ``row``."""
-        for prompt, problem in self.waiting:
-            self.prompts.append(prompt)
-            self.new.append([])
-            self.reasons.append(problem)
-            if problem is None:
-                sequence = len(self.prompts) - 1
-                if row is None:
-                    self.slots.append(sequence)
-                else:
-                    self.slots[row] = sequence
-                yield prompt
+    def _start(self, step: DecodeStep, drafter: Drafter, policy: BudgetPolicy, prompts: list[list[int]]) -> None:
+        """Prefill the first prompts together and draw their first tokens."""
+        logits = step.fill(drafter, prompts, self.request.max_new_tokens, self.request.seed)
+        if self.slots.refills and not step.run.can_admit:
+            raise TypeError(f"{type(drafter).__name__} cannot take up a prompt in mid-run; leave max_batch out")
+        step.run.reserve(self._max_length(policy), policy.growth, policy.max_nodes, begins=not policy.is_off)
+        self._check(logits)
+        if self.request.streamer is not None:
+            self.request.streamer.put(torch.tensor(prompts[0]))
+        self.is_started = True
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self._device)
+        self._first_tokens(step, range(len(prompts)), step.rng.at(lengths), logits)
+        self.stats.prefill_s = self.stats.total_s = time.perf_counter() - self._began
 
     def _check(self, logits: Tensor) -> None:
-        """Refuse logits of prompts that have no distribution."""
-        if not bool(self.sampling.has_distribution(logits).all()):
+        """Refuse logits after prompts that have no distribution."""
+        if not bool(self.request.sampling.has_distribution(logits).all()):
             kind = "NaN" if bool(logits.isnan().any()) else "infinite"
             raise ValueError(f"the target's logits are {kind} after the prompt")
 
-    def _first_tokens(self, decode_step: DecodeStep, rows: Sequence[int], rng: Random, logits: Tensor) -> None:
+    def _first_tokens(self, step: DecodeStep, rows: Sequence[int], rng: Random, logits: Tensor) -> None:
         """Draw the token after the prompts of some rows from float[len(rows), vocab] logits."""
-        if self.sampling.is_greedy:
+        sampling = self.request.sampling
+        if sampling.is_greedy:
             tokens = logits.argmax(-1)
         else:
-            tokens = rng.choice("target", self.sampling.probs(logits), torch.zeros_like(rng.positions))
+            tokens = rng.choice("target", sampling.probs(logits), torch.zeros_like(rng.positions))
         for place, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
-            self._emit(row, [token], logits[place][None])
-            decode_step.begin(row, token, is_finished=self.reasons[self.slots[row]] is not None)
+            self.sequences.append(row, [token], logits[place][None])
+            step.begin(row, token, is_finished=self.sequences.has_ended(row))
 
-    def _take(self, decode_step: DecodeStep, step: StepResult, policy: BudgetPolicy) -> None:
-        """Hear of a step: its tokens go to the texts, its times and lengths to the statistics."""
-        rows, committed = step.emitted()
-        logits = step.logits
-        if self.observer is not None:
-            logits = logits.take_along_dim(step.acceptance.path.clamp(min=0).long()[..., None], 1)
-        for row, tokens in enumerate(rows):
-            if self.slots[row] in self._ending:  # it was launched before its end was asked for
-                self._end(self.slots[row])
-            elif tokens and self._emit(row, tokens, logits[row]):
-                decode_step.finish(row)
-        self.stats.record(step.draft, committed, step.clock.seconds())
-        self.stats.total_s = time.perf_counter() - self._began
-        policy.observe(step.draft, step.acceptance)
+    def _new_step(self, batch: int, policy: BudgetPolicy) -> DecodeStep:
+        """Allocate a state, and the decode step that works on it."""
+        state = self.lm.new_state(batch, self._max_length(policy), policy.max_nodes)
+        state.fixed_shapes = not host_can_read(state.lengths)  # captured steps must not grow
+        sequences = torch.arange(batch, device=self._device)
+        seed = self.request.seed if self.step_cache is None else torch.zeros_like(sequences[0])
+        rng = Random(seed, sequences, torch.zeros_like(sequences))
+        options: dict[str, Any] = {
+            "sampling": self.request.sampling, "verifier": self.verifier, "stop_token_ids": self.sequences.stop,
+        }  # fmt: skip
+        if self.step_cache is None:
+            return DecodeStep(self.lm, state, rng, **options)
+        return CapturedStep(self.lm, state, rng, graphs=self.step_cache.graphs(), **options)
 
-    def _cancel(self, decode_step: DecodeStep, is_late: bool) -> None:
-        """End the sequences that are asked to; one that runs in a step not yet heard of ends when that is."""
-        if self.cancelled is None:
-            return
-        for row, sequence in enumerate(self.slots):
-            if self.reasons[sequence] is None and sequence not in self._ending and self.cancelled(sequence):
-                decode_step.finish(row)
-                self._ending.add(sequence)
-                if not is_late:
-                    self._end(sequence)
+    def _max_length(self, policy: BudgetPolicy) -> int:
+        """Most tokens that a state must hold: the last step may commit a whole path beyond the limit."""
+        length = self.slots.max_length + policy.max_nodes
+        return length if self.step_cache is None else rounded(length)
 
-    def _end(self, sequence: int) -> None:
-        """End a sequence that was cancelled."""
-        self._ending.discard(sequence)
-        self.reasons[sequence] = "cancelled"
-        if self.streamer is not None:
-            self.streamer.end()
+    def _num_replays(self) -> int:
+        return 0 if self._graphs is None else self._graphs.num_replays
 
-    def _emit(self, row: int, tokens: list[int], logits: Tensor) -> bool:
-        """Append tokens of a row, cut at its end, to its text; token i was drawn from logits[i].
-
-        Returns:
-            Whether the observer ended the sequence.
-        """
-        sequence, is_ended = self.slots[row], False
-        if self.observer is not None:
-            end = self.observer.observe(sequence, tokens, logits[: len(tokens)])
-            is_ended = end is not None
-            tokens = tokens[:end]
-        self.new[sequence] += tokens
-        if is_ended or tokens[-1] in self.stop:
-            self.reasons[sequence] = "stop"
-        elif len(self.new[sequence]) >= self.max_new_tokens:
-            self.reasons[sequence] = "length"
-        if self.streamer is not None:
-            self.streamer.put(torch.tensor(tokens))
-            if self.reasons[sequence] is not None:
-                self.streamer.end()
-        return is_ended
+    def _is_pipelined(self) -> bool:
+        """Whether a step is launched before the last one is read."""
+        return self._device.type == "cuda" and self.request.observer is None
 
 
-def _kind_of(drafter: Drafter) -> Hashable:
-    """Name what of a drafter the steps of a program hold: two of one kind may follow each other in it."""
-    if type(drafter) in (NoDrafter, SuffixDrafter):
-        return type(drafter)  # their runs keep nothing for the next text
+def _drafter_key(drafter: Drafter) -> Hashable:
+    """What of a drafter captured steps depend on: drafters of one key may share them."""
+    kind = type(drafter)
+    if kind in (NoDrafter, SuffixDrafter):
+        return kind.__name__  # their runs keep nothing for the next text
     if type(drafter) is ModelDrafter:
-        return ModelDrafter, id(drafter.lm)
+        return kind.__name__, id(drafter.lm)
     return id(drafter)

@@ -1,11 +1,11 @@
-"""Whether what a generation needs fits into memory, asked before any of it is taken."""
+"""Raises before running if the decode states would not fit in memory; the message shows the size computation."""
 
 from __future__ import annotations
 
 import psutil
 import torch
 
-from stree.drafters import Drafter, HasModel
+from stree.drafters import Drafter
 from stree.models.state_size import StateSize, measure_state
 from stree.models.tree_lm import TreeLM
 
@@ -13,17 +13,17 @@ __all__ = ["arithmetic", "check_memory", "fits_in_memory", "free_bytes", "state_
 
 
 def check_memory(lm: TreeLM, drafter: Drafter, batch: int, length: int, nodes: int) -> None:
-    """Refuse what cannot fit.
+    """Refuse states that do not fit.
 
     Args:
         lm: the target.
-        drafter: its models keep states of the same texts.
+        drafter: its models have states of the same texts.
         batch: sequences at once.
         length: most tokens of each.
         nodes: most nodes of a tree.
 
     Raises:
-        ValueError: target and draft models need more than is free; the message does the sum.
+        ValueError: target and draft models need more than is free; the message shows the sum.
     """
     models = _models(lm, drafter, nodes)
     need, free = sum(state_bytes(model, batch, length, nodes) for model in models), free_bytes(lm.device)
@@ -36,24 +36,24 @@ def check_memory(lm: TreeLM, drafter: Drafter, batch: int, length: int, nodes: i
 
 
 def fits_in_memory(lm: TreeLM, drafter: Drafter, batch: int, length: int, nodes: int) -> bool:
-    """Tell whether it fits; see ``check_memory``."""
+    """Whether the states fit; see ``check_memory``."""
     need = sum(state_bytes(model, batch, length, nodes) for model in _models(lm, drafter, nodes))
     return need <= free_bytes(lm.device)
 
 
 def state_bytes(lm: TreeLM, batch: int, length: int, nodes: int) -> int:
-    """Count the bytes of a decode state: ``batch`` texts of ``length`` tokens, each with a tree of ``nodes``."""
+    """Bytes of a decode state: ``batch`` texts of ``length`` tokens, each with a tree of ``nodes``."""
     return batch * sum(size * count for _, size, count in _terms(lm, length, nodes))
 
 
 def arithmetic(lm: TreeLM, batch: int, length: int, nodes: int) -> str:
-    """Write the sum of ``state_bytes`` out."""
+    """The computation of ``state_bytes`` as text."""
     terms = " + ".join(f"{count:,} {name} x {_size(size)}" for name, size, count in _terms(lm, length, nodes) if size)
     return f"{_size(state_bytes(lm, batch, length, nodes))} = {batch} texts x ({terms})"
 
 
 def free_bytes(device: torch.device) -> int:
-    """Count the bytes that can still be taken: on a device also those that its allocator keeps for later."""
+    """Bytes that can be allocated: on a device also those that its caching allocator holds unused."""
     if device.type != "cuda":
         return int(psutil.virtual_memory().available)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -61,13 +61,13 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _models(lm: TreeLM, drafter: Drafter, nodes: int) -> list[TreeLM]:
-    """List the models that keep states of known sizes."""
-    models = [lm, *(drafter.models if isinstance(drafter, HasModel) and nodes > 1 else ())]
+    """The models with states of known sizes."""
+    models = [lm, *(drafter.models if nodes > 1 else ())]
     return [model for model in models if isinstance(model, TreeLM)]
 
 
 def _terms(lm: TreeLM, length: int, nodes: int) -> list[tuple[str, int, int]]:
-    """List what a text keeps: names, bytes of one and their number."""
+    """Parts of a text's state: name, bytes of one, and their number."""
     if "memory" not in lm.cache:
         lm.cache["memory"] = measure_state(lm)
     memory: StateSize = lm.cache["memory"]
@@ -79,7 +79,7 @@ def _terms(lm: TreeLM, length: int, nodes: int) -> list[tuple[str, int, int]]:
 
 
 def _size(count: float) -> str:
-    """Write bytes in the largest fitting unit."""
+    """Bytes in the largest fitting unit."""
     for unit in ("B", "KB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""What a run reports: texts, and sums over its steps."""
+"""The result of a generation: texts, and statistics over its steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PARTS = ("draft_s", "verify_s", "accept_s", "commit_s")
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What ``generate`` returns.
+    """The result of ``generate``.
 
     Attributes:
         sequences: prompt and new tokens of each input, in input order; a stop token is kept.
@@ -28,7 +28,7 @@ class Generation:
 
 @dataclass(slots=True)
 class Statistics:
-    """Sums over the steps of a run."""
+    """Sums over the steps of a generation."""
 
     total_s: float = 0.0
     prefill_s: float = 0.0
@@ -41,7 +41,7 @@ class Statistics:
     accepted: list[int] = field(default_factory=list)  # row steps that accepted exactly i drafted nodes
 
     def record(self, draft: Draft, committed: Sequence[int], seconds: Sequence[tuple[str, float]]) -> None:
-        """Count a step: nodes committed by each sequence, 0 for one that stood still, and seconds by part."""
+        """Count a step: nodes committed by each sequence, 0 for an inactive one, and seconds by part."""
         self.steps += 1
         self.draft_calls += draft.num_calls
         self.nodes += draft.tree.tokens.shape[1]
@@ -54,7 +54,7 @@ class Statistics:
             self.accepted[count - 1] += 1
 
     def report(self, num_new_tokens: int) -> dict[str, Any]:
-        """Give rates and times, JSON-able."""
+        """Rates and times, JSON-able."""
         reached = [sum(self.accepted[depth:]) for depth in range(len(self.accepted))]
         return {
             "steps": self.steps,

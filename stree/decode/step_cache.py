@@ -1,7 +1,7 @@
-"""What a target keeps between calls where steps are captured: programs with their states and their graphs.
+"""Decode steps that a target keeps between calls where steps are captured, with their states and graphs.
 
-A graph holds the places of what it was captured with, so a program serves all texts of one shape: as many sequences,
-as much room, the same distributions, the same drafter.
+A graph holds the addresses of what it was captured with, so a decode step serves all texts of one shape: the same batch
+size, maximal length, sampling and drafter.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from stree.models.tree_lm import TreeLM
 __all__ = ["StepCache", "layout_of", "rounded", "step_cache_of"]
 
 MAX_DECODE_STEPS = 4
-SETTINGS = (bool, int, float, str, dict, list, tuple, set)  # of a module, as a captured step finds them
-ROOM = 256  # least room for a text; powers of two above it, so that texts of about one length share a program
+SETTINGS = (bool, int, float, str, dict, list, tuple, set)  # attributes of a module that a captured step may depend on
+MIN_LENGTH = 256  # lengths are rounded up to a power of two from here, so that texts of similar length share a step
 
 
 class StepCache:
-    """The programs of one target; beyond ``most`` the one that was not used for longest is dropped.
+    """A least-recently-used cache of the decode steps of one target.
 
     Args:
-        recorder: captures their steps.
+        recorder: captures them.
 
     Attributes:
-        recorder: it.
-        most: programs that are kept.
+        most: decode steps that are kept.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -39,30 +38,29 @@ class StepCache:
         self._decode_steps: OrderedDict[Hashable, tuple[DecodeStep, Any]] = OrderedDict()
 
     def __contains__(self, key: Hashable) -> bool:
-        """Tell whether there is a program of this kind."""
+        """Whether a decode step with this key is kept."""
         return key in self._decode_steps
 
     def take(self, key: Hashable) -> DecodeStep | None:
-        """Give a program of this kind, if there is one; nobody else has it until it is put back."""
-        known = self._decode_steps.pop(key, None)
-        return None if known is None else known[0]
+        """Remove and return the decode step with this key, or None; ``keep`` puts it back."""
+        return self._decode_steps.pop(key, (None, None))[0]
 
     def keep(self, key: Hashable, decode_step: DecodeStep, drafter: Any) -> None:
-        """Put a program back, with the drafter that it belongs to."""
+        """Keep a decode step, and its drafter, whose address may be part of the key."""
         self._decode_steps[key] = decode_step, drafter
         while len(self._decode_steps) > self.most:
             self._decode_steps.popitem(last=False)
 
     def release(self) -> None:
-        """Drop all programs, their states and graphs."""
+        """Drop all decode steps, their states and graphs."""
         self._decode_steps.clear()
 
     def graphs(self) -> Graphs:
-        """Begin the graphs of a new program."""
+        """An empty set of graphs for a new decode step."""
         return Graphs(self.recorder)
 
     def report(self) -> list[dict[str, Any]]:
-        """Describe the programs, JSON-able: sequences, room, bytes of the state, graphs and their bytes."""
+        """Batch, length, nodes, bytes of the state, graphs and their bytes of each decode step, JSON-able."""
         return [
             {
                 "batch": decode_step.state.batch_size, "max_length": decode_step.state.max_length,
@@ -74,9 +72,9 @@ class StepCache:
 
 
 def step_cache_of(lm: TreeLM) -> StepCache | None:
-    """Give a target's engine, or None where its steps are launched one by one.
+    """A target's cache of decode steps, or None where its steps are not captured.
 
-    Steps are captured on CUDA, unless ``lm.captures_steps`` is False or the model's layers stand on several devices.
+    Steps are captured on CUDA, unless ``lm.captures_steps`` is False or the model's layers are on several devices.
     """
     if not _can_capture(lm):
         return None
@@ -87,15 +85,15 @@ def step_cache_of(lm: TreeLM) -> StepCache | None:
 
 
 def layout_of(lm: TreeLM) -> Hashable:
-    """Name what a captured step of a model holds beside its state: how it runs, and the places of its weights."""
+    """What a captured step of a model depends on beside its state: switches, and the addresses of its weights."""
     modules = [*lm.model.modules()]
     configs = {id(config): config for module in modules if hasattr(config := vars(module).get("config"), "__dict__")}
-    told = (setting for part in (*modules, *configs.values()) for setting in _settings(part))
-    return lm.defers_commit, lm.fused_layers, *map(_place, (*lm.model.parameters(), *lm.model.buffers())), *told
+    settings = (setting for part in (*modules, *configs.values()) for setting in _settings(part))
+    return lm.defers_commit, lm.fused_layers, *map(_address, (*lm.model.parameters(), *lm.model.buffers())), *settings
 
 
 def _settings(module: Any) -> Iterator[Any]:
-    """List what decides on a module's way beside its weights, or stands in its config: class, hooks, switches."""
+    """Class, hooks and switches of a module, or entries of its config."""
     yield type(module)
     for name, value in vars(module).items():
         if isinstance(value, SETTINGS) and value:  # most are empty
@@ -103,7 +101,7 @@ def _settings(module: Any) -> Iterator[Any]:
 
 
 def _frozen(value: Any) -> Any:
-    """Copy numbers, names and collections of them; of hooks, which are functions, the numbers that they go by."""
+    """Copy numbers, names and collections of them; functions, such as hooks, become None."""
     if isinstance(value, dict):
         return tuple((key, _frozen(part)) for key, part in value.items())
     if isinstance(value, (list, tuple, set)):
@@ -111,8 +109,8 @@ def _frozen(value: Any) -> Any:
     return value if isinstance(value, SETTINGS) else None
 
 
-def _place(tensor: Tensor) -> int:
-    """Name the place of a tensor; one that is made of others has none of its own."""
+def _address(tensor: Tensor) -> int:
+    """Address of a tensor; a wrapper subclass has none of its own."""
     try:
         return tensor.data_ptr()
     except RuntimeError:
@@ -120,10 +118,10 @@ def _place(tensor: Tensor) -> int:
 
 
 def rounded(length: int) -> int:
-    """Give the room that texts of about this length share."""
-    return max(ROOM, 1 << (length - 1).bit_length())
+    """Length of the states that texts of about this length share."""
+    return max(MIN_LENGTH, 1 << (length - 1).bit_length())
 
 
 def _can_capture(lm: TreeLM) -> bool:
-    """Tell whether a model's steps can be captured."""
+    """Whether a model's steps can be captured."""
     return lm.device.type == "cuda" and lm.captures_steps is not False and len(lm.devices) == 1

@@ -1,75 +1,65 @@
-"""When the parts of a step ended: by the host's clock, or by events on a device, which nobody waits for."""
+"""Times of the parts of a step: by the host's clock, or by CUDA events, read without synchronising."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-__all__ = ["Clock", "Clocks", "ReplayClock", "StepClock"]
+__all__ = ["StepTimer"]
+
+Shares = Sequence[tuple[str, float]]  # parts of a step, and the share of a time span that each took
 
 
-class Clock(Protocol):
-    """Knows when the parts of a step ended."""
+class StepTimer:
+    """Time spans of one step, each charged to a part or divided between parts.
 
-    def seconds(self) -> list[tuple[str, float]]:
-        """List parts and their times, seconds; on a device, of a step that has ended."""
-        ...
-
-
-class StepClock:
-    """When the parts of one step ended; on a device the marks are events, so that nobody waits to make one."""
+    Args:
+        device: on CUDA the ends of spans are events, so that making one does not synchronise.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: list[tuple[str, Any]] = []
-        self.lap("")
+        self._spans: list[tuple[Shares, Any, Any]] = []
+        self._last = self._mark()
 
     def lap(self, part: str) -> None:
-        """Charge the time since the last mark to a part."""
+        """Charge the time since the last lap to a part."""
+        self.lap_shared([(part, 1.0)])
+
+    def lap_shared(self, shares: Shares) -> None:
+        """Divide the time since the last lap between parts: a replayed graph is timed as a whole."""
+        now = self._mark()
+        self._spans.append((shares, self._last, now))
+        self._last = now
+
+    def include(self, other: StepTimer) -> None:
+        """Take over the laps of work that has its own timer."""
+        self._spans += other._spans
+        self._last = other._last
+
+    def seconds(self) -> list[tuple[str, float]]:
+        """Parts and their times in seconds; on a device, of a step that has ended."""
+        times = [(shares, self._elapsed(begin, end)) for shares, begin, end in self._spans]
+        return [(part, share * whole) for shares, whole in times for part, share in shares]
+
+    def shares(self) -> Shares:
+        """Parts and their shares of the whole time, once the device has ended the step."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        parts = self.seconds()
+        whole = max(sum(time_s for _, time_s in parts), 1e-12)
+        return [(part, time_s / whole) for part, time_s in parts]
+
+    def _mark(self) -> Any:
         if self._device.type != "cuda":
-            self._marks.append((part, time.perf_counter()))
-            return
+            return time.perf_counter()
         # An external event is recorded anew by every replay of the graph that it is captured in.
         event = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())
         event.record(torch.cuda.current_stream(self._device))
-        self._marks.append((part, event))
+        return event
 
-    def seconds(self) -> list[tuple[str, float]]:
-        """List parts and their times, seconds; on a device, of a step that has ended."""
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        if self._device.type == "cuda":
-            return [(part, 1e-3 * before.elapsed_time(after)) for (_, before), (part, after) in pairs]
-        return [(part, after - before) for (_, before), (part, after) in pairs]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReplayClock:
-    """When a replay ended, charged to its parts as they shared the first one.
-
-    Attributes:
-        clock: marks around the replay.
-        shares: parts, and of the replay's time the share of each.
-    """
-
-    clock: StepClock
-    shares: Sequence[tuple[str, float]]
-
-    def seconds(self) -> list[tuple[str, float]]:
-        """List parts and their times, seconds."""
-        whole = sum(time_s for _, time_s in self.clock.seconds())
-        return [(part, share * whole) for part, share in self.shares]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Clocks:
-    """Marks of a step that is launched in pieces."""
-
-    clocks: Sequence[Clock]
-
-    def seconds(self) -> list[tuple[str, float]]:
-        """List parts and their times, seconds."""
-        return [part for clock in self.clocks for part in clock.seconds()]
+    def _elapsed(self, begin: Any, end: Any) -> float:
+        return float(1e-3 * begin.elapsed_time(end) if self._device.type == "cuda" else end - begin)

@@ -1,66 +1,33 @@
-"""What a caller hands to ``generate``, looked at before anything runs."""
+"""Checks of the arguments of ``generate``, before anything runs."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from stree.checks import check_counts, check_sizes
-from stree.decode.loop import Streamer
-from stree.drafters import Drafter, FusedDrafter, HasModel, ModelDrafter, SuffixDrafter, check_vocabulary
+from stree.decode.request import Request, Slots
+from stree.drafters import Drafter, FusedDrafter, SuffixDrafter, check_vocabulary
 from stree.growth import Growth
 from stree.kernels.topology import most_nodes
 from stree.models.tree_lm import TreeLM
-from stree.sampling import Sampling
 from stree.verify import VERIFIERS
 
-__all__ = ["Slots", "check_arguments", "check_block", "check_lossy", "check_nodes", "slots_for", "token_ids"]
+__all__ = ["check_block", "check_nodes", "checked", "slots_for", "token_ids"]
 
 
-def check_lossy(drafter: Drafter, verifier: str, allow_lossy: bool) -> None:
-    """Refuse ``TargetInit`` where it is not allowed, or where it cannot run."""
-    if not allow_lossy:
-        raise ValueError("TargetInit does not keep the target's distribution; it runs only with allow_lossy=True")
-    if not isinstance(drafter, ModelDrafter):
-        raise ValueError(f"TargetInit needs a ModelDrafter, got {type(drafter).__name__}")
-    if verifier != "auto":
-        raise ValueError(f"TargetInit has a verifier of its own; leave verifier at 'auto', got {verifier!r}")
-
-
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """Prompts and the room there is for them.
-
-    Attributes:
-        prompts: tokens, and what is wrong with them or None.
-        max_batch: most sequences at once.
-        max_length: most tokens of a prompt and its new ones.
-        refills: whether a prompt takes the place of one that has finished.
-    """
-
-    prompts: Iterator[tuple[list[int], str | None]]
-    max_batch: int
-    max_length: int
-    refills: bool
-
-
-def slots_for(
-    lm: TreeLM,
-    prompts: Sequence[Sequence[int]] | Iterator[Sequence[int]],
-    max_new_tokens: int,
-    max_batch: int | None,
-    max_length: int | None,
-    streamer: Streamer | None,
-) -> Slots:
-    """Make room for the prompts; those of a list are all looked at before anything runs.
+def slots_for(lm: TreeLM, prompts: Sequence[Sequence[int]] | Iterator[Sequence[int]], request: Request) -> Slots:
+    """Size the batch for the prompts; those of a list are all checked before anything runs.
 
     Raises:
-        ValueError: no prompts, no room for one, or an iterator without a bound.
+        ValueError: no prompts, more tokens than a slot holds, or an iterator without a bound.
         TypeError: prompts that are none, or a bound that is no integer.
     """
+    max_batch, max_length, streamer = request.max_batch, request.max_length, request.streamer
+    max_new_tokens = request.max_new_tokens
     check_sizes(max_batch=max_batch, max_length=max_length)
     max_batch, max_length = (None if size is None else operator.index(size) for size in (max_batch, max_length))
     if isinstance(prompts, (str, Tensor)) or not hasattr(prompts, "__iter__"):
@@ -86,7 +53,7 @@ def slots_for(
 def _each(
     lm: TreeLM, prompts: Iterator[Sequence[int]], max_new_tokens: int, max_length: int | None
 ) -> Iterator[tuple[list[int], str | None]]:
-    """Look at prompts as they come: one that cannot be run must not end the others; none that is no tokens is kept."""
+    """Check prompts as they come: one that cannot be run must not end the others."""
     for row, prompt in enumerate(prompts):
         try:
             yield _checked(lm, row, prompt, max_new_tokens, max_length), None
@@ -99,7 +66,7 @@ def _each(
 
 
 def _checked(lm: TreeLM, row: int, prompt: Sequence[int], max_new_tokens: int, max_length: int | None) -> list[int]:
-    """Look at a prompt: a list of tokens of the vocabulary that leaves room for the new ones."""
+    """Check a prompt: tokens of the vocabulary, as many as leave space for the new ones."""
     if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
         raise TypeError(f"prompt {row} must be a list of tokens, got {type(prompt).__name__}")
     if not len(prompt):
@@ -127,11 +94,8 @@ def token_ids(name: str, tokens: Iterable[int]) -> list[int]:
         raise TypeError(f"{name} must be a list of token ids, integers, got {tokens!r:.80}") from None
 
 
-def check_arguments(
-    lm: TreeLM, drafter: Drafter, growth: Growth | None, budget: int | str, verifier: str, sampling: Sampling,
-    max_new_tokens: int, seed: int, streamer: Streamer | None, cancelled: Callable[[int], bool] | None,
-) -> None:  # fmt: skip
-    """Refuse bad arguments before anything runs; they are those of ``generate``.
+def checked(lm: TreeLM, drafter: Drafter, request: Request) -> Request:
+    """Refuse bad arguments before anything runs; return the request with Python's own integers.
 
     Raises:
         TypeError: an object or a number of another kind.
@@ -140,36 +104,49 @@ def check_arguments(
         RuntimeError: a model in training mode, or one that would run under autocast.
         NotImplementedError: a larger tree than kernels take.
     """
+    _check_kinds(lm, drafter, request)
+    budget, verifier = request.budget, request.verifier
+    if isinstance(budget, str) and budget != "auto":
+        raise ValueError(f"budget must be a number of nodes or 'auto', got {budget!r}")
+    check_counts(budget=1 if isinstance(budget, str) else budget, max_new_tokens=request.max_new_tokens)
+    if not hasattr(request.seed, "__index__"):
+        raise TypeError(f"seed must be an integer, got {type(request.seed).__name__}")
+    if verifier not in VERIFIERS:
+        raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
+    if not isinstance(budget, str):
+        budget = operator.index(budget)
+        check_nodes(lm, drafter, budget)
+    for model in drafter.models:
+        check_vocabulary(model, lm.vocab_size)
+        if model.device != lm.device:
+            raise ValueError(f"drafter and target must be on one device, got {model.device} and {lm.device}")
+    for model in (lm, *drafter.models):
+        if isinstance(model, TreeLM):  # anything with its methods may be passed in its place
+            model.check_ready()
+    stops = token_ids("stop_token_ids", () if request.stop_token_ids is None else request.stop_token_ids)
+    return replace(
+        request, budget=budget, max_new_tokens=operator.index(request.max_new_tokens),
+        seed=operator.index(request.seed), stop_token_ids=stops,
+    )  # fmt: skip
+
+
+def _check_kinds(lm: TreeLM, drafter: Drafter, request: Request) -> None:
+    """Refuse objects of another kind."""
+    if not isinstance(drafter, Drafter):
+        example = "an object such as stree.drafters.SuffixDrafter(), derived from stree.drafters.Drafter"
+        raise TypeError(f"drafter must be {example}, got {drafter!r:.80}")
     needed = [
         ("lm", lm, "new_state", "stree.TreeLM(model)"),
-        ("drafter", drafter, "start", "stree.drafters.SuffixDrafter()"),
-        ("sampling", sampling, "probs", "stree.Sampling(temperature=0.8)"),
+        ("sampling", request.sampling, "probs", "stree.Sampling(temperature=0.8)"),
     ]
     optional = [
-        ("growth", growth, "bind", "stree.growth.Chain(4)"),
-        ("streamer", streamer, "put", "transformers.TextStreamer(tokenizer)"),
-        ("cancelled", cancelled, "__call__", "a function of a prompt's place"),
+        ("growth", request.growth, "bind", "stree.growth.Chain(4)"),
+        ("streamer", request.streamer, "put", "transformers.TextStreamer(tokenizer)"),
+        ("cancelled", request.cancelled, "__call__", "a function of a prompt's place"),
     ]
     for name, value, method, example in (*needed, *(row for row in optional if row[1] is not None)):
         if isinstance(value, type) or not hasattr(value, method):
             raise TypeError(f"{name} must be an object such as {example}, got {value!r:.80}")
-    if isinstance(budget, str) and budget != "auto":
-        raise ValueError(f"budget must be a number of nodes or 'auto', got {budget!r}")
-    check_counts(budget=1 if isinstance(budget, str) else budget, max_new_tokens=max_new_tokens)
-    if not hasattr(seed, "__index__"):
-        raise TypeError(f"seed must be an integer, got {type(seed).__name__}")
-    if verifier not in VERIFIERS:
-        raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
-    models = drafter.models if isinstance(drafter, HasModel) else ()
-    if not isinstance(budget, str):
-        check_nodes(lm, drafter, budget)
-    for model in models:
-        check_vocabulary(model, lm.vocab_size)
-        if model.device != lm.device:
-            raise ValueError(f"drafter and target must be on one device, got {model.device} and {lm.device}")
-    for model in (lm, *models):
-        if isinstance(model, TreeLM):  # anything with its methods may stand in for one
-            model.check_ready()
 
 
 def check_block(drafter: Drafter, growth: Growth | None, budget: int) -> None:
@@ -178,7 +155,7 @@ def check_block(drafter: Drafter, growth: Growth | None, budget: int) -> None:
     Raises:
         ValueError: they will.
     """
-    plan = None if growth is None or not isinstance(drafter, HasModel) else growth.plan(budget)
+    plan = None if growth is None or not drafter.models else growth.plan(budget)
     widths = [layer.width + layer.leaves for layer in plan.layers] if plan is not None else []
     retrieves = isinstance(drafter, (SuffixDrafter, FusedDrafter)) and budget > 2
     if retrieves or max(widths, default=1) > 1 or (plan is not None and plan.is_heap and plan.num_nodes > 1):
@@ -188,7 +165,7 @@ def check_block(drafter: Drafter, growth: Growth | None, budget: int) -> None:
 
 def check_nodes(lm: TreeLM, drafter: Drafter, nodes: int) -> None:
     """Refuse larger trees than kernels take."""
-    for model in (lm, *(drafter.models if isinstance(drafter, HasModel) else ())):
+    for model in (lm, *drafter.models):
         most = most_nodes(model.device, model.dtype)
         most = None if most is None else most - (model is not lm)  # a draft model runs its last leaf beside the tree
         if most is not None and nodes > most:

@@ -1,10 +1,10 @@
-"""What the generation loop knows of drafters: a tree is proposed below the pending token, and its fate observed."""
+"""Base classes of drafters: a drafter starts a run for a batch, and the run proposes a token tree in every step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,21 +15,7 @@ from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftProbs
 
-__all__ = [
-    "Bounded",
-    "Capturable",
-    "Composed",
-    "Draft",
-    "DraftRun",
-    "Drafter",
-    "Extensible",
-    "HasModel",
-    "Replay",
-    "Restartable",
-    "Resumable",
-    "Slotted",
-    "padded_prompts",
-]
+__all__ = ["Capture", "Draft", "DraftRun", "Drafter", "padded_prompts"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,133 +42,139 @@ class Draft:
         return self.probs
 
 
-class DraftRun(Protocol):
-    """Drafting for one batch of texts."""
+# Runs device work of a run under a name: eagerly at first, later as the replay of a captured graph.  Returns what the
+# work returned, and whether it was replayed.
+Capture = Callable[["DraftRun", str, Callable[[], Any]], tuple[Any, bool]]
+
+
+class DraftRun:
+    """Drafting for one batch of texts; a subclass needs ``propose`` and ``observe``, the rest is optional.
+
+    A flag says that the methods named with it are implemented; all flags are False by default.
+
+    Attributes:
+        can_admit: rows can take another prompt when their text has ended (``admit``).
+        can_restart: the whole batch can begin anew in the memory that it has (``restart``).
+        can_extend: its tree may be verified with another drafter's nodes added (``extend``); needed by FusedDrafter.
+        can_leave: it can draft fewer nodes in some rows than in others (``leave``).
+        is_capturable: ``propose`` and ``observe`` run on the device alone, so that a whole step can be captured and
+            replayed as a CUDA graph (``settle``, ``replayed``, ``give_up``, ``version``).
+        can_replay_proposals: ``propose`` alone can be captured too; ``last_proposal`` holds all that ``observe`` reads.
+        last_proposal: what ``observe`` reads of the last proposal; set when a captured proposal is replayed.
+        capture: captures device work of a run that as a whole runs on the host; None where nothing is captured.
+    """
+
+    can_admit: bool = False
+    can_restart: bool = False
+    can_extend: bool = False
+    can_leave: bool = False
+    is_capturable: bool = False
+    can_replay_proposals: bool = False
+    last_proposal: Any = None
+    capture: Capture | None = None
+
+    @property
+    def version(self) -> int:
+        """Changes whenever tensors that captured work reads or writes were replaced."""
+        return 0
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         """Draft a tree of at most ``budget`` nodes below int64[batch] pending tokens, which are its roots."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} must implement propose")
 
     def observe(self, acceptance: Acceptance) -> None:
-        """Take note of the accepted paths of the last draft; ``next_token`` will be pending.
+        """Read the accepted paths of the last draft; ``next_token`` is pending in the next step.
 
-        A path length of 0 means that the sequence stood still: the same token will be pending again.
+        A path length of 0 means that the sequence was inactive: its pending token stays the same.
         """
-        ...
+        raise NotImplementedError(f"{type(self).__name__} must implement observe")
+
+    def admit(self, row: int, prompt: Sequence[int]) -> None:
+        """Begin another text in a row whose own has ended; its drafts must not depend on the old text."""
+        raise NotImplementedError(f"{type(self).__name__} cannot take up a text in mid-run")
+
+    def restart(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Begin as many other texts as the batch has rows; their drafts must not depend on the old ones."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be restarted")
+
+    def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
+        """Allocate a state for texts of ``max_length`` tokens and trees of ``budget`` nodes, where there is a state.
+
+        Called once, before the first step.  With ``begins`` the first step drafts, so the prompts may be run now.
+        """
+
+    def extend(self, tree: TokenTree) -> None:
+        """Replace the proposed tree by ``tree``, which is verified instead; ``observe`` refers to its nodes.
+
+        It contains the nodes of other drafters.  A run whose own nodes are not the first ones, in their own order, must
+        learn from tokens alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs trees that can be extended")
+
+    def leave(self, count: Tensor) -> None:
+        """Draft int64[batch] nodes fewer in the next step; only growths that draw by value do so."""
+        raise NotImplementedError(f"{type(self).__name__} drafts as many nodes in every row")
+
+    def settle(self, budget: int) -> int:
+        """Do work that only the next step needs and that captured graphs leave out; return its draft calls."""
+        return 0
+
+    def replayed(self, budget: int) -> None:
+        """Update host-side counters after a replayed step, whose host code did not run."""
+
+    def give_up(self) -> None:
+        """Undo host-side changes of a step whose capture failed: nothing of it ran on the device."""
+
+    def propose_captured(self, pending: Tensor, growth: Growth | None, budget: int, capture: Capture | None) -> Draft:
+        """Call ``propose`` through ``capture`` where proposals can be replayed, else directly."""
+        if capture is None or budget == 1 or not self.can_replay_proposals:
+            return self.propose(pending, growth, budget)
+        num_calls = self.settle(budget)
+
+        def work() -> tuple[Draft, Any]:
+            return self.propose(pending, growth, budget), self.last_proposal
+
+        draft: Draft
+        (draft, proposal), is_replayed = capture(self, f"drafts of budget {budget}, {growth!r}", work)
+        if is_replayed:
+            self.last_proposal = proposal
+            self.replayed(budget)
+        return replace(draft, num_calls=draft.num_calls + num_calls)
 
 
-class Drafter(Protocol):
-    """A way to draft; it may have an attribute ``default_growth`` for callers who name no growth."""
+class Drafter:
+    """A way to draft.  It holds no state of a generation: ``start`` returns a run that does.
+
+    Attributes:
+        uses_growth: whether a growth shapes its trees.
+        is_lossless: False for rules that only comparisons need, whose text is not distributed as the target's; their
+            steps are not captured, and their budget "auto" is the size of the growth.
+    """
+
+    uses_growth: bool = True
+    is_lossless: bool = True
+
+    @property
+    def default_growth(self) -> Growth | None:
+        """Growth for callers who name none; None where nothing is grown."""
+        return None
+
+    @property
+    def models(self) -> Sequence[TreeLM]:
+        """The draft models that it runs."""
+        return ()
+
+    def with_model(self, change: Callable[[TreeLM], TreeLM]) -> Drafter:
+        """Return this drafter with ``change`` applied to its models, such as a logits processor behind them."""
+        return self
 
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
-        """Begin a run for prompts, whose tokens may differ in number; ``rng`` gives the draft's random numbers.
+        """Begin a run for prompts, whose tokens may differ in number; ``rng`` supplies its random numbers.
 
         Raises:
             ValueError: the drafter's vocabulary is not of the target's size.
         """
-        ...
-
-
-@runtime_checkable
-class Extensible(Protocol):
-    """A run whose proposed tree may be verified with nodes of others appended to it."""
-
-    def extend(self, tree: TokenTree) -> None:
-        """Take note that ``tree`` is verified instead; the next ``observe`` speaks of its nodes.
-
-        A run whose nodes do not stand first in it, in their own order, must learn from tokens alone.
-        """
-        ...
-
-
-@runtime_checkable
-class Slotted(Protocol):
-    """A run whose rows can hold one text after the other."""
-
-    def admit(self, row: int, prompt: Sequence[int]) -> None:
-        """Begin another text in place of one that has ended; nothing that was learnt of that may matter to it."""
-        ...
-
-
-@runtime_checkable
-class Bounded(Protocol):
-    """A run that has a state of its own, whose memory can be reserved."""
-
-    def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
-        """Make room once for texts of ``max_length`` tokens and trees of a budget; run the prompts if it ``begins``."""
-        ...
-
-
-@runtime_checkable
-class Restartable(Protocol):
-    """A run that can begin anew, in the memory that it has."""
-
-    def restart(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Begin as many other texts as it has; nothing that was learnt of the old ones may matter to them."""
-        ...
-
-
-@runtime_checkable
-class Capturable(Protocol):
-    """A run that drafts on the device alone, so that a step can be captured and replayed.
-
-    Attributes:
-        version: another number whenever tensors that captured work reads or writes were replaced.
-    """
-
-    version: int
-
-    def settle(self, budget: int) -> int:
-        """Do what only this step of its budget needs, so that it is like all others; give the draft calls it took."""
-        ...
-
-    def replayed(self, budget: int) -> None:
-        """Take note that a step was replayed, whose host code did not run."""
-        ...
-
-    def give_up(self) -> None:
-        """Take note that a step's host code ran, but nothing on the device."""
-        ...
-
-
-@runtime_checkable
-class Resumable(Capturable, DraftRun, Protocol):
-    """A run whose proposals alone can be captured: what observing one takes can be kept, and given back.
-
-    Attributes:
-        made: what observing the last proposal takes; set when one is replayed.
-    """
-
-    made: Any
-
-
-# Do work of a name that belongs to a run, at first as it is and then as a replay; tell whether it was one.
-Replay = Callable[[Capturable, str, Callable[[], Any]], tuple[Any, bool]]
-
-
-@runtime_checkable
-class Composed(Protocol):
-    """A run that drafts on the host, but for a part that drafts on the device alone.
-
-    Attributes:
-        replay: how that part's work is captured and replayed; None: it is launched.
-    """
-
-    replay: Replay | None
-
-
-@runtime_checkable
-class HasModel(Protocol):
-    """A drafter that runs a model."""
-
-    @property
-    def models(self) -> Sequence[TreeLM]:
-        """The models that a draft call runs."""
-        ...
-
-    def with_model(self, change: Callable[[TreeLM], TreeLM]) -> Drafter:
-        """Give a drafter like this one over ``change`` of its model: what the loop processes logits with."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} must implement start")
 
 
 def padded_prompts(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

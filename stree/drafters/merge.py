@@ -1,42 +1,53 @@
-"""Two trees become one: what was retrieved is appended to a model's tree, or the best nodes of both are kept."""
+"""Merging two trees: retrieved nodes are appended to a model's tree, or the best nodes of both are kept."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from stree.drafters.base import Draft
 from stree.drafters.retrieval_calibration import Listed
+from stree.growth import Proposal
 from stree.tree import TokenTree
-from stree.verify import DELTA, DraftProbs
+from stree.verify import DELTA, Acceptance, DraftProbs
 
-__all__ = ["graft", "graft_row", "keep_best", "with_delta"]
+__all__ = ["append_best", "append_row", "keep_best", "missed_nodes", "with_delta", "without_children"]
 
 
 def keep_best(tree: TokenTree, values: Tensor, budget: int) -> TokenTree:
-    """Make padding of all but the ``budget`` nodes of the greatest value, which never rises along a path."""
-    order = values.sort(dim=1, descending=True, stable=True).indices  # padding has none
+    """Make padding of all but the ``budget`` nodes of the greatest value; values never rise along a path."""
+    order = values.sort(dim=1, descending=True, stable=True).indices  # padding has value 0
     is_kept = torch.zeros_like(tree.is_padding).scatter_(1, order[:, :budget], True)
     return TokenTree.unchecked(tree.tokens * is_kept, torch.where(is_kept, tree.parents, -1))
 
 
-def graft(
-    draft: Draft, retrieved: Draft, is_worth: Tensor, room: Tensor | int, *, shares: bool
+def append_best(
+    draft: Draft, retrieved: Draft, is_kept: Tensor, most: Tensor | int, *, shares: bool
 ) -> tuple[TokenTree, Tensor]:
-    """Append retrieved nodes, best first and as many as there is room for, to a model's tree.
+    """Append retrieved nodes to a model's tree, best first.
 
-    They stand below the longest prefixes that the model's tree shares with them.  Unless it ``shares``, all of them are
-    appended, as its nodes are to be tested after theirs.
+    Each is appended below the longest prefix that the model's tree shares with its path.
 
-    Returns the united tree and the values of its nodes, float[batch, n].
+    Args:
+        draft: the model's, with values.
+        retrieved: the other, with values.
+        is_kept: bool[batch, retrieved nodes], those to append.
+        most: most nodes appended, for all rows or int64[batch].
+        shares: False: nothing is shared, since retrieved siblings are tested before the model's.
+
+    Returns:
+        The united tree and the values of its nodes, float[batch, n].
     """
-    assert draft.values is not None and retrieved.values is not None, "propose looked"
+    assert draft.values is not None and retrieved.values is not None, "propose has checked"
     tree, batch = draft.tree, len(draft.values)
-    rooms = [room] * batch if isinstance(room, int) else room.tolist()
+    limits = [most] * batch if isinstance(most, int) else most.tolist()
     rows = []
-    for row, (worth, left) in enumerate(zip(is_worth.tolist(), rooms, strict=True)):
-        own, other = (Listed.of(one.tree, one.values, row) for one in (draft, retrieved) if one.values is not None)
-        rows.append(graft_row(own, other, worth, room=left, shares=shares))
+    for row, (kept, limit) in enumerate(zip(is_kept.tolist(), limits, strict=True)):
+        own = Listed.of(tree, draft.values, row)
+        other = Listed.of(retrieved.tree, retrieved.values, row)
+        rows.append(append_row(own, other, kept, most=limit, shares=shares))
     size = max(len(row.tokens) for row in rows)
     device = tree.tokens.device
     tokens, parents, values = (
@@ -48,33 +59,33 @@ def graft(
     return TokenTree.unchecked(tokens, parents), values
 
 
-def graft_row(own: Listed, other: Listed, is_worth: list[bool], *, room: int, shares: bool) -> Listed:
-    """Unite one row; give all nodes of the united tree, and what they are worth together.
+def append_row(own: Listed, other: Listed, is_kept: list[bool], *, most: int, shares: bool) -> Listed:
+    """Unite one row of two trees; return all nodes and their values in the united tree.
 
-    What was retrieved is believed first, and the model as far as that leaves something unsaid (an escape, as in PPM):
-    a child's probability is the retrieved one, and of what the retrieved children leave the model's share.
+    A child's probability is the retrieved one, plus the model's share of what the retrieved children of the same node
+    leave (an escape, as in PPM).
     """
     tokens, parents = list(own.tokens), list(own.parents)
     children = {(parent, tokens[node]): node for node, parent in enumerate(parents) if parent >= 0} if shares else {}
-    place = {0: 0}  # node of the united tree for each retrieved one
-    share = [0.0] * len(tokens)  # of each node, what retrieval gives it below its parent
-    said = [0.0] * len(tokens)  # the sum of that over a node's children
+    united = {0: 0}  # node of the united tree for each retrieved one
+    share = [0.0] * len(tokens)  # of each node, its retrieved probability given its parent
+    covered = [0.0] * len(tokens)  # the sum of that over a node's children
     for node in range(1, len(other.tokens)):
-        above = place.get(other.parents[node], -1)
-        if not is_worth[node] or above < 0:
+        above = united.get(other.parents[node], -1)
+        if not is_kept[node] or above < 0:
             continue
         key = (above, other.tokens[node])
         if key not in children:
-            if len(tokens) - len(own.tokens) >= room:
+            if len(tokens) - len(own.tokens) >= most:
                 continue
             children[key] = len(tokens)
             tokens.append(other.tokens[node])
             parents.append(above)
             share.append(0.0)
-            said.append(0.0)
-        place[node] = found = children[key]
-        share[found] = other.values[node] / max(other.values[other.parents[node]], 1e-30)
-        said[above] += share[found]
+            covered.append(0.0)
+        united[node] = child = children[key]
+        share[child] = other.values[node] / max(other.values[other.parents[node]], 1e-30)
+        covered[above] += share[child]
     values = [1.0] * len(tokens)
     for node in range(1, len(tokens)):
         above = parents[node]
@@ -82,12 +93,12 @@ def graft_row(own: Listed, other: Listed, is_worth: list[bool], *, room: int, sh
             values[node] = 0.0
             continue
         drafted = own.values[node] / max(own.values[above], 1e-30) if node < len(own.tokens) else 0.0
-        values[node] = values[above] * min(share[node] + max(1 - said[above], 0.0) * drafted, 1.0)
+        values[node] = values[above] * min(share[node] + max(1 - covered[above], 0.0) * drafted, 1.0)
     return Listed(tokens, parents, values)
 
 
 def with_delta(dists: DraftProbs | None, more: int, order: Tensor) -> DraftProbs | None:
-    """Widen distributions to ``more`` nodes that are DELTA, and bring all nodes into another order."""
+    """Add ``more`` DELTA nodes to the distributions of a draft, and put all nodes into int64[batch, n] ``order``."""
     if dists is None:
         return None
     batch = len(dists.row)
@@ -95,3 +106,24 @@ def with_delta(dists: DraftProbs | None, more: int, order: Tensor) -> DraftProbs
     kind = torch.cat([dists.kind, dists.kind.new_full((batch, more), DELTA)], 1).gather(1, order)
     most = None if dists.max_children is None else dists.max_children + more
     return DraftProbs(dists.probs, row, kind, most)
+
+
+def missed_nodes(tree: TokenTree, own: Acceptance, acceptance: Acceptance) -> Tensor:
+    """Mask of own nodes that match the target's token but were dropped when trees were merged: bool[batch, n].
+
+    Args:
+        tree: the own one.
+        own: the part of the accepted path that is in it.
+        acceptance: all of it, by matching: what follows is the target's own token.
+    """
+    lengths = own.path_lengths
+    last = own.path.gather(1, (lengths[:, None].long() - 1).clamp(min=0))
+    is_end = ((lengths > 0) & (lengths == acceptance.path_lengths))[:, None]
+    return (tree.parents == last) & (tree.tokens == acceptance.next_token[:, None]) & is_end
+
+
+def without_children(proposal: Proposal, is_missed: Tensor) -> Proposal:
+    """Make padding of the children of bool[batch, n] nodes: as these were not verified, nothing is known of them."""
+    tree = proposal.tree
+    parents = tree.parents.masked_fill(is_missed.gather(1, tree.parents.clamp(min=0).long()), -1)
+    return replace(proposal, tree=TokenTree.unchecked(tree.tokens, parents, tree.depths, tree.ancestor_mask))

@@ -7,50 +7,43 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stree.drafters.base import Draft
+from stree.drafters.base import Draft, Drafter, DraftRun
 from stree.growth import Growth
 from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance
 
-__all__ = ["NoDrafter"]
+__all__ = ["NoDrafter", "root_only"]
 
 
-class NoDrafter:
+class NoDrafter(Drafter):
     """Plain decoding: every tree is its root."""
 
+    uses_growth = False
+
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _NoRun:
-        """Begin a run."""
+        """Begin a run, which has no state."""
         return _NoRun()
 
 
-class _NoRun:
-    """A run that drafts nothing."""
-
-    version = 0
+class _NoRun(DraftRun):
+    can_admit = can_restart = is_capturable = True
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
-        """Return the roots."""
-        batch = pending.shape[0]
-        depths = torch.zeros(batch, 1, dtype=torch.int32, device=pending.device)
-        mask = torch.ones(batch, 1, 1, dtype=torch.bool, device=pending.device)
-        return Draft(TokenTree.unchecked(pending[:, None], depths - 1, depths, mask), None, 0)
+        return Draft(root_only(pending), None, 0)
 
     def observe(self, acceptance: Acceptance) -> None:
-        """Ignore it."""
+        pass
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
-        """Ignore it."""
+        pass
 
     def restart(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Ignore them."""
+        pass
 
-    def settle(self, budget: int) -> int:
-        """Do nothing: all steps are alike."""
-        return 0
 
-    def replayed(self, budget: int) -> None:
-        """Ignore it."""
-
-    def give_up(self) -> None:
-        """Ignore it."""
+def root_only(pending: Tensor) -> TokenTree:
+    """Trees of int64[batch] pending tokens alone."""
+    depths = torch.zeros(len(pending), 1, dtype=torch.int32, device=pending.device)
+    mask = torch.ones(len(pending), 1, 1, dtype=torch.bool, device=pending.device)
+    return TokenTree.unchecked(pending[:, None], depths - 1, depths, mask)

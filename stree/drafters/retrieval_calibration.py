@@ -1,7 +1,4 @@
-"""How far retrieved continuations are believed: what their values say, corrected by temperature and by what came true.
-
-It knows trees with values and texts, no drafter.
-"""
+"""Calibration of retrieved values: log-odds corrected for temperature and by how often retrieval was right before."""
 
 from __future__ import annotations
 
@@ -16,12 +13,13 @@ from stree.tree import TokenTree
 
 __all__ = ["Listed", "RetrievalCalibration"]
 
-# Of log-odds that one of the retrieved children is right: the bundled pair's texts on prompts 33-40 of HumanEval, GSM8K
-# and MT-Bench, on which who wins is not measured.  Greedy text repeats itself longer than counts say, sampled less.
+# Log-odds that one of the retrieved children is right, fitted on the bundled pair's texts of prompts 33-40 of
+# HumanEval, GSM8K and MT-Bench, which the comparison of drafters does not use.  Greedy text repeats itself longer
+# than counts say, sampled text less.
 GREEDY_SLOPE = 1.5
 PER_TEMPERATURE = -0.5
-PRIOR_WEIGHT = 2.0  # of the level known beforehand, in units of a test's information
-SURE = 1e-6  # nothing is believed beyond 1 - SURE
+PRIOR_WEIGHT = 2.0  # of the prior offset 0; a test of probability p adds p (1 - p)
+MARGIN = 1e-6  # probabilities are kept within [MARGIN, 1 - MARGIN]
 
 
 class Listed(NamedTuple):
@@ -38,10 +36,10 @@ class Listed(NamedTuple):
 
 
 class RetrievalCalibration:
-    """Levels of log-odds, a sequence each, learnt from what was retrieved and what was then emitted.
+    """An offset of the log-odds for each sequence, learnt from what was retrieved and what was then emitted.
 
-    A node's children are believed together: their shares of the path's value sum to the probability that retrieval
-    knows what follows.  No sequence learns from another.
+    The probabilities of a node's children are scaled together: their sum is the probability that one of them is right.
+    No sequence learns from another.
 
     Args:
         batch: sequences.
@@ -75,15 +73,15 @@ class RetrievalCalibration:
         return torch.tensor([row.values for row in self._rated], dtype=values.dtype, device=values.device)
 
     def learn(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Learn from the tokens that followed the roots rated last, as far as retrieval had anything to say."""
+        """Learn from the tokens after the roots rated last, down to the first node without retrieved children."""
         for row, (tokens, parents, values) in enumerate(self._rated):
             children = {(parents[node], tokens[node]): node for node in range(1, len(tokens)) if parents[node] >= 0}
-            believed = _below(parents, values)
+            mass = _below(parents, values)
             node = 0
             for token in emitted[row]:
-                if not believed[node]:
+                if not mass[node]:
                     break
-                chance = min(believed[node] / max(values[node], 1e-30), 1 - SURE)
+                chance = min(mass[node] / max(values[node], 1e-30), 1 - MARGIN)
                 node = children.get((node, token), -1)
                 self._weight[row] += chance * (1 - chance)
                 self._level[row] += ((node >= 0) - chance) / self._weight[row]
@@ -101,18 +99,18 @@ def _below(parents: list[int], values: list[float]) -> list[float]:
 
 
 def _corrected(listed: Listed, slope: float, level: float) -> Listed:
-    """Change the log-odds that one of a node's children is right, and keep their shares of that."""
+    """Correct the log-odds that one of a node's children is right, keeping the children's shares of the sum."""
     tokens, parents, values = listed
     sums = _below(parents, values)
-    found = [1.0] + [0.0] * (len(values) - 1)
+    corrected = [1.0] + [0.0] * (len(values) - 1)
     factor: dict[int, float] = {}
     for node in range(1, len(values)):
         above = parents[node]
         if above < 0:
             continue
         if above not in factor:
-            chance = min(max(sums[above] / max(values[above], 1e-30), SURE), 1 - SURE)
+            chance = min(max(sums[above] / max(values[above], 1e-30), MARGIN), 1 - MARGIN)
             odds = slope * math.log(chance / (1 - chance)) + level
             factor[above] = 1 / (1 + math.exp(-min(max(odds, -30.0), 30.0))) / max(sums[above], 1e-30)
-        found[node] = found[above] * min(values[node] * factor[above], 1.0)
-    return Listed(tokens, parents, found)
+        corrected[node] = corrected[above] * min(values[node] * factor[above], 1.0)
+    return Listed(tokens, parents, corrected)

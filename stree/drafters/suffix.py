@@ -1,4 +1,4 @@
-"""Drafting from texts seen before."""
+"""Drafting the continuations of suffixes that occurred before, in the text itself and in a datastore."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stree.drafters.base import Draft
+from stree.checks import check_counts
+from stree.drafters.base import Draft, Drafter, DraftRun
 from stree.growth import Growth
 from stree.retrieval import LONGEST_MATCH, Datastore, Nodes, SuffixAutomaton, unite
 from stree.sampling import Random
@@ -18,7 +19,7 @@ from stree.verify import Acceptance
 __all__ = ["SuffixDrafter"]
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Draft what followed when the last tokens occurred before: in prompt or output, and in a store of other texts.
 
     No draft model, no random numbers: the tree holds the most frequent continuations of the longest suffixes that occur
@@ -30,22 +31,23 @@ class SuffixDrafter:
         min_match: shortest suffix of the request that may predict; in the store it is at least 2.
 
     Raises:
-        TypeError: a store that is none, such as the path of one.
+        TypeError: a datastore that is not one, such as its path; a min_match that is no integer.
         ValueError: a min_match below 1.
     """
 
+    uses_growth = False
+
     def __init__(self, datastore: Datastore | None = None, *, min_match: int = 1) -> None:
-        if min_match < 1:
-            raise ValueError(f"min_match must be at least 1, got {min_match}")
+        check_counts(min_match=min_match)
         if datastore is not None and not hasattr(datastore, "lay_out"):
             raise TypeError(f"datastore must be an object such as Datastore.load(path), got {datastore!r:.80}")
         self.datastore, self.min_match = datastore, min_match
 
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _SuffixRun:
-        """Begin a run with an automaton a prompt.
+        """Begin a run with a suffix automaton per prompt.
 
         Raises:
-            ValueError: the store was written in another vocabulary.
+            ValueError: the datastore has more tokens than the target.
         """
         store = self.datastore
         if store is not None and store.vocab_size > vocab_size:  # a head may have more rows than there are tokens
@@ -56,13 +58,15 @@ class SuffixDrafter:
         return _SuffixRun(prompts, store, self.min_match)
 
 
-class _SuffixRun:
-    """Automata of a batch, and the ends of its texts, kept on the host."""
+class _SuffixRun(DraftRun):
+    """Suffix automata of a batch, and the ends of its texts, on the host."""
+
+    can_admit = can_extend = True
 
     def __init__(self, prompts: Sequence[Sequence[int]], store: Datastore | None, min_match: int) -> None:
         self._automata = [SuffixAutomaton(prompt) for prompt in prompts]
         self._ends = [list(prompt[-LONGEST_MATCH:]) for prompt in prompts]
-        self._known = [-1] * len(prompts)  # the pending token that a sequence's automaton has read already
+        self._read_pending = [False] * len(prompts)  # whether a sequence's automaton has read its pending token
         self._store, self._min_match = store, min_match
         self._tree: TokenTree | None = None
 
@@ -71,9 +75,9 @@ class _SuffixRun:
         nodes = Nodes.empty(len(pending), budget - 1)
         size = 1
         for row, token in enumerate(pending.tolist()):
-            if self._known[row] < 0:
+            if not self._read_pending[row]:
                 self._read(row, [token])
-                self._known[row] = token
+                self._read_pending[row] = True
             nodes.tokens[row, 0] = token
             size = max(size, self._lay_out(row, nodes.row(row)))
         tokens, parents, values, depths = (
@@ -83,11 +87,10 @@ class _SuffixRun:
         return Draft(self._tree, None, int(nodes.depths.max()), values=values.float())
 
     def extend(self, tree: TokenTree) -> None:
-        """Take note that another tree is verified: only its tokens matter here."""
         self._tree = tree
 
     def _lay_out(self, row: int, nodes: Nodes) -> int:
-        """Write what may follow a text: in itself, and in the store where there is one; return the tree's size."""
+        """Write the continuations found in a text and in the datastore to ``nodes``; return the tree's size."""
         if self._store is None:
             return self._automata[row].lay_out(nodes, self._min_match)
         own, stored = (Nodes.empty(len(nodes.tokens) - 1) for _ in range(2))
@@ -98,7 +101,6 @@ class _SuffixRun:
         return unite(own, sizes[0], stored, sizes[1], nodes)
 
     def _read(self, row: int, tokens: list[int]) -> None:
-        """Append tokens to a text."""
         self._automata[row].extend(tokens)
         self._ends[row] = [*self._ends[row], *tokens][-LONGEST_MATCH:]
 
@@ -109,9 +111,8 @@ class _SuffixRun:
         for row, length in enumerate(acceptance.path_lengths.tolist()):
             if length:
                 self._read(row, accepted[row][1:length])
-                self._known[row] = -1
+                self._read_pending[row] = False
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
-        """Begin an automaton of another text."""
         self._automata[row], self._ends[row] = SuffixAutomaton(prompt), list(prompt[-LONGEST_MATCH:])
-        self._known[row] = -1
+        self._read_pending[row] = False

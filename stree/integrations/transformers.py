@@ -1,7 +1,7 @@
 """``stree.custom_generate``: tree decoding behind transformers' own ``model.generate``.
 
-transformers prepares inputs, processors and stopping criteria; what cannot be lossless here is refused by name before
-the model runs.
+transformers prepares inputs, processors and stopping criteria; options that cannot be lossless here are refused by name
+before the model runs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
-from stree.decode.loop import Streamer
-from stree.drafters import Drafter, HasModel, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.decode.request import Request, Streamer
+from stree.drafters import Drafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.generation import run
 from stree.growth import Growth
 from stree.integrations.transformers_processors import BatchProcessor, StepObserver, Stops
@@ -25,7 +25,7 @@ from stree.sampling import Sampling
 __all__ = ["custom_generate"]
 
 NAMED_DRAFTERS: Mapping[str, Callable[[], Drafter]] = {"suffix": SuffixDrafter, "none": NoDrafter}
-# What generate() hands over beside its named arguments; everything else would change what the model computes.
+# What generate() passes beside its named arguments; everything else would change what the model computes.
 KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep"}
 # Options of GenerationConfig that ask for more than token ids, scores and the distribution of the plain model.
 REFUSED_OPTIONS = {
@@ -54,11 +54,11 @@ def custom_generate(
     The text is distributed as that of plain ``model.generate``; greedy, it is the text of every prompt run alone.
     Everything that transformers expresses as logits processors (temperature, top-k, top-p, min-p, penalties, minimum
     lengths, your own) acts on every node of a tree along the node's own path, for the target and for a draft model; it
-    must depend on its arguments only, as it is asked about texts that are never emitted.  Processors see the columns
-    that they would see in ``generate``, left padding included.  Stopping criteria are asked about one sequence at a
+    must depend on its arguments only, as it is called with texts that are never emitted.  Processors see the columns
+    that they would see in ``generate``, left padding included.  Stopping criteria are called with one sequence at a
     time, after each of its tokens.
 
-    transformers hands a callable none of ``streamer``, ``tokenizer`` and ``assistant_model`` and drops them, so bind a
+    transformers passes a callable none of ``streamer``, ``tokenizer`` and ``assistant_model`` and drops them, so bind a
     streamer beforehand, give stop strings as a criterion, and a draft model as ``drafter``:
 
         custom_generate=functools.partial(stree.custom_generate, streamer=TextStreamer(tokenizer))
@@ -103,26 +103,30 @@ def custom_generate(
     is_sampled = bool(generation_config.do_sample)
     if seed is None:
         seed = int(torch.randint(1 << 62, ())) if is_sampled else 0
-    output = run(
-        lm, prompts, chosen, growth=growth, budget=budget, verifier=verifier,
+    request = Request(
+        growth=growth, budget=budget, verifier=verifier,
         sampling=Sampling(1.0 if is_sampled else 0.0),  # the temperature is one of the processors
         max_new_tokens=stops.max_length - width, stop_token_ids=stops.token_ids,
         processor=BatchProcessor(logits_processor, input_ids, lengths) if len(logits_processor) else None,
         seed=seed, streamer=streamer, observer=observer,
     )  # fmt: skip
+    output = run(lm, prompts, chosen, request)
     new = [text[length:] for text, length in zip(output.sequences, lengths, strict=True)]
-    columns = max(map(len, new))
-    filler = 0 if padding is None else int(padding)
-    rows = torch.tensor([[*text, *[filler] * (columns - len(text))] for text in new], device=input_ids.device)
-    sequences = torch.cat([input_ids, rows], 1)
+    sequences = torch.cat([input_ids, _padded(new, 0 if padding is None else int(padding)).to(input_ids.device)], 1)
     if not generation_config.return_dict_in_generate:
         return sequences
-    scores = observer.scores(columns) if observer is not None and keeps_scores else None
+    scores = observer.scores(max(map(len, new))) if observer is not None and keeps_scores else None
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores)
 
 
+def _padded(texts: list[list[int]], filler: int) -> Tensor:
+    """Token lists as int64[batch, longest], padded on the right."""
+    longest = max(map(len, texts))
+    return torch.tensor([[*text, *[filler] * (longest - len(text))] for text in texts], dtype=torch.long)
+
+
 def _check_config(model: PreTrainedModel, config: GenerationConfig) -> None:
-    """Refuse modes and options that ask for something else than drawing from the model's own distribution."""
+    """Refuse modes and options with a distribution other than the model's own."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise NotImplementedError(f"custom_generate decodes decoder-only models; {type(model).__name__} has an encoder")
     mode = config.get_generation_mode()
@@ -164,7 +168,7 @@ def _check_inputs(input_ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
 
 
 def _tree_lm(model: PreTrainedModel) -> TreeLM:
-    """Graft a model, or give the graft of an earlier call where nothing has become of the model since."""
+    """Patch a model, or return the ``TreeLM`` of an earlier call where the model is unchanged."""
     known: TreeLM | None = model.__dict__.get("_stree")
     if known is None or known.model is not model or known.change is not None:
         known = TreeLM(model)
@@ -183,15 +187,14 @@ def _drafter(model: PreTrainedModel, drafter: str | PreTrainedModel | TreeLM | D
         drafter = _tree_lm(drafter)
     if isinstance(drafter, TreeLM):
         drafter = ModelDrafter(drafter)
-    if not hasattr(drafter, "start"):
+    if not isinstance(drafter, Drafter):
         raise TypeError(
             f"drafter must be a name, a model, or a drafter of stree.drafters, got {type(drafter).__name__}"
         )
-    chosen: Drafter = drafter
-    for draft_lm in chosen.models if isinstance(chosen, HasModel) else ():
+    for draft_lm in drafter.models:
         if draft_lm.device != model.device:
             raise ValueError(
                 f"drafter and target must be on one device: the drafter is on {draft_lm.device}, "
                 f"the target on {model.device}"
             )
-    return chosen
+    return drafter

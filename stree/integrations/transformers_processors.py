@@ -1,4 +1,4 @@
-"""transformers' logits processors and stopping criteria, asked as transformers would ask them."""
+"""transformers' logits processors and stopping criteria, called as transformers would call them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BatchProcessor:
         groups = groupby(logits_processor, key=lambda one: type(one) in TEXT_FREE)
         self._groups = [(is_free, LogitsProcessorList(group)) for is_free, group in groups]
         self.looks_at_text = any(not is_free for is_free, _ in self._groups)
-        self._device = input_ids.device  # where the processors hold what they know
+        self._device = input_ids.device  # of the processors' own tensors
         self._padding = [row[: len(row) - length] for row, length in zip(input_ids, lengths, strict=True)]
 
     def __call__(self, nodes: Sequence[Node], logits: Tensor) -> Tensor:
@@ -70,14 +70,14 @@ class BatchProcessor:
     def _calls(self, nodes: Sequence[Node]) -> list[_Call]:
         """Arrange nodes in batches of equally long texts, each sequence at its own row."""
         texts = [torch.cat([self._padding[node.row], node.text.to(self._device)]) for node in nodes]
-        waiting: dict[int, list[dict[int, int]]] = {}
+        by_length: dict[int, list[dict[int, int]]] = {}
         for place, node in enumerate(nodes):
-            batches = waiting.setdefault(len(texts[place]), [])
+            batches = by_length.setdefault(len(texts[place]), [])
             free = next((batch for batch in batches if node.row not in batch), None)
             if free is None:
                 batches.append(free := {})
             free[node.row] = place
-        return [self._call(batch, texts) for batches in waiting.values() for batch in batches]
+        return [self._call(batch, texts) for batches in by_length.values() for batch in batches]
 
     def _call(self, places: dict[int, int], texts: list[Tensor]) -> _Call:
         """Fill the rows of absent sequences with another's node, whose result is dropped."""
@@ -92,7 +92,7 @@ class _Call:
 
     Attributes:
         places: the node whose result counts, by row.
-        rows: the node that stands at each row.
+        rows: the node at each row.
         texts: int64[batch, length].
     """
 
@@ -103,7 +103,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stops:
-    """When a generation ends: what the loop knows itself, and the criteria that must be asked.
+    """When a generation ends: what the decode loop checks itself, and the criteria that must be called.
 
     Attributes:
         token_ids: tokens that end a sequence.
@@ -117,7 +117,7 @@ class Stops:
 
     @classmethod
     def of(cls, criteria: StoppingCriteriaList) -> Stops:
-        """Sort out what transformers prepared."""
+        """Divide the criteria that transformers prepared."""
         tokens = {int(token) for one in criteria if type(one) is EosTokenCriteria for token in one.eos_token_id}
         longest = min(one.max_length for one in criteria if type(one) is MaxLengthCriteria)
         left = [one for one in criteria if type(one) not in (EosTokenCriteria, MaxLengthCriteria)]
@@ -125,12 +125,12 @@ class Stops:
 
 
 class StepObserver:
-    """Asks stopping criteria after every token and keeps scores.
+    """Calls stopping criteria after every token and keeps scores.
 
     Args:
-        criteria: those that the loop does not know.
+        criteria: those that the decode loop does not check.
         input_ids: int64[batch, length], the padded prompts.
-        keeps_scores: whether ``scores`` will be asked for; criteria see them then, as under transformers.
+        keeps_scores: whether ``scores`` will be called; criteria see them then, as under transformers.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, input_ids: Tensor, keeps_scores: bool) -> None:
@@ -139,7 +139,7 @@ class StepObserver:
         self._scores: list[list[Tensor]] = [[] for _ in input_ids]
 
     def observe(self, row: int, tokens: Sequence[int], logits: Tensor) -> int | None:
-        """Take a sequence's next tokens; return how many end it, or None."""
+        """Observe a sequence's next tokens; return how many end it, or None."""
         for count, (token, score) in enumerate(zip(tokens, logits, strict=True), 1):
             scores = None
             if self._keeps_scores:
@@ -152,7 +152,7 @@ class StepObserver:
         return None
 
     def scores(self, columns: int) -> tuple[Tensor, ...]:
-        """Give float32[batch, vocab] for each new column; zero where a sequence had ended."""
-        nothing = torch.zeros_like(self._scores[0][0])
-        filled = [[*row, *[nothing] * (columns - len(row))] for row in self._scores]
+        """float32[batch, vocab] for each new column; zero where a sequence had ended."""
+        empty = torch.zeros_like(self._scores[0][0])
+        filled = [[*row, *[empty] * (columns - len(row))] for row in self._scores]
         return tuple(torch.cat(column) for column in zip(*filled, strict=True))

@@ -17,7 +17,7 @@ from helpers.tiny_models import patched, random_texts, tiny_model
 from torch import Tensor
 
 import stree
-from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.drafters import Draft, Drafter, DraftRun, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import (
     RSDS,
     Calibrated,
@@ -84,7 +84,7 @@ def cheap_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch)
 
 
-class Doubling:
+class Doubling(Drafter, DraftRun):
     """A drafter of the user's own, which drafts the pending token again and says nothing of its worth."""
 
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> Doubling:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 import stree
 from stree.budget.policy import AutoBudget
-from stree.decode.profiling import GUESS
-from stree.drafters import Draft, Drafter, FusedDrafter, NoDrafter, SuffixDrafter
+from stree.decode.step_times import GUESS
+from stree.drafters import Draft, Drafter, DraftRun, FusedDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Calibrated, Chain, Growth, Limited
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
@@ -132,11 +132,11 @@ def test_sizes_that_change_from_step_to_step(name: str, temperature: float, monk
 
 
 @pytest.mark.parametrize("name", ["model", "suffix", "none"])
-def test_a_host_that_hears_of_a_step_while_the_next_one_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_read_while_the_next_one_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"sampling": Sampling(0.8), "verifier": "match"}
     expected = generate(launched(), NoDrafter(), budget=1, **options).sequences
-    # Only a device hears late.
-    monkeypatch.setattr("stree.decode.loop.DecodeLoop._is_late", lambda self: True)
+    # Only on a device are steps pipelined.
+    monkeypatch.setattr("stree.decode.loop.DecodeLoop._is_pipelined", lambda self: True)
     for lm in (launched(), captured(monkeypatch)):
         for _ in range(2):
             found = generate(lm, drafter_named(name), budget=1 if name == "none" else 8, **options)
@@ -198,7 +198,7 @@ def test_a_logits_processor_s_texts_are_launched_step_by_step(monkeypatch: pytes
     assert found.sequences == expected and "graphs" not in found.stats
 
 
-class Bigrams:
+class Bigrams(Drafter):
     """A user's own drafter: it drafts what last followed the pending token, from a table on the device.
 
     Args:
@@ -214,8 +214,8 @@ class Bigrams:
         return BigramRun(len(prompts), vocab_size, self.fails_at)
 
 
-class BigramRun:
-    version = 0
+class BigramRun(DraftRun):
+    can_extend = is_capturable = can_replay_proposals = True
 
     def __init__(self, batch: int, vocab_size: int, fails_at: int) -> None:
         self.following = torch.zeros(batch, vocab_size, dtype=torch.long)
@@ -228,23 +228,14 @@ class BigramRun:
         tokens = torch.cat([pending[:, None], self.following.gather(1, pending[:, None])], 1)
         parents = torch.zeros_like(tokens, dtype=torch.int32)
         parents[:, 0] = -1
-        self.made = tokens[:, :1]
+        self.last_proposal = tokens[:, :1]
         return Draft(TokenTree.unchecked(tokens, parents), None, 1, values=torch.ones_like(tokens, dtype=torch.float32))
 
     def observe(self, acceptance: Any) -> None:
-        self.following.scatter_(1, self.made, acceptance.next_token[:, None])
-
-    def settle(self, budget: int) -> int:
-        return 0
+        self.following.scatter_(1, self.last_proposal, acceptance.next_token[:, None])
 
     def extend(self, tree: TokenTree) -> None:
         """Its node stays the first one."""
-
-    def replayed(self, budget: int) -> None:
-        """Keep nothing on the host."""
-
-    def give_up(self) -> None:
-        """Keep nothing on the host."""
 
 
 @pytest.mark.parametrize("is_fused", [False, True])

@@ -55,11 +55,11 @@ def test_after_a_failed_capture_the_stream_and_the_draws_are_as_before(monkeypat
         recorder.capture(failing)
     assert (device.stream, device.is_locked, device.ended) == ("before", False, [(0, 0)])
     assert recorder.capture(lambda: 6)[1] == 6
-    assert recorder.capture(lambda: 7, lasts=True)[1] == 7
+    assert recorder.capture(lambda: 7, separate_pool=True)[1] == 7
     with pytest.raises(RuntimeError, match="a number was read"):
-        recorder.capture(failing, lasts=True)
-    assert recorder.capture(lambda: 8, lasts=True)[1] == 8
+        recorder.capture(failing, separate_pool=True)
+    assert recorder.capture(lambda: 8, separate_pool=True)[1] == 8
     assert device.ended == [(0, 0), (0, 1)] and len(graphs._failed) == 2
     used = [pool for pool in device.used if pool is not None]
-    assert used == [0, 0, 2, 1, 1, 3], "another pool after a failure, and one of its own for what lasts"
+    assert used == [0, 0, 2, 1, 1, 3], "another pool after a failure, and the separate one is another"
     assert (device.stream, device.is_locked) == ("before", False) and len(graphs._failed) == 2

@@ -183,7 +183,7 @@ def test_a_text_has_exactly_max_new_tokens(new_tokens: int) -> None:
     assert out.stats["finish_reasons"] == ["length"] * 4
 
 
-class Recorder:
+class Recorder(Drafter, DraftRun):
     """Passes a drafter through and notes what it does; fails or is interrupted at a step."""
 
     def __init__(
@@ -352,7 +352,7 @@ def test_a_text_that_is_cancelled_while_its_next_step_runs_ends_with_what_was_he
     """As on a device, where a step is launched before the last one is heard of."""
     whole = stree.generate(lm(), PROMPTS, *way("self-chain"), max_new_tokens=NEW_TOKENS).sequences
     # Only a device hears late.
-    monkeypatch.setattr("stree.decode.loop.DecodeLoop._is_late", lambda *_: True)
+    monkeypatch.setattr("stree.decode.loop.DecodeLoop._is_pipelined", lambda *_: True)
     answers = iter([False, True])
     out = stree.generate(
         lm(), PROMPTS, *way("self-chain"), max_new_tokens=NEW_TOKENS, max_batch=2,

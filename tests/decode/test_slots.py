@@ -16,7 +16,7 @@ from helpers.tiny_models import patched, random_texts, tiny_model
 
 import stree
 from stree.decode import validation as arguments
-from stree.drafters import Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.drafters import Drafter, DraftRun, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Chain
 from stree.models import patched_model
 from stree.models.tree_lm import TreeLM
@@ -134,18 +134,32 @@ def test_a_bound_that_is_no_integer_is_refused(name: str) -> None:
 
 
 def test_a_drafter_that_cannot_take_up_a_prompt_is_refused_before_anything_runs() -> None:
-    class Plain:
-        def start(self, *_: object) -> object:
+    class Plain(Drafter):
+        def start(self, *_: Any) -> DraftRun:
             run = NoDrafter().start(0, [], None)  # type: ignore[arg-type]
 
-            class Run:
+            class Run(DraftRun):
                 propose, observe = run.propose, run.observe
 
             return Run()
 
-    assert stree.generate(lm(), TEXTS, Plain(), max_new_tokens=2).sequences  # type: ignore[arg-type]
+    assert stree.generate(lm(), TEXTS, Plain(), max_new_tokens=2).sequences
     with pytest.raises(TypeError, match="Plain cannot take up a prompt in mid-run"):
-        stree.generate(lm(), TEXTS, Plain(), max_new_tokens=2, max_batch=1)  # type: ignore[arg-type]
+        stree.generate(lm(), TEXTS, Plain(), max_new_tokens=2, max_batch=1)
+
+
+def test_drafters_and_runs_of_other_classes_are_refused() -> None:
+    class Drafting:
+        start = propose = observe = None
+
+    class Starting(Drafter):
+        def start(self, *_: Any) -> Any:
+            return Drafting()
+
+    with pytest.raises(TypeError, match="derived from stree.drafters.Drafter, got "):
+        stree.generate(lm(), TEXTS, Drafting(), max_new_tokens=2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Starting.start must return a stree.drafters.DraftRun, got Drafting"):
+        stree.generate(lm(), TEXTS, Starting(), max_new_tokens=2)
 
 
 def test_slots_serve_chains_whose_last_leaf_was_never_run() -> None:

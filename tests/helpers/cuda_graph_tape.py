@@ -26,9 +26,9 @@ class TapeError(RuntimeError):
 class Tape(TorchDispatchMode):
     """One captured graph: operators in the order of their calls."""
 
-    def __init__(self, neighbours: list[Tape], *, lasts: bool) -> None:
+    def __init__(self, neighbours: list[Tape], *, separate_pool: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._neighbours, self._lasts = neighbours, lasts
+        self._neighbours, self._separate_pool = neighbours, separate_pool
         self._calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
         self._own: set[int] = set()  # storages made while recording
         self._before: dict[int, tuple[Tensor, Tensor]] = {}  # by storage, a view of all of it and what it held
@@ -57,7 +57,7 @@ class Tape(TorchDispatchMode):
         """Run everything again, where others of its pool had their memory."""
         self._look_for_freed()
         for other in self._neighbours:
-            if other is not self and other._lasts == self._lasts:
+            if other is not self and other._separate_pool == self._separate_pool:
                 other._spoil()
         for func, args, kwargs, made in self._calls:
             if not made and not _written(func, args, kwargs):
@@ -115,9 +115,9 @@ class TapeRecorder:
     def __init__(self) -> None:
         self.tapes: list[Tape] = []
 
-    def capture(self, work: Callable[[], Any], *, lasts: bool = False) -> tuple[Tape, Any]:
+    def capture(self, work: Callable[[], Any], *, separate_pool: bool = False) -> tuple[Tape, Any]:
         """Record work and undo it."""
-        tape = Tape(self.tapes, lasts=lasts)
+        tape = Tape(self.tapes, separate_pool=separate_pool)
         try:
             with NoHostReads(), _NothingFromTheHost(), tape:
                 out = work()

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stree.drafters import Draft
+from stree.drafters import Draft, Drafter, DraftRun
 from stree.growth import Growth
 from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance
 
 
-class Retrieval:
+class Retrieval(Drafter, DraftRun):
     """A drafter that always retrieves the same tree; it is its own run."""
+
+    can_admit = can_extend = True
 
     def __init__(self, tokens: Sequence[int], parents: Sequence[int], values: Sequence[float] | None = None) -> None:
         self.tokens, self.parents = list(tokens), list(parents)

@@ -93,7 +93,7 @@ def launches_of(growth: Growth, budget: int) -> Counter[str]:
     """Count the launches of one proposal."""
     run: _ModelRun = begun(growth, PROMPTS[:1])
     with as_on_a_gpu():
-        run._begun = None
+        run._state._state = None
         run.propose(torch.tensor([7]), growth, budget)
         places = step_counts.Places()
         places.within(run._lm, "verify", "forward")

@@ -99,7 +99,7 @@ def test_match_gives_the_tokens_of_plain_sampling_with_every_growth(name: str) -
     assert texts(*policy(name)) == texts(NoDrafter(), None, 1)
 
 
-class SortedDrafter:
+class SortedDrafter(Drafter, DraftRun):
     """Two drawn children, put in descending order of probability before the test, as STree's released sampler does."""
 
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> SortedDrafter:

@@ -221,7 +221,7 @@ def drafter_probs(seed: int) -> Tensor:
     return PLAIN.probs(TableModel.random(VOCAB, 100 + seed).logits)
 
 
-class Begun:
+class Begun(Drafter):
     """A drafter one step on: verification of the root has left a distribution.
 
     Args:

@@ -1,0 +1,84 @@
+"""What a caller asks of a generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from stree.budget.policy import BudgetPolicy, TreeSizes
+from stree.decode.logits_processors import NodeProcessor
+from stree.growth import Growth
+from stree.sampling import Sampling
+
+__all__ = ["Observer", "Request", "Slots", "Streamer"]
+
+
+class Streamer(Protocol):
+    """Receives tokens as transformers' streamers do: the prompt first, then what each step emits."""
+
+    def put(self, value: Tensor) -> None:
+        """Receive int64[count] tokens."""
+        ...
+
+    def end(self) -> None:
+        """Finish the text."""
+        ...
+
+
+class Observer(Protocol):
+    """Observes every token with the logits it was drawn from."""
+
+    def observe(self, row: int, tokens: Sequence[int], logits: Tensor) -> int | None:
+        """Observe a sequence's next tokens, at least one, and float[len(tokens), vocab] logits.
+
+        Returns:
+            How many of the tokens end the sequence, at least 1, or None to go on.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Request:
+    """Arguments of ``generate`` beside models, drafter and prompts, and what only callers within the library pass.
+
+    Attributes:
+        processor: processes the logits of many nodes, or None.
+        observer: observes every token, or None.
+        policy: chooses the budget of every step in place of the controller, or None.
+    """
+
+    growth: Growth | None = None
+    budget: int | str = "auto"
+    verifier: str = "auto"
+    sampling: Sampling = Sampling()
+    max_new_tokens: int = 128
+    stop_token_ids: Iterable[int] | None = None
+    seed: int = 0
+    streamer: Streamer | None = None
+    max_batch: int | None = None
+    max_length: int | None = None
+    allow_lossy: bool = False
+    cancelled: Callable[[int], bool] | None = None
+    processor: NodeProcessor | None = None
+    observer: Observer | None = None
+    policy: Callable[[TreeSizes], BudgetPolicy] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Prompts, and the rows of the batch that run them.
+
+    Attributes:
+        prompts: tokens, and why they cannot be run or None.
+        max_batch: most sequences at once.
+        max_length: most tokens of a prompt and its new ones.
+        refills: whether a prompt takes the row of a sequence that has finished.
+    """
+
+    prompts: Iterator[tuple[list[int], str | None]]
+    max_batch: int
+    max_length: int
+    refills: bool = False

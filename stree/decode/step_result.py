@@ -1,0 +1,81 @@
+"""What one step leaves: the draft, what was accepted, and a report that is copied to the host without synchronising."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.decode.timing import StepTimer
+from stree.drafters import Draft
+from stree.kernels.dispatch import host_can_read
+from stree.tree import TokenTree
+from stree.verify import Acceptance
+
+__all__ = ["StepResult"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """One step that was launched.
+
+    Attributes:
+        draft: what was proposed.
+        acceptance: what was accepted; path length 0 where a sequence was inactive.
+        logits: float[batch, n, vocab], of the tree's nodes.  The tensors of a replayed step are overwritten by the
+            next one.
+        report: int64[batch, m + 2]: up to m emitted tokens, their number, and the nodes committed.
+        timer: times of its parts.
+        arrival: event after which a report on the host may be read, or None where it may be at once.
+    """
+
+    draft: Draft
+    acceptance: Acceptance
+    logits: Tensor
+    report: Tensor
+    timer: StepTimer
+    arrival: Any = None
+
+    def to_host(self, *, with_draft: bool) -> StepResult:
+        """Start to copy the report to the host; ``with_draft``, also what a budget controller reads."""
+        draft, acceptance = self.draft, self.acceptance
+        if with_draft:
+            draft, acceptance = _draft_to_host(draft), _acceptance_to_host(acceptance)
+        report = _to_host(self.report)  # after the last lap, whose event has ended once the report has arrived
+        arrival = None
+        if self.report.device.type == "cuda":
+            arrival = torch.cuda.Event()
+            arrival.record(torch.cuda.current_stream(self.report.device))
+        return replace(self, draft=draft, acceptance=acceptance, report=report, arrival=arrival)
+
+    def emitted(self) -> tuple[list[list[int]], list[int]]:
+        """Synchronise with the report; return each sequence's new tokens, and the nodes that it committed."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        rows = self.report.tolist()
+        return [row[: row[-2]] for row in rows], [row[-1] for row in rows]
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Start to copy a tensor to pinned memory of the host."""
+    if host_can_read(tensor):
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _draft_to_host(draft: Draft) -> Draft:
+    """Copy a draft's shape and values."""
+    tree = draft.tree
+    if host_can_read(tree.tokens):
+        return draft
+    tensors = [_to_host(tensor) for tensor in (tree.tokens, tree.parents, tree.depths, tree.ancestor_mask)]
+    values = None if draft.values is None else _to_host(draft.values)
+    return replace(draft, tree=TokenTree.unchecked(*tensors), values=values)
+
+
+def _acceptance_to_host(acceptance: Acceptance) -> Acceptance:
+    """Copy the accepted paths."""
+    return replace(acceptance, path=_to_host(acceptance.path), path_lengths=_to_host(acceptance.path_lengths))

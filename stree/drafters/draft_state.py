@@ -1,0 +1,149 @@
+"""The decode state of a draft model, which follows the accepted tokens of its texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stree.drafters.base import padded_prompts
+from stree.drafters.catch_up import CatchUpTokens
+from stree.kernels.dispatch import host_can_read
+from stree.models.state import DecodeState
+from stree.models.tree_lm import TreeLM
+from stree.tree import TokenTree
+
+__all__ = ["DraftState"]
+
+CHUNK = 32  # most tokens of a chain by which a model catches up
+MAX_NODES = 66  # of a state's trees, where the largest tree is not known beforehand
+
+
+class DraftState:
+    """Prompts are run when the first tree is drafted; accepted tokens that were never run are run before the next one.
+
+    Args:
+        lm: the draft model.
+        prompts: of the first texts.
+
+    Attributes:
+        prompts: of the present texts.
+        leaf: int64[batch], the last accepted token where it was never run.
+        has_leaf: bool[batch], where that is so.
+        max_nodes: most columns of a tree, where it is known.
+        is_extended: whether trees are extended by another drafter, which reads every step on the host anyway.
+        version: changes whenever tensors that outlive a step are replaced.
+    """
+
+    def __init__(self, lm: TreeLM, prompts: Sequence[Sequence[int]]) -> None:
+        self._lm, self.prompts = lm, list(prompts)
+        self.leaf = torch.zeros(len(prompts), dtype=torch.long, device=lm.device)
+        self.has_leaf = torch.zeros(len(prompts), dtype=torch.bool, device=lm.device)
+        self.max_nodes: int | None = None
+        self.is_extended = False
+        self.version = 0
+        self._max_length: int | None = None  # of a text, where it is known
+        self._state: DecodeState | None = None  # None until the prompts have been run
+        self._behind = CatchUpTokens(len(prompts), lm.device)
+
+    @property
+    def decode_state(self) -> DecodeState:
+        """The model's own state, once ``begin`` was called."""
+        assert self._state is not None, "a tree begins the run"
+        return self._state
+
+    def begin(self) -> None:
+        """Run the prompts, unless they were run; plain decoding never needs them."""
+        if self._state is not None:
+            return
+        input_ids, lengths = padded_prompts(self.prompts)
+        width = input_ids.shape[1]
+        nodes = MAX_NODES if self.max_nodes is None else max(self.max_nodes, CHUNK + 1)
+        self._state = self._lm.new_state(len(lengths), max(self._max_length or 2 * width + 1024, width), nodes)
+        self._state.fixed_shapes = not host_can_read(self.leaf)
+        self._lm.prefill(self._state, input_ids, lengths)
+
+    def restart(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Begin as many other texts in the same memory."""
+        self.prompts = list(prompts)
+        self.has_leaf.zero_()
+        self._behind.clear()
+        if self._state is not None:
+            input_ids, lengths = padded_prompts(prompts)
+            filled = self._lm.new_state(len(prompts), input_ids.shape[1], self._state.max_nodes)
+            self._lm.prefill(filled, input_ids, lengths)
+            self._state.overwrite(filled)
+
+    def admit(self, row: int, prompt: Sequence[int]) -> None:
+        """Begin another text in a row."""
+        self.prompts[row] = prompt
+        if self._state is not None:
+            if len(prompt) > self._state.max_length:
+                self._resize(2 * len(prompt), self._state.max_nodes)
+            self._lm.prefill_row(self._state, row, torch.tensor([prompt]))
+        self.has_leaf[row] = False
+        self._behind.forget(row)
+
+    def reserve_length(self, max_length: int) -> None:
+        """Bound the length of all texts to come."""
+        if max_length != self._max_length:
+            self._max_length = max_length
+            self._behind.reserve(max_length)
+            self.version += 1
+
+    def reserve_nodes(self, nodes: int) -> None:
+        """Make the state larger where a tree of ``nodes``, or a text of unknown length, needs it."""
+        state = self.decode_state
+        length = state.length_bound + nodes if self._max_length is None else self._max_length
+        if length > state.max_length or nodes > state.max_nodes:
+            longer = 2 * length if length > state.max_length else 0
+            self._resize(max(state.max_length, longer), max(nodes, state.max_nodes))
+
+    def forget_pending(self) -> None:
+        """Drop a tree that was verified on the host only, by a capture that failed."""
+        if self._state is not None:
+            self._state.is_inconsistent = False
+
+    def commit_later(self, tokens: Tensor, lengths: Tensor) -> None:
+        """Append the first int64[batch] of int64[batch, m] accepted tokens to those that ``catch_up`` will run."""
+        self._behind.put(tokens, lengths, self._max_length)
+
+    def count_later(self, tokens: int) -> None:
+        """Count tokens that a replayed ``commit_later`` has appended on the device."""
+        self._behind.most += tokens
+
+    def catch_up(self) -> int:
+        """Run and commit the accepted tokens that were never run, as chains; return the draft calls it took."""
+        if not self._behind.most:
+            return 0
+        tokens, number = self._behind.all()
+        most = self._behind.most
+        if host_can_read(number) or self.is_extended:
+            most = int(number.max())
+        for begin in range(0, most, CHUNK):
+            piece = tokens[:, begin : min(begin + CHUNK, most)]
+            self._run_chain(piece, (number - begin).clamp(0, piece.shape[1]))
+        self._behind.clear()
+        return -(-most // CHUNK)
+
+    def _run_chain(self, tokens: Tensor, count: Tensor) -> None:
+        """Run and commit the last leaf and the first ``count`` of int64[batch, m] tokens of every sequence."""
+        width = tokens.shape[1]
+        self.reserve_nodes(width + 1)
+        lead = self.has_leaf & (count > 0)
+        tokens = torch.cat([self.leaf[:, None], tokens], 1)
+        place = torch.arange(width + 1, device=tokens.device)
+        tokens = tokens.gather(1, (place + (~lead).long()[:, None]).clamp(max=width))
+        lengths = torch.where(count > 0, count + lead, 0)
+        is_node = (place < lengths[:, None]) | (place == 0)
+        chain = torch.where(is_node, place - 1, -1).to(torch.int32)
+        self._lm.verify(self.decode_state, TokenTree.unchecked(tokens * is_node, chain))
+        path = place.to(torch.int32).expand(len(tokens), -1)
+        self._lm.commit(self.decode_state, path, lengths.to(torch.int32))
+        self.has_leaf &= count == 0
+
+    def _resize(self, max_length: int, max_nodes: int) -> None:
+        """Replace the state by a larger copy."""
+        self._state = self.decode_state.resized(max_length, max_nodes)
+        self.version += 1
