@@ -1,19 +1,18 @@
-"""``generate``, which users call: checks its arguments, profiles steps where the budget is "auto", runs the loop."""
+"""``generate``, which users call: checks its arguments, chooses the policy of tree sizes, runs the loop."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 
-from stree.budget.policy import MAX_DEPTH, MOST_FIXED, AutoBudget, BudgetPolicy, FixedBudget, TreeSizes
-from stree.budget.tree_sizes import PLAIN, Choice
+from stree.budget.controller import START, StepHistory
+from stree.budget.policy import MAX_FIXED, AutoBudget, BudgetPolicy, candidate_sizes
 from stree.decode.logits_processors import EachNode, LogitsProcessor, with_processor
 from stree.decode.loop import DecodeLoop
 from stree.decode.memory import arithmetic, check_memory, fits_in_memory
-from stree.decode.profiling import step_times
 from stree.decode.request import Request, Streamer
 from stree.decode.stats import Generation
 from stree.decode.step_cache import StepCache, step_cache_of
@@ -59,7 +58,7 @@ def generate(
     prompts: Sequence[Sequence[int]] | Iterator[Sequence[int]],
     drafter: Drafter | None = None,
     growth: Growth | None = None,
-    budget: int | str = "auto",
+    budget: int | str | None = None,
     verifier: str = "auto",
     sampling: Sampling | None = None,
     max_new_tokens: int = 128,
@@ -80,12 +79,11 @@ def generate(
         drafter: what proposes trees; None for ``SuffixDrafter()``.
         growth: the shape of a model drafter's trees; None for its default, ``Calibrated()``.  Where nothing is grown,
             as with ``SuffixDrafter`` or a budget of 1, it is not used, and the statistics name none.
-        budget: most nodes a step, root included; 1 is plain decoding; "auto" for the size of the best goodput, up to 64
-            nodes, chosen anew for every step.  What steps take, and what a draft model's trees bring behind pieces of
-            the first prompt, is measured before the first text of a kind, which its statistics leave out, and kept
-            with ``lm``: within a process a seed names a text.  A batch shares one size a step, so with a temperature
-            and a draft model, MATCH apart, a text depends under "auto" on the prompts that share its batch, and on the
-            process; under a fixed budget it does not.
+        budget: most nodes a step, root included; 1 is plain decoding.  "auto" chooses the size of every step, up to 64
+            nodes, by goodput: what earlier steps emitted over the time that they took.  Greedy text and text under
+            MATCH do not depend on it; sampled text of a draft model does, and so on timing and on the prompts that
+            share its batch, where under a number a seed names a text.  None: 16 for one sequence with a draft model,
+            else "auto".
         verifier: "auto", "match", "rejection", "traversal" or "block"; see ``stree.accept``.
         sampling: temperature, top-k, top-p; None for greedy.
         max_new_tokens: most new tokens a sequence.
@@ -135,28 +133,29 @@ def run(
     step_cache = step_cache_of(lm) if request.processor is None and drafter.is_lossless else None
     growth = drafter.default_growth if request.growth is None else request.growth
     growth = None if growth is None else growth.bind(request.sampling)
-    sizes = _tree_sizes(drafter, growth, request, is_captured=step_cache is not None)
-    check_nodes(lm, drafter, sizes.max_nodes)
+    budget = _default_budget(drafter, growth, slots.max_batch) if request.budget is None else request.budget
+    sizes = _tree_sizes(drafter, growth, budget)
+    max_nodes = sizes[-1]
+    check_nodes(lm, drafter, max_nodes)
     if verifier == "block":
-        check_block(drafter, growth, sizes.max_nodes)
-    extent = slots.max_batch, slots.max_length + sizes.max_nodes, sizes.max_nodes
-    reserve_memory = partial(_reserve_memory, lm, drafter, step_cache, extent)
+        check_block(drafter, growth, max_nodes)
+    policy = BudgetPolicy(growth, max_nodes)
+    if request.policy is not None:
+        policy = request.policy(growth, sizes)
+    elif len(sizes) > 1:
+        history = _step_history(lm, drafter, growth, slots.max_batch, verifier)
+        policy = AutoBudget(growth, sizes, history, START if slots.max_batch == 1 else START // 2)
     is_greedy = request.sampling.is_greedy
     processed_lm, processed_drafter = with_processor(lm, drafter, request.processor, is_greedy=is_greedy)
     loop = DecodeLoop(processed_lm, slots, request, verifier, step_cache)
     loop.settings = {
-        "growth": str(growth) if drafter.uses_growth and growth is not None else None, "budget": request.budget,
+        "growth": str(growth) if drafter.uses_growth and growth is not None else None, "budget": budget,
         "verifier": verifier, "lossless": drafter.is_lossless,
     }  # fmt: skip
-    policy: BudgetPolicy = FixedBudget(growth, sizes.max_nodes)
     key = None if step_cache is None else loop.key(processed_drafter, policy, slots.max_batch)
-    reserve_memory(key)
+    extent = slots.max_batch, slots.max_length + max_nodes, max_nodes
+    _reserve_memory(lm, drafter, step_cache, extent, key)
     with _failures_with_output(loop, lambda: arithmetic(lm, *extent)):
-        if len(sizes.choices) > 1:
-            policy = _auto_policy(lm, drafter, sizes, loop)
-            reserve_memory(key)
-        if request.policy is not None:
-            policy = request.policy(sizes)
         loop.run(processed_drafter, policy)
     if loop.problem is not None:
         message = f"the drafter failed, and the rest was decoded without it: {loop.problem}"
@@ -164,31 +163,33 @@ def run(
     return loop.output("length")
 
 
-def _tree_sizes(drafter: Drafter, growth: Growth | None, request: Request, *, is_captured: bool) -> TreeSizes:
+def _default_budget(drafter: Drafter, growth: Growth | None, batch: int) -> int | str:
+    """Return the budget where the caller names none: START nodes for one sequence with a model, or a fixed shape."""
+    if batch > 1 or not drafter.models or not drafter.is_lossless:
+        return "auto"
+    sizes = candidate_sizes(growth)
+    return START if START in sizes else sizes[-1]
+
+
+def _tree_sizes(drafter: Drafter, growth: Growth | None, budget: int | str) -> list[int]:
     """List the sizes that steps may have: one, or what "auto" chooses from."""
-    budget = request.budget
     if isinstance(budget, str):
         if isinstance(drafter, NoDrafter):
-            return TreeSizes(growth, [PLAIN])
+            return [1]
         if drafter.is_lossless:
-            max_depth = MAX_DEPTH if request.growth is None else None
-            return TreeSizes.of(growth, max_depth, has_model=bool(drafter.models), is_coarse=is_captured)
+            return candidate_sizes(growth)
         assert growth is not None, "a lossy rule has a growth"
-        budget = growth.plan(MOST_FIXED).num_nodes + 1
+        budget = growth.plan(MAX_FIXED).num_nodes + 1
     if growth is not None:
         growth.plan(budget)  # refuses a fixed shape above the budget
-    return TreeSizes(growth, [Choice(budget, 0)])
+    return [budget]
 
 
-def _auto_policy(lm: TreeLM, drafter: Drafter, sizes: TreeSizes, loop: DecodeLoop) -> BudgetPolicy:
-    """Choose budgets by goodput, with step times that are profiled before the first text of a kind."""
-    opening = loop.sequences.next_prompt()
-    times = step_times(
-        lm, drafter, sizes, loop.slots.max_batch, opening, loop.request, verifier=loop.verifier,
-        step_cache=loop.step_cache,
-    )  # fmt: skip
-    is_padded = loop.step_cache is not None and bool(drafter.models)
-    return AutoBudget(sizes, times, experience=times.experience, is_padded=is_padded, behind_ms=times.behind_ms)
+def _step_history(lm: TreeLM, drafter: Drafter, growth: Growth | None, batch: int, verifier: str) -> StepHistory:
+    """Return what earlier generations of the same kind of steps have shown."""
+    histories: dict[Hashable, StepHistory] = lm.cache.setdefault("step_histories", {})
+    key = type(drafter), tuple(map(weakref.ref, drafter.models)), repr(growth), batch, verifier, torch.get_num_threads()
+    return histories.setdefault(key, StepHistory())
 
 
 def _reserve_memory(

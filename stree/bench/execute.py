@@ -12,7 +12,6 @@ from stree.bench.pair import Pair
 from stree.bench.peers import PEERS
 from stree.bench.records import Record
 from stree.bench.unrolled import UnrolledLM
-from stree.decode.profiling import num_profiled
 from stree.decode.stats import PARTS
 from stree.decode.step_cache import step_cache_of
 from stree.drafters import Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
@@ -60,7 +59,7 @@ class Run:
 
 
 def execute(pair: Pair, method: Method, case: Case) -> Run:
-    """Run a method until one run has neither profiled step times nor captured a CUDA graph, and return that run.
+    """Run a method until one run has captured no CUDA graph, and return that run.
 
     Raises:
         NotImplementedError: this pair, machine or version cannot run the method; the message says why.
@@ -70,7 +69,7 @@ def execute(pair: Pair, method: Method, case: Case) -> Run:
     lm = UnrolledLM(pair.target) if method.is_unrolled else pair.target
     drafter = _drafter(pair, method)
     for _ in range(MAX_RUNS):
-        before = _num_preparations(pair)
+        before = _num_graphs(pair)
         try:
             run = _run(lm, drafter, method, case)
         except GenerationError:
@@ -81,7 +80,7 @@ def execute(pair: Pair, method: Method, case: Case) -> Run:
             continue
         graphs = run.stats.get("graphs")
         is_replayed = graphs is None or graphs["replays"] == run.stats["steps"]
-        if is_replayed and _num_preparations(pair) == before:
+        if is_replayed and _num_graphs(pair) == before:
             break
     return run
 
@@ -131,11 +130,10 @@ def _run(lm: TreeLM | UnrolledLM, drafter: Drafter, method: Method, case: Case) 
     return Run(tokens, seconds, out.stats["prefill_s"], out.stats)
 
 
-def _num_preparations(pair: Pair) -> tuple[int, int]:
-    """Count profiles of step times and captured graphs, which the first runs of a method add to."""
+def _num_graphs(pair: Pair) -> int:
+    """Count captured graphs, which the first runs of a method add to."""
     step_cache = step_cache_of(pair.target)
-    num_graphs = 0 if step_cache is None else sum(decode_step["graphs"] for decode_step in step_cache.report())
-    return num_profiled(pair.target), num_graphs
+    return 0 if step_cache is None else sum(decode_step["graphs"] for decode_step in step_cache.report())
 
 
 def _drafter(pair: Pair, method: Method) -> Drafter:

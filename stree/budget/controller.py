@@ -1,220 +1,146 @@
-"""Budget controller: chooses the tree size of each step by goodput, with plain decoding as one of the choices.
+"""The tree size of each step, chosen by goodput: expected emitted tokens over measured seconds.
 
-Goodput (SmartSpec, arXiv 2406.14066, here for trees) is the expected number of emitted tokens of a step over its time.
-One step also shows what every smaller tree would have emitted and cost (`stree.budget.goodput`), so only larger trees
-need trials. No clock is read, so that the same text always leads to the same sizes.
+Goodput is SmartSpec's criterion (arXiv 2406.14066), here over sizes of trees with plain decoding among them.  All
+that is known comes from the steps themselves: no separate profiling run.  The controller knows no loop, drafter or
+model; the loop reports what each step emitted and how long it took.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
 
-import numpy as np
+__all__ = ["SIZES", "START", "BudgetController", "StepHistory"]
 
-from stree.budget.goodput import Experience, Goodput, StepMs
-from stree.budget.tree_sizes import PLAIN, Choice
+SIZES = (1, 8, 16, 32, 64)  # nodes a step, root included; 1 is plain decoding
+START = 16  # size of the first steps, while nothing is known
+# Accepted nodes of a tree over those of a tree of START nodes on the same text, bundled pair: only differences between
+# candidates that are tried in turn depend on them, and a wrong one costs a few probes.
+GAIN = {1: 0.0, 8: 0.75, 16: 1.0, 32: 1.25, 64: 1.4}
+TIMES = 25  # steps of a size whose median is its time: robust against single slow steps
+PLAIN_AT = (4, 7)  # steps of a first generation that decode plainly, so that plain decoding has a time
+MARGIN = 0.08  # share by which another size must be better before it is taken; below it noise decides
+PRIOR_STEPS = 12.0  # weight of earlier generations in a new one's acceptance level, in steps of one sequence
+MEMORY_STEPS = 40.0  # steps over which a sequence's acceptance level is averaged
+OLDEST_STEPS = 4.0  # weight of an acceptance level that has aged during plain decoding
+FIRST_PROBE, PROBE_EVERY, MAX_PROBE_EVERY = 8, 16, 128  # steps between tries of another size; doubled after each
+PROBE_SHARE = 0.03  # of the time that tries of another size may take
+EARLIER = 0.02  # weight of one step in the level that is handed on to later generations
 
-__all__ = ["BudgetController"]
 
-REVIEW_STEPS = 16  # steps of plain decoding between two reviews of all choices
-EARLY_STEPS = 16  # without experience, the first steps with drafts update the estimates one by one
-STEPS_PER_UPDATE = 4  # later steps update them in groups of this size
-MAX_BACKOFF = 3.0  # largest factor on the cost of a trial while drafting is off
-MAX_FIRST_COST = 2.0  # largest time of the first tree, in steps of plain decoding
-MAX_LOSS = 1.0  # largest loss before drafting is switched off, in steps of plain decoding
-PROMPT_COST = 1.0  # estimated time of the draft model's prefill, in steps of plain decoding
-FIRST_MARGIN = 0.15  # share by which a tree must beat plain decoding, by experience, to be the first choice
+@dataclass(slots=True)
+class StepHistory:
+    """What steps of one kind (models, batch size, sampling) have shown; kept with the target between generations.
+
+    Attributes:
+        seconds: the last step times of each size.
+        level: accepted nodes of a step of START nodes, averaged over earlier generations; None before the first.
+    """
+
+    seconds: dict[int, deque[float]] = field(default_factory=dict)
+    level: float | None = None
+
+    def time(self, size: int) -> float | None:
+        """Return the median seconds of a step, or None for a size that has not been timed."""
+        times = self.seconds.get(size)
+        return median(times) if times else None
 
 
 class BudgetController:
-    """Chooses a tree size for every step of a batch and learns from the accepted paths.
+    """Chooses the size of each step of one generation.
 
-    While plain decoding is the best choice, its steps are only counted and reviewed in groups, which costs the host
-    almost nothing. Counts are noisy, so drafting is switched on again only for a gain of three times the margin.
+    One number per generation, the acceptance level, predicts the tokens of every size: 1 + level * GAIN[size].  It is
+    an average over the steps of all sizes, so that every step informs every choice.
 
     Args:
-        choices: the sizes to choose from, plain decoding first.
-        step_ms: step times in milliseconds.
-        experience: statistics of these choices from other texts, or None.
-        is_padded: whether a step always takes the time of its size, even if fewer nodes were drafted.
-        behind_ms: extra milliseconds of the first tree after plain decoding, because the draft model has to catch up.
-        memory: approximate number of steps over which estimates are averaged.
-        probe_share: share of the time that may be spent on trials of other sizes.
-        margin: share by which another choice must be better to switch to it.
+        sizes: candidate sizes, ascending, 1 (plain decoding) first.
+        history: of this kind of steps; updated.
+        start: size of the first steps while nothing is known, or the nearest candidate.
+
+    Attributes:
+        current: the size that is used when no other is tried.
 
     Raises:
-        ValueError: a number out of its range, or a time that is not positive.
+        ValueError: sizes that are not ascending or do not begin with 1.
     """
 
-    def __init__(
-        self,
-        choices: Sequence[Choice],
-        step_ms: StepMs,
-        *,
-        experience: Experience | None = None,
-        is_padded: bool = False,
-        behind_ms: float = 0.0,
-        memory: int = 200,
-        probe_share: float = 0.01,
-        margin: float = 0.01,
-    ) -> None:
-        if not choices or choices[0] != PLAIN or len(set(choices)) != len(choices):
-            raise ValueError(f"choices must differ and begin with plain decoding, got {list(choices)[:3]}")
-        if memory < 1:
-            raise ValueError(f"memory must be at least 1 step, got {memory}")
-        if not (0 <= probe_share < 1 and 0 <= margin < 1):
-            raise ValueError(f"probe_share and margin must be in [0, 1), got {probe_share} and {margin}")
-        self.choices = list(choices)
-        self._index = {choice: index for index, choice in enumerate(self.choices)}
-        self._estimates = Goodput(choices, step_ms, experience, is_padded=is_padded, memory=memory)
-        self._behind_ms, self._probe_share, self._margin = behind_ms, probe_share, margin
-        self._plain_ms = float(self._estimates.nominal_ms[0])
-        self._current = 0
-        self._trial_ms, self._num_trials = 0.0, 0  # milliseconds that trials may lose
-        self._next_trial_ms = 0.0  # needed before the next trial, by the last estimate
-        self._backoff = 1.0  # factor on a trial's cost; grows while trials change nothing
-        self._plain_steps = 0  # since the last review
-        self._pending: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # steps of one size, not learned from
-        self._tree_steps = 0
-        self._current = self._first_choice()
-        if experience is not None and not self._current:
-            self._trial_ms = -PROMPT_COST * self._plain_ms
+    def __init__(self, sizes: Sequence[int], history: StepHistory, start: int = START) -> None:
+        if not sizes or sizes[0] != 1 or list(sizes) != sorted(set(sizes)):
+            raise ValueError(f"sizes must ascend from 1, plain decoding, got {list(sizes)}")
+        self._sizes, self._history = list(sizes), history
+        self._level, self._weight = history.level or 0.0, 0.0 if history.level is None else PRIOR_STEPS
+        self._step, self._next_probe, self._probe_every = 0, FIRST_PROBE, PROBE_EVERY
+        self.current = min(sizes[1:] or sizes, key=lambda size: abs(size - start))
+        self.current = self._best()
+        if history.time(1) is not None:
+            self._next_probe = max(FIRST_PROBE, self._probe_interval() // 2)
 
-    @property
-    def best(self) -> Choice:
-        """The best known size."""
-        return self.choices[self._current]
+    def choose(self) -> int:
+        """Return the size of the next step."""
+        self._step += 1
+        is_timed = self._history.time(1) is not None
+        if not is_timed or not self._weight:
+            return 1 if self._step in PLAIN_AT and not is_timed else self.current
+        best = self._best()
+        if best != self.current:
+            self.current, self._probe_every = best, PROBE_EVERY
+            self._next_probe = self._step + self._probe_interval()
+        elif self._step >= self._next_probe:
+            self._next_probe = self._step + self._probe_interval()
+            self._probe_every = min(2 * self._probe_every, MAX_PROBE_EVERY)
+            return self._probe()
+        return self.current
 
-    def choose(self) -> Choice:
-        """Choose the size of the next step: the best known one, or a trial if its expected loss is affordable."""
-        if self._plain_steps >= REVIEW_STEPS:
-            self._count_plain()
-            self._switch()
-        is_off, is_seen = self._current == 0, self._estimates.seen[self._current] > 0
-        if self._trial_ms < self._next_trial_ms or (is_off and self._plain_steps) or not is_seen:
-            return self.choices[self._current]
-        trial = self._trial()
-        return self.choices[self._current if trial is None else trial]
-
-    def observe_plain(self) -> None:
-        """Record a step of plain decoding."""
-        self._plain_steps += 1
-        self._trial_ms += self._probe_share * self._plain_ms
-
-    def observe(self, choice: Choice, values: np.ndarray, depths: np.ndarray, is_accepted: np.ndarray) -> None:
+    def observe(self, size: int, num_emitted: Sequence[int], seconds: float) -> None:
         """Record a step.
 
         Args:
-            choice: its size, as ``choose`` gave it.
-            values: float[batch, n], acceptance probability of each node's path as estimated before drawing; not
-                increasing along a path, 1 for the root, 0 for padding.
-            depths: int[batch, n].
-            is_accepted: bool[batch, n], the accepted paths, roots included; an all-False row is an inactive sequence.
+            size: as `choose` returned it.
+            num_emitted: tokens of every active sequence, at least 1 each.
+            seconds: duration of the step.
         """
-        ran = self._index[choice]
-        is_trial = ran != self._current
-        if is_trial:
-            self._learn_pending(self._current)
-        else:
-            self._trial_ms += self._probe_share * float(self._estimates.nominal_ms[ran])
-        self._pending.append((values, depths, is_accepted))
-        self._tree_steps += 1
-        if (
-            is_trial
-            or (not self._estimates.is_experienced and self._tree_steps <= EARLY_STEPS)
-            or len(self._pending) >= STEPS_PER_UPDATE
-        ):
-            self._learn_pending(ran)
-            self._switch()
+        if self._step > 2 or self._history.seconds:  # the first steps of a process also compile and allocate
+            self._history.seconds.setdefault(size, deque(maxlen=TIMES)).append(seconds)
+        if not num_emitted:
+            return
+        rows = len(num_emitted)
+        if size == 1:  # plain decoding tells nothing of acceptance, and what is known ages
+            self._weight = max(self._weight * (1 - 1 / MEMORY_STEPS), min(self._weight, OLDEST_STEPS * rows))
+            return
+        level = sum(count - 1 for count in num_emitted) / rows / self._gain(size)
+        self._weight = min(self._weight + rows, MEMORY_STEPS * rows)
+        self._level += rows / self._weight * (level - self._level)
+        earlier = self._history.level
+        self._history.level = level if earlier is None else earlier + EARLIER * (level - earlier)
 
-    def experience(self) -> Experience:
-        """Statistics of all steps so far."""
-        self._learn_pending(self._current)
-        return self._estimates.experience()
+    def _gain(self, size: int) -> float:
+        """Return accepted nodes relative to a tree of START nodes; 1 for a fixed shape of another size."""
+        return GAIN.get(size, 1.0)
 
-    def goodput(self) -> np.ndarray:
-        """Estimate tokens a millisecond of every choice, float[choices]."""
-        return np.asarray(self._estimates.tokens(self._current) / self._estimates.ms(self._current))
+    def _goodput(self, size: int) -> float:
+        """Return expected tokens a second; 0 for a size that has not been timed."""
+        seconds = self._history.time(size)
+        tokens = 1 + self._level * self._gain(size) * (size > 1)
+        return tokens / seconds if seconds else 0.0
 
-    def _count_plain(self) -> None:
-        """Decay the estimates by the recorded steps of plain decoding."""
-        self._estimates.count_plain(self._plain_steps)
-        self._plain_steps = 0
+    def _best(self) -> int:
+        """Return the size of the greatest goodput; the current one unless another is better by MARGIN."""
+        best = max(self._sizes, key=self._goodput)
+        current = self._goodput(self.current)
+        return best if self._weight and current and self._goodput(best) > (1 + MARGIN) * current else self.current
 
-    def _learn_pending(self, ran: int) -> None:
-        """Learn from the pending steps, which had one size."""
-        self._count_plain()
-        if self._pending:
-            values, depths, is_accepted = (_stacked(parts) for parts in zip(*self._pending, strict=True))
-            self._pending = []
-            self._estimates.learn(ran, values, depths, is_accepted)
+    def _probe_interval(self) -> int:
+        """Return the steps until another size is tried, so that tries take at most PROBE_SHARE of the time."""
+        own, other = self._history.time(self.current), self._history.time(self._probe())
+        extra = (other - own) / own if own and other else 0.0
+        return max(self._probe_every, round(extra / PROBE_SHARE))
 
-    def _switch(self) -> None:
-        """Switch to the choice of the greatest goodput if it beats the current one by the margin."""
-        expected, ms = self._estimates.tokens(self._current), self._estimates.ms(self._current)
-        goodput = np.where(self._estimates.seen > 0.5, expected / ms, 0.0)
-        best = 1 + int(goodput[1:].argmax()) if len(goodput) > 1 else 0
-        if self._current:
-            if goodput[best] <= (1 + self._margin) * goodput[self._current]:
-                best = self._current
-            if goodput[best] < (1 + self._margin) * goodput[0]:
-                lost = self._tree_steps * float(ms[self._current] - expected[self._current] * ms[0])
-                allowance = MAX_LOSS * float(ms[0])
-                if lost >= allowance:
-                    best, self._trial_ms = 0, min(self._trial_ms, 0.0) - allowance
-        elif goodput[best] <= (1 + 3 * self._margin) * goodput[0]:
-            best = 0
-        if best != self._current:
-            self._current, self._backoff = best, 1.0
-
-    def _trial(self) -> int | None:
-        """Find a size to try whose expected loss is affordable.
-
-        While drafting is off this is the best tree; else an unseen size that promises more than the current one, or in
-        turn one with more nodes, with more depth, or a much larger one.
-        """
-        current = self._estimates.sizes[self._current]
-        nodes, depth = self._estimates.sizes.T
-        expected, ms = self._estimates.tokens(self._current), self._estimates.ms(self._current)
-        is_off = self._current == 0
-        promise = np.where(is_off & (nodes > 1) | (self._estimates.seen == 0), expected / ms, 0.0)
-        if is_off or promise.max() > (1 + self._margin) * expected[self._current] / ms[self._current]:
-            trial = int(promise.argmax())
-        else:
-            more_nodes = (nodes > current[0]) & (depth >= np.minimum(max(current[1], 1), nodes - 1))
-            deeper = (depth > current[1]) & (nodes >= current[0])
-            much_larger = (nodes > 2 * current[0]) & (depth > 2 * current[1])
-            candidates = (more_nodes, deeper, much_larger)[self._num_trials % 3]
-            if not candidates.any():
-                self._num_trials += 1
-                return None
-            trial = int(np.where(candidates, ms, np.inf).argmin())
-        loss = float(ms[trial] - expected[trial] * ms[self._current] / max(expected[self._current], 1e-12))
-        if is_off:
-            loss = self._backoff * (max(loss, 0.0) + self._behind_ms)
-        if loss > self._trial_ms:
-            # Try again at half the missing amount, because the estimates may have changed by then.
-            self._next_trial_ms = self._trial_ms + 0.5 * (loss - self._trial_ms)
-            return None
-        self._trial_ms -= max(loss, 0.0)
-        self._next_trial_ms = 0.0
-        self._num_trials += 1
-        if is_off:
-            self._backoff = min(1.5 * self._backoff, MAX_BACKOFF)
-        return trial
-
-    def _first_choice(self) -> int:
-        """Choose the first size by predicted goodput; plain decoding if no tree is expected to pay."""
-        goodput = self.goodput()
-        if self._estimates.is_experienced:
-            best = int(np.where(self._estimates.seen > 0, goodput, 0.0).argmax())
-            return best if goodput[best] > (1 + FIRST_MARGIN) * goodput[0] else 0
-        return int(np.where(self._estimates.nominal_ms <= MAX_FIRST_COST * self._plain_ms, goodput, 0.0).argmax())
-
-
-def _stacked(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Stack [batch, n] arrays, one per step, into [steps, batch, largest n], padded with zeros."""
-    stacked = np.zeros((len(parts), len(parts[0]), max(part.shape[1] for part in parts)), parts[0].dtype)
-    for room, part in zip(stacked, parts, strict=True):
-        room[:, : part.shape[1]] = part
-    return stacked
+    def _probe(self) -> int:
+        """Return another size to try: a neighbour that has not been timed, else the next best."""
+        place = self._sizes.index(self.current)
+        near = self._sizes[max(place - 1, 0) : place] + self._sizes[place + 1 : place + 2]
+        untimed = [size for size in near if self._history.time(size) is None]
+        others = [size for size in self._sizes if size != self.current]
+        return untimed[0] if untimed else max(others, key=self._goodput, default=self.current)

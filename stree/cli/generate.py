@@ -52,7 +52,7 @@ def _add_drafting(command: argparse.ArgumentParser) -> None:
         help="a draft model's trees: calibrated, dyspec, dyspec-heap, sequoia, chain:4, static:3,2, rsdc:3,2, stree",
     )
     command.add_argument(
-        "--budget", default="auto", help="most nodes a step, root included; 1 is plain decoding, auto by goodput"
+        "--budget", default=None, help="most nodes a step, root included; 1 is plain decoding, auto by goodput"
     )
     command.add_argument("--verifier", default="auto", help="auto, match, rejection, traversal or block")
 
@@ -64,7 +64,9 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     growth = None if arguments.growth is None else parse_growth(arguments.growth)
-    budget: int | str = int(arguments.budget) if arguments.budget.lstrip("-").isdigit() else arguments.budget
+    budget: int | str | None = arguments.budget
+    if budget is not None and budget.lstrip("-").isdigit():
+        budget = int(budget)
     prompt = _prompt(arguments)
 
     from transformers import TextStreamer

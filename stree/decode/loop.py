@@ -108,7 +108,6 @@ class DecodeLoop:
     def _run_steps(self, step: DecodeStep, policy: BudgetPolicy) -> None:
         """Launch steps and read them until every sequence has ended."""
         self._refill(step)
-        step.copies_draft = policy.watches
         is_pipelined = self._is_pipelined()
         launched: deque[tuple[StepResult, int]] = deque()  # with the number of replays until then
 
@@ -118,7 +117,7 @@ class DecodeLoop:
 
         try:
             while self.sequences.is_running:
-                launched.append((step(*policy.next()), self._num_replays()))
+                launched.append((step(policy.growth, policy.next()), self._num_replays()))
                 if len(launched) > is_pipelined:
                     read()
                     for row in self.sequences.cancel(is_pipelined=is_pipelined):
@@ -137,9 +136,10 @@ class DecodeLoop:
         for row, tokens in enumerate(rows):
             if self.sequences.append(row, tokens, logits[row]):
                 step.finish(row)
-        self.stats.record(result.draft, committed, result.timer.seconds())
+        seconds = result.timer.seconds()
+        self.stats.record(result.draft, committed, seconds)
         self.stats.total_s = time.perf_counter() - self._began
-        policy.observe(result.draft, result.acceptance)
+        policy.observe([count for count in committed if count], sum(time_s for _, time_s in seconds))
 
     def _refill(self, step: DecodeStep) -> None:
         """Prefill waiting prompts into the rows of sequences that have ended."""

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from stree.budget.policy import BudgetPolicy, TreeSizes
+from stree.budget.policy import BudgetPolicy
 from stree.decode.logits_processors import NodeProcessor
 from stree.growth import Growth
 from stree.sampling import Sampling
@@ -47,11 +47,11 @@ class Request:
     Attributes:
         processor: processes the logits of many nodes, or None.
         observer: observes every token, or None.
-        policy: chooses the budget of every step in place of the controller, or None.
+        policy: makes what chooses the budget of every step, from growth and sizes; None for the budget's own.
     """
 
     growth: Growth | None = None
-    budget: int | str = "auto"
+    budget: int | str | None = None
     verifier: str = "auto"
     sampling: Sampling = Sampling()
     max_new_tokens: int = 128
@@ -64,7 +64,7 @@ class Request:
     cancelled: Callable[[int], bool] | None = None
     processor: NodeProcessor | None = None
     observer: Observer | None = None
-    policy: Callable[[TreeSizes], BudgetPolicy] | None = None
+    policy: Callable[[Growth | None, Sequence[int]], BudgetPolicy] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,12 +49,10 @@ class DecodeStep:
         limit: int64[batch], most new tokens.
         is_finished: bool[batch], inactive sequences.
         problem: why decoding went on without the drafter, or None.
-        copies_draft: whether a step's draft and accepted paths are copied to the host with its report.
         graphs: CUDA graphs of captured steps, or None where every operation of every step is launched.
     """
 
     run: DraftRun
-    copies_draft: bool = False
     problem: Exception | None = None
     graphs: Graphs | None = None
 
@@ -79,7 +77,7 @@ class DecodeStep:
 
     def __call__(self, growth: Growth | None, budget: int) -> StepResult:
         """Launch a step of at most ``budget`` nodes a sequence."""
-        return self._launch(growth, budget).to_host(with_draft=self.copies_draft)
+        return self._launch(growth, budget).to_host()
 
     def _launch(self, growth: Growth | None, budget: int) -> StepResult:
         timer = StepTimer(self.pending.device)

@@ -11,7 +11,6 @@ from torch import Tensor
 from stree.decode.timing import StepTimer
 from stree.drafters import Draft
 from stree.kernels.dispatch import host_can_read
-from stree.tree import TokenTree
 from stree.verify import Acceptance
 
 __all__ = ["StepResult"]
@@ -38,17 +37,14 @@ class StepResult:
     timer: StepTimer
     arrival: Any = None
 
-    def to_host(self, *, with_draft: bool) -> StepResult:
-        """Start to copy the report to the host; ``with_draft``, also what a budget controller reads."""
-        draft, acceptance = self.draft, self.acceptance
-        if with_draft:
-            draft, acceptance = _draft_to_host(draft), _acceptance_to_host(acceptance)
+    def to_host(self) -> StepResult:
+        """Start to copy the report to the host."""
         report = _to_host(self.report)  # after the last lap, whose event has ended once the report has arrived
         arrival = None
         if self.report.device.type == "cuda":
             arrival = torch.cuda.Event()
             arrival.record(torch.cuda.current_stream(self.report.device))
-        return replace(self, draft=draft, acceptance=acceptance, report=report, arrival=arrival)
+        return replace(self, report=report, arrival=arrival)
 
     def emitted(self) -> tuple[list[list[int]], list[int]]:
         """Synchronise with the report; return each sequence's new tokens, and the nodes that it committed."""
@@ -64,18 +60,3 @@ def _to_host(tensor: Tensor) -> Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
     return host.copy_(tensor, non_blocking=True)
-
-
-def _draft_to_host(draft: Draft) -> Draft:
-    """Copy a draft's shape and values."""
-    tree = draft.tree
-    if host_can_read(tree.tokens):
-        return draft
-    tensors = [_to_host(tensor) for tensor in (tree.tokens, tree.parents, tree.depths, tree.ancestor_mask)]
-    values = None if draft.values is None else _to_host(draft.values)
-    return replace(draft, tree=TokenTree.unchecked(*tensors), values=values)
-
-
-def _acceptance_to_host(acceptance: Acceptance) -> Acceptance:
-    """Copy the accepted paths."""
-    return replace(acceptance, path=_to_host(acceptance.path), path_lengths=_to_host(acceptance.path_lengths))

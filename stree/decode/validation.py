@@ -108,12 +108,12 @@ def checked(lm: TreeLM, drafter: Drafter, request: Request) -> Request:
     budget, verifier = request.budget, request.verifier
     if isinstance(budget, str) and budget != "auto":
         raise ValueError(f"budget must be a number of nodes or 'auto', got {budget!r}")
-    check_counts(budget=1 if isinstance(budget, str) else budget, max_new_tokens=request.max_new_tokens)
+    check_counts(budget=1 if budget is None or budget == "auto" else budget, max_new_tokens=request.max_new_tokens)
     if not hasattr(request.seed, "__index__"):
         raise TypeError(f"seed must be an integer, got {type(request.seed).__name__}")
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
-    if not isinstance(budget, str):
+    if budget is not None and not isinstance(budget, str):
         budget = operator.index(budget)
         check_nodes(lm, drafter, budget)
     for model in drafter.models:

@@ -43,7 +43,7 @@ def custom_generate(
     generation_config: GenerationConfig,
     drafter: str | PreTrainedModel | TreeLM | Drafter = "suffix",
     growth: Growth | None = None,
-    budget: int | str = "auto",
+    budget: int | str | None = None,
     verifier: str = "auto",
     seed: int | None = None,
     streamer: Streamer | None = None,

@@ -59,15 +59,6 @@ def test_baselines_and_lossy_methods_are_not_captured(captured: Pair) -> None:
         assert "graphs" not in execute(captured, method, case).stats
 
 
-@pytest.mark.slow
-def test_profiling_of_step_times_is_no_part_of_a_run() -> None:
-    (auto,) = parse_methods("auto")
-    pair = tiny_pair("bamba")
-    case = replace(SAMPLED, prompts=(PROMPT,))
-    first, second = execute(pair, auto, case), execute(pair, auto, case)
-    assert first.seconds < 5 * second.seconds
-
-
 def test_the_figures_of_a_run_are_those_of_the_library() -> None:
     (method,) = parse_methods("static:3,2")
     run = execute(tiny_pair(), method, SAMPLED)

@@ -10,6 +10,7 @@ Run: python -m pytest tests/decode/test_captured_steps.py
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,9 +24,8 @@ from torch import Tensor
 
 import stree
 from stree.budget.policy import AutoBudget
-from stree.decode.step_times import GUESS
 from stree.drafters import Draft, Drafter, DraftRun, FusedDrafter, NoDrafter, SuffixDrafter
-from stree.growth import Calibrated, Chain, Growth, Limited
+from stree.growth import Calibrated, Chain, Growth
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 
@@ -106,21 +106,19 @@ def test_the_verification_of_every_family(family: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("name", "temperature"), [("model", 0.0), ("fused", 0.8)])
 def test_sizes_that_change_from_step_to_step(name: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small trees are captured before large ones come; texts are taken up in between."""
-    sizes = [(4, 2)] * 6 + [(16, 3), (1, 1), (12, 2), (6, 3), (1, 1)] * 4
+    sizes = [4] * 6 + [16, 1, 12, 6, 1] * 4
 
     class Turns(AutoBudget):
-        """What "auto" would choose depends on the clock, and texts that are sampled depend on it."""
+        """Sizes in turn; what "auto" would choose depends on the clock, and so would sampled texts."""
 
-        def next(self) -> tuple[Growth | None, int]:
+        def next(self) -> int:
             self.number = getattr(self, "number", -1) + 1
-            budget, depth = sizes[self.number % len(sizes)]
-            return Limited(Calibrated(3).bind(Sampling(temperature)), depth), budget
+            return sizes[self.number % len(sizes)]
 
-        def observe(self, draft: Draft, acceptance: Any) -> None:
+        def observe(self, num_emitted: Sequence[int], seconds: float) -> None:
             """Learn nothing."""
 
     monkeypatch.setattr("stree.generation.AutoBudget", Turns)
-    monkeypatch.setattr("stree.generation.step_times", lambda *_, **__: GUESS)
     options: dict[str, Any] = {"texts": random_texts(random.Random(3), [4, 7, 5, 6, 3]), "max_batch": 2}
     options |= {"budget": "auto", "growth": Calibrated(3), "sampling": Sampling(temperature), "max_new_tokens": 40}
     expected = generate(launched(), drafter_named(name), **options).sequences
