@@ -64,9 +64,8 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     growth = None if arguments.growth is None else parse_growth(arguments.growth)
-    budget: int | str | None = arguments.budget
-    if budget is not None and budget.lstrip("-").isdigit():
-        budget = int(budget)
+    text = arguments.budget
+    budget: int | str | None = int(text) if text is not None and text.lstrip("-").isdigit() else text
     prompt = _prompt(arguments)
 
     from transformers import TextStreamer
