@@ -123,10 +123,10 @@ def test_a_model_is_patched_once_and_again_only_when_its_weights_move_or_its_lay
     lm = model.__dict__["_stree"]
     hooked(model, PROMPTS[:1])
     assert model.__dict__["_stree"] is lm
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     expected = plain(target("mamba2"), PROMPTS[0])
-    assert new_tokens(PROMPTS[:1], hooked(twin, PROMPTS[:1])) == [expected]
-    assert twin.__dict__["_stree"].model is twin
+    assert new_tokens(PROMPTS[:1], hooked(copied, PROMPTS[:1])) == [expected]
+    assert copied.__dict__["_stree"].model is copied
     model.double()
     assert new_tokens(PROMPTS[:1], hooked(model, PROMPTS[:1])) == [plain(model, PROMPTS[0])]
     assert model.__dict__["_stree"] is not lm

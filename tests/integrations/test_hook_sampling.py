@@ -31,7 +31,7 @@ from transformers import (
 # processors make of fresh forwards.  Seeds are fixed; the significance is 1e-3.  Each distribution has a control that
 # must be rejected.
 SAMPLES = {"temperature": 6000, "min-p": 4000}  # 2000 of the other distributions, whose controls are coarser
-LAWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "temperature": ({"temperature": 0.2, "top_k": 0}, {"temperature": 0.18}),
     "top-k": ({"temperature": 1.3, "top_k": 4}, {"top_k": 5}),
     "top-p": ({"temperature": 1.5, "top_k": 0, "top_p": 0.7}, {"top_p": 0.8}),
@@ -89,10 +89,10 @@ def sampled(options: dict[str, Any], prompts: list[list[int]], **arguments: Any)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "drafter"), [*((name, "rejection") for name in LAWS), ("all", "match"), ("all", "suffix")]
+    ("name", "drafter"), [*((name, "rejection") for name in PROCESSORS), ("all", "match"), ("all", "suffix")]
 )
 def test_sampled_texts_follow_transformers_own_distribution(name: str, drafter: str) -> None:
-    prompt, (options, change) = [3, 4, 5, 3, 4, 5, 3], LAWS[name]
+    prompt, (options, change) = [3, 4, 5, 3, 4, 5, 3], PROCESSORS[name]
     arguments: dict[str, Any] = {"budget": 8}
     if drafter != "suffix":
         arguments |= {"drafter": small("mamba2"), "verifier": drafter}
