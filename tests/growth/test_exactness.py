@@ -132,7 +132,7 @@ def test_whether_a_slot_is_taken_does_not_depend_on_its_own_token(policy: str, m
         choices.append((layer, slots, is_taken))
         return slots, is_taken
 
-    monkeypatch.setattr("stree.drafters.model.choose_slots", recorded)
+    monkeypatch.setattr("stree.drafters.growing.choose_slots", recorded)
     dist = TableModel.random(3, 12)
     outcomes = Outcomes.all(0, num_draws(growth.bind(PLAIN), budget), dist.vocab)
     draft_of(dist, growth, budget, PLAIN, as_random(outcomes), len(outcomes.weight))
