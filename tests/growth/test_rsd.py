@@ -96,6 +96,7 @@ def chi_square(growth: Growth, verifier: str, samples: int) -> float:
     return float((statistic - 15) / 30**0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
 def test_two_hundred_thousand_steps_emit_the_target_s_distribution(verifier: str) -> None:
     assert chi_square(RSDS(3, 2), verifier, 200_000) < CRITICAL

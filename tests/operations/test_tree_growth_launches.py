@@ -74,6 +74,7 @@ def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     treat_as_on_device(monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", GROWTHS)
 def test_drafts_are_the_same_node_for_node(
