@@ -25,6 +25,8 @@ from stree.sampling import Sampling
 
 __all__ = ["Generation", "GenerationError", "GenerationInterrupted", "Streamer", "generate", "run"]
 
+_histories: weakref.WeakKeyDictionary[TreeLM, dict[Hashable, StepHistory]] = weakref.WeakKeyDictionary()
+
 
 class GenerationError(RuntimeError):
     """The drafter, the model or a streamer failed.
@@ -187,7 +189,7 @@ def _tree_sizes(drafter: Drafter, growth: Growth | None, budget: int | str) -> l
 
 def _step_history(lm: TreeLM, drafter: Drafter, growth: Growth | None, batch: int, verifier: str) -> StepHistory:
     """Return what earlier generations of the same kind of steps have shown."""
-    histories: dict[Hashable, StepHistory] = lm.cache.setdefault("step_histories", {})
+    histories = _histories.setdefault(lm, {})
     key = type(drafter), tuple(map(weakref.ref, drafter.models)), repr(growth), batch, verifier, torch.get_num_threads()
     return histories.setdefault(key, StepHistory())
 

@@ -5,6 +5,8 @@ The tests replace the clock by a simulated one.
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -177,3 +179,11 @@ def test_trees_are_drafted_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> No
     assert slow_drafts.stats["nodes_per_step"] < 3 and wrong.stats["nodes_per_step"] < 4
     assert slow_nodes.stats["nodes_per_step"] < cheap.stats["nodes_per_step"] / 2
     assert cheap.sequences != slow_drafts.sequences, "negative control: a sampled text depends on the tree sizes"
+
+
+def test_a_model_can_be_copied_and_pickled_after_a_generation_under_auto() -> None:
+    lm = patched(tiny_model("bamba"))
+    options: dict[str, Any] = {"budget": "auto", "max_new_tokens": 8}
+    expected = stree.generate(lm, PROMPTS[:1], ModelDrafter(useless()), **options).sequences
+    for copied in (copy.deepcopy(lm), pickle.loads(pickle.dumps(lm))):
+        assert stree.generate(copied, PROMPTS[:1], ModelDrafter(useless()), **options).sequences == expected
