@@ -324,6 +324,7 @@ def test_commit_ignores_rows_off_the_path_whatever_they_hold(recurrence: Recurre
     assert torch.equal(clean, dirty)
 
 
+@pytest.mark.slow
 @every_recurrence
 def test_two_thousand_commits_do_not_drift(recurrence: Recurrence) -> None:
     problem = Problem.draw(recurrence, 1, 5, torch.float32, seed=3)

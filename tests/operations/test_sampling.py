@@ -180,6 +180,7 @@ def test_sums_of_a_whole_vocabulary_are_the_same_in_every_order(monkeypatch: pyt
         assert torch.equal(choice(dist, uniform, backend="triton"), expected)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10**6), st.integers(1, 40), st.sampled_from([3, 31, 200]), st.integers(0, 3))
 @settings(max_examples=12, deadline=None)
 def test_walks_are_those_of_the_verifier(seed: int, n: int, vocab: int, padding: int) -> None:

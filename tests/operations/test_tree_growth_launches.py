@@ -106,6 +106,7 @@ def launches_of(growth: Growth, budget: int) -> Counter[str]:
 
 # Launches a layer, the distribution's among them, and launches of the rest of a proposal.  They may fall and must not
 # rise.
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "most", "most_besides"), [(0.0, 5, 7), (0.8, 5, 12)])
 def test_a_layer_takes_few_launches(temperature: float, most: int, most_besides: int) -> None:
     growths = [Calibrated(depth, ranks=4).bind(Sampling(temperature)) for depth in (2, 4)]

@@ -39,7 +39,10 @@ ROUNDING = 1e-5, 1e-7  # relative and absolute: a logarithm and an exponential o
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("batch", "slots", "width"), [(1, 1, 1), (3, 4, 4), (1, 24, 15), (2, 40, 9), (1, 17, 64)])
+@pytest.mark.parametrize(
+    ("batch", "slots", "width"),
+    [(1, 1, 1), (3, 4, 4), (1, 24, 15), (2, 40, 9), pytest.param(1, 17, 64, marks=pytest.mark.slow)],
+)
 def test_the_slots_chosen_are_those_of_a_stable_sort(batch: int, slots: int, width: int, kind: str) -> None:
     value = some_values(kind, batch, slots, seed=slots)
     for number, (left, layers_left) in enumerate(((0, 1), (1, 2), (width // 2, 1), (width, 3), (999, 1))):
