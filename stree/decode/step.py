@@ -118,7 +118,7 @@ class DecodeStep:
             self._decode_without_drafter(problem)
 
     def _emit(self, tree: TokenTree, acceptance: Acceptance) -> Tensor:
-        """Append the accepted tokens, cut at stops and limits: see `stree.kernels.bookkeeping.emit`."""
+        """Append the accepted tokens, cut at stops and limits: see `stree.kernels.step.bookkeeping.emit`."""
         texts = Texts(self.pending, self.num_new, self.limit, self.is_finished, self._stop)
         return emit(tree.tokens, acceptance.path, acceptance.path_lengths, acceptance.next_token, texts)
 

@@ -153,7 +153,7 @@ def test_the_prompts_are_not_run_until_a_tree_is_asked_for(monkeypatch: pytest.M
 def test_texts_and_trees_that_outgrow_the_draft_state(family: str) -> None:
     model = tiny_model(family)
     loop = Loop(patched(model), ModelDrafter(patched(model)), [[5, 6, 7], [8]], Sampling(), Chain(2))
-    loop.step([True, True])  # nobody says how long texts become, nor how large trees
+    loop.step([True, True])  # neither the length of texts nor the size of trees is known
     loop.growth = Chain(6).bind(Sampling())
     for _ in range(2):
         loop.step([True, True])

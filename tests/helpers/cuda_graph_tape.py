@@ -82,7 +82,7 @@ class Tape(TorchDispatchMode):
             self._before[place] = whole, whole.clone()
 
     def _look_for_freed(self) -> None:
-        """Fail if nobody but the tape holds memory that it did not make."""
+        """Fail if only the tape holds memory that it did not allocate."""
         times: dict[int, int] = {}  # that the tape holds each tensor
         held: dict[int, dict[int, Tensor]] = {}
         for _, args, kwargs, made in self._calls:
