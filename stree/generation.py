@@ -59,6 +59,7 @@ def generate(
     lm: TreeLM,
     prompts: Sequence[Sequence[int]] | Iterator[Sequence[int]],
     drafter: Drafter | None = None,
+    *,
     growth: Growth | None = None,
     budget: int | str | None = None,
     verifier: str = "auto",

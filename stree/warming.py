@@ -27,8 +27,8 @@ STEPS = 2 * WARM_UP + 2  # memory that a first text allocates on the way drops i
 def warm_up(
     lm: TreeLM,
     drafter: Drafter | None = None,
-    growth: Growth | None = None,
     *,
+    growth: Growth | None = None,
     max_length: int,
     budgets: Sequence[int | str] = ("auto",),
     batch_sizes: Sequence[int] = (1,),

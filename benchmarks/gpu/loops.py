@@ -95,9 +95,14 @@ def by_kernel(pair: Pair, shape: Shape) -> Record:
 
     def run() -> dict[str, Any]:
         return stree.generate(
-            pair.target, prompts, drafter, shape.growth, shape.budget, sampling=Sampling(shape.temperature),
+            pair.target,
+            prompts,
+            drafter,
+            growth=shape.growth,
+            budget=shape.budget,
+            sampling=Sampling(shape.temperature),
             max_new_tokens=shape.new_tokens,
-        ).stats  # fmt: skip
+        ).stats
 
     try:
         run()  # captures

@@ -144,9 +144,17 @@ def sampled_counts(
     reports = []
     for seed in range(samples // BATCH):
         out = stree.generate(
-            models()[0], [PROMPT] * BATCH, drafter, growth, budget, verifier, sampling, max_new_tokens=COUNTED + 1,
-            seed=seed, **options,
-        )  # fmt: skip
+            models()[0],
+            [PROMPT] * BATCH,
+            drafter,
+            growth=growth,
+            budget=budget,
+            verifier=verifier,
+            sampling=sampling,
+            max_new_tokens=COUNTED + 1,
+            seed=seed,
+            **options,
+        )
         tokens = torch.tensor(out.sequences)[:, len(PROMPT) + 1 :]
         numbers = (tokens * VOCAB ** torch.arange(COUNTED - 1, -1, -1)).sum(1)
         counts += torch.bincount(numbers, minlength=len(counts))

@@ -160,9 +160,15 @@ def measured(pair: Pair, prompts: list[list[int]], temperature: float, options: 
     found = {}
     for nodes, growth in ((16, Calibrated(4)), (5, Chain(4)), (7, Chain(6))):
         out = stree.generate(
-            pair.target, prompts, ModelDrafter(pair.drafter), growth, nodes, sampling=Sampling(temperature),
-            max_new_tokens=options.new_tokens, seed=options.seed + 2,
-        )  # fmt: skip
+            pair.target,
+            prompts,
+            ModelDrafter(pair.drafter),
+            growth=growth,
+            budget=nodes,
+            sampling=Sampling(temperature),
+            max_new_tokens=options.new_tokens,
+            seed=options.seed + 2,
+        )
         name = "calibrated" if isinstance(growth, Calibrated) else "chain"
         found[f"{name} {nodes}x{growth.depth}"] = round(out.stats["tau"], 4)
     return found

@@ -122,9 +122,17 @@ def _run(lm: TreeLM | UnrolledLM, drafter: Drafter, method: Method, case: Case) 
     """Generate once, timed."""
     began = time.perf_counter()
     out = generate(
-        cast(TreeLM, lm), case.prompts, drafter, method.growth, method.budget, method.verifier,
-        Sampling(case.temperature), case.new_tokens, seed=case.seed, allow_lossy=method.is_lossy,
-    )  # fmt: skip
+        cast(TreeLM, lm),
+        case.prompts,
+        drafter,
+        growth=method.growth,
+        budget=method.budget,
+        verifier=method.verifier,
+        sampling=Sampling(case.temperature),
+        max_new_tokens=case.new_tokens,
+        seed=case.seed,
+        allow_lossy=method.is_lossy,
+    )
     seconds = time.perf_counter() - began
     tokens = [text[len(prompt) :] for text, prompt in zip(out.sequences, case.prompts, strict=True)]
     return Run(tokens, seconds, out.stats["prefill_s"], out.stats)

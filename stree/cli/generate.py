@@ -87,9 +87,18 @@ def _generate(arguments: argparse.Namespace) -> int:
     status = 0
     try:
         output = generate(
-            lm, [prompt_ids], drafter, growth, budget, arguments.verifier, sampling, arguments.max_new_tokens,
-            stops, seed=arguments.seed, streamer=streamer,
-        )  # fmt: skip
+            lm,
+            [prompt_ids],
+            drafter,
+            growth=growth,
+            budget=budget,
+            verifier=arguments.verifier,
+            sampling=sampling,
+            max_new_tokens=arguments.max_new_tokens,
+            stop_token_ids=stops,
+            seed=arguments.seed,
+            streamer=streamer,
+        )
     except GenerationInterrupted as interrupt:
         streamer.end()
         output, status = interrupt.output, 130

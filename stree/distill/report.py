@@ -90,7 +90,7 @@ def measure_tau(lm: TreeLM, drafter: TreeLM, held_out: np.ndarray) -> dict[str, 
     found = {}
     for temperature in (0.0, 0.8):
         out = generate(
-            lm, prompts, ModelDrafter(drafter), Chain(CHAIN), CHAIN + 1, sampling=Sampling(temperature),
+            lm, prompts, ModelDrafter(drafter), growth=Chain(CHAIN), budget=CHAIN + 1, sampling=Sampling(temperature),
             max_new_tokens=room,
         )  # fmt: skip
         found[f"{temperature:g}"] = round(cast(float, out.stats["tau"]), 3)

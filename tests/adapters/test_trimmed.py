@@ -72,7 +72,7 @@ def test_text_does_not_change_with_the_drafter_s_vocabulary(temperature: float) 
 
     def run(drafter: stree.drafters.Drafter, growth: stree.growth.Growth | None = None) -> stree.Generation:
         return stree.generate(
-            target, prompts, drafter, growth, budget=8, sampling=Sampling(temperature), max_new_tokens=20,
+            target, prompts, drafter, growth=growth, budget=8, sampling=Sampling(temperature), max_new_tokens=20,
             verifier="match",
         )  # fmt: skip
 

@@ -85,7 +85,9 @@ def test_replayed_steps_are_timed_beside_launched_ones(captured: Any) -> None:
 def test_of_replayed_steps_the_share_outside_the_forwards_is_known(captured: Any) -> None:
     def text() -> list[list[int]]:
         drafter = ModelDrafter(captured.drafter)
-        return stree.generate(captured.target, [[5, 6, 7]], drafter, Chain(2), 3, max_new_tokens=12).sequences
+        return stree.generate(
+            captured.target, [[5, 6, 7]], drafter, growth=Chain(2), budget=3, max_new_tokens=12
+        ).sequences
 
     before = text()
     kept = captured.target.cache["step_cache"]

@@ -135,9 +135,11 @@ GROWTHS: dict[str, Growth] = {
 @pytest.mark.parametrize("name", GROWTHS)
 def test_outputs_with_each_kind_of_growth_are_those_of_plain_decoding(name: str, cheap_trees: None) -> None:
     options: dict[str, Any] = {"budget": "auto", "max_new_tokens": 12}
-    out = stree.generate(target(), PROMPTS, ModelDrafter(same()), GROWTHS[name], **options)
+    out = stree.generate(target(), PROMPTS, ModelDrafter(same()), growth=GROWTHS[name], **options)
     assert out.sequences == plain_texts(max_new_tokens=12) and out.stats["nodes_per_step"] > 1.3
-    sampled = stree.generate(target(), PROMPTS, ModelDrafter(same()), GROWTHS[name], sampling=Sampling(0.8), **options)
+    sampled = stree.generate(
+        target(), PROMPTS, ModelDrafter(same()), growth=GROWTHS[name], sampling=Sampling(0.8), **options
+    )
     assert [len(text) for text in sampled.sequences] == [len(text) for text in out.sequences]
 
 
@@ -156,10 +158,10 @@ class Broken(BaseGrowth):
 
 
 def test_growths_of_the_user_s_own(cheap_trees: None) -> None:
-    out = stree.generate(target(), PROMPTS, ModelDrafter(useless()), Opaque(), "auto", max_new_tokens=12)
+    out = stree.generate(target(), PROMPTS, ModelDrafter(useless()), growth=Opaque(), budget="auto", max_new_tokens=12)
     assert out.sequences == plain_texts(max_new_tokens=12)
     with pytest.raises(ValueError, match="no tree of mine"):
-        stree.generate(target(), PROMPTS, ModelDrafter(useless()), Broken(), "auto")
+        stree.generate(target(), PROMPTS, ModelDrafter(useless()), growth=Broken(), budget="auto")
 
 
 def sizes(monkeypatch: pytest.MonkeyPatch, drafts: stree.TreeLM, call_s: float, node_s: float) -> stree.Generation:
@@ -167,7 +169,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch, drafts: stree.TreeLM, call_s: float, 
     clock, prompts = Clock(monkeypatch, 1e-4), random_texts(random.Random(0), [9])
     lm, drafter = clock.slow(patched(tiny_model("bamba")), 1.0, node_s), ModelDrafter(clock.slow(drafts, call_s))
     options: dict[str, Any] = {"sampling": Sampling(0.5), "max_new_tokens": 100}
-    return stree.generate(lm, prompts, drafter, DySpec(depth=4), "auto", **options)
+    return stree.generate(lm, prompts, drafter, growth=DySpec(depth=4), budget="auto", **options)
 
 
 def test_trees_are_drafted_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,10 +76,7 @@ def test_every_option_reaches_the_generation(
 ) -> None:
     seen: dict[str, Any] = {}
 
-    def generate(lm: Any, prompts: Any, *arguments: Any, **options: Any) -> None:
-        seen.update(
-            zip(("drafter", "growth", "budget", "verifier", "sampling", "tokens", "stops"), arguments, strict=True)
-        )
+    def generate(lm: Any, prompts: Any, drafter: Any, **options: Any) -> None:
         seen.update(options, prompts=prompts, captures_steps=lm.captures_steps)
         raise ValueError("seen")
 
@@ -89,8 +86,8 @@ def test_every_option_reaches_the_generation(
     assert main(["generate", "a b", "--target", target, "--max-new-tokens", "9", "--eager", *listed]) == 2
     capsys.readouterr()
     assert (seen["sampling"], seen["seed"]) == (Sampling(0.7, 5, 0.9), 3)
-    assert (seen["budget"], seen["verifier"], seen["tokens"], seen["growth"]) == (6, "match", 9, None)
-    assert (seen["prompts"], seen["stops"], seen["captures_steps"]) == ([[1, 2]], [0], False)
+    assert (seen["budget"], seen["verifier"], seen["max_new_tokens"], seen["growth"]) == (6, "match", 9, None)
+    assert (seen["prompts"], seen["stop_token_ids"], seen["captures_steps"]) == ([[1, 2]], [0], False)
     assert main(["generate", "a b", "--target", target]) == 2
     assert seen["captures_steps"] is None, "which is decided by the device"
 

@@ -76,19 +76,20 @@ def transformers_text(model: Any, prompt: list[int], new_tokens: int, **argument
     return text
 
 
-def way(name: str) -> tuple[Drafter, Growth | None, int]:
-    """Give drafter, growth and budget."""
+def way(name: str) -> dict[str, Any]:
+    """Return drafter, growth and budget as arguments of ``generate``."""
     if name in ("none", "suffix"):
-        return (NoDrafter(), None, 1) if name == "none" else (SuffixDrafter(), None, 16)
+        return {"drafter": NoDrafter(), "budget": 1} if name == "none" else {"drafter": SuffixDrafter(), "budget": 16}
     drafter, growth = name.split("-")
-    return ModelDrafter(draft_lm(drafter)), *GROWTHS[growth]
+    shape, budget = GROWTHS[growth]
+    return {"drafter": ModelDrafter(draft_lm(drafter)), "growth": shape, "budget": budget}
 
 
 @pytest.mark.parametrize(
     ("name", "rows"), [*((name, 4) for name in WAYS), *((name, 1) for name in ("none", "suffix", "self-heap"))]
 )
 def test_greedy_text_is_that_of_transformers(name: str, rows: int) -> None:
-    out = stree.generate(lm(), PROMPTS[:rows], *way(name), max_new_tokens=NEW_TOKENS)
+    out = stree.generate(lm(), PROMPTS[:rows], **way(name), max_new_tokens=NEW_TOKENS)
     assert out.sequences == greedy_texts()[:rows]
 
 
@@ -118,22 +119,22 @@ def test_greedy_text_is_that_of_transformers_for_other_targets(family: str) -> N
 def test_match_gives_token_for_token_the_text_of_plain_sampling(name: str, sampling: Sampling) -> None:
     common: dict[str, Any] = {"sampling": sampling, "max_new_tokens": NEW_TOKENS, "seed": 7}
     plain = stree.generate(lm(), PROMPTS, NoDrafter(), budget=1, **common)
-    drafter, growth, budget = way(name)
-    out = stree.generate(lm(), PROMPTS, drafter, growth, budget, "match", **common)
+    arguments = way(name)
+    out = stree.generate(lm(), PROMPTS, **arguments, verifier="match", **common)
     assert out.sequences == plain.sequences
     assert plain.stats["tau"] == 1
-    other = stree.generate(lm(), PROMPTS, drafter, growth, budget, "match", **{**common, "seed": 8})
+    other = stree.generate(lm(), PROMPTS, **arguments, verifier="match", **{**common, "seed": 8})
     assert other.sequences != plain.sequences
 
 
 @pytest.mark.parametrize("name", ["none", "suffix", "self-chain", "self-layers", "mamba2-heap"])
 def test_a_sampled_text_does_not_depend_on_the_batch_around_it(name: str) -> None:
     common: dict[str, Any] = {"sampling": Sampling(0.8), "max_new_tokens": NEW_TOKENS, "seed": 3}
-    together = stree.generate(lm(), PROMPTS, *way(name), **common).sequences
+    together = stree.generate(lm(), PROMPTS, **way(name), **common).sequences
     for rows in (1, 2):  # the first prompts keep their index, and with it their numbers
-        assert stree.generate(lm(), PROMPTS[:rows], *way(name), **common).sequences == together[:rows]
+        assert stree.generate(lm(), PROMPTS[:rows], **way(name), **common).sequences == together[:rows]
     others = [*PROMPTS[:2], [50, 51, 52, 53], [60]]
-    assert stree.generate(lm(), others, *way(name), **common).sequences[:2] == together[:2]
+    assert stree.generate(lm(), others, **way(name), **common).sequences[:2] == together[:2]
 
 
 def test_equal_prompts_of_a_batch_are_sampled_independently() -> None:
@@ -147,7 +148,7 @@ def test_a_stop_token_inside_an_accepted_path_ends_the_text_and_is_kept() -> Non
     # Its own drafter's chain of four is accepted whole, so tokens 1..5 come of one step: stop in its middle.
     place = next(place for place in range(2, 5) if new[place] not in new[:place])
     out = stree.generate(
-        lm(), [prompt], *way("self-chain"), max_new_tokens=NEW_TOKENS, stop_token_ids=[new[place], VOCAB - 1]
+        lm(), [prompt], **way("self-chain"), max_new_tokens=NEW_TOKENS, stop_token_ids=[new[place], VOCAB - 1]
     )
     assert out.sequences == [text[: len(prompt) + place + 1]]
     assert out.stats["finish_reasons"] == ["stop"]
@@ -158,14 +159,14 @@ def test_a_stop_token_inside_an_accepted_path_ends_the_text_and_is_kept() -> Non
 def test_a_stop_token_that_comes_first_ends_the_text_before_any_step() -> None:
     text = greedy_texts()[0]
     first = text[len(PROMPTS[0])]
-    out = stree.generate(lm(), PROMPTS[:1], *way("self-chain"), stop_token_ids=[first])
+    out = stree.generate(lm(), PROMPTS[:1], **way("self-chain"), stop_token_ids=[first])
     assert out.sequences == [text[: len(PROMPTS[0]) + 1]]
     assert (out.stats["steps"], out.stats["tau"], out.stats["num_new_tokens"]) == (0, 0.0, [1])
 
 
 def test_texts_of_a_batch_end_at_different_times() -> None:
     stops = [text[len(prompt) + 5] for prompt, text in zip(PROMPTS, greedy_texts(), strict=True)]
-    out = stree.generate(lm(), PROMPTS, *way("self-layers"), max_new_tokens=NEW_TOKENS, stop_token_ids=stops[:2])
+    out = stree.generate(lm(), PROMPTS, **way("self-layers"), max_new_tokens=NEW_TOKENS, stop_token_ids=stops[:2])
     for prompt, text, found, reason in zip(
         PROMPTS, greedy_texts(), out.sequences, out.stats["finish_reasons"], strict=True
     ):
@@ -177,7 +178,7 @@ def test_texts_of_a_batch_end_at_different_times() -> None:
 
 @pytest.mark.parametrize("new_tokens", [1, 2, 7])
 def test_a_text_has_exactly_max_new_tokens(new_tokens: int) -> None:
-    out = stree.generate(lm(), PROMPTS, *way("self-chain"), max_new_tokens=new_tokens)
+    out = stree.generate(lm(), PROMPTS, **way("self-chain"), max_new_tokens=new_tokens)
     assert out.sequences == [text[: len(p) + new_tokens] for p, text in zip(PROMPTS, greedy_texts(), strict=True)]
     assert out.stats["num_new_tokens"] == [new_tokens] * 4
     assert out.stats["finish_reasons"] == ["length"] * 4
@@ -218,11 +219,12 @@ class Recorder(Drafter, DraftRun):
 
 @pytest.mark.parametrize("name", ["self-chain", "mamba2-layers", "suffix"])
 def test_statistics_add_up(name: str) -> None:
-    drafter, growth, budget = way(name)
-    recorder = Recorder(drafter)
+    arguments = way(name)
+    recorder = Recorder(arguments.pop("drafter"))
     stop = [greedy_texts()[1][len(PROMPTS[1]) + 6]]
-    growth = DySpec() if growth is None else growth
-    out = stree.generate(lm(), PROMPTS, recorder, growth, budget, max_new_tokens=NEW_TOKENS, stop_token_ids=stop)
+    out = stree.generate(
+        lm(), PROMPTS, recorder, **{"growth": DySpec(), **arguments}, max_new_tokens=NEW_TOKENS, stop_token_ids=stop
+    )
     stats = json.loads(json.dumps(out.stats))
     assert stats == out.stats
     taken = [length for lengths in recorder.lengths for length in lengths if length]
@@ -237,7 +239,7 @@ def test_statistics_add_up(name: str) -> None:
     assert stats["num_new_tokens"] == [len(s) - len(p) for s, p in zip(out.sequences, PROMPTS, strict=True)]
     # Emitted: one token a row from prefill, then what the steps give less what was cut off in the end.
     cut = len(PROMPTS) + sum(taken) - sum(stats["num_new_tokens"])
-    assert 0 <= cut <= len(PROMPTS) * budget
+    assert 0 <= cut <= len(PROMPTS) * arguments["budget"]
     parts = sum(stats[part] for part in ("prefill_s", "draft_s", "verify_s", "accept_s", "commit_s"))
     assert 0 < parts <= stats["total_s"] * 1.001
     assert stats["tokens_per_s"] == pytest.approx(sum(stats["num_new_tokens"]) / stats["total_s"])
@@ -247,7 +249,7 @@ def test_statistics_add_up(name: str) -> None:
     ("name", "calls"), [("self-chain", 4), ("self-stree", 4), ("self-layers", 6), ("self-heap", 4)]
 )
 def test_a_tree_costs_as_many_draft_calls_as_it_is_deep(name: str, calls: int) -> None:
-    stats = stree.generate(lm(), PROMPTS[:2], *way(name), max_new_tokens=NEW_TOKENS).stats
+    stats = stree.generate(lm(), PROMPTS[:2], **way(name), max_new_tokens=NEW_TOKENS).stats
     assert stats["draft_calls"] <= calls * stats["steps"]
     if name != "self-layers":  # a dynamic tree may end before its last layer
         assert stats["draft_calls"] == calls * stats["steps"]
@@ -255,7 +257,9 @@ def test_a_tree_costs_as_many_draft_calls_as_it_is_deep(name: str, calls: int) -
 
 def test_a_growth_is_named_where_trees_are_grown() -> None:
     def named(drafter: Drafter | None, budget: int) -> object:
-        return stree.generate(lm(), PROMPTS[:1], drafter, DySpec(), budget, max_new_tokens=3).stats["growth"]
+        return stree.generate(lm(), PROMPTS[:1], drafter, growth=DySpec(), budget=budget, max_new_tokens=3).stats[
+            "growth"
+        ]
 
     assert str(named(ModelDrafter(lm()), 4)).startswith("DySpec(")
     assert [named(SuffixDrafter(), 4), named(NoDrafter(), 4), named(ModelDrafter(lm()), 1)] == [None] * 3
@@ -281,7 +285,7 @@ def test_a_streamer_hears_the_prompt_and_then_exactly_the_new_tokens(name: str) 
     listener = Listener()
     stop = [greedy_texts()[0][len(PROMPTS[0]) + 7]]
     out = stree.generate(
-        lm(), PROMPTS[:1], *way(name), max_new_tokens=NEW_TOKENS, stop_token_ids=stop, streamer=listener
+        lm(), PROMPTS[:1], **way(name), max_new_tokens=NEW_TOKENS, stop_token_ids=stop, streamer=listener
     )
     assert listener.heard[0] == PROMPTS[0]
     assert sum(listener.heard, []) == out.sequences[0]
@@ -306,7 +310,7 @@ def test_a_logits_processor_gives_transformers_text_with_it(processor: Any, name
     expected = [
         transformers_text(model, prompt, 12, logits_processor=LogitsProcessorList([processor])) for prompt in prompts
     ]
-    out = stree.generate(lm(), prompts, *way(name), max_new_tokens=12, logits_processor=processor)
+    out = stree.generate(lm(), prompts, **way(name), max_new_tokens=12, logits_processor=processor)
     assert out.sequences == expected
     assert expected != [text[: len(prompt) + 12] for prompt, text in zip(prompts, greedy_texts(), strict=False)]
 
@@ -314,22 +318,22 @@ def test_a_logits_processor_gives_transformers_text_with_it(processor: Any, name
 @pytest.mark.parametrize("part", ["propose", "observe"])
 @pytest.mark.parametrize("name", ["self-chain", "suffix"])
 def test_a_drafter_that_dies_is_done_without_and_said(name: str, part: str, caplog: pytest.LogCaptureFixture) -> None:
-    drafter, growth, budget = way(name)
-    recorder = Recorder(drafter, 2, ArithmeticError("the drafter broke"), part)
+    arguments = way(name)
+    recorder = Recorder(arguments.pop("drafter"), 2, ArithmeticError("the drafter broke"), part)
     match = "the drafter failed, and the rest was decoded without it: the drafter broke"
     with pytest.raises(stree.GenerationError, match=match) as caught, caplog.at_level("WARNING", "stree"):
-        stree.generate(lm(), PROMPTS, recorder, growth, budget, max_new_tokens=NEW_TOKENS)
+        stree.generate(lm(), PROMPTS, recorder, **arguments, max_new_tokens=NEW_TOKENS)
     assert isinstance(caught.value.__cause__, ArithmeticError)
     assert caught.value.output.sequences == greedy_texts()
     assert caught.value.output.stats["finish_reasons"] == ["length"] * 4
     assert "goes on without it: ArithmeticError: the drafter broke" in caplog.text
-    assert stree.generate(lm(), PROMPTS, *way(name), max_new_tokens=NEW_TOKENS).sequences == greedy_texts()
+    assert stree.generate(lm(), PROMPTS, **way(name), max_new_tokens=NEW_TOKENS).sequences == greedy_texts()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_one_text_of_a_batch_is_cancelled_and_the_others_end_as_they_would(temperature: float) -> None:
     options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "sampling": Sampling(temperature)}
-    whole = stree.generate(lm(), PROMPTS, *way("self-chain"), **options).sequences
+    whole = stree.generate(lm(), PROMPTS, **way("self-chain"), **options).sequences
     asked: list[int] = []
 
     def cancelled(sequence: int) -> bool:
@@ -338,7 +342,7 @@ def test_one_text_of_a_batch_is_cancelled_and_the_others_end_as_they_would(tempe
 
     for max_batch in (None, 2):
         asked.clear()
-        out = stree.generate(lm(), PROMPTS, *way("self-chain"), cancelled=cancelled, max_batch=max_batch, **options)
+        out = stree.generate(lm(), PROMPTS, **way("self-chain"), cancelled=cancelled, max_batch=max_batch, **options)
         reasons = out.stats["finish_reasons"]
         assert reasons == ["length", "cancelled", "length", "length"] and asked.count(1) == 2
         assert out.sequences[1] == whole[1][: len(out.sequences[1])]
@@ -350,12 +354,12 @@ def test_a_text_that_is_cancelled_while_its_next_step_runs_ends_with_what_was_he
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on a device, where a step is launched before the last one is heard of."""
-    whole = stree.generate(lm(), PROMPTS, *way("self-chain"), max_new_tokens=NEW_TOKENS).sequences
+    whole = stree.generate(lm(), PROMPTS, **way("self-chain"), max_new_tokens=NEW_TOKENS).sequences
     # Only a device hears late.
     monkeypatch.setattr("stree.decode.loop.DecodeLoop._is_pipelined", lambda *_: True)
     answers = iter([False, True])
     out = stree.generate(
-        lm(), PROMPTS, *way("self-chain"), max_new_tokens=NEW_TOKENS, max_batch=2,
+        lm(), PROMPTS, **way("self-chain"), max_new_tokens=NEW_TOKENS, max_batch=2,
         cancelled=lambda sequence: sequence == 1 and next(answers),
     )  # fmt: skip
     assert out.stats["finish_reasons"] == ["length", "cancelled", "length", "length"]
@@ -364,7 +368,7 @@ def test_a_text_that_is_cancelled_while_its_next_step_runs_ends_with_what_was_he
 
 
 def test_memory_that_runs_out_is_said_with_the_sum_and_less_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter, growth, budget = way("self-chain")
+    arguments = way("self-chain")
     verify = stree.TreeLM.verify
 
     def failing(self: Any, state: Any, tree: Any, first: int = 0) -> Any:
@@ -376,21 +380,21 @@ def test_memory_that_runs_out_is_said_with_the_sum_and_less_still_runs(monkeypat
     with pytest.raises(
         stree.GenerationError, match=r"tried to allocate 2 GiB.* = 4 texts x .*lower max_batch"
     ) as error:
-        stree.generate(lm(), PROMPTS, NoDrafter(), growth, budget, max_new_tokens=NEW_TOKENS)
+        stree.generate(lm(), PROMPTS, NoDrafter(), budget=arguments["budget"], max_new_tokens=NEW_TOKENS)
     assert error.value.output.stats["finish_reasons"] == ["error"] * 4
-    out = stree.generate(lm(), PROMPTS, drafter, growth, budget, max_new_tokens=NEW_TOKENS, max_batch=2)
+    out = stree.generate(lm(), PROMPTS, **arguments, max_new_tokens=NEW_TOKENS, max_batch=2)
     assert out.sequences == greedy_texts()
 
 
 def test_ctrl_c_reports_what_was_generated_and_leaves_the_model_usable() -> None:
-    drafter, growth, budget = way("self-chain")
-    recorder = Recorder(drafter, 2, KeyboardInterrupt())
+    arguments = way("self-chain")
+    recorder = Recorder(arguments.pop("drafter"), 2, KeyboardInterrupt())
     with pytest.raises(stree.GenerationInterrupted, match="generation interrupted") as caught:
-        stree.generate(lm(), PROMPTS[:1], recorder, growth, budget, max_new_tokens=NEW_TOKENS)
+        stree.generate(lm(), PROMPTS[:1], recorder, **arguments, max_new_tokens=NEW_TOKENS)
     assert isinstance(caught.value, KeyboardInterrupt)
     assert caught.value.output.sequences == [greedy_texts()[0][: len(PROMPTS[0]) + 11]]
     assert caught.value.output.stats["finish_reasons"] == ["interrupted"]
-    assert stree.generate(lm(), PROMPTS, *way("self-chain"), max_new_tokens=NEW_TOKENS).sequences == greedy_texts()
+    assert stree.generate(lm(), PROMPTS, **way("self-chain"), max_new_tokens=NEW_TOKENS).sequences == greedy_texts()
 
 
 def test_a_drafter_that_fails_to_start_raises_its_own_error() -> None:
@@ -423,11 +427,11 @@ def test_prompts_and_stop_tokens_may_be_tensors_and_arrays(make: Callable[[list[
 @pytest.mark.parametrize("name", ["mamba2-layers", "mamba2-static", "mamba2-heap", "suffix"])
 def test_torch_s_default_dtype_changes_no_text(name: str) -> None:
     options: dict[str, Any] = {"max_new_tokens": 12, "sampling": Sampling(0.8)}
-    expected = stree.generate(lm(), PROMPTS, *way(name), **options).sequences
+    expected = stree.generate(lm(), PROMPTS, **way(name), **options).sequences
     for dtype in (torch.bfloat16, torch.float64):
         torch.set_default_dtype(dtype)
         try:
-            assert stree.generate(lm(), PROMPTS, *way(name), **options).sequences == expected
+            assert stree.generate(lm(), PROMPTS, **way(name), **options).sequences == expected
         finally:
             torch.set_default_dtype(torch.float32)
 

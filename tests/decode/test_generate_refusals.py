@@ -186,7 +186,9 @@ def test_what_memory_cannot_hold_is_refused_with_the_sum() -> None:
     tokens = f"{(1 << 40) + 5:,} tokens"  # the last step may go beyond the limit by a whole tree
     match = rf"the states need [\d.,]+ GB, .* = 2 texts x \(1 state x .* {tokens} x .*\) and .* are free on cpu; lower"
     with pytest.raises(ValueError, match=match):
-        stree.generate(lm(), iter(PROMPTS), drafter(), Chain(4), 5, max_new_tokens=4, max_batch=2, max_length=1 << 40)
+        stree.generate(
+            lm(), iter(PROMPTS), drafter(), growth=Chain(4), budget=5, max_new_tokens=4, max_batch=2, max_length=1 << 40
+        )
 
 
 def test_a_text_longer_than_the_model_s_positions_is_refused() -> None:

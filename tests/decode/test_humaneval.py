@@ -76,14 +76,15 @@ def tie_at(model: Any, text: list[int], place: int, token: int) -> float:
 def test_greedy_on_humaneval_is_token_identical_to_transformers(name: str, rows: int) -> None:
     model, target, draft, prompts, texts = bundled()
     kind, _, growth = name.partition("-")
-    chosen: tuple[Drafter, Growth | None, int] = (SuffixDrafter(), None, 16)
+    shape, budget = GROWTHS[growth] if growth else (None, 1 if kind == "none" else 16)
+    drafter: Drafter = NoDrafter() if kind == "none" else SuffixDrafter()
     if growth:
-        chosen = ModelDrafter(target if kind == "self" else draft), *GROWTHS[growth]
-    elif kind == "none":
-        chosen = NoDrafter(), None, 1
+        drafter = ModelDrafter(target if kind == "self" else draft)
     ties = []
     for begin in range(0, len(prompts), rows):
-        out = stree.generate(target, prompts[begin : begin + rows], *chosen, max_new_tokens=NUM_TOKENS)
+        out = stree.generate(
+            target, prompts[begin : begin + rows], drafter, growth=shape, budget=budget, max_new_tokens=NUM_TOKENS
+        )
         for row, found in enumerate(out.sequences, begin):
             if found == texts[row]:
                 continue

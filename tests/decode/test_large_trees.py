@@ -35,7 +35,9 @@ def test_a_large_tree_of_fixed_shapes_fits_the_kernels(
     monkeypatch.setattr(stree.TreeLM, "verify", watched)
     lm, sampling = patched(tiny_model("bamba")), Sampling(temperature)
     drafter = ModelDrafter(patched(tiny_model("mamba2", seed=1)))
-    found = stree.generate(lm, TEXTS, drafter, growth, 64, sampling=sampling, max_new_tokens=4, verifier="match")
+    found = stree.generate(
+        lm, TEXTS, drafter, growth=growth, budget=64, sampling=sampling, max_new_tokens=4, verifier="match"
+    )
     assert 64 in sizes and max(sizes) <= tiles.MAX_NODES
     treat_as_on_device(monkeypatch, host_can_read=True)
     plain = stree.generate(lm, TEXTS, budget=1, sampling=sampling, max_new_tokens=4)

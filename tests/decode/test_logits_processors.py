@@ -112,7 +112,7 @@ def test_the_drafter_is_processed_as_the_target_is(sampling: Sampling) -> None:
     lm = patched(tiny_model("mamba2"))
     arguments: dict[str, Any] = {"budget": 5, "max_new_tokens": 30, "sampling": sampling}
     drafter = ModelDrafter(patched(tiny_model("mamba2")))  # the same model: what it drafts is accepted whole
-    out = stree.generate(lm, [[5, 6, 7]], drafter, Chain(4), logits_processor=drop_what_occurred, **arguments)
+    out = stree.generate(lm, [[5, 6, 7]], drafter, growth=Chain(4), logits_processor=drop_what_occurred, **arguments)
     assert out.stats["tau"] == 5
     assert len(set(out.sequences[0])) == 33
 
@@ -123,7 +123,7 @@ def test_the_drafter_is_processed_as_the_target_is(sampling: Sampling) -> None:
             return self
 
     control = stree.generate(
-        lm, [[5, 6, 7]], Unprocessed(drafter.lm), Chain(4), logits_processor=drop_what_occurred, **arguments
+        lm, [[5, 6, 7]], Unprocessed(drafter.lm), growth=Chain(4), logits_processor=drop_what_occurred, **arguments
     )
     assert control.stats["tau"] < 4
 
@@ -134,7 +134,10 @@ def test_a_processed_text_is_drawn_the_same_way_whatever_the_tree() -> None:
     prompts = [[5, 6, 7], [3, 4, 2, 9, 9]]
     plain = stree.generate(lm, prompts, budget=1, **arguments).sequences
     for growth in (Chain(3), Static([3, 2]), None):
-        assert stree.generate(lm, prompts, drafter, growth, 16, "match", **arguments).sequences == plain
+        assert (
+            stree.generate(lm, prompts, drafter, growth=growth, budget=16, verifier="match", **arguments).sequences
+            == plain
+        )
     arguments["logits_processor"] = None
     assert stree.generate(lm, prompts, budget=1, **arguments).sequences != plain
 

@@ -232,7 +232,7 @@ def test_generated_text_is_that_of_plain_decoding(temperature: float, growth: Gr
 
     def text(drafter: Drafter, growth: Growth | None = None) -> list[list[int]]:
         return stree.generate(
-            target, PROMPTS, drafter, growth, budget=8, sampling=Sampling(temperature), max_new_tokens=24,
+            target, PROMPTS, drafter, growth=growth, budget=8, sampling=Sampling(temperature), max_new_tokens=24,
             verifier="match",
         ).sequences  # fmt: skip
 
@@ -260,8 +260,14 @@ def test_a_sampled_text_does_not_depend_on_its_neighbours(name: str, order: str)
 
     def text(prompts: list[list[int]]) -> list[list[int]]:
         return stree.generate(
-            target, prompts, FusedDrafter(*parts), SHAPES[name], budget=16, sampling=Sampling(1.0), max_new_tokens=12
-        ).sequences  # fmt: skip
+            target,
+            prompts,
+            FusedDrafter(*parts),
+            growth=SHAPES[name],
+            budget=16,
+            sampling=Sampling(1.0),
+            max_new_tokens=12,
+        ).sequences
 
     assert text(texts)[:3] == text(texts[:3])
 

@@ -22,7 +22,7 @@ PLAIN = Sampling(1.0)
 
 def generate(growth: Any, prompts: list[list[int]], drafter: Any = None, **options: Any) -> stree.Generation:
     drafter = ModelDrafter(TableLM(DRAFT).as_lm()) if drafter is None else drafter
-    return stree.generate(TableLM(TARGET).as_lm(), prompts, drafter, growth, **options)
+    return stree.generate(TableLM(TARGET).as_lm(), prompts, drafter, growth=growth, **options)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_one_candidate_gives_the_greedy_text_and_two_do_not() -> None:
     drafter, lm = ModelDrafter(TableLM(TableModel(draft)).as_lm()), TableLM(TableModel(target)).as_lm()
 
     def text(width: int) -> list[int]:
-        out = stree.generate(lm, [[2]], drafter, TargetInit(width, 2), allow_lossy=True, max_new_tokens=8)
+        out = stree.generate(lm, [[2]], drafter, growth=TargetInit(width, 2), allow_lossy=True, max_new_tokens=8)
         return out.sequences[0]
 
     assert text(1) == stree.generate(lm, [[2]], NoDrafter(), budget=1, max_new_tokens=8).sequences[0]

@@ -93,7 +93,15 @@ def test_match_gives_the_tokens_of_plain_sampling_with_every_growth(name: str) -
     def texts(drafter: Drafter, growth: Growth | None, budget: int) -> list[list[int]]:
         prompts = [PROMPT, [3], [0, 0, 1, 3, 2]] * 5
         return stree.generate(
-            models()[0], prompts, drafter, growth, budget, "match", Sampling(0.9), max_new_tokens=12, seed=3
+            models()[0],
+            prompts,
+            drafter,
+            growth=growth,
+            budget=budget,
+            verifier="match",
+            sampling=Sampling(0.9),
+            max_new_tokens=12,
+            seed=3,
         ).sequences
 
     assert texts(*policy(name)) == texts(NoDrafter(), None, 1)
