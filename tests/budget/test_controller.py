@@ -89,13 +89,14 @@ def test_the_first_generation_times_plain_decoding_within_its_first_steps() -> N
 def test_short_texts_that_begin_with_a_rejection_come_to_the_best_size(level: float, seed: int) -> None:
     known = StepHistory()
     first = BudgetController(SIZES, known)
-    for _ in range(4):
-        first.observe(first.choose(), [1], 2.0)
+    for _ in range(8):
+        size = first.choose()
+        first.observe(size, [1], TIMES[size])
     world = World(TIMES, seed)
     for _ in range(30):
         world.run(BudgetController(SIZES, known), level, 25)
     best = best_size(TIMES, level)
-    assert world.tokens / world.seconds > 0.9 * (1 + level * GAIN[best]) / TIMES[best] / 1.08
+    assert world.tokens / world.seconds > 0.85 * (1 + level * GAIN[best]) / TIMES[best] / 1.08
 
 
 def test_rows_of_a_batch_inform_one_level() -> None:
