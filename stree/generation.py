@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -136,42 +137,49 @@ def run(
     arguments = checked(lm, drafter, arguments)
     drafter, verifier = drafter_and_verifier(drafter, arguments.growth, arguments.verifier, arguments.allow_lossy)
     batch = batch_for(lm, prompts, arguments)
-    if arguments.budget == 1:
-        drafter = NoDrafter()
+    if not drafter.is_lossless and len(batch.kinds) > 1:
+        raise ValueError(f"TargetInit takes one sampling for all prompts, got {len(batch.kinds)}")
+    drafter = NoDrafter() if arguments.budget == 1 else drafter
     # With a logits processor host code runs in every step, and so it does under a lossy rule.
     step_cache = step_cache_of(lm) if arguments.processor is None and drafter.is_lossless else None
-    growth = drafter.default_growth if arguments.growth is None else arguments.growth
-    is_greedy = all(kind.is_greedy for kind in batch.kinds)
-    # Which trees are planned depends on this alone; the decode step binds the growth to the parameters of each row.
-    growth = None if growth is None else growth.bind(Sampling(0.0 if is_greedy else 1.0))
-    budget = _default_budget(drafter, growth, batch.max_batch) if arguments.budget is None else arguments.budget
-    sizes = _tree_sizes(drafter, growth, budget)
-    max_nodes = sizes[-1]
-    check_nodes(lm, drafter, max_nodes)
-    if verifier == "block":
-        check_block(drafter, growth, max_nodes)
-    policy = BudgetPolicy(growth, max_nodes)
-    if arguments.policy is not None:
-        policy = arguments.policy(growth, sizes)
-    elif len(sizes) > 1:
-        history = _step_history(lm, drafter, growth, batch, verifier)
-        policy = AutoBudget(growth, sizes, history, START if batch.max_batch == 1 else START // 2)
-    processed_lm, processed_drafter = with_processor(lm, drafter, arguments.processor, is_greedy=is_greedy)
+    budget, policy = _budget_policy(lm, drafter, batch, replace(arguments, verifier=verifier))
+    growth, max_nodes = policy.growth, policy.max_nodes
+    processed = with_processor(lm, drafter, arguments.processor, is_greedy=batch.is_greedy)
     sequences = Sequences(arguments.streamer, arguments.observer, arguments.cancelled)
-    loop = DecodeLoop(processed_lm, batch, sequences, verifier, step_cache)
+    loop = DecodeLoop(processed[0], batch, sequences, verifier, step_cache)
     loop.settings = {
         "growth": str(growth) if drafter.uses_growth and growth is not None else None, "budget": budget,
         "verifier": verifier, "lossless": drafter.is_lossless,
     }  # fmt: skip
-    key = None if step_cache is None else loop.key(processed_drafter, policy, batch.max_batch)
+    key = None if step_cache is None else loop.key(processed[1], policy, batch.max_batch)
     extent = batch.max_batch, batch.max_length + max_nodes, max_nodes
     _reserve_memory(lm, drafter, step_cache, extent, key)
     with _failures_with_output(loop, lambda: arithmetic(lm, *extent)):
-        loop.run(processed_drafter, policy)
+        loop.run(processed[1], policy)
     if loop.problem is not None:
         message = f"the drafter failed, and the rest was decoded without it: {loop.problem}"
         raise GenerationError(message, loop.output("length")) from loop.problem
     return loop.output("length")
+
+
+def _budget_policy(
+    lm: TreeLM, drafter: Drafter, batch: Batch, arguments: GenerateArguments
+) -> tuple[int | str, BudgetPolicy]:
+    """Return the budget, and what chooses growth and nodes of every step by it."""
+    growth = drafter.default_growth if arguments.growth is None else arguments.growth
+    # Which trees are planned depends on this alone; the decode step binds the growth to the parameters of each row.
+    growth = None if growth is None else growth.bind(Sampling(0.0 if batch.is_greedy else 1.0))
+    budget = _default_budget(drafter, growth, batch.max_batch) if arguments.budget is None else arguments.budget
+    sizes = _tree_sizes(drafter, growth, budget)
+    check_nodes(lm, drafter, sizes[-1])
+    if arguments.verifier == "block":
+        check_block(drafter, growth, sizes[-1])
+    if arguments.policy is not None:
+        return budget, arguments.policy(growth, sizes)
+    if len(sizes) == 1:
+        return budget, BudgetPolicy(growth, sizes[0])
+    history = _step_history(lm, drafter, growth, batch, arguments.verifier)
+    return budget, AutoBudget(growth, sizes, history, START if batch.max_batch == 1 else START // 2)
 
 
 def _default_budget(drafter: Drafter, growth: Growth | None, batch: int) -> int | str:

@@ -178,7 +178,7 @@ def transformers_probs(logits: Tensor, sampling: Sampling) -> Tensor:
 
 KINDS = [
     Sampling(0.3), Sampling(1.7, 1), Sampling(1.7, 5, 0.35), Sampling(0.3, 500, 0.999), Sampling(1.7, top_p=1e-6),
-    Sampling(0.3, top_p=0.35), Sampling(1.7, min_p=0.1), Sampling(1.1, 9, 0.9, 0.02), 
+    Sampling(0.3, top_p=0.35), Sampling(1.7, min_p=0.1), Sampling(1.1, 9, 0.9, 0.02),
     Sampling(0.9, top_p=1.0, min_p=0.0),
 ]  # fmt: skip
 

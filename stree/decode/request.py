@@ -109,3 +109,8 @@ class Batch:
     max_batch: int
     max_length: int
     refills: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether all requests are greedy."""
+        return all(kind.is_greedy for kind in self.kinds)

@@ -21,7 +21,7 @@ from stree.decode.loop import DecodeLoop
 from stree.decode.request import Batch, Request
 from stree.decode.sequences import Sequences
 from stree.drafters import FusedDrafter, NoDrafter, SuffixDrafter
-from stree.growth import Calibrated
+from stree.growth import TargetInit
 from stree.sampling import Sampling
 
 TEXTS = [*random_texts(random.Random(5), [6, 4, 9]), [4, 5, 6, 4, 5, 6, 4], [8, 8, 3], [7, 1, 2]]
@@ -35,7 +35,7 @@ DRAFTERS = {"none": NoDrafter(), "suffix": SuffixDrafter(), "fused": FusedDrafte
 def arguments(name: str) -> dict[str, Any]:
     """Return drafter, growth and budget for a drafter's or a growth's name."""
     if name in DRAFTERS:
-        return {"drafter": DRAFTERS[name], "growth": Calibrated(2), "budget": 1 if name == "none" else 13}
+        return {"drafter": DRAFTERS[name], "growth": GROWTHS["calibrated"], "budget": 1 if name == "none" else 13}
     return {"drafter": near_drafter(), "growth": GROWTHS[name], "budget": 12}
 
 
@@ -60,7 +60,7 @@ def texts_alone(name: str) -> list[list[int]]:
 WAYS = [
     pytest.param(name, marks=() if name in ("none", "suffix", "fused", "calibrated") else pytest.mark.slow)
     for name in (*DRAFTERS, *(name for name, growth in GROWTHS.items() if growth is not None))
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -125,8 +125,12 @@ REFUSED = [
     ({"max_new_tokens": [1, 1, 0, 1, 1, 1]}, ValueError, "max_new_tokens must be at least 1, got 0"),
     ({"stop_token_ids": [[1], [2]]}, ValueError, "stop_token_ids must be one .* for each of 6, got a list of 2"),
     ({"stop_token_ids": [[1], 2]}, TypeError, "stop_token_ids must be a list of token ids, integers"),
+    (
+        {"sampling": KINDS, "drafter": near_drafter(), "growth": TargetInit(2, 2), "allow_lossy": True},
+        ValueError, "TargetInit takes one sampling for all prompts, got 5",
+    ),
     ({"sampling": [Sampling(), 0.8]}, TypeError, r"sampling must be an object such as stree.Sampling.*, got 0.8"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "error", "message"), REFUSED, ids=lambda value: str(value)[:40])
