@@ -49,7 +49,7 @@ def begun(
     program = DecodeStep(target, state, sampling=BatchSampling([sampling], 1, META), verifier="auto", most_stops=1)
     with mock.patch.object(tree_lm.TreeLM, "prefill", _prefill):
         program.fill(ModelDrafter(draft), [Request([5, 6, 7], sampling, 400, frozenset([1]))])
-        program.reserve(growth, nodes, begins=True)
+        program.reserve(512, growth, nodes, begins=True)
         program.set_finished(0, is_finished=False)
 
     def step() -> None:

@@ -95,7 +95,7 @@ class DecodeLoop:
         logits = step.fill(drafter, [*requests, *[EMPTY] * (size - len(requests))])
         if self.batch.refills and not step.run.can_admit:
             raise TypeError(f"{type(drafter).__name__} cannot take up a prompt in mid-run; leave max_batch out")
-        step.reserve(policy.growth, policy.max_nodes, begins=not policy.is_off)
+        step.reserve(self._max_length(policy), policy.growth, policy.max_nodes, begins=not policy.is_off)
         self._begin(sequences, list(range(len(sequences))), logits[: len(sequences)])
         self.stats.prefill_s = self.stats.total_s = time.perf_counter() - self._began
 

@@ -166,9 +166,9 @@ class DecodeStep:
         self._write(row, request)
         return logits
 
-    def reserve(self, growth: Growth | None, budget: int, *, begins: bool) -> None:
+    def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
         """Let the drafter allocate its state; with ``begins`` the first step drafts."""
-        self.run.reserve(self.state.max_length, self._bound(growth), budget, begins=begins)
+        self.run.reserve(max_length, self._bound(growth), budget, begins=begins)
 
     def first_tokens(self, rows: Tensor, logits: Tensor) -> list[int]:
         """Draw the tokens after the prompts of int64[count] rows from float[count, vocab] logits; make them pending.
