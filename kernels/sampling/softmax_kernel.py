@@ -79,21 +79,23 @@ def probs_and_norms(logits: Tensor, temperature: float | Tensor, out: Tensor | N
 
 def _launch(logits: Tensor, temperature: float | Tensor, out: Tensor, norms: Tensor | None) -> None:
     """Launch a program for every row of [batch, rows, vocab] or [rows, vocab]."""
-    # A temperature for each row of a matrix: every row is a batch entry.
+    # Every row of a matrix has its own temperature: it is a batch entry.
     batch_dim = 1 if isinstance(temperature, Tensor) else 0
     logits, out = (tensor if tensor.dim() == 3 else tensor.unsqueeze(batch_dim) for tensor in (logits, out))
     logits = logits if logits.stride(2) == 1 else logits.contiguous()
     batch, rows, vocab = logits.shape
     if not batch * rows:
         return
-    if not isinstance(temperature, Tensor) and temperature != 1:
-        temperature = torch.full((), temperature, dtype=torch.float64, device=logits.device).expand(batch)
+    stride, of_rows = 0, None
+    if isinstance(temperature, Tensor):
+        stride, of_rows = temperature.stride(0), temperature
+    elif temperature != 1:
+        of_rows = torch.full((), temperature, dtype=torch.float64, device=logits.device)
     constants = probs_constants(vocab, aligned=is_aligned(logits) and is_aligned(out))
-    per_row = temperature if isinstance(temperature, Tensor) else None
     with torch.cuda.device_of(logits):  # Triton launches on the current device, wherever the tensors are
         probs_kernel[(rows, batch)](
-            logits, out, norms, per_row, rows, vocab, 0 if per_row is None else per_row.stride(0), *logits.stride()[:2], *out.stride()[:2],
-            **constants, num_warps=probs_warps(constants["BLOCK"]),
+            logits, out, norms, of_rows, rows, vocab, stride, *logits.stride()[:2],
+            *out.stride()[:2], **constants, num_warps=probs_warps(constants["BLOCK"]),
             enable_fp_fusion=False,  # quotients are rounded before their maximum is taken off
         )  # fmt: skip
 

@@ -114,8 +114,8 @@ def _emit_in_one(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token:
     report = tokens.new_empty(batch, m + 2)
     with torch.cuda.device_of(tokens):  # Triton launches on the current device, wherever the tensors are
         emit_kernel[(batch,)](
-            tokens, path, path_lengths.contiguous(), next_token.contiguous(), texts.stop.contiguous(), texts.limit, texts.num_new,
-            texts.is_finished.view(torch.int8), texts.pending, report, m, texts.stop.shape[1], tokens.stride(0),
+            tokens, path, path_lengths.contiguous(), next_token.contiguous(), texts.stop.contiguous(), texts.limit,
+            texts.num_new, texts.is_finished.view(torch.int8), texts.pending, report, m, texts.stop.shape[1], tokens.stride(0),
             path.stride(0), PLACES=padded(m), num_warps=1,
         )  # fmt: skip
     return report
