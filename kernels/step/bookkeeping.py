@@ -115,8 +115,8 @@ def _emit_in_one(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token:
     with torch.cuda.device_of(tokens):  # Triton launches on the current device, wherever the tensors are
         emit_kernel[(batch,)](
             tokens, path, path_lengths.contiguous(), next_token.contiguous(), texts.stop.contiguous(), texts.limit,
-            texts.num_new, texts.is_finished.view(torch.int8), texts.pending, report, m, texts.stop.shape[1], tokens.stride(0),
-            path.stride(0), PLACES=padded(m), num_warps=1,
+            texts.num_new, texts.is_finished.view(torch.int8), texts.pending, report, m, texts.stop.shape[1],
+            tokens.stride(0), path.stride(0), PLACES=padded(m), num_warps=1,
         )  # fmt: skip
     return report
 
