@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from stree.kernels.topology import most_nodes
 from stree.models.checks import model_change, weight_places
 from stree.models.families import family_of, stateful_modules
 from stree.models.fused.fused_layers import fused_scope, patch_fused_layers
+from stree.models.hidden_states import patch_for_recording, recording, stacked
 from stree.models.layers.base import LayerSpec, Site
 from stree.models.patching import is_hooked
 from stree.models.placement import keep_on_device
@@ -48,6 +50,7 @@ class PatchedModel:
             spec = patch(mixer)
             self.mixers[layer, type(spec)], self.specs[layer, type(spec)] = mixer, spec
         patch_fused_layers(model)
+        patch_for_recording(model)
         if {self.device} != self.devices:
             for site, mixer in self.mixers.items():
                 keep_on_device(mixer, self.specs[site].device)
@@ -148,6 +151,16 @@ class PatchedModel:
         # Without use_cache a model passes any cache object on; with it, some require a certain class.
         with fused_scope(is_tree and self.fused_layers, may_defer):
             return cast(Tensor, self.model(input_ids, attention_mask=mask, use_cache=not is_tree, **kwargs).logits)
+
+    def forward_recording(
+        self, hidden_layers: Sequence[int] | None, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call ``forward`` and return float[batch, n, len(hidden_layers), hidden_size] beside the logits, or None."""
+        with recording(hidden_layers) as recorded:
+            logits = self.forward(*args, **kwargs)
+        if hidden_layers is None:
+            return logits, None
+        return logits, stacked(recorded, hidden_layers, self.dtype, logits.device)
 
     def check_mode(self) -> None:
         """Refuse training mode and autocast: states, stashes and caches have the dtype of the weights."""

@@ -39,13 +39,14 @@ def patch_forward(module: Any, function: Callable[..., Any], *arguments: Any) ->
 
 
 def wrap_forward(module: Any, function: Callable[..., Any], *arguments: Any) -> None:
-    """Make a module run ``function(module, inner, *arguments, *args, **kwargs)``; once, if called twice.
+    """Make a module run ``function(module, inner, *arguments, *args, **kwargs)``; an earlier such wrapper is replaced.
 
     ``inner`` is the forward that the module has now, patched or not, or None for that of its class.
     """
     inner = module.__dict__.get("forward")
-    if not (isinstance(inner, PatchedForward) and inner.func is function):
-        module.forward = PatchedForward(function, module, inner, *arguments)
+    if isinstance(inner, PatchedForward) and inner.func is function:
+        inner = inner.args[1]
+    module.forward = PatchedForward(function, module, inner, *arguments)
 
 
 def unpatch_forward(module: Any) -> None:

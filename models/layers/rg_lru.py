@@ -1,8 +1,8 @@
 """Adapter of RecurrentGemma's recurrent block: convolution and RG-LRU (Griffin, arXiv 2402.19427).
 
 transformers stores the block's state on its modules, so a model has only one.  Prompts are therefore run by a copy of
-the block that shares its weights and lives for one call; its states go to a ``BlockCache``.  The gates of the RG-LRU stay
-transformers' code: a copy of the unit runs them with the scan replaced by a tree scan.
+the block that shares its weights and lives for one call; its states go to a ``BlockCache``.  The gates of the RG-LRU
+stay transformers' code: a copy of the unit runs them with the scan replaced by a tree scan.
 """
 
 from __future__ import annotations
