@@ -57,6 +57,14 @@ class TreeLM(TreeScorer):
         super().__init__(model)
         self.cache = dict[str, Any]()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave captured steps out of copies and pickles: they hold memory addresses of this model."""
+        return {**self.__dict__, "cache": {}}
+
+    def release(self) -> PreTrainedModel:  # noqa: D102
+        self.cache.clear()
+        return super().release()
+
     @classmethod
     def from_pretrained(
         cls,
