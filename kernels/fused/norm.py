@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree.kernels.tiles import MAX_NORM_WIDTH, NormTile, check_inner, check_kernel_dtypes, check_limit
+from stree.kernels.fused.tiles import MAX_NORM_WIDTH, NormTile
+from stree.kernels.tiles import check_inner, check_kernel_dtypes, check_limit
 
 __all__ = ["as_rows", "gated_rms_norm", "rms_norm", "rms_norm_add"]
 

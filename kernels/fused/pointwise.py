@@ -11,7 +11,8 @@ from torch import Tensor
 
 from stree.kernels.device_functions import softplus
 from stree.kernels.fused.norm import as_rows
-from stree.kernels.tiles import DeltaInputsTile, PointwiseTile, RotaryTile, check_inner, check_kernel_dtypes
+from stree.kernels.fused.tiles import DeltaInputsTile, PointwiseTile, RotaryTile
+from stree.kernels.tiles import check_inner, check_kernel_dtypes
 
 __all__ = ["delta_inputs", "gated_activation", "rotary"]
 

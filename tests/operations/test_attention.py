@@ -344,7 +344,7 @@ def test_one_commit_serves_all_layers() -> None:
             ops.kv_commit(*others, *operands, backend=backend)
             for one, other in zip(others, caches, strict=True):
                 assert torch.equal(one.nan_to_num(9), other.nan_to_num(9))
-    with pytest.raises(ValueError, match="needs that q divides b, got q = 4 of lengths .* and b = 6 of k_cache"):
+    with pytest.raises(ValueError, match="needs that b divides r, got b = 4 of lengths .* and r = 6 of k_cache"):
         ops.kv_commit(*caches, layers[0].lengths.repeat(2), k, v, path, path_lengths)
     for i, layer in enumerate(layers):
         ops.kv_commit(
