@@ -10,6 +10,7 @@ is a launch of its own.  `kernels/README.md` has the maths and the counted costs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -221,17 +222,16 @@ def _launch(
     check_inner("state", state, 3)
     path, lengths, entries = path_operands(accepted)
     check_limit(op, "a path of nodes", entries, MAX_NODES)
-    old_k, old_u, old_g = _checked(k=old and old[0], u=old and old[1], g=old and old[2])
+    old_k, old_u, old_g = _checked(("k", "u", "g"), old or (None, None, None))
     q = k = v = g = beta = bits = None
     n, first, scale = 1, 0, None
     if scan is not None:
         n, first, scale, bits = scan.topology.num_nodes, scan.first, scan.scale, scan.topology.ancestor_bits()
         check_limit(op, "trees of nodes", n, MAX_NODES)
-        q, k, v, g, beta = _checked(q=scan.q, k=scan.k, v=scan.v, g=scan.g, beta=scan.beta)
-    stash_k, stash_g, *_ = _checked(stash_k=stash[0], stash_g=stash[1], u=given)
+        q, k, v, g, beta = _checked(("q", "k", "v", "g", "beta"), (scan.q, scan.k, scan.v, scan.g, scan.beta))
+    stash_k, stash_g, _ = _checked(("stash_k", "stash_g", "u"), (*stash, given))
     new_from = first if keep else 0
-    keys, decays = (old_k, old_g) if k is None else (k, g)
-    channels = decays.ndim == 4
+    keys, channels = (old_k, old_g.ndim == 4) if scan is None else (k, scan.g.ndim == 4)
     tile = GatedDeltaTile.of(n, entries, dk, dv, channels)
     gated_delta_kernel[(-(-dv // tile.value), heads, batch)](
         state, bits, o, u, given, path, lengths, old_k, old_u, old_g, q, k, v, g, beta, stash_k, stash_g,
@@ -249,9 +249,9 @@ def _launch(
     )  # fmt: skip
 
 
-def _checked(**rows: Tensor | None) -> tuple[Any, ...]:
+def _checked(names: Sequence[str], rows: Sequence[Tensor | None]) -> Sequence[Any]:
     """Require that a node's row of every tensor is contiguous."""
-    for name, tensor in rows.items():
+    for name, tensor in zip(names, rows, strict=True):
         if tensor is not None:
             check_inner(name, tensor, tensor.ndim - 2)
-    return tuple(rows.values())
+    return rows

@@ -43,7 +43,8 @@ def gated_delta_step(a: Operands) -> Tensor:
     """Commit the last path, stash k and g of the new rows, scan the new tree, stash u."""
     n, first = a.topology.num_nodes, a.first
     if a.accepted is not None:
-        gated_delta_commit(a.state, *(a.previous or (a.stash_k, a.stash_u, a.stash_g)), a.accepted)
+        old_k, old_u, old_g = a.previous or (a.stash_k, a.stash_u, a.stash_g)
+        gated_delta_commit(a.state, old_k, old_u, old_g, a.accepted)
     a.stash_k[:, first:n].copy_(a.k)
     a.stash_g[:, first:n].copy_(a.g)
     o, u = _scan(a, a.stash_k[:, :n], a.stash_g[:, :n], a.stash_u)
