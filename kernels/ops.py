@@ -406,8 +406,8 @@ def tree_attention(
 
 
 @operation(
-    "attention.append", "q divides b", bare_path="q",
-    k_cache="b hk L d", v_cache="b hk L dv", lengths="q: int32", k="b n hk d", v="b n hk dv",
+    "attention.append", "b divides r", bare_path=True,
+    k_cache="r hk L d", v_cache="r hk L dv", lengths="b: int32", k="r n hk d", v="r n hk dv",
 )  # fmt: skip
 def kv_commit(
     k_cache: Tensor, v_cache: Tensor, lengths: Tensor, k: Tensor, v: Tensor, path: Path, path_lengths: Tensor | None, *,
@@ -415,7 +415,7 @@ def kv_commit(
 ) -> None:  # fmt: skip
     """Append the accepted rows of K and V to the caches at `lengths`, in place; `lengths` itself is not advanced.
 
-    The b rows of the caches are q sequences of b / q layers, layer after layer; lengths and paths are those of the
+    The r rows of the caches are b sequences of r / b layers, layer after layer; lengths and paths are those of the
     sequences.  Nothing is written past the end of a cache, nor for an empty path.
     """
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels import dispatch, ops
-from stree.kernels.tiles import MAX_NORM_WIDTH
+from stree.kernels.fused.tiles import MAX_NORM_WIDTH
 from stree.models.fused import probing
 from stree.models.fused.lazy_residual import LazyResidual, normalise
 from stree.models.patching import has_foreign_forward, is_hooked, patch_forward, unpatched_forward

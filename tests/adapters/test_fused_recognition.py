@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHAttention
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridAttention
 
-from stree.kernels.tiles import MAX_NORM_WIDTH
+from stree.kernels.fused.tiles import MAX_NORM_WIDTH
 from stree.models.fused import fused_layers, probing
 from stree.models.fused.lazy_residual import LazyResidual
 from stree.models.patching import is_patched
