@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.outcomes import random_rows
 from helpers.enumeration import (
     DraftedTrees,
     Outcomes,
@@ -29,10 +30,6 @@ from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter
 from stree.growth import RSDS, Calibrated, Chain, DepthStop, DySpec, Growth, Sequoia, Static
 from stree.sampling import Random, Sampling
 from stree.verify import DELTA, SAMPLED, Acceptance, DraftProbs
-
-
-def random_rows(batch: int) -> Random:
-    return Random(0, torch.arange(batch), torch.zeros(batch).long())
 
 
 PLAIN = Sampling(1.0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.outcomes import random_rows
 from helpers.enumeration import TableLM, TableModel
 from helpers.on_device import treat_as_on_device
 from helpers.tiny_models import (
@@ -39,10 +40,6 @@ GROWTHS: dict[str, Growth] = {
     "layers": DySpec(depth=2),
     "heap": DySpec(form="heap"),
 }
-
-
-def random_rows(batch: int) -> Random:
-    return Random(0, torch.arange(batch), torch.zeros(batch, dtype=torch.long))
 
 
 def standing_still(batch: int) -> Acceptance:

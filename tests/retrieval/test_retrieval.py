@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.outcomes import random_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -24,10 +25,6 @@ from stree.verify import Acceptance
 VOCAB = 4
 documents = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=20), min_size=1, max_size=4).filter(any)
 contexts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)
-
-
-def random_rows(batch: int) -> Random:
-    return Random(0, torch.arange(batch), torch.zeros(batch, dtype=torch.long))
 
 
 def followers(texts: list[list[int]], match: list[int]) -> Counter[tuple[int, ...]]:
