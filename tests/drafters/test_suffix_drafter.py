@@ -6,7 +6,6 @@ import torch
 from helpers.outcomes import random_rows
 
 from stree.drafters import SuffixDrafter
-from stree.sampling import Random
 from stree.verify import Acceptance
 
 

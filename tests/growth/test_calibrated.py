@@ -8,7 +8,8 @@ import pytest
 import torch
 from helpers.enumerated_texts import drafts_of
 from helpers.enumeration import EXACT, PLAIN, step_bias
-from helpers.table_models import TableLM, TableModel
+from helpers.growth_drafts import table_drafter
+from helpers.table_models import TableModel
 
 from stree.drafters import ModelDrafter
 from stree.growth import AcceptanceModel, Calibrated, Layer, Proposal, Slots, choose_slots
@@ -66,7 +67,7 @@ class Taught(Calibrated):
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])
 def test_the_emitted_distribution_is_the_target_s_whatever_was_learnt(verifier: str) -> None:
     target, dist = TableModel.random(3, 11, scale=0.5), TableModel.random(3, 12, scale=0.5)
-    drafter = ModelDrafter(TableLM(dist).as_lm())
+    drafter = table_drafter(dist)
     trees, naive = (drafts_of(drafter, growth, 4, PLAIN, 3) for growth in (Taught(2, 2), Calibrated(2, 2)))
     shapes = [set(map(tuple, one.parents.tolist())) for one in (trees, naive)]
     assert shapes[0] != shapes[1], "what was learnt should change trees"

@@ -9,12 +9,11 @@ import pytest
 import torch
 from helpers.enumerated_texts import drafts_of
 from helpers.enumeration import EXACT, PLAIN, step_bias
-from helpers.growth_drafts import draft_of
+from helpers.growth_drafts import draft_of, table_drafter
 from helpers.outcomes import random_rows
-from helpers.table_models import TableLM, TableModel
+from helpers.table_models import TableModel
 
 from stree import growth as growths
-from stree.drafters import ModelDrafter
 from stree.growth import Growth
 from stree.sampling import Sampling
 
@@ -53,7 +52,7 @@ CASES |= {name: (*case, PLAIN) for name, case in STOPPED.items()}
 @pytest.mark.parametrize("name", CASES)
 def test_every_variant_emits_the_target_s_distribution_exactly(name: str, verifier: str) -> None:
     growth, budget, sampling = CASES[name]
-    trees = drafts_of(ModelDrafter(TableLM(DRAFT).as_lm()), growth, budget, sampling, 3)
+    trees = drafts_of(table_drafter(DRAFT), growth, budget, sampling, 3)
     assert name not in STOPPED or len(trees.tree.num_nodes.unique()) > 1, "some trees stop, some do not"
     assert step_bias(TableModel.random(3, 11), trees, verifier, sampling) < EXACT
 

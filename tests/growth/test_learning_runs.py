@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.enumeration import PLAIN
-from helpers.growth_drafts import draft_of, nodes_by_path
+from helpers.growth_drafts import draft_of, nodes_by_path, table_drafter
 from helpers.outcomes import random_rows
-from helpers.table_models import TableLM, TableModel
+from helpers.table_models import TableModel
 from torch import Tensor
 
-from stree.drafters import ModelDrafter
 from stree.growth import Calibrated, Chain, DepthStop, Growth, Slots
 from stree.growth.learned_acceptance import prior_when_greedy
 from stree.sampling import Sampling
@@ -35,7 +34,7 @@ def test_a_greedy_tree_looks_up_the_pairs_and_triples_of_every_node(is_stopped: 
     dist, prompt, pending = TableModel.random(6, 3), [3, 1, 0, 2, 5, 4, 0, 1, 3, 3, 0, 4], 2
     growth: Growth = Calibrated(depth=3).bind(Sampling())
     growth = DepthStop(growth, threshold=-50.0, layers=None) if is_stopped else growth
-    run = ModelDrafter(TableLM(dist).as_lm()).start(6, [prompt], random_rows(1))
+    run = table_drafter(dist).start(6, [prompt], random_rows(1))
     draft = run.propose(torch.tensor([pending]), growth, 17)
     pairs, triples = set(pairwise(prompt)), set(zip(prompt, prompt[1:], prompt[2:], strict=False))
     probs, values = dist.logits.softmax(-1), dict[tuple[int, ...], float]()
@@ -65,7 +64,7 @@ def test_a_greedy_tree_looks_up_the_pairs_and_triples_of_every_node(is_stopped: 
 
 def test_a_greedy_run_learns_from_its_paths_and_its_growth_does_not() -> None:
     dist, growth = TableModel.random(5, 1), Calibrated(depth=2).bind(Sampling())
-    run = ModelDrafter(TableLM(dist).as_lm()).start(5, [[0], [0]], random_rows(2))
+    run = table_drafter(dist).start(5, [[0], [0]], random_rows(2))
     pending = torch.zeros(2, dtype=torch.long)
 
     def eldest() -> Tensor:
@@ -85,7 +84,7 @@ def test_a_greedy_run_learns_from_its_paths_and_its_growth_does_not() -> None:
 
 def test_a_run_may_change_its_growth_and_skip_observing() -> None:
     dist, calibrated, chain = TableModel.random(5, 1), Calibrated(depth=2).bind(PLAIN), Chain(2).bind(PLAIN)
-    run = ModelDrafter(TableLM(dist).as_lm()).start(5, [[0]], random_rows(1))
+    run = table_drafter(dist).start(5, [[0]], random_rows(1))
     pending = torch.zeros(1, dtype=torch.long)
     for growth, budget in ((calibrated, 8), (calibrated, 3), (chain, 8), (calibrated, 1), (calibrated, 8)):
         run.propose(pending, growth, budget)

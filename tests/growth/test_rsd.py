@@ -9,12 +9,11 @@ import pytest
 import torch
 from helpers.enumerated_texts import drafts_of
 from helpers.enumeration import EXACT, PLAIN, step_bias
-from helpers.growth_drafts import draft_of, nodes_by_path
+from helpers.growth_drafts import draft_of, nodes_by_path, table_drafter
 from helpers.outcomes import random_rows
-from helpers.table_models import TableLM, TableModel
+from helpers.table_models import TableModel
 from torch import Tensor
 
-from stree.drafters import ModelDrafter
 from stree.growth import RSDC, RSDS, Growth, SpecInfer
 from stree.sampling import MAX_RANKS, Sampling
 from stree.verify import INDEPENDENT, SAMPLED
@@ -75,7 +74,7 @@ def test_arrival_times_give_the_gumbel_beams_of_the_paper() -> None:
 def test_whatever_the_arrival_times_the_distribution_is_exact(verifier: str) -> None:
     target, dist = TableModel.random(3, 31), TableModel.random(3, 32)
     for seed in (2, 3):
-        trees = drafts_of(ModelDrafter(TableLM(dist).as_lm()), RSDS(2, 2), 5, PLAIN, 3, seed=seed)
+        trees = drafts_of(table_drafter(dist), RSDS(2, 2), 5, PLAIN, 3, seed=seed)
         assert step_bias(target, trees, verifier) < EXACT
 
 
@@ -109,7 +108,7 @@ def test_independent_siblings_declared_as_drawn_without_replacement_are_biased()
     biases = []
     for seed in range(4):
         target, dist = TableModel.random(4, 40 + seed), TableModel.random(4, 50 + seed, scale=0.5)
-        trees = drafts_of(ModelDrafter(TableLM(dist).as_lm()), SpecInfer([3]), 4, PLAIN, 4)
+        trees = drafts_of(table_drafter(dist), SpecInfer([3]), 4, PLAIN, 4)
         assert step_bias(target, trees, "rejection") < EXACT
         wrong = replace(trees.probs, kind=torch.full_like(trees.probs.kind, SAMPLED))
         biases.append(step_bias(target, replace(trees, probs=wrong), "rejection"))

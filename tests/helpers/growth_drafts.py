@@ -16,9 +16,14 @@ from stree.tree import TokenTree
 GREEDY = Sampling()
 
 
+def table_drafter(dist: TableModel) -> ModelDrafter:
+    """Draft with a table instead of a model."""
+    return ModelDrafter(TableLM(dist).as_lm())
+
+
 def draft_of(dist: TableModel, growth: Growth, budget: int, sampling: Sampling, rng: Random, batch: int = 1) -> Draft:
     """Propose trees below pending tokens 0 of one-token texts."""
-    run = ModelDrafter(TableLM(dist).as_lm()).start(dist.vocab, [[0]] * batch, rng)
+    run = table_drafter(dist).start(dist.vocab, [[0]] * batch, rng)
     return run.propose(torch.zeros(batch, dtype=torch.long), growth.bind(sampling), budget)
 
 

@@ -19,7 +19,6 @@ from safetensors.numpy import load_file, save_file
 
 from stree.drafters import SuffixDrafter
 from stree.retrieval import Continuations, Datastore, Nodes, SuffixAutomaton, datastore, unite
-from stree.sampling import Random
 from stree.verify import Acceptance
 
 VOCAB = 4

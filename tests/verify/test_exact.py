@@ -13,10 +13,10 @@ import pytest
 import torch
 from helpers.enumerated_texts import Turns, drafts_of, joint_of_loop, joint_of_steps, strings_of
 from helpers.enumeration import EXACT, PLAIN, total_variation
-from helpers.table_models import TableLM, TableModel
+from helpers.growth_drafts import table_drafter
+from helpers.table_models import TableModel
 
 from stree import growth as growths
-from stree.drafters import ModelDrafter
 from stree.growth import Growth
 
 VOCAB, LENGTH, SEEDS = 4, 4, 12
@@ -78,7 +78,7 @@ def test_every_growth_with_every_verifier_emits_the_target_s_distribution(name: 
     chosen = PAIRS if IS_FULL else [PAIRS[13 * WAYS.index((name, verifier)) % len(PAIRS)]]
     for make, seed in chosen:
         target, draft = make(seed)
-        drafter, steps = ModelDrafter(TableLM(draft).as_lm()), []
+        drafter, steps = table_drafter(draft), []
         for root in range(VOCAB):
             trees = drafts_of(drafter, growth, budget, PLAIN, VOCAB, root)
             steps.append(strings_of(target, trees, PLAIN, verifier))
@@ -99,6 +99,6 @@ def test_a_run_of_several_steps_emits_the_target_s_distribution(
     growth: Growth, turns: int, draws: int, verifier: str
 ) -> None:
     target, draft = random_pair(1)
-    drafter, rng = ModelDrafter(TableLM(draft).as_lm()), Turns.all(turns, draws, draws, VOCAB)
+    drafter, rng = table_drafter(draft), Turns.all(turns, draws, draws, VOCAB)
     emitted = joint_of_loop(target, drafter, growth, draws + 1, PLAIN, verifier, rng)
     assert total_variation(emitted, target.joint(PLAIN, turns)) < EXACT

@@ -15,11 +15,12 @@ import torch
 from helpers.enumerated_texts import Turns, drafts_of, joint_of_loop, joint_of_steps, strings_of
 from helpers.enumeration import EXACT, PLAIN, DraftedTrees, every_outcome, total_variation
 from helpers.fixed_tree_drafter import Retrieval
+from helpers.growth_drafts import table_drafter
 from helpers.outcomes import Cells, Outcomes, as_random
-from helpers.table_models import TableLM, TableModel
+from helpers.table_models import TableModel
 from torch import Tensor
 
-from stree.drafters import Drafter, DraftRun, FusedDrafter, ModelDrafter
+from stree.drafters import Drafter, DraftRun, FusedDrafter
 from stree.drafters.target_init import TargetInitDrafter
 from stree.growth import RSDS, AcceptanceModel, Chain, DySpec, Growth, Plan, Static, TargetInit
 from stree.growth.acceptance_model import PathProbability
@@ -30,7 +31,7 @@ from stree.verify import LONGEST, SAMPLED, Acceptance, DraftProbs, accept
 VOCAB, LENGTH = 4, 4
 TARGET, DRAFT = TableModel.random(VOCAB, 3), TableModel.random(VOCAB, 103)
 TARGET_PROBS, DRAFT_PROBS = PLAIN.probs(TARGET.logits), PLAIN.probs(DRAFT.logits)
-DRAFTER = ModelDrafter(TableLM(DRAFT).as_lm())
+DRAFTER = table_drafter(DRAFT)
 
 
 def bias(
