@@ -1,7 +1,4 @@
-"""What a drafter is trained on: windows of packed texts, held-out ends, and what the target writes.
-
-Run: python -m pytest tests/distill/test_text.py
-"""
+"""What a drafter is trained on: windows of packed texts, held-out ends, and what the target writes."""
 
 from __future__ import annotations
 

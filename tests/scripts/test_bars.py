@@ -1,7 +1,4 @@
-"""The bars of the GPU are read off the right records, on the right side, by whole intervals.
-
-Run: python -m pytest tests/scripts/test_bars.py
-"""
+"""The bars of the GPU are read off the right records, on the right side, by whole intervals."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The bundled pair's recipe: the target's training forward, its text, held-out windows; the rest is test_distill.py's.
-
-python -m pytest tests/scripts/test_train_bundled.py
-"""
+"""The recipe of the bundled pair: training forward of the target, its text and held-out windows."""
 
 import json
 from functools import partial
