@@ -63,7 +63,7 @@ def test_under_match_a_method_must_give_the_text_of_plain_sampling(name: str) ->
 def test_without_the_statistical_test_a_rejection_sampler_is_not_called_lossless() -> None:
     found = check_method(PAIR, method("dyspec:6"), [SAMPLED], 0)
     assert (found["status"], found["lossless"], found["verifier"]) == ("ok", None, "auto")
-    assert found["greedy_twin"]  # but it is known to be right when greedy
+    assert found["greedy_identical"]  # but it is known to be right when greedy
 
 
 @pytest.mark.parametrize("name", ["plain", "dyspec:6"])
@@ -85,7 +85,7 @@ def test_sampled_text_of_another_distribution_fails(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", ["transformers", "lossy-target-init:2,2"])
 def test_other_libraries_and_lossy_methods_are_not_judged_when_sampling(name: str) -> None:
     found = check_method(PAIR, method(name), [SAMPLED], 2)
-    assert found["status"] == "ok" and found["lossless"] is None and "greedy_twin" not in found
+    assert found["status"] == "ok" and found["lossless"] is None and "greedy_identical" not in found
 
 
 def test_a_difference_at_a_near_tie_is_lossless_and_its_place_is_reported() -> None:

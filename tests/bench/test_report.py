@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from stree.bench.report import HEADINGS, load_runs, markdown, verdict_text, write_page
-from stree.bench.summary import interval, summarise
+from stree.bench.report import HEADINGS, load_runs, markdown, write_page
+from stree.bench.summary import interval, summarise, verdict_text
 
 RUN = Path(__file__).resolve().parent / "data_run"
 METHODS = ["plain", "transformers", "mamba-ssm", "chain:1-2", "chain:4", "dyspec:5", "unrolled:static:2,2", "suffix"]

@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 from helpers.tiny_pairs import tiny_pair
 
-from stree.bench import runner
 from stree.bench.directory import RunDirectory
 from stree.bench.execute import Case, Run
 from stree.bench.methods import Method, parse_methods
 from stree.bench.pair import Pair
 from stree.bench.plan import Settings, Suite, read_suites
 from stree.bench.records import Record
-from stree.bench.runner import Reporter, Runner
+from stree.bench.runner import Runner
 
 PAIR = tiny_pair()
 METHODS = "plain,chain:2,dyspec:5"
@@ -42,9 +41,9 @@ def made_up(pair: Pair, method: Method, case: Case) -> Run:
 @pytest.fixture
 def imagined(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Run no model."""
-    monkeypatch.setattr(runner, "execute", made_up)
-    monkeypatch.setattr(runner, "check_method", lambda *_: {"status": "ok", "lossless": True})
-    monkeypatch.setattr(runner, "judge", lambda *_: {"lossless": True, "verifier": "match"})
+    monkeypatch.setattr("stree.bench.runner.execute", made_up)
+    monkeypatch.setattr("stree.bench.runner.check_method", lambda *_: {"status": "ok", "lossless": True})
+    monkeypatch.setattr("stree.bench.runner.judge", lambda *_: {"lossless": True, "verifier": "match"})
     return monkeypatch
 
 
@@ -63,9 +62,9 @@ def run(
     """Start a run or resume it; return its records and the lines that it reported."""
     directory = RunDirectory(out, {"methods": methods}, {"device": "test"})
     said: list[str] = []
-    base = {"bench": "run", "dtype": "float64", "env": {}}
-    reporter = Reporter(said.append, lambda _: None)
-    Runner(pair, parse_methods(methods), suites, settings, directory, base=base, reporter=reporter).run()
+    runner = Runner(pair, parse_methods(methods), suites, settings, directory, {})
+    runner.say = said.append
+    runner.run()
     return RunDirectory(out, {"methods": methods}, {"device": "test"}).records, said
 
 
@@ -154,7 +153,7 @@ def test_a_method_that_fails_later_is_reported_and_the_others_go_on_in_turns(
             raise RuntimeError("out of memory")
         return made_up(pair, method, case)
 
-    imagined.setattr(runner, "execute", breaks)
+    imagined.setattr("stree.bench.runner.execute", breaks)
     records, said = run(tmp_path / "run", suites[1:])
     assert order == ["plain", "chain:2", "dyspec:5", "chain:2", "dyspec:5", "plain"]
     assert [key[-1] for key in texts(records) if key[1] == 1] == ["plain", "dyspec:5"]
@@ -173,7 +172,7 @@ def test_a_chain_is_tuned_once_on_held_out_prompts(
 
     (suite,) = suites[1:]
     assert suite.is_held_out and [prompt.turns[0] for prompt in suite.held_out] == ["import b", "x = 1"]
-    imagined.setattr(runner, "execute", slow)
+    imagined.setattr("stree.bench.runner.execute", slow)
     records, said = run(tmp_path / "run", [suite], "chain:1-3")
     held = [tuple(PAIR.tokenizer(prompt.turns[0])["input_ids"]) for prompt in suite.held_out]
     assert seen[:9] == [held[0]] * 6 + [held[1]] * 3  # the first time warms up

@@ -42,7 +42,7 @@ MISTAKES = {
     f"{DISTILL} --target TARGET --text code.py --resume": "there is nothing to resume",
     f"{DISTILL} --target no/such/folder --text code.py": "no tokenizer that transformers can read",
     f"{BENCH} --suite mine=bad.jsonl": "suite 'mine': line 2 of bad.jsonl: a record needs one of the fields",
-    f"{BENCH} --methods plain,chian:4": "method 'chian:4' is unknown: did you mean chain",
+    f"{BENCH} --methods plain,chian:4": "method 'chian:4' is unknown; known are plain, transformers",
     f"{BENCH} --methods plain,stree:5": "method 'stree:5' cannot run: a tree of 13 nodes (root included) exceeds",
     f"{BENCH} --temperature hot": "--temperature must be a number or several, as 0,0.8, got 'hot'",
     f"{BENCH} --max-new-tokens 1": "max_new_tokens must be at least 2, got 1",
