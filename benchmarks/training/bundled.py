@@ -26,7 +26,7 @@ from stree.distill import network
 from stree.distill.run import fit, save_model
 from stree.distill.settings import Settings
 from stree.distill.text import Batches, Text
-from stree.distill.training import compiler, probs_of, text_loss, train
+from stree.distill.training import Budget, compiler, probs_of, text_loss, train
 from stree.models.tree_lm import TreeLM
 
 
@@ -95,7 +95,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run every stage and writes the assets."""
+    """Run every stage and write the assets."""
     args = parse_arguments(arguments)
     torch.manual_seed(args.seed)
     if args.threads:
@@ -122,8 +122,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{model.config.model_type}: training forward agrees to {network.check_forward(model, swap):.1e}")
     nets.swap(target, torch.bfloat16, compiler(settings))
     batches = Batches(text, settings.length, settings.seed + 2)
-    seconds = 60 * args.target_minutes
-    done = train("target", target, text_loss(settings), batches, settings, runs, seconds=seconds, resume=args.resume)
+    budget: Budget = ("seconds", 60 * args.target_minutes)
+    done = train(runs / "target.pt", target, text_loss(settings), batches, settings, budget, resume=args.resume)
     save_model(target, tokenizer, assets / "target")
     writer = TreeLM.from_pretrained(assets / "target", args.device)
     probs = probs_of(target.eval(), torch.bfloat16)

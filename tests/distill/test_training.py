@@ -79,7 +79,7 @@ def test_a_loss_that_is_not_finite_ends_the_stage(target: stree.TreeLM, tmp_path
         return torch.full((), torch.nan, requires_grad=True)
 
     with pytest.raises(RuntimeError, match="text: the loss is nan at step 0"):
-        training.train("text", drafter, broken, batches, SETTINGS, tmp_path, steps=1)
+        training.train(tmp_path / "text.pt", drafter, broken, batches, SETTINGS, ("steps", 1))
     assert not list(tmp_path.iterdir())
 
 

@@ -17,7 +17,7 @@ from benchmarks.training import data, report
 from benchmarks.training import model as train_model
 from benchmarks.training.data import Document
 from stree.distill import run
-from stree.distill.continuations import write_continuations
+from stree.distill.continuations import Writing
 from stree.distill.network import check_forward, drafter_config, hidden_states
 
 TARGET = train_model.target_config
@@ -81,7 +81,7 @@ def test_held_out_text_reaches_neither_tokenizer_nor_streams() -> None:
 
 def test_the_pair_is_trained_and_a_second_run_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_model, "target_config", tiny_target)
-    monkeypatch.setattr(run, "write_continuations", partial(write_continuations, rows=2, new_tokens=48))
+    monkeypatch.setattr(run, "Writing", partial(Writing, rows=2, new_tokens=48))
     (tmp_path / "text").mkdir()
     for name in ("a.py", "b.py"):
         (tmp_path / "text" / name).write_text("x = [1, 2, 3]\n" * 200, encoding="utf-8")
