@@ -45,19 +45,17 @@ def history(times: dict[int, float], level: float) -> StepHistory:
     return known
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("times", "level"), [(TIMES, 3.0), (TIMES, 0.2), (GPU_TIMES, 2.5)], ids=["cpu", "off", "gpu"])
-def test_most_steps_have_the_best_size_or_one_nearly_as_good(times: dict[int, float], level: float, seed: int) -> None:
-    world = World(times, seed)
+def test_most_steps_have_the_best_size_or_one_nearly_as_good(times: dict[int, float], level: float) -> None:
+    world = World(times)
     world.run(BudgetController(SIZES, history(times, level)), level, 400)
     best = (1 + level * GAIN[best_size(times, level)]) / times[best_size(times, level)]
     good = [size for size in SIZES if (1 + level * GAIN[size]) / times[size] > 0.9 * best]
     assert sum(size in good for size in world.chosen) > 0.85 * len(world.chosen)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_where_trees_do_not_pay_little_time_is_lost(seed: int) -> None:
-    world = World(TIMES, seed)
+def test_where_trees_do_not_pay_little_time_is_lost() -> None:
+    world = World(TIMES)
     world.run(BudgetController(SIZES, history(TIMES, 0.1)), 0.1, 500)
     assert world.tokens / world.seconds > 0.95 / 1.08, "slow steps alone take 8 %"
 
