@@ -3,7 +3,7 @@
 One program owns a block of headdim of one head of one sequence: it reads that part of the state once, commits the path,
 stores it where there was something to commit, and scores the tree.  B, C and the step sizes are shared by programs, so
 when new rows replace the rows of the path that is being committed, a second, small launch stashes them; a caller who
-alternates between two stashes (`previous`) saves it.  `kernels/README.md` has the maths and the counted costs.
+alternates between two stashes (`previous`) saves it.  `docs/maths.md` has the maths, `docs/gpu.md` the counted costs.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call, no-untyped-def, untyped-decorator"
