@@ -80,12 +80,10 @@ def _check_order(parents: Tensor) -> None:
         )
 
 
-def take_path(
-    path: Path, path_lengths: Tensor | None, batch: int, like: Tensor, width: int | None = None
-) -> AcceptedPath:
+def take_path(path: Path, path_lengths: Tensor | None, batch: int, like: Tensor) -> AcceptedPath:
     """Check a path and derive its indices where bare tensors are given."""
     check_path(path, path_lengths, batch, like)
-    return AcceptedPath.cast(path, path_lengths, width)
+    return AcceptedPath.cast(path, path_lengths)
 
 
 def check_batch(batch: int) -> None:

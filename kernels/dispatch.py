@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ __all__ = [
     "TRITON",
     "Backend",
     "Behaviour",
+    "Operands",
     "as_on_device",
     "check_launch",
     "choose",
@@ -32,6 +34,15 @@ __all__ = [
 ]
 
 Backend = Literal["auto", "reference", "triton"]
+
+
+class Operands(SimpleNamespace):
+    """The checked arguments of one call of an operation, as attributes of their names in `stree.kernels.ops`.
+
+    `topology` holds the trees in place of `parents`, and `accepted` the path, or None, in place of `path` and
+    `path_lengths`.
+    """
+
 
 # Operation -> module with a function of that name.  `stree.kernels.shapes.operation` enters what it declares.
 REFERENCE: dict[str, str] = {}

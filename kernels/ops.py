@@ -406,8 +406,8 @@ def tree_attention(
 
 
 @operation(
-    "attention.append", "q divides b", bare_path="q",
-    k_cache="b hk L d", v_cache="b hk L dv", lengths="q: int32", k="b n hk d", v="b n hk dv",
+    "attention.append", "b divides r", bare_path=True,
+    k_cache="r hk L d", v_cache="r hk L dv", lengths="b: int32", k="r n hk d", v="r n hk dv",
 )  # fmt: skip
 def kv_commit(
     k_cache: Tensor, v_cache: Tensor, lengths: Tensor, k: Tensor, v: Tensor, path: Path, path_lengths: Tensor | None, *,
@@ -415,7 +415,7 @@ def kv_commit(
 ) -> None:  # fmt: skip
     """Append the accepted rows of K and V to the caches at `lengths`, in place; `lengths` itself is not advanced.
 
-    The b rows of the caches are q sequences of b / q layers, layer after layer; lengths and paths are those of the
+    The r rows of the caches are b sequences of r / b layers, layer after layer; lengths and paths are those of the
     sequences.  Nothing is written past the end of a cache, nor for an empty path.
     """
 
@@ -576,9 +576,9 @@ def experts(
 
 
 def _check_seed(seed: int | Tensor | None, like: Tensor) -> None:
-    """Require an integer or int64[] on the device of a tensor."""
+    """Require an integer, or int64[] or int64[b] for the sequences of a tensor [b, ...], on its device."""
     if isinstance(seed, Tensor):
-        check("seed", seed, "int64", (), like)
+        check("seed", seed, "int64", (like.shape[:1].numel(),) if seed.dim() else (), like)
 
 
 @operation("sampling.kernel", position="...: int64", sequence="...: int64", node="...: int64")
@@ -590,7 +590,7 @@ def philox_uniform(
     Equal to `stree.sampling.Random.uniform`.  Words count modulo 2^32, the seed modulo 2^64.
 
     Args:
-        seed: any integer; or int64[], which a captured launch reads anew whenever it is replayed.
+        seed: any integer; or int64[b], one for each entry of the words' first dimension.
         purpose: what the numbers are for; 0 is the target's own tokens.
 
     Returns:
@@ -653,7 +653,7 @@ def match_accept(
         tokens: token of each node.
         scores: logits without a seed, distributions as `choice` takes them with one; not NaN.
         max_depth: bound of the depths; the returned paths have min(n, max_depth + 1) entries.  None: n - 1.
-        seed: key of the numbers, an integer or int64[], or None for greedy.
+        seed: key of the numbers: an integer, or int64[b], one for each sequence; None for greedy.
         sequences: with a seed.
         positions: of the root; with a seed.
     """

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from stree.kernels import checks
-from stree.kernels.dispatch import REFERENCE, TRITON, choose
+from stree.kernels.dispatch import REFERENCE, TRITON, Operands, choose
 
 __all__ = ["operation", "write_checks"]
 
@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 def operation(
-    triton: str, *rules: str, bare_path: str | None = None, **shapes: str | tuple[str, ...]
+    triton: str, *rules: str, bare_path: bool = False, **shapes: str | tuple[str, ...]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Declare an operation on tensors of given shapes; the decorated function's body checks values, if anything.
 
@@ -42,7 +42,8 @@ def operation(
         ngroups="= g"            an integer argument that is the size of an axis
 
     `parents` is int32[b, n] or a `Topology`, and `path` with `path_lengths` int32[b, m] and int32[b], an
-    `AcceptedPath` or None; implementations take them as `topology` and `accepted`.
+    `AcceptedPath` or None; implementations take them as `topology` and `accepted`.  An implementation with more than
+    six positional arguments takes all of its arguments as one `Operands`, any other as they are.
 
     The checks run for every layer of every step, so they are written out as one function, as dataclasses write theirs:
     a loop over shapes takes twice as long.  Tracebacks show it, and so does `inspect.getsource` of its code.
@@ -50,7 +51,7 @@ def operation(
     Args:
         triton: module of the Triton version, below stree.kernels; the reference is reference.py in the same folder.
         rules: what sizes must satisfy: "n <= N", "g divides h".
-        bare_path: axis that counts the paths, for an implementation that takes `path` and `path_lengths` as they are.
+        bare_path: whether the implementation takes `path` and `path_lengths` as they are, without derived indices.
         shapes: of each argument.
     """
 
@@ -60,7 +61,12 @@ def operation(
         TRITON[op] = f"stree.kernels.{triton}"
         source = write_checks(function, shapes, rules, bare_path)
         defaults = {f"default_{name}": p.default for name, p in inspect.signature(function).parameters.items()}
-        names: dict[str, Any] = {**vars(checks), "choose": choose, "declared": function} | defaults
+        names: dict[str, Any] = defaults | {
+            **vars(checks),
+            "choose": choose,
+            "Operands": Operands,
+            "declared": function,
+        }
         file = f"<checks of {op}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         exec(compile(source, file, "exec"), names)
@@ -73,16 +79,13 @@ def operation(
 
 
 def write_checks(
-    function: Callable[..., Any],
-    shapes: Mapping[str, str | tuple[str, ...]],
-    rules: tuple[str, ...],
-    bare_path: str | None,
+    function: Callable[..., Any], shapes: Mapping[str, str | tuple[str, ...]], rules: tuple[str, ...], bare_path: bool
 ) -> str:
     """Write the function that checks the arguments of a declared operation and calls its implementation.
 
-    It has the signature of `function` and uses the names of `stree.kernels.checks`, `choose`, `declared` (`function`
-    itself, where its body checks values) and `default_x` for the default of x.  For what the arguments mean see
-    `operation`.
+    It has the signature of `function` and uses the names of `stree.kernels.checks`, `choose`, `Operands`, `declared`
+    (`function` itself, where its body checks values) and `default_x` for the default of x.  For what the arguments
+    mean see `operation`.
     """
     return _Source(function, shapes, rules, bare_path).write()
 
@@ -95,7 +98,7 @@ class _Source:
         function: Callable[..., Any],
         shapes: Mapping[str, str | tuple[str, ...]],
         rules: tuple[str, ...],
-        bare_path: str | None,
+        bare_path: bool,
     ) -> None:
         self._function, self._bare_path = function, bare_path
         self._parameters = inspect.signature(function).parameters
@@ -165,14 +168,14 @@ class _Source:
 
     def _arguments(self) -> str:
         """Write what the implementation is given."""
-        renamed = {"parents": "topology", "path": "accepted"} if self._bare_path is None else {}
-        parts: list[str] = []
-        for name, p in self._parameters.items():
-            if name == "backend" or (name == "path_lengths" and renamed):
-                continue
-            name = renamed.get(name, name)
-            parts.append(name if p.kind is p.POSITIONAL_OR_KEYWORD else f"{name}={name}")
-        return ", ".join(parts)
+        renamed = {"parents": "topology"} | ({} if self._bare_path else {"path": "accepted"})
+        left_out = {"backend"} if self._bare_path else {"backend", "path_lengths"}
+        passed = {name: p for name, p in self._parameters.items() if name not in left_out}
+        operands = [renamed.get(name, name) for name, p in passed.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        options = [f"{name}={name}" for name, p in passed.items() if p.kind is p.KEYWORD_ONLY]
+        if len(operands) > 6:
+            return f"Operands({', '.join([f'{name}={name}' for name in operands] + options)})"
+        return ", ".join(operands + options)
 
     def _size(self, expression: str) -> str:
         """Write an expression of sizes: axes are locals with an underscore in front, unlike arguments of that name."""
@@ -237,8 +240,8 @@ class _Source:
 
     def _take_path(self) -> None:
         """Check the path and derive its indices."""
-        if self._bare_path is not None:
-            self._line(1, f"check_path(path, path_lengths, _{self._bare_path}, {self._like.name})")
+        if self._bare_path:
+            self._line(1, f"check_path(path, path_lengths, _b, {self._like.name})")
         elif "path" in self._parameters:
             taken = f"take_path(path, path_lengths, _b, {self._like.name})"
             self._line(1, f"accepted = None if path is None else {taken}")

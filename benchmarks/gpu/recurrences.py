@@ -103,9 +103,11 @@ def selective_case(sizes: Selective, at: Size) -> Case:
         }  # fmt: skip
 
     def run(i: Inputs, backend: Backend) -> Tensor:
+        old = i["stash_x"], i["stash_dt"], i["stash_B"]
+        x, dt, B = map(torch.empty_like, old)
         return ops.selective_step(
-            i["state"], i["stash_x"], i["stash_dt"], i["stash_B"], i["accepted"], None,
-            i["x"], i["dt"], i["A"], i["B"], i["C"], None, i["topology"], D=i["D"], backend=backend,
+            i["state"], x, dt, B, i["accepted"], None, i["x"], i["dt"], i["A"], i["B"], i["C"], None, i["topology"],
+            D=i["D"], previous=old, backend=backend,
         )  # fmt: skip
 
     return at.case(

@@ -4,16 +4,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from stree.kernels.dispatch import Operands
+from stree.kernels.launch import strides
 from stree.kernels.tiles import MAX_ATTENTION_HEADDIMS, check_inner, check_kernel_dtypes, check_limit, padded
 from stree.kernels.topology import AcceptedPath
 
-__all__ = ["append", "check_dims", "kv_commit", "kv_commit_constants", "kv_commit_kernel"]
+__all__ = ["append", "check_dims", "kv_commit", "kv_commit_kernel"]
 
 
 @triton.jit(do_not_specialize=["sequences", "limit", "path_size"])
@@ -53,47 +53,27 @@ def kv_commit_kernel(
         tl.store(v_cache_ptr + (place * stride_v_cache_l)[:, None] + dv[None, :], value, mask)
 
 
-def kv_commit(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    k: Tensor,
-    v: Tensor,
-    path: Tensor | AcceptedPath,
-    path_lengths: Tensor | None,
-) -> None:
+def kv_commit(a: Operands) -> None:
     """Append the accepted rows of K and V to the caches, in place; see `stree.kernels.ops`."""
-    check_kernel_dtypes("kv_commit", k_cache=k_cache, v_cache=v_cache, k=k, v=v)
-    bare = (path.rows, path.lengths) if isinstance(path, AcceptedPath) else (path, path_lengths)
-    append("kv_commit", (k_cache, v_cache, lengths), (k, v), bare, lengths_count_path=False)
+    check_kernel_dtypes("kv_commit", k_cache=a.k_cache, v_cache=a.v_cache, k=a.k, v=a.v)
+    bare = (a.path.rows, a.path.lengths) if isinstance(a.path, AcceptedPath) else (a.path, a.path_lengths)
+    append("kv_commit", (a.k_cache, a.v_cache, a.lengths), (a.k, a.v), bare, lengths_count_path=False)
 
 
 def append(
-    op: str,
-    cache: tuple[Tensor, Tensor, Tensor],
-    new: tuple[Tensor, Tensor],
-    path: tuple[Tensor, Tensor | None],
-    *,
+    op: str, cache: tuple[Tensor, Tensor, Tensor], new: tuple[Tensor, Tensor], path: tuple[Tensor, Tensor], *,
     lengths_count_path: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Launch the kernel that appends a path's rows to the caches, of as many layers as there are."""
     (k_cache, v_cache, lengths), (k, v), (nodes, path_lengths) = cache, new, path
-    assert path_lengths is not None, "a path given as a tensor needs path_lengths"
-    dims = check_dims(op, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    dim, value_dim = check_dims(op, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     kv_commit_kernel[(k_cache.shape[1], k_cache.shape[0])](
         k_cache, v_cache, lengths.contiguous(), k, v, nodes.contiguous(), path_lengths.contiguous(),
         lengths.shape[0], k_cache.shape[2], nodes.shape[1],
-        *k_cache.stride()[:3], *v_cache.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        **kv_commit_constants(*dims, after=lengths_count_path), num_warps=4,
+        *strides(k_cache, 3), *strides(v_cache, 3), *strides(k, 3), *strides(v, 3),
+        DIM=dim, VALUE_DIM=value_dim, ENTRIES=8, BLOCK_D=padded(dim), BLOCK_V=padded(value_dim),
+        AFTER=lengths_count_path, num_warps=4,
     )  # fmt: skip
-
-
-def kv_commit_constants(dim: int, value_dim: int, *, after: bool) -> dict[str, Any]:
-    """List the compile-time constants of the append; `after`: the lengths count the path already."""
-    return {
-        "DIM": dim, "VALUE_DIM": value_dim, "ENTRIES": 8, "BLOCK_D": padded(dim), "BLOCK_V": padded(value_dim),
-        "AFTER": after,
-    }  # fmt: skip
 
 
 def check_dims(op: str, *, k_cache: Tensor, v_cache: Tensor, **rows: Tensor) -> tuple[int, int]:

@@ -10,14 +10,15 @@ launch merges them: outputs in the dtype of the queries by weights in float32.  
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from stree.kernels.attention.append import append, check_dims
+from stree.kernels.attention.device_functions import absorb, attend_cache, load_rows, scores, sees, take_rows
+from stree.kernels.dispatch import Operands
+from stree.kernels.launch import strides
 from stree.kernels.tiles import (
     MAX_NODES,
     AttentionTile,
@@ -27,111 +28,8 @@ from stree.kernels.tiles import (
     interpreted,
     padded,
 )
-from stree.kernels.topology import AcceptedPath, Topology
 
 __all__ = ["attention_step", "tree_attention"]
-
-
-@triton.jit
-def _tanh(x):
-    """Compute the hyperbolic tangent: below 0.3, where 1 - e^-2x rounds its digits away, by its series."""
-    square = x * x
-    series = x * (1.0 + square * (-0.33333334 + square * (0.13333334 + square * (-0.053968254 + square * 0.021869488))))
-    power = tl.exp(-2.0 * tl.abs(x))
-    quotient = (1.0 - power) / (1.0 + power)
-    return tl.where(square < 0.09, series, tl.where(x < 0.0, -quotient, quotient))
-
-
-@triton.jit
-def _scores(query, query_rest, key, key_rest, scale, softcap, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
-    """Score keys [keys, d] by queries [rows, d], whose last columns may be a tensor of their own; in units of log 2."""
-    score = tl.dot(query, tl.trans(key), input_precision=EXACT)
-    if key_rest is not None:
-        score = tl.dot(query_rest, tl.trans(key_rest), score, input_precision=EXACT)
-    score *= scale
-    if SOFTCAP:
-        score = softcap * _tanh(score)
-    return score
-
-
-@triton.jit
-def _absorb(score, value, top, norm, out, EXACT: tl.constexpr):
-    """Take more keys into a running softmax: its maximum and sum [rows], its weighted sum of values [rows, dv]."""
-    new_top = tl.maximum(top, tl.max(score, 1))
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    kept = tl.exp2(top - base)
-    weight = tl.exp2(score - base[:, None])
-    out = tl.dot(weight.to(value.dtype), value, out * kept[:, None], input_precision=EXACT)
-    return new_top, norm * kept + tl.sum(weight, 1), out
-
-
-@triton.jit
-def _load_rows(row_ptr, column, inside, WIDTH: tl.constexpr, FULL: tl.constexpr, WIDE: tl.constexpr):
-    """Load [rows, columns] from pointers to the rows' beginnings; 0 outside.  FULL: no column is beyond WIDTH."""
-    pointers = row_ptr[:, None] + column[None, :]
-    if inside is None:
-        rows = tl.load(pointers) if FULL else tl.load(pointers, (column < WIDTH)[None, :], 0.0)
-    else:
-        rows = tl.load(pointers, inside[:, None] & (column < WIDTH)[None, :], 0.0)
-    return rows.to(tl.float32) if WIDE else rows
-
-
-@triton.jit
-def _attend_cache(
-    query, query_rest, k_ptr, v_ptr, stride_k, stride_v, begin, end, asked, oldest, top, norm, out, scale, softcap,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_V: tl.constexpr, SHARES: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    WIDE: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Take rows begin to end of a cache into a running softmax; all passes are whole unless MASKED."""
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    for start in range(begin, end, BLOCK_N):
-        place = start + tl.arange(0, BLOCK_N)
-        inside = place < end if MASKED else None
-        row_ptr = k_ptr + place.to(tl.int64) * stride_k
-        key = _load_rows(row_ptr, d, inside, DIM, DIM >= BLOCK_D, WIDE)
-        key_rest = None
-        if BLOCK_E:
-            key_rest = _load_rows(row_ptr, BLOCK_D + tl.arange(0, BLOCK_E), inside, DIM, DIM == BLOCK_D + BLOCK_E, WIDE)
-        score = _scores(query, query_rest, key, key_rest, scale, softcap, SOFTCAP, EXACT)
-        if MASKED:
-            visible = asked[:, None] & (place < end)[None, :]
-            if WINDOW:
-                visible = visible & (place[None, :] > oldest[:, None])
-            score = tl.where(visible, score, float("-inf"))
-        value = key
-        if not SHARES:
-            row_ptr = v_ptr + place.to(tl.int64) * stride_v
-            value = _load_rows(row_ptr, dv, inside, VALUE_DIM, VALUE_DIM == BLOCK_V, WIDE)
-        top, norm, out = _absorb(score, value, top, norm, out, EXACT)
-    return top, norm, out
-
-
-@triton.jit
-def _is_ancestor(bits_ptr, node, ancestor, n, WORDS: tl.constexpr):
-    """Read bits `ancestor` of the rows `node` as [nodes, ancestors]; False outside the tree.
-
-    With `device_functions.is_ancestor` in its place 16 nodes of heads of 224 spill on sm_90.
-    """
-    found = (node >= n)[:, None] & (ancestor < 0)[None, :]
-    for word in tl.static_range(WORDS):
-        bits = tl.load(bits_ptr + node * WORDS + word, mask=node < n, other=0)
-        found = found | ((ancestor // 32 == word)[None, :] & (((bits[:, None] >> (ancestor % 32)[None, :]) & 1) != 0))
-    return found
-
-
-@triton.jit
-def _take_rows(
-    new_ptr, stash_ptr, column, is_new, known, WIDTH: tl.constexpr, KEEP: tl.constexpr, KNOWN: tl.constexpr,
-    WIDE: tl.constexpr,
-):  # fmt: skip
-    """Load nodes' rows, new ones from the projection and older ones from the stash; KEEP: stash the new ones."""
-    rows = _load_rows(new_ptr, column, is_new, WIDTH, False, WIDE)
-    if KEEP and tl.program_id(0) == 0:
-        tl.store(stash_ptr[:, None] + column[None, :], rows, is_new[:, None] & (column < WIDTH)[None, :])
-    if KNOWN:
-        rows += _load_rows(stash_ptr, column, known, WIDTH, False, WIDE)
-    return rows
 
 
 @triton.jit(do_not_specialize=["n", "first", "new_from", "context", "chunk", "window"])
@@ -165,11 +63,11 @@ def attention_kernel(
     query_head = head * SHARED + row % SHARED
     # A stride may be large in an odd layout: products with indices of rows are 64 bits wide, here and below.
     query_ptr = q_ptr + batch * stride_q_b + local.to(tl.int64) * stride_q_n + query_head * stride_q_h
-    query = _load_rows(query_ptr, d, asked, DIM, False, WIDE)
+    query = load_rows(query_ptr, d, asked, DIM, False, WIDE)
     query_rest = None
     if BLOCK_E:
         e = BLOCK_D + tl.arange(0, BLOCK_E)
-        query_rest = _load_rows(query_ptr, e, asked, DIM, False, WIDE)
+        query_rest = load_rows(query_ptr, e, asked, DIM, False, WIDE)
     length = tl.load(lengths_ptr + batch).to(tl.int32)
     bits_ptr += batch * n * WORDS
     depths_ptr += batch * n
@@ -187,13 +85,13 @@ def attention_kernel(
         begin = tl.maximum(begin, length - window + 1)  # what the root sees, which sees most
     else:  # whole passes need no masks, which would cost as much as the exponentials
         whole = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
-        top, norm, out = _attend_cache(
+        top, norm, out = attend_cache(
             query, query_rest, k_cache_ptr, v_cache_ptr, stride_k_cache_l, stride_v_cache_l, begin, whole,
             asked, oldest, top, norm, out, scale, softcap,
             DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_E, BLOCK_V, SHARES, False, WINDOW, SOFTCAP, WIDE, EXACT,
         )  # fmt: skip
         begin = whole
-    top, norm, out = _attend_cache(
+    top, norm, out = attend_cache(
         query, query_rest, k_cache_ptr, v_cache_ptr, stride_k_cache_l, stride_v_cache_l, begin, end,
         asked, oldest, top, norm, out, scale, softcap,
         DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_E, BLOCK_V, SHARES, True, WINDOW, SOFTCAP, WIDE, EXACT,
@@ -208,30 +106,30 @@ def attention_kernel(
             other = start + tl.arange(0, BLOCK_T)
             is_new, known = (other >= new_from) & (other < n), other < new_from
             new, old = (other - new_from).to(tl.int64), other.to(tl.int64)
-            key = _take_rows(
+            key = take_rows(
                 k_ptr + new * stride_k_n, stash_k_ptr + old * stride_stash_k_n, d, is_new, known, DIM, KEEP, KNOWN, WIDE
             )
             key_rest = None
             if BLOCK_E:
-                key_rest = _take_rows(
+                key_rest = take_rows(
                     k_ptr + new * stride_k_n, stash_k_ptr + old * stride_stash_k_n, BLOCK_D + tl.arange(0, BLOCK_E),
                     is_new, known, DIM, KEEP, KNOWN, WIDE,
                 )  # fmt: skip
-            visible = asked[:, None] & _is_ancestor(bits_ptr, node, other, n, WORDS)
+            visible = asked[:, None] & sees(bits_ptr, node, other, n, WORDS)
             if WINDOW:
                 above = tl.load(depths_ptr + other, other < n, 0)
                 visible = visible & (depth[:, None] - above[None, :] < window)
-            score = _scores(query, query_rest, key, key_rest, scale, softcap, SOFTCAP, EXACT)
+            score = scores(query, query_rest, key, key_rest, scale, softcap, SOFTCAP, EXACT)
             score = tl.where(visible, score, float("-inf"))
             value = key
             if not SHARES:
-                value = _take_rows(
+                value = take_rows(
                     v_ptr + new * stride_v_n, stash_v_ptr + old * stride_stash_v_n, dv, is_new, known, VALUE_DIM,
                     KEEP, KNOWN, WIDE,
                 )  # fmt: skip
             # The product below multiplies values that a row does not see by 0, so they must be finite.
             value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
-            top, norm, out = _absorb(score, value, top, norm, out, EXACT)
+            top, norm, out = absorb(score, value, top, norm, out, EXACT)
 
     empty = norm == 0.0  # no key was seen; a broken one makes NaN, which must come out
     norm = tl.where(empty, 1.0, norm)
@@ -273,108 +171,72 @@ def merge_kernel(
     tl.store(out_ptr + row_ptr + dv, out / norm, dv < VALUE_DIM)
 
 
-def tree_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    k: Tensor,
-    v: Tensor,
-    topology: Topology,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    first: int = 0,
-) -> Tensor:
+def tree_attention(a: Operands) -> Tensor:
     """Attend from every node to the cached context and to its own ancestors; see `stree.kernels.ops`."""
-    check_kernel_dtypes("tree_attention", q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
-    return _attend(
-        "tree_attention", q, (k_cache, v_cache, lengths), (k, v), topology,
-        scale=scale, window=window, softcap=softcap, first=first,
-    )  # fmt: skip
+    check_kernel_dtypes("tree_attention", q=a.q, k_cache=a.k_cache, v_cache=a.v_cache, k=a.k, v=a.v)
+    return _attend("tree_attention", a, (a.k, a.v), keep=False)
 
 
-def attention_step(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    stash_k: Tensor,
-    stash_v: Tensor,
-    accepted: AcceptedPath | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    topology: Topology,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    first: int = 0,
-) -> Tensor:
+def attention_step(a: Operands) -> Tensor:
     """Append the last path, stash the new rows, attend from the new tree; see `stree.kernels.ops`."""
-    check_kernel_dtypes(
-        "attention_step", q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, stash_k=stash_k, stash_v=stash_v
+    cache, stash = {"k_cache": a.k_cache, "v_cache": a.v_cache}, {"stash_k": a.stash_k, "stash_v": a.stash_v}
+    check_kernel_dtypes("attention_step", q=a.q, **cache, k=a.k, v=a.v, **stash)
+    if a.accepted is not None:
+        path = a.accepted.rows, a.accepted.lengths
+        append("attention_step", (*cache.values(), a.lengths), (a.stash_k, a.stash_v), path, lengths_count_path=True)
+    return _attend("attention_step", a, (a.stash_k, a.stash_v), keep=True)
+
+
+def _attend(op: str, a: Operands, stash: tuple[Tensor, Tensor], *, keep: bool) -> Tensor:
+    """Launch the attention over the parts of the context and the tree, then the merge of the parts.
+
+    Args:
+        op: name of the operation.
+        a: its operands.
+        stash: keys and values of the nodes below `first`, written if `keep`.
+        keep: whether new rows are stashed; if not, k and v hold all nodes.
+    """
+    stash_k, stash_v = stash
+    dim, value_dim = check_dims(
+        op, k_cache=a.k_cache, v_cache=a.v_cache, k=a.k, v=a.v, stash_k=stash_k, stash_v=stash_v
     )
-    cache = (k_cache, v_cache, lengths)
-    if accepted is not None:
-        path = accepted.rows, accepted.lengths
-        append("attention_step", cache, (stash_k, stash_v), path, lengths_count_path=True)
-    return _attend(
-        "attention_step", q, cache, (k, v), topology, stash=(stash_k, stash_v),
-        scale=scale, window=window, softcap=softcap, first=first,
-    )  # fmt: skip
-
-
-def _attend(
-    op: str,
-    q: Tensor,
-    cache: tuple[Tensor, Tensor, Tensor],
-    new: tuple[Tensor, Tensor],
-    topology: Topology,
-    *,
-    stash: tuple[Tensor, Tensor] | None = None,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    first: int,
-) -> Tensor:
-    """Launch the attention over the parts of the context and the tree, then the merge of the parts."""
-    (k_cache, v_cache, lengths), (k, v) = cache, new
-    stash_k, stash_v = stash if stash is not None else (k, v)
-    dim, value_dim = check_dims(op, k_cache=k_cache, v_cache=v_cache, k=k, v=v, stash_k=stash_k, stash_v=stash_v)
-    check_inner("q", q)
-    (batch, rows, heads, _), (kv_heads, context) = q.shape, k_cache.shape[1:3]
-    n, shared = topology.num_nodes, heads // kv_heads
+    check_inner("q", a.q)
+    (batch, rows, heads, _), (kv_heads, context) = a.q.shape, a.k_cache.shape[1:3]
+    n, shared, device = a.topology.num_nodes, heads // kv_heads, a.q.device
     check_limit(op, "trees of nodes", n, MAX_NODES)
-    tile = AttentionTile.of(rows * shared, max(dim, value_dim), q.dtype)
-    shares = _is_prefix(v_cache, k_cache) and _is_prefix(stash_v, stash_k)
+    tile = AttentionTile.of(rows * shared, max(dim, value_dim), a.q.dtype)
+    main, rest = split_head(dim)
     blocks = -(-rows * shared // tile.rows)
     parts, chunk = split_context(context, blocks * batch * kv_heads, tile.keys)
-    out = torch.empty(batch, rows, heads, value_dim, dtype=q.dtype, device=q.device)
+    out = torch.empty(batch, rows, heads, value_dim, dtype=a.q.dtype, device=device)
     partial, lse = out, None
     if parts > 1:
         sizes = (batch, kv_heads, parts, rows * shared)
-        partial = torch.empty(*sizes, value_dim, dtype=q.dtype, device=q.device)
-        lse = torch.empty(sizes, dtype=torch.float32, device=q.device)
-    new_from = first if stash is not None else 0
-    factors = (scale * LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E)
+        partial = torch.empty(*sizes, value_dim, dtype=a.q.dtype, device=device)
+        lse = torch.empty(sizes, dtype=torch.float32, device=device)
+    new_from = a.first if keep else 0
+    factors = (a.scale * LOG2E, 0.0) if a.softcap is None else (a.scale / a.softcap, a.softcap * LOG2E)
     attention_kernel[(blocks, parts, batch * kv_heads)](
-        q, k_cache, v_cache, lengths.contiguous(), k, v, topology.ancestor_bits(), topology.depths.contiguous(),
-        stash_k, stash_v, partial, lse,
-        n, first, new_from, context, chunk, window or 0, *factors,
-        *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        *stash_k.stride()[:3], *stash_v.stride()[:3],
-        **attention_constants(
-            tile, dim, value_dim, kv_heads, shared, n, window=window is not None, softcap=softcap is not None,
-            direct=parts == 1, keep=stash is not None, known=new_from > 0, shares=shares,
-        ),
-        num_warps=tile.warps, num_stages=tile.stages,
+        a.q, a.k_cache, a.v_cache, a.lengths.contiguous(), a.k, a.v, a.topology.ancestor_bits(),
+        a.topology.depths.contiguous(), stash_k, stash_v, partial, lse,
+        n, a.first, new_from, context, chunk, a.window or 0, *factors,
+        *strides(a.q, 3), *strides(a.k_cache, 3), *strides(a.v_cache, 3), *strides(a.k, 3), *strides(a.v, 3),
+        *strides(stash_k, 3), *strides(stash_v, 3),
+        HEADS=kv_heads, SHARED=shared, DIM=dim, VALUE_DIM=value_dim, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
+        BLOCK_T=16,  # nodes in a pass; with more, 64 nodes spill
+        BLOCK_D=padded(main), BLOCK_E=padded(rest) if rest else 0, BLOCK_V=padded(value_dim), WORDS=-(-n // 32),
+        SHARES=_is_prefix(a.v_cache, a.k_cache) and _is_prefix(stash_v, stash_k),
+        WINDOW=a.window is not None, SOFTCAP=a.softcap is not None, DIRECT=parts == 1, KEEP=keep, KNOWN=new_from > 0,
+        WIDE=interpreted(),  # the interpreter multiplies bfloat16 as if it were integers
+        EXACT=tile.precision, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if parts > 1:
+        block = padded(value_dim)
         merge_kernel[(heads, rows, batch)](
-            partial, lse, out, parts, **merge_constants(kv_heads, shared, value_dim), num_warps=4
-        )
+            partial, lse, out, parts, HEADS=kv_heads, SHARED=shared, VALUE_DIM=value_dim, BLOCK_V=block,
+            PARTS=MAX_PARTS,  # the same for any number of parts, which grows with a context
+            BLOCK_P=max(8, min(64, 8192 // block)), num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -409,39 +271,3 @@ def split_head(dim: int) -> tuple[int, int]:
     """Cut a head of keys into two tiles' columns: a head of 576 as 512 and 64, one of up to 256 not at all."""
     main = dim if dim <= 256 else 1 << (dim.bit_length() - 1)
     return main, dim - main
-
-
-def attention_constants(
-    tile: AttentionTile,
-    dim: int,
-    value_dim: int,
-    kv_heads: int,
-    shared: int,
-    n: int,
-    *,
-    window: bool,
-    softcap: bool,
-    direct: bool,
-    keep: bool,
-    known: bool,
-    shares: bool = False,
-) -> dict[str, Any]:
-    """List the compile-time constants of a build; ahead-of-time builds take theirs from here too."""
-    main, rest = split_head(dim)
-    return {
-        "HEADS": kv_heads, "SHARED": shared, "DIM": dim, "VALUE_DIM": value_dim,
-        "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "BLOCK_T": 16,  # nodes in a pass; with more, 64 nodes spill
-        "BLOCK_D": padded(main), "BLOCK_E": padded(rest) if rest else 0, "BLOCK_V": padded(value_dim),
-        "WORDS": -(-n // 32), "SHARES": shares,
-        "WINDOW": window, "SOFTCAP": softcap, "DIRECT": direct, "KEEP": keep, "KNOWN": known,
-        "WIDE": interpreted(),  # the interpreter multiplies bfloat16 as if it were integers
-        "EXACT": tile.precision,
-    }  # fmt: skip
-
-
-def merge_constants(kv_heads: int, shared: int, value_dim: int) -> dict[str, Any]:
-    """List the compile-time constants of the merge; the same for any number of parts, which grows with a context."""
-    return {
-        "HEADS": kv_heads, "SHARED": shared, "VALUE_DIM": value_dim, "BLOCK_V": padded(value_dim),
-        "PARTS": MAX_PARTS, "BLOCK_P": max(8, min(64, 8192 // padded(value_dim))),
-    }  # fmt: skip

@@ -5,44 +5,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stree.kernels.dispatch import Operands
 from stree.kernels.reference import accumulator, nodes_first
 from stree.kernels.topology import AcceptedPath, Topology, take_rows
 
 __all__ = ["attention_step", "kv_commit", "tree_attention"]
 
 
-def tree_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    k: Tensor,
-    v: Tensor,
-    topology: Topology,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    first: int = 0,
-) -> Tensor:
+def tree_attention(a: Operands) -> Tensor:
     """Attend from every node to the cached context and to its own ancestors."""
-    batch, rows, heads, _ = q.shape
-    kv_heads, context = k_cache.shape[1:3]
-    n = k.shape[1]
-    dtype = accumulator(q)
-    shared = heads // kv_heads
-    query = q.to(dtype).mul(scale).view(batch, rows, kv_heads, shared, -1).permute(0, 2, 3, 1, 4)
+    return _attend(a, a.k, a.v)
+
+
+def _attend(a: Operands, k: Tensor, v: Tensor) -> Tensor:
+    """Attend to the context and to keys and values of all nodes."""
+    batch, rows, heads, _ = a.q.shape
+    kv_heads, context = a.k_cache.shape[1:3]
+    n, dtype, shared = k.shape[1], accumulator(a.q), heads // kv_heads
+    query = a.q.to(dtype).mul(a.scale).view(batch, rows, kv_heads, shared, -1).permute(0, 2, 3, 1, 4)
     query = query.reshape(batch, kv_heads, shared * rows, -1)
-    past = query @ k_cache.to(dtype).transpose(2, 3)
+    past = query @ a.k_cache.to(dtype).transpose(2, 3)
     tree = query @ k.to(dtype).permute(0, 2, 3, 1)
     scores = torch.cat((past, tree), 3)
-    if softcap is not None:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
-    hidden = _hidden_keys(topology, lengths, context, window, first)
+    if a.softcap is not None:
+        scores = scores.div_(a.softcap).tanh_().mul_(a.softcap)
+    hidden = _hidden_keys(a.topology, a.lengths, context, a.window, a.first)
     scores = scores.view(batch, heads, rows, context + n).masked_fill_(hidden[:, None], -torch.inf)
     probs = scores.softmax(3).view(batch, kv_heads, shared * rows, context + n)
-    out = probs[..., :context] @ v_cache.to(dtype) + probs[..., context:] @ v.to(dtype).transpose(1, 2)
-    return nodes_first(out.view(batch, heads, rows, -1), q.dtype)
+    out = probs[..., :context] @ a.v_cache.to(dtype) + probs[..., context:] @ v.to(dtype).transpose(1, 2)
+    return nodes_first(out.view(batch, heads, rows, -1), a.q.dtype)
 
 
 def _hidden_keys(topology: Topology, lengths: Tensor, context: int, window: int | None, first: int) -> Tensor:
@@ -58,22 +49,20 @@ def _hidden_keys(topology: Topology, lengths: Tensor, context: int, window: int 
     return torch.cat((outside.expand(-1, tree.shape[1], -1), tree), 2)
 
 
-def kv_commit(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    k: Tensor,
-    v: Tensor,
-    path: Tensor | AcceptedPath,
-    path_lengths: Tensor | None,
-) -> None:
+def kv_commit(a: Operands) -> None:
     """Append the accepted rows of K and V to the caches, in place; `lengths` is left to its owner.
 
-    Where the caches have r times as many rows as there are lengths, all layers of a kind are committed together.  Rows
-    that have no place write back what the cache holds at (lengths + t) mod L, which is a different row for
+    Where the caches have r times as many rows as there are lengths, all layers of a kind are committed together.
+    """
+    _append(a.k_cache, a.v_cache, a.lengths, a.k, a.v, AcceptedPath.cast(a.path, a.path_lengths))
+
+
+def _append(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, k: Tensor, v: Tensor, accepted: AcceptedPath) -> None:
+    """Write the accepted rows at `lengths`.
+
+    Rows that have no place write back what the cache holds at (lengths + t) mod L, which is a different row for
     every t, so no two writes collide.
     """
-    accepted = AcceptedPath.cast(path, path_lengths)
     layers = k_cache.shape[0] // max(lengths.shape[0], 1)
     if layers > 1:
         accepted = AcceptedPath.of(accepted.rows.repeat(layers, 1), accepted.lengths.repeat(layers))
@@ -90,39 +79,11 @@ def kv_commit(
         cache.scatter_(2, index, torch.where(stays, cache.gather(2, index), rows))
 
 
-def attention_step(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    stash_k: Tensor,
-    stash_v: Tensor,
-    accepted: AcceptedPath | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    topology: Topology,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    first: int = 0,
-) -> Tensor:
+def attention_step(a: Operands) -> Tensor:
     """Append the last path's K and V, stash those of the new rows, attend; `lengths` counts the appended rows."""
-    n = topology.num_nodes
-    if accepted is not None:
-        kv_commit(k_cache, v_cache, lengths - accepted.lengths, stash_k, stash_v, accepted, None)
-    stash_k[:, first:n].copy_(k)
-    stash_v[:, first:n].copy_(v)
-    return tree_attention(
-        q,
-        k_cache,
-        v_cache,
-        lengths,
-        stash_k[:, :n],
-        stash_v[:, :n],
-        topology,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        first=first,
-    )
+    n = a.topology.num_nodes
+    if a.accepted is not None:
+        _append(a.k_cache, a.v_cache, a.lengths - a.accepted.lengths, a.stash_k, a.stash_v, a.accepted)
+    a.stash_k[:, a.first : n].copy_(a.k)
+    a.stash_v[:, a.first : n].copy_(a.v)
+    return _attend(a, a.stash_k[:, :n], a.stash_v[:, :n])

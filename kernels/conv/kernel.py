@@ -9,14 +9,14 @@ projection left them, with any strides over batch and nodes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from stree.kernels.device_functions import STEP_INTEGERS
+from stree.kernels.dispatch import Operands
+from stree.kernels.launch import path_operands, strides
 from stree.kernels.tiles import ConvTile, check_inner, check_kernel_dtypes, padded
 from stree.kernels.topology import AcceptedPath, Topology
 
@@ -90,112 +90,60 @@ def conv_kernel(
 
 
 def tree_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    topology: Topology,
-    window: Tensor,
-    *,
-    activation: str | None = "silu",
-    first: int = 0,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, topology: Topology, window: Tensor, *,
+    activation: str | None, first: int,
+) -> Tensor:  # fmt: skip
     """Convolve every node with its last ancestors, then with the window; see `stree.kernels.ops`."""
     check_kernel_dtypes("tree_conv1d", x=x)
     y = torch.empty(x.shape[0], x.shape[1] - first, x.shape[2], dtype=x.dtype, device=x.device)
-    _launch(window, new=(x, weight, bias, y), topology=topology, silu=activation == "silu", first=first)
+    _launch("tree_conv1d", window, new=(x, weight, bias, y), topology=topology, first=first, silu=activation == "silu")
     return y
 
 
 def conv_commit(window: Tensor, x: Tensor, accepted: AcceptedPath) -> None:
     """Move the accepted rows into the window, in place; see `stree.kernels.ops`."""
     check_kernel_dtypes("conv_commit", x=x)
-    if window.shape[2]:  # a filter of one tap has no window
-        _launch(window, old=x, accepted=accepted)
+    _launch("conv_commit", window, old=x, accepted=accepted)
 
 
-def conv_step(
-    window: Tensor,
-    stash: Tensor,
-    accepted: AcceptedPath | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    topology: Topology,
-    *,
-    activation: str | None = "silu",
-    first: int = 0,
-) -> Tensor:
+def conv_step(a: Operands) -> Tensor:
     """Commit the last path, stash the new rows, convolve the new tree; see `stree.kernels.ops`."""
-    check_kernel_dtypes("conv_step", x=x)
-    check_kernel_dtypes("conv_step", stash=stash)
-    y = torch.empty(x.shape, dtype=stash.dtype, device=x.device)
-    commits = accepted is not None and window.shape[2] > 0
+    check_kernel_dtypes("conv_step", x=a.x)
+    check_kernel_dtypes("conv_step", stash=a.stash)
+    y = torch.empty(a.x.shape, dtype=a.stash.dtype, device=a.x.device)
     _launch(
-        window,
-        old=stash if commits else None,
-        accepted=accepted,
-        new=(x, weight, bias, y),
-        topology=topology,
-        stash=stash,
-        silu=activation == "silu",
-        first=first,
-    )
+        "conv_step", a.window, old=a.stash, accepted=a.accepted, new=(a.x, a.weight, a.bias, y), stash=a.stash,
+        topology=a.topology, first=a.first, silu=a.activation == "silu",
+    )  # fmt: skip
     return y
 
 
 def _launch(
-    window: Tensor,
-    *,
-    old: Tensor | None = None,
-    accepted: AcceptedPath | None = None,
-    new: tuple[Tensor, Tensor, Tensor | None, Tensor] | None = None,
-    topology: Topology | None = None,
-    stash: Tensor | None = None,
-    silu: bool = False,
-    first: int = 0,
-) -> None:
-    """Launch the kernel for a commit (old and accepted), a convolution (new and topology), or both."""
+    op: str, window: Tensor, *, accepted: AcceptedPath | None = None, old: Tensor | None = None,
+    new: tuple[Tensor, Tensor, Tensor | None, Tensor] | None = None, stash: Tensor | None = None,
+    topology: Topology | None = None, first: int = 0, silu: bool = False,
+) -> None:  # fmt: skip
+    """Launch the kernel for a commit (accepted and old), a convolution (new and topology), or both."""
     batch, channels, history = window.shape
-    check_kernel_dtypes("the convolution", window=window)
+    check_kernel_dtypes(op, window=window)
     check_inner("window", window, 2)
-    x = weight = bias = index = y = rows = lengths = None
-    n, path_size, width = 1, 1, history + 1
-    if old is not None:
-        assert accepted is not None, "a commit needs the accepted path"
-        check_inner("stash", old)
-        rows, lengths, path_size = accepted.rows, accepted.lengths, accepted.rows.shape[1]
-    if new is not None:
-        assert topology is not None, "a convolution needs a topology"
-        x, weight, bias, y = new
-        check_inner("x", x)
-        check_inner("weight", weight)
+    if accepted is None or not history:  # a filter of one tap has no window
+        accepted = old = None
+    if old is None and new is None:
+        return
+    x, weight, bias, y = new or (None, None, None, None)
+    for name, tensor in (("stash" if new else "x", old), ("x", x), ("weight", weight), ("stash", stash)):
+        if tensor is not None:
+            check_inner(name, tensor)
+    n, width, index, new_from = 1, history + 1, None, first if stash is not None else 0
+    if topology is not None:
         n, index = topology.num_nodes, topology.conv_rows(width)
-    if stash is not None:
-        check_inner("stash", stash)
+    rows, lengths, entries = path_operands(accepted)
     tile = ConvTile.of(n - first, channels)
-    new_from = first if stash is not None else 0
     conv_kernel[(-(-channels // tile.channels), batch)](
-        window, rows, lengths, old, x, weight, bias, index, stash, y,
-        n, first, new_from, path_size, channels,
-        window.stride(0), *_strides(old), *_strides(x), *_strides(stash), 0 if weight is None else weight.stride(0),
-        **conv_constants(
-            tile, width, commit=old is not None, scan=new is not None, keep=stash is not None, silu=silu,
-            known=new_from > 0,
-        ),
+        window, rows, lengths, old, x, weight, bias, index, stash, y, n, first, new_from, entries, channels,
+        window.stride(0), *strides(old), *strides(x), *strides(stash), *strides(weight, 1),
+        WIDTH=width, COLUMNS=padded(history, 1), BLOCK_N=tile.nodes, BLOCK_C=tile.channels, COMMIT=old is not None,
+        SCAN=new is not None, KEEP=stash is not None, SILU=silu, KNOWN=new_from > 0,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-
-
-def conv_constants(
-    tile: ConvTile, width: int, *, commit: bool, scan: bool, keep: bool, silu: bool, known: bool
-) -> dict[str, Any]:
-    """List the compile-time constants of a build; ahead-of-time builds take theirs from here too."""
-    return {
-        "WIDTH": width, "COLUMNS": padded(width - 1, 1), "BLOCK_N": tile.nodes, "BLOCK_C": tile.channels,
-        "COMMIT": commit, "SCAN": scan, "KEEP": keep, "SILU": silu, "KNOWN": known,
-    }  # fmt: skip
-
-
-def _strides(tensor: Tensor | None) -> tuple[int, int]:
-    """Take the strides over batch and nodes; zeros for none."""
-    return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stree.kernels.dispatch import Operands
 from stree.kernels.reference import accumulator
 from stree.kernels.topology import AcceptedPath, Topology, take_rows
 
@@ -13,15 +14,9 @@ __all__ = ["conv_commit", "conv_step", "tree_conv1d"]
 
 
 def tree_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    topology: Topology,
-    window: Tensor,
-    *,
-    activation: str | None = "silu",
-    first: int = 0,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, topology: Topology, window: Tensor, *,
+    activation: str | None, first: int,
+) -> Tensor:  # fmt: skip
     """Convolve every node with its last ancestors, then with the stored window."""
     batch, n, channels = x.shape
     width = weight.shape[1]
@@ -50,21 +45,11 @@ def conv_commit(window: Tensor, x: Tensor, accepted: AcceptedPath) -> None:
     torch.where(accepted.conv_keeps, kept, entered.to(window.dtype), out=window)
 
 
-def conv_step(
-    window: Tensor,
-    stash: Tensor,
-    accepted: AcceptedPath | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    topology: Topology,
-    *,
-    activation: str | None = "silu",
-    first: int = 0,
-) -> Tensor:
+def conv_step(a: Operands) -> Tensor:
     """Commit the last path, stash the new rows before the convolution, convolve the new tree."""
-    n = topology.num_nodes
-    if accepted is not None:
-        conv_commit(window, stash, accepted)
-    stash[:, first:n].copy_(x)
-    return tree_conv1d(stash[:, :n], weight, bias, topology, window, activation=activation, first=first)
+    n = a.topology.num_nodes
+    if a.accepted is not None:
+        conv_commit(a.window, a.stash, a.accepted)
+    a.stash[:, a.first : n].copy_(a.x)
+    rows, options = a.stash[:, :n], {"activation": a.activation, "first": a.first}
+    return tree_conv1d(rows, a.weight, a.bias, a.topology, a.window, **options)

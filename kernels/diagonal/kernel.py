@@ -3,8 +3,8 @@
 One program owns a block of channels of a sequence, with all their states.  It commits the path, stores the state where
 there was something to commit, and visits the nodes depth first with the few states that stay in registers
 (`step/walk.py`).  Channels are independent, so a program may overwrite the rows of x and of the step sizes that it
-has committed.  B is read by all programs: when its new rows replace those of the path that is being committed, they are
-copied after the launch; a caller who alternates between two stashes (`previous`) saves the copy.
+has committed.  B is read by all programs, so a path of Mamba-1 can be committed in the launch that stashes new rows
+only from another stash (`previous`); without one the commit is a launch of its own.
 """
 
 # mypy: disable-error-code="assignment, no-any-return, no-untyped-call, no-untyped-def, untyped-decorator"
@@ -19,14 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from stree.kernels.device_functions import STEP_INTEGERS, softplus
-from stree.kernels.tiles import (
-    MAX_DSTATE,
-    MAX_NODES,
-    DiagonalTile,
-    check_inner,
-    check_kernel_dtypes,
-    check_limit,
-)
+from stree.kernels.dispatch import Operands
+from stree.kernels.launch import path_operands, strides
+from stree.kernels.tiles import MAX_DSTATE, MAX_NODES, DiagonalTile, check_inner, check_kernel_dtypes, check_limit
 from stree.kernels.topology import AcceptedPath, Topology
 
 __all__ = [
@@ -104,7 +99,7 @@ def diagonal_kernel(
     stride_stash_step_b, stride_stash_step_n, stride_stash_x_b, stride_stash_x_n, stride_stash_B_b, stride_stash_B_n,
     DSTATE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
     SLOTS: tl.constexpr, SELECTIVE: tl.constexpr, COMMIT: tl.constexpr, SCAN: tl.constexpr, KEEP: tl.constexpr,
-    KEEP_SHARED: tl.constexpr, KNOWN: tl.constexpr,
+    KNOWN: tl.constexpr,
 ):  # fmt: skip
     """Commit a path to some channels of a state and walk a tree with it; grid (blocks of channels, batch)."""
     batch = tl.program_id(1).to(tl.int64)
@@ -147,7 +142,7 @@ def diagonal_kernel(
                 BLOCK_N, SELECTIVE,
             )  # fmt: skip
             _stash(x_ptr, stash_x_ptr, None, stride_x_n, stride_stash_x_n, c, new_from, n, channels, BLOCK_N, False)
-            if KEEP_SHARED and tl.program_id(0) == 0:
+            if SELECTIVE and tl.program_id(0) == 0:
                 _stash(B_ptr, stash_B_ptr, None, stride_B_n, stride_stash_B_n, s, new_from, n, DSTATE, BLOCK_N, False)
             tl.debug_barrier()  # the walk reads rows that other threads have stashed
             step_ptr, stride_step_n = stash_step_ptr, stride_stash_step_n
@@ -195,121 +190,63 @@ def diagonal_kernel(
                 tl.store(y_ptr + ((node - first) * channels + c), out, c < tl.where(is_asked, channels, 0))
 
 
-def selective_tree_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    topology: Topology,
-    state: Tensor,
-    *,
-    D: Tensor | None = None,
-    first: int = 0,
-) -> Tensor:
+def selective_tree_scan(a: Operands) -> Tensor:
     """Score a tree; see `stree.kernels.ops`."""
-    check_kernel_dtypes("selective_tree_scan", x=x, B=B, C=C)
-    y = torch.empty(x.shape[0], x.shape[1] - first, x.shape[2], dtype=x.dtype, device=x.device)
-    _launch("selective_tree_scan", state, A, new=(x, dt, B), C=C, topology=topology, y=y, D=D, first=first)
-    return y
+    check_kernel_dtypes("selective_tree_scan", x=a.x, B=a.B, C=a.C)
+    new = (a.x, a.dt, a.B)
+    return _launch("selective_tree_scan", a.state, a.A, new=new, C=a.C, topology=a.topology, first=a.first, D=a.D)
 
 
 def selective_commit(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, accepted: AcceptedPath) -> None:
     """Commit the accepted path to the state, in place; see `stree.kernels.ops`."""
     check_kernel_dtypes("selective_commit", x=x, B=B)
-    _launch("selective_commit", state, A, old=(x, dt, B), accepted=accepted)
+    _launch("selective_commit", state, A, accepted=accepted, old=(x, dt, B))
 
 
-def selective_step(
-    state: Tensor,
-    stash_x: Tensor,
-    stash_dt: Tensor,
-    stash_B: Tensor,
-    accepted: AcceptedPath | None,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    dt_bias: Tensor | None,
-    topology: Topology,
-    *,
-    D: Tensor | None = None,
-    first: int = 0,
-    previous: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> Tensor:
+def selective_step(a: Operands) -> Tensor:
     """Commit the last path, stash the new rows, score the new tree; see `stree.kernels.ops`."""
-    check_kernel_dtypes("selective_step", x=x, B=B, C=C, stash_x=stash_x, stash_B=stash_B)
-    y = torch.empty(x.shape, dtype=stash_x.dtype, device=x.device)
-    old = None
+    check_kernel_dtypes("selective_step", x=a.x, B=a.B, C=a.C, stash_x=a.stash_x, stash_B=a.stash_B)
+    stash, accepted, old = (a.stash_x, a.stash_dt, a.stash_B), a.accepted, None
     if accepted is not None:
-        old = (stash_x, stash_dt, stash_B) if previous is None else previous
-        check_kernel_dtypes("selective_step", x=x, old_x=old[0], old_B=old[2])
-    in_place = accepted is not None and previous is None
-    _launch(
-        "selective_step", state, A, old=old, accepted=accepted, new=(x, dt, B), C=C, topology=topology, y=y, D=D,
-        bias=dt_bias, stash=(stash_x, stash_dt, stash_B), keep_shared=not in_place, first=first,
+        old = a.previous or stash
+        check_kernel_dtypes("selective_step", x=a.x, old_x=old[0], old_B=old[2])
+        if a.previous is None:
+            _launch("selective_step", a.state, a.A, accepted=accepted, old=old)
+            accepted = old = None
+    return _launch(
+        "selective_step", a.state, a.A, accepted=accepted, old=old, new=(a.x, a.dt, a.B), stash=stash, C=a.C,
+        topology=a.topology, first=a.first, D=a.D, bias=a.dt_bias,
     )  # fmt: skip
-    if in_place:
-        stash_B[:, first : first + B.shape[1]].copy_(B)
-    return y
 
 
-def diagonal_tree_scan(log_a: Tensor, x: Tensor, topology: Topology, state: Tensor, *, first: int = 0) -> Tensor:
+def diagonal_tree_scan(log_a: Tensor, x: Tensor, topology: Topology, state: Tensor, *, first: int) -> Tensor:
     """Score a tree; see `stree.kernels.ops`."""
     check_kernel_dtypes("diagonal_tree_scan", x=x)
-    y = torch.empty(x.shape[0], x.shape[1] - first, x.shape[2], dtype=x.dtype, device=x.device)
-    _launch("diagonal_tree_scan", state, new=(x, log_a, None), topology=topology, y=y, first=first)
-    return y
+    return _launch("diagonal_tree_scan", state, new=(x, log_a, None), topology=topology, first=first)
 
 
 def diagonal_commit(state: Tensor, log_a: Tensor, x: Tensor, accepted: AcceptedPath) -> None:
     """Commit the accepted path to the state, in place; see `stree.kernels.ops`."""
     check_kernel_dtypes("diagonal_commit", x=x)
-    _launch("diagonal_commit", state, old=(x, log_a, None), accepted=accepted)
+    _launch("diagonal_commit", state, accepted=accepted, old=(x, log_a, None))
 
 
-def diagonal_step(
-    state: Tensor,
-    stash_log_a: Tensor,
-    stash_x: Tensor,
-    accepted: AcceptedPath | None,
-    log_a: Tensor,
-    x: Tensor,
-    topology: Topology,
-    *,
-    first: int = 0,
-) -> Tensor:
+def diagonal_step(a: Operands) -> Tensor:
     """Commit the last path, stash the new rows, score the new tree; see `stree.kernels.ops`."""
-    check_kernel_dtypes("diagonal_step", x=x, stash_x=stash_x)
-    y = torch.empty(x.shape, dtype=stash_x.dtype, device=x.device)
-    stash = (stash_x, stash_log_a, None)
-    _launch(
-        "diagonal_step", state, old=None if accepted is None else stash,
-        accepted=accepted,
-        new=(x, log_a, None), topology=topology, y=y, stash=stash, first=first,
+    check_kernel_dtypes("diagonal_step", x=a.x, stash_x=a.stash_x)
+    stash = (a.stash_x, a.stash_log_a, None)
+    return _launch(
+        "diagonal_step", a.state, accepted=a.accepted, old=None if a.accepted is None else stash,
+        new=(a.x, a.log_a, None), stash=stash, topology=a.topology, first=a.first,
     )  # fmt: skip
-    return y
 
 
 def _launch(
-    op: str,
-    state: Tensor,
-    A: Tensor | None = None,
-    *,
-    old: Rows | None = None,
-    accepted: AcceptedPath | None = None,
-    new: Rows | None = None,
-    C: Tensor | None = None,
-    topology: Topology | None = None,
-    y: Tensor | None = None,
-    D: Tensor | None = None,
-    bias: Tensor | None = None,
-    stash: Rows | None = None,
-    keep_shared: bool = False,
-    first: int = 0,
-) -> None:
-    """Launch the kernel for a commit (old and accepted), a scan (new, topology and y), or both."""
+    op: str, state: Tensor, A: Tensor | None = None, *, accepted: AcceptedPath | None = None, old: Rows | None = None,
+    new: Rows | None = None, stash: Rows | None = None, C: Tensor | None = None, topology: Topology | None = None,
+    first: int = 0, D: Tensor | None = None, bias: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """Launch the kernel for a commit (accepted and old), a scan (new and topology), or both; return its outputs."""
     batch, channels = state.shape[:2]
     dstate = 1 if A is None else state.shape[2]
     check_limit(op, "a dstate", dstate, MAX_DSTATE)
@@ -317,57 +254,29 @@ def _launch(
     for name, tensor, dims in (("A", A, 2), ("D", D, 1), ("dt_bias", bias, 1), ("C", C, 1)):
         if tensor is not None:
             check_inner(name, tensor, dims)
-    n, path_size, walk = 1, 1, None
-    if old is not None:
-        assert accepted is not None, "a commit needs the accepted path"
-        path_size = accepted.rows.shape[1]
-    if new is not None:
-        assert topology is not None, "a scan needs a topology"
+    path, lengths, entries = path_operands(accepted)
+    check_limit(op, "a path of nodes", entries, MAX_NODES)
+    (old_x, old_step, old_B), (x, step, B), (stash_x, stash_step, stash_B) = map(_checked, (old, new, stash))
+    n, walk, y, new_from = 1, None, None, first if stash is not None else 0
+    if topology is not None:
         n, walk = topology.num_nodes, topology.depth_first_walk()
-    check_limit(op, "trees of nodes", n, MAX_NODES)
-    check_limit(op, "a path of nodes", path_size, MAX_NODES)
+        check_limit(op, "trees of nodes", n, MAX_NODES)
+        dtype = x.dtype if stash_x is None else stash_x.dtype
+        y = torch.empty(batch, n - first, channels, dtype=dtype, device=x.device)
     tile = DiagonalTile.of(n, dstate, batch * channels)
-    new_from = first if stash is not None else 0
-    old_x, old_step, old_B = _checked(old)
-    x, step, B = _checked(new)
-    stash_x, stash_step, stash_B = _checked(stash)
     diagonal_kernel[(-(-channels // tile.channels), batch)](
-        state, A, bias, D, walk, y,
-        None if accepted is None else accepted.rows, None if accepted is None else accepted.lengths,
-        old_step, old_x, old_B, step, x, B, C, stash_step, stash_x, stash_B,
-        n, first, new_from, path_size, channels,
-        state.stride(0), A.stride(0) if A is not None and A.ndim == 3 else 0,
-        *_strides(old_step), *_strides(old_x), *_strides(old_B),
-        *_strides(step), *_strides(x), *_strides(B), *_strides(C),
-        *_strides(stash_step), *_strides(stash_x), *_strides(stash_B),
-        **diagonal_constants(
-            tile, dstate, selective=A is not None, commit=old is not None, scan=new is not None,
-            keep=stash is not None, keep_shared=keep_shared, known=new_from > 0,
-        ),
-        num_warps=tile.warps, num_stages=tile.stages,
+        state, A, bias, D, walk, y, path, lengths, old_step, old_x, old_B, step, x, B, C, stash_step, stash_x, stash_B,
+        n, first, new_from, entries, channels, state.stride(0), A.stride(0) if A is not None and A.ndim == 3 else 0,
+        *strides(old_step), *strides(old_x), *strides(old_B), *strides(step), *strides(x), *strides(B), *strides(C),
+        *strides(stash_step), *strides(stash_x), *strides(stash_B),
+        DSTATE=dstate, BLOCK_C=tile.channels, BLOCK_S=tile.dstate, BLOCK_N=tile.nodes, AHEAD=tile.ahead,
+        SLOTS=tile.slots, SELECTIVE=A is not None, COMMIT=old is not None, SCAN=new is not None,
+        KEEP=stash is not None, KNOWN=new_from > 0, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    return y
 
 
-def diagonal_constants(
-    tile: DiagonalTile,
-    dstate: int,
-    *,
-    selective: bool,
-    commit: bool,
-    scan: bool,
-    keep: bool,
-    keep_shared: bool,
-    known: bool,
-) -> dict[str, Any]:
-    """List the compile-time constants of a build; ahead-of-time builds take theirs from here too."""
-    return {
-        "DSTATE": dstate, "BLOCK_C": tile.channels, "BLOCK_S": tile.dstate, "BLOCK_N": tile.nodes,
-        "AHEAD": tile.ahead, "SLOTS": tile.slots, "SELECTIVE": selective, "COMMIT": commit, "SCAN": scan, "KEEP": keep,
-        "KEEP_SHARED": keep and keep_shared and selective, "KNOWN": known,
-    }  # fmt: skip
-
-
-def _checked(rows: Rows | None) -> Rows | tuple[None, None, None]:
+def _checked(rows: Rows | None) -> tuple[Any, ...]:
     """Require that every row is contiguous."""
     if rows is None:
         return None, None, None
@@ -375,8 +284,3 @@ def _checked(rows: Rows | None) -> Rows | tuple[None, None, None]:
         if tensor is not None:
             check_inner(name, tensor)
     return rows
-
-
-def _strides(tensor: Tensor | None) -> tuple[int, int]:
-    """Take the strides over batch and nodes; zeros for none."""
-    return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))

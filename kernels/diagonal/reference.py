@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stree.kernels.dispatch import Operands
 from stree.kernels.reference import diagonal_tree, diagonal_update, remaining_decays
 from stree.kernels.topology import AcceptedPath, Topology
 
@@ -19,41 +20,20 @@ __all__ = [
 ]
 
 
-def selective_tree_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    topology: Topology,
-    state: Tensor,
-    *,
-    D: Tensor | None = None,
-    first: int = 0,
-) -> Tensor:
+def selective_tree_scan(a: Operands) -> Tensor:
     """Run the Mamba-1 recurrence: a diagonal state [c, s] with log decay dt A and writes dt x B."""
-    return selective_rows(x, dt, A, B, C[:, first:], topology, state, D, first)
+    return _scan(a.x, a.dt, a.B, a.C[:, a.first :], a)
 
 
-def selective_rows(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    topology: Topology,
-    state: Tensor,
-    D: Tensor | None,
-    first: int,
-) -> Tensor:
-    """Do the work of `selective_tree_scan` with C of the computed rows only."""
-    dtype = state.dtype
+def _scan(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, a: Operands) -> Tensor:
+    """Scan rows of all nodes, but C of the computed ones only, with the other operands of a scan or step."""
+    dtype = a.state.dtype
     dt = dt.to(dtype)
     write = (dt * x)[..., None] * B.to(dtype)[:, :, None]
-    h = diagonal_tree(dt[..., None] * A, write, state, topology)
-    y = torch.matmul(h[:, first:], C.to(dtype)[..., None]).squeeze(3)
-    if D is not None:
-        y = torch.addcmul(y, x[:, first:].to(dtype), D.to(dtype))
+    h = diagonal_tree(dt[..., None] * a.A, write, a.state, a.topology)
+    y = torch.matmul(h[:, a.first :], C.to(dtype)[..., None]).squeeze(3)
+    if a.D is not None:
+        y = torch.addcmul(y, x[:, a.first :].to(dtype), a.D.to(dtype))
     return y.to(x.dtype)
 
 
@@ -67,40 +47,23 @@ def selective_commit(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor,
     diagonal_update(state, total[..., None] * A, later, write, accepted)
 
 
-def selective_step(
-    state: Tensor,
-    stash_x: Tensor,
-    stash_dt: Tensor,
-    stash_B: Tensor,
-    accepted: AcceptedPath | None,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    dt_bias: Tensor | None,
-    topology: Topology,
-    *,
-    D: Tensor | None = None,
-    first: int = 0,
-    previous: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> Tensor:
+def selective_step(a: Operands) -> Tensor:
     """Commit the last path, stash x, dt and B of the new rows, scan the new tree."""
-    n = topology.num_nodes
-    if accepted is not None:
-        old_x, old_dt, old_B = (stash_x, stash_dt, stash_B) if previous is None else previous
-        selective_commit(state, old_x, old_dt, A, old_B, accepted)
-    stash_x[:, first:n].copy_(x)
-    stash_B[:, first:n].copy_(B)
-    step_size = dt.to(stash_dt.dtype)
-    stash_dt[:, first:n].copy_(F.softplus(step_size if dt_bias is None else step_size + dt_bias))
-    return selective_rows(stash_x[:, :n], stash_dt[:, :n], A, stash_B[:, :n], C, topology, state, D, first)
+    n, first, stash = a.topology.num_nodes, a.first, (a.stash_x, a.stash_dt, a.stash_B)
+    if a.accepted is not None:
+        old_x, old_dt, old_B = a.previous or stash
+        selective_commit(a.state, old_x, old_dt, a.A, old_B, a.accepted)
+    step_size = a.dt.to(a.stash_dt.dtype)
+    step_size = F.softplus(step_size if a.dt_bias is None else step_size + a.dt_bias)
+    for kept, rows in zip(stash, (a.x, step_size, a.B), strict=True):
+        kept[:, first:n].copy_(rows)
+    x, dt, B = (kept[:, :n] for kept in stash)
+    return _scan(x, dt, B, a.C, a)
 
 
-def diagonal_tree_scan(log_a: Tensor, x: Tensor, topology: Topology, state: Tensor, *, first: int = 0) -> Tensor:
+def diagonal_tree_scan(log_a: Tensor, x: Tensor, topology: Topology, state: Tensor, *, first: int) -> Tensor:
     """Run the RG-LRU recurrence: a diagonal state [c] with log decay log_a and writes x."""
-    dtype = state.dtype
-    h = diagonal_tree(log_a.to(dtype), x.to(dtype), state, topology)
+    h = diagonal_tree(log_a.to(state.dtype), x.to(state.dtype), state, topology)
     return h[:, first:].to(x.dtype).contiguous()
 
 
@@ -110,21 +73,11 @@ def diagonal_commit(state: Tensor, log_a: Tensor, x: Tensor, accepted: AcceptedP
     diagonal_update(state, total, later, accepted.take(x).to(state.dtype), accepted)
 
 
-def diagonal_step(
-    state: Tensor,
-    stash_log_a: Tensor,
-    stash_x: Tensor,
-    accepted: AcceptedPath | None,
-    log_a: Tensor,
-    x: Tensor,
-    topology: Topology,
-    *,
-    first: int = 0,
-) -> Tensor:
+def diagonal_step(a: Operands) -> Tensor:
     """Commit the last path, stash the new rows, scan the new tree."""
-    n = topology.num_nodes
-    if accepted is not None:
-        diagonal_commit(state, stash_log_a, stash_x, accepted)
-    stash_log_a[:, first:n].copy_(log_a)
-    stash_x[:, first:n].copy_(x)
-    return diagonal_tree_scan(stash_log_a[:, :n], stash_x[:, :n], topology, state, first=first)
+    n = a.topology.num_nodes
+    if a.accepted is not None:
+        diagonal_commit(a.state, a.stash_log_a, a.stash_x, a.accepted)
+    a.stash_log_a[:, a.first : n].copy_(a.log_a)
+    a.stash_x[:, a.first : n].copy_(a.x)
+    return diagonal_tree_scan(a.stash_log_a[:, :n], a.stash_x[:, :n], a.topology, a.state, first=a.first)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from stree.kernels.fused.norm import as_rows
 from stree.kernels.fused.pointwise import activated
-from stree.kernels.tiles import ExpertsTile, PointwiseTile, check_inner, check_kernel_dtypes, interpreted
+from stree.kernels.fused.tiles import ExpertsTile, PointwiseTile
+from stree.kernels.tiles import check_inner, check_kernel_dtypes, interpreted
 
 __all__ = ["experts"]
 

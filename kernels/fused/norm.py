@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree.kernels.tiles import MAX_NORM_WIDTH, NormTile, check_inner, check_kernel_dtypes, check_limit
+from stree.kernels.fused.tiles import MAX_NORM_WIDTH, NormTile
+from stree.kernels.tiles import check_inner, check_kernel_dtypes, check_limit
 
 __all__ = ["as_rows", "gated_rms_norm", "rms_norm", "rms_norm_add"]
 
@@ -63,14 +64,7 @@ def norm_add_kernel(
 
 
 def gated_rms_norm(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    *,
-    eps: float,
-    groups: int = 1,
-    norm_before_gate: bool = False,
-    activation: str = "silu",
+    x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, groups: int, norm_before_gate: bool, activation: str
 ) -> Tensor:
     """Normalise rows, group by group, before or after the gate; see `stree.kernels.ops`."""
     check_kernel_dtypes("gated_rms_norm", x=x)
@@ -89,23 +83,16 @@ def gated_rms_norm(
     return y
 
 
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float) -> Tensor:
     """Normalise rows; see `stree.kernels.ops`."""
-    y, _ = _launch("rms_norm", x, None, None, weight, eps=eps, offset=offset, scale=1.0, other_scale=1.0)
+    y, _ = _launch("rms_norm", x, None, None, weight, eps=eps, offset=offset)
     return y
 
 
 def rms_norm_add(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    *,
-    eps: float,
-    offset: float = 0.0,
-    scale: float = 1.0,
-    other: Tensor | None = None,
-    other_scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, offset: float, scale: float, other: Tensor | None,
+    other_scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Add x to the residual stream and normalise the sum; see `stree.kernels.ops`."""
     y, total = _launch(
         "rms_norm_add", x, other, residual, weight, eps=eps, offset=offset, scale=scale, other_scale=other_scale
@@ -115,17 +102,9 @@ def rms_norm_add(
 
 
 def _launch(
-    op: str,
-    x: Tensor,
-    other: Tensor | None,
-    residual: Tensor | None,
-    weight: Tensor,
-    *,
-    eps: float,
-    offset: float,
-    scale: float,
-    other_scale: float,
-) -> tuple[Tensor, Tensor | None]:
+    op: str, x: Tensor, other: Tensor | None, residual: Tensor | None, weight: Tensor, *, eps: float, offset: float,
+    scale: float = 1.0, other_scale: float = 1.0,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Normalise x or, with a residual stream, the sum, which is then returned too."""
     check_kernel_dtypes(op, x=x)
     width = x.shape[-1]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from stree.kernels.device_functions import softplus
 from stree.kernels.fused.norm import as_rows
-from stree.kernels.tiles import DeltaInputsTile, PointwiseTile, RotaryTile, check_inner, check_kernel_dtypes
+from stree.kernels.fused.tiles import DeltaInputsTile, PointwiseTile, RotaryTile
+from stree.kernels.tiles import check_inner, check_kernel_dtypes
 
 __all__ = ["delta_inputs", "gated_activation", "rotary"]
 
@@ -148,7 +149,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
 
 
-def gated_activation(gate: Tensor, up: Tensor | None, *, activation: str, scale: float = 1.0) -> Tensor:
+def gated_activation(gate: Tensor, up: Tensor | None, *, activation: str, scale: float) -> Tensor:
     """Apply an activation and multiply; see `stree.kernels.ops`."""
     check_kernel_dtypes("gated_activation", gate=gate)
     check_inner("gate", gate)
@@ -166,16 +167,9 @@ def gated_activation(gate: Tensor, up: Tensor | None, *, activation: str, scale:
 
 
 def delta_inputs(
-    qk: Tensor,
-    b: Tensor,
-    a: Tensor | None = None,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    *,
-    key_heads: int,
-    eps: float,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    qk: Tensor, b: Tensor, a: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, *, key_heads: int,
+    eps: float, scale: float,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """Make normalised q and k, log decays and betas; see `stree.kernels.ops`."""
     for name, tensor in (("qk", qk), ("b", b), ("a", a)):
         if tensor is not None:

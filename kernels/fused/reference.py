@@ -14,15 +14,9 @@ __all__ = ["delta_inputs", "experts", "gated_activation", "gated_rms_norm", "rms
 
 
 def gated_rms_norm(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    *,
-    eps: float,
-    groups: int = 1,
-    norm_before_gate: bool = False,
+    x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, groups: int = 1, norm_before_gate: bool = False,
     activation: str = "silu",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Normalise rows, group by group, before or after the gate."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     values, opening = x.to(dtype), gate.to(dtype)
@@ -33,23 +27,16 @@ def gated_rms_norm(
     return (values * opening if norm_before_gate else values).to(x.dtype)
 
 
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float) -> Tensor:
     """Normalise rows."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return (_normalise(x.to(dtype), eps) * (weight.to(dtype) + offset)).to(x.dtype)
 
 
 def rms_norm_add(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    *,
-    eps: float,
-    offset: float = 0.0,
-    scale: float = 1.0,
-    other: Tensor | None = None,
-    other_scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, offset: float, scale: float, other: Tensor | None,
+    other_scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Add x to the residual stream and normalise the sum as it is stored."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     added = x.to(dtype) * scale
@@ -92,16 +79,9 @@ def gated_activation(gate: Tensor, up: Tensor | None, *, activation: str, scale:
 
 
 def delta_inputs(
-    qk: Tensor,
-    b: Tensor,
-    a: Tensor | None = None,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    *,
-    key_heads: int,
-    eps: float,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    qk: Tensor, b: Tensor, a: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, *, key_heads: int,
+    eps: float, scale: float,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """Make normalised q and k, log decays and betas."""
     dtype = torch.promote_types(qk.dtype, torch.float32)
     q, k = qk.unflatten(-1, (2, key_heads, -1)).to(dtype).unbind(2)

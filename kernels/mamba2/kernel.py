@@ -2,8 +2,8 @@
 
 One program owns a block of headdim of one head of one sequence: it reads that part of the state once, commits the path,
 stores it where there was something to commit, and scores the tree.  B, C and the step sizes are shared by programs, so
-when new rows replace the rows of the path that is being committed, a second, small launch stashes them; a caller who
-alternates between two stashes (`previous`) saves it.  `docs/maths.md` has the maths, `docs/gpu.md` the counted costs.
+a path can be committed in the launch that stashes new rows only from another stash (`previous`); without one the commit
+is a launch of its own.  `docs/maths.md` has the maths, `docs/gpu.md` the counted costs.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call, no-untyped-def, untyped-decorator"
@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stree.kernels.device_functions import STEP_INTEGERS, is_ancestor, softplus, split_decay
+from stree.kernels.dispatch import Operands
+from stree.kernels.launch import path_operands, strides
 from stree.kernels.tiles import (
     MAX_DSTATE,
     MAX_HEADDIM,
@@ -28,11 +30,9 @@ from stree.kernels.tiles import (
     check_limit,
     interpreted,
 )
-from stree.kernels.topology import AcceptedPath, Topology
+from stree.kernels.topology import AcceptedPath
 
 __all__ = ["ssd_commit", "ssd_step", "ssd_tree_scan"]
-
-_UNBOUNDED = (0.0, float("inf"))
 
 
 @triton.jit
@@ -55,8 +55,8 @@ def ssd_kernel(
     stride_B_b, stride_B_n, stride_C_b, stride_C_n, stride_stash_b, stride_stash_n, stride_stash_dt_b,
     HEADDIM: tl.constexpr, DSTATE: tl.constexpr, SHARED: tl.constexpr,
     NODES: tl.constexpr, ROWS: tl.constexpr, PATH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
-    WORDS: tl.constexpr, COMMIT: tl.constexpr, SCAN: tl.constexpr, KEEP: tl.constexpr, KEEP_SHARED: tl.constexpr,
-    KNOWN: tl.constexpr, SOFTPLUS: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, MIXED: tl.constexpr,
+    WORDS: tl.constexpr, COMMIT: tl.constexpr, SCAN: tl.constexpr, KEEP: tl.constexpr,
+    KNOWN: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     """Commit a path to one tile of a state and score a tree with it; grid (blocks of headdim, heads, batch)."""
     head = tl.program_id(1)
@@ -85,7 +85,7 @@ def ssd_kernel(
         is_new = (node >= new_from) & (node < n)
         raw_ptr = dt_ptr + batch * stride_dt_b + (node - new_from) * stride_dt_n + head
         bias = tl.load(bias_ptr + head).to(tl.float32) if bias_ptr is not None else 0.0
-        dt = _step_sizes(tl.load(raw_ptr, is_new, 0.0), bias, low, high, SOFTPLUS)
+        dt = _step_sizes(tl.load(raw_ptr, is_new, 0.0), bias, low, high, KEEP)
         dt = tl.where(is_new, dt, 0.0)
         if KNOWN:
             kept_dt_ptr = stash_dt_ptr + batch * stride_stash_dt_b + node * nheads + head
@@ -124,7 +124,7 @@ def ssd_kernel(
             query = tl.load(query_ptr, (asked < n)[:, None] & (s < DSTATE)[None, :], 0.0)
             key_ptr = B_ptr + (node - new_from)[:, None] * stride_B_n + s[None, :]
             key = tl.load(key_ptr, is_new[:, None] & (s < DSTATE)[None, :], 0.0)
-            if KEEP_SHARED and (tl.program_id(0) == 0 and head % SHARED == 0):
+            if KEEP and (tl.program_id(0) == 0 and head % SHARED == 0):
                 key_mask = is_new[:, None] & (s < DSTATE)[None, :]
                 tl.store(kept_B_ptr + node[:, None] * stride_stash_n + s[None, :], key, key_mask)
                 query_mask = (asked < n)[:, None] & (s < DSTATE)[None, :]
@@ -157,103 +157,42 @@ def ssd_kernel(
         out_ptr = y_ptr + ((batch * (n - first) + tl.arange(0, ROWS)) * nheads + head)[None, :] * HEADDIM + p[:, None]
         tl.store(out_ptr, out, (asked < n)[None, :] & (p < HEADDIM)[:, None])
         if KEEP:
-            tl.debug_barrier()  # other warps may still read, from the same stash, the path that they commit
             tl.store(kept_x_ptr, x, new_mask)
-            if KEEP_SHARED and tl.program_id(0) == 0:
+            if tl.program_id(0) == 0:
                 tl.store(stash_dt_ptr + batch * stride_stash_dt_b + node * nheads + head, dt, is_new)
 
 
-@triton.jit(do_not_specialize=(*STEP_INTEGERS, "stride_dt_b"))
-def ssd_keep_kernel(
-    xbc_ptr, dt_ptr, bias_ptr, stash_ptr, stash_dt_ptr,
-    first, nheads, inner, shared_channels, low, high,
-    stride_xbc_b, stride_xbc_n, stride_dt_b, stride_dt_n, stride_stash_b, stride_stash_n, stride_stash_dt_b,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Stash one row of B, C and dt, which the programs of `ssd_kernel` share; grid (rows, batch)."""
-    row = tl.program_id(0)
-    batch = tl.program_id(1).to(tl.int64)
-    source_ptr = xbc_ptr + batch * stride_xbc_b + row * stride_xbc_n + inner
-    target_ptr = stash_ptr + batch * stride_stash_b + (first + row) * stride_stash_n + inner
-    for start in range(0, shared_channels, BLOCK):
-        channel = start + tl.arange(0, BLOCK)
-        inside = channel < shared_channels
-        tl.store(target_ptr + channel, tl.load(source_ptr + channel, inside, 0.0), inside)
-    for start in range(0, nheads, BLOCK):
-        head = start + tl.arange(0, BLOCK)
-        inside = head < nheads
-        bias = tl.load(bias_ptr + head, inside, 0.0).to(tl.float32) if bias_ptr is not None else 0.0
-        raw = tl.load(dt_ptr + batch * stride_dt_b + row * stride_dt_n + head, inside, 0.0)
-        kept_ptr = stash_dt_ptr + batch * stride_stash_dt_b + (first + row) * nheads + head
-        tl.store(kept_ptr, _step_sizes(raw, bias, low, high, True), inside)
-
-
-def ssd_tree_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    topology: Topology,
-    state: Tensor,
-    *,
-    D: Tensor | None = None,
-    first: int = 0,
-) -> Tensor:
+def ssd_tree_scan(a: Operands) -> Tensor:
     """Score a tree; see `stree.kernels.ops`."""
-    batch, n, heads, headdim = x.shape
-    check_kernel_dtypes("ssd_tree_scan", x=x, B=B, C=C)
-    y = torch.empty(batch, n - first, heads, headdim, dtype=x.dtype, device=x.device)
-    _launch("ssd_tree_scan", state, A, new=(x, dt, B, C), topology=topology, y=y, D=D, first=first)
+    check_kernel_dtypes("ssd_tree_scan", x=a.x, B=a.B, C=a.C)
+    batch, n, heads, headdim = a.x.shape
+    y = torch.empty(batch, n - a.first, heads, headdim, dtype=a.x.dtype, device=a.x.device)
+    _launch("ssd_tree_scan", a.state, a.A, scan=a, new=(a.x, a.dt, a.B, a.C), y=y)
     return y
 
 
 def ssd_commit(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, accepted: AcceptedPath) -> None:
     """Commit the accepted path to the state, in place; see `stree.kernels.ops`."""
     check_kernel_dtypes("ssd_commit", x=x, B=B)
-    _launch("ssd_commit", state, A, old=(x, dt, B), accepted=accepted)
+    _launch("ssd_commit", state, A, accepted=accepted, old=(x, dt, B))
 
 
-def ssd_step(
-    state: Tensor,
-    stash_xbc: Tensor,
-    stash_dt: Tensor,
-    accepted: AcceptedPath | None,
-    xbc: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    dt_bias: Tensor | None,
-    topology: Topology,
-    *,
-    headdim: int,
-    ngroups: int,
-    D: Tensor | None = None,
-    dt_limit: tuple[float, float] = _UNBOUNDED,
-    first: int = 0,
-    previous: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+def ssd_step(a: Operands) -> Tensor:
     """Commit the last path, stash the new rows, score the new tree; see `stree.kernels.ops`."""
-    check_kernel_dtypes("ssd_step", xbc=xbc, stash_xbc=stash_xbc)
-    (batch, rows, width), heads = xbc.shape, A.shape[0]
-    y = torch.empty(batch, rows, heads, headdim, dtype=stash_xbc.dtype, device=xbc.device)
-    x, B, C = _split_xbc(xbc, heads, headdim, ngroups)
-    old = None
+    check_kernel_dtypes("ssd_step", xbc=a.xbc, stash_xbc=a.stash_xbc)
+    (batch, rows, _), heads, accepted, old = a.xbc.shape, a.A.shape[0], a.accepted, None
     if accepted is not None:
-        old_xbc, old_dt = previous if previous is not None else (stash_xbc, stash_dt)
-        check_kernel_dtypes("ssd_step", xbc=xbc, previous=old_xbc)
-        old_x, old_B, _ = _split_xbc(old_xbc, heads, headdim, ngroups)
-        old = (old_x, old_dt, old_B)
-    in_place = accepted is not None and previous is None
-    _launch(
-        "ssd_step", state, A, old=old, accepted=accepted, new=(x, dt, B, C), topology=topology, y=y, D=D,
-        bias=dt_bias, limit=dt_limit, stash=(stash_xbc, stash_dt), keep_shared=not in_place, first=first,
-    )  # fmt: skip
-    if in_place:
-        inner = heads * headdim
-        ssd_keep_kernel[(rows, batch)](
-            xbc, dt, dt_bias, stash_xbc, stash_dt, first, heads, inner, width - inner, *map(float, dt_limit),
-            *xbc.stride()[:2], *dt.stride()[:2], *stash_xbc.stride()[:2], stash_dt.stride(0), BLOCK=512,
-        )  # fmt: skip
+        old_xbc, old_dt = a.previous or (a.stash_xbc, a.stash_dt)
+        check_kernel_dtypes("ssd_step", xbc=a.xbc, previous=old_xbc)
+        x, B, _ = _split_xbc(old_xbc, heads, a.headdim, a.ngroups)
+        old = (x, old_dt, B)
+        if a.previous is None:
+            _launch("ssd_step", a.state, a.A, accepted=accepted, old=old)
+            accepted = old = None
+    x, B, C = _split_xbc(a.xbc, heads, a.headdim, a.ngroups)
+    y = torch.empty(batch, rows, heads, a.headdim, dtype=a.stash_xbc.dtype, device=a.xbc.device)
+    stash = a.stash_xbc, a.stash_dt
+    _launch("ssd_step", a.state, a.A, accepted=accepted, old=old, scan=a, new=(x, a.dt, B, C), stash=stash, y=y)
     return y
 
 
@@ -267,107 +206,55 @@ def _split_xbc(xbc: Tensor, heads: int, headdim: int, ngroups: int) -> tuple[Ten
 
 
 def _launch(
-    op: str,
-    state: Tensor,
-    A: Tensor,
-    *,
-    old: tuple[Tensor, Tensor, Tensor] | None = None,
-    accepted: AcceptedPath | None = None,
-    new: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
-    topology: Topology | None = None,
-    y: Tensor | None = None,
-    D: Tensor | None = None,
-    bias: Tensor | None = None,
-    limit: tuple[float, float] = _UNBOUNDED,
-    stash: tuple[Tensor, Tensor] | None = None,
-    keep_shared: bool = False,
-    first: int = 0,
-) -> None:
-    """Launch the kernel for a commit (old and accepted), a scan (new, topology and y), or both."""
+    op: str, state: Tensor, A: Tensor, *, accepted: AcceptedPath | None = None, old: tuple[Tensor, ...] | None = None,
+    scan: Operands | None = None, new: tuple[Tensor, ...] | None = None,
+    stash: tuple[Tensor, Tensor] | None = None, y: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Launch the kernel for a commit (accepted, old x, dt, B), a scan (its operands, new x, dt, B, C, y), or both."""
     batch, heads, headdim, dstate = state.shape
     check_limit(op, "a headdim", headdim, MAX_HEADDIM)
     check_limit(op, "a dstate", dstate, MAX_DSTATE)
     check_inner("state", state, 3)
-    for name, tensor in (("A", A), ("D", D), ("dt_bias", bias)):
+    check_inner("A", A)
+    path, lengths, entries = path_operands(accepted)
+    check_limit(op, "a path of nodes", entries, MAX_NODES)
+    old_x, old_dt, old_B = _checked(old, 3)
+    x, dt, B, C = _checked(new, 4)
+    stash_xbc, stash_dt = stash or (None, None)
+    n, first, bits, D, bias, low, high = 1, 0, None, None, None, 0.0, 0.0
+    if scan is not None:
+        n, first, bits, D = scan.topology.num_nodes, scan.first, scan.topology.ancestor_bits(), scan.D
+        check_limit(op, "trees of nodes", n, MAX_NODES)
+    if stash is not None and scan is not None:
+        check_inner("stash_xbc", stash[0])
+        check_inner("stash_dt", stash[1], 2)
+        bias, (low, high) = scan.dt_bias, map(float, scan.dt_limit)
+    for name, tensor in (("D", D), ("dt_bias", bias)):
         if tensor is not None:
             check_inner(name, tensor)
-    groups, n, path_size = 1, 1, 1
-    old_x = old_dt = old_B = x = dt = B = C = None
-    bits = stash_xbc = stash_dt = None
-    if old is not None:
-        assert accepted is not None, "a commit needs the accepted path"
-        old_x, old_dt, old_B = old
-        _check_rows(old_x, old_dt, old_B)
-        groups, path_size = old_B.shape[2], accepted.rows.shape[1]
-    if new is not None:
-        assert topology is not None, "a scan needs a topology"
-        x, dt, B, C = new
-        _check_rows(x, dt, B, C)
-        groups, n, bits = B.shape[2], topology.num_nodes, topology.ancestor_bits()
-    if stash is not None:
-        stash_xbc, stash_dt = stash
-        check_inner("stash_xbc", stash_xbc)
-        check_inner("stash_dt", stash_dt, 2)
-    check_limit(op, "trees of nodes", n, MAX_NODES)
-    check_limit(op, "a path of nodes", path_size, MAX_NODES)
-    rows = x if x is not None else old_x
-    assert rows is not None, "a launch commits or scans"
-    tile = SsdTile.of(n, n - first, path_size, headdim, dstate, rows.dtype)
+    rows, keys = (old_x, old_B) if x is None else (x, B)
     new_from = first if stash is not None else 0
-    low, high = map(float, limit)
+    tile = SsdTile.of(n, n - first, entries, headdim, dstate, rows.dtype)
     ssd_kernel[(-(-headdim // tile.headdim), heads, batch)](
-        state, A, bias, D, bits, y,
-        None if accepted is None else accepted.rows, None if accepted is None else accepted.lengths,
-        old_x, old_dt, old_B, x, dt, B, C, stash_xbc, stash_dt,
-        n, first, new_from, path_size, heads, low, high,
-        state.stride(0), A.stride(0) if A.ndim == 2 else 0,
-        *_strides(old_x, 3), *_strides(old_dt, 2), *_strides(old_B, 2),
-        *_strides(x, 3), *_strides(dt, 2), *_strides(B, 2), *_strides(C, 2),
-        *_strides(stash_xbc, 2), *_strides(stash_dt, 1),
-        **ssd_constants(
-            tile, headdim, dstate, heads // groups, n, commit=old is not None, scan=new is not None,
-            keep=stash is not None, keep_shared=keep_shared, known=new_from > 0,
-            dtype=rows.dtype,
-        ),
+        state, A, bias, D, bits, y, path, lengths, old_x, old_dt, old_B, x, dt, B, C, stash_xbc, stash_dt,
+        n, first, new_from, entries, heads, low, high, state.stride(0), A.stride(0) if A.ndim == 2 else 0,
+        *strides(old_x, 3), *strides(old_dt), *strides(old_B), *strides(x, 3), *strides(dt), *strides(B), *strides(C),
+        *strides(stash_xbc), *strides(stash_dt, 1),
+        HEADDIM=headdim, DSTATE=dstate, SHARED=heads // keys.shape[2], NODES=tile.nodes, ROWS=tile.rows,
+        PATH=tile.path, BLOCK_P=tile.headdim, BLOCK_S=tile.dstate, WORDS=-(-n // 32), COMMIT=old is not None,
+        SCAN=scan is not None, KEEP=stash is not None, KNOWN=new_from > 0,
+        WIDE=interpreted(),  # the interpreter multiplies bfloat16 as if it were integers
+        EXACT="tf32x3",
+        # 16-bit values are exact in TF32 and weights lose less than the outputs' own rounding.
+        MIXED="tf32x3" if rows.dtype == torch.float32 else "tf32",
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
-def ssd_constants(
-    tile: SsdTile,
-    headdim: int,
-    dstate: int,
-    shared: int,
-    n: int,
-    *,
-    commit: bool,
-    scan: bool,
-    keep: bool,
-    keep_shared: bool,
-    known: bool,
-    dtype: torch.dtype,
-) -> dict[str, Any]:
-    """List the compile-time constants of a build; ahead-of-time builds take theirs from here too."""
-    return {
-        "HEADDIM": headdim, "DSTATE": dstate, "SHARED": shared,
-        "NODES": tile.nodes, "ROWS": tile.rows, "PATH": tile.path, "BLOCK_P": tile.headdim, "BLOCK_S": tile.dstate,
-        "WORDS": -(-n // 32), "COMMIT": commit, "SCAN": scan, "KEEP": keep, "KEEP_SHARED": keep and keep_shared,
-        "KNOWN": known, "SOFTPLUS": keep,
-        "WIDE": interpreted(),  # the interpreter multiplies bfloat16 as if it were integers
-        "EXACT": "tf32x3",
-        # 16-bit values are exact in TF32 and weights lose less than the outputs' own rounding.
-        "MIXED": "tf32x3" if dtype == torch.float32 else "tf32",
-    }  # fmt: skip
-
-
-def _check_rows(x: Tensor, dt: Tensor, *keys: Tensor) -> None:
-    """Require that a row of a head, of a group and of step sizes is contiguous."""
-    check_inner("x", x)
-    check_inner("dt", dt)
-    for name, tensor in zip("BC", keys, strict=False):
-        check_inner(name, tensor, 2)
-
-
-def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
-    """Take the first strides of a tensor; zeros for none."""
-    return (0,) * count if tensor is None else tensor.stride()[:count]
+def _checked(rows: tuple[Tensor, ...] | None, count: int) -> tuple[Any, ...]:
+    """Require that rows of heads, groups and step sizes are contiguous; as many Nones for none."""
+    if rows is None:
+        return (None,) * count
+    for name, tensor, dims in zip(("x", "dt", "B", "C"), rows, (1, 1, 2, 2), strict=False):
+        check_inner(name, tensor, dims)
+    return rows

@@ -6,31 +6,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stree.kernels.dispatch import Operands
 from stree.kernels.reference import matrix_commit, matrix_tree
-from stree.kernels.topology import AcceptedPath, Topology
+from stree.kernels.topology import AcceptedPath
 
 __all__ = ["ssd_commit", "ssd_step", "ssd_tree_scan"]
 
 
-def ssd_tree_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    topology: Topology,
-    state: Tensor,
-    *,
-    D: Tensor | None = None,
-    first: int = 0,
-) -> Tensor:
+def ssd_tree_scan(a: Operands) -> Tensor:
     """Run the Mamba-2 recurrence: a matrix state with k = B, u = dt x, q = C and log decay dt A."""
-    dtype = state.dtype
+    return _scan(a.x, a.dt, a.B, a.C, a)
+
+
+def _scan(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, a: Operands) -> Tensor:
+    """Scan rows of all nodes with the other operands of a scan or step."""
+    first, dtype = a.first, a.state.dtype
     dt, key, query = dt.to(dtype), B.to(dtype), C[:, first:].to(dtype)
-    y, _ = matrix_tree(query, key, x * dt[..., None], dt * A, state.transpose(2, 3), topology, first=first)
+    y, _ = matrix_tree(query, key, x * dt[..., None], dt * a.A, a.state.transpose(2, 3), a.topology, first=first)
     y = y.transpose(1, 2)
-    if D is not None:
-        y = torch.addcmul(y, x[:, first:].to(dtype), D.to(dtype)[:, None])
+    if a.D is not None:
+        y = torch.addcmul(y, x[:, first:].to(dtype), a.D.to(dtype)[:, None])
     return y.to(x.dtype).contiguous()
 
 
@@ -46,38 +41,21 @@ def ssd_update(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, accep
     matrix_commit(state, x * dt[..., None], B.to(state.dtype), log_decay, accepted)
 
 
-def ssd_step(
-    state: Tensor,
-    stash_xbc: Tensor,
-    stash_dt: Tensor,
-    accepted: AcceptedPath | None,
-    xbc: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    dt_bias: Tensor | None,
-    topology: Topology,
-    *,
-    headdim: int,
-    ngroups: int,
-    D: Tensor | None = None,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    first: int = 0,
-    previous: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+def ssd_step(a: Operands) -> Tensor:
     """Commit the last path, stash x, B, C and dt of the new rows, scan the new tree."""
-    n = topology.num_nodes
-    if accepted is not None:
-        old_xbc, old_dt = (stash_xbc, stash_dt) if previous is None else previous
-        x, B, _ = _split_xbc(accepted.take(old_xbc), headdim, ngroups, A.shape[0])
-        ssd_update(state, x, accepted.take(old_dt), A, B, accepted)
-    stash_xbc[:, first:n].copy_(xbc)
-    step_size = dt.to(stash_dt.dtype)
-    step_size = F.softplus(step_size if dt_bias is None else step_size + dt_bias)
-    if dt_limit != (0.0, float("inf")):
-        step_size = step_size.clamp(*dt_limit)
-    stash_dt[:, first:n].copy_(step_size)
-    x, B, C = _split_xbc(stash_xbc[:, :n], headdim, ngroups, A.shape[0])
-    return ssd_tree_scan(x, stash_dt[:, :n], A, B, C, topology, state, D=D, first=first)
+    n, sizes = a.topology.num_nodes, (a.headdim, a.ngroups, a.A.shape[0])
+    if a.accepted is not None:
+        old_xbc, old_dt = a.previous or (a.stash_xbc, a.stash_dt)
+        x, B, _ = _split_xbc(a.accepted.take(old_xbc), *sizes)
+        ssd_update(a.state, x, a.accepted.take(old_dt), a.A, B, a.accepted)
+    a.stash_xbc[:, a.first : n].copy_(a.xbc)
+    step_size = a.dt.to(a.stash_dt.dtype)
+    step_size = F.softplus(step_size if a.dt_bias is None else step_size + a.dt_bias)
+    if a.dt_limit != (0.0, float("inf")):
+        step_size = step_size.clamp(*a.dt_limit)
+    a.stash_dt[:, a.first : n].copy_(step_size)
+    x, B, C = _split_xbc(a.stash_xbc[:, :n], *sizes)
+    return _scan(x, a.stash_dt[:, :n], B, C, a)
 
 
 def _split_xbc(xbc: Tensor, headdim: int, ngroups: int, nheads: int) -> tuple[Tensor, Tensor, Tensor]:

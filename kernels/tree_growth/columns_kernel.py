@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -16,13 +14,9 @@ from stree.kernels.tree_growth.operands import Appended, Chosen, Columns, Layout
 
 __all__ = [
     "append",
-    "append_constants",
     "begin",
-    "begin_constants",
     "cut",
-    "cut_constants",
     "select",
-    "select_constants",
 ]
 
 NODES = 16  # new ones that a program writes
@@ -212,14 +206,9 @@ def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int) -> Columns
         begin_kernel[(-(-room // NODES), batch)](
             pending.contiguous(), leaf.contiguous(), has_leaf.contiguous(), columns.lead, columns.tokens,
             columns.parents, columns.depths, columns.mask, columns.values, room,
-            **begin_constants(), num_warps=4,
+            NODES=NODES, COLUMNS=COLUMNS, num_warps=4,
         )  # fmt: skip
     return columns
-
-
-def begin_constants() -> dict[str, Any]:
-    """List the compile-time constants of a layout; ahead-of-time builds take theirs from here too."""
-    return {"NODES": NODES, "COLUMNS": COLUMNS}
 
 
 def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Appended:
@@ -236,32 +225,22 @@ def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Ap
             columns.lead, left, columns.tokens, columns.parents, columns.depths, columns.mask, columns.values,
             value, column, leaf, count, layout.width, chosen.tokens.shape[2], chosen.value[0].numel(), layout.frontier,
             layout.size, room, layout.num_nodes or 0, chosen.slots.stride(0),
-            **append_constants(prunes=layout.num_nodes is not None), num_warps=4,
+            PRUNES=layout.num_nodes is not None, NODES=NODES, COLUMNS=COLUMNS, num_warps=4,
         )  # fmt: skip
     return Appended(layout.width, value, column, leaf)
-
-
-def append_constants(*, prunes: bool) -> dict[str, Any]:
-    """List the compile-time constants of a layer; ahead-of-time builds take theirs from here too."""
-    return {"PRUNES": prunes, "NODES": NODES, "COLUMNS": COLUMNS}
 
 
 def select(columns: Columns, size: int, count: int, *, by_value: bool) -> Tensor:
     """Choose the nodes that are proposed; see `stree.kernels.tree_growth.api`."""
     batch, room = columns.tokens.shape
     kept = columns.tokens.new_empty(batch, count)
-    constants = select_constants(size - 1, count, by_value=by_value)
+    slots = padded(size - 1)
     with torch.cuda.device_of(columns.tokens):
         select_kernel[(batch,)](
             columns.parents, columns.values, kept, size - 1, count, room,
-            **constants, num_warps=1 if constants["SLOTS"] <= 32 else 4,
+            SLOTS=slots, WIDTH=padded(count), BY_VALUE=by_value, num_warps=1 if slots <= 32 else 4,
         )  # fmt: skip
     return kept
-
-
-def select_constants(nodes: int, count: int, *, by_value: bool) -> dict[str, Any]:
-    """List the compile-time constants of a selection; ahead-of-time builds take theirs from here too."""
-    return {"SLOTS": padded(nodes), "WIDTH": padded(count), "BY_VALUE": by_value}
 
 
 def cut(columns: Columns, kept: Tensor | None, size: int) -> Proposed:
@@ -281,11 +260,6 @@ def cut(columns: Columns, kept: Tensor | None, size: int) -> Proposed:
             None if kept is None else kept.contiguous(), columns.lead,
             columns.tokens, columns.parents, columns.depths, columns.mask, columns.values,
             made.tokens, made.parents, made.depths, made.mask, made.values, made.rows, count, room,
-            **cut_constants(), num_warps=4,
+            NODES=NODES, COLUMNS=COLUMNS, num_warps=4,
         )  # fmt: skip
     return made
-
-
-def cut_constants() -> dict[str, Any]:
-    """List the compile-time constants of a cut; ahead-of-time builds take theirs from here too."""
-    return {"NODES": NODES, "COLUMNS": COLUMNS}

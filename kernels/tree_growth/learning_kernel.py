@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -17,7 +16,7 @@ from stree.kernels.tiles import padded
 from stree.kernels.tree_growth.operands import Kept, Level, Memory, Table, Verdicts
 from stree.kernels.tree_growth.slots_kernel import pair_number, place_of
 
-__all__ = ["learn", "learn_constants", "learn_level", "learn_warps", "remember"]
+__all__ = ["learn", "learn_level", "learn_warps", "remember"]
 
 
 @triton.jit
@@ -145,13 +144,12 @@ def learn(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> None:
     places = _places(tuple((slots.shape[1], cells[0].numel()) for cells, slots in kept), notes.device)
     numbers, ratios = verdicts.numbers, verdicts.ratios
     ratios = ratios if ratios.stride(1) == 1 else ratios.contiguous()
-    constants = learn_constants(n)
     with torch.cuda.device_of(notes):  # Triton launches on the current device, wherever the tensors are
         learn_kernel[(batch,)](
             notes, places, None if numbers is None else numbers.contiguous(), verdicts.parents.contiguous(),
             verdicts.mask.contiguous(), ratios, verdicts.is_live, table.passed, table.tests,
             n, notes.shape[1], places.shape[1], table.tests.shape[1], ratios.stride(0),
-            **constants, num_warps=learn_warps(constants["NODES"]),
+            NODES=padded(n), num_warps=learn_warps(padded(n)),
         )  # fmt: skip
 
 
@@ -159,11 +157,10 @@ def learn_level(level: Level, values: Tensor, verdicts: Verdicts) -> None:
     """Do the same in one launch."""
     batch, n = values.shape
     ratios = verdicts.ratios if verdicts.ratios.stride(1) == 1 else verdicts.ratios.contiguous()
-    constants = learn_constants(n)
     with torch.cuda.device_of(values):
         level_kernel[(batch,)](
             verdicts.parents.contiguous(), verdicts.mask.contiguous(), values.contiguous(), ratios, verdicts.is_live,
-            level.shift, level.weight, n, ratios.stride(0), **constants, num_warps=learn_warps(constants["NODES"]),
+            level.shift, level.weight, n, ratios.stride(0), NODES=padded(n), num_warps=learn_warps(padded(n)),
         )  # fmt: skip
 
 
@@ -176,11 +173,6 @@ def remember(memory: Memory, tokens: Tensor, path: Tensor, lengths: Tensor) -> N
             tokens, path, lengths.contiguous(), memory.places, memory.last, m, tokens.stride(0), path.stride(0),
             ENTRIES=padded(m), NUM_PLACES=memory.num_places, num_warps=1,
         )  # fmt: skip
-
-
-def learn_constants(n: int) -> dict[str, Any]:
-    """List the compile-time constants for trees of ``n`` nodes; ahead-of-time builds take theirs from here too."""
-    return {"NODES": padded(n)}
 
 
 def learn_warps(nodes: int) -> int:

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +12,7 @@ from torch import Tensor
 from stree.kernels.tiles import padded
 from stree.kernels.tree_growth.operands import Level, Memory, RankFit, Ratings, Siblings, Table, Terms, Words
 
-__all__ = ["choose", "choose_constants", "pair_number", "place_of", "rate_by_rank", "rate_by_table"]
+__all__ = ["choose", "pair_number", "place_of", "rate_by_rank", "rate_by_table"]
 
 NODES = 32  # whose children a program of one warp rates, a lane a node
 BELOW_STEPS = 8  # halvings of a list of up to 255 values
@@ -219,19 +217,14 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
     width = min(terms.width, count)
     slots = value.new_empty(batch, width, dtype=torch.int64)
     is_taken = value.new_empty(batch, width, dtype=torch.bool)
-    constants = choose_constants(count, width)
+    room, chosen = padded(count), padded(width)
     with torch.cuda.device_of(value):  # Triton launches on the current device, wherever the tensors are
         choose_kernel[(batch,)](
             value, None if left is None else left.contiguous(), below, slots, is_taken,
             count, width, 0 if below is None else len(below), terms.threshold, terms.layers_left, value.stride(0),
-            **constants, num_warps=choose_warps(constants["SLOTS"], constants["WIDTH"]),
+            SLOTS=room, WIDTH=chosen, STEPS=BELOW_STEPS, num_warps=choose_warps(room, chosen),
         )  # fmt: skip
     return slots, is_taken
-
-
-def choose_constants(slots: int, width: int) -> dict[str, Any]:
-    """List the compile-time constants of a choice; ahead-of-time builds take theirs from here too."""
-    return {"SLOTS": padded(slots), "WIDTH": padded(width), "STEPS": BELOW_STEPS}
 
 
 def choose_warps(slots: int, width: int) -> int:

@@ -122,9 +122,16 @@ def paths_to(parents: Tensor, ends: tuple[int | None, ...]) -> tuple[Tensor, Ten
     return path.to(DEVICE), lengths.to(DEVICE)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 5}, {"softcap": 2.0}, {"window": 70, "softcap": 30.0}], ids=lambda o: "-".join(o)
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.float32, {"window": 5}),
+        (torch.float32, {"softcap": 2.0}),
+        (torch.bfloat16, {"window": 70, "softcap": 30.0}),
+        (torch.float16, {"window": 70, "softcap": 30.0}),
+    ],
+    ids=str,
 )
 def test_chains_stars_and_padded_trees_over_ragged_contexts_equal_the_loops(
     dtype: torch.dtype, options: dict[str, float]
@@ -140,7 +147,7 @@ def test_chains_stars_and_padded_trees_over_ragged_contexts_equal_the_loops(
     st.integers(0, 10**6), st.integers(1, 40), st.sampled_from([1, 2, 4, 7]), st.sampled_from([0, 1, 63, 129, 300]),
     st.one_of(st.none(), st.integers(1, 90)),
 )  # fmt: skip
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_drawn_trees_equal_the_loops(seed: int, n: int, shared: int, length: int, window: int | None) -> None:
     capacity = length + seed % 50
     problem = Problem.draw(
@@ -151,8 +158,14 @@ def test_drawn_trees_equal_the_loops(seed: int, n: int, shared: int, length: int
     assert error(problem.attend(first), problem.oracle()[:, first:]) < TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (80, 96), (192, 128), (256, 256), (300, 260)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    [
+        ((64, 64), torch.bfloat16), ((80, 96), torch.float32), ((192, 128), torch.float32),
+        ((192, 128), torch.bfloat16), ((256, 256), torch.float32), ((300, 260), torch.float32),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_head_sizes_of_models_are_padded(dims: tuple[int, int], dtype: torch.dtype) -> None:
     problem = Problem.draw(
         draw_parents(5), [70], capacity=75, kv_heads=1, shared=3, dim=dims[0], value_dim=dims[1], dtype=dtype
@@ -178,11 +191,6 @@ def test_latents_are_read_once_as_keys_and_values(monkeypatch: pytest.MonkeyPatc
     assert all("'SHARES': False" in key for _, key in keys)
 
 
-def test_a_tree_of_128_nodes_in_several_tiles_equals_the_loops() -> None:
-    problem = Problem.draw(draw_parents(128), [3], capacity=3, kv_heads=1, shared=1, dim=5)
-    assert error(problem.attend(), problem.oracle()) < TOLERANCE[torch.float32]
-
-
 def test_small_scores_keep_their_digits_under_a_large_softcap() -> None:
     problem = Problem.draw(draw_parents(9), [100], softcap=1000.0)
     problem = replace(problem, q=problem.q / 20)
@@ -195,7 +203,7 @@ def test_what_a_node_may_not_see_does_not_leak_even_if_it_is_no_number() -> None
     problem = Problem.draw(parents, [66])
     clean = problem.oracle()
     for node, seen in ((2, [0, 1, 3, 4]), (7, [0, 1, 2, 3, 4, 5, 6])):
-        for garbage in (torch.nan, torch.inf, -torch.inf, 1e30):
+        for garbage in (torch.nan, torch.inf, 1e30):
             k, v = problem.k.clone(), problem.v.clone()
             k[:, node], v[:, node] = garbage, garbage
             out = replace(problem, k=k, v=v).attend()
@@ -274,8 +282,8 @@ def test_no_tree_path_or_context_of_a_generation_asks_for_a_build_of_its_own(mon
     assert keys_of(monkeypatch, 16, 0, 64, 16) != short, "without the list the key must change"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
-def test_steps_append_each_path_and_attend_from_the_next_tree(dtype: torch.dtype) -> None:
+def test_steps_append_each_path_and_attend_from_the_next_tree() -> None:
+    dtype = torch.bfloat16
     problem = Problem.draw(draw_parents(9, batch=3), [0, 60, 90], capacity=100, dtype=dtype, value_dim=12)
     stash = problem.stash()
     assert error(problem.step(stash, None, None), problem.oracle()) < TOLERANCE[dtype]
@@ -299,14 +307,14 @@ def test_steps_append_each_path_and_attend_from_the_next_tree(dtype: torch.dtype
 
 
 def test_a_growing_tree_reads_its_older_rows_from_the_stash() -> None:
-    problem = Problem.draw(draw_parents(40, batch=2), [5, 130], window=100)
+    problem = Problem.draw(draw_parents(21, batch=2), [5, 70], capacity=75, window=60)
     expected, stash = problem.oracle(), problem.stash()
-    for first, n in ((0, 1), (1, 8), (8, 35), (35, 40)):
+    for first, n in ((0, 1), (1, 8), (8, 21)):
         part = replace(
             problem, q=problem.q[:, :n], k=problem.k[:, :n], v=problem.v[:, :n], parents=problem.parents[:, :n]
         )
         assert error(part.step(stash, None, None, first), expected[:, first:n]) < TOLERANCE[torch.float32]
-    assert torch.equal(stash[1][:, :40], problem.v) and bool(stash[1][:, 40:].isnan().all())
+    assert torch.equal(stash[1][:, :21], problem.v) and bool(stash[1][:, 21:].isnan().all())
 
 
 def test_commit_appends_the_rows_of_the_path_and_nothing_else() -> None:
@@ -344,7 +352,7 @@ def test_one_commit_serves_all_layers() -> None:
             ops.kv_commit(*others, *operands, backend=backend)
             for one, other in zip(others, caches, strict=True):
                 assert torch.equal(one.nan_to_num(9), other.nan_to_num(9))
-    with pytest.raises(ValueError, match="needs that q divides b, got q = 4 of lengths .* and b = 6 of k_cache"):
+    with pytest.raises(ValueError, match="needs that b divides r, got b = 4 of lengths .* and r = 6 of k_cache"):
         ops.kv_commit(*caches, layers[0].lengths.repeat(2), k, v, path, path_lengths)
     for i, layer in enumerate(layers):
         ops.kv_commit(
@@ -359,32 +367,3 @@ def test_the_parts_of_a_cache_cover_it_and_none_is_without_rows(capacity: int, d
     parts, chunk = split_context(capacity, decode_steps, keys)
     assert chunk % keys == 0 and parts * chunk >= capacity and (parts - 1) * chunk < max(capacity, 1)
     assert parts == 1 or parts * decode_steps <= 132
-
-
-def test_what_the_kernels_cannot_take_is_refused_with_its_limits() -> None:
-    problem = Problem.draw(torch.arange(-1, 128, dtype=torch.int32)[None], [1], capacity=2, dim=2)
-    with pytest.raises(NotImplementedError, match="tree_attention .* takes trees of nodes up to 128, got 129"):
-        problem.attend()
-    problem = Problem.draw(draw_parents(2), [1], capacity=2, dim=577, value_dim=8)
-    with pytest.raises(NotImplementedError, match="takes a head size of k up to 576, got 577"):
-        problem.attend()
-    problem = Problem.draw(draw_parents(2), [1], capacity=2, value_dim=513)
-    with pytest.raises(NotImplementedError, match="kv_commit .* takes a head size of v up to 512, got 513"):
-        ops.kv_commit(
-            problem.k_cache, problem.v_cache, problem.lengths, problem.k, problem.v,
-            *paths_to(problem.parents, (1,)), backend="triton",
-        )  # fmt: skip
-    problem = Problem.draw(draw_parents(2), [1])
-    with pytest.raises(TypeError, match="takes .* or float16, the same for all, got q float32, k_cache bfloat16"):
-        replace(problem, k_cache=problem.k_cache.bfloat16()).attend()
-    with pytest.raises(ValueError, match="v_cache must be contiguous in its last dimension, got strides"):
-        replace(problem, v_cache=problem.v_cache.mT.contiguous().mT).attend()
-    with pytest.raises(ValueError, match="q must be contiguous in its last dimension, got strides"):
-        replace(problem, q=problem.q.mT.contiguous().mT).attend()
-
-
-def test_without_a_gpu_or_the_interpreter_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    if DEVICE == "cpu":
-        with pytest.raises(RuntimeError, match="tree_attention .* needs CUDA tensors, got a tensor on cpu"):
-            Problem.draw(draw_parents(2), [1]).attend()

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.launch_keys import Key, launch_keys
-from helpers.oracles import random_parents
+from helpers.oracles import path_to, random_parents
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from stree.kernels.topology import AcceptedPath, Topology, ancestor_bits, ancestor_mask
@@ -36,8 +38,7 @@ def assert_same(made: Any, expected: Any, *others: str) -> None:
             assert found.dtype == value.dtype and found.shape == value.shape and torch.equal(found, value), name
 
 
-@pytest.mark.parametrize("n", [1, 5, 16, 33, 64, 128, 130])
-@pytest.mark.parametrize("width", [None, 1, 2, 4])
+@pytest.mark.parametrize(("n", "width"), [(1, 4), (5, None), (16, 1), (33, 2), (33, 4), (128, 4), (130, 2)])
 def test_a_topology_of_one_launch_is_that_of_the_operators(n: int, width: int | None) -> None:
     parents = random_parents(3, n, torch.Generator().manual_seed(n), padding=min(3, n - 1))
     expected = Topology.of(parents, width)
@@ -64,9 +65,13 @@ def test_a_walk_is_made_for_kernels_and_jumps_for_operators() -> None:
     assert made.walk is not None and made.jumps is None and made.depth_first_walk() is made.walk
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("m", [0, 1, 3, 16, 40])
-@pytest.mark.parametrize("width", [None, 1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("m", "width", "dtype"),
+    [
+        (0, 4, torch.int32), (1, None, torch.int64), (1, 2, torch.int32), (3, 1, torch.int64), (3, 8, torch.int32),
+        (16, 4, torch.int64), (40, 4, torch.int32),
+    ],
+)  # fmt: skip
 def test_an_accepted_path_of_one_launch_is_that_of_the_operators(m: int, width: int | None, dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(m)
     path = torch.randint(0, 64, (5, m + 2), generator=draw).to(dtype)[:, 1 : m + 1]
@@ -76,6 +81,39 @@ def test_an_accepted_path_of_one_launch_is_that_of_the_operators(m: int, width: 
     assert_same(made, expected)
     nodes = torch.randn(5, 64, 3, generator=draw)
     assert torch.equal(made.take(nodes.to(DEVICE)).cpu(), expected.take(nodes))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(0, 3))
+@settings(max_examples=40, deadline=None)
+def test_mask_depths_and_conv_rows_follow_the_parents(seed: int, n: int, padding: int) -> None:
+    parents = random_parents(2, n, torch.Generator().manual_seed(seed), min(padding, n - 1))
+    topology = Topology.of(parents, 4, jumps=True)
+    assert torch.equal(topology.hidden, ~topology.mask)
+    assert topology.conv_index is not None
+    for row, tree in enumerate(parents.tolist()):
+        for i in range(n):
+            path = path_to(tree, i)
+            assert topology.mask[row, i].nonzero().flatten().tolist() == path
+            assert int(topology.depths[row, i]) == len(path) - 1
+            assert topology.conv_index[row, i].tolist() == [0, 1, 2, *(3 + j for j in path)][-4:]
+
+
+def test_a_topology_takes_over_a_mask_and_depths_and_computes_what_it_was_not_asked_for() -> None:
+    parents = torch.tensor([[-1, 0, 0, 1, 1, 2]], dtype=torch.int32)
+    mask = ancestor_mask(parents)
+    depths = torch.tensor([[0, 1, 1, 2, 2, 2]], dtype=torch.int32)
+    full, bare = Topology.of(parents, 4, mask=mask, depths=depths, jumps=True), Topology.of(parents)
+    assert full.mask is mask and full.depths is depths
+    assert torch.equal(full.conv_rows(3), bare.conv_rows(3)) and full.conv_rows(4) is full.conv_index
+    assert all(torch.equal(a, b) for a, b in zip(full.jump_rows(), bare.jump_rows(), strict=True))
+    assert bare.jump_rows()[1].tolist() == [[6, 6, 6, 0, 0, 0, 6]]
+
+
+def test_words_hold_the_ancestor_mask() -> None:
+    mask = ancestor_mask(random_parents(2, 70, torch.Generator().manual_seed(0)))
+    words, column = ancestor_bits(mask), torch.arange(70)
+    assert words.shape == (2, 70, 3) and words.dtype == torch.int32
+    assert torch.equal((words[:, :, column // 32] >> (column % 32)) & 1 != 0, mask)
 
 
 def test_a_path_is_read_in_place() -> None:

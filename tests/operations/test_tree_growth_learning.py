@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 
 from stree.growth.learned_acceptance import SampledAcceptance
 from stree.kernels.topology import ancestor_mask
-from stree.kernels.tree_growth import api, learning_kernel, reference
+from stree.kernels.tree_growth import api, cpu_ratings, learning_kernel, reference
 from stree.kernels.tree_growth.operands import NUM_PLACES, Kept, Level, Memory, Table, Verdicts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -116,21 +116,21 @@ def check(step: Step) -> None:
     n=st.integers(2, 40),
     cells=st.sampled_from([None, 1, 2, 5]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_what_a_tree_teaches_is_the_same(
     ratios: str, seed: int, batch: int, widths: list[int], n: int, cells: int | None
 ) -> None:
     check(Step.draw(batch, widths, n, seed, ratios=ratios, cells=cells))
 
 
-@pytest.mark.parametrize("n", [64, 100, 128])
+@pytest.mark.parametrize("n", [100, 128])
 def test_what_a_large_tree_teaches_is_the_same(n: int) -> None:
     for seed, cells in enumerate((None, 3)):
         check(Step.draw(2, [3, 9, 27, 60, 60], n, seed, cells=cells))
 
 
 def test_nodes_that_are_all_proposed_need_no_numbers() -> None:
-    for seed in range(5):
+    for seed in range(2):
         step = Step.draw(3, [3, 7, 5], 16, seed, cells=4)
         count = step.verdicts.parents.shape[1]
         assert count == 1 + sum(slots.shape[1] for _, slots in step.kept)
@@ -265,7 +265,7 @@ class Told:
 @pytest.mark.parametrize("learn", [learning_kernel.learn_level, reference.learn_level])
 @pytest.mark.parametrize("ratios", ["one or none", "random", "all accepted"])
 @given(seed=st.integers(0, 10**6), batch=st.integers(1, 4), n=st.integers(1, 70))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_a_level_learns_what_it_does_by_hand(
     ratios: str, learn: Callable[[Level, Tensor, Verdicts], None], seed: int, batch: int, n: int
 ) -> None:
@@ -308,10 +308,10 @@ def test_a_level_s_build_is_chosen_by_padded_sizes(monkeypatch: pytest.MonkeyPat
 
 @given(seed=st.integers(0, 10**6), batch=st.integers(1, 4), m=st.integers(1, 20))
 @example(seed=26731, batch=4, m=17)  # two triples of one place
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_a_text_is_read_token_by_token(seed: int, batch: int, m: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    memories = [Memory.empty(batch, DEVICE) for _ in range(2)]
+    memories = [Memory.empty(batch, DEVICE) for _ in range(3)]
     texts: list[list[int]] = [[] for _ in range(batch)]
     for _ in range(3):
         tokens = torch.randint(9, (batch, m + 3), generator=generator)
@@ -324,9 +324,12 @@ def test_a_text_is_read_token_by_token(seed: int, batch: int, m: int) -> None:
         reference.remember(memories[0], *given_tensors)
         with as_on_device(host_can_read=True):
             api.remember(memories[1], *given_tensors)
-    one, other = memories
+        if DEVICE.type == "cpu":
+            cpu_ratings.remember(memories[2], *given_tensors)
+    one, *others = memories[: 3 if DEVICE.type == "cpu" else 2]
     count = 2 * NUM_PLACES  # the last place is unused
-    assert torch.equal(one.places[:, :count], other.places[:, :count]) and torch.equal(one.last, other.last)
+    for other in others:
+        assert torch.equal(one.places[:, :count], other.places[:, :count]) and torch.equal(one.last, other.last)
     for row, text in enumerate(texts):
         assert one.last[row].tolist() == [-1, -1, *text][-2:]
         pairs, triples = zip(text, text[1:], strict=False), zip(text, text[1:], text[2:], strict=False)
