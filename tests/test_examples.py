@@ -66,3 +66,10 @@ def test_code_refers_to_documents_of_this_repository() -> None:
     cited = {(path.name, name) for path in files for name in pattern.findall(path.read_text())}
     assert ("reference.py", "docs/maths.md") in cited
     assert not [(file, name) for file, name in cited if not (ROOT / name).exists()]
+
+
+def test_documents_name_files_that_exist() -> None:
+    pattern = re.compile(r"`((?:stree|kernels|models|tests|benchmarks|docs|examples)/[\w./-]+)`")
+    named = {(path.name, name) for path in DOCUMENTS for name in pattern.findall(path.read_text())}
+    assert ("architecture.md", "stree/decode/step.py") in named
+    assert not [(document, name) for document, name in named if not (ROOT / name).exists()]
