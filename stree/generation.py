@@ -68,6 +68,7 @@ def generate(
     sampling: Sampling | Sequence[Sampling] | None = None,
     max_new_tokens: int | Sequence[int] = 128,
     stop_token_ids: Iterable[int] | Sequence[Iterable[int]] | None = None,
+    ignore_eos: bool = False,
     logits_processor: LogitsProcessor | None = None,
     seed: int | Sequence[int] = 0,
     streamer: Streamer | None = None,
@@ -94,7 +95,8 @@ def generate(
         verifier: "auto", "match", "rejection", "traversal" or "block"; see ``stree.accept``.
         sampling: temperature, top-k, top-p, min-p; None for greedy.
         max_new_tokens: most new tokens a sequence.
-        stop_token_ids: tokens that end a sequence.
+        stop_token_ids: tokens that end a sequence, and are kept; None for ``lm.eos_token_ids``, the model's own.
+        ignore_eos: write on through the model's own stop tokens, as benchmarks do.
         logits_processor: a function of int64[1, length] text and float[1, vocab] logits that returns logits, as
             transformers' processors are; called for every node that the target may reach, with the text that ends
             there, and for the draft model's likewise.  It must depend on nothing but its arguments.
@@ -118,8 +120,8 @@ def generate(
     """
     arguments = GenerateArguments(
         growth=growth, budget=budget, verifier=verifier, sampling=Sampling() if sampling is None else sampling,
-        max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, seed=seed, streamer=streamer,
-        max_batch=max_batch, max_length=max_length, allow_lossy=allow_lossy, cancelled=cancelled,
+        max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos, seed=seed,
+        streamer=streamer, max_batch=max_batch, max_length=max_length, allow_lossy=allow_lossy, cancelled=cancelled,
         processor=None if logits_processor is None else EachNode(logits_processor),
     )  # fmt: skip
     return run(lm, prompts, SuffixDrafter() if drafter is None else drafter, arguments)

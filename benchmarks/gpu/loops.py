@@ -101,6 +101,7 @@ def by_kernel(pair: Pair, shape: Shape) -> Record:
             growth=shape.growth,
             budget=shape.budget,
             sampling=Sampling(shape.temperature),
+            ignore_eos=True,
             max_new_tokens=shape.new_tokens,
         ).stats
 
