@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,10 @@ from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
 __all__ = ["Generation", "GenerationError", "GenerationInterrupted", "Streamer", "generate", "run"]
+
+MANY_NODES = 1024  # above which a budget is most likely a mistake
+
+logger = logging.getLogger("stree")
 
 _histories: weakref.WeakKeyDictionary[TreeLM, dict[Hashable, StepHistory]] = weakref.WeakKeyDictionary()
 
@@ -177,6 +182,8 @@ def _budget_policy(
     budget = _default_budget(drafter, growth, batch.max_batch) if arguments.budget is None else arguments.budget
     sizes = _tree_sizes(drafter, growth, budget)
     check_nodes(lm, drafter, sizes[-1])
+    if sizes[-1] > MANY_NODES:
+        logger.warning("a step of %d nodes costs more than it emits; 16 to 64 are usual", sizes[-1])
     if arguments.verifier == "block":
         check_block(drafter, growth, sizes[-1])
     if arguments.policy is not None:
