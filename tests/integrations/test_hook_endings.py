@@ -50,7 +50,7 @@ def test_lengths_are_those_of_transformers(length: dict[str, Any]) -> None:
 def test_scores_are_those_of_transformers(options: dict[str, Any]) -> None:
     model, prompts = target("mamba2"), PROMPTS[:1]
     common: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 9, **options}
-    theirs = model.generate(**left_padded(prompts), do_sample=False, **common)
+    theirs = model.generate(**left_padded(prompts), do_sample=False, eos_token_id=0, **common)
     ours = hooked(model, prompts, eos_token_id=0, **common)
     assert type(ours) is GenerateDecoderOnlyOutput
     assert torch.equal(ours.sequences, theirs.sequences)
