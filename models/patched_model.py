@@ -50,8 +50,8 @@ class PatchedModel:
         self.family = family_of(model.config)
         self.mixers: dict[Site, Any] = {}
         self.specs: dict[Site, LayerSpec] = {}
-        for layer, mixer, patch in stateful_modules(model, self.family):
-            spec = patch(mixer)
+        for layer, mixer in stateful_modules(model, self.family):
+            spec = self.family.patch(mixer, layer)
             self.mixers[layer, type(spec)], self.specs[layer, type(spec)] = mixer, spec
         patch_fused_layers(model)
         patch_for_recording(model)

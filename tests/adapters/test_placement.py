@@ -124,7 +124,7 @@ def test_forwards_that_accelerate_has_replaced_do_not_hide_the_tree(family: str)
 
 def test_plain_calls_run_the_forwards_that_accelerate_has_put_on_mixers() -> None:
     model, calls = family_model("jamba"), []
-    mixers = [mixer for _, mixer, _ in stateful_modules(model, family_of(model.config))]
+    mixers = [mixer for _, mixer in stateful_modules(model, family_of(model.config))]
 
     def pre_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(module)
