@@ -42,6 +42,7 @@ TRANSFORMERS = str(Path(transformers.__file__).parent)
 VOCAB, WINDOW = 50, "sliding_window"
 # Of the largest output.  Sums run in another order; on a GPU, mamba-ssm and fla round to TF32, too.
 LAYER_BOUND, MODEL_BOUND, GPU_BOUND = 1e-4, 1e-3, 1e-2
+HALF_LAYER_BOUND = 0.1
 HALF_BOUND = 0.3  # of the median node: one whose router was near a tie may differ entirely
 ADAPTERS = (attention, base, delta_rule, lightning, mamba1, mamba2, mla, rg_lru, short_conv)
 
@@ -69,13 +70,13 @@ def check_adapters(lm: PatchedModel, *, anew: bool = False) -> None:
         if digest is not None and not anew and _has_passed(digest):
             continue
         try:
-            error = _error_of(_OneLayer(lm, layer, module))
+            error, bound = _compared(lm, layer, module)
         except Exception as reason:
             if anew:
                 raise
             logger.warning("%s could not be compared with its own forward: %s", kind.__name__, reason)
             continue
-        if not error < (LAYER_BOUND if next(module.parameters()).device.type == "cpu" else GPU_BOUND):
+        if not error < bound:
             raise NotImplementedError(
                 f"{kind.__name__} of transformers {transformers.__version__} computes something else than trees would: "
                 f"relative error {error:.1e}; use a release for which stree was tested, or undo a change of its forward"
@@ -109,17 +110,29 @@ def check_model(lm: TreeScorer) -> None:
         )
 
 
-class _OneLayer(TreeScorer):
-    """A copy of one stateful module in float32, with random vectors as embeddings and its outputs as logits."""
+def _compared(lm: PatchedModel, layer: int, module: Any) -> tuple[float, float]:
+    """Return the relative error of a layer, in float32 if its own forward takes that, and the bound of it."""
+    weight = next(module.parameters())
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    try:
+        return _error_of(_OneLayer(lm, layer, module, wide)), LAYER_BOUND if weight.device.type == "cpu" else GPU_BOUND
+    except Exception:  # as kernels for half precision alone raise
+        if weight.dtype == wide:
+            raise
+    return _error_of(_OneLayer(lm, layer, module, weight.dtype)), HALF_LAYER_BOUND
 
-    def __init__(self, lm: PatchedModel, layer: int, module: Any) -> None:
-        self._layer, self._module, model = layer, _plain_copy(module), lm.model
+
+class _OneLayer(TreeScorer):
+    """A copy of one stateful module in some dtype, with random vectors as embeddings and its outputs as logits."""
+
+    def __init__(self, lm: PatchedModel, layer: int, module: Any, dtype: torch.dtype) -> None:
+        self._layer, self._module, model = layer, _plain_copy(module, dtype), lm.model
         spec = lm.family.patch(self._module, layer)
         self.specs, self.mixers = {(layer, type(spec)): spec}, {(layer, type(spec)): self._module}
         self.family, self.num_layers = SimpleNamespace(takes_positions=True), 1  # type: ignore[assignment]
         children = model.base_model.named_children()
         rotary = next((child for name, child in children if "rotary" in name or name == "pos_emb"), None)
-        self._rotary = None if rotary is None else _plain_copy(rotary).to(spec.device)
+        self._rotary = None if rotary is None else _plain_copy(rotary, torch.float32).to(spec.device)
         self._layer_type = (getattr(model.config, "layer_types", None) or [None] * (layer + 1))[layer]
         width = next(part.in_features for part in self._module.modules() if hasattr(part, "in_features"))
         vectors = torch.randn(VOCAB, width, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
@@ -140,13 +153,11 @@ class _OneLayer(TreeScorer):
     def forward(self, input_ids: Tensor, cache: Any, positions: Any, *_: Any, **__: Any) -> Tensor:
         """Run the module on float[batch, n, width] vectors; its own forward where there is no cache."""
         x, names = self._vectors[input_ids], _parameters(self._module)
-        given: dict[str, Any] = {"position_ids": positions, "layer_idx": self._layer, "use_cache": False}
+        given = {"position_ids": positions, "layer_idx": self._layer, "use_cache": False, "position_embeddings": None}
         if self._rotary is not None and "position_embeddings" in names:
             kinds = {"layer_type": self._layer_type} if "layer_type" in _parameters(self._rotary) else {}
             axes = positions.expand(3, -1, -1) if hasattr(self._rotary, "mrope_section") else positions
             given["position_embeddings"] = self._rotary(x, axes, **kinds)
-        else:
-            given["position_embeddings"] = None
         given["attention_mask"] = None if cache is not None else self._mask(x)
         given["cache_params" if "cache_params" in names else "past_key_values"] = cache
         takes_any = any(one.kind is one.VAR_KEYWORD for one in names.values())
@@ -178,8 +189,8 @@ def _parameters(module: Any) -> Any:
     return inspect.signature(type(module).forward).parameters
 
 
-def _plain_copy(module: Any) -> Any:
-    """Copy a module in float32, or in float64 if it has that, without patches, hooks and other libraries' forwards."""
+def _plain_copy(module: Any, dtype: torch.dtype) -> Any:
+    """Copy a module in a dtype, without patches, hooks and other libraries' forwards."""
     copied = copy.deepcopy(module)
     for part in copied.modules():
         unpatch_forward(part)
@@ -190,8 +201,8 @@ def _plain_copy(module: Any) -> Any:
     if hasattr(copied, "config"):
         copied.config = copy.copy(copied.config)
         copied.config._attn_implementation_internal = "eager"
-    is_wide = any(weight.dtype == torch.float64 for weight in copied.parameters())
-    copied = copied.to(torch.float64 if is_wide else torch.float32)
+    if dtype.itemsize > 2:  # else it has the dtypes that it needs
+        copied = copied.to(dtype)
     if hasattr(copied, "decay_factors"):  # MiniMax's tables of decays, which half precision has rounded one by one
         copied.query_decay, copied.key_decay, copied.diagonal_decay = copied.decay_factors(copied.slope_rate)
     return copied

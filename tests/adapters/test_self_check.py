@@ -151,6 +151,29 @@ def test_a_layer_that_cannot_be_run_alone_is_reported(
         lm.self_check()
 
 
+@pytest.mark.parametrize("family", CHANGES)
+def test_a_layer_whose_forward_takes_no_float32_is_compared_in_its_own_dtype(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, factor = mixer_class(family), 1.0
+    own = kind.forward  # type: ignore[attr-defined]
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = own(self, *args, **kwargs)
+        first = out[0] if isinstance(out, tuple) else out
+        if first.dtype == torch.float32:
+            raise AssertionError("this kernel does not support float32")
+        return (factor * first, *out[1:]) if isinstance(out, tuple) else factor * first
+
+    monkeypatch.setattr(kind, "forward", forward)
+    lm = TreeLM(family_model(family, torch.bfloat16))
+    lm.self_check()
+    factor = 1.2
+    with pytest.raises(NotImplementedError, match=kind.__name__):
+        lm.self_check()
+
+
 def test_the_whole_model_s_logits_are_compared() -> None:
     lm = TreeLM(tiny_model("bamba"))
     lm.self_check()
