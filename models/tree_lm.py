@@ -55,8 +55,8 @@ class TreeLM(TreeScorer):
     captures_steps: bool | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
         self.cache = dict[str, Any]()
+        super().__init__(model)
         try:
             check_adapters(self)
         except BaseException:
