@@ -297,8 +297,8 @@ def by_parts(problem: Problem, stash: Tensors, path: Any, lengths: Any, first: i
     family, n = problem.family, problem.parents.shape[1]
     if path is not None:
         problem.commit(path, lengths, stash)
-    rows = {name: problem.given[name][:, first:] for name in family.rows}
-    new = family.stashed(problem.given | rows | {"parents": chain(n - first, 2)})  # u is solved for below
+    own = {name: problem.given[name][:, first:] for name in family.rows}
+    new = family.stashed(problem.given | own | {"parents": chain(n - first, 2)})  # u is solved for below
     for name in stash.keys() - {"stash_u"}:
         stash[name][:, first:n] = new[name]
     kept = {name: rows[:, :n] for name, rows in stash.items()}
@@ -374,8 +374,8 @@ def test_filters_of_other_widths_follow_the_path_into_the_window(width: int) -> 
     ids=str,
 )
 def test_attention_sees_the_context_and_its_own_path(kv_heads: int, shared: int, options: dict[str, float]) -> None:
-    options = {"window": None, "softcap": None, **options}
-    problem = Problem.draw(ATTENTION, random_parents(13), options=options, kv_heads=kv_heads, shared=shared)
+    every: dict[str, Any] = {"window": None, "softcap": None, **options}
+    problem = Problem.draw(ATTENTION, random_parents(13), options=every, kv_heads=kv_heads, shared=shared)
     assert error(problem.scan(), problem.outputs()) < EXACT
     for cache in problem.states[:2]:  # rows beyond the length do not leak
         cache[0], cache[1, :, 7:] = 1e30, -1e30
