@@ -36,16 +36,8 @@ from benchmarks.report import table
 from stree.bench.records import Record, environment, write
 
 FAMILIES = (
-    "mamba2",
-    "bamba",
-    "granitemoehybrid",
-    "nemotron_h",
-    "falcon_h1",
-    "zamba2",
-    "qwen3_next",
-    "jamba",
-    "llama",
-)
+    "mamba2", "bamba", "granitemoehybrid", "nemotron_h", "falcon_h1", "zamba2", "qwen3_next", "jamba", "llama",
+)  # fmt: skip
 CONTEXT = 9
 # What launches nothing although its schema names no alias: allocations, and views that say so elsewhere.
 FREE = {
@@ -205,12 +197,8 @@ def layer_kinds(lm: stree.TreeLM) -> list[str]:
     layers, parts = _places(lm)
     for block in lm.model.modules():
         if id(block) in layers:
-            held = [
-                type(module).__name__
-                for module in block.modules()
-                if parts.get(id(module)) in ("mixer", "feed-forward")
-            ]
-            kinds[layers[id(block)]] = held
+            held = (module for module in block.modules() if parts.get(id(module)) in ("mixer", "feed-forward"))
+            kinds[layers[id(block)]] = [type(module).__name__ for module in held]
     return [" + ".join(dict.fromkeys(names)) for names in kinds]
 
 
