@@ -523,9 +523,9 @@ def experts(
 
 
 def _check_seed(seed: int | Tensor | None, like: Tensor) -> None:
-    """Require an integer or int64[] on the device of a tensor."""
+    """Require an integer, or int64[] or int64[b] for the sequences of a tensor [b, ...], on its device."""
     if isinstance(seed, Tensor):
-        check("seed", seed, "int64", (), like)
+        check("seed", seed, "int64", (like.shape[:1].numel(),) if seed.dim() else (), like)
 
 
 @operation("sampling.kernel", position="...: int64", sequence="...: int64", node="...: int64")
@@ -537,7 +537,7 @@ def philox_uniform(
     Equal to `stree.sampling.Random.uniform`.  Words count modulo 2^32, the seed modulo 2^64.
 
     Args:
-        seed: any integer; or int64[], which a captured launch reads anew whenever it is replayed.
+        seed: any integer; or int64[b], one for each entry of the words' first dimension.
         purpose: what the numbers are for; 0 is the target's own tokens.
 
     Returns:
@@ -600,7 +600,7 @@ def match_accept(
         tokens: token of each node.
         scores: logits without a seed, distributions as `choice` takes them with one; not NaN.
         max_depth: bound of the depths; the returned paths have min(n, max_depth + 1) entries.  None: n - 1.
-        seed: key of the numbers, an integer or int64[], or None for greedy.
+        seed: key of the numbers: an integer, or int64[b], one for each sequence; None for greedy.
         sequences: with a seed.
         positions: of the root; with a seed.
     """

@@ -23,7 +23,7 @@ from stree.models.layers.short_conv import patch_short_conv
 
 __all__ = ["FAMILIES", "Family", "config_of_text_model", "family_of", "stateful_modules"]
 
-Patch = Callable[[Any], LayerSpec]
+Patch = Callable[..., LayerSpec]  # of a module
 
 # Attributes of transformers' attention and state space modules; an unpatched one would read a tree as a chain.
 SIGNS = ("is_causal", "A_log")
@@ -161,10 +161,9 @@ def stateful_modules(model: PreTrainedModel, family: Family) -> list[tuple[int, 
         if layer is None:
             continue
         if kind in family.mixers:
-            if not hasattr(module, "layer_idx"):  # RecurrentGemma's blocks have none
-                module.layer_idx = layer
             check_mixer(path, module)
-            found.append((layer, module, family.mixers[kind]))
+            patch = family.mixers[kind]
+            found.append((layer, module, partial(patch, layer=layer) if patch is patch_rg_lru else patch))
         elif kind not in family.stateless:
             if not path.startswith(inside) and any(hasattr(module, sign) for sign in SIGNS):
                 raise NotImplementedError(

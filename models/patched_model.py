@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -15,12 +16,15 @@ from stree.kernels.topology import most_nodes
 from stree.models.checks import model_change, weight_places
 from stree.models.families import family_of, stateful_modules
 from stree.models.fused.fused_layers import fused_scope, patch_fused_layers
+from stree.models.hidden_states import patch_for_recording, recording, stacked
 from stree.models.layers.base import LayerSpec, Site
-from stree.models.patching import is_hooked
+from stree.models.patching import is_hooked, is_patched, unpatch_forward
 from stree.models.placement import keep_on_device
 from stree.models.state import DecodeState, TreeStep
 
 __all__ = ["PatchedModel"]
+
+RELEASED = "the model was released, which took its patches off"
 
 
 class PatchedModel:
@@ -34,12 +38,14 @@ class PatchedModel:
 
     defers_commit: bool | None = None
     fused_layers: bool = True
+    _was_released: bool = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         if not hasattr(model, "config"):
             raise TypeError(
                 f"model must be a loaded transformers model (TreeLM.from_pretrained loads), got {model!r:.80}"
             )
+        self._in_training = [module for module in model.modules() if module.training]
         self.model = model.eval()
         self.family = family_of(model.config)
         self.mixers: dict[Site, Any] = {}
@@ -48,6 +54,7 @@ class PatchedModel:
             spec = patch(mixer)
             self.mixers[layer, type(spec)], self.specs[layer, type(spec)] = mixer, spec
         patch_fused_layers(model)
+        patch_for_recording(model)
         if {self.device} != self.devices:
             for site, mixer in self.mixers.items():
                 keep_on_device(mixer, self.specs[site].device)
@@ -81,9 +88,31 @@ class PatchedModel:
         return cast(Tensor, self.model.get_input_embeddings().weight).dtype
 
     @property
+    def is_released(self) -> bool:
+        """Whether the patches were taken off, by this TreeLM or by another one of the same model."""
+        return self._was_released or not is_patched(next(iter(self.mixers.values())))
+
+    @property
     def change(self) -> str | None:
         """Description of a change of the model since it was patched that would make trees wrong, or None."""
+        if self.is_released:
+            return RELEASED
         return model_change(self.model, self._weight_places, self.mixers.values())
+
+    def release(self) -> PreTrainedModel:
+        """Take every patch off and give the transformers model back as it was; this TreeLM cannot be used afterwards.
+
+        Forwards that another library had set before come back, and modules that were in training mode return to it.
+        A forward that was set over a patch since then stays, and runs the module as before.  Other TreeLMs of the same
+        model refuse to run from then on; a new one can be made.
+        """
+        for module in self.model.modules():
+            unpatch_forward(module)
+        for module in self._in_training:
+            module.training = True
+        self.model.__dict__.pop("_stree", None)  # a TreeLM that the generate hook keeps there
+        self._was_released = True
+        return self.model
 
     def new_state(
         self, batch_size: int = 1, max_length: int = 4096, max_nodes: int = 64, *, fixed_shapes: bool = False
@@ -149,6 +178,16 @@ class PatchedModel:
         with fused_scope(is_tree and self.fused_layers, may_defer):
             return cast(Tensor, self.model(input_ids, attention_mask=mask, use_cache=not is_tree, **kwargs).logits)
 
+    def forward_recording(
+        self, hidden_layers: Sequence[int] | None, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call ``forward`` and return float[batch, n, len(hidden_layers), hidden_size] beside the logits, or None."""
+        with recording(hidden_layers) as recorded:
+            logits = self.forward(*args, **kwargs)
+        if hidden_layers is None:
+            return logits, None
+        return logits, stacked(recorded, hidden_layers, self.dtype, logits.device)
+
     def check_mode(self) -> None:
         """Refuse training mode and autocast: states, stashes and caches have the dtype of the weights."""
         if self.model.training:
@@ -167,7 +206,9 @@ class PatchedModel:
             raise ValueError(f"{change}; make a new TreeLM of it")
 
     def check_state(self, state: DecodeState) -> None:
-        """Refuse training mode, autocast, the state of another model, and an inconsistent state."""
+        """Refuse a released model, training mode, autocast, the state of another model, and an inconsistent state."""
+        if self.is_released:
+            raise ValueError(f"{RELEASED}; make a new TreeLM of it")
         self.check_mode()
         if state.specs is not self.specs:
             raise ValueError("the state belongs to another TreeLM; use one from this one's new_state")

@@ -8,7 +8,17 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["PatchedForward", "has_foreign_forward", "is_hooked", "is_linear", "patch_forward", "unpatched_forward"]
+__all__ = [
+    "PatchedForward",
+    "has_foreign_forward",
+    "is_hooked",
+    "is_linear",
+    "is_patched",
+    "patch_forward",
+    "unpatch_forward",
+    "unpatched_forward",
+    "wrap_forward",
+]
 
 MOVER = "AlignDevicesHook"  # of accelerate; it moves tensors and computes nothing
 
@@ -26,6 +36,35 @@ def patch_forward(module: Any, function: Callable[..., Any], *arguments: Any) ->
     ``before`` is the forward that another library has set on the module, or None: see ``unpatched_forward``.
     """
     module.forward = PatchedForward(function, module, _foreign(module.__dict__.get("forward")), *arguments)
+
+
+def wrap_forward(module: Any, function: Callable[..., Any], *arguments: Any) -> None:
+    """Make a module run ``function(module, inner, *arguments, *args, **kwargs)``; an earlier such wrapper is replaced.
+
+    ``inner`` is the forward that the module has now, patched or not, or None for that of its class.
+    """
+    inner = module.__dict__.get("forward")
+    if isinstance(inner, PatchedForward) and inner.func is function:
+        inner = inner.args[1]
+    module.forward = PatchedForward(function, module, inner, *arguments)
+
+
+def unpatch_forward(module: Any) -> None:
+    """Give a module the forward that it had before it was patched; one that was set over a patch stays."""
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, PatchedForward):
+        del module.forward
+        if _foreign(forward) is not None:
+            module.forward = _foreign(forward)
+
+
+def is_patched(module: Any) -> bool:
+    """Return whether a module that was patched still is: calls reach the patch, maybe through another library's."""
+    name = "_old_forward" if type(module.__dict__.get("_hf_hook")).__name__ == MOVER else "forward"
+    forward = module.__dict__.get(name)
+    return isinstance(module.__dict__.get("forward"), PatchedForward) or (
+        forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+    )
 
 
 def unpatched_forward(module: Any, before: Callable[..., Any] | None) -> Callable[..., Any]:

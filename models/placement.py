@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.models.patching import PatchedForward
+from stree.models.patching import unpatched_forward, wrap_forward
 from stree.models.state import TreeStep
 
 __all__ = ["keep_on_device", "step_on"]
@@ -20,8 +20,7 @@ __all__ = ["keep_on_device", "step_on"]
 
 def keep_on_device(mixer: Any, device: torch.device) -> None:
     """Make a patched module copy every ``TreeStep`` that it is called with to its device."""
-    if mixer.forward.func is not _forward:  # several layers may share a module
-        mixer.forward = PatchedForward(_forward, mixer, mixer.forward, device)
+    wrap_forward(mixer, _forward, device)
 
 
 def step_on(step: TreeStep, device: torch.device) -> TreeStep:
@@ -50,10 +49,10 @@ def _moved(indices: Any, device: torch.device) -> Any:
     return dataclasses.replace(indices, **moved)
 
 
-def _forward(_: Any, patched: Any, device: torch.device, /, *args: Any, **kwargs: Any) -> Any:
+def _forward(mixer: Any, patched: Any, device: torch.device, /, *args: Any, **kwargs: Any) -> Any:
     """Run a patched forward with every ``TreeStep`` among the arguments on the module's device."""
     args = tuple(step_on(arg, device) if isinstance(arg, TreeStep) else arg for arg in args)
     for name, value in kwargs.items():
         if isinstance(value, TreeStep):
             kwargs[name] = step_on(value, device)
-    return patched(*args, **kwargs)
+    return unpatched_forward(mixer, patched)(*args, **kwargs)

@@ -1,10 +1,12 @@
-"""Prefill of the first chunk of prompts by transformers' forward, and the checks of a caller's prompts."""
+"""Prefill of the first chunk of prompts by transformers' forward, and the checks of a caller's tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stree.models.checks import describe, is_integer
@@ -13,7 +15,7 @@ from stree.models.patched_model import PatchedModel
 from stree.models.patching import is_hooked, is_linear
 from stree.models.state import DecodeState
 
-__all__ = ["check_prompts", "run_prompts"]
+__all__ = ["check_extension", "check_prompts", "run_prompts"]
 
 
 def check_prompts(state: DecodeState, input_ids: Tensor, lengths: Tensor | None) -> list[int]:
@@ -23,25 +25,52 @@ def check_prompts(state: DecodeState, input_ids: Tensor, lengths: Tensor | None)
         ValueError: a wrong shape or dtype, an empty prompt, or one beyond the state's max_length.
         RuntimeError: the state is not empty.
     """
-    batch = state.batch_size
-    if not is_integer(input_ids) or input_ids.dim() != 2 or input_ids.shape[0] != batch:
-        raise ValueError(f"input_ids must be int64[{batch}, length], got {describe(input_ids)}")
+    sizes = _sizes(state, input_ids, lengths)
     if state.length_bound or state.pending is not None:
         raise RuntimeError("prefill needs an empty state; this one holds tokens already")
-    width = input_ids.shape[1]
-    if lengths is not None and (not is_integer(lengths) or lengths.shape != (batch,)):
-        raise ValueError(f"lengths must be int[{batch}], got {describe(lengths)}")
-    sizes = [width] * batch if lengths is None else lengths.tolist()
-    if width == 0 or min(sizes) < 1:
+    if min(sizes, default=0) < 1:
         raise ValueError(f"every prompt needs at least one token, got lengths {sizes}")
-    if max(sizes) > width:
-        raise ValueError(f"lengths must be at most {width}, the width of input_ids, got {sizes}")
     if max(sizes) > state.max_length:
         raise ValueError(f"a prompt of {max(sizes)} tokens exceeds max_length {state.max_length}")
     return sizes
 
 
-def run_prompts(model: PatchedModel, state: DecodeState, input_ids: Tensor, sizes: list[int]) -> Tensor:
+def check_extension(state: DecodeState, input_ids: Tensor, lengths: Tensor | None) -> list[int]:
+    """Return the true lengths of further tokens after checking them against the state.
+
+    Raises:
+        ValueError: a wrong shape or dtype, no column, or a text that would exceed the state's max_length.
+    """
+    sizes = _sizes(state, input_ids, lengths)
+    longest = max(held + size for held, size in zip(state.lengths.tolist(), sizes, strict=True))
+    if not input_ids.shape[1]:
+        raise ValueError("input_ids must have at least one column, got none")
+    if longest > state.max_length:
+        raise ValueError(f"extending makes {longest} tokens, which exceeds max_length {state.max_length}")
+    return sizes
+
+
+def _sizes(state: DecodeState, input_ids: Tensor, lengths: Tensor | None) -> list[int]:
+    """Return the true length of every row after checking shapes and dtypes."""
+    batch = state.batch_size
+    if not is_integer(input_ids) or input_ids.dim() != 2 or input_ids.shape[0] != batch:
+        raise ValueError(f"input_ids must be int64[{batch}, length], got {describe(input_ids)}")
+    if lengths is not None and (not is_integer(lengths) or lengths.shape != (batch,)):
+        raise ValueError(f"lengths must be int[{batch}], got {describe(lengths)}")
+    width = input_ids.shape[1]
+    sizes: list[int] = [width] * batch if lengths is None else lengths.tolist()
+    if not 0 <= min(sizes) <= max(sizes) <= width:
+        raise ValueError(f"lengths must be in [0, {width}], up to the width of input_ids, got {sizes}")
+    return sizes
+
+
+def run_prompts(
+    model: PatchedModel,
+    state: DecodeState,
+    input_ids: Tensor,
+    sizes: list[int],
+    hidden_layers: Sequence[int] | None = None,
+) -> tuple[Tensor, list[Tensor]]:
     """Run prompts with transformers' forward, in one batch where padding is exact, and fill a state.
 
     Args:
@@ -49,29 +78,43 @@ def run_prompts(model: PatchedModel, state: DecodeState, input_ids: Tensor, size
         state: empty.
         input_ids: int64[batch, length], right-padded.
         sizes: tokens of each prompt.
+        hidden_layers: layers whose hidden states are returned, or None.
 
     Returns:
-        float32[batch, vocab] logits after each prompt (float64 for float64 models).
+        float32[batch, vocab] logits after each prompt (float64 for float64 models), and, where layers are given,
+        float[batch, longest, len(hidden_layers), hidden_size].
     """
     if len(set(sizes)) == 1 or _pads_exactly(model):
-        return _run_batch(model, state, input_ids, sizes)
-    rows = []
+        scores, recorded = _run_batch(model, state, input_ids, sizes, hidden_layers)
+        return scores, [] if recorded is None else [recorded]
+    logits, hidden = [], []
     for row, size in enumerate(sizes):
         single = model.new_state(1, state.max_length, state.max_nodes)
-        rows.append(_run_batch(model, single, input_ids[row : row + 1], [size]))
+        scores, recorded = _run_batch(model, single, input_ids[row : row + 1], [size], hidden_layers)
+        logits.append(scores)
+        if recorded is not None:
+            hidden.append(F.pad(recorded, (0, 0, 0, 0, 0, max(sizes) - size)))
         state.write_row(row, single)
-    return torch.cat(rows)
+    return torch.cat(logits), [torch.cat(hidden)] if hidden else []
 
 
-def _run_batch(model: PatchedModel, state: DecodeState, input_ids: Tensor, sizes: list[int]) -> Tensor:
+def _run_batch(
+    model: PatchedModel, state: DecodeState, input_ids: Tensor, sizes: list[int], hidden_layers: Sequence[int] | None
+) -> tuple[Tensor, Tensor | None]:
     """Run prompts together, left-padded where their lengths differ."""
     longest, lengths = max(sizes), torch.tensor(sizes, dtype=torch.int32, device=model.device)
-    columns = torch.arange(longest, device=input_ids.device) - (longest - lengths.long())[:, None]
+    index, padding = torch.arange(longest, device=model.device), longest - lengths.long()
+    columns = index - padding[:, None]
     positions, mask = columns.clamp(min=0), (columns >= 0).long()
     cache = model.family.new_cache(model.model.config)
-    logits = model.forward(input_ids.gather(1, positions), cache, positions, mask, logits_to_keep=1)[:, -1]
+    logits, hidden = model.forward_recording(
+        hidden_layers, input_ids.gather(1, positions), cache, positions, mask, logits_to_keep=1
+    )
     state.load(cache, model.mixers, lengths, longest)
-    return logits.to(state_dtype(logits.dtype))
+    if hidden is not None:  # moved left, as the input is
+        columns = (index + padding[:, None]).clamp(max=longest - 1).to(hidden.device)
+        hidden = hidden.take_along_dim(columns[:, :, None, None], dim=1)
+    return logits[:, -1].to(state_dtype(logits.dtype)), hidden
 
 
 def _pads_exactly(model: PatchedModel) -> bool:

@@ -91,6 +91,10 @@ class DecodeState:
         """Copy the committed state; a pending tree is left out."""
         return self.select(torch.arange(self.batch_size, device=self.lengths.device))
 
+    def __deepcopy__(self, _: Any) -> DecodeState:
+        """Copy as ``clone`` does: a state of the same TreeLM without a pending tree."""
+        return self.clone()
+
     @torch.inference_mode(False)
     def select(self, batch_indices: Tensor) -> DecodeState:
         """Copy some sequences into a new state, int[batch']; indices may repeat; a pending tree is left out.

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from stree.checks import check_sizes
-from stree.kernels.dispatch import host_can_read
-from stree.kernels.topology import Topology, most_nodes
-from stree.models.checks import check_commit, check_first, check_path
-from stree.models.layers.base import state_dtype
+from stree.models.hidden_states import check_hidden_layers
 from stree.models.loading import load_model
-from stree.models.patched_model import PatchedModel
-from stree.models.prefill import check_prompts, run_prompts
-from stree.models.state import DecodeState, Pending, TreeStep
-from stree.tree import TokenTree, checks_everywhere
+from stree.models.prefill import check_extension, check_prompts, run_prompts
+from stree.models.state import DecodeState
+from stree.models.tree_scorer import TreeScorer
 
 __all__ = ["TreeLM"]
 
 
-class TreeLM(PatchedModel):
+class TreeLM(TreeScorer):
     """A causal language model whose stateful layers are patched to verify token trees.
 
     A plain ``forward`` or ``generate`` of the model still runs transformers' code unchanged.
+
+    ``prefill``, ``extend`` and ``verify`` take ``hidden_layers`` and then return a second tensor, float[batch, n,
+    len(hidden_layers), hidden_size] in the model's dtype: the hidden states of those layers at every token or node that
+    was run; at padding they are undefined.  Layer 0 is what the first layer is called with, the embeddings; i is the
+    residual stream after i layers; both as in transformers' ``output_hidden_states`` (whose tuple lacks the embeddings
+    for mamba, mamba2 and falcon_mamba).  ``num_layers`` is the output of the last layer before the final norm, and -1,
+    as in transformers, that of the final norm, which the head reads.
 
     Args:
         model: a loaded transformers model of a supported family.
@@ -53,9 +56,14 @@ class TreeLM(PatchedModel):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self.cache = dict[str, Any]()
-        widths = [spec.conv_width for spec in self.specs.values() if spec.conv_width is not None]
-        self._conv_width = max(widths, default=None)
-        self._has_diagonal = any(spec.is_diagonal for spec in self.specs.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave captured steps out of copies and pickles: they hold memory addresses of this model."""
+        return {**self.__dict__, "cache": {}}
+
+    def release(self) -> PreTrainedModel:  # noqa: D102
+        self.cache.clear()
+        return super().release()
 
     @classmethod
     def from_pretrained(
@@ -99,18 +107,29 @@ class TreeLM(PatchedModel):
         check_sizes(chunk_size=self.chunk_size)
         self.check_current()
 
-    @torch.no_grad()
+    @overload
     def prefill(
         self, state: DecodeState, input_ids: Tensor, lengths: Tensor | None = None, *, chunk_size: int | None = None
-    ) -> Tensor:
+    ) -> Tensor: ...
+    @overload
+    def prefill(
+        self, state: DecodeState, input_ids: Tensor, lengths: Tensor | None = None, *,
+        chunk_size: int | None = None, hidden_layers: Sequence[int],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @torch.no_grad()
+    def prefill(
+        self, state: DecodeState, input_ids: Tensor, lengths: Tensor | None = None, *,
+        chunk_size: int | None = None, hidden_layers: Sequence[int] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Run prompts and fill an empty state.
 
         Args:
             state: empty, of this model.
-            input_ids: int[batch, length], right-padded; padding may be any token of the vocabulary.
+            input_ids: int[batch, n], right-padded; padding may be any token of the vocabulary.
             lengths: int[batch], true lengths; None where no prompt is padded.
             chunk_size: most tokens that transformers' forward runs at once, which bounds the memory of a long prompt;
-                the rest is run ``max_nodes`` at a time.  None for the attribute ``chunk_size``.
+                the rest is run as by ``extend``.  None for the attribute ``chunk_size``.
+            hidden_layers: layers whose hidden states are returned, too; see the class.
 
         Returns:
             float32[batch, vocab], logits of the next token (float64 for float64 models).
@@ -118,7 +137,7 @@ class TreeLM(PatchedModel):
         Raises:
             TypeError: a chunk_size that is not an integer.
             ValueError: a wrong shape or dtype, an empty prompt, one beyond max_length, a token outside the vocabulary,
-                or a model that was changed since it was patched.
+                a layer that the model does not have, or a model that was changed since it was patched.
             RuntimeError: the state is not empty, the model in training mode, or autocast on.
         """
         self.check_state(state)
@@ -126,22 +145,35 @@ class TreeLM(PatchedModel):
         sizes = check_prompts(state, input_ids, lengths)
         chunk_size = self.chunk_size if chunk_size is None else chunk_size
         check_sizes(chunk_size=chunk_size)
-        input_ids = input_ids.to(self.device, torch.int64)
-        self.check_tokens(input_ids)
+        tokens = self._checked(input_ids, hidden_layers)
+        begin = min(max(sizes), chunk_size or max(sizes))
         try:
-            logits = run_prompts(self, state, input_ids, [min(size, chunk_size or size) for size in sizes])
-            return self._run_rest(state, input_ids, sizes, logits)
+            logits, recorded = run_prompts(self, state, tokens, [min(size, begin) for size in sizes], hidden_layers)
+            if begin < max(sizes):
+                rest = [max(size - begin, 0) for size in sizes]
+                logits, more = self.run_chains(state, tokens[:, begin:], rest, hidden_layers, logits)
+                recorded += more
         except BaseException:
             state.reset()  # some rows, layers or chunks may have been written already
             raise
+        return logits if hidden_layers is None else (logits, _joined(recorded, tokens.shape[1]))
 
-    def prefill_row(self, state: DecodeState, row: int, input_ids: Tensor) -> Tensor:
+    @overload
+    def prefill_row(self, state: DecodeState, row: int, input_ids: Tensor) -> Tensor: ...
+    @overload
+    def prefill_row(
+        self, state: DecodeState, row: int, input_ids: Tensor, *, hidden_layers: Sequence[int]
+    ) -> tuple[Tensor, Tensor]: ...
+    def prefill_row(
+        self, state: DecodeState, row: int, input_ids: Tensor, *, hidden_layers: Sequence[int] | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Run another prompt into a row of a state whose text has ended; a pending tree is dropped.
 
         Args:
             state: of this model.
             row: of the batch.
-            input_ids: int64[1, length].
+            input_ids: int64[1, n].
+            hidden_layers: layers whose hidden states are returned, too; see the class.
 
         Returns:
             float32[1, vocab], logits of the next token (float64 for float64 models).
@@ -154,125 +186,59 @@ class TreeLM(PatchedModel):
         if not 0 <= row < state.batch_size:
             raise ValueError(f"row must be in [0, {state.batch_size}), got {row}")
         single = self.new_state(1, state.max_length, state.max_nodes)
-        logits = self.prefill(single, input_ids)
+        if hidden_layers is None:
+            result: Tensor | tuple[Tensor, Tensor] = self.prefill(single, input_ids)
+        else:
+            result = self.prefill(single, input_ids, hidden_layers=hidden_layers)
         state.write_row(row, single)
-        return logits
+        return result
 
-    @torch.no_grad()
-    def verify(self, state: DecodeState, tree: TokenTree, first: int = 0) -> Tensor:
-        """Score every node of a tree in one forward pass; the committed state is left unchanged.
+    @overload
+    def extend(self, state: DecodeState, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor: ...
+    @overload
+    def extend(
+        self, state: DecodeState, input_ids: Tensor, lengths: Tensor | None = None, *, hidden_layers: Sequence[int]
+    ) -> tuple[Tensor, Tensor]: ...
+    def extend(
+        self, state: DecodeState, input_ids: Tensor, lengths: Tensor | None = None, *,
+        hidden_layers: Sequence[int] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """Run more tokens after those that a state holds, such as the next message of a conversation.
+
+        They run as trees do, ``max_nodes`` at a time.  A verified tree that was not committed is dropped, as by
+        ``verify``.  An empty state may be extended, too, but ``prefill`` runs whole prompts faster.
 
         Args:
-            state: prefilled or committed to; its stash is written.
-            tree: one tree a sequence; nodes below ``first`` must be those of the last call.
-            first: 0 starts a new tree and drops the last; k extends it: only nodes k.. are run.
+            state: of this model.
+            input_ids: int[batch, n], right-padded; padding may be any token of the vocabulary.
+            lengths: int[batch], true lengths; 0 leaves a sequence untouched; None where no row is padded.
+            hidden_layers: layers whose hidden states are returned, too; see the class.
 
         Returns:
-            float32[batch, n - first, vocab] logits (float64 for float64 models); those of padding are undefined.
+            float32[batch, vocab], logits of the next token (float64 for float64 models); NaN for a sequence of length
+            0, whose next logits are those of the call that ran its last token.
 
         Raises:
-            ValueError: tree and state disagree in batch, size, length, vocabulary, or in the nodes below ``first``.
+            ValueError: a wrong shape or dtype, no column, a text beyond max_length, a token outside the vocabulary, a
+                layer that the model does not have, or a model that was changed since it was patched; nothing has run.
             RuntimeError: the state is inconsistent, the model in training mode, or autocast on.
         """
         self.check_state(state)
-        self._check_tree(state, tree, first)
-        topology = Topology.of(
-            tree.parents, self._conv_width, mask=tree.ancestor_mask, depths=tree.depths, jumps=self._has_diagonal
-        )
-        step = TreeStep(state, topology, first, state.max_length if state.fixed_shapes else state.length_bound)
-        positions = None
-        if self.family.takes_positions:
-            positions = (state.lengths[:, None] + tree.depths[:, first:]).long()
-            if host_can_read(tree.tokens) and not state.fixed_shapes:  # free to read here
-                step.length_bound = int(state.lengths.max())
-        deferred = state.deferred if first == 0 else None
-        if deferred is not None:
-            step.path, step.entries = deferred.accepted(self._conv_width)
-        state.pending = None  # its stash is overwritten, layer by layer
-        with nullcontext() if deferred is None else state.changing():
-            logits = self.forward(tree.tokens[:, first:], step, positions)
-            if deferred is not None:
-                deferred.clear()
-        state.pending = Pending(tree, topology)
-        return logits.to(state_dtype(logits.dtype))
+        self.check_current()
+        sizes = check_extension(state, input_ids, lengths)
+        tokens = self._checked(input_ids, hidden_layers)
+        logits, recorded = self.run_chains(state, tokens, sizes, hidden_layers)
+        return logits if hidden_layers is None else (logits, _joined(recorded, tokens.shape[1]))
 
-    @torch.no_grad()
-    def commit(self, state: DecodeState, path: Tensor, path_lengths: Tensor) -> None:
-        """Advance the state by a path of the last verified tree, and consume the tree.
+    def _checked(self, input_ids: Tensor, hidden_layers: Sequence[int] | None) -> Tensor:
+        """Check tokens and layers; return the tokens as int64 on the model's device."""
+        check_hidden_layers(hidden_layers, self.num_layers)
+        tokens = input_ids.to(self.device, torch.int64)
+        self.check_tokens(tokens)
+        return tokens
 
-        Args:
-            state: with a verified tree.
-            path: int32[batch, m] node indices from the root down; entries past a length are ignored.
-            path_lengths: int32[batch]; 0 leaves a sequence untouched.
 
-        Raises:
-            RuntimeError: no verified tree, or one that was committed already; the state is inconsistent, the model in
-                training mode, or autocast on.
-            ValueError: shapes disagree, a path that does not descend from the root, or a text beyond max_length.
-        """
-        self.check_state(state)
-        if state.pending is None:
-            raise RuntimeError("commit needs a tree that was verified and not yet committed; call verify first")
-        check_commit(path, path_lengths, state.batch_size)
-        if (state.pending.tree.is_checked and host_can_read(path)) or checks_everywhere():
-            check_path(state.pending.tree, path, path_lengths)
-        # Lengths on a device are not read: every path there counts as the longest possible one.
-        longest = max(path_lengths.tolist(), default=0) if host_can_read(path_lengths) else path.shape[1]
-        bound = state.length_bound + longest
-        if bound > state.max_length and state.fixed_shapes and not host_can_read(path):
-            bound = state.max_length
-        elif bound > state.max_length:
-            bound = int((state.lengths + path_lengths).max())
-            if bound > state.max_length:
-                raise ValueError(f"committing makes {bound} tokens, which exceeds max_length {state.max_length}")
-        state.commit(path.to(torch.int32), path_lengths.to(torch.int32))
-        state.length_bound = bound
-
-    def _run_rest(self, state: DecodeState, input_ids: Tensor, sizes: list[int], logits: Tensor) -> Tensor:
-        """Run the remaining tokens of prompts as chains that are verified and committed.
-
-        transformers' continuation of a cache by several tokens is wrong for some families, so it is used for none.
-
-        Args:
-            state: holds the first tokens of every prompt: the same number of each, or all of a shorter one.
-            input_ids: int64[batch, length], right-padded.
-            sizes: true lengths.
-            logits: float[batch, vocab], after the tokens that the state holds.
-
-        Returns:
-            float[batch, vocab], the logits after each prompt's last token.
-        """
-        rows = torch.arange(state.batch_size, device=input_ids.device)
-        lengths = torch.tensor(sizes, dtype=torch.int32, device=input_ids.device)
-        most = min(state.max_nodes, most_nodes(self.device, self.dtype) or state.max_nodes)
-        for begin in range(state.length_bound, max(sizes), most):
-            n = min(most, max(sizes) - begin)
-            index = torch.arange(n, dtype=torch.int32, device=input_ids.device)
-            count = (lengths - begin).clamp(0, n)  # 0 for a prompt that is finished
-            is_token = index < count[:, None]
-            chain = input_ids[:, begin : begin + n].masked_fill(~is_token, 0)
-            scored = self.verify(
-                state, TokenTree.unchecked(chain, torch.where(is_token, index - 1, -1).to(torch.int32))
-            )
-            last = scored[rows, (count - 1).clamp(min=0)]
-            logits = torch.where(count[:, None] > 0, last.to(logits.device), logits)
-            self.commit(state, index.expand(len(rows), n), count)
-        return logits
-
-    def _check_tree(self, state: DecodeState, tree: TokenTree, first: int) -> None:
-        """Check a tree's sizes, and its values if it is on the host or STREE_DEBUG is set."""
-        batch, n = tree.tokens.shape
-        if batch != state.batch_size:
-            raise ValueError(f"the tree must have batch {state.batch_size} as the state has, got {batch}")
-        if n > state.max_nodes:
-            raise ValueError(f"a tree of {n} nodes exceeds max_nodes {state.max_nodes}")
-        if not 0 <= first < n:
-            raise ValueError(f"first must be in [0, {n}), got {first}")
-        if not (tree.is_checked and host_can_read(tree.tokens)) and not checks_everywhere():
-            return
-        self.check_tokens(tree.tokens)
-        deepest = int((state.lengths + tree.depths.max(1).values).max()) + 1
-        if deepest > state.max_length:
-            raise ValueError(f"the tree reaches {deepest} tokens, which exceeds max_length {state.max_length}")
-        if first:
-            check_first(None if state.pending is None else state.pending.tree, tree, first)
+def _joined(recorded: Sequence[Tensor], width: int) -> Tensor:
+    """Join the hidden states of chunks and pad them to the width of the input."""
+    hidden = torch.cat([*recorded], dim=1)
+    return F.pad(hidden, (0, 0, 0, 0, 0, width - hidden.shape[1]))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from stree.models.state import TreeStep
 from stree.models.tree_lm import TreeLM
@@ -50,12 +51,18 @@ class TrimmedLM(TreeLM):
         self.__dict__.update(lm.__dict__)
         self.cache = {}  # captured steps of the whole model use its head
         self._rows, self._size = rows.sort().values, size
+        self._whole: PreTrainedModel
         self._whole, self.model = lm.model, _with_head(lm.model, self._rows)
 
     @property
     def vocab_size(self) -> int:
         """Number of logits, those of tokens left out included."""
         return self._size
+
+    def release(self) -> PreTrainedModel:
+        """Take every patch off and give the whole transformers model back; see ``TreeLM``."""
+        self.model = self._whole
+        return super().release()
 
     def forward(self, input_ids: Tensor, cache: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Return logits over the whole vocabulary; tokens without a row have -inf."""

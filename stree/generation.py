@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -13,10 +14,11 @@ from stree.budget.policy import MAX_FIXED, AutoBudget, BudgetPolicy, candidate_s
 from stree.decode.logits_processors import EachNode, LogitsProcessor, with_processor
 from stree.decode.loop import DecodeLoop
 from stree.decode.memory import arithmetic, check_memory, fits_in_memory
-from stree.decode.request import Request, Streamer
+from stree.decode.request import Batch, GenerateArguments, Streamer
+from stree.decode.sequences import Sequences
 from stree.decode.stats import Generation
 from stree.decode.step_cache import StepCache, step_cache_of
-from stree.decode.validation import check_block, check_nodes, checked, slots_for
+from stree.decode.validation import batch_for, check_block, check_nodes, checked
 from stree.drafters import Drafter, NoDrafter, SuffixDrafter
 from stree.drafters.target_init import drafter_and_verifier
 from stree.growth import Growth
@@ -63,11 +65,11 @@ def generate(
     growth: Growth | None = None,
     budget: int | str | None = None,
     verifier: str = "auto",
-    sampling: Sampling | None = None,
-    max_new_tokens: int = 128,
-    stop_token_ids: Iterable[int] | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    stop_token_ids: Iterable[int] | Sequence[Iterable[int]] | None = None,
     logits_processor: LogitsProcessor | None = None,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
     streamer: Streamer | None = None,
     max_batch: int | None = None,
     max_length: int | None = None,
@@ -75,6 +77,8 @@ def generate(
     cancelled: Callable[[int], bool] | None = None,
 ) -> Generation:
     """Generate from a target, token for token distributed as the target alone would.
+
+    ``sampling``, ``max_new_tokens``, ``stop_token_ids`` and ``seed`` are one for all prompts, or lists of one for each.
 
     Args:
         lm: the target.
@@ -88,7 +92,7 @@ def generate(
             share its batch, where under a number a seed names a text.  None: 16 for one sequence with a draft model,
             else "auto".
         verifier: "auto", "match", "rejection", "traversal" or "block"; see ``stree.accept``.
-        sampling: temperature, top-k, top-p; None for greedy.
+        sampling: temperature, top-k, top-p, min-p; None for greedy.
         max_new_tokens: most new tokens a sequence.
         stop_token_ids: tokens that end a sequence.
         logits_processor: a function of int64[1, length] text and float[1, vocab] logits that returns logits, as
@@ -112,58 +116,70 @@ def generate(
         GenerationError: something failed in the loop; it carries what was generated before.
         GenerationInterrupted: Ctrl-C; likewise.
     """
-    request = Request(
+    arguments = GenerateArguments(
         growth=growth, budget=budget, verifier=verifier, sampling=Sampling() if sampling is None else sampling,
         max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, seed=seed, streamer=streamer,
         max_batch=max_batch, max_length=max_length, allow_lossy=allow_lossy, cancelled=cancelled,
         processor=None if logits_processor is None else EachNode(logits_processor),
     )  # fmt: skip
-    return run(lm, prompts, SuffixDrafter() if drafter is None else drafter, request)
+    return run(lm, prompts, SuffixDrafter() if drafter is None else drafter, arguments)
 
 
 @torch.inference_mode(False)  # what is kept for the next call must be usable outside of it
 @torch.no_grad()
 def run(
-    lm: TreeLM, prompts: Sequence[Sequence[int]] | Iterator[Sequence[int]], drafter: Drafter, request: Request
+    lm: TreeLM,
+    prompts: Sequence[Sequence[int]] | Iterator[Sequence[int]],
+    drafter: Drafter,
+    arguments: GenerateArguments,
 ) -> Generation:
-    """Do what ``generate`` does with everything that a request may name."""
-    request = checked(lm, drafter, request)
-    drafter, verifier = drafter_and_verifier(drafter, request.growth, request.verifier, request.allow_lossy)
-    slots = slots_for(lm, prompts, request)
-    if request.budget == 1:
-        drafter = NoDrafter()
+    """Do what ``generate`` does, with what only callers within the library pass."""
+    arguments = checked(lm, drafter, arguments)
+    drafter, verifier = drafter_and_verifier(drafter, arguments.growth, arguments.verifier, arguments.allow_lossy)
+    batch = batch_for(lm, prompts, arguments)
+    if not drafter.is_lossless and len(batch.kinds) > 1:
+        raise ValueError(f"TargetInit takes one sampling for all prompts, got {len(batch.kinds)}")
+    drafter = NoDrafter() if arguments.budget == 1 else drafter
     # With a logits processor host code runs in every step, and so it does under a lossy rule.
-    step_cache = step_cache_of(lm) if request.processor is None and drafter.is_lossless else None
-    growth = drafter.default_growth if request.growth is None else request.growth
-    growth = None if growth is None else growth.bind(request.sampling)
-    budget = _default_budget(drafter, growth, slots.max_batch) if request.budget is None else request.budget
-    sizes = _tree_sizes(drafter, growth, budget)
-    max_nodes = sizes[-1]
-    check_nodes(lm, drafter, max_nodes)
-    if verifier == "block":
-        check_block(drafter, growth, max_nodes)
-    policy = BudgetPolicy(growth, max_nodes)
-    if request.policy is not None:
-        policy = request.policy(growth, sizes)
-    elif len(sizes) > 1:
-        history = _step_history(lm, drafter, growth, slots.max_batch, verifier)
-        policy = AutoBudget(growth, sizes, history, START if slots.max_batch == 1 else START // 2)
-    is_greedy = request.sampling.is_greedy
-    processed_lm, processed_drafter = with_processor(lm, drafter, request.processor, is_greedy=is_greedy)
-    loop = DecodeLoop(processed_lm, slots, request, verifier, step_cache)
+    step_cache = step_cache_of(lm) if arguments.processor is None and drafter.is_lossless else None
+    budget, policy = _budget_policy(lm, drafter, batch, replace(arguments, verifier=verifier))
+    growth, max_nodes = policy.growth, policy.max_nodes
+    processed = with_processor(lm, drafter, arguments.processor, is_greedy=batch.is_greedy)
+    sequences = Sequences(arguments.streamer, arguments.observer, arguments.cancelled)
+    loop = DecodeLoop(processed[0], batch, sequences, verifier, step_cache)
     loop.settings = {
         "growth": str(growth) if drafter.uses_growth and growth is not None else None, "budget": budget,
         "verifier": verifier, "lossless": drafter.is_lossless,
     }  # fmt: skip
-    key = None if step_cache is None else loop.key(processed_drafter, policy, slots.max_batch)
-    extent = slots.max_batch, slots.max_length + max_nodes, max_nodes
+    key = None if step_cache is None else loop.key(processed[1], policy, batch.max_batch)
+    extent = batch.max_batch, batch.max_length + max_nodes, max_nodes
     _reserve_memory(lm, drafter, step_cache, extent, key)
     with _failures_with_output(loop, lambda: arithmetic(lm, *extent)):
-        loop.run(processed_drafter, policy)
+        loop.run(processed[1], policy)
     if loop.problem is not None:
         message = f"the drafter failed, and the rest was decoded without it: {loop.problem}"
         raise GenerationError(message, loop.output("length")) from loop.problem
     return loop.output("length")
+
+
+def _budget_policy(
+    lm: TreeLM, drafter: Drafter, batch: Batch, arguments: GenerateArguments
+) -> tuple[int | str, BudgetPolicy]:
+    """Return the budget, and what chooses growth and nodes of every step by it."""
+    growth = drafter.default_growth if arguments.growth is None else arguments.growth
+    # Which trees are planned depends on this alone; the decode step binds the growth to the parameters of each row.
+    growth = None if growth is None else growth.bind(Sampling(0.0 if batch.is_greedy else 1.0))
+    budget = _default_budget(drafter, growth, batch.max_batch) if arguments.budget is None else arguments.budget
+    sizes = _tree_sizes(drafter, growth, budget)
+    check_nodes(lm, drafter, sizes[-1])
+    if arguments.verifier == "block":
+        check_block(drafter, growth, sizes[-1])
+    if arguments.policy is not None:
+        return budget, arguments.policy(growth, sizes)
+    if len(sizes) == 1:
+        return budget, BudgetPolicy(growth, sizes[0])
+    history = _step_history(lm, drafter, growth, batch, arguments.verifier)
+    return budget, AutoBudget(growth, sizes, history, START if batch.max_batch == 1 else START // 2)
 
 
 def _default_budget(drafter: Drafter, growth: Growth | None, batch: int) -> int | str:
@@ -188,10 +204,13 @@ def _tree_sizes(drafter: Drafter, growth: Growth | None, budget: int | str) -> l
     return [budget]
 
 
-def _step_history(lm: TreeLM, drafter: Drafter, growth: Growth | None, batch: int, verifier: str) -> StepHistory:
+def _step_history(lm: TreeLM, drafter: Drafter, growth: Growth | None, batch: Batch, verifier: str) -> StepHistory:
     """Return what earlier generations of the same kind of steps have shown."""
     histories = _histories.setdefault(lm, {})
-    key = type(drafter), tuple(map(weakref.ref, drafter.models)), repr(growth), batch, verifier, torch.get_num_threads()
+    key = (
+        type(drafter), tuple(map(weakref.ref, drafter.models)), repr(growth), batch.kinds, batch.max_batch, verifier,
+        torch.get_num_threads(),
+    )  # fmt: skip
     return histories.setdefault(key, StepHistory())
 
 

@@ -1,4 +1,4 @@
-"""Sampling: probabilities after temperature, top-k and top-p, and counter-based random numbers.
+"""Sampling parameters of a sequence or a batch, and counter-based random numbers.
 
 A random number is a pure function of (seed, sequence, position, purpose, node), so a draw depends neither on the batch
 nor on the backend, and no number is used twice (Philox 4x32-10: Salmon et al., SC 2011).
@@ -7,8 +7,8 @@ nor on the backend, and no number is used twice (Philox 4x32-10: Salmon et al., 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,26 +16,26 @@ import torch
 from torch import Tensor
 
 from stree.kernels.dispatch import host_can_read
-from stree.kernels.ops import draw_distinct, philox_uniform
+from stree.kernels.ops import philox_uniform
 from stree.kernels.sampling import softmax
 
-__all__ = ["MAX_RANKS", "Draws", "Random", "Sampling"]
+__all__ = ["MAX_RANKS", "AnySampling", "BatchSampling", "Random", "Sampling"]
 
 PURPOSES = {"target": 0, "accept": 1, "draft": 2}
-# Draws without replacement stop when this share of a distribution is left: float64 sums would not be exact enough.
-LEAST_MASS = 2.0**-20
-LEAST_TEMPERATURE = 1e-30  # logits divided by less could overflow float32, and the probabilities would be NaN
 MAX_RANKS = 1 << 20  # draft draws are numbered parent * MAX_RANKS + rank
+LEAST_TEMPERATURE = 1e-30  # logits divided by less could overflow float32, and the probabilities would be NaN
+NO_TOP_K = 1 << 31  # of a sequence without that limit
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Temperature, top-k and top-p, applied in this order as transformers does.
+    """Temperature, top-k, top-p and min-p, applied in this order as transformers does.
 
     Attributes:
         temperature: 0 for greedy decoding, else the divisor of the logits, at least 1e-30.
         top_k: keep the k most probable tokens (ties with the k-th kept), or None.
         top_p: keep the smallest set whose probability reaches top_p, in (0, 1], or None.
+        min_p: keep the tokens of at least min_p times the largest probability, in [0, 1], or None.
 
     Raises:
         TypeError: a value that is not a number.
@@ -45,10 +45,12 @@ class Sampling:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("temperature", self.temperature), ("top_p", 1.0 if self.top_p is None else self.top_p)):
-            if not hasattr(value, "__float__"):
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            if (value is not None or name == "temperature") and not hasattr(value, "__float__"):
                 raise TypeError(f"{name} must be a number, got {value!r:.80}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
@@ -58,11 +60,30 @@ class Sampling:
             raise ValueError(f"top_k must be an integer of at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
 
     @property
     def is_greedy(self) -> bool:
         """Whether every draw is an argmax."""
         return self.temperature == 0
+
+    @property
+    def greedy_rows(self) -> None:
+        """No sequence is sampled otherwise than the others; see ``BatchSampling``."""
+        return None
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p may exclude tokens."""
+        return self.limits != (NO_TOP_K, math.inf, 0.0)
+
+    @property
+    def limits(self) -> tuple[int, float, float]:
+        """Top-k, top-p and min-p as numbers, which exclude nothing where a limit is None or the sampling greedy."""
+        top_k = NO_TOP_K if self.top_k is None or self.is_greedy else self.top_k
+        top_p = math.inf if self.top_p in (None, 1) or self.is_greedy else float(self.top_p or 0)
+        return top_k, top_p, 0.0 if self.is_greedy else float(self.min_p or 0)
 
     def has_distribution(self, logits: Tensor) -> Tensor:
         """Return where float[..., vocab] logits define a distribution, bool[...]: no NaN, and no +inf unless greedy."""
@@ -78,39 +99,146 @@ class Sampling:
             logits: not normalised.
             out: tensor for the probabilities, or None for a new one.
         """
-        if not (self.is_greedy or self._truncates(logits.shape[-1])):
-            return softmax.probs(logits, self.temperature, out)
-        if logits.dtype in (torch.float16, torch.bfloat16):
-            logits = logits.float()
         if self.is_greedy:
-            out = torch.empty_like(logits) if out is None else out
-            return out.zero_().scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        logits = torch.div(logits, self.temperature, out=out)
-        if self.top_k is not None and self.top_k < logits.shape[-1]:
-            kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
-            logits = logits.masked_fill(logits < kth, -torch.inf)
-        if self.top_p is not None and self.top_p < 1:
-            ordered, order = logits.sort(-1, descending=True)
-            probs = ordered.softmax(-1)
-            is_excluded = probs.cumsum(-1) - probs >= self.top_p  # the token that reaches top_p is kept
-            logits = logits.masked_fill(is_excluded.scatter(-1, order, is_excluded), -torch.inf)
-        if out is None and logits.device.type == "cpu":
-            out = logits  # a tensor of this function: saves an allocation
-        return torch.softmax(logits, -1, out=out)
+            return _one_hot(logits, out)
+        return self.draft_probs(logits, out)[0] if self.truncates else softmax.probs(logits, self.temperature, out)
 
-    def probs_and_norms(self, logits: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Compute ``probs`` and their Euclidean norms, if the norms cost no extra pass.
+    def draft_probs(self, logits: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the distribution that candidates are ranked or drawn by: at temperature 0 that of temperature 1.
 
         Returns:
-            The probabilities, and float32[...] norms, or None with top-k, top-p or greedy decoding.
+            The probabilities, and their Euclidean norms float32[...] where they cost no pass of their own.
         """
-        if self.is_greedy or self._truncates(logits.shape[-1]):
-            return self.probs(logits, out), None
-        return softmax.probs_and_norms(logits, self.temperature, out)
+        if self.is_greedy:
+            return softmax.probs_and_norms(logits, 1.0, out)
+        if not self.truncates:
+            return softmax.probs_and_norms(logits, self.temperature, out)
+        top_k, top_p, min_p = (torch.tensor(value, device=logits.device) for value in self.limits)
+        temperature = torch.tensor(self.temperature, dtype=torch.float64)
+        return _truncated_probs(logits, temperature, top_k, top_p, min_p, out), None
 
-    def _truncates(self, vocab: int) -> bool:
-        """Whether top-k or top-p may exclude tokens of a vocabulary of this size."""
-        return (self.top_k is not None and self.top_k < vocab) or (self.top_p is not None and self.top_p < 1)
+
+class BatchSampling:
+    """The sampling parameters of a batch, one row per sequence, as tensors that a captured step reads.
+
+    Which operations run is decided once, for all sequences that the batch will hold: an argmax where all are greedy,
+    no sort where none truncates.  A mixture of greedy and sampled sequences runs the operations of sampled ones, with
+    one-hot distributions in the greedy rows.
+
+    Args:
+        kinds: the parameters of all sequences that the batch will hold.
+        batch: rows.
+        device: of the tensors.
+
+    Attributes:
+        is_greedy: whether all sequences are greedy.
+        temperature: float64[batch], 0 in greedy rows.
+        truncates: whether top-k, top-p or min-p may exclude tokens in some sequence.
+        greedy_rows: bool[batch], the rows of greedy sequences, or None where all sequences or none are greedy.
+    """
+
+    def __init__(self, kinds: Collection[Sampling], batch: int, device: torch.device) -> None:
+        is_greedy = {kind.is_greedy for kind in kinds}
+        self.is_greedy, self.truncates = is_greedy == {True}, any(kind.truncates for kind in kinds)
+        self.temperature = torch.zeros(batch, dtype=torch.float64, device=device)
+        self._divisor = torch.ones_like(self.temperature)
+        self._top_k = torch.full((batch,), NO_TOP_K, device=device)
+        self._top_p, self._min_p = torch.full_like(self.temperature, math.inf), torch.zeros_like(self.temperature)
+        self.greedy_rows: Tensor | None = None
+        if len(is_greedy) == 2:
+            self.greedy_rows = torch.zeros(batch, dtype=torch.bool, device=device)
+
+    def __repr__(self) -> str:
+        """Name which operations run, not the values, so that captured steps are found by it."""
+        mode = "greedy" if self.is_greedy else "sampled" if self.greedy_rows is None else "mixed"
+        return f"BatchSampling({mode}{', truncated' * self.truncates})"
+
+    def write(self, row: int, sampling: Sampling) -> None:
+        """Set the parameters of a row.
+
+        Raises:
+            ValueError: operations of the batch do not serve these parameters.
+        """
+        serves_greedy = self.is_greedy or self.greedy_rows is not None
+        serves = (
+            serves_greedy if sampling.is_greedy else not self.is_greedy and (self.truncates or not sampling.truncates)
+        )
+        if not serves:
+            raise ValueError(f"{self} does not serve {sampling}")
+        if self.greedy_rows is not None:
+            self.greedy_rows[row] = sampling.is_greedy
+        self.temperature[row], self._divisor[row] = sampling.temperature, sampling.temperature or 1.0
+        self._top_k[row], self._top_p[row], self._min_p[row] = sampling.limits
+
+    def select(self, rows: Tensor) -> BatchSampling:
+        """Copy the parameters of some rows, int64[batch']."""
+        other = object.__new__(BatchSampling)
+        other.__dict__.update(
+            {name: value[rows] if isinstance(value, Tensor) else value for name, value in vars(self).items()}
+        )
+        return other
+
+    def has_distribution(self, logits: Tensor) -> Tensor:
+        """Return where float[batch, ..., vocab] logits define a distribution: see ``Sampling.has_distribution``."""
+        largest = logits.amax(-1)
+        if self.is_greedy:
+            return ~largest.isnan()
+        is_finite = largest < torch.inf
+        if self.greedy_rows is None:
+            return is_finite
+        return is_finite | (_per_row(self.greedy_rows, largest) & ~largest.isnan())
+
+    def probs(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
+        """Turn float[batch, ..., vocab] logits into probabilities: see ``Sampling.probs``."""
+        if self.is_greedy:
+            return _one_hot(logits, out)
+        probs = self.draft_probs(logits, out)[0] if self.truncates else softmax.probs(logits, self._divisor, out)
+        if self.greedy_rows is None:
+            return probs
+        is_greedy, best = _per_row(self.greedy_rows, probs), logits.argmax(-1, keepdim=True)
+        at_best = torch.where(is_greedy, 1.0, probs.gather(-1, best))
+        return probs.masked_fill_(is_greedy, 0.0).scatter_(-1, best, at_best)
+
+    def draft_probs(self, logits: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the distributions that candidates are ranked or drawn by: see ``Sampling.draft_probs``."""
+        if self.is_greedy:
+            return softmax.probs_and_norms(logits, 1.0, out)
+        if not self.truncates:
+            return softmax.probs_and_norms(logits, self._divisor, out)
+        parameters = self._divisor, self._top_k, self._top_p, self._min_p
+        temperature, top_k, top_p, min_p = (_per_row(part, logits) for part in parameters)
+        return _truncated_probs(logits, temperature, top_k, top_p, min_p, out), None
+
+
+AnySampling = Sampling | BatchSampling
+
+
+def _per_row(values: Tensor, like: Tensor) -> Tensor:
+    """View [batch] values as [batch, 1, ...], to be broadcast with a tensor."""
+    return values.view(-1, *(1,) * (like.dim() - 1))
+
+
+def _one_hot(logits: Tensor, out: Tensor | None) -> Tensor:
+    """Return distributions that are one-hot at the argmax, in float32 or wider."""
+    if out is None:
+        out = torch.empty_like(logits, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return out.zero_().scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+
+
+def _truncated_probs(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, out: Tensor | None
+) -> Tensor:
+    """Return probabilities after top-k, top-p and min-p; the parameters broadcast with the logits."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits / temperature.to(logits.dtype)
+    ordered, order = logits.sort(-1, descending=True)
+    kth = (top_k - 1).clamp(max=logits.shape[-1] - 1).expand(*logits.shape[:-1], 1)
+    is_excluded = ordered < ordered.gather(-1, kth)  # ties with the k-th are kept
+    probs = ordered.masked_fill(is_excluded, -torch.inf).softmax(-1)
+    is_excluded |= probs.cumsum(-1) - probs >= top_p  # the token that reaches top_p is kept
+    is_excluded |= ordered < ordered[..., :1] + min_p.log().to(logits.dtype)
+    is_excluded = is_excluded.scatter(-1, order, is_excluded)
+    return torch.softmax(logits.masked_fill_(is_excluded, -torch.inf), -1, out=out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +246,7 @@ class Random:
     """Counter-based random numbers of a batch; tests replace it by an object with the same three drawing methods.
 
     Attributes:
-        seed: the key, an integer, or an int64[] tensor, which a CUDA graph reads at every replay.
+        seed: the key: an integer, or int64[batch], one for each row, which a CUDA graph reads at every replay.
         sequences: int64[batch], index of each row in the caller's input.
         positions: int[batch], position of the root (the pending token) in its text.
     """
@@ -133,7 +261,8 @@ class Random:
 
     def select(self, rows: Tensor) -> Random:
         """Return the random numbers of some rows, int64[batch']."""
-        return replace(self, sequences=self.sequences[rows], positions=self.positions[rows])
+        seed = self.seed[rows] if isinstance(self.seed, Tensor) else self.seed
+        return replace(self, seed=seed, sequences=self.sequences[rows], positions=self.positions[rows])
 
     def uniform(self, purpose: str, offset: Tensor, node: Tensor | int = 0) -> Tensor:
         """Draw uniform numbers in [0, 1).
@@ -155,7 +284,8 @@ class Random:
             return philox_uniform(*words, seed=self.seed, purpose=PURPOSES[purpose])
         # NumPy runs the same integer arithmetic about five times faster than torch on small CPU tensors.
         position, sequence, node = (word.numpy() for word in words)
-        return _number(*_philox(position, sequence, PURPOSES[purpose], node, int(self.seed)))
+        seed = self.seed.view(shape).numpy() if isinstance(self.seed, Tensor) else self.seed
+        return _number(*_philox(position, sequence, PURPOSES[purpose], node, seed))
 
     def choice(self, purpose: str, probs: Tensor, offset: Tensor, node: Tensor | int = 0) -> Tensor:
         """Draw one index from each distribution by inverting its cumulative sum.
@@ -181,78 +311,13 @@ class Random:
         return self.uniform(purpose, offset, node) < probs
 
 
-class Draws:
-    """Draws of child tokens for a whole tree, without replacement below each node.
-
-    All random numbers are generated at once, unless ``rng`` overrides ``choice``: then each draw is one call of it.
-
-    Args:
-        rng: random numbers, purpose "draft".
-        num_nodes: nodes that may get children; node i draws its children with the counters i * MAX_RANKS + rank.
-        num_ranks: largest number of children of a node.
-    """
-
-    def __init__(self, rng: Random, num_nodes: int, num_ranks: int) -> None:
-        self._rng = rng
-        self._numbers: Tensor | None = None
-        if type(rng).choice is Random.choice:
-            offset, node = _draft_counters(num_nodes, num_ranks, rng.positions.device)
-            rows = len(rng.positions)
-            self._numbers = rng.uniform("draft", offset.expand(rows, -1, -1), node.expand(rows, -1, -1))
-
-    def draw(self, probs: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Draw children one after the other, each from the distribution without the earlier ones.
-
-        Args:
-            probs: float[batch, rows, vocab], distributions below the nodes first, first + 1, ...
-            first: the first node.
-            count: draws per row.
-
-        Returns:
-            int64[batch, rows, count] tokens in draw order, and float[batch, rows, count] their probabilities under
-            ``probs``; 0, with a meaningless token, once LEAST_MASS or less of the distribution is left.
-        """
-        rows = probs.shape[1]
-        if self._numbers is not None:
-            numbers = self._numbers[:, first : first + rows, :count]
-            if host_can_read(probs):
-                return _draw_on_host(probs, numbers)
-            return draw_distinct(probs, numbers, least=LEAST_MASS)
-        tokens, drawn = [], []
-        node = torch.arange(first, first + rows, device=probs.device).expand(probs.shape[:2]) * MAX_RANKS
-        least = LEAST_MASS * probs.sum(-1, keepdim=True)
-        for rank in range(count):
-            token = self._rng.choice("draft", probs, torch.zeros_like(node), node + rank).unsqueeze(-1)
-            tokens.append(token)
-            drawn.append(probs.gather(-1, token) * (probs.sum(-1, keepdim=True) > least))
-            probs = probs.scatter(-1, token, 0.0)
-        return torch.cat(tokens, -1), torch.cat(drawn, -1)
-
-
-@cache  # CUDA graphs read these tensors: they must stay alive
-def _draft_counters(num_nodes: int, num_ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Counters of the draws of a tree: int64[1, 1, 1] offset, 0, and int64[1, num_nodes, num_ranks] nodes."""
-    node = torch.arange(num_nodes, device=device).unsqueeze(-1) * MAX_RANKS + torch.arange(num_ranks, device=device)
-    return node.new_zeros(1, 1, 1), node.unsqueeze(0)
-
-
-def _draw_on_host(probs: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw with float64[batch, rows, count] uniform numbers in numba: tokens and their probabilities."""
-    from stree.kernels.sampling.cpu import draw_rows  # imports numba
-
-    tokens, drawn = torch.empty(numbers.shape, dtype=torch.long), probs.new_empty(numbers.shape)
-    flat = [tensor.reshape(-1, tensor.shape[-1]).numpy() for tensor in (probs, numbers, tokens, drawn)]
-    draw_rows(*flat, LEAST_MASS)
-    return tokens, drawn
-
-
 def _number(high: Any, low: Any) -> Tensor:
     """Turn 53 bits of two int64 words into a float64 in [0, 1)."""
     bits = (high >> 5) * (1 << 26) + (low >> 6)
     return torch.from_numpy(np.ascontiguousarray(bits * 2.0**-53))
 
 
-def _philox(c0: Any, c1: Any, c2: int, c3: Any, seed: int) -> tuple[Any, Any]:
+def _philox(c0: Any, c1: Any, c2: int, c3: Any, seed: Any) -> tuple[Any, Any]:
     """Run ten rounds of Philox 4x32 on int64 NumPy words and return the first two words of the block."""
     mask = 0xFFFFFFFF
     c0, c1, c3 = c0 & mask, c1 & mask, c3 & mask

@@ -11,7 +11,7 @@ from rich.progress import track
 
 from stree.budget.policy import EverySize
 from stree.decode.cuda_graphs import WARM_UP
-from stree.decode.request import Request
+from stree.decode.request import GenerateArguments
 from stree.decode.step_cache import step_cache_of
 from stree.drafters import Drafter, SuffixDrafter
 from stree.generation import run
@@ -65,7 +65,7 @@ def warm_up(
             f"steps are captured on a single CUDA device, and where captures_steps is not False; got {lm.device}"
         )
     drafter = SuffixDrafter() if drafter is None else drafter
-    request = Request(
+    arguments = GenerateArguments(
         growth=growth, verifier=verifier, sampling=Sampling() if sampling is None else sampling, max_length=max_length,
         stop_token_ids=[] if stop_token_ids is None else list(stop_token_ids),
     )  # fmt: skip
@@ -73,39 +73,41 @@ def warm_up(
     for batch, budget in track(cases, "capturing steps", disable=not shows_progress, transient=True):
         prompts = [list(prompt)] * batch
         if isinstance(budget, str):
-            _capture_every_size(lm, prompts, drafter, replace(request, budget=budget))
+            _capture_every_size(lm, prompts, drafter, replace(arguments, budget=budget))
         else:
-            _capture_size(lm, prompts, drafter, replace(request, budget=budget), budget)
+            _capture_size(lm, prompts, drafter, replace(arguments, budget=budget), budget)
     return step_cache.report()
 
 
 def _capture_size(
-    lm: TreeLM, prompts: Sequence[Sequence[int]], drafter: Drafter, request: Request, budget: int
+    lm: TreeLM, prompts: Sequence[Sequence[int]], drafter: Drafter, arguments: GenerateArguments, budget: int
 ) -> None:
     """Take enough steps of one budget."""
-    tokens, max_length = STEPS * budget + 1, request.max_length
+    tokens, max_length = STEPS * budget + 1, arguments.max_length
     least = tokens + len(prompts[0]) - 1
     if max_length is not None and max_length <= least:
         raise ValueError(f"max_length must be above {least} to capture steps of {budget} nodes, got {max_length}")
     steps = 0
     while steps < STEPS:  # a stop token may end a text early
-        stats = run(lm, prompts, drafter, replace(request, max_new_tokens=tokens, seed=steps)).stats
+        stats = run(lm, prompts, drafter, replace(arguments, max_new_tokens=tokens, seed=steps)).stats
         steps += stats["steps"] or STEPS
 
 
-def _capture_every_size(lm: TreeLM, prompts: Sequence[Sequence[int]], drafter: Drafter, request: Request) -> None:
+def _capture_every_size(
+    lm: TreeLM, prompts: Sequence[Sequence[int]], drafter: Drafter, arguments: GenerateArguments
+) -> None:
     """Take enough steps of all sizes that a budget chooses from, in as many texts as that takes."""
     every_size, seed = EverySize(STEPS), 0
-    tokens = (request.max_length or 0) - len(prompts[0])
+    tokens = (arguments.max_length or 0) - len(prompts[0])
     while not every_size.is_done:
         stats = run(
             lm, prompts, drafter,
             replace(
-                request, max_new_tokens=tokens, seed=seed, policy=every_size.over,
+                arguments, max_new_tokens=tokens, seed=seed, policy=every_size.over,
                 cancelled=lambda _: every_size.is_done,
             ),
         ).stats  # fmt: skip
         if not stats["steps"]:
-            length, prompt = request.max_length, len(prompts[0])
+            length, prompt = arguments.max_length, len(prompts[0])
             raise ValueError(f"max_length {length} leaves no room for a step behind {prompt} tokens")
         seed += 1

@@ -12,10 +12,11 @@ import torch
 from helpers.on_device import treat_as_on_device
 from scipy import stats
 from torch import Tensor
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from stree.drafters.candidates import top_candidates
-from stree.sampling import MAX_RANKS, Draws, Random, Sampling, _philox
+from stree.drafters.draws import Draws
+from stree.sampling import MAX_RANKS, BatchSampling, Random, Sampling, _philox
 
 ALPHA = 1e-6  # false alarms of a statistical test; the seeds are fixed, so a test passes always or never
 
@@ -161,26 +162,76 @@ def test_bernoulli_follows_its_probabilities() -> None:
         assert stats.binomtest(count, 20_000, prob).pvalue > ALPHA
 
 
-def transformers_probs(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
+def transformers_probs(logits: Tensor, sampling: Sampling) -> Tensor:
     text = torch.zeros(logits.shape[0], 1, dtype=torch.long)
-    logits = TemperatureLogitsWarper(temperature)(text, logits)
-    if top_k is not None:
-        logits = TopKLogitsWarper(top_k)(text, logits)
-    if top_p is not None:
-        logits = TopPLogitsWarper(top_p)(text, logits)
+    if sampling.is_greedy:
+        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
+    logits = TemperatureLogitsWarper(sampling.temperature)(text, logits)
+    if sampling.top_k is not None:
+        logits = TopKLogitsWarper(sampling.top_k)(text, logits)
+    if sampling.top_p is not None:
+        logits = TopPLogitsWarper(sampling.top_p)(text, logits)
+    if sampling.min_p is not None:
+        logits = MinPLogitsWarper(sampling.min_p)(text, logits)
     return logits.softmax(-1)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(0.3, None, None), (1.7, 1, None), (1.7, 5, 0.35), (0.3, 500, 0.999), (1.7, None, 1e-6), (0.3, None, 0.35)],
-)
-def test_distributions_are_those_of_transformers(temperature: float, top_k: int | None, top_p: float | None) -> None:
+KINDS = [
+    Sampling(0.3), Sampling(1.7, 1), Sampling(1.7, 5, 0.35), Sampling(0.3, 500, 0.999), Sampling(1.7, top_p=1e-6),
+    Sampling(0.3, top_p=0.35), Sampling(1.7, min_p=0.1), Sampling(1.1, 9, 0.9, 0.02),
+    Sampling(0.9, top_p=1.0, min_p=0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sampling", KINDS, ids=repr)
+def test_distributions_are_those_of_transformers(sampling: Sampling) -> None:
     logits = 3 * torch.randn(20, 61, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    dist = Sampling(temperature, top_k, top_p).probs(logits)
-    expected = transformers_probs(logits, temperature, top_k, top_p)
+    dist = sampling.probs(logits)
+    expected = transformers_probs(logits, sampling)
     assert torch.equal(dist > 0, expected > 0)
     assert (dist - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    "kinds", [KINDS, [Sampling(), *KINDS], KINDS[:1] * 2, [Sampling(), KINDS[0]], [Sampling()]], ids=len
+)
+def test_every_row_of_a_batch_has_its_own_distribution(kinds: list[Sampling]) -> None:
+    batch = BatchSampling(kinds, len(kinds), torch.device("cpu"))
+    for row, sampling in enumerate(kinds):
+        batch.write(row, KINDS[0] if not batch.is_greedy else sampling)  # what stood in the row before
+        batch.write(row, sampling)
+    logits = 3 * torch.randn(len(kinds), 4, 61, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    for found, part in ((batch.probs(logits), logits), (batch.probs(logits[:, 0])[:, None], logits[:, :1])):
+        expected = torch.stack([transformers_probs(row, kind) for row, kind in zip(part, kinds, strict=True)])
+        assert torch.equal(found > 0, expected > 0) and (found - expected).abs().max() < 1e-12
+    drafts, rows = batch.draft_probs(logits)[0], torch.tensor([len(kinds) - 1, 0])
+    for row, sampling in enumerate(kinds):
+        of_temperature_one = logits[row].softmax(-1) if sampling.is_greedy else sampling.probs(logits[row])
+        assert (drafts[row] - of_temperature_one).abs().max() < 1e-12
+    assert torch.equal(batch.select(rows).probs(logits[rows]), batch.probs(logits)[rows])
+    logits[:, 0, 3], logits[:, 1, 3] = torch.inf, torch.nan
+    expected = torch.tensor([[kind.is_greedy, False, True, True] for kind in kinds])
+    assert torch.equal(batch.has_distribution(logits), expected)
+
+
+def test_parameters_that_a_batch_was_not_made_for_are_refused() -> None:
+    for kinds, other in (([Sampling()], KINDS[0]), ([KINDS[0]], Sampling()), ([KINDS[0], Sampling()], KINDS[1])):
+        with pytest.raises(ValueError, match=r"BatchSampling\(.*\) does not serve Sampling\("):
+            BatchSampling(kinds, 2, torch.device("cpu")).write(0, other)
+
+
+@pytest.mark.parametrize("triton", [False, True], ids=["host", "device"])
+def test_every_row_has_its_own_seed(triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds, node = [5, -(2**63), 7], torch.arange(4).expand(3, -1)
+    rows = torch.arange(3)
+    expected = torch.cat(
+        [Random(seed, rows, rows).uniform("accept", node * 0, node)[row : row + 1] for row, seed in enumerate(seeds)]
+    )
+    if triton:
+        treat_as_on_device(monkeypatch)
+    rng = Random(torch.tensor(seeds), rows, rows)
+    assert torch.equal(rng.uniform("accept", node * 0, node), expected)
+    assert torch.equal(rng.select(rows[1:]).uniform("accept", node[1:] * 0, node[1:]), expected[1:])
 
 
 def test_tokens_tied_with_the_last_of_top_k_are_kept() -> None:
@@ -202,7 +253,9 @@ def test_the_greedy_distribution_is_one_hot_at_the_argmax() -> None:
     assert torch.equal(dist.sum(-1), torch.ones(3, 4))
 
 
-@pytest.mark.parametrize("values", [{"temperature": None}, {"temperature": "1"}, {"top_p": "0.9"}], ids=str)
+@pytest.mark.parametrize(
+    "values", [{"temperature": None}, {"temperature": "1"}, {"top_p": "0.9"}, {"min_p": "0"}], ids=str
+)
 def test_a_value_that_is_not_a_number_is_refused_by_name(values: Any) -> None:
     ((name, value),) = values.items()
     with pytest.raises(TypeError, match=f"{name} must be a number, got {value!r}"):
@@ -221,6 +274,8 @@ def test_a_value_that_is_not_a_number_is_refused_by_name(values: Any) -> None:
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
         ({"top_p": float("nan")}, r"top_p must be in \(0, 1\], got nan"),
+        ({"min_p": -0.1}, r"min_p must be in \[0, 1\], got -0.1"),
+        ({"min_p": 1.1}, r"min_p must be in \[0, 1\], got 1.1"),
     ],
     ids=str,
 )

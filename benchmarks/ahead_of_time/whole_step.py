@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 import stree
+from stree.decode.request import Request
 from stree.decode.step import DecodeStep
 from stree.drafters import ModelDrafter
 from stree.growth import Calibrated
 from stree.kernels import dispatch
 from stree.models import tree_lm
-from stree.sampling import Random, Sampling
+from stree.sampling import BatchSampling, Sampling
 
 META = torch.device("meta")
 
@@ -43,16 +44,13 @@ def begun(
     Returns:
         The program, and a function that runs its next step.
     """
-    growth = Calibrated(depth).bind(Sampling(temperature))
-    zero = torch.zeros(1, dtype=torch.long, device=META)
+    growth, sampling = Calibrated(depth), Sampling(temperature)
     state = target.new_state(1, 512, nodes, fixed_shapes=True)
-    rng = Random(zero[0], zero, zero)
-    program = DecodeStep(target, state, rng, sampling=growth.sampling, verifier="auto", stop_token_ids=[1])
+    program = DecodeStep(target, state, sampling=BatchSampling([sampling], 1, META), verifier="auto", most_stops=1)
     with mock.patch.object(tree_lm.TreeLM, "prefill", _prefill):
-        program.fill(ModelDrafter(draft), [[5, 6, 7]], 400, 0)
-        run: Any = program.run
-        run.reserve(512, growth, nodes, begins=True)
-        program.begin(0, 3, is_finished=False)
+        program.fill(ModelDrafter(draft), [Request([5, 6, 7], sampling, 400, frozenset([1]))])
+        program.reserve(512, growth, nodes, begins=True)
+        program.set_finished(0, is_finished=False)
 
     def step() -> None:
         with suppress(NotImplementedError):  # the report is copied to the host last, which meta tensors cannot be

@@ -26,24 +26,10 @@ from scipy import stats
 from torch import Tensor
 
 import stree
+from stree import growth as growths
 from stree.bench.records import append, read_lines, write
 from stree.drafters import Drafter, FusedDrafter, ModelDrafter, SuffixDrafter
-from stree.growth import (
-    RSDC,
-    RSDS,
-    Calibrated,
-    Chain,
-    Confidence,
-    DecisionStop,
-    DepthStop,
-    DySpec,
-    Eagle2,
-    Growth,
-    OptTree,
-    Sequoia,
-    SpecInfer,
-    Static,
-)
+from stree.growth import Growth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
@@ -58,22 +44,22 @@ VERIFIERS = ("match", "rejection", "traversal", "block")
 
 # drafter, growth and budget of every way to draft
 WAYS: dict[str, tuple[str, Growth | None, int]] = {
-    "chain": ("model", Chain(2), 3),
-    "static": ("model", Static([2, 2]), 7),
-    "layers": ("model", DySpec(depth=2, ranks=3), 6),
-    "heap": ("model", DySpec(form="heap"), 4),
-    "rsdc": ("model", RSDC([2, 1]), 5),
-    "sequoia": ("model", Sequoia(depth=2), 6),
-    "calibrated": ("model", Calibrated(depth=2), 6),
-    "specinfer": ("model", SpecInfer([2, 1]), 5),
-    "rsds": ("model", RSDS(2, 2), 5),
-    "opt-tree": ("model", OptTree(depth=2, least_gain=0.1), 6),
-    "eagle2": ("model", Eagle2(depth=2, beam=2), 6),
-    "chain-sure": ("model", Chain(2, stop=Confidence(least_prob=0.5)), 3),
-    "depth-stop": ("model", DepthStop(DySpec(depth=2, ranks=3), threshold=-0.7, layers=None), 6),
-    "decision-stop": ("model", DecisionStop(Calibrated(depth=2)), 6),
+    "chain": ("model", growths.Chain(2), 3),
+    "static": ("model", growths.Static([2, 2]), 7),
+    "layers": ("model", growths.DySpec(depth=2, ranks=3), 6),
+    "heap": ("model", growths.DySpec(form="heap"), 4),
+    "rsdc": ("model", growths.RSDC([2, 1]), 5),
+    "sequoia": ("model", growths.Sequoia(depth=2), 6),
+    "calibrated": ("model", growths.Calibrated(depth=2), 6),
+    "specinfer": ("model", growths.SpecInfer([2, 1]), 5),
+    "rsds": ("model", growths.RSDS(2, 2), 5),
+    "opt-tree": ("model", growths.OptTree(depth=2, least_gain=0.1), 6),
+    "eagle2": ("model", growths.Eagle2(depth=2, beam=2), 6),
+    "chain-sure": ("model", growths.Chain(2, stop=growths.Confidence(least_prob=0.5)), 3),
+    "depth-stop": ("model", growths.DepthStop(growths.DySpec(depth=2, ranks=3), threshold=-0.7, layers=None), 6),
+    "decision-stop": ("model", growths.DecisionStop(growths.Calibrated(depth=2)), 6),
     "suffix": ("suffix", None, 6),
-    "fused": ("fused", DySpec(depth=2), 6),
+    "fused": ("fused", growths.DySpec(depth=2), 6),
 }
 
 
@@ -122,11 +108,7 @@ def policy(name: str) -> tuple[Drafter, Growth | None, int]:
     """Drafter, growth and budget of a way to draft."""
     kind, growth, budget = WAYS[name]
     model = ModelDrafter(models()[1])
-    drafters: dict[str, Drafter] = {
-        "model": model,
-        "suffix": SuffixDrafter(),
-        "fused": FusedDrafter(model, SuffixDrafter()),
-    }
+    drafters = {"model": model, "suffix": SuffixDrafter(), "fused": FusedDrafter(model, SuffixDrafter())}
     return drafters[kind], growth, budget
 
 
@@ -137,24 +119,14 @@ def sampled_counts(
     verifier: str,
     sampling: Sampling,
     samples: int = SAMPLES,
-    **options: Any,
 ) -> tuple[Tensor, list[dict[str, Any]]]:
     """Generate many texts and count the tokens after prefill's: int64[VOCAB ** COUNTED], and the statistics."""
     counts = torch.zeros(VOCAB**COUNTED, dtype=torch.long)
     reports = []
+    options: dict[str, Any] = {"growth": growth, "budget": budget, "verifier": verifier, "sampling": sampling}
+    options["max_new_tokens"] = COUNTED + 1
     for seed in range(samples // BATCH):
-        out = stree.generate(
-            models()[0],
-            [PROMPT] * BATCH,
-            drafter,
-            growth=growth,
-            budget=budget,
-            verifier=verifier,
-            sampling=sampling,
-            max_new_tokens=COUNTED + 1,
-            seed=seed,
-            **options,
-        )
+        out = stree.generate(models()[0], [PROMPT] * BATCH, drafter, seed=seed, **options)
         tokens = torch.tensor(out.sequences)[:, len(PROMPT) + 1 :]
         numbers = (tokens * VOCAB ** torch.arange(COUNTED - 1, -1, -1)).sum(1)
         counts += torch.bincount(numbers, minlength=len(counts))

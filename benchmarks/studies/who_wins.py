@@ -155,21 +155,14 @@ def cut_chain(draft: Draft, depth: int) -> tuple[TokenTree, DraftProbs | None]:
 
 
 def measured(pair: Pair, prompts: list[list[int]], temperature: float, options: argparse.Namespace) -> Record:
-    """Run the real loop with a few methods: tokens and steps of the batch."""
+    """Run the real loop with a few methods: tau of the batch."""
     assert pair.drafter is not None
     found = {}
-    for nodes, growth in ((16, Calibrated(4)), (5, Chain(4)), (7, Chain(6))):
+    for name, nodes, growth in (("calibrated", 16, Calibrated(4)), ("chain", 5, Chain(4)), ("chain", 7, Chain(6))):
         out = stree.generate(
-            pair.target,
-            prompts,
-            ModelDrafter(pair.drafter),
-            growth=growth,
-            budget=nodes,
-            sampling=Sampling(temperature),
-            max_new_tokens=options.new_tokens,
-            seed=options.seed + 2,
-        )
-        name = "calibrated" if isinstance(growth, Calibrated) else "chain"
+            pair.target, prompts, ModelDrafter(pair.drafter), growth=growth, budget=nodes,
+            sampling=Sampling(temperature), max_new_tokens=options.new_tokens, seed=options.seed + 2,
+        )  # fmt: skip
         found[f"{name} {nodes}x{growth.depth}"] = round(out.stats["tau"], 4)
     return found
 
@@ -182,18 +175,17 @@ def blocks(options: argparse.Namespace) -> list[tuple[str, float, int]]:
 
 
 def measure(pair: Pair, directory: RunDirectory, options: argparse.Namespace) -> None:
-    """Run what is not finished, until the time is up."""
+    """Run what is not finished."""
     known: dict[tuple[str, float, int], set[str]] = {}
     for record in directory.records:
         params = record["params"]
         known.setdefault((params["suite"], params["temperature"], params["batch"]), set()).update(record["tau"])
     prompts = {name: read_suite(name, path, options.limit) for name, path in options.suite.items()}
-    until = time.monotonic() + 60 * options.minutes
     for block in blocks(options):
         done = known.get(block, set())
         asked = [kind for kind in methods() if not options.only or kind.name in options.only]
         kinds = [kind for kind in asked if kind.first_key not in done]
-        if not kinds or time.monotonic() > until:
+        if not kinds:
             continue
         suite, temperature, batch = block
         began = time.process_time()
@@ -223,23 +215,19 @@ def record_of(block: tuple[str, float, int], numbers: list[int], found: dict[str
     }  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, or print tables of what was measured."""
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--suite", type=parse_suites, default={}, help="NAME=FILE,NAME=FILE,...")
     parser.add_argument(
         "--temperature", type=lambda text: [float(t) for t in text.split(",")], default=[0.8, 0.0, 1.0, 0.6]
     )
     parser.add_argument(
-        "--limit",
-        type=int,
-        default=16,
-        help="prompts a suite, but for those that the default was fitted to",
+        "--limit", type=int, default=16, help="prompts a suite, those that the default was fitted to out"
     )
     parser.add_argument("--batch", type=int, default=8, help="prompts that run side by side")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--stride", type=int, default=4, help="tokens between contexts")
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no new batch after so many")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], help="methods; all if not given")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "who-wins")
@@ -248,16 +236,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known = {kind.name for kind in methods()}
     if unknown := {*options.only} - known:
         parser.error(f"methods are {', '.join(sorted(known))}; got {', '.join(sorted(unknown))}")
+    if options.limit % options.batch:  # a batch that is cut short would count as finished when more are asked for
+        parser.error(f"--limit must be a multiple of --batch {options.batch}, got {options.limit}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, or print tables of what was measured."""
+    options = parse(arguments)
     torch.set_num_threads(1)
     if options.suite:
-        if options.limit % options.batch:  # a batch that is cut short would count as finished when more are asked for
-            parser.error(f"--limit must be a multiple of --batch {options.batch}, got {options.limit}")
-        names = ("batch", "new_tokens", "stride", "seed")
-        config = {name: getattr(options, name) for name in names}
+        config = {name: getattr(options, name) for name in ("batch", "new_tokens", "stride", "seed")}
         config |= {"suites": {name: path.name for name, path in options.suite.items()}, "target": "bundled"}
         suites = ",".join(f"{name}={path.name}" for name, path in options.suite.items())
-        command = f"python -m benchmarks.studies.who_wins --suite {suites}"
-        command += f" --only {','.join(options.only)}" if options.only else ""
+        only = f" --only {','.join(options.only)}" if options.only else ""
+        command = f"python -m benchmarks.studies.who_wins --suite {suites}{only}"
         with alone_in(options.out):
             directory = RunDirectory(options.out, config, {**environment(), "command": command})
             directory.keep([])

@@ -13,7 +13,7 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from stree.distill import network
 from stree.distill.run import fit, save_model
 from stree.distill.settings import Settings
 from stree.distill.text import Batches, Text
-from stree.distill.training import compiler, probs_of, text_loss, train
+from stree.distill.training import Budget, compiler, probs_of, text_loss, train
 from stree.models.tree_lm import TreeLM
 
 
@@ -94,8 +94,36 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def train_pair(
+    args: argparse.Namespace, settings: Settings, sizes: dict[str, dict[str, int]], text: Text, tokenizer: Any
+) -> dict[str, Any]:
+    """Train the target, then the drafter, and save both; return what the stages did."""
+    runs, assets = args.runs, args.assets
+    eos, vocab = int(tokenizer.eos_token_id), len(tokenizer)
+    target, drafter = (
+        load_or_build(kind, assets, args.resume, vocab, eos, **size).to(args.device) for kind, size in sizes.items()
+    )
+    for model, swap in ((target, nets.swap), (drafter, network.use_training_forward)):
+        print(f"{model.config.model_type}: training forward agrees to {network.check_forward(model, swap):.1e}")
+    nets.swap(target, torch.bfloat16, compiler(settings))
+    batches = Batches(text, settings.length, settings.seed + 2)
+    budget: Budget = ("seconds", 60 * args.target_minutes)
+    done = train(runs / "target.pt", target, text_loss(settings), batches, settings, budget, resume=args.resume)
+    save_model(target, tokenizer, assets / "target")
+    writer = TreeLM.from_pretrained(assets / "target", args.device)
+    probs = probs_of(target.eval(), torch.bfloat16)
+    stages, generated = fit(writer, probs, drafter, text, settings, runs, resume=args.resume)
+    save_model(drafter, tokenizer, assets / "drafter")
+    return {
+        "target_parameters": target.num_parameters(),
+        "drafter_parameters": drafter.num_parameters(),
+        "sampled_tokens": generated,
+        "stages": {"target": done, **stages},
+    }
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Run every stage and writes the assets."""
+    """Run every stage and write the assets."""
     args = parse_arguments(arguments)
     torch.manual_seed(args.seed)
     if args.threads:
@@ -109,34 +137,16 @@ def main(arguments: list[str] | None = None) -> None:
         adam_lr=args.adam_lr, dtype=torch.bfloat16, compile=args.compile, save_every=240.0, seed=args.seed,
     )  # fmt: skip
     streams, tokenizer, documents = prepare_text(args, runs, assets)
-    eos, vocab = int(tokenizer.eos_token_id), len(tokenizer)
-    text = Text(streams, data.MIXTURE, data.MAX_PASSES, eos)
+    text = Text(streams, data.MIXTURE, data.MAX_PASSES, int(tokenizer.eos_token_id))
     sizes = {
         "target": {"hidden": args.target_hidden, "layers": args.target_layers},
         "drafter": {"hidden": args.drafter_hidden, "layers": args.drafter_layers},
     }
-    target, drafter = (
-        load_or_build(kind, assets, args.resume, vocab, eos, **size).to(args.device) for kind, size in sizes.items()
-    )
-    for model, swap in ((target, nets.swap), (drafter, network.use_training_forward)):
-        print(f"{model.config.model_type}: training forward agrees to {network.check_forward(model, swap):.1e}")
-    nets.swap(target, torch.bfloat16, compiler(settings))
-    batches = Batches(text, settings.length, settings.seed + 2)
-    seconds = 60 * args.target_minutes
-    done = train("target", target, text_loss(settings), batches, settings, runs, seconds=seconds, resume=args.resume)
-    save_model(target, tokenizer, assets / "target")
-    writer = TreeLM.from_pretrained(assets / "target", args.device)
-    probs = probs_of(target.eval(), torch.bfloat16)
-    stages, generated = fit(writer, probs, drafter, text, settings, runs, resume=args.resume)
-    save_model(drafter, tokenizer, assets / "drafter")
     metrics = {
-        "target_parameters": target.num_parameters(),
-        "drafter_parameters": drafter.num_parameters(),
+        **train_pair(args, settings, sizes, text, tokenizer),
         "sizes": sizes,
-        "vocab_size": vocab,
+        "vocab_size": len(tokenizer),
         "window": settings.length,
-        "sampled_tokens": generated,
-        "stages": {"target": done, **stages},
         "settings": {k: str(v) for k, v in asdict(settings).items()},
         "held_out": report.measure_folder(assets, documents, args.measure_bytes, args.device),
         "machine": f"{torch.get_num_threads()} CPU threads" if args.device == "cpu" else torch.cuda.get_device_name(),

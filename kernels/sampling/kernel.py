@@ -37,9 +37,9 @@ def uniform_of(position, sequence, purpose, node, key):
     return ((high >> 5).to(tl.float64) * 67108864.0 + (low >> 6).to(tl.float64)) * 1.1102230246251565e-16
 
 
-@triton.jit(do_not_specialize=["count", "purpose"])
+@triton.jit(do_not_specialize=["count", "per_key", "purpose"])
 def philox_kernel(
-    position_ptr, sequence_ptr, node_ptr, key_ptr, out_ptr, count, purpose, BLOCK: tl.constexpr
+    position_ptr, sequence_ptr, node_ptr, key_ptr, out_ptr, count, per_key, purpose, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Compute the number of each counter; grid (blocks of counters)."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -47,7 +47,8 @@ def philox_kernel(
     position = tl.load(position_ptr + index, inside, 0)
     sequence = tl.load(sequence_ptr + index, inside, 0)
     node = tl.load(node_ptr + index, inside, 0)
-    tl.store(out_ptr + index, uniform_of(position, sequence, purpose, node, tl.load(key_ptr)), inside)
+    key = tl.load(key_ptr + index // per_key, inside, 0)
+    tl.store(out_ptr + index, uniform_of(position, sequence, purpose, node, key), inside)
 
 
 @triton.jit
@@ -88,7 +89,7 @@ def draw_kernel(
         else:
             position = tl.load(positions_ptr + batch) + tl.load(depths_ptr + batch * n + node) + 1
             sequence = tl.load(sequences_ptr + batch)
-            number = uniform_of(position, sequence, PURPOSE, position * 0, tl.load(key_ptr))
+            number = uniform_of(position, sequence, PURPOSE, position * 0, tl.load(key_ptr + batch))
         block = tl.arange(0, BLOCKS)
         sums = tl.zeros((BLOCKS,), tl.int64)
         for start in range(0, vocab, BLOCK):
@@ -201,17 +202,12 @@ def walk_kernel(
 def philox_uniform(position: Tensor, sequence: Tensor, node: Tensor, *, seed: int | Tensor, purpose: int) -> Tensor:
     """Compute the uniform numbers of counters; see `stree.kernels.ops`."""
     out = torch.empty(position.shape, dtype=torch.float64, device=position.device)
-    count = out.numel()
-    philox_kernel[(-(-count // 128),)](
-        position.contiguous(),
-        sequence.contiguous(),
-        node.contiguous(),
-        key_of(seed, out),
-        out,
-        count,
-        purpose,
-        BLOCK=128,
-    )
+    count, keys = out.numel(), keys_of(seed, out)
+    if count:
+        philox_kernel[(-(-count // 128),)](
+            position.contiguous(), sequence.contiguous(), node.contiguous(), keys, out, count, count // len(keys),
+            purpose, BLOCK=128,
+        )  # fmt: skip
     return out
 
 
@@ -289,7 +285,7 @@ def _draw(
     draw_kernel[(n, batch)](
         scores, uniform, depths,
         None if sequences is None else sequences.contiguous(), None if positions is None else positions.contiguous(),
-        None if seed is None else key_of(seed, drawn), drawn, n, vocab, *scores.stride()[:2],
+        None if seed is None else keys_of(seed, drawn), drawn, n, vocab, *scores.stride()[:2],
         **draw_constants(vocab, greedy=uniform is None and seed is None, aligned=is_aligned(scores)), num_warps=8,
     )  # fmt: skip
     return drawn
@@ -310,8 +306,10 @@ def is_aligned(scores: Tensor) -> bool:
     return all(place % 16 == 0 for place in places)
 
 
-def key_of(seed: int | Tensor, like: Tensor) -> Tensor:
-    """Return a seed as int64[] on the device of a tensor, modulo 2^64."""
+def keys_of(seed: int | Tensor, like: Tensor) -> Tensor:
+    """Return a seed, or one for every sequence of a tensor [batch, ...], as int64[batch] modulo 2^64."""
+    batch = like.shape[:1].numel()
     if isinstance(seed, Tensor):
-        return seed
-    return torch.full((), (seed + (1 << 63)) % (1 << 64) - (1 << 63), dtype=torch.int64, device=like.device)
+        return seed.expand(batch).contiguous()
+    key = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+    return torch.full((batch,), key, dtype=torch.int64, device=like.device)

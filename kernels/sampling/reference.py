@@ -34,15 +34,16 @@ class MatchedPath:
     next_token: Tensor
 
 
-def probs(logits: Tensor, temperature: float = 1.0, out: Tensor | None = None) -> Tensor:
+def probs(logits: Tensor, temperature: float | Tensor = 1.0, out: Tensor | None = None) -> Tensor:
     """Turn logits into probabilities; see `stree.kernels.sampling.softmax`.
 
-    Logits are divided first, so what counts are differences of quotients rounded to float32.  On a GPU torch takes the
-    reciprocal of the temperature, rounded, and multiplies.
+    Logits are divided first, so what counts are differences of quotients rounded to float32.
     """
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
-    if temperature != 1:
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(logits.dtype).view(-1, *(1,) * (logits.dim() - 1))
+    if isinstance(temperature, Tensor) or temperature != 1:
         logits = torch.div(logits, temperature, out=out)
         if out is None and logits.device.type == "cpu":
             out = logits  # a tensor of our own
@@ -51,6 +52,8 @@ def probs(logits: Tensor, temperature: float = 1.0, out: Tensor | None = None) -
 
 def philox_uniform(position: Tensor, sequence: Tensor, node: Tensor, *, seed: int | Tensor, purpose: int) -> Tensor:
     """Run ten rounds of Philox 4x32 and turn 53 bits of its first two words into a number in [0, 1)."""
+    if isinstance(seed, Tensor) and seed.dim():
+        seed = seed.view(-1, *(1,) * (position.dim() - 1))
     c0, c1, c3 = position & _WORD, sequence & _WORD, node & _WORD
     c2 = torch.full_like(c0, purpose)
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD

@@ -19,14 +19,14 @@ __all__ = ["MAX_VOCAB", "probs", "probs_and_norms"]
 MAX_VOCAB = 1 << 20
 
 
-def probs(logits: Tensor, temperature: float = 1.0, out: Tensor | None = None) -> Tensor:
+def probs(logits: Tensor, temperature: float | Tensor = 1.0, out: Tensor | None = None) -> Tensor:
     """Compute softmax(logits / temperature), in float32 or wider.
 
     A logit of -inf has probability 0 exactly.  A row of nothing else, and one with NaN or +inf, is NaN.
 
     Args:
         logits: float[..., vocab]; read, never written.
-        temperature: positive.
+        temperature: positive; or float[batch], one for each entry of the first dimension.
         out: float32[..., vocab] of the same shape, or float64 for float64 logits; where the probabilities go, or None
             for a tensor of their own.
 
@@ -41,7 +41,7 @@ def probs(logits: Tensor, temperature: float = 1.0, out: Tensor | None = None) -
 
 
 def probs_and_norms(
-    logits: Tensor, temperature: float = 1.0, out: Tensor | None = None
+    logits: Tensor, temperature: float | Tensor = 1.0, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the probabilities of `probs` and their norms; for the arguments see there.
 

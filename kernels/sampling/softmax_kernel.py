@@ -20,14 +20,14 @@ BLOCK = 8192  # of a vocabulary in one pass
 
 
 @triton.jit(
-    do_not_specialize=["rows", "stride_logit_b", "stride_logit_r", "stride_probs_b", "stride_probs_r"],
+    do_not_specialize=["rows", "stride_t", "stride_logit_b", "stride_logit_r", "stride_probs_b", "stride_probs_r"],
     do_not_specialize_on_alignment=["logit_ptr", "probs_ptr", "norm_ptr"],
 )
 def probs_kernel(
-    logit_ptr, probs_ptr, norm_ptr, rows, vocab, scale, stride_logit_b, stride_logit_r, stride_probs_b, stride_probs_r,
-    BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    logit_ptr, probs_ptr, norm_ptr, temperature_ptr, rows, vocab, stride_t, stride_logit_b, stride_logit_r,
+    stride_probs_b, stride_probs_r, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the softmax of one row of scaled logits, and its Euclidean norm if asked; grid (rows, batch)."""
+    """Compute the softmax of one row of logits at a temperature, and its norm if asked; grid (rows, batch)."""
     row = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     logit_ptr += batch * stride_logit_b + row * stride_logit_r
@@ -35,6 +35,9 @@ def probs_kernel(
     if ALIGNED:  # as in `draw_kernel`
         logit_ptr = tl.multiple_of(logit_ptr, 16)
         probs_ptr = tl.multiple_of(probs_ptr, 16)
+    scale = 1.0
+    if temperature_ptr is not None:
+        scale = tl.div_rn(1.0, tl.load(temperature_ptr + batch * stride_t).to(tl.float32))
     lane = tl.arange(0, BLOCK)
     # Every lane has a maximum and a sum of its own; one exponential serves whichever of the two is to be scaled.
     best = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)
@@ -59,14 +62,14 @@ def probs_kernel(
         tl.store(norm_ptr + batch * rows + row, tl.sqrt_rn(tl.sum(squares, 0)))
 
 
-def probs(logits: Tensor, temperature: float, out: Tensor | None) -> Tensor:
+def probs(logits: Tensor, temperature: float | Tensor, out: Tensor | None) -> Tensor:
     """Compute the softmax of rows of logits; see `stree.kernels.sampling.softmax`."""
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device) if out is None else out
     _launch(logits, temperature, out, None)
     return out
 
 
-def probs_and_norms(logits: Tensor, temperature: float, out: Tensor | None) -> tuple[Tensor, Tensor]:
+def probs_and_norms(logits: Tensor, temperature: float | Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute the softmax of rows of logits and its norms; see `stree.kernels.sampling.softmax`."""
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device) if out is None else out
     norms = out.new_empty(out.shape[:-1])
@@ -74,18 +77,25 @@ def probs_and_norms(logits: Tensor, temperature: float, out: Tensor | None) -> t
     return out, norms
 
 
-def _launch(logits: Tensor, temperature: float, out: Tensor, norms: Tensor | None) -> None:
+def _launch(logits: Tensor, temperature: float | Tensor, out: Tensor, norms: Tensor | None) -> None:
     """Launch a program for every row of [batch, rows, vocab] or [rows, vocab]."""
-    logits, out = (tensor if tensor.dim() == 3 else tensor[None] for tensor in (logits, out))
+    # Every row of a matrix has its own temperature: it is a batch entry.
+    batch_dim = 1 if isinstance(temperature, Tensor) else 0
+    logits, out = (tensor if tensor.dim() == 3 else tensor.unsqueeze(batch_dim) for tensor in (logits, out))
     logits = logits if logits.stride(2) == 1 else logits.contiguous()
     batch, rows, vocab = logits.shape
     if not batch * rows:
         return
+    stride, of_rows = 0, None
+    if isinstance(temperature, Tensor):
+        stride, of_rows = temperature.stride(0), temperature
+    elif temperature != 1:
+        of_rows = torch.full((), temperature, dtype=torch.float64, device=logits.device)
     constants = probs_constants(vocab, aligned=is_aligned(logits) and is_aligned(out))
     with torch.cuda.device_of(logits):  # Triton launches on the current device, wherever the tensors are
         probs_kernel[(rows, batch)](
-            logits, out, norms, rows, vocab, 1.0 / temperature, *logits.stride()[:2], *out.stride()[:2],
-            **constants, num_warps=probs_warps(constants["BLOCK"]),
+            logits, out, norms, of_rows, rows, vocab, stride, *logits.stride()[:2],
+            *out.stride()[:2], **constants, num_warps=probs_warps(constants["BLOCK"]),
             enable_fp_fusion=False,  # quotients are rounded before their maximum is taken off
         )  # fmt: skip
 

@@ -32,7 +32,7 @@ class Texts:
         num_new: int64[batch], new tokens.
         limit: int64[batch], most of them.
         is_finished: bool[batch].
-        stop: int64[tokens], tokens that end a text.
+        stop: int64[batch, tokens], tokens that end each text, padded by -1.
     """
 
     pending: Tensor
@@ -95,8 +95,8 @@ def emit(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor,
     emitted = tokens.gather(1, path.clamp(min=0).long())
     emitted = torch.where(place == length - 1, following, emitted.roll(-1, 1))
     count = torch.minimum(length, (texts.limit - texts.num_new)[:, None])
-    if len(texts.stop):
-        ends = (emitted[..., None] == texts.stop).any(-1) & (place < count)
+    if texts.stop.shape[1]:
+        ends = (emitted[..., None] == texts.stop[:, None]).any(-1) & (place < count)
         count = torch.minimum(count, torch.where(ends, place + 1, len(place)).amin(1, keepdim=True))
         texts.is_finished.logical_or_(ends.any(1))
     texts.num_new.add_(count.squeeze(1))
@@ -114,9 +114,9 @@ def _emit_in_one(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token:
     report = tokens.new_empty(batch, m + 2)
     with torch.cuda.device_of(tokens):  # Triton launches on the current device, wherever the tensors are
         emit_kernel[(batch,)](
-            tokens, path, path_lengths.contiguous(), next_token.contiguous(), texts.stop, texts.limit, texts.num_new,
-            texts.is_finished.view(torch.int8), texts.pending, report, m, len(texts.stop), tokens.stride(0),
-            path.stride(0), PLACES=padded(m), num_warps=1,
+            tokens, path, path_lengths.contiguous(), next_token.contiguous(), texts.stop.contiguous(), texts.limit,
+            texts.num_new, texts.is_finished.view(torch.int8), texts.pending, report, m, texts.stop.shape[1],
+            tokens.stride(0), path.stride(0), PLACES=padded(m), num_warps=1,
         )  # fmt: skip
     return report
 

@@ -25,7 +25,7 @@ def emit_kernel(
     count = tl.minimum(length, limit - known)
     end = count  # the place after the first stop token, or as many as there are
     for index in range(num_stop):
-        is_stop = (token == tl.load(stop_ptr + index)) & (place < count)
+        is_stop = (token == tl.load(stop_ptr + row * num_stop + index)) & (place < count)
         end = tl.minimum(end, tl.min(tl.where(is_stop, place + 1, PLACES), 0).to(tl.int64))
         finished = tl.max(is_stop.to(tl.int32), 0) > 0
         tl.store(finished_ptr + row, tl.full((), 1, tl.int8), finished)

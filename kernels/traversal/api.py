@@ -43,7 +43,7 @@ def traverse(
         draft: distributions of the nodes; None where all are one-hot.
         max_depth: bound of the depths; the paths have min(n, max_depth + 1) entries.
         max_children: bound of a node's children; None for n - 1.
-        seed: key of the numbers, an integer or int64[].
+        seed: key of the numbers: an integer, or int64[b], one for each sequence.
         sequences: int64[b].
         positions: int64[b], position of the root.
 
@@ -64,7 +64,7 @@ def traverse(
     if mask.shape != (batch, n, n) or mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool[{batch}, {n}, {n}], got {str(mask.dtype)[6:]}{[*mask.shape]}")
     if isinstance(seed, Tensor):
-        check("seed", seed, "int64", (), dist)
+        check("seed", seed, "int64", (batch,) if seed.dim() else (), dist)
     if draft is not None:
         check_rank("draft.probs", draft.probs, "b rows vocab")
         check("draft.probs", draft.probs, "float", (batch, draft.probs.shape[1], vocab), dist)

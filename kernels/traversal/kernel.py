@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.kernels.sampling.kernel import MAX_VOCAB, is_aligned, key_of
+from stree.kernels.sampling.kernel import MAX_VOCAB, is_aligned, keys_of
 from stree.kernels.sampling.reference import TARGET, UNITS
 from stree.kernels.tiles import MAX_NODES, check_inner, check_limit, padded
 from stree.kernels.traversal import node_tests, plan_and_walk
@@ -62,7 +62,7 @@ def traverse(
     if draft is not None:
         check_inner("draft.probs", draft.probs)
     seed, sequences, positions = numbers
-    words = sequences.contiguous(), positions.contiguous(), key_of(seed, dist)
+    words = sequences.contiguous(), positions.contiguous(), keys_of(seed, dist)
     operands = tuple(tensor.contiguous() for tensor in tree)
     work = _Work.of(dist, draft)
     with torch.cuda.device_of(dist):  # Triton launches on the current device, wherever the tensors are

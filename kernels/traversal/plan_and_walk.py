@@ -177,7 +177,7 @@ def toss_kernel(
     tl.store(ratio_ptr + batch * n + node, tl.minimum(tl.load(state_ptr + RATIO * NODES + node), 1.0), inside)
     position = tl.load(positions_ptr + batch) + node * 0
     sequence = tl.load(sequences_ptr + batch)
-    number = uniform_of(position, sequence + node * 0, PURPOSE, node.to(tl.int64), tl.load(key_ptr))
+    number = uniform_of(position, sequence + node * 0, PURPOSE, node.to(tl.int64), tl.load(key_ptr + batch))
     shows = is_drafted & (number < coin.to(tl.float64))
     mask_ptr += batch * n * n
     alive, alive_elders = node * 0, node * 0
@@ -251,7 +251,7 @@ def next_kernel(
     """Draw the next token from what is left at the leaf, by the number of its position; grid (batch)."""
     batch = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + batch) + tl.load(lengths_ptr + batch)  # depth + 1 is the length of the path
-    number = uniform_of(position, tl.load(sequences_ptr + batch), PURPOSE, position * 0, tl.load(key_ptr))
+    number = uniform_of(position, tl.load(sequences_ptr + batch), PURPOSE, position * 0, tl.load(key_ptr + batch))
     block = tl.arange(0, BLOCKS)
     sums = tl.load(sums_ptr + batch * blocks + block, block < blocks, 0)
     total = tl.sum(sums, 0)

@@ -51,12 +51,12 @@ def patch_fused_layers(model: Any) -> None:
             act = None if feed_forward.activation is None else getattr(module, feed_forward.activation)
             activation = "silu" if act is None else probing.activation_of(act)
             if activation is not None:
-                _patch(module, _feed_forward_forward, (feed_forward, activation))
+                _patch(module, _feed_forward_forward, feed_forward, activation)
         else:
             experts = probing.experts_of(module)
             activation = None if experts is None else probing.activation_of(module.act_fn)
             if activation is not None:
-                _patch(module, _experts_forward, (experts, activation))
+                _patch(module, _experts_forward, experts, activation)
 
 
 def as_lazy_residual(output: Any) -> Any:
@@ -117,26 +117,24 @@ def _runs(op: str, like: Any) -> bool:
     return _is_fused.get() and dispatch.has_triton(op, like.device, like.dtype)
 
 
-def _patch(module: Any, forward: Callable[..., Any], facts: Any) -> None:
-    """Patch a module's forward, unless another library has replaced it."""
+def _patch(module: Any, forward: Callable[..., Any], *facts: Any) -> None:
+    """Patch a module's forward, unless another library has replaced it; ``facts`` are arguments of the new one."""
     if not has_foreign_forward(module):
-        module.__dict__["fused_facts"] = facts
-        patch_forward(module, forward)
+        patch_forward(module, forward, *facts)
 
 
-def _norm_forward(norm: Any, before: Any, x: Any) -> Any:
+def _norm_forward(norm: Any, before: Any, facts: probing.Norm, x: Any) -> Any:
     """Add up a lazy residual and normalise its rows in one launch."""
     weight = norm.weight
     if not _runs("rms_norm", x) or weight.device != x.device:
         return unpatched_forward(norm, before)(x)
     if torch.promote_types(weight.dtype, x.dtype) != x.dtype:  # some classes then return a wider dtype
         return unpatched_forward(norm, before)(x)
-    return normalise(x, weight, eps=getattr(norm, norm.fused_facts.eps), offset=norm.fused_facts.offset)
+    return normalise(x, weight, eps=getattr(norm, facts.eps), offset=facts.offset)
 
 
-def _feed_forward_forward(module: Any, before: Any, x: Any) -> Any:
+def _feed_forward_forward(module: Any, before: Any, names: probing.FeedForward, activation: str, x: Any) -> Any:
     """Run the projections, and everything between them in one launch."""
-    names, activation = module.fused_facts
     if not _runs("gated_activation", x) or is_hooked(getattr(module, names.activation or "", None)):
         return unpatched_forward(module, before)(x)
     gate, up = getattr(module, names.gate)(x), None
@@ -150,10 +148,15 @@ def _feed_forward_forward(module: Any, before: Any, x: Any) -> Any:
 
 
 def _experts_forward(
-    module: Any, before: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    module: Any,
+    before: Any,
+    names: probing.Experts,
+    activation: str,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
 ) -> Any:
     """Run the experts in three launches for any routing."""
-    names, activation = module.fused_facts
     up, down = getattr(module, names.up), module.down_proj
     fits = up.dtype == hidden_states.dtype and up.device == hidden_states.device and hidden_states.dim() == 2
     fits &= not (is_hooked(module.act_fn) or getattr(module, "_is_expert_parallel", False))

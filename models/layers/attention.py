@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -107,17 +108,17 @@ def patch_with_copy(attention: Any, implementation: str) -> Any:
     if not getattr(attention, "is_causal", True):
         raise NotImplementedError(f"{type(attention).__name__} is not causal; only causal attention can be patched")
     tree_copy = copy.copy(attention)
+    tree_copy.__dict__.pop("forward", None)
     tree_copy.config = copy.copy(attention.config)
     tree_copy.config._attn_implementation_internal = implementation
-    attention.__dict__["tree_copy"] = tree_copy  # not through setattr: it must not become a submodule
-    patch_mixer(attention, _forward)
+    patch_mixer(attention, partial(_forward, tree_copy))
     return tree_copy
 
 
-def _forward(attention: Any, step: TreeStep, *args: Any, **kwargs: Any) -> Any:
+def _forward(tree_copy: Any, attention: Any, step: TreeStep, *args: Any, **kwargs: Any) -> Any:
     """Run the class's forward on the copy, with rotary positions in one launch."""
     kwargs["attention_mask"] = step  # reaches the implementation as its attention_mask
-    return with_fused_rotary(type(attention).forward)(attention.tree_copy, *args, **kwargs)
+    return with_fused_rotary(type(attention).forward)(tree_copy, *args, **kwargs)
 
 
 def tree_attention_forward(

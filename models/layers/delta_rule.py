@@ -7,6 +7,7 @@ module that computes it.  The projections differ by family and are recognised by
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +23,8 @@ from stree.models.state import TreeStep
 __all__ = ["DeltaSpec", "DeltaStack", "patch_delta_rule"]
 
 EPSILON = 1e-6  # of the normalisation of q and k, the same in all families
+
+Columns = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,18 +99,17 @@ def patch_delta_rule(mixer: Any) -> DeltaSpec:
             "dk": mixer.head_k_dim,
             "dv": mixer.head_v_dim,
         }
-    if hasattr(mixer, "in_proj_qkvz"):
-        mixer.__dict__["tree_columns"] = _columns(mixer, weight.device)
-    patch_mixer(mixer, _forward)
+    columns = _columns(mixer, weight.device) if hasattr(mixer, "in_proj_qkvz") else None
+    patch_mixer(mixer, partial(_forward, columns))
     return DeltaSpec(
         **sizes, conv_width=mixer.conv_kernel_size, per_channel=per_channel, dtype=weight.dtype, device=weight.device
     )
 
 
-def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+def _forward(columns: Columns | None, mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
     """Score a tree."""
     layer = step.state.layers[mixer.layer_idx, DeltaSpec]
-    spec, projected = layer.spec, _project(mixer, hidden_states)
+    spec, projected = layer.spec, _project(columns, mixer, hidden_states)
     qkv = layer.convolve(step, projected.qkv, mixer.conv1d, activation=mixer.activation)
     qk, v = qkv.split([2 * spec.key_heads * spec.dk, spec.heads * spec.dv], dim=-1)
     rates = () if projected.a is None else (projected.a, mixer.A_log, mixer.dt_bias)
@@ -123,7 +125,7 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
     return _out_proj(mixer)(out)
 
 
-def _columns(mixer: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _columns(mixer: Any, device: torch.device) -> Columns:
     """Return int64 columns of Qwen3-Next's two projections: those of q, k and v, of the gate, and of b and a."""
     projections = mixer.in_proj_qkvz, mixer.in_proj_ba
     mixed, raw = (torch.arange(part.weight.shape[0], device="cpu")[None, None] for part in projections)
@@ -144,11 +146,11 @@ class _Projected:
     a: Tensor | None
 
 
-def _project(mixer: Any, hidden_states: Tensor) -> _Projected:
+def _project(columns: Columns | None, mixer: Any, hidden_states: Tensor) -> _Projected:
     """Run a mixer's projections."""
-    if hasattr(mixer, "in_proj_qkvz"):  # Qwen3-Next: interleaved by key head
+    if columns is not None:  # Qwen3-Next: interleaved by key head
         mixed, raw = mixer.in_proj_qkvz(hidden_states), mixer.in_proj_ba(hidden_states)
-        qkv, gate, ba = mixer.tree_columns
+        qkv, gate, ba = columns
         b, a = raw[..., ba].chunk(2, dim=-1)
         return _Projected(mixed[..., qkv], mixed[..., gate], b, a)
     if hasattr(mixer, "in_proj_qkv"):  # Qwen3.5

@@ -1,15 +1,17 @@
 """Adapter of RecurrentGemma's recurrent block: convolution and RG-LRU (Griffin, arXiv 2402.19427).
 
-transformers stores the block's state on its modules, so a model has only one.  Prompts are run with ``BlockCache``: the
-new states are copied to it, and the modules get their previous states back.  The gates of the RG-LRU stay transformers'
-code: a copy of the unit that shares its weights runs them with the scan replaced by a tree scan.
+transformers stores the block's state on its modules, so a model has only one.  Prompts are therefore run by a copy of
+the block that shares its weights and lives for one call; its states go to a ``BlockCache``.  The gates of the RG-LRU
+stay transformers' code: a copy of the unit runs them with the scan replaced by a tree scan.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -85,61 +87,63 @@ class RgLruStack(RecurrentStack):
         self.state[slot].copy_(state)
 
 
-def patch_rg_lru(block: Any) -> RgLruSpec:
-    """Make a recurrent block score trees when it is called with a ``TreeStep``; return its sizes."""
-    unit = copy.copy(block.rg_lru)  # shares the weights and hooks
-    unit.__dict__.pop("forward", None)  # accelerate's would run the block's own unit
+_scanned: ContextVar[tuple[RgLruStack, TreeStep]] = ContextVar("scanned")  # the layer and the step of ``_tree_scan``
+
+
+def patch_rg_lru(block: Any, layer: int) -> RgLruSpec:
+    """Make recurrent block ``layer`` score trees when it is called with a ``TreeStep``; return its sizes."""
+    unit = _copied(block.rg_lru)
     unit._rnn_scan = _tree_scan
-    block.__dict__["tree_copy"] = unit  # not through setattr: it must not become a submodule
-    patch_mixer(block, _forward, _plain_forward)
+    patch_mixer(block, partial(_forward, unit, layer), partial(_plain_forward, layer))
     weight = block.linear_x.weight
     return RgLruSpec(channels=block.lru_width, conv_width=block.conv1d_width, dtype=weight.dtype, device=weight.device)
 
 
-def _plain_forward(block: Any, unpatched: Callable[..., Any], input_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run the block's forward; with a ``BlockCache``, restore the module's state afterwards."""
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, BlockCache):
-        return _prefill(block, unpatched, cache, input_states, *args, **kwargs)
-    return unpatched(input_states, *args, **kwargs)
+def _copied(module: Any) -> Any:
+    """Copy a module; the copy shares weights, parts and hooks, and has its class's own forward."""
+    copied = copy.copy(module)
+    copied.__dict__.pop("forward", None)
+    return copied
 
 
-def _forward(block: Any, step: TreeStep, input_states: Tensor, *_: Any, **kwargs: Any) -> Any:
-    """Score a tree."""
-    layer, conv = step.state.layers[block.layer_idx, RgLruSpec], block.conv_1d
-    if is_hooked(conv):
-        raise NotImplementedError("conv_1d of a recurrent block has a forward hook, which trees do not run; remove it")
-    x = layer.convolve(step, block.linear_x(input_states), conv, activation=None)
-    block.tree_copy.recurrent_states = (layer, step)  # its forward passes this to its scan
-    y = block.tree_copy(x, kwargs["position_ids"])
-    return block.linear_out(y * block.act_fn(block.linear_y(input_states))), None
-
-
-def _prefill(
-    block: Any, unpatched: Callable[..., Any], cache: BlockCache, input_states: Tensor, *args: Any, **kwargs: Any
+def _plain_forward(
+    layer: int, block: Any, unpatched: Callable[..., Any], input_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run the block's forward from an empty state, copy the new state to the cache and restore the previous one."""
-    previous = block.conv1d_state, block.rg_lru.recurrent_states
-    block.conv1d_state = input_states.new_zeros(len(input_states), block.lru_width, block.conv1d_width - 1)
-    block.rg_lru.recurrent_states = None
-    try:
-        out = unpatched(input_states, *args, **kwargs)
-        cache.blocks[block.layer_idx] = block.conv1d_state, block.rg_lru.recurrent_states
-    finally:
-        block.conv1d_state, block.rg_lru.recurrent_states = previous
+    """Run the block's forward; with a ``BlockCache``, from an empty state and on a copy of the modules."""
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, BlockCache):
+        return unpatched(input_states, *args, **kwargs)
+    copied, unit = _copied(block), _copied(block.rg_lru)
+    copied.__dict__["_modules"] = {**block._modules, "rg_lru": unit}
+    copied.conv1d_state = input_states.new_zeros(len(input_states), block.lru_width, block.conv1d_width - 1)
+    unit.recurrent_states = None
+    out = type(block).forward(copied, input_states, *args, **kwargs)
+    cache.blocks[layer] = copied.conv1d_state, unit.recurrent_states
     return out
 
 
-def _tree_scan(
-    hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, recurrent_states: tuple[RgLruStack, TreeStep]
-) -> tuple[Tensor, None]:
-    """Scan a tree with the signature of transformers' scan; no ``reset``: the state of an empty text is zero."""
-    layer, step = recurrent_states
+def _forward(unit: Any, layer: int, block: Any, step: TreeStep, input_states: Tensor, *_: Any, **kwargs: Any) -> Any:
+    """Score a tree."""
+    view, conv = step.state.layers[layer, RgLruSpec], block.conv_1d
+    if is_hooked(conv):
+        raise NotImplementedError("conv_1d of a recurrent block has a forward hook, which trees do not run; remove it")
+    x = view.convolve(step, block.linear_x(input_states), conv, activation=None)
+    token = _scanned.set((view, step))
+    try:
+        y = unit(x, kwargs["position_ids"])
+    finally:
+        _scanned.reset(token)
+    return block.linear_out(y * block.act_fn(block.linear_y(input_states))), None
+
+
+def _tree_scan(hidden_states: Tensor, recurrent_gate: Tensor, **_: Any) -> tuple[Tensor, None]:
+    """Scan a tree in the place of transformers' scan; no ``reset``: the state of an empty text is zero."""
+    view, step = _scanned.get()
     # transformers rounds the decay to the dtype of the model.
-    gate = recurrent_gate.to(layer.state.dtype)
+    gate = recurrent_gate.to(view.state.dtype)
     log_a = gate.clamp(min=torch.finfo(gate.dtype).tiny).log()
     out = ops.diagonal_step(
-        layer.state, layer.stash_log_a, layer.stash_x, step.path, None, log_a, hidden_states, step.topology,
+        view.state, view.stash_log_a, view.stash_x, step.path, None, log_a, hidden_states, step.topology,
         first=step.first,
     )  # fmt: skip
     return out, None

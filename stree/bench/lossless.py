@@ -15,7 +15,7 @@ from stree.bench.peers import run_transformers
 from stree.bench.records import Record
 from stree.sampling import Sampling
 
-__all__ = ["check_method", "compare", "describe", "judge", "places_in_distribution", "probs_test", "reason_of"]
+__all__ = ["check_method", "compare", "judge", "places_in_distribution", "probs_test", "reason_of"]
 
 (PLAIN,) = parse_methods("plain")
 # Two passes of one model over one text differ by up to 1e-4 of the logit scale in float32 (the project's own bar), so
@@ -79,18 +79,6 @@ def reason_of(error: Exception) -> str:
     return str(error) if isinstance(error, NotImplementedError) else f"{type(error).__name__}: {error}"
 
 
-def describe(verdict: Record) -> str:
-    """Describe why a method is not timed."""
-    if verdict["status"] == "unavailable":
-        return f"cannot run: {verdict['reason']}"
-    if "p_value" in verdict:
-        return f"FAILS: its text is not the target's (p = {verdict['p_value']:.1e})"
-    if "logit_gap" in verdict:
-        place, gap, scale = verdict["first_divergence"], verdict["logit_gap"], verdict["logit_scale"]
-        return f"FAILS: its text differs at new token {place}, logit gap {gap:.2g} of {scale:.2g}"
-    return "FAILS: its text is not plain decoding's"
-
-
 def _verifier_name(method: Method, temperature: float) -> str:
     """Name the rule that accepts: greedy, match, or the one asked for; "none" for another library."""
     if method.is_peer:
@@ -146,7 +134,7 @@ def _check_sampled(pair: Pair, method: Method, case: Case, test_texts: int) -> R
     found = _compare_greedy(pair, method, greedy_case, execute(pair, method, greedy_case), {})
     if not found["lossless"]:
         return found
-    return {"greedy_twin": True, **(probs_test(pair, method, case, test_texts) if test_texts else {})}
+    return {"greedy_identical": True, **(probs_test(pair, method, case, test_texts) if test_texts else {})}
 
 
 def probs_test(pair: Pair, method: Method, case: Case, texts: int) -> Record:

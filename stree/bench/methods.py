@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -104,7 +103,7 @@ def parse_methods(text: str, verifier: str = "auto") -> list[Method]:
         verifier: of the methods that name none.
 
     Raises:
-        ValueError: an unknown method (the message gives the nearest names) or a name given twice.
+        ValueError: an unknown method (the message lists the known ones) or a name given twice.
     """
     methods: dict[str, Method] = {}
     for name in re.split(r",(?=[a-z])", text.strip()):
@@ -156,9 +155,11 @@ def _parse_tree(text: str, name: str) -> tuple[Growth, int]:
             )
         if growth is not None:
             return _with_depth(growth, sized[3], name), int(sized[2])
-    growth = _growth(text)
-    if growth is None:
-        raise ValueError(_unknown(text, name))
+    try:
+        growth = parse_growth(text)
+    except ValueError as error:
+        known = ", ".join([*ALONE, *RETRIEVAL, "unrolled"])
+        raise ValueError(f"method {name!r} is unknown; known are {known}, and growths: {error}") from error
     return growth, _nodes(growth)
 
 
@@ -188,17 +189,3 @@ def _nodes(growth: Growth) -> int:
             continue  # a fixed shape larger than this
         return plan.num_nodes + 1 if plan.is_fixed else BUDGET
     raise ValueError(f"a tree of {type(growth).__name__} has more than 1024 nodes")
-
-
-def _unknown(text: str, name: str) -> str:
-    """Describe an unknown method, with the nearest known names."""
-    try:
-        parse_growth(text)
-    except ValueError as error:
-        reason = str(error)
-    growths = set(re.findall(r"\b[a-z]{3,}[a-z0-9-]*", reason.split(" got ")[0])) - {"growth", "must"}
-    known = [*ALONE, *RETRIEVAL, "unrolled", *sorted(growths)]
-    kind = re.split("[:@]", text)[0]
-    near = difflib.get_close_matches(kind, known, 3, 0.5)
-    hint = f"did you mean {' or '.join(near)}? " if near and kind not in near else ""
-    return f"method {name!r} is unknown: {hint}Known are {', '.join(known[: -len(growths) or None])}; {reason}"

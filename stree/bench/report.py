@@ -11,9 +11,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from stree.bench.directory import read_about
 from stree.bench.records import Record, read
-from stree.bench.summary import PARTS, Ratio, summarise
+from stree.bench.summary import PARTS, Ratio, summarise, verdict_text
 
-__all__ = ["HEADINGS", "LoadedRun", "load_runs", "markdown", "verdict_text", "write_page"]
+__all__ = ["HEADINGS", "LoadedRun", "load_runs", "markdown", "write_page"]
 
 HEADINGS = {  # column -> heading
     "suite": "suite",
@@ -116,31 +116,6 @@ def cells(row: Record) -> Mapping[str, str]:
         "distinct_4grams": f"{row['distinct_4grams']:.2f}",
         "output": verdict_text(row),
     }
-
-
-def verdict_text(row: Record) -> str:
-    """Describe how an output was checked and with what result."""
-    if row["status"] == "unavailable":
-        return f"cannot run: {row['reason']}"
-    if row["status"] == "failed":
-        if "logit_gap" in row:
-            return f"FAILS: differs, logit gap {row['logit_gap']:.2g} of {row['logit_scale']:.2g}"
-        return f"FAILS: p = {row['p_value']:.1g}" if "p_value" in row else "FAILS: differs"
-    if row["method"].startswith("lossy"):
-        return f"LOSSY by design ({row['verifier']})"
-    if row["drafter"] == "transformers":
-        return "the reference" if row["temperature"] == 0 else "own random numbers"
-    if row["lossless"] is None and row["drafter"] == "none":
-        return "the reference"
-    if row["lossless"] is None:
-        return (
-            f"{'greedy identical' if row['greedy_twin'] else 'not checked'}, distribution untested ({row['verifier']})"
-        )
-    if row["p_value"] is not None:
-        return f"target's distribution, p = {row['p_value']:.2g} ({row['verifier']})"
-    if row["near_ties"]:
-        return f"near-ties, gap <= {row['largest_gap']:.0e} of scale ({row['verifier']})"
-    return f"identical ({row['verifier']})"
 
 
 def _ratio(value: Ratio | None) -> str:

@@ -1,4 +1,4 @@
-"""The run: tune, check, measure, write.
+"""``stree bench run``: tune, check, measure, write; a run goes on in its directory where it stopped.
 
 All methods run a batch of prompts before the next begins, in an order that turns with every batch, so that a machine's
 drift affects all of them equally.
@@ -6,37 +6,32 @@ drift affects all of them equally.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from stree.bench.directory import RunDirectory, finished_keys
 from stree.bench.execute import Case, Run, execute, figures
-from stree.bench.lossless import check_method, describe, judge, reason_of
+from stree.bench.lossless import check_method, judge, reason_of
 from stree.bench.methods import Method, parse_methods
 from stree.bench.pair import Pair
 from stree.bench.plan import Block, Key, Settings, Suite, plan_blocks
-from stree.bench.records import Record, quantiles
+from stree.bench.records import Record, environment, quantiles
+from stree.bench.summary import verdict_text
 from stree.decode.step_cache import rounded, step_cache_of
+from stree.files import alone_in
 
-__all__ = ["Reporter", "Runner"]
+__all__ = ["Runner", "run_bench"]
 
+ENV = ("device", "threads", "torch", "triton", "transformers", "commit", "dirty", "date")  # in every record
 NUM_CHECKED = 1  # prompts of each suite whose output is compared before timing
 
 (PLAIN,) = parse_methods("plain")
-
-
-@dataclass(frozen=True, slots=True)
-class Reporter:
-    """Receives what a run reports.
-
-    Attributes:
-        say: prints a line above the progress bar.
-        advance: counts runs of a method that are done.
-    """
-
-    say: Callable[[str], None]
-    advance: Callable[[int], None]
 
 
 class Runner:
@@ -48,8 +43,11 @@ class Runner:
         suites: prompts.
         settings: how they are run.
         directory: where records go.
-        base: fields of every record: bench, dtype, env.
-        reporter: of lines and of finished runs.
+        env: environment of this start; some of it is in every record.
+
+    Attributes:
+        say: called with every line that is reported.
+        advance: called with the number of runs of a method that are done.
     """
 
     def __init__(
@@ -59,12 +57,13 @@ class Runner:
         suites: Sequence[Suite],
         settings: Settings,
         directory: RunDirectory,
-        *,
-        base: Record,
-        reporter: Reporter,
+        env: Record,
     ) -> None:
         self.pair, self.methods, self.suites, self.settings = pair, list(methods), list(suites), settings
-        self.directory, self.base, self.reporter = directory, base, reporter
+        self.directory = directory
+        self.base = {"bench": "run", "dtype": pair.dtype, "env": {name: env[name] for name in ENV if name in env}}
+        self.say: Callable[[str], None] = print
+        self.advance: Callable[[int], None] = lambda count: None
         self.blocks = plan_blocks(suites, settings)
         self._shapes: set[tuple[int, int]] = set()  # of the texts so far: sequences and rounded length
         directory.keep(finished_keys(self.blocks, self.methods, directory.records))
@@ -77,7 +76,7 @@ class Runner:
     def run(self) -> None:
         """Run every block that is not finished."""
         finished = finished_keys(self.blocks, self.methods, self.directory.records)
-        self.reporter.advance(len(finished) * len(self.methods))
+        self.advance(len(finished) * len(self.methods))
         for suite in self.suites:
             for temperature in self.settings.temperatures:
                 todo = [
@@ -114,7 +113,7 @@ class Runner:
         values = {"depth": depth, "is_held_out": suite.is_held_out, "tokens_per_s_by_depth": speeds}
         self.directory.add([self._record("tuning", method, params, **values)])
         where = "held-out prompts" if suite.is_held_out else "the measured prompts: the file has no others"
-        self.reporter.say(f"{suite.name}, T {temperature:g}: {method.name} is tuned to depth {depth} on {where}")
+        self.say(f"{suite.name}, T {temperature:g}: {method.name} is tuned to depth {depth} on {where}")
         return method.with_depth(depth)
 
     def _checked(self, methods: Sequence[Method], suite: Suite, temperature: float) -> list[Method]:
@@ -134,7 +133,7 @@ class Runner:
                 runnable.append(method)
             else:
                 where = f"{suite.name}, T {temperature:g}"
-                self.reporter.say(f"{where}: {method.name} {describe(verdict)}; it is not timed")
+                self.say(f"{where}: {method.name} {verdict_text(verdict)}; it is not timed")
         return runnable
 
     def _measure(self, block: Block, number: int, methods: list[Method]) -> list[Method]:
@@ -143,8 +142,8 @@ class Runner:
         if not self._fits(prompts):
             reason = f"a prompt and {self.settings.max_new_tokens} new tokens exceed {self.pair.target.max_length}"
             self.directory.add([self._record("skipped", PLAIN, block.params, reason=reason)])
-            self.reporter.say(f"{block.key[0]}: prompts {block.params['prompts']} are left out: {reason}")
-            self.reporter.advance(len(self.methods))
+            self.say(f"{block.key[0]}: prompts {block.params['prompts']} are left out: {reason}")
+            self.advance(len(self.methods))
             return methods
         self._keep_graphs(prompts)
         case = self._case(prompts, block.key[3])
@@ -158,9 +157,9 @@ class Runner:
                 params = {"suite": block.key[0], "temperature": block.key[3]}
                 verdict = {"status": "unavailable", "reason": reason_of(error)}
                 failed.append(self._record("check", method, params, **verdict))
-                self.reporter.say(f"{block.key[0]}: {method.name} {describe(verdict)}; it is not timed any more")
-            self.reporter.advance(1)
-        self.reporter.advance(len(self.methods) - len(methods))
+                self.say(f"{block.key[0]}: {method.name} {verdict_text(verdict)}; it is not timed any more")
+            self.advance(1)
+        self.advance(len(self.methods) - len(methods))
         going = [method for method in methods if method.name in runs]
         self.directory.add([*failed, *(self._timed(block, method, runs, case) for method in going)])
         return going
@@ -218,3 +217,48 @@ class Runner:
     def _record(self, metric: str, method: Method, params: Record, **values: Any) -> Record:
         """Begin a record."""
         return {**self.base, "provider": method.name, "params": params, "metric": metric, **values}
+
+
+def run_bench(
+    pair: Pair, methods: Sequence[Method], suites: Sequence[Suite], settings: Settings, out: Path, *, force: bool
+) -> None:
+    """Run what is not finished in ``out``.
+
+    Raises:
+        ValueError: the directory holds another run, or another process writes into it; nothing has run then.
+    """
+    env = environment(pair.target.device)
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with alone_in(out), Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+        config = _config(pair, methods, suites, settings, env)
+        directory = RunDirectory(out, config, {**env, "command": command}, force=force)
+        task = bar.add_task("measuring")
+
+        runner = Runner(pair, methods, suites, settings, directory, env)
+        runner.say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        runner.advance = partial(bar.advance, task)
+        bar.update(task, total=runner.num_runs)
+        try:
+            runner.run()
+        except (KeyboardInterrupt, OSError):
+            runner.say(
+                f"stopped; what is finished is kept in {directory.path}, and the same command goes on from there"
+            )
+            raise
+
+
+def _config(pair: Pair, methods: Sequence[Method], suites: Sequence[Suite], settings: Settings, env: Record) -> Record:
+    """Gather the settings that all records of one table must share."""
+    target, drafter = pair.names
+    return {
+        "target": target,
+        "drafter": drafter,
+        "device": env["device"],
+        "dtype": pair.dtype,
+        "threads": env["threads"],
+        "suites": {s.name: {"prompts": len(s.prompts), "file": s.digest} for s in suites},
+        "methods": [f"{method.name} ({method.verifier})" for method in methods],
+        **{name: getattr(settings, name) for name in settings.__slots__},
+    }

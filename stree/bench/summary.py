@@ -12,7 +12,7 @@ from scipy.stats import bootstrap
 
 from stree.bench.records import Record
 
-__all__ = ["PARTS", "Ratio", "interval", "mean_tau", "summarise"]
+__all__ = ["PARTS", "Ratio", "interval", "mean_tau", "summarise", "verdict_text"]
 
 PARTS = ("draft", "verify", "accept", "commit")
 
@@ -113,7 +113,7 @@ def _figures(blocks: Sequence[Record], check: Record) -> Record:
         "near_ties": len(gaps),
         "largest_gap": max(gaps, default=0.0),
         "p_value": check.get("p_value"),
-        "greedy_twin": check.get("greedy_twin", False),
+        "greedy_identical": check.get("greedy_identical", check.get("greedy_twin", False)),  # or its older name
         **{f"{part}_ms": 1e3 * sum(block[f"{part}_s"] for block in blocks) / steps for part in PARTS},
     }
 
@@ -144,3 +144,27 @@ def _seconds(blocks: Blocks, keys: Iterable[tuple[int, int]]) -> list[float]:
         record = blocks[batch, turn]
         sums[batch] += len(record["params"]["prompts"]) / record["p50"]
     return list(sums.values())
+
+
+def verdict_text(row: Record) -> str:
+    """Describe how an output was checked and with what result: of a row, or of a check that was not passed."""
+    if row["status"] == "unavailable":
+        return f"cannot run: {row['reason']}"
+    if row["status"] == "failed":
+        if "logit_gap" in row:
+            return f"FAILS: differs, logit gap {row['logit_gap']:.2g} of {row['logit_scale']:.2g}"
+        return f"FAILS: p = {row['p_value']:.1g}" if "p_value" in row else "FAILS: differs"
+    if row["method"].startswith("lossy"):
+        return f"LOSSY by design ({row['verifier']})"
+    if row["drafter"] == "transformers":
+        return "the reference" if row["temperature"] == 0 else "own random numbers"
+    if row["lossless"] is None and row["drafter"] == "none":
+        return "the reference"
+    if row["lossless"] is None:
+        checked = "greedy identical" if row["greedy_identical"] else "not checked"
+        return f"{checked}, distribution untested ({row['verifier']})"
+    if row["p_value"] is not None:
+        return f"target's distribution, p = {row['p_value']:.2g} ({row['verifier']})"
+    if row["near_ties"]:
+        return f"near-ties, gap <= {row['largest_gap']:.0e} of scale ({row['verifier']})"
+    return f"identical ({row['verifier']})"

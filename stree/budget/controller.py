@@ -16,9 +16,9 @@ __all__ = ["SIZES", "START", "BudgetController", "StepHistory"]
 
 SIZES = (1, 8, 16, 32, 64)  # nodes a step, root included; 1 is plain decoding
 START = 16  # size of the first steps, while nothing is known
-# Accepted nodes of a tree over those of a tree of START nodes on the same text.  Rough values set by hand; for
-# the bundled pair benchmarks/results/who-wins gives 0.85 (8 nodes), 1.3 (32) and 1.43 (64).
-GAIN = {1: 0.0, 8: 0.75, 16: 1.0, 32: 1.25, 64: 1.4}
+# Accepted nodes of a tree over those of a tree of START nodes on the same text: the bundled pair, from
+# benchmarks/results/who-wins.
+GAIN = {1: 0.0, 8: 0.85, 16: 1.0, 32: 1.3, 64: 1.43}
 TIMES = 25  # steps of a size whose median is its time: robust against single slow steps
 PLAIN_AT = (4, 7)  # steps of a first generation that decode plainly, so that plain decoding has a time
 # The numbers below were set by hand on the first five prompts of HumanEval, GSM8K and MT-Bench.
@@ -26,9 +26,9 @@ MARGIN = 0.08  # share by which another size must be better before it is taken; 
 PRIOR_STEPS = 12.0  # weight of earlier generations in a new one's acceptance level, in steps of one sequence
 MEMORY_STEPS = 40.0  # steps over which a sequence's acceptance level is averaged
 OLDEST_STEPS = 4.0  # weight of an acceptance level that has aged during plain decoding
-FIRST_PROBE, PROBE_EVERY, MAX_PROBE_EVERY = 8, 16, 128  # steps between tries of another size; doubled after each
-PROBE_SHARE = 0.03  # of the time that tries of another size may take
-EARLIER = 0.02  # weight of one step in the level that is handed on to later generations
+FIRST_PROBE, LEAST_INTERVAL = 8, 12  # steps before the first try of another size, and between two of them
+PROBE_SHARE = 0.02  # of the time that tries of another size may lose, by what is known of it
+EARLIER_STEPS = 50.0  # steps over which the level that is handed on to later generations is averaged
 
 
 @dataclass(slots=True)
@@ -37,11 +37,13 @@ class StepHistory:
 
     Attributes:
         seconds: the last step times of each size.
-        level: accepted nodes of a step of START nodes, averaged over earlier generations; None before the first.
+        level: accepted nodes of a step of START nodes, averaged over earlier generations.
+        num_steps: steps that this average counts, at most EARLIER_STEPS a sequence; 0 before the first.
     """
 
     seconds: dict[int, deque[float]] = field(default_factory=dict)
-    level: float | None = None
+    level: float = 0.0
+    num_steps: float = 0.0
 
     def time(self, size: int) -> float | None:
         """Return the median seconds of a step, or None for a size that has not been timed."""
@@ -71,12 +73,10 @@ class BudgetController:
         if not sizes or sizes[0] != 1 or list(sizes) != sorted(set(sizes)):
             raise ValueError(f"sizes must ascend from 1, plain decoding, got {list(sizes)}")
         self._sizes, self._history = list(sizes), history
-        self._level, self._weight = history.level or 0.0, 0.0 if history.level is None else PRIOR_STEPS
-        self._step, self._next_probe, self._probe_every = 0, FIRST_PROBE, PROBE_EVERY
+        self._level, self._weight = history.level, min(history.num_steps, PRIOR_STEPS)
+        self._step, self._next_probe = 0, FIRST_PROBE
         self.current = min(sizes[1:] or sizes, key=lambda size: abs(size - start))
         self.current = self._best()
-        if history.time(1) is not None:
-            self._next_probe = max(FIRST_PROBE, self._probe_interval() // 2)
 
     def choose(self) -> int:
         """Return the size of the next step."""
@@ -86,11 +86,10 @@ class BudgetController:
             return 1 if self._step in PLAIN_AT and not is_timed else self.current
         best = self._best()
         if best != self.current:
-            self.current, self._probe_every = best, PROBE_EVERY
+            self.current = best
             self._next_probe = self._step + self._probe_interval()
         elif self._step >= self._next_probe:
             self._next_probe = self._step + self._probe_interval()
-            self._probe_every = min(2 * self._probe_every, MAX_PROBE_EVERY)
             return self._probe()
         return self.current
 
@@ -113,8 +112,9 @@ class BudgetController:
         level = sum(count - 1 for count in num_emitted) / rows / self._gain(size)
         self._weight = min(self._weight + rows, MEMORY_STEPS * rows)
         self._level += rows / self._weight * (level - self._level)
-        earlier = self._history.level
-        self._history.level = level if earlier is None else earlier + EARLIER * (level - earlier)
+        history = self._history
+        history.num_steps = min(history.num_steps + rows, EARLIER_STEPS * rows)
+        history.level += rows / history.num_steps * (level - history.level)
 
     def _gain(self, size: int) -> float:
         """Return accepted nodes relative to a tree of START nodes; 1 for a fixed shape of another size."""
@@ -133,10 +133,13 @@ class BudgetController:
         return best if self._weight and current and self._goodput(best) > (1 + MARGIN) * current else self.current
 
     def _probe_interval(self) -> int:
-        """Return the steps until another size is tried, so that tries take at most PROBE_SHARE of the time."""
-        own, other = self._history.time(self.current), self._history.time(self._probe())
-        extra = (other - own) / own if own and other else 0.0
-        return max(self._probe_every, round(extra / PROBE_SHARE))
+        """Return the steps until another size is tried, so that tries lose at most PROBE_SHARE of the time."""
+        other = self._probe()
+        own, seconds = self._history.time(self.current), self._history.time(other)
+        if not own or not seconds:
+            return LEAST_INTERVAL
+        lost = max(1 - self._goodput(other) / self._goodput(self.current), 0.0) * seconds / own  # in own steps
+        return max(LEAST_INTERVAL, round(lost / PROBE_SHARE))
 
     def _probe(self) -> int:
         """Return another size to try: a neighbour that has not been timed, else the next best."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -98,7 +100,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from stree.bench.plan import Settings, read_suites
     from stree.bench.prompts import parse_suites
     from stree.bench.report import load_runs, write_page
-    from stree.bench.run import run_bench
+    from stree.bench.runner import run_bench
 
     if arguments.limit < 0:
         raise ValueError(f"--limit must not be negative, got {arguments.limit}")
@@ -153,10 +155,27 @@ def _print_runs(runs: Any, *, as_json: bool) -> None:
 
 
 def _kernels(arguments: argparse.Namespace) -> int:
-    """Run ``stree bench kernels``."""
-    from stree.bench.kernels import run_kernels
+    """Run ``stree bench kernels``: the kernel cases of the repository's GPU suite, in a process of its own."""
+    import torch
 
-    return run_kernels(smoke=arguments.smoke, out=arguments.out)
+    from stree.bench.records import ROOT
+
+    if not (ROOT / "benchmarks" / "gpu" / "suite.py").is_file():
+        raise ValueError("kernel benches are run from a checkout of the repository: benchmarks/gpu/suite.py is missing")
+    if not (arguments.smoke or torch.cuda.is_available()):
+        raise ValueError("kernel benches need a CUDA device; --smoke runs tiny sizes under Triton's interpreter")
+    environment = {**os.environ, **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})}
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.suite",
+        "--parts",
+        "kernels",
+        "--out",
+        str(arguments.out.resolve()),
+    ]
+    command += ["--smoke"] if arguments.smoke else []
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
 def _profile(arguments: argparse.Namespace) -> int:

@@ -59,19 +59,11 @@ def _add_drafting(command: argparse.ArgumentParser) -> None:
 
 def _generate(arguments: argparse.Namespace) -> int:
     """Run ``stree generate``."""
-    from stree.growth import parse_growth
-    from stree.sampling import Sampling
-
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
-    growth = None if arguments.growth is None else parse_growth(arguments.growth)
-    text = arguments.budget
-    budget: int | str | None = int(text) if text is not None and text.lstrip("-").isdigit() else text
+    options = _options(arguments)  # before a model is loaded, so that mistakes are named at once
     prompt = _prompt(arguments)
 
     from transformers import TextStreamer
     from transformers.utils import logging
-
-    from stree.generation import GenerationError, GenerationInterrupted, generate
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -80,40 +72,45 @@ def _generate(arguments: argparse.Namespace) -> int:
     lm.captures_steps = False if arguments.eager else None
     tokenizer = _tokenizer(arguments, target)
     stop = lm.model.generation_config.eos_token_id
-    stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
-    drafter = _drafter(arguments, tokenizer, stops)
-    prompt_ids = _encode(arguments, tokenizer, prompt)
-    streamer: Any = _Progress(arguments.max_new_tokens) if arguments.json else TextStreamer(tokenizer)
-    status = 0
-    try:
-        output = generate(
-            lm,
-            [prompt_ids],
-            drafter,
-            growth=growth,
-            budget=budget,
-            verifier=arguments.verifier,
-            sampling=sampling,
-            max_new_tokens=arguments.max_new_tokens,
-            stop_token_ids=stops,
-            seed=arguments.seed,
-            streamer=streamer,
-        )
-    except GenerationInterrupted as interrupt:
-        streamer.end()
-        output, status = interrupt.output, 130
-        if not output.sequences:  # while sizes were measured
-            return status
-    except GenerationError as error:
-        streamer.end()
-        print(f"stree: error: {error}", file=sys.stderr)
-        output, status = error.output, 2
-    report = _report(arguments, output, tokenizer, lm)
-    if arguments.json:
-        print(json.dumps(report))
-    else:
-        print(_summary(report), file=sys.stderr)
+    options["stop_token_ids"] = stop if isinstance(stop, list) else [] if stop is None else [stop]
+    drafter = _drafter(arguments, tokenizer, options["stop_token_ids"])
+    options["streamer"] = _Progress(arguments.max_new_tokens) if arguments.json else TextStreamer(tokenizer)
+    output, status = _run(lm, _encode(arguments, tokenizer, prompt), drafter, options)
+    if output.sequences:  # none where it was interrupted while step times were profiled
+        report = _report(arguments, output, tokenizer, lm)
+        print(json.dumps(report) if arguments.json else _summary(report), file=None if arguments.json else sys.stderr)
     return status
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Options of ``stree.generate``."""
+    from stree.growth import parse_growth
+    from stree.sampling import Sampling
+
+    budget = arguments.budget
+    return {
+        "sampling": Sampling(arguments.temperature, arguments.top_k, arguments.top_p),
+        "growth": None if arguments.growth is None else parse_growth(arguments.growth),
+        "budget": int(budget) if budget is not None and budget.lstrip("-").isdigit() else budget,
+        "verifier": arguments.verifier,
+        "max_new_tokens": arguments.max_new_tokens,
+        "seed": arguments.seed,
+    }
+
+
+def _run(lm: Any, prompt_ids: list[int], drafter: Any, options: dict[str, Any]) -> tuple[Any, int]:
+    """Generate; return what was generated, also until an error or Ctrl-C, and the exit status."""
+    from stree.generation import GenerationError, GenerationInterrupted, generate
+
+    try:
+        return generate(lm, [prompt_ids], drafter, **options), 0
+    except GenerationInterrupted as interrupt:
+        options["streamer"].end()
+        return interrupt.output, 130
+    except GenerationError as error:
+        options["streamer"].end()
+        print(f"stree: error: {error}", file=sys.stderr)
+        return error.output, 2
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
@@ -169,10 +166,10 @@ def _drafter(arguments: argparse.Namespace, tokenizer: Any, stops: Sequence[int]
     if arguments.datastore is not None and name != "suffix" and not is_fused:
         raise ValueError(f"--datastore is read by --drafter suffix and fused, got {name!r}")
     if name in ("suffix", "none"):
-        for option, given in (("growth", arguments.growth), ("drafter-vocab", arguments.drafter_vocab)):
-            if given is not None:
-                what = "shapes the trees of a draft model" if option == "growth" else "trims a draft model's head"
-                raise ValueError(f"--{option} {what}; --drafter {name} has none")
+        if arguments.growth is not None:
+            raise ValueError(f"--growth shapes the trees of a draft model; --drafter {name} has none")
+        if arguments.drafter_vocab is not None:
+            raise ValueError(f"--drafter-vocab trims a draft model's head; --drafter {name} has none")
         return NoDrafter() if name == "none" else SuffixDrafter(_datastore(arguments, tokenizer))
     if is_fused:
         name = rest or "bundled"

@@ -38,11 +38,8 @@ def describe_model(config: Any, dtype: Any, *, trust_remote_code: bool = False) 
     Returns:
         A JSON-able dict; where ``is_supported`` is False, ``reason`` says why and there are no sizes.
     """
-    from stree.decode.cuda_graphs import MOST_GRAPHS
-    from stree.decode.memory import state_bytes
-    from stree.decode.step_cache import MAX_DECODE_STEPS
     from stree.models.families import config_of_text_model, family_of
-    from stree.models.state_size import empty_model, measure_state
+    from stree.models.state_size import empty_model
     from stree.models.tree_lm import TreeLM
 
     config = config_of_text_model(config)
@@ -60,11 +57,18 @@ def describe_model(config: Any, dtype: Any, *, trust_remote_code: bool = False) 
         lm = TreeLM(empty_model(config, dtype, trust_remote_code=trust_remote_code))
     except NotImplementedError as error:
         return {**report, "is_supported": False, "reason": str(error)}
+    return {**report, "is_supported": True, "reason": None, **_sizes(lm)}
+
+
+def _sizes(lm: Any) -> dict[str, Any]:
+    """Bytes that decoding takes, and what is kept of captured steps."""
+    from stree.decode.cuda_graphs import MOST_GRAPHS
+    from stree.decode.memory import state_bytes
+    from stree.decode.step_cache import MAX_DECODE_STEPS
+    from stree.models.state_size import measure_state
+
     memory = measure_state(lm)
     return {
-        **report,
-        "is_supported": True,
-        "reason": None,
         "layers": memory.layers,
         "num_parameters": sum(parameter.numel() for parameter in lm.model.parameters()),
         "max_length": lm.max_length,
@@ -75,8 +79,8 @@ def describe_model(config: Any, dtype: Any, *, trust_remote_code: bool = False) 
         "kv_stash_bytes_per_node": memory.kv_stash_per_node,
         "nodes_per_state": memory.state / memory.stash_per_node if memory.state else None,
         "graphs": {
-            "programs": MAX_DECODE_STEPS, "graphs_per_program": MOST_GRAPHS, "max_length": LENGTH, "max_nodes": NODES,
-            "state_bytes": state_bytes(lm, 1, LENGTH, NODES),
+            "decode_steps": MAX_DECODE_STEPS, "graphs_per_decode_step": MOST_GRAPHS, "max_length": LENGTH,
+            "max_nodes": NODES, "state_bytes": state_bytes(lm, 1, LENGTH, NODES),
         },
     }  # fmt: skip
 
@@ -117,7 +121,7 @@ def _page(report: dict[str, Any]) -> str:
     lines["stash, keys"] = f"{_size(report['kv_stash_bytes_per_node'])} a node"
     graphs = report["graphs"]
     lines["CUDA graphs"] = (
-        f"kept for at most {graphs['programs']} kinds of batch, {graphs['graphs_per_program']} graphs each; "
+        f"kept for at most {graphs['decode_steps']} kinds of batch, {graphs['graphs_per_decode_step']} graphs each; "
         f"{_size(graphs['state_bytes'])} a sequence of {graphs['max_length']:,} tokens and {graphs['max_nodes']} nodes"
     )
     lines["supported"] = "yes"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stree.decode.cuda_graphs import Graphs
+from stree.decode.request import Request
 from stree.decode.step import DecodeStep
 from stree.decode.step_result import StepResult
 from stree.decode.timing import Shares, StepTimer
@@ -23,7 +24,6 @@ from stree.drafters import Draft, Drafter, DraftRun
 from stree.growth import Growth
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
-from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify import DELTA, DraftProbs
 
@@ -37,21 +37,21 @@ class CapturedStep(DecodeStep):
 
     graphs: Graphs
 
-    def __init__(self, lm: TreeLM, state: DecodeState, rng: Random, *, graphs: Graphs, **options: Any) -> None:
-        super().__init__(lm, state, rng, **options)
+    def __init__(self, lm: TreeLM, state: DecodeState, *, graphs: Graphs, **options: Any) -> None:
+        super().__init__(lm, state, **options)
         self.graphs = graphs
-        self._inputs = _DraftInputs(len(self.pending), self.pending.device)
+        self._inputs = _DraftInputs(len(state.lengths), state.lengths.device)
         self._shares: dict[Hashable, Shares] = {}  # of a replay's time, by kind of work
         self._version: tuple[DraftRun, int] | None = None  # of the tensors that the present graphs read and write
 
-    def fill(self, drafter: Drafter, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Tensor:
+    def fill(self, drafter: Drafter, requests: Sequence[Request]) -> Tensor:
         """As ``DecodeStep.fill``; the run may capture parts of its work."""
-        logits = super().fill(drafter, prompts, max_new_tokens, seed)
+        logits = super().fill(drafter, requests)
         self.run.capture = self._capture_part
         return logits
 
     def _launch(self, growth: Growth | None, budget: int) -> StepResult:
-        timer = StepTimer(self.pending.device)
+        timer = StepTimer(self.state.lengths.device)
         if self.run.is_capturable:
             return self._launch_whole(growth, budget, timer)
         draft = self._propose(growth, budget)
@@ -84,7 +84,7 @@ class CapturedStep(DecodeStep):
 
         def work() -> StepResult:
             padded = TokenTree.unchecked(tree.tokens, tree.parents)
-            return self._verify(Draft(padded, probs, depth), StepTimer(self.pending.device))
+            return self._verify(Draft(padded, probs, depth), StepTimer(self.state.lengths.device))
 
         result, _ = self._replay(key, work, timer)
         self._observe(result.acceptance)

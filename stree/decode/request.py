@@ -1,4 +1,4 @@
-"""What a caller asks of a generation."""
+"""What a caller asks of a generation: the arguments of ``generate``, and one request per sequence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stree.decode.logits_processors import NodeProcessor
 from stree.growth import Growth
 from stree.sampling import Sampling
 
-__all__ = ["Observer", "Request", "Slots", "Streamer"]
+__all__ = ["Batch", "GenerateArguments", "Observer", "Request", "Streamer"]
 
 
 class Streamer(Protocol):
@@ -41,7 +41,7 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Request:
+class GenerateArguments:
     """Arguments of ``generate`` beside models, drafter and prompts, and what only callers within the library pass.
 
     Attributes:
@@ -53,10 +53,10 @@ class Request:
     growth: Growth | None = None
     budget: int | str | None = None
     verifier: str = "auto"
-    sampling: Sampling = Sampling()
-    max_new_tokens: int = 128
-    stop_token_ids: Iterable[int] | None = None
-    seed: int = 0
+    sampling: Sampling | Sequence[Sampling] = Sampling()
+    max_new_tokens: int | Sequence[int] = 128
+    stop_token_ids: Iterable[int] | Sequence[Iterable[int]] | None = None
+    seed: int | Sequence[int] = 0
     streamer: Streamer | None = None
     max_batch: int | None = None
     max_length: int | None = None
@@ -67,18 +67,50 @@ class Request:
     policy: Callable[[Growth | None, Sequence[int]], BudgetPolicy] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """Prompts, and the rows of the batch that run them.
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One sequence to decode.
 
     Attributes:
-        prompts: tokens, and why they cannot be run or None.
-        max_batch: most sequences at once.
-        max_length: most tokens of a prompt and its new ones.
-        refills: whether a prompt takes the row of a sequence that has finished.
+        prompt: its tokens.
+        sampling: how its tokens are drawn.
+        max_new_tokens: most new tokens.
+        stop_token_ids: tokens that end it.
+        seed: of its random numbers.
+        sequence: the second word of its random numbers, beside the seed; the place of a prompt in ``generate``.
+        problem: why it cannot be run, or None.
     """
 
-    prompts: Iterator[tuple[list[int], str | None]]
+    prompt: list[int]
+    sampling: Sampling = Sampling()
+    max_new_tokens: int = 128
+    stop_token_ids: frozenset[int] = frozenset()
+    seed: int = 0
+    sequence: int = 0
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The requests of a generation, and the size of the batch that runs them.
+
+    Attributes:
+        requests: in the order of the prompts; read as rows become free.
+        kinds: the sampling parameters of all of them.
+        most_stops: most stop tokens of one of them.
+        max_batch: most sequences at once.
+        max_length: most tokens of a prompt and its new ones.
+        refills: whether a request takes the row of a sequence that has ended.
+    """
+
+    requests: Iterator[Request]
+    kinds: frozenset[Sampling]
+    most_stops: int
     max_batch: int
     max_length: int
     refills: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether all requests are greedy."""
+        return all(kind.is_greedy for kind in self.kinds)

@@ -2,75 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from stree.decode.request import Request, Slots
+from stree.decode.request import Observer, Request, Streamer
 
-__all__ = ["Sequences"]
+__all__ = ["Sequence", "Sequences"]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The text of one request.
+
+    Attributes:
+        request: what was asked for.
+        new: its new tokens.
+        reason: why it has ended, or None: "stop", "length", "cancelled", or why it was refused.
+        is_ending: whether it was cancelled while a step was running that was not read yet.
+    """
+
+    request: Request
+    new: list[int] = field(default_factory=list)
+    reason: str | None = None
+    is_ending: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and new tokens."""
+        return self.request.prompt + self.new
 
 
 class Sequences:
-    """Sequences in the order of their prompts; every row of the batch holds one of them at a time.
+    """The sequences of a batch, in the order of their requests; every row of the batch holds one of them at a time.
 
     Args:
-        slots: prompts.
-        request: stop tokens, limits, streamer and observer.
+        streamer: receives the tokens, or None.
+        observer: observes every token, and may end a sequence, or None.
+        cancelled: asked by a request's ``sequence`` whether that one shall end, or None.
 
     Attributes:
-        prompts: of the sequences that were begun.
-        new: their new tokens.
-        reasons: why they have ended, or None.
-        rows: the sequence that each row of the batch holds.
+        all: the sequences, refused ones included.
+        observer: observes every token, or None.
+        rows: the sequence that each row of the batch holds; one that has ended where the row is free.
     """
 
-    def __init__(self, slots: Slots, request: Request) -> None:
-        self.prompts: list[list[int]] = []
-        self.new: list[list[int]] = []
-        self.reasons: list[str | None] = []
-        self.rows: list[int] = []
-        self.stop = frozenset(request.stop_token_ids or ())
-        self._max_new_tokens = request.max_new_tokens
-        self._streamer, self._observer, self._cancelled = request.streamer, request.observer, request.cancelled
-        self._queue = iter(slots.prompts)
-        self._ending: set[int] = set()  # cancelled, with a step that was not read yet
+    def __init__(
+        self,
+        streamer: Streamer | None = None,
+        observer: Observer | None = None,
+        cancelled: Callable[[int], bool] | None = None,
+    ) -> None:
+        self.all: list[Sequence] = []
+        self.rows: list[Sequence] = []
+        self.observer, self._streamer, self._cancelled = observer, streamer, cancelled
 
     @property
     def num_new_tokens(self) -> int:
         """Tokens emitted so far."""
-        return sum(map(len, self.new))
+        return sum(len(sequence.new) for sequence in self.all)
 
     @property
     def is_running(self) -> bool:
         """Whether a sequence has not ended."""
-        return None in self.reasons
+        return any(sequence.reason is None for sequence in self.rows)
 
-    def next_prompt(self) -> Sequence[int]:
-        """Look at the next prompt without taking it; a single token where it cannot be run."""
-        first = list(islice(self._queue, 1))
-        self._queue = chain(first, self._queue)
-        return next((prompt for prompt, problem in first if problem is None), [0])
+    def add(self, request: Request) -> Sequence:
+        """Append the sequence of a request; one that cannot be run has ended already."""
+        self.all.append(Sequence(request, reason=request.problem))
+        return self.all[-1]
 
-    def take(self, row: int | None = None) -> Iterator[list[int]]:
-        """Take prompts that can be run from the queue, each into a new row or into ``row``."""
-        for prompt, problem in self._queue:
-            self.prompts.append(prompt)
-            self.new.append([])
-            self.reasons.append(problem)
-            if problem is None:
-                sequence = len(self.prompts) - 1
-                if row is None:
-                    self.rows.append(sequence)
-                else:
-                    self.rows[row] = sequence
-                yield prompt
+    def begin(self, sequence: Sequence, row: int) -> None:
+        """Place a sequence in a row of the batch."""
+        self.rows[row] = sequence
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor(sequence.request.prompt))
 
-    def has_ended(self, row: int) -> bool:
-        """Whether the sequence of a row has ended."""
-        return self.reasons[self.rows[row]] is not None
+    def free_row(self) -> int | None:
+        """Return a row whose sequence has ended, or None."""
+        return next((row for row, sequence in enumerate(self.rows) if sequence.reason is not None), None)
 
     def append(self, row: int, tokens: list[int], logits: Tensor) -> bool:
         """Append tokens of a row, cut at its end, to its text; token i was drawn from logits[i].
@@ -79,23 +91,22 @@ class Sequences:
             Whether the sequence was ended by the host, which the device does not know yet.
         """
         sequence, is_ended = self.rows[row], False
-        if sequence in self._ending:  # the step was launched before the sequence was cancelled
-            self._end_cancelled(sequence)
-        if self.reasons[sequence] is not None or not tokens:
+        if sequence.is_ending:  # the step was launched before the sequence was cancelled
+            self._end(sequence, "cancelled")
+        if sequence.reason is not None or not tokens:
             return False
-        if self._observer is not None:
-            end = self._observer.observe(sequence, tokens, logits[: len(tokens)])
+        request = sequence.request
+        if self.observer is not None:
+            end = self.observer.observe(request.sequence, tokens, logits[: len(tokens)])
             is_ended = end is not None
             tokens = tokens[:end]
-        self.new[sequence] += tokens
-        if is_ended or tokens[-1] in self.stop:
-            self.reasons[sequence] = "stop"
-        elif len(self.new[sequence]) >= self._max_new_tokens:
-            self.reasons[sequence] = "length"
+        sequence.new += tokens
         if self._streamer is not None:
             self._streamer.put(torch.tensor(tokens))
-            if self.reasons[sequence] is not None:
-                self._streamer.end()
+        if is_ended or tokens[-1] in request.stop_token_ids:
+            self._end(sequence, "stop")
+        elif len(sequence.new) >= request.max_new_tokens:
+            self._end(sequence, "length")
         return is_ended
 
     def cancel(self, *, is_pipelined: bool) -> list[int]:
@@ -107,15 +118,15 @@ class Sequences:
             return []
         rows = []
         for row, sequence in enumerate(self.rows):
-            if self.reasons[sequence] is None and sequence not in self._ending and self._cancelled(sequence):
+            is_active = sequence.reason is None and not sequence.is_ending
+            if is_active and self._cancelled(sequence.request.sequence):
                 rows.append(row)
-                self._ending.add(sequence)
+                sequence.is_ending = is_pipelined
                 if not is_pipelined:
-                    self._end_cancelled(sequence)
+                    self._end(sequence, "cancelled")
         return rows
 
-    def _end_cancelled(self, sequence: int) -> None:
-        self._ending.discard(sequence)
-        self.reasons[sequence] = "cancelled"
+    def _end(self, sequence: Sequence, reason: str) -> None:
+        sequence.reason = reason
         if self._streamer is not None:
             self._streamer.end()

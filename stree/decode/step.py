@@ -8,13 +8,14 @@ replayed: see ``captured_step``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from stree.decode.cuda_graphs import Graphs
+from stree.decode.request import Request
 from stree.decode.step_result import StepResult
 from stree.decode.timing import StepTimer
 from stree.drafters import Draft, Drafter, DraftRun, NoDrafter, padded_prompts
@@ -22,7 +23,7 @@ from stree.growth import Growth
 from stree.kernels.step.bookkeeping import Texts, emit
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
-from stree.sampling import Random, Sampling
+from stree.sampling import BatchSampling, Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance, accept
 
@@ -34,20 +35,19 @@ logger = logging.getLogger("stree")
 class DecodeStep:
     """The steps of a batch of sequences, each of which starts where the last one ended on the device.
 
+    Everything that differs between sequences is a tensor with one row each, so one captured step serves all mixtures.
+
     Args:
         lm: the target.
         state: its state, empty.
-        rng: random numbers; its sequences are written, its positions are not used.
-        sampling: how the target's tokens are drawn.
+        sampling: how the tokens of each row are drawn; written when a sequence begins.
         verifier: see ``stree.accept``.
-        stop_token_ids: tokens that end a sequence.
+        most_stops: most stop tokens of a sequence.
 
     Attributes:
+        rng: random numbers, keyed by the seed of each row.
+        texts: pending tokens, counts, limits and stop tokens of each row.
         run: the drafter's run for the same sequences, from ``fill`` on.
-        pending: int64[batch], emitted tokens that were not yet run.
-        num_new: int64[batch], tokens emitted.
-        limit: int64[batch], most new tokens.
-        is_finished: bool[batch], inactive sequences.
         problem: why decoding went on without the drafter, or None.
         graphs: CUDA graphs of captured steps, or None where every operation of every step is launched.
     """
@@ -57,30 +57,29 @@ class DecodeStep:
     graphs: Graphs | None = None
 
     def __init__(
-        self,
-        lm: TreeLM,
-        state: DecodeState,
-        rng: Random,
-        *,
-        sampling: Sampling,
-        verifier: str,
-        stop_token_ids: Iterable[int],
+        self, lm: TreeLM, state: DecodeState, *, sampling: BatchSampling, verifier: str, most_stops: int = 0
     ) -> None:
-        self.lm, self.state, self.rng = lm, state, rng
-        self.sampling, self.verifier = sampling, verifier
-        self.pending = torch.zeros_like(rng.sequences)
-        self.num_new = torch.zeros_like(rng.sequences)
-        self.limit = torch.zeros_like(rng.sequences)
-        self.is_finished = torch.ones_like(rng.sequences, dtype=torch.bool)
-        self._stop = torch.tensor(sorted(stop_token_ids), dtype=torch.long, device=rng.sequences.device)
+        self.lm, self.state, self.sampling, self.verifier = lm, state, sampling, verifier
+        zeros = torch.zeros(len(state.lengths), dtype=torch.long, device=state.lengths.device)
+        self._seeds = zeros.clone()
+        self.rng = Random(self._seeds, zeros.clone(), zeros.clone())
+        stop = zeros.new_full((len(zeros), most_stops), -1)
+        self.texts = Texts(zeros.clone(), zeros.clone(), zeros.clone(), torch.ones_like(zeros, dtype=torch.bool), stop)
         self._is_filled = False
+        self._growth: tuple[Growth | None, Growth | None] = None, None  # the last one, and bound to the sampling
 
     def __call__(self, growth: Growth | None, budget: int) -> StepResult:
         """Launch a step of at most ``budget`` nodes a sequence."""
-        return self._launch(growth, budget).to_host()
+        return self._launch(self._bound(growth), budget).to_host()
+
+    def _bound(self, growth: Growth | None) -> Growth | None:
+        """Bind a growth to the batch's sampling parameters; the same object for the same growth."""
+        if growth is not self._growth[0]:
+            self._growth = growth, None if growth is None else growth.bind(self.sampling)
+        return self._growth[1]
 
     def _launch(self, growth: Growth | None, budget: int) -> StepResult:
-        timer = StepTimer(self.pending.device)
+        timer = StepTimer(self.state.lengths.device)
         draft = self._propose(growth, budget)
         timer.lap("draft_s")
         result = self._verify(draft, timer)
@@ -94,7 +93,7 @@ class DecodeStep:
         timer.lap("verify_s")
         rng = self.rng.at(self.state.lengths)
         acceptance = accept(draft.tree, logits, self.sampling, rng, draft.probs, self.verifier, draft.max_depth)
-        acceptance = replace(acceptance, path_lengths=acceptance.path_lengths.masked_fill(self.is_finished, 0))
+        acceptance = replace(acceptance, path_lengths=acceptance.path_lengths.masked_fill(self.texts.is_finished, 0))
         timer.lap("accept_s")
         self.lm.commit(self.state, acceptance.path, acceptance.path_lengths)
         timer.lap("commit_s")
@@ -105,10 +104,10 @@ class DecodeStep:
     def _propose(self, growth: Growth | None, budget: int) -> Draft:
         """Let the drafter propose; where it fails, decoding goes on without it."""
         try:
-            return self.run.propose(self.pending, growth, budget)
+            return self.run.propose(self.texts.pending, growth, budget)
         except Exception as problem:
             self._decode_without_drafter(problem)
-            return self.run.propose(self.pending, None, 1)
+            return self.run.propose(self.texts.pending, None, 1)
 
     def _observe(self, acceptance: Acceptance) -> None:
         """Pass the accepted paths to the drafter; where it fails, decoding goes on without it."""
@@ -119,8 +118,7 @@ class DecodeStep:
 
     def _emit(self, tree: TokenTree, acceptance: Acceptance) -> Tensor:
         """Append the accepted tokens, cut at stops and limits: see `stree.kernels.step.bookkeeping.emit`."""
-        texts = Texts(self.pending, self.num_new, self.limit, self.is_finished, self._stop)
-        return emit(tree.tokens, acceptance.path, acceptance.path_lengths, acceptance.next_token, texts)
+        return emit(tree.tokens, acceptance.path, acceptance.path_lengths, acceptance.next_token, self.texts)
 
     def _decode_without_drafter(self, problem: Exception) -> None:
         """Fail over to plain decoding."""
@@ -128,18 +126,17 @@ class DecodeStep:
         self.problem = problem
         self.run = NoDrafter().start(self.lm.vocab_size, [], self.rng)
 
-    def fill(self, drafter: Drafter, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Tensor:
+    def fill(self, drafter: Drafter, requests: Sequence[Request]) -> Tensor:
         """Prefill a text in every row, in place of those that were there.
 
         Args:
             drafter: the same one every time.
-            prompts: token lists.
-            max_new_tokens: most new tokens a sequence.
-            seed: of the random numbers.
+            requests: one for each row.
 
         Returns:
             float[batch, vocab] logits of their first tokens.
         """
+        prompts = [request.prompt for request in requests]
         input_ids, lengths = padded_prompts(prompts)
         if not self._is_filled:
             logits = self.lm.prefill(self.state, input_ids, lengths)
@@ -147,41 +144,59 @@ class DecodeStep:
             filled = self.lm.new_state(len(prompts), input_ids.shape[1], self.state.max_nodes)
             logits = self.lm.prefill(filled, input_ids, lengths)
             self.state.overwrite(filled)
-        if isinstance(self.rng.seed, Tensor):
-            self.rng.seed.fill_((seed + (1 << 63)) % (1 << 64) - (1 << 63))
-        self.rng.sequences.copy_(torch.arange(len(prompts)))
-        self.limit.fill_(max_new_tokens)
+        for row, request in enumerate(requests):
+            self._write(row, request)
         if self._is_filled and self.run.can_restart:
             self.run.restart(prompts)
         else:
-            self.run = drafter.start(self.lm.vocab_size, prompts, self.rng.at(lengths.to(self.pending.device)))
+            self.run = drafter.start(self.lm.vocab_size, prompts, self.rng.at(self.state.lengths.long()))
             if not isinstance(self.run, DraftRun):
                 what = f"{type(drafter).__name__}.start must return a stree.drafters.DraftRun"
                 raise TypeError(f"{what}, got {type(self.run).__name__}")
         self._is_filled = True
         return logits
 
-    def admit(self, row: int, sequence: int, prompt: list[int]) -> tuple[Tensor, Random]:
-        """Run the prompt of another sequence into a row whose own has finished.
-
-        Returns:
-            float[1, vocab] logits of its first token, and the random numbers of that.
-        """
+    def admit(self, row: int, request: Request) -> Tensor:
+        """Prefill another text in a row whose own has ended; return float[1, vocab] logits of its first token."""
         try:
-            self.run.admit(row, prompt)
+            self.run.admit(row, request.prompt)
         except Exception as problem:
             self._decode_without_drafter(problem)
-        length = torch.tensor([len(prompt)], device=self.pending.device)
-        logits = self.lm.prefill_row(self.state, row, torch.tensor([prompt]))
-        self.rng.sequences[row] = sequence  # in place: the drafter's numbers are keyed by the same tensor
-        return logits, Random(self.rng.seed, self.rng.sequences[row : row + 1], length)
+        logits = self.lm.prefill_row(self.state, row, torch.tensor([request.prompt]))
+        self._write(row, request)
+        return logits
 
-    def begin(self, row: int, token: int, *, is_finished: bool) -> None:
-        """Start a sequence whose prompt was run and whose first token was emitted."""
-        self.pending[row] = token
-        self.num_new[row] = 1
-        self.is_finished[row] = is_finished
+    def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
+        """Let the drafter allocate its state; with ``begins`` the first step drafts."""
+        self.run.reserve(max_length, self._bound(growth), budget, begins=begins)
 
-    def finish(self, row: int) -> None:
-        """Make a sequence inactive from the next step on."""
-        self.is_finished[row] = True
+    def first_tokens(self, rows: Tensor, logits: Tensor) -> list[int]:
+        """Draw the tokens after the prompts of int64[count] rows from float[count, vocab] logits; make them pending.
+
+        Raises:
+            ValueError: logits that have no distribution.
+        """
+        sampling, rng = self.sampling.select(rows), self.rng.at(self.state.lengths.long()).select(rows)
+        if not bool(sampling.has_distribution(logits).all()):
+            kind = "NaN" if bool(logits.isnan().any()) else "infinite"
+            raise ValueError(f"the target's logits are {kind} after the prompt")
+        if sampling.is_greedy:
+            tokens = logits.argmax(-1)
+        else:
+            tokens = rng.choice("target", sampling.probs(logits), torch.zeros_like(rows))
+        self.texts.pending[rows] = tokens
+        self.texts.num_new[rows] = 1
+        return tokens.tolist()
+
+    def set_finished(self, row: int, *, is_finished: bool = True) -> None:
+        """Make a sequence inactive, or active, from the next step on."""
+        self.texts.is_finished[row] = is_finished
+
+    def _write(self, row: int, request: Request) -> None:
+        """Write what a request asks for to its row; in place, as captured steps and the drafter read these tensors."""
+        stops = sorted(request.stop_token_ids)
+        self.sampling.write(row, request.sampling)
+        self._seeds[row] = (request.seed + (1 << 63)) % (1 << 64) - (1 << 63)
+        self.rng.sequences[row] = request.sequence
+        self.texts.limit[row] = request.max_new_tokens
+        self.texts.stop[row] = torch.tensor(stops + [-1] * (self.texts.stop.shape[1] - len(stops)))

@@ -3,83 +3,110 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
 from torch import Tensor
 
 from stree.checks import check_counts, check_sizes
-from stree.decode.request import Request, Slots
+from stree.decode.request import Batch, GenerateArguments, Request
 from stree.drafters import Drafter, FusedDrafter, SuffixDrafter, check_vocabulary
 from stree.growth import Growth
 from stree.kernels.topology import most_nodes
 from stree.models.tree_lm import TreeLM
+from stree.sampling import Sampling
 from stree.verify import VERIFIERS
 
-__all__ = ["check_block", "check_nodes", "checked", "slots_for", "token_ids"]
+__all__ = ["batch_for", "check_block", "check_nodes", "checked", "token_ids"]
+
+OF_EACH_PROMPT = ("sampling", "max_new_tokens", "stop_token_ids", "seed")  # one for all prompts, or a list
 
 
-def slots_for(lm: TreeLM, prompts: Sequence[Sequence[int]] | Iterator[Sequence[int]], request: Request) -> Slots:
-    """Size the batch for the prompts; those of a list are all checked before anything runs.
+def batch_for(
+    lm: TreeLM, prompts: Sequence[Sequence[int]] | Iterator[Sequence[int]], arguments: GenerateArguments
+) -> Batch:
+    """Make a request of every prompt, and size the batch; the prompts of a list are all checked before anything runs.
+
+    Args:
+        lm: the target.
+        prompts: token lists.
+        arguments: checked; see ``checked``.
 
     Raises:
-        ValueError: no prompts, more tokens than a slot holds, or an iterator without a bound.
+        ValueError: no prompts, more tokens than a row holds, an iterator without a bound, or a list of parameters that
+            has not one entry for each prompt.
         TypeError: prompts that are none, or a bound that is no integer.
     """
-    max_batch, max_length, streamer = request.max_batch, request.max_length, request.streamer
-    max_new_tokens = request.max_new_tokens
+    max_batch, max_length, streamer = arguments.max_batch, arguments.max_length, arguments.streamer
     check_sizes(max_batch=max_batch, max_length=max_length)
     max_batch, max_length = (None if size is None else operator.index(size) for size in (max_batch, max_length))
     if isinstance(prompts, (str, Tensor)) or not hasattr(prompts, "__iter__"):
         raise ValueError(f"generate needs at least one prompt, a list of token lists, got {type(prompts).__name__}")
     bound = min((length for length in (max_length, lm.max_length) if length is not None), default=None)
-
+    count = None if isinstance(prompts, Iterator) else len(prompts)
+    each = {name: _listed(name, getattr(arguments, name), count) for name in OF_EACH_PROMPT}
+    kinds, most_stops = frozenset(each["sampling"]), max(map(len, each["stop_token_ids"]), default=0)
+    make = partial(_request, lm, arguments, bound)
     if isinstance(prompts, Iterator):
         if max_batch is None or max_length is None:
             raise ValueError("an iterator of prompts needs max_batch and max_length, which bound the memory")
         if streamer is not None:
             raise ValueError("a streamer takes one prompt, got an iterator of them")
-        return Slots(_each(lm, prompts, max_new_tokens, bound), max_batch, max_length, refills=True)
-    known = [_checked(lm, row, prompt, max_new_tokens, bound) for row, prompt in enumerate(prompts)]
-    if not known:
+        return Batch(_each(make, prompts), kinds, most_stops, max_batch, max_length, refills=True)
+    if not count:
         raise ValueError("generate needs at least one prompt, a list of token lists, got none")
-    if streamer is not None and len(known) > 1:
-        raise ValueError(f"a streamer takes one prompt, got {len(known)}")
-    longest = max(map(len, known)) + max_new_tokens
-    batch = min(max_batch or len(known), len(known))
-    return Slots(((prompt, None) for prompt in known), batch, max_length or longest, refills=batch < len(known))
+    requests = [make(place, prompt) for place, prompt in enumerate(prompts)]
+    if streamer is not None and count > 1:
+        raise ValueError(f"a streamer takes one prompt, got {count}")
+    longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
+    rows = min(max_batch or count, count)
+    return Batch(iter(requests), kinds, most_stops, rows, max_length or longest, refills=rows < count)
 
 
-def _each(
-    lm: TreeLM, prompts: Iterator[Sequence[int]], max_new_tokens: int, max_length: int | None
-) -> Iterator[tuple[list[int], str | None]]:
-    """Check prompts as they come: one that cannot be run must not end the others."""
-    for row, prompt in enumerate(prompts):
-        try:
-            yield _checked(lm, row, prompt, max_new_tokens, max_length), None
-        except (TypeError, ValueError) as problem:
-            try:
-                tokens = token_ids(f"prompt {row}", prompt)
-            except TypeError:
-                tokens = []
-            yield tokens, f"refused: {problem}"
+def _listed(name: str, value: Any, count: int | None) -> list[Any]:
+    """List the values of a parameter: the one of all prompts, or one for each."""
+    if not isinstance(value, list):
+        return [value]
+    if count is None:
+        raise ValueError(f"{name} must be one for all prompts of an iterator, got a list of {len(value)}")
+    if len(value) != count:
+        raise ValueError(f"{name} must be one for all prompts or one for each of {count}, got a list of {len(value)}")
+    return value
 
 
-def _checked(lm: TreeLM, row: int, prompt: Sequence[int], max_new_tokens: int, max_length: int | None) -> list[int]:
-    """Check a prompt: tokens of the vocabulary, as many as leave space for the new ones."""
+def _request(
+    lm: TreeLM, arguments: GenerateArguments, max_length: int | None, place: int, prompt: Sequence[int]
+) -> Request:
+    """Check a prompt, tokens of the vocabulary and as many as leave space for the new ones; return its request."""
+    values = {name: getattr(arguments, name) for name in OF_EACH_PROMPT}
+    own = {name: value[place] if isinstance(value, list) else value for name, value in values.items()}
     if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
-        raise TypeError(f"prompt {row} must be a list of tokens, got {type(prompt).__name__}")
+        raise TypeError(f"prompt {place} must be a list of tokens, got {type(prompt).__name__}")
     if not len(prompt):
-        raise ValueError(f"prompt {row} is empty; every prompt needs at least one token")
-    tokens = token_ids(f"prompt {row}", prompt)
+        raise ValueError(f"prompt {place} is empty; every prompt needs at least one token")
+    tokens = token_ids(f"prompt {place}", prompt)
     bad = next((token for token in tokens if not 0 <= token < lm.vocab_size), None)
     if bad is not None:
-        raise ValueError(f"prompt {row} has token {bad}, outside the vocabulary of {lm.vocab_size}")
-    if max_length is not None and len(prompt) + max_new_tokens > max_length:
-        raise ValueError(
-            f"prompt {row} of {len(prompt)} tokens plus {max_new_tokens} new ones exceeds max_length {max_length}"
-        )
-    return tokens
+        raise ValueError(f"prompt {place} has token {bad}, outside the vocabulary of {lm.vocab_size}")
+    if max_length is not None and len(prompt) + own["max_new_tokens"] > max_length:
+        new = own["max_new_tokens"]
+        raise ValueError(f"prompt {place} of {len(prompt)} tokens plus {new} new ones exceeds max_length {max_length}")
+    return Request(tokens, sequence=place, **own)
+
+
+def _each(make: Callable[[int, Sequence[int]], Request], prompts: Iterator[Sequence[int]]) -> Iterator[Request]:
+    """Make requests of prompts as they come: one that cannot be run must not end the others."""
+    for place, prompt in enumerate(prompts):
+        try:
+            yield make(place, prompt)
+        except (TypeError, ValueError) as problem:
+            try:
+                tokens = token_ids(f"prompt {place}", prompt)
+            except TypeError:
+                tokens = []
+            yield Request(tokens, sequence=place, problem=f"refused: {problem}")
 
 
 def token_ids(name: str, tokens: Iterable[int]) -> list[int]:
@@ -94,8 +121,10 @@ def token_ids(name: str, tokens: Iterable[int]) -> list[int]:
         raise TypeError(f"{name} must be a list of token ids, integers, got {tokens!r:.80}") from None
 
 
-def checked(lm: TreeLM, drafter: Drafter, request: Request) -> Request:
-    """Refuse bad arguments before anything runs; return the request with Python's own integers.
+def checked(lm: TreeLM, drafter: Drafter, arguments: GenerateArguments) -> GenerateArguments:
+    """Refuse bad arguments before anything runs; return them with Python's own integers.
+
+    A parameter of which each prompt has its own is a list in what is returned.
 
     Raises:
         TypeError: an object or a number of another kind.
@@ -104,13 +133,14 @@ def checked(lm: TreeLM, drafter: Drafter, request: Request) -> Request:
         RuntimeError: a model in training mode, or one that would run under autocast.
         NotImplementedError: a larger tree than kernels take.
     """
-    _check_kinds(lm, drafter, request)
-    budget, verifier = request.budget, request.verifier
+    _check_kinds(lm, drafter, arguments)
+    budget, verifier = arguments.budget, arguments.verifier
     if isinstance(budget, str) and budget != "auto":
         raise ValueError(f"budget must be a number of nodes or 'auto', got {budget!r}")
-    check_counts(budget=1 if budget is None or budget == "auto" else budget, max_new_tokens=request.max_new_tokens)
-    if not hasattr(request.seed, "__index__"):
-        raise TypeError(f"seed must be an integer, got {type(request.seed).__name__}")
+    check_counts(budget=1 if budget is None or budget == "auto" else budget)
+    max_new_tokens, seed = (_integers(name, getattr(arguments, name)) for name in ("max_new_tokens", "seed"))
+    for count in max_new_tokens if isinstance(max_new_tokens, list) else [max_new_tokens]:
+        check_counts(max_new_tokens=count)
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
     if budget is not None and not isinstance(budget, str):
@@ -123,26 +153,48 @@ def checked(lm: TreeLM, drafter: Drafter, request: Request) -> Request:
     for model in (lm, *drafter.models):
         if isinstance(model, TreeLM):  # anything with its methods may be passed in its place
             model.check_ready()
-    stops = token_ids("stop_token_ids", () if request.stop_token_ids is None else request.stop_token_ids)
     return replace(
-        request, budget=budget, max_new_tokens=operator.index(request.max_new_tokens),
-        seed=operator.index(request.seed), stop_token_ids=stops,
+        arguments, budget=budget, max_new_tokens=max_new_tokens, seed=seed, stop_token_ids=_stops(arguments),
+        sampling=arguments.sampling if isinstance(arguments.sampling, Sampling) else list(arguments.sampling),
     )  # fmt: skip
 
 
-def _check_kinds(lm: TreeLM, drafter: Drafter, request: Request) -> None:
+def _integers(name: str, value: int | Sequence[int]) -> int | list[int]:
+    """Return Python's own integers for a number or for a list with one for each prompt."""
+    try:
+        return operator.index(value) if hasattr(value, "__index__") else list(map(operator.index, value))
+    except TypeError:
+        raise TypeError(f"{name} must be an integer or a list of them, got {value!r:.80}") from None
+
+
+def _stops(arguments: GenerateArguments) -> Any:
+    """Return the set of stop tokens of all prompts, or a list of sets, one for each prompt."""
+    stops = arguments.stop_token_ids
+    if stops is None:
+        return frozenset()
+    if (
+        isinstance(stops, (list, tuple))
+        and stops
+        and all(isinstance(part, (list, tuple, set, frozenset)) for part in stops)
+    ):
+        return [frozenset(token_ids("stop_token_ids", part)) for part in stops]
+    return frozenset(token_ids("stop_token_ids", cast(Iterable[int], stops)))
+
+
+def _check_kinds(lm: TreeLM, drafter: Drafter, arguments: GenerateArguments) -> None:
     """Refuse objects of another kind."""
     if not isinstance(drafter, Drafter):
         example = "an object such as stree.drafters.SuffixDrafter(), derived from stree.drafters.Drafter"
         raise TypeError(f"drafter must be {example}, got {drafter!r:.80}")
+    samplings = arguments.sampling if isinstance(arguments.sampling, (list, tuple)) else [arguments.sampling]
     needed = [
         ("lm", lm, "new_state", "stree.TreeLM(model)"),
-        ("sampling", request.sampling, "probs", "stree.Sampling(temperature=0.8)"),
+        *(("sampling", sampling, "probs", "stree.Sampling(temperature=0.8)") for sampling in samplings),
     ]
     optional = [
-        ("growth", request.growth, "bind", "stree.growth.Chain(4)"),
-        ("streamer", request.streamer, "put", "transformers.TextStreamer(tokenizer)"),
-        ("cancelled", request.cancelled, "__call__", "a function of a prompt's place"),
+        ("growth", arguments.growth, "bind", "stree.growth.Chain(4)"),
+        ("streamer", arguments.streamer, "put", "transformers.TextStreamer(tokenizer)"),
+        ("cancelled", arguments.cancelled, "__call__", "a function of a prompt's place"),
     ]
     for name, value, method, example in (*needed, *(row for row in optional if row[1] is not None)):
         if isinstance(value, type) or not hasattr(value, method):

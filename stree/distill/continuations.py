@@ -6,6 +6,7 @@ A drafter trained on it sees the distributions that it will draft from (as Vocab
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +21,9 @@ from stree.generation import generate
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
-__all__ = ["draw_prompts", "write_continuations"]
+__all__ = ["Writing", "draw_prompts", "write_continuations"]
 
-ROWS = 32
 PROMPT_LENGTH = 32
-NEW_TOKENS = 384
 
 
 def draw_prompts(text: Text, count: int, length: int, rng: np.random.Generator) -> list[list[int]]:
@@ -59,73 +58,79 @@ def _document(stream: np.ndarray, place: int, separator: int | None, reach: int)
     return low + (int(before[-1]) + 1 if before.size else 0), place + int(after[0]) if after.size else high
 
 
-def write_continuations(
-    lm: TreeLM,
-    text: Text,
-    path: Path,
-    *,
-    temperature: float,
-    seed: int,
-    least: int = 1,
-    seconds: float | None = None,
-    tokens: int | None = None,
-    resume: bool = False,
-    rows: int = ROWS,
-    new_tokens: int = NEW_TOKENS,
-    save_every: float = 60.0,
-) -> np.ndarray:
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """How much a target writes, and how.
+
+    Attributes:
+        temperature: of the continuations; 0 is greedy.
+        seed: of prompts and continuations.
+        least: tokens that are needed in any case, prompts included.
+        seconds: time to spend.
+        tokens: tokens to write instead.
+        rows: sequences that run together.
+        new_tokens: most new tokens of one.
+        save_every: seconds between writes of the file.
+    """
+
+    temperature: float
+    seed: int
+    least: int = 1
+    seconds: float | None = None
+    tokens: int | None = None
+    rows: int = 32
+    new_tokens: int = 384
+    save_every: float = 60.0
+
+    def lengths(self, max_length: int | None) -> tuple[int, int]:
+        """Most tokens of a prompt, and new ones after it, for a target of so many positions."""
+        length, new_tokens = PROMPT_LENGTH, self.new_tokens
+        if max_length is not None:
+            length = min(length, max_length // 2)
+            new_tokens = min(new_tokens, max_length - length)
+        if self.tokens is not None:
+            new_tokens = max(1, min(new_tokens, self.tokens // self.rows))
+        return length, new_tokens
+
+
+def write_continuations(lm: TreeLM, text: Text, path: Path, writing: Writing, *, resume: bool = False) -> np.ndarray:
     """Continue prompts with the target until there is enough text; a stop token ends a continuation.
 
     Args:
         lm: the target.
         text: where prompts come from.
         path: file of what is finished; written as it grows.
-        temperature: of the continuations; 0 is greedy.
-        seed: of prompts and continuations.
-        least: tokens that are needed in any case, prompts included.
-        seconds: time to spend.
-        tokens: tokens to write instead.
+        writing: how much, and how.
         resume: go on with what ``path`` holds.
-        rows: sequences that run together.
-        new_tokens: most new tokens of one.
-        save_every: seconds between writes of the file.
 
     Returns:
         int32[total], prompts with their continuations, the separator after each.
     """
-    length = PROMPT_LENGTH
-    if lm.max_length is not None:
-        length = min(length, lm.max_length // 2)
-        new_tokens = min(new_tokens, lm.max_length - length)
-    if tokens is not None:
-        new_tokens = max(1, min(new_tokens, tokens // rows))
-    stop = lm.model.generation_config.eos_token_id
-    stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
-    parts, number, spent = _read(path) if resume and path.exists() else ([], 0, 0.0)
+    length, new_tokens = writing.lengths(lm.max_length)
+    written = _Written.read(path) if resume and path.exists() else _Written([], 0, 0.0)
     last = last_save = time.monotonic()
-    goal = tokens if tokens is not None else seconds or 0.0
+    goal = writing.tokens if writing.tokens is not None else writing.seconds or 0.0
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("generate", total=goal)
-        while True:
-            size = sum(map(len, parts))
-            bar.update(task, completed=min(size if tokens is not None else spent, goal))
-            if size >= max(least, tokens or 0) and spent >= (seconds or 0.0):
-                break
-            prompts = draw_prompts(text, rows, length, np.random.default_rng((seed, number)))
-            clock = _Clock(least - size - sum(map(len, prompts)), None if seconds is None else last + seconds - spent)
+        while not written.is_enough(writing):
+            prompts = draw_prompts(text, writing.rows, length, np.random.default_rng((writing.seed, written.batches)))
+            deadline = None if writing.seconds is None else last + writing.seconds - written.seconds
+            clock = _Clock(writing.least - written.size - sum(map(len, prompts)), deadline)
             out = generate(
-                lm, prompts, NoDrafter(), budget=1, sampling=Sampling(temperature), max_new_tokens=new_tokens,
-                stop_token_ids=stops, seed=seed * 1_000_003 + number, cancelled=clock.is_over,
+                lm, prompts, NoDrafter(), budget=1, sampling=Sampling(writing.temperature), max_new_tokens=new_tokens,
+                seed=writing.seed * 1_000_003 + written.batches, cancelled=clock.is_over,
             )  # fmt: skip
             ended = [row[:-1] if row[-1] == text.separator else row for row in out.sequences]
-            parts.append(pack(ended, text.separator))
-            number, now = number + 1, time.monotonic()
-            spent, last = spent + now - last, now
-            if now - last_save >= save_every:
-                _write(path, parts, number, spent)
+            now = time.monotonic()
+            written = _Written([*written.parts, pack(ended, text.separator)], written.batches + 1,
+                               written.seconds + now - last)  # fmt: skip
+            last = now
+            if now - last_save >= writing.save_every:
+                written.save(path)
                 last_save = now
-    _write(path, parts, number, spent)
-    return np.concatenate(parts)
+            bar.update(task, completed=min(written.size if writing.tokens is not None else written.seconds, goal))
+    written.save(path)
+    return np.concatenate(written.parts)
 
 
 class _Clock:
@@ -140,13 +145,27 @@ class _Clock:
         return self._deadline is not None and self._least < 0 and time.monotonic() > self._deadline
 
 
-def _write(path: Path, parts: list[np.ndarray], number: int, spent: float) -> None:
-    """Save what is finished, whole or not at all."""
-    with replacing(path) as beside, beside.open("wb") as file:
-        np.savez(file, tokens=np.concatenate(parts), number=number, spent=spent)
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What is finished: tokens of each batch, number of batches, and seconds that they took."""
 
+    parts: list[np.ndarray]
+    batches: int
+    seconds: float
 
-def _read(path: Path) -> tuple[list[np.ndarray], int, float]:
-    """Read what was finished: tokens, batches and seconds."""
-    with reading(path), np.load(path, allow_pickle=False) as saved:
-        return [saved["tokens"]], int(saved["number"]), float(saved["spent"])
+    @classmethod
+    def read(cls, path: Path) -> _Written:
+        with reading(path), np.load(path, allow_pickle=False) as saved:
+            return cls([saved["tokens"]], int(saved["number"]), float(saved["spent"]))
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.parts))
+
+    def is_enough(self, writing: Writing) -> bool:
+        return self.size >= max(writing.least, writing.tokens or 0) and self.seconds >= (writing.seconds or 0.0)
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all."""
+        with replacing(path) as beside, beside.open("wb") as file:
+            np.savez(file, tokens=np.concatenate(self.parts), number=self.batches, spent=self.seconds)

@@ -15,13 +15,13 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from stree.distill.continuations import write_continuations
+from stree.distill.continuations import Writing, write_continuations
 from stree.distill.folder import METRICS, RunFolder
 from stree.distill.network import build, check_forward, drafter_config, use_training_forward
 from stree.distill.report import card, measure_probs, measure_tau
 from stree.distill.settings import Settings
 from stree.distill.text import Batches, Text, encode, hold_out
-from stree.distill.training import Logits, compiler, distill_loss, matmul_dtype, probs_of, text_loss, train
+from stree.distill.training import Budget, Logits, compiler, distill_loss, matmul_dtype, probs_of, text_loss, train
 from stree.files import alone_in
 from stree.models.tree_lm import TreeLM
 
@@ -85,19 +85,23 @@ def distill_drafter(
         probs = probs_of(target.model, matmul_dtype(settings, target.device))
         stages, generated = fit(target, probs, drafter, text, settings, folder.checkpoints, resume=resume)
         save_model(drafter, tokenizer, folder.result)
-        saved = TreeLM.from_pretrained(folder.result, device=target.device)
-        exact = [probs_of(lm.model, torch.float32) for lm in (target, saved)]
         metrics = {
-            **identity, **_environment(target.device),
+            **identity, **_environment(target.device), **_measured(target, folder.result, held_out, settings),
             "num_parameters": drafter.num_parameters(), "text_tokens": len(train_stream), "generated_tokens": generated,
             "stages": stages, "settings": recipe,
-            "held_out": measure_probs(exact[0], exact[1], held_out, settings.length, target.device),
-            "tau": measure_tau(target, saved, held_out),
         }  # fmt: skip
         (folder.result / METRICS).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
         (folder.result / "README.md").write_text(card(metrics), encoding="utf-8")
         folder.publish()
         return metrics
+
+
+def _measured(target: TreeLM, folder: Path, held_out: np.ndarray, settings: Settings) -> dict[str, Any]:
+    """Load the saved drafter and measure it on the held-out stream."""
+    drafter = TreeLM.from_pretrained(folder, device=target.device)
+    exact, drafted = (probs_of(lm.model, torch.float32) for lm in (target, drafter))
+    probs = measure_probs(exact, drafted, held_out, settings.length, target.device)
+    return {"held_out": probs, "tau": measure_tau(target, drafter, held_out)}
 
 
 def fit(
@@ -127,17 +131,14 @@ def fit(
     use_training_forward(drafter, matmul_dtype(settings, target.device), compiler(settings))
     first, writing, second = _plan(settings)
     batches = Batches(text, settings.length, settings.seed)
-    stages = {"text": train("text", drafter, text_loss(settings), batches, settings, folder, resume=resume, **first)}
+    stages = {"text": train(folder / "text.pt", drafter, text_loss(settings), batches, settings, first, resume=resume)}
     generated = np.zeros(0, dtype=np.int32)
     if settings.generated:
-        generated = write_continuations(
-            target, text, folder / "generated.npz", least=settings.length + 1, temperature=settings.temperature,
-            seed=settings.seed, resume=resume, save_every=settings.save_every, **writing,
-        )  # fmt: skip
+        generated = write_continuations(target, text, folder / "generated.npz", writing, resume=resume)
         text = _with_generated(text, generated, settings.generated)
     batches = Batches(text, settings.length, settings.seed + 1)
     loss = distill_loss(probs, settings)
-    stages["distill"] = train("distill", drafter, loss, batches, settings, folder, resume=resume, **second)
+    stages["distill"] = train(folder / "distill.pt", drafter, loss, batches, settings, second, resume=resume)
     return stages, len(generated)
 
 
@@ -149,17 +150,18 @@ def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _plan(settings: Settings) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Divide the budget: text, writing, and the target's distributions."""
+def _plan(settings: Settings) -> tuple[Budget, Writing, Budget]:
+    """Divide the budget: training on text, writing, and training on the target's distributions."""
+    writing = Writing(settings.temperature, settings.seed, least=settings.length + 1, save_every=settings.save_every)
     if settings.steps is not None:
         first = int(settings.steps * settings.text_share)
         rest = settings.steps - first
         wanted = rest * settings.batch_size * settings.length * settings.generated
-        return {"steps": first}, {"tokens": math.ceil(wanted / GENERATED_PASSES)}, {"steps": rest}
+        return ("steps", first), replace(writing, tokens=math.ceil(wanted / GENERATED_PASSES)), ("steps", rest)
     seconds = 60 * settings.minutes
-    writing = GENERATING_SHARE * seconds if settings.generated else 0.0
-    first_seconds = settings.text_share * (seconds - writing)
-    return {"seconds": first_seconds}, {"seconds": writing}, {"seconds": seconds - writing - first_seconds}
+    spent = GENERATING_SHARE * seconds if settings.generated else 0.0
+    on_text = settings.text_share * (seconds - spent)
+    return ("seconds", on_text), replace(writing, seconds=spent), ("seconds", seconds - spent - on_text)
 
 
 def _with_generated(text: Text, generated: np.ndarray, share: float) -> Text:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +24,11 @@ from stree.distill.settings import Settings
 from stree.distill.text import Batches
 from stree.files import replacing
 
-__all__ = ["Logits", "LossFn", "compiler", "distill_loss", "matmul_dtype", "probs_of", "text_loss", "train"]
+__all__ = ["Budget", "Logits", "LossFn", "compiler", "distill_loss", "matmul_dtype", "probs_of", "text_loss", "train"]
 
 LossFn = Callable[[PreTrainedModel, Tensor], Tensor]
 Logits = Callable[[Tensor], Tensor]  # int64[batch, length] tokens -> float[batch, length, vocab] logits of the target
+Budget = tuple[Literal["steps", "seconds"], float]
 LOGITS_AT_ONCE = 1 << 26  # logits of a loss that are kept for its gradient; more are computed again, part by part
 
 
@@ -130,28 +132,24 @@ def probs_of(target: PreTrainedModel, dtype: torch.dtype) -> Logits:
 
 
 def train(
-    name: str,
+    path: Path,
     model: PreTrainedModel,
     loss_fn: LossFn,
     batches: Batches,
     settings: Settings,
-    folder: Path,
+    budget: Budget,
     *,
-    seconds: float | None = None,
-    steps: int | None = None,
     resume: bool = False,
 ) -> dict[str, float]:
     """Train a model, whose forward is the training one, for some time or steps, with checkpoints.
 
     Args:
-        name: of the stage; the checkpoint is ``folder/<name>.pt``.
+        path: of the stage's checkpoint; its name without ending is the stage's.
         model: trained in place, on its own device.
         loss_fn: loss in nats of a batch of windows.
         batches: source of windows.
         settings: batch size, learning rates and schedule.
-        folder: where checkpoints go.
-        seconds: budget of the stage, time before a resumption included.
-        steps: budget in steps; one of both is given.
+        budget: steps, or seconds with those before a resumption included.
         resume: continue from the stage's checkpoint where there is one.
 
     Returns:
@@ -160,52 +158,69 @@ def train(
     Raises:
         RuntimeError: the loss is no longer finite; the last checkpoint stays.
     """
-    path = folder / f"{name}.pt"
-    optimizers = make_optimizers(model.train(), settings)
-    done = {"steps": 0.0, "tokens": 0.0, "seconds": 0.0, "loss": 0.0}
+    stage = _Stage(path, model.train(), make_optimizers(model, settings), batches)
     if resume and path.exists():
-        done = _load(path, model, optimizers, batches)
-
-    def save() -> None:
-        states = [optimizer.state_dict() for optimizer in optimizers]
-        content = {"model": model.state_dict(), "optimizers": states, "done": done, "batches": batches.state}
-        with replacing(path) as beside:
-            torch.save(content, beside)
-
-    key, budget = ("steps", float(steps)) if steps is not None else ("seconds", float(cast(float, seconds)))
+        stage.load()
+    done, (key, most) = stage.done, budget
     last = last_save = time.monotonic()
     columns = (*Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.3f}"))
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(name, total=budget, loss=done["loss"])
-        while done[key] < budget:
-            factor = schedule(done[key] / budget, settings.warmup, settings.decay)
+        task = bar.add_task(path.stem, total=most, loss=done["loss"])
+        while done[key] < most:
+            factor = schedule(done[key] / most, settings.warmup, settings.decay)
             windows = batches.next(settings.batch_size).to(model.device)
-            value = _step(model, loss_fn(model, windows), optimizers, factor, settings.clip)
+            value = _step(model, loss_fn(model, windows), stage.optimizers, factor, settings.clip)
             if not math.isfinite(value):
-                raise RuntimeError(f"{name}: the loss is {value} at step {int(done['steps'])}; lower learning rates")
+                reason = f"the loss is {value} at step {int(done['steps'])}; lower learning rates"
+                raise RuntimeError(f"{path.stem}: {reason}")
             now = time.monotonic()
-            _count(done, value, windows[:, 1:].numel(), now - last)
+            stage.count(value, windows[:, 1:].numel(), now - last)
             last = now
-            bar.update(task, completed=min(done[key], budget), loss=done["loss"])
+            bar.update(task, completed=min(done[key], most), loss=done["loss"])
             if now - last_save >= settings.save_every:
-                save()
+                stage.save()
                 last_save = now
-    save()
+    stage.save()
     return done
 
 
-def _load(path: Path, model: PreTrainedModel, optimizers: list[torch.optim.Optimizer], batches: Batches) -> dict:
-    """Put a checkpoint back, but for the peak rates, which may be others now; return what was done."""
-    with reading(path):
-        saved = torch.load(path, map_location=model.device, weights_only=True)
-    model.load_state_dict(saved["model"])
-    for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
-        peaks = [group["peak_lr"] for group in optimizer.param_groups]
-        optimizer.load_state_dict(state)
-        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["peak_lr"] = peak
-    batches.load(saved["batches"])
-    return cast(dict, saved["done"])
+@dataclass(slots=True)
+class _Stage:
+    """What a checkpoint holds, and what was done: steps, tokens, seconds and the smoothed loss."""
+
+    path: Path
+    model: PreTrainedModel
+    optimizers: list[torch.optim.Optimizer]
+    batches: Batches
+    done: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("steps", "tokens", "seconds", "loss"), 0.0))
+
+    def save(self) -> None:
+        """Write the checkpoint, whole or not at all."""
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        content = {"model": self.model.state_dict(), "optimizers": states, "done": self.done}
+        with replacing(self.path) as beside:
+            torch.save({**content, "batches": self.batches.state}, beside)
+
+    def load(self) -> None:
+        """Put a checkpoint back, but for the peak learning rates, which may be others now."""
+        with reading(self.path):
+            saved = torch.load(self.path, map_location=self.model.device, weights_only=True)
+        self.model.load_state_dict(saved["model"])
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            peaks = [group["peak_lr"] for group in optimizer.param_groups]
+            optimizer.load_state_dict(state)
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["peak_lr"] = peak
+        self.batches.load(saved["batches"])
+        self.done.update(saved["done"])
+
+    def count(self, loss: float, tokens: int, seconds: float) -> None:
+        """Add a step to what was done."""
+        done = self.done
+        done["loss"] = loss if not done["steps"] else 0.98 * done["loss"] + 0.02 * loss
+        done["seconds"] += seconds
+        done["tokens"] += tokens
+        done["steps"] += 1
 
 
 def _step(
@@ -223,11 +238,3 @@ def _step(
         optimizer.step()
         optimizer.zero_grad()
     return value
-
-
-def _count(done: dict[str, float], value: float, tokens: int, seconds: float) -> None:
-    """Add a step to what was done."""
-    done["loss"] = value if not done["steps"] else 0.98 * done["loss"] + 0.02 * value
-    done["seconds"] += seconds
-    done["tokens"] += tokens
-    done["steps"] += 1

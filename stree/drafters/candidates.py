@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from stree.drafters.draws import Draws
 from stree.growth import Plan
 from stree.growth.plan import Drawing
 from stree.kernels.dispatch import host_can_read
-from stree.sampling import MAX_RANKS, Draws, Random
+from stree.sampling import MAX_RANKS, AnySampling, Random
 
-__all__ = ["CandidateSource", "Candidates", "IndependentDraws", "candidate_source", "top_candidates"]
+__all__ = ["CandidateSource", "Candidates", "IndependentDraws", "by_kind", "candidate_source", "top_candidates"]
 
 
 class Candidates(NamedTuple):
@@ -41,15 +43,34 @@ class CandidateSource(Protocol):
         ...
 
 
-def candidate_source(drawing: Drawing, rng: Random, plan: Plan) -> CandidateSource:
-    """Return the source of candidates for one tree; sources that draw use ``rng``."""
+def candidate_source(drawing: Drawing, rng: Random, plan: Plan, sampling: AnySampling) -> CandidateSource:
+    """Return the source of candidates for one tree; sources that draw use ``rng``.
+
+    Greedy sequences of a batch get the most probable tokens, also where others are sampled.
+    """
     if drawing == "top":
         return top_candidates
-    if drawing == "independent":
-        return IndependentDraws(rng)
     num_nodes = 1 + sum(layer.width for layer in plan.layers[:-1])
-    draws = Draws(rng, num_nodes, max((layer.ranks for layer in plan.layers), default=0))
-    return lambda dist, first, count: Candidates(*draws.draw(dist, first, count))
+    most = max((layer.ranks for layer in plan.layers), default=0)
+    draw = IndependentDraws(rng) if drawing == "independent" else Draws(rng, num_nodes, most).draw
+
+    def candidates(dist: Tensor, first: int, count: int) -> Candidates:
+        if sampling.greedy_rows is None:
+            return Candidates(*draw(dist, first, count))
+        is_greedy, top = sampling.greedy_rows[:, None, None], top_candidates(dist, first, count)
+        pairs = zip(top, draw(dist, first, count), strict=True)
+        return Candidates(*(torch.where(is_greedy, best, drawn) for best, drawn in pairs))
+
+    return candidates
+
+
+def by_kind(sampling: AnySampling, if_greedy: Callable[[], Tensor], if_sampled: Callable[[], Tensor]) -> Tensor:
+    """Compute [batch, ...] values of greedy or of sampled sequences, and both where the batch holds both."""
+    if sampling.is_greedy:
+        return if_greedy()
+    if sampling.greedy_rows is None:
+        return if_sampled()
+    return torch.where(sampling.greedy_rows[:, None], if_greedy(), if_sampled())
 
 
 def top_candidates(dist: Tensor, first: int, count: int) -> Candidates:

@@ -169,7 +169,7 @@ class _FusedRun(DraftRun):
             is_kept &= has_share(retrieved.tree, draft.probs.probs[:, 0], self._least_share)
         return self._united(draft, retrieved, is_kept, plan, budget)
 
-    def _retrieve(self, pending: Tensor, growth: Growth | None, budget: int, temperature: float) -> Draft:
+    def _retrieve(self, pending: Tensor, growth: Growth | None, budget: int, temperature: float | Tensor) -> Draft:
         """Let the retrieving run propose, and calibrate its values."""
         retrieved = self._retrieving.propose(pending, growth, budget)
         if retrieved.probs is not None or retrieved.values is None:

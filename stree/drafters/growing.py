@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from stree.drafters.candidates import candidate_source
+from stree.drafters.candidates import by_kind, candidate_source
 from stree.drafters.tree_builder import GrownTree
 from stree.growth import AcceptanceModel, KeptSlots, Plan, Slots, choose_slots
-from stree.kernels.sampling.softmax import probs_and_norms
-from stree.sampling import MAX_RANKS, Random, Sampling
+from stree.sampling import MAX_RANKS, AnySampling, Random
 
 __all__ = ["grow_heap", "grow_layers"]
+
+TINY = 1e-38
 
 
 def grow_layers(
     grown: GrownTree,
     plan: Plan,
-    sampling: Sampling,
+    sampling: AnySampling,
     rng: Random,
     acceptance_model: AcceptanceModel,
     run_frontier: Callable[[], Tensor],
@@ -41,15 +43,15 @@ def grow_layers(
         acceptance model keeps of the slots, layer by layer.
     """
     drawing = "top" if sampling.is_greedy else plan.drawing
-    candidates_of = candidate_source(drawing, rng, plan)
+    candidates_of = candidate_source(drawing, rng, plan, sampling)
     buffer, used, kept_slots = None, 0, []
     for depth, layer in enumerate(plan.layers):
         logits = run_frontier()
         if drawing == "top":
-            probs, norms = probs_and_norms(logits) if sampling.is_greedy else sampling.probs_and_norms(logits)
+            probs, norms = sampling.draft_probs(logits)
         else:
             buffer = probs_buffer(logits)
-            probs, norms = sampling.probs_and_norms(logits, out=buffer[:, used : used + logits.shape[1]])
+            probs, norms = sampling.draft_probs(logits, out=buffer[:, used : used + logits.shape[1]])
             used += logits.shape[1]
         goes_on = acceptance_model.draws(grown.frontier_value, probs)
         values = grown.frontier_value if goes_on is None else grown.frontier_value * goes_on[:, None]
@@ -71,14 +73,13 @@ def grow_layers(
 
 
 def grow_heap(
-    grown: GrownTree, plan: Plan, sampling: Sampling, rng: Random, run_frontier: Callable[[], Tensor]
+    grown: GrownTree, plan: Plan, sampling: AnySampling, rng: Random, run_frontier: Callable[[], Tensor]
 ) -> Tensor | None:
     """Grow a tree node by node, always at the slot of the greatest value, a draft call each.
 
     Returns:
         The distributions of the nodes, float[batch, nodes, vocab], if sampled.
     """
-    greedy = sampling.is_greedy
     dists: list[Tensor] = []
     logits = run_frontier()
     batch = len(logits)
@@ -89,20 +90,30 @@ def grow_heap(
     for node in range(plan.num_nodes):
         if node:
             logits = run_frontier()
-        dists.append(logits.softmax(-1) if greedy else sampling.probs(logits))
+        dists.append(sampling.draft_probs(logits)[0])
         rest = torch.cat([rest, dists[-1]], 1)
-        mass = rest.sum(-1)
-        best = rest.max(-1).values / mass.clamp(min=1e-38) if greedy else (mass > 0).to(rest.dtype)
+        best = by_kind(sampling, partial(_most_likely, rest), partial(_has_mass, rest))
         parent = (priority * best).argmax(1, keepdim=True)
         dist = rest[rows[:, None], parent]  # [batch, 1, vocab]
         number = parent * MAX_RANKS + draws.gather(1, parent)
-        token = dist.argmax(-1) if greedy else rng.choice("draft", dist, torch.zeros_like(parent), number)
+        drawn = partial(rng.choice, "draft", dist, torch.zeros_like(parent), number)
+        token = by_kind(sampling, partial(dist.argmax, -1), drawn)
         draws.scatter_add_(1, parent, torch.ones_like(parent))
-        share = dist.gather(-1, token[..., None]).squeeze(-1) / dist.sum(-1).clamp(min=1e-38)
+        share = dist.gather(-1, token[..., None]).squeeze(-1) / dist.sum(-1).clamp(min=TINY)
         upper = priority.gather(1, parent)
         is_taken = (upper > 0) & (share > 0) & (node < grown.left[:, None])
         rest[rows[:, None], parent] = dist.scatter(-1, token[..., None], 0.0)
         value = upper * share * is_taken
         priority = torch.cat([priority.scatter(1, parent, upper * (1 - share)), value], 1)
         grown.add_below(torch.where(parent > 0, parent + 1, grown.root_offset[:, None]), token, value, is_taken)
-    return None if greedy else torch.cat(dists, 1)
+    return None if sampling.is_greedy else torch.cat(dists, 1)
+
+
+def _most_likely(rest: Tensor) -> Tensor:
+    """Return the share of the most probable token in each distribution float[batch, nodes, vocab]."""
+    return rest.max(-1).values / rest.sum(-1).clamp(min=TINY)
+
+
+def _has_mass(rest: Tensor) -> Tensor:
+    """Return 1 where a distribution has tokens left, else 0."""
+    return (rest.sum(-1) > 0).to(rest.dtype)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stree.growth import Growth
 from stree.models.tree_lm import TreeLM
-from stree.sampling import Sampling
+from stree.sampling import AnySampling, Sampling
 from stree.tree import TokenTree
 
 __all__ = ["HidingLM", "has_share"]
@@ -34,7 +34,8 @@ class HidingLM:
     def __init__(self, lm: TreeLM) -> None:
         self._lm = lm
         self._retrieved: TokenTree | None = None
-        self._sampling, self._least_share = Sampling(), 0.0
+        self._sampling: AnySampling = Sampling()
+        self._least_share = 0.0
 
     def __getattr__(self, name: str) -> Any:
         """Delegate everything else to the model."""
@@ -53,7 +54,7 @@ class HidingLM:
         if not self._sampling.is_greedy:
             # The model's tree begins with its last leaf and the root, or with the root and padding.
             root = (tree.parents[:, 1] >= 0).long()
-            probs = self._sampling.probs(logits[torch.arange(len(root), device=root.device), root])
+            probs = self._sampling.draft_probs(logits[torch.arange(len(root), device=root.device), root])[0]
             self.shown = self._kept & has_share(self._retrieved, probs, self._least_share)
         is_first = self.shown & (self._retrieved.depths == 1)
         hidden = torch.zeros(len(logits), logits.shape[-1], dtype=torch.int32, device=logits.device)

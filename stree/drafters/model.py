@@ -20,9 +20,9 @@ from stree.kernels.step.bookkeeping import Drafted, path_on_columns, path_on_nod
 from stree.models.state import Pending
 from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
-from stree.sampling import Random, Sampling
+from stree.sampling import AnySampling, Random
 from stree.tree import TokenTree
-from stree.verify import INDEPENDENT, SAMPLED, Acceptance, DraftProbs
+from stree.verify import DELTA, INDEPENDENT, SAMPLED, Acceptance, DraftProbs
 
 __all__ = ["ModelDrafter", "check_vocabulary"]
 
@@ -144,10 +144,10 @@ class _ModelRun(DraftRun):
         tree = TokenTree.unchecked(nodes.tokens, nodes.parents, nodes.depths, nodes.mask)
         self._proposed = _Proposed(Proposal(tree, nodes.values, selected, kept_slots), grown.tokens, grown.num_run)
         depth = plan.num_nodes if plan.is_heap else grown.num_layers
-        draft_probs = None if probs is None else _draft_probs(probs, nodes.rows, plan)
+        draft_probs = None if probs is None else _draft_probs(probs, nodes.rows, plan, growth.sampling.greedy_rows)
         return Draft(tree, draft_probs, depth, num_calls + grown.num_calls, nodes.values)
 
-    def _grow(self, grown: GrownTree, plan: Plan, sampling: Sampling) -> tuple[Tensor | None, KeptSlots]:
+    def _grow(self, grown: GrownTree, plan: Plan, sampling: AnySampling) -> tuple[Tensor | None, KeptSlots]:
         run_frontier = partial(grown.run, self._lm, self._state.decode_state)
         if plan.is_heap:
             return grow_heap(grown, plan, sampling, self._rng, run_frontier), []
@@ -287,11 +287,17 @@ class _ModelRun(DraftRun):
         self.acceptance_model.read_text(tokens.to(device), None, lengths.to(device, torch.int32))
 
 
-def _draft_probs(probs: Tensor, rows: Tensor, plan: Plan) -> DraftProbs:
-    """Distributions that nodes were drawn from: float[batch, nodes run, vocab], and each node's row of them."""
+def _draft_probs(probs: Tensor, rows: Tensor, plan: Plan, greedy_rows: Tensor | None) -> DraftProbs:
+    """Distributions that nodes were drawn from: float[batch, nodes run, vocab], and each node's row of them.
+
+    The nodes of greedy sequences, bool[batch], were not drawn.
+    """
     most = plan.num_nodes if plan.is_heap else max((layer.ranks for layer in plan.layers), default=0)
     kind = INDEPENDENT if plan.drawing == "independent" else SAMPLED
-    return DraftProbs(probs, rows, _kinds(rows.shape, kind, rows.device), most)
+    kinds = _kinds(rows.shape, kind, rows.device)
+    if greedy_rows is not None:
+        kinds = kinds.masked_fill(greedy_rows[:, None], DELTA)
+    return DraftProbs(probs, rows, kinds, most)
 
 
 @cache  # captured steps read them: none may be dropped

@@ -54,22 +54,22 @@ class RetrievalCalibration:
         """Begin another text."""
         self._level[row], self._weight[row] = 0.0, PRIOR_WEIGHT
 
-    def rate(self, tree: TokenTree, values: Tensor, temperature: float) -> Tensor:
+    def rate(self, tree: TokenTree, values: Tensor, temperature: float | Tensor) -> Tensor:
         """Correct the values of retrieved trees.
 
         Args:
             tree: n nodes.
             values: float[batch, n], never rising along a path; 0 for padding.
-            temperature: of the text.
+            temperature: of the texts, or float[batch].
 
         Returns:
             float[batch, n], which never rise along a path.
         """
-        slope = GREEDY_SLOPE if temperature == 0 else 1.0
+        temperatures = torch.as_tensor(temperature).expand(len(self._level)).tolist()
         self._rated = []
-        for row, level in enumerate(self._level):
-            listed = Listed.of(tree, values, row)
-            self._rated.append(_corrected(listed, slope, level + PER_TEMPERATURE * temperature))
+        for row, (level, own) in enumerate(zip(self._level, temperatures, strict=True)):
+            listed, slope = Listed.of(tree, values, row), GREEDY_SLOPE if own == 0 else 1.0
+            self._rated.append(_corrected(listed, slope, level + PER_TEMPERATURE * own))
         return torch.tensor([row.values for row in self._rated], dtype=values.dtype, device=values.device)
 
     def learn(self, emitted: Sequence[Sequence[int]]) -> None:

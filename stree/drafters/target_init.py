@@ -103,8 +103,9 @@ class _TargetInitRun(DraftRun):
         """Draw candidates and continue them; propose the root alone where nothing was left."""
         assert growth is not None, "TargetInit is no default"
         if self._left is not None:
-            temperature = 1.0 if growth.sampling.is_greedy else growth.sampling.temperature
-            self._model.root_logits = self._left.log() * temperature  # the draft's sampling divides by it
+            temperature = torch.as_tensor(growth.sampling.temperature, dtype=self._left.dtype).view(-1, 1)
+            # The draft's sampling divides by it, unless it is greedy.
+            self._model.root_logits = self._left.log() * torch.where(temperature == 0, 1.0, temperature)
         draft = self._run.propose(pending, growth, budget)
         if not self._has_new_text:
             return draft

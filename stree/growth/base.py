@@ -9,7 +9,7 @@ import torch
 
 from stree.growth.acceptance_model import AcceptanceModel, DraftProbability, PathProbability
 from stree.growth.plan import Plan
-from stree.sampling import Sampling
+from stree.sampling import AnySampling, Sampling
 
 __all__ = ["BaseGrowth", "Growth", "Limited", "WrappedGrowth"]
 
@@ -18,11 +18,11 @@ class Growth(Protocol):
     """A policy that decides which slots of a draft tree become nodes."""
 
     @property
-    def sampling(self) -> Sampling:
+    def sampling(self) -> AnySampling:
         """Sampling parameters that children are drawn with."""
         ...
 
-    def bind(self, sampling: Sampling) -> Growth:
+    def bind(self, sampling: AnySampling) -> Growth:
         """Return this growth for children drawn under ``sampling``.
 
         At temperature 0 children are the most probable tokens, kind DELTA.
@@ -50,9 +50,9 @@ class BaseGrowth:
         sampling: sampling parameters that children are drawn with.
     """
 
-    sampling: Sampling = field(default=Sampling(), kw_only=True)
+    sampling: AnySampling = field(default=Sampling(), kw_only=True)
 
-    def bind(self, sampling: Sampling) -> Self:
+    def bind(self, sampling: AnySampling) -> Self:
         """Return this growth for children drawn under ``sampling``."""
         return replace(self, sampling=sampling)
 
@@ -79,11 +79,11 @@ class WrappedGrowth:
             raise TypeError(f"base must be a growth such as Chain(4), got {self.base!r:.80}")
 
     @property
-    def sampling(self) -> Sampling:
+    def sampling(self) -> AnySampling:
         """Sampling parameters that children are drawn with."""
         return self.base.sampling
 
-    def bind(self, sampling: Sampling) -> Self:
+    def bind(self, sampling: AnySampling) -> Self:
         """Return this growth for children drawn under ``sampling``."""
         return replace(self, base=self.base.bind(sampling))
 

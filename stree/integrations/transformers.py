@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
-from stree.decode.request import Request, Streamer
+from stree.decode.request import GenerateArguments, Streamer
 from stree.drafters import Drafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.generation import run
 from stree.growth import Growth
@@ -103,14 +103,14 @@ def custom_generate(
     is_sampled = bool(generation_config.do_sample)
     if seed is None:
         seed = int(torch.randint(1 << 62, ())) if is_sampled else 0
-    request = Request(
+    arguments = GenerateArguments(
         growth=growth, budget=budget, verifier=verifier,
         sampling=Sampling(1.0 if is_sampled else 0.0),  # the temperature is one of the processors
         max_new_tokens=stops.max_length - width, stop_token_ids=stops.token_ids,
         processor=BatchProcessor(logits_processor, input_ids, lengths) if len(logits_processor) else None,
         seed=seed, streamer=streamer, observer=observer,
     )  # fmt: skip
-    output = run(lm, prompts, chosen, request)
+    output = run(lm, prompts, chosen, arguments)
     new = [text[length:] for text, length in zip(output.sequences, lengths, strict=True)]
     sequences = torch.cat([input_ids, _padded(new, 0 if padding is None else int(padding)).to(input_ids.device)], 1)
     if not generation_config.return_dict_in_generate:

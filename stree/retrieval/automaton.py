@@ -7,6 +7,7 @@ Drafting from a suffix automaton is SAM-Decoding (arXiv 2411.10666), ranking dra
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -51,7 +52,7 @@ class SuffixAutomaton:
         self._num_tokens += len(new)
         if self._num_tokens > self._capacity:
             self._reserve(max(self._num_tokens, 2 * self._capacity))
-        self._numba.extend(*self._arrays(), new)
+        self._numba.extend(self._arrays(), new)
 
     def count(self, tokens: Iterable[int]) -> int:
         """Count the occurrences of a token string in the text."""
@@ -76,11 +77,11 @@ class SuffixAutomaton:
 
     def lay_out(self, nodes: Nodes, min_match: int = 1, backoff: int = 3) -> int:
         """Write the tree of ``tree`` into ``nodes``, as large as fits; return its size, the root included."""
-        return int(self._numba.draft_from_automaton(*self._arrays(), *nodes, min_match, backoff))
+        return int(self._numba.draft_from_automaton(self._arrays(), nodes, min_match, backoff))
 
-    def _arrays(self) -> tuple[np.ndarray, ...]:
-        """The five arrays of `stree.retrieval.numba_automaton`."""
-        return self._sizes, self._states, self._edges, self._slots, self._frequent
+    def _arrays(self) -> Any:
+        """The arrays that the compiled code takes."""
+        return self._numba.Automaton(self._sizes, self._states, self._edges, self._slots, self._frequent)
 
     def _reserve(self, tokens: int) -> None:
         """Allocate for a text of so many tokens: at most two states and three edges a token (Blumer et al.)."""

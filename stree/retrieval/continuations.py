@@ -62,4 +62,4 @@ def unite(first: Nodes, first_size: int, second: Nodes, second_size: int, out: N
     """
     from stree.retrieval import numba_common  # imports numba
 
-    return int(numba_common.merge(*first[:3], first_size, *second[:3], second_size, *out))
+    return int(numba_common.merge(first, first_size, second, second_size, out))

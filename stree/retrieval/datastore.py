@@ -129,11 +129,8 @@ class Datastore:
         from stree.retrieval import numba_datastore  # imports numba
 
         key = np.array(context[: -LONGEST_MATCH - 1 : -1], dtype=np.int64)
-        return int(
-            numba_datastore.draft_from_datastore(
-                self._text, self._order, key, self.vocab_size, min_match, MOST_OCCURRENCES, LONGEST_CONTINUATION, *nodes
-            )
-        )
+        store = numba_datastore.Store(self._text, self._order, self.vocab_size, LONGEST_CONTINUATION)
+        return int(numba_datastore.draft_from_datastore(store, key, min_match, MOST_OCCURRENCES, nodes))
 
 
 def _suffix_order(symbols: np.ndarray) -> np.ndarray:

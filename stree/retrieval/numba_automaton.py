@@ -9,20 +9,27 @@ row of ``frequent`` holds the most frequent continuations of a state with more t
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from stree.retrieval.numba_common import MOST_CHILDREN, Array, compiled, inner, insert_ranked, is_new, pop, push
+from stree.retrieval.continuations import Nodes
+from stree.retrieval.numba_common import (
+    MOST_CHILDREN,
+    Array,
+    add_node,
+    compiled,
+    inner,
+    insert_ranked,
+    is_new,
+    pop,
+    push,
+)  # fmt: skip
 
 __all__ = [
-    "COUNT",
-    "FREQUENT_COLUMNS",
-    "MOST_CHILDREN",
-    "TARGET",
-    "draft_from_automaton",
-    "extend",
-    "find",
+    "COUNT", "FREQUENT_COLUMNS", "MOST_CHILDREN", "TARGET", "Automaton", "draft_from_automaton", "extend", "find",
     "rebuild_slots",
-]
+]  # fmt: skip
 
 MOST_COUNTED = 24  # suffixes whose counts are updated for each token
 # Escape count of a match of one token, divided by the length of longer matches. Measured with the bundled pair at
@@ -33,6 +40,16 @@ LINK, LENGTH, COUNT, EDGE, FANOUT, ROW = range(6)  # columns of states; ROW is t
 STATE, TOKEN, TARGET, NEXT = range(4)  # columns of edges; NEXT is the state's next edge or -1
 STATES, EDGES, ROWS, LAST = range(4)  # entries of sizes
 FREQUENT_COLUMNS = 2 * MOST_CHILDREN + 1  # tokens, their counts, and the sum of all continuations' counts
+
+
+class Automaton(NamedTuple):
+    """The arrays of a suffix automaton, described above; all but ``sizes`` are int32."""
+
+    sizes: Array
+    states: Array
+    edges: Array
+    slots: Array
+    frequent: Array
 
 
 @inner
@@ -167,8 +184,9 @@ def _count(states: Array, frequent: Array, new: int, before: int, token: int) ->
 
 
 @compiled
-def extend(sizes: Array, states: Array, edges: Array, slots: Array, frequent: Array, tokens: Array) -> None:
+def extend(automaton: Automaton, tokens: Array) -> None:
     """Append int64 tokens, online; the arrays must have room for two states and three edges a token."""
+    sizes, states, edges, slots, frequent = automaton
     for token in tokens:
         before = state = sizes[LAST]
         new = _add_state(sizes, states, states[state, LENGTH] + 1, 0)
@@ -213,15 +231,16 @@ def _continuations(states: Array, edges: Array, frequent: Array, state: int, tok
 
 @inner
 def _expand(
-    states: Array, edges: Array, frequent: Array, candidates: tuple[Array, ...], count: int, node: int, state: int,
-    match: int, value: float, min_match: int, backoff: int,
+    automaton: Automaton, candidates: tuple[Array, ...], count: int, node: int, place: tuple[int, int, float],
+    min_match: int, backoff: int,
 ) -> int:  # fmt: skip
-    """Append the continuations of a node, whose longest match is ``state``, to ``count`` candidates."""
+    """Append the continuations of a node to ``count`` candidates; ``place``: state and length of its match, its value."""
     token, above, parent, probability, length = candidates
+    state, match, value = place
     best, counts = np.empty(MOST_CHILDREN, np.int32), np.empty(MOST_CHILDREN + 1, np.int32)
     begin, left = count, backoff
-    while state > 0 and left and states[state, LENGTH] >= min_match:
-        found = _continuations(states, edges, frequent, state, best, counts)
+    while state > 0 and left and automaton.states[state, LENGTH] >= min_match:
+        found = _continuations(automaton.states, automaton.edges, automaton.frequent, state, best, counts)
         escape = ESCAPE / match
         value /= counts[MOST_CHILDREN] - 1 + escape
         for rank in range(found):
@@ -230,25 +249,13 @@ def _expand(
                 probability[count], length[count] = value * counts[rank], match + 1
                 count += 1
         value *= escape
-        state, left = states[state, LINK], left - 1
-        match = states[state, LENGTH]
+        state, left = automaton.states[state, LINK], left - 1
+        match = automaton.states[state, LENGTH]
     return count
 
 
 @compiled
-def draft_from_automaton(
-    sizes: Array,
-    states: Array,
-    edges: Array,
-    slots: Array,
-    frequent: Array,
-    tokens: Array,
-    parents: Array,
-    values: Array,
-    depths: Array,
-    min_match: int,
-    backoff: int,
-) -> int:
+def draft_from_automaton(automaton: Automaton, nodes: Nodes, min_match: int, backoff: int) -> int:
     """Draft the most frequent continuations of the text's longest suffixes that occurred before.
 
     The value of a node is its parent's times an estimate of the token's probability: its count after the longest match,
@@ -256,41 +263,31 @@ def draft_from_automaton(
     an unseen token; here that escape count falls with the length of the match.
 
     Args:
-        sizes: with the next four, the automaton (see the module).
-        states: see the module.
-        edges: see the module.
-        slots: see the module.
-        frequent: see the module.
-        tokens: int64[n], with the next three the arrays of ``Nodes``, written from index 1 on; index 0 is the root.
-        parents: int32[n].
-        values: float64[n]; ``values[0]`` is read.
-        depths: int32[n].
+        automaton: of the text.
+        nodes: written from index 1 on; ``values[0]`` is read.
         min_match: shortest suffix that may predict.
         backoff: largest number of suffixes used for one node.
 
     Returns:
         Number of nodes, the root included.
     """
-    most = len(tokens) * MOST_CHILDREN * backoff
+    most = len(nodes.tokens) * MOST_CHILDREN * backoff
     token, above, parent = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int32)
     value, length, heap = np.empty(most, np.float64), np.empty(most, np.int64), np.empty(most, np.int64)
     candidates = (token, above, parent, value, length)
     count = node = 0  # every candidate is pushed, so the heap holds count - node of them
-    state = states[sizes[LAST], LINK]
-    match = states[state, LENGTH]
-    while node + 1 < len(tokens):
-        begin = count
-        count = _expand(
-            states, edges, frequent, candidates, count, node, state, match, values[node], min_match, backoff
-        )
+    state = automaton.states[automaton.sizes[LAST], LINK]
+    match = automaton.states[state, LENGTH]
+    while node + 1 < len(nodes.tokens):
+        begin, place = count, (state, match, nodes.values[node])
+        count = _expand(automaton, candidates, count, node, place, min_match, backoff)
         for item in range(begin, count):
             push(heap, item - node, value, item)
         if count == node:
             break
         item = pop(heap, count - node, value)
         node += 1
-        tokens[node], parents[node], values[node] = token[item], parent[item], value[item]
-        depths[node] = depths[parent[item]] + 1
-        state = edges[find(edges, slots, above[item], token[item]), TARGET]
+        add_node(nodes, node, token[item], parent[item], value[item])
+        state = automaton.edges[find(automaton.edges, automaton.slots, above[item], token[item]), TARGET]
         match = length[item]
     return node + 1

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-__all__ = ["MOST_CHILDREN", "Array", "compiled", "inner", "insert_ranked", "is_new", "merge", "pop", "push"]
+from stree.retrieval.continuations import Nodes
+
+__all__ = ["MOST_CHILDREN", "Array", "add_node", "compiled", "inner", "insert_ranked", "is_new", "merge", "pop", "push"]
 
 MOST_CHILDREN = 8  # continuations that are considered after one string
 
@@ -84,43 +86,36 @@ def is_new(tokens: Array, token: int) -> bool:
     return True
 
 
+@inner
+def add_node(out: Nodes, node: int, token: int, parent: int, value: float) -> None:
+    """Write one node of a tree."""
+    out.tokens[node], out.parents[node], out.values[node] = token, parent, value
+    out.depths[node] = out.depths[parent] + 1
+
+
 @compiled
-def merge(
-    tokens: Array,
-    parents: Array,
-    values: Array,
-    size: int,
-    other_tokens: Array,
-    other_parents: Array,
-    other_values: Array,
-    other_size: int,
-    out_tokens: Array,
-    out_parents: Array,
-    out_values: Array,
-    out_depths: Array,
-) -> int:
+def merge(first: Nodes, size: int, second: Nodes, other_size: int, out: Nodes) -> int:
     """Merge two trees by common prefixes and keep the nodes of the largest values; a node of both has the larger value.
 
-    Arrays are those of ``Nodes``; the first tree has ``size`` nodes, the second ``other_size``. Returns the number of
-    nodes written, the root included.
+    The first tree has ``size`` nodes, the second ``other_size``. Returns the number of nodes written, with the root.
     """
     most = size + other_size
     token, parent, value = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.float64)
     place = np.empty(other_size, np.int64)  # index of each node of the second tree in the union
     for node in range(size):
-        token[node], parent[node], value[node] = tokens[node], parents[node], values[node]
+        token[node], parent[node], value[node] = first.tokens[node], first.parents[node], first.values[node]
     count, place[0] = size, 0
     for node in range(1, other_size):
-        above = place[other_parents[node]]
+        above = place[second.parents[node]]
         known = 1
-        while known < count and (parent[known] != above or token[known] != other_tokens[node]):
+        while known < count and (parent[known] != above or token[known] != second.tokens[node]):
             known += 1
         place[node] = known
         if known == count:
-            token[count], parent[count], value[count] = other_tokens[node], above, other_values[node]
+            token[count], parent[count], value[count] = second.tokens[node], above, second.values[node]
             count += 1
-        elif other_values[node] > value[known]:
-            value[known] = other_values[node]
+        elif second.values[node] > value[known]:
+            value[known] = second.values[node]
     # A parent is at least as probable as its children and has a smaller index, so a stable sort keeps it first.
     order, number = np.empty(count, np.int64), np.empty(count, np.int64)
     number[0] = 0
@@ -130,11 +125,9 @@ def merge(
             order[later] = order[later - 1]
             later -= 1
         order[later] = node
-    kept = min(count, len(out_tokens))
+    kept = min(count, len(out.tokens))
     for node in range(1, kept):
         source = order[node]
         number[source] = node
-        above = number[parent[source]]
-        out_tokens[node], out_parents[node], out_values[node] = token[source], above, value[source]
-        out_depths[node] = out_depths[above] + 1
+        add_node(out, node, token[source], number[parent[source]], value[source])
     return kept

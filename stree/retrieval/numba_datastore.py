@@ -4,11 +4,40 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from stree.retrieval.numba_common import MOST_CHILDREN, Array, compiled, inner, insert_ranked, is_new, pop, push
+from stree.retrieval.continuations import Nodes
+from stree.retrieval.numba_common import (
+    MOST_CHILDREN,
+    Array,
+    add_node,
+    compiled,
+    inner,
+    insert_ranked,
+    is_new,
+    pop,
+    push,
+)  # fmt: skip
 
-__all__ = ["draft_from_datastore", "longest_match", "read_windows"]
+__all__ = ["Store", "draft_from_datastore", "longest_match", "read_windows"]
+
+
+class Store(NamedTuple):
+    """A datastore.
+
+    Attributes:
+        text: uint8[4 x size], the reversed texts.
+        order: uint32[size], their suffix array.
+        vocab_size: the separator token.
+        longest: longest continuation, in tokens.
+    """
+
+    text: Array
+    order: Array
+    vocab_size: int
+    longest: int
 
 
 @inner
@@ -116,62 +145,50 @@ def _group(windows: Array, depth: int, rows: Array, separator: int, tokens: Arra
 
 @inner
 def _push_groups(
-    candidates: tuple[Array, ...], heap: Array, size: int, count: int, parent: int, value: float, known: int,
-    tokens: Array, counts: Array, groups: int, begin: int,
+    candidates: tuple[Array, ...], place: tuple[int, int, int], value: float, known: int, groups: tuple[Array, Array],
+    size: int, begin: int,
 ) -> int:  # fmt: skip
-    """Push the groups of a node's windows whose token is not among the first ``known``; return the candidates."""
-    token, rows_begin, rows_count, above, values = candidates
-    for rank in range(groups):
+    """Push ``size`` groups of a node's windows whose token is not among the first ``known``; return the candidates.
+
+    ``place`` holds the size of the heap, the number of candidates, and the node.
+    """
+    token, rows_begin, rows_count, above, values, heap = candidates
+    heap_size, count, parent = place
+    tokens, counts = groups
+    for rank in range(size):
         if is_new(token[:known], tokens[rank]):
             token[count], rows_begin[count], rows_count[count] = tokens[rank], begin, counts[rank]
             above[count], values[count] = parent, value * counts[rank]
-            push(heap, size, values, count)
-            count, size = count + 1, size + 1
+            push(heap, heap_size, values, count)
+            count, heap_size = count + 1, heap_size + 1
         begin += counts[rank]
     return count
 
 
 @compiled
-def draft_from_datastore(
-    text: Array,
-    order: Array,
-    key: Array,
-    vocab_size: int,
-    min_match: int,
-    most_occurrences: int,
-    longest: int,
-    tokens: Array,
-    parents: Array,
-    values: Array,
-    depths: Array,
-) -> int:
+def draft_from_datastore(store: Store, key: Array, min_match: int, most_occurrences: int, nodes: Nodes) -> int:
     """Draft the continuations of the longest match of a context in a store, and of a match of half its length.
 
     Args:
-        text: uint8[4 x size], the reversed texts.
-        order: uint32[size], their suffix array.
+        store: the texts.
         key: int64[length], the end of the context, reversed.
-        vocab_size: the separator token.
         min_match: shortest match that may predict.
         most_occurrences: largest number of occurrences read for one match.
-        longest: longest continuation, in tokens.
-        tokens: int64[n], with the next three the arrays of ``Nodes``, written from index 1 on; index 0 is the root.
-        parents: int32[n].
-        values: float64[n]; ``values[0]`` is read.
-        depths: int32[n].
+        nodes: written from index 1 on; ``values[0]`` is read.
 
     Returns:
         Number of nodes, the root included.
     """
-    most = len(tokens) * MOST_CHILDREN + MOST_CHILDREN
+    text, order, vocab_size, longest = store
+    most = len(nodes.tokens) * MOST_CHILDREN + MOST_CHILDREN
     token, begin, number = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
     parent, value, heap = np.empty(most, np.int32), np.empty(most, np.float64), np.empty(most, np.int64)
-    candidates = (token, begin, number, parent, value)
+    candidates = (token, begin, number, parent, value, heap)
     best, counts = np.empty(MOST_CHILDREN, np.int32), np.empty(MOST_CHILDREN + 1, np.int32)
     windows, every = np.empty((2 * most_occurrences, longest), np.int64), np.empty(most_occurrences, np.int64)
-    rows = np.empty((len(tokens) + 1) * len(windows), np.int64)  # window rows of each candidate, one after the other
+    rows = np.empty((len(nodes.tokens) + 1) * len(windows), np.int64)  # window rows of each candidate in turn
     count = used = read = node = 0  # every candidate is pushed, so the heap holds count - node of them
-    matched, share = longest_match(text, order, key), values[0]
+    matched, share = longest_match(text, order, key), nodes.values[0]
     for _ in range(2):
         if matched < max(min_match, 1):
             break
@@ -180,19 +197,18 @@ def draft_from_datastore(
             every[row] = read + row
         groups = _group(windows, 0, every[:found], vocab_size, best, counts, rows[used:])
         share /= counts[MOST_CHILDREN]
-        count = _push_groups(candidates, heap, count, count, 0, share, count, best, counts, groups, used)
+        count = _push_groups(candidates, (count, count, 0), share, count, (best, counts), groups, used)
         used, read = used + counts[:groups].sum(), read + found
         matched //= 2
-    while count > node and node + 1 < len(tokens):
+    while count > node and node + 1 < len(nodes.tokens):
         item = pop(heap, count - node, value)
         node += 1
-        tokens[node], parents[node], values[node] = token[item], parent[item], value[item]
-        depths[node] = depths[parent[item]] + 1
-        if depths[node] == longest:
+        add_node(nodes, node, token[item], parent[item], value[item])
+        if nodes.depths[node] == longest:
             continue
         own = rows[begin[item] : begin[item] + number[item]]
-        groups = _group(windows, depths[node], own, vocab_size, best, counts, rows[used:])
+        groups = _group(windows, nodes.depths[node], own, vocab_size, best, counts, rows[used:])
         share = value[item] / counts[MOST_CHILDREN]
-        count = _push_groups(candidates, heap, count - node, count, node, share, 0, best, counts, groups, used)
+        count = _push_groups(candidates, (count - node, count, node), share, 0, (best, counts), groups, used)
         used += counts[:groups].sum()
     return node + 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels.dispatch import host_can_read
-from stree.sampling import Random, Sampling
+from stree.sampling import AnySampling, Random
 from stree.tree import TokenTree, checks_everywhere
 from stree.verify.longest import longest
 from stree.verify.match import match
@@ -26,7 +26,7 @@ LONGEST: Final = "lossy-longest"  # used with the growth ``TargetInit`` only; us
 def accept(
     tree: TokenTree,
     target_logits: Tensor,
-    sampling: Sampling,
+    sampling: AnySampling,
     rng: Random,
     draft: DraftProbs | None = None,
     verifier: str = "auto",
@@ -87,7 +87,7 @@ def _check_shapes(tree: TokenTree, target_logits: Tensor, draft: DraftProbs | No
         )
 
 
-def _check_values(tree: TokenTree, target_logits: Tensor, sampling: Sampling, *, is_block: bool) -> None:
+def _check_values(tree: TokenTree, target_logits: Tensor, sampling: AnySampling, *, is_block: bool) -> None:
     if is_block and not bool((tree.depths == tree.num_nodes[:, None] - 1).any(1).all()):
         raise ValueError("block verification takes trees without branches; use traversal for others")
     is_usable = sampling.has_distribution(target_logits) | tree.is_padding

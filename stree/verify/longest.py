@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from stree.sampling import Random, Sampling
+from stree.sampling import AnySampling, Random
 from stree.tree import TokenTree
 from stree.verify.paths import deepest
 from stree.verify.rejection import try_children
@@ -14,7 +14,7 @@ __all__ = ["longest"]
 
 
 def longest(
-    tree: TokenTree, target_logits: Tensor, sampling: Sampling, rng: Random, draft: DraftProbs | None, max_depth: int
+    tree: TokenTree, target_logits: Tensor, sampling: AnySampling, rng: Random, draft: DraftProbs | None, max_depth: int
 ) -> Acceptance:
     """Keep all children of the root, verify the tree below each, and accept the longest path (arXiv 2409.10644).
 

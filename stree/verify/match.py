@@ -8,7 +8,7 @@ from torch import Tensor
 from stree.kernels.dispatch import uses_triton
 from stree.kernels.ops import Backend, match_accept
 from stree.kernels.topology import Topology
-from stree.sampling import Random, Sampling
+from stree.sampling import AnySampling, Random
 from stree.tree import TokenTree
 from stree.verify.paths import deepest
 from stree.verify.values import Acceptance
@@ -16,7 +16,7 @@ from stree.verify.values import Acceptance
 __all__ = ["match", "match_by_kernels"]
 
 
-def match(tree: TokenTree, target_logits: Tensor, sampling: Sampling, rng: Random, max_depth: int) -> Acceptance:
+def match(tree: TokenTree, target_logits: Tensor, sampling: AnySampling, rng: Random, max_depth: int) -> Acceptance:
     """Sample the target's token at every node and follow the children that carry it.
 
     All nodes of one position share one random number, the number that plain sampling uses there, so the text is that of
@@ -39,7 +39,7 @@ def match(tree: TokenTree, target_logits: Tensor, sampling: Sampling, rng: Rando
 def match_by_kernels(
     tree: TokenTree,
     target_logits: Tensor,
-    sampling: Sampling,
+    sampling: AnySampling,
     rng: Random,
     max_depth: int,
     backend: Backend = "auto",

@@ -18,6 +18,7 @@ from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridAtten
 from stree.kernels.fused.tiles import MAX_NORM_WIDTH
 from stree.models.fused import fused_layers, probing
 from stree.models.fused.lazy_residual import LazyResidual
+from stree.models.patching import is_patched
 
 
 class TwiceWeighted(LlamaRMSNorm):  # type: ignore[misc]
@@ -49,7 +50,7 @@ def test_norms_that_compute_something_else_are_not_fused(kind: type) -> None:
 def test_a_norm_too_wide_for_its_kernel_is_not_fused() -> None:
     norms = [LlamaRMSNorm(width) for width in (MAX_NORM_WIDTH, MAX_NORM_WIDTH + 1)]
     fused_layers.patch_fused_layers(nn.Sequential(*norms))
-    assert ["fused_facts" in norm.__dict__ for norm in norms] == [True, False]
+    assert [is_patched(norm) for norm in norms] == [True, False]
 
 
 def test_feed_forwards_that_compute_something_else_are_not_fused() -> None:
@@ -59,7 +60,7 @@ def test_feed_forwards_that_compute_something_else_are_not_fused() -> None:
     exact = LlamaMLP(config)
     exact.act_fn = ACT2FN["gelu"]
     fused_layers.patch_fused_layers(nn.Sequential(exact))
-    assert "fused_facts" not in exact.__dict__ and probing.activation_of(ACT2FN["gelu"]) is None
+    assert not is_patched(exact) and probing.activation_of(ACT2FN["gelu"]) is None
     scaled = next(module for module in family_model("falcon_h1").modules() if hasattr(module, probing.DOWN_FACTOR))
     assert probing.feed_forward_of(scaled) is not None
     assert (
@@ -86,7 +87,7 @@ def test_activations_with_weights_and_other_default_devices_do_not_disturb_patch
     with torch.device("meta"):
         fused_layers.patch_fused_layers(model)
         assert probing.keeps_rotary_dtype(unseen) is False
-    names = {type(module).__name__ for module in model.modules() if hasattr(module, "fused_facts")}
+    names = {type(module).__name__ for module in model.modules() if is_patched(module)}
     assert names == {"GraniteMoeHybridRMSNorm", "GraniteMoeHybridMLP", "GraniteMoeHybridExperts"}
 
 

@@ -12,31 +12,22 @@ from helpers.tiny_models import (
     TOLERANCE,
     tiny_model,
 )
-from torch import Tensor
 
 import stree
 from stree import TreeLM
 from stree.kernels.tiles import MAX_NODES
 from stree.kernels.topology import most_nodes
-from stree.models import tree_lm
-from stree.models.state import DecodeState
-from stree.tree import TokenTree
+from stree.models import tree_scorer
 
 
 @pytest.mark.parametrize("family", matrix())
 def test_a_prompt_in_chunks_leaves_what_it_leaves_in_one_piece(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = family_model(family)
     lm = TreeLM(family_model(family))
-    lm.chunk_size, verify = 6, lm.verify
-
-    def checked(state: DecodeState, tree: TokenTree) -> Tensor:
-        TokenTree(tree.tokens, tree.parents)  # raises if it is not a tree
-        return verify(state, tree)
-
-    monkeypatch.setattr(lm, "verify", checked)
+    lm.chunk_size = 6
+    monkeypatch.setenv("STREE_DEBUG", "1")  # chains are checked to be trees
     # The second prompt fits in the first chunk, the third ends within the second.
     decoding = Decoding(model, [23, 4, 9], lm=lm, max_nodes=7, padding=1)
-    monkeypatch.undo()
     assert decoding.state.lengths.tolist() == [23, 4, 9]
     assert decoding.prompt_error() < TOLERANCE[torch.float32]
     decoding.step([7, 5, 6])
@@ -64,7 +55,7 @@ def test_no_forward_is_wider_than_its_chunk(chunk_size: int | None, max_nodes: i
 def test_the_rest_of_a_prompt_is_cut_to_the_most_nodes_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert most_nodes(torch.device("cuda:1"), torch.bfloat16) == MAX_NODES
     assert most_nodes(torch.device("cuda"), torch.float64) is None is most_nodes(torch.device("cpu"), torch.float32)
-    monkeypatch.setattr(tree_lm, "most_nodes", lambda device, dtype: 4)
+    monkeypatch.setattr(tree_scorer, "most_nodes", lambda device, dtype: 4)
     lm = TreeLM(tiny_model("mamba2"))
     widths = Widths(lm.model)
     lm.prefill(lm.new_state(1, 32, 16), torch.arange(19)[None], chunk_size=9)

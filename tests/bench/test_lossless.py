@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers.tiny_pairs import tiny_pair
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 import stree
 from stree.bench import lossless
 from stree.bench.execute import Case, Run, execute
-from stree.bench.lossless import check_method, compare, judge, places_in_distribution, probs_test
+from stree.bench.lossless import check_method, compare, judge, probs_test
 from stree.bench.methods import Method, parse_methods
 from stree.bench.pair import Pair
 from stree.bench.unrolled import UnrolledLM, UnrolledState
@@ -37,25 +36,22 @@ class _RootLogits(UnrolledLM):
         return logits[:, :1].expand_as(logits)
 
 
-@pytest.fixture
-def wrong_unrolled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stree.bench.execute.UnrolledLM", _RootLogits)
-
-
-@pytest.mark.parametrize("name", ["plain", "transformers", "chain:2", "dyspec:6", "suffix", "unrolled:dyspec:6"])
+@pytest.mark.parametrize("name", ["plain", "transformers", "dyspec:6", "unrolled:dyspec:6"])
 def test_a_greedy_method_passes_by_token_identity(name: str) -> None:
     found = check_method(PAIR, method(name), [GREEDY], 0)
     assert (found["status"], found["lossless"], found["identical"]) == ("ok", True, True)
 
 
-@pytest.mark.parametrize("case", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_a_method_that_is_wrong_when_greedy_fails_with_the_logit_gap(case: Case, wrong_unrolled: None) -> None:
-    found = check_method(PAIR, method("unrolled:static:2,2"), [case], 0)
-    assert (found["status"], found["lossless"], found["identical"]) == ("failed", False, False)
-    assert abs(found["logit_gap"]) > 1e-3 * found["logit_scale"]
+def test_a_method_that_is_wrong_fails_with_the_logit_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stree.bench.execute.UnrolledLM", _RootLogits)
+    for case in (GREEDY, SAMPLED):
+        found = check_method(PAIR, method("unrolled:static:2,2"), [case], 0)
+        assert (found["status"], found["lossless"], found["identical"]) == ("failed", False, False)
+        assert abs(found["logit_gap"]) > 1e-3 * found["logit_scale"]
+    assert check_method(PAIR, method("unrolled:dyspec:6@match"), [SAMPLED], 0)["status"] == "failed"
 
 
-@pytest.mark.parametrize("name", ["dyspec:6@match", "suffix", "eagle2:6"])
+@pytest.mark.parametrize("name", ["dyspec:6@match", "suffix"])
 def test_under_match_a_method_must_give_the_text_of_plain_sampling(name: str) -> None:
     found = check_method(PAIR, method(name), [SAMPLED], 0)
     assert (found["status"], found["verifier"], found["identical"]) == ("ok", "match", True)
@@ -64,17 +60,13 @@ def test_under_match_a_method_must_give_the_text_of_plain_sampling(name: str) ->
     assert judge(PAIR, method(name), SAMPLED, run, {"plain": other})["lossless"] is False
 
 
-def test_a_method_that_is_wrong_under_match_fails(wrong_unrolled: None) -> None:
-    assert check_method(PAIR, method("unrolled:dyspec:6@match"), [SAMPLED], 0)["status"] == "failed"
-
-
 def test_without_the_statistical_test_a_rejection_sampler_is_not_called_lossless() -> None:
     found = check_method(PAIR, method("dyspec:6"), [SAMPLED], 0)
     assert (found["status"], found["lossless"], found["verifier"]) == ("ok", None, "auto")
-    assert found["greedy_twin"]  # but it is known to be right when greedy
+    assert found["greedy_identical"]  # but it is known to be right when greedy
 
 
-@pytest.mark.parametrize("name", ["plain", "chain:2", "dyspec:6", "suffix"])
+@pytest.mark.parametrize("name", ["plain", "dyspec:6"])
 def test_sampled_text_passes_the_test_of_its_distribution(name: str) -> None:
     found = probs_test(PAIR, method(name), SAMPLED, 12)
     assert found["lossless"] and found["num_tokens"] == 12 * 11
@@ -93,7 +85,7 @@ def test_sampled_text_of_another_distribution_fails(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", ["transformers", "lossy-target-init:2,2"])
 def test_other_libraries_and_lossy_methods_are_not_judged_when_sampling(name: str) -> None:
     found = check_method(PAIR, method(name), [SAMPLED], 2)
-    assert found["status"] == "ok" and found["lossless"] is None and "greedy_twin" not in found
+    assert found["status"] == "ok" and found["lossless"] is None and "greedy_identical" not in found
 
 
 def test_a_difference_at_a_near_tie_is_lossless_and_its_place_is_reported() -> None:
@@ -115,14 +107,3 @@ def test_a_difference_at_a_near_tie_is_lossless_and_its_place_is_reported() -> N
     assert compare(PAIR, PROMPT, [first], wanted) == {"lossless": False, "identical": False, "lengths": [1, 3]}
     later = compare(PAIR, PROMPT[:-1], [PROMPT[-1], *wanted], [PROMPT[-1], *other])  # here the reference is the worse
     assert not later["lossless"] and later["first_divergence"] == 1
-
-
-def test_a_place_is_the_mass_of_all_likelier_tokens_and_a_share_of_its_own() -> None:
-    case, outputs = Case((PROMPT, PROMPT[:4]), 2, 0.5), [[3, 80], [11, 5]]
-    noise: Any = SimpleNamespace(random=lambda n: np.array([0.25, 0.75]))
-    places = []
-    for prompt, tokens in zip(case.prompts, outputs, strict=True):
-        for number, token in enumerate(tokens):
-            probs = (PAIR.plain_logits([*prompt, *tokens[:number]])[-1].double() / 0.5).softmax(-1)
-            places.append(float(probs[probs > probs[token]].sum() + (0.25 + 0.5 * number) * probs[token]))
-    assert places_in_distribution(PAIR, case, outputs, noise) == pytest.approx(places)

@@ -1,7 +1,4 @@
-"""``stree bench profile``: the parts of a step make up the step, replayed steps are timed beside launched ones.
-
-Run: python -m pytest tests/bench/test_profile.py
-"""
+"""``stree bench profile``: the parts of a step make up the step, replayed steps are timed beside launched ones."""
 
 from __future__ import annotations
 
@@ -11,16 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.cuda_graph_tape import TapeRecorder
-from helpers.on_device import treat_as_on_device
+from helpers.captured import captured
 from helpers.tiny_models import patched, tiny_model
 from rich.console import Console
 
-import stree
 from stree.bench.profile import Shape, bytes_moved, profile, profile_tables
-from stree.decode import step_cache as step_cache
-from stree.decode.step_cache import StepCache
-from stree.drafters import ModelDrafter
 from stree.growth import Chain
 
 SHAPE = Shape(growth=Chain(2), budget=3, batch=2, context=8, new_tokens=8, temperature=0.0)
@@ -50,7 +42,6 @@ def test_the_parts_of_a_step_make_up_the_step(drafts: bool) -> None:
     assert all(record["ms"][name] > 0 for name in kinds)
     assert record["bound_ms"] == pytest.approx(1e3 * sum(record["bytes"].values()) / record["bytes_per_s"])
     assert record["replayed"] is None and "replayed" not in text_of(record)
-    assert not both.target.model.get_output_embeddings()._forward_hooks, "the watch is over"
 
 
 def test_bytes_grow_with_what_they_count() -> None:
@@ -62,42 +53,13 @@ def test_bytes_grow_with_what_they_count() -> None:
     assert longer["states, read and written"] == one["states, read and written"]
 
 
-@pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> Any:
+def test_replayed_steps_are_timed_beside_launched_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     both = pair()
-    treat_as_on_device(monkeypatch)
-    monkeypatch.setattr(
-        step_cache, "_can_capture", lambda lm: "step_cache" in lm.cache and lm.captures_steps is not False
-    )
-    both.target.cache["step_cache"] = StepCache(TapeRecorder())
-    return both
-
-
-def test_replayed_steps_are_timed_beside_launched_ones(captured: Any) -> None:
-    record = profile(captured, SHAPE)
-    assert record["replayed"]["replays"] > 0 and record["replayed"]["graphs"] == 1
-    assert 0 <= record["replayed"]["idle"] < 1 and record["replayed"]["step_ms"] > 0
-    assert captured.target.captures_steps is None, "as it was"
-    assert "replayed, idle" in text_of(record)
-
-
-@pytest.mark.slow
-def test_of_replayed_steps_the_share_outside_the_forwards_is_known(captured: Any) -> None:
-    def text() -> list[list[int]]:
-        drafter = ModelDrafter(captured.drafter)
-        return stree.generate(
-            captured.target, [[5, 6, 7]], drafter, growth=Chain(2), budget=3, max_new_tokens=12
-        ).sequences
-
-    before = text()
-    kept = captured.target.cache["step_cache"]
-    kept.release()
-    kept.recorder.tapes.clear()
-    record = profile(captured, replace(SHAPE, new_tokens=16))
-    share = record["replayed"]["outside_forwards"]
-    assert share > 0 and f"outside the forwards {share:.1%}" in text_of(record)
-    whole, beside = ([str(call[0]) for call in tape._calls] for tape in kept.recorder.tapes)
-    assert "aten.mm.default" in whole, "the first graph holds the models' projections"
-    assert "aten.mm.default" not in beside and len(beside) > 10
-    assert not kept.report(), "no graph without forwards is left for the next text"
-    assert text() == before
+    captured(monkeypatch, both.target)
+    record = profile(both, replace(SHAPE, new_tokens=16))
+    replayed = record["replayed"]
+    assert replayed["replays"] > 0 and replayed["graphs"] == 1
+    assert 0 <= replayed["idle"] < 1 and replayed["step_ms"] > 0 and replayed["outside_forwards"] > 0
+    assert both.target.captures_steps is None, "as it was"
+    text = text_of(record)
+    assert "replayed, idle" in text and f"outside the forwards {replayed['outside_forwards']:.1%}" in text

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from stree.bench.report import HEADINGS, load_runs, markdown, verdict_text, write_page
-from stree.bench.summary import interval, summarise
+from stree.bench.report import HEADINGS, load_runs, markdown, write_page
+from stree.bench.summary import interval, summarise, verdict_text
 
 RUN = Path(__file__).resolve().parent / "data_run"
 METHODS = ["plain", "transformers", "mamba-ssm", "chain:1-2", "chain:4", "dyspec:5", "unrolled:static:2,2", "suffix"]
@@ -120,7 +120,10 @@ def test_the_interval_is_paired_and_needs_two_prompts() -> None:
     assert interval(times, [1.0], [2.0]) == (0.5, None, None)
 
 
-def test_the_page_needs_no_other_file_and_shows_every_method(tmp_path: Path) -> None:
+def test_the_page_and_the_table_show_every_method(rows: Rows, tmp_path: Path) -> None:
+    lines = markdown(list(rows.values())).splitlines()
+    assert re.match(r"\| suite +\| T +\| method +\| tokens/s", lines[0])
+    assert len(lines) == 2 + 4 * len(METHODS) and len({line.count("|") for line in lines}) == 1
     write_page(load_runs([RUN]), tmp_path / "new" / "report.html")
     page = (tmp_path / "new" / "report.html").read_text()
     assert not re.search(r"<script|<link|<img|src=|@import|url\(|https?://", page)
@@ -134,12 +137,6 @@ def test_a_record_cannot_inject_markup(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text((RUN / "run.json").read_text())
     write_page(load_runs([tmp_path]), tmp_path / "report.html")
     assert "<script" not in (tmp_path / "report.html").read_text()
-
-
-def test_the_markdown_table_has_every_method(rows: Rows) -> None:
-    lines = markdown(list(rows.values())).splitlines()
-    assert re.match(r"\| suite +\| T +\| method +\| tokens/s", lines[0])
-    assert len(lines) == 2 + 4 * len(METHODS) and len({line.count("|") for line in lines}) == 1
 
 
 @pytest.mark.parametrize(

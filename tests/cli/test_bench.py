@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from helpers.tiny_pairs import save_tiny
 
 from stree.cli import main
-from stree.files import alone_in
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +20,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tiny(folder / "drafter", seed=1)
     lines = [json.dumps({"prompt": text}) for text in ("w1 w2 w3 w1", "w4 w5", "w6 w7 w8")]
     (folder / "p.jsonl").write_text("\n".join(lines) + "\n")
-    (folder / "bad.jsonl").write_text('{"prompt": "a"}\n{"nothing": 1}\n')
     return folder
 
 
@@ -76,35 +73,6 @@ def test_a_run_is_resumed_and_another_configuration_needs_force(
     assert bench(folder, tmp_path / "run", "--max-new-tokens", "5", "--force") == 0
     records = [json.loads(line) for line in results.read_text().splitlines()]
     assert {len(record["tokens"][0][0]) for record in records if record["metric"] == "tokens_per_s"} == {5}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--suite", "mine=FOLDER/bad.jsonl"], "suite 'mine': line 2 of bad.jsonl: a record needs one of the fields"),
-        (["--methods", "plain,chian:4"], "method 'chian:4' is unknown: did you mean chain"),
-        (["--methods", "plain,stree:5"], "method 'stree:5' cannot run: a tree of 13 nodes (root included) exceeds"),
-        (["--temperature", "hot"], "--temperature must be a number or several, as 0,0.8, got 'hot'"),
-        (["--max-new-tokens", "1"], "max_new_tokens must be at least 2, got 1"),
-        (["--limit", "-1"], "--limit must not be negative, got -1"),
-        (["--chat"], "--chat needs a tokenizer with a chat template"),
-    ],
-)
-def test_bad_input_is_named_and_ends_with_status_two(
-    folder: Path, tmp_path: Path, options: Sequence[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert bench(folder, tmp_path / "run", *(option.replace("FOLDER", str(folder)) for option in options)) == 2
-    assert message in capsys.readouterr().err
-    assert not list(tmp_path.glob("run/*"))
-
-
-def test_two_runs_into_one_directory_at_once_are_refused(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with alone_in(tmp_path / "run"):
-        assert bench(folder, tmp_path / "run") == 2
-        assert f"another run writes into {tmp_path / 'run'}; wait for its end" in capsys.readouterr().err
-        assert not list(tmp_path.glob("run/*"))
 
 
 def test_ctrl_c_says_how_to_go_on_and_ends_with_status_130(

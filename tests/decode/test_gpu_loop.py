@@ -104,7 +104,7 @@ def test_what_cannot_be_captured_leaves_the_device_usable(caplog: pytest.LogCapt
         assert not bool(logits.isnan().any())
         return logits
 
-    lm.verify = reading  # type: ignore[method-assign]
+    lm.verify = reading  # type: ignore[method-assign, assignment]
     with caplog.at_level(logging.WARNING, "stree"):
         found = texts(lm, drafter, growth=Chain(3), budget=4)
     assert found.sequences == expected and found.stats["graphs"]["not_captured"]

@@ -1,11 +1,9 @@
-"""What a drafter is trained on: windows of packed texts, held-out ends, and what the target writes.
-
-Run: python -m pytest tests/distill/test_text.py
-"""
+"""What a drafter is trained on: windows of packed texts, held-out ends, and what the target writes."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from helpers.tiny_distill import END
 from helpers.tiny_models import VOCAB
 
 import stree
-from stree.distill.continuations import write_continuations
+from stree.distill.continuations import Writing, write_continuations
 from stree.distill.text import Batches, Text, encode, hold_out, pack
 
 
@@ -64,10 +62,10 @@ def test_the_end_of_a_text_is_held_out(total: int, held: int) -> None:
 
 def test_what_the_target_writes_goes_on_where_it_stopped(target: stree.TreeLM, tmp_path: Path) -> None:
     text = Text({"a": np.tile(np.arange(1, 60, dtype=np.int32), 3)}, {"a": 1.0}, separator=END)
-    options: dict[str, Any] = {"temperature": 1.0, "seed": 0, "rows": 2, "new_tokens": 5}
-    whole = write_continuations(target, text, tmp_path / "whole", tokens=120, **options)
-    write_continuations(target, text, tmp_path / "part", tokens=50, **options)
-    again = write_continuations(target, text, tmp_path / "part", tokens=120, resume=True, **options)
+    writing = Writing(temperature=1.0, seed=0, rows=2, new_tokens=5)
+    whole = write_continuations(target, text, tmp_path / "whole", replace(writing, tokens=120))
+    write_continuations(target, text, tmp_path / "part", replace(writing, tokens=50))
+    again = write_continuations(target, text, tmp_path / "part", replace(writing, tokens=120), resume=True)
     assert np.array_equal(whole, again) and len(whole) >= 120
-    longer = write_continuations(target, text, tmp_path / "least", tokens=1, least=200, **options)
+    longer = write_continuations(target, text, tmp_path / "least", replace(writing, tokens=1, least=200))
     assert len(longer) >= 200

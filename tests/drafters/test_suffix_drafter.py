@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import torch
+from helpers.outcomes import random_rows
 
 from stree.drafters import SuffixDrafter
-from stree.sampling import Random
 from stree.verify import Acceptance
-
-
-def random_rows(batch: int) -> Random:
-    return Random(0, torch.arange(batch), torch.zeros(batch, dtype=torch.long))
 
 
 def test_suffix_trees_of_a_batch_are_padded_and_independent() -> None:

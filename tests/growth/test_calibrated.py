@@ -2,82 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers.enumeration import TableModel, emitted_probs, total_variation
-from helpers.growth_drafts import EXACT, PLAIN, all_drafts, draft_of, nodes_by_path, random_rows
+from helpers.enumerated_texts import drafts_of
+from helpers.enumeration import EXACT, PLAIN, step_bias
+from helpers.growth_drafts import table_drafter
+from helpers.table_models import TableModel
 
 from stree.drafters import ModelDrafter
 from stree.growth import AcceptanceModel, Calibrated, Layer, Proposal, Slots, choose_slots
-from stree.growth.calibrated import typical_rate, typical_values
-from stree.growth.learned_acceptance import prior_when_greedy
-from stree.sampling import Sampling
+from stree.growth.calibrated import typical_values
 from stree.tree import TokenTree
 
 
 def test_it_is_the_default_of_a_model_drafter() -> None:
     assert ModelDrafter.default_growth == Calibrated()
-
-
-def test_ranks_and_depths_of_a_plan_by_budget() -> None:
-    drawn, chosen = (Calibrated().bind(sampling).plan(64) for sampling in (PLAIN, Sampling()))
-    assert [layer.ranks for layer in drawn.layers] == [12, 6, 6, 6, 6, 6]
-    assert [layer.ranks for layer in chosen.layers] == [8] * 6
-    assert [layer.ranks for layer in Calibrated().bind(PLAIN).plan(16).layers] == [12, 4, 4, 4]
-    assert [layer.ranks for layer in Calibrated(2, ranks=3).bind(PLAIN).plan(16).layers] == [3, 3]
-    assert [layer.ranks for layer in Calibrated(2, ranks=10**9).bind(PLAIN).plan(8).layers] == [7, 7]
-    assert [layer.ranks for layer in Calibrated(2).bind(PLAIN).plan(8).layers] == [7, 4]
-    assert not Calibrated().bind(PLAIN).plan(1).layers
-    assert [layer.ranks for layer in Calibrated(depth=2).bind(PLAIN).plan(32).layers] == [12, 4]
-    assert [layer.ranks for layer in Calibrated(depth=2).bind(PLAIN).plan(33).layers] == [12, 6]
-    assert [layer.ranks for layer in Calibrated(depth=2).plan(33).layers] == [8, 8]
-    assert [layer.ranks for layer in Calibrated(depth=2, ranks=3).plan(33).layers] == [3, 3]
-    assert [len(Calibrated().plan(budget).layers) for budget in (2, 16, 17, 64)] == [4, 4, 6, 6]
-    assert [len(Calibrated(depth=3).plan(budget).layers) for budget in (16, 64)] == [3, 3]
-
-
-@pytest.mark.parametrize("budget", [2, 9, 17])
-def test_at_temperature_0_the_tree_is_that_of_the_greatest_chances(budget: int) -> None:
-    dist = TableModel.random(6, 3, scale=2.0)
-    draft = draft_of(dist, Calibrated(depth=3), budget, Sampling(), random_rows(1))
-    assert draft.probs is None
-    probs = dist.logits.softmax(-1)
-    values: dict[tuple[int, ...], float] = {}
-
-    def visit(path: tuple[int, ...], value: float) -> None:
-        row = probs[path[-1] if path else 0]
-        for rank, token in enumerate(row.argsort(descending=True)[: budget - 1].tolist()):
-            level, by_confidence, by_sharpness, *_ = prior_when_greedy(rank)
-            odds = level + by_confidence * math.log(row[token]) - by_sharpness * math.log(1 - float((row * row).sum()))
-            chance = 1 / (1 + math.exp(-odds))
-            values[(*path, token)] = value * chance
-            if len(path) < 2:
-                visit((*path, token), value * chance)
-
-    visit((), 1.0)
-    assert draft.values is not None
-    assert sorted(nodes_by_path(draft.tree)) == sorted(sorted(values, key=lambda path: -values[path])[: budget - 1])
-    wanted = [1.0, *(values[path] for path in nodes_by_path(draft.tree))]
-    assert draft.values[0].tolist() == pytest.approx(wanted, rel=1e-5)
-
-
-def typical(depth: int, ranks: int, value: float = 1.0) -> list[float]:
-    """List the values of all nodes below one, by recursion."""
-    values = []
-    for chance in map(typical_rate, range(ranks if depth else 0)):
-        values += [value * chance, *typical(depth - 1, ranks, value * chance)]
-        value *= 1 - chance
-    return values
-
-
-@pytest.mark.parametrize(("depth", "ranks"), [(3, 4), (2, 6), (4, 1), (0, 3)])
-def test_typical_values_are_those_of_the_best_nodes_of_the_whole_tree(depth: int, ranks: int) -> None:
-    values = sorted(typical(depth, ranks), reverse=True)
-    for nodes in {1, 2, 7, 30, len(values) + 1}:
-        assert typical_values(nodes, depth, ranks) == pytest.approx(tuple(values[:nodes]))
 
 
 @pytest.mark.parametrize("left", [0, 1, 4, 9, 40])
@@ -126,9 +67,8 @@ class Taught(Calibrated):
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])
 def test_the_emitted_distribution_is_the_target_s_whatever_was_learnt(verifier: str) -> None:
     target, dist = TableModel.random(3, 11, scale=0.5), TableModel.random(3, 12, scale=0.5)
-    trees = all_drafts(dist, Taught(2, 2), 4, PLAIN)
-    naive = all_drafts(dist, Calibrated(2, 2), 4, PLAIN)
+    drafter = table_drafter(dist)
+    trees, naive = (drafts_of(drafter, growth, 4, PLAIN, 3) for growth in (Taught(2, 2), Calibrated(2, 2)))
     shapes = [set(map(tuple, one.parents.tolist())) for one in (trees, naive)]
     assert shapes[0] != shapes[1], "what was learnt should change trees"
-    trees = replace(trees, weight=trees.weight / trees.weight.sum())  # unused draws count each outcome
-    assert total_variation(emitted_probs(target, trees, PLAIN, verifier, 3), target.joint(PLAIN, 3)) < EXACT
+    assert step_bias(target, trees, verifier) < EXACT

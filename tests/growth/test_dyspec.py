@@ -6,8 +6,10 @@ import heapq
 
 import pytest
 import torch
-from helpers.enumeration import TableModel
-from helpers.growth_drafts import PLAIN, draft_of, nodes_by_path, path_prob, random_rows
+from helpers.enumeration import PLAIN
+from helpers.growth_drafts import draft_of, nodes_by_path, path_prob
+from helpers.outcomes import random_rows
+from helpers.table_models import TableModel
 from torch import Tensor
 
 from stree.growth import Calibrated, DySpec, Growth, Static
@@ -15,19 +17,22 @@ from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), PLAIN, Sampling(0.6, top_k=2)], ids=["greedy", "T1", "top2"])
 @pytest.mark.parametrize(
-    "growth",
-    [DySpec(), DySpec(depth=2, ranks=3), DySpec(width=3), DySpec(threshold=0.0), DySpec(form="heap"), Calibrated()],
-    ids=["default", "shallow", "narrow", "no-threshold", "heap", "calibrated"],
+    ("growth", "sampling"),
+    [
+        (DySpec(depth=2, ranks=3), Sampling()),
+        (DySpec(width=3), Sampling(0.6, top_k=2)),
+        (DySpec(threshold=0.0), PLAIN),
+        (DySpec(form="heap"), PLAIN),
+        (Calibrated(), PLAIN),
+    ],
+    ids=["shallow", "narrow", "no-threshold", "heap", "calibrated"],
 )
 def test_a_dynamic_tree_keeps_the_budget_and_is_a_tree(growth: Growth, sampling: Sampling) -> None:
     for budget in (2, 3, 8, 17):
         draft = draft_of(TableModel.random(9, 1, scale=3.0), growth, budget, sampling, random_rows(5), 5)
         draft.tree.check()
-        assert draft.tree.tokens.shape[1] <= budget
-        assert int(draft.tree.num_nodes.max()) <= budget
-        assert int(draft.tree.depths.max()) <= draft.max_depth
+        assert draft.tree.tokens.shape[1] <= budget and int(draft.tree.depths.max()) <= draft.max_depth
         derived = TokenTree(draft.tree.tokens, draft.tree.parents)
         assert torch.equal(draft.tree.depths, derived.depths)
         assert torch.equal(draft.tree.ancestor_mask, derived.ancestor_mask)
@@ -39,24 +44,23 @@ def test_a_dynamic_tree_keeps_the_budget_and_is_a_tree(growth: Growth, sampling:
 @pytest.mark.parametrize("sampling", [Sampling(), PLAIN], ids=["greedy", "T1"])
 @pytest.mark.parametrize("growth", [DySpec(depth=2, ranks=9), Static([5, 2])], ids=["layers", "static"])
 def test_more_ranks_than_tokens_leave_the_surplus_empty(growth: Growth, sampling: Sampling) -> None:
-    draft = draft_of(TableModel.random(3, 1), growth, 40, sampling, random_rows(2), 2)
-    draft.tree.check()
+    tree = draft_of(TableModel.random(3, 1), growth, 40, sampling, random_rows(2), 2).tree
+    tree.check()
     for row in range(2):
-        paths = nodes_by_path(draft.tree, row)
+        paths = nodes_by_path(tree, row)
         assert {path for path in paths if len(path) == 1} == {(0,), (1,), (2,)}
         assert len(set(paths)) == len(paths)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), PLAIN], ids=["greedy", "T1"])
-@pytest.mark.parametrize("form", ["layers", "heap"])
+@pytest.mark.parametrize(("form", "sampling"), [("layers", PLAIN), ("heap", Sampling())])
 def test_a_dynamic_tree_fills_the_budget_when_the_draft_is_unsure(form: str, sampling: Sampling) -> None:
-    for budget in (2, 5, 16, 33):
+    for budget in (2, 5, 33):
         draft = draft_of(TableModel.random(50, 2, scale=0.5), DySpec(form=form), budget, sampling, random_rows(3), 3)
         assert draft.tree.num_nodes.tolist() == [budget] * 3
 
 
 @pytest.mark.parametrize("form", ["layers", "heap"])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_at_temperature_0_the_nodes_are_those_of_greatest_path_probability(form: str, seed: int) -> None:
     dist, nodes = TableModel.random(6, seed, scale=2.0), 11
     heap: list[tuple[float, tuple[int, ...]]] = [(-path_prob(dist, (token,)), (token,)) for token in range(6)]
@@ -82,7 +86,7 @@ def draw(rng: Random, dist: Tensor, node: int) -> int:
     raise AssertionError("the distribution ran out before the number did")
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_heap_draws_at_the_slot_of_greatest_value(seed: int) -> None:
     dist, sampling = TableModel.random(6, seed), Sampling(0.9)
     draft = draft_of(dist, DySpec(form="heap"), 12, sampling, random_rows(1, seed))
@@ -105,7 +109,7 @@ def test_the_heap_draws_at_the_slot_of_greatest_value(seed: int) -> None:
 
 
 @pytest.mark.parametrize("threshold", [None, 0.0, 0.15])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_layers_take_the_best_slots_before_their_tokens_are_drawn(seed: int, threshold: float | None) -> None:
     dist, sampling, budget = TableModel.random(8, seed, scale=2.0), Sampling(0.9), 10
     growth = DySpec(depth=3, ranks=3, threshold=threshold)

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.enumeration import TableLM, TableModel
-from helpers.growth_drafts import PLAIN, draft_of, nodes_by_path, random_rows
+from helpers.enumeration import PLAIN
+from helpers.growth_drafts import draft_of, nodes_by_path, table_drafter
+from helpers.outcomes import random_rows
+from helpers.table_models import TableModel
 from torch import Tensor
 
-from stree.drafters import ModelDrafter
 from stree.growth import Calibrated, Chain, DepthStop, Growth, Slots
-from stree.growth.learned_acceptance import GreedyAcceptance, prior_when_greedy
+from stree.growth.learned_acceptance import prior_when_greedy
 from stree.sampling import Sampling
-from stree.tree import TokenTree
 from stree.verify import Acceptance
 
 CPU = torch.device("cpu")
@@ -29,36 +29,12 @@ def rated(run: Any) -> Tensor:
     return priority
 
 
-def test_a_run_learns_from_the_log_and_its_growth_does_not() -> None:
-    dist, growth = TableModel.random(5, 1), Calibrated(depth=2).bind(PLAIN)
-    runs = [ModelDrafter(TableLM(dist).as_lm()).start(5, [[0], [0]], random_rows(2)) for _ in range(2)]
-    pending = torch.zeros(2, dtype=torch.long)
-    for run in runs:
-        draft = run.propose(pending, growth, 8)
-        before = rated(run)
-        run.observe(
-            Acceptance(
-                torch.zeros(2, 1, dtype=torch.int32),
-                torch.tensor([1, 0], dtype=torch.int32),
-                pending,
-                torch.full(draft.tree.tokens.shape, 0.9),
-            )
-        )
-        after = rated(run)
-        assert float(after[0, 0, 0] - before[0, 0, 0]) > 0.01
-        assert torch.equal(after[1], before[1]), "the second sequence was inactive"
-        run.restart([[0], [0]])
-        again = rated(run)
-        assert torch.equal(again, before), "other texts begin anew"
-    assert runs[0].acceptance_model is not runs[1].acceptance_model
-
-
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_greedy_tree_looks_up_the_pairs_and_triples_of_every_node(is_stopped: bool) -> None:
     dist, prompt, pending = TableModel.random(6, 3), [3, 1, 0, 2, 5, 4, 0, 1, 3, 3, 0, 4], 2
     growth: Growth = Calibrated(depth=3).bind(Sampling())
     growth = DepthStop(growth, threshold=-50.0, layers=None) if is_stopped else growth
-    run = ModelDrafter(TableLM(dist).as_lm()).start(6, [prompt], random_rows(1))
+    run = table_drafter(dist).start(6, [prompt], random_rows(1))
     draft = run.propose(torch.tensor([pending]), growth, 17)
     pairs, triples = set(pairwise(prompt)), set(zip(prompt, prompt[1:], prompt[2:], strict=False))
     probs, values = dist.logits.softmax(-1), dict[tuple[int, ...], float]()
@@ -86,48 +62,9 @@ def test_a_greedy_tree_looks_up_the_pairs_and_triples_of_every_node(is_stopped: 
     assert max(map(len, values)) == 3 and sorted(nodes_by_path(draft.tree)) != plain
 
 
-@pytest.mark.parametrize("is_fused", [False, True])
-def test_a_greedy_run_reads_prompts_and_accepted_tokens_whatever_the_budget(is_fused: bool) -> None:
-    dist, growth = TableModel.random(9, 1), Calibrated(depth=2).bind(Sampling())
-    run: Any = ModelDrafter(TableLM(dist).as_lm()).start(9, [[1, 2, 3], [4]], random_rows(2))
-    texts, pending = [[1, 2, 3], [4]], torch.tensor([5, 6])
-    run.reserve(60, DepthStop(growth, threshold=-50.0, layers=None), 6, begins=False)
-    growth = run._growth
-    for step, budget in enumerate((1, 4, 1, 1, 6, 4)):
-        draft = run.propose(pending, growth, budget)
-        tree = draft.tree
-        if is_fused:  # others append a chain below the root
-            tokens = torch.cat([tree.tokens, torch.tensor([[7, 8]] * 2)], 1)
-            below = torch.tensor([[0, tree.tokens.shape[1]]] * 2, dtype=torch.int32)
-            tree = TokenTree(tokens, torch.cat([tree.parents, below], 1))
-            run.extend(tree)
-        n = tree.tokens.shape[1]
-        path = torch.tensor([[0, n - 2, n - 1] if is_fused else [0, min(1, n - 1), -1], [0, -1, -1]], dtype=torch.int32)
-        lengths = torch.tensor([3 if is_fused else min(2, n), step % 2], dtype=torch.int32)
-        for row, length in enumerate(lengths.tolist()):
-            texts[row] += tree.tokens[row, path[row, :length].long()].tolist()
-        pending = torch.where(lengths > 0, (pending + 1) % 9, pending)
-        run.observe(Acceptance(path, lengths, pending))
-        check_memory(run, texts)
-    run.admit(1, [2, 2, 7])
-    check_memory(run, [texts[0], [2, 2, 7]])
-    run.restart([[8, 1], [3]])
-    check_memory(run, [[8, 1], [3]])
-
-
-def check_memory(run: Any, texts: list[list[int]]) -> None:
-    """Compare the n-grams of a run with those of whole texts that are read at once."""
-    fresh = GreedyAcceptance(len(texts), 8, CPU)
-    size = max(len(text) for text in texts)
-    tokens = torch.tensor([text + [0] * (size - len(text)) for text in texts])
-    fresh.read_text(tokens, None, torch.tensor([len(text) for text in texts], dtype=torch.int32))
-    one, other = run.acceptance_model.base.ngrams, fresh.ngrams
-    assert torch.equal(one.places[:, :-1], other.places[:, :-1]) and torch.equal(one.last, other.last)
-
-
 def test_a_greedy_run_learns_from_its_paths_and_its_growth_does_not() -> None:
     dist, growth = TableModel.random(5, 1), Calibrated(depth=2).bind(Sampling())
-    run = ModelDrafter(TableLM(dist).as_lm()).start(5, [[0], [0]], random_rows(2))
+    run = table_drafter(dist).start(5, [[0], [0]], random_rows(2))
     pending = torch.zeros(2, dtype=torch.long)
 
     def eldest() -> Tensor:
@@ -147,7 +84,7 @@ def test_a_greedy_run_learns_from_its_paths_and_its_growth_does_not() -> None:
 
 def test_a_run_may_change_its_growth_and_skip_observing() -> None:
     dist, calibrated, chain = TableModel.random(5, 1), Calibrated(depth=2).bind(PLAIN), Chain(2).bind(PLAIN)
-    run = ModelDrafter(TableLM(dist).as_lm()).start(5, [[0]], random_rows(1))
+    run = table_drafter(dist).start(5, [[0]], random_rows(1))
     pending = torch.zeros(1, dtype=torch.long)
     for growth, budget in ((calibrated, 8), (calibrated, 3), (chain, 8), (calibrated, 1), (calibrated, 8)):
         run.propose(pending, growth, budget)

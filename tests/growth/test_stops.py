@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
-from helpers.enumeration import TableModel
 from helpers.growth_drafts import counted_draft, nodes_by_path
 from helpers.on_device import treat_as_on_device
+from helpers.table_models import TableModel
 
-from stree.growth import Chain, Confidence, DecisionStop, DepthStop, DySpec, Eagle2, Growth, OptTree, Static
-from stree.sampling import Random, Sampling
+from stree.growth import Chain, Confidence, DecisionStop, DepthStop, DySpec, Eagle2, Growth, Static
+from stree.sampling import Sampling
 
 GREEDY = Sampling()
 Path = tuple[int, ...]
@@ -64,31 +65,6 @@ def affine(row: list[float], inputs: list[float]) -> float:
     return math.fsum([*map(math.prod, zip(row[:-1], inputs, strict=True)), row[-1]])
 
 
-def test_stops_and_gains_begin_anew_with_every_tree() -> None:
-    shape, cpu, rng = Eagle2(depth=3, beam=2), torch.device("cpu"), Random(0, torch.arange(1), torch.zeros(1).long())
-    stopped = DepthStop(shape, threshold=-0.5, layers=(2,)).acceptance_model(1, cpu)
-    gain = OptTree().acceptance_model(1, cpu)
-    for _ in range(2):
-        for model in (stopped, gain):
-            model.begin(shape.plan(3), rng)
-        answers = [stopped.goes_on(torch.tensor([[0.1]])) for _ in range(3)]
-        assert [answer if answer is None else answer.tolist() for answer in answers] == [None, [False], None]
-        for values, goes_on in (([0.6, 0.3], True), ([0.2, 0.1], False)):
-            answer = gain.goes_on(torch.tensor([values]))
-            assert answer is not None and answer.tolist() == [goes_on]
-
-
-def test_of_two_stop_rules_either_stops() -> None:
-    cpu, values, dist = torch.device("cpu"), torch.tensor([[0.3]]), torch.tensor([[[0.6, 0.4]]])
-    for one, other in ((-0.5, -2.0), (-2.0, -0.5), (-2.0, -2.0)):  # of which the first of all is above the value's
-        rules = DepthStop(DepthStop(Eagle2(), one, layers=None), other, layers=None)
-        answer = rules.acceptance_model(1, cpu).goes_on(values)
-        assert answer is not None and answer.tolist() == [-0.5 not in (one, other)]
-    for one, other in ((0.0, 1.0), (1.0, 0.0), (0.0, 0.0)):
-        answer = DecisionStop(DecisionStop(Eagle2(), one), other).acceptance_model(1, cpu).draws(values, dist)
-        assert answer is not None and answer.tolist() == [1.0 not in (one, other)]
-
-
 def test_the_decision_is_the_network_s() -> None:
     dist, generator = TableModel.random(12, 6, scale=2.0), torch.Generator().manual_seed(1)
     first_layer = torch.randn(4, 12, generator=generator)
@@ -117,18 +93,14 @@ def test_the_decision_is_the_network_s() -> None:
     [Chain(3, stop=Confidence(0.7)), DepthStop(Static([2, 2]), -0.3, None), DepthStop(DySpec(depth=3), -0.4, None)],
     ids=["chain", "static", "layers"],
 )
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_on_a_device_a_stopped_layer_is_padding(
-    growth: Growth, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dist = TableModel.random(6, 4, scale=2.0)
-    host, host_calls = counted_draft(dist, growth, 8, Sampling(temperature))
+def test_on_a_device_a_stopped_layer_is_padding(growth: Growth, monkeypatch: pytest.MonkeyPatch) -> None:
+    dist, sampling = TableModel.random(6, 4, scale=2.0), Sampling(1.0)
+    host, host_calls = counted_draft(dist, growth, 8, sampling)
     treat_as_on_device(monkeypatch)
-    device, calls = counted_draft(dist, growth, 8, Sampling(temperature))
+    device, calls = counted_draft(dist, growth, 8, sampling)
     device.tree.check()
     assert nodes_by_path(device.tree) == nodes_by_path(host.tree)
-    assert device.tree.tokens.shape[1] >= host.tree.tokens.shape[1]
-    assert calls == len(growth.bind(Sampling(temperature)).plan(8).layers) >= host_calls
+    assert calls == len(growth.bind(sampling).plan(8).layers) >= host_calls
 
 
 @pytest.mark.parametrize(
@@ -156,14 +128,11 @@ def test_parameters_out_of_range_are_refused(make: Any, message: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("base", [None, "chain:4", Chain])
-def test_a_stop_rule_for_what_is_no_growth_is_refused(base: Any) -> None:
-    for stopped in (DepthStop, DecisionStop):
+def test_what_is_no_growth_or_no_rule_is_refused() -> None:
+    base: Any
+    for stopped, base in itertools.product((DepthStop, DecisionStop), (None, "chain:4", Chain)):
         with pytest.raises(TypeError, match=r"base must be a growth such as Chain\(4\), got "):
             stopped(base)
-
-
-def test_a_chain_that_something_else_than_a_rule_shall_stop_is_refused() -> None:
     rule: Any = 3
     with pytest.raises(TypeError, match=r"stop must be a rule such as Confidence\(0.4\), got 3"):
         Chain(4, stop=rule)

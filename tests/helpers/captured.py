@@ -27,7 +27,9 @@ def captured(monkeypatch: pytest.MonkeyPatch, lm: stree.TreeLM | None = None) ->
     """Give a target, by default a tiny Bamba, whose steps are captured, with the operators that a device would run."""
     # A capture needs CUDA, and no option may say otherwise to a user.
     treat_as_on_device(monkeypatch)
-    monkeypatch.setattr(step_cache, "_can_capture", lambda lm: "step_cache" in lm.cache)
+    monkeypatch.setattr(
+        step_cache, "_can_capture", lambda lm: "step_cache" in lm.cache and lm.captures_steps is not False
+    )
     lm = patched(tiny_model("bamba")) if lm is None else lm
     lm.cache["step_cache"] = step_cache.StepCache(TapeRecorder())
     return lm

@@ -25,18 +25,31 @@ __all__ = ["Turns", "drafts_of", "joint_of_loop", "joint_of_steps", "strings_of"
 class Timed(Outcomes):
     """Outcomes, and fixed uniform numbers by node for growths that draw numbers, such as exponential arrival times."""
 
+    seed = 0
+
     def uniform(self, purpose: str, offset: Tensor, node: Tensor) -> Tensor:
         assert purpose == "draft", "verification uses outcomes only"
-        return (node.long() * 2654435761 % 2**32).double() / 2**32
+        return ((node.long() * 2654435761 % 2**32).double() / 2**32 + self.seed * 0.3819660113) % 1.0
 
 
 def drafts_of(
-    drafter: Drafter, growth: Growth, budget: int, sampling: Sampling, vocab: int, root: int = 0
+    drafter: Drafter, growth: Growth, budget: int, sampling: Sampling, vocab: int, root: int = 0, seed: int = 0
 ) -> DraftedTrees:
-    """All trees that a drafter can propose below a root, by every outcome of every draw."""
+    """All trees that a drafter can propose below a root, by every outcome of every draw.
+
+    Args:
+        drafter: proposes the trees.
+        growth: not yet bound to ``sampling``.
+        budget: nodes of a tree, the root included.
+        sampling: sampling of the draft.
+        vocab: size of the vocabulary.
+        root: the pending token.
+        seed: of the uniform numbers that a growth asks for beside its draws.
+    """
     draws = 0
     while True:
         outcomes = Timed.all(0, draws, vocab)
+        outcomes.seed = seed
         batch = len(outcomes.weight)
         run = drafter.start(vocab, [[root]] * batch, as_random(outcomes))
         try:

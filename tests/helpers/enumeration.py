@@ -18,6 +18,8 @@ from stree.tree import TokenTree
 from stree.verify import DELTA, SAMPLED, Acceptance, DraftProbs, accept
 
 __all__ = [
+    "EXACT",
+    "PLAIN",
     "Cells",
     "DraftedTrees",
     "MoreDraws",
@@ -29,9 +31,12 @@ __all__ = [
     "emitted_probs",
     "every_outcome",
     "expected_tokens",
-    "probs_of_texts",
+    "step_bias",
     "total_variation",
 ]
+
+EXACT = 1e-12  # total variation: sums in float64
+PLAIN = Sampling(1.0)
 
 Verify = Callable[[TokenTree, Tensor, Random, DraftProbs | None], Acceptance]
 
@@ -122,6 +127,20 @@ def emitted_probs(
     for tokens, accepted, weight in every_outcome(target, trees, sampling, verifier, verify):
         joint += probs_of_texts(target, tokens, accepted, sampling, weight, length)
     return joint
+
+
+def step_bias(
+    target: TableModel,
+    trees: DraftedTrees,
+    verifier: str,
+    sampling: Sampling = PLAIN,
+    verify: Verify | None = None,
+) -> float:
+    """Total variation between what a step emits, continued by the target, and the target's distribution."""
+    length = int(trees.tree.depths.max()) + 1
+    emitted = emitted_probs(target, trees, sampling, verifier, length, verify)
+    assert abs(float(emitted.sum()) - 1) < EXACT
+    return total_variation(emitted, target.joint(sampling, length))
 
 
 def expected_tokens(target: TableModel, trees: DraftedTrees, sampling: Sampling, verifier: str) -> float:

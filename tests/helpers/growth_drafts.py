@@ -1,30 +1,29 @@
-"""Draft trees of growths on table models, one at a time or with every outcome of every draw."""
+"""Draft trees of growths on table models."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from helpers.enumeration import DraftedTrees, Outcomes, TableLM, TableModel, as_random, short_texts
+from helpers.outcomes import random_rows
+from helpers.table_models import TableLM, TableModel
 from stree.drafters import Draft, ModelDrafter
 from stree.growth import Growth
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
-from stree.verify import DELTA, DraftProbs
 
-PLAIN, GREEDY = Sampling(1.0), Sampling()
-EXACT = 1e-12  # total variation: sums in float64
+GREEDY = Sampling()
 
 
-def random_rows(batch: int, seed: int = 0) -> Random:
-    return Random(seed, torch.arange(batch), torch.zeros(batch, dtype=torch.long))
+def table_drafter(dist: TableModel) -> ModelDrafter:
+    """Draft with a table instead of a model."""
+    return ModelDrafter(TableLM(dist).as_lm())
 
 
 def draft_of(dist: TableModel, growth: Growth, budget: int, sampling: Sampling, rng: Random, batch: int = 1) -> Draft:
     """Propose trees below pending tokens 0 of one-token texts."""
-    run = ModelDrafter(TableLM(dist).as_lm()).start(dist.vocab, [[0]] * batch, rng)
+    run = table_drafter(dist).start(dist.vocab, [[0]] * batch, rng)
     return run.propose(torch.zeros(batch, dtype=torch.long), growth.bind(sampling), budget)
 
 
@@ -44,40 +43,6 @@ def path_prob(dist: TableModel, path: Sequence[int]) -> float:
         prob *= float(dist.logits[last].softmax(-1)[token])
         last = token
     return prob
-
-
-def num_draws(growth: Growth, budget: int) -> int:
-    plan = growth.plan(budget)
-    above = [1] + [layer.width for layer in plan.layers]
-    return (
-        plan.num_nodes if plan.is_heap else sum(w * layer.ranks for w, layer in zip(above, plan.layers, strict=False))
-    )
-
-
-class TimedOutcomes(Outcomes):
-    """Outcomes with fixed uniform numbers besides: growth may ask for them, verification may not."""
-
-    seed = 1
-
-    def uniform(self, purpose: str, offset: Tensor, node: Tensor) -> Tensor:
-        assert purpose == "draft"
-        numbers = (node.long() * 2654435761 % 2**32).double() / 2**32
-        return (numbers + self.seed * 0.3819660113) % 1.0
-
-
-def all_drafts(dist: TableModel, growth: Growth, budget: int, sampling: Sampling, seed: int = 1) -> DraftedTrees:
-    """Draft with every outcome of every draw; ``seed`` is of the uniform numbers that a growth asks for."""
-    plan = growth.bind(sampling).plan(budget)
-    is_drawn = plan.drawing != "top" and not sampling.is_greedy
-    outcomes = TimedOutcomes.all(0, num_draws(growth.bind(sampling), budget) if is_drawn else 0, dist.vocab)
-    outcomes.seed = seed
-    with short_texts():
-        draft = draft_of(dist, growth, budget, sampling, as_random(outcomes), len(outcomes.weight))
-    rows = (outcomes.weight > 0).nonzero()[:, 0]
-    parents = draft.tree.parents
-    nothing = torch.zeros(len(outcomes.weight), 1, dist.vocab, dtype=dist.logits.dtype)
-    dists = draft.probs or DraftProbs(nothing, parents, torch.full_like(parents, DELTA, dtype=torch.int8))
-    return DraftedTrees(draft.tree.tokens, draft.tree.parents, dists, outcomes.weight).select(rows)
 
 
 def counted_draft(

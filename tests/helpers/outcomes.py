@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stree.sampling import Random
 
-__all__ = ["Cells", "MoreDraws", "Outcomes", "as_random"]
+__all__ = ["Cells", "MoreDraws", "Outcomes", "as_random", "random_rows"]
 
 
 class MoreDraws(Exception):
@@ -142,3 +142,8 @@ class Cells(Random):
 def as_random(outcomes: Outcomes | Cells) -> Random:
     """Cast outcomes to the random numbers that they replace."""
     return cast(Random, outcomes)
+
+
+def random_rows(batch: int, seed: int = 0) -> Random:
+    """Random numbers of the first sequences, at position 0."""
+    return Random(seed, torch.arange(batch), torch.zeros(batch, dtype=torch.long))

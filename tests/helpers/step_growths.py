@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-from stree.growth import (
-    RSDS,
-    Calibrated,
-    Chain,
-    Confidence,
-    DecisionStop,
-    DepthStop,
-    DySpec,
-    Eagle2,
-    Growth,
-    OptTree,
-    Sequoia,
-    SpecInfer,
-    Static,
-)
+from stree import growth as growths
+from stree.growth import Growth
 
 GROWTHS: dict[str, Growth | None] = {
     "none": None,
-    "chain": Chain(3),
-    "static": Static([2, 2]),
-    "sequoia": Sequoia(depth=3),
-    "dyspec": DySpec(depth=3),
-    "heap": DySpec(form="heap"),
-    "calibrated": Calibrated(depth=3),
-    "specinfer": SpecInfer([2, 2]),
-    "rsds": RSDS(3, 3),
-    "opt-tree": OptTree(depth=3),
-    "eagle2": DepthStop(Eagle2(depth=3, beam=3), threshold=-2.0, layers=None),
-    "decision": DecisionStop(Chain(3, stop=Confidence(0.02)), threshold=0.1),
+    "chain": growths.Chain(3),
+    "static": growths.Static([2, 2]),
+    "sequoia": growths.Sequoia(depth=3),
+    "dyspec": growths.DySpec(depth=3),
+    "heap": growths.DySpec(form="heap"),
+    "calibrated": growths.Calibrated(depth=3),
+    "specinfer": growths.SpecInfer([2, 2]),
+    "rsds": growths.RSDS(3, 3),
+    "opt-tree": growths.OptTree(depth=3),
+    "eagle2": growths.DepthStop(growths.Eagle2(depth=3, beam=3), threshold=-2.0, layers=None),
+    "decision": growths.DecisionStop(growths.Chain(3, stop=growths.Confidence(0.02)), threshold=0.1),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from helpers.tiny_models import VOCAB, patched, tiny_model
 from stree.bench.pair import Pair
+
+WORDS = [f"w{number}" for number in range(1, VOCAB)]
 
 
 class Letters:
@@ -40,10 +43,10 @@ def tiny_pair(
     return pair
 
 
-def save_tiny(folder: Path, seed: int = 0) -> str:
-    """Save a model and a tokenizer of words w0, w1, ..., as a user has them on disk."""
-    words = {"<|end|>": 0, **{f"w{number}": number for number in range(1, VOCAB)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<|end|>"))
+def save_tiny(folder: Path, seed: int = 0, words: Sequence[str] = WORDS) -> str:
+    """Save a model and a tokenizer of words, w1, w2, ... after the end, as a user has them on disk."""
+    numbers = {word: number for number, word in enumerate(["<|end|>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="<|end|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
     tiny_model("mamba2", seed=seed).save_pretrained(folder)

@@ -9,29 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.hooked_generate import (
-    NEW_TOKENS,
-    PROMPTS,
-    hooked,
-    left_padded,
-    new_tokens,
-    plain,
-    target,
-)
+from helpers.hooked_generate import NEW_TOKENS, PROMPTS, hooked, left_padded, new_tokens, plain, target
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     StoppingCriteria,
-    StoppingCriteriaList,
     StopStringCriteria,
     TextIteratorStreamer,
     TextStreamer,
-)
-from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
+)  # fmt: skip
+from transformers.generation import GenerateDecoderOnlyOutput
 
 import stree
-from stree.integrations.transformers_processors import Stops
 
 
 def test_finished_rows_are_padded_as_transformers_pads_them() -> None:
@@ -47,11 +37,6 @@ def test_finished_rows_are_padded_as_transformers_pads_them() -> None:
         **left_padded(PROMPTS), max_new_tokens=9, do_sample=False, eos_token_id=stops, pad_token_id=0
     )
     assert torch.equal(hooked(mamba, PROMPTS, max_new_tokens=9, eos_token_id=stops), theirs)
-
-
-def test_of_two_lengths_the_shorter_one_ends_a_text() -> None:
-    assert Stops.of(StoppingCriteriaList([MaxLengthCriteria(20), MaxLengthCriteria(30)])).max_length == 20
-    assert Stops.of(StoppingCriteriaList([MaxLengthCriteria(30), MaxLengthCriteria(20)])).max_length == 20
 
 
 @pytest.mark.parametrize("length", [{"max_new_tokens": 1}, {"max_length": 14, "max_new_tokens": None}])

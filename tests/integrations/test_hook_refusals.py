@@ -6,13 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.hooked_generate import (
-    PROMPTS,
-    count_forwards,
-    hooked,
-    small,
-    target,
-)
+from helpers.hooked_generate import PROMPTS, count_forwards, hooked, small, target
 from helpers.tiny_models import tiny_model
 from transformers import (
     DynamicCache,

@@ -206,19 +206,30 @@ def test_what_no_kernel_takes_is_left_to_torch(launched: None, monkeypatch: pyte
     assert softmax.probs_and_norms(logits, 0.8)[1] is not None
 
 
+def test_every_batch_entry_has_its_own_temperature(launched: None) -> None:
+    logits = 3 * torch.randn(3, 2, 37, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    temperatures = torch.tensor([0.5, 1.0, 2.5], dtype=torch.float64, device=DEVICE)
+    for rows in (logits, logits[:, 1]):  # rows of a batch, and a matrix with a temperature for every row
+        found, norms = softmax.probs_and_norms(rows, temperatures)
+        assert norms is not None and torch.equal(softmax.probs(rows, temperatures), found)
+        for row, temperature in enumerate(temperatures.tolist()):
+            check(found[row], norms[row], rows[row], temperature)
+        assert is_close(reference.probs(rows, temperatures)[1], rows[1], 1.0)
+
+
 def test_a_sampling_without_cuts_is_one_launch_and_others_are_what_they_were(
     launched: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits = 3 * torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(4)).to(DEVICE)
-    for plain in (Sampling(0.8), Sampling(0.8, top_k=20), Sampling(0.8, top_p=1.0)):
+    for plain in (Sampling(0.8), Sampling(0.8, top_p=1.0, min_p=0.0)):
         for out in (None, torch.empty(2, 3, 20, device=DEVICE)):
             assert names_of(monkeypatch, plain.probs, logits, out) == ["probs_kernel"]
-            found, norms = plain.probs_and_norms(logits, out)
+            found, norms = plain.draft_probs(logits, out)
             assert norms is not None and (out is None or found is out)
             check(found, norms, logits, 0.8)
-    for other in (Sampling(), Sampling(0.8, top_k=5), Sampling(0.8, top_p=0.9), Sampling(1.0, 3, 0.5)):
-        assert names_of(monkeypatch, other.probs_and_norms, logits) == []
-        found, norms = other.probs_and_norms(logits)
+    for other in (Sampling(0.8, top_k=5), Sampling(0.8, top_p=0.9), Sampling(1.0, 3, 0.5)):
+        assert names_of(monkeypatch, other.draft_probs, logits) == []
+        found, norms = other.draft_probs(logits)
         with as_on_device(triton=False, host_can_read=True):
             assert norms is None and torch.equal(found, other.probs(logits))
 

@@ -63,7 +63,7 @@ def test_what_is_emitted_is_the_same(seed: int, batch: int, n: int, m: int, stop
         num_new=torch.minimum(draw(0, 9, batch), limit),
         limit=limit,
         is_finished=draw(0, 2, batch).bool(),
-        stop=draw(0, 7, stops),
+        stop=draw(-1, 7, batch, stops),
     )
     tokens = draw(0, 7, batch, n + 3)[:, :n]
     known = Texts(*(on_device(getattr(texts, field.name)) for field in fields(Texts)))
@@ -196,7 +196,7 @@ def test_a_step_s_own_numbers_make_no_new_build(monkeypatch: pytest.MonkeyPatch)
         draw = numbers(m)
         path, lengths = paths(draw, 2, n, m)
         zero = torch.zeros(2).long()
-        texts = Texts(zero, zero.clone(), zero + 9, zero.bool(), torch.arange(m % 3))
+        texts = Texts(zero, zero.clone(), zero + 9, zero.bool(), torch.arange(m % 3).expand(2, -1))
         given = [on_device(one) for one in (draw(0, 7, 2, n), path, lengths, zero)]
         with launch_keys(monkeypatch) as keys:
             bookkeeping._emit_in_one(*given, Texts(*(on_device(getattr(texts, field.name)) for field in fields(Texts))))
@@ -211,7 +211,7 @@ def test_a_step_s_own_numbers_make_no_new_build(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_texts_that_stand_still_keep_everything() -> None:
-    texts = Texts(torch.tensor([3]), torch.tensor([4]), torch.tensor([9]), torch.tensor([False]), torch.tensor([5]))
+    texts = Texts(torch.tensor([3]), torch.tensor([4]), torch.tensor([9]), torch.tensor([False]), torch.tensor([[5]]))
     before = replace(texts, **{name: getattr(texts, name).clone() for name in ("pending", "num_new", "is_finished")})
     report = bookkeeping.emit(
         torch.tensor([[3, 5]]), torch.tensor([[0, 1]]).int(), torch.tensor([0]).int(), torch.tensor([5]), texts

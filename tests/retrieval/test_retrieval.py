@@ -12,22 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.outcomes import random_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from stree.drafters import SuffixDrafter
 from stree.retrieval import Continuations, Datastore, Nodes, SuffixAutomaton, datastore, unite
-from stree.sampling import Random
 from stree.verify import Acceptance
 
 VOCAB = 4
 documents = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=20), min_size=1, max_size=4).filter(any)
 contexts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)
-
-
-def random_rows(batch: int) -> Random:
-    return Random(0, torch.arange(batch), torch.zeros(batch, dtype=torch.long))
 
 
 def followers(texts: list[list[int]], match: list[int]) -> Counter[tuple[int, ...]]:
@@ -73,16 +69,13 @@ def test_continuations_are_those_of_a_naive_search(texts: list[list[int]], conte
             assert first[drafted[0][0]] == max(first.values()), "the most frequent continuation comes first"
 
 
-def test_values_estimate_probabilities() -> None:
-    store = Datastore.build([[1, 2, 3], [1, 2, 3], [1, 2, 0]], VOCAB)
-    found = store.tree([1, 2], 8)
-    by_path = dict(zip(paths(found), found.values, strict=True))
-    assert by_path == {(3,): pytest.approx(2 / 4), (0,): pytest.approx(1 / 4)}
-
-
-def test_a_match_does_not_run_across_documents() -> None:
-    store = Datastore.build([[1, 2], [3, 1]], VOCAB)
-    assert store.tree([1, 2], 8, min_match=1).tokens == []
+def test_values_estimate_probabilities_and_no_match_runs_across_documents() -> None:
+    found = Datastore.build([[1, 2, 3], [1, 2, 3], [1, 2, 0]], VOCAB).tree([1, 2], 8)
+    assert dict(zip(paths(found), found.values, strict=True)) == {
+        (3,): pytest.approx(2 / 4),
+        (0,): pytest.approx(1 / 4),
+    }
+    assert Datastore.build([[1, 2], [3, 1]], VOCAB).tree([1, 2], 8, min_match=1).tokens == []
 
 
 def test_a_loaded_store_gives_the_trees_of_the_built_one(tmp_path: Path) -> None:
@@ -100,21 +93,26 @@ def test_a_loaded_store_gives_the_trees_of_the_built_one(tmp_path: Path) -> None
     assert Datastore.load(tmp_path / "again.store").tree(texts[1][:9], 12) == built.tree(texts[1][:9], 12)
 
 
-def test_bad_stores_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a datastore needs at least one token, got none"):
-        Datastore.build([[], []], 4)
-    with pytest.raises(ValueError, match="document 1 has token 4, outside the vocabulary of 4"):
-        Datastore.build([[1], [3, 4]], 4)
-    with pytest.raises(ValueError, match="document 0 has token -1, outside the vocabulary of 4"):
-        Datastore.build([[-1]], 4)
-    with pytest.raises(ValueError, match="the documents exceed max_tokens 3"):
-        Datastore.build([[1, 2], [3]], 4, max_tokens=3)
+@pytest.mark.parametrize(
+    ("texts", "most", "message"),
+    [
+        ([[], []], None, "a datastore needs at least one token, got none"),
+        ([[1], [3, 4]], None, "document 1 has token 4, outside the vocabulary of 4"),
+        ([[-1]], None, "document 0 has token -1, outside the vocabulary of 4"),
+        ([[1, 2], [3]], 3, "the documents exceed max_tokens 3"),
+    ],
+)
+def test_texts_that_make_no_store_are_refused(texts: list[list[int]], most: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Datastore.build(texts, 4, **({} if most is None else {"max_tokens": most}))
+
+
+def test_files_that_hold_no_store_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no datastore can be read at .*missing.store"):
         Datastore.load(tmp_path / "missing.store")
-    whole = tmp_path / "whole.store"
+    whole, cut = tmp_path / "whole.store", tmp_path / "cut.store"
     Datastore.build([[1, 2, 3]], 4).save(whole)
-    for size in (0, 5, 60, whole.stat().st_size - 1):
-        cut = tmp_path / "cut.store"
+    for size in (0, 60, whole.stat().st_size - 1):
         cut.write_bytes(whole.read_bytes()[:size])
         with pytest.raises(ValueError, match=r"no datastore can be read at .*cut.store"):
             Datastore.load(cut)
@@ -203,22 +201,6 @@ def test_the_union_has_every_path_of_both_up_to_its_size(texts: list[list[int]],
     assert union.values == sorted(union.values, reverse=True)
 
 
-def test_a_text_that_repeats_itself_at_length_is_still_drafted_from() -> None:
-    automaton = SuffixAutomaton([1, 2, 3] * 400)
-    assert automaton.tree(4).tokens == [1, 2, 3, 1]
-    assert automaton.count([9]) == 0
-
-
-def test_frequent_continuations_of_common_strings_are_kept_up_to_date() -> None:
-    automaton = SuffixAutomaton()
-    for token in range(2, 60):
-        automaton.extend([0, token])
-    automaton.tree(8)
-    automaton.extend([0, 7] * 40)
-    automaton.extend([0])
-    assert automaton.tree(8).tokens[0] == 7
-
-
 def test_the_drafter_uses_the_datastore_and_the_text() -> None:
     store = Datastore.build([[1, 2, 3, 4, 5]], 10)
     run = SuffixDrafter(store).start(10, [[7, 8, 9, 7], [1]], random_rows(2))
@@ -248,14 +230,3 @@ def test_only_a_sample_of_many_occurrences_is_read() -> None:
     assert found.tokens == [3, 1, 2]
     seen = datastore.MOST_OCCURRENCES
     assert found.values[0] == pytest.approx(seen / (seen + 1))  # of 500
-
-
-def test_a_failing_write_leaves_no_store_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(tensors: object, path: Path, **_: object) -> None:
-        path.write_bytes(b"begun")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(datastore, "save_file", failing)
-    with pytest.raises(OSError, match="disk full"):
-        Datastore.build([[1]], 4).save(tmp_path / "some.store")
-    assert not list(tmp_path.iterdir())

@@ -17,7 +17,7 @@ def occurrences(text: list[int], part: tuple[int, ...]) -> int:
     return sum(tuple(text[begin : begin + len(part)]) == part for begin in range(len(text) - len(part) + 1))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(texts, texts)
 def test_the_automaton_counts_every_substring(text: list[int], more: list[int]) -> None:
     automaton = SuffixAutomaton(text)
@@ -31,7 +31,7 @@ def test_the_automaton_counts_every_substring(text: list[int], more: list[int]) 
     assert automaton.count([9]) == automaton.count([*whole, 0]) == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(texts, st.integers(0, 12), st.integers(1, 3))
 def test_continuations_are_tokens_that_followed_before(text: list[int], max_nodes: int, min_match: int) -> None:
     tokens, parents, _ = SuffixAutomaton(text).tree(max_nodes, min_match)
@@ -47,7 +47,7 @@ def test_continuations_are_tokens_that_followed_before(text: list[int], max_node
         assert occurrences(text, (*before[-min_match:], path[-1])) > 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(texts)
 def test_the_tree_of_a_smaller_budget_is_the_beginning_of_that_of_a_larger(text: list[int]) -> None:
     tokens, parents, _ = SuffixAutomaton(text).tree(16)
@@ -55,17 +55,7 @@ def test_the_tree_of_a_smaller_budget_is_the_beginning_of_that_of_a_larger(text:
         assert SuffixAutomaton(text).tree(size)[:2] == (tokens[:size], parents[:size])
 
 
-def test_the_most_frequent_continuation_comes_first() -> None:
-    # After "1 2": 3 twice, 4 once; after "2" alone also 5.
-    text = [1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 2, 5, 6, 1, 2]
-    tokens, parents, _ = SuffixAutomaton(text).tree(40)
-    children = [token for token, parent in zip(tokens, parents, strict=True) if parent == 0]
-    assert children[:2] == [3, 4]
-    assert 5 in children
-    assert tokens[0] == 3
-
-
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(texts.filter(bool))
 def test_the_longest_suffix_that_occurred_before_predicts(text: list[int]) -> None:
     tokens, parents, _ = SuffixAutomaton(text).tree(40, backoff=1)

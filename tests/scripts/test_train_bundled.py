@@ -1,7 +1,4 @@
-"""The bundled pair's recipe: the target's training forward, its text, held-out windows; the rest is test_distill.py's.
-
-python -m pytest tests/scripts/test_train_bundled.py
-"""
+"""The recipe of the bundled pair: training forward of the target, its text and held-out windows."""
 
 import json
 from functools import partial
@@ -20,7 +17,7 @@ from benchmarks.training import data, report
 from benchmarks.training import model as train_model
 from benchmarks.training.data import Document
 from stree.distill import run
-from stree.distill.continuations import write_continuations
+from stree.distill.continuations import Writing
 from stree.distill.network import check_forward, drafter_config, hidden_states
 
 TARGET = train_model.target_config
@@ -32,11 +29,8 @@ def tiny_target(vocab_size: int = 320, eos: int = 0, *_: int) -> BambaConfig:
     return config
 
 
-def test_swapped_forward_equals_transformers() -> None:
+def test_the_training_forward_and_its_gradients_are_those_of_transformers() -> None:
     assert check_forward(train_model.build(tiny_target()), train_model.swap) < 1e-5
-
-
-def test_swapped_gradients_equal_transformers() -> None:
     torch.manual_seed(0)
     own = train_model.build(tiny_target())
     fast = type(own)(own.config)
@@ -87,7 +81,7 @@ def test_held_out_text_reaches_neither_tokenizer_nor_streams() -> None:
 
 def test_the_pair_is_trained_and_a_second_run_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_model, "target_config", tiny_target)
-    monkeypatch.setattr(run, "write_continuations", partial(write_continuations, rows=2, new_tokens=48))
+    monkeypatch.setattr(run, "Writing", partial(Writing, rows=2, new_tokens=48))
     (tmp_path / "text").mkdir()
     for name in ("a.py", "b.py"):
         (tmp_path / "text" / name).write_text("x = [1, 2, 3]\n" * 200, encoding="utf-8")

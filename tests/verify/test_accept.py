@@ -6,48 +6,47 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.enumeration import DraftedTrees, TableModel, drafted_trees, emitted_probs, every_outcome, total_variation
+from helpers.enumeration import EXACT, PLAIN, drafted_trees, every_outcome, step_bias
+from helpers.outcomes import random_rows
+from helpers.table_models import TableModel
 from torch import Tensor
 
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import DELTA, SAMPLED, Acceptance, DraftProbs, accept
 
-EXACT = 1e-12  # total variation: sums in float64
-SEEN = 0.01  # a wrong rule must differ at least this much
-
 CHAIN = [-1, 0, 1]
-STAR = [-1, 0, 0]
 BINARY = [-1, 0, 0, 1, 1]
 UNEVEN = [-1, 0, 0, 1, 3]
-PLAIN = Sampling(1.0)
+
+VERIFIER = pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
 
 
-def random_rows(batch: int) -> Random:
-    return Random(0, torch.arange(batch), torch.zeros(batch, dtype=torch.long))
-
-
-@pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
+@VERIFIER
 @pytest.mark.parametrize(
-    ("vocab", "parents", "length"),
-    [(4, CHAIN, 3), (4, [-1, 0, 0, 0, 0], 2), (3, BINARY, 3), (3, UNEVEN, 4)],
-    ids=["chain", "whole-vocabulary", "binary", "uneven"],
+    ("vocab", "parents", "delta"),
+    [
+        (4, CHAIN, {}),
+        (4, [-1, 0, 0, 0, 0], {}),
+        (3, BINARY, {}),
+        (3, UNEVEN, {}),
+        (4, BINARY, {1: 2, 2: 0, 3: 1, 4: 3}),
+        (4, BINARY, {1: 3, 3: 0}),
+    ],
+    ids=["chain", "whole-vocabulary", "binary", "uneven", "deterministic", "deterministic-before-sampled"],
 )
-def test_the_emitted_distribution_of_a_sampled_tree_is_the_target_s(
-    vocab: int, parents: list[int], length: int, verifier: str
+def test_the_emitted_distribution_is_the_target_s(
+    vocab: int, parents: list[int], delta: dict[int, int], verifier: str
 ) -> None:
     target, draft = TableModel.random(vocab, 1), TableModel.random(vocab, 2)
-    trees = drafted_trees(draft, parents, PLAIN)
-    emitted = emitted_probs(target, trees, PLAIN, verifier, length)
-    assert abs(float(emitted.sum()) - 1) < EXACT
-    assert total_variation(emitted, target.joint(PLAIN, length)) < EXACT
+    assert step_bias(target, drafted_trees(draft, parents, PLAIN, delta), verifier) < EXACT
 
 
-@pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
+@VERIFIER
 @pytest.mark.parametrize(
     ("sampling", "draft_sampling"),
     [(Sampling(0.7), PLAIN), (Sampling(1.3, top_k=2), Sampling(0.8, top_k=2)), (Sampling(1.0, top_p=0.7), PLAIN)],
-    ids=str,
+    ids=["T0.7", "top-2", "top-p"],
 )
 def test_the_distribution_is_exact_where_tokens_have_probability_zero(
     sampling: Sampling, draft_sampling: Sampling, verifier: str
@@ -56,80 +55,24 @@ def test_the_distribution_is_exact_where_tokens_have_probability_zero(
     # With top-k 2 the draft has no third child: that node is padding, and so is its child.
     trees = drafted_trees(draft, [-1, 0, 0, 0, 3], draft_sampling)
     assert bool((trees.parents[:, 1:] < 0).any()) == (draft_sampling.top_k is not None)
-    emitted = emitted_probs(target, trees, sampling, verifier, 3)
-    assert total_variation(emitted, target.joint(sampling, 3)) < EXACT
+    assert step_bias(target, trees, verifier, sampling) < EXACT
 
 
-@pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
-def test_the_distribution_is_exact_for_deterministic_nodes(verifier: str) -> None:
+def test_without_draft_distributions_every_node_is_deterministic() -> None:
     target = TableModel.random(4, 6)
     trees = drafted_trees(target, BINARY, PLAIN, delta={1: 2, 2: 0, 3: 1, 4: 3})
-    assert len(trees.weight) == 1
 
     def without_probs(tree: TokenTree, logits: Tensor, rng: Random, draft: DraftProbs | None) -> Acceptance:
-        return accept(tree, logits, PLAIN, rng, None, verifier)
+        return accept(tree, logits, PLAIN, rng, None, "traversal")
 
-    for verify in (None, without_probs):  # without draft distributions every node is DELTA
-        emitted = emitted_probs(target, trees, PLAIN, verifier, 3, verify)
-        assert total_variation(emitted, target.joint(PLAIN, 3)) < EXACT
-
-
-@pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
-def test_the_distribution_is_exact_for_deterministic_nodes_before_sampled_siblings(verifier: str) -> None:
-    target, draft = TableModel.random(4, 7), TableModel.random(4, 8)
-    trees = drafted_trees(draft, BINARY, PLAIN, delta={1: 3, 3: 0})
-    emitted = emitted_probs(target, trees, PLAIN, verifier, 3)
-    assert total_variation(emitted, target.joint(PLAIN, 3)) < EXACT
-
-
-def sorted_by_probability(trees: DraftedTrees) -> DraftedTrees:
-    """Put the root's two drawn children in descending order of their probability, as STree's released sampler does."""
-    draft_probs = trees.probs.probs[:, 0]
-    tokens = trees.tokens.clone()
-    first, second = tokens[:, 1], tokens[:, 2]
-    swap = draft_probs.gather(1, second[:, None]) > draft_probs.gather(1, first[:, None])
-    tokens[:, 1:] = torch.where(swap, tokens[:, 1:].flip(1), tokens[:, 1:])
-    return replace(trees, tokens=tokens)
-
-
-def test_siblings_sorted_before_the_test_give_another_distribution() -> None:
-    target, draft = TableModel.random(4, 1), TableModel.random(4, 2)
-    trees = sorted_by_probability(drafted_trees(draft, STAR, PLAIN))
-    exact = target.joint(PLAIN, 2)
-    assert total_variation(emitted_probs(target, trees, PLAIN, "rejection", 2), exact) > SEEN
-    matched = emitted_probs(target, trees, PLAIN, "match", 2)  # MATCH is lossless for every tree
-    assert total_variation(matched, exact) < EXACT
-
-
-def test_a_sampled_sibling_dropped_for_its_own_probability_gives_another_distribution() -> None:
-    target, draft = TableModel.random(4, 7), TableModel.random(4, 17)
-    trees = drafted_trees(draft, STAR, PLAIN)
-    is_unlikely = trees.probs.probs[:, 0].gather(1, trees.tokens) < 0.3
-    is_unlikely[:, :2] = False  # the second child only
-    parents = trees.parents.masked_fill(is_unlikely, -1)
-    trees = replace(trees, tokens=trees.tokens.masked_fill(is_unlikely, 0), parents=parents)
-    assert total_variation(emitted_probs(target, trees, PLAIN, "rejection", 2), target.joint(PLAIN, 2)) > SEEN
+    assert step_bias(target, trees, "traversal", verify=without_probs) < EXACT
 
 
 def test_a_distribution_that_did_not_draw_the_nodes_gives_another_distribution() -> None:
     target, draft, other = (TableModel.random(4, seed) for seed in (1, 2, 3))
     trees = drafted_trees(draft, CHAIN, PLAIN)
     wrong = replace(trees.probs, probs=PLAIN.probs(other.logits)[trees.tokens])
-    emitted = emitted_probs(target, replace(trees, probs=wrong), PLAIN, "rejection", 3)
-    assert total_variation(emitted, target.joint(PLAIN, 3)) > SEEN
-
-
-def test_deterministic_nodes_declared_as_sampled_give_another_distribution() -> None:
-    target, draft = TableModel.random(4, 1), TableModel.random(4, 2)
-    trees = drafted_trees(draft, STAR, PLAIN)
-    trees = replace(trees, probs=replace(trees.probs, kind=torch.full_like(trees.probs.kind, DELTA)))
-    # Sampled nodes declared as DELTA are tested as by MATCH, which is exact; the reverse is not.
-    assert total_variation(emitted_probs(target, trees, PLAIN, "rejection", 2), target.joint(PLAIN, 2)) < EXACT
-    best = draft.logits[0].topk(2).indices.tolist()
-    chosen = drafted_trees(draft, STAR, PLAIN, delta={1: best[0], 2: best[1]})
-    wrong = replace(chosen.probs, kind=torch.full_like(chosen.probs.kind, SAMPLED))
-    emitted = emitted_probs(target, replace(chosen, probs=wrong), PLAIN, "rejection", 2)
-    assert total_variation(emitted, target.joint(PLAIN, 2)) > SEEN
+    assert step_bias(target, replace(trees, probs=wrong), "rejection") > 0.01
 
 
 def test_the_ratios_are_the_probabilities_that_tests_accept() -> None:
@@ -222,26 +165,15 @@ def test_paths_are_padded_and_rows_of_a_batch_are_independent() -> None:
             assert torch.equal(alone.next_token[0], together.next_token[row])
 
 
-def test_padding_nodes_are_never_accepted() -> None:
-    tokens, parents = torch.tensor([[5, 0, 0, 0]]), torch.tensor([[-1, 0, -1, -1]])
+@VERIFIER
+@pytest.mark.parametrize("sampling", [Sampling(), PLAIN], ids=["greedy", "T1"])
+def test_padding_nodes_are_never_accepted_and_their_logits_ignored(sampling: Sampling, verifier: str) -> None:
+    tree = TokenTree(torch.tensor([[5, 0, 0, 0]]), torch.tensor([[-1, 0, -1, -1]]))
     logits = torch.zeros(1, 4, 6)
     logits[..., 0] = 50.0  # the target's token is always 0, which padding has too
-    for sampling in (Sampling(), PLAIN):
-        accepted = accept(TokenTree(tokens, parents), logits, sampling, random_rows(1), None, "match")
-        assert accepted.path.tolist() == [[0, 1]]
-        assert accepted.next_token.tolist() == [0]
-
-
-def test_nan_logits_of_padding_are_ignored() -> None:
-    tree = TokenTree(torch.tensor([[1, 2, 0]]), torch.tensor([[-1, 0, -1]]))
-    logits = torch.zeros(1, 3, 4)
-    logits[0, 0, 2] = logits[0, 1, 3] = 1.0
-    logits[0, 2] = torch.nan
-    for verifier in ("match", "rejection", "traversal"):
-        accepted = accept(tree, logits, Sampling(), random_rows(1), None, verifier)
-        assert accepted.path.tolist() == [[0, 1]]
-        assert accepted.next_token.tolist() == [3]
-        accept(tree, logits, PLAIN, random_rows(1), None, verifier)
+    logits[:, 2:] = torch.nan
+    accepted = accept(tree, logits, sampling, random_rows(1), None, verifier)
+    assert accepted.path.tolist() == [[0, 1]] and accepted.next_token.tolist() == [0]
 
 
 def test_auto_is_traversal_with_distributions_and_match_without() -> None:
@@ -275,39 +207,34 @@ def test_match_emits_the_tokens_that_plain_sampling_draws() -> None:
         last = torch.where(live, drawn, last)
 
 
-def test_logits_of_another_shape_are_refused() -> None:
-    tree = TokenTree.chain([1, 2, 3])
-    with pytest.raises(ValueError, match=r"target_logits must be float\[1, 3, vocab\], got \[1, 2, 5\]"):
-        accept(tree, torch.zeros(1, 2, 5), Sampling(), random_rows(1))
-    with pytest.raises(ValueError, match=r"target_logits must be float\[1, 3, vocab\], got \[3, 5\]"):
-        accept(tree, torch.zeros(3, 5), Sampling(), random_rows(1))
+PROBS, ROW, KIND = torch.full((1, 3, 4), 0.25), torch.zeros(1, 3).int(), torch.zeros(1, 3).to(torch.int8)
+NAN, INFINITE = (torch.zeros(1, 3, 4).index_fill(1, torch.tensor([1]), value) for value in (torch.nan, torch.inf))
 
 
-def test_an_unknown_verifier_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="verifier must be one of auto, match, rejection, traversal, block, got 'typical'"
-    ):
-        accept(TokenTree.chain([1]), torch.zeros(1, 1, 5), Sampling(), random_rows(1), None, "typical")
+@pytest.mark.parametrize(
+    ("logits", "draft", "verifier", "message"),
+    [
+        (torch.zeros(1, 2, 4), None, "auto", r"target_logits must be float\[1, 3, vocab\], got \[1, 2, 4\]"),
+        (torch.zeros(3, 4), None, "auto", r"target_logits must be float\[1, 3, vocab\], got \[3, 4\]"),
+        (NAN, None, "auto", r"the target's logits are NaN at \(row, node\) \[\[0, 1\]\]"),
+        (INFINITE, None, "auto", r"the target's logits are infinite at \(row, node\) \[\[0, 1\]\]"),
+        (PROBS, None, "typical", "verifier must be one of auto, match, rejection, traversal, block, got 'typical'"),
+        *(
+            (PROBS, wrong, "auto", r"draft must have probs float\[1, rows, 4\], row and kind \[1, 3\], got")
+            for wrong in ((PROBS[..., :3], ROW, KIND), (PROBS, ROW[:, :2], KIND), (PROBS, ROW, KIND[:, :2]))
+        ),
+    ],
+)
+def test_logits_draft_probabilities_and_verifiers_that_do_not_fit_are_refused(
+    logits: Tensor, draft: tuple[Tensor, Tensor, Tensor] | None, verifier: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        probs = None if draft is None else DraftProbs(*draft)
+        accept(TokenTree.chain([1, 2, 0]), logits, PLAIN, random_rows(1), probs, verifier)
 
 
-@pytest.mark.parametrize(("value", "kind"), [(torch.nan, "NaN"), (torch.inf, "infinite")])
-def test_logits_without_a_distribution_are_refused_and_located(value: float, kind: str) -> None:
-    logits = torch.zeros(2, 2, 5)
-    logits[1, 0, 3] = value
-    tree = TokenTree.chain(torch.tensor([[1, 2], [3, 4]]))
-    with pytest.raises(ValueError, match=rf"the target's logits are {kind} at \(row, node\) \[\[1, 0\]\]"):
-        accept(tree, logits, PLAIN, random_rows(2))
-    if value == torch.inf:  # greedy decoding takes it as the argmax
-        assert accept(tree, logits, Sampling(), random_rows(2)).next_token.tolist() == [0, 3]
-
-
-def test_draft_probabilities_that_do_not_fit_the_tree_are_refused() -> None:
-    tree, logits = TokenTree.chain(torch.tensor([1, 2, 0])), torch.zeros(1, 3, 4)
-    probs, row, kind = torch.full((1, 3, 4), 0.25), torch.zeros(1, 3).int(), torch.zeros(1, 3).to(torch.int8)
-    message = r"draft must have probs float\[1, rows, 4\], row and kind \[1, 3\], got"
-    for wrong in ((probs[..., :3], row, kind), (probs, row[:, :2], kind), (probs, row, kind[:, :2])):
-        with pytest.raises(ValueError, match=message):
-            accept(tree, logits, PLAIN, random_rows(1), DraftProbs(*wrong))
+def test_greedy_decoding_takes_an_infinite_logit_as_the_argmax() -> None:
+    assert accept(TokenTree.chain([1, 2, 0]), INFINITE, Sampling(), random_rows(1)).next_token.tolist() == [0]
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])

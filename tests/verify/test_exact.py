@@ -11,60 +11,37 @@ import os
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 from helpers.enumerated_texts import Turns, drafts_of, joint_of_loop, joint_of_steps, strings_of
-from helpers.enumeration import total_variation
-from helpers.table_models import TableLM, TableModel
+from helpers.enumeration import EXACT, PLAIN, total_variation
+from helpers.growth_drafts import table_drafter
+from helpers.table_models import TableModel
 
 from stree import growth as growths
-from stree.drafters import ModelDrafter
-from stree.growth import (
-    RSDC,
-    RSDS,
-    Calibrated,
-    Chain,
-    DecisionStop,
-    DepthStop,
-    DySpec,
-    Eagle2,
-    Growth,
-    OptTree,
-    Sequoia,
-    SpecInfer,
-    Static,
-)
-from stree.sampling import Sampling
+from stree.growth import Growth
 
-EXACT = 1e-12  # total variation: sums in float64
 VOCAB, LENGTH, SEEDS = 4, 4, 12
-PLAIN = Sampling(1.0)
 IS_FULL = os.environ.get("STREE_FULL", "0") == "1"
 
 GROWTHS: dict[str, tuple[Growth, int]] = {
-    "chain": (Chain(2), 3),
-    "static": (Static([1, 2]), 4),
-    "parents": (Static([-1, 0, 0, 2]), 4),
-    "rsdc": (RSDC([3]), 4),
-    "sequoia": (Sequoia(depth=2, rates=(0.5, 0.2)), 4),
-    "dyspec": (DySpec(depth=2, ranks=2), 4),
-    "dyspec-heap": (DySpec(form="heap"), 3),
-    "calibrated": (Calibrated(depth=2, ranks=2), 4),
-    "specinfer": (SpecInfer([1, 2]), 4),
-    "rsds": (RSDS(2, 2), 5),
-    "opt-tree": (OptTree(depth=2), 4),
-    "eagle2": (Eagle2(depth=2, beam=2), 4),
-    "depth-stop": (DepthStop(DySpec(depth=2, ranks=2), threshold=-0.5, layers=None), 4),
-    "decision-stop": (DecisionStop(Static([1, 2]), weights=[[[100.0, *[0.0] * 10, -60.0]]]), 4),
+    "chain": (growths.Chain(2), 3),
+    "static": (growths.Static([1, 2]), 4),
+    "parents": (growths.Static([-1, 0, 0, 2]), 4),
+    "rsdc": (growths.RSDC([3]), 4),
+    "sequoia": (growths.Sequoia(depth=2, rates=(0.5, 0.2)), 4),
+    "dyspec": (growths.DySpec(depth=2, ranks=2), 4),
+    "dyspec-heap": (growths.DySpec(form="heap"), 3),
+    "calibrated": (growths.Calibrated(depth=2, ranks=2), 4),
+    "specinfer": (growths.SpecInfer([1, 2]), 4),
+    "rsds": (growths.RSDS(2, 2), 5),
+    "opt-tree": (growths.OptTree(depth=2), 4),
+    "eagle2": (growths.Eagle2(depth=2, beam=2), 4),
+    "depth-stop": (growths.DepthStop(growths.DySpec(depth=2, ranks=2), threshold=-0.5, layers=None), 4),
+    "decision-stop": (growths.DecisionStop(growths.Static([1, 2]), weights=[[[100.0, *[0.0] * 10, -60.0]]]), 4),
 }
-VERIFIERS = ("match", "rejection", "traversal", "block")
-WAYS = [way for way in itertools.product(GROWTHS, VERIFIERS) if way[1] != "block" or way[0] == "chain"]
 # MATCH does not depend on how a tree was drawn, and its enumeration is slow.
-MATCHED = ("chain", "static", "calibrated")
-
-
-def case(name: str, verifier: str) -> ParameterSet:
-    marks = [pytest.mark.slow] if verifier == "match" and name not in MATCHED else []
-    return pytest.param(name, verifier, marks=marks, id=f"{name}-{verifier}")
+MATCHED = tuple(GROWTHS) if IS_FULL else ("chain", "static", "calibrated")
+TAKEN_BY = {"match": MATCHED, "rejection": GROWTHS, "traversal": GROWTHS, "block": ("chain",)}
+WAYS = [(name, verifier) for name, verifier in itertools.product(GROWTHS, TAKEN_BY) if name in TAKEN_BY[verifier]]
 
 
 def random_pair(seed: int) -> tuple[TableModel, TableModel]:
@@ -91,26 +68,22 @@ def adversarial_pair(seed: int) -> tuple[TableModel, TableModel]:
     return TableModel(logits.masked_fill(is_best, -torch.inf)), target
 
 
-PAIRS = {"random": random_pair, "adversarial": adversarial_pair}
+PAIRS = list(itertools.product((random_pair, adversarial_pair), range(SEEDS)))
 
 
-def distance(growth: Growth, budget: int, verifier: str, pair: tuple[TableModel, TableModel]) -> float:
-    """Total variation between the output of the steps and the target's distribution."""
-    target, draft = pair
-    drafter, steps = ModelDrafter(TableLM(draft).as_lm()), []
-    for root in range(VOCAB):
-        trees = drafts_of(drafter, growth, budget, PLAIN, VOCAB, root)
-        assert abs(float(trees.weight.sum()) - 1) < EXACT
-        steps.append(strings_of(target, trees, PLAIN, verifier))
-    return total_variation(joint_of_steps(steps, LENGTH), target.joint(PLAIN, LENGTH))
-
-
-@pytest.mark.parametrize("kind", PAIRS)
-@pytest.mark.parametrize(("name", "verifier"), [case(*way) for way in WAYS])
-def test_every_growth_with_every_verifier_emits_the_target_s_distribution(name: str, verifier: str, kind: str) -> None:
-    first = WAYS.index((name, verifier)) % SEEDS  # the default run covers every seed with some cases
-    for seed in range(SEEDS) if IS_FULL else [first]:
-        assert distance(*GROWTHS[name], verifier, PAIRS[kind](seed)) < EXACT, f"seed {seed}"
+@pytest.mark.parametrize(("name", "verifier"), WAYS)
+def test_every_growth_with_every_verifier_emits_the_target_s_distribution(name: str, verifier: str) -> None:
+    growth, budget = GROWTHS[name]
+    # By default each case has a pair of its own, and each growth pairs of both kinds.
+    chosen = PAIRS if IS_FULL else [PAIRS[13 * WAYS.index((name, verifier)) % len(PAIRS)]]
+    for make, seed in chosen:
+        target, draft = make(seed)
+        drafter, steps = table_drafter(draft), []
+        for root in range(VOCAB):
+            trees = drafts_of(drafter, growth, budget, PLAIN, VOCAB, root)
+            steps.append(strings_of(target, trees, PLAIN, verifier))
+        emitted = joint_of_steps(steps, LENGTH)
+        assert total_variation(emitted, target.joint(PLAIN, LENGTH)) < EXACT, (make.__name__, seed)
 
 
 def test_no_growth_is_left_out() -> None:
@@ -121,11 +94,11 @@ def test_no_growth_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])
-@pytest.mark.parametrize(("growth", "turns", "draws"), [(Chain(1), 3, 1), (Static([2]), 2, 2)], ids=["chain", "star"])
+@pytest.mark.parametrize(("growth", "turns", "draws"), [(growths.Chain(1), 3, 1), (growths.Static([2]), 2, 2)])
 def test_a_run_of_several_steps_emits_the_target_s_distribution(
     growth: Growth, turns: int, draws: int, verifier: str
 ) -> None:
     target, draft = random_pair(1)
-    drafter, rng = ModelDrafter(TableLM(draft).as_lm()), Turns.all(turns, draws, draws, VOCAB)
+    drafter, rng = table_drafter(draft), Turns.all(turns, draws, draws, VOCAB)
     emitted = joint_of_loop(target, drafter, growth, draws + 1, PLAIN, verifier, rng)
     assert total_variation(emitted, target.joint(PLAIN, turns)) < EXACT

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.enumerated_texts import Turns, drafts_of, joint_of_loop, joint_of_steps, strings_of
-from helpers.enumeration import Cells, DraftedTrees, Outcomes, Verify, as_random, every_outcome, total_variation
+from helpers.enumeration import EXACT, PLAIN, DraftedTrees, every_outcome, total_variation
 from helpers.fixed_tree_drafter import Retrieval
-from helpers.table_models import TableLM, TableModel
+from helpers.growth_drafts import table_drafter
+from helpers.outcomes import Cells, Outcomes, as_random
+from helpers.table_models import TableModel
 from torch import Tensor
 
-from stree.drafters import Drafter, DraftRun, FusedDrafter, ModelDrafter
+from stree.drafters import Drafter, DraftRun, FusedDrafter
 from stree.drafters.target_init import TargetInitDrafter
 from stree.growth import RSDS, AcceptanceModel, Chain, DySpec, Growth, Plan, Static, TargetInit
 from stree.growth.acceptance_model import PathProbability
@@ -26,40 +28,24 @@ from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import LONGEST, SAMPLED, Acceptance, DraftProbs, accept
 
-EXACT = 1e-12  # total variation: sums in float64
 VOCAB, LENGTH = 4, 4
-PLAIN = Sampling(1.0)
-SEEDS = (0, 3)
+TARGET, DRAFT = TableModel.random(VOCAB, 3), TableModel.random(VOCAB, 103)
+TARGET_PROBS, DRAFT_PROBS = PLAIN.probs(TARGET.logits), PLAIN.probs(DRAFT.logits)
+DRAFTER = table_drafter(DRAFT)
 
 
-def target_of(seed: int) -> TableModel:
-    return TableModel.random(VOCAB, seed)
-
-
-def drafter_of(seed: int) -> ModelDrafter:
-    return ModelDrafter(TableLM(TableModel.random(VOCAB, 100 + seed)).as_lm())
-
-
-def no_change(trees: DraftedTrees) -> DraftedTrees:
-    return trees
-
-
-def distance(
-    seed: int,
+def bias(
     drafter: Drafter,
     growth: Growth,
     budget: int,
     verifier: str = "rejection",
-    change: Callable[[DraftedTrees], DraftedTrees] = no_change,
-    verify: Verify | None = None,
+    change: Callable[[DraftedTrees], DraftedTrees] = lambda trees: trees,
     sampling: Sampling = PLAIN,
 ) -> float:
     """Total variation between the output and the target's distribution, after a change of the drafted trees."""
-    target, steps = target_of(seed), []
-    for root in range(VOCAB):
-        trees = change(drafts_of(drafter, growth, budget, sampling, VOCAB, root))
-        steps.append(strings_of(target, trees, PLAIN, verifier, verify))
-    return total_variation(joint_of_steps(steps, LENGTH), target.joint(PLAIN, LENGTH))
+    trees = (change(drafts_of(drafter, growth, budget, sampling, VOCAB, root)) for root in range(VOCAB))
+    steps = [strings_of(TARGET, drafted, PLAIN, verifier) for drafted in trees]
+    return total_variation(joint_of_steps(steps, LENGTH), TARGET.joint(PLAIN, LENGTH))
 
 
 @dataclass(frozen=True)
@@ -70,12 +56,10 @@ class PrunedAfterwards(DySpec):
         return replace(DySpec.plan(self, budget + 2), num_nodes=budget - 1, is_pruned=True)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_sampled_tree_pruned_afterwards_by_its_own_probability(seed: int) -> None:
-    growth, drafter = PrunedAfterwards(depth=2, ranks=2, threshold=0.0), drafter_of(seed)
-    assert distance(seed, drafter, growth, 3) > 0.0156
-    if seed == 3:
-        assert distance(seed, drafter, growth, 3, "match") < EXACT  # MATCH is lossless for every tree
+def test_a_sampled_tree_pruned_afterwards_by_its_own_probability() -> None:
+    growth = PrunedAfterwards(depth=2, ranks=2, threshold=0.0)
+    assert bias(DRAFTER, growth, 3) > 0.0156
+    assert bias(DRAFTER, growth, 3, "match") < EXACT  # MATCH is lossless for every tree
 
 
 @dataclass(frozen=True)
@@ -86,29 +70,26 @@ class OwnProbability(DySpec):
         return PathProbability()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_chain_that_drops_its_token_of_low_probability(seed: int) -> None:
+def test_a_chain_that_drops_its_token_of_low_probability() -> None:
     # With budget 2 at depth 2 no level has a guaranteed node.
     shape: dict[str, Any] = {"depth": 2, "ranks": 1, "threshold": 0.3}
-    assert distance(seed, drafter_of(seed), OwnProbability(**shape), 2) > 0.0165
-    assert distance(seed, drafter_of(seed), DySpec(**shape), 2) < EXACT  # stops below the token, which is kept
+    assert bias(DRAFTER, OwnProbability(**shape), 2) > 0.0165
+    assert bias(DRAFTER, DySpec(**shape), 2) < EXACT  # stops below the token, which is kept
 
 
-def with_softmax(trees: DraftedTrees, seed: int) -> DraftedTrees:
+def with_softmax(trees: DraftedTrees) -> DraftedTrees:
     """Declare the two most probable tokens as sampled from the softmax over them."""
-    logits = TableModel.random(VOCAB, 100 + seed).logits
-    is_top = logits >= logits.topk(2, -1).values[:, -1:]
-    top_probs = logits.masked_fill(~is_top, -torch.inf).softmax(-1)
+    is_top = DRAFT.logits >= DRAFT.logits.topk(2, -1).values[:, -1:]
+    top_probs = DRAFT.logits.masked_fill(~is_top, -torch.inf).softmax(-1)
     draft = DraftProbs(top_probs[trees.tokens], trees.parents, torch.full_like(trees.probs.kind, SAMPLED))
     return replace(trees, probs=draft)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_most_probable_tokens_tested_with_the_draft_s_softmax(seed: int) -> None:
+def test_the_most_probable_tokens_tested_with_the_draft_s_softmax() -> None:
     growth, greedy = Static([2, 1]), Sampling()
-    wrong = distance(seed, drafter_of(seed), growth, 5, change=lambda trees: with_softmax(trees, seed), sampling=greedy)
+    wrong = bias(DRAFTER, growth, 5, change=with_softmax, sampling=greedy)
     assert wrong > 0.036
-    assert distance(seed, drafter_of(seed), growth, 5, sampling=greedy) < EXACT
+    assert bias(DRAFTER, growth, 5, sampling=greedy) < EXACT
 
 
 def without_duplicates(trees: DraftedTrees) -> DraftedTrees:
@@ -118,11 +99,10 @@ def without_duplicates(trees: DraftedTrees) -> DraftedTrees:
     return replace(trees, parents=trees.parents.masked_fill(below, -1), tokens=trees.tokens.masked_fill(below, 0))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_fused_tree_that_drops_a_sampled_duplicate(seed: int) -> None:
-    drafter = FusedDrafter(drafter_of(seed), Retrieval([0, 1], [-1, 0]), least_share=0.0)
-    assert distance(seed, drafter, Static([2]), 4, change=without_duplicates) > 0.0014
-    assert distance(seed, drafter, Static([2]), 4) < EXACT
+def test_a_fused_tree_that_drops_a_sampled_duplicate() -> None:
+    drafter = FusedDrafter(DRAFTER, Retrieval([0, 1], [-1, 0]), least_share=0.0)
+    assert bias(drafter, Static([2]), 4, change=without_duplicates) > 0.0014
+    assert bias(drafter, Static([2]), 4) < EXACT
 
 
 def in_order_of_tokens(trees: DraftedTrees) -> DraftedTrees:
@@ -130,10 +110,9 @@ def in_order_of_tokens(trees: DraftedTrees) -> DraftedTrees:
     return replace(trees, tokens=torch.cat([trees.tokens[:, :1], trees.tokens[:, 1:].sort(1).values], 1))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_sampled_siblings_in_the_order_of_their_tokens(seed: int) -> None:
-    assert distance(seed, drafter_of(seed), Static([2]), 3, change=in_order_of_tokens) > 0.043
-    assert distance(seed, drafter_of(seed), Static([2]), 3) < EXACT
+def test_sampled_siblings_in_the_order_of_their_tokens() -> None:
+    assert bias(DRAFTER, Static([2]), 3, change=in_order_of_tokens) > 0.043
+    assert bias(DRAFTER, Static([2]), 3) < EXACT
 
 
 @dataclass(frozen=True)
@@ -144,10 +123,9 @@ class LikelyBeam(RSDS):
         return PathProbability()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_stochastic_beam_cut_by_probability(seed: int) -> None:
-    assert distance(seed, drafter_of(seed), LikelyBeam(2, 2), 5) > 0.027
-    assert distance(seed, drafter_of(seed), RSDS(2, 2), 5) < EXACT
+def test_a_stochastic_beam_cut_by_probability() -> None:
+    assert bias(DRAFTER, LikelyBeam(2, 2), 5) > 0.027
+    assert bias(DRAFTER, RSDS(2, 2), 5) < EXACT
 
 
 class SameNumber(Turns):
@@ -170,18 +148,16 @@ class SameNumber(Turns):
         return torch.searchsorted(cumulative, level, right=True).squeeze(-1)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_one_draft_number_reused_in_every_step(seed: int) -> None:
-    draft, turns = TableModel.random(VOCAB, 100 + seed), 2
-    cells = Cells.of([PLAIN.probs(draft.logits)])
+def test_one_draft_number_reused_in_every_step() -> None:
+    turns, cells = 2, Cells.of([DRAFT_PROBS])
     others = Turns.all(turns, 1, 0, VOCAB).turns
     count, copies = len(cells.weight), len(others[0].weight)
     repeated = [Outcomes(one.coins.repeat(count, 1), one.tokens.repeat(count, 1)) for one in others]
     rng = SameNumber(repeated, cells.numbers[:, 0].repeat_interleave(copies))
     rng.turns[0].weight *= cells.weight.repeat_interleave(copies)
-    emitted = joint_of_loop(target_of(seed), drafter_of(seed), Chain(1), 2, PLAIN, "rejection", rng)
+    emitted = joint_of_loop(TARGET, DRAFTER, Chain(1), 2, PLAIN, "rejection", rng)
     assert float(emitted.sum()) == pytest.approx(1)
-    assert total_variation(emitted, target_of(seed).joint(PLAIN, turns)) > 0.003
+    assert total_variation(emitted, TARGET.joint(PLAIN, turns)) > 0.003
 
 
 class OneNumber(Cells):
@@ -191,34 +167,28 @@ class OneNumber(Cells):
         return super().uniform("target", offset + 1 if purpose == "accept" else offset, node)
 
 
-def strings_with_one_number(seed: int, root: int) -> list[Tensor]:
+def strings_with_one_number(root: int) -> list[Tensor]:
     """Output distribution of a step of a one-token chain, like ``strings_of``, if the test's number is used twice."""
-    target, target_probs, draft_probs = target_of(seed), PLAIN.probs(target_of(seed).logits), drafter_probs(seed)
-    trees = drafts_of(drafter_of(seed), Chain(1), 2, PLAIN, VOCAB, root)
+    trees = drafts_of(DRAFTER, Chain(1), 2, PLAIN, VOCAB, root)
     strings = [torch.zeros(VOCAB**size, dtype=torch.float64) for size in range(3)]
-    residual = (target_probs[root] - draft_probs[root]).clamp(min=0)
+    residual = (TARGET_PROBS[root] - DRAFT_PROBS[root]).clamp(min=0)
     for row in range(len(trees.weight)):
         token = trees.tokens[row, 1]
-        ratio = (target_probs[root, token] / draft_probs[root, token]).clamp(max=1)
+        ratio = (TARGET_PROBS[root, token] / DRAFT_PROBS[root, token]).clamp(max=1)
         test = torch.nn.functional.pad(torch.stack([ratio, 1 - ratio]), (0, 2))
-        cells = OneNumber.of([torch.stack([test, residual / residual.sum()]), target_probs])
+        cells = OneNumber.of([torch.stack([test, residual / residual.sum()]), TARGET_PROBS])
         one = trees.select(torch.full((len(cells.weight),), row))
-        accepted = accept(one.tree, target.logits[one.tokens], PLAIN, as_random(cells), one.probs, "rejection")
+        accepted = accept(one.tree, TARGET.logits[one.tokens], PLAIN, as_random(cells), one.probs, "rejection")
         is_long, weight = accepted.path_lengths == 2, cells.weight * one.weight
         strings[1].index_add_(0, accepted.next_token[~is_long], weight[~is_long])
         strings[2].index_add_(0, (token * VOCAB + accepted.next_token)[is_long], weight[is_long])
     return strings
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_number_of_a_test_reused_after_its_rejection(seed: int) -> None:
-    emitted = joint_of_steps([strings_with_one_number(seed, root) for root in range(VOCAB)], LENGTH)
+def test_the_number_of_a_test_reused_after_its_rejection() -> None:
+    emitted = joint_of_steps([strings_with_one_number(root) for root in range(VOCAB)], LENGTH)
     assert float(emitted.sum()) == pytest.approx(1)
-    assert total_variation(emitted, target_of(seed).joint(PLAIN, LENGTH)) > 0.0061
-
-
-def drafter_probs(seed: int) -> Tensor:
-    return PLAIN.probs(TableModel.random(VOCAB, 100 + seed).logits)
+    assert total_variation(emitted, TARGET.joint(PLAIN, LENGTH)) > 0.0061
 
 
 class Begun(Drafter):
@@ -241,26 +211,24 @@ class Begun(Drafter):
         return run
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("width", [1, 2])
-def test_the_longest_of_several_branches_that_begin_with_tokens_of_the_target(width: int, seed: int) -> None:
-    target, target_probs = target_of(seed), PLAIN.probs(target_of(seed).logits)
-    drafter, growth = Begun(TargetInitDrafter(drafter_of(seed)), target_probs[0]), TargetInit(width, 1)
+def test_the_longest_of_several_branches_that_begin_with_tokens_of_the_target(width: int) -> None:
+    drafter, growth = Begun(TargetInitDrafter(DRAFTER), TARGET_PROBS[0]), TargetInit(width, 1)
     trees = drafts_of(drafter, growth, 1 + 2 * width, PLAIN, VOCAB)
     emitted = torch.zeros(VOCAB**3, dtype=torch.float64)
 
     def verify(tree: TokenTree, logits: Tensor, rng: Random, draft: DraftProbs | None) -> Acceptance:
         return accept(tree, logits, PLAIN, rng, draft, LONGEST)
 
-    for tokens, accepted, weight in every_outcome(target, trees, PLAIN, "rejection", verify):
+    for tokens, accepted, weight in every_outcome(TARGET, trees, PLAIN, "rejection", verify):
         assert accepted.left is not None
         weight = weight / VOCAB  # this rule draws no token, but ``every_outcome`` makes a row for each
         last, left, is_long = accepted.next_token, accepted.left * weight[:, None], accepted.path_lengths == 2
         first = tokens.gather(1, accepted.path[:, 1:2].clamp(min=0).long()).squeeze(1)
         emitted.view(VOCAB**2, -1).index_add_(0, (first * VOCAB + last)[is_long], left[is_long])
         # One token was emitted; the next one follows ``left``, the third one the target.
-        after = (left[:, :, None] * target_probs).flatten(1)
+        after = (left[:, :, None] * TARGET_PROBS).flatten(1)
         emitted.view(VOCAB, -1).index_add_(0, last[~is_long], after[~is_long])
     assert float(emitted.sum()) == pytest.approx(1)
-    bias = total_variation(emitted, target.joint(PLAIN, 3))
-    assert bias < EXACT if width == 1 else bias > 0.0079
+    found = total_variation(emitted, TARGET.joint(PLAIN, 3))
+    assert found < EXACT if width == 1 else found > 0.0079

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 from helpers.enumeration import (
-    TableModel,
+    EXACT,
+    PLAIN,
     drafted_trees,
-    emitted_probs,
     every_outcome,
     expected_tokens,
-    total_variation,
+    step_bias,
 )
-from helpers.on_device import treat_as_on_device
+from helpers.outcomes import random_rows
+from helpers.table_models import TableModel
 from helpers.traversal_problems import weigh_parent_by_own_probs
 from torch import Tensor
 
 from stree.kernels.dispatch import as_on_device
-from stree.kernels.traversal import cpu
-from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftProbs, accept
 from stree.verify.residuals import Residuals
 
-EXACT = 1e-12  # total variation: sums in float64
-PLAIN = Sampling(1.0)
 SHAPES = {
     "chain": [-1, 0, 1],
     "star": [-1, 0, 0, 0],
@@ -38,27 +31,14 @@ SHAPES = {
 }
 
 
-def random_rows(batch: int) -> Random:
-    return Random(0, torch.arange(batch), torch.zeros(batch, dtype=torch.long))
-
-
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_traversal_accepts_at_least_as_much_as_rejection(shape: str, seed: int) -> None:
-    target, draft = TableModel.random(3, seed), TableModel.random(3, 50 + seed)
+def test_traversal_accepts_at_least_as_much_as_rejection(shape: str) -> None:
+    target, draft = TableModel.random(3, 0), TableModel.random(3, 50)
     trees = drafted_trees(draft, SHAPES[shape], PLAIN)
     rejection, traversal = (expected_tokens(target, trees, PLAIN, verifier) for verifier in ("rejection", "traversal"))
     assert rejection <= traversal + EXACT
     if shape in ("chain", "binary", "uneven"):
         assert traversal > rejection + 1e-6
-
-
-@pytest.mark.parametrize("length", [1, 3])
-def test_block_verification_emits_the_target_s_distribution(length: int) -> None:
-    target, draft = TableModel.random(3, 20), TableModel.random(3, 21)
-    trees = drafted_trees(draft, list(range(-1, length)), PLAIN)
-    emitted = emitted_probs(target, trees, PLAIN, "block", length + 1)
-    assert total_variation(emitted, target.joint(PLAIN, length + 1)) < EXACT
 
 
 def accept_probs_by_recursion(
@@ -112,79 +92,38 @@ def test_paths_end_as_by_the_recursion_of_the_paper(shape: list[int]) -> None:
         assert (found / found.sum()).tolist() == pytest.approx(probs_of_ends(expected, shape), abs=EXACT)
 
 
-def test_block_is_traversal_and_refuses_branches() -> None:
+def test_block_is_traversal_of_chains_which_may_have_several_lengths() -> None:
     target, draft = TableModel.random(4, 1), TableModel.random(4, 2)
     trees = drafted_trees(draft, [-1, 0, 1, 2], PLAIN)
-    logits, rng = target.logits[trees.tokens], random_rows(len(trees.weight))
-    block = accept(trees.tree, logits, PLAIN, rng, trees.probs, "block")
-    traversal = accept(trees.tree, logits, PLAIN, rng, trees.probs, "traversal")
-    assert torch.equal(block.path, traversal.path)
-    assert torch.equal(block.next_token, traversal.next_token)
-    star = TokenTree(torch.tensor([0, 1, 2]), torch.tensor([-1, 0, 0]))
-    with pytest.raises(ValueError, match="block verification takes trees without branches; use traversal for others"):
-        accept(star, torch.zeros(1, 3, 4), PLAIN, random_rows(1), None, "block")
+    parents, tokens = trees.parents.clone(), trees.tokens.clone()
+    parents[::2, 3], tokens[::2, 3] = -1, 0
+    tree, rng = TokenTree(tokens, parents), random_rows(len(tokens))
+    block, traversal = (
+        accept(tree, target.logits[tokens], PLAIN, rng, trees.probs, verifier) for verifier in ("block", "traversal")
+    )
+    assert torch.equal(block.path, traversal.path) and torch.equal(block.next_token, traversal.next_token)
+    assert (block.path_lengths[::2] <= 3).all() and (block.path_lengths == 4).any()
+
+
+def test_block_refuses_branches() -> None:
     mixed = TokenTree(torch.tensor([[0, 1, 2]] * 2), torch.tensor([[-1, 0, 1], [-1, 0, 0]]))
-    with pytest.raises(ValueError, match="block verification takes trees without branches"):
+    with pytest.raises(ValueError, match="block verification takes trees without branches; use traversal for others"):
         accept(mixed, torch.zeros(2, 3, 4), PLAIN, random_rows(2), None, "block")
 
 
-def test_chains_of_unequal_lengths_are_chains() -> None:
-    target, draft = TableModel.random(4, 3), TableModel.random(4, 4)
-    trees = drafted_trees(draft, [-1, 0, 1], PLAIN).select(torch.arange(8))
-    parents, tokens = trees.parents.clone(), trees.tokens.clone()
-    parents[::2, 2], tokens[::2, 2] = -1, 0
-    trees = replace(trees, tokens=tokens, parents=parents)
-    accepted = accept(trees.tree, target.logits[tokens], PLAIN, random_rows(8), trees.probs, "block")
-    assert (accepted.path_lengths[::2] <= 2).all()
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_a_wrong_parent_probability_gives_another_distribution_in_torch(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right, exact = probs_of_a_chain(seed, in_torch=True)
-    assert total_variation(right, exact) < EXACT
+def test_a_wrong_parent_probability_gives_another_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Residuals, "test", weigh_parent_by_own_probs)
-    assert total_variation(probs_of_a_chain(seed, in_torch=True)[0], exact) > 0.0032
+    trees = drafted_trees(TableModel.random(4, 40), SHAPES["chain"], PLAIN)
+    with as_on_device(triton=False, host_can_read=False):
+        assert step_bias(TableModel.random(4, 0), trees, "traversal") > 0.0032
 
 
-@pytest.mark.parametrize("weight", ["by its own distribution", "as before"])
-@pytest.mark.parametrize("seed", range(2))
-def test_a_wrong_parent_probability_gives_another_distribution_in_numba(
-    seed: int, weight: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hold = cpu.hold
-
-    def wrong(*given: Any) -> None:
-        hold(*given)
-        tokens, _, _, probs, row, _, held, ratio = given
-        coin, before = held[:, 1], ratio[:, 1]  # of node 1, which has a child; before its test it is its ratio
-        left = coin * (1 - before) / np.maximum(1 - coin, 1e-12)
-        own = np.take_along_axis(probs[np.arange(len(row)), row[:, 2]], tokens[:, 2:], 1)[:, 0]
-        by_own = np.minimum(np.where(coin < 1, left, before) / (1 - own), 1)
-        held[:, 1] = before if weight == "as before" else by_own
-
-    right, exact = probs_of_a_chain(seed)
-    assert total_variation(right, exact) < EXACT
-    monkeypatch.setattr(cpu, "hold", wrong)
-    assert total_variation(probs_of_a_chain(seed)[0], exact) > 0.0032
-
-
-def probs_of_a_chain(seed: int, *, in_torch: bool = False) -> tuple[Tensor, Tensor]:
-    """Output distribution of two drafted tokens, and the target's distribution."""
-    target, draft = TableModel.random(4, seed), TableModel.random(4, 40 + seed)
-    trees = drafted_trees(draft, [-1, 0, 1], PLAIN)
-    with as_on_device(triton=False, host_can_read=not in_torch):
-        return emitted_probs(target, trees, PLAIN, "traversal", 3), target.joint(PLAIN, 3)
-
-
+@pytest.mark.parametrize("in_torch", [True, False], ids=["torch", "numba"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_traversal_in_torch_emits_the_target_s_distribution(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    treat_as_on_device(monkeypatch)
-    monkeypatch.setattr(cpu, "hold", None)  # not called
-    target, draft = TableModel.random(3, 30), TableModel.random(3, 31)
-    emitted = emitted_probs(target, drafted_trees(draft, SHAPES[shape], PLAIN), PLAIN, "traversal", 5)
-    assert total_variation(emitted, target.joint(PLAIN, 5)) < EXACT
+def test_traversal_emits_the_target_s_distribution(shape: str, in_torch: bool) -> None:
+    trees = drafted_trees(TableModel.random(3, 31), SHAPES[shape], PLAIN)
+    with as_on_device(triton=False, host_can_read=not in_torch):
+        assert step_bias(TableModel.random(3, 30), trees, "traversal") < EXACT
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])

@@ -1,0 +1,182 @@
+"""Scoring token trees with a patched model, and advancing a state along paths and chains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import overload
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from stree.kernels.dispatch import host_can_read
+from stree.kernels.topology import Topology, most_nodes
+from stree.models.checks import check_commit, check_first, check_path
+from stree.models.hidden_states import check_hidden_layers
+from stree.models.layers.base import state_dtype
+from stree.models.patched_model import PatchedModel
+from stree.models.state import DecodeState, Pending, TreeStep
+from stree.tree import TokenTree, checks_everywhere
+
+__all__ = ["TreeScorer"]
+
+
+class TreeScorer(PatchedModel):
+    """A patched model that verifies token trees and commits paths of them; see ``TreeLM``."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        widths = [spec.conv_width for spec in self.specs.values() if spec.conv_width is not None]
+        self._conv_width = max(widths, default=None)
+        self._has_diagonal = any(spec.is_diagonal for spec in self.specs.values())
+
+    @overload
+    def verify(self, state: DecodeState, tree: TokenTree, first: int = 0) -> Tensor: ...
+    @overload
+    def verify(
+        self, state: DecodeState, tree: TokenTree, first: int = 0, *, hidden_layers: Sequence[int]
+    ) -> tuple[Tensor, Tensor]: ...
+    def verify(
+        self, state: DecodeState, tree: TokenTree, first: int = 0, *, hidden_layers: Sequence[int] | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Score every node of a tree in one forward pass; the committed state is left unchanged.
+
+        Args:
+            state: prefilled or committed to; its stash is written.
+            tree: one tree a sequence; nodes below ``first`` must be those of the last call.
+            first: 0 starts a new tree and drops the last; k extends it: only nodes k.. are run.
+            hidden_layers: layers whose hidden states are returned, too, n - first a sequence; see ``TreeLM``.
+
+        Returns:
+            float32[batch, n - first, vocab] logits (float64 for float64 models); those of padding are undefined.
+
+        Raises:
+            ValueError: tree and state disagree in batch, size, length, vocabulary, or in the nodes below ``first``; or
+                a layer that the model does not have.
+            RuntimeError: the state is inconsistent, the model in training mode, or autocast on.
+        """
+        check_hidden_layers(hidden_layers, self.num_layers)
+        logits, hidden = self._score(state, tree, first, hidden_layers)
+        return logits if hidden is None else (logits, hidden)
+
+    @torch.no_grad()
+    def _score(
+        self, state: DecodeState, tree: TokenTree, first: int, hidden_layers: Sequence[int] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Verify a tree and return logits, and hidden states or None."""
+        self.check_state(state)
+        self._check_tree(state, tree, first)
+        topology = Topology.of(
+            tree.parents, self._conv_width, mask=tree.ancestor_mask, depths=tree.depths, jumps=self._has_diagonal
+        )
+        step = TreeStep(state, topology, first, state.max_length if state.fixed_shapes else state.length_bound)
+        positions = None
+        if self.family.takes_positions:
+            positions = (state.lengths[:, None] + tree.depths[:, first:]).long()
+            if host_can_read(tree.tokens) and not state.fixed_shapes:  # free to read here
+                step.length_bound = int(state.lengths.max())
+        deferred = state.deferred if first == 0 else None
+        if deferred is not None:
+            step.path, step.entries = deferred.accepted(self._conv_width)
+        state.pending = None  # its stash is overwritten, layer by layer
+        with nullcontext() if deferred is None else state.changing():
+            logits, hidden = self.forward_recording(hidden_layers, tree.tokens[:, first:], step, positions)
+            if deferred is not None:
+                deferred.clear()
+        state.pending = Pending(tree, topology)
+        return logits.to(state_dtype(logits.dtype)), hidden
+
+    @torch.no_grad()
+    def commit(self, state: DecodeState, path: Tensor, path_lengths: Tensor) -> None:
+        """Advance the state by a path of the last verified tree, and consume the tree.
+
+        Args:
+            state: with a verified tree.
+            path: int32[batch, m] node indices from the root down; entries past a length are ignored.
+            path_lengths: int32[batch]; 0 leaves a sequence untouched.
+
+        Raises:
+            RuntimeError: no verified tree, or one that was committed already; the state is inconsistent, the model in
+                training mode, or autocast on.
+            ValueError: shapes disagree, a path that does not descend from the root, or a text beyond max_length.
+        """
+        self.check_state(state)
+        if state.pending is None:
+            raise RuntimeError("commit needs a tree that was verified and not yet committed; call verify first")
+        check_commit(path, path_lengths, state.batch_size)
+        if (state.pending.tree.is_checked and host_can_read(path)) or checks_everywhere():
+            check_path(state.pending.tree, path, path_lengths)
+        # Lengths on a device are not read: every path there counts as the longest possible one.
+        longest = max(path_lengths.tolist(), default=0) if host_can_read(path_lengths) else path.shape[1]
+        bound = state.length_bound + longest
+        if bound > state.max_length and state.fixed_shapes and not host_can_read(path):
+            bound = state.max_length
+        elif bound > state.max_length:
+            bound = int((state.lengths + path_lengths).max())
+            if bound > state.max_length:
+                raise ValueError(f"committing makes {bound} tokens, which exceeds max_length {state.max_length}")
+        state.commit(path.to(torch.int32), path_lengths.to(torch.int32))
+        state.length_bound = bound
+
+    def run_chains(
+        self,
+        state: DecodeState,
+        input_ids: Tensor,
+        sizes: Sequence[int],
+        hidden_layers: Sequence[int] | None,
+        logits: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run tokens after those of a state as chains that are verified and committed, ``max_nodes`` at a time.
+
+        transformers' continuation of a cache by several tokens is wrong for some families, so it is used for none.
+
+        Args:
+            state: any; a pending tree is dropped.
+            input_ids: int64[batch, n], right-padded.
+            sizes: true lengths.
+            hidden_layers: layers to record, or None.
+            logits: float[batch, vocab], returned for rows without tokens; None for NaN.
+
+        Returns:
+            float[batch, vocab], the logits after each row's last token; and the hidden states of every chain,
+            float[batch, nodes, len(hidden_layers), hidden_size].
+        """
+        device, recorded = input_ids.device, list[Tensor]()
+        rows, lengths = torch.arange(state.batch_size, device=device), torch.tensor(sizes, device=device)
+        most = min(state.max_nodes, most_nodes(self.device, self.dtype) or state.max_nodes)
+        logits, begin = torch.tensor(torch.nan) if logits is None else logits, 0
+        try:
+            for begin in range(0, max(1, *sizes), most):
+                count = (lengths - begin).clamp(0, most)
+                index = torch.arange(min(most, max(1, *sizes) - begin), device=device)
+                is_token = index < count[:, None]
+                tokens = input_ids[:, begin : begin + len(index)].masked_fill(~is_token, 0)
+                chain = TokenTree.unchecked(tokens, torch.where(is_token, index - 1, -1).to(torch.int32))
+                scored, hidden = self._score(state, chain, 0, hidden_layers)
+                self.commit(state, index.expand(len(rows), -1), count)
+                last = scored[(rows.to(scored.device), (count - 1).clamp(min=0).to(scored.device))]
+                logits = torch.where((count > 0)[:, None].to(last.device), last, logits.to(last))
+                recorded += [] if hidden is None else [hidden]
+        except BaseException:
+            state.is_inconsistent |= begin > 0  # earlier chains were committed
+            raise
+        return logits, recorded
+
+    def _check_tree(self, state: DecodeState, tree: TokenTree, first: int) -> None:
+        """Check a tree's sizes, and its values if it is on the host or STREE_DEBUG is set."""
+        batch, n = tree.tokens.shape
+        if batch != state.batch_size:
+            raise ValueError(f"the tree must have batch {state.batch_size} as the state has, got {batch}")
+        if n > state.max_nodes:
+            raise ValueError(f"a tree of {n} nodes exceeds max_nodes {state.max_nodes}")
+        if not 0 <= first < n:
+            raise ValueError(f"first must be in [0, {n}), got {first}")
+        if not (tree.is_checked and host_can_read(tree.tokens)) and not checks_everywhere():
+            return
+        self.check_tokens(tree.tokens)
+        deepest = int((state.lengths + tree.depths.max(1).values).max()) + 1
+        if deepest > state.max_length:
+            raise ValueError(f"the tree reaches {deepest} tokens, which exceeds max_length {state.max_length}")
+        if first:
+            check_first(None if state.pending is None else state.pending.tree, tree, first)

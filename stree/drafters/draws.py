@@ -1,0 +1,82 @@
+"""Draws of child tokens without replacement: on the CPU in numba, on a GPU in Triton."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from stree.kernels.dispatch import host_can_read
+from stree.kernels.ops import draw_distinct
+from stree.sampling import MAX_RANKS, Random
+
+__all__ = ["Draws"]
+
+# Draws without replacement stop when this share of a distribution is left: float64 sums would not be exact enough.
+LEAST_MASS = 2.0**-20
+
+
+class Draws:
+    """Draws of child tokens for a whole tree, without replacement below each node.
+
+    All random numbers are generated at once, unless ``rng`` overrides ``choice``: then each draw is one call of it.
+
+    Args:
+        rng: random numbers, purpose "draft".
+        num_nodes: nodes that may get children; node i draws its children with the counters i * MAX_RANKS + rank.
+        num_ranks: largest number of children of a node.
+    """
+
+    def __init__(self, rng: Random, num_nodes: int, num_ranks: int) -> None:
+        self._rng = rng
+        self._numbers: Tensor | None = None
+        if type(rng).choice is Random.choice:
+            offset, node = _draft_counters(num_nodes, num_ranks, rng.positions.device)
+            rows = len(rng.positions)
+            self._numbers = rng.uniform("draft", offset.expand(rows, -1, -1), node.expand(rows, -1, -1))
+
+    def draw(self, probs: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Draw children one after the other, each from the distribution without the earlier ones.
+
+        Args:
+            probs: float[batch, rows, vocab], distributions below the nodes first, first + 1, ...
+            first: the first node.
+            count: draws per row.
+
+        Returns:
+            int64[batch, rows, count] tokens in draw order, and float[batch, rows, count] their probabilities under
+            ``probs``; 0, with a meaningless token, once LEAST_MASS or less of the distribution is left.
+        """
+        rows = probs.shape[1]
+        if self._numbers is not None:
+            numbers = self._numbers[:, first : first + rows, :count]
+            if host_can_read(probs):
+                return _draw_on_host(probs, numbers)
+            return draw_distinct(probs, numbers, least=LEAST_MASS)
+        tokens, drawn = [], []
+        node = torch.arange(first, first + rows, device=probs.device).expand(probs.shape[:2]) * MAX_RANKS
+        least = LEAST_MASS * probs.sum(-1, keepdim=True)
+        for rank in range(count):
+            token = self._rng.choice("draft", probs, torch.zeros_like(node), node + rank).unsqueeze(-1)
+            tokens.append(token)
+            drawn.append(probs.gather(-1, token) * (probs.sum(-1, keepdim=True) > least))
+            probs = probs.scatter(-1, token, 0.0)
+        return torch.cat(tokens, -1), torch.cat(drawn, -1)
+
+
+@cache  # CUDA graphs read these tensors: they must stay alive
+def _draft_counters(num_nodes: int, num_ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Counters of the draws of a tree: int64[1, 1, 1] offset, 0, and int64[1, num_nodes, num_ranks] nodes."""
+    node = torch.arange(num_nodes, device=device).unsqueeze(-1) * MAX_RANKS + torch.arange(num_ranks, device=device)
+    return node.new_zeros(1, 1, 1), node.unsqueeze(0)
+
+
+def _draw_on_host(probs: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw with float64[batch, rows, count] uniform numbers in numba: tokens and their probabilities."""
+    from stree.kernels.sampling.cpu import draw_rows  # imports numba
+
+    tokens, drawn = torch.empty(numbers.shape, dtype=torch.long), probs.new_empty(numbers.shape)
+    flat = [tensor.reshape(-1, tensor.shape[-1]).numpy() for tensor in (probs, numbers, tokens, drawn)]
+    draw_rows(*flat, LEAST_MASS)
+    return tokens, drawn

@@ -1,0 +1,140 @@
+"""``release`` gives a transformers model back exactly as it was before it was patched."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignore[import-untyped]
+from helpers.family_states import Decoding
+from helpers.tiny_family_models import family_model, matrix
+from helpers.tiny_models import patched, path_to, tiny_model
+
+from stree import TreeLM, custom_generate
+from stree.models.trimmed import TrimmedLM
+
+PROMPT = torch.tensor([[1, 2, 3, 4, 5]])
+RELEASED = "the model was released, which took its patches off; make a new TreeLM of it"
+
+
+def contents(model: Any) -> dict[str, Any]:
+    """List everything that the modules of a model and its configs hold, one level deep."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        for key, value in {**vars(module), "class": type(module)}.items():
+            found[f"{name}.{key}"] = value
+            if isinstance(value, dict):  # parameters, buffers, modules and hooks
+                found |= {f"{name}.{key}[{part}]": held for part, held in value.items()}
+            elif key in ("config", "generation_config"):
+                found[f"{name}.{key}.vars"] = dict(vars(value))
+    return found
+
+
+def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
+    assert before.keys() == after.keys()
+    assert not [name for name, value in before.items() if value is not after[name] and value != after[name]]
+
+
+def generated(model: Any) -> list[torch.Tensor]:
+    """Generate with transformers alone; return the tokens and all logits."""
+    out = model.generate(
+        PROMPT, max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0
+    )
+    return [out.sequences, *out.logits]
+
+
+@pytest.mark.parametrize("family", matrix())
+def test_a_released_model_is_as_it_was(family: str) -> None:
+    oracle, model = family_model(family), family_model(family)
+    model.model_tag = model.base_model.layers[0].tag = "the user's own"
+    model.train()
+    model.base_model.layers[0].eval()
+    before = contents(model)
+    lm = TreeLM(model)
+    Decoding(oracle, [7, 3], lm=lm).step([5, 5])
+    model.generate(PROMPT, custom_generate=custom_generate, max_new_tokens=4, pad_token_id=0)
+    assert lm.release() is model
+    assert_same(before, contents(model))
+    model.eval()
+    assert all(map(torch.equal, generated(model), generated(oracle)))
+    Decoding(oracle, [7, 3], lm=TreeLM(model)).step([5, 5])
+
+
+def test_forwards_that_another_library_had_set_come_back() -> None:
+    model = family_model("jamba")
+    for module in model.modules():
+        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
+    before, expected = contents(model), generated(model)
+    lm = TreeLM(TreeLM(model).model)  # a patch over a patch
+    lm.release()
+    assert_same(before, contents(model))
+    assert all(map(torch.equal, generated(model), expected))
+
+
+def test_what_belongs_to_a_released_model_is_refused_until_it_is_patched_again() -> None:
+    model = tiny_model("bamba")
+    decoding, sibling = Decoding(tiny_model("bamba"), [4], lm=TreeLM(model)), TreeLM(model)
+    lm, state, other = decoding.lm, decoding.state, sibling.new_state(1, 32, 8)
+    tree = decoding.score([5])
+    sibling.prefill(other, PROMPT)
+    lm.cache["anything"] = 1
+    lm.release()
+    assert not lm.cache
+    path = torch.tensor([[0]]), torch.tensor([1])
+    calls: list[Callable[[], object]] = [
+        lambda: lm.verify(state, tree), lambda: lm.commit(state, *path), lambda: lm.extend(state, PROMPT), lm.new_state,
+        lambda: lm.prefill(state, PROMPT), lambda: lm.check_ready(), lambda: lm.prefill_row(state, 0, PROMPT),
+    ]  # fmt: skip
+    for call in (*calls, lambda: sibling.verify(other, tree), sibling.new_state):
+        with pytest.raises(ValueError, match=RELEASED):
+            call()
+    assert lm.release() is model  # once more changes nothing
+    again = TreeLM(model)
+    Decoding(tiny_model("bamba"), [4], lm=again).score([5])
+    with pytest.raises(ValueError, match=RELEASED):
+        lm.new_state()
+    with pytest.raises(ValueError, match="the state belongs to another TreeLM"):
+        again.verify(state, tree)
+
+
+def test_the_generate_hook_patches_a_released_model_again() -> None:
+    model = tiny_model("bamba")
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(PROMPT, **options)
+    for _ in range(2):
+        assert torch.equal(model.generate(PROMPT, custom_generate=custom_generate, **options), expected)
+        TreeLM(model).release()
+
+
+def test_releasing_a_trimmed_model_gives_the_whole_one_back() -> None:
+    model = tiny_model("bamba")
+    before = contents(model)
+    assert TrimmedLM(TreeLM(model), range(50)).release() is model
+    assert_same(before, contents(model))
+
+
+def test_copies_and_pickles_of_a_model_leave_its_captured_steps_out() -> None:
+    lm = patched(tiny_model("bamba"))
+    lm.cache["step_cache"] = lambda: None  # can be pickled no more than a graph
+    for copied in (copy.deepcopy(lm), pickle.loads(pickle.dumps(lm))):
+        assert copied.cache == {} and copied.model is not lm.model
+        Decoding(tiny_model("bamba"), [6], lm=copied).score([5])
+    assert "step_cache" in lm.cache
+
+
+@pytest.mark.parametrize("defers_commit", [False, True])
+def test_a_deep_copy_of_a_state_is_a_clone_without_the_uncommitted_tree(defers_commit: bool) -> None:
+    decoding = Decoding(tiny_model("bamba"), [6, 9], defers_commit=defers_commit)
+    decoding.step([6, 6])
+    tree = decoding.score([8, 8])
+    copied = decoding.held_by(copy.deepcopy({"state": decoding.state})["state"])
+    with pytest.raises(RuntimeError, match="call verify first"):
+        copied.commit(tree, [[0], [0]])
+    copied.step([8, 8])
+    decoding.commit(tree, [path_to(tree, row, 7) for row in range(2)])
+    decoding.score([5, 5])
+    copied.score([5, 5])

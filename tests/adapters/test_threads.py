@@ -1,0 +1,59 @@
+"""Several threads use one model, each with a state of its own, and get what one thread alone gets."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from helpers.tiny_family_models import family_model, matrix
+from helpers.tiny_models import as_commit, path_to, random_texts, random_tree, right_padded
+from torch import Tensor
+
+import stree
+from stree import TreeLM
+
+
+@pytest.fixture
+def eager_switching() -> Iterator[None]:
+    """Let the interpreter change threads as often as it can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def run(lm: TreeLM, seed: int) -> list[Tensor]:
+    """Prefill, score three trees with commits between them, and return all logits."""
+    rng = random.Random(seed)
+    state = lm.new_state(2, 64, 8)
+    logits = [lm.prefill(state, *right_padded(random_texts(rng, [9 + seed % 3, 4])))]
+    for _ in range(3):
+        tree = random_tree(rng, [8, 8])
+        logits.append(lm.verify(state, tree))
+        lm.commit(state, *as_commit([path_to(tree, row, 7) for row in range(2)]))
+    return logits
+
+
+@pytest.mark.parametrize("family", matrix())
+def test_threads_with_separate_states_do_not_disturb_each_other(family: str, eager_switching: None) -> None:
+    lm = TreeLM(family_model(family))
+    expected = [run(lm, seed) for seed in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        found = [*pool.map(lambda seed: run(lm, seed), range(6))]
+    assert all(map(torch.equal, sum(found, []), sum(expected, [])))
+
+
+@pytest.mark.parametrize("family", ["recurrent_gemma", pytest.param("bamba", marks=pytest.mark.slow)])
+def test_threads_generate_the_texts_of_one_thread(family: str, eager_switching: None) -> None:
+    lm, prompts = TreeLM(family_model(family)), random_texts(random.Random(0), [5, 9, 7, 9])
+
+    def text(prompt: list[int]) -> list[list[int]]:
+        return stree.generate(lm, [prompt], budget=6, max_new_tokens=12, stop_token_ids=[]).sequences
+
+    expected = [*map(text, prompts)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert [*pool.map(text, prompts)] == expected
