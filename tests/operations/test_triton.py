@@ -86,10 +86,11 @@ def test_a_step_over_chains_stars_and_padded_trees_equals_the_reference(
     old = Problem.draw(family, mixed_parents(13), 1, dtype)
     new = Problem.draw(family, mixed_parents(11, 2, padding=1), 2, dtype).like(old)
     exact = new.to(torch.float64)
+    ends = 9, None, 0 if dtype == torch.float32 else 12  # the root alone among them
     path: Tensor | None
     lengths: Tensor | None
-    path, lengths = paths_to(old.parents, (9, None, 12))
-    off = off_path(old.parents, (9, None, 12), ROOM)
+    path, lengths = paths_to(old.parents, ends)
+    off = off_path(old.parents, ends, ROOM)
     off[:, :first] = False  # rows below `first` belong to the new tree too
     stash = old.stash(ROOM, old.stashed())
     for name, rows in stash.items():  # rows off the path may hold anything
@@ -164,7 +165,7 @@ def test_scan_of_drawn_trees_equals_the_reference(family: Family, seed: int, n: 
         *((family, 65, {"key_heads": 1, "heads": 1, "dk": 70, "dv": 70}) for family in (DELTA, KDA)),
         *((family, 128, {"key_heads": 1, "heads": 1, "dk": 40, "dv": 16}) for family in (DELTA, KDA)),
         (SELECTIVE, 1, {"channels": 3, "dstate": 1}),
-        (SELECTIVE, 128, {"channels": 37, "dstate": 16}),
+        (SELECTIVE, 128, {"channels": 5, "dstate": 16}),
         (SELECTIVE, 9, {"channels": 3, "dstate": 200}),
         (CONV, 37, {"channels": 67}),
         *((CONV, 13, {"width": width}) for width in (1, 2, 7)),
