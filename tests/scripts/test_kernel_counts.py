@@ -13,6 +13,7 @@ if torch.cuda.is_available():
     pytest.skip("counts are made under Triton's interpreter", allow_module_level=True)
 
 from benchmarks.ahead_of_time import kernel_counts
+from benchmarks.ahead_of_time.launch_counter import launches
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "kernel-counts" / "results.jsonl"
 aten = torch.ops.aten
@@ -21,10 +22,10 @@ aten = torch.ops.aten
 def test_views_and_allocations_launch_nothing() -> None:
     for operator in (aten.mm.default, aten.add_.Tensor, aten._to_copy.default, aten.arange.default,
                      aten.index_put_.default, aten.copy_.default):  # fmt: skip
-        assert kernel_counts.launches(operator), operator
+        assert launches(operator), operator
     for operator in (aten.view.default, aten.split_with_sizes.default, aten.transpose.int, aten._unsafe_view.default,
                      aten.empty_like.default, aten.promote_types.default):  # fmt: skip
-        assert not kernel_counts.launches(operator), operator
+        assert not launches(operator), operator
 
 
 def test_a_layer_of_mamba2_launches_six_kernels() -> None:
