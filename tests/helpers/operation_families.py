@@ -196,7 +196,7 @@ def off_path(parents: Tensor, ends: tuple[int | None, ...], room: int) -> Tensor
 
 
 def _draw_ssd(
-    normal: Any, batch: int, n: int, heads: int = 6, headdim: int = 5, groups: int = 3, dstate: int = 7
+    normal: Any, batch: int, n: int, heads: int = 4, headdim: int = 5, groups: int = 2, dstate: int = 7
 ) -> Tensors:
     width = heads * headdim + 2 * groups * dstate
     return {
