@@ -29,8 +29,7 @@ def main(max_new_tokens: int = 96) -> None:
         turns += tokenizer(f"Question: {question}\nAnswer:")["input_ids"]
         print(f"\n> {question}")
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        options = {"stop_token_ids": [tokenizer.eos_token_id], "max_new_tokens": max_new_tokens}
-        out = stree.generate(target, [turns], drafter, streamer=streamer, **options)
+        out = stree.generate(target, [turns], drafter, max_new_tokens=max_new_tokens, streamer=streamer)
         turns = out.sequences[0]
 
 

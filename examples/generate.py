@@ -17,17 +17,16 @@ def main(max_new_tokens: int = 96) -> None:
     drafter = stree.drafters.ModelDrafter(stree.TreeLM.from_pretrained(ASSETS / "drafter"))
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "target")
     prompts = tokenizer([PROMPT, "def __init__(self, name):"])["input_ids"]
-    options = {"max_new_tokens": max_new_tokens, "stop_token_ids": [tokenizer.eos_token_id]}
 
-    trees = stree.generate(target, prompts, drafter, budget=16, **options)
-    plain = stree.generate(target, prompts, stree.drafters.NoDrafter(), **options)
+    trees = stree.generate(target, prompts, drafter, budget=16, max_new_tokens=max_new_tokens)
+    plain = stree.generate(target, prompts, stree.drafters.NoDrafter(), max_new_tokens=max_new_tokens)
     assert trees.sequences == plain.sequences  # greedy text is the same, token for token
     print(*tokenizer.batch_decode(trees.sequences), sep="\n\n")
     steps = trees.stats["steps"], plain.stats["steps"]
     print(f"\n{steps[0]} passes of the target instead of {steps[1]}: {trees.stats['tau']:.2f} tokens a step")
 
     sampling = stree.Sampling(temperature=0.8, top_p=0.95)  # sampled text has exactly the target's distribution
-    sampled = stree.generate(target, prompts, drafter, budget=16, sampling=sampling, **options)
+    sampled = stree.generate(target, prompts, drafter, budget=16, sampling=sampling, max_new_tokens=max_new_tokens)
     print(f"sampled: {sampled.stats['tau']:.2f} tokens a step")
 
 

@@ -4,7 +4,7 @@ A *matrix state*, S_i = decay_i S_parent + k_i u_i^T, carries Mamba-2, gated Del
 (`matrix_tree`, `matrix_commit`); a *diagonal state*, h_i = a_i h_parent + x_i, carries Mamba-1 and RG-LRU
 (`diagonal_tree`, `diagonal_update`).  What a family adds to them is in its folder: `mamba2/reference.py`,
 `delta_rule/reference.py`, `diagonal/reference.py`, `conv/reference.py`, `attention/reference.py`.  The Triton kernels
-are measured against all of these.  `kernels/README.md` derives the closed forms; `stree.kernels.ops` documents and
+are measured against all of these.  `docs/maths.md` derives the closed forms; `stree.kernels.ops` documents and
 checks arguments: references trust their callers.
 
 Accumulation, decays and states are float32, float64 where inputs are float64.  No function reads the device, loops
@@ -54,8 +54,8 @@ def matrix_tree(
     """Run S_i = e^{g_i} S_parent + k_i u_i^T along every root path and read o_i = S_i^T q_i.
 
     Without `beta` the writes are given, u = value.  With it they follow the delta rule,
-    u_i = beta_i (v_i - e^{g_i} S_parent^T k_i), which is the unit lower triangular system of DESIGN 5; it is solved
-    by substitution, because the product of doublings loses all digits when keys repeat.
+    u_i = beta_i (v_i - e^{g_i} S_parent^T k_i), a unit lower triangular system (docs/maths.md), which is solved by
+    substitution, because the product of doublings loses all digits when keys repeat.
 
     Args:
         query: [b, n - first, g, s]; g divides h.

@@ -73,6 +73,12 @@ class PatchedModel:
         return int(positions) if self.family.takes_positions and positions is not None else None
 
     @property
+    def eos_token_ids(self) -> list[int]:
+        """Tokens that end a text, from the model's generation config; none where it names none."""
+        stop = getattr(self.model.generation_config, "eos_token_id", None)
+        return list(stop) if isinstance(stop, list) else [] if stop is None else [int(stop)]
+
+    @property
     def device(self) -> torch.device:
         """Device of the input embedding."""
         return cast(Tensor, self.model.get_input_embeddings().weight).device

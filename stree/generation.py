@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -19,13 +21,17 @@ from stree.decode.sequences import Sequences
 from stree.decode.stats import Generation
 from stree.decode.step_cache import StepCache, step_cache_of
 from stree.decode.validation import batch_for, check_block, check_nodes, checked
-from stree.drafters import Drafter, NoDrafter, SuffixDrafter
+from stree.drafters import Drafter, NoDrafter, SuffixDrafter, load
 from stree.drafters.target_init import drafter_and_verifier
-from stree.growth import Growth
+from stree.growth import Growth, parse_growth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
 __all__ = ["Generation", "GenerationError", "GenerationInterrupted", "Streamer", "generate", "run"]
+
+MANY_NODES = 1024  # above which a budget is most likely a mistake
+
+logger = logging.getLogger("stree")
 
 _histories: weakref.WeakKeyDictionary[TreeLM, dict[Hashable, StepHistory]] = weakref.WeakKeyDictionary()
 
@@ -60,14 +66,15 @@ class GenerationInterrupted(KeyboardInterrupt):
 def generate(
     lm: TreeLM,
     prompts: Sequence[Sequence[int]] | Iterator[Sequence[int]],
-    drafter: Drafter | None = None,
+    drafter: Drafter | TreeLM | str | Path | None = None,
     *,
-    growth: Growth | None = None,
+    growth: Growth | str | None = None,
     budget: int | str | None = None,
     verifier: str = "auto",
     sampling: Sampling | Sequence[Sampling] | None = None,
     max_new_tokens: int | Sequence[int] = 128,
     stop_token_ids: Iterable[int] | Sequence[Iterable[int]] | None = None,
+    ignore_eos: bool = False,
     logits_processor: LogitsProcessor | None = None,
     seed: int | Sequence[int] = 0,
     streamer: Streamer | None = None,
@@ -83,9 +90,10 @@ def generate(
     Args:
         lm: the target.
         prompts: token lists of any lengths, none empty; or an iterator of them, read as slots become free.
-        drafter: what proposes trees; None for ``SuffixDrafter()``.
-        growth: the shape of a model drafter's trees; None for its default, ``Calibrated()``.  Where nothing is grown,
-            as with ``SuffixDrafter`` or a budget of 1, it is not used, and the statistics name none.
+        drafter: what proposes trees, or what ``stree.drafters.load`` makes one of; None for ``SuffixDrafter()``.
+        growth: the shape of a model drafter's trees, or its name as on the command line, such as "chain:4"; None for
+            its default, ``Calibrated()``.  Where nothing is grown, as with ``SuffixDrafter`` or a budget of 1, it is
+            not used, and the statistics name none.
         budget: most nodes a step, root included; 1 is plain decoding.  "auto" chooses the size of every step, up to 64
             nodes, by goodput: what earlier steps emitted over the time that they took.  Greedy text and text under
             MATCH do not depend on it; sampled text of a draft model does, and so on timing and on the prompts that
@@ -94,7 +102,8 @@ def generate(
         verifier: "auto", "match", "rejection", "traversal" or "block"; see ``stree.accept``.
         sampling: temperature, top-k, top-p, min-p; None for greedy.
         max_new_tokens: most new tokens a sequence.
-        stop_token_ids: tokens that end a sequence.
+        stop_token_ids: tokens that end a sequence, and are kept; None for ``lm.eos_token_ids``, the model's own.
+        ignore_eos: write on through the model's own stop tokens, as benchmarks do.
         logits_processor: a function of int64[1, length] text and float[1, vocab] logits that returns logits, as
             transformers' processors are; called for every node that the target may reach, with the text that ends
             there, and for the draft model's likewise.  It must depend on nothing but its arguments.
@@ -117,12 +126,13 @@ def generate(
         GenerationInterrupted: Ctrl-C; likewise.
     """
     arguments = GenerateArguments(
-        growth=growth, budget=budget, verifier=verifier, sampling=Sampling() if sampling is None else sampling,
-        max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, seed=seed, streamer=streamer,
-        max_batch=max_batch, max_length=max_length, allow_lossy=allow_lossy, cancelled=cancelled,
+        growth=parse_growth(growth) if isinstance(growth, str) else growth, budget=budget, verifier=verifier,
+        sampling=Sampling() if sampling is None else sampling,
+        max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos, seed=seed,
+        streamer=streamer, max_batch=max_batch, max_length=max_length, allow_lossy=allow_lossy, cancelled=cancelled,
         processor=None if logits_processor is None else EachNode(logits_processor),
     )  # fmt: skip
-    return run(lm, prompts, SuffixDrafter() if drafter is None else drafter, arguments)
+    return run(lm, prompts, SuffixDrafter() if drafter is None else load(drafter, lm), arguments)
 
 
 @torch.inference_mode(False)  # what is kept for the next call must be usable outside of it
@@ -172,6 +182,8 @@ def _budget_policy(
     budget = _default_budget(drafter, growth, batch.max_batch) if arguments.budget is None else arguments.budget
     sizes = _tree_sizes(drafter, growth, budget)
     check_nodes(lm, drafter, sizes[-1])
+    if sizes[-1] > MANY_NODES:
+        logger.warning("a step of %d nodes costs more than it emits; 16 to 64 are usual", sizes[-1])
     if arguments.verifier == "block":
         check_block(drafter, growth, sizes[-1])
     if arguments.policy is not None:

@@ -35,6 +35,7 @@ def warm_up(
     sampling: Sampling | None = None,
     verifier: str = "auto",
     stop_token_ids: Iterable[int] | None = None,
+    ignore_eos: bool = False,
     prompt: Sequence[int] = (1,),
     shows_progress: bool = True,
 ) -> list[dict[str, Any]]:
@@ -50,6 +51,7 @@ def warm_up(
         sampling: as for ``generate``.
         verifier: as for ``generate``.
         stop_token_ids: as for ``generate``.
+        ignore_eos: likewise.
         prompt: similar to those to come; "auto" profiles steps on texts that continue it.
         shows_progress: whether to show a bar.
 
@@ -67,7 +69,7 @@ def warm_up(
     drafter = SuffixDrafter() if drafter is None else drafter
     arguments = GenerateArguments(
         growth=growth, verifier=verifier, sampling=Sampling() if sampling is None else sampling, max_length=max_length,
-        stop_token_ids=[] if stop_token_ids is None else list(stop_token_ids),
+        stop_token_ids=stop_token_ids, ignore_eos=ignore_eos,
     )  # fmt: skip
     cases = [*product(batch_sizes, budgets)]
     for batch, budget in track(cases, "capturing steps", disable=not shows_progress, transient=True):

@@ -92,7 +92,8 @@ def launch(device: torch.device) -> int:
         for temperature in (0.0, 0.8):
             for drafter in (draft, FusedDrafter(draft, SuffixDrafter())):
                 prompts = [[3, 4, 5, 3, 4], [6, 7]]
-                stree.generate(lm, prompts, drafter, budget=16, sampling=Sampling(temperature), max_new_tokens=6)
+                sampling = Sampling(temperature)
+                stree.generate(lm, prompts, drafter, budget=16, sampling=sampling, max_new_tokens=6, ignore_eos=True)
                 count += 1
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,6 +1,7 @@
 """Draw the speed of each method over plain decoding, with intervals, from a recorded run.
 
-``python -m benchmarks.studies.figure_speed`` writes ``docs/speed.svg`` from ``benchmarks/results/cpu-5``.
+``python -m benchmarks.studies.figure_speed`` writes ``docs/speed.svg`` from ``benchmarks/results/cpu-5`` and prints the
+same figures as the table of README.md.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ import math
 from collections.abc import Sequence
 
 from benchmarks import ROOT
+from benchmarks.report import interval_text, table
 from benchmarks.studies.svg import BLUE, GREEN, GREY, INK, PALE, circle, line, sheet, text
 from stree.bench.records import Record
 from stree.bench.report import LoadedRun, load_runs
 
-__all__ = ["OUT", "draw"]
+__all__ = ["OUT", "draw", "speed_table"]
 
 RUN, OUT = ROOT / "benchmarks" / "results" / "cpu-5", ROOT / "docs" / "speed.svg"
 COLOURS = {"chain:4": "#8250df", "calibrated:16x4": BLUE, "suffix": "#bc4c00", "fused": GREEN, "auto": INK}
@@ -80,5 +82,19 @@ def draw() -> str:
     return sheet(960, TOP + GROUP * len(SUITES) + 18, "Speed of each method over plain decoding", parts)
 
 
+def speed_table() -> str:
+    """Write the figures as a Markdown table, a line for each suite and temperature."""
+    (run,) = load_runs([RUN])
+    found = {(row["suite"], row["temperature"], row["method"]): row for row in run.rows}
+    lines = []
+    for suite, name in SUITES.items():
+        for temperature in PANELS:
+            ratios = (interval_text(*found[suite, temperature, method]["over_plain"], digits=2) for method in COLOURS)
+            plain = f"{found[suite, temperature, 'plain']['tokens_per_s']:.0f}"
+            lines.append([name, f"{temperature:g}", plain, *ratios])
+    return table(["prompts", "T", "plain, tokens/s", *COLOURS], lines)
+
+
 if __name__ == "__main__":
     OUT.write_text(draw(), encoding="utf-8")
+    print(speed_table())

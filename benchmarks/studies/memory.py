@@ -20,7 +20,7 @@ from stree.bench.records import ROOT, append, environment
 from stree.cli.info import describe_model
 from stree.models.native import config_of_native
 
-# Bounds on nodes a state, DESIGN.md section 8.
+# Bars of docs/gpu.md: nodes whose stash takes as much memory as one full state.
 BARS = {"mamba2": 100, "nemotron_h": 100, "granitemoehybrid": 100, "qwen3_next": 55}
 NEMOTRON_PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 NEMOTRON_KINDS = {"M": "linear_attention", "-": "mlp", "*": "full_attention"}
@@ -77,7 +77,7 @@ def record_of(name: str, report: Mapping[str, Any], env: Mapping[str, Any]) -> d
 
 
 def rows(records: list[dict[str, Any]]) -> Iterator[list[str]]:
-    """Lines of the table that the README shows."""
+    """Yield the lines of the table that docs/results.md shows."""
     for record in records:
         state, node = record["state_bytes"] / 2**20, record["value"] / 2**10
         ratios = (f"1/{record[name]:.0f}" for name in ("nodes_per_state", "bar"))

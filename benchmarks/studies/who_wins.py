@@ -74,7 +74,7 @@ class Block:
         length = self.num_steps * self.stride + 1
         plain = stree.generate(
             pair.target, prompts, NoDrafter(), budget=1, verifier="match", sampling=self.sampling,
-            max_new_tokens=length, seed=options.seed,
+            max_new_tokens=length, seed=options.seed, ignore_eos=True,
         )  # fmt: skip
         self.texts = torch.tensor([row[-length:] for row in plain.sequences])
         self.target, self.draft = (Replay(lm, prompts, length) for lm in (pair.target, pair.drafter))
@@ -161,7 +161,7 @@ def measured(pair: Pair, prompts: list[list[int]], temperature: float, options: 
     for name, nodes, growth in (("calibrated", 16, Calibrated(4)), ("chain", 5, Chain(4)), ("chain", 7, Chain(6))):
         out = stree.generate(
             pair.target, prompts, ModelDrafter(pair.drafter), growth=growth, budget=nodes,
-            sampling=Sampling(temperature), max_new_tokens=options.new_tokens, seed=options.seed + 2,
+            sampling=Sampling(temperature), max_new_tokens=options.new_tokens, ignore_eos=True, seed=options.seed + 2,
         )  # fmt: skip
         found[f"{name} {nodes}x{growth.depth}"] = round(out.stats["tau"], 4)
     return found

@@ -3,7 +3,7 @@
 A program owns a tile of rows, each a node and a query head of one group, so that grouped heads share what is read of
 the cache.  The context is cut into parts by the capacity of the cache alone; lengths are read on the device.  The last
 part has the tree besides, and writes its new rows into the stash.  Where there is more than one part, a second, small
-launch merges them: outputs in the dtype of the queries by weights in float32.  `kernels/README.md` has the costs.
+launch merges them: outputs in the dtype of the queries by weights in float32.  `docs/gpu.md` has the costs.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call, no-untyped-def, untyped-decorator"

@@ -3,7 +3,7 @@
 One program owns some columns (dv) of one head of one sequence: it reads that part of the state once, commits the path,
 stores it where there was something to commit, solves for u and scores the tree.  k and g are shared by programs, so a
 path can be committed in the launch that stashes new rows only from another stash (`previous`); without one the commit
-is a launch of its own.  `kernels/README.md` has the maths and the counted costs.
+is a launch of its own.  `docs/maths.md` has the maths, `docs/gpu.md` the counted costs.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call, no-untyped-def, untyped-decorator"

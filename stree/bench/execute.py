@@ -130,6 +130,7 @@ def _run(lm: TreeLM | UnrolledLM, drafter: Drafter, method: Method, case: Case) 
         verifier=method.verifier,
         sampling=Sampling(case.temperature),
         max_new_tokens=case.new_tokens,
+        ignore_eos=True,
         seed=case.seed,
         allow_lossy=method.is_lossy,
     )

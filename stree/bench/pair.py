@@ -123,7 +123,6 @@ class Pair:
 
     def _until_stop(self, answer: Sequence[int]) -> list[int]:
         """Cut an answer before its first stop token."""
-        stop = self.target.model.generation_config.eos_token_id
-        stops = stop if isinstance(stop, list) else [stop]
+        stops = self.target.eos_token_ids
         end = next((place for place, token in enumerate(answer) if token in stops), len(answer))
         return list(answer[:end])

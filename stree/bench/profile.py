@@ -80,7 +80,8 @@ def profile(pair: Pair, shape: Shape) -> Record:
     def run(tokens: int) -> dict[str, Any]:
         sampling = Sampling(shape.temperature)
         return generate(
-            lm, prompts, drafter, growth=shape.growth, budget=shape.budget, sampling=sampling, max_new_tokens=tokens
+            lm, prompts, drafter, growth=shape.growth, budget=shape.budget, sampling=sampling, max_new_tokens=tokens,
+            ignore_eos=True,
         ).stats  # fmt: skip
 
     run(WARM_UP)  # compilation and automatic checks

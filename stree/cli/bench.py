@@ -65,7 +65,7 @@ def _add_run(bench: Any) -> None:
         "spec_bench), or any name for JSON lines with a prompt, question, turns or text, or for plain text",
     )
     command.add_argument("--limit", type=int, default=10, help="prompts of each suite; 0 for all")
-    command.add_argument("--methods", default=None, help="see benchmarks/README.md; a wide choice by default")
+    command.add_argument("--methods", default=None, help="see docs/results.md; a wide choice by default")
     command.add_argument("--temperature", default="0", help="one or several, as 0,0.8; 0 is greedy")
     command.add_argument("--batch-size", type=int, default=1, help="prompts that run together")
     command.add_argument("--max-new-tokens", type=int, default=64, help="tokens of every run")
@@ -84,7 +84,7 @@ def _add_profile(bench: Any) -> None:
     """Add ``stree bench profile``."""
     command = _add(bench, "profile", _profile, "show where the time of a step goes, and its roofline")
     _add_models(command)
-    command.add_argument("--growth", default=None, help="of a draft model's trees; see stree/growth/README.md")
+    command.add_argument("--growth", default=None, help="of a draft model's trees; see docs/choosing.md")
     command.add_argument("--budget", type=int, default=16, help="most nodes a step, root included")
     command.add_argument("--batch", type=int, default=1, help="sequences")
     command.add_argument("--context", type=int, default=256, help="tokens of the prompts")

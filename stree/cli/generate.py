@@ -71,9 +71,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     lm = _load(arguments, target)
     lm.captures_steps = False if arguments.eager else None
     tokenizer = _tokenizer(arguments, target)
-    stop = lm.model.generation_config.eos_token_id
-    options["stop_token_ids"] = stop if isinstance(stop, list) else [] if stop is None else [stop]
-    drafter = _drafter(arguments, tokenizer, options["stop_token_ids"])
+    drafter = _drafter(arguments, tokenizer, lm.eos_token_ids)
     options["streamer"] = _Progress(arguments.max_new_tokens) if arguments.json else TextStreamer(tokenizer)
     output, status = _run(lm, _encode(arguments, tokenizer, prompt), drafter, options)
     if output.sequences:  # none where it was interrupted while step times were profiled

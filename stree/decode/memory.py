@@ -11,6 +11,8 @@ from stree.models.tree_lm import TreeLM
 
 __all__ = ["arithmetic", "check_memory", "fits_in_memory", "free_bytes", "state_bytes"]
 
+PAIR_BYTES = 10  # of a tree's masks, for every pair of its nodes: two of one byte and one of eight
+
 
 def check_memory(lm: TreeLM, drafter: Drafter, batch: int, length: int, nodes: int) -> None:
     """Refuse states that do not fit.
@@ -75,6 +77,7 @@ def _terms(lm: TreeLM, length: int, nodes: int) -> list[tuple[str, int, int]]:
         ("state", memory.state + memory.window, 1),
         ("tokens", memory.kv_per_token, length),
         ("nodes", memory.stash_per_node + memory.kv_stash_per_node, nodes),
+        ("pairs of nodes", PAIR_BYTES, nodes * nodes),
     ]
 
 

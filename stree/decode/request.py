@@ -56,6 +56,7 @@ class GenerateArguments:
     sampling: Sampling | Sequence[Sampling] = Sampling()
     max_new_tokens: int | Sequence[int] = 128
     stop_token_ids: Iterable[int] | Sequence[Iterable[int]] | None = None
+    ignore_eos: bool = False
     seed: int | Sequence[int] = 0
     streamer: Streamer | None = None
     max_batch: int | None = None

@@ -154,7 +154,7 @@ def checked(lm: TreeLM, drafter: Drafter, arguments: GenerateArguments) -> Gener
         if isinstance(model, TreeLM):  # anything with its methods may be passed in its place
             model.check_ready()
     return replace(
-        arguments, budget=budget, max_new_tokens=max_new_tokens, seed=seed, stop_token_ids=_stops(arguments),
+        arguments, budget=budget, max_new_tokens=max_new_tokens, seed=seed, stop_token_ids=_stops(lm, arguments),
         sampling=arguments.sampling if isinstance(arguments.sampling, Sampling) else list(arguments.sampling),
     )  # fmt: skip
 
@@ -167,11 +167,11 @@ def _integers(name: str, value: int | Sequence[int]) -> int | list[int]:
         raise TypeError(f"{name} must be an integer or a list of them, got {value!r:.80}") from None
 
 
-def _stops(arguments: GenerateArguments) -> Any:
+def _stops(lm: TreeLM, arguments: GenerateArguments) -> Any:
     """Return the set of stop tokens of all prompts, or a list of sets, one for each prompt."""
     stops = arguments.stop_token_ids
-    if stops is None:
-        return frozenset()
+    if stops is None:  # anything with the methods of a TreeLM may be passed in its place
+        return frozenset(() if arguments.ignore_eos else getattr(lm, "eos_token_ids", ()))
     if (
         isinstance(stops, (list, tuple))
         and stops

@@ -91,7 +91,7 @@ def measure_tau(lm: TreeLM, drafter: TreeLM, held_out: np.ndarray) -> dict[str, 
     for temperature in (0.0, 0.8):
         out = generate(
             lm, prompts, ModelDrafter(drafter), growth=Chain(CHAIN), budget=CHAIN + 1, sampling=Sampling(temperature),
-            max_new_tokens=room,
+            max_new_tokens=room, ignore_eos=True,
         )  # fmt: skip
         found[f"{temperature:g}"] = round(cast(float, out.stats["tau"]), 3)
     return found

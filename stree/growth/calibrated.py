@@ -35,7 +35,7 @@ class Calibrated(BaseGrowth):
     probability, that the draft's tokens are the target's own, corrected by the text so far (``GreedyAcceptance``).
 
     Args:
-        depth: most draft calls; None for 4, and 6 where the budget is above 16 (see the README of this folder).
+        depth: most draft calls; None for 4, and 6 where the budget is above 16 (see docs/choosing.md).
         ranks: most children of a node.  None: 8 at temperature 0; when sampling 12 below the root, whose children are
             tested in every step, and below other nodes 4, or 6 where the budget is above 32.
 

@@ -6,7 +6,7 @@ before the model runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from stree.decode.request import GenerateArguments, Streamer
-from stree.drafters import Drafter, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.drafters import Drafter, load
 from stree.generation import run
 from stree.growth import Growth
 from stree.integrations.transformers_processors import BatchProcessor, StepObserver, Stops
@@ -24,7 +24,6 @@ from stree.sampling import Sampling
 
 __all__ = ["custom_generate"]
 
-NAMED_DRAFTERS: Mapping[str, Callable[[], Drafter]] = {"suffix": SuffixDrafter, "none": NoDrafter}
 # What generate() passes beside its named arguments; everything else would change what the model computes.
 KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep"}
 # Options of GenerationConfig that ask for more than token ids, scores and the distribution of the plain model.
@@ -71,7 +70,7 @@ def custom_generate(
         stopping_criteria: prepared by transformers.
         generation_config: prepared by transformers.
         drafter: "suffix" (repetitions of the text), "none" (plain decoding), a smaller model of the same vocabulary,
-            or any drafter of ``stree.drafters``.
+            or whatever else ``stree.drafters.load`` takes.
         growth: the shape of a draft model's trees; None for its default.
         budget: most nodes a step, root included, or "auto"; as for ``stree.generate``.
         verifier: as for ``stree.accept``.
@@ -90,7 +89,8 @@ def custom_generate(
     """
     _check_config(model, generation_config)
     mask = _check_inputs(input_ids, model_kwargs)
-    lm, chosen = _tree_lm(model), _drafter(model, drafter)
+    lm = _tree_lm(model)
+    chosen = load(_tree_lm(drafter) if isinstance(drafter, PreTrainedModel) else drafter, lm)
     width = input_ids.shape[1]
     lengths = mask.sum(1).tolist()
     prompts = [row[width - length :] for row, length in zip(input_ids.tolist(), lengths, strict=True)]
@@ -174,27 +174,3 @@ def _tree_lm(model: PreTrainedModel) -> TreeLM:
         known = TreeLM(model)
         model.__dict__["_stree"] = known  # not through setattr: a TreeLM is no part of the model
     return known
-
-
-def _drafter(model: PreTrainedModel, drafter: str | PreTrainedModel | TreeLM | Drafter) -> Drafter:
-    """Turn what the caller named into a drafter."""
-    if isinstance(drafter, str):
-        if drafter not in NAMED_DRAFTERS:
-            names = ", ".join(map(repr, NAMED_DRAFTERS))
-            raise ValueError(f"drafter must be {names}, a model, or a drafter of stree.drafters, got {drafter!r}")
-        return NAMED_DRAFTERS[drafter]()
-    if isinstance(drafter, PreTrainedModel):
-        drafter = _tree_lm(drafter)
-    if isinstance(drafter, TreeLM):
-        drafter = ModelDrafter(drafter)
-    if not isinstance(drafter, Drafter):
-        raise TypeError(
-            f"drafter must be a name, a model, or a drafter of stree.drafters, got {type(drafter).__name__}"
-        )
-    for draft_lm in drafter.models:
-        if draft_lm.device != model.device:
-            raise ValueError(
-                f"drafter and target must be on one device: the drafter is on {draft_lm.device}, "
-                f"the target on {model.device}"
-            )
-    return drafter

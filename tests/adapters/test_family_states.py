@@ -72,7 +72,7 @@ def test_latent_attention_stores_latents_only(family: str) -> None:
 
 
 def test_the_stash_of_a_node_is_a_small_part_of_a_gated_delta_state() -> None:
-    """Qwen3-Next-80B's sizes: 2 MiB of state a layer; DESIGN.md asks for at most 1/55, convolution inputs counted."""
+    """Qwen3-Next-80B's sizes: 2 MiB of state a layer; the bar of docs/gpu.md is 1/55, convolution inputs counted."""
     sizes = {"key_heads": 16, "heads": 32, "dk": 128, "dv": 128, "conv_width": 4}
     spec = DeltaSpec(**sizes, per_channel=False, dtype=torch.bfloat16, device=torch.device("meta"))
     stack = spec.allocate(1, 1, 4096, 64)

@@ -68,7 +68,7 @@ def test_every_option_reaches_the_generation(
     capsys.readouterr()
     assert (seen["sampling"], seen["seed"]) == (Sampling(0.7, 5, 0.9), 3)
     assert (seen["budget"], seen["verifier"], seen["max_new_tokens"], seen["growth"]) == (6, "match", 9, None)
-    assert (seen["prompts"], seen["stop_token_ids"], seen["captures_steps"]) == ([[1, 2]], [0], False)
+    assert (seen["prompts"], seen["captures_steps"]) == ([[1, 2]], False)
     assert main(["generate", "w1 w2", "--target", target]) == 2
     assert seen["captures_steps"] is None, "which is decided by the device"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +215,26 @@ class Recorder(Drafter, DraftRun):
         if part == self.part and len(self.lengths) == self.fail_at:
             assert self.failure is not None
             raise self.failure
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_a_text_ends_at_the_model_s_own_stop_token_unless_told_otherwise(is_listed: bool) -> None:
+    greedy, length = greedy_texts()[0], len(PROMPTS[0])
+    model = tiny_model("bamba")
+    stop = greedy[length + 5]
+    model.generation_config.eos_token_id = [stop, VOCAB - 1] if is_listed else stop
+    theirs = model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+    target = stree.TreeLM(model)
+    generate = partial(stree.generate, target, PROMPTS[:1], max_new_tokens=NEW_TOKENS)
+    out = generate()
+    assert out.sequences == theirs.tolist() and out.stats["finish_reasons"] == ["stop"]
+    for on in ({"ignore_eos": True}, {"stop_token_ids": []}):
+        assert generate(**on).sequences == greedy_texts()[:1]
+    other = greedy[length + 7]
+    both = [generate(stop_token_ids=[other], ignore_eos=eos).sequences[0] for eos in (False, True)]
+    assert both[0] == both[1] == greedy[: greedy.index(other, length) + 1]
+    model.generation_config.eos_token_id = None
+    assert generate().sequences == greedy_texts()[:1]
 
 
 @pytest.mark.parametrize("name", ["self-chain", "mamba2-layers", "suffix"])

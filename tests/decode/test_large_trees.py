@@ -42,3 +42,12 @@ def test_a_large_tree_of_fixed_shapes_fits_the_kernels(
     treat_as_on_device(monkeypatch, host_can_read=True)
     plain = stree.generate(lm, TEXTS, budget=1, sampling=sampling, max_new_tokens=4)
     assert found.sequences == plain.sequences
+
+
+def test_an_absurd_budget_is_refused_with_the_size_computation(caplog: pytest.LogCaptureFixture) -> None:
+    lm = patched(tiny_model("mamba2"))
+    with pytest.raises(ValueError, match=r"states need .* 1,000,000,000,000 pairs of nodes x 10 B.*lower .* budget"):
+        stree.generate(lm, [[1, 2]], "suffix", budget=1_000_000)
+    with caplog.at_level("WARNING", "stree"):
+        stree.generate(lm, [[1, 2]], "suffix", budget=1100, max_new_tokens=1)
+    assert "a step of 1100 nodes costs more than it emits" in caplog.text

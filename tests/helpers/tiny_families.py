@@ -14,7 +14,7 @@ import transformers
 from transformers import PreTrainedModel
 
 VOCAB = 97
-IDS: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+IDS: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": None}
 SHARED: dict[str, Any] = {**IDS, "hidden_size": 32, "initializer_range": 0.1, "max_position_embeddings": 512}
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 

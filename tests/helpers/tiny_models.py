@@ -33,7 +33,7 @@ VOCAB = 97
 # errors are below 4e-6 in float32 and 2e-14 in float64, those of the negative controls above 0.8.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 
-_IDS: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+_IDS: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": None}
 _SHARED: dict[str, Any] = {**_IDS, "hidden_size": 32, "initializer_range": 0.1}
 _HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 

@@ -1,0 +1,55 @@
+"""Drafters by name, model or checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stree.drafters.base import Drafter
+from stree.drafters.fused import FusedDrafter
+from stree.drafters.model import ModelDrafter, check_vocabulary
+from stree.drafters.none import NoDrafter
+from stree.drafters.suffix import SuffixDrafter
+from stree.models.tree_lm import TreeLM
+
+__all__ = ["load"]
+
+NAMES = "'suffix', 'none', 'fused:PATH', a small model or its path, or an object derived from stree.drafters.Drafter"
+
+
+def load(source: str | Path | Any, target: TreeLM) -> Drafter:
+    """Return a drafter for a target; a checkpoint is loaded in every call.
+
+    Args:
+        source: "suffix" (repetitions of the text), "none" (plain decoding), "fused:PATH" (a small model and "suffix" in
+            one tree), the folder or hub id ("owner/name") of a small model of the target's vocabulary, that model
+            itself (of transformers, or a TreeLM), or a drafter, which is returned.
+        target: its device and dtype are those of a model that is loaded.
+
+    Raises:
+        TypeError: something else.
+        ValueError: no checkpoint there, or a model of another vocabulary or on another device than the target.
+        NotImplementedError: a model of a family that is not supported, or "mtp".
+    """
+    if isinstance(source, Drafter):
+        return source
+    if isinstance(source, str) and source in ("suffix", "none"):
+        return SuffixDrafter() if source == "suffix" else NoDrafter()
+    if source == "mtp":
+        raise NotImplementedError(f"the target's own MTP layer cannot draft yet; drafter may be {NAMES}")
+    if isinstance(source, str) and source.partition(":")[0] == "fused":
+        path = source.partition(":")[2]
+        if not path:
+            raise ValueError(f"'fused' needs a small model: write 'fused:PATH'; drafter may be {NAMES}")
+        return FusedDrafter(load(path, target), SuffixDrafter())
+    if isinstance(source, (str, Path)):
+        if not Path(source).is_dir() and "/" not in str(source):  # a mistake in a name must not ask the network
+            raise ValueError(f"drafter must be {NAMES}, got {str(source)!r}")
+        source = TreeLM.from_pretrained(source, target.device, target.dtype)
+    if isinstance(source, type) or not (hasattr(source, "new_state") or hasattr(source, "config")):
+        raise TypeError(f"drafter must be {NAMES}, got {source!r:.80}")
+    lm = source if hasattr(source, "new_state") else TreeLM(source)
+    check_vocabulary(lm, target.vocab_size)
+    if lm.device != target.device:
+        raise ValueError(f"drafter and target must be on one device, got {lm.device} and {target.device}")
+    return ModelDrafter(lm)

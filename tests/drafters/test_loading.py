@@ -1,0 +1,83 @@
+"""Drafters by name, model or checkpoint, and growths by name, in ``generate``."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.tiny_models import tiny_model
+
+import stree
+from stree.drafters import FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter, load
+from stree.growth import Chain
+
+PROMPTS = [[5, 6, 7, 5, 6, 7], [3, 1]]
+
+
+@cache
+def target() -> stree.TreeLM:
+    return stree.TreeLM(tiny_model("bamba"))
+
+
+@cache
+def draft() -> stree.TreeLM:
+    return stree.TreeLM(tiny_model("mamba2"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_model("mamba2").save_pretrained(tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+def test_every_source_makes_its_drafter(folder: Path) -> None:
+    kinds = {"suffix": SuffixDrafter, "none": NoDrafter, f"fused:{folder}": FusedDrafter, str(folder): ModelDrafter}
+    for source, kind in kinds.items():
+        assert type(load(source, target())) is kind
+    for model in (folder, tiny_model("mamba2"), draft()):
+        drafter = load(model, target())
+        assert isinstance(drafter, ModelDrafter) and drafter.lm.dtype == target().dtype
+    assert load(drafter, target()) is drafter
+
+
+def test_generate_takes_what_load_takes_and_names_of_growths(folder: Path) -> None:
+    expected = stree.generate(
+        target(), PROMPTS, ModelDrafter(draft()), growth=Chain(3), budget=4, max_new_tokens=8, seed=1,
+        sampling=stree.Sampling(0.8),
+    )  # fmt: skip
+    for source in (str(folder), folder, draft()):
+        out = stree.generate(
+            target(),
+            PROMPTS,
+            source,
+            growth="chain:3",
+            budget=4,
+            max_new_tokens=8,
+            seed=1,
+            sampling=stree.Sampling(0.8),
+        )
+        assert out.sequences == expected.sequences and out.stats["growth"] == expected.stats["growth"]
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "name": ("sufix", ValueError, "drafter must be 'suffix', .*, got 'sufix'"),
+    "number": (3, TypeError, "drafter must be .*, got 3"),
+    "class": (SuffixDrafter, TypeError, "drafter must be .*, got <class"),
+    "fused": ("fused", ValueError, "'fused' needs a small model: write 'fused:PATH'"),
+    "mtp": ("mtp", NotImplementedError, "the target's own MTP layer cannot draft yet"),
+}
+
+
+@pytest.mark.parametrize(("source", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_other_sources_are_refused(source: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        stree.generate(target(), PROMPTS, source)
+
+
+def test_a_model_of_another_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match="the drafter has 61 tokens, the target 97"):
+        load(tiny_model("mamba2", vocab_size=61), target())
+    with pytest.raises(ValueError, match="unknown growth|growth must be|'chian:3'"):
+        stree.generate(target(), PROMPTS, growth="chian:3")
