@@ -19,6 +19,10 @@ Common to all operations:
   first..n - 1 into the stash, scan of stash rows 0..n - 1.  Rows below `first` are in the stash from earlier calls.
 - `previous`: a second stash that `path` is committed from, read only; None: the stash itself.  A caller who alternates
   between two saves the Triton version a launch.
+- `x` of a scan: inputs after the convolution.  `dt`: step sizes after bias, softplus and limit, positive and finite.
+  `A` is negative.  `D` is None for no skip term.  `dt_bias` is None where the projection has added it.
+- Steps write their stashes, and their states where there is a path; `x`, `xbc`, `k`, ... are then new rows and `dt`
+  as projected.
 - `backend`: "reference", "triton" or "auto" (Triton for CUDA tensors where that operation has a Triton version, else
   the reference).  "triton" never falls back; it takes tensors of which at least the last dimension is contiguous, of
   states, windows and matrices the last ones, and names one that is not.
@@ -43,44 +47,13 @@ from stree.kernels.shapes import operation
 from stree.kernels.topology import AcceptedPath, Topology
 
 __all__ = [
-    "ACTIVATIONS",
-    "TRITON",
-    "AcceptedPath",
-    "Backend",
-    "MatchedPath",
-    "Parents",
-    "Path",
-    "Topology",
-    "attention_step",
-    "choice",
-    "conv_commit",
-    "conv_step",
-    "delta_inputs",
-    "diagonal_commit",
-    "diagonal_step",
-    "diagonal_tree_scan",
-    "draw_distinct",
-    "experts",
-    "gated_activation",
-    "gated_delta_commit",
-    "gated_delta_step",
-    "gated_delta_tree_scan",
-    "gated_rms_norm",
-    "kv_commit",
-    "match_accept",
-    "philox_uniform",
-    "rms_norm",
-    "rms_norm_add",
-    "rotary",
-    "selective_commit",
-    "selective_step",
-    "selective_tree_scan",
-    "ssd_commit",
-    "ssd_step",
-    "ssd_tree_scan",
-    "tree_attention",
-    "tree_conv1d",
-]
+    "ACTIVATIONS", "TRITON", "AcceptedPath", "Backend", "MatchedPath", "Parents", "Path", "Topology",
+    "attention_step", "choice", "conv_commit", "conv_step", "delta_inputs", "diagonal_commit", "diagonal_step",
+    "diagonal_tree_scan", "draw_distinct", "experts", "gated_activation", "gated_delta_commit", "gated_delta_step",
+    "gated_delta_tree_scan", "gated_rms_norm", "kv_commit", "match_accept", "philox_uniform", "rms_norm",
+    "rms_norm_add", "rotary", "selective_commit", "selective_step", "selective_tree_scan", "ssd_commit", "ssd_step",
+    "ssd_tree_scan", "tree_attention", "tree_conv1d",
+]  # fmt: skip
 
 ACTIVATIONS = ("silu", "gelu_tanh", "relu_squared")  # of `gated_activation` and `experts`
 
@@ -112,12 +85,6 @@ def ssd_tree_scan(
 
     A chain, parents = [-1, 0, 1, ...], gives the ordinary sequential scan.
 
-    Args:
-        x: inputs after the convolution.
-        dt: step sizes after bias, softplus and limit; positive, finite.
-        A: negative.
-        D: None for no skip term.
-
     Returns:
         y, float[b, n - first, h, p].
     """
@@ -146,11 +113,8 @@ def ssd_step(
     """Commit the last path of a Mamba-2 layer, stash the new rows, scan the new tree.
 
     Args:
-        state: written by the commit.
-        stash_xbc: rows after the convolution: x, then B, then C; written.
-        stash_dt: step sizes after bias, softplus and limit; written.
-        xbc: new rows.
-        dt: new step sizes as projected.
+        stash_xbc: rows after the convolution: x, then B, then C.
+        stash_dt: step sizes after bias, softplus and limit.
         dt_limit: bounds of the step size after softplus.
 
     Returns:
@@ -214,8 +178,7 @@ def gated_delta_step(
 ) -> Tensor:  # fmt: skip
     """Commit the last path of a gated delta layer, stash the new rows, scan the new tree, stash its u.
 
-    The arguments are those of `gated_delta_tree_scan`, new rows only; `state` is written by the commit, and the three
-    stashes are written.
+    The arguments are those of `gated_delta_tree_scan`, new rows only.
 
     Returns:
         o, float[b, n - first, hv, dv], dtype of v.
@@ -241,12 +204,6 @@ def selective_tree_scan(
         y[i] = h[i] C[i] + D * x[i]
 
     Every ancestor is needed to compute a row, so `first` saves only the reading of the states.
-
-    Args:
-        x: inputs after the convolution.
-        dt: step sizes after bias and softplus; positive, finite.
-        A: negative.
-        D: None for no skip term.
 
     Returns:
         y, float[b, n - first, c].
@@ -275,12 +232,7 @@ def selective_step(
 ) -> Tensor:  # fmt: skip
     """Commit the last path of a Mamba-1 layer, stash the new rows, scan the new tree.
 
-    Args:
-        state: written by the commit; so are the stashes.
-        stash_dt: step sizes after bias and softplus.
-        x: new rows after the convolution.
-        dt: new step sizes as projected.
-        dt_bias: None where the projection has added it.
+    `stash_dt` holds step sizes after bias and softplus.
 
     Returns:
         y, float[b, n - first, c], dtype of stash_x.
@@ -364,12 +316,7 @@ def conv_step(
     bias: Tensor | None, parents: Parents, *, activation: str | None = "silu", first: int = 0,
     backend: Backend = "auto",
 ) -> Tensor:  # fmt: skip
-    """Commit the last path to the window, stash the new rows, convolve the new tree.
-
-    Args:
-        window: written by the commit.
-        stash: rows before the convolution; written.
-        activation: "silu" or None.
+    """Commit the last path to the window, stash the new rows before the convolution, convolve the new tree.
 
     Returns:
         y, float[b, n - first, c], dtype of stash.

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 from stree.kernels import checks
 from stree.kernels.dispatch import REFERENCE, TRITON, Operands, choose
 
-__all__ = ["operation", "write_checks"]
+__all__ = ["operation"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,14 +59,10 @@ def operation(
         op = function.__name__
         REFERENCE[op] = f"stree.kernels.{triton.rpartition('.')[0]}.reference"
         TRITON[op] = f"stree.kernels.{triton}"
-        source = write_checks(function, shapes, rules, bare_path)
+        source = _Source(function, shapes, rules, bare_path).write()
         defaults = {f"default_{name}": p.default for name, p in inspect.signature(function).parameters.items()}
-        names: dict[str, Any] = defaults | {
-            **vars(checks),
-            "choose": choose,
-            "Operands": Operands,
-            "declared": function,
-        }
+        used = {"choose": choose, "Operands": Operands, "declared": function}
+        names: dict[str, Any] = {**vars(checks), **used, **defaults}
         file = f"<checks of {op}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         exec(compile(source, file, "exec"), names)
@@ -78,28 +74,18 @@ def operation(
     return declare
 
 
-def write_checks(
-    function: Callable[..., Any], shapes: Mapping[str, str | tuple[str, ...]], rules: tuple[str, ...], bare_path: bool
-) -> str:
-    """Write the function that checks the arguments of a declared operation and calls its implementation.
-
-    It has the signature of `function` and uses the names of `stree.kernels.checks`, `choose`, `Operands`, `declared`
-    (`function` itself, where its body checks values) and `default_x` for the default of x.  For what the arguments
-    mean see `operation`.
-    """
-    return _Source(function, shapes, rules, bare_path).write()
-
-
 class _Source:
-    """The lines of that function, as they are written."""
+    """The lines of the function that checks the arguments of a declared operation and calls its implementation.
+
+    It has the signature of the declared function and uses the names of `stree.kernels.checks`, `choose`, `Operands`,
+    `declared` (that function itself, where its body checks values) and `default_x` for the default of x.  For what the
+    arguments mean see `operation`.
+    """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        shapes: Mapping[str, str | tuple[str, ...]],
-        rules: tuple[str, ...],
+        self, function: Callable[..., Any], shapes: Mapping[str, str | tuple[str, ...]], rules: tuple[str, ...],
         bare_path: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._function, self._bare_path = function, bare_path
         self._parameters = inspect.signature(function).parameters
         self._lines: list[str] = []

@@ -3,124 +3,63 @@
 Run: python -m benchmarks.ahead_of_time.kernel_counts [--families mamba2 bamba] [--nodes 5] [--out FILE]
 
 A tiny model of each family verifies a tree under Triton's interpreter, with a deferred commit, as in the
-middle of a text, and commits a path of it.  Counted are launches of our Triton kernels and calls of ATen
-operators that would launch at least one kernel: views and bare allocations launch none.  Numbers of kernels do not
-depend on sizes, except where a library splits a product and where mixtures of experts run expert by expert; what one
-operator launches beyond its first kernel (sorting, for instance) is not seen, so counts are lower bounds.  "before" is
-with transformers' own norms, rotary positions and feed-forwards, "after" with the fused ones.
+middle of a text, and commits a path of it; `launch_counter` says what is counted.  Numbers of kernels do not depend on
+sizes, except where a library splits a product and where mixtures of experts run expert by expert.  "before" is with
+transformers' own norms, rotary positions and feed-forwards, "after" with the fused ones.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any import
-
 import torch
 from helpers.tiny_family_models import family_model
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.interpreter import InterpretedFunction
 
 import stree
+from benchmarks.ahead_of_time.launch_counter import LaunchCounter
 from benchmarks.ahead_of_time.whole_step import as_on_a_gpu
-from benchmarks.report import table
-from stree.bench.records import Record, environment, write
+from benchmarks.report import finish
+from stree.bench.records import Record, environment
 
 FAMILIES = (
-    "mamba2",
-    "bamba",
-    "granitemoehybrid",
-    "nemotron_h",
-    "falcon_h1",
-    "zamba2",
-    "qwen3_next",
-    "jamba",
-    "llama",
-)
+    "mamba2", "bamba", "granitemoehybrid", "nemotron_h", "falcon_h1", "zamba2", "qwen3_next", "jamba", "llama",
+)  # fmt: skip
 CONTEXT = 9
-# What launches nothing although its schema names no alias: allocations, and views that say so elsewhere.
-FREE = {
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias",
-    "detach", "lift_fresh", "alias", "sym_size", "sym_stride", "sym_numel",
-}  # fmt: skip
 # Parts of a layer, in the order of the table; "layer" is the layer's own operators: residual sums and factors.
 PARTS = ("norm", "mixer", "feed-forward", "layer")
 
 
-class Counts(TorchDispatchMode):
-    """Counts launches by (layer, part, what): layer is an index, or None outside the layers.
+@contextmanager
+def counting(lm: stree.TreeLM) -> Iterator[LaunchCounter]:
+    """Count what happens inside by (layer, part): layer is an index, or None outside the layers."""
+    layers, parts = _places(lm)
+    path: list[Any] = []  # modules whose forward runs
 
-    Args:
-        lm: the model; its modules tell where a launch belongs.
-    """
+    def place() -> tuple[int | None, str]:
+        layer = next((layers[id(module)] for module in path if id(module) in layers), None)
+        part = next((parts[id(module)] for module in path if id(module) in parts), "layer")
+        return layer, part if layer is not None else "outside"
 
-    def __init__(self, lm: stree.TreeLM) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: Counter[tuple[int | None, str, str]] = Counter()
-        self._layers, self._parts = _places(lm)
-        self._path: list[Any] = []
-        self._launching = False
+    def leave(*_: Any) -> None:
+        path.pop()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator and count it."""
-        if not self._launching and launches(func):
-            self._count(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-    @contextmanager
-    def watching(self) -> Iterator[Counts]:
-        """Count what happens inside."""
-        real = InterpretedFunction.run
-
-        def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            self._count(kernel.fn.__name__)
-            self._launching = True  # the interpreter's own copies are no launches
-            try:
-                return real(kernel, *args, **kwargs)
-            finally:
-                self._launching = False
-
-        handles = [
-            register_module_forward_pre_hook(lambda module, _: self._path.append(module)),
-            register_module_forward_hook(lambda *_: self._leave(), always_call=True),
-        ]
-        InterpretedFunction.run = run
-        try:
-            with self:
-                yield self
-        finally:
-            InterpretedFunction.run = real
-            for handle in handles:
-                handle.remove()
-
-    def _leave(self) -> None:
-        """Step out of a module."""
-        self._path.pop()
-
-    def _count(self, what: str) -> None:
-        """Count one launch at the place where the model is."""
-        layer = next((self._layers[id(module)] for module in self._path if id(module) in self._layers), None)
-        part = next((self._parts[id(module)] for module in self._path if id(module) in self._parts), "layer")
-        self.found[layer, part if layer is not None else "outside", what] += 1
-
-
-def launches(func: Any) -> bool:
-    """Whether an ATen operator would launch a kernel on a GPU."""
-    if func.overloadpacket.__name__ in FREE:
-        return False
-    schema = func._schema
-    tensors = [value for value in (*schema.arguments, *schema.returns) if "Tensor" in str(value.type)]
-    given = [value.alias_info for value in schema.returns]
-    return bool(tensors) and (not given or any(alias is None or alias.is_write for alias in given))
+    handles = [
+        register_module_forward_pre_hook(lambda module, _: path.append(module)),
+        register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        with LaunchCounter(place).watching() as counter:
+            yield counter
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _places(lm: stree.TreeLM) -> tuple[dict[int, int], dict[int, str]]:
@@ -166,22 +105,24 @@ def count(family: str, nodes: int, *, fused_layers: bool) -> list[Record]:
         path, lengths = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
         lm.verify(state, tree)
         lm.commit(state, path, lengths)
-        with Counts(lm).watching() as verify:
+        with counting(lm) as verify:
             lm.verify(state, tree)
-        with Counts(lm).watching() as commit:
+        with counting(lm) as commit:
             lm.commit(state, path, lengths)
     kinds = layer_kinds(lm)
     found = [_record(family, nodes, fused_layers, kind, kinds, verify) for kind in [*dict.fromkeys(kinds), "outside"]]
     return [*found, _record(family, nodes, fused_layers, "commit", kinds, commit)]
 
 
-def _record(family: str, nodes: int, fused_layers: bool, kind: str, kinds: Sequence[str], counts: Counts) -> Record:
+def _record(
+    family: str, nodes: int, fused_layers: bool, kind: str, kinds: Sequence[str], counts: LaunchCounter
+) -> Record:
     """Sum the launches of all layers of a kind, or of what is outside the layers."""
     inside = [index for index, name in enumerate(kinds) if name == kind]
     layers: list[int | None] = [*inside] or [None]
     parts: Counter[str] = Counter()
     names: Counter[str] = Counter()
-    for (layer, part, what), number in counts.found.items():
+    for ((layer, part), what), number in counts.found.items():
         if layer in layers:
             parts[part] += number
             names[what] += number
@@ -205,12 +146,8 @@ def layer_kinds(lm: stree.TreeLM) -> list[str]:
     layers, parts = _places(lm)
     for block in lm.model.modules():
         if id(block) in layers:
-            held = [
-                type(module).__name__
-                for module in block.modules()
-                if parts.get(id(module)) in ("mixer", "feed-forward")
-            ]
-            kinds[layers[id(block)]] = held
+            held = (module for module in block.modules() if parts.get(id(module)) in ("mixer", "feed-forward"))
+            kinds[layers[id(block)]] = [type(module).__name__ for module in held]
     return [" + ".join(dict.fromkeys(names)) for names in kinds]
 
 
@@ -244,10 +181,7 @@ def main() -> None:
     for family in options.families:
         for fused_layers in (False, True):
             records += ({**record, "env": env} for record in count(family, options.nodes, fused_layers=fused_layers))
-    if options.out:
-        write(options.out, records)
-    print(table(["family", "layers", "launches a layer before", "after"], rows(records)))
-    print(json.dumps(records))
+    finish(records, options.out, ["family", "layers", "launches a layer before", "after"], rows(records))
 
 
 if __name__ == "__main__":

@@ -3,31 +3,27 @@
 Run: python -m benchmarks.ahead_of_time.step_counts [--sizes 16x4 64x6] [--out FILE]
 
 A tiny hybrid target and a tiny Mamba-2 drafter take a step at fixed shapes on meta tensors, along the code that a GPU
-would run.  Launches are counted as by `kernel_counts`; those of forwards are counted apart, since they depend on the
+would run.  Launches are counted by `launch_counter`; those of forwards are counted apart, since they depend on the
 models.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any import
-
 from helpers.tiny_models import tiny_model
 from triton.runtime.interpreter import InterpretedFunction
 
 import stree.decode.step
-from benchmarks.ahead_of_time import kernel_counts  # sets the interpreter up, so before what it imports
+from benchmarks.ahead_of_time.launch_counter import LaunchCounter  # sets the interpreter up
 from benchmarks.ahead_of_time.whole_step import as_on_a_gpu, begun
-from benchmarks.report import table
-from stree.bench.records import Record, environment, write
+from benchmarks.report import finish
+from stree.bench.records import Record, environment
 
 SIZES = ((16, 4), (64, 6))  # nodes, root included, and draft calls
 TEMPERATURES = (0.0, 0.8)
@@ -55,18 +51,6 @@ class Places:
         setattr(owner, name, run)
 
 
-class StepCounts(kernel_counts.Counts):
-    """Counts launches by the part that runs; arguments as for ``Counts``, and the places."""
-
-    def __init__(self, lm: stree.TreeLM, places: Places) -> None:
-        super().__init__(lm)
-        self.parts: Counter[tuple[str, str]] = Counter()
-        self._where = places
-
-    def _count(self, what: str) -> None:
-        self.parts[self._where.now, what] += 1
-
-
 def count(nodes: int, depth: int, temperature: float) -> Record:
     """Count one step of a draft model's tree of so many nodes and draft calls."""
     loop: Any = stree.decode.step
@@ -78,7 +62,7 @@ def count(nodes: int, depth: int, temperature: float) -> Record:
         step()
         run: Any = program.run
         places = Places()
-        counts = StepCounts(target, places)
+        counts = LaunchCounter(lambda: places.now)
         for owner, name, part in (
             (target, "forward", FORWARDS[1]), (draft, "forward", FORWARDS[0]), (run, "propose", "growth"),
             (target, "verify", "verify"), (loop, "accept", "accept"), (target, "commit", "commit"),
@@ -91,7 +75,7 @@ def count(nodes: int, depth: int, temperature: float) -> Record:
         finally:
             loop.accept = accept
     by_part: Counter[str] = Counter()
-    for (part, _), number in counts.parts.items():
+    for (part, _), number in counts.found.items():
         by_part[part] += number
     beside = {part: number for part, number in by_part.items() if part not in FORWARDS}
     return {
@@ -103,7 +87,7 @@ def count(nodes: int, depth: int, temperature: float) -> Record:
         "value": sum(beside.values()),
         "parts": beside,
         "forwards": {part: by_part[part] for part in FORWARDS},
-        "by_name": {f"{part}: {what}": number for (part, what), number in counts.parts.most_common()
+        "by_name": {f"{part}: {what}": number for (part, what), number in counts.found.most_common()
                     if part not in FORWARDS},
     }  # fmt: skip
 
@@ -129,10 +113,7 @@ def main() -> None:
     records = [
         {**count(nodes, depth, temperature), "env": env} for temperature in TEMPERATURES for nodes, depth in sizes
     ]
-    if options.out:
-        write(options.out, records)
-    print(table(["nodes x calls", "T", *PARTS, "loop", "all"], rows(records)))
-    print(json.dumps(records))
+    finish(records, options.out, ["nodes x calls", "T", *PARTS, "loop", "all"], rows(records))
 
 
 if __name__ == "__main__":

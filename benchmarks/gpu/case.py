@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -97,14 +96,9 @@ class Size:
         }
 
     def case(
-        self,
-        op: str,
-        make: Callable[[Draw, Draw], Inputs],
-        run: Callable[[Inputs, Backend], Tensor],
-        num_bytes: int,
-        peers: Mapping[str, Provider] | None = None,
-        **more: Any,
-    ) -> Case:
+        self, op: str, make: Callable[[Draw, Draw], Inputs], run: Callable[[Inputs, Backend], Tensor], num_bytes: int,
+        peers: Mapping[str, Provider] | None = None, **more: Any,
+    ) -> Case:  # fmt: skip
         """A case of an operation with two implementations of ours.
 
         Args:
@@ -115,7 +109,9 @@ class Size:
             peers: other libraries' providers.
             more: other attributes of the case.
         """
-        ours = {backend: partial(_run, run, backend) for backend in ("triton", "reference")}
+        ours: dict[str, Provider] = {
+            "triton": lambda inputs: run(inputs, "triton"), "reference": lambda inputs: run(inputs, "reference"),
+        }  # fmt: skip
         return Case(
             op,
             {"model": self.model, "batch": self.batch, "n": self.n, **self.more},
@@ -124,10 +120,6 @@ class Size:
             num_bytes,
             **more,
         )
-
-
-def _run(run: Callable[[Inputs, Backend], Tensor], backend: Backend, inputs: Inputs) -> Tensor:
-    return run(inputs, backend)
 
 
 def copied(inputs: Inputs) -> Inputs:

@@ -21,13 +21,8 @@ from stree.kernels.tiles import AttentionTile
 def attention_case(sizes: Attention, at: Size) -> Case:
     """Tree attention over a context; values of latent attention are the first columns of the keys."""
     tree, (b, n, size) = at.tree(), (at.batch, at.n, at.dtype.itemsize)
-    heads, kv_heads, dim, value_dim, context = (
-        sizes.heads,
-        sizes.kv_heads,
-        sizes.headdim,
-        sizes.value_dim,
-        sizes.context,
-    )
+    heads, kv_heads, dim, value_dim = sizes.heads, sizes.kv_heads, sizes.headdim, sizes.value_dim
+    context = sizes.context
 
     def make(draw: Draw, _: Draw) -> Inputs:
         keys = {"k_cache": (b, kv_heads, context, dim), "k_stash": (b, n, kv_heads, dim), "k": (b, n, kv_heads, dim)}

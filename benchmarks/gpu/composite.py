@@ -102,10 +102,7 @@ def step_seconds(nodes: float, calls: float, target: StepTimes, draft: StepTimes
 
 
 def composite_rows(
-    methods: Mapping[str, Blocks],
-    overheads: Mapping[str, float],
-    target: StepTimes,
-    draft: StepTimes,
+    methods: Mapping[str, Blocks], overheads: Mapping[str, float], target: StepTimes, draft: StepTimes
 ) -> list[Record]:
     """Compute the composite speed of every method, and of the best tree over the best chain and over plain decoding.
 

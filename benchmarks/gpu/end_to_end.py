@@ -162,13 +162,9 @@ def _own_times(lm: TreeLM | None, batch: int) -> StepTimes:
 
 
 def _real(
-    pair: Pair,
-    methods: dict[str, dict[Any, Record]],
-    batch: int,
-    temperature: float,
-    options: argparse.Namespace,
+    pair: Pair, methods: dict[str, dict[Any, Record]], batch: int, temperature: float, options: argparse.Namespace,
     bandwidth: float,
-) -> Iterator[Record]:
+) -> Iterator[Record]:  # fmt: skip
     """Rows of one batch size and temperature."""
     keys = sorted(methods["plain"])
     seconds = {name: [_seconds(blocks[key], options) for key in keys] for name, blocks in methods.items()}
@@ -200,13 +196,9 @@ def _seconds(block: Record, options: argparse.Namespace) -> float:
 
 
 def _bound(
-    pair: Pair,
-    blocks: Sequence[Record],
-    seconds: Sequence[float],
-    batch: int,
-    options: argparse.Namespace,
+    pair: Pair, blocks: Sequence[Record], seconds: Sequence[float], batch: int, options: argparse.Namespace,
     bandwidth: float,
-) -> Record:
+) -> Record:  # fmt: skip
     """Set the time after prefill beside what the bytes of its steps and draft calls take."""
     steps, calls = (sum(block[name] for block in blocks) for name in ("steps", "draft_calls"))
     nodes = sum(block["verified"] for block in blocks) / max(steps, 1)

@@ -95,15 +95,9 @@ def by_kernel(pair: Pair, shape: Shape) -> Record:
 
     def run() -> dict[str, Any]:
         return stree.generate(
-            pair.target,
-            prompts,
-            drafter,
-            growth=shape.growth,
-            budget=shape.budget,
-            sampling=Sampling(shape.temperature),
-            ignore_eos=True,
-            max_new_tokens=shape.new_tokens,
-        ).stats
+            pair.target, prompts, drafter, growth=shape.growth, budget=shape.budget,
+            sampling=Sampling(shape.temperature), ignore_eos=True, max_new_tokens=shape.new_tokens,
+        ).stats  # fmt: skip
 
     try:
         run()  # captures

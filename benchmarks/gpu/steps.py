@@ -30,7 +30,7 @@ from stree.bench.records import Record, quantiles
 from stree.decode.cuda_graphs import recovering
 from stree.models.native import config_of_native
 
-__all__ = ["DRAFTERS", "NODES", "configurations", "measure", "model_of", "state_for", "step_of", "timed"]
+__all__ = ["DRAFTERS", "NODES", "bytes_of", "configurations", "measure", "model_of", "state_for", "step_of", "timed"]
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 NODES = (1, 4, 8, 16, 32, 64)
@@ -86,12 +86,9 @@ def _kept(config: PreTrainedConfig, layers: int | None) -> PreTrainedConfig:
 
 
 def measure(
-    device: torch.device,
-    smoke: bool,
-    deadline: float,
-    names: Collection[str] | None = None,
+    device: torch.device, smoke: bool, deadline: float, names: Collection[str] | None = None,
     sizes: Sequence[tuple[int, int]] = SIZES,
-) -> Iterator[Record]:
+) -> Iterator[Record]:  # fmt: skip
     """Yield a record for every model (or those of ``names``), size and number of nodes until the time is up.
 
     A model or a size that fails gives a record with its problem, and the others are measured.
@@ -172,7 +169,11 @@ def _records(lm: stree.TreeLM, config: PreTrainedConfig, batch: int, context: in
             if state.is_inconsistent:  # by a step that failed half way
                 state = state_for(lm, batch, context)
             step = step_of(lm, state, n, context)
-            record |= {"state_dtype": "float32", "state_bytes": state.num_bytes, "bytes": _bytes(lm, batch, context, n)}
+            record |= {
+                "state_dtype": "float32",
+                "state_bytes": state.num_bytes,
+                "bytes": bytes_of(lm, batch, context, n),
+            }
             lm.fused_layers = provider != "graph, unfused"
             found = _tried(_eager, step) if provider == "eager" else _graph(step)
             lm.fused_layers = True
@@ -225,7 +226,7 @@ def state_for(lm: stree.TreeLM, batch: int, context: int) -> Any:
     return state
 
 
-def _bytes(lm: stree.TreeLM, batch: int, context: int, n: int) -> dict[str, int]:
+def bytes_of(lm: stree.TreeLM, batch: int, context: int, n: int) -> dict[str, int]:
     """Bytes that a step must move; of experts, as many as uniform routing is expected to reach."""
     moved = bytes_moved(lm, batch=batch, length=context, nodes=n)
     experts = {id(p): p for module in lm.model.modules() if type(module).__name__.endswith("Experts")

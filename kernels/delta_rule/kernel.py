@@ -231,7 +231,8 @@ def _launch(
         q, k, v, g, beta = _checked(("q", "k", "v", "g", "beta"), (scan.q, scan.k, scan.v, scan.g, scan.beta))
     stash_k, stash_g, _ = _checked(("stash_k", "stash_g", "u"), (*stash, given))
     new_from = first if keep else 0
-    keys, channels = (old_k, old_g.ndim == 4) if scan is None else (k, scan.g.ndim == 4)
+    keys, decays = (old_k, old_g) if scan is None else (scan.k, scan.g)
+    channels = decays.ndim == 4
     tile = GatedDeltaTile.of(n, entries, dk, dv, channels)
     gated_delta_kernel[(-(-dv // tile.value), heads, batch)](
         state, bits, o, u, given, path, lengths, old_k, old_u, old_g, q, k, v, g, beta, stash_k, stash_g,

@@ -25,13 +25,9 @@ from stree.kernels.tiles import MAX_DSTATE, MAX_NODES, DiagonalTile, check_inner
 from stree.kernels.topology import AcceptedPath, Topology
 
 __all__ = [
-    "diagonal_commit",
-    "diagonal_step",
-    "diagonal_tree_scan",
-    "selective_commit",
-    "selective_step",
-    "selective_tree_scan",
-]
+    "diagonal_commit", "diagonal_step", "diagonal_tree_scan",
+    "selective_commit", "selective_step", "selective_tree_scan",
+]  # fmt: skip
 
 Rows = tuple[Tensor, Tensor, Tensor | None]  # x, step sizes or log decays, and B where there is one
 

@@ -11,13 +11,9 @@ from stree.kernels.reference import diagonal_tree, diagonal_update, remaining_de
 from stree.kernels.topology import AcceptedPath, Topology
 
 __all__ = [
-    "diagonal_commit",
-    "diagonal_step",
-    "diagonal_tree_scan",
-    "selective_commit",
-    "selective_step",
-    "selective_tree_scan",
-]
+    "diagonal_commit", "diagonal_step", "diagonal_tree_scan",
+    "selective_commit", "selective_step", "selective_tree_scan",
+]  # fmt: skip
 
 
 def selective_tree_scan(a: Operands) -> Tensor:

@@ -34,18 +34,9 @@ from stree.kernels.tree_growth.operands import (
 )
 
 __all__ = [
-    "MAX_SLOTS",
-    "append",
-    "begin",
-    "choose",
-    "cut",
-    "learn",
-    "learn_level",
-    "rate_by_rank",
-    "rate_by_table",
-    "remember",
-    "select",
-]
+    "MAX_SLOTS", "append", "begin", "choose", "cut", "learn", "learn_level", "rate_by_rank", "rate_by_table",
+    "remember", "select",
+]  # fmt: skip
 
 MOST_COMPARED = 1 << 20  # slots by width that one loop on the CPU goes through
 MAX_SLOTS, MAX_WIDTH, MAX_BELOW = 1024, 128, 255  # of a layer, of those taken, and of the values below a node

@@ -19,8 +19,7 @@ from stree.kernels import ops
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Tensors = dict[str, Tensor]
 LIMIT = (0.05, 1.5)  # of Mamba-2's step sizes
-CONTEXT = 40  # capacity of the cache of attention
-OPTIONS = {"scale": 0.4, "window": 30, "softcap": 3.0}  # of attention
+OPTIONS: dict[str, float | None] = {"scale": 0.4, "window": 30, "softcap": 3.0}  # of attention, unless others are given
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Family:
     scan: Callable[..., Tensor]
     commit: Callable[..., None]
     step: Callable[..., Tensor]
-    oracle: Callable[[Tensors, Tensors, list[int]], tuple[Tensor, list[list[Tensor]]]]
+    oracle: Callable[..., tuple[Tensor, list[list[Tensor]]]]
     alternates: bool = True
 
 
@@ -61,15 +60,17 @@ class Problem:
     family: Family
     given: Tensors
     parents: Tensor
-    sizes: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def draw(
-        cls, family: Family, parents: Tensor, seed: int = 0, dtype: torch.dtype = torch.float64, **sizes: int
-    ) -> Problem:
+        cls, family: Family, parents: Tensor, seed: int = 0, dtype: torch.dtype = torch.float64,
+        options: dict[str, Any] | None = None, **sizes: Any,
+    ) -> Problem:  # fmt: skip
         rng = torch.Generator().manual_seed(seed)
         given = family.draw(lambda *shape: torch.randn(shape, generator=rng), *parents.shape, **sizes)
-        return cls(family, {name: tensor.to(DEVICE) for name, tensor in given.items()}, parents.to(DEVICE)).to(dtype)
+        given = {name: tensor.to(DEVICE) for name, tensor in given.items()}
+        return cls(family, given, parents.to(DEVICE), options or {}).to(dtype)
 
     def to(self, dtype: torch.dtype) -> Problem:
         """Convert rows to a dtype, and the rest to the one that goes with it."""
@@ -120,7 +121,7 @@ class Problem:
 
     def scan(self, parents: Any = None, first: int = 0, backend: str = "reference") -> Tensor:
         parents = self.parents if parents is None else parents
-        return self.family.scan(self.given, self.stashed(), parents, first, backend=backend)
+        return self.family.scan(self.given, self.stashed(), parents, first, backend=backend, **self.options)
 
     def commit(
         self, path: Any, lengths: Any, rows: Tensors | None = None, backend: str = "reference", **changes: Tensor
@@ -134,14 +135,15 @@ class Problem:
     ) -> Tensor:  # fmt: skip
         new = {name: self.given[name][:, first:] for name in self.family.rows}
         parents = options.pop("topology", self.parents)
-        return self.family.step(self.given | new, stash, path, lengths, parents, first, backend=backend, **options)
+        options |= {"backend": backend, **self.options}
+        return self.family.step(self.given | new, stash, path, lengths, parents, first, **options)
 
     def oracle(self, row: int) -> tuple[Tensor, list[list[Tensor]]]:
         """Run the float64 loop over one sequence."""
         shared = {name for name in self.given if name not in (*self.family.states, *self.family.rows)}
         one = {name: (t if name in shared else t[row]).cpu() for name, t in self.given.items()}
         kept = {name: t[row].cpu() for name, t in self.stashed().items()}
-        return self.family.oracle(one, kept, self.parents[row].tolist())
+        return self.family.oracle(one, kept, self.parents[row].tolist(), **self.options)
 
     def outputs(self) -> Tensor:
         return torch.stack([self.oracle(row)[0] for row in range(len(self.parents))])
@@ -194,7 +196,7 @@ def off_path(parents: Tensor, ends: tuple[int | None, ...], room: int) -> Tensor
 
 
 def _draw_ssd(
-    normal: Any, batch: int, n: int, heads: int = 6, headdim: int = 5, groups: int = 3, dstate: int = 7
+    normal: Any, batch: int, n: int, heads: int = 4, headdim: int = 5, groups: int = 2, dstate: int = 7
 ) -> Tensors:
     width = heads * headdim + 2 * groups * dstate
     return {
@@ -389,19 +391,19 @@ CONV = Family(
 
 
 def _draw_attention(
-    normal: Any, batch: int, n: int, kv_heads: int = 2, shared: int = 3, dim: int = 5, value_dim: int = 3
-) -> Tensors:
-    lengths = torch.arange(batch, dtype=torch.int32) * 7  # an empty context among them
+    normal: Any, batch: int, n: int, kv_heads: int = 2, shared: int = 3, dim: int = 5, value_dim: int = 3,
+    capacity: int = 40, lengths: tuple[int, ...] = (0, 7, 14),
+) -> Tensors:  # fmt: skip
     return {
-        "k_cache": normal(batch, kv_heads, CONTEXT, dim), "v_cache": normal(batch, kv_heads, CONTEXT, value_dim),
-        "lengths": lengths, "q": normal(batch, n, kv_heads * shared, dim), "k": normal(batch, n, kv_heads, dim),
-        "v": normal(batch, n, kv_heads, value_dim),
+        "k_cache": normal(batch, kv_heads, capacity, dim), "v_cache": normal(batch, kv_heads, capacity, value_dim),
+        "lengths": torch.tensor(lengths[:batch], dtype=torch.int32), "q": normal(batch, n, kv_heads * shared, dim),
+        "k": normal(batch, n, kv_heads, dim), "v": normal(batch, n, kv_heads, value_dim),
     }  # fmt: skip
 
 
 def _scan_attention(i: Tensors, kept: Tensors, parents: Any, first: int, **options: Any) -> Tensor:
     cache = i["k_cache"], i["v_cache"], i["lengths"]
-    return ops.tree_attention(i["q"][:, first:], *cache, *kept.values(), parents, first=first, **OPTIONS, **options)
+    return ops.tree_attention(i["q"][:, first:], *cache, *kept.values(), parents, first=first, **(OPTIONS | options))
 
 
 def _commit_attention(i: Tensors, kept: Tensors, path: Any, lengths: Any, **options: Any) -> None:
@@ -417,20 +419,23 @@ def _step_attention(
     cache = i["k_cache"], i["v_cache"], i["lengths"]
     new = i["q"], i["k"], i["v"]
     return ops.attention_step(
-        *cache, *stash.values(), path, lengths, *new, parents, first=first, **OPTIONS, **options
+        *cache, *stash.values(), path, lengths, *new, parents, first=first, **(OPTIONS | options)
     )  # fmt: skip
 
 
-def _oracle_attention(i: Tensors, kept: Tensors, parents: list[int]) -> tuple[Tensor, list[list[Tensor]]]:
+def _oracle_attention(
+    i: Tensors, kept: Tensors, parents: list[int], **options: Any
+) -> tuple[Tensor, list[list[Tensor]]]:
     length, (k, v) = int(i["lengths"]), kept.values()
     context = i["k_cache"][:, :length], i["v_cache"][:, :length]
-    y = oracles.attention(i["q"], *context, k, v, parents, **OPTIONS)
+    y = oracles.attention(i["q"], *context, k, v, parents, **(OPTIONS | options))
     states: list[list[Tensor]] = [[], [], []]
     for node in range(len(parents)):
         path = oracles.path_to(parents, node)
         for found, cache, rows in zip(states[:2], (i["k_cache"], i["v_cache"]), (k, v), strict=True):
+            fits = path[: cache.shape[1] - length]  # a path that does not fit is cut at the end of the cache
             found.append(cache.double().clone())
-            found[-1][:, length : length + len(path)] = rows[path[: CONTEXT - length]].double().transpose(0, 1)
+            found[-1][:, length : length + len(fits)] = rows[fits].double().transpose(0, 1)
         states[2].append(torch.tensor(length + len(path), dtype=torch.float64))
     return y, states
 

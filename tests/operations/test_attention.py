@@ -1,4 +1,4 @@
-"""stree.kernels.attention.kernel against float64 loops over paths (tests/helpers/oracles.py), interpreted on the CPU.
+"""The Triton version of attention: parts of a context, head sizes, strides, what must not leak, and its builds.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_attention.py
 """
@@ -9,13 +9,23 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_attention.py
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
-from helpers import oracles
 from helpers.host_reads import NoHostReads
 from helpers.launch_keys import Key, launch_keys
+from helpers.operation_families import (
+    ATTENTION,
+    DEVICE,
+    Problem,
+    Tensors,
+    error,
+    mixed_parents,
+    off_path,
+    paths_to,
+    random_parents,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -27,7 +37,6 @@ from stree.kernels.precision import float32_tolerance
 from stree.kernels.tiles import interpreted
 from stree.kernels.topology import AcceptedPath, Topology
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 # Largest error as a share of the largest value of the oracle, which sees the same rounded inputs.
@@ -37,89 +46,33 @@ TOLERANCE = {
     torch.float16: 2e-3,  # weights and outputs have 11 bits
 }
 ROOM = 45
+CACHES = ("k_cache", "v_cache")
 
 
-def error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest difference as a share of the largest expected value; NaN counts as infinite."""
-    difference = (actual.double().cpu() - expected).abs().max() / expected.abs().max()
-    return float(difference.nan_to_num(torch.inf))
+def draw(
+    parents: Tensor, lengths: tuple[int, ...], *, capacity: int = 150, shared: int = 2, dim: int = 8,
+    value_dim: int | None = None, dtype: torch.dtype = torch.float32, seed: int = 0, kv_heads: int = 2, **options: Any,
+) -> Problem:  # fmt: skip
+    """Draw a problem whose caches are NaN beyond the lengths."""
+    problem = Problem.draw(
+        ATTENTION, parents, seed, dtype, {"scale": 1.7 * dim**-0.5, "window": None, "softcap": None, **options},
+        kv_heads=kv_heads, shared=shared, dim=dim, value_dim=dim if value_dim is None else value_dim,
+        capacity=capacity, lengths=lengths,
+    )  # fmt: skip
+    for row, length in enumerate(lengths):
+        for name in CACHES:
+            problem.given[name][row, :, length:] = torch.nan
+    return problem
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A cache, whose rows beyond the lengths are NaN, and the rows of a tree; `options` are those of the operation."""
-
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    lengths: Tensor
-    k: Tensor
-    v: Tensor
-    parents: Tensor
-    options: dict[str, float | None]
-
-    @classmethod
-    def draw(
-        cls, parents: Tensor, lengths: list[int], *, capacity: int = 150, kv_heads: int = 2, shared: int = 2,
-        dim: int = 8, value_dim: int | None = None, dtype: torch.dtype = torch.float32, seed: int = 0,
-        window: int | None = None, softcap: float | None = None,
-    ) -> Problem:  # fmt: skip
-        rng = torch.Generator().manual_seed(seed)
-        batch, n = parents.shape
-        value_dim = dim if value_dim is None else value_dim
-
-        def rows(*shape: int) -> Tensor:
-            return torch.randn(batch, *shape, generator=rng).to(DEVICE, dtype)
-
-        problem = cls(
-            rows(n, kv_heads * shared, dim), rows(kv_heads, capacity, dim), rows(kv_heads, capacity, value_dim),
-            torch.tensor(lengths, dtype=torch.int32, device=DEVICE), rows(n, kv_heads, dim),
-            rows(n, kv_heads, value_dim), parents.to(DEVICE),
-            {"scale": 1.7 * dim**-0.5, "window": window, "softcap": softcap},
-        )  # fmt: skip
-        for row, length in enumerate(lengths):
-            for cache in (problem.k_cache, problem.v_cache):
-                cache[row, :, length:] = torch.nan
-        return problem
-
-    def oracle(self) -> Tensor:
-        return torch.stack([
-            oracles.attention(
-                self.q[row].cpu(), self.k_cache[row, :, :length].cpu(), self.v_cache[row, :, :length].cpu(),
-                self.k[row].cpu(), self.v[row].cpu(), self.parents[row].tolist(), **self.options,
-            )
-            for row, length in enumerate(self.lengths.tolist())
-        ])  # fmt: skip
-
-    def attend(self, first: int = 0) -> Tensor:
-        return ops.tree_attention(
-            self.q[:, first:], self.k_cache, self.v_cache, self.lengths, self.k, self.v, self.parents,
-            first=first, backend="triton", **self.options,
-        )  # fmt: skip
-
-    def stash(self) -> tuple[Tensor, Tensor]:
-        batch, _, heads, dim = self.k.shape
-        shape = (batch, ROOM, heads)
-        return self.k.new_full((*shape, dim), torch.nan), self.v.new_full((*shape, self.v.shape[3]), torch.nan)
-
-    def step(self, stash: tuple[Tensor, Tensor], path: Tensor | None, counts: Tensor | None, first: int = 0) -> Tensor:
-        """Take a step; `lengths` count the path already."""
-        topology = Topology.of(self.parents)
-        with NoHostReads():
-            return ops.attention_step(
-                self.k_cache, self.v_cache, self.lengths, *stash, path, counts,
-                self.q[:, first:], self.k[:, first:], self.v[:, first:], topology,
-                first=first, backend="triton", **self.options,
-            )  # fmt: skip
+def attend(problem: Problem, first: int = 0) -> Tensor:
+    return problem.scan(first=first, backend="triton")
 
 
-def draw_parents(n: int, batch: int = 1, seed: int = 0, padding: int = 0) -> Tensor:
-    return oracles.random_parents(batch, n, torch.Generator().manual_seed(seed), padding)
-
-
-def paths_to(parents: Tensor, ends: tuple[int | None, ...]) -> tuple[Tensor, Tensor]:
-    path, lengths = oracles.paths_to(parents.cpu(), ends)
-    return path.to(DEVICE), lengths.to(DEVICE)
+def step(problem: Problem, stash: Tensors, first: int = 0, path: Any = None, counts: Any = None) -> Tensor:
+    topology = Topology.of(problem.parents)
+    with NoHostReads():
+        return problem.step(stash, path, counts, first, "triton", topology=topology)
 
 
 @pytest.mark.parametrize(
@@ -136,11 +89,9 @@ def paths_to(parents: Tensor, ends: tuple[int | None, ...]) -> tuple[Tensor, Ten
 def test_chains_stars_and_padded_trees_over_ragged_contexts_equal_the_loops(
     dtype: torch.dtype, options: dict[str, float]
 ) -> None:
-    chain, star = torch.arange(-1, 8).int(), -(torch.arange(9) == 0).int()
-    parents = torch.cat((chain[None], star[None], draw_parents(9, padding=2)))
-    problem = Problem.draw(parents, [0, 150, 77], dtype=dtype, **options)
-    out = problem.attend()
-    assert out.dtype == dtype and out.is_contiguous() and error(out, problem.oracle()) < TOLERANCE[dtype]
+    problem = draw(mixed_parents(9, padding=2), (0, 150, 77), dtype=dtype, **options)
+    out = attend(problem)
+    assert out.dtype == dtype and out.is_contiguous() and error(out, problem.outputs()) < TOLERANCE[dtype]
 
 
 @given(
@@ -149,13 +100,9 @@ def test_chains_stars_and_padded_trees_over_ragged_contexts_equal_the_loops(
 )  # fmt: skip
 @settings(max_examples=5, deadline=None)
 def test_drawn_trees_equal_the_loops(seed: int, n: int, shared: int, length: int, window: int | None) -> None:
-    capacity = length + seed % 50
-    problem = Problem.draw(
-        draw_parents(n, seed=seed), [length], capacity=capacity, kv_heads=1, shared=shared, dim=5, seed=seed,
-        window=window,
-    )  # fmt: skip
-    first = seed % n
-    assert error(problem.attend(first), problem.oracle()[:, first:]) < TOLERANCE[torch.float32]
+    parents, capacity, first = random_parents(n, 1, seed), length + seed % 50, seed % n
+    problem = draw(parents, (length,), capacity=capacity, kv_heads=1, shared=shared, dim=5, seed=seed, window=window)
+    assert error(attend(problem, first), problem.outputs()[:, first:]) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize(
@@ -167,64 +114,59 @@ def test_drawn_trees_equal_the_loops(seed: int, n: int, shared: int, length: int
     ids=str,
 )  # fmt: skip
 def test_head_sizes_of_models_are_padded(dims: tuple[int, int], dtype: torch.dtype) -> None:
-    problem = Problem.draw(
-        draw_parents(5), [70], capacity=75, kv_heads=1, shared=3, dim=dims[0], value_dim=dims[1], dtype=dtype
-    )
-    assert error(problem.attend(), problem.oracle()) < TOLERANCE[dtype]
+    sizes: Any = {"kv_heads": 1, "shared": 3, "dim": dims[0], "value_dim": dims[1]}
+    problem = draw(random_parents(5, 1), (70,), capacity=75, dtype=dtype, **sizes)
+    assert error(attend(problem), problem.outputs()) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 def test_latents_are_read_once_as_keys_and_values(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    problem = Problem.draw(draw_parents(7), [40], capacity=48, kv_heads=1, shared=5, dim=576, value_dim=8, dtype=dtype)
-    latents = replace(problem, v_cache=problem.k_cache[..., :512], v=problem.k[..., :512].clone())
-    stash = (kept := latents.stash()[0]), kept[..., :512]
+    problem = draw(random_parents(7, 1), (40,), capacity=48, kv_heads=1, shared=5, dim=576, value_dim=8, dtype=dtype)
+    latents = problem.changed(v_cache=problem.given["k_cache"][..., :512], v=problem.given["k"][..., :512].clone())
+    kept = latents.stash(ROOM)["stash_k"]
     with launch_keys(monkeypatch) as keys:
-        out = latents.step(stash, None, None)
-    assert "'SHARES': True" in keys[0][1] and error(out, latents.oracle()) < TOLERANCE[dtype]
-    assert torch.equal(stash[0][:, :7], latents.k)
-    apart = replace(latents, v_cache=latents.v_cache.clone())
+        out = step(latents, {"stash_k": kept, "stash_v": kept[..., :512]})
+    assert "'SHARES': True" in keys[0][1] and error(out, latents.outputs()) < TOLERANCE[dtype]
+    assert torch.equal(kept[:, :7], latents.given["k"])
+    apart = latents.changed(v_cache=latents.given["v_cache"].clone())
     with launch_keys(monkeypatch) as keys:
-        assert (
-            error(apart.step(latents.stash(), None, None, 3), apart.oracle()[:, 3:]) == torch.inf
-        )  # 3 are not stashed
-        assert error(apart.step(apart.stash(), None, None), apart.oracle()) < TOLERANCE[dtype]
+        missing = step(apart, latents.stash(ROOM), 3)  # the first three rows are not stashed
+        assert error(missing, apart.outputs()[:, 3:]) == torch.inf
+        assert error(step(apart, apart.stash(ROOM)), apart.outputs()) < TOLERANCE[dtype]
     assert all("'SHARES': False" in key for _, key in keys)
 
 
 def test_small_scores_keep_their_digits_under_a_large_softcap() -> None:
-    problem = Problem.draw(draw_parents(9), [100], softcap=1000.0)
-    problem = replace(problem, q=problem.q / 20)
+    problem = draw(random_parents(9, 1), (100,), softcap=1000.0)
+    problem = problem.changed(q=problem.given["q"] / 20)
     tolerance = 1e-6 if interpreted() else float32_tolerance(64)
-    assert error(problem.attend(), problem.oracle()) < tolerance  # tanh by 1 - e^-2x alone is 4e-5 off
+    assert error(attend(problem), problem.outputs()) < tolerance  # tanh by 1 - e^-2x alone is 4e-5 off
 
 
 def test_what_a_node_may_not_see_does_not_leak_even_if_it_is_no_number() -> None:
-    parents = torch.tensor([[-1, 0, 0, 1, 1, 2, 5, -1, -1]], dtype=torch.int32)
-    problem = Problem.draw(parents, [66])
-    clean = problem.oracle()
+    problem = draw(torch.tensor([[-1, 0, 0, 1, 1, 2, 5, -1, -1]], dtype=torch.int32), (66,))
+    clean = problem.outputs()
     for node, seen in ((2, [0, 1, 3, 4]), (7, [0, 1, 2, 3, 4, 5, 6])):
         for garbage in (torch.nan, torch.inf, 1e30):
-            k, v = problem.k.clone(), problem.v.clone()
+            k, v = problem.given["k"].clone(), problem.given["v"].clone()
             k[:, node], v[:, node] = garbage, garbage
-            out = replace(problem, k=k, v=v).attend()
+            out = attend(problem.changed(k=k, v=v))
             assert error(out[:, seen], clean[:, seen]) < TOLERANCE[torch.float32]
-    k = problem.k.clone()
+    k = problem.given["k"].clone()
     k[:, 2] = torch.nan
-    assert bool(replace(problem, k=k).attend()[:, [2, 5, 6]].isnan().all()), "a broken ancestor must be seen"
+    assert bool(attend(problem.changed(k=k))[:, [2, 5, 6]].isnan().all()), "a broken ancestor must be seen"
 
 
 def test_rows_may_have_any_strides_over_batch_heads_and_nodes() -> None:
-    problem = Problem.draw(draw_parents(7, batch=2), [64, 9], capacity=70)
-    out, wide = problem.attend(), torch.cat((problem.k, problem.v), 3)  # one projection
-    k_cache, v_cache = (
-        cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in (problem.k_cache, problem.v_cache)
-    )
-    q = problem.q.transpose(1, 2).contiguous().transpose(1, 2)
-    strided = replace(problem, q=q, k_cache=k_cache, v_cache=v_cache, k=wide[..., :8], v=wide[..., 8:])
-    assert torch.equal(strided.attend(), out)
+    problem = draw(random_parents(7), (64, 9), capacity=70)
+    out, wide = attend(problem), torch.cat((problem.given["k"], problem.given["v"]), 3)  # one projection
+    q, k_cache, v_cache = (
+        problem.given[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("q", *CACHES)
+    )  # fmt: skip
+    strided = problem.changed(q=q, k_cache=k_cache, v_cache=v_cache, k=wide[..., :8], v=wide[..., 8:])
     longer = [torch.nn.functional.pad(cache, (0, 0, 0, 40), value=torch.nan) for cache in (k_cache, v_cache)]
-    narrowed = replace(problem, k_cache=longer[0][:, :, :70], v_cache=longer[1][:, :, :70])
-    assert torch.equal(narrowed.attend(), out)
+    narrowed = problem.changed(k_cache=longer[0][:, :, :70], v_cache=longer[1][:, :, :70])
+    assert torch.equal(attend(strided), out) and torch.equal(attend(narrowed), out)
 
 
 def test_rows_may_stand_farther_apart_than_32_bits_count() -> None:
@@ -236,36 +178,30 @@ def test_rows_may_stand_farther_apart_than_32_bits_count() -> None:
         memory = torch.frombuffer(mmap.mmap(-1, 2 * size, flags=flags), dtype=torch.float16)
     else:
         memory = torch.zeros(size, dtype=torch.float16, device=DEVICE)
-    problem = Problem.draw(
-        torch.tensor([[-1, 0, 0]], dtype=torch.int32), [3], capacity=3, kv_heads=1, shared=1, dtype=torch.float16
+    problem = draw(
+        torch.tensor([[-1, 0, 0]], dtype=torch.int32), (3,), capacity=3, kv_heads=1, shared=1, dtype=torch.float16
     )
-    near, far = [], []
-    for place, tensor in enumerate(
-        (problem.q, problem.k_cache, problem.v_cache, problem.k, problem.v, *problem.stash())
-    ):
-        tensor = tensor[:, :rows].clone()
-        apart = [8, 8, stride, 1] if tensor.shape[2] == rows else [8, stride, 8, 1]
-        near.append(tensor)
-        far.append(memory.as_strided(tensor.shape, apart, 8 * place).copy_(tensor))
-    q, k_cache, v_cache, k, v, *stash = far
-    distant = replace(problem, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
-    assert torch.equal(distant.attend(), problem.attend())
+    near_stash, far = problem.stash(rows), dict[str, Tensor]()
+    near = {name: problem.given[name] for name in (*CACHES, "q", "k", "v")} | near_stash
+    for place, (name, tensor) in enumerate(near.items()):
+        apart = [8, 8, stride, 1] if name in CACHES else [8, stride, 8, 1]
+        far[name] = memory.as_strided(tensor.shape, apart, 8 * place).copy_(tensor)
+    far_stash = {name: far.pop(name) for name in near_stash}
+    distant = problem.changed(**far)
     for first in (0, 2):  # the third node with the first two from the stash
-        out = distant.step((stash[0], stash[1]), None, None, first)
-        assert torch.equal(out, problem.step((near[5], near[6]), None, None, first))
-    path, path_lengths = paths_to(problem.parents, (2,))
-    for one in (problem, distant):
-        rows_of = (one.k_cache, one.v_cache, torch.ones_like(one.lengths), one.k * 2, one.v * 2)
-        ops.kv_commit(*rows_of, path, path_lengths, backend="triton")
-    assert torch.equal(k_cache, problem.k_cache) and torch.equal(v_cache, problem.v_cache)
-    assert torch.equal(k_cache[0, 0, 2], problem.k[0, 2, 0] * 2)
+        assert torch.equal(step(distant, far_stash, first), step(problem, near_stash, first))
+    cache = (distant.given[name] for name in CACHES)
+    lengths, path = torch.ones_like(problem.given["lengths"]), paths_to(problem.parents, (2,))
+    ops.kv_commit(*cache, lengths, far["k"], far["v"], *path, backend="triton")
+    assert torch.equal(far["k_cache"][0, 0, 2], problem.given["k"][0, 2, 0])
+    assert torch.equal(far["v_cache"][0, 0, 1], problem.given["v"][0, 0, 0])
 
 
 def keys_of(monkeypatch: pytest.MonkeyPatch, n: int, first: int, context: int, entries: int) -> list[Key]:
-    problem = Problem.draw(draw_parents(n), [context - 5], capacity=context, shared=1, dim=16)
+    problem = draw(random_parents(n, 1), (context - 5,), capacity=context, shared=1, dim=16)
     path = torch.zeros(1, entries, dtype=torch.int32, device=DEVICE)
     with launch_keys(monkeypatch) as keys:
-        problem.step(problem.stash(), path, torch.ones(1, dtype=torch.int32, device=DEVICE), first)
+        step(problem, problem.stash(ROOM), first, path, torch.ones(1, dtype=torch.int32, device=DEVICE))
     return keys
 
 
@@ -282,88 +218,63 @@ def test_no_tree_path_or_context_of_a_generation_asks_for_a_build_of_its_own(mon
     assert keys_of(monkeypatch, 16, 0, 64, 16) != short, "without the list the key must change"
 
 
-def test_steps_append_each_path_and_attend_from_the_next_tree() -> None:
-    dtype = torch.bfloat16
-    problem = Problem.draw(draw_parents(9, batch=3), [0, 60, 90], capacity=100, dtype=dtype, value_dim=12)
-    stash = problem.stash()
-    assert error(problem.step(stash, None, None), problem.oracle()) < TOLERANCE[dtype]
-    assert torch.equal(stash[0][:, :9], problem.k) and bool(stash[0][:, 9:].isnan().all())
-    for seed, n, ends in ((1, 4, (8, 0, None)), (2, 13, (3, None, 2))):
-        path, path_lengths = paths_to(problem.parents, ends)
-        expected = [problem.k_cache.clone(), problem.v_cache.clone()]
-        for row, (length, end) in enumerate(zip(problem.lengths.tolist(), ends, strict=True)):
-            taken = [] if end is None else oracles.path_to(problem.parents[row].tolist(), end)
-            for cache, nodes in zip(expected, (problem.k, problem.v), strict=True):
-                cache[row, :, length : length + len(taken)] = nodes[row, taken].transpose(0, 1)
-        fresh = Problem.draw(draw_parents(n, 3, seed), [0] * 3, capacity=100, dtype=dtype, value_dim=12, seed=seed)
-        problem = replace(
-            fresh, k_cache=problem.k_cache, v_cache=problem.v_cache, lengths=problem.lengths + path_lengths
-        )
-        out = problem.step(stash, path, path_lengths)
-        assert torch.equal(problem.k_cache.nan_to_num(9), expected[0].nan_to_num(9))
-        assert torch.equal(problem.v_cache.nan_to_num(9), expected[1].nan_to_num(9))
-        assert error(out, problem.oracle()) < TOLERANCE[dtype]
-        assert torch.equal(stash[0][:, :n], problem.k) and torch.equal(stash[1][:, :n], problem.v)
-
-
 def test_a_growing_tree_reads_its_older_rows_from_the_stash() -> None:
-    problem = Problem.draw(draw_parents(21, batch=2), [5, 70], capacity=75, window=60)
-    expected, stash = problem.oracle(), problem.stash()
+    problem = draw(random_parents(21), (5, 70), capacity=75, window=60)
+    expected, stash = problem.outputs(), problem.stash(ROOM)
     for first, n in ((0, 1), (1, 8), (8, 21)):
-        part = replace(
-            problem, q=problem.q[:, :n], k=problem.k[:, :n], v=problem.v[:, :n], parents=problem.parents[:, :n]
-        )
-        assert error(part.step(stash, None, None, first), expected[:, first:n]) < TOLERANCE[torch.float32]
-    assert torch.equal(stash[1][:, :21], problem.v) and bool(stash[1][:, 21:].isnan().all())
+        assert error(step(problem.cut(n), stash, first), expected[:, first:n]) < TOLERANCE[torch.float32]
+    assert torch.equal(stash["stash_v"][:, :21], problem.given["v"]) and bool(stash["stash_v"][:, 21:].isnan().all())
 
 
-def test_commit_appends_the_rows_of_the_path_and_nothing_else() -> None:
-    problem = Problem.draw(draw_parents(20, batch=4, seed=3), [0, 30, 38, 17], capacity=40, value_dim=6)
-    ends = (19, 18, 15, None)
-    path, path_lengths = paths_to(problem.parents, ends)
-    nodes = [tensor.clone() for tensor in (problem.k, problem.v)]
-    caches = [problem.k_cache.clone(), problem.v_cache.clone()]
-    for row, (length, end) in enumerate(zip(problem.lengths.tolist(), ends, strict=True)):
-        taken = [] if end is None else oracles.path_to(problem.parents[row].tolist(), end)
-        for rows, cache in zip(nodes, caches, strict=True):
-            for entry, node in enumerate(taken[: 40 - length]):  # nothing is written past the end of a cache
-                cache[row, :, length + entry] = rows[row, node]
-            rows[row, [node for node in range(20) if node not in taken]] = torch.nan
-    own = [problem.k_cache, problem.v_cache]
-    ops.kv_commit(*own, problem.lengths, *nodes, path, path_lengths, backend="triton")
-    for mine, expected in zip(own, caches, strict=True):
-        assert torch.equal(mine.nan_to_num(9), expected.nan_to_num(9))
+def test_a_step_attends_to_the_path_that_it_appends() -> None:
+    old = draw(random_parents(9, 3), (0, 60, 90), capacity=100, value_dim=12, dtype=torch.bfloat16)
+    stash, (path, counts) = old.stash(ROOM, old.stashed()), paths_to(old.parents, (8, 0, None))
+    new = draw(random_parents(13, 3, 1), (0, 60, 90), capacity=100, value_dim=12, dtype=torch.bfloat16, seed=1).like(
+        old
+    )
+    caches = old.states_at((8, 0, None))[:2]
+    out = step(new, stash, 0, path, counts)
+    assert all(
+        torch.equal(new.given[n].double().nan_to_num(9), c.nan_to_num(9)) for n, c in zip(CACHES, caches, strict=True)
+    )
+    assert error(out, new.outputs()) < TOLERANCE[torch.bfloat16]
+
+
+def test_commit_appends_the_rows_of_the_path_and_nothing_else_also_at_the_end_of_a_cache() -> None:
+    problem, ends = draw(random_parents(20, 4, 3), (0, 30, 38, 17), capacity=40, value_dim=6), (19, 18, 15, None)
+    expected = problem.states_at(ends)
+    off = off_path(problem.parents, ends, 20)[..., None, None]
+    rows = {name: rows.masked_fill(off, torch.nan) for name, rows in problem.stashed().items()}
+    problem.commit(*paths_to(problem.parents, ends), rows, "triton")
+    for mine, other in zip(problem.states, expected, strict=True):
+        assert torch.equal(mine.double().nan_to_num(9), other.nan_to_num(9))
 
 
 def test_one_commit_serves_all_layers() -> None:
-    layers = [Problem.draw(draw_parents(9, batch=2), [4, 11], capacity=20, seed=seed) for seed in range(3)]
-    path, path_lengths = paths_to(layers[0].parents, (8, 5))
-    keys, values, k, v = (
-        torch.cat([getattr(layer, name) for layer in layers]) for name in ("k_cache", "v_cache", "k", "v")
-    )
-    caches = [keys, values]
-    before = [tensor.clone() for tensor in caches]
-    ops.kv_commit(*caches, layers[0].lengths, k, v, path, path_lengths, backend="triton")
-    repeated = layers[0].lengths.repeat(3), k, v, path.repeat(3, 1), path_lengths.repeat(3)
-    accepted = layers[0].lengths, k, v, AcceptedPath.of(path, path_lengths), None
+    layers = [draw(random_parents(9), (4, 11), capacity=20, seed=seed) for seed in range(3)]
+    path, counts = paths_to(layers[0].parents, (8, 5))
+    stacked = {name: torch.cat([layer.given[name] for layer in layers]) for name in (*CACHES, "k", "v")}
+    for layer in layers:
+        ops.kv_commit(
+            *(layer.given[name] for name in (*CACHES, "lengths", "k", "v")), path, counts, backend="triton"
+        )  # fmt: skip
+    lengths, expected = layers[0].given["lengths"], [torch.cat([x.given[n] for x in layers]) for n in CACHES]
     for backend in ("reference", "triton"):
-        for operands in (repeated, accepted):
-            others = [tensor.clone() for tensor in before]
-            ops.kv_commit(*others, *operands, backend=backend)
-            for one, other in zip(others, caches, strict=True):
+        for of, *committed in (
+            (lengths, path, counts),
+            (lengths, AcceptedPath.of(path, counts), None),
+            (lengths.repeat(3), path.repeat(3, 1), counts.repeat(3)),
+        ):
+            caches = [stacked[name].clone() for name in CACHES]
+            ops.kv_commit(*caches, of, stacked["k"], stacked["v"], *committed, backend=backend)
+            for one, other in zip(caches, expected, strict=True):
                 assert torch.equal(one.nan_to_num(9), other.nan_to_num(9))
     with pytest.raises(ValueError, match="needs that b divides r, got b = 4 of lengths .* and r = 6 of k_cache"):
-        ops.kv_commit(*caches, layers[0].lengths.repeat(2), k, v, path, path_lengths)
-    for i, layer in enumerate(layers):
-        ops.kv_commit(
-            layer.k_cache, layer.v_cache, layer.lengths, layer.k, layer.v, path, path_lengths, backend="triton"
-        )
-        assert torch.equal(keys[2 * i : 2 * i + 2].nan_to_num(9), layer.k_cache.nan_to_num(9))
-        assert torch.equal(values[2 * i : 2 * i + 2].nan_to_num(9), layer.v_cache.nan_to_num(9))
+        ops.kv_commit(*(stacked[n] for n in CACHES), lengths.repeat(2), stacked["k"], stacked["v"], path, counts)
 
 
 @given(st.integers(0, 300_000), st.integers(1, 600), st.sampled_from([16, 32, 64]))
-def test_the_parts_of_a_cache_cover_it_and_none_is_without_rows(capacity: int, decode_steps: int, keys: int) -> None:
-    parts, chunk = split_context(capacity, decode_steps, keys)
+def test_the_parts_of_a_cache_cover_it_and_none_is_without_rows(capacity: int, programs: int, keys: int) -> None:
+    parts, chunk = split_context(capacity, programs, keys)
     assert chunk % keys == 0 and parts * chunk >= capacity and (parts - 1) * chunk < max(capacity, 1)
-    assert parts == 1 or parts * decode_steps <= 132
+    assert parts == 1 or parts * programs <= 132

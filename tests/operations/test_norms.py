@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from helpers.launch_keys import Key, launch_keys
+from helpers.operation_families import DEVICE, error
 from torch import Tensor
 
 from stree.kernels import ops
 from stree.kernels.precision import float32_tolerance
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 # Largest error as a share of the largest value of the oracle, which sees the same rounded inputs.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: float32_tolerance(1024), torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -55,13 +55,6 @@ def module_of(family: str, name: str, *arguments: Any, **options: Any) -> Any:
     if "group_size" not in inspect.signature(kind).parameters:  # before 5.23 those of whole rows were not told
         options.pop("group_size", None)
     return kind(*arguments, **options).to(DEVICE)
-
-
-def error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest difference as a share of the largest expected value; NaN counts as infinite."""
-    actual, expected = actual.detach().double(), expected.detach().double()
-    difference = (actual - expected).abs().max() / expected.abs().max()
-    return float(difference.nan_to_num(torch.inf))
 
 
 def gated(x: Tensor, gate: Tensor, weight: Tensor, groups: int, first: bool, sigmoid: bool) -> Tensor:

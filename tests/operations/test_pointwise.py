@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.launch_keys import Key, launch_keys
+from helpers.operation_families import DEVICE, error
 from torch import Tensor
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -22,7 +23,6 @@ from stree.kernels.ops import ACTIVATIONS
 from stree.kernels.precision import float32_tolerance
 from stree.kernels.tiles import interpreted
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 # Largest error as a share of the largest value of the oracle, which sees the same rounded inputs.
 # The interpreter's float32 sums are NumPy's; a GPU multiplies experts' products as tf32x3.
@@ -40,14 +40,6 @@ THEIRS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "relu_squared": "rel
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-
-
-def error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest difference as a share of the largest expected value; NaN counts as infinite."""
-    actual, expected = actual.detach().double(), expected.detach().double()
-    assert actual.shape == expected.shape
-    difference = (actual - expected).abs().max() / expected.abs().max()
-    return float(difference.nan_to_num(torch.inf))
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

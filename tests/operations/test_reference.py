@@ -22,7 +22,6 @@ from helpers.operation_families import (
     DIAGONAL,
     FAMILIES,
     KDA,
-    OPTIONS,
     RECURRENCES,
     SELECTIVE,
     SSD,
@@ -298,8 +297,8 @@ def by_parts(problem: Problem, stash: Tensors, path: Any, lengths: Any, first: i
     family, n = problem.family, problem.parents.shape[1]
     if path is not None:
         problem.commit(path, lengths, stash)
-    rows = {name: problem.given[name][:, first:] for name in family.rows}
-    new = family.stashed(problem.given | rows | {"parents": chain(n - first, 2)})  # u is solved for below
+    own = {name: problem.given[name][:, first:] for name in family.rows}
+    new = family.stashed(problem.given | own | {"parents": chain(n - first, 2)})  # u is solved for below
     for name in stash.keys() - {"stash_u"}:
         stash[name][:, first:n] = new[name]
     kept = {name: rows[:, :n] for name, rows in stash.items()}
@@ -374,12 +373,9 @@ def test_filters_of_other_widths_follow_the_path_into_the_window(width: int) -> 
     [(4, 1, {}), (1, 3, {"window": 4}), (2, 3, {"window": 1}), (2, 3, {"softcap": 0.7})],
     ids=str,
 )
-def test_attention_sees_the_context_and_its_own_path(
-    kv_heads: int, shared: int, options: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem = Problem.draw(ATTENTION, random_parents(13), kv_heads=kv_heads, shared=shared)
-    for name in OPTIONS:
-        monkeypatch.setitem(OPTIONS, name, {"scale": 0.4, "window": None, "softcap": None, **options}[name])
+def test_attention_sees_the_context_and_its_own_path(kv_heads: int, shared: int, options: dict[str, float]) -> None:
+    every: dict[str, Any] = {"window": None, "softcap": None, **options}
+    problem = Problem.draw(ATTENTION, random_parents(13), options=every, kv_heads=kv_heads, shared=shared)
     assert error(problem.scan(), problem.outputs()) < EXACT
     for cache in problem.states[:2]:  # rows beyond the length do not leak
         cache[0], cache[1, :, 7:] = 1e30, -1e30
@@ -387,10 +383,7 @@ def test_attention_sees_the_context_and_its_own_path(
 
 
 def test_a_path_that_does_not_fit_is_cut_at_the_end_of_the_cache() -> None:
-    problem = Problem.draw(ATTENTION, chain(13, 2), dtype=torch.float32)
-    problem.given["lengths"][1] = 37
-    expected = [state.clone() for state in problem.states]
-    for cache, rows in zip(expected, (problem.given["k"], problem.given["v"]), strict=False):
-        cache[0, :, :13], cache[1, :, 37:] = rows[0].transpose(0, 1), rows[1, :3].transpose(0, 1)
-    ops.kv_commit(*problem.states, problem.given["k"], problem.given["v"], *paths_to(problem.parents, (12, 12)))
-    assert all(torch.equal(mine, other) for mine, other in zip(problem.states, expected, strict=True))
+    problem = Problem.draw(ATTENTION, chain(13, 2), dtype=torch.float32, lengths=(0, 37))
+    expected = problem.states_at((12, 12))
+    problem.commit(*paths_to(problem.parents, (12, 12)))
+    assert all(torch.equal(mine.double(), other) for mine, other in zip(problem.states, expected, strict=True))

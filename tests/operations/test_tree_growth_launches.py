@@ -21,6 +21,7 @@ from helpers.launch_keys import launch_keys
 from helpers.tiny_models import patched, tiny_model
 
 from benchmarks.ahead_of_time import step_counts
+from benchmarks.ahead_of_time.launch_counter import LaunchCounter
 from benchmarks.ahead_of_time.whole_step import as_on_a_gpu
 from stree.drafters import ModelDrafter
 from stree.drafters.model import _ModelRun
@@ -98,10 +99,10 @@ def launches_of(growth: Growth, budget: int) -> Counter[str]:
         run.propose(torch.tensor([7]), growth, budget)
         places = step_counts.Places()
         places.within(run._lm, "verify", "forward")
-        counts = step_counts.StepCounts(run._lm, places)
+        counts = LaunchCounter(lambda: places.now)
         with counts.watching():
             run.propose(torch.tensor([7]), growth, budget)
-    return Counter({what: number for (part, what), number in counts.parts.items() if part != "forward"})
+    return Counter({what: number for (part, what), number in counts.found.items() if part != "forward"})
 
 
 # Launches a layer, the distribution's among them, and launches of the rest of a proposal.  They may fall and must not

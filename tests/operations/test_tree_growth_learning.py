@@ -188,32 +188,6 @@ def test_a_table_learns_the_same_every_time_and_each_row_by_itself() -> None:
         assert torch.equal(alone.tests[0], first.tests[row]) and torch.equal(alone.passed[0], first.passed[row])
 
 
-def test_what_no_kernel_takes_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    treat_as_on_device(monkeypatch, triton=True, host_can_read=True)
-    asked: list[Any] = []
-    monkeypatch.setattr(learning_kernel, "learn", lambda *given: asked.append(given))
-    step = Step.draw(1, [3, 9, 27, 60, 60], 129, seed=0)
-    wide = step.learnt(api.learn, torch.float32)
-    small = Step.draw(1, [3, 3], 5, seed=0)
-    exact = replace(small, verdicts=replace(small.verdicts, ratios=small.verdicts.ratios.double()))
-    found = exact.learnt(api.learn, torch.float32)
-    assert asked == [] and not torch.equal(wide.tests, step.table.tests)
-    assert torch.equal(found.tests, small.learnt(reference.learn, torch.float32).tests)
-    small.learnt(api.learn, torch.float32)
-    assert len(asked) == 1
-
-
-def test_a_step_s_own_numbers_make_no_new_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for batch, widths, n in ((1, [3, 9, 9], 18), (3, [2, 6], 17), (2, [3, 9, 16, 20], 32)):
-        with launch_keys(monkeypatch) as keys:
-            Step.draw(batch, widths, n, seed=n).learnt(learning_kernel.learn, torch.float32)
-        found.append(keys)
-    # Trees of 9 nodes at most have another padded size.
-    assert [name for name, _ in found[0]] == ["learn_kernel"]
-    assert found[0] == found[2] and found[0] != found[1]
-
-
 @dataclass(frozen=True)
 class Told:
     """What one tree teaches a level."""
@@ -277,7 +251,7 @@ def test_a_level_learns_what_it_does_by_hand(
         assert float(found.weight[row]) == pytest.approx(weight, rel=1e-5)
 
 
-def test_a_level_reads_ratios_of_any_stride_and_large_trees_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_level_reads_ratios_of_any_stride() -> None:
     told = Told.draw(3, 20, seed=1)
     expected = told.learnt(learning_kernel.learn_level)
     ratios = told.verdicts.ratios
@@ -285,25 +259,6 @@ def test_a_level_reads_ratios_of_any_stride_and_large_trees_are_left_to_torch(mo
         other = replace(told, verdicts=replace(told.verdicts, ratios=given_ratios))
         found = other.learnt(learning_kernel.learn_level)
         assert torch.equal(found.shift, expected.shift) and torch.equal(found.weight, expected.weight)
-    treat_as_on_device(monkeypatch, triton=True, host_can_read=True)
-    asked: list[Any] = []
-    monkeypatch.setattr(learning_kernel, "learn_level", lambda *given: asked.append(given))
-    exact = told.learnt(api.learn_level, torch.float64)
-    large = Told.draw(1, 129, seed=2)
-    assert not torch.equal(large.learnt(api.learn_level).shift, large.level.shift)
-    assert asked == [] and torch.allclose(exact.shift.float(), expected.shift, rtol=1e-4)
-    told.learnt(api.learn_level)
-    assert len(asked) == 1
-
-
-def test_a_level_s_build_is_chosen_by_padded_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for batch, n in ((1, 18), (3, 32), (2, 33)):
-        with launch_keys(monkeypatch) as keys:
-            Told.draw(batch, n, seed=n).learnt(learning_kernel.learn_level)
-        found.append(keys)
-    assert [name for name, _ in found[0]] == ["level_kernel"]
-    assert found[0] == found[1] and found[0] != found[2]
 
 
 @given(seed=st.integers(0, 10**6), batch=st.integers(1, 4), m=st.integers(1, 20))
@@ -355,13 +310,54 @@ def test_pairs_and_triples_of_a_large_vocabulary_hardly_meet() -> None:
         assert taken == pytest.approx(expected, rel=0.01)
 
 
-def test_a_reading_s_build_is_chosen_by_the_padded_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float64_and_large_trees_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    treat_as_on_device(monkeypatch, triton=True, host_can_read=True)
+    asked: list[str] = []
+    for name in ("learn", "learn_level"):
+        monkeypatch.setattr(learning_kernel, name, lambda *_, name=name: asked.append(name))
+    step, told = Step.draw(1, [3, 3], 5, seed=0), Told.draw(3, 20, seed=1)
+    exact = replace(step, verdicts=replace(step.verdicts, ratios=step.verdicts.ratios.double()))
+    assert torch.equal(exact.learnt(api.learn, torch.float32).tests, step.learnt(reference.learn, torch.float32).tests)
+    large_step, large_told = Step.draw(1, [3, 9, 27, 60, 60], 129, seed=0), Told.draw(1, 129, seed=2)
+    assert not torch.equal(large_step.learnt(api.learn, torch.float32).tests, large_step.table.tests)
+    assert not torch.equal(large_told.learnt(api.learn_level).shift, large_told.level.shift)
+    expected = told.learnt(reference.learn_level).shift
+    assert torch.allclose(told.learnt(api.learn_level, torch.float64).shift.float(), expected, rtol=1e-4)
+    assert asked == []
+    step.learnt(api.learn, torch.float32)
+    told.learnt(api.learn_level)
+    assert asked == ["learn", "learn_level"]
+
+
+def remember(batch: int, n: int, m: int) -> None:
+    tokens, path = torch.zeros(batch, n, dtype=torch.long), torch.zeros(batch, m, dtype=torch.int32)
+    learning_kernel.remember(Memory.empty(batch, DEVICE), *(x.to(DEVICE) for x in (tokens, path, path[:, 0])))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "run", "sizes"),  # of which only the last have another padded size
+    [
+        (
+            "learn_kernel",
+            lambda batch, n: Step.draw(batch, [3, 9, 16, 20], n, seed=n).learnt(learning_kernel.learn, torch.float32),
+            [(1, 18), (2, 32), (3, 16)],
+        ),
+        (
+            "level_kernel",
+            lambda batch, n: Told.draw(batch, n, seed=n).learnt(learning_kernel.learn_level),
+            [(1, 18), (3, 32), (2, 33)],
+        ),
+        ("remember_kernel", remember, [(1, 18, 3), (3, 32, 16), (2, 33, 17)]),
+    ],
+    ids=["learn", "level", "remember"],
+)
+def test_builds_are_chosen_by_padded_sizes(
+    kernel: str, run: Callable[..., Any], sizes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
-    for batch, n, m in ((1, 18, 3), (3, 32, 16), (2, 33, 17)):
-        tokens, path = torch.zeros(batch, n, dtype=torch.long), torch.zeros(batch, m, dtype=torch.int32)
+    for size in sizes:
         with launch_keys(monkeypatch) as keys:
-            treat_as_on_device(monkeypatch, triton=True, host_can_read=True)
-            api.remember(Memory.empty(batch, DEVICE), *(x.to(DEVICE) for x in (tokens, path, path[:, 0])))
+            run(*size)
         found.append(keys)
-    assert [name for name, _ in found[0]] == ["remember_kernel"]
+    assert [name for name, _ in found[0]] == [kernel]
     assert found[0] == found[1] and found[0] != found[2]

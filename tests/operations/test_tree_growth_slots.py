@@ -220,7 +220,7 @@ def test_distributions_that_are_used_up_and_tables_that_only_pass_are_rated_as_i
     table = some_table(1, 4, 0, device)
     probs = torch.tensor([[[0.75, 0.25, 0.25, 0.5], [1.0, 0.5, 0.25, 0.125], [0.5, 0.5, 0.0, 0.25], [0.0] * 4]])
     norms, reach = torch.linalg.vector_norm(probs, dim=-1), torch.tensor([[1.0, 0.5, 0.25, 1.0]])
-    children = Siblings(*(part.to(device) for part in (reach, probs, norms)))
+    children = Siblings(reach.to(device), probs.to(device), norms.to(device))
     for passed in (table.passed, table.tests.clone(), table.tests * 1.5):  # more passed than tested: counts are rounded
         check_ratings(backend, replace(table, passed=passed), children)
 

@@ -5,10 +5,8 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/scripts/test_retune_tiles.py
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ pytest.importorskip("triton")
 from benchmarks.gpu import cases, retune_tiles
 from benchmarks.gpu.case import Case, Inputs, Size
 from benchmarks.gpu.recurrences import conv_case, ssd_case
-from benchmarks.gpu.run import Run
 from benchmarks.shapes import Mixer
 from stree.kernels import tiles
 
@@ -104,29 +101,3 @@ def test_the_best_entry_is_right_everywhere_and_fastest_on_average() -> None:
     found = retune_tiles.choose([record("now", None), record("uneven", 6.0), record("even", 4.0)])
     assert found == [{**best, "gain": float("inf")}]
     assert retune_tiles.choose([record("now", None), record("wrong", None)]) == []
-
-
-def measure_all(minutes: float, out: Path | None, table: retune_tiles.Watched, *, all_shapes: bool) -> Run:
-    options = argparse.Namespace(smoke=True, ops=["ssd_step"], all_shapes=all_shapes)
-    run = Run(CPU, minutes, out)
-    retune_tiles.measure_all(run, options, {"ssd_step": table})
-    return run
-
-
-@INTERPRETED
-def test_a_case_that_fails_does_not_end_the_others(
-    table: retune_tiles.Watched, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def case_of(sizes: Mixer, at: Size) -> Case:
-        def failing(_: object) -> Any:
-            raise torch.OutOfMemoryError("no room")
-
-        case = ssd_case(sizes, at)
-        return replace(case, make=failing) if at.model == "large" else case
-
-    monkeypatch.setattr(cases, "SMALL", [(case_of, {"large": TINY, "tiny": TINY})])
-    run = measure_all(1.0, tmp_path / "tiles.jsonl", table, all_shapes=True)
-    assert run.failures == 1 and [(record["params"]["model"], record.get("problem")) for record in run.records] == [
-        ("large", "OutOfMemoryError: no room"), ("tiny", None), ("tiny", None)
-    ]  # fmt: skip
-    assert len((tmp_path / "tiles.jsonl").read_text(encoding="utf-8").splitlines()) == 3
