@@ -4,7 +4,8 @@ It knows tokens only: no models, no tensors. The ``numba_*`` files hold the code
 """
 
 from stree.retrieval.automaton import SuffixAutomaton
-from stree.retrieval.continuations import Continuations, Nodes, unite
+from stree.retrieval.continuations import Continuations, Nodes
 from stree.retrieval.datastore import LONGEST_MATCH, Datastore
+from stree.retrieval.union import unite
 
 __all__ = ["LONGEST_MATCH", "Continuations", "Datastore", "Nodes", "SuffixAutomaton", "unite"]

@@ -234,7 +234,7 @@ def _expand(
     automaton: Automaton, candidates: tuple[Array, ...], count: int, node: int, place: tuple[int, int, float],
     min_match: int, backoff: int,
 ) -> int:  # fmt: skip
-    """Append the continuations of a node to ``count`` candidates; ``place``: state and length of its match, its value."""
+    """Append a node's continuations to ``count`` candidates; ``place``: state and length of its match, its value."""
     token, above, parent, probability, length = candidates
     state, match, value = place
     best, counts = np.empty(MOST_CHILDREN, np.int32), np.empty(MOST_CHILDREN + 1, np.int32)
