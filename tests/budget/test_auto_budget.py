@@ -107,14 +107,6 @@ def test_texts_are_those_of_plain_decoding(name: str, cheap_trees: None) -> None
         assert out.stats["nodes_per_step"] > 1
 
 
-@pytest.mark.parametrize("name", ["default", "fused"])
-def test_an_iterator_s_texts_are_those_of_plain_decoding(name: str, cheap_trees: None) -> None:
-    out = stree.generate(
-        target(), iter(PROMPTS), DRAFTERS[name](), budget="auto", max_new_tokens=12, max_batch=2, max_length=30
-    )
-    assert out.sequences == plain_texts(max_new_tokens=12), "no prompt is lost to measuring"
-
-
 GROWTHS: dict[str, Growth] = {
     "heap": DySpec(form="heap"), "large": Static([70]), "rsds": RSDS(3, 2), "depth-stop": DepthStop(Eagle2()),
     "stopped-chain": Chain(4, stop=Confidence(least_prob=0.02)),

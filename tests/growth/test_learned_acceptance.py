@@ -16,9 +16,7 @@ from stree.growth.learned_acceptance import (
     SampledAcceptance,
     prior_after_draw,
     prior_before_draw,
-    prior_when_greedy,
 )
-from stree.kernels.tree_growth.operands import Words
 from stree.sampling import Sampling
 from stree.tree import TokenTree
 
@@ -143,24 +141,3 @@ def test_at_temperature_0_the_level_shifts_the_most_probable_child_and_its_sibli
         one.learn(Proposal(tree, values, None, []), ratios, torch.tensor([True, True]))
     again, expected = (one.rate(Slots(torch.ones(2, 1), dist[..., :3], dist))[0] for one in (model, fresh))
     assert torch.equal(again[0], expected[0]), "as a text that begins"
-
-
-def test_at_temperature_0_pairs_and_triples_of_the_text_change_the_log_odds() -> None:
-    dist = torch.tensor([0.3, 0.3, 0.2, 0.2]).expand(3, 1, 4)
-    model = Calibrated().bind(Sampling()).acceptance_model(3, CPU)
-    # Of three texts, which end in 9 7, the first contains 9 7 2, the second 8 7 2, the third neither.
-    texts = torch.tensor([[9, 7, 2, 4, 9], [8, 7, 2, 4, 9], [9, 1, 2, 4, 9]])
-    model.read_text(texts, None, torch.tensor([5, 5, 5], dtype=torch.int32))
-    root = torch.zeros(3, dtype=torch.long)
-    words = Words(torch.tensor([[[1, 2, 3]]] * 3), torch.tensor([[7, 0]] * 3), -torch.ones(3, 2).int(), 1, root)
-    found = model.rate(Slots(torch.ones(3, 1), dist[..., :3], dist, context=words))[0][:, 0]
-    for row, held in enumerate(([1, 1], [1, 0], [0, 0])):
-        for rank in range(3):
-            level, by_confidence, by_sharpness, *by_text = prior_when_greedy(rank)
-            says = [*held, 0, 0] if rank == 1 else [0, 0, *held]
-            odds = level + by_confidence * math.log(dist[0, 0, rank]) - by_sharpness * math.log(1 - 0.26)
-            odds += sum(slope * is_said for slope, is_said in zip(by_text, says, strict=True))
-            assert float(found[row, rank]) == pytest.approx(1 / (1 + math.exp(-odds)), rel=1e-5), (row, rank)
-    assert found[0].argmax() == 1 and found[2].argmax() == 0
-    model.reset(0)
-    assert torch.equal(model.rate(Slots(torch.ones(3, 1), dist[..., :3], dist, context=words))[0][0, 0], found[2])
