@@ -146,10 +146,10 @@ def test_growths_of_the_user_s_own(cheap_trees: None) -> None:
 
 
 def sizes(monkeypatch: pytest.MonkeyPatch, drafts: stree.TreeLM, call_s: float, node_s: float) -> stree.Generation:
-    """Sample 100 tokens; a call of the target takes 1 s + ``node_s`` per node, one of the draft model ``call_s``."""
+    """Sample 60 tokens; a call of the target takes 1 s + ``node_s`` per node, one of the draft model ``call_s``."""
     clock, prompts = Clock(monkeypatch, 1e-4), random_texts(random.Random(0), [9])
     lm, drafter = clock.slow(patched(tiny_model("bamba")), 1.0, node_s), ModelDrafter(clock.slow(drafts, call_s))
-    options: dict[str, Any] = {"sampling": Sampling(0.5), "max_new_tokens": 100}
+    options: dict[str, Any] = {"sampling": Sampling(0.5), "max_new_tokens": 60}
     return stree.generate(lm, prompts, drafter, growth=DySpec(depth=4), budget="auto", **options)
 
 

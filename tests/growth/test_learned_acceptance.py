@@ -103,23 +103,6 @@ def test_what_is_learnt_does_not_depend_on_padding(
     assert torch.equal(*rated)
 
 
-def test_sequences_learn_by_themselves_and_finished_ones_not_at_all() -> None:
-    tree = TokenTree(torch.zeros(3, 2).long(), torch.tensor([[-1, 0]]).expand(3, 2))
-    dist = torch.full((3, 1, 4), 0.25)
-    model, alone = SampledAcceptance(3, 2, CPU), SampledAcceptance(1, 2, CPU)
-    ratios, is_live = torch.tensor([[0.0, 0.1], [0.0, 0.9], [0.0, 0.9]]), torch.tensor([True, True, False])
-    for one, rows, chain in ((model, 3, tree), (alone, 1, TokenTree.chain([0, 0]))):
-        one.rate(Slots(torch.ones(rows, 1), dist[:rows, :, :2], dist[:rows]))
-        proposal = Proposal(chain, torch.ones(rows, 2), None, [one.keep(torch.zeros(rows, 1).long())])
-        one.learn(proposal, ratios[:rows], is_live[:rows])
-    priority, _ = model.rate(Slots(torch.ones(3, 1), dist[..., :2], dist))
-    fresh, _ = SampledAcceptance(1, 2, CPU).rate(Slots(torch.ones(1, 1), dist[:1, :, :2], dist[:1]))
-    expected, _ = alone.rate(Slots(torch.ones(1, 1), dist[:1, :, :2], dist[:1]))
-    assert torch.equal(priority[0], expected[0])
-    assert float(priority[0, 0, 0]) < float(fresh[0, 0, 0]) < float(priority[1, 0, 0])
-    assert torch.equal(priority[2], fresh[0])
-
-
 def test_at_temperature_0_the_level_shifts_the_most_probable_child_and_its_siblings_share_the_rest() -> None:
     dist = torch.tensor([0.5, 0.3, 0.15, 0.05]).expand(2, 1, 4)
     model, fresh = (Calibrated().bind(Sampling()).acceptance_model(2, CPU) for _ in range(2))

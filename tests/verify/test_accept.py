@@ -180,26 +180,6 @@ def test_auto_is_traversal_with_distributions_and_match_without_or_where_every_n
         assert torch.equal(auto.path, named.path) and torch.equal(auto.next_token, named.next_token)
 
 
-def test_match_emits_the_tokens_that_plain_sampling_draws() -> None:
-    target, draft = TableModel.random(4, 1), TableModel.random(4, 2)
-    trees = drafted_trees(draft, [-1, 0, 0, 1, 1], PLAIN)
-    rng = random_rows(len(trees.weight))
-    accepted = accept(trees.tree, target.logits[trees.tokens], PLAIN, rng, trees.probs, "match")
-    target_probs = PLAIN.probs(target.logits)
-    last = trees.tokens[:, 0]
-    for place in range(1, 4):
-        drawn = rng.choice("target", target_probs[last], torch.full((len(last),), place))
-        live = accepted.path_lengths >= place
-        tokens = (
-            trees.tokens.gather(1, accepted.path[:, place : place + 1].clamp(min=0).long())[:, 0]
-            if place < accepted.path.shape[1]
-            else accepted.next_token
-        )
-        emitted = torch.where(accepted.path_lengths == place, accepted.next_token, tokens)
-        assert torch.equal(emitted[live], drawn[live])
-        last = torch.where(live, drawn, last)
-
-
 PROBS, ROW, KIND = torch.full((1, 3, 4), 0.25), torch.zeros(1, 3).int(), torch.zeros(1, 3).to(torch.int8)
 NAN, INFINITE = (torch.zeros(1, 3, 4).index_fill(1, torch.tensor([1]), value) for value in (torch.nan, torch.inf))
 
