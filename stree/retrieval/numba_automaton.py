@@ -14,17 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stree.retrieval.continuations import Nodes
-from stree.retrieval.numba_common import (
-    MOST_CHILDREN,
-    Array,
-    add_node,
-    compiled,
-    inner,
-    insert_ranked,
-    is_new,
-    pop,
-    push,
-)  # fmt: skip
+from stree.retrieval.numba_common import MOST_CHILDREN, Array, compiled, inner, insert_ranked, is_new, pop, push, write
 
 __all__ = [
     "COUNT", "FREQUENT_COLUMNS", "MOST_CHILDREN", "TARGET", "Automaton", "draft_from_automaton", "extend", "find",
@@ -287,7 +277,7 @@ def draft_from_automaton(automaton: Automaton, nodes: Nodes, min_match: int, bac
             break
         item = pop(heap, count - node, value)
         node += 1
-        add_node(nodes, node, token[item], parent[item], value[item])
+        write(nodes, node, token[item], parent[item], value[item])
         state = automaton.edges[find(automaton.edges, automaton.slots, above[item], token[item]), TARGET]
         match = length[item]
     return node + 1

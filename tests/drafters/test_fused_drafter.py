@@ -30,7 +30,8 @@ ORDERS = ["model-first", "retrieved-first"]
 
 
 def fuse(model: Drafter, retrieval: Drafter, order: str = "model-first", **options: float) -> FusedDrafter:
-    return FusedDrafter(*((model, retrieval) if order == "model-first" else (retrieval, model)), **options)
+    first, second = (model, retrieval) if order == "model-first" else (retrieval, model)
+    return FusedDrafter(first, second, **options)
 
 
 def all_fused(growth: Growth, retrieval: Retrieval, order: str = "model-first") -> DraftedTrees:

@@ -94,15 +94,15 @@ def test_a_loaded_store_gives_the_trees_of_the_built_one(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("texts", "most", "message"),
     [
-        ([[], []], None, "a datastore needs at least one token, got none"),
-        ([[1], [3, 4]], None, "document 1 has token 4, outside the vocabulary of 4"),
-        ([[-1]], None, "document 0 has token -1, outside the vocabulary of 4"),
+        ([[], []], 9, "a datastore needs at least one token, got none"),
+        ([[1], [3, 4]], 9, "document 1 has token 4, outside the vocabulary of 4"),
+        ([[-1]], 9, "document 0 has token -1, outside the vocabulary of 4"),
         ([[1, 2], [3]], 3, "the documents exceed max_tokens 3"),
     ],
 )
-def test_texts_that_make_no_store_are_refused(texts: list[list[int]], most: int | None, message: str) -> None:
+def test_texts_that_make_no_store_are_refused(texts: list[list[int]], most: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Datastore.build(texts, 4, **({} if most is None else {"max_tokens": most}))
+        Datastore.build(texts, 4, max_tokens=most)
 
 
 def test_files_that_hold_no_store_are_refused(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_damaged_store_reads_and_drafts_nothing_outside_its_text_and_vocabular
         {"metadata": {"format": "stree-datastore-1"}},
     ):
         with pytest.raises(ValueError, match="other.store' is no datastore of format"):
-            changed(**options)  # type: ignore[arg-type]
+            changed(**options)
 
 
 def test_concurrent_writers_leave_one_complete_store(tmp_path: Path) -> None:

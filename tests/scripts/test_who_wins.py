@@ -32,7 +32,7 @@ def mean_length(target: TableModel, trees: DraftedTrees, verifier: str) -> float
 
 
 @pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
-# Node 1 of the second is chosen without chance and stands before the siblings that are drawn without its token.
+# Node 1 of the second tree is deterministic and comes before siblings that are drawn without its token.
 @pytest.mark.parametrize(
     ("parents", "delta"),
     [(TREE, None), ([-1, 0, 0, 1, 2], {1: 1}), ([-1, 0, 1, 2], None)],
