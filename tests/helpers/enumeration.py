@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.outcomes import Cells, MoreDraws, Outcomes, as_random
+from helpers.outcomes import Cells, Outcomes, as_random
 from helpers.table_models import TableLM, TableModel
 from stree.kernels.tree_growth import operands
 from stree.sampling import Random, Sampling
@@ -18,23 +18,9 @@ from stree.tree import TokenTree
 from stree.verify import DELTA, SAMPLED, Acceptance, DraftProbs, accept
 
 __all__ = [
-    "EXACT",
-    "PLAIN",
-    "Cells",
-    "DraftedTrees",
-    "MoreDraws",
-    "Outcomes",
-    "TableLM",
-    "TableModel",
-    "as_random",
-    "drafted_trees",
-    "emitted_by",
-    "every_outcome",
-    "expected_tokens",
-    "step_bias",
-    "strings_of",
-    "total_variation",
-]
+    "EXACT", "PLAIN", "DraftedTrees", "TableLM", "TableModel", "drafted_trees", "emitted_by", "every_outcome",
+    "expected_tokens", "step_bias", "strings_of", "total_variation",
+]  # fmt: skip
 
 EXACT = 1e-12  # total variation: sums in float64
 PLAIN = Sampling(1.0)
