@@ -1,6 +1,6 @@
 """Retrieval of continuations: a suffix automaton over the request's own text, and a datastore of other texts.
 
-It knows tokens only: no models, no tensors. The ``numba_*`` files hold the code that numba compiles.
+Works on token lists and numpy arrays, without models or tensors. The ``numba_*`` files hold what numba compiles.
 """
 
 from stree.retrieval.automaton import SuffixAutomaton
