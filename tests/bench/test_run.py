@@ -105,19 +105,6 @@ def test_a_run_cut_off_anywhere_ends_as_an_undisturbed_one(
         assert set(checks.values()) == {1} and len(checks) == 6, cut
 
 
-def test_real_runs_with_one_seed_give_the_same_tokens_however_often_they_were_cut_off(
-    tmp_path: Path, suites: list[Suite]
-) -> None:
-    wanted, whole = texts(run(tmp_path / "one", suites)[0]), (tmp_path / "one" / "results.jsonl").read_bytes()
-    out = tmp_path / "two"
-    out.mkdir()
-    (out / "run.json").write_bytes((tmp_path / "one" / "run.json").read_bytes())
-    (out / "results.jsonl").write_bytes(whole[: len(whole) // 2])
-    assert texts(run(out, suites)[0]) == wanted
-    other = texts(run(tmp_path / "three", suites[1:], "plain", Settings(5, (0.8,), seed=8))[0])
-    assert all(tokens != wanted[key] for key, tokens in other.items())
-
-
 def test_a_second_turn_has_plain_decoding_s_first_answer_in_context(
     tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch
 ) -> None:
