@@ -11,8 +11,8 @@ import os
 
 import pytest
 import torch
-from helpers.enumerated_texts import Turns, drafts_of, joint_of_loop, joint_of_steps, strings_of
-from helpers.enumeration import EXACT, PLAIN, total_variation
+from helpers.enumerated_texts import Turns, drafts_of, joint_of_loop, joint_of_steps
+from helpers.enumeration import EXACT, PLAIN, strings_of, total_variation
 from helpers.growth_drafts import table_drafter
 from helpers.table_models import TableModel
 
