@@ -120,18 +120,18 @@ class Sampling(_Distributions):
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
 
-    @property  # type: ignore[override]
-    def is_greedy(self) -> bool:
+    @property
+    def is_greedy(self) -> bool:  # type: ignore[override]
         """Whether every draw is an argmax."""
         return self.temperature == 0
 
-    @property  # type: ignore[override]
-    def greedy_rows(self) -> None:
+    @property
+    def greedy_rows(self) -> None:  # type: ignore[override]
         """No sequence is sampled otherwise than the others; see ``BatchSampling``."""
         return None
 
-    @property  # type: ignore[override]
-    def truncates(self) -> bool:
+    @property
+    def truncates(self) -> bool:  # type: ignore[override]
         """Whether top-k, top-p or min-p may exclude tokens."""
         return self.limits != (NO_TOP_K, math.inf, 0.0)
 
