@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stree.distributions import Distributions, per_row
 from stree.kernels.dispatch import host_can_read
 from stree.kernels.ops import philox_uniform
-from stree.kernels.sampling import softmax
 
 __all__ = ["MAX_RANKS", "AnySampling", "BatchSampling", "Random", "Sampling"]
 
@@ -27,65 +27,8 @@ LEAST_TEMPERATURE = 1e-30  # logits divided by less could overflow float32, and 
 NO_TOP_K = 1 << 31  # of a sequence without that limit
 
 
-class _Distributions:
-    """What sampling parameters, of one sequence or of each row of a batch, make of logits."""
-
-    __slots__ = ()
-    is_greedy: bool
-    truncates: bool
-    greedy_rows: Tensor | None
-
-    def _divisor(self) -> float | Tensor:
-        raise NotImplementedError
-
-    def _limits(self, logits: Tensor) -> Sequence[Tensor]:
-        """Return divisors, top-k, top-p and min-p, which broadcast with the logits."""
-        raise NotImplementedError
-
-    def probs(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
-        """Turn float[..., vocab] logits into probabilities of the same shape, in float32 or wider.
-
-        At temperature 0 the distribution is one-hot at the argmax.
-
-        Args:
-            logits: not normalised; [batch, ..., vocab] for a batch.
-            out: tensor for the probabilities, or None for a new one.
-        """
-        if self.is_greedy:
-            return _one_hot(logits, out)
-        if self.truncates:
-            probs = _truncated_probs(logits, self._limits(logits), out)
-        else:
-            probs = softmax.probs(logits, self._divisor(), out)
-        if self.greedy_rows is None:
-            return probs
-        is_greedy, best = _per_row(self.greedy_rows, probs), logits.argmax(-1, keepdim=True)
-        at_best = torch.where(is_greedy, 1.0, probs.gather(-1, best))
-        return probs.masked_fill_(is_greedy, 0.0).scatter_(-1, best, at_best)
-
-    def draft_probs(self, logits: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the distribution that candidates are ranked or drawn by: at temperature 0 that of temperature 1.
-
-        Returns:
-            The probabilities, and their Euclidean norms float32[...] where they cost no pass of their own.
-        """
-        if self.truncates:
-            return _truncated_probs(logits, self._limits(logits), out), None
-        return softmax.probs_and_norms(logits, 1.0 if self.is_greedy else self._divisor(), out)
-
-    def has_distribution(self, logits: Tensor) -> Tensor:
-        """Return where float[..., vocab] logits define a distribution, bool[...]: no NaN, and no +inf unless greedy."""
-        largest = logits.amax(-1)  # NaN where any logit is NaN: one pass and no copy
-        if self.is_greedy:
-            return ~largest.isnan()
-        is_finite = largest < torch.inf
-        if self.greedy_rows is None:
-            return is_finite
-        return is_finite | (_per_row(self.greedy_rows, largest) & ~largest.isnan())
-
-
 @dataclass(frozen=True, slots=True)
-class Sampling(_Distributions):
+class Sampling(Distributions):
     """Temperature, top-k, top-p and min-p, applied in this order as transformers does.
 
     Attributes:
@@ -150,7 +93,7 @@ class Sampling(_Distributions):
         return torch.tensor(self.temperature, dtype=torch.float64), top_k, top_p, min_p
 
 
-class BatchSampling(_Distributions):
+class BatchSampling(Distributions):
     """The sampling parameters of a batch, one row per sequence, as tensors that a captured step reads.
 
     Which operations run is decided once, for all sequences that the batch will hold: an argmax where all are greedy,
@@ -214,37 +157,10 @@ class BatchSampling(_Distributions):
         return self._divisors
 
     def _limits(self, logits: Tensor) -> Sequence[Tensor]:
-        return [_per_row(part, logits) for part in (self._divisors, self._top_k, self._top_p, self._min_p)]
+        return [per_row(part, logits) for part in (self._divisors, self._top_k, self._top_p, self._min_p)]
 
 
 AnySampling = Sampling | BatchSampling
-
-
-def _per_row(values: Tensor, like: Tensor) -> Tensor:
-    """View [batch] values as [batch, 1, ...], to be broadcast with a tensor."""
-    return values.view(-1, *(1,) * (like.dim() - 1))
-
-
-def _one_hot(logits: Tensor, out: Tensor | None) -> Tensor:
-    """Return distributions that are one-hot at the argmax, in float32 or wider."""
-    if out is None:
-        out = torch.empty_like(logits, dtype=torch.promote_types(logits.dtype, torch.float32))
-    return out.zero_().scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-
-
-def _truncated_probs(logits: Tensor, limits: Sequence[Tensor], out: Tensor | None) -> Tensor:
-    """Return probabilities after top-k, top-p and min-p; ``limits``: divisors and these three."""
-    temperature, top_k, top_p, min_p = limits
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits = logits / temperature.to(logits.dtype)
-    ordered, order = logits.sort(-1, descending=True)
-    kth = (top_k - 1).clamp(max=logits.shape[-1] - 1).expand(*logits.shape[:-1], 1)
-    is_excluded = ordered < ordered.gather(-1, kth)  # ties with the k-th are kept
-    probs = ordered.masked_fill(is_excluded, -torch.inf).softmax(-1)
-    is_excluded |= probs.cumsum(-1) - probs >= top_p  # the token that reaches top_p is kept
-    is_excluded |= ordered < ordered[..., :1] + min_p.log().to(logits.dtype)
-    is_excluded = is_excluded.scatter(-1, order, is_excluded)
-    return torch.softmax(logits.masked_fill_(is_excluded, -torch.inf), -1, out=out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -137,6 +137,16 @@ class TokenTree:
         index = torch.arange(self.parents.shape[1], device=self.parents.device)
         return (self.parents < 0) & (index > 0)
 
+    def prune(self, kept: Tensor) -> TokenTree:
+        """Return the tree of int64[batch, count] kept nodes, whose parents are kept and come first."""
+        batch, n = self.tokens.shape
+        number = torch.full((batch, n), -1, device=kept.device)
+        number.scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand(batch, -1))
+        parents = self.parents.gather(1, kept)
+        parents = torch.where(parents >= 0, number.gather(1, parents.clamp(min=0).long()), -1).to(torch.int32)
+        mask = self.ancestor_mask.take_along_dim(kept[..., None], 1).take_along_dim(kept[:, None], 2)
+        return TokenTree.unchecked(self.tokens.gather(1, kept), parents, self.depths.gather(1, kept), mask)
+
     def check(self) -> None:
         """Raise ValueError for the first token or parent that is not valid."""
         for row, (tokens, parents) in enumerate(zip(self.tokens.tolist(), self.parents.tolist(), strict=True)):

@@ -1,4 +1,4 @@
-"""Draws of child tokens without replacement: on the CPU in numba, on a GPU in Triton."""
+"""Draws of child tokens without replacement, in numba on the CPU and in Triton on a GPU; what they were drawn from."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from stree.growth import Plan
 from stree.kernels.dispatch import host_can_read
 from stree.kernels.ops import draw_distinct
 from stree.sampling import MAX_RANKS, Random
+from stree.verify import DELTA, INDEPENDENT, SAMPLED, DraftProbs
 
-__all__ = ["Draws"]
+__all__ = ["Draws", "draft_probs"]
 
 # Draws without replacement stop when this share of a distribution is left: float64 sums would not be exact enough.
 LEAST_MASS = 2.0**-20
@@ -80,3 +82,22 @@ def _draw_on_host(probs: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     flat = [tensor.reshape(-1, tensor.shape[-1]).numpy() for tensor in (probs, numbers, tokens, drawn)]
     draw_rows(*flat, LEAST_MASS)
     return tokens, drawn
+
+
+def draft_probs(probs: Tensor, rows: Tensor, plan: Plan, greedy_rows: Tensor | None) -> DraftProbs:
+    """Distributions that nodes were drawn from: float[batch, nodes run, vocab], and each node's row of them.
+
+    The nodes of greedy sequences, bool[batch], were not drawn.
+    """
+    most = plan.num_nodes if plan.is_heap else max((layer.ranks for layer in plan.layers), default=0)
+    kind = INDEPENDENT if plan.drawing == "independent" else SAMPLED
+    kinds = _kinds(rows.shape, kind, rows.device)
+    if greedy_rows is not None:
+        kinds = kinds.masked_fill(greedy_rows[:, None], DELTA)
+    return DraftProbs(probs, rows, kinds, most)
+
+
+@cache  # captured steps read them: none may be dropped
+def _kinds(shape: torch.Size, kind: int, device: torch.device) -> Tensor:
+    """int8 tensor of a shape, of nodes that are all of one kind."""
+    return torch.full(shape, kind, dtype=torch.int8, device=device)

@@ -22,7 +22,6 @@ from stree.drafters.budget_split import draws_by_value, retrieved_share
 from stree.drafters.hiding import HidingLM, has_share
 from stree.drafters.merge import append_best, keep_best, with_delta
 from stree.drafters.retrieval_calibration import RetrievalCalibration
-from stree.drafters.tree_builder import prune
 from stree.growth import Growth, Plan
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random
@@ -197,7 +196,7 @@ class _FusedRun(DraftRun):
         self._num_columns = key.shape[1]
         probs = with_delta(draft.probs, key.shape[1] - draft.tree.tokens.shape[1], order)
         values = (values * ~tree.is_padding).gather(1, order)
-        tree = prune(tree, order)
+        tree = tree.prune(order)
         self._retrieving.extend(tree)
         self._tokens = tree.tokens
         return Draft(tree, probs, max(draft.max_depth, retrieved.max_depth), draft.num_calls, values)

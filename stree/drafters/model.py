@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from stree.drafters.base import Draft, Drafter, DraftRun
 from stree.drafters.draft_state import DraftState
+from stree.drafters.draws import draft_probs
 from stree.drafters.growing import grow_heap, grow_layers
 from stree.drafters.merge import missed_nodes, without_children
 from stree.drafters.none import root_only
@@ -22,7 +23,7 @@ from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
 from stree.sampling import AnySampling, Random
 from stree.tree import TokenTree
-from stree.verify import DELTA, INDEPENDENT, SAMPLED, Acceptance, DraftProbs
+from stree.verify import Acceptance
 
 __all__ = ["ModelDrafter", "check_vocabulary"]
 
@@ -144,8 +145,8 @@ class _ModelRun(DraftRun):
         tree = TokenTree.unchecked(nodes.tokens, nodes.parents, nodes.depths, nodes.mask)
         self._proposed = _Proposed(Proposal(tree, nodes.values, selected, kept_slots), grown.tokens, grown.num_run)
         depth = plan.num_nodes if plan.is_heap else grown.num_layers
-        draft_probs = None if probs is None else _draft_probs(probs, nodes.rows, plan, growth.sampling.greedy_rows)
-        return Draft(tree, draft_probs, depth, num_calls + grown.num_calls, nodes.values)
+        drawn_from = None if probs is None else draft_probs(probs, nodes.rows, plan, growth.sampling.greedy_rows)
+        return Draft(tree, drawn_from, depth, num_calls + grown.num_calls, nodes.values)
 
     def _grow(self, grown: GrownTree, plan: Plan, sampling: AnySampling) -> tuple[Tensor | None, KeptSlots]:
         run_frontier = partial(grown.run, self._lm, self._state.decode_state)
@@ -285,22 +286,3 @@ class _ModelRun(DraftRun):
         tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         device = self._state.leaf.device
         self.acceptance_model.read_text(tokens.to(device), None, lengths.to(device, torch.int32))
-
-
-def _draft_probs(probs: Tensor, rows: Tensor, plan: Plan, greedy_rows: Tensor | None) -> DraftProbs:
-    """Distributions that nodes were drawn from: float[batch, nodes run, vocab], and each node's row of them.
-
-    The nodes of greedy sequences, bool[batch], were not drawn.
-    """
-    most = plan.num_nodes if plan.is_heap else max((layer.ranks for layer in plan.layers), default=0)
-    kind = INDEPENDENT if plan.drawing == "independent" else SAMPLED
-    kinds = _kinds(rows.shape, kind, rows.device)
-    if greedy_rows is not None:
-        kinds = kinds.masked_fill(greedy_rows[:, None], DELTA)
-    return DraftProbs(probs, rows, kinds, most)
-
-
-@cache  # captured steps read them: none may be dropped
-def _kinds(shape: torch.Size, kind: int, device: torch.device) -> Tensor:
-    """int8 tensor of a shape, of nodes that are all of one kind."""
-    return torch.full(shape, kind, dtype=torch.int8, device=device)

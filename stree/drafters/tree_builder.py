@@ -20,7 +20,7 @@ from stree.kernels.tree_growth.operands import Chosen, Columns, Layout, Proposed
 from stree.models.tree_lm import TreeLM
 from stree.tree import TokenTree
 
-__all__ = ["FIRST_DRAFTED", "GrownTree", "narrowed", "num_columns", "num_run", "prune"]
+__all__ = ["FIRST_DRAFTED", "GrownTree", "narrowed", "num_columns", "num_run"]
 
 FIRST_DRAFTED = 2  # column of the first drafted node
 
@@ -256,7 +256,7 @@ class GrownTree:
         rows, values = tree.parents, self._value[:, : self.size - 1]
         if selected is not None:
             rows, values = (tensor.gather(1, selected) for tensor in (rows, values))
-            tree = prune(tree, selected)
+            tree = tree.prune(selected)
         return Proposed(tree.tokens, tree.parents, tree.depths, tree.ancestor_mask, values, rows)
 
     def target_tree(self) -> TokenTree:
@@ -290,14 +290,3 @@ def _begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int) -> Column
     mask[:, 1, 0] = has_leaf
     values = torch.ones(batch, room - 1, dtype=torch.float32, device=device)
     return Columns(root_offset, tokens, parents, depths, mask, values)
-
-
-def prune(tree: TokenTree, kept: Tensor) -> TokenTree:
-    """Return the tree of int64[batch, count] kept nodes, whose parents are kept and come first."""
-    batch, n = tree.tokens.shape
-    number = torch.full((batch, n), -1, device=kept.device)
-    number.scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand(batch, -1))
-    parents = tree.parents.gather(1, kept)
-    parents = torch.where(parents >= 0, number.gather(1, parents.clamp(min=0).long()), -1).to(torch.int32)
-    mask = tree.ancestor_mask.take_along_dim(kept[..., None], 1).take_along_dim(kept[:, None], 2)
-    return TokenTree.unchecked(tree.tokens.gather(1, kept), parents, tree.depths.gather(1, kept), mask)
