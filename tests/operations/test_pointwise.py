@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.launch_keys import Key, launch_keys
-from helpers.operation_families import DEVICE, error
+from helpers.operation_problem import DEVICE, error
 from torch import Tensor
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb

@@ -15,16 +15,8 @@ import pytest
 import torch
 from helpers import oracles
 from helpers.host_reads import NoHostReads
-from helpers.operation_families import (
-    ATTENTION,
-    CONV,
-    DELTA,
-    DIAGONAL,
-    FAMILIES,
-    KDA,
-    RECURRENCES,
-    SELECTIVE,
-    SSD,
+from helpers.operation_families import ATTENTION, CONV, DELTA, DIAGONAL, FAMILIES, KDA, RECURRENCES, SELECTIVE, SSD
+from helpers.operation_problem import (
     Family,
     Problem,
     Tensors,

@@ -13,16 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.operation_families import (
-    ATTENTION,
-    CONV,
-    DELTA,
+from helpers.operation_families import ATTENTION, CONV, DELTA, DIAGONAL, FAMILIES, KDA, SELECTIVE, SSD
+from helpers.operation_problem import (
     DEVICE,
-    DIAGONAL,
-    FAMILIES,
-    KDA,
-    SELECTIVE,
-    SSD,
     Family,
     Problem,
     chain,
