@@ -277,3 +277,8 @@ ATTENTION = Family(
 
 FAMILIES = (SSD, DELTA, KDA, SELECTIVE, DIAGONAL, CONV, ATTENTION)
 RECURRENCES = FAMILIES[:5]
+# Few heads, each of which is a program that the interpreter runs.
+FEW: dict[str, dict[str, Any]] = {
+    "ssd": {"heads": 2, "groups": 1}, "gated_delta": {"key_heads": 1, "heads": 2}, "kda": {"key_heads": 1, "heads": 2},
+    "attention": {"kv_heads": 1},
+}  # fmt: skip

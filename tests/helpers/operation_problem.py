@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from helpers import oracles
+from stree.kernels.precision import float32_tolerance
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Tensors = dict[str, Tensor]
@@ -186,3 +187,20 @@ def off_path(parents: Tensor, ends: tuple[int | None, ...], room: int) -> Tensor
     for row, end in enumerate(ends):
         off[row, [] if end is None else oracles.path_to(parents[row].tolist(), end)] = False
     return off.to(DEVICE)
+
+
+# Largest error of a Triton version as a share of the largest value of the reference on the same rounded inputs.
+TOLERANCE = {
+    torch.float32: float32_tolerance(400),  # 6e-8 rounding, sums of some hundred products
+    torch.bfloat16: 2e-2,  # the output has 8 bits, and the interpreter rounds them towards zero
+    torch.float16: 2e-3,  # the output has 11 bits
+}
+CLOSE = TOLERANCE[torch.float32]
+
+
+def assert_scanned(problem: Problem, first: int = 0, tolerance: float = CLOSE) -> None:
+    """Require the reference's outputs of all nodes from some on."""
+    wanted = problem.is_node[:, first:]
+    y = problem.scan(first=first, backend="triton")
+    assert y.dtype == problem.given[problem.dtype_of].dtype and y.is_contiguous() and bool(y.isfinite().all())
+    assert error(y[wanted], problem.to(torch.float64).scan(first=first)[wanted]) < tolerance
