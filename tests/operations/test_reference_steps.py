@@ -1,6 +1,6 @@
 """A step of the reference is commit, then write, then scan, bit for bit, and reads no device.
 
-Run: python -m pytest tests/operations/test_steps.py
+Run: python -m pytest tests/operations/test_reference_steps.py
 """
 
 # Operands travel as dictionaries and tuples, which a type checker cannot count against a signature.
