@@ -65,6 +65,12 @@ class Family:
     pads_exactly: bool = True
     new_cache: Callable[[Any], Any] = _dynamic_cache
 
+    def patch(self, module: Any, layer: int) -> LayerSpec:
+        """Make a stateful module of a layer score trees; return its sizes."""
+        patch = self.mixers[type(module).__name__]
+        # RecurrentGemma's blocks do not know their layer.
+        return patch(module, layer=layer) if patch is patch_rg_lru else patch(module)
+
 
 def _attention_only(name: str) -> Family:
     """Make the row of a family whose layers all hold ``<name>Attention``."""
@@ -141,8 +147,8 @@ def family_of(config: Any) -> Family:
     return FAMILIES[model_type]
 
 
-def stateful_modules(model: PreTrainedModel, family: Family) -> list[tuple[int, Any, Patch]]:
-    """List layer index, module and patch function of every module of a model that holds a state.
+def stateful_modules(model: PreTrainedModel, family: Family) -> list[tuple[int, Any]]:
+    """List layer index and module of every module of a model that holds a state.
 
     A layer may hold several such modules, and several layers may share one module, so the index is that of the
     module's path.
@@ -152,7 +158,7 @@ def stateful_modules(model: PreTrainedModel, family: Family) -> list[tuple[int, 
             or rotary positions change with the longest text.
     """
     check_rotary(model)
-    found: list[tuple[int, Any, Patch]] = []
+    found: list[tuple[int, Any]] = []
     covered: set[int] = set()
     inside = "?"  # path prefix of the parts of the last supported module
     for path, module in model.named_modules(remove_duplicate=False):
@@ -162,8 +168,7 @@ def stateful_modules(model: PreTrainedModel, family: Family) -> list[tuple[int, 
             continue
         if kind in family.mixers:
             check_mixer(path, module)
-            patch = family.mixers[kind]
-            found.append((layer, module, partial(patch, layer=layer) if patch is patch_rg_lru else patch))
+            found.append((layer, module))
         elif kind not in family.stateless:
             if not path.startswith(inside) and any(hasattr(module, sign) for sign in SIGNS):
                 raise NotImplementedError(

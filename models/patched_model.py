@@ -45,14 +45,19 @@ class PatchedModel:
             raise TypeError(
                 f"model must be a loaded transformers model (TreeLM.from_pretrained loads), got {model!r:.80}"
             )
+        self.family = family_of(model.config)
+        found = stateful_modules(model, self.family)
         self._in_training = [module for module in model.modules() if module.training]
         self.model = model.eval()
-        self.family = family_of(model.config)
         self.mixers: dict[Site, Any] = {}
         self.specs: dict[Site, LayerSpec] = {}
-        for layer, mixer, patch in stateful_modules(model, self.family):
-            spec = patch(mixer)
-            self.mixers[layer, type(spec)], self.specs[layer, type(spec)] = mixer, spec
+        try:
+            for layer, mixer in found:
+                spec = self.family.patch(mixer, layer)
+                self.mixers[layer, type(spec)], self.specs[layer, type(spec)] = mixer, spec
+        except NotImplementedError:
+            self.release()
+            raise
         patch_fused_layers(model)
         patch_for_recording(model)
         if {self.device} != self.devices:

@@ -15,6 +15,7 @@ from stree.checks import check_sizes
 from stree.models.hidden_states import check_hidden_layers
 from stree.models.loading import load_model
 from stree.models.prefill import check_extension, check_prompts, run_prompts
+from stree.models.self_check import check_adapters, check_model
 from stree.models.state import DecodeState
 from stree.models.tree_scorer import TreeScorer
 
@@ -54,8 +55,13 @@ class TreeLM(TreeScorer):
     captures_steps: bool | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
         self.cache = dict[str, Any]()
+        super().__init__(model)
+        try:
+            check_adapters(self)
+        except BaseException:
+            self.release()
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave captured steps out of copies and pickles: they hold memory addresses of this model."""
@@ -94,6 +100,19 @@ class TreeLM(TreeScorer):
                 name_or_path, device=device, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code
             )
         )
+
+    def self_check(self) -> None:
+        """Compare trees with the model's own forward: a layer of every kind in float32, then the whole model's logits.
+
+        A layer of each class is compared already when the model is patched, once for each release of transformers.
+
+        Raises:
+            NotImplementedError: a layer computes something else than trees would; the message names its class.
+            RuntimeError: the logits of three trees differ from those after the same texts.
+        """
+        self.check_ready()
+        check_adapters(self, anew=True)
+        check_model(self)
 
     def check_ready(self) -> None:
         """Raise if the model cannot run now.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import overload
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from stree.kernels.dispatch import host_can_read
 from stree.kernels.topology import Topology, most_nodes
@@ -25,11 +25,15 @@ __all__ = ["TreeScorer"]
 class TreeScorer(PatchedModel):
     """A patched model that verifies token trees and commits paths of them; see ``TreeLM``."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
-        widths = [spec.conv_width for spec in self.specs.values() if spec.conv_width is not None]
-        self._conv_width = max(widths, default=None)
-        self._has_diagonal = any(spec.is_diagonal for spec in self.specs.values())
+    @cached_property
+    def _conv_width(self) -> int | None:
+        """Taps of the longest short convolution."""
+        return max((spec.conv_width for spec in self.specs.values() if spec.conv_width is not None), default=None)
+
+    @cached_property
+    def _has_diagonal(self) -> bool:
+        """Whether a layer has a diagonal state."""
+        return any(spec.is_diagonal for spec in self.specs.values())
 
     @overload
     def verify(self, state: DecodeState, tree: TokenTree, first: int = 0) -> Tensor: ...

@@ -7,7 +7,7 @@ nor on the backend, and no number is used twice (Philox 4x32-10: Salmon et al., 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,8 +27,65 @@ LEAST_TEMPERATURE = 1e-30  # logits divided by less could overflow float32, and 
 NO_TOP_K = 1 << 31  # of a sequence without that limit
 
 
+class _Distributions:
+    """What sampling parameters, of one sequence or of each row of a batch, make of logits."""
+
+    __slots__ = ()
+    is_greedy: bool
+    truncates: bool
+    greedy_rows: Tensor | None
+
+    def _divisor(self) -> float | Tensor:
+        raise NotImplementedError
+
+    def _limits(self, logits: Tensor) -> Sequence[Tensor]:
+        """Return divisors, top-k, top-p and min-p, which broadcast with the logits."""
+        raise NotImplementedError
+
+    def probs(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
+        """Turn float[..., vocab] logits into probabilities of the same shape, in float32 or wider.
+
+        At temperature 0 the distribution is one-hot at the argmax.
+
+        Args:
+            logits: not normalised; [batch, ..., vocab] for a batch.
+            out: tensor for the probabilities, or None for a new one.
+        """
+        if self.is_greedy:
+            return _one_hot(logits, out)
+        if self.truncates:
+            probs = _truncated_probs(logits, self._limits(logits), out)
+        else:
+            probs = softmax.probs(logits, self._divisor(), out)
+        if self.greedy_rows is None:
+            return probs
+        is_greedy, best = _per_row(self.greedy_rows, probs), logits.argmax(-1, keepdim=True)
+        at_best = torch.where(is_greedy, 1.0, probs.gather(-1, best))
+        return probs.masked_fill_(is_greedy, 0.0).scatter_(-1, best, at_best)
+
+    def draft_probs(self, logits: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the distribution that candidates are ranked or drawn by: at temperature 0 that of temperature 1.
+
+        Returns:
+            The probabilities, and their Euclidean norms float32[...] where they cost no pass of their own.
+        """
+        if self.truncates:
+            return _truncated_probs(logits, self._limits(logits), out), None
+        return softmax.probs_and_norms(logits, 1.0 if self.is_greedy else self._divisor(), out)
+
+    def has_distribution(self, logits: Tensor) -> Tensor:
+        """Return where float[..., vocab] logits define a distribution, bool[...]: no NaN, and no +inf unless greedy."""
+        largest = logits.amax(-1)  # NaN where any logit is NaN: one pass and no copy
+        if self.is_greedy:
+            return ~largest.isnan()
+        is_finite = largest < torch.inf
+        if self.greedy_rows is None:
+            return is_finite
+        return is_finite | (_per_row(self.greedy_rows, largest) & ~largest.isnan())
+
+
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(_Distributions):
     """Temperature, top-k, top-p and min-p, applied in this order as transformers does.
 
     Attributes:
@@ -64,17 +121,17 @@ class Sampling:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
 
     @property
-    def is_greedy(self) -> bool:
+    def is_greedy(self) -> bool:  # type: ignore[override]
         """Whether every draw is an argmax."""
         return self.temperature == 0
 
     @property
-    def greedy_rows(self) -> None:
+    def greedy_rows(self) -> None:  # type: ignore[override]
         """No sequence is sampled otherwise than the others; see ``BatchSampling``."""
         return None
 
     @property
-    def truncates(self) -> bool:
+    def truncates(self) -> bool:  # type: ignore[override]
         """Whether top-k, top-p or min-p may exclude tokens."""
         return self.limits != (NO_TOP_K, math.inf, 0.0)
 
@@ -85,40 +142,15 @@ class Sampling:
         top_p = math.inf if self.top_p in (None, 1) or self.is_greedy else float(self.top_p or 0)
         return top_k, top_p, 0.0 if self.is_greedy else float(self.min_p or 0)
 
-    def has_distribution(self, logits: Tensor) -> Tensor:
-        """Return where float[..., vocab] logits define a distribution, bool[...]: no NaN, and no +inf unless greedy."""
-        largest = logits.amax(-1)  # NaN where any logit is NaN: one pass and no copy
-        return ~largest.isnan() if self.is_greedy else largest < torch.inf
+    def _divisor(self) -> float:
+        return self.temperature
 
-    def probs(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
-        """Turn float[..., vocab] logits into probabilities of the same shape, in float32 or wider.
-
-        At temperature 0 the distribution is one-hot at the argmax.
-
-        Args:
-            logits: not normalised.
-            out: tensor for the probabilities, or None for a new one.
-        """
-        if self.is_greedy:
-            return _one_hot(logits, out)
-        return self.draft_probs(logits, out)[0] if self.truncates else softmax.probs(logits, self.temperature, out)
-
-    def draft_probs(self, logits: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the distribution that candidates are ranked or drawn by: at temperature 0 that of temperature 1.
-
-        Returns:
-            The probabilities, and their Euclidean norms float32[...] where they cost no pass of their own.
-        """
-        if self.is_greedy:
-            return softmax.probs_and_norms(logits, 1.0, out)
-        if not self.truncates:
-            return softmax.probs_and_norms(logits, self.temperature, out)
+    def _limits(self, logits: Tensor) -> Sequence[Tensor]:
         top_k, top_p, min_p = (torch.tensor(value, device=logits.device) for value in self.limits)
-        temperature = torch.tensor(self.temperature, dtype=torch.float64)
-        return _truncated_probs(logits, temperature, top_k, top_p, min_p, out), None
+        return torch.tensor(self.temperature, dtype=torch.float64), top_k, top_p, min_p
 
 
-class BatchSampling:
+class BatchSampling(_Distributions):
     """The sampling parameters of a batch, one row per sequence, as tensors that a captured step reads.
 
     Which operations run is decided once, for all sequences that the batch will hold: an argmax where all are greedy,
@@ -141,7 +173,7 @@ class BatchSampling:
         is_greedy = {kind.is_greedy for kind in kinds}
         self.is_greedy, self.truncates = is_greedy == {True}, any(kind.truncates for kind in kinds)
         self.temperature = torch.zeros(batch, dtype=torch.float64, device=device)
-        self._divisor = torch.ones_like(self.temperature)
+        self._divisors = torch.ones_like(self.temperature)
         self._top_k = torch.full((batch,), NO_TOP_K, device=device)
         self._top_p, self._min_p = torch.full_like(self.temperature, math.inf), torch.zeros_like(self.temperature)
         self.greedy_rows: Tensor | None = None
@@ -167,7 +199,7 @@ class BatchSampling:
             raise ValueError(f"{self} does not serve {sampling}")
         if self.greedy_rows is not None:
             self.greedy_rows[row] = sampling.is_greedy
-        self.temperature[row], self._divisor[row] = sampling.temperature, sampling.temperature or 1.0
+        self.temperature[row], self._divisors[row] = sampling.temperature, sampling.temperature or 1.0
         self._top_k[row], self._top_p[row], self._min_p[row] = sampling.limits
 
     def select(self, rows: Tensor) -> BatchSampling:
@@ -178,36 +210,11 @@ class BatchSampling:
         )
         return other
 
-    def has_distribution(self, logits: Tensor) -> Tensor:
-        """Return where float[batch, ..., vocab] logits define a distribution: see ``Sampling.has_distribution``."""
-        largest = logits.amax(-1)
-        if self.is_greedy:
-            return ~largest.isnan()
-        is_finite = largest < torch.inf
-        if self.greedy_rows is None:
-            return is_finite
-        return is_finite | (_per_row(self.greedy_rows, largest) & ~largest.isnan())
+    def _divisor(self) -> Tensor:
+        return self._divisors
 
-    def probs(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
-        """Turn float[batch, ..., vocab] logits into probabilities: see ``Sampling.probs``."""
-        if self.is_greedy:
-            return _one_hot(logits, out)
-        probs = self.draft_probs(logits, out)[0] if self.truncates else softmax.probs(logits, self._divisor, out)
-        if self.greedy_rows is None:
-            return probs
-        is_greedy, best = _per_row(self.greedy_rows, probs), logits.argmax(-1, keepdim=True)
-        at_best = torch.where(is_greedy, 1.0, probs.gather(-1, best))
-        return probs.masked_fill_(is_greedy, 0.0).scatter_(-1, best, at_best)
-
-    def draft_probs(self, logits: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the distributions that candidates are ranked or drawn by: see ``Sampling.draft_probs``."""
-        if self.is_greedy:
-            return softmax.probs_and_norms(logits, 1.0, out)
-        if not self.truncates:
-            return softmax.probs_and_norms(logits, self._divisor, out)
-        parameters = self._divisor, self._top_k, self._top_p, self._min_p
-        temperature, top_k, top_p, min_p = (_per_row(part, logits) for part in parameters)
-        return _truncated_probs(logits, temperature, top_k, top_p, min_p, out), None
+    def _limits(self, logits: Tensor) -> Sequence[Tensor]:
+        return [_per_row(part, logits) for part in (self._divisors, self._top_k, self._top_p, self._min_p)]
 
 
 AnySampling = Sampling | BatchSampling
@@ -225,10 +232,9 @@ def _one_hot(logits: Tensor, out: Tensor | None) -> Tensor:
     return out.zero_().scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
 
 
-def _truncated_probs(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, out: Tensor | None
-) -> Tensor:
-    """Return probabilities after top-k, top-p and min-p; the parameters broadcast with the logits."""
+def _truncated_probs(logits: Tensor, limits: Sequence[Tensor], out: Tensor | None) -> Tensor:
+    """Return probabilities after top-k, top-p and min-p; ``limits``: divisors and these three."""
+    temperature, top_k, top_p, min_p = limits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = logits / temperature.to(logits.dtype)
     ordered, order = logits.sort(-1, descending=True)

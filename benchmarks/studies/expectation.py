@@ -17,12 +17,12 @@ __all__ = ["expected_path", "from_coins"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Coins(Random):
-    """Random numbers that write down with which probability each coin of ``accept`` shows."""
+    """Random numbers that record the acceptance probability of each test of ``accept``."""
 
     seen: list[Tensor]
 
     def bernoulli(self, purpose: str, probs: Tensor, offset: Tensor, node: Tensor | int = 0) -> Tensor:
-        """Toss, as ``Random`` does."""
+        """Record the probabilities, then draw as ``Random`` does."""
         self.seen.append(probs)
         return Random.bernoulli(self, purpose, probs, offset, node)
 

@@ -103,7 +103,7 @@ class Replay:
         return self._state.lengths
 
     def move(self, tokens: Tensor) -> None:
-        """Go on by int64[batch, m] tokens of the texts, the pending ones first."""
+        """Commit int64[batch, m] further tokens of the texts, the pending ones first."""
         batch, m = tokens.shape
         self._lm.verify(self._state, TokenTree.chain(tokens))
         path = torch.arange(m, dtype=torch.int32).expand(batch, -1)
@@ -181,7 +181,7 @@ class Replay:
         self._used = most
 
     def _forget(self) -> None:
-        """Begin a new context; what held the last one's logits is used again."""
+        """Begin a new context and reuse the memory of the last one's logits."""
         batch = len(self._state.lengths)
         self._known = [_Known() for _ in range(batch)]
         self._used = 0
@@ -213,7 +213,7 @@ class Walked(Drafter):
     Args:
         drafter: such as ``SuffixDrafter``.
         texts: int64[batch, m], the tokens after the prompts.
-        stride: how many of them every step goes on by.
+        stride: tokens of the texts that every step reads.
     """
 
     def __init__(self, drafter: Drafter, texts: Tensor, stride: int) -> None:
@@ -225,7 +225,7 @@ class Walked(Drafter):
 
 
 class _WalkedRun(DraftRun):
-    """Reads the text after each proposal."""
+    """Run of a ``Walked`` drafter."""
 
     can_extend = True
 
@@ -237,10 +237,10 @@ class _WalkedRun(DraftRun):
         return self._run.propose(pending, growth, budget)
 
     def extend(self, tree: TokenTree) -> None:
-        """Take no note: the text goes on as it is."""
+        """Has no effect, since the texts are fixed."""
 
     def observe(self, acceptance: Acceptance) -> None:
-        """Read on."""
+        """Read the next tokens of the texts, whatever was accepted."""
         begin, m = self._step * self._stride, self._stride
         tree = TokenTree.chain(self._texts[:, begin : begin + m])
         self._run.extend(tree)

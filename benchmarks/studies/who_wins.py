@@ -103,7 +103,7 @@ class Block:
         return {name: sums / self.num_steps for name, sums in self.sums.items()}
 
     def _step(self, kind: Method, growth: Growth | None, run: DraftRun, pending: Tensor, following: Tensor) -> None:
-        """Draft below int64[batch] tokens of the texts, judge, and let the run learn; the texts go on as given."""
+        """Draft below int64[batch] tokens of the texts, judge, and let the run learn."""
         draft = run.propose(pending, growth, kind.nodes)
         tree, probs = draft.tree, draft.probs
         logits = self.target.verify(None, tree)
@@ -119,9 +119,9 @@ class Block:
                 self._add(Method(name, depth + 1, depth, None), 1 + on_path[:, : depth + 1].sum(1), depth + 1.0, depth)
             if not kind.cuts:
                 self._add(replace(kind, name=name), 1 + on_path.sum(1), tree.num_nodes.double(), draft.num_calls)
-        # The replayed model does not advance, so the run is shown an acceptance of the root alone.
+        # The replayed model does not advance, so the run observes an acceptance of the root alone.
         zero, ratios = torch.zeros(len(pending), 1, dtype=torch.int32), accepted[0].ratios
-        if ratios is None:  # without a log it would learn that nothing else was accepted indeed
+        if ratios is None:  # else the run would learn that every drafted node was rejected
             ratios = right_nodes(tree, logits)
         run.observe(Acceptance(zero, zero[:, 0] + 1, following, ratios))
 

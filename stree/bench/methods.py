@@ -172,7 +172,7 @@ def _growth(text: str) -> Growth | None:
 
 
 def _with_depth(growth: Any, depth: str | None, name: str) -> Growth:
-    """Limit a growth's depth."""
+    """Set the largest depth of a growth."""
     if depth is None:
         return growth  # type: ignore[no-any-return]
     if "depth" not in {field.name for field in fields(growth)}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Hashable
@@ -24,6 +25,8 @@ from stree.models.tree_lm import TreeLM
 from stree.sampling import BatchSampling
 
 __all__ = ["DecodeLoop"]
+
+logger = logging.getLogger("stree")
 
 EMPTY = Request([0], problem="an empty row")
 
@@ -52,7 +55,7 @@ class DecodeLoop:
         self.step_cache = step_cache
         self.stats = Statistics()
         self.settings: dict[str, Any] = {}
-        self.is_started = False
+        self.is_started = self._has_warned = False
         self._step: DecodeStep
         self._device = lm.device  # read once: it is looked up through the model's modules
         self._launched: deque[tuple[StepResult, int]] = deque()  # with the number of replays until then
@@ -175,6 +178,9 @@ class DecodeLoop:
         seconds = result.timer.seconds()
         self.stats.record(result.draft, committed, seconds)
         self.stats.total_s = time.perf_counter() - self._began
+        if self.stats.accepts_nothing and not self._has_warned:
+            self._has_warned = True
+            logger.warning("no drafted token was accepted in %d steps: the drafter does not fit", self.stats.steps)
         self._policy.observe([count for count in committed if count], sum(time_s for _, time_s in seconds))
 
     def _begin(self, sequences: list[Sequence], rows: list[int], logits: Tensor) -> None:

@@ -11,6 +11,7 @@ from stree.drafters import Draft
 __all__ = ["PARTS", "Generation", "Statistics"]
 
 PARTS = ("draft_s", "verify_s", "accept_s", "commit_s")
+MANY_STEPS = 200  # after which a draft of which nothing was accepted does not fit the target
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Statistics:
     nodes: int = 0
     row_steps: int = 0
     row_tokens: int = 0
+    drafted_row_steps: int = 0  # row steps for which a draft model ran or more than the root was verified
     accepted: list[int] = field(default_factory=list)  # row steps that accepted exactly i drafted nodes
 
     def record(self, draft: Draft, committed: Sequence[int], seconds: Sequence[tuple[str, float]]) -> None:
@@ -50,8 +52,14 @@ class Statistics:
         for count in filter(None, committed):
             self.row_steps += 1
             self.row_tokens += count
+            self.drafted_row_steps += draft.num_calls > 0 or draft.tree.tokens.shape[1] > 1
             self.accepted += [0] * (count - len(self.accepted))
             self.accepted[count - 1] += 1
+
+    @property
+    def accepts_nothing(self) -> bool:
+        """Whether enough was drafted and no drafted token was ever accepted."""
+        return self.drafted_row_steps >= MANY_STEPS and len(self.accepted) == 1
 
     def report(self, num_new_tokens: int) -> dict[str, Any]:
         """Rates and times, JSON-able."""

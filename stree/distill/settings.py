@@ -61,7 +61,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Look at every value."""
+        """Check every value."""
         for name in ("layers", "batch_size", "steps", "hidden"):
             value = getattr(self, name)
             if value is not None and value < 1:

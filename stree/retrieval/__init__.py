@@ -1,10 +1,11 @@
 """Retrieval of continuations: a suffix automaton over the request's own text, and a datastore of other texts.
 
-It knows tokens only: no models, no tensors. The ``numba_*`` files hold the code that numba compiles.
+Works on token lists and numpy arrays, without models or tensors. The ``numba_*`` files hold what numba compiles.
 """
 
 from stree.retrieval.automaton import SuffixAutomaton
-from stree.retrieval.continuations import Continuations, Nodes, unite
+from stree.retrieval.continuations import Continuations, Nodes
 from stree.retrieval.datastore import LONGEST_MATCH, Datastore
+from stree.retrieval.union import unite
 
 __all__ = ["LONGEST_MATCH", "Continuations", "Datastore", "Nodes", "SuffixAutomaton", "unite"]

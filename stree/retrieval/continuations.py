@@ -6,7 +6,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-__all__ = ["Continuations", "Nodes", "unite"]
+__all__ = ["Continuations", "Nodes"]
 
 
 class Continuations(NamedTuple):
@@ -53,13 +53,3 @@ class Nodes(NamedTuple):
     def below_root(self, size: int) -> Continuations:
         """List the nodes below the root of a tree of ``size`` nodes."""
         return Continuations(*(array[1:size].tolist() for array in self[:3]))
-
-
-def unite(first: Nodes, first_size: int, second: Nodes, second_size: int, out: Nodes) -> int:
-    """Merge two trees by common prefixes and keep the most probable nodes that fit; return the size with the root.
-
-    A node that is in both has the larger of its values.
-    """
-    from stree.retrieval import numba_common  # imports numba
-
-    return int(numba_common.merge(first, first_size, second, second_size, out))

@@ -14,17 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stree.retrieval.continuations import Nodes
-from stree.retrieval.numba_common import (
-    MOST_CHILDREN,
-    Array,
-    add_node,
-    compiled,
-    inner,
-    insert_ranked,
-    is_new,
-    pop,
-    push,
-)  # fmt: skip
+from stree.retrieval.numba_common import MOST_CHILDREN, Array, compiled, inner, insert_ranked, is_new, pop, push, write
 
 __all__ = [
     "COUNT", "FREQUENT_COLUMNS", "MOST_CHILDREN", "TARGET", "Automaton", "draft_from_automaton", "extend", "find",
@@ -234,7 +224,7 @@ def _expand(
     automaton: Automaton, candidates: tuple[Array, ...], count: int, node: int, place: tuple[int, int, float],
     min_match: int, backoff: int,
 ) -> int:  # fmt: skip
-    """Append the continuations of a node to ``count`` candidates; ``place``: state, length of its match, its value."""
+    """Append a node's continuations to ``count`` candidates; ``place``: state and length of its match, its value."""
     token, above, parent, probability, length = candidates
     state, match, value = place
     best, counts = np.empty(MOST_CHILDREN, np.int32), np.empty(MOST_CHILDREN + 1, np.int32)
@@ -287,7 +277,7 @@ def draft_from_automaton(automaton: Automaton, nodes: Nodes, min_match: int, bac
             break
         item = pop(heap, count - node, value)
         node += 1
-        add_node(nodes, node, token[item], parent[item], value[item])
+        write(nodes, node, token[item], parent[item], value[item])
         state = automaton.edges[find(automaton.edges, automaton.slots, above[item], token[item]), TARGET]
         match = length[item]
     return node + 1

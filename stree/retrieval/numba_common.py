@@ -16,7 +16,7 @@ from numba import njit
 
 from stree.retrieval.continuations import Nodes
 
-__all__ = ["MOST_CHILDREN", "Array", "add_node", "compiled", "inner", "insert_ranked", "is_new", "merge", "pop", "push"]
+__all__ = ["MOST_CHILDREN", "Array", "compiled", "inner", "insert_ranked", "is_new", "merge", "pop", "push", "write"]
 
 MOST_CHILDREN = 8  # continuations that are considered after one string
 
@@ -87,7 +87,7 @@ def is_new(tokens: Array, token: int) -> bool:
 
 
 @inner
-def add_node(out: Nodes, node: int, token: int, parent: int, value: float) -> None:
+def write(out: Nodes, node: int, token: int, parent: int, value: float) -> None:
     """Write one node of a tree."""
     out.tokens[node], out.parents[node], out.values[node] = token, parent, value
     out.depths[node] = out.depths[parent] + 1
@@ -129,5 +129,5 @@ def merge(first: Nodes, size: int, second: Nodes, other_size: int, out: Nodes) -
     for node in range(1, kept):
         source = order[node]
         number[source] = node
-        add_node(out, node, token[source], number[parent[source]], value[source])
+        write(out, node, token[source], number[parent[source]], value[source])
     return kept

@@ -9,17 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stree.retrieval.continuations import Nodes
-from stree.retrieval.numba_common import (
-    MOST_CHILDREN,
-    Array,
-    add_node,
-    compiled,
-    inner,
-    insert_ranked,
-    is_new,
-    pop,
-    push,
-)  # fmt: skip
+from stree.retrieval.numba_common import MOST_CHILDREN, Array, compiled, inner, insert_ranked, is_new, pop, push, write
 
 __all__ = ["Store", "draft_from_datastore", "longest_match", "read_windows"]
 
@@ -203,7 +193,7 @@ def draft_from_datastore(store: Store, key: Array, min_match: int, most_occurren
     while count > node and node + 1 < len(nodes.tokens):
         item = pop(heap, count - node, value)
         node += 1
-        add_node(nodes, node, token[item], parent[item], value[item])
+        write(nodes, node, token[item], parent[item], value[item])
         if nodes.depths[node] == longest:
             continue
         own = rows[begin[item] : begin[item] + number[item]]

@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers.tiny_family_models import family_model
 from helpers.tiny_models import TOLERANCE, tree_error
-from transformers import RwkvConfig, RwkvForCausalLM
 
 from stree import TokenTree, TreeLM
 from stree.models.families import FAMILIES as SUPPORTED
@@ -30,12 +29,6 @@ def test_a_layer_of_which_one_mixer_is_unknown_is_refused_by_name(kind: str, mon
     monkeypatch.setitem(SUPPORTED, "falcon_h1", dataclasses.replace(row, mixers=rest))
     with pytest.raises(NotImplementedError, match=f"{kind} of layer 0 is not known in a falcon_h1 model; known are"):
         TreeLM(model)
-
-
-def test_an_unknown_recurrent_family_is_refused_with_the_supported_ones() -> None:
-    config = RwkvConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
-    with pytest.raises(NotImplementedError, match="'rwkv' is not supported; supported: .*falcon_h1, .*zamba2"):
-        TreeLM(RwkvForCausalLM(config))
 
 
 @pytest.mark.parametrize(("family", "weight"), [("zamba2", "in_proj"), ("mistral", "k_proj")])
@@ -67,8 +60,11 @@ def test_a_convolution_with_another_activation_is_refused() -> None:
 
 
 def test_attention_that_looks_ahead_is_refused() -> None:
+    model = family_model("gemma3_text").train()
+    model.model.layers[2].self_attn.is_causal = False
     with pytest.raises(NotImplementedError, match="Gemma3Attention is not causal"):
-        TreeLM(family_model("gemma3_text", use_bidirectional_attention=True))
+        TreeLM(model)
+    assert model.training and not any("forward" in module.__dict__ for module in model.modules())
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,18 +14,6 @@ from helpers.tiny_family_models import EVERY_ADAPTER, family_model, matrix
 from helpers.tiny_models import as_commit, extended, path_to, random_texts, tree_error
 
 from stree import TokenTree
-from stree.kernels import topology
-
-
-@pytest.mark.parametrize("family", matrix())
-def test_indices_of_a_tree_are_computed_once_a_step(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoding = Decoding(family_model(family), [10, 2])
-    decoding.step([8, 8])
-    counted = {name: Mock(wraps=getattr(topology, name)) for name in ("conv_rows", "jump_rows")}
-    for name, mock in counted.items():
-        monkeypatch.setattr(topology, name, mock)
-    decoding.lm.verify(decoding.state, decoding.tree([12, 7]))
-    assert max(mock.call_count for mock in counted.values()) <= 1
 
 
 @pytest.mark.parametrize("family", matrix())

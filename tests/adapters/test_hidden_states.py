@@ -114,7 +114,10 @@ def test_hidden_states_cost_no_launch_of_a_fused_layer(launched: Counter[str]) -
     tree = decoding.tree([7])
     for layers in (None, every_layer(decoding.lm)):
         launched.clear()
-        decoding.lm._score(decoding.state, tree, 0, layers)
+        if layers is None:
+            decoding.lm.verify(decoding.state, tree)
+        else:
+            decoding.lm.verify(decoding.state, tree, hidden_layers=layers)
         counts.append(dict(launched))
     assert counts[0]["rms_norm_add"] and counts[0] == counts[1]
 

@@ -61,7 +61,7 @@ class Rolled(nn.Module):
 
 def parts(model: Any) -> Iterator[tuple[Any, str, Any]]:
     """List parent, name and module of the parts of every layer that holds a state."""
-    for _, mixer, _ in stateful_modules(model, family_of(model.config)):
+    for _, mixer in stateful_modules(model, family_of(model.config)):
         for parent in [*mixer.modules()]:
             for name, part in [*parent.named_children()]:
                 yield parent, name, part

@@ -54,17 +54,6 @@ def test_plain_calls_are_bit_equal_under_eager_attention_too(family: str) -> Non
 
 
 @EVERY
-def test_plain_calls_and_a_pending_tree_do_not_disturb_each_other(family: str) -> None:
-    model = tiny_model(family)
-    decoding = Decoding(model, [9, 4])
-    assert_plain_calls_are_equal(model, decoding.lm.model)
-    tree = decoding.score([12, 7])
-    assert_plain_calls_are_equal(model, decoding.lm.model)
-    decoding.commit(tree, [[0], [0]])
-    decoding.score([12, 7])
-
-
-@EVERY
 def test_a_plain_cached_continuation_of_a_patched_model_is_bit_equal(family: str) -> None:
     model = tiny_model(family)
     lm, outputs = patched(model), []
@@ -75,32 +64,6 @@ def test_a_plain_cached_continuation_of_a_patched_model_is_bit_equal(family: str
             one(tokens[:, :8], **{lm.family.cache_argument: cache})
             outputs.append(one(tokens[:, 8:], **{lm.family.cache_argument: cache}).logits)
     assert torch.equal(outputs[0], outputs[1])
-
-
-@EVERY
-def test_a_patch_adds_no_parameter_and_no_module(family: str) -> None:
-    model = tiny_model(family)
-    other = patched(model).model
-    assert [name for name, _ in other.named_modules()] == [name for name, _ in model.named_modules()]
-    assert other.state_dict().keys() == model.state_dict().keys()
-
-
-@EVERY
-def test_a_deep_copy_of_a_patched_model_uses_its_own_weights(family: str) -> None:
-    model = tiny_model(family)
-    lm = patched(model)
-    copied, changed = copy.deepcopy(lm), copy.deepcopy(model)
-    for one in (copied.model, changed):
-        torch.manual_seed(5)
-        with torch.no_grad():
-            for parameter in one.parameters():
-                parameter.add_(0.2 * torch.randn(parameter.shape))
-    for oracle, one, wrong in ((model, lm, changed), (changed, copied, model)):
-        decoding = Decoding(oracle, [9, 4], lm=one)
-        tree = decoding.score([12, 7])
-        assert decoding.error(tree, wrong) > 1000 * FLOAT32
-        with torch.no_grad():
-            assert torch.equal(one.model(tree.tokens).logits, oracle(tree.tokens).logits)
 
 
 def pickled(model: Any) -> Any:
@@ -152,16 +115,6 @@ def test_a_model_may_be_patched_twice(family: str) -> None:
     assert_plain_calls_are_equal(model, second.model)
     for lm in (first, second):
         Decoding(model, [9], lm=lm).score([12])
-
-
-@EVERY
-def test_two_patched_models_in_turn_have_separate_states(family: str) -> None:
-    decodings = [Decoding(tiny_model(family, seed=seed), [9]) for seed in (0, 1)]
-    trees = [decoding.score([12]) for decoding in decodings]
-    for decoding, tree in zip(decodings, trees, strict=True):
-        decoding.commit(tree, [[0]])
-    for decoding in decodings:
-        decoding.score([12])
 
 
 @EVERY

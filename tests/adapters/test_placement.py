@@ -14,7 +14,6 @@ from helpers.family_states import Decoding
 from helpers.tiny_family_models import EVERY_ADAPTER, family_model
 from helpers.tiny_models import (
     as_commit,
-    patched,
     path_to,
     random_texts,
     random_tree,
@@ -25,8 +24,6 @@ from transformers import PreTrainedModel
 
 from stree import TreeLM
 from stree.models.families import family_of, stateful_modules
-from stree.models.placement import step_on
-from stree.models.state import TreeStep
 
 META = torch.device("meta")
 
@@ -75,33 +72,6 @@ def test_no_layer_meets_a_tensor_of_another_device(family: str, defers_commit: b
     assert META in {tensor.device for stack in state.stacks.values() for _, tensor in stack.tensors()}
 
 
-def test_a_step_is_copied_to_a_device_once_and_not_to_its_own() -> None:
-    seen: list[TreeStep] = []
-    lm = patched(family_model("jamba"))
-    lm.model.register_forward_pre_hook(lambda _, __, kwargs: seen.append(kwargs["past_key_values"]), with_kwargs=True)
-    state = lm.new_state(1, 16, 4)
-    lm.verify(state, random_tree(random.Random(0), [4]))
-    (step,) = seen
-    assert step_on(step, torch.device("cpu")) is step
-    other = step_on(step, META)
-    assert step_on(step, META) is other
-    assert {other.state.lengths.device, other.topology.mask.device, other.topology.jump_rows()[0].device} == {META}
-    assert other.state.layers is state.layers
-
-
-def test_a_model_on_one_device_is_not_wrapped() -> None:
-    lm = patched(family_model("bamba"))
-    ours = [module.forward.func for module in lm.model.modules() if "forward" in module.__dict__]
-    assert ours and not any(function.__module__ == "stree.models.placement" for function in ours)
-
-
-def test_a_model_on_several_devices_is_wrapped_once() -> None:
-    lm = TreeLM(TreeLM(split_model("zamba2")).model)
-    for mixer in lm.mixers.values():
-        assert mixer.forward.func.__module__ == "stree.models.placement"
-        assert mixer.forward.args[1].func.__module__ == "stree.models.layers.mixer_patch"
-
-
 def test_plain_calls_of_a_model_on_several_devices_run_its_own_code() -> None:
     model = split_model("bamba")
     lm = TreeLM(copy.deepcopy(model))
@@ -124,7 +94,7 @@ def test_forwards_that_accelerate_has_replaced_do_not_hide_the_tree(family: str)
 
 def test_plain_calls_run_the_forwards_that_accelerate_has_put_on_mixers() -> None:
     model, calls = family_model("jamba"), []
-    mixers = [mixer for _, mixer, _ in stateful_modules(model, family_of(model.config))]
+    mixers = [mixer for _, mixer in stateful_modules(model, family_of(model.config))]
 
     def pre_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(module)

@@ -88,8 +88,9 @@ def test_what_belongs_to_a_released_model_is_refused_until_it_is_patched_again()
     calls: list[Callable[[], object]] = [
         lambda: lm.verify(state, tree), lambda: lm.commit(state, *path), lambda: lm.extend(state, PROMPT), lm.new_state,
         lambda: lm.prefill(state, PROMPT), lambda: lm.check_ready(), lambda: lm.prefill_row(state, 0, PROMPT),
+        lambda: sibling.verify(other, tree), sibling.new_state,
     ]  # fmt: skip
-    for call in (*calls, lambda: sibling.verify(other, tree), sibling.new_state):
+    for call in calls:
         with pytest.raises(ValueError, match=RELEASED):
             call()
     assert lm.release() is model  # once more changes nothing

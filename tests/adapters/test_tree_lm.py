@@ -11,14 +11,9 @@ from helpers.family_states import Decoding
 from helpers.tiny_models import (
     FAMILIES,
     TOLERANCE,
-    as_commit,
-    fresh_logits,
     path_to,
     random_path,
-    random_texts,
     random_tree,
-    real_nodes,
-    relative_error,
     tiny_model,
     tree_error,
 )
@@ -49,30 +44,6 @@ def test_every_node_equals_a_fresh_forward_over_three_commits(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_node_equals_an_unbatched_and_unpadded_forward(family: str) -> None:
-    decoding = Decoding(tiny_model(family), [6, 13])
-    tree = decoding.tree([6, 9])
-    logits = decoding.lm.verify(decoding.state, tree)
-    for row, text in enumerate(decoding.texts):
-        for node in real_nodes(tree, row):
-            path = tree.tokens[row, path_to(tree, row, node)].tolist()
-            expected = fresh_logits(decoding.model, [*text, *path])[-1]
-            assert relative_error(logits[row, node], expected) < TOLERANCE[torch.float32]
-
-
-def test_a_tree_verified_in_pieces_equals_one_call(dtype: torch.dtype) -> None:
-    decoding = Decoding(tiny_model("bamba", dtype), [4, 12, 7], max_nodes=32)
-    for _ in range(2):
-        tree = random_tree(decoding.rng, [24, 9, 2], width=25)
-        whole = decoding.lm.verify(decoding.state.clone(), tree)
-        logits = decoding.pieces(tree, (1, 2, 9, 10, 25))
-        for row in range(3):
-            nodes = real_nodes(tree, row)
-            assert relative_error(logits[row, nodes], whole[row, nodes]) < TOLERANCE[dtype]
-        decoding.commit(tree, [path_to(tree, row, real_nodes(tree, row)[-1]) for row in range(3)])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_the_first_piece_of_a_tree_stays_when_a_later_piece_is_replaced(family: str) -> None:
     decoding = Decoding(tiny_model(family), [9])
     tree = decoding.score([12])
@@ -83,18 +54,3 @@ def test_the_first_piece_of_a_tree_stays_when_a_later_piece_is_replaced(family: 
     assert tree_error(decoding.model, decoding.texts, other, logits, first=5) < decoding.tolerance
     decoding.commit(other, [path_to(other, 0, 11)])
     decoding.score([12])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_chain_equals_sequential_one_node_decoding(family: str) -> None:
-    decoding = Decoding(tiny_model(family), [10, 2])
-    lm, state, sequential = decoding.lm, decoding.state, decoding.state.clone()
-    tokens = torch.tensor(random_texts(decoding.rng, [13, 13]))
-    logits = lm.verify(state, TokenTree.chain(tokens))
-    for node in range(13):
-        one = lm.verify(sequential, TokenTree(tokens[:, node : node + 1], torch.full((2, 1), -1)))
-        assert relative_error(one[:, 0], logits[:, node]) < decoding.tolerance
-        lm.commit(sequential, *as_commit([[0], [0]]))
-    lm.commit(state, *as_commit([[*range(13)]] * 2))
-    tree = decoding.tree([5, 5])
-    assert relative_error(lm.verify(state, tree), lm.verify(sequential, tree)) < decoding.tolerance

@@ -100,7 +100,7 @@ def _rng() -> stree.Random:
 
 
 def test_bad_vocabularies_are_refused() -> None:
-    lm = patched(tiny_model("mamba2"))
+    lm = patched(tiny_model("mamba2", eos_token_id=0))
     for kept, message in (
         ([], r"a trimmed vocabulary must be a list of tokens, got shape \[0\]"),
         ([0, VOCAB], f"a trimmed vocabulary must hold tokens below {VOCAB}, got {VOCAB}"),

@@ -18,6 +18,11 @@ from stree.growth import Chain
 SHAPE = Shape(growth=Chain(2), budget=3, batch=2, context=8, new_tokens=8, temperature=0.0)
 
 
+@pytest.fixture(autouse=True)
+def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stree.bench.profile.COPIED", 1 << 20)
+
+
 def pair(*, drafts: bool = True) -> Any:
     drafter = patched(tiny_model("mamba2", seed=1)) if drafts else None
     return SimpleNamespace(target=patched(tiny_model("bamba")), drafter=drafter)

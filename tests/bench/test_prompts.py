@@ -83,9 +83,3 @@ def test_a_bad_suite_option_is_refused(tmp_path: Path, text: str, message: str) 
     assert parse_suites(f"a={path},b={path}") == {"a": path, "b": path}
     with pytest.raises(ValueError, match=message):
         parse_suites(text.replace("FILE", str(path)))
-
-
-@pytest.mark.parametrize(("file", "text"), [("p.txt", "one\n\ntwo"), ("p.jsonl", '{"text": "one"}\n{"text": "two"}\n')])
-def test_the_mark_of_an_encoding_is_no_part_of_a_prompt(tmp_path: Path, file: str, text: str) -> None:
-    (tmp_path / file).write_text(text, encoding="utf-8-sig")
-    assert [prompt.turns for prompt in read_suite("mine", tmp_path / file)] == [("one",), ("two",)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.tiny_pairs import save_tiny
@@ -57,24 +59,6 @@ def test_a_run_writes_records_and_a_page_and_reports_what_it_measured(
     assert (tmp_path / "x" / "report.html").exists()
 
 
-def test_a_run_is_resumed_and_another_configuration_needs_force(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results = tmp_path / "run" / "results.jsonl"
-    assert bench(folder, tmp_path / "run") == 0
-    lines = results.read_text().splitlines()
-    results.write_text("\n".join(lines[:5]) + "\n")  # one record of the second prompt is missing
-    assert bench(folder, tmp_path / "run") == 0
-    resumed = results.read_text().splitlines()
-    assert resumed[:4] == lines[:4] and len(resumed) == len(lines)
-    capsys.readouterr()
-    assert bench(folder, tmp_path / "run", "--max-new-tokens", "5") == 2
-    assert "holds a run with max_new_tokens 4, not 5; choose another --out, or --force" in capsys.readouterr().err
-    assert bench(folder, tmp_path / "run", "--max-new-tokens", "5", "--force") == 0
-    records = [json.loads(line) for line in results.read_text().splitlines()]
-    assert {len(record["tokens"][0][0]) for record in records if record["metric"] == "tokens_per_s"} == {5}
-
-
 def test_ctrl_c_says_how_to_go_on_and_ends_with_status_130(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,11 +79,16 @@ def test_a_profile_is_printed_and_appended(folder: Path, tmp_path: Path, capsys:
     )
 
 
-@pytest.mark.slow
-def test_kernel_cases_run_and_their_records_are_kept(tmp_path: Path) -> None:
-    assert main(["bench", "kernels", "--smoke", "--out", str(tmp_path)]) == 0
-    records = [json.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]
-    assert any(record["bench"] == "ssd_step" for record in records)
+def test_kernel_benches_are_those_of_the_gpu_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []  # test_suite.py runs the suite itself
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        commands.append(command)
+        return SimpleNamespace(returncode=3)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert main(["bench", "kernels", "--smoke", "--out", str(tmp_path)]) == 3
+    assert commands[0][1:] == ["-m", "benchmarks.gpu.suite", "--parts", "kernels", "--out", str(tmp_path), "--smoke"]
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,6 +46,7 @@ MISTAKES = {
     f"{BENCH} --methods plain,stree:5": "method 'stree:5' cannot run: a tree of 13 nodes (root included) exceeds",
     f"{BENCH} --temperature hot": "--temperature must be a number or several, as 0,0.8, got 'hot'",
     f"{BENCH} --max-new-tokens 1": "max_new_tokens must be at least 2, got 1",
+    f"{BENCH} --temperature 0,100": "temperatures must be in [0, 100), got [0.0, 100.0]",
     f"{BENCH} --limit -1": "--limit must not be negative, got -1",
     f"{BENCH} --chat": "--chat needs a tokenizer with a chat template",
 }

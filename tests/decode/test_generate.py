@@ -228,7 +228,8 @@ def test_a_text_ends_at_the_model_s_own_stop_token_unless_told_otherwise(is_list
     generate = partial(stree.generate, target, PROMPTS[:1], max_new_tokens=NEW_TOKENS)
     out = generate()
     assert out.sequences == theirs.tolist() and out.stats["finish_reasons"] == ["stop"]
-    for on in ({"ignore_eos": True}, {"stop_token_ids": []}):
+    ways: list[dict[str, Any]] = [{"ignore_eos": True}, {"stop_token_ids": []}]
+    for on in ways:
         assert generate(**on).sequences == greedy_texts()[:1]
     other = greedy[length + 7]
     both = [generate(stop_token_ids=[other], ignore_eos=eos).sequences[0] for eos in (False, True)]

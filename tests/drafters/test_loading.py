@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.tiny_models import tiny_model
 
 import stree
@@ -81,3 +82,19 @@ def test_a_model_of_another_vocabulary_is_refused() -> None:
         load(tiny_model("mamba2", vocab_size=61), target())
     with pytest.raises(ValueError, match="unknown growth|growth must be|'chian:3'"):
         stree.generate(target(), PROMPTS, growth="chian:3")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_drafter_of_broken_weights_is_reported_once_and_changes_no_text(
+    temperature: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("mamba2")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    options: dict[str, Any] = {"sampling": stree.Sampling(temperature), "max_new_tokens": 12}
+    expected = stree.generate(target(), PROMPTS * 12, "none", **options).sequences
+    with caplog.at_level("WARNING", "stree"):
+        out = stree.generate(target(), PROMPTS * 12, stree.TreeLM(model), growth="chain:2", budget=3, **options)
+    assert out.sequences == expected and out.stats["tau"] == 1
+    assert caplog.text.count("no drafted token was accepted in 9 steps: the drafter does not fit") == 1

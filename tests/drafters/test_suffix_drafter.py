@@ -1,48 +1,41 @@
-"""The suffix drafter: trees of a batch, and that every accepted token is read once."""
+"""The suffix drafter: after any steps its trees are those of a fresh run on each text alone."""
 
 from __future__ import annotations
 
+import random
+
 import torch
+from helpers.draft_steps import DraftSteps
 from helpers.outcomes import random_rows
 
 from stree.drafters import SuffixDrafter
-from stree.verify import Acceptance
+from stree.growth import Chain
+
+VOCAB = 6  # so few tokens that much repeats itself
 
 
-def test_suffix_trees_of_a_batch_are_padded_and_independent() -> None:
-    prompts = [[1, 2, 3, 1, 2, 3, 1], [4, 5], [7, 7, 7, 7]]
-    pending = torch.tensor([2, 6, 7])
-    draft = SuffixDrafter().start(10, prompts, random_rows(3)).propose(pending, None, 6)
+def check_trees(steps: DraftSteps) -> None:
+    draft = steps.run.propose(steps.pending, steps.growth, 6)
     draft.tree.check()
-    assert draft.probs is None
-    assert draft.num_calls == 0
-    assert draft.max_depth == int(draft.tree.depths.max())
-    assert int(draft.tree.num_nodes[1]) == 1
+    assert (draft.probs, draft.num_calls, draft.max_depth) == (None, 0, int(draft.tree.depths.max()))
     assert draft.tree.tokens.shape[1] <= 6
-    for row, prompt in enumerate(prompts):
-        alone = SuffixDrafter().start(10, [prompt], random_rows(1)).propose(pending[row : row + 1], None, 6).tree
+    for row, text in enumerate(steps.texts):
+        run = SuffixDrafter().start(VOCAB, [text], random_rows(1))
+        alone = run.propose(steps.pending[row : row + 1], None, 6).tree
         width = alone.tokens.shape[1]
         assert torch.equal(draft.tree.tokens[row, :width], alone.tokens[0])
         assert torch.equal(draft.tree.parents[row, :width], alone.parents[0])
         assert (draft.tree.parents[row, width:] == -1).all()
+    steps.accept(draft.tree, [[] for _ in steps.texts])  # nothing is accepted: the same tokens are pending again
 
 
-def test_what_was_accepted_is_read_and_no_token_twice() -> None:
-    run, pending = SuffixDrafter().start(10, [[1, 2, 3, 4, 1], [5, 6, 5]], random_rows(2)), torch.tensor([2, 6])
-    nothing = torch.zeros(2, 1, dtype=torch.int32)
-    for _ in range(3):
-        assert run.propose(pending, None, 4).tree.tokens[0, :3].tolist() == [2, 3, 4]
-        run.observe(Acceptance(nothing, nothing[:, 0], pending))  # nothing happens: the same tokens are pending again
-    path = torch.tensor([[0, 1, 2], [0, -1, -1]], dtype=torch.int32)
-    run.observe(Acceptance(path, torch.tensor([3, 0], dtype=torch.int32), torch.tensor([9, 9])))
-    found = run.propose(torch.tensor([9, 6]), None, 6).tree
-    whole = [[1, 2, 3, 4, 1, 2, 3, 4], [5, 6, 5]]
-    expected = SuffixDrafter().start(10, whole, random_rows(2)).propose(torch.tensor([9, 6]), None, 6).tree
-    assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.parents, expected.parents)
-
-
-def test_a_text_that_ended_leaves_no_pending_token_behind() -> None:
-    run = SuffixDrafter().start(50, [[5, 6, 7]], random_rows(1))
-    run.propose(torch.tensor([6]), None, 4)  # reads the pending token, whose text has ended
-    run.admit(0, [1, 2, 3, 9, 1, 2])
-    assert run.propose(torch.tensor([3]), None, 4).tree.tokens[0, :3].tolist() == [3, 9, 1]
+def test_every_accepted_token_is_read_once_and_rows_are_independent() -> None:
+    rng = random.Random(1)
+    texts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (20, 2, 9)]
+    steps = DraftSteps(SuffixDrafter(), VOCAB, texts, Chain(1))
+    for step in range(20):
+        steps.step(budget=1 if step % 5 == 4 else 6)
+        check_trees(steps)
+    steps.texts[1] = [1, 2, 3, 5, 1, 2]  # of the text before, no pending token is left behind
+    steps.run.admit(1, steps.texts[1])
+    check_trees(steps)

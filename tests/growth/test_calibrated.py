@@ -36,16 +36,6 @@ def test_a_layer_leaves_room_for_what_is_worth_as_much_below_it(left: int) -> No
         assert is_taken[row].tolist() == [place < wanted for place in range(4)]
 
 
-def test_a_sure_root_grows_deep_and_another_wide() -> None:
-    plan = Calibrated(depth=4).bind(PLAIN).plan(16)
-    sure, unsure = torch.tensor([[0.97, 0.01, 0.01, 0.005]]), torch.tensor([[0.4, 0.3, 0.2, 0.15]])
-    taken = [
-        int(choose_slots(plan.layers[0], value, torch.tensor([15]), plan.threshold, 1)[1].sum())
-        for value in (sure, unsure)
-    ]
-    assert taken[0] == 1 < taken[1]
-
-
 @dataclass(frozen=True)
 class Taught(Calibrated):
     """A growth that begins with what a log taught it: that eldest children are accepted."""

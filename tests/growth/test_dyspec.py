@@ -12,7 +12,7 @@ from helpers.outcomes import random_rows
 from helpers.table_models import TableModel
 from torch import Tensor
 
-from stree.growth import Calibrated, DySpec, Growth, Static
+from stree.growth import Calibrated, DySpec, Growth
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 
@@ -39,17 +39,6 @@ def test_a_dynamic_tree_keeps_the_budget_and_is_a_tree(growth: Growth, sampling:
         for row in range(5):
             paths = nodes_by_path(draft.tree, row)
             assert len(set(paths)) == len(paths), "siblings are drawn without replacement"
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), PLAIN], ids=["greedy", "T1"])
-@pytest.mark.parametrize("growth", [DySpec(depth=2, ranks=9), Static([5, 2])], ids=["layers", "static"])
-def test_more_ranks_than_tokens_leave_the_surplus_empty(growth: Growth, sampling: Sampling) -> None:
-    tree = draft_of(TableModel.random(3, 1), growth, 40, sampling, random_rows(2), 2).tree
-    tree.check()
-    for row in range(2):
-        paths = nodes_by_path(tree, row)
-        assert {path for path in paths if len(path) == 1} == {(0,), (1,), (2,)}
-        assert len(set(paths)) == len(paths)
 
 
 @pytest.mark.parametrize(("form", "sampling"), [("layers", PLAIN), ("heap", Sampling())])

@@ -16,9 +16,7 @@ from stree.growth.learned_acceptance import (
     SampledAcceptance,
     prior_after_draw,
     prior_before_draw,
-    prior_when_greedy,
 )
-from stree.kernels.tree_growth.operands import Words
 from stree.sampling import Sampling
 from stree.tree import TokenTree
 
@@ -105,23 +103,6 @@ def test_what_is_learnt_does_not_depend_on_padding(
     assert torch.equal(*rated)
 
 
-def test_sequences_learn_by_themselves_and_finished_ones_not_at_all() -> None:
-    tree = TokenTree(torch.zeros(3, 2).long(), torch.tensor([[-1, 0]]).expand(3, 2))
-    dist = torch.full((3, 1, 4), 0.25)
-    model, alone = SampledAcceptance(3, 2, CPU), SampledAcceptance(1, 2, CPU)
-    ratios, is_live = torch.tensor([[0.0, 0.1], [0.0, 0.9], [0.0, 0.9]]), torch.tensor([True, True, False])
-    for one, rows, chain in ((model, 3, tree), (alone, 1, TokenTree.chain([0, 0]))):
-        one.rate(Slots(torch.ones(rows, 1), dist[:rows, :, :2], dist[:rows]))
-        proposal = Proposal(chain, torch.ones(rows, 2), None, [one.keep(torch.zeros(rows, 1).long())])
-        one.learn(proposal, ratios[:rows], is_live[:rows])
-    priority, _ = model.rate(Slots(torch.ones(3, 1), dist[..., :2], dist))
-    fresh, _ = SampledAcceptance(1, 2, CPU).rate(Slots(torch.ones(1, 1), dist[:1, :, :2], dist[:1]))
-    expected, _ = alone.rate(Slots(torch.ones(1, 1), dist[:1, :, :2], dist[:1]))
-    assert torch.equal(priority[0], expected[0])
-    assert float(priority[0, 0, 0]) < float(fresh[0, 0, 0]) < float(priority[1, 0, 0])
-    assert torch.equal(priority[2], fresh[0])
-
-
 def test_at_temperature_0_the_level_shifts_the_most_probable_child_and_its_siblings_share_the_rest() -> None:
     dist = torch.tensor([0.5, 0.3, 0.15, 0.05]).expand(2, 1, 4)
     model, fresh = (Calibrated().bind(Sampling()).acceptance_model(2, CPU) for _ in range(2))
@@ -143,24 +124,3 @@ def test_at_temperature_0_the_level_shifts_the_most_probable_child_and_its_sibli
         one.learn(Proposal(tree, values, None, []), ratios, torch.tensor([True, True]))
     again, expected = (one.rate(Slots(torch.ones(2, 1), dist[..., :3], dist))[0] for one in (model, fresh))
     assert torch.equal(again[0], expected[0]), "as a text that begins"
-
-
-def test_at_temperature_0_pairs_and_triples_of_the_text_change_the_log_odds() -> None:
-    dist = torch.tensor([0.3, 0.3, 0.2, 0.2]).expand(3, 1, 4)
-    model = Calibrated().bind(Sampling()).acceptance_model(3, CPU)
-    # Of three texts, which end in 9 7, the first contains 9 7 2, the second 8 7 2, the third neither.
-    texts = torch.tensor([[9, 7, 2, 4, 9], [8, 7, 2, 4, 9], [9, 1, 2, 4, 9]])
-    model.read_text(texts, None, torch.tensor([5, 5, 5], dtype=torch.int32))
-    root = torch.zeros(3, dtype=torch.long)
-    words = Words(torch.tensor([[[1, 2, 3]]] * 3), torch.tensor([[7, 0]] * 3), -torch.ones(3, 2).int(), 1, root)
-    found = model.rate(Slots(torch.ones(3, 1), dist[..., :3], dist, context=words))[0][:, 0]
-    for row, held in enumerate(([1, 1], [1, 0], [0, 0])):
-        for rank in range(3):
-            level, by_confidence, by_sharpness, *by_text = prior_when_greedy(rank)
-            says = [*held, 0, 0] if rank == 1 else [0, 0, *held]
-            odds = level + by_confidence * math.log(dist[0, 0, rank]) - by_sharpness * math.log(1 - 0.26)
-            odds += sum(slope * is_said for slope, is_said in zip(by_text, says, strict=True))
-            assert float(found[row, rank]) == pytest.approx(1 / (1 + math.exp(-odds)), rel=1e-5), (row, rank)
-    assert found[0].argmax() == 1 and found[2].argmax() == 0
-    model.reset(0)
-    assert torch.equal(model.rate(Slots(torch.ones(3, 1), dist[..., :3], dist, context=words))[0][0, 0], found[2])

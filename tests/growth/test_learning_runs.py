@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.enumeration import PLAIN
 from helpers.growth_drafts import draft_of, nodes_by_path, table_drafter
 from helpers.outcomes import random_rows
 from helpers.table_models import TableModel
 from torch import Tensor
 
-from stree.growth import Calibrated, Chain, DepthStop, Growth, Slots
+from stree.growth import Calibrated, DepthStop, Growth, Slots
 from stree.growth.learned_acceptance import prior_when_greedy
 from stree.sampling import Sampling
 from stree.verify import Acceptance
@@ -80,15 +79,3 @@ def test_a_greedy_run_learns_from_its_paths_and_its_growth_does_not() -> None:
         assert sign * float(eldest()[0] - before[0]) > 0.01 and eldest()[1] == before[1]
     run.restart([[0], [0]])
     assert torch.equal(eldest(), begun), "other texts begin anew"
-
-
-def test_a_run_may_change_its_growth_and_skip_observing() -> None:
-    dist, calibrated, chain = TableModel.random(5, 1), Calibrated(depth=2).bind(PLAIN), Chain(2).bind(PLAIN)
-    run = table_drafter(dist).start(5, [[0]], random_rows(1))
-    pending = torch.zeros(1, dtype=torch.long)
-    for growth, budget in ((calibrated, 8), (calibrated, 3), (chain, 8), (calibrated, 1), (calibrated, 8)):
-        run.propose(pending, growth, budget)
-        draft = run.propose(pending, growth, budget)
-        ratios = torch.full(draft.tree.tokens.shape, 0.5)
-        nothing = torch.zeros(1, 1, dtype=torch.int32)
-        run.observe(Acceptance(nothing, torch.zeros(1, dtype=torch.int32), pending, ratios))

@@ -12,14 +12,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from helpers.enumeration import DraftedTrees, MoreDraws, Outcomes, Verify, as_random, every_outcome, short_texts
+from helpers.enumeration import DraftedTrees, emitted_by, short_texts
+from helpers.outcomes import MoreDraws, Outcomes, as_random
 from helpers.table_models import TableModel
 from stree.drafters import Drafter
 from stree.growth import Growth
 from stree.sampling import Random, Sampling
 from stree.verify import DELTA, DraftProbs, accept
 
-__all__ = ["Turns", "drafts_of", "joint_of_loop", "joint_of_steps", "strings_of"]
+__all__ = ["Turns", "drafts_of", "joint_of_loop", "joint_of_steps"]
 
 
 class Timed(Outcomes):
@@ -76,27 +77,6 @@ def united(trees: DraftedTrees) -> DraftedTrees:
     first = torch.zeros_like(weight, dtype=torch.long).scatter_(0, which.flip(0), torch.arange(len(which)).flip(0))
     place = torch.arange(tokens.shape[1], dtype=torch.int32).expand(len(first), -1)
     return DraftedTrees(tokens[first], parents[first], DraftProbs(own[first], place, draft.kind[first]), weight)
-
-
-def strings_of(
-    target: TableModel, trees: DraftedTrees, sampling: Sampling, verifier: str, verify: Verify | None = None
-) -> list[Tensor]:
-    """Output distribution of one step: float64[vocab ** s] for each number s of emitted tokens."""
-    vocab, most = target.vocab, int(trees.tree.depths.max()) + 1
-    strings = [torch.zeros(vocab**size, dtype=torch.float64) for size in range(most + 1)]
-    for tokens, accepted, weight in every_outcome(target, trees, sampling, verifier, verify):
-        text = emitted_by(tokens, accepted.path, accepted.path_lengths, accepted.next_token)
-        for size in range(1, most + 1):
-            rows = accepted.path_lengths == size
-            number = (text[rows, :size] * vocab ** torch.arange(size - 1, -1, -1)).sum(1)
-            strings[size].index_add_(0, number, weight[rows])
-    return strings
-
-
-def emitted_by(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor) -> Tensor:
-    """Append the next token to the accepted ones: int64[batch, m], of which ``path_lengths`` are valid."""
-    drafted = torch.nn.functional.pad(tokens.gather(1, path.clamp(min=0).long())[:, 1:], (0, 1))
-    return drafted.scatter(1, path_lengths[:, None].long() - 1, next_token[:, None])
 
 
 def joint_of_steps(steps: Sequence[Sequence[Tensor]], length: int) -> Tensor:

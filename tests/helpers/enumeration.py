@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.outcomes import Cells, MoreDraws, Outcomes, as_random
+from helpers.outcomes import Cells, Outcomes, as_random
 from helpers.table_models import TableLM, TableModel
 from stree.kernels.tree_growth import operands
 from stree.sampling import Random, Sampling
@@ -18,22 +18,9 @@ from stree.tree import TokenTree
 from stree.verify import DELTA, SAMPLED, Acceptance, DraftProbs, accept
 
 __all__ = [
-    "EXACT",
-    "PLAIN",
-    "Cells",
-    "DraftedTrees",
-    "MoreDraws",
-    "Outcomes",
-    "TableLM",
-    "TableModel",
-    "as_random",
-    "drafted_trees",
-    "emitted_probs",
-    "every_outcome",
-    "expected_tokens",
-    "step_bias",
-    "total_variation",
-]
+    "EXACT", "PLAIN", "DraftedTrees", "TableLM", "TableModel", "drafted_trees", "emitted_by", "every_outcome",
+    "expected_tokens", "step_bias", "strings_of", "total_variation",
+]  # fmt: skip
 
 EXACT = 1e-12  # total variation: sums in float64
 PLAIN = Sampling(1.0)
@@ -102,45 +89,44 @@ def drafted_trees(
     return DraftedTrees(nodes, found_parents, probs, torch.tensor([row[0] for row in rows], dtype=torch.float64))
 
 
-def emitted_probs(
-    target: TableModel,
-    trees: DraftedTrees,
-    sampling: Sampling,
-    verifier: str,
-    length: int,
-    verify: Verify | None = None,
-) -> Tensor:
-    """Compute the distribution of the first ``length`` tokens after a step; the target continues short outputs.
+def step_bias(
+    target: TableModel, trees: DraftedTrees, verifier: str, sampling: Sampling = PLAIN, verify: Verify | None = None
+) -> float:
+    """Total variation between what a step emits, continued by the target, and the target's distribution.
 
     Args:
         target: the target.
         trees: all drafted trees; the roots are token 0.
-        sampling: sampling of the target.
         verifier: name of the rule; "match" gets no draft distributions.
-        length: at least depth + 1.
+        sampling: sampling of the target.
         verify: replaces ``accept`` (for negative controls).
-
-    Returns:
-        float64[vocab ** length], summing to one.
     """
-    joint = torch.zeros(target.vocab**length, dtype=torch.float64)
+    joint, *strings = strings_of(target, trees, sampling, verifier, verify)
+    for emitted in strings:
+        joint = target.continued(joint, sampling) + emitted
+    assert abs(float(joint.sum()) - 1) < EXACT
+    return total_variation(joint, target.joint(sampling, len(strings)))
+
+
+def strings_of(
+    target: TableModel, trees: DraftedTrees, sampling: Sampling, verifier: str, verify: Verify | None = None
+) -> list[Tensor]:
+    """Output distribution of one step: float64[vocab ** s] for each number s of emitted tokens."""
+    vocab, most = target.vocab, int(trees.tree.depths.max()) + 1
+    strings = [torch.zeros(vocab**size, dtype=torch.float64) for size in range(most + 1)]
     for tokens, accepted, weight in every_outcome(target, trees, sampling, verifier, verify):
-        joint += probs_of_texts(target, tokens, accepted, sampling, weight, length)
-    return joint
+        text = emitted_by(tokens, accepted.path, accepted.path_lengths, accepted.next_token)
+        for size in range(1, most + 1):
+            rows = accepted.path_lengths == size
+            number = (text[rows, :size] * vocab ** torch.arange(size - 1, -1, -1)).sum(1)
+            strings[size].index_add_(0, number, weight[rows])
+    return strings
 
 
-def step_bias(
-    target: TableModel,
-    trees: DraftedTrees,
-    verifier: str,
-    sampling: Sampling = PLAIN,
-    verify: Verify | None = None,
-) -> float:
-    """Total variation between what a step emits, continued by the target, and the target's distribution."""
-    length = int(trees.tree.depths.max()) + 1
-    emitted = emitted_probs(target, trees, sampling, verifier, length, verify)
-    assert abs(float(emitted.sum()) - 1) < EXACT
-    return total_variation(emitted, target.joint(sampling, length))
+def emitted_by(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor) -> Tensor:
+    """Append the next token to the accepted ones: int64[batch, m], of which ``path_lengths`` are valid."""
+    drafted = torch.nn.functional.pad(tokens.gather(1, path.clamp(min=0).long())[:, 1:], (0, 1))
+    return drafted.scatter(1, path_lengths[:, None].long() - 1, next_token[:, None])
 
 
 def expected_tokens(target: TableModel, trees: DraftedTrees, sampling: Sampling, verifier: str) -> float:
@@ -174,28 +160,6 @@ def every_outcome(
             accepted = verify(chunk.tree, logits, as_random(rng), chunk.probs)
         weight = rng.finished_weight() if isinstance(rng, Outcomes) else rng.weight
         yield chunk.tokens, accepted, weight * chunk.weight
-
-
-def probs_of_texts(
-    target: TableModel, tokens: Tensor, accepted: Acceptance, sampling: Sampling, weight: Tensor, length: int
-) -> Tensor:
-    """Sum the weights of the outputs; the target's distribution continues each one to ``length`` tokens."""
-    vocab, target_probs = target.vocab, sampling.probs(target.logits)
-    place = torch.arange(length)
-    drafted = tokens.gather(1, accepted.path.clamp(min=0).long())[:, 1:]
-    drafted = torch.cat([drafted, drafted.new_zeros(len(tokens), length)], 1)[:, :length]
-    emitted = accepted.path_lengths[:, None].long()  # accepted nodes and the next token
-    text = torch.where(place == emitted - 1, accepted.next_token[:, None], drafted)
-    texts = torch.cartesian_prod(*[torch.arange(vocab)] * length).reshape(-1, length)
-    before = torch.cat([torch.zeros(len(texts), 1, dtype=torch.long), texts[:, :-1]], 1)
-    steps = target_probs[before, texts]  # probability of each token of each text
-    joint = torch.zeros(len(texts), dtype=torch.float64)
-    for size in range(1, length + 1):
-        rows = emitted[:, 0] == size
-        number = (text[rows, :size] * vocab ** torch.arange(size - 1, -1, -1)).sum(1)
-        prefixes = torch.zeros(vocab**size, dtype=torch.float64).index_add_(0, number, weight[rows])
-        joint += prefixes.repeat_interleave(vocab ** (length - size)) * steps[:, size:].prod(1)
-    return joint
 
 
 @contextmanager

@@ -32,12 +32,15 @@ class TableModel:
 
     def joint(self, sampling: Sampling, length: int) -> Tensor:
         """Distribution of the ``length`` tokens after a root of token 0: float64[vocab ** length]."""
-        probs = sampling.probs(self.logits)
-        joint = probs[0]
-        for _ in range(length - 1):
-            last = torch.arange(joint.numel()) % self.vocab
-            joint = (joint[:, None] * probs[last]).flatten()
+        joint = torch.ones(1, dtype=torch.float64)
+        for _ in range(length):
+            joint = self.continued(joint, sampling)
         return joint
+
+    def continued(self, joint: Tensor, sampling: Sampling) -> Tensor:
+        """Distribution of texts after a root of token 0 with one token more: float64[vocab ** (length + 1)]."""
+        last = torch.arange(joint.numel()) % self.vocab
+        return (joint[:, None] * sampling.probs(self.logits)[last]).flatten()
 
 
 @dataclass(slots=True, eq=False)

@@ -51,7 +51,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
         }
         return Mamba2Config(**{**_SHARED, **sizes, "expand": 2, **changes})
     if family == "bamba":
-        sizes = {
+        heads = {
             "mamba_n_heads": 4,
             "mamba_d_head": 16,
             "mamba_d_state": 16,
@@ -59,7 +59,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
             "mamba_chunk_size": 8,
         }
         layers = {"num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_expand": 2, "tie_word_embeddings": False}
-        return BambaConfig(**{**_SHARED, **_HEADS, **sizes, **layers, **changes})
+        return BambaConfig(**{**_SHARED, **_HEADS, **heads, **layers, **changes})
     assert family == "llama", f"no tiny model of family {family}"
     return LlamaConfig(**{**_SHARED, **_HEADS, "num_hidden_layers": 2, **changes})
 

@@ -49,5 +49,5 @@ def save_tiny(folder: Path, seed: int = 0, words: Sequence[str] = WORDS) -> str:
     tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="<|end|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
-    tiny_model("mamba2", seed=seed).save_pretrained(folder)
+    tiny_model("mamba2", seed=seed, eos_token_id=0).save_pretrained(folder)
     return str(folder)

@@ -72,14 +72,6 @@ def test_the_longest_suffix_that_occurred_before_predicts(text: list[int]) -> No
     assert counts == sorted(counts, reverse=True)
 
 
-def test_the_value_of_an_only_continuation_grows_with_the_length_of_its_match() -> None:
-    for length in (1, 2, 6):
-        match = list(range(length))
-        chances = [1 / (1 + 1.5 / size) for size in (length, length + 1)]
-        found = SuffixAutomaton([8, *match, 9, 7, *match]).tree(2).values
-        assert found == pytest.approx([chances[0], chances[0] * chances[1]])
-
-
 def test_shorter_matches_share_the_escape_probability_of_a_longer_one() -> None:
     # After "1 2": 3; after "2" alone: 3 and 5.
     tokens, parents, values = SuffixAutomaton([1, 2, 3, 9, 2, 5, 8, 1, 2]).tree(40)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.composite import StepTimes, composite_rows, overhead_s, pooled
+from benchmarks.gpu.composite import StepTimes, composite_rows, pooled
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET, DRAFT = StepTimes((1, 4, 16), (0.010, 0.011, 0.015)), StepTimes((1, 8), (0.001, 0.0017))
@@ -37,25 +37,6 @@ def records() -> list[Any]:
             block("suffix:16", batch, steps=5, nodes=16, calls=0),
         ]
     return found
-
-
-def test_step_times_are_read_from_records_of_one_provider_and_place() -> None:
-    params = {"model": "m", "batch": 1, "context": 256}
-    found = [{"provider": "graph", "params": {**params, "n": n}, "p50": 1e3 * n} for n in (16, 1)] + [
-        {"provider": "eager", "params": {**params, "n": 1}, "p50": 9e9},
-        {"provider": "graph", "params": {**params, "n": 64}, "problem": "no memory"},
-        {"provider": "graph", "params": {**params, "batch": 8, "n": 4}, "p50": 9e9},
-        {"provider": "mamba_ssm", "params": {"model": "m"}, "unavailable": "not installed"},
-    ]
-    assert StepTimes.by_model(found, "graph", 1, 256) == {"m": StepTimes((1, 16), (0.001, 0.016))}
-    assert StepTimes.by_model(found, "graph", 4, 256) == {}
-
-
-def test_time_outside_the_forwards_is_what_is_left_of_a_run() -> None:
-    blocks = {("s", 0, 0): block("plain", 0, steps=40, nodes=1, calls=0, p50=40 / 0.9)}  # 0.9 s of 40 tokens
-    assert overhead_s(blocks, 40, TARGET, DRAFT) == pytest.approx((0.9 - 0.1 - 0.4) / 40)
-    slow = StepTimes((1,), (1.0,))
-    assert overhead_s(blocks, 40, slow, DRAFT) == 0.0  # never negative
 
 
 def test_composite_rows_have_the_best_chain_and_the_best_tree_and_nothing_that_followed_a_clock() -> None:

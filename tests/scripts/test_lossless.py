@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from helpers.tiny_models import fresh_logits
 from scipy import stats
-from torch import Tensor
 
 import stree
 from benchmarks.studies.lossless import (
@@ -37,11 +34,9 @@ from benchmarks.studies.lossless import (
     sampled_counts,
     target_model,
 )  # fmt: skip
-from stree.drafters import Draft, Drafter, DraftRun, ModelDrafter, NoDrafter
-from stree.growth import Growth, Static
+from stree.drafters import Drafter, NoDrafter
+from stree.growth import Growth
 from stree.sampling import Random, Sampling
-from stree.tree import TokenTree
-from stree.verify import Acceptance
 
 PLAIN = Sampling(1.0)
 
@@ -99,36 +94,6 @@ def test_match_gives_the_tokens_of_plain_sampling_with_every_growth(name: str) -
         return stree.generate(models()[0], prompts, drafter, growth=growth, budget=budget, **options).sequences
 
     assert texts(*policy(name)) == texts(NoDrafter(), None, 1)
-
-
-class SortedDrafter(Drafter, DraftRun):
-    """Two drawn children, put in descending order of probability before the test, as STree's released sampler does."""
-
-    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> SortedDrafter:
-        self.run: DraftRun = ModelDrafter(models()[1]).start(vocab_size, prompts, rng)
-        return self
-
-    def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
-        draft = self.run.propose(pending, growth, budget)
-        assert draft.probs is not None
-        probs = draft.probs.probs[:, 0].gather(1, draft.tree.tokens)
-        is_wrong = (probs[:, 2] > probs[:, 1])[:, None]
-        tokens = draft.tree.tokens.clone()
-        tokens[:, 1:] = torch.where(is_wrong, tokens[:, 1:].flip(1), tokens[:, 1:])
-        return replace(draft, tree=TokenTree.unchecked(tokens, draft.tree.parents))
-
-    def observe(self, acceptance: Acceptance) -> None:
-        # The drafter's own tree has the other order, but one that is out of step would still be tested without bias.
-        self.run.observe(acceptance)
-
-
-@pytest.mark.slow
-def test_siblings_sorted_by_probability_before_the_test_are_found_out() -> None:
-    growth = Static([2])
-    counts, _ = sampled_counts(SortedDrafter(), growth, 3, "rejection", PLAIN, 4 * BATCH)
-    assert p_value(counts, exact_probs(PLAIN)) < ALPHA
-    counts, _ = sampled_counts(policy("static")[0], growth, 3, "rejection", PLAIN, 4 * BATCH)
-    assert p_value(counts, exact_probs(PLAIN)) > ALPHA
 
 
 @pytest.mark.slow

@@ -15,10 +15,8 @@ from helpers.tiny_pairs import tiny_pair
 from benchmarks.studies import methods, who_wins_report
 from benchmarks.studies import who_wins as bench_who_wins
 from benchmarks.studies.expectation import expected_path
-from benchmarks.studies.replay import Coupled, Replay
+from benchmarks.studies.replay import Replay
 from stree.bench.pair import Pair
-from stree.drafters import ModelDrafter
-from stree.growth import Chain, Static
 from stree.sampling import Sampling
 from stree.tree import TokenTree
 
@@ -34,7 +32,7 @@ def mean_length(target: TableModel, trees: DraftedTrees, verifier: str) -> float
 
 
 @pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
-# Node 1 of the second is chosen without chance and stands before the siblings that are drawn without its token.
+# Node 1 of the second tree is deterministic and comes before siblings that are drawn without its token.
 @pytest.mark.parametrize(
     ("parents", "delta"),
     [(TREE, None), ([-1, 0, 0, 1, 2], {1: 1}), ([-1, 0, 1, 2], None)],
@@ -79,26 +77,6 @@ def test_remembered_logits_are_those_of_fresh_forwards_along_the_text() -> None:
         replay.move(texts[:, begin : begin + 2])
         lm.verify(state, TokenTree.chain(texts[:, begin : begin + 2]))
         lm.commit(state, torch.tensor([[0, 1]] * 2, dtype=torch.int32), torch.tensor([2, 2], dtype=torch.int32))
-
-
-def test_growths_draw_the_same_below_equal_nodes_and_a_growth_twice_the_same() -> None:
-    pair = tiny_pair()
-    assert pair.drafter is not None
-    replay = Replay(pair.drafter, PROMPTS, 16)
-    rng = Coupled(3, torch.arange(2), replay.lengths.long(), replay)
-    run = ModelDrafter(replay).start(VOCAB, PROMPTS, rng)  # type: ignore[arg-type]
-    pending = torch.tensor([7, 8])
-    chain, tree, again = (
-        run.propose(pending, growth.bind(PLAIN), 16).tree for growth in (Chain(3), Static([3, 2, 1]), Chain(3))
-    )
-    assert torch.equal(chain.tokens, again.tokens)
-    # Eldest children of eldest children are the chain.
-    assert torch.equal(tree.tokens[:, [0, 1, 4, 10]], chain.tokens)
-    siblings = tree.tokens[:, 1:4]
-    assert (siblings.sort(1).values.diff(dim=1) > 0).all(), "children are drawn without replacement"
-    probs, first = torch.full((2, 1, VOCAB), 1 / VOCAB), torch.zeros(2, 1).long()
-    drawn = {tuple(rng.choice("draft", probs, first, first + rank)[:, 0].tolist()) for rank in range(4)}
-    assert len(drawn) == 4, "siblings have their own numbers"
 
 
 @pytest.fixture

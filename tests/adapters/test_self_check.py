@@ -1,0 +1,201 @@
+"""A change of transformers' own code is noticed: layers are compared when a model is patched, and all by self_check."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.tiny_family_models import family_model, matrix
+from helpers.tiny_models import tiny_model
+from torch import nn
+
+from stree import TreeLM
+from stree.kernels import ops
+from stree.models import self_check
+from stree.models.families import family_of, stateful_modules
+
+
+@pytest.fixture(autouse=True)
+def no_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let no check of another test or process be remembered."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(self_check, "_passed", set())
+
+
+@pytest.mark.parametrize("family", matrix())
+def test_every_family_passes(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    TreeLM(family_model(family)).self_check()
+    assert "could not be compared" not in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("family", ["minimax", "qwen3_next", "zamba2"])
+def test_other_dtypes_pass(family: str, dtype: torch.dtype) -> None:
+    TreeLM(family_model(family, dtype)).self_check()
+
+
+def mixer_class(family: str) -> type:
+    """Return the class of the first stateful module."""
+    model = family_model(family)
+    return type(stateful_modules(model, family_of(model.config))[0][1])
+
+
+def altered(module: Any, path: str, change: Callable[[Any], Any]) -> Any:
+    """Copy a module, sharing everything but one changed attribute or parameter; a path leads through its parts."""
+    copied = copy.copy(module)
+    copied.__dict__ |= {"_parameters": dict(module._parameters), "_modules": dict(module._modules)}
+    name, _, rest = path.partition(".")
+    if rest:
+        copied._modules[name] = altered(module._modules[name], rest, change)
+    else:
+        value = change(getattr(module, name))
+        copied._parameters.pop(name, None)
+        copied.__dict__[name] = value
+    return copied
+
+
+SCALED = "scaled output"
+CHANGES: dict[str, dict[str, Callable[[Any], Any]]] = {
+    # By family: attributes that another release could use otherwise in its own forward.
+    "mamba2": {
+        "D": torch.zeros_like,
+        "time_step_limit": lambda _: (0.0, 0.3),
+        "dt_bias": lambda bias: bias * 1.01,
+        "norm.weight": lambda weight: weight * 1.001,
+    },
+    "falcon_h1": {"D": torch.zeros_like, "ssm_in_multiplier": lambda factor: factor * 1.001},
+    "jamba": {"D": torch.zeros_like, "A_log": lambda rate: rate + 0.01, "dt_layernorm": lambda _: nn.Identity()},
+    "zamba": {"D": torch.zeros_like, "dt_proj_bias": lambda bias: bias + 0.01},
+    "qwen3_next": {"A_log": lambda rate: rate + 0.01, "dt_bias": lambda bias: bias + 0.01},
+    "olmo_hybrid": {"allow_neg_eigval": lambda _: False, "o_norm.weight": lambda weight: weight * 1.001},
+    "kimi_linear": {"b_proj.weight": lambda weight: weight * 1.01},
+    "minimax": {"query_decay": lambda decay: decay * 1.01, "norm.weight": lambda weight: weight * 1.001},
+    "recurrent_gemma": {
+        "rg_lru.recurrent_param": lambda rate: rate + 0.01,
+        "rg_lru.input_gate_bias": lambda bias: bias + 0.01,
+        "conv_1d.bias": lambda bias: bias + 0.01,
+    },
+    "lfm2": {"conv.weight": lambda weight: weight * 1.001},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "path"), [(family, path) for family, changes in CHANGES.items() for path in (SCALED, *changes)]
+)
+def test_a_forward_that_a_release_has_changed_is_refused_by_name(
+    family: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    TreeLM(family_model(family))  # passes, and is remembered
+    kind = mixer_class(family)
+    own = kind.forward  # type: ignore[attr-defined]
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if path != SCALED:
+            return own(altered(self, path, CHANGES[family][path]), *args, **kwargs)
+        out = own(self, *args, **kwargs)
+        return (1.001 * out[0], *out[1:]) if isinstance(out, tuple) else 1.001 * out
+
+    monkeypatch.setattr(kind, "forward", forward)
+    model = family_model(family)
+    with pytest.raises(NotImplementedError, match=f"{kind.__name__} of transformers .* else than trees would"):
+        TreeLM(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["gemma2", "kimi_linear", "mistral", "recurrent_gemma"])
+def test_an_attention_that_is_a_little_off_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ops.attention_step
+    monkeypatch.setattr(ops, "attention_step", lambda *args, **kwargs: 1.001 * own(*args, **kwargs))
+    with pytest.raises(NotImplementedError, match="Attention of transformers"):
+        TreeLM(family_model(family))
+
+
+def break_scans(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ops.ssd_step
+    monkeypatch.setattr(ops, "ssd_step", lambda *args, **kwargs: 0.01 + own(*args, **kwargs))
+
+
+def test_a_class_that_has_passed_is_compared_again_for_another_release_or_when_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    TreeLM(tiny_model("mamba2"))
+    (passed,) = (tmp_path / "stree" / "self_check").iterdir()
+    monkeypatch.setattr(self_check, "_passed", set())  # as in another process
+    break_scans(monkeypatch)
+    lm = TreeLM(tiny_model("mamba2"))
+    with pytest.raises(NotImplementedError, match="Mamba2Mixer"):
+        lm.self_check()
+    with monkeypatch.context() as patch, pytest.raises(NotImplementedError, match="Mamba2Mixer of transformers 9.0"):
+        patch.setattr(transformers, "__version__", "9.0")
+        TreeLM(tiny_model("mamba2"))
+    passed.unlink()
+    monkeypatch.setattr(self_check, "_passed", set())
+    with pytest.raises(NotImplementedError, match="Mamba2Mixer"):
+        TreeLM(tiny_model("mamba2"))
+
+
+def test_a_layer_that_cannot_be_run_alone_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mixer_class("lfm2"), "forward", lambda self, x, new_argument: x)
+    lm = TreeLM(family_model("lfm2"))
+    assert "Lfm2ShortConv could not be compared with its own forward" in caplog.text
+    with pytest.raises(TypeError, match="new_argument"):
+        lm.self_check()
+
+
+@pytest.mark.parametrize("family", CHANGES)
+def test_a_layer_whose_forward_takes_no_float32_is_compared_in_its_own_dtype(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, factor = mixer_class(family), 1.0
+    own = kind.forward  # type: ignore[attr-defined]
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = own(self, *args, **kwargs)
+        first = out[0] if isinstance(out, tuple) else out
+        if first.dtype == torch.float32:
+            raise AssertionError("this kernel does not support float32")
+        return (factor * first, *out[1:]) if isinstance(out, tuple) else factor * first
+
+    monkeypatch.setattr(kind, "forward", forward)
+    lm = TreeLM(family_model(family, torch.bfloat16))
+    lm.self_check()
+    factor = 1.2
+    with pytest.raises(NotImplementedError, match=kind.__name__):
+        lm.self_check()
+
+
+def test_the_whole_model_s_logits_are_compared() -> None:
+    lm = TreeLM(tiny_model("bamba"))
+    lm.self_check()
+    lm.model.model.embed_tokens.register_forward_hook(lambda _, __, out: out * (1.01 if out.shape[1] == 8 else 1))
+    with pytest.raises(RuntimeError, match="trees and the model's own forward disagree: relative error"):
+        lm.self_check()
+
+
+def test_hooks_autocast_and_other_devices_do_not_disturb_the_comparison() -> None:
+    model, calls = tiny_model("bamba"), []
+    model.model.layers[0].mamba.in_proj.register_forward_hook(lambda *_: calls.append(1))
+    before = torch.get_rng_state()
+    with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        TreeLM(model)
+    assert not calls and torch.equal(torch.get_rng_state(), before)
+
+
+def test_layers_that_give_zeros_pass_and_those_that_give_no_numbers_do_not() -> None:
+    model = tiny_model("mamba2")
+    for value in (0.0, torch.nan):
+        nn.init.constant_(model.backbone.layers[0].mixer.out_proj.weight, value)
+        if value == 0:
+            TreeLM(model).self_check()
+    with pytest.raises(NotImplementedError, match="relative error inf"):
+        TreeLM(model).self_check()
