@@ -60,7 +60,11 @@ class Suite(Run):
         """Run the kernels' tests on the device in a process of their own."""
         # The tests that put their tensors on the device; the others test whole models under the interpreter.
         tests = sorted((ROOT / "tests").rglob("test_*.py"))
-        files = [str(path.relative_to(ROOT)) for path in tests if re.search(r"\bDEVICE\b", path.read_text("utf-8"))]
+        files = [
+            str(path.relative_to(ROOT))
+            for path in tests
+            if re.search(r"\bDEVICE\b|operation_problem", path.read_text("utf-8"))
+        ]
         limit = max(self.deadline - time.monotonic(), 1)
         command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *files]
         if importlib.util.find_spec("xdist"):  # most of their time is compilation

@@ -15,17 +15,8 @@ import pytest
 import torch
 from helpers.host_reads import NoHostReads
 from helpers.launch_keys import Key, launch_keys
-from helpers.operation_families import (
-    ATTENTION,
-    DEVICE,
-    Problem,
-    Tensors,
-    error,
-    mixed_parents,
-    off_path,
-    paths_to,
-    random_parents,
-)
+from helpers.operation_families import ATTENTION
+from helpers.operation_problem import DEVICE, Problem, Tensors, error, mixed_parents, off_path, paths_to, random_parents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.launch_keys import Key, launch_keys
-from helpers.operation_families import DEVICE, error
+from helpers.operation_problem import DEVICE, error
 from torch import Tensor
 
 from stree.kernels import ops

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.launch_keys import Key, launch_keys
-from helpers.operation_families import DEVICE, error
+from helpers.operation_problem import DEVICE, error
 from torch import Tensor
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -152,22 +152,21 @@ def mixed(x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, a
     return y
 
 
-@BACKENDS
+ONE, SOME, MANY = (True, 1, 5, 2, 20, 12), (True, 9, 4, 3, 150, 40), (False, 34, 3, 2, 33, 20)  # many rows an expert
+
+
 @pytest.mark.parametrize(
-    ("gated", "rows", "experts", "share", "channels", "inner"),
-    [(True, 1, 5, 2, 20, 12), (True, 9, 4, 3, 150, 40), (False, 34, 3, 2, 33, 20)],
-    ids=["one-row", "some", "many-rows-an-expert"],
-)
+    ("backend", "dtype", "sizes"),
+    [
+        *((backend, dtype, ONE) for backend, dtype in CASES), ("reference", torch.float64, SOME),
+        ("reference", torch.float64, MANY), ("triton", torch.float32, SOME), ("triton", torch.bfloat16, MANY),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_a_mixture_of_experts_equals_its_distribution(
-    backend: ops.Backend,
-    dtype: torch.dtype,
-    gated: bool,
-    rows: int,
-    experts: int,
-    share: int,
-    channels: int,
-    inner: int,
+    backend: ops.Backend, dtype: torch.dtype, sizes: tuple[bool, int, int, int, int, int]
 ) -> None:
+    gated, rows, experts, share, channels, inner = sizes
     x = draw(rows, channels + 7).to(dtype)[:, :channels]
     index = torch.stack(
         [torch.randperm(experts, generator=torch.Generator().manual_seed(row))[:share] for row in range(rows)]

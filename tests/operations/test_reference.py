@@ -1,4 +1,4 @@
-"""The references of all families against float64 loops over nodes (tests/helpers/oracles.py), and steps against them.
+"""The references of all families against float64 loops over nodes (tests/helpers/oracles.py).
 
 Run: python -m pytest tests/operations/test_reference.py
 """
@@ -14,20 +14,10 @@ from typing import Any
 import pytest
 import torch
 from helpers import oracles
-from helpers.host_reads import NoHostReads
-from helpers.operation_families import (
-    ATTENTION,
-    CONV,
-    DELTA,
-    DIAGONAL,
-    FAMILIES,
-    KDA,
-    RECURRENCES,
-    SELECTIVE,
-    SSD,
+from helpers.operation_families import ATTENTION, CONV, DELTA, DIAGONAL, FAMILIES, KDA, RECURRENCES, SELECTIVE, SSD
+from helpers.operation_problem import (
     Family,
     Problem,
-    Tensors,
     chain,
     error,
     mixed_parents,
@@ -37,10 +27,9 @@ from helpers.operation_families import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from stree.kernels import ops
-from stree.kernels.topology import AcceptedPath, Topology, ancestor_mask
+from stree.kernels.topology import Topology, ancestor_mask
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_empty"),
@@ -287,68 +276,6 @@ def test_a_wrong_tree_or_state_is_far_outside_the_tolerance(family: Family, faul
         leaking[:, 2] = 1  # what a diagonal recurrence and a convolution go by
         wrong = problem.scan(Topology.of(leaking, mask=mask))
     assert error(wrong, expected) > 100 * TOLERANCE[torch.float32]
-
-
-# Steps.
-
-
-def by_parts(problem: Problem, stash: Tensors, path: Any, lengths: Any, first: int) -> Tensor:
-    """Commit from the stash, write the new rows, scan what the stash then holds."""
-    family, n = problem.family, problem.parents.shape[1]
-    if path is not None:
-        problem.commit(path, lengths, stash)
-    own = {name: problem.given[name][:, first:] for name in family.rows}
-    new = family.stashed(problem.given | own | {"parents": chain(n - first, 2)})  # u is solved for below
-    for name in stash.keys() - {"stash_u"}:
-        stash[name][:, first:n] = new[name]
-    kept = {name: rows[:, :n] for name, rows in stash.items()}
-    if "stash_u" not in stash:
-        return family.scan(problem.given, kept, problem.parents, first, backend="reference")
-    q, _, v, _, beta = (problem.given[name] for name in family.rows)
-    rows = q, kept["stash_k"], v, kept["stash_g"], beta
-    o, u = ops.gated_delta_tree_scan(
-        *rows, problem.parents, problem.states[0], scale=0.7, first=first, u=stash["stash_u"]
-    )  # fmt: skip
-    stash["stash_u"][:, first:n] = u[:, first:]
-    return o
-
-
-@every_family
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("first", [0, 4], ids=["first0", "first4"])
-@pytest.mark.parametrize("committed", ["no path", "tensors", "accepted path"])
-def test_a_step_is_commit_then_write_then_scan(family: Family, dtype: torch.dtype, first: int, committed: str) -> None:
-    old, new = (Problem.draw(family, random_parents(11, 2, seed, 1), seed, dtype) for seed in range(2))
-    ours, theirs = old.stash(16, old.stashed()), old.stash(16, old.stashed())
-    other = new.to(dtype)
-    path, lengths = paths_to(old.parents, (7, None))
-    prepared: tuple[Any, Any] = (path, lengths)
-    if committed == "no path":
-        prepared = (None, None)
-    elif committed == "accepted path":
-        prepared = (AcceptedPath.of(path, lengths, 4), None)
-    y = new.step(ours, *prepared, first=first, topology=Topology.of(new.parents, 4, jumps=True))
-    assert torch.equal(y, by_parts(other, theirs, *prepared, first))
-    pairs = [*zip(new.states, other.states, strict=True), *((ours[name], theirs[name]) for name in ours)]
-    assert all(torch.equal(mine.nan_to_num(9), theirs.nan_to_num(9)) for mine, theirs in pairs)
-    assert y.dtype == dtype and y.is_contiguous() and bool(y.isfinite().all())
-
-
-def test_the_watch_over_host_reads_sees_them() -> None:
-    for read in (lambda t: t.item(), lambda t: t[t > 0], lambda t: t.nonzero(), lambda t: bool(t)):
-        with NoHostReads(), pytest.raises(AssertionError, match="reads the device"):
-            read(torch.ones(1))
-
-
-@every_family
-@pytest.mark.parametrize("first", [0, 4], ids=["first0", "first4"])
-def test_no_step_reads_the_device(family: Family, first: int) -> None:
-    problem = Problem.draw(family, random_parents(11, padding=1), dtype=torch.float32)
-    stash, (path, lengths) = problem.stash(16, problem.stashed()), paths_to(problem.parents, (7, 2))
-    with NoHostReads():
-        problem.step(stash, path, lengths, first, topology=Topology.of(problem.parents))
-        accepted = AcceptedPath.of(path, lengths, 4)
-        problem.step(stash, accepted, None, first, topology=Topology.of(problem.parents, 4, jumps=True))
 
 
 # What only some families have.

@@ -13,18 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.operation_families import (
-    ATTENTION,
-    CONV,
-    DELTA,
+from helpers.operation_families import ATTENTION, CONV, DELTA, DIAGONAL, FAMILIES, FEW, KDA, SELECTIVE, SSD
+from helpers.operation_problem import (
+    CLOSE,
     DEVICE,
-    DIAGONAL,
-    FAMILIES,
-    KDA,
-    SELECTIVE,
-    SSD,
+    TOLERANCE,
     Family,
     Problem,
+    assert_scanned,
     chain,
     error,
     mixed_parents,
@@ -37,35 +33,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stree.kernels import ops
-from stree.kernels.precision import float32_tolerance
 from stree.kernels.tiles import DiagonalTile
-from stree.kernels.topology import ancestor_mask
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
-# Largest error as a share of the largest value of the reference, which sees the same rounded inputs.
-TOLERANCE = {
-    torch.float32: float32_tolerance(400),  # 6e-8 rounding, sums of some hundred products
-    torch.bfloat16: 2e-2,  # the output has 8 bits, and the interpreter rounds them towards zero
-    torch.float16: 2e-3,  # the output has 11 bits
-}
-CLOSE = TOLERANCE[torch.float32]
 ROOM = 20
-# Few heads, each of which is a program that the interpreter runs.
-FEW: dict[str, dict[str, Any]] = {
-    "ssd": {"heads": 2, "groups": 1}, "gated_delta": {"key_heads": 1, "heads": 2}, "kda": {"key_heads": 1, "heads": 2},
-    "attention": {"kv_heads": 1},
-}  # fmt: skip
-DELTAS = pytest.mark.parametrize("family", [DELTA, KDA], ids=lambda f: f.name)
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
-
-
-def assert_scanned(problem: Problem, first: int = 0, tolerance: float = CLOSE) -> None:
-    """Require the reference's outputs of all nodes from some on."""
-    wanted = problem.is_node[:, first:]
-    y = problem.scan(first=first, backend="triton")
-    assert y.dtype == problem.given[problem.dtype_of].dtype and y.is_contiguous() and bool(y.isfinite().all())
-    assert error(y[wanted], problem.to(torch.float64).scan(first=first)[wanted]) < tolerance
 
 
 # Steps: commit, stash, scan.
@@ -210,121 +183,6 @@ def test_tiles_for_many_sequences_score_as_those_for_few(monkeypatch: pytest.Mon
     monkeypatch.setattr(DiagonalTile, "of", lambda n, dstate, channels: choose(n, dstate, 10**6))
     assert choose(12, 16, 111).channels == 8 and DiagonalTile.of(12, 16, 111).channels == 16
     assert_scanned(problem)
-
-
-# Hard numbers.
-
-
-@pytest.mark.parametrize(
-    ("family", "values"),
-    [
-        (SSD, {"xbc": 1e9, "dt": 1e9}),
-        (SELECTIVE, {"x": torch.nan, "dt": 1e30}),
-        *((family, {"q": 1e25, "k": 1e25, "v": 1e25, "beta": 1e25, "g": -1e30}) for family in (DELTA, KDA)),
-        (CONV, {"x": torch.nan}),
-    ],
-    ids=lambda value: value.name if isinstance(value, Family) else "",
-)
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # overflows are meant
-def test_rows_that_are_no_ancestors_do_not_leak_whatever_they_hold(family: Family, values: dict[str, float]) -> None:
-    problem = Problem.draw(family, random_parents(12, 1, 1, padding=3), dtype=torch.float32)
-    clean, rows = problem.to(torch.float64).scan()[:, :9], problem.stashed()
-    for name, value in values.items():
-        problem.given[name][:, 9:] = value
-        if f"stash_{name}" in rows:
-            rows[f"stash_{name}"][:, 9:] = value
-    y = family.scan(problem.given, rows, problem.parents, 0, backend="triton")
-    assert error(y[:, :9], clean) < CLOSE
-
-
-def extreme(family: Family) -> tuple[Problem, dict[str, Tensor]]:
-    """Draw decays of all or nothing at every node, and rows as stashed with them."""
-    problem = Problem.draw(family, random_parents(60, 2, 5), dtype=torch.float32, **FEW.get(family.name, {}))
-    rng = torch.Generator().manual_seed(1)
-
-    def one_of(like: Tensor, *values: float) -> Tensor:
-        return torch.tensor(values)[torch.randint(0, len(values), like.shape, generator=rng)].to(like)
-
-    if family in (DELTA, KDA):
-        problem = problem.changed(g=one_of(problem.given["g"], 0.0, -1e-3, -0.5, -1e4))
-        return problem, problem.stashed()
-    rows = problem.stashed()
-    rows["stash_dt"] = one_of(rows["stash_dt"], 0.0, 1e-3, 0.5, 1e4)
-    name, A = next(iter(rows)), -torch.ones_like(problem.given["A"])
-    if family is SELECTIVE:
-        A[:, 0], A[:, 1] = -1e-30, -1e30
-        rows[name] /= rows["stash_dt"].clamp(min=1)
-    else:
-        heads, headdim = problem.states[0].shape[1:3]
-        x = rows[name][..., : heads * headdim].unflatten(-1, (heads, headdim))
-        x /= rows["stash_dt"].clamp(min=1)[..., None]
-    return problem.changed(A=A), rows
-
-
-@pytest.mark.parametrize("family", [SSD, DELTA, KDA, SELECTIVE], ids=lambda f: f.name)
-def test_decays_of_all_or_nothing_lose_no_digits_of_the_decays_behind_them(family: Family) -> None:
-    problem, rows = extreme(family)
-    exact = problem.to(torch.float64)
-    wide = exact.cast(rows, torch.float64)
-    y = family.scan(problem.given, rows, problem.parents, 0, backend="triton")
-    assert error(y, family.scan(exact.given, wide, problem.parents, 0, backend="reference")) < CLOSE
-    path = paths_to(problem.parents, (59, 41))
-    problem.commit(*path, rows, "triton")
-    exact.commit(*path, wide)
-    assert error(problem.states[0], exact.states[0]) < CLOSE
-
-
-def test_plain_sums_of_decays_lose_the_digits_that_the_kernels_keep() -> None:
-    problem, rows = extreme(SSD)
-    mask, decays = ancestor_mask(problem.parents).cpu(), -rows["stash_dt"].cpu()
-    sums, exact = (mask.float() @ decays).double(), mask.double() @ decays.double()
-    lost = (sums[:, :, None] - sums[:, None]).exp() - (exact[:, :, None] - exact[:, None]).exp()
-    assert float(lost[mask].abs().max()) > 1e-4
-
-
-@DELTAS
-def test_decays_that_pass_many_windows_keep_their_digits(family: Family) -> None:
-    problem = Problem.draw(family, chain(100), dtype=torch.float32, key_heads=1, heads=1)
-    g = -torch.linspace(60, 104, problem.given["g"].numel()).view(problem.given["g"].shape).to(problem.given["g"])
-    g[:, ::3] *= 1e-4  # each sees its parent undimmed, behind sums whose float32 is spaced 5e-4
-    assert float(g.sum(1).max()) < -4096
-    assert_scanned(problem.changed(g=g))
-
-
-@DELTAS
-@pytest.mark.parametrize("cosine", [0.9, 1.0], ids=lambda c: f"cosine{c}")
-def test_correlated_keys_of_a_chain_of_depth_63(cosine: float, family: Family) -> None:
-    problem = Problem.draw(family, chain(64), 2, torch.float32, key_heads=1, heads=1)
-    common = torch.zeros_like(problem.given["k"])
-    common[..., 0] = 1
-    noise = torch.nn.functional.normalize(problem.given["k"] * (1 - common), dim=-1)
-    keys = cosine * common + (1 - cosine**2) ** 0.5 * noise
-    beta = torch.where(problem.given["beta"] > 1, 2.0, problem.given["beta"])
-    # Keys that repeat with beta 2 never shrink an error, so it grows with depth.
-    assert_scanned(problem.changed(q=keys, k=keys, g=problem.given["g"] * 1e-3, beta=beta), tolerance=2 * CLOSE)
-
-
-@pytest.mark.parametrize("family", [SSD, SELECTIVE], ids=lambda f: f.name)
-def test_softplus_keeps_the_digits_of_small_step_sizes(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("helpers.operation_families.LIMIT", (0.0, float("inf")))
-    problem = Problem.draw(family, chain(16), dtype=torch.float32)
-    problem.given["dt"][:] = torch.linspace(-60, 60, 16)[:, None]
-    problem.given["bias"][:] = 0
-    stash = problem.stash(ROOM)
-    problem.step(stash, backend="triton")
-    expected = torch.nn.functional.softplus(problem.given["dt"].double())
-    assert float((stash["stash_dt"][:, :16].double() / expected - 1).abs().max()) < 1e-6
-
-
-def test_a_stash_may_be_narrower_than_the_rows_and_the_scan_reads_the_rounded_keys() -> None:
-    problem = Problem.draw(DELTA, mixed_parents(9, 4), dtype=torch.float32)
-    exact = problem.given["k"].bfloat16().float()  # the interpreter rounds otherwise than torch; these need no rounding
-    problem = problem.changed(k=exact, **{name: problem.given[name].bfloat16() for name in ("v", "beta")})
-    stash = problem.stash(ROOM)
-    stash["stash_k"] = stash["stash_k"].bfloat16()
-    o = problem.step(stash, backend="triton")
-    assert torch.equal(stash["stash_k"][:, :9].float(), exact) and o.dtype == torch.bfloat16
-    assert error(o, problem.to(torch.float64).scan()) < TOLERANCE[torch.bfloat16]
 
 
 # What is refused.

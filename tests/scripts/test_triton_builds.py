@@ -13,7 +13,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from helpers.operation_families import CONV, DELTA, DIAGONAL, KDA, SELECTIVE, SSD, Family, Problem, chain
+from helpers.operation_families import CONV, DELTA, DIAGONAL, KDA, SELECTIVE, SSD
+from helpers.operation_problem import Family, Problem, chain
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
