@@ -20,12 +20,20 @@ BLOCK = 8192  # of a vocabulary in one pass
 
 
 @triton.jit(
-    do_not_specialize=["rows", "stride_t", "stride_logit_b", "stride_logit_r", "stride_probs_b", "stride_probs_r"],
+    do_not_specialize=[
+        "scale",
+        "rows",
+        "stride_t",
+        "stride_logit_b",
+        "stride_logit_r",
+        "stride_probs_b",
+        "stride_probs_r",
+    ],
     do_not_specialize_on_alignment=["logit_ptr", "probs_ptr", "norm_ptr"],
 )
 def probs_kernel(
-    logit_ptr, probs_ptr, norm_ptr, temperature_ptr, rows, vocab, stride_t, stride_logit_b, stride_logit_r,
-    stride_probs_b, stride_probs_r, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    logit_ptr, probs_ptr, norm_ptr, temperature_ptr, scale, rows, vocab, stride_t, stride_logit_b,
+    stride_logit_r, stride_probs_b, stride_probs_r, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Compute the softmax of one row of logits at a temperature, and its norm if asked; grid (rows, batch)."""
     row = tl.program_id(0).to(tl.int64)
@@ -35,7 +43,6 @@ def probs_kernel(
     if ALIGNED:  # as in `draw_kernel`
         logit_ptr = tl.multiple_of(logit_ptr, 16)
         probs_ptr = tl.multiple_of(probs_ptr, 16)
-    scale = 1.0
     if temperature_ptr is not None:
         scale = tl.div_rn(1.0, tl.load(temperature_ptr + batch * stride_t).to(tl.float32))
     lane = tl.arange(0, BLOCK)
@@ -86,15 +93,12 @@ def _launch(logits: Tensor, temperature: float | Tensor, out: Tensor, norms: Ten
     batch, rows, vocab = logits.shape
     if not batch * rows:
         return
-    stride, of_rows = 0, None
-    if isinstance(temperature, Tensor):
-        stride, of_rows = temperature.stride(0), temperature
-    elif temperature != 1:
-        of_rows = torch.full((), temperature, dtype=torch.float64, device=logits.device)
+    of_rows = temperature if isinstance(temperature, Tensor) else None
+    stride, scale = (0, 1 / temperature) if of_rows is None else (of_rows.stride(0), 1.0)
     constants = probs_constants(vocab, aligned=is_aligned(logits) and is_aligned(out))
     with torch.cuda.device_of(logits):  # Triton launches on the current device, wherever the tensors are
         probs_kernel[(rows, batch)](
-            logits, out, norms, of_rows, rows, vocab, stride, *logits.stride()[:2],
+            logits, out, norms, of_rows, scale, rows, vocab, stride, *logits.stride()[:2],
             *out.stride()[:2], **constants, num_warps=probs_warps(constants["BLOCK"]),
             enable_fp_fusion=False,  # quotients are rounded before their maximum is taken off
         )  # fmt: skip
