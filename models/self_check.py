@@ -42,8 +42,7 @@ TRANSFORMERS = str(Path(transformers.__file__).parent)
 VOCAB, WINDOW = 50, "sliding_window"
 # Of the largest output.  Sums run in another order; on a GPU, mamba-ssm and fla round to TF32, too.
 LAYER_BOUND, MODEL_BOUND, GPU_BOUND = 1e-4, 1e-3, 1e-2
-HALF_LAYER_BOUND = 0.1
-HALF_BOUND = 0.3  # of the median node: one whose router was near a tie may differ entirely
+HALF_LAYER_BOUND, HALF_BOUND = 0.1, 0.3  # of a model's median node: where a router is near a tie, all may differ
 ADAPTERS = (attention, base, delta_rule, lightning, mamba1, mamba2, mla, rg_lru, short_conv)
 
 logger = logging.getLogger("stree")
@@ -191,7 +190,9 @@ def _parameters(module: Any) -> Any:
 
 def _plain_copy(module: Any, dtype: torch.dtype) -> Any:
     """Copy a module in a dtype, without patches, hooks and other libraries' forwards."""
-    copied = copy.deepcopy(module)
+    attributes = (value for part in module.modules() for value in vars(part).values())
+    with_graph = [value for value in attributes if isinstance(value, Tensor) and not value.is_leaf]
+    copied = copy.deepcopy(module, {id(value): value.detach() for value in with_graph})
     for part in copied.modules():
         unpatch_forward(part)
         for name in ("forward", "_old_forward", "_hf_hook"):

@@ -79,6 +79,7 @@ def test_plain_calls_of_a_model_on_several_devices_run_its_own_code() -> None:
     lm = TreeLM(copy.deepcopy(model))
     tokens = torch.tensor([[1, 2, 3]])
     assert lm.model(tokens).logits.shape == model(tokens).logits.shape
+    assert not any("forward" in vars(module) for module in lm.release().modules())
 
 
 @pytest.mark.parametrize("family", EVERY_ADAPTER)

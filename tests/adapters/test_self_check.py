@@ -182,6 +182,13 @@ def test_the_whole_model_s_logits_are_compared() -> None:
         lm.self_check()
 
 
+def test_states_that_a_plain_call_has_left_on_modules_are_no_hindrance(caplog: pytest.LogCaptureFixture) -> None:
+    model = family_model("recurrent_gemma")
+    model(torch.tensor([[1, 2, 3]]), use_cache=True)  # with gradients
+    TreeLM(model)
+    assert "could not be compared" not in caplog.text
+
+
 def test_hooks_autocast_and_other_devices_do_not_disturb_the_comparison() -> None:
     model, calls = tiny_model("bamba"), []
     model.model.layers[0].mamba.in_proj.register_forward_hook(lambda *_: calls.append(1))
