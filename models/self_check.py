@@ -8,15 +8,10 @@ until transformers, its source or an adapter changes.
 from __future__ import annotations
 
 import copy
-import functools
-import hashlib
 import inspect
 import logging
-import os
 import statistics
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +20,9 @@ import transformers
 from torch import Tensor
 
 from stree.kernels.dispatch import as_on_device
-from stree.models.layers import attention, base, delta_rule, lightning, mamba1, mamba2, mla, rg_lru, short_conv
+from stree.models.layers.attention import KvSpec
+from stree.models.layers.mla import LatentSpec
+from stree.models.passed_checks import digest_of, has_passed, note_passed
 from stree.models.patched_model import PatchedModel
 from stree.models.patching import unpatch_forward
 from stree.models.prefill import run_prompts
@@ -38,16 +35,12 @@ __all__ = ["check_adapters", "check_model"]
 # Three trees with commits between them.
 PARENTS = ([-1, 0, 0, 1, 1, 2, 3, 3], [-1, 0, 1, 0, 3, 4, 4, 2], [-1, 0, 1, 2, 3, 0, 5, 6])
 PATHS = ([0, 1, 3, 6], [0, 3, 4, 5], [0, 1])
-TRANSFORMERS = str(Path(transformers.__file__).parent)
 VOCAB, WINDOW = 50, "sliding_window"
 # Of the largest output.  Sums run in another order; on a GPU, mamba-ssm and fla round to TF32, too.
 LAYER_BOUND, MODEL_BOUND, GPU_BOUND = 1e-4, 1e-3, 1e-2
-HALF_LAYER_BOUND = 0.1
-HALF_BOUND = 0.3  # of the median node: one whose router was near a tie may differ entirely
-ADAPTERS = (attention, base, delta_rule, lightning, mamba1, mamba2, mla, rg_lru, short_conv)
+HALF_LAYER_BOUND, HALF_BOUND = 0.1, 0.3  # of a model's median node: where a router is near a tie, all may differ
 
 logger = logging.getLogger("stree")
-_passed: set[str] = set()
 
 
 def check_adapters(lm: PatchedModel, *, anew: bool = False) -> None:
@@ -66,8 +59,8 @@ def check_adapters(lm: PatchedModel, *, anew: bool = False) -> None:
         if kind in seen or any(weight.is_meta for weight in module.parameters()):
             continue
         seen.add(kind)
-        digest = _digest(kind)
-        if digest is not None and not anew and _has_passed(digest):
+        digest = digest_of(kind)
+        if digest is not None and not anew and has_passed(digest):
             continue
         try:
             error, bound = _compared(lm, layer, module)
@@ -82,7 +75,7 @@ def check_adapters(lm: PatchedModel, *, anew: bool = False) -> None:
                 f"relative error {error:.1e}; use a release for which stree was tested, or undo a change of its forward"
             )
         if digest is not None:
-            _note_passed(digest)
+            note_passed(digest)
 
 
 @torch.no_grad()
@@ -172,7 +165,7 @@ class _OneLayer(TreeScorer):
 
     def _mask(self, x: Tensor) -> Tensor | None:
         """Return what transformers' model would pass to attention: a causal mask within the window."""
-        if not isinstance(next(iter(self.specs.values())), (attention.KvSpec, mla.LatentSpec)):
+        if not isinstance(next(iter(self.specs.values())), (KvSpec, LatentSpec)):
             return None
         index = torch.arange(x.shape[1], device=x.device)
         distance = index[:, None] - index
@@ -191,7 +184,9 @@ def _parameters(module: Any) -> Any:
 
 def _plain_copy(module: Any, dtype: torch.dtype) -> Any:
     """Copy a module in a dtype, without patches, hooks and other libraries' forwards."""
-    copied = copy.deepcopy(module)
+    attributes = (value for part in module.modules() for value in vars(part).values())
+    with_graph = [value for value in attributes if isinstance(value, Tensor) and not value.is_leaf]
+    copied = copy.deepcopy(module, {id(value): value.detach() for value in with_graph})
     for part in copied.modules():
         unpatch_forward(part)
         for name in ("forward", "_old_forward", "_hf_hook"):
@@ -234,10 +229,11 @@ def _node_errors(
     for number, (parents, path) in enumerate(zip(PARENTS, PATHS, strict=True)):
         tokens = [(7919 * node + 104729 * number + 13) % vocab for node in range(len(parents))]
         tree = TokenTree(torch.tensor(tokens, device=device), torch.tensor(parents, device=device))
-        found = lm.verify(state, tree)[0].double()
-        right = run_texts([[*text, *(tokens[step] for step in _path_to(parents, n))] for n in range(len(parents))])
-        scale = right.double().abs().max().clamp(min=1e-30)  # all zeros are equal
-        errors.append(((found - right.to(found)).abs().amax(1) / scale).nan_to_num(torch.inf).tolist())
+        texts = [[*text, *(tokens[step] for step in _path_to(parents, n))] for n in range(len(parents))]
+        both = torch.stack((lm.verify(state, tree)[0], run_texts(texts))).double()
+        found, right = both.masked_fill(both == -torch.inf, 0)  # tokens that a head leaves out
+        scale = right.abs().max().clamp(min=1e-30)  # all zeros are equal
+        errors.append(((found - right).abs().amax(1) / scale).nan_to_num(torch.inf).tolist())
         lm.commit(state, torch.tensor([path], device=device), torch.tensor([len(path)], device=device))
         text = [*text, *(tokens[node] for node in path)]
     return errors
@@ -253,47 +249,3 @@ def _right_padded(texts: list[list[int]], device: torch.device) -> tuple[Tensor,
 def _path_to(parents: list[int], node: int) -> list[int]:
     """List the nodes from the root down to a node."""
     return [*([] if parents[node] < 0 else _path_to(parents, parents[node])), node]
-
-
-def _digest(kind: type) -> str | None:
-    """Hash all that a comparison of a class depends on; None if its forward is not the one in its source."""
-    owner = next(one for one in kind.__mro__ if "forward" in vars(one))
-    source, forward = _source(owner), vars(owner)["forward"]
-    while _source(forward).startswith(TRANSFORMERS) and hasattr(forward, "__wrapped__"):  # its decorators
-        forward = forward.__wrapped__
-    if not source or _source(forward) != source or forward.__qualname__ != f"{owner.__qualname__}.forward":
-        return None
-    return _hash(f"{kind.__module__}.{kind.__qualname__} {transformers.__version__}", source, _source(kind))
-
-
-def _source(code: Any) -> str:
-    """Return the file of a class, or the one in which a function was written; "" if there is none."""
-    if hasattr(code, "__code__"):
-        return str(code.__code__.co_filename)
-    with suppress(TypeError):
-        return inspect.getsourcefile(code) or ""
-    return ""
-
-
-@functools.cache
-def _hash(name: str, *files: str) -> str:
-    """Hash a name and the content of files, those of the adapters included."""
-    adapters = (str(module.__file__) for module in ADAPTERS)
-    parts = (Path(file).read_bytes() for file in sorted({*files, *adapters} - {""}))
-    return hashlib.sha256(b"\0".join((name.encode(), *parts))).hexdigest()
-
-
-def _folder() -> Path:
-    """Return where passed checks are remembered: an empty file for each."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stree" / "self_check"
-
-
-def _has_passed(digest: str) -> bool:
-    return digest in _passed or (_folder() / digest).exists()
-
-
-def _note_passed(digest: str) -> None:
-    _passed.add(digest)
-    with suppress(OSError):  # without a home that can be written, each process checks once
-        _folder().mkdir(parents=True, exist_ok=True)
-        (_folder() / digest).touch()

@@ -25,7 +25,8 @@ __all__ = ["TreeLM"]
 class TreeLM(TreeScorer):
     """A causal language model whose stateful layers are patched to verify token trees.
 
-    A plain ``forward`` or ``generate`` of the model still runs transformers' code unchanged.
+    A plain ``forward`` or ``generate`` of the model still runs transformers' code unchanged.  Several TreeLMs may share
+    a model; ``release`` of one takes the patches off for all.  Threads may share a TreeLM, each with states of its own.
 
     ``prefill``, ``extend`` and ``verify`` take ``hidden_layers`` and then return a second tensor, float[batch, n,
     len(hidden_layers), hidden_size] in the model's dtype: the hidden states of those layers at every token or node that

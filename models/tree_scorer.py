@@ -124,13 +124,9 @@ class TreeScorer(PatchedModel):
         state.length_bound = bound
 
     def run_chains(
-        self,
-        state: DecodeState,
-        input_ids: Tensor,
-        sizes: Sequence[int],
-        hidden_layers: Sequence[int] | None,
+        self, state: DecodeState, input_ids: Tensor, sizes: Sequence[int], hidden_layers: Sequence[int] | None,
         logits: Tensor | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """Run tokens after those of a state as chains that are verified and committed, ``max_nodes`` at a time.
 
         transformers' continuation of a cache by several tokens is wrong for some families, so it is used for none.

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.family_states import Decoding
+from helpers.on_device import treat_as_on_device
 from helpers.tiny_family_models import family_model, matrix
 from helpers.tiny_models import TOLERANCE, fresh_logits, random_texts, relative_error, right_padded, tiny_model
 
@@ -38,9 +39,15 @@ def test_an_extended_state_is_one_of_the_whole_text(family: str, dtype: torch.dt
     decoding.score([6, 6, 6])
 
 
-@pytest.mark.parametrize("defers_commit", [False, True])
-def test_an_empty_state_and_a_deferred_commit_are_extended(defers_commit: bool) -> None:
-    decoding = Decoding(tiny_model("bamba"), [0, 0], max_nodes=5, defers_commit=defers_commit)
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_an_empty_state_and_one_for_captured_steps_are_extended(
+    is_on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_on_device:
+        treat_as_on_device(monkeypatch)
+    decoding = Decoding(
+        tiny_model("bamba"), [0, 0], max_nodes=5, defers_commit=is_on_device, fixed_shapes=is_on_device, max_length=32
+    )
     extend(decoding, [7, 0])
     decoding.step([5, 5])
     extend(decoding, [3, 4])

@@ -64,11 +64,13 @@ def test_no_layer_meets_a_tensor_of_another_device(family: str, defers_commit: b
     lm.prefill(state, *right_padded(random_texts(rng, [9, 4])))
     for _ in range(2):
         tree = random_tree(rng, [9, 7])
-        logits = lm.verify(state, tree)
-        assert logits.device == META
-        assert logits.shape == (2, 9, 97)
+        logits, hidden = lm.verify(state, tree, hidden_layers=[0, 1, -1])
+        assert logits.device == hidden.device == META
+        assert logits.shape == (2, 9, 97) and hidden.shape == (2, 9, 3, lm.model.config.hidden_size)
         lm.commit(state, *as_commit([path_to(tree, 0, 8), [0]]))
         state = state.select(torch.tensor([1, 0]))
+    logits, hidden = lm.extend(state, *right_padded(random_texts(rng, [18, 2])), hidden_layers=[-1])
+    assert logits.device == hidden.device == META and hidden.shape[1] == 18
     assert META in {tensor.device for stack in state.stacks.values() for _, tensor in stack.tensors()}
 
 
@@ -77,6 +79,7 @@ def test_plain_calls_of_a_model_on_several_devices_run_its_own_code() -> None:
     lm = TreeLM(copy.deepcopy(model))
     tokens = torch.tensor([[1, 2, 3]])
     assert lm.model(tokens).logits.shape == model(tokens).logits.shape
+    assert not any("forward" in vars(module) for module in lm.release().modules())
 
 
 @pytest.mark.parametrize("family", EVERY_ADAPTER)

@@ -17,15 +17,16 @@ from torch import nn
 
 from stree import TreeLM
 from stree.kernels import ops
-from stree.models import self_check
+from stree.models import passed_checks
 from stree.models.families import family_of, stateful_modules
+from stree.models.trimmed import TrimmedLM
 
 
 @pytest.fixture(autouse=True)
 def no_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Let no check of another test or process be remembered."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(self_check, "_passed", set())
+    monkeypatch.setattr(passed_checks, "_passed", set())
 
 
 @pytest.mark.parametrize("family", matrix())
@@ -127,7 +128,7 @@ def test_a_class_that_has_passed_is_compared_again_for_another_release_or_when_a
 ) -> None:
     TreeLM(tiny_model("mamba2"))
     (passed,) = (tmp_path / "stree" / "self_check").iterdir()
-    monkeypatch.setattr(self_check, "_passed", set())  # as in another process
+    monkeypatch.setattr(passed_checks, "_passed", set())  # as in another process
     break_scans(monkeypatch)
     lm = TreeLM(tiny_model("mamba2"))
     with pytest.raises(NotImplementedError, match="Mamba2Mixer"):
@@ -136,7 +137,7 @@ def test_a_class_that_has_passed_is_compared_again_for_another_release_or_when_a
         patch.setattr(transformers, "__version__", "9.0")
         TreeLM(tiny_model("mamba2"))
     passed.unlink()
-    monkeypatch.setattr(self_check, "_passed", set())
+    monkeypatch.setattr(passed_checks, "_passed", set())
     with pytest.raises(NotImplementedError, match="Mamba2Mixer"):
         TreeLM(tiny_model("mamba2"))
 
@@ -174,12 +175,23 @@ def test_a_layer_whose_forward_takes_no_float32_is_compared_in_its_own_dtype(
         lm.self_check()
 
 
+def test_a_head_of_some_tokens_passes() -> None:
+    TrimmedLM(TreeLM(tiny_model("bamba")), range(50)).self_check()
+
+
 def test_the_whole_model_s_logits_are_compared() -> None:
     lm = TreeLM(tiny_model("bamba"))
     lm.self_check()
     lm.model.model.embed_tokens.register_forward_hook(lambda _, __, out: out * (1.01 if out.shape[1] == 8 else 1))
     with pytest.raises(RuntimeError, match="trees and the model's own forward disagree: relative error"):
         lm.self_check()
+
+
+def test_states_that_a_plain_call_has_left_on_modules_are_no_hindrance(caplog: pytest.LogCaptureFixture) -> None:
+    model = family_model("recurrent_gemma")
+    model(torch.tensor([[1, 2, 3]]), use_cache=True)  # with gradients
+    TreeLM(model)
+    assert "could not be compared" not in caplog.text
 
 
 def test_hooks_autocast_and_other_devices_do_not_disturb_the_comparison() -> None:

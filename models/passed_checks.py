@@ -1,0 +1,67 @@
+"""Memory of the classes whose adapters were compared with their own forwards: an empty file for each, by a hash."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+__all__ = ["digest_of", "has_passed", "note_passed"]
+
+TRANSFORMERS = str(Path(transformers.__file__).parent)
+
+_passed: set[str] = set()
+
+
+def digest_of(kind: type) -> str | None:
+    """Hash all that a comparison of a module class depends on; None if its forward is not the one in its source."""
+    owner = next(one for one in kind.__mro__ if "forward" in vars(one))
+    source, forward = _source(owner), vars(owner)["forward"]
+    while _source(forward).startswith(TRANSFORMERS) and hasattr(forward, "__wrapped__"):  # its decorators
+        forward = forward.__wrapped__
+    if not source or _source(forward) != source or forward.__qualname__ != f"{owner.__qualname__}.forward":
+        return None
+    with suppress(OSError):  # no source to read
+        return _hash(f"{kind.__module__}.{kind.__qualname__} {transformers.__version__}", source, _source(kind))
+    return None
+
+
+def has_passed(digest: str) -> bool:
+    """Return whether a comparison has passed, in this process or another one."""
+    return digest in _passed or os.path.exists(_folder() / digest)
+
+
+def note_passed(digest: str) -> None:
+    """Remember that a comparison has passed."""
+    _passed.add(digest)
+    with suppress(OSError):  # without a home that can be written, each process compares once
+        _folder().mkdir(parents=True, exist_ok=True)
+        (_folder() / digest).touch()
+
+
+def _folder() -> Path:
+    """Return the folder of the files."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "stree", "self_check")
+
+
+def _source(code: Any) -> str:
+    """Return the file of a class, or the one in which a function was written; "" if there is none."""
+    if hasattr(code, "__code__"):
+        return str(code.__code__.co_filename)
+    with suppress(TypeError):
+        return inspect.getsourcefile(code) or ""
+    return ""
+
+
+@functools.cache
+def _hash(name: str, *files: str) -> str:
+    """Hash a name and the content of files, those of the adapters included."""
+    adapters = map(str, Path(__file__).parent.joinpath("layers").glob("*.py"))
+    parts = (Path(file).read_bytes() for file in sorted({*files, *adapters} - {""}))
+    return hashlib.sha256(b"\0".join((name.encode(), *parts))).hexdigest()
