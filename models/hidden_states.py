@@ -1,7 +1,7 @@
 """Hidden states of named layers, recorded while a call runs the model.
 
-The layers and the final norm of a model are patched for good to note what they are called with if the current call
-asked for it.  A call's recorder is a context variable, so that threads do not meet.
+The layers and the final norm of a model are patched, by the first call that asks, to note what they are called with if
+the current call asked for it.  A call's recorder is a context variable, so that threads do not meet.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def check_hidden_layers(layers: Sequence[int] | None, num_layers: int) -> None:
 
 
 def patch_for_recording(model: Any) -> None:
-    """Make the layers and the final norm of a model note their inputs, and the norm its output."""
+    """Make the layers and the final norm of a model note their inputs, and the norm its output; once is enough."""
     base = model.base_model
     for index, layer in enumerate(base.layers):
         wrap_forward(layer, _layer_forward, index)
@@ -49,9 +49,9 @@ def patch_for_recording(model: Any) -> None:
 
 
 @contextmanager
-def recording(layers: Sequence[int] | None) -> Iterator[dict[int, Any]]:
+def recording(layers: Sequence[int]) -> Iterator[dict[int, Any]]:
     """Record hidden states while the model runs inside; the dict is filled by layer."""
-    recorded: dict[int, Any] = dict.fromkeys(layers or ())
+    recorded: dict[int, Any] = dict.fromkeys(layers)
     token = _recorded.set(recorded)
     try:
         yield recorded

@@ -59,7 +59,6 @@ class PatchedModel:
             self.release()
             raise
         patch_fused_layers(model)
-        patch_for_recording(model)
         if {self.device} != self.devices:
             for site, mixer in self.mixers.items():
                 keep_on_device(mixer, self.specs[site].device)
@@ -193,10 +192,11 @@ class PatchedModel:
         self, hidden_layers: Sequence[int] | None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Call ``forward`` and return float[batch, n, len(hidden_layers), hidden_size] beside the logits, or None."""
+        if hidden_layers is None:
+            return self.forward(*args, **kwargs), None
+        patch_for_recording(self.model)  # with the first call that asks
         with recording(hidden_layers) as recorded:
             logits = self.forward(*args, **kwargs)
-        if hidden_layers is None:
-            return logits, None
         return logits, stacked(recorded, hidden_layers, self.dtype, logits.device)
 
     def check_mode(self) -> None:

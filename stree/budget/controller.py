@@ -26,8 +26,9 @@ MARGIN = 0.08  # share by which another size must be better before it is taken; 
 PRIOR_STEPS = 12.0  # weight of earlier generations in a new one's acceptance level, in steps of one sequence
 MEMORY_STEPS = 40.0  # steps over which a sequence's acceptance level is averaged
 OLDEST_STEPS = 4.0  # weight of an acceptance level that has aged during plain decoding
-FIRST_PROBE, LEAST_INTERVAL = 8, 12  # steps before the first try of another size, and between two of them
-PROBE_SHARE = 0.02  # of the time that tries of another size may lose, by what is known of it
+FIRST_PROBE, PROBE_EVERY = 8, 12  # least steps before the first try of another size, and between two of them
+PROBE_SHARE = 0.02  # of the time that tries of other sizes may lose
+LOSS_STEPS = 2000.0  # steps over which that share is kept
 EARLIER_STEPS = 50.0  # steps over which the level that is handed on to later generations is averaged
 
 
@@ -39,11 +40,16 @@ class StepHistory:
         seconds: the last step times of each size.
         level: accepted nodes of a step of START nodes, averaged over earlier generations.
         num_steps: steps that this average counts, at most EARLIER_STEPS a sequence; 0 before the first.
+        total_s: seconds of about the last LOSS_STEPS steps.
+        lost_s: of them, what tries of other sizes took beyond what the best known size takes for as many tokens: also
+            the prompts and tokens that a draft model has to run first after plain decoding.
     """
 
     seconds: dict[int, deque[float]] = field(default_factory=dict)
     level: float = 0.0
     num_steps: float = 0.0
+    total_s: float = 0.0
+    lost_s: float = 0.0
 
     def time(self, size: int) -> float | None:
         """Return the median seconds of a step, or None for a size that has not been timed."""
@@ -86,10 +92,9 @@ class BudgetController:
             return 1 if self._step in PLAIN_AT and not is_timed else self.current
         best = self._best()
         if best != self.current:
-            self.current = best
-            self._next_probe = self._step + self._probe_interval()
-        elif self._step >= self._next_probe:
-            self._next_probe = self._step + self._probe_interval()
+            self.current, self._next_probe = best, self._step + PROBE_EVERY
+        elif self._step >= self._next_probe and self._history.lost_s <= PROBE_SHARE * self._history.total_s:
+            self._next_probe = self._step + PROBE_EVERY
             return self._probe()
         return self.current
 
@@ -106,6 +111,7 @@ class BudgetController:
         if not num_emitted:
             return
         rows = len(num_emitted)
+        self._count_loss(size, sum(num_emitted) / rows, seconds)
         if size == 1:  # plain decoding tells nothing of acceptance, and what is known ages
             self._weight = max(self._weight * (1 - 1 / MEMORY_STEPS), min(self._weight, OLDEST_STEPS * rows))
             return
@@ -132,14 +138,13 @@ class BudgetController:
         current = self._goodput(self.current)
         return best if self._weight and current and self._goodput(best) > (1 + MARGIN) * current else self.current
 
-    def _probe_interval(self) -> int:
-        """Return the steps until another size is tried, so that tries lose at most PROBE_SHARE of the time."""
-        other = self._probe()
-        own, seconds = self._history.time(self.current), self._history.time(other)
-        if not own or not seconds:
-            return LEAST_INTERVAL
-        lost = max(1 - self._goodput(other) / self._goodput(self.current), 0.0) * seconds / own  # in own steps
-        return max(LEAST_INTERVAL, round(lost / PROBE_SHARE))
+    def _count_loss(self, size: int, tokens: float, seconds: float) -> None:
+        """Count the time of a step, and what it lost if it tried another size than the best known."""
+        history, goodput = self._history, self._goodput(self.current)
+        history.total_s += seconds - history.total_s / LOSS_STEPS
+        history.lost_s -= history.lost_s / LOSS_STEPS
+        if size != self.current and goodput:
+            history.lost_s = max(history.lost_s + seconds - tokens / goodput, 0.0)
 
     def _probe(self) -> int:
         """Return another size to try: a neighbour that has not been timed, else the next best."""
