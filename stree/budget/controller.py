@@ -20,14 +20,14 @@ START = 16  # size of the first steps, while nothing is known
 # benchmarks/results/who-wins.
 GAIN = {1: 0.0, 8: 0.85, 16: 1.0, 32: 1.3, 64: 1.43}
 TIMES = 25  # steps of a size whose median is its time: robust against single slow steps
-PLAIN_AT = (4, 7)  # steps of a first generation that decode plainly, so that plain decoding has a time
+PLAIN_AT = (4, 6, 8)  # plain steps of a first generation; the median of three passes over a slow first one
 # The numbers below were set by hand on the first five prompts of HumanEval, GSM8K and MT-Bench.
 MARGIN = 0.08  # share by which another size must be better before it is taken; below it noise decides
 PRIOR_STEPS = 12.0  # weight of earlier generations in a new one's acceptance level, in steps of one sequence
 MEMORY_STEPS = 40.0  # steps over which a sequence's acceptance level is averaged
 OLDEST_STEPS = 4.0  # weight of an acceptance level that has aged during plain decoding
 FIRST_PROBE, PROBE_EVERY = 8, 12  # least steps before the first try of another size, and between two of them
-PROBE_SHARE = 0.02  # of the time that tries of other sizes may lose
+PROBE_SHARE = 0.015  # of the time that tries of other sizes may lose
 LOSS_STEPS = 2000.0  # steps over which that share is kept
 EARLIER_STEPS = 50.0  # steps over which the level that is handed on to later generations is averaged
 
@@ -87,7 +87,7 @@ class BudgetController:
     def choose(self) -> int:
         """Return the size of the next step."""
         self._step += 1
-        is_timed = self._history.time(1) is not None
+        is_timed = len(self._history.seconds.get(1, ())) >= len(PLAIN_AT)
         if not is_timed or not self._weight:
             return 1 if self._step in PLAIN_AT and not is_timed else self.current
         best = self._best()
