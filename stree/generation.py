@@ -191,7 +191,9 @@ def _budget_policy(
     if len(sizes) == 1:
         return budget, BudgetPolicy(growth, sizes[0])
     history = _step_history(lm, drafter, growth, batch, arguments.verifier)
-    return budget, AutoBudget(growth, sizes, history, START if batch.max_batch == 1 else START // 2)
+    # The rows of a batch share a step's cost less than its nodes do: draft calls must first show that they pay.
+    start = START if batch.max_batch == 1 else 1 if drafter.models else START // 2
+    return budget, AutoBudget(growth, sizes, history, start)
 
 
 def _default_budget(drafter: Drafter, growth: Growth | None, batch: int) -> int | str:

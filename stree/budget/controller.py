@@ -15,7 +15,7 @@ from statistics import median
 __all__ = ["SIZES", "START", "BudgetController", "StepHistory"]
 
 SIZES = (1, 8, 16, 32, 64)  # nodes a step, root included; 1 is plain decoding
-START = 16  # size of the first steps, while nothing is known
+START = 16  # size of the first steps of a single sequence, while nothing is known
 # Accepted nodes of a tree over those of a tree of START nodes on the same text: the bundled pair, from
 # benchmarks/results/who-wins.
 GAIN = {1: 0.0, 8: 0.85, 16: 1.0, 32: 1.3, 64: 1.43}
@@ -81,15 +81,15 @@ class BudgetController:
         self._sizes, self._history = list(sizes), history
         self._level, self._weight = history.level, min(history.num_steps, PRIOR_STEPS)
         self._step, self._next_probe = 0, FIRST_PROBE
-        self.current = min(sizes[1:] or sizes, key=lambda size: abs(size - start))
+        self.current = min(sizes, key=lambda size: abs(size - start))
         self.current = self._best()
 
     def choose(self) -> int:
         """Return the size of the next step."""
         self._step += 1
         is_timed = len(self._history.seconds.get(1, ())) >= len(PLAIN_AT)
-        if not is_timed or not self._weight:
-            return 1 if self._step in PLAIN_AT and not is_timed else self.current
+        if not is_timed:
+            return 1 if self._step in PLAIN_AT else self.current
         best = self._best()
         if best != self.current:
             self.current, self._next_probe = best, self._step + PROBE_EVERY

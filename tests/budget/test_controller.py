@@ -116,3 +116,13 @@ def test_a_fixed_shape_is_taken_whole_or_not_at_all() -> None:
 def test_sizes_that_do_not_ascend_from_plain_decoding_are_refused(sizes: list[int]) -> None:
     with pytest.raises(ValueError, match="sizes must ascend from 1"):
         BudgetController(sizes, StepHistory())
+
+
+@pytest.mark.parametrize(("times", "level", "pays"), [(TIMES, 0.1, False), (GPU_TIMES, 2.5, True)], ids=["cpu", "gpu"])
+def test_a_batch_begins_with_plain_decoding_and_finds_out_whether_trees_pay(
+    times: dict[int, float], level: float, pays: bool
+) -> None:
+    world = World(times, rows=8)
+    world.run(BudgetController(SIZES, StepHistory(), start=1), level, 100)
+    assert world.chosen[:7] == [1] * 7
+    assert (world.chosen[-40:].count(1) < 5) == pays and (world.chosen.count(1) > 90) != pays
