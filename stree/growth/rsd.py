@@ -41,7 +41,7 @@ class RSDC(BaseGrowth):
     def __post_init__(self) -> None:
         object.__setattr__(self, "widths", tuple(map(operator.index, self.widths)))
         if not self.widths or min(self.widths) < 1:
-            raise ValueError(f"RSDC needs widths of at least 1, got {list(self.widths)}")
+            raise ValueError(f"{type(self).__name__} needs widths of at least 1, got {list(self.widths)}")
 
     def plan(self, budget: int) -> Plan:
         """Return the plan of the tree, whose nodes are ordered by depth."""

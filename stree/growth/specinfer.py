@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from stree.growth.acceptance_model import AcceptanceModel, DraftProbability, PathProbability, Slots
-from stree.growth.base import BaseGrowth
 from stree.growth.plan import Plan
-from stree.growth.static import Static
+from stree.growth.rsd import RSDC
 
 __all__ = ["SpecInfer"]
 
 
 @dataclass(frozen=True)
-class SpecInfer(BaseGrowth):
+class SpecInfer(RSDC):
     """The same number of children for every node of a depth, drawn with replacement (SpecInfer, arXiv 2305.09781).
 
     Siblings may carry the same token; each is a node and has its own test, as multi-step speculative sampling requires.
@@ -32,16 +29,9 @@ class SpecInfer(BaseGrowth):
         ValueError: no width, or one below 1.
     """
 
-    widths: Sequence[int]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "widths", tuple(map(operator.index, self.widths)))
-        if not self.widths or min(self.widths) < 1:
-            raise ValueError(f"SpecInfer needs widths of at least 1, got {list(self.widths)}")
-
     def plan(self, budget: int) -> Plan:
         """Return the plan of the tree, whose nodes are ordered by depth."""
-        return replace(Static(self.widths).plan(budget), drawing="independent")
+        return replace(super().plan(budget), drawing="independent")
 
     def acceptance_model(self, batch: int, device: torch.device) -> AcceptanceModel:
         """Return the draft's own probabilities."""
