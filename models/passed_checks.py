@@ -1,4 +1,4 @@
-"""Memory of the classes whose adapters were compared with their own forwards: an empty file for each, by a hash."""
+"""On-disk cache of the module classes whose adapters agreed with their own forwards: one empty file for each hash."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import transformers
 
-__all__ = ["digest_of", "has_passed", "note_passed"]
+__all__ = ["digest_of", "has_passed", "record_passed"]
 
 TRANSFORMERS = str(Path(transformers.__file__).parent)
 
@@ -37,8 +37,8 @@ def has_passed(digest: str) -> bool:
     return digest in _passed or os.path.exists(_folder() / digest)
 
 
-def note_passed(digest: str) -> None:
-    """Remember that a comparison has passed."""
+def record_passed(digest: str) -> None:
+    """Record that a comparison has passed."""
     _passed.add(digest)
     with suppress(OSError):  # without a home that can be written, each process compares once
         _folder().mkdir(parents=True, exist_ok=True)

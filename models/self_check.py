@@ -22,7 +22,7 @@ from torch import Tensor
 from stree.kernels.dispatch import as_on_device
 from stree.models.layers.attention import KvSpec
 from stree.models.layers.mla import LatentSpec
-from stree.models.passed_checks import digest_of, has_passed, note_passed
+from stree.models.passed_checks import digest_of, has_passed, record_passed
 from stree.models.patched_model import PatchedModel
 from stree.models.patching import unpatch_forward
 from stree.models.prefill import run_prompts
@@ -43,12 +43,12 @@ HALF_LAYER_BOUND, HALF_BOUND = 0.1, 0.3  # of a model's median node: where a rou
 logger = logging.getLogger("stree")
 
 
-def check_adapters(lm: PatchedModel, *, anew: bool = False) -> None:
+def check_adapters(lm: PatchedModel, *, force: bool = False) -> None:
     """Compare a layer of each class that holds a state with its own forward.
 
     Args:
         lm: the model; it is not run.
-        anew: whether classes that have passed before are checked, too, and failures to run are raised.
+        force: whether classes that have passed before are checked, too, and failures to run are raised.
 
     Raises:
         NotImplementedError: a class computes something else than its adapter; the message names it.
@@ -60,12 +60,12 @@ def check_adapters(lm: PatchedModel, *, anew: bool = False) -> None:
             continue
         seen.add(kind)
         digest = digest_of(kind)
-        if digest is not None and not anew and has_passed(digest):
+        if digest is not None and not force and has_passed(digest):
             continue
         try:
-            error, bound = _compared(lm, layer, module)
+            error, bound = _layer_error(lm, layer, module)
         except Exception as reason:
-            if anew:
+            if force:
                 raise
             logger.warning("%s could not be compared with its own forward: %s", kind.__name__, reason)
             continue
@@ -75,7 +75,7 @@ def check_adapters(lm: PatchedModel, *, anew: bool = False) -> None:
                 f"relative error {error:.1e}; use a release for which stree was tested, or undo a change of its forward"
             )
         if digest is not None:
-            note_passed(digest)
+            record_passed(digest)
 
 
 @torch.no_grad()
@@ -103,7 +103,7 @@ def check_model(lm: TreeScorer) -> None:
         )
 
 
-def _compared(lm: PatchedModel, layer: int, module: Any) -> tuple[float, float]:
+def _layer_error(lm: PatchedModel, layer: int, module: Any) -> tuple[float, float]:
     """Return the relative error of a layer, in float32 if its own forward takes that, and the bound of it."""
     weight = next(module.parameters())
     wide = torch.promote_types(weight.dtype, torch.float32)

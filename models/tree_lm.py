@@ -112,7 +112,7 @@ class TreeLM(TreeScorer):
             RuntimeError: the logits of three trees differ from those after the same texts.
         """
         self.check_ready()
-        check_adapters(self, anew=True)
+        check_adapters(self, force=True)
         check_model(self)
 
     def check_ready(self) -> None:
