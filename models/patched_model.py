@@ -158,12 +158,12 @@ class PatchedModel:
         return state
 
     def forward(
-        self, input_ids: Tensor, cache: Any, positions: Tensor | None, mask: Tensor | None = None, **kwargs: Any
+        self, input_ids: Tensor | None, cache: Any, positions: Tensor | None, mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         """Call the model under its own argument names; a ``TreeStep`` as the cache makes it score a tree.
 
         Args:
-            input_ids: int64[batch, n].
+            input_ids: int64[batch, n], or None with ``inputs_embeds`` among the further arguments.
             cache: a cache of transformers, or a ``TreeStep``.
             positions: int64[batch, n], for families that take them.
             mask: of padded prompts; a tree needs none.
@@ -174,7 +174,7 @@ class PatchedModel:
         """
         is_tree = isinstance(cache, TreeStep)
         if is_tree:  # with a 4-d mask the model makes none
-            mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
+            mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         if self.family.takes_positions:
             kwargs["position_ids"] = positions
         kwargs |= {self.family.cache_argument: cache, "return_dict": True}  # as generate does

@@ -143,7 +143,7 @@ class _OneLayer(TreeScorer):
         state.bind(self.mixers)
         return state
 
-    def forward(self, input_ids: Tensor, cache: Any, positions: Any, *_: Any, **__: Any) -> Tensor:
+    def forward(self, input_ids: Tensor | None, cache: Any, positions: Any, *_: Any, **__: Any) -> Tensor:
         """Run the module on float[batch, n, width] vectors; its own forward where there is no cache."""
         x, names = self._vectors[input_ids], _parameters(self._module)
         given = {"position_ids": positions, "layer_idx": self._layer, "use_cache": False, "position_embeddings": None}

@@ -61,14 +61,14 @@ class TreeScorer(PatchedModel):
             RuntimeError: the state is inconsistent, the model in training mode, or autocast on.
         """
         check_hidden_layers(hidden_layers, self.num_layers)
-        logits, hidden = self._score(state, tree, first, hidden_layers)
+        logits, hidden = self.score(state, tree, first, hidden_layers)
         return logits if hidden is None else (logits, hidden)
 
     @torch.no_grad()
-    def _score(
-        self, state: DecodeState, tree: TokenTree, first: int, hidden_layers: Sequence[int] | None
+    def score(
+        self, state: DecodeState, tree: TokenTree, first: int, hidden_layers: Sequence[int] | None, **inputs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Verify a tree and return logits, and hidden states or None."""
+        """Verify a tree and return logits, and hidden states or None; ``inputs`` are passed to ``forward``."""
         self.check_state(state)
         self._check_tree(state, tree, first)
         topology = Topology.of(
@@ -85,7 +85,7 @@ class TreeScorer(PatchedModel):
             step.path, step.entries = deferred.accepted(self._conv_width)
         state.pending = None  # its stash is overwritten, layer by layer
         with nullcontext() if deferred is None else state.changing():
-            logits, hidden = self.forward_recording(hidden_layers, tree.tokens[:, first:], step, positions)
+            logits, hidden = self.forward_recording(hidden_layers, tree.tokens[:, first:], step, positions, **inputs)
             if deferred is not None:
                 deferred.clear()
         state.pending = Pending(tree, topology)
@@ -153,7 +153,7 @@ class TreeScorer(PatchedModel):
                 is_token = index < count[:, None]
                 tokens = input_ids[:, begin : begin + len(index)].masked_fill(~is_token, 0)
                 chain = TokenTree.unchecked(tokens, torch.where(is_token, index - 1, -1).to(torch.int32))
-                scored, hidden = self._score(state, chain, 0, hidden_layers)
+                scored, hidden = self.score(state, chain, 0, hidden_layers)
                 self.commit(state, index.expand(len(rows), -1), count)
                 last = scored[(rows.to(scored.device), (count - 1).clamp(min=0).to(scored.device))]
                 logits = torch.where((count > 0)[:, None].to(last.device), last, logits.to(last))

@@ -64,7 +64,7 @@ class TrimmedLM(TreeLM):
         self.model = self._whole
         return super().release()
 
-    def forward(self, input_ids: Tensor, cache: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, input_ids: Tensor | None, cache: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Return logits over the whole vocabulary; tokens without a row have -inf."""
         if not isinstance(cache, TreeStep):
             self._copy_rows()

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stree import distill, drafters, growth
+    from stree import distill, drafters, growth, heads
     from stree.generation import Generation, GenerationError, GenerationInterrupted, generate
     from stree.integrations.transformers import custom_generate
     from stree.models.tree_lm import TreeLM
@@ -32,6 +32,7 @@ __all__ = [
     "drafters",
     "generate",
     "growth",
+    "heads",
     "warm_up",
 ]
 
@@ -56,7 +57,7 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name."""
-    if name in ("distill", "drafters", "growth"):
+    if name in ("distill", "drafters", "growth", "heads"):
         return importlib.import_module(f"stree.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'stree' has no attribute {name!r}")

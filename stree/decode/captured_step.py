@@ -111,7 +111,7 @@ class CapturedStep(DecodeStep):
     def _settle(self, budget: int) -> int:
         """Do what only this step needs of the drafter; return the draft calls it took."""
         try:
-            return self.run.settle(budget)
+            return self.run.settle(self.texts.pending, budget)
         except Exception as problem:
             self._decode_without_drafter(problem)
             return 0

@@ -8,8 +8,9 @@ replayed: see ``captured_step``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,6 +67,7 @@ class DecodeStep:
         stop = zeros.new_full((len(zeros), most_stops), -1)
         self.texts = Texts(zeros.clone(), zeros.clone(), zeros.clone(), torch.ones_like(zeros, dtype=torch.bool), stop)
         self._is_filled = False
+        self._hidden_layers: Sequence[int] | None = None  # that the drafter reads
         self._growth: tuple[Growth | None, Growth | None] = None, None  # the last one, and bound to the sampling
 
     def __call__(self, growth: Growth | None, budget: int) -> StepResult:
@@ -89,17 +91,27 @@ class DecodeStep:
 
     def _verify(self, draft: Draft, timer: StepTimer) -> StepResult:
         """Do the target's part of a step: verify, accept, commit, emit."""
-        logits = self.lm.verify(self.state, draft.tree)
+        logits, hidden = self._recorded(self.lm.verify, self.state, draft.tree)
         timer.lap("verify_s")
         rng = self.rng.at(self.state.lengths)
         acceptance = accept(draft.tree, logits, self.sampling, rng, draft.probs, self.verifier, draft.max_depth)
         acceptance = replace(acceptance, path_lengths=acceptance.path_lengths.masked_fill(self.texts.is_finished, 0))
+        if hidden is not None:
+            path = acceptance.path.clamp(min=0).long()
+            acceptance = replace(acceptance, hidden=hidden.take_along_dim(path[..., None, None].to(hidden.device), 1))
         timer.lap("accept_s")
         self.lm.commit(self.state, acceptance.path, acceptance.path_lengths)
         timer.lap("commit_s")
         report = self._emit(draft.tree, acceptance)
         timer.lap("accept_s")
         return StepResult(draft, acceptance, logits, report, timer)
+
+    def _recorded(self, run: Callable[..., Any], *inputs: Any) -> tuple[Tensor, Tensor | None]:
+        """Run the target; return logits, and the hidden states that the drafter reads, or None where it reads none."""
+        if self._hidden_layers is None:
+            return run(*inputs), None
+        logits, hidden = run(*inputs, hidden_layers=self._hidden_layers)
+        return logits, hidden
 
     def _propose(self, growth: Growth | None, budget: int) -> Draft:
         """Let the drafter propose; where it fails, decoding goes on without it."""
@@ -138,11 +150,12 @@ class DecodeStep:
         """
         prompts = [request.prompt for request in requests]
         input_ids, lengths = padded_prompts(prompts)
+        self._hidden_layers = drafter.hidden_layers
         if not self._is_filled:
-            logits = self.lm.prefill(self.state, input_ids, lengths)
+            logits, hidden = self._recorded(self.lm.prefill, self.state, input_ids, lengths)
         else:
             filled = self.lm.new_state(len(prompts), input_ids.shape[1], self.state.max_nodes)
-            logits = self.lm.prefill(filled, input_ids, lengths)
+            logits, hidden = self._recorded(self.lm.prefill, filled, input_ids, lengths)
             self.state.overwrite(filled)
         for row, request in enumerate(requests):
             self._write(row, request)
@@ -153,6 +166,8 @@ class DecodeStep:
             if not isinstance(self.run, DraftRun):
                 what = f"{type(drafter).__name__}.start must return a stree.drafters.DraftRun"
                 raise TypeError(f"{what}, got {type(self.run).__name__}")
+        if hidden is not None:
+            self.run.read_prompts(range(len(prompts)), hidden)
         self._is_filled = True
         return logits
 
@@ -162,7 +177,9 @@ class DecodeStep:
             self.run.admit(row, request.prompt)
         except Exception as problem:
             self._decode_without_drafter(problem)
-        logits = self.lm.prefill_row(self.state, row, torch.tensor([request.prompt]))
+        logits, hidden = self._recorded(self.lm.prefill_row, self.state, row, torch.tensor([request.prompt]))
+        if hidden is not None:
+            self.run.read_prompts([row], hidden)
         self._write(row, request)
         return logits
 

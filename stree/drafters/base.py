@@ -97,6 +97,14 @@ class DraftRun:
         """Begin as many other texts as the batch has rows; their drafts must not depend on the old ones."""
         raise NotImplementedError(f"{type(self).__name__} cannot be restarted")
 
+    def read_prompts(self, rows: Sequence[int], hidden: Tensor) -> None:
+        """Read the target's hidden states of the prompts in some rows; called if the drafter has ``hidden_layers``.
+
+        Args:
+            rows: which have just begun, by ``Drafter.start``, ``restart`` or ``admit``.
+            hidden: float[len(rows), longest, layers, hidden], undefined past a prompt's end.
+        """
+
     def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
         """Allocate a state for texts of ``max_length`` tokens and trees of ``budget`` nodes, where there is a state.
 
@@ -115,7 +123,7 @@ class DraftRun:
         """Draft int64[batch] nodes fewer in the next step; only growths that draw by value do so."""
         raise NotImplementedError(f"{type(self).__name__} drafts as many nodes in every row")
 
-    def settle(self, budget: int) -> int:
+    def settle(self, pending: Tensor, budget: int) -> int:
         """Do work that only the next step needs and that captured graphs leave out; return its draft calls."""
         return 0
 
@@ -129,7 +137,7 @@ class DraftRun:
         """Call ``propose`` through ``capture`` where proposals can be replayed, else directly."""
         if capture is None or budget == 1 or not self.can_replay_proposals:
             return self.propose(pending, growth, budget)
-        num_calls = self.settle(budget)
+        num_calls = self.settle(pending, budget)
 
         def work() -> tuple[Draft, Any]:
             return self.propose(pending, growth, budget), self.last_proposal
@@ -163,6 +171,11 @@ class Drafter:
     def models(self) -> Sequence[TreeLM]:
         """The draft models that it runs."""
         return ()
+
+    @property
+    def hidden_layers(self) -> Sequence[int] | None:
+        """Layers of the target whose hidden states its runs read, or None; see ``TreeLM``."""
+        return None
 
     def with_model(self, change: Callable[[TreeLM], TreeLM]) -> Drafter:
         """Return this drafter with ``change`` applied to its models, such as a logits processor behind them."""

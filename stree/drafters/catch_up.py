@@ -1,4 +1,4 @@
-"""Accepted tokens that a draft model has not run yet, and runs before it drafts again."""
+"""Accepted tokens that a draft model or head has not run yet, and runs before it drafts again."""
 
 from __future__ import annotations
 
@@ -13,51 +13,52 @@ __all__ = ["CatchUpTokens"]
 
 
 class CatchUpTokens:
-    """A queue of tokens for every sequence of a batch.
+    """A queue of tokens, and of what belongs to each, for every sequence of a batch.
 
     Args:
-        batch: sequences.
-        device: where their tokens are.
+        entries: int64[batch, 0] tokens, and tensors [batch, 0, ...] of what is kept beside each, on the batch's device.
 
     Attributes:
         most: bound of a queue's length, known to the host.
     """
 
-    def __init__(self, batch: int, device: torch.device) -> None:
-        # int64[batch, capacity + 1], whose last column takes writes that are to be ignored, and each queue's length.
-        self._tokens = torch.zeros(batch, 1, dtype=torch.long, device=device)
-        self._number = torch.zeros(batch, dtype=torch.long, device=device)
-        self._parts: list[tuple[Tensor, Tensor]] = []  # on the CPU they are concatenated when needed
+    def __init__(self, *entries: Tensor) -> None:
+        # [batch, capacity + 1, ...], whose last column takes writes that are to be ignored, and each queue's length.
+        self._entries = [_resized(entry, 1) for entry in entries]
+        self._number = torch.zeros(len(entries[0]), dtype=torch.long, device=entries[0].device)
+        self._parts: list[tuple[Sequence[Tensor], Tensor]] = []  # on the CPU they are concatenated when needed
         self.most = 0
 
-    def put(self, tokens: Tensor, count: Tensor, max_length: int | None) -> None:
-        """Append the first ``count``, int64[batch], of int64[batch, m] tokens to the queues.
+    def put(self, entries: Sequence[Tensor], count: Tensor, max_length: int | None) -> None:
+        """Append the first ``count``, int64[batch], of [batch, m, ...] entries to the queues.
 
         Args:
-            tokens: of every sequence.
+            entries: of every sequence: int64[batch, m] tokens, and what is kept beside them.
             count: how many of them count.
             max_length: bound of a queue's length, where it is known, as it is where steps are captured.
         """
-        self.most += tokens.shape[1]
-        if host_can_read(tokens):
-            self._parts.append((tokens, count))
+        width = entries[0].shape[1]
+        self.most += width
+        if host_can_read(entries[0]):
+            self._parts.append((entries, count))
             return
-        place = torch.arange(tokens.shape[1], device=tokens.device)
-        capacity = self._tokens.shape[1] - 1
+        place = torch.arange(width, device=count.device)
+        capacity = self._entries[0].shape[1] - 1
         if self.most > capacity and (max_length is None or capacity < max_length):
-            self._tokens = torch.nn.functional.pad(self._tokens, (0, (max_length or 2 * self.most) - capacity))
-        end = self._tokens.shape[1] - 1
+            self._entries = [_resized(entry, (max_length or 2 * self.most) + 1) for entry in self._entries]
+        end = self._entries[0].shape[1] - 1
         index = torch.where(place < count[:, None], self._number[:, None] + place, end).clamp_(max=end)
-        self._tokens.scatter_(1, index, tokens)
+        for held, entry in zip(self._entries, entries, strict=True):
+            held.scatter_(1, _expanded(index, entry), entry)
         self._number += count
 
-    def all(self) -> tuple[Tensor, Tensor]:
-        """Return int64[batch, m] tokens and int64[batch] lengths of the queues; they are valid until ``clear``."""
-        return _concatenated(self._parts) if self._parts else (self._tokens, self._number)
+    def all(self) -> tuple[Sequence[Tensor], Tensor]:
+        """Return [batch, m, ...] entries and int64[batch] lengths of the queues; they are valid until ``clear``."""
+        return _concatenated(self._parts) if self._parts else (self._entries, self._number)
 
     def reserve(self, max_length: int) -> None:
         """Allocate queues of this length, while they are empty."""
-        self._tokens = self._tokens.new_zeros(len(self._tokens), max_length + 1)
+        self._entries = [_resized(entry[:, :0], max_length + 1) for entry in self._entries]
 
     def forget(self, row: int) -> None:
         """Empty the queue of a sequence."""
@@ -71,8 +72,21 @@ class CatchUpTokens:
         self._parts, self.most = [], 0
 
 
-def _concatenated(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Concatenate the first int64[batch] of each int64[batch, m] tokens: int64[batch, sum of m] and their number."""
-    is_one = torch.cat([torch.arange(tokens.shape[1]) < count[:, None] for tokens, count in parts], 1)
+def _resized(entry: Tensor, length: int) -> Tensor:
+    """Copy a tensor [batch, m, ...] into zeros [batch, length, ...]."""
+    larger = entry.new_zeros(len(entry), length, *entry.shape[2:])
+    larger[:, : entry.shape[1]] = entry
+    return larger
+
+
+def _expanded(index: Tensor, entry: Tensor) -> Tensor:
+    """Expand int64[batch, m] indices to the shape of an entry."""
+    return index.view(*index.shape, *[1] * (entry.dim() - 2)).expand(*index.shape, *entry.shape[2:])
+
+
+def _concatenated(parts: Sequence[tuple[Sequence[Tensor], Tensor]]) -> tuple[Sequence[Tensor], Tensor]:
+    """Concatenate the first int64[batch] of each part's entries: [batch, sum of m, ...] and their number."""
+    is_one = torch.cat([torch.arange(entries[0].shape[1]) < count[:, None] for entries, count in parts], 1)
     order = is_one.to(torch.int8).sort(dim=1, descending=True, stable=True).indices
-    return torch.cat([tokens for tokens, _ in parts], 1).gather(1, order), is_one.sum(1)
+    joined = [torch.cat(entry, 1) for entry in zip(*(entries for entries, _ in parts), strict=True)]
+    return [entry.gather(1, _expanded(order, entry)) for entry in joined], is_one.sum(1)

@@ -10,9 +10,11 @@ from torch import Tensor
 from stree.drafters.base import padded_prompts
 from stree.drafters.catch_up import CatchUpTokens
 from stree.kernels.dispatch import host_can_read
+from stree.kernels.step.bookkeeping import Drafted, path_on_columns
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.tree import TokenTree
+from stree.verify import Acceptance
 
 __all__ = ["DraftState"]
 
@@ -45,7 +47,7 @@ class DraftState:
         self.version = 0
         self._max_length: int | None = None  # of a text, where it is known
         self._state: DecodeState | None = None  # None until the prompts have been run
-        self._behind = CatchUpTokens(len(prompts), lm.device)
+        self._behind = CatchUpTokens(self.leaf.new_zeros(len(prompts), 0))
 
     @property
     def decode_state(self) -> DecodeState:
@@ -105,19 +107,34 @@ class DraftState:
         if self._state is not None:
             self._state.is_inconsistent = False
 
+    def commit(self, accepted: Acceptance, columns: Tensor, selected: Tensor | None, num_run: int) -> None:
+        """Advance the state by the accepted nodes of its tree; an accepted leaf that was not run is kept.
+
+        Args:
+            accepted: paths in the tree that was proposed.
+            columns: int64[batch, columns], tokens of the tree that was run.
+            selected: int64[batch, n], which of its nodes were proposed, or None for all.
+            num_run: columns that were run.
+        """
+        drafted = Drafted(selected, columns, self.has_leaf, self.leaf, num_run)
+        self._lm.commit(self.decode_state, *path_on_columns(accepted.path, accepted.path_lengths, drafted))
+
     def commit_later(self, tokens: Tensor, lengths: Tensor) -> None:
         """Append the first int64[batch] of int64[batch, m] accepted tokens to those that ``catch_up`` will run."""
-        self._behind.put(tokens, lengths, self._max_length)
+        self._behind.put([tokens], lengths, self._max_length)
 
-    def count_later(self, tokens: int) -> None:
-        """Count tokens that a replayed ``commit_later`` has appended on the device."""
-        self._behind.most += tokens
+    def follow(self, tokens: Tensor, acceptance: Acceptance, *, was_drafted: bool) -> None:
+        """Read the accepted tokens of int64[batch, n] verified ones; a draft model has read them by ``commit``."""
 
-    def catch_up(self) -> int:
+    def replayed(self, *, was_drafted: bool) -> None:
+        """Count what a replayed step has appended on the device."""
+        self._behind.most += not was_drafted
+
+    def catch_up(self, pending: Tensor) -> int:
         """Run and commit the accepted tokens that were never run, as chains; return the draft calls it took."""
         if not self._behind.most:
             return 0
-        tokens, number = self._behind.all()
+        (tokens,), number = self._behind.all()
         most = self._behind.most
         if host_can_read(number) or self.is_extended:
             most = int(number.max())

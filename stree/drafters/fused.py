@@ -73,6 +73,11 @@ class FusedDrafter(Drafter):
         """The models of both parts."""
         return [*self.first.models, *self.second.models]
 
+    @property
+    def hidden_layers(self) -> Sequence[int] | None:
+        """What the head among the parts reads."""
+        return self.first.hidden_layers or self.second.hidden_layers
+
     def with_model(self, change: Callable[[TreeLM], TreeLM]) -> FusedDrafter:
         """Return a drafter over ``change`` of the parts' models."""
         first, second = self.first.with_model(change), self.second.with_model(change)
@@ -234,6 +239,9 @@ class _FusedRun(DraftRun):
         self._drafting.admit(row, prompt)
         self._retrieving.admit(row, prompt)
         self._calibration.forget(row)
+
+    def read_prompts(self, rows: Sequence[int], hidden: Tensor) -> None:
+        self._drafting.read_prompts(rows, hidden)
 
     def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
         """Reserve memory for both."""

@@ -7,21 +7,26 @@ from typing import Any
 
 from stree.drafters.base import Drafter
 from stree.drafters.fused import FusedDrafter
+from stree.drafters.head import HeadDrafter
 from stree.drafters.model import ModelDrafter, check_vocabulary
 from stree.drafters.none import NoDrafter
 from stree.drafters.suffix import SuffixDrafter
+from stree.models.heads import formats
 from stree.models.tree_lm import TreeLM
 
 __all__ = ["load"]
 
-NAMES = "'suffix', 'none', 'fused:PATH', a small model or its path, or an object derived from stree.drafters.Drafter"
+NAMES = (
+    "'suffix', 'none', 'mtp', 'fused:PATH', a small model or its path, or an object derived from stree.drafters.Drafter"
+)
 
 
 def load(source: str | Path | Any, target: TreeLM) -> Drafter:
     """Return a drafter for a target; a checkpoint is loaded in every call.
 
     Args:
-        source: "suffix" (repetitions of the text), "none" (plain decoding), "fused:PATH" (a small model and "suffix" in
+        source: "suffix" (repetitions of the text), "none" (plain decoding), "mtp" (MTP layers in the target's own
+            checkpoint), "fused:PATH" (a small model and "suffix" in
             one tree), the folder or hub id ("owner/name") of a small model of the target's vocabulary, that model
             itself (of transformers, or a TreeLM), or a drafter, which is returned.
         target: its device and dtype are those of a model that is loaded.
@@ -29,14 +34,14 @@ def load(source: str | Path | Any, target: TreeLM) -> Drafter:
     Raises:
         TypeError: something else.
         ValueError: no checkpoint there, or a model of another vocabulary or on another device than the target.
-        NotImplementedError: a model of a family that is not supported, or "mtp".
+        NotImplementedError: a model of a family that is not supported, also for "mtp".
     """
     if isinstance(source, Drafter):
         return source
     if isinstance(source, str) and source in ("suffix", "none"):
         return SuffixDrafter() if source == "suffix" else NoDrafter()
     if source == "mtp":
-        raise NotImplementedError(f"the target's own MTP layer cannot draft yet; drafter may be {NAMES}")
+        return HeadDrafter(formats.load("mtp", target))
     if isinstance(source, str) and source.partition(":")[0] == "fused":
         path = source.partition(":")[2]
         if not path:

@@ -17,7 +17,7 @@ from stree.drafters.merge import missed_nodes, without_children
 from stree.drafters.none import root_only
 from stree.drafters.tree_builder import FIRST_DRAFTED, GrownTree, narrowed, num_run
 from stree.growth import AcceptanceModel, Calibrated, Growth, KeptSlots, Limited, Plan, Proposal
-from stree.kernels.step.bookkeeping import Drafted, path_on_columns, path_on_nodes
+from stree.kernels.step.bookkeeping import path_on_nodes
 from stree.models.state import Pending
 from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
@@ -60,7 +60,7 @@ class ModelDrafter(Drafter):
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _ModelRun:
         """Begin a run; the draft model reads the prompts when the first tree is drafted."""
         check_vocabulary(self.lm, vocab_size)
-        return _ModelRun(self.lm, prompts, rng)
+        return _ModelRun(self.lm, DraftState(self.lm, prompts), rng)
 
 
 def check_vocabulary(lm: TreeLM, vocab_size: int) -> None:
@@ -101,9 +101,8 @@ class _ModelRun(DraftRun):
 
     can_admit = can_restart = can_extend = can_leave = is_capturable = can_replay_proposals = True
 
-    def __init__(self, lm: TreeLM, prompts: Sequence[Sequence[int]], rng: Random) -> None:
-        self._lm, self._rng = lm, rng
-        self._state = DraftState(lm, prompts)
+    def __init__(self, lm: TreeLM, state: DraftState, rng: Random) -> None:
+        self._lm, self._state, self._rng = lm, state, rng
         self._largest: Plan | None = None  # of all plans to come, where it is known
         self._num_replaced = 0  # tensors that outlive a step, beside the state's
         self._growth: Growth | None = None  # the one that the acceptance model belongs to
@@ -131,7 +130,7 @@ class _ModelRun(DraftRun):
             return Draft(root_only(pending), None, 0, values=torch.ones_like(pending[:, None], dtype=torch.float32))
         plan = narrowed(growth.plan(budget))
         self._use(growth)
-        num_calls = self.settle(budget)
+        num_calls = self.settle(pending, budget)
         self._state.reserve_nodes(num_run(plan) + FIRST_DRAFTED - 1)
         state = self._state.decode_state
         self._rng = self._rng.at(state.lengths + self._state.has_leaf)
@@ -169,7 +168,7 @@ class _ModelRun(DraftRun):
         """Commit the accepted nodes that were run; keep an accepted leaf that was not for the next call."""
         if self._root is not None:
             return self._observe_root(acceptance)
-        is_extended, proposed, state = self._extension is not None, self._proposed, self._state
+        is_extended, proposed = self._extension is not None, self._proposed
         tokens = proposed.proposal.tree.tokens if self._extension is None else self._extension[1]
         self.acceptance_model.read_text(tokens, acceptance.path, acceptance.path_lengths)
         proposal, own = proposed.proposal, self._own_part(acceptance)
@@ -182,9 +181,8 @@ class _ModelRun(DraftRun):
         else:
             ratios, is_live = acceptance.ratios[:, :n], acceptance.path_lengths > 0  # others may have appended nodes
         self.acceptance_model.learn(proposal, ratios, is_live)
-        drafted = Drafted(proposed.proposal.selected, proposed.columns, state.has_leaf, state.leaf, proposed.num_run)
-        path, count = path_on_columns(own.path, own.path_lengths, drafted)
-        self._lm.commit(state.decode_state, path, count)
+        self._state.commit(own, proposed.columns, proposed.proposal.selected, proposed.num_run)
+        self._state.follow(tokens, acceptance, was_drafted=True)
 
     def _observe_root(self, acceptance: Acceptance) -> None:
         """Keep accepted tokens that were never run for the next tree."""
@@ -196,6 +194,7 @@ class _ModelRun(DraftRun):
         if self._growth is not None:
             self.acceptance_model.read_text(tokens, path, acceptance.path_lengths)
         self._state.commit_later(tokens.gather(1, path.clamp(min=0).long()), lengths)
+        self._state.follow(tokens, acceptance, was_drafted=False)
 
     def _own_part(self, acceptance: Acceptance) -> Acceptance:
         """Cut accepted paths where they leave the own tree; what follows there is run before the next draft."""
@@ -253,16 +252,15 @@ class _ModelRun(DraftRun):
         if begins:
             self._state.begin()
 
-    def settle(self, budget: int) -> int:
+    def settle(self, pending: Tensor, budget: int) -> int:
         """Run the prompts and the accepted tokens that were never run, if a tree is to be drafted."""
         if budget == 1:
             return 0
         self._state.begin()
-        return self._state.catch_up()
+        return self._state.catch_up(pending)
 
     def replayed(self, budget: int) -> None:
-        if budget == 1:
-            self._state.count_later(1)
+        self._state.replayed(was_drafted=budget > 1)
 
     def give_up(self) -> None:
         self._root = self._extension = None

@@ -49,6 +49,8 @@ class Acceptance:
             the residual distribution after its earlier siblings; undefined for the root and padding. None from greedy
             and MATCH.
         left: float[batch, vocab], the distribution of the token after ``next_token``, from LONGEST only.
+        hidden: float[batch, m, layers, hidden], the target's hidden states at the path's nodes, where a drafter reads
+            them; undefined past its length.
     """
 
     path: Tensor
@@ -56,6 +58,7 @@ class Acceptance:
     next_token: Tensor
     ratios: Tensor | None = None
     left: Tensor | None = None
+    hidden: Tensor | None = None
 
     @property
     def num_accepted(self) -> Tensor:

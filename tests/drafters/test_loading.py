@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "number": (3, TypeError, "drafter must be .*, got 3"),
     "class": (SuffixDrafter, TypeError, "drafter must be .*, got <class"),
     "fused": ("fused", ValueError, "'fused' needs a small model: write 'fused:PATH'"),
-    "mtp": ("mtp", NotImplementedError, "the target's own MTP layer cannot draft yet"),
+    "mtp": ("mtp", NotImplementedError, "MTP layers are known for"),
 }
 
 

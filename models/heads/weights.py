@@ -1,0 +1,94 @@
+"""Reading some tensors of a checkpoint, local or from the hub, and no others."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.utils import cached_file
+
+__all__ = ["fused_experts", "read_tensors", "tensor_files"]
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+
+
+def tensor_files(source: str | Path) -> dict[str, str]:
+    """Map the name of every tensor of a checkpoint to the safetensors file that holds it.
+
+    Raises:
+        ValueError: no safetensors there, or a file that cannot be read.
+    """
+    index = _file(source, INDEX)
+    if index is not None:
+        return dict(json.loads(Path(index).read_text())["weight_map"])
+    single = _file(source, SINGLE)
+    if single is None:
+        raise ValueError(f"checkpoint {str(source)!r} has neither {SINGLE} nor {INDEX}")
+    with _opened(single) as file:
+        return dict.fromkeys(file.keys(), SINGLE)
+
+
+def read_tensors(source: str | Path, is_wanted: Callable[[str], bool], device: str) -> dict[str, Tensor]:
+    """Read the tensors of a checkpoint whose names are wanted; only the files that hold them are opened.
+
+    Raises:
+        ValueError: a file is missing, or cannot be read.
+    """
+    names = {name: file for name, file in tensor_files(source).items() if is_wanted(name)}
+    tensors: dict[str, Tensor] = {}
+    for file in sorted({*names.values()}):
+        path = _file(source, file)
+        if path is None:
+            raise ValueError(f"checkpoint {str(source)!r} lacks {file}, which its index names")
+        with _opened(path, device) as shard:
+            held = {*shard.keys()}
+            for name in (name for name, place in names.items() if place == file):
+                if name not in held:
+                    raise ValueError(f"{file} of checkpoint {str(source)!r} lacks {name}, which the index places there")
+                tensors[name] = shard.get_tensor(name)
+    return tensors
+
+
+def fused_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Stack the weights of single experts as transformers' modules hold them; other tensors are passed on.
+
+    ``gate_up_proj`` is [experts, 2 x intermediate, hidden], ``up_proj`` alone where experts have no gate.
+    """
+    rest = {name: tensor for name, tensor in tensors.items() if not EXPERT.fullmatch(name)}
+    found: dict[str, dict[str, dict[int, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        if match := EXPERT.fullmatch(name):
+            place, number, part = match.groups()
+            found.setdefault(place, {}).setdefault(part, {})[int(number)] = tensor
+    for place, parts in found.items():
+        stacks = {part: torch.stack([part_of[number] for number in sorted(part_of)]) for part, part_of in parts.items()}
+        if "gate_proj" in stacks:
+            stacks["gate_up_proj"] = torch.cat([stacks.pop("gate_proj"), stacks.pop("up_proj")], 1)
+        rest |= {f"{place}.{part}": stack for part, stack in stacks.items()}
+    return rest
+
+
+def _file(source: str | Path, name: str) -> str | None:
+    """Local path of a file of a checkpoint, or None."""
+    path: str | None = cached_file(
+        source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_gated_repo=True
+    )
+    return path
+
+
+def _opened(path: str, device: str = "cpu") -> safe_open:
+    """Open a safetensors file.
+
+    Raises:
+        ValueError: it is truncated, or something else.
+    """
+    try:
+        return safe_open(path, "pt", device=device)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as safetensors: {error}") from error

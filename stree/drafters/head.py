@@ -1,0 +1,65 @@
+"""Drafting with a head that reads the target's hidden states, such as the target's own MTP layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from torch import Tensor
+
+from stree.drafters.base import Drafter
+from stree.drafters.head_state import HeadState
+from stree.drafters.model import _ModelRun, check_vocabulary
+from stree.growth import Calibrated, Growth
+from stree.models.heads.causal import CausalHead
+from stree.models.tree_lm import TreeLM
+from stree.sampling import Random
+
+__all__ = ["HeadDrafter"]
+
+
+class HeadDrafter(Drafter):
+    """Draft with a head of the target; see ``stree.heads.load``.
+
+    A head grows a tree by any growth, and its trees are lossless as a draft model's are: nodes are drawn from
+    distributions that are stored, whatever the features were.
+
+    Args:
+        head: of the target that is to be drafted for.
+    """
+
+    default_growth: Growth = Calibrated()
+
+    def __init__(self, head: CausalHead, change: Callable[[TreeLM], TreeLM] = lambda lm: lm) -> None:
+        if not isinstance(head, CausalHead):
+            raise TypeError(f"head must be a draft head, as stree.heads.load returns, got {type(head).__name__}")
+        self.head, self._change = head, change
+
+    @property
+    def models(self) -> Sequence[TreeLM]:
+        """The head."""
+        return [self.head]
+
+    @property
+    def hidden_layers(self) -> Sequence[int]:
+        """Layers of the target whose hidden states the head reads."""
+        return self.head.hidden_layers
+
+    def with_model(self, change: Callable[[TreeLM], TreeLM]) -> HeadDrafter:
+        """Return a drafter over ``change`` of what scores its trees."""
+        return HeadDrafter(self.head, lambda lm: change(self._change(lm)))
+
+    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _ModelRun:
+        """Begin a run, which needs the target's hidden states of the prompts."""
+        check_vocabulary(self.head, vocab_size)
+        state = HeadState(self.head, prompts)
+        return _HeadRun(self._change(cast(TreeLM, state)), state, rng)
+
+
+class _HeadRun(_ModelRun):
+    """A head's run: a draft model's, on a state that follows the target's hidden states."""
+
+    _state: HeadState
+
+    def read_prompts(self, rows: Sequence[int], hidden: Tensor) -> None:
+        self._state.read_prompts(rows, hidden)
