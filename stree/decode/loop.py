@@ -19,7 +19,7 @@ from stree.decode.stats import Generation, Statistics
 from stree.decode.step import DecodeStep
 from stree.decode.step_cache import StepCache, layout_of, rounded
 from stree.decode.step_result import StepResult
-from stree.drafters import Drafter, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.drafters import Drafter, HeadDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.kernels.dispatch import host_can_read
 from stree.models.tree_lm import TreeLM
 from stree.sampling import BatchSampling
@@ -223,6 +223,6 @@ def _drafter_key(drafter: Drafter) -> Hashable:
     kind = type(drafter)
     if kind in (NoDrafter, SuffixDrafter):
         return kind.__name__  # their runs keep nothing for the next text
-    if type(drafter) is ModelDrafter:
-        return kind.__name__, id(drafter.lm)
+    if kind in (ModelDrafter, HeadDrafter):
+        return kind.__name__, *map(id, drafter.models)
     return id(drafter)

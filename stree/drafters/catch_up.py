@@ -57,8 +57,9 @@ class CatchUpTokens:
         return _concatenated(self._parts) if self._parts else (self._entries, self._number)
 
     def reserve(self, max_length: int) -> None:
-        """Allocate queues of this length, while they are empty."""
-        self._entries = [_resized(entry[:, :0], max_length + 1) for entry in self._entries]
+        """Allocate queues of this length at least."""
+        if max_length >= self._entries[0].shape[1]:
+            self._entries = [_resized(entry, max_length + 1) for entry in self._entries]
 
     def forget(self, row: int) -> None:
         """Empty the queue of a sequence."""

@@ -12,6 +12,7 @@ from stree.drafters.catch_up import CatchUpTokens
 from stree.drafters.draft_state import CHUNK, DraftState
 from stree.kernels.dispatch import host_can_read
 from stree.models.heads.causal import CausalHead
+from stree.models.layers.base import state_dtype
 from stree.models.state import DecodeState
 from stree.tree import TokenTree
 from stree.verify import Acceptance
@@ -38,7 +39,7 @@ class HeadState(DraftState):
         empty = torch.zeros(batch, 0, width, dtype=head.dtype, device=head.device)
         self._behind = CatchUpTokens(self.leaf.new_zeros(batch, 0), empty)
         self._root_feature, self._root_feedback = empty.new_zeros(batch, width), empty.new_zeros(batch, width)
-        self._root_logits = torch.zeros(batch, head.vocab_size, dtype=torch.float32, device=head.device)
+        self._root_logits = torch.zeros(batch, head.vocab_size, dtype=state_dtype(head.dtype), device=head.device)
         self._feedback = empty  # of the columns of a growing tree
         self._is_root_run = False
         self._num_run = 0  # columns of the tree

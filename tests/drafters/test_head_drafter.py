@@ -1,0 +1,206 @@
+"""The drafter of causal heads: its state follows the text, its trees are lossless, captured steps equal launched ones.
+
+Run: python -m pytest tests/drafters/test_head_drafter.py
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from helpers.captured import captured
+from helpers.draft_steps import DraftSteps
+from helpers.enumerated_texts import drafts_of
+from helpers.enumeration import EXACT, PLAIN, step_bias
+from helpers.on_device import treat_as_on_device
+from helpers.table_models import TableModel
+from helpers.tiny_models import TOLERANCE, as_commit, path_to, random_texts, relative_error
+from helpers.tiny_mtp import target_and_head
+from torch import Tensor
+
+import stree
+from stree.drafters import Draft, Drafter, FusedDrafter, HeadDrafter, NoDrafter, SuffixDrafter
+from stree.growth import Calibrated, Chain, DySpec, Growth, Static
+from stree.sampling import Sampling
+from stree.tree import TokenTree
+from stree.verify import Acceptance
+
+CLOSE = 20 * TOLERANCE[torch.float32]
+GROWTHS: dict[str, Growth] = {
+    "chain": Chain(3), "static": Static([2, 2]), "layers": DySpec(depth=3), "heap": DySpec(form="heap"),
+    "calibrated": Calibrated(depth=3),
+}  # fmt: skip
+VERIFIERS = ("rejection", "traversal", "match")
+TEXTS = random_texts(random.Random(0), [5, 1, 9])
+
+
+def hidden_of(lm: stree.TreeLM, text: list[int]) -> Tensor:
+    """The target's hidden states of a text, by transformers' own forward: float[len(text), 1, hidden]."""
+    state = lm.new_state(1)
+    return lm.prefill(state, torch.tensor([text]), hidden_layers=[-1])[1][0]
+
+
+class HeadSteps(DraftSteps):
+    """Steps of a head's run with the target's true hidden states."""
+
+    def __init__(self, growth: Growth, texts: list[list[int]] = TEXTS, temperature: float = 1.0) -> None:
+        self.lm, self.head = target_and_head()
+        super().__init__(HeadDrafter(self.head), self.lm.vocab_size, texts, growth, temperature)
+        self.read(range(len(texts)))
+
+    def read(self, rows: Any) -> None:
+        """Pass the hidden states of the texts in some rows, as after a prefill."""
+        states = [hidden_of(self.lm, self.texts[row]) for row in rows]
+        padded = torch.full((len(states), max(map(len, states)), *states[0].shape[1:]), torch.nan)
+        for place, state in enumerate(states):
+            padded[place, : len(state)] = state
+        self.run.read_prompts(rows, padded.nan_to_num(1e3))
+
+    def accept(self, tree: TokenTree, paths: list[list[int]]) -> None:
+        path = as_commit([*paths, [0]])[0][:-1]
+        hidden = torch.full((*path.shape, 1, self.head.num_features), 1e3)
+        for row, nodes in enumerate(paths):
+            for place in range(len(nodes)):
+                text = [*self.texts[row], *tree.tokens[row, nodes[: place + 1]].tolist()]
+                hidden[row, place] = hidden_of(self.lm, text)[-1]
+        observe = self.run.observe
+        self.run.observe = lambda acceptance: observe(replace(acceptance, hidden=hidden))  # type: ignore[method-assign]
+        super().accept(tree, paths)
+        del self.run.observe
+
+    def head_error(self, draft: Draft) -> float:
+        """Largest error of the distributions that a draft's nodes were drawn from, against the head run from anew."""
+        assert draft.probs is not None
+        tree, errors = draft.tree, [0.0]
+        for row, text in enumerate(self.texts):
+            for node in range(1, int(tree.num_nodes[row])):
+                path = path_to(tree, row, node)[:-1]  # to the parent, the root first
+                tokens, features = torch.tensor([[*text[1:], int(tree.tokens[row, 0])]]), hidden_of(self.lm, text)[None]
+                features = features.flatten(2)
+                for below in path[1:]:
+                    feedback = self.head.run(tokens, features)[1]
+                    tokens = torch.cat([tokens, tree.tokens[row, below].view(1, 1)], 1)
+                    features = torch.cat([features, feedback[:, -1:]], 1)
+                fresh = self.head.run(tokens, features)[0][0, -1].softmax(-1)
+                errors.append(relative_error(draft.probs.probs[row, int(draft.probs.row[row, node])], fresh))
+        return max(errors)
+
+    def error(self, model: Any = None) -> float:
+        """The same of the next draft of two layers, which is not accepted."""
+        growth, self.growth = self.growth, Static([2, 2]).bind(Sampling(1.0))
+        draft = self.run.propose(self.pending.clone(), self.growth, 7)
+        error = self.head_error(draft)
+        self.accept(draft.tree, [[] for _ in self.texts])
+        self.growth = growth
+        return error
+
+
+@pytest.mark.parametrize("name", GROWTHS)
+def test_the_head_s_state_follows_the_text(name: str) -> None:
+    steps = HeadSteps(GROWTHS[name])
+    for _ in range(5):
+        steps.step()
+        assert steps.error() < CLOSE
+    assert steps.step(budget=1).num_calls == 0
+    steps.step(budget=1)
+    assert steps.error() < CLOSE
+
+
+def test_features_of_other_positions_are_noticed() -> None:
+    steps = HeadSteps(Chain(2))
+    steps.head_error(steps.run.propose(steps.pending.clone(), steps.growth, 3))
+    steps.texts = [[*text[:-1], (text[-1] + 1) % 90] for text in steps.texts]
+    draft = steps.run.propose(steps.pending.clone(), steps.growth, 3)
+    assert steps.head_error(draft) > 100 * CLOSE
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_texts_that_begin_in_mid_run_leave_nothing_of_the_old_ones(
+    on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    treat_as_on_device(monkeypatch, host_can_read=not on_device)
+    steps = HeadSteps(Chain(2))
+    steps.run.reserve(200, steps.growth, 8, begins=True)
+    for budget in (1, 8):
+        steps.step(budget)
+        steps.step(1)
+        steps.texts[0] = list(range(40, 80))  # longer than a chain that is run at once
+        steps.run.admit(0, steps.texts[0])
+        steps.read([0])
+        assert steps.error() < CLOSE
+        steps.texts = [[2, 9], [1, 8, 4], [7]]
+        steps.run.restart(steps.texts)
+        steps.read(range(3))
+        assert steps.error() < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("growth", "verifier"),
+    [(Chain(2), "block"), *product([Chain(2), Static([2, 1]), DySpec(depth=2, ranks=2)], VERIFIERS)],
+)
+def test_every_verifier_emits_the_target_s_distribution_exactly(growth: Growth, verifier: str) -> None:
+    head = target_and_head("qwen3_5_text", 3, torch.float64)[1]
+    hidden = torch.randn(1, 1, 1, head.num_features, generator=torch.Generator().manual_seed(0)).double()
+    trees = drafts_of(Reading(HeadDrafter(head), hidden), growth, 5, PLAIN, 3)
+    assert step_bias(TableModel.random(3, 11), trees, verifier, PLAIN) < EXACT
+
+
+class Reading(Drafter):
+    """A head's drafter whose runs have read the same hidden states after every prompt of one token."""
+
+    def __init__(self, drafter: HeadDrafter, hidden: Tensor) -> None:
+        self.drafter, self.hidden = drafter, hidden
+
+    def start(self, vocab_size: int, prompts: Any, rng: Any) -> Any:
+        run = self.drafter.start(vocab_size, prompts, rng)
+        run.read_prompts(range(len(prompts)), self.hidden.expand(len(prompts), -1, -1, -1))
+        return run
+
+
+def generate(lm: stree.TreeLM, drafter: Any, **options: Any) -> stree.Generation:
+    """Generate after three short texts."""
+    defaults: dict[str, Any] = {"budget": 8, "max_new_tokens": 16, "seed": 3, "sampling": Sampling(1.5)}
+    return stree.generate(lm, TEXTS, drafter, **defaults | options)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one row for three": {"max_batch": 1}, "plain": {"budget": 1}, "auto": {"budget": "auto"},
+    "greedy": {"sampling": Sampling()}, "mixture": {"sampling": [Sampling(), Sampling(1.5), Sampling(0.7, top_k=9)]},
+    "chain": {"growth": Chain(3)}, "heap": {"growth": GROWTHS["heap"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_texts_are_those_of_plain_decoding(family: str, name: str) -> None:
+    lm, head = target_and_head(family)
+    expected = generate(lm, NoDrafter(), **{key: OPTIONS[name][key] for key in {"sampling"} & OPTIONS[name].keys()})
+    for drafter in (HeadDrafter(head), FusedDrafter(HeadDrafter(head), SuffixDrafter())):
+        found = generate(lm, drafter, verifier="match", **OPTIONS[name])
+        assert found.sequences == expected.sequences
+
+
+@pytest.mark.parametrize("options", [{}, {"growth": Static([2, 2])}, OPTIONS["mixture"]], ids=str)
+def test_captured_steps_give_the_texts_of_launched_ones(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, head = target_and_head()
+    expected = generate(lm, HeadDrafter(head), max_length=60, **options)
+    lm = captured(monkeypatch, stree.TreeLM(lm.model))
+    for _ in range(2):
+        found = generate(lm, HeadDrafter(head), max_length=60, **options)
+        assert found.sequences == expected.sequences and not found.stats["graphs"]["not_captured"]
+    assert found.stats["graphs"]["replays"] == found.stats["steps"] and found.stats["tau"] > 1.2
+
+
+def test_a_run_that_is_given_no_hidden_states_fails_over_to_plain_decoding() -> None:
+    steps = HeadSteps(Chain(2))
+    draft = steps.run.propose(steps.pending.clone(), steps.growth, 3)
+    zero = torch.zeros(3, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"needs the target's hidden states of layers \(-1,\)"):
+        steps.run.observe(Acceptance(zero, zero[:, 0] + 1, torch.zeros(3, dtype=torch.long)))
+    assert draft.tree.tokens.shape == (3, 3)
