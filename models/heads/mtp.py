@@ -7,7 +7,8 @@ the target's own class with these layers alone; embedding and output head are th
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ __all__ = ["MtpFusion", "load_mtp"]
 
 
 class MtpFusion(nn.Module):
-    """``fc([norm(embedding); norm(hidden)])``, the embedding first.
+    """``fc([norm(embedding); norm(hidden)])``, the embedding first; without weights until some are assigned.
 
     Args:
         hidden_size: of the target.
@@ -34,7 +35,7 @@ class MtpFusion(nn.Module):
     def __init__(self, hidden_size: int, norm: Any) -> None:
         super().__init__()
         self.norm_embedding, self.norm_hidden = norm(), norm()
-        self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False, device="meta")
 
     def forward(self, embeddings: Tensor, features: Tensor) -> Tensor:
         """Fuse float[batch, n, hidden] embeddings and features."""
@@ -44,31 +45,60 @@ class MtpFusion(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a family's checkpoints name the tensors of their MTP layers.
+    """How a family's checkpoints hold their MTP layers.
 
     Attributes:
-        prefix: of all of them.
-        fusion: by name behind the prefix, the tensor of ``MtpFusion``.
-        norm: name of the final norm behind the prefix.
-        layers: prefix of the layers behind the prefix.
+        prefix: of the names of all tensors, with the target's number of layers.
+        renamed: pairs of a pattern of the rest of a name and its replacement: ``fusion.*`` for ``MtpFusion``, else a
+            tensor of the model of these layers.
+        changes: of the target's config, for a number of layers.
     """
 
     prefix: str
-    fusion: Mapping[str, str]
-    norm: str
-    layers: str = "layers."
+    renamed: tuple[tuple[str, str], ...]
+    changes: Callable[[Any, int], dict[str, Any]]
 
 
+def _attention_layers(_: Any, num_layers: int) -> dict[str, Any]:
+    return {"num_hidden_layers": num_layers, "layer_types": ["full_attention"] * num_layers}
+
+
+EH_NAMES = (
+    (r"(layers\.0\.)?enorm\.", "fusion.norm_embedding."),
+    (r"(layers\.0\.)?hnorm\.", "fusion.norm_hidden."),
+    (r"(layers\.0\.)?eh_proj\.", "fusion.fc."),
+)
 QWEN = Layout(
     "mtp.",
-    {
-        "fc.weight": "fc.weight",
-        "pre_fc_norm_embedding.weight": "norm_embedding.weight",
-        "pre_fc_norm_hidden.weight": "norm_hidden.weight",
-    },
-    "norm.weight",
+    (
+        (r"pre_fc_norm_embedding\.", "fusion.norm_embedding."),
+        (r"pre_fc_norm_hidden\.", "fusion.norm_hidden."),
+        (r"fc\.", "fusion.fc."),
+    ),
+    _attention_layers,
 )
-LAYOUTS = {"qwen3_next": QWEN, "qwen3_5_text": QWEN, "qwen3_5_moe_text": QWEN}
+LAYOUTS = {
+    "qwen3_next": QWEN,
+    "qwen3_5_text": QWEN,
+    "qwen3_5_moe_text": QWEN,
+    "nemotron_h": Layout(
+        "mtp.",
+        (*EH_NAMES, (r"layers\.\d+\.final_layernorm\.", "norm_f.")),
+        lambda config, _: {"layers_block_type": list(config.mtp_layers_block_type)},
+    ),
+    "bailing_hybrid": Layout(
+        "layers.{num_hidden_layers}.",
+        (
+            *EH_NAMES,
+            (r"final_layernorm\.", "norm."),
+            (r"(?:attention|self_attn)\.dense\.", "layers.0.self_attn.o_proj."),
+            (r"(?:attention|self_attn)\.", "layers.0.self_attn."),
+            (r"mlp\.gate\.expert_bias", "layers.0.mlp.gate.e_score_correction_bias"),
+            (r"(input_layernorm|post_attention_layernorm|mlp)\.", r"layers.0.\1."),
+        ),
+        lambda config, layers: {**_attention_layers(config, layers), "mlp_layer_types": ["sparse"] * layers},
+    ),
+}
 
 
 def load_mtp(target: TreeLM, source: str | Path | None = None) -> CausalHead:
@@ -83,56 +113,76 @@ def load_mtp(target: TreeLM, source: str | Path | None = None) -> CausalHead:
         ValueError: the checkpoint has none, or tensors of other names or shapes than the target's config implies.
     """
     config = target.model.config
-    layout = LAYOUTS.get(config.model_type)
-    if layout is None:
-        raise NotImplementedError(f"MTP layers are known for {', '.join(LAYOUTS)}, not for {config.model_type!r}")
     source = config._name_or_path if source is None else source
-    prefixes = (layout.prefix, f"model.{layout.prefix}")
-    tensors = read_tensors(source, lambda name: name.startswith(prefixes), str(target.device))
+    layout, prefix = _layout(config)
+    tensors = read_tensors(source, lambda name: name.removeprefix("model.").startswith(prefix), str(target.device))
     if not tensors:
-        raise ValueError(f"checkpoint {str(source)!r} has no tensors {layout.prefix}*: it was saved without MTP layers")
-    tensors = {name.removeprefix("model.").removeprefix(layout.prefix): value for name, value in tensors.items()}
-    num_layers = 1 + max(
-        int(name.removeprefix(layout.layers).partition(".")[0]) for name in tensors if name.startswith(layout.layers)
-    )
-    model = _layers_of(target, num_layers)
-    base = model.base_model
-    fusion = MtpFusion(config.hidden_size, lambda: copy.deepcopy(base.norm))
-    mine = {layout.fusion[name]: tensors.pop(name) for name in layout.fusion if name in tensors}
-    mine = {name: value.to(target.dtype) for name, value in mine.items()}
-    renamed = {"norm.weight" if name == layout.norm else name: value for name, value in tensors.items()}
-    theirs = {name: value.to(target.dtype) for name, value in fused_experts(renamed).items()}
-    _assign(fusion, mine, source)
-    _assign(base, theirs, source, but=("embed_tokens",))
+        raise ValueError(
+            f"checkpoint {str(source)!r} holds no MTP layers: it has no tensors {prefix}*, which re-quantised copies "
+            "often leave out"
+        )
+    named = {
+        _renamed(name.removeprefix("model.").removeprefix(prefix), layout): value for name, value in tensors.items()
+    }
+    named = {name: value.to(target.dtype) for name, value in fused_experts(named).items()}
+    layers = {int(name.split(".")[1]) for name in named if name.startswith("layers.")}
+    model = _model_of(target, layout.changes(config, len(layers)))
+    norm = next(child for name, child in model.base_model.named_children() if name in ("norm", "norm_f"))
+    fusion = MtpFusion(config.hidden_size, lambda: copy.deepcopy(norm))
+    parts = nn.ModuleDict({"fusion": fusion, "base": model.base_model})
+    place = {name: name if name.startswith("fusion.") else f"base.{name}" for name in named}
+    _assign(parts, {place[name]: value for name, value in named.items()}, source)
     return CausalHead(model, fusion, [FINAL_NORM], FINAL_NORM)
 
 
-def _layers_of(target: TreeLM, num_layers: int) -> Any:
-    """Make a model of the target's class with attention layers alone, without weights but for what is shared."""
+def _layout(config: Any) -> tuple[Layout, str]:
+    """Return how a target's family holds MTP layers, and the prefix of their tensors.
+
+    Raises:
+        NotImplementedError: it is not known.
+    """
+    if config.model_type not in LAYOUTS:
+        raise NotImplementedError(f"MTP layers are known for {', '.join(LAYOUTS)}, not for {config.model_type!r}")
+    layout = LAYOUTS[config.model_type]
+    return layout, layout.prefix.format(num_hidden_layers=config.num_hidden_layers)
+
+
+def _renamed(name: str, layout: Layout) -> str:
+    """Name of a tensor among the fusion's and the model's."""
+    for pattern, replacement in layout.renamed:
+        if re.match(pattern, name):
+            return re.sub(f"^{pattern}", replacement, name)
+    return name
+
+
+def _model_of(target: TreeLM, changes: Mapping[str, Any]) -> Any:
+    """Make a model of the target's class with other layers, without weights but for what is shared."""
     config = copy.deepcopy(target.model.config)
-    config.num_hidden_layers, config.layer_types = num_layers, ["full_attention"] * num_layers
+    for name, value in changes.items():
+        setattr(config, name, value)
     with torch.device("meta"):
         model = type(target.model)(config)
     model.set_input_embeddings(target.model.get_input_embeddings())
     model.set_output_embeddings(target.model.get_output_embeddings())
-    model.base_model.rotary_emb = target.model.base_model.rotary_emb
+    if hasattr(model.base_model, "rotary_emb"):
+        model.base_model.rotary_emb = target.model.base_model.rotary_emb
     model.generation_config = target.model.generation_config
     return model.eval().requires_grad_(False)
 
 
-def _assign(module: nn.Module, tensors: Mapping[str, Tensor], source: Any, but: tuple[str, ...] = ()) -> None:
-    """Place tensors in a module that has none.
+def _assign(parts: nn.ModuleDict, tensors: Mapping[str, Tensor], source: Any) -> None:
+    """Place tensors in modules that have none but the embedding.
 
     Raises:
         ValueError: tensors are missing, too many, or of other shapes.
     """
-    wanted = {name: [*value.shape] for name, value in module.state_dict().items() if not name.startswith(but)}
+    wanted = {name: [*value.shape] for name, value in parts.state_dict().items() if value.is_meta}
     given = {name: [*value.shape] for name, value in tensors.items()}
-    if wanted != given:
-        names = sorted(name for name in {*wanted, *given} if wanted.get(name) != given.get(name))
-        name = names[0]
+    differing = sorted(name for name in {*wanted, *given} if wanted.get(name) != given.get(name))
+    if differing:
+        name = differing[0]
         raise ValueError(
-            f"the MTP layers of checkpoint {str(source)!r} must have {name} {wanted.get(name, 'not at all')}, "
-            f"got {given.get(name, 'none')} ({len(names)} tensors differ)"
+            f"the MTP layers of checkpoint {str(source)!r} must have {name.removeprefix('base.')} "
+            f"{wanted.get(name, 'not at all')}, got {given.get(name, 'none')} ({len(differing)} tensors differ)"
         )
-    module.load_state_dict(tensors, strict=False, assign=True)
+    parts.load_state_dict(tensors, strict=False, assign=True)

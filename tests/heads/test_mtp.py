@@ -1,0 +1,134 @@
+"""MTP layers of every family's checkpoints: head.run against a forward written here, and what is refused.
+
+Run: python -m pytest tests/heads/test_mtp.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_mtp import LAYOUTS, save_with_mtp, target_and_head
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import stree
+from stree.drafters import HeadDrafter, NoDrafter
+from stree.models.heads.mtp import load_mtp
+
+LENGTH = 64
+
+
+def rms_norm(x: Tensor, weight: Tensor, family: str) -> Tensor:
+    scale = (x.square().mean(-1, keepdim=True) + (1e-5 if family == "nemotron_h" else 1e-6)).rsqrt()
+    return x * scale * (weight + family.startswith("qwen"))
+
+
+def plain_forward(family: str, lm: stree.TreeLM, ids: Tensor, hidden: Tensor, swapped: bool = False) -> Tensor:
+    """Logits of the MTP layers of a checkpoint, by transformers' layers and weights that are read here."""
+    file = Path(lm.model.config._name_or_path) / "model.safetensors"
+    tensors, (lent, (fc, *norms), norm) = load_file(file), LAYOUTS[family]
+    parts = lm.model.get_input_embeddings()(ids), hidden
+    mixed = [rms_norm(part, tensors[f"{name}.weight"], family) for part, name in zip(parts, norms, strict=True)]
+    x = torch.cat(mixed[::-1] if swapped else mixed, -1) @ tensors[f"{fc}.weight"].T
+    # A model of the whole target whose lent layers have the MTP layers' weights, of which only these layers are run.
+    folder = file.parent / "lent"
+    if not folder.exists():
+        folder.mkdir()
+        (folder / "config.json").write_text((file.parent / "config.json").read_text())
+        mine = {name: value for name, value in tensors.items() if not name.startswith(tuple(lent.values()))}
+        for ours, theirs in lent.items():
+            mine |= {name.replace(theirs, ours): value for name, value in tensors.items() if name.startswith(theirs)}
+        save_file({name: value for name, value in mine.items() if "mtp" not in name}, folder / "model.safetensors")
+    twin = type(lm.model).from_pretrained(folder)
+    positions = torch.arange(ids.shape[1])[None]
+    options: dict[str, Any] = {"attention_mask": torch.full((ids.shape[1],) * 2, -torch.inf).triu(1)[None, None]}
+    if hasattr(twin.base_model, "rotary_emb"):
+        options["position_embeddings"] = twin.base_model.rotary_emb(x, positions)
+    for index in sorted(int(name.split(".")[2]) for name in lent):
+        x = twin.base_model.layers[index](x, position_ids=positions, **options)
+    return torch.nn.functional.linear(
+        rms_norm(x, tensors[f"{norm}.weight"], family), lm.model.get_output_embeddings().weight
+    )
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_run_gives_the_logits_of_a_plain_forward(family: str) -> None:
+    lm, head = target_and_head(family)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 90, (1, LENGTH), generator=generator)
+    hidden = torch.randn(1, LENGTH, head.num_features, generator=generator)
+    with torch.no_grad():
+        expected, swapped = (plain_forward(family, lm, ids, hidden, swapped) for swapped in (False, True))
+    found, scale = head.run(ids, hidden)[0], expected.abs().max()
+    assert (found - expected).abs().max() < 1e-4 * scale
+    assert (found - swapped).abs().max() > 1e-2 * scale, "the embedding comes first"
+    shifted = head.run(ids, hidden.roll(1, 1))[0]
+    assert (shifted - expected).abs().max() > 1e-2 * scale, "features of the position before"
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_texts_are_those_of_plain_decoding(family: str, temperature: float) -> None:
+    lm, head = target_and_head(family)
+    options: dict[str, Any] = {"max_new_tokens": 16, "seed": 1, "sampling": stree.Sampling(temperature)}
+    prompts = [[5, 17, 9, 33, 20], [4, 8, 9]]
+    expected = stree.generate(lm, prompts, NoDrafter(), **options)
+    for growth in ("chain:3", "calibrated"):
+        found = stree.generate(lm, prompts, HeadDrafter(head), growth=growth, budget=8, verifier="match", **options)
+        assert found.sequences == expected.sequences
+
+
+def test_a_checkpoint_in_several_files_is_read(tmp_path: Path) -> None:
+    tensors = load_file(save_with_mtp(tmp_path) / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, held in parts.items():
+        save_file({name: tensors[name] for name in held}, tmp_path / file, metadata={"format": "pt"})
+    (tmp_path / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {name: file for file, held in parts.items() for name in held}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    head = stree.heads.load("mtp", stree.TreeLM.from_pretrained(tmp_path, "cpu"))
+    ids, hidden = torch.tensor([[3, 4, 5]]), torch.ones(1, 3, head.num_features)
+    torch.testing.assert_close(head.run(ids, hidden)[0], target_and_head()[1].run(ids, hidden)[0])
+
+
+def without(folder: Path, is_dropped: Any) -> None:
+    """Drop tensors of a checkpoint."""
+    file = folder / "model.safetensors"
+    kept = {name: value for name, value in load_file(file).items() if not is_dropped(name)}
+    save_file(kept, file, metadata={"format": "pt"})
+
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "no layers": (lambda folder: without(folder, lambda name: "mtp" in name), "holds no MTP layers: .* tensors mtp"),
+    "one missing": (
+        lambda folder: without(folder, lambda name: name == "mtp.fc.weight"),
+        r"must have fusion.fc.weight",
+    ),
+    "truncated": (
+        lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100]),
+        "cannot be read as safetensors",
+    ),
+    "missing file": (lambda folder: (folder / "model.safetensors").unlink(), "has neither model.safetensors nor"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_checkpoint_without_whole_layers_is_refused(name: str, tmp_path: Path) -> None:
+    breaking, message = BROKEN[name]
+    target = target_and_head()[0]
+    breaking(save_with_mtp(tmp_path))
+    with pytest.raises(ValueError, match=message):
+        load_mtp(target, tmp_path)
+
+
+def test_layers_of_other_sizes_and_families_are_refused(tmp_path: Path) -> None:
+    save_with_mtp(tmp_path, hidden_size=48)
+    with pytest.raises(ValueError, match=r"must have layers.0.input_layernorm.weight \[32\], got \[48\]"):
+        load_mtp(target_and_head()[0], tmp_path)
+    with pytest.raises(ValueError, match="the drafter has 61 tokens, the target 97"):
+        stree.generate(target_and_head()[0], [[1]], HeadDrafter(target_and_head(vocab_size=61)[1]))
