@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from stree.models.heads.causal import CausalHead
 from stree.models.heads.weights import fused_experts, read_tensors
 from stree.models.hidden_states import FINAL_NORM
 from stree.models.tree_lm import TreeLM
 
-__all__ = ["MtpFusion", "load_mtp"]
+__all__ = ["MtpFusion", "load_mtp", "load_speculators_mtp"]
 
 
 class MtpFusion(nn.Module):
@@ -63,6 +64,17 @@ def _attention_layers(_: Any, num_layers: int) -> dict[str, Any]:
     return {"num_hidden_layers": num_layers, "layer_types": ["full_attention"] * num_layers}
 
 
+SPECULATORS = Layout(
+    "mtp_layers.0.",
+    (
+        (r"token_layernorm\.", "fusion.norm_embedding."),
+        (r"hidden_layernorm\.", "fusion.norm_hidden."),
+        (r"input_proj\.", "fusion.fc."),
+        (r"final_layernorm\.", "norm."),
+        ("", "layers.0."),
+    ),
+    _attention_layers,
+)
 EH_NAMES = (
     (r"(layers\.0\.)?enorm\.", "fusion.norm_embedding."),
     (r"(layers\.0\.)?hnorm\.", "fusion.norm_hidden."),
@@ -121,17 +133,40 @@ def load_mtp(target: TreeLM, source: str | Path | None = None) -> CausalHead:
             f"checkpoint {str(source)!r} holds no MTP layers: it has no tensors {prefix}*, which re-quantised copies "
             "often leave out"
         )
-    named = {
-        _renamed(name.removeprefix("model.").removeprefix(prefix), layout): value for name, value in tensors.items()
-    }
-    named = {name: value.to(target.dtype) for name, value in fused_experts(named).items()}
+    rest = {name.removeprefix("model.").removeprefix(prefix): value for name, value in tensors.items()}
+    return _head(target, type(target.model), config, layout, rest, source)
+
+
+def load_speculators_mtp(target: TreeLM, source: str | Path, layer_config: Any) -> CausalHead:
+    """Load an MTP head in the layout of the package speculators; see ``load_mtp``.
+
+    Args:
+        target: likewise.
+        source: folder or hub id.
+        layer_config: a config of transformers, ``transformer_layer_config`` in its config.json.
+    """
+    prefix = SPECULATORS.prefix
+    tensors = read_tensors(source, lambda name: name.startswith(prefix), str(target.device))
+    rest = {name.removeprefix(prefix): value for name, value in tensors.items()}
+    return _head(target, MODEL_FOR_CAUSAL_LM_MAPPING[type(layer_config)], layer_config, SPECULATORS, rest, source)
+
+
+def _head(
+    target: TreeLM, kind: Any, config: Any, layout: Layout, tensors: Mapping[str, Tensor], source: Any
+) -> CausalHead:
+    """Make a head of a model class's layers with tensors of a layout, named without its prefix."""
+    named = {_renamed(name, layout): value.to(target.dtype) for name, value in tensors.items()}
+    named = fused_experts(named)
     layers = {int(name.split(".")[1]) for name in named if name.startswith("layers.")}
-    model = _model_of(target, layout.changes(config, len(layers)))
+    config = copy.deepcopy(config)
+    for name, value in layout.changes(config, len(layers)).items():
+        setattr(config, name, value)
+    model = _model_of(target, kind, config)
     norm = next(child for name, child in model.base_model.named_children() if name in ("norm", "norm_f"))
     fusion = MtpFusion(config.hidden_size, lambda: copy.deepcopy(norm))
     parts = nn.ModuleDict({"fusion": fusion, "base": model.base_model})
-    place = {name: name if name.startswith("fusion.") else f"base.{name}" for name in named}
-    _assign(parts, {place[name]: value for name, value in named.items()}, source)
+    placed = {name if name.startswith("fusion.") else f"base.{name}": value for name, value in named.items()}
+    _assign(parts, placed, source)
     return CausalHead(model, fusion, [FINAL_NORM], FINAL_NORM)
 
 
@@ -155,17 +190,15 @@ def _renamed(name: str, layout: Layout) -> str:
     return name
 
 
-def _model_of(target: TreeLM, changes: Mapping[str, Any]) -> Any:
-    """Make a model of the target's class with other layers, without weights but for what is shared."""
-    config = copy.deepcopy(target.model.config)
-    for name, value in changes.items():
-        setattr(config, name, value)
+def _model_of(target: TreeLM, kind: Any, config: Any) -> Any:
+    """Make a causal language model without weights but for the target's embedding and output head."""
     with torch.device("meta"):
-        model = type(target.model)(config)
+        model = kind(config)
     model.set_input_embeddings(target.model.get_input_embeddings())
     model.set_output_embeddings(target.model.get_output_embeddings())
-    if hasattr(model.base_model, "rotary_emb"):
-        model.base_model.rotary_emb = target.model.base_model.rotary_emb
+    base = model.base_model
+    if hasattr(base, "rotary_emb"):  # its buffers are not in the checkpoint
+        base.rotary_emb = type(base.rotary_emb)(config=config).to(target.device)
     model.generation_config = target.model.generation_config
     return model.eval().requires_grad_(False)
 

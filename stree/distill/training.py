@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import Progress, TextColumn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import PreTrainedModel
 
@@ -24,9 +24,12 @@ from stree.distill.settings import Settings
 from stree.distill.text import Batches
 from stree.files import replacing
 
-__all__ = ["Budget", "Logits", "LossFn", "compiler", "distill_loss", "matmul_dtype", "probs_of", "text_loss", "train"]
+__all__ = [
+    "Budget", "Logits", "LossFn", "compiler", "distill_loss", "matmul_dtype", "mean_over_rows", "probs_of", "text_loss",
+    "train",
+]  # fmt: skip
 
-LossFn = Callable[[PreTrainedModel, Tensor], Tensor]
+LossFn = Callable[[Any, Tensor], Tensor]  # of a model or head, and windows
 Logits = Callable[[Tensor], Tensor]  # int64[batch, length] tokens -> float[batch, length, vocab] logits of the target
 Budget = tuple[Literal["steps", "seconds"], float]
 LOGITS_AT_ONCE = 1 << 26  # logits of a loss that are kept for its gradient; more are computed again, part by part
@@ -38,15 +41,15 @@ def schedule(progress: float, warmup: float, decay: float) -> float:
     return min(1.0, (progress + 1e-3) / (warmup + 1e-3), (1.0 - progress) / decay)
 
 
-def make_optimizers(model: PreTrainedModel, settings: Settings) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: nn.Module, settings: Settings) -> list[torch.optim.Optimizer]:
     """Muon for hidden matrices, AdamW for the embedding, the convolutions and all vectors."""
-    embedding = model.get_input_embeddings().weight
-    matrices = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
+    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    matrices = [p for p in model.parameters() if p.ndim == 2 and not any(p is weight for weight in embeddings)]
     rest = [p for p in model.parameters() if p.ndim != 2]
     muon = torch.optim.Muon(
         matrices, lr=settings.muon_lr, momentum=0.95, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"
     )
-    groups = [{"params": [embedding], "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
+    groups = [{"params": embeddings, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
     adam = torch.optim.AdamW(groups, lr=settings.adam_lr, betas=(0.9, 0.95), eps=1e-10)
     for optimizer in (muon, adam):
         for group in optimizer.param_groups:
@@ -95,17 +98,17 @@ def _loss(
     head = compiler(settings)(head)
 
     def loss(model: PreTrainedModel, windows: Tensor) -> Tensor:
-        return _mean_over_rows(head, model, hidden_states(model, windows[:, :-1]), labels_of(windows))
+        return mean_over_rows(head, model, hidden_states(model, windows[:, :-1]), labels_of(windows))
 
     return loss
 
 
-def _mean_over_rows(head: Callable[..., Tensor], model: PreTrainedModel, hidden: Tensor, wanted: Tensor) -> Tensor:
+def mean_over_rows(head: Callable[..., Tensor], model: Any, hidden: Tensor, wanted: Tensor) -> Tensor:
     """Average a loss over positions, some at a time where the vocabulary is large.
 
     Args:
         head: sums the loss over float[rows, hidden], the head's weight and what is wanted of the rows.
-        model: the drafter.
+        model: the drafter, for its output head.
         hidden: float[batch, length, hidden].
         wanted: [batch, length, ...].
     """
@@ -133,7 +136,7 @@ def probs_of(target: PreTrainedModel, dtype: torch.dtype) -> Logits:
 
 def train(
     path: Path,
-    model: PreTrainedModel,
+    model: nn.Module,
     loss_fn: LossFn,
     batches: Batches,
     settings: Settings,
@@ -161,14 +164,14 @@ def train(
     stage = _Stage(path, model.train(), make_optimizers(model, settings), batches)
     if resume and path.exists():
         stage.load()
-    done, (key, most) = stage.done, budget
+    done, (key, most), device = stage.done, budget, next(model.parameters()).device
     last = last_save = time.monotonic()
     columns = (*Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.3f}"))
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(path.stem, total=most, loss=done["loss"])
         while done[key] < most:
             factor = schedule(done[key] / most, settings.warmup, settings.decay)
-            windows = batches.next(settings.batch_size).to(model.device)
+            windows = batches.next(settings.batch_size).to(device)
             value = _step(model, loss_fn(model, windows), stage.optimizers, factor, settings.clip)
             if not math.isfinite(value):
                 reason = f"the loss is {value} at step {int(done['steps'])}; lower learning rates"
@@ -189,7 +192,7 @@ class _Stage:
     """What a checkpoint holds, and what was done: steps, tokens, seconds and the smoothed loss."""
 
     path: Path
-    model: PreTrainedModel
+    model: nn.Module
     optimizers: list[torch.optim.Optimizer]
     batches: Batches
     done: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("steps", "tokens", "seconds", "loss"), 0.0))
@@ -204,7 +207,7 @@ class _Stage:
     def load(self) -> None:
         """Put a checkpoint back, but for the peak learning rates, which may be others now."""
         with reading(self.path):
-            saved = torch.load(self.path, map_location=self.model.device, weights_only=True)
+            saved = torch.load(self.path, map_location=next(self.model.parameters()).device, weights_only=True)
         self.model.load_state_dict(saved["model"])
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             peaks = [group["peak_lr"] for group in optimizer.param_groups]
@@ -223,9 +226,7 @@ class _Stage:
         done["steps"] += 1
 
 
-def _step(
-    model: PreTrainedModel, loss: Tensor, optimizers: list[torch.optim.Optimizer], factor: float, clip: float
-) -> float:
+def _step(model: nn.Module, loss: Tensor, optimizers: list[torch.optim.Optimizer], factor: float, clip: float) -> float:
     """Follow a loss's gradient once; return the loss.  One that is not finite is not followed."""
     value = loss.item()
     if not math.isfinite(value):
