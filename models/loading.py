@@ -18,7 +18,7 @@ from transformers.utils import cached_file
 from stree.models.families import config_of_text_model, family_of
 from stree.models.native import config_of_native, is_native, load_native
 
-__all__ = ["load_config", "load_model", "torch_dtype"]
+__all__ = ["load_config", "load_model", "raw_config", "torch_dtype"]
 
 NATIVE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 BAD_CONFIG = (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, StrictDataclassError)
@@ -31,7 +31,7 @@ def load_config(name_or_path: str | Path, *, trust_remote_code: bool = False) ->
         ValueError: no checkpoint there, or one whose config is code that the caller does not trust.
         NotImplementedError: a native checkpoint that cannot be mapped.
     """
-    raw = _raw_config(name_or_path, trust_remote_code)
+    raw = raw_config(name_or_path, trust_remote_code=trust_remote_code)
     try:
         if is_native(raw):
             return config_of_native(raw)
@@ -65,7 +65,7 @@ def load_model(
         dtype = torch_dtype(dtype)
     elif on_cpu:
         dtype = torch.float32
-    raw = _raw_config(name_or_path, trust_remote_code)
+    raw = raw_config(name_or_path, trust_remote_code=trust_remote_code)
     if is_native(raw):
         if device_map is not None:
             raise NotImplementedError("device_map is not supported for native mamba-ssm checkpoints; give a device")
@@ -92,8 +92,12 @@ def _load(name_or_path: str | Path, **arguments: Any) -> Any:
     return model
 
 
-def _raw_config(name_or_path: str | Path, trust_remote_code: bool) -> Mapping[str, Any]:
-    """Return config.json as a dict; refuse one that needs the checkpoint's code."""
+def raw_config(name_or_path: str | Path, *, trust_remote_code: bool = False) -> Mapping[str, Any]:
+    """Return config.json as a dict; refuse one that needs the checkpoint's code.
+
+    Raises:
+        ValueError: no config there, one that cannot be read, or one that needs code.
+    """
     try:
         raw, _ = PreTrainedConfig.get_config_dict(name_or_path)
     except (OSError, ValueError, TypeError) as error:

@@ -15,7 +15,7 @@ __all__ = ["add_distill"]
 
 def add_distill(commands: Any) -> None:
     """Register the command with an argparse subparsers object."""
-    text = "train a small Mamba-2 drafter for a target; 'stree generate --drafter OUT' takes it"
+    text = "train a drafter for a target, a small Mamba-2 or a head; 'stree generate --drafter OUT' takes it"
     command = add_command(commands, "distill", _distill, text)
     add_target(command)
     command.add_argument(
@@ -35,6 +35,7 @@ def add_distill(commands: Any) -> None:
 
 def _add_recipe(command: argparse.ArgumentParser) -> None:
     """Add the options of the recipe; ``Settings`` checks them."""
+    command.add_argument("--kind", default="model", help="model (a small Mamba-2), or mtp (a head on hidden states)")
     budget = command.add_mutually_exclusive_group()
     budget.add_argument("--minutes", type=float, default=20.0, help="of training; measuring comes on top")
     budget.add_argument("--steps", type=int, default=None, help="optimiser steps instead of minutes; reproducible")
@@ -57,8 +58,8 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
 
 
 RECIPE = (
-    "minutes", "steps", "hidden", "layers", "batch_size", "length", "text_share", "generated", "temperature", "muon_lr",
-    "adam_lr", "compile", "seed",
+    "kind", "minutes", "steps", "hidden", "layers", "batch_size", "length", "text_share", "generated", "temperature",
+    "muon_lr", "adam_lr", "compile", "seed",
 )  # fmt: skip
 
 
@@ -91,9 +92,9 @@ def _distill(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         sys.stderr.write(f"\nstree: interrupted; --resume goes on from the last checkpoint in {arguments.out}\n")
         return 130
-    held_out, tau = metrics["held_out"], metrics["tau"]
+    tau = metrics["tau"]
     sys.stdout.write(
-        f"{arguments.out}: {metrics['num_parameters']:,} parameters; on held-out text {held_out['divergence']:.3f} "
-        f"nats from the target, tau of chain:4 {tau['0']:.2f} greedy and {tau['0.8']:.2f} at temperature 0.8\n"
+        f"{arguments.out}: {metrics['num_parameters']:,} parameters; tau of chain:4 on held-out text {tau['0']:.2f} "
+        f"greedy and {tau['0.8']:.2f} at temperature 0.8\n"
     )
     return 0

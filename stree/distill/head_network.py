@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -14,8 +17,11 @@ from stree.models.heads.mtp import MtpFusion
 from stree.models.hidden_states import FINAL_NORM
 from stree.models.tree_lm import TreeLM
 
-__all__ = ["HeadNetwork", "head_loss", "new_mtp"]
+__all__ = ["HeadNetwork", "Outputs", "head_loss", "new_mtp", "outputs_of", "save_head"]
 
+# int64[batch, length] tokens -> float[batch, length, vocab] logits and float[batch, length, width] hidden states.
+Outputs = Callable[[Tensor], tuple[Tensor, Tensor]]
+NUM_STEPS = 3  # of a head that are trained
 STEP_DECAY = 0.6  # weight of a head step relative to the one before it (FastMTP, arXiv 2509.18362)
 
 
@@ -63,12 +69,39 @@ def new_mtp(target: TreeLM, seed: int) -> HeadNetwork:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         layers = Qwen3ForCausalLM(layer).model
+        layers.embed_tokens = nn.Identity()  # the target's is read
         fusion = MtpFusion(hidden, lambda: nn.RMSNorm(hidden, eps=layer.rms_norm_eps))
         fusion.fc.to_empty(device="cpu").reset_parameters()
     return HeadNetwork(fusion, layers, target, [FINAL_NORM]).to(target.device, torch.float32)
 
 
-def head_loss(target: TreeLM, num_steps: int = 3) -> Callable[[HeadNetwork, Tensor], Tensor]:
+def save_head(network: HeadNetwork, target: TreeLM, folder: Path) -> None:
+    """Save an MTP head in bfloat16, in the layout of the package speculators."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {
+        "fusion.norm_embedding": "token_layernorm", "fusion.norm_hidden": "hidden_layernorm", "fusion.fc": "input_proj",
+        "layers.norm": "final_layernorm",
+    }  # fmt: skip
+    tensors = {}
+    for name, value in network.state_dict().items():
+        part, _, last = name.rpartition(".")
+        ours = f"{names[part]}.{last}" if part in names else name.removeprefix("layers.layers.0.")
+        tensors[f"mtp_layers.0.{ours}"] = value.to("cpu", torch.bfloat16).contiguous()
+    layer = {**cast(Any, network.layers).config.to_diff_dict(), "model_type": "qwen3", "vocab_size": target.vocab_size}
+    methods = [{"proposal_type": "greedy", "speculative_tokens": NUM_STEPS}]
+    verifier = {"name_or_path": str(target.model.name_or_path), "architectures": target.model.config.architectures}
+    config = {
+        "architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "num_nextn_predict_layers": 1,
+        "transformer_layer_config": layer, "dtype": "bfloat16", "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "mtp", "default_proposal_method": "greedy", "proposal_methods": methods, "verifier": verifier,
+        },
+    }  # fmt: skip
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def head_loss(outputs: Outputs, num_steps: int = NUM_STEPS) -> Callable[[HeadNetwork, Tensor], Tensor]:
     """Mean KL divergence in nats from the target's distributions to those of ``num_steps`` steps of a head.
 
     The first step reads the target's hidden states, the next ones the feedback of the step before, each with the true
@@ -83,7 +116,7 @@ def head_loss(target: TreeLM, num_steps: int = 3) -> Callable[[HeadNetwork, Tens
 
     def loss(network: HeadNetwork, windows: Tensor) -> Tensor:
         tokens = windows[:, :-1]
-        logits, features = _target_outputs(target, tokens, network.hidden_layers)
+        logits, features = outputs(tokens)
         total, length = features.new_zeros(()), tokens.shape[1]
         for step, weight in enumerate(weights):
             count = length - 1 - step
@@ -95,11 +128,15 @@ def head_loss(target: TreeLM, num_steps: int = 3) -> Callable[[HeadNetwork, Tens
     return loss
 
 
-@torch.no_grad()
-def _target_outputs(target: TreeLM, tokens: Tensor, hidden_layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The target's logits and hidden states of int64[batch, length] tokens, the layers side by side."""
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    cache = target.family.new_cache(target.model.config)
-    logits, hidden = target.forward_recording(hidden_layers, tokens, cache, positions)
-    assert hidden is not None, "layers were asked for"
-    return logits, hidden.flatten(2).float()
+def outputs_of(target: TreeLM, hidden_layers: Sequence[int]) -> Outputs:
+    """Make the function that gives a target's logits and hidden states, the layers side by side."""
+
+    @torch.no_grad()
+    def outputs(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        cache = target.family.new_cache(target.model.config)
+        logits, hidden = target.forward_recording(hidden_layers, tokens, cache, positions)
+        assert hidden is not None, "layers were asked for"
+        return logits, hidden.flatten(2).float()
+
+    return outputs

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stree.distill.training import Logits
-from stree.drafters import ModelDrafter
+from stree.drafters import Drafter
 from stree.generation import generate
 from stree.growth import Chain
 from stree.models.tree_lm import TreeLM
@@ -24,6 +24,14 @@ __all__ = ["agreement", "card", "measure_probs", "measure_tau"]
 LOGITS_AT_ONCE = 1 << 26
 NUM_PROMPTS, PROMPT_LENGTH, NEW_TOKENS = 8, 64, 64
 CHAIN = 4
+MODEL_RECIPE = (
+    "Cross entropy on the text, then the KL divergence from the target's next-token distribution on the text and on "
+    "what the target wrote."
+)
+HEAD_RECIPE = (
+    "KL divergence from the target's next-token distribution, of three steps of the head, on the text and on what the "
+    "target wrote."
+)
 
 
 def agreement(wanted: Tensor, proposed: Tensor) -> dict[str, float]:
@@ -79,7 +87,7 @@ def _windows(stream: np.ndarray, length: int) -> Iterator[np.ndarray]:
         yield stream[start : start + length + 1]
 
 
-def measure_tau(lm: TreeLM, drafter: TreeLM, held_out: np.ndarray) -> dict[str, float]:
+def measure_tau(lm: TreeLM, drafter: Drafter, held_out: np.ndarray) -> dict[str, float]:
     """Generate from held-out beginnings with chains of 4; mean tokens emitted a step, greedy and at temperature 0.8."""
     length = min(PROMPT_LENGTH, len(held_out))
     if lm.max_length is not None:
@@ -90,7 +98,7 @@ def measure_tau(lm: TreeLM, drafter: TreeLM, held_out: np.ndarray) -> dict[str, 
     found = {}
     for temperature in (0.0, 0.8):
         out = generate(
-            lm, prompts, ModelDrafter(drafter), growth=Chain(CHAIN), budget=CHAIN + 1, sampling=Sampling(temperature),
+            lm, prompts, drafter, growth=Chain(CHAIN), budget=CHAIN + 1, sampling=Sampling(temperature),
             max_new_tokens=room, ignore_eos=True,
         )  # fmt: skip
         found[f"{temperature:g}"] = round(cast(float, out.stats["tau"]), 3)
@@ -99,30 +107,27 @@ def measure_tau(lm: TreeLM, drafter: TreeLM, held_out: np.ndarray) -> dict[str, 
 
 def card(metrics: dict[str, Any]) -> str:
     """Write the drafter's card in Markdown, every figure taken from ``metrics``."""
-    probs, tau = metrics["held_out"], metrics["tau"]
+    tau, probs = metrics["tau"], metrics.get("held_out")
     stages = [
         f"| {name} | {int(stage['steps']):,} | {int(stage['tokens']):,} | {stage['seconds'] / 60:.1f} "
         f"| {stage['loss']:.3f} |"
         for name, stage in metrics["stages"].items()
     ]
     settings = ", ".join(f"{name} {value}" for name, value in metrics["settings"].items())
+    what = "a Mamba-2" if probs else "an MTP head in the layout of the package speculators"
     return f"""# A drafter for {metrics["target"]}
 
-Made by `stree distill`: a Mamba-2 of {metrics["num_parameters"]:,} parameters (bfloat16) with the target's vocabulary
+Made by `stree distill`: {what} of {metrics["num_parameters"]:,} parameters (bfloat16) with the target's vocabulary
 of {metrics["vocab_size"]:,}. Use it with `stree generate --target {metrics["target"]} --drafter FOLDER`; whatever it
 drafts, the text follows the target's own distribution.
 
 ## Measured
 
-On held-out text, the end of what it was given ({probs["tokens"]:,} tokens):
+On held-out text, the end of what it was given:
 
 | | |
 | --- | ---: |
-| divergence from the target, nats a token | {probs["divergence"]:.3f} |
-| same most likely token | {probs["top1"]:.3f} |
-| chance that a sampled draft token is kept, temperature 1 | {probs["acceptance"]:.3f} |
-| cross entropy, target / drafter, nats | {probs["target_cross_entropy"]:.3f} / {probs["drafter_cross_entropy"]:.3f} |
-| tokens a step (tau), chain of {CHAIN}, greedy | {tau["0"]:.2f} |
+{_probs_rows(probs) if probs else ""}| tokens a step (tau), chain of {CHAIN}, greedy | {tau["0"]:.2f} |
 | tokens a step (tau), chain of {CHAIN}, temperature 0.8 | {tau["0.8"]:.2f} |
 
 tau: {NUM_PROMPTS} beginnings of at most {PROMPT_LENGTH} tokens, at most {NEW_TOKENS} new tokens each; 1 is plain
@@ -130,8 +135,8 @@ decoding.
 
 ## Recipe
 
-Cross entropy on the text, then the KL divergence from the target's next-token distribution on the text and on what the
-target wrote from beginnings of it ({metrics["generated_tokens"]:,} tokens). Text: {metrics["text_tokens"]:,} tokens.
+{MODEL_RECIPE if probs else HEAD_RECIPE} The target wrote {metrics["generated_tokens"]:,} tokens from beginnings of the
+text, which has {metrics["text_tokens"]:,}.
 
 | part | steps | tokens | minutes | last loss, nats |
 | --- | ---: | ---: | ---: | ---: |
@@ -139,4 +144,13 @@ target wrote from beginnings of it ({metrics["generated_tokens"]:,} tokens). Tex
 
 Settings: {settings}. Machine: {metrics["machine"]}; torch {metrics["torch"]}, transformers
 {metrics["transformers"]}.
+"""
+
+
+def _probs_rows(probs: dict[str, Any]) -> str:
+    """Rows of the card's table on distributions."""
+    return f"""| divergence from the target, nats a token ({probs["tokens"]:,} tokens) | {probs["divergence"]:.3f} |
+| same most likely token | {probs["top1"]:.3f} |
+| chance that a sampled draft token is kept, temperature 1 | {probs["acceptance"]:.3f} |
+| cross entropy, target / drafter, nats | {probs["target_cross_entropy"]:.3f} / {probs["drafter_cross_entropy"]:.3f} |
 """

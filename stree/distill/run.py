@@ -17,15 +17,17 @@ from transformers import PreTrainedModel
 
 from stree.distill.continuations import Writing, write_continuations
 from stree.distill.folder import METRICS, RunFolder
+from stree.distill.head_network import HeadNetwork, Outputs, head_loss, new_mtp, outputs_of, save_head
 from stree.distill.network import build, check_forward, drafter_config, use_training_forward
 from stree.distill.report import card, measure_probs, measure_tau
 from stree.distill.settings import Settings
 from stree.distill.text import Batches, Text, encode, hold_out
 from stree.distill.training import Budget, Logits, compiler, distill_loss, matmul_dtype, probs_of, text_loss, train
+from stree.drafters import ModelDrafter, load
 from stree.files import alone_in
 from stree.models.tree_lm import TreeLM
 
-__all__ = ["distill_drafter", "fit", "save_model"]
+__all__ = ["distill_drafter", "fit", "fit_head", "save_model"]
 
 GENERATED_PASSES = 8.0  # passes over target-generated text, after which it is left out
 GENERATING_SHARE = 0.15  # of the minutes, for writing
@@ -43,7 +45,7 @@ def distill_drafter(
     resume: bool = False,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Train a small Mamba-2 drafter for a target and save it as a transformers checkpoint.
+    """Train a drafter for a target: a small Mamba-2, saved as transformers does, or a head in speculators' layout.
 
     Args:
         target: the model whose text is drafted.
@@ -69,26 +71,26 @@ def distill_drafter(
     separator, special = _special_tokens(target, tokenizer)
     stream = encode(list(texts), tokenizer, target.vocab_size, separator)
     train_stream, held_out = hold_out(stream, settings.length)
-    config = drafter_config(target.vocab_size, settings.hidden or 0, settings.layers, special)
     digest = hashlib.sha256(stream.tobytes()).hexdigest()[:16]
     identity = {"target": name, "vocab_size": target.vocab_size, "text": digest}
     recipe = {key: str(value) for key, value in asdict(settings).items()}
     about = {**identity, **{key: value for key, value in recipe.items() if key not in MAY_CHANGE}}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        check_forward(build(config), use_training_forward)
-        drafter = build(config).to(target.device)
+    drafter = new_mtp(target, settings.seed) if settings.kind == "mtp" else _new_model(target, settings, special)
     with alone_in(folder.path):
         folder = RunFolder(out, resume=resume, force=force)  # another run may have come and gone since
         folder.claim(about)
         text = Text({"text": train_stream}, {"text": 1.0}, separator=separator)
-        probs = probs_of(target.model, matmul_dtype(settings, target.device))
-        stages, generated = fit(target, probs, drafter, text, settings, folder.checkpoints, resume=resume)
-        save_model(drafter, tokenizer, folder.result)
+        if isinstance(drafter, HeadNetwork):
+            outputs = outputs_of(target, drafter.hidden_layers)
+            stages, generated = fit_head(target, outputs, drafter, text, settings, folder.checkpoints, resume=resume)
+        else:
+            probs = probs_of(target.model, matmul_dtype(settings, target.device))
+            stages, generated = fit(target, probs, drafter, text, settings, folder.checkpoints, resume=resume)
+        measured = _saved_and_measured(target, drafter, tokenizer, folder.result, held_out, settings)
         metrics = {
-            **identity, **_environment(target.device), **_measured(target, folder.result, held_out, settings),
-            "num_parameters": drafter.num_parameters(), "text_tokens": len(train_stream), "generated_tokens": generated,
-            "stages": stages, "settings": recipe,
+            **identity, **_environment(target.device), **measured,
+            "num_parameters": sum(parameter.numel() for parameter in drafter.parameters()),
+            "text_tokens": len(train_stream), "generated_tokens": generated, "stages": stages, "settings": recipe,
         }  # fmt: skip
         (folder.result / METRICS).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
         (folder.result / "README.md").write_text(card(metrics), encoding="utf-8")
@@ -96,12 +98,27 @@ def distill_drafter(
         return metrics
 
 
-def _measured(target: TreeLM, folder: Path, held_out: np.ndarray, settings: Settings) -> dict[str, Any]:
-    """Load the saved drafter and measure it on the held-out stream."""
-    drafter = TreeLM.from_pretrained(folder, device=target.device)
-    exact, drafted = (probs_of(lm.model, torch.float32) for lm in (target, drafter))
+def _new_model(target: TreeLM, settings: Settings, special: dict[str, Any]) -> PreTrainedModel:
+    """Make a small Mamba-2 with random weights."""
+    config = drafter_config(target.vocab_size, settings.hidden or 0, settings.layers, special)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        check_forward(build(config), use_training_forward)
+        return build(config).to(target.device)
+
+
+def _saved_and_measured(
+    target: TreeLM, drafter: Any, tokenizer: Any, folder: Path, held_out: np.ndarray, settings: Settings
+) -> dict[str, Any]:
+    """Save a drafter, load it and measure it on the held-out stream."""
+    if isinstance(drafter, HeadNetwork):
+        save_head(drafter, target, folder)
+        return {"tau": measure_tau(target, load(folder, target), held_out)}
+    save_model(drafter, tokenizer, folder)
+    lm = TreeLM.from_pretrained(folder, device=target.device)
+    exact, drafted = (probs_of(model, torch.float32) for model in (target.model, lm.model))
     probs = measure_probs(exact, drafted, held_out, settings.length, target.device)
-    return {"held_out": probs, "tau": measure_tau(target, drafter, held_out)}
+    return {"held_out": probs, "tau": measure_tau(target, ModelDrafter(lm), held_out)}
 
 
 def fit(
@@ -140,6 +157,27 @@ def fit(
     loss = distill_loss(probs, settings)
     stages["distill"] = train(folder / "distill.pt", drafter, loss, batches, settings, second, resume=resume)
     return stages, len(generated)
+
+
+def fit_head(
+    target: TreeLM,
+    outputs: Outputs,
+    head: HeadNetwork,
+    text: Text,
+    settings: Settings,
+    folder: Path,
+    *,
+    resume: bool = False,
+) -> tuple[dict[str, dict[str, float]], int]:
+    """Train a head in place on the target's distributions; ``outputs`` are the target's, the rest is as of ``fit``."""
+    _, writing, budget = _plan(replace(settings, text_share=0.0))
+    generated = np.zeros(0, dtype=np.int32)
+    if settings.generated:
+        generated = write_continuations(target, text, folder / "generated.npz", writing, resume=resume)
+        text = _with_generated(text, generated, settings.generated)
+    batches = Batches(text, settings.length, settings.seed)
+    stage = train(folder / "head.pt", head, head_loss(outputs), batches, settings, budget, resume=resume)
+    return {"distill": stage}, len(generated)
 
 
 def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:

@@ -9,7 +9,9 @@ import torch
 
 from stree.distill.network import CHUNK
 
-__all__ = ["Settings"]
+__all__ = ["KINDS", "Settings"]
+
+KINDS = ("model", "mtp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +19,13 @@ class Settings:
     """How a drafter is made; the defaults are the bundled drafter's recipe.
 
     Attributes:
-        hidden: width, a multiple of 16; None for half the target's.
-        layers: Mamba-2 layers.
+        kind: "model", a small Mamba-2, or "mtp", a head of one attention layer that reads the target's hidden states.
+        hidden: width of a model, a multiple of 16; None for half the target's.  A head has the target's.
+        layers: Mamba-2 layers of a model.
         minutes: of training, target-generated text included; measuring comes on top.
         steps: optimiser steps instead of minutes; the result then depends on nothing but text, settings and machine.
-        text_share: share of the training on text alone, by cross entropy, before the target's distributions are learnt.
+        text_share: share of a model's training on text alone, by cross entropy, before the target's distributions are
+            learnt; a head learns them from the beginning.
         generated: share of the windows of the second part that the target wrote itself; 0 for none.
         temperature: at which it writes.
         batch_size: windows a step.
@@ -41,6 +45,7 @@ class Settings:
         ValueError: one outside its range.
     """
 
+    kind: str = "model"
     hidden: int | None = None
     layers: int = 2
     minutes: float = 20.0
@@ -62,6 +67,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check every value."""
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
         for name in ("layers", "batch_size", "steps", "hidden"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -26,9 +26,9 @@ def load(source: str | Path | Any, target: TreeLM) -> Drafter:
 
     Args:
         source: "suffix" (repetitions of the text), "none" (plain decoding), "mtp" (MTP layers in the target's own
-            checkpoint), "fused:PATH" (a small model and "suffix" in
-            one tree), the folder or hub id ("owner/name") of a small model of the target's vocabulary, that model
-            itself (of transformers, or a TreeLM), or a drafter, which is returned.
+            checkpoint), "fused:PATH" (a small model or head and "suffix" in one tree), the folder or hub id
+            ("owner/name") of a draft head or of a small model of the target's vocabulary, that model itself (of
+            transformers, or a TreeLM), or a drafter, which is returned.
         target: its device and dtype are those of a model that is loaded.
 
     Raises:
@@ -50,6 +50,8 @@ def load(source: str | Path | Any, target: TreeLM) -> Drafter:
     if isinstance(source, (str, Path)):
         if not Path(source).is_dir() and "/" not in str(source):  # a mistake in a name must not ask the network
             raise ValueError(f"drafter must be {NAMES}, got {str(source)!r}")
+        if formats.is_head(source):
+            return HeadDrafter(formats.load(source, target))
         source = TreeLM.from_pretrained(source, target.device, target.dtype)
     if isinstance(source, type) or not (hasattr(source, "new_state") or hasattr(source, "config")):
         raise TypeError(f"drafter must be {NAMES}, got {source!r:.80}")
