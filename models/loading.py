@@ -143,4 +143,6 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def _unreadable(name_or_path: str | Path, error: Exception) -> ValueError:
     """Make the error for a config that cannot be read."""
-    return ValueError(f"no checkpoint that transformers can read at {str(name_or_path)!r}: {error}")
+    return ValueError(
+        f"no checkpoint that transformers can read at {str(name_or_path)!r}: {str(error).strip().splitlines()[0]}"
+    )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["alone_in", "check_folder", "replacing"]
+__all__ = ["alone_in", "check_file", "check_folder", "failures_named", "replacing"]
 
 
 def check_folder(folder: Path) -> None:
@@ -52,15 +52,54 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
     Several writers of one file may run at once; the file is always whole, and the last writer's stays.  Its permissions
     are those of any new file here, also where its writer (safetensors) sets stricter ones.
+
+    Raises:
+        ValueError: the path is no regular file, or it cannot be written, as on a full disk; it is as it was.
     """
-    path = Path(path)
+    path = check_file(Path(path))
     beside = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
+    with failures_named(path):
+        try:
+            beside.touch()
+            mode = beside.stat().st_mode
+            yield beside
+            if beside.stat().st_mode != mode:
+                beside.chmod(mode)
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def check_file(path: Path) -> Path:
+    """Check that a file can be written, before the work whose result it will hold.
+
+    Raises:
+        ValueError: its folder does not exist, or there is something else than a regular file.
+    """
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "no regular file"
+        raise ValueError(f"cannot write {path}: it is {kind}")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"cannot write {path}: its folder does not exist")
+    folder = path.absolute().parent
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"cannot write {path}: its folder is read-only")
+    return path
+
+
+@contextmanager
+def failures_named(path: Path) -> Iterator[None]:
+    """Name the file, and the cause in one line, where the block fails to write it.
+
+    Raises:
+        ValueError: it does.
+    """
     try:
-        beside.touch()
-        mode = beside.stat().st_mode
-        yield beside
-        if beside.stat().st_mode != mode:
-            beside.chmod(mode)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+        yield
+    except Exception as error:
+        # safetensors and torch have errors of their own for a system call that failed.
+        is_writing = any(words in str(error) for words in ("I/O error", "os error", "failed writing"))
+        if not (isinstance(error, OSError) or is_writing):
+            raise
+        cause = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise ValueError(f"cannot write {path}: {cause}") from error

@@ -1,6 +1,6 @@
 """Draft heads that read the target's hidden states; see `stree.models.heads`."""
 
 from stree.models.heads.causal import CausalHead
-from stree.models.heads.formats import load
+from stree.models.heads.formats import head_layout, load
 
-__all__ = ["CausalHead", "load"]
+__all__ = ["CausalHead", "head_layout", "load"]

@@ -14,7 +14,6 @@ __all__ = [
     "load_tokenizer",
     "locate",
     "nonempty_documents",
-    "output_file",
     "tokenizer_fingerprint",
 ]
 
@@ -47,18 +46,6 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Name a tokenizer by what its tokens are, so that another one's datastore is noticed."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
-
-
-def output_file(path: Path) -> Path:
-    """Check that a file can be written, before the work whose result it will hold.
-
-    Raises:
-        ValueError: it is a folder, or its folder does not exist.
-    """
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        why = "it is a folder" if path.is_dir() else "its folder does not exist"
-        raise ValueError(f"cannot write {path}: {why}")
-    return path
 
 
 def documents(paths: Sequence[Path]) -> Iterator[str]:

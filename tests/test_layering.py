@@ -22,7 +22,7 @@ FILES = sorted(path for area in ("stree", "kernels", "models") for path in (ROOT
 BOTTOM = {"stree.checks", "stree.files", "stree.kernels", "stree.sampling", "stree.tree"}
 POLICIES = BOTTOM | {"stree.growth", "stree.models", "stree.retrieval", "stree.verify"}
 LOOP = POLICIES | {"stree.budget", "stree.decode", "stree.drafters"}
-TOP = LOOP | {"stree.generation", "stree.inputs", "stree.vocabulary"}
+TOP = LOOP | {"stree.generation", "stree.heads", "stree.inputs", "stree.vocabulary"}
 ALLOWED: dict[str, set[str]] = {
     "stree.checks": set(),
     "stree.files": set(),

@@ -12,7 +12,9 @@ from stree.models.heads.mtp import load_mtp, load_speculators_mtp
 from stree.models.loading import raw_config
 from stree.models.tree_lm import TreeLM
 
-__all__ = ["is_head", "load"]
+__all__ = ["head_layout", "load"]
+
+LAYOUTS = ("mtp",)
 
 
 def load(source: str | Path, target: TreeLM) -> CausalHead:
@@ -29,20 +31,24 @@ def load(source: str | Path, target: TreeLM) -> CausalHead:
     """
     if source == "mtp":
         return load_mtp(target)
-    config = raw_config(source)
-    kind = config.get("speculators_model_type")
-    if kind == "mtp":
-        return load_speculators_mtp(target, source, _layer_config(config))
-    raise NotImplementedError(f"the layout of draft head {str(source)!r} is not known ({kind!r}); known are 'mtp'")
+    layout = head_layout(source)
+    if layout is None:
+        raise ValueError(f"checkpoint {str(source)!r} holds no draft head, by its config.json")
+    return load_speculators_mtp(target, source, _layer_config(raw_config(source)))
 
 
-def is_head(source: str | Path) -> bool:
-    """Whether a folder or hub id holds a draft head, by its config.json.
+def head_layout(source: str | Path) -> str | None:
+    """Return the layout of the draft head that a folder or hub id holds, by its config.json; None where it holds none.
 
     Raises:
-        ValueError: there is none that can be read.
+        NotImplementedError: a head of another layout.
+        ValueError: no config there that can be read.
     """
-    return "speculators_model_type" in raw_config(source)
+    kind: str | None = raw_config(source).get("speculators_model_type")
+    if kind not in (None, *LAYOUTS):
+        known = ", ".join(LAYOUTS)
+        raise NotImplementedError(f"the layout of draft head {str(source)!r} is not known ({kind!r}); known: {known}")
+    return kind
 
 
 def _layer_config(config: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stree.files import replacing
+from stree.files import failures_named, replacing
 
 __all__ = ["ROOT", "Record", "append", "environment", "quantiles", "read", "write"]
 
@@ -56,11 +56,12 @@ def quantiles(values: Sequence[float]) -> Record:
 
 def append(path: Path, records: Sequence[Record]) -> None:
     """Append records to a file, and see to it that they are on the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write("".join(json.dumps(record) + "\n" for record in records))
-        file.flush()
-        os.fsync(file.fileno())
+    with failures_named(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(record) + "\n" for record in records))
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def write(path: Path, records: Sequence[Record]) -> None:

@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from stree.bench.directory import read_about
 from stree.bench.records import Record, read
 from stree.bench.summary import PARTS, Ratio, summarise, verdict_text
+from stree.files import replacing
 
 __all__ = ["HEADINGS", "LoadedRun", "load_runs", "markdown", "write_page"]
 
@@ -94,7 +95,8 @@ def write_page(runs: Sequence[LoadedRun], path: Path) -> None:
     tables = [(run.name, [(row["status"], cells(row)) for row in run.rows]) for run in runs]
     page = environment.get_template("report.html.j2").render(runs=runs, tables=tables, headings=HEADINGS)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    with replacing(path) as beside:
+        beside.write_text(page, encoding="utf-8")
 
 
 def cells(row: Record) -> Mapping[str, str]:

@@ -101,7 +101,9 @@ def _run(arguments: argparse.Namespace) -> int:
     from stree.bench.prompts import parse_suites
     from stree.bench.report import load_runs, write_page
     from stree.bench.runner import run_bench
+    from stree.files import check_folder
 
+    check_folder(arguments.out)
     if arguments.limit < 0:
         raise ValueError(f"--limit must not be negative, got {arguments.limit}")
     settings = Settings(

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from stree.cli.options import add_command, add_target
-from stree.inputs import load_tokenizer, locate, nonempty_documents, output_file, tokenizer_fingerprint
+from stree.files import check_file
+from stree.inputs import load_tokenizer, locate, nonempty_documents, tokenizer_fingerprint
 
 __all__ = ["add_datastore"]
 
@@ -33,7 +34,7 @@ def _build(arguments: argparse.Namespace) -> int:
 
     from stree.retrieval import Datastore
 
-    out = output_file(arguments.out)
+    out = check_file(arguments.out)
     texts = nonempty_documents(arguments.files)
     tokenizer = load_tokenizer(arguments.tokenizer or locate(arguments.target, "target"))
     shown = track(texts, "tokenizing", console=Console(stderr=True), transient=True)

@@ -70,6 +70,7 @@ def _distill(arguments: argparse.Namespace) -> int:
     from stree.distill.folder import RunFolder
     from stree.distill.run import distill_drafter
     from stree.distill.settings import Settings
+    from stree.distill.text import check_length
     from stree.models.loading import torch_dtype
     from stree.models.tree_lm import TreeLM
 
@@ -81,6 +82,7 @@ def _distill(arguments: argparse.Namespace) -> int:
     texts = list(documents(arguments.text))
     name = locate(arguments.target, "target")
     tokenizer = load_tokenizer(arguments.tokenizer or name, trust_remote_code=arguments.trust_remote_code)
+    check_length(texts, tokenizer, settings.length)
     target = TreeLM.from_pretrained(
         name, arguments.device, arguments.target_dtype, trust_remote_code=arguments.trust_remote_code
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 from stree.cli.options import add_command, add_device, add_target
@@ -42,7 +42,8 @@ def _add_drafting(command: argparse.ArgumentParser) -> None:
         "--drafter",
         default=None,
         help="'bundled', 'suffix' (repetitions of the text), 'fused' (both; 'fused:FOLDER' for another model), 'none' "
-        "(plain decoding), a folder, or a hub id; by default 'bundled' for the bundled target, else 'suffix'",
+        "(plain decoding), 'mtp' (the target's own MTP layers), a folder or hub id of a model or head; by default "
+        "'bundled' for the bundled target, else 'suffix'",
     )
     command.add_argument("--datastore", default=None, help="texts to draft from, made by 'stree datastore build'")
     command.add_argument("--drafter-vocab", default=None, help="tokens a draft model keeps, made by 'stree trim-vocab'")
@@ -59,21 +60,26 @@ def _add_drafting(command: argparse.ArgumentParser) -> None:
 
 def _generate(arguments: argparse.Namespace) -> int:
     """Run ``stree generate``."""
-    options = _options(arguments)  # before a model is loaded, so that mistakes are named at once
+    options = _options(arguments)
     prompt = _prompt(arguments)
 
     from transformers import TextStreamer
     from transformers.utils import logging
 
+    from stree.models.families import config_of_text_model, family_of
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    # Configs and tokenizers come before weights, so that mistakes are named at once.
     target = locate(arguments.target, "target")
+    family_of(config_of_text_model(_config(arguments, target)))
+    tokenizer = _tokenizer(arguments, target)
+    prompt_ids = _encode(arguments, tokenizer, prompt)
+    load_drafter = _drafter(arguments, tokenizer)
     lm = _load(arguments, target)
     lm.captures_steps = False if arguments.eager else None
-    tokenizer = _tokenizer(arguments, target)
-    drafter = _drafter(arguments, tokenizer, lm.eos_token_ids)
     options["streamer"] = _Progress(arguments.max_new_tokens) if arguments.json else TextStreamer(tokenizer)
-    output, status = _run(lm, _encode(arguments, tokenizer, prompt), drafter, options)
+    output, status = _run(lm, prompt_ids, load_drafter(lm), options)
     if output.sequences:  # none where it was interrupted while step times were profiled
         report = _report(arguments, output, tokenizer, lm)
         print(json.dumps(report) if arguments.json else _summary(report), file=None if arguments.json else sys.stderr)
@@ -82,14 +88,28 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Options of ``stree.generate``."""
+    from stree.checks import check_counts, check_sizes
     from stree.growth import parse_growth
     from stree.sampling import Sampling
+    from stree.verify import VERIFIERS
 
-    budget = arguments.budget
+    budget: Any = arguments.budget
+    if budget is not None and budget != "auto":
+        if not budget.lstrip("-").isdigit():
+            raise ValueError(f"--budget must be a number of nodes or 'auto', got {budget!r}")
+        budget = int(budget)
+        check_counts(budget=budget)
+    check_counts(max_new_tokens=arguments.max_new_tokens)
+    check_sizes(prefill_chunk=arguments.prefill_chunk)
+    if arguments.verifier not in VERIFIERS:
+        raise ValueError(f"--verifier must be one of {', '.join(VERIFIERS)}, got {arguments.verifier!r}")
+    growth = None if arguments.growth is None else parse_growth(arguments.growth)
+    if growth is not None and isinstance(budget, int):
+        growth.plan(budget)  # refuses a fixed shape above the budget
     return {
         "sampling": Sampling(arguments.temperature, arguments.top_k, arguments.top_p),
-        "growth": None if arguments.growth is None else parse_growth(arguments.growth),
-        "budget": int(budget) if budget is not None and budget.lstrip("-").isdigit() else budget,
+        "growth": growth,
+        "budget": budget,
         "verifier": arguments.verifier,
         "max_new_tokens": arguments.max_new_tokens,
         "seed": arguments.seed,
@@ -153,35 +173,61 @@ def _encode(arguments: argparse.Namespace, tokenizer: Any, prompt: str) -> list[
     return ids
 
 
-def _drafter(arguments: argparse.Namespace, tokenizer: Any, stops: Sequence[int]) -> Any:
-    """Load the drafter that the options name; ``stops`` end the target's texts."""
-    from stree.drafters import FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
-    from stree.vocabulary import load_vocabulary
+def _config(arguments: argparse.Namespace, name: str) -> Any:
+    """Read the config of a checkpoint."""
+    from stree.models.loading import load_config
+
+    return load_config(name, trust_remote_code=arguments.trust_remote_code)
+
+
+def _drafter(arguments: argparse.Namespace, tokenizer: Any) -> Callable[[Any], Any]:
+    """Check the options of the drafter; return what loads it for a target."""
+    from stree.drafters import FusedDrafter, NoDrafter, SuffixDrafter
 
     name = arguments.drafter or ("bundled" if arguments.target == "bundled" else "suffix")
     kind, _, rest = name.partition(":")
     is_fused = kind == "fused"
     if arguments.datastore is not None and name != "suffix" and not is_fused:
         raise ValueError(f"--datastore is read by --drafter suffix and fused, got {name!r}")
+    store = _datastore(arguments, tokenizer)
     if name in ("suffix", "none"):
         if arguments.growth is not None:
             raise ValueError(f"--growth shapes the trees of a draft model; --drafter {name} has none")
         if arguments.drafter_vocab is not None:
             raise ValueError(f"--drafter-vocab trims a draft model's head; --drafter {name} has none")
-        return NoDrafter() if name == "none" else SuffixDrafter(_datastore(arguments, tokenizer))
-    if is_fused:
-        name = rest or "bundled"
+        return lambda _: NoDrafter() if name == "none" else SuffixDrafter(store)
+    load = _drafting(arguments, rest or "bundled" if is_fused else name, tokenizer)
+    return lambda lm: FusedDrafter(load(lm), SuffixDrafter(store)) if is_fused else load(lm)
+
+
+def _drafting(arguments: argparse.Namespace, name: str, tokenizer: Any) -> Callable[[Any], Any]:
+    """Check a draft model or head; return what loads its drafter for a target."""
+    from stree.drafters import HeadDrafter, ModelDrafter
+    from stree.heads import head_layout, load
+    from stree.vocabulary import load_vocabulary
+
     folder = locate(name, "drafter")
-    lm = _load(arguments, folder)
+    if name == "mtp" or head_layout(folder) is not None:
+        if arguments.drafter_vocab is not None:
+            raise ValueError(f"--drafter-vocab trims a draft model's head; --drafter {name} is a head of the target")
+        return lambda lm: HeadDrafter(load(folder, lm))
+    config = _config(arguments, folder)
     theirs, ours = _tokenizer(arguments, folder).get_vocab(), tokenizer.get_vocab()
     if theirs != ours:
         raise ValueError(
             f"drafter {name!r} and target {arguments.target!r} have different tokenizers "
             f"({len(theirs)} and {len(ours)} tokens, {len(theirs.items() & ours.items())} the same)"
         )
-    kept = None if arguments.drafter_vocab is None else load_vocabulary(arguments.drafter_vocab, lm.vocab_size, stops)
-    drafter = ModelDrafter(lm, vocab=kept)
-    return FusedDrafter(drafter, SuffixDrafter(_datastore(arguments, tokenizer))) if is_fused else drafter
+    path = arguments.drafter_vocab
+    if path is not None:
+        load_vocabulary(path, config.get_text_config().vocab_size, ())
+
+    def load_model(lm: Any) -> Any:
+        model = _load(arguments, folder)
+        kept = None if path is None else load_vocabulary(path, model.vocab_size, lm.eos_token_ids)
+        return ModelDrafter(model, vocab=kept)
+
+    return load_model
 
 
 def _datastore(arguments: argparse.Namespace, tokenizer: Any) -> Any:

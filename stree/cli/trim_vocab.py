@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from stree.cli.options import add_command, add_target
-from stree.inputs import load_tokenizer, locate, nonempty_documents, output_file
+from stree.files import check_file
+from stree.inputs import load_tokenizer, locate, nonempty_documents
 
 __all__ = ["add_trim_vocab"]
 
@@ -30,11 +31,15 @@ def add_trim_vocab(commands: Any) -> None:
 
 def _trim(arguments: argparse.Namespace) -> int:
     """Run ``stree trim-vocab``."""
+    from stree.checks import check_counts
     from stree.models.families import config_of_text_model
     from stree.models.loading import load_config
+    from stree.sampling import Sampling
     from stree.vocabulary import check_keep, most_frequent, save_vocabulary
 
-    out = output_file(arguments.out)
+    out = check_file(arguments.out)
+    Sampling(arguments.temperature)
+    check_counts(max_new_tokens=arguments.max_new_tokens)
     texts = nonempty_documents(arguments.text or arguments.prompts)
     name = locate(arguments.target, "target")
     config = config_of_text_model(load_config(name))

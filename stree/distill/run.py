@@ -31,7 +31,7 @@ __all__ = ["distill_drafter", "fit", "fit_head", "save_model"]
 
 GENERATED_PASSES = 8.0  # passes over target-generated text, after which it is left out
 GENERATING_SHARE = 0.15  # of the minutes, for writing
-MAY_CHANGE = ("muon_lr", "adam_lr", "compile", "save_every")  # when a run is resumed
+MAY_CHANGE = ("minutes", "muon_lr", "adam_lr", "compile", "save_every")  # when a run is resumed
 
 
 def distill_drafter(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Batches", "Text", "encode", "hold_out", "pack"]
+__all__ = ["Batches", "Text", "check_length", "encode", "hold_out", "pack"]
 
 HELD_OUT_SHARE = 0.05
 HELD_OUT_WINDOWS = 32  # at most
@@ -68,6 +68,29 @@ def encode(texts: Sequence[str], tokenizer: Any, vocab_size: int, separator: int
     return stream
 
 
+def check_length(texts: Iterable[str], tokenizer: Any, length: int) -> None:
+    """Refuse texts that have too few tokens; no more of them are tokenised than are needed.
+
+    Raises:
+        ValueError: less text than two windows.
+    """
+    count = 0
+    for text in texts:
+        count += len(tokenizer(text, verbose=False)["input_ids"])
+        if count >= 2 * (length + 1):
+            return
+    _check_enough(count, length)
+
+
+def _check_enough(count: int, length: int) -> None:
+    """Refuse fewer tokens than two windows."""
+    if count < 2 * (length + 1):
+        raise ValueError(
+            f"the text has {count} tokens; training on windows of {length} needs at least {2 * (length + 1)}: "
+            "give more text or a smaller length"
+        )
+
+
 def hold_out(stream: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Cut the end off a stream, to measure on: 5 %, at least one window and at most 32.
 
@@ -77,12 +100,8 @@ def hold_out(stream: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         ValueError: less text than two windows.
     """
+    _check_enough(len(stream), length)
     window = length + 1
-    if len(stream) < 2 * window:
-        raise ValueError(
-            f"the text has {len(stream)} tokens; training on windows of {length} needs at least {2 * window}: "
-            "give more text or a smaller length"
-        )
     size = min(max(int(HELD_OUT_SHARE * len(stream)), window), HELD_OUT_WINDOWS * window)
     return stream[:-size], stream[-size:]
 

@@ -50,7 +50,7 @@ def load(source: str | Path | Any, target: TreeLM) -> Drafter:
     if isinstance(source, (str, Path)):
         if not Path(source).is_dir() and "/" not in str(source):  # a mistake in a name must not ask the network
             raise ValueError(f"drafter must be {NAMES}, got {str(source)!r}")
-        if formats.is_head(source):
+        if formats.head_layout(source) is not None:
             return HeadDrafter(formats.load(source, target))
         source = TreeLM.from_pretrained(source, target.device, target.dtype)
     if isinstance(source, type) or not (hasattr(source, "new_state") or hasattr(source, "config")):

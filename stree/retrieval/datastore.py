@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from stree.retrieval.continuations import Continuations, Nodes
 
 __all__ = ["Datastore"]
 
-FORMAT = "stree-datastore-1"
+FORMAT = "stree-datastore-2"
 LONGEST_MATCH = 32  # context tokens that are compared; a power of two
 LONGEST_CONTINUATION = 16
 MOST_OCCURRENCES = 64  # occurrences read for one match, evenly spaced among all
@@ -75,7 +76,10 @@ class Datastore:
 
     def save(self, path: str | Path) -> None:
         """Write one file, atomically."""
-        metadata = {"format": FORMAT, "vocab_size": str(self.vocab_size), "tokenizer": self.tokenizer}
+        metadata = {
+            "format": FORMAT, "vocab_size": str(self.vocab_size), "tokenizer": self.tokenizer,
+            "checksum": _checksum(self._text, self._order),
+        }  # fmt: skip
         with replacing(path) as beside:
             save_file({"text": self._text, "order": self._order}, beside, metadata=metadata)
 
@@ -84,7 +88,7 @@ class Datastore:
         """Map a file that ``save`` wrote.
 
         Raises:
-            ValueError: the file is missing, truncated, or not a datastore.
+            ValueError: the file is missing, truncated, damaged, or not a datastore of this format.
         """
         try:
             with safe_open(path, framework="numpy") as file:
@@ -97,19 +101,19 @@ class Datastore:
         size = (shapes.get("order") or [0])[0]
         is_whole = dtypes == {"text": "U8", "order": "U32"} and metadata.get("vocab_size", "").isdigit()
         if metadata.get("format") != FORMAT or shapes.get("text") != [TOKEN_BYTES * size] or not size or not is_whole:
-            raise ValueError(f"{str(path)!r} is no datastore of format {FORMAT}, got {metadata.get('format')!r}")
+            raise ValueError(
+                f"{str(path)!r} is no datastore of format {FORMAT}, got {metadata.get('format')!r}; build it anew"
+            )
         with open(path, "rb") as raw:
             whole = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
         # safetensors: 8 bytes of header length, a JSON header with the offset of each tensor, the tensors.
         body = 8 + int.from_bytes(whole[:8], "little")
         header = json.loads(whole[8:body])
         text, order = (body + int(header[name]["data_offsets"][0]) for name in ("text", "order"))
-        return cls(
-            np.frombuffer(whole, np.uint8, TOKEN_BYTES * size, text),
-            np.frombuffer(whole, np.uint32, size, order),
-            int(metadata["vocab_size"]),
-            metadata.get("tokenizer", ""),
-        )
+        content = np.frombuffer(whole, np.uint8, TOKEN_BYTES * size, text), np.frombuffer(whole, np.uint32, size, order)
+        if metadata.get("checksum") != _checksum(*content):
+            raise ValueError(f"datastore {str(path)!r} is damaged: its checksum differs; build it anew")
+        return cls(*content, int(metadata["vocab_size"]), metadata.get("tokenizer", ""))
 
     def tree(self, context: Sequence[int], max_nodes: int, min_match: int = 2) -> Continuations:
         """Return the most frequent continuations of the longest suffix of a context that occurs in the store.
@@ -131,6 +135,11 @@ class Datastore:
         key = np.array(context[: -LONGEST_MATCH - 1 : -1], dtype=np.int64)
         store = numba_datastore.Store(self._text, self._order, self.vocab_size, LONGEST_CONTINUATION)
         return int(numba_datastore.draft_from_datastore(store, key, min_match, MOST_OCCURRENCES, nodes))
+
+
+def _checksum(text: np.ndarray, order: np.ndarray) -> str:
+    """CRC-32 of a store's content."""
+    return f"{zlib.crc32(order.data, zlib.crc32(text.data)):08x}"
 
 
 def _suffix_order(symbols: np.ndarray) -> np.ndarray:

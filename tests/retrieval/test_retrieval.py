@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -114,19 +115,27 @@ def test_files_that_hold_no_store_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"no datastore can be read at .*cut.store"):
             Datastore.load(cut)
     save_file({"weight": np.zeros(3, dtype=np.float32)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="model.safetensors' is no datastore of format stree-datastore-1, got None"):
+    with pytest.raises(ValueError, match="model.safetensors' is no datastore of format stree-datastore-2, got None"):
         Datastore.load(tmp_path / "model.safetensors")
 
 
 def test_a_damaged_store_reads_and_drafts_nothing_outside_its_text_and_vocabulary(tmp_path: Path) -> None:
-    text, metadata = [1, 2, 3, 1, 2, 3, 1, 2], {"format": "stree-datastore-1", "vocab_size": "4"}
+    text = [1, 2, 3, 1, 2, 3, 1, 2]
     whole = Datastore.build([text], 4)
     assert 3 in whole.tree(text, 8).tokens
     whole.save(tmp_path / "whole")
     parts = load_file(tmp_path / "whole")
+    damaged = bytearray((tmp_path / "whole").read_bytes())
+    damaged[-1] ^= 1
+    (tmp_path / "damaged").write_bytes(damaged)
+    with pytest.raises(ValueError, match="damaged' is damaged: its checksum differs; build it anew"):
+        Datastore.load(tmp_path / "damaged")
 
-    def changed(metadata: dict[str, str] = metadata, **changes: np.ndarray) -> Datastore:
-        save_file(parts | changes, tmp_path / "other.store", metadata=metadata)
+    def changed(metadata: dict[str, str] | None = None, **changes: np.ndarray) -> Datastore:
+        held = parts | changes
+        checksum = f"{zlib.crc32(held['order'].tobytes(), zlib.crc32(held['text'].tobytes())):08x}"
+        right = {"format": "stree-datastore-2", "vocab_size": "4", "checksum": checksum}
+        save_file(held, tmp_path / "other.store", metadata=right if metadata is None else metadata)
         return Datastore.load(tmp_path / "other.store")
 
     changed(order=np.full_like(parts["order"], 2**31)).tree(text, 8)  # nothing outside is read
@@ -137,7 +146,7 @@ def test_a_damaged_store_reads_and_drafts_nothing_outside_its_text_and_vocabular
         {"order": np.array(1, dtype=np.uint32)},
         {"order": parts["order"].astype(np.int64)},
         {"text": parts["text"].astype(np.int8)},
-        {"metadata": {"format": "stree-datastore-1"}},
+        {"metadata": {"format": "stree-datastore-2"}},
     ):
         with pytest.raises(ValueError, match="other.store' is no datastore of format"):
             changed(**options)
