@@ -118,7 +118,7 @@ def test_sizes_that_change_from_step_to_step(name: str, temperature: float, monk
         def observe(self, num_emitted: Sequence[int], seconds: float) -> None:
             """Learn nothing."""
 
-    monkeypatch.setattr("stree.generation.AutoBudget", Turns)
+    monkeypatch.setattr("stree.decode.tree_sizes.AutoBudget", Turns)
     options: dict[str, Any] = {"texts": random_texts(random.Random(3), [4, 7, 5, 6, 3]), "max_batch": 2}
     options |= {"budget": "auto", "growth": Calibrated(3), "sampling": Sampling(temperature), "max_new_tokens": 40}
     expected = generate(launched(), drafter_named(name), **options).sequences

@@ -51,7 +51,7 @@ def test_scores_are_those_of_transformers(options: dict[str, Any]) -> None:
     common: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 9, **options}
     theirs = model.generate(**left_padded(prompts), do_sample=False, eos_token_id=0, **common)
     ours = hooked(model, prompts, eos_token_id=0, **common)
-    assert type(ours) is GenerateDecoderOnlyOutput
+    assert isinstance(ours, GenerateDecoderOnlyOutput) and ours.stats["num_new_tokens"] == [len(ours.scores)]
     assert torch.equal(ours.sequences, theirs.sequences)
     assert len(ours.scores) == len(theirs.scores)
     for mine, other in zip(ours.scores, theirs.scores, strict=True):
