@@ -98,8 +98,8 @@ def _stop_strings(arguments: GenerateArguments) -> Any:
     stops = arguments.stop_strings
     if stops is None or isinstance(stops, StopStrings):
         return stops
-    stops = [stops] if isinstance(stops, str) else [*stops]
-    is_listed = any(not isinstance(one, str) and (one is None or hasattr(one, "__iter__")) for one in stops)
+    stops = [*stops] if _is_list(stops) else [stops]
+    is_listed = any(one is None or _is_list(one) for one in stops)
     if not (is_listed or stops):
         return None
     if arguments.tokenizer is None:
@@ -107,8 +107,13 @@ def _stop_strings(arguments: GenerateArguments) -> Any:
     token_bytes = TokenBytes(arguments.tokenizer)
     if not is_listed:
         return StopStrings(token_bytes, stops)
-    each = [[one] if isinstance(one, str) else one for one in stops]
+    each = [one if one is None or _is_list(one) else [one] for one in stops]
     return [StopStrings(token_bytes, one) if one else None for one in each]
+
+
+def _is_list(value: Any) -> bool:
+    """Whether a value holds others, and is no string."""
+    return hasattr(value, "__iter__") and not isinstance(value, str)
 
 
 def _top_logprobs(lm: TreeLM, logprobs: Any) -> int | None:
