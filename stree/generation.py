@@ -130,8 +130,8 @@ def generate(
         growth=_growth(growth), budget=budget, verifier=verifier, sampling=sampling, seed=seed,
         repetition_penalty=repetition_penalty, logits_processor=logits_processor, num_samples=num_samples,
         max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, stop_strings=stop_strings, tokenizer=tokenizer,
-        ignore_eos=ignore_eos, logprobs=logprobs, attention_mask=attention_mask, streamer=streamer, cancelled=cancelled, max_batch=max_batch,
-        max_length=max_length, allow_lossy=allow_lossy,
+        ignore_eos=ignore_eos, logprobs=logprobs, attention_mask=attention_mask, streamer=streamer,
+        cancelled=cancelled, max_batch=max_batch, max_length=max_length, allow_lossy=allow_lossy,
     )  # fmt: skip
     return run(lm, prompts, SuffixDrafter() if drafter is None else load(drafter, lm), arguments)
 
