@@ -44,7 +44,8 @@ def test_padding_is_left_out(name: str) -> None:
 def test_one_prompt_needs_no_list() -> None:
     expected = stree.generate(launched(), PROMPTS[:1], **OPTIONS).sequences
     encoding = {"input_ids": [0, *PROMPTS[0]], "attention_mask": [0, 1, 1, 1, 1]}
-    for prompt in (PROMPTS[0], tuple(PROMPTS[0]), torch.tensor(PROMPTS[0]), np.array(PROMPTS[0]), encoding):
+    forms: list[Any] = [PROMPTS[0], tuple(PROMPTS[0]), torch.tensor(PROMPTS[0]), np.array(PROMPTS[0]), encoding]
+    for prompt in forms:
         assert stree.generate(launched(), prompt, **OPTIONS).sequences == expected
 
 
