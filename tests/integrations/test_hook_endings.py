@@ -129,11 +129,9 @@ def test_stop_strings_end_a_text(spoken: tuple[PreTrainedModel, Any, list[int]],
     monkeypatch.setattr(model.config, "_name_or_path", folder)
     for options in ways:
         assert new_tokens([prompt], hooked(model, [prompt], **options)) == expected
-    whole = pipeline("text-generation", model=model, tokenizer=tokenizer)(
-        "def add(a, b):", custom_generate=stree.custom_generate, stop_sequence=string, do_sample=False,
-        max_new_tokens=NEW_TOKENS,
-    )  # fmt: skip
-    assert whole[0]["generated_text"] == tokenizer.decode([*prompt, *expected[0]])
+    pipe = functools.partial(pipeline("text-generation", model=model, tokenizer=tokenizer), "def add(a, b):")
+    options = {"stop_sequence": string, "do_sample": False, "max_new_tokens": NEW_TOKENS}
+    assert pipe(custom_generate=stree.custom_generate, **options) == pipe(**options)
     monkeypatch.setattr(model.config, "_name_or_path", "")
     with pytest.raises(ValueError, match=r"stop_strings need a tokenizer, .*: custom_generate=functools.partial"):
         hooked(model, [prompt], stop_strings=[string], tokenizer=tokenizer)  # transformers drops it on the way
