@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stree import distill, drafters, growth, heads
-    from stree.generation import Generation, GenerationError, GenerationInterrupted, generate
+    from stree.generation import Generation, GenerationError, GenerationInterrupted, TokenStream, generate, stream
     from stree.integrations.transformers import custom_generate
     from stree.models.tree_lm import TreeLM
     from stree.sampling import Random, Sampling
@@ -24,6 +24,7 @@ __all__ = [
     "GenerationInterrupted",
     "Random",
     "Sampling",
+    "TokenStream",
     "TokenTree",
     "TreeLM",
     "accept",
@@ -33,6 +34,7 @@ __all__ = [
     "generate",
     "growth",
     "heads",
+    "stream",
     "warm_up",
 ]
 
@@ -46,11 +48,13 @@ _HOMES = {
     "GenerationInterrupted": "stree.generation",
     "Random": "stree.sampling",
     "Sampling": "stree.sampling",
+    "TokenStream": "stree.generation",
     "TokenTree": "stree.tree",
     "TreeLM": "stree.models.tree_lm",
     "accept": "stree.verify",
     "custom_generate": "stree.integrations.transformers",
     "generate": "stree.generation",
+    "stream": "stree.generation",
     "warm_up": "stree.warming",
 }
 

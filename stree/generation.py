@@ -1,95 +1,79 @@
-"""``generate``, which users call: checks its arguments, chooses the policy of tree sizes, runs the loop."""
+"""``generate`` and ``stream``, which users call: they check their arguments, size the steps and run the loop."""
 
 from __future__ import annotations
 
-import logging
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from stree.budget.controller import START, StepHistory
-from stree.budget.policy import MAX_FIXED, AutoBudget, BudgetPolicy, candidate_sizes
-from stree.decode.logits_processors import EachNode, LogitsProcessor, with_processor
+from stree.decode.batching import batch_for
+from stree.decode.failures import GenerationError, GenerationInterrupted, failures_with_output
+from stree.decode.logits_processors import LogitsProcessor
 from stree.decode.loop import DecodeLoop
 from stree.decode.memory import arithmetic, check_memory, fits_in_memory
-from stree.decode.request import Batch, GenerateArguments, Streamer
+from stree.decode.request import GenerateArguments, Streamer
 from stree.decode.sequences import Sequences
 from stree.decode.stats import Generation
 from stree.decode.step_cache import StepCache, step_cache_of
-from stree.decode.validation import batch_for, check_block, check_nodes, checked
+from stree.decode.tree_sizes import budget_policy
+from stree.decode.validation import checked
 from stree.drafters import Drafter, NoDrafter, SuffixDrafter, load
 from stree.drafters.target_init import drafter_and_verifier
 from stree.growth import Growth, parse_growth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
-__all__ = ["Generation", "GenerationError", "GenerationInterrupted", "Streamer", "generate", "run"]
+__all__ = [
+    "Generation", "GenerationError", "GenerationInterrupted", "Streamer", "TokenStream", "generate", "run", "stream",
+]  # fmt: skip
 
-MANY_NODES = 1024  # above which a budget is most likely a mistake
-
-logger = logging.getLogger("stree")
-
-_histories: weakref.WeakKeyDictionary[TreeLM, dict[Hashable, StepHistory]] = weakref.WeakKeyDictionary()
-
-
-class GenerationError(RuntimeError):
-    """The drafter, the model or a streamer failed.
-
-    Attributes:
-        output: what was generated: before the failure, or, where only the drafter failed, everything, as the rest is
-            then decoded without it.
-    """
-
-    def __init__(self, message: str, output: Generation) -> None:
-        super().__init__(message, output)  # both, so that it can be pickled
-        self.output = output
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-class GenerationInterrupted(KeyboardInterrupt):
-    """Ctrl-C; ``output`` holds what was generated before."""
-
-    def __init__(self, output: Generation) -> None:
-        super().__init__(output)
-        self.output = output
-
-    def __str__(self) -> str:
-        return "generation interrupted"
+Prompts = Sequence[Sequence[int]] | Sequence[int] | Tensor | Mapping[str, Any] | Iterator[Sequence[int]]
+SEVERAL = ("streamer", "max_batch", "num_samples")  # options of ``generate`` that make no sense of one streamed text
 
 
 def generate(
     lm: TreeLM,
-    prompts: Sequence[Sequence[int]] | Iterator[Sequence[int]],
+    prompts: Prompts,
     drafter: Drafter | TreeLM | str | Path | None = None,
     *,
     growth: Growth | str | None = None,
     budget: int | str | None = None,
     verifier: str = "auto",
     sampling: Sampling | Sequence[Sampling] | None = None,
+    repetition_penalty: float | Sequence[float] = 1.0,
+    logits_processor: LogitsProcessor | Sequence[LogitsProcessor | None] | None = None,
+    seed: int | Sequence[int] = 0,
+    num_samples: int = 1,
     max_new_tokens: int | Sequence[int] = 128,
     stop_token_ids: Iterable[int] | Sequence[Iterable[int]] | None = None,
+    stop_strings: str | Sequence[str] | Sequence[Sequence[str]] | None = None,
+    tokenizer: Any = None,
     ignore_eos: bool = False,
-    logits_processor: LogitsProcessor | None = None,
-    seed: int | Sequence[int] = 0,
+    logprobs: bool | int = False,
+    attention_mask: Any = None,
     streamer: Streamer | None = None,
+    cancelled: Callable[[int], bool] | None = None,
     max_batch: int | None = None,
     max_length: int | None = None,
     allow_lossy: bool = False,
-    cancelled: Callable[[int], bool] | None = None,
 ) -> Generation:
     """Generate from a target, token for token distributed as the target alone would.
 
-    ``sampling``, ``max_new_tokens``, ``stop_token_ids`` and ``seed`` are one for all prompts, or lists of one for each.
+    Everything under "which token" and "where a text ends" but ``num_samples``, ``tokenizer`` and ``ignore_eos`` is one
+    for all prompts, or a list of one for each.
 
     Args:
         lm: the target.
-        prompts: token lists of any lengths, none empty; or an iterator of them, read as slots become free.
+        prompts: token lists of any lengths, none empty; or one; or what a tokenizer returns, padded on either side with
+            its mask; or an iterator of token lists, read as slots become free.
+        attention_mask: 0 where a prompt's token is padding, where ``prompts`` does not hold its own.  Without a mask
+            every token counts.
+
+        How trees are drafted and verified:
         drafter: what proposes trees, or what ``stree.drafters.load`` makes one of; None for ``SuffixDrafter()``.
         growth: the shape of a model drafter's trees, or its name as on the command line, such as "chain:4"; None for
             its default, ``Calibrated()``.  Where nothing is grown, as with ``SuffixDrafter`` or a budget of 1, it is
@@ -100,25 +84,42 @@ def generate(
             share its batch, where under a number a seed names a text.  None: 16 for one sequence with a draft model,
             else "auto".
         verifier: "auto", "match", "rejection", "traversal" or "block"; see ``stree.accept``.
+        allow_lossy: let ``TargetInit`` run, whose text is not distributed as the target's.
+
+        Which token:
         sampling: temperature, top-k, top-p, min-p; None for greedy.
-        max_new_tokens: most new tokens a sequence.
-        stop_token_ids: tokens that end a sequence, and are kept; None for ``lm.eos_token_ids``, the model's own.
-        ignore_eos: write on through the model's own stop tokens, as benchmarks do.
+        repetition_penalty: divides the logits of the text's tokens, as in transformers, before ``logits_processor``.
         logits_processor: a function of int64[1, length] text and float[1, vocab] logits that returns logits, as
             transformers' processors are; called for every node that the target may reach, with the text that ends
-            there, and for the draft model's likewise.  It must depend on nothing but its arguments.
+            there, and for the draft model's likewise.  It must depend on nothing but its arguments.  With one, or with
+            a penalty, steps are not captured as CUDA graphs.
         seed: of the random numbers.
-        streamer: receives tokens as they are emitted; one prompt only.
+        num_samples: texts of every prompt, those of one prompt together, each with random numbers of its own.
+
+        Where a text ends:
+        max_new_tokens: most new tokens a sequence.
+        stop_token_ids: tokens that end a sequence, and are kept; None for ``lm.eos_token_ids``, the model's own.
+        stop_strings: strings that end a sequence, across any tokens, the prompt's included.  The token that completes
+            one is kept whole, as in transformers.
+        tokenizer: of transformers, of the model, which stop strings need.
+        ignore_eos: write on through the model's own stop tokens, as benchmarks do.
+        cancelled: asked after every step, by each running sequence's place in the output, whether that one shall end;
+            the others go on, under a fixed budget unchanged.
+
+        What is told:
+        logprobs: keep each new token's log probability, and a number of most probable alternatives.  It is that of the
+            model's own distribution, before penalties, processors, temperature and truncation (vLLM's "raw").
+        streamer: receives tokens as they are emitted; of one prompt, or a list of one for each.
+
+        How many at once:
         max_batch: most sequences at once; the next prompt takes the place of one that has finished.  None for all
             prompts of a list together.  Under a fixed budget no text depends on it.
         max_length: most tokens of a prompt and its new ones; None for what the longest prompt of a list needs.  Memory
             is bounded by ``max_batch`` times it.  An iterator needs both.
-        allow_lossy: let ``TargetInit`` run, whose text is not distributed as the target's.
-        cancelled: asked after every step, by each running prompt's place in ``prompts``, whether that one shall end;
-            the others go on, under a fixed budget unchanged.
 
     Returns:
-        Sequences and statistics, which say under "lossless" whether the text has the target's distribution.
+        Sequences, log probabilities, and statistics, which say under "lossless" whether the text has the target's
+        distribution.
 
     Raises:
         ValueError: an argument outside its range, which the message names, or states that memory cannot hold.
@@ -126,106 +127,150 @@ def generate(
         GenerationInterrupted: Ctrl-C; likewise.
     """
     arguments = GenerateArguments(
-        growth=parse_growth(growth) if isinstance(growth, str) else growth, budget=budget, verifier=verifier,
-        sampling=Sampling() if sampling is None else sampling,
-        max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos, seed=seed,
-        streamer=streamer, max_batch=max_batch, max_length=max_length, allow_lossy=allow_lossy, cancelled=cancelled,
-        processor=None if logits_processor is None else EachNode(logits_processor),
+        growth=_growth(growth), budget=budget, verifier=verifier, sampling=sampling, seed=seed,
+        repetition_penalty=repetition_penalty, logits_processor=logits_processor, num_samples=num_samples,
+        max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, stop_strings=stop_strings, tokenizer=tokenizer,
+        ignore_eos=ignore_eos, logprobs=logprobs, attention_mask=attention_mask, streamer=streamer,
+        cancelled=cancelled, max_batch=max_batch, max_length=max_length, allow_lossy=allow_lossy,
     )  # fmt: skip
     return run(lm, prompts, SuffixDrafter() if drafter is None else load(drafter, lm), arguments)
 
 
+class TokenStream(Iterator[int]):
+    """The new tokens of one text, one by one.  A step emits several at once, so some come without a wait.
+
+    ``close()``, or dropping the iterator, ends the text as cancelled and frees its memory.
+
+    Attributes:
+        result: what ``generate`` returns, of the text so far.
+        stats: its statistics.
+    """
+
+    def __init__(self, steps: Generator[DecodeLoop, None, Generation]) -> None:
+        self._steps: Generator[DecodeLoop, None, Generation] | None = steps
+        self._loop: DecodeLoop | None = next(steps)  # checks the arguments
+        self._result = self._loop.output("length")
+        self._next = 0
+
+    def __next__(self) -> int:
+        while self._next >= len(new := self._new_tokens()):
+            if self._steps is None:
+                raise StopIteration
+            self._advance()
+        self._next += 1
+        return new[self._next - 1]
+
+    @property
+    def result(self) -> Generation:
+        """What was generated so far; after the end, all of it."""
+        return self._result if self._loop is None else self._loop.output("running")
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Statistics of the text so far."""
+        return self.result.stats
+
+    def close(self) -> None:
+        """End the text; tokens that were not taken are dropped."""
+        if self._steps is not None and self._loop is not None:
+            self._steps.close()
+            self._finish(self._loop.output("cancelled"))
+        self._next = len(self._new_tokens())
+
+    def _new_tokens(self) -> list[int]:
+        """New tokens of the text so far."""
+        if self._loop is not None:
+            return next((sequence.new for sequence in self._loop.sequences.all), [])
+        prompt = sum(self._result.stats["num_prompt_tokens"])
+        return [token for text in self._result.sequences for token in text[prompt:]]
+
+    def _advance(self) -> None:
+        """Take a step."""
+        assert self._steps is not None and self._loop is not None
+        try:
+            next(self._steps)
+        except StopIteration as end:
+            self._finish(end.value)
+        except BaseException:
+            self._finish(self._loop.output("error"))
+            raise
+
+    def _finish(self, result: Generation) -> None:
+        self._result, self._loop, self._steps = result, None, None
+
+
+def stream(
+    lm: TreeLM, prompt: Prompts, drafter: Drafter | TreeLM | str | Path | None = None, **options: Any
+) -> TokenStream:
+    """Generate one text and give its tokens as they are emitted: ``for token in stree.stream(lm, prompt): ...``.
+
+    Args:
+        lm: the target.
+        prompt: as ``prompts`` of ``generate``, but one.
+        drafter: as for ``generate``.
+        options: those of ``generate`` that concern one text.
+
+    Raises:
+        ValueError: an argument outside its range, or several prompts.
+        TypeError: another option.
+    """
+    known = {field.name for field in fields(GenerateArguments)} - {"observer", "processor", "policy", *SEVERAL}
+    other = next((name for name in options if name not in known), None)
+    if other is not None:
+        raise TypeError(f"stream takes generate's options for one text, got {other}")
+    options["growth"] = _growth(options.get("growth"))
+    drafter = SuffixDrafter() if drafter is None else load(drafter, lm)
+    return TokenStream(_decode(lm, prompt, drafter, GenerateArguments(**options), most_prompts=1))
+
+
+def _growth(growth: Growth | str | None) -> Growth | None:
+    """Return a growth for its name."""
+    return parse_growth(growth) if isinstance(growth, str) else growth
+
+
+def run(lm: TreeLM, prompts: Prompts, drafter: Drafter, arguments: GenerateArguments) -> Generation:
+    """Do what ``generate`` does, with what only callers within the library pass."""
+    steps = _decode(lm, prompts, drafter, arguments)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            output: Generation = end.value
+            return output
+
+
 @torch.inference_mode(False)  # what is kept for the next call must be usable outside of it
 @torch.no_grad()
-def run(
-    lm: TreeLM,
-    prompts: Sequence[Sequence[int]] | Iterator[Sequence[int]],
-    drafter: Drafter,
-    arguments: GenerateArguments,
-) -> Generation:
-    """Do what ``generate`` does, with what only callers within the library pass."""
+def _decode(
+    lm: TreeLM, prompts: Prompts, drafter: Drafter, arguments: GenerateArguments, most_prompts: int | None = None
+) -> Generator[DecodeLoop, None, Generation]:
+    """Check and decode; yield the loop when all is checked, after prefill and after every step."""
     arguments = checked(lm, drafter, arguments)
     drafter, verifier = drafter_and_verifier(drafter, arguments.growth, arguments.verifier, arguments.allow_lossy)
-    batch = batch_for(lm, prompts, arguments)
+    batch = batch_for(lm, prompts, arguments, most_prompts)
     if not drafter.is_lossless and len(batch.kinds) > 1:
         raise ValueError(f"TargetInit takes one sampling for all prompts, got {len(batch.kinds)}")
     drafter = NoDrafter() if arguments.budget == 1 else drafter
     # With a logits processor host code runs in every step, and so it does under a lossy rule.
-    step_cache = step_cache_of(lm) if arguments.processor is None and drafter.is_lossless else None
-    budget, policy = _budget_policy(lm, drafter, batch, replace(arguments, verifier=verifier))
+    step_cache = step_cache_of(lm) if batch.processor is None and drafter.is_lossless else None
+    budget, policy = budget_policy(lm, drafter, batch, replace(arguments, verifier=verifier))
     growth, max_nodes = policy.growth, policy.max_nodes
-    processed = with_processor(lm, drafter, arguments.processor, is_greedy=batch.is_greedy)
-    sequences = Sequences(arguments.streamer, arguments.observer, arguments.cancelled)
-    loop = DecodeLoop(processed[0], batch, sequences, verifier, step_cache)
+    loop = DecodeLoop(lm, batch, Sequences(arguments.cancelled), verifier, step_cache)
     loop.settings = {
         "growth": str(growth) if drafter.uses_growth and growth is not None else None, "budget": budget,
         "verifier": verifier, "lossless": drafter.is_lossless,
     }  # fmt: skip
-    key = None if step_cache is None else loop.key(processed[1], policy, batch.max_batch)
+    key = None if step_cache is None else loop.key(drafter, policy, batch.max_batch)
     extent = batch.max_batch, batch.max_length + max_nodes, max_nodes
     _reserve_memory(lm, drafter, step_cache, extent, key)
-    with _failures_with_output(loop, lambda: arithmetic(lm, *extent)):
-        loop.run(processed[1], policy)
+    yield loop
+    with failures_with_output(loop, lambda: arithmetic(lm, *extent)):
+        for _ in loop.steps(drafter, policy):
+            yield loop
     if loop.problem is not None:
         message = f"the drafter failed, and the rest was decoded without it: {loop.problem}"
         raise GenerationError(message, loop.output("length")) from loop.problem
     return loop.output("length")
-
-
-def _budget_policy(
-    lm: TreeLM, drafter: Drafter, batch: Batch, arguments: GenerateArguments
-) -> tuple[int | str, BudgetPolicy]:
-    """Return the budget, and what chooses growth and nodes of every step by it."""
-    growth = drafter.default_growth if arguments.growth is None else arguments.growth
-    # Which trees are planned depends on this alone; the decode step binds the growth to the parameters of each row.
-    growth = None if growth is None else growth.bind(Sampling(0.0 if batch.is_greedy else 1.0))
-    budget = _default_budget(drafter, growth, batch.max_batch) if arguments.budget is None else arguments.budget
-    sizes = _tree_sizes(drafter, growth, budget)
-    check_nodes(lm, drafter, sizes[-1])
-    if sizes[-1] > MANY_NODES:
-        logger.warning("a step of %d nodes costs more than it emits; 16 to 64 are usual", sizes[-1])
-    if arguments.verifier == "block":
-        check_block(drafter, growth, sizes[-1])
-    if arguments.policy is not None:
-        return budget, arguments.policy(growth, sizes)
-    if len(sizes) == 1:
-        return budget, BudgetPolicy(growth, sizes[0])
-    history = _step_history(lm, drafter, growth, batch, arguments.verifier)
-    # The rows of a batch share a step's cost less than its nodes do: draft calls must first show that they pay.
-    start = START if batch.max_batch == 1 else 1 if drafter.models else START // 2
-    return budget, AutoBudget(growth, sizes, history, start)
-
-
-def _default_budget(drafter: Drafter, growth: Growth | None, batch: int) -> int | str:
-    """Return the budget where the caller names none: START nodes for one sequence with a model, or a fixed shape."""
-    if batch > 1 or not drafter.models or not drafter.is_lossless:
-        return "auto"
-    sizes = candidate_sizes(growth)
-    return START if START in sizes else sizes[-1]
-
-
-def _tree_sizes(drafter: Drafter, growth: Growth | None, budget: int | str) -> list[int]:
-    """List the sizes that steps may have: one, or what "auto" chooses from."""
-    if isinstance(budget, str):
-        if isinstance(drafter, NoDrafter):
-            return [1]
-        if drafter.is_lossless:
-            return candidate_sizes(growth)
-        assert growth is not None, "a lossy rule has a growth"
-        budget = growth.plan(MAX_FIXED).num_nodes + 1
-    if growth is not None:
-        growth.plan(budget)  # refuses a fixed shape above the budget
-    return [budget]
-
-
-def _step_history(lm: TreeLM, drafter: Drafter, growth: Growth | None, batch: Batch, verifier: str) -> StepHistory:
-    """Return what earlier generations of the same kind of steps have shown."""
-    histories = _histories.setdefault(lm, {})
-    key = (
-        type(drafter), tuple(map(weakref.ref, drafter.models)), repr(growth), batch.kinds, batch.max_batch, verifier,
-        torch.get_num_threads(),
-    )  # fmt: skip
-    return histories.setdefault(key, StepHistory())
 
 
 def _reserve_memory(
@@ -240,22 +285,3 @@ def _reserve_memory(
     if step_cache is not None and not fits_in_memory(lm, drafter, *extent):
         step_cache.release()
     check_memory(lm, drafter, *extent)
-
-
-@contextmanager
-def _failures_with_output(loop: DecodeLoop, state_size: Callable[[], str]) -> Iterator[None]:
-    """Raise what ends a generation together with the text that it has; before the first token, as it is."""
-    try:
-        yield
-    except KeyboardInterrupt as interrupt:
-        raise GenerationInterrupted(loop.output("interrupted")) from interrupt
-    except Exception as error:
-        is_memory = isinstance(error, torch.OutOfMemoryError)
-        if is_memory and loop.step_cache is not None:
-            loop.step_cache.release()
-        if not (loop.is_started or is_memory):
-            raise
-        message = f"generation failed after {loop.sequences.num_new_tokens} new tokens: {error}"
-        if is_memory:
-            message += f"; the target's state takes {state_size()}; lower max_batch, max_length or budget"
-        raise GenerationError(message, loop.output("error")) from error

@@ -9,11 +9,10 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from stree.drafters import Drafter
 from stree.models.tree_lm import TreeLM
 from stree.tree import TokenTree
 
-__all__ = ["EachNode", "LogitsProcessor", "Node", "NodeProcessor", "processed", "with_processor"]
+__all__ = ["LogitsProcessor", "Node", "NodeProcessor", "RepetitionPenalty", "RowProcessors", "processed"]
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
@@ -36,34 +35,61 @@ class NodeProcessor(Protocol):
 
     looks_at_text: bool  # False: only the logits matter, and ``nodes`` is empty
 
+    def begin(self, row: int, processors: Sequence[LogitsProcessor]) -> None:
+        """Learn the processors of the sequence that a row holds from now on."""
+        ...
+
     def __call__(self, nodes: Sequence[Node], logits: Tensor) -> Tensor:
         """Return new logits float[nodes, vocab]; the nodes are of one depth."""
         ...
 
 
-class EachNode:
-    """Calls a processor of int64[1, length] text and float[1, vocab] logits for every node."""
+class RowProcessors:
+    """Calls every sequence's own processors, of int64[1, length] text and float[1, vocab] logits, for each node."""
 
     looks_at_text = True
 
-    def __init__(self, processor: LogitsProcessor) -> None:
-        if isinstance(processor, type) or not callable(processor):
-            raise TypeError(f"logits_processor must be a function of text and logits, got {processor!r:.80}")
-        self._processor = processor
+    def __init__(self) -> None:
+        self._rows: dict[int, Sequence[LogitsProcessor]] = {}
+
+    def begin(self, row: int, processors: Sequence[LogitsProcessor]) -> None:
+        """Use other processors for a row."""
+        self._rows[row] = processors
 
     def __call__(self, nodes: Sequence[Node], logits: Tensor) -> Tensor:
         """Process node by node."""
-        return torch.cat([self._processor(node.text[None], row[None]) for node, row in zip(nodes, logits, strict=True)])
+        processed = []
+        for node, row in zip(nodes, logits.split(1), strict=True):
+            for processor in self._rows[node.row]:
+                row = processor(node.text[None], row)
+            processed.append(row)
+        return torch.cat(processed)
 
 
-def with_processor(
-    lm: TreeLM, drafter: Drafter, processor: NodeProcessor | None, *, is_greedy: bool
-) -> tuple[TreeLM, Drafter]:
-    """Apply a processor to the logits of the target and of every draft model, for one generation; see ``processed``."""
-    if processor is None:
-        return lm, drafter
-    drafter = drafter.with_model(lambda draft_lm: processed(draft_lm, processor, is_target=False))
-    return processed(lm, processor, is_target=True, is_greedy=is_greedy), drafter
+class RepetitionPenalty:
+    """Divides the logits of tokens that are in the text, the prompt included, by a penalty; multiplies negative ones.
+
+    CTRL (Keskar et al., 2019), as transformers' ``RepetitionPenaltyLogitsProcessor`` does.
+
+    Args:
+        penalty: above 1 for less repetition.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: not above 0.
+    """
+
+    def __init__(self, penalty: float) -> None:
+        if not hasattr(penalty, "__float__") or isinstance(penalty, Tensor):
+            raise TypeError(f"repetition_penalty must be a number, got {penalty!r:.80}")
+        if not 0 < penalty < float("inf"):
+            raise ValueError(f"repetition_penalty must be above 0 and finite, got {penalty}")
+        self.penalty = float(penalty)
+
+    def __call__(self, text: Tensor, logits: Tensor) -> Tensor:
+        """Return new logits float[1, vocab] of what follows int64[1, length] text."""
+        seen = logits.gather(1, text)
+        return logits.scatter(1, text, torch.where(seen < 0, seen * self.penalty, seen / self.penalty))
 
 
 def processed(lm: TreeLM, processor: NodeProcessor, *, is_target: bool, is_greedy: bool = True) -> TreeLM:
@@ -88,33 +114,42 @@ class _ProcessedLM:
         self._may_end = is_greedy or not is_target  # in a text after which no token is left
         self._texts: list[Tensor] = []
         self._is_end = torch.empty(0)  # bool[batch, nodes] of the pending tree
+        self.raw_logits = torch.empty(0)  # before the processor, of the last prefill or verify
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lm, name)
 
-    def prefill(self, state: Any, input_ids: Tensor, lengths: Tensor) -> Tensor:
-        """Run prompts; process the logits of what follows them."""
-        logits = self._lm.prefill(state, input_ids, lengths)
+    def prefill(self, state: Any, input_ids: Tensor, lengths: Tensor, **recorded: Any) -> Any:
+        """Run prompts; process the logits of what follows them.  ``recorded`` may hold ``hidden_layers``."""
+        result = self._lm.prefill(state, input_ids, lengths, **recorded)
         rows = input_ids.to(self._lm.device)
         self._texts = [row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)]
-        return self._first([Node(row, text) for row, text in enumerate(self._texts)], logits)
+        return self._first([Node(row, text) for row, text in enumerate(self._texts)], result)
 
-    def prefill_row(self, state: Any, row: int, input_ids: Tensor) -> Tensor:
+    def prefill_row(self, state: Any, row: int, input_ids: Tensor, **recorded: Any) -> Any:
         """Run another prompt into a row; likewise."""
-        logits = self._lm.prefill_row(state, row, input_ids)
+        result = self._lm.prefill_row(state, row, input_ids, **recorded)
         self._texts[row] = input_ids[0].to(self._lm.device)
-        return self._first([Node(row, self._texts[row])], logits)
+        return self._first([Node(row, self._texts[row])], result)
 
-    def _first(self, nodes: Sequence[Node], logits: Tensor) -> Tensor:
-        """Process the logits of first tokens."""
-        logits = self._process(nodes if self._processor.looks_at_text else [], logits)
+    def _first(self, nodes: Sequence[Node], result: Any) -> Any:
+        """Process the logits of first tokens; hidden states beside them are passed on."""
+        self.raw_logits, hidden = result if isinstance(result, tuple) else (result, None)
+        logits = self.raw_logits
+        logits = self._process(nodes if self._processor.looks_at_text else [], logits.clone())
         if not self._may_end:
             _refuse(_leaves_none(logits))
-        return logits
+        return logits if hidden is None else (logits, hidden)
 
-    def verify(self, state: Any, tree: TokenTree, first: int = 0) -> Tensor:
+    def verify(self, state: Any, tree: TokenTree, first: int = 0, **recorded: Any) -> Any:
         """Score a tree; process the logits of nodes first.. along their own paths."""
-        logits = self._lm.verify(state, tree, first)
+        result = self._lm.verify(state, tree, first, **recorded)
+        self.raw_logits, hidden = result if isinstance(result, tuple) else (result, None)
+        logits = self._along_paths(tree, first, self.raw_logits)
+        return logits if hidden is None else (logits, hidden)
+
+    def _along_paths(self, tree: TokenTree, first: int, logits: Tensor) -> Tensor:
+        """Process float[batch, n - first, vocab] logits of a tree's nodes, each with its own text."""
         if not self._processor.looks_at_text:
             return self._process([], logits.flatten(0, 1)).view_as(logits)
         logits = logits.clone()

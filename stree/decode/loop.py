@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from stree.budget.policy import BudgetPolicy
 from stree.decode.captured_step import CapturedStep
+from stree.decode.logits_processors import processed
+from stree.decode.logprobs import token_logprobs
 from stree.decode.request import Batch, Request
 from stree.decode.sequences import Sequence, Sequences
 from stree.decode.stats import Generation, Statistics
@@ -37,7 +39,7 @@ class DecodeLoop:
     Args:
         lm: the target.
         batch: sizes, and what the sampling parameters and stop tokens of all requests need.
-        sequences: the texts, and who listens to them.
+        sequences: the texts.
         verifier: see ``stree.accept``.
         step_cache: keeps captured steps, or None where every operation is launched.
 
@@ -51,7 +53,10 @@ class DecodeLoop:
     def __init__(
         self, lm: TreeLM, batch: Batch, sequences: Sequences, verifier: str, step_cache: StepCache | None = None
     ) -> None:
-        self.lm, self.batch, self.sequences, self.verifier = lm, batch, sequences, verifier
+        self.batch, self.sequences, self.verifier = batch, sequences, verifier
+        self.lm, processor = lm, batch.processor
+        if processor is not None:
+            self.lm = processed(lm, processor, is_target=True, is_greedy=batch.is_greedy)
         self.step_cache = step_cache
         self.stats = Statistics()
         self.settings: dict[str, Any] = {}
@@ -66,14 +71,23 @@ class DecodeLoop:
         """Why decoding went on without the drafter, or None."""
         return self._step.problem
 
-    def run(self, drafter: Drafter, policy: BudgetPolicy) -> None:
-        """Decode all requests of the batch, each in a row as one becomes free."""
+    def steps(self, drafter: Drafter, policy: BudgetPolicy) -> Iterator[None]:
+        """Decode all requests of the batch, each in a row as one becomes free; yield after prefill and every step.
+
+        Where the iterator is closed before its end, the sequences that have not ended are cancelled.
+        """
         self.start(drafter, policy, self._next_sequences(self.batch.max_batch))
         try:
             self._refill()
+            yield
             while self.sequences.is_running:
                 self.advance()
                 self._refill()
+                yield
+        except GeneratorExit:
+            self.sequences.cancel_all()
+            for row in range(len(self.sequences.rows)):
+                self._step.set_finished(row)
         finally:  # also read what was launched before something failed
             while self._launched and self.sequences.is_running:
                 self._read()
@@ -85,6 +99,12 @@ class DecodeLoop:
     ) -> None:
         """Prefill the first sequences together and draw their first tokens; rows beyond them are free."""
         self._began, self._policy = time.perf_counter(), policy
+        processor = self.batch.processor
+        if processor is not None:
+            # A draft head, which runs no prompts, drafts without the processor: as lossless, accepted less often.
+            drafter = drafter.with_model(
+                lambda lm: processed(lm, processor, is_target=False) if hasattr(lm, "prefill") else lm
+            )
         if not sequences:
             refused = [sequence.reason for sequence in self.sequences.all]
             raise ValueError(f"no prompt can be run: {refused[0] if refused else 'there is none'}")
@@ -117,12 +137,14 @@ class DecodeLoop:
 
     def advance(self) -> None:
         """Launch a step, and read the oldest one that the host does not run ahead of."""
-        result = self._step(self._policy.growth, self._policy.next())
+        result = self._step(
+            self._policy.growth, self._policy.next(),
+            needs_logits=self.sequences.needs_logits, top_logprobs=self.sequences.top_logprobs,
+        )  # fmt: skip
         self._launched.append((result, self._num_replays()))
-        is_pipelined = self._is_pipelined()
-        if len(self._launched) > is_pipelined:
+        if len(self._launched) > self._is_pipelined():
             self._read()
-            for row in self.sequences.cancel(is_pipelined=is_pipelined):
+            for row in self.sequences.cancel(is_late=bool(self._launched)):
                 self._step.set_finished(row)
 
     def key(self, drafter: Drafter, policy: BudgetPolicy, batch: int) -> Hashable:
@@ -146,7 +168,9 @@ class DecodeLoop:
         }
         if self.is_started and self._step.graphs is not None:
             report["graphs"] = {**self._step.graphs.report(), "replays": self._replays - self._replays_before}
-        return Generation([sequence.tokens for sequence in sequences], report)
+        has_logprobs = any(sequence.request.logprobs is not None for sequence in sequences)
+        logprobs = [sequence.logprobs for sequence in sequences] if has_logprobs else None
+        return Generation([sequence.tokens for sequence in sequences], report, logprobs)
 
     def _next_sequences(self, count: int) -> list[Sequence]:
         """Take the sequences of the next requests that can be run; the others have ended already."""
@@ -169,11 +193,11 @@ class DecodeLoop:
         """Read a step's report: tokens are appended to the texts, times and lengths to the statistics."""
         result, self._replays = self._launched.popleft()
         rows, committed = result.emitted()
-        logits = result.logits
-        if self.sequences.observer is not None:
-            logits = logits.take_along_dim(result.acceptance.path.clamp(min=0).long()[..., None], 1)
+        logprobs = None if result.logprobs is None else result.logprobs.tolist()
         for row, tokens in enumerate(rows):
-            if self.sequences.append(row, tokens, logits[row]):
+            own = None if logprobs is None else logprobs[row]
+            logits = None if result.logits is None else result.logits[row]
+            if self.sequences.append(row, tokens, logits, own, is_late=bool(self._launched)):
                 self._step.set_finished(row)
         seconds = result.timer.seconds()
         self.stats.record(result.draft, committed, seconds)
@@ -185,12 +209,15 @@ class DecodeLoop:
 
     def _begin(self, sequences: list[Sequence], rows: list[int], logits: Tensor) -> None:
         """Place sequences in rows, and draw and emit their first tokens from float[len(rows), vocab] logits."""
+        raw = self._step.raw_logits(logits)[: len(logits), None]
         tokens = self._step.first_tokens(torch.tensor(rows, device=self._device), logits)
         for sequence, row in zip(sequences, rows, strict=True):
             self.sequences.begin(sequence, row)
-        self.is_started = True
+        self.is_started, top = True, self.sequences.top_logprobs
+        logprobs = None if top is None else token_logprobs(raw, torch.tensor(tokens, device=raw.device)[:, None], top)
         for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
-            self.sequences.append(row, [token], logits[place][None])
+            own = None if logprobs is None else logprobs[place].tolist()
+            self.sequences.append(row, [token], logits[place][None], own, is_late=False)
             self._step.set_finished(row, is_finished=sequences[place].reason is not None)
 
     def _new_step(self, batch: int, policy: BudgetPolicy) -> DecodeStep:
@@ -199,7 +226,7 @@ class DecodeLoop:
         state.fixed_shapes = not host_can_read(state.lengths)  # captured steps must not grow
         options: dict[str, Any] = {
             "sampling": BatchSampling(self.batch.kinds, batch, self._device), "verifier": self.verifier,
-            "most_stops": self.batch.most_stops,
+            "most_stops": self.batch.most_stops, "processor": self.batch.processor,
         }  # fmt: skip
         if self.step_cache is None:
             return DecodeStep(self.lm, state, **options)
@@ -211,8 +238,8 @@ class DecodeLoop:
         return length if self.step_cache is None else rounded(length)
 
     def _is_pipelined(self) -> bool:
-        """Whether a step is read while the next one runs: on a device, unless its outcome decides on the next one."""
-        return self._device.type == "cuda" and self.sequences.observer is None
+        """Whether a step is read while the next one runs: on a device."""
+        return self._device.type == "cuda"
 
     def _num_replays(self) -> int:
         return 0 if self._step.graphs is None else self._step.graphs.num_replays

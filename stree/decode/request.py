@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from stree.budget.policy import BudgetPolicy
-from stree.decode.logits_processors import NodeProcessor
+from stree.decode.logits_processors import LogitsProcessor, NodeProcessor
+from stree.decode.stop_strings import StopStrings
 from stree.growth import Growth
 from stree.sampling import Sampling
 
@@ -29,10 +30,12 @@ class Streamer(Protocol):
 
 
 class Observer(Protocol):
-    """Observes every token with the logits it was drawn from."""
+    """Observes every token of one sequence, and may end it."""
 
-    def observe(self, row: int, tokens: Sequence[int], logits: Tensor) -> int | None:
-        """Observe a sequence's next tokens, at least one, and float[len(tokens), vocab] logits.
+    needs_logits: bool  # False: ``logits`` is None
+
+    def observe(self, tokens: Sequence[int], logits: Tensor | None) -> int | None:
+        """Observe the next tokens, at least one, and float[len(tokens), vocab], the logits they were drawn from.
 
         Returns:
             How many of the tokens end the sequence, at least 1, or None to go on.
@@ -45,26 +48,33 @@ class GenerateArguments:
     """Arguments of ``generate`` beside models, drafter and prompts, and what only callers within the library pass.
 
     Attributes:
-        processor: processes the logits of many nodes, or None.
-        observer: observes every token, or None.
+        observer: observes every token of a sequence, or None; or a list of one for each prompt.
+        processor: processes the logits of many nodes in place of processors of each sequence, or None.
         policy: makes what chooses the budget of every step, from growth and sizes; None for the budget's own.
     """
 
     growth: Growth | None = None
     budget: int | str | None = None
     verifier: str = "auto"
-    sampling: Sampling | Sequence[Sampling] = Sampling()
+    sampling: Sampling | Sequence[Sampling] | None = None
+    repetition_penalty: float | Sequence[float] = 1.0
+    logits_processor: LogitsProcessor | Sequence[LogitsProcessor | None] | None = None
+    seed: int | Sequence[int] = 0
+    num_samples: int = 1
     max_new_tokens: int | Sequence[int] = 128
     stop_token_ids: Iterable[int] | Sequence[Iterable[int]] | None = None
+    stop_strings: Any = None
+    tokenizer: Any = None
     ignore_eos: bool = False
-    seed: int | Sequence[int] = 0
+    logprobs: bool | int | None = None
+    attention_mask: Any = None
     streamer: Streamer | None = None
+    cancelled: Callable[[int], bool] | None = None
     max_batch: int | None = None
     max_length: int | None = None
     allow_lossy: bool = False
-    cancelled: Callable[[int], bool] | None = None
+    observer: Observer | Sequence[Observer] | None = None
     processor: NodeProcessor | None = None
-    observer: Observer | None = None
     policy: Callable[[Growth | None, Sequence[int]], BudgetPolicy] | None = None
 
 
@@ -78,8 +88,13 @@ class Request:
         max_new_tokens: most new tokens.
         stop_token_ids: tokens that end it.
         seed: of its random numbers.
-        sequence: the second word of its random numbers, beside the seed; the place of a prompt in ``generate``.
+        sequence: the second word of its random numbers, beside the seed; the place of its text in ``generate``.
         problem: why it cannot be run, or None.
+        stop_strings: strings that end it, or None.
+        logprobs: alternatives whose log probabilities are kept beside each token's own, or None for none at all.
+        processors: of its logits, one after the other; the batch must have a ``RowProcessors`` for them.
+        streamer: receives its tokens, or None.
+        observer: observes every token, or None.
     """
 
     prompt: list[int]
@@ -89,6 +104,11 @@ class Request:
     seed: int = 0
     sequence: int = 0
     problem: str | None = None
+    stop_strings: StopStrings | None = None
+    logprobs: int | None = None
+    processors: tuple[LogitsProcessor, ...] = ()
+    streamer: Streamer | None = None
+    observer: Observer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +122,7 @@ class Batch:
         max_batch: most sequences at once.
         max_length: most tokens of a prompt and its new ones.
         refills: whether a request takes the row of a sequence that has ended.
+        processor: of all their logits, or None; its steps are not captured.
     """
 
     requests: Iterator[Request]
@@ -110,6 +131,7 @@ class Batch:
     max_batch: int
     max_length: int
     refills: bool = False
+    processor: NodeProcessor | None = None
 
     @property
     def is_greedy(self) -> bool:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from stree.decode.request import Observer, Request, Streamer
+from stree.decode.logprobs import TokenLogprob, read_logprobs
+from stree.decode.request import Observer, Request
 
 __all__ = ["Sequence", "Sequences"]
 
@@ -20,14 +21,24 @@ class Sequence:
     Attributes:
         request: what was asked for.
         new: its new tokens.
+        logprobs: their log probabilities, where the request wants them.
         reason: why it has ended, or None: "stop", "length", "cancelled", or why it was refused.
-        is_ending: whether it was cancelled while a step was running that was not read yet.
+        ending: why the host ends it once the step that was running by then has been read, or None.
+        observers: observe every token, and may end it.
     """
 
     request: Request
     new: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     reason: str | None = None
-    is_ending: bool = False
+    ending: str | None = None
+    observers: list[Observer] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.request.stop_strings is not None:
+            self.observers.append(self.request.stop_strings.match(self.request.prompt))
+        if self.request.observer is not None:
+            self.observers.append(self.request.observer)
 
     @property
     def tokens(self) -> list[int]:
@@ -39,25 +50,17 @@ class Sequences:
     """The sequences of a batch, in the order of their requests; every row of the batch holds one of them at a time.
 
     Args:
-        streamer: receives the tokens, or None.
-        observer: observes every token, and may end a sequence, or None.
         cancelled: asked by a request's ``sequence`` whether that one shall end, or None.
 
     Attributes:
         all: the sequences, refused ones included.
-        observer: observes every token, or None.
         rows: the sequence that each row of the batch holds; one that has ended where the row is free.
     """
 
-    def __init__(
-        self,
-        streamer: Streamer | None = None,
-        observer: Observer | None = None,
-        cancelled: Callable[[int], bool] | None = None,
-    ) -> None:
+    def __init__(self, cancelled: Callable[[int], bool] | None = None) -> None:
         self.all: list[Sequence] = []
         self.rows: list[Sequence] = []
-        self.observer, self._streamer, self._cancelled = observer, streamer, cancelled
+        self._cancelled = cancelled
 
     @property
     def num_new_tokens(self) -> int:
@@ -69,6 +72,17 @@ class Sequences:
         """Whether a sequence has not ended."""
         return any(sequence.reason is None for sequence in self.rows)
 
+    @property
+    def needs_logits(self) -> bool:
+        """Whether an observer of a sequence that has not ended reads logits."""
+        return any(one.needs_logits for sequence in self.rows if sequence.reason is None for one in sequence.observers)
+
+    @property
+    def top_logprobs(self) -> int | None:
+        """Most alternatives that a sequence that has not ended wants, or None where none wants log probabilities."""
+        wanted = (sequence.request.logprobs for sequence in self.rows if sequence.reason is None)
+        return max((count for count in wanted if count is not None), default=None)
+
     def add(self, request: Request) -> Sequence:
         """Append the sequence of a request; one that cannot be run has ended already."""
         self.all.append(Sequence(request, reason=request.problem))
@@ -77,56 +91,75 @@ class Sequences:
     def begin(self, sequence: Sequence, row: int) -> None:
         """Place a sequence in a row of the batch."""
         self.rows[row] = sequence
-        if self._streamer is not None:
-            self._streamer.put(torch.tensor(sequence.request.prompt))
+        if sequence.request.streamer is not None:
+            sequence.request.streamer.put(torch.tensor(sequence.request.prompt))
 
     def free_row(self) -> int | None:
         """Return a row whose sequence has ended, or None."""
         return next((row for row, sequence in enumerate(self.rows) if sequence.reason is not None), None)
 
-    def append(self, row: int, tokens: list[int], logits: Tensor) -> bool:
-        """Append tokens of a row, cut at its end, to its text; token i was drawn from logits[i].
+    def append(
+        self, row: int, tokens: list[int], logits: Tensor | None, logprobs: list[list[float]] | None, *, is_late: bool
+    ) -> bool:
+        """Append tokens of a row, cut at its end, to its text.
+
+        Args:
+            row: of the batch.
+            tokens: that the device has emitted.
+            logits: float[m, vocab], of which row i gave token i; or None, see ``needs_logits``.
+            logprobs: what ``token_logprobs`` has packed; or None, see ``top_logprobs``.
+            is_late: whether the next step is running already; a sequence that the host ends then ends after it.
 
         Returns:
             Whether the sequence was ended by the host, which the device does not know yet.
         """
-        sequence, is_ended = self.rows[row], False
-        if sequence.is_ending:  # the step was launched before the sequence was cancelled
-            self._end(sequence, "cancelled")
+        sequence = self.rows[row]
+        if sequence.ending is not None and sequence.reason is None:  # this step was launched before that was known
+            self._end(sequence, sequence.ending)
         if sequence.reason is not None or not tokens:
             return False
-        request = sequence.request
-        if self.observer is not None:
-            end = self.observer.observe(request.sequence, tokens, logits[: len(tokens)])
-            is_ended = end is not None
+        request, is_ended = sequence.request, False
+        for observer in sequence.observers:
+            end = observer.observe(
+                tokens, logits[: len(tokens)] if observer.needs_logits and logits is not None else None
+            )
+            is_ended |= end is not None
             tokens = tokens[:end]
         sequence.new += tokens
-        if self._streamer is not None:
-            self._streamer.put(torch.tensor(tokens))
-        if is_ended or tokens[-1] in request.stop_token_ids:
+        if request.logprobs is not None and logprobs is not None:
+            sequence.logprobs += read_logprobs(logprobs[: len(tokens)], request.logprobs)
+        if request.streamer is not None:
+            request.streamer.put(torch.tensor(tokens))
+        if is_ended and is_late:
+            sequence.ending = "stop"
+        elif is_ended or tokens[-1] in request.stop_token_ids:
             self._end(sequence, "stop")
         elif len(sequence.new) >= request.max_new_tokens:
             self._end(sequence, "length")
         return is_ended
 
-    def cancel(self, *, is_pipelined: bool) -> list[int]:
-        """Ask which sequences are cancelled; return their rows.
-
-        Where steps are pipelined, a sequence ends only when the step that is running has been read.
-        """
+    def cancel(self, *, is_late: bool) -> list[int]:
+        """Ask which sequences are cancelled; return their rows.  ``is_late`` is as for ``append``."""
         if self._cancelled is None:
             return []
         rows = []
         for row, sequence in enumerate(self.rows):
-            is_active = sequence.reason is None and not sequence.is_ending
+            is_active = sequence.reason is None and sequence.ending is None
             if is_active and self._cancelled(sequence.request.sequence):
                 rows.append(row)
-                sequence.is_ending = is_pipelined
-                if not is_pipelined:
+                if is_late:
+                    sequence.ending = "cancelled"
+                else:
                     self._end(sequence, "cancelled")
         return rows
 
+    def cancel_all(self) -> None:
+        """End every sequence that has not ended."""
+        for sequence in self.rows:
+            if sequence.reason is None:
+                self._end(sequence, "cancelled")
+
     def _end(self, sequence: Sequence, reason: str) -> None:
         sequence.reason = reason
-        if self._streamer is not None:
-            self._streamer.end()
+        if sequence.request.streamer is not None:
+            sequence.request.streamer.end()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from stree.decode.logprobs import TokenLogprob
 from stree.drafters import Draft
 
 __all__ = ["PARTS", "Generation", "Statistics"]
@@ -21,10 +22,12 @@ class Generation:
     Attributes:
         sequences: prompt and new tokens of each input, in input order; a stop token is kept.
         stats: JSON-able; seconds by part, steps, tau, draft calls, acceptance by depth, finish reasons.
+        logprobs: for each sequence the log probabilities of its new tokens; None where none asked for them.
     """
 
     sequences: list[list[int]]
     stats: dict[str, Any]
+    logprobs: list[list[TokenLogprob]] | None = None
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stree.decode.cuda_graphs import Graphs
+from stree.decode.logits_processors import NodeProcessor
 from stree.decode.request import Request
 from stree.decode.step_result import StepResult
 from stree.decode.timing import StepTimer
@@ -44,6 +45,7 @@ class DecodeStep:
         sampling: how the tokens of each row are drawn; written when a sequence begins.
         verifier: see ``stree.accept``.
         most_stops: most stop tokens of a sequence.
+        processor: of the logits that ``lm`` gives, or None; it learns which request each row holds.
 
     Attributes:
         rng: random numbers, keyed by the seed of each row.
@@ -58,9 +60,11 @@ class DecodeStep:
     graphs: Graphs | None = None
 
     def __init__(
-        self, lm: TreeLM, state: DecodeState, *, sampling: BatchSampling, verifier: str, most_stops: int = 0
-    ) -> None:
+        self, lm: TreeLM, state: DecodeState, *, sampling: BatchSampling, verifier: str, most_stops: int = 0,
+        processor: NodeProcessor | None = None,
+    ) -> None:  # fmt: skip
         self.lm, self.state, self.sampling, self.verifier = lm, state, sampling, verifier
+        self._processor = processor
         zeros = torch.zeros(len(state.lengths), dtype=torch.long, device=state.lengths.device)
         self._seeds = zeros.clone()
         self.rng = Random(self._seeds, zeros.clone(), zeros.clone())
@@ -70,9 +74,12 @@ class DecodeStep:
         self._hidden_layers: Sequence[int] | None = None  # that the drafter reads
         self._growth: tuple[Growth | None, Growth | None] = None, None  # the last one, and bound to the sampling
 
-    def __call__(self, growth: Growth | None, budget: int) -> StepResult:
-        """Launch a step of at most ``budget`` nodes a sequence."""
-        return self._launch(self._bound(growth), budget).to_host()
+    def __call__(
+        self, growth: Growth | None, budget: int, *, needs_logits: bool = False, top_logprobs: int | None = None
+    ) -> StepResult:
+        """Launch a step of at most ``budget`` nodes a sequence; the rest is as for ``StepResult.to_host``."""
+        result = self._launch(self._bound(growth), budget)
+        return result.to_host(needs_logits=needs_logits, top_logprobs=top_logprobs)
 
     def _bound(self, growth: Growth | None) -> Growth | None:
         """Bind a growth to the batch's sampling parameters; the same object for the same growth."""
@@ -104,7 +111,12 @@ class DecodeStep:
         timer.lap("commit_s")
         report = self._emit(draft.tree, acceptance)
         timer.lap("accept_s")
-        return StepResult(draft, acceptance, logits, report, timer)
+        return StepResult(draft, acceptance, logits, self.raw_logits(logits), report, timer)
+
+    def raw_logits(self, logits: Tensor) -> Tensor:
+        """Return the target's last logits before logits processors, where there are any."""
+        raw: Tensor = getattr(self.lm, "raw_logits", logits)
+        return raw
 
     def _recorded(self, run: Callable[..., Any], *inputs: Any) -> tuple[Tensor, Tensor | None]:
         """Run the target; return logits, and the hidden states that the drafter reads, or None where it reads none."""
@@ -151,14 +163,14 @@ class DecodeStep:
         prompts = [request.prompt for request in requests]
         input_ids, lengths = padded_prompts(prompts)
         self._hidden_layers = drafter.hidden_layers
+        for row, request in enumerate(requests):
+            self._write(row, request)
         if not self._is_filled:
             logits, hidden = self._recorded(self.lm.prefill, self.state, input_ids, lengths)
         else:
             filled = self.lm.new_state(len(prompts), input_ids.shape[1], self.state.max_nodes)
             logits, hidden = self._recorded(self.lm.prefill, filled, input_ids, lengths)
             self.state.overwrite(filled)
-        for row, request in enumerate(requests):
-            self._write(row, request)
         if self._is_filled and self.run.can_restart:
             self.run.restart(prompts)
         else:
@@ -173,6 +185,7 @@ class DecodeStep:
 
     def admit(self, row: int, request: Request) -> Tensor:
         """Prefill another text in a row whose own has ended; return float[1, vocab] logits of its first token."""
+        self._write(row, request)
         try:
             self.run.admit(row, request.prompt)
         except Exception as problem:
@@ -180,7 +193,6 @@ class DecodeStep:
         logits, hidden = self._recorded(self.lm.prefill_row, self.state, row, torch.tensor([request.prompt]))
         if hidden is not None:
             self.run.read_prompts([row], hidden)
-        self._write(row, request)
         return logits
 
     def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
@@ -212,6 +224,8 @@ class DecodeStep:
     def _write(self, row: int, request: Request) -> None:
         """Write what a request asks for to its row; in place, as captured steps and the drafter read these tensors."""
         stops = sorted(request.stop_token_ids)
+        if self._processor is not None:
+            self._processor.begin(row, request.processors)
         self.sampling.write(row, request.sampling)
         self._seeds[row] = (request.seed + (1 << 63)) % (1 << 64) - (1 << 63)
         self.rng.sequences[row] = request.sequence

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
-from torch import Tensor
-
-from stree.checks import check_counts, check_sizes
-from stree.decode.request import Batch, GenerateArguments, Request
+from stree.checks import check_counts
+from stree.decode.logits_processors import LogitsProcessor, RepetitionPenalty
+from stree.decode.prompts import token_ids
+from stree.decode.request import GenerateArguments
+from stree.decode.stop_strings import StopStrings, TokenBytes
 from stree.drafters import Drafter, FusedDrafter, SuffixDrafter, check_vocabulary
 from stree.growth import Growth
 from stree.kernels.topology import most_nodes
@@ -19,106 +19,7 @@ from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 from stree.verify import VERIFIERS
 
-__all__ = ["batch_for", "check_block", "check_nodes", "checked", "token_ids"]
-
-OF_EACH_PROMPT = ("sampling", "max_new_tokens", "stop_token_ids", "seed")  # one for all prompts, or a list
-
-
-def batch_for(
-    lm: TreeLM, prompts: Sequence[Sequence[int]] | Iterator[Sequence[int]], arguments: GenerateArguments
-) -> Batch:
-    """Make a request of every prompt, and size the batch; the prompts of a list are all checked before anything runs.
-
-    Args:
-        lm: the target.
-        prompts: token lists.
-        arguments: checked; see ``checked``.
-
-    Raises:
-        ValueError: no prompts, more tokens than a row holds, an iterator without a bound, or a list of parameters that
-            has not one entry for each prompt.
-        TypeError: prompts that are none, or a bound that is no integer.
-    """
-    max_batch, max_length, streamer = arguments.max_batch, arguments.max_length, arguments.streamer
-    check_sizes(max_batch=max_batch, max_length=max_length)
-    max_batch, max_length = (None if size is None else operator.index(size) for size in (max_batch, max_length))
-    if isinstance(prompts, (str, Tensor)) or not hasattr(prompts, "__iter__"):
-        raise ValueError(f"generate needs at least one prompt, a list of token lists, got {type(prompts).__name__}")
-    bound = min((length for length in (max_length, lm.max_length) if length is not None), default=None)
-    count = None if isinstance(prompts, Iterator) else len(prompts)
-    each = {name: _listed(name, getattr(arguments, name), count) for name in OF_EACH_PROMPT}
-    kinds, most_stops = frozenset(each["sampling"]), max(map(len, each["stop_token_ids"]), default=0)
-    make = partial(_request, lm, arguments, bound)
-    if isinstance(prompts, Iterator):
-        if max_batch is None or max_length is None:
-            raise ValueError("an iterator of prompts needs max_batch and max_length, which bound the memory")
-        if streamer is not None:
-            raise ValueError("a streamer takes one prompt, got an iterator of them")
-        return Batch(_each(make, prompts), kinds, most_stops, max_batch, max_length, refills=True)
-    if not count:
-        raise ValueError("generate needs at least one prompt, a list of token lists, got none")
-    requests = [make(place, prompt) for place, prompt in enumerate(prompts)]
-    if streamer is not None and count > 1:
-        raise ValueError(f"a streamer takes one prompt, got {count}")
-    longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-    rows = min(max_batch or count, count)
-    return Batch(iter(requests), kinds, most_stops, rows, max_length or longest, refills=rows < count)
-
-
-def _listed(name: str, value: Any, count: int | None) -> list[Any]:
-    """List the values of a parameter: the one of all prompts, or one for each."""
-    if not isinstance(value, list):
-        return [value]
-    if count is None:
-        raise ValueError(f"{name} must be one for all prompts of an iterator, got a list of {len(value)}")
-    if len(value) != count:
-        raise ValueError(f"{name} must be one for all prompts or one for each of {count}, got a list of {len(value)}")
-    return value
-
-
-def _request(
-    lm: TreeLM, arguments: GenerateArguments, max_length: int | None, place: int, prompt: Sequence[int]
-) -> Request:
-    """Check a prompt, tokens of the vocabulary and as many as leave space for the new ones; return its request."""
-    values = {name: getattr(arguments, name) for name in OF_EACH_PROMPT}
-    own = {name: value[place] if isinstance(value, list) else value for name, value in values.items()}
-    if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
-        raise TypeError(f"prompt {place} must be a list of tokens, got {type(prompt).__name__}")
-    if not len(prompt):
-        raise ValueError(f"prompt {place} is empty; every prompt needs at least one token")
-    tokens = token_ids(f"prompt {place}", prompt)
-    bad = next((token for token in tokens if not 0 <= token < lm.vocab_size), None)
-    if bad is not None:
-        raise ValueError(f"prompt {place} has token {bad}, outside the vocabulary of {lm.vocab_size}")
-    if max_length is not None and len(prompt) + own["max_new_tokens"] > max_length:
-        new = own["max_new_tokens"]
-        raise ValueError(f"prompt {place} of {len(prompt)} tokens plus {new} new ones exceeds max_length {max_length}")
-    return Request(tokens, sequence=place, **own)
-
-
-def _each(make: Callable[[int, Sequence[int]], Request], prompts: Iterator[Sequence[int]]) -> Iterator[Request]:
-    """Make requests of prompts as they come: one that cannot be run must not end the others."""
-    for place, prompt in enumerate(prompts):
-        try:
-            yield make(place, prompt)
-        except (TypeError, ValueError) as problem:
-            try:
-                tokens = token_ids(f"prompt {place}", prompt)
-            except TypeError:
-                tokens = []
-            yield Request(tokens, sequence=place, problem=f"refused: {problem}")
-
-
-def token_ids(name: str, tokens: Iterable[int]) -> list[int]:
-    """Make a list of integers of what may be a tensor, an array or numbers of numpy.
-
-    Raises:
-        TypeError: something else; the message begins with ``name``.
-    """
-    try:
-        return list(map(operator.index, tokens))
-    except TypeError:
-        raise TypeError(f"{name} must be a list of token ids, integers, got {tokens!r:.80}") from None
+__all__ = ["check_block", "check_nodes", "checked"]
 
 
 def checked(lm: TreeLM, drafter: Drafter, arguments: GenerateArguments) -> GenerateArguments:
@@ -139,6 +40,7 @@ def checked(lm: TreeLM, drafter: Drafter, arguments: GenerateArguments) -> Gener
         raise ValueError(f"budget must be a number of nodes or 'auto', got {budget!r}")
     check_counts(budget=1 if budget is None or budget == "auto" else budget)
     max_new_tokens, seed = (_integers(name, getattr(arguments, name)) for name in ("max_new_tokens", "seed"))
+    check_counts(num_samples=arguments.num_samples)
     for count in max_new_tokens if isinstance(max_new_tokens, list) else [max_new_tokens]:
         check_counts(max_new_tokens=count)
     if verifier not in VERIFIERS:
@@ -153,18 +55,74 @@ def checked(lm: TreeLM, drafter: Drafter, arguments: GenerateArguments) -> Gener
     for model in (lm, *drafter.models):
         if isinstance(model, TreeLM):  # anything with its methods may be passed in its place
             model.check_ready()
+    sampling = Sampling() if arguments.sampling is None else arguments.sampling
     return replace(
         arguments, budget=budget, max_new_tokens=max_new_tokens, seed=seed, stop_token_ids=_stops(lm, arguments),
-        sampling=arguments.sampling if isinstance(arguments.sampling, Sampling) else list(arguments.sampling),
+        sampling=sampling if isinstance(sampling, Sampling) else list(sampling),
+        stop_strings=_stop_strings(arguments), logprobs=_top_logprobs(lm, arguments.logprobs),
+        repetition_penalty=_of_each(_penalty, arguments.repetition_penalty),
+        logits_processor=_of_each(_processor, arguments.logits_processor),
+        num_samples=operator.index(arguments.num_samples),
     )  # fmt: skip
 
 
-def _integers(name: str, value: int | Sequence[int]) -> int | list[int]:
+def _integers(name: str, value: Any) -> int | list[int]:
     """Return Python's own integers for a number or for a list with one for each prompt."""
     try:
         return operator.index(value) if hasattr(value, "__index__") else list(map(operator.index, value))
     except TypeError:
         raise TypeError(f"{name} must be an integer or a list of them, got {value!r:.80}") from None
+
+
+def _of_each(make: Callable[[Any], Any], value: Any) -> Any:
+    """Make something of a value, or of each one of a list; a list that can be called is a value."""
+    return [*map(make, value)] if isinstance(value, (list, tuple)) and not callable(value) else make(value)
+
+
+def _penalty(value: Any) -> RepetitionPenalty | None:
+    """Return the processor of a penalty, or None for 1, which changes nothing."""
+    penalty = RepetitionPenalty(value)
+    return None if penalty.penalty == 1 else penalty
+
+
+def _processor(value: Any) -> LogitsProcessor | None:
+    """Refuse what is no function."""
+    if value is not None and (isinstance(value, type) or not callable(value)):
+        raise TypeError(f"logits_processor must be a function of text and logits, got {value!r:.80}")
+    processor: LogitsProcessor | None = value
+    return processor
+
+
+def _stop_strings(arguments: GenerateArguments) -> Any:
+    """Return the stop strings of all prompts, or a list of those of each; they share what is known of the tokenizer."""
+    stops = arguments.stop_strings
+    if stops is None or isinstance(stops, StopStrings):
+        return stops
+    stops = [*stops] if _is_list(stops) else [stops]
+    is_listed = any(one is None or _is_list(one) for one in stops)
+    if not (is_listed or stops):
+        return None
+    if arguments.tokenizer is None:
+        raise ValueError("stop_strings need the model's tokenizer: tokenizer=")
+    token_bytes = TokenBytes(arguments.tokenizer)
+    if not is_listed:
+        return StopStrings(token_bytes, stops)
+    each = [one if one is None or _is_list(one) else [one] for one in stops]
+    return [StopStrings(token_bytes, one) if one else None for one in each]
+
+
+def _is_list(value: Any) -> bool:
+    """Whether a value holds others, and is no string."""
+    return hasattr(value, "__iter__") and not isinstance(value, str)
+
+
+def _top_logprobs(lm: TreeLM, logprobs: Any) -> int | None:
+    """Return how many alternatives are kept beside each token's own log probability, or None for no probabilities."""
+    if logprobs is None or isinstance(logprobs, bool):
+        return 0 if logprobs else None
+    if not hasattr(logprobs, "__index__") or not 0 <= logprobs <= lm.vocab_size:
+        raise ValueError(f"logprobs must be True or a number of alternatives up to {lm.vocab_size}, got {logprobs!r}")
+    return operator.index(logprobs)
 
 
 def _stops(lm: TreeLM, arguments: GenerateArguments) -> Any:
@@ -187,13 +145,18 @@ def _check_kinds(lm: TreeLM, drafter: Drafter, arguments: GenerateArguments) -> 
         example = "an object such as stree.drafters.SuffixDrafter(), derived from stree.drafters.Drafter"
         raise TypeError(f"drafter must be {example}, got {drafter!r:.80}")
     samplings = arguments.sampling if isinstance(arguments.sampling, (list, tuple)) else [arguments.sampling]
+    streamers = arguments.streamer if isinstance(arguments.streamer, list) else [arguments.streamer]
     needed = [
         ("lm", lm, "new_state", "stree.TreeLM(model)"),
-        *(("sampling", sampling, "probs", "stree.Sampling(temperature=0.8)") for sampling in samplings),
+        *(
+            ("sampling", sampling, "probs", "stree.Sampling(temperature=0.8)")
+            for sampling in samplings
+            if sampling is not None
+        ),
     ]
     optional = [
         ("growth", arguments.growth, "bind", "stree.growth.Chain(4)"),
-        ("streamer", arguments.streamer, "put", "transformers.TextStreamer(tokenizer)"),
+        *(("streamer", streamer, "put", "transformers.TextStreamer(tokenizer)") for streamer in streamers),
         ("cancelled", arguments.cancelled, "__call__", "a function of a prompt's place"),
     ]
     for name, value, method, example in (*needed, *(row for row in optional if row[1] is not None)):

@@ -6,19 +6,30 @@ before the model runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from stree.decode.request import GenerateArguments, Streamer
 from stree.drafters import Drafter, load
 from stree.generation import run
 from stree.growth import Growth
-from stree.integrations.transformers_processors import BatchProcessor, StepObserver, Stops
+from stree.integrations.transformers_processors import BatchProcessor, Stops, TextObserver, scores_of
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
@@ -31,6 +42,13 @@ REFUSED_OPTIONS = {
     "output_logits": "raw logits", "output_attentions": "attentions", "output_hidden_states": "hidden states",
     "cache_implementation": "a cache of another kind", "prefill_chunk_size": "prefill in transformers' own chunks",
 }  # fmt: skip
+
+
+@dataclass
+class TreeDecoderOnlyOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
+    """What ``generate`` returns with ``return_dict_in_generate``, and the statistics of ``stree.generate``."""
+
+    stats: dict[str, Any] | None = None
 
 
 @torch.no_grad()
@@ -46,6 +64,8 @@ def custom_generate(
     verifier: str = "auto",
     seed: int | None = None,
     streamer: Streamer | None = None,
+    stop_strings: str | Sequence[str] | None = None,
+    tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | Tensor:
     """Decode with token trees: ``model.generate(**inputs, custom_generate=stree.custom_generate, drafter=...)``.
@@ -57,11 +77,11 @@ def custom_generate(
     that they would see in ``generate``, left padding included.  Stopping criteria are called with one sequence at a
     time, after each of its tokens.
 
-    transformers passes a callable none of ``streamer``, ``tokenizer`` and ``assistant_model`` and drops them, so bind a
-    streamer beforehand, give stop strings as a criterion, and a draft model as ``drafter``:
+    transformers passes neither ``tokenizer`` nor ``assistant_model`` on to a callable.  So stop strings are looked for
+    with the tokenizer of the model's own checkpoint, unless another one is bound beforehand, and a draft model is given
+    as ``drafter``:
 
-        custom_generate=functools.partial(stree.custom_generate, streamer=TextStreamer(tokenizer))
-        stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)]
+        custom_generate=functools.partial(stree.custom_generate, tokenizer=tokenizer)
 
     Args:
         model: a model of a supported family; patched at the first call, its plain ``generate`` stays as it was.
@@ -76,16 +96,19 @@ def custom_generate(
         verifier: as for ``stree.accept``.
         seed: of the random numbers; None draws one from torch's, so that ``torch.manual_seed`` decides.
         streamer: receives tokens as they are emitted; one prompt only.
+        stop_strings: strings that end a text, as in ``generate``.
+        tokenizer: that stop strings need; None for that of the model's checkpoint.
         **model_kwargs: what transformers prepared for the model's forward; only what token ids imply is accepted.
 
     Returns:
         What ``generate`` returns: int64[batch, length + new] with finished sequences padded, or with
-        ``return_dict_in_generate`` a ``GenerateDecoderOnlyOutput``, whose scores are zero after a sequence's end and
-        whose cache is None.
+        ``return_dict_in_generate`` a ``GenerateDecoderOnlyOutput``, whose scores are zero after a sequence's end,
+        whose cache is None, and which has the statistics of ``stree.generate`` as ``stats``.
 
     Raises:
         NotImplementedError: a family, generation mode, input or option that is not supported.
-        ValueError: right-padded prompts, a draft model of another vocabulary or on another device.
+        ValueError: right-padded prompts, a draft model of another vocabulary or on another device, stop strings without
+            a tokenizer.
     """
     _check_config(model, generation_config)
     mask = _check_inputs(input_ids, model_kwargs)
@@ -96,10 +119,12 @@ def custom_generate(
     prompts = [row[width - length :] for row, length in zip(input_ids.tolist(), lengths, strict=True)]
     stops = Stops.of(stopping_criteria)
     padding = getattr(generation_config, "_pad_token_tensor", None)
-    if padding is None and len(prompts) > 1 and stops.criteria:
+    if padding is None and len(prompts) > 1 and (stops.criteria or stop_strings):
         raise ValueError("sequences of a batch may end at different lengths under these criteria; set pad_token_id")
     keeps_scores = bool(generation_config.return_dict_in_generate and generation_config.output_scores)
-    observer = StepObserver(stops.criteria, input_ids, keeps_scores) if stops.criteria or keeps_scores else None
+    observers = None
+    if stops.criteria or keeps_scores:
+        observers = [TextObserver(stops.criteria, row, keeps_scores) for row in input_ids]
     is_sampled = bool(generation_config.do_sample)
     if seed is None:
         seed = int(torch.randint(1 << 62, ())) if is_sampled else 0
@@ -108,15 +133,50 @@ def custom_generate(
         sampling=Sampling(1.0 if is_sampled else 0.0),  # the temperature is one of the processors
         max_new_tokens=stops.max_length - width, stop_token_ids=stops.token_ids,
         processor=BatchProcessor(logits_processor, input_ids, lengths) if len(logits_processor) else None,
-        seed=seed, streamer=streamer, observer=observer,
+        seed=seed, streamer=_callers_streamer() if streamer is None else streamer, observer=observers,
+        stop_strings=stop_strings or None, tokenizer=_tokenizer(model) if stop_strings and not tokenizer else tokenizer,
     )  # fmt: skip
     output = run(lm, prompts, chosen, arguments)
     new = [text[length:] for text, length in zip(output.sequences, lengths, strict=True)]
     sequences = torch.cat([input_ids, _padded(new, 0 if padding is None else int(padding)).to(input_ids.device)], 1)
     if not generation_config.return_dict_in_generate:
         return sequences
-    scores = observer.scores(max(map(len, new))) if observer is not None and keeps_scores else None
-    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores)
+    scores = scores_of(observers, max(map(len, new))) if observers is not None and keeps_scores else None
+    return TreeDecoderOnlyOutput(sequences=sequences, scores=scores, stats=output.stats)
+
+
+class _AfterPrompt:
+    """A streamer that has received the prompt already."""
+
+    def __init__(self, streamer: Streamer) -> None:
+        self._streamer, self._has_prompt, self.end = streamer, False, streamer.end
+
+    def put(self, value: Tensor) -> None:
+        if self._has_prompt:
+            self._streamer.put(value)
+        self._has_prompt = True
+
+
+def _callers_streamer() -> Streamer | None:
+    """Return the streamer of the call of ``generate`` that runs the hook.
+
+    transformers puts the prompt, but passes the streamer to no callable; who reads one would then wait forever.
+    """
+    generate = inspect.unwrap(GenerationMixin.generate).__code__
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and caller.f_code is not generate:
+        caller = caller.f_back
+    streamer = None if caller is None else caller.f_locals.get("streamer")
+    return None if streamer is None else _AfterPrompt(streamer)
+
+
+def _tokenizer(model: PreTrainedModel) -> Any:
+    """Load the tokenizer of a model's checkpoint."""
+    try:
+        return AutoTokenizer.from_pretrained(model.config._name_or_path)
+    except Exception as error:
+        how = "custom_generate=functools.partial(stree.custom_generate, tokenizer=tokenizer)"
+        raise ValueError(f"stop_strings need a tokenizer, which transformers passes to no callable: {how}") from error
 
 
 def _padded(texts: list[list[int]], filler: int) -> Tensor:

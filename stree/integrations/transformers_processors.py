@@ -12,9 +12,9 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation import logits_process as processors
 
-from stree.decode.logits_processors import Node
+from stree.decode.logits_processors import LogitsProcessor, Node
 
-__all__ = ["BatchProcessor", "StepObserver", "Stops"]
+__all__ = ["BatchProcessor", "Stops", "TextObserver", "scores_of"]
 
 TEXT_FREE = (
     processors.TemperatureLogitsWarper, processors.TopKLogitsWarper, processors.TopPLogitsWarper,
@@ -53,6 +53,9 @@ class BatchProcessor:
         self.looks_at_text = any(not is_free for is_free, _ in self._groups)
         self._device = input_ids.device  # of the processors' own tensors
         self._padding = [row[: len(row) - length] for row, length in zip(input_ids, lengths, strict=True)]
+
+    def begin(self, row: int, processors: Sequence[LogitsProcessor]) -> None:
+        """Every row keeps its sequence."""
 
     def __call__(self, nodes: Sequence[Node], logits: Tensor) -> Tensor:
         """Process nodes of one depth: float[nodes, vocab]."""
@@ -124,35 +127,37 @@ class Stops:
         return cls(sorted(tokens), longest, StoppingCriteriaList(left))
 
 
-class StepObserver:
-    """Calls stopping criteria after every token and keeps scores.
+class TextObserver:
+    """Calls stopping criteria after every token of a text and keeps its scores.
 
     Args:
         criteria: those that the decode loop does not check.
-        input_ids: int64[batch, length], the padded prompts.
-        keeps_scores: whether ``scores`` will be called; criteria see them then, as under transformers.
+        input_ids: int64[length], the padded prompt.
+        keeps_scores: whether ``scores`` are kept; criteria see them then, as under transformers.
+
+    Attributes:
+        scores: float32[1, vocab] of each new token.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, input_ids: Tensor, keeps_scores: bool) -> None:
-        self._criteria, self._keeps_scores = criteria, keeps_scores
-        self._texts = [row[None] for row in input_ids]
-        self._scores: list[list[Tensor]] = [[] for _ in input_ids]
+        self._criteria, self.needs_logits = criteria, keeps_scores
+        self._text = input_ids[None]
+        self.scores: list[Tensor] = []
 
-    def observe(self, row: int, tokens: Sequence[int], logits: Tensor) -> int | None:
-        """Observe a sequence's next tokens; return how many end it, or None."""
-        for count, (token, score) in enumerate(zip(tokens, logits, strict=True), 1):
-            scores = None
-            if self._keeps_scores:
-                self._scores[row].append(score[None].float())
-                scores = tuple(self._scores[row])
+    def observe(self, tokens: Sequence[int], logits: Tensor | None) -> int | None:
+        """Observe the next tokens; return how many end the text, or None."""
+        for count, token in enumerate(tokens, 1):
+            if logits is not None:
+                self.scores.append(logits[count - 1][None].float())
             if self._criteria:
-                self._texts[row] = torch.cat([self._texts[row], self._texts[row].new_tensor([[token]])], 1)
-                if bool(self._criteria(self._texts[row], scores).all()):
+                self._text = torch.cat([self._text, self._text.new_tensor([[token]])], 1)
+                if bool(self._criteria(self._text, tuple(self.scores) if self.needs_logits else None).all()):
                     return count
         return None
 
-    def scores(self, columns: int) -> tuple[Tensor, ...]:
-        """float32[batch, vocab] for each new column; zero where a sequence had ended."""
-        empty = torch.zeros_like(self._scores[0][0])
-        filled = [[*row, *[empty] * (columns - len(row))] for row in self._scores]
-        return tuple(torch.cat(column) for column in zip(*filled, strict=True))
+
+def scores_of(observers: Sequence[TextObserver], columns: int) -> tuple[Tensor, ...]:
+    """float32[batch, vocab] for each new column; zero where a sequence had ended."""
+    empty = torch.zeros_like(observers[0].scores[0])
+    filled = [[*one.scores, *[empty] * (columns - len(one.scores))] for one in observers]
+    return tuple(torch.cat(column) for column in zip(*filled, strict=True))

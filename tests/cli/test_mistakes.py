@@ -155,7 +155,7 @@ MISTAKES: dict[str, dict[str, str]] = {
 COMMANDS = {f"{command} {rest}": error for command, rows in MISTAKES.items() for rest, error in rows.items()}
 FILES: dict[str, Any] = {
     "blank.txt": b" \n", "code.py": b"def f(x):\n    return x + 1 + 2 + 3 + 4 + 5 + 6 + 7\n",
-    "p.jsonl": b'{"prompt": "w1 w2"}\n', "bad.jsonl": b'{"prompt": "a"}\n{"nothing": 1}\n', 
+    "p.jsonl": b'{"prompt": "w1 w2"}\n', "bad.jsonl": b'{"prompt": "a"}\n{"nothing": 1}\n',
     "bytes.txt": b"\xff\xfe\x00", "bert/config.json": b'{"model_type": "bert"}',
     "broken/config.json": b'{"model_type": ', "list/config.json": b"[1]",
     "code/config.json": b'{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}',

@@ -69,7 +69,7 @@ def moved_lm() -> TreeLM:
     [
         ({"prompts": "text"}, ValueError, "generate needs at least one prompt, a list of token lists, got str"),
         ({"prompts": None}, ValueError, "needs at least one prompt, a list of token lists, got NoneType"),
-        ({"prompts": [3, 4]}, TypeError, "prompt 0 must be a list of tokens, got int"),
+        ({"prompts": [[4], 3]}, TypeError, "prompt 1 must be a list of tokens, got int"),
         ({"budget": 8.5}, TypeError, "budget must be an integer, got float"),
         ({"max_new_tokens": None}, TypeError, "max_new_tokens must be an integer or a list of them, got None"),
         ({"prompts": []}, ValueError, "generate needs at least one prompt, a list of token lists, got none"),

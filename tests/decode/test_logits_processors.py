@@ -26,9 +26,17 @@ from transformers import LogitsProcessorList
 
 import stree
 from stree import Sampling, TokenTree
-from stree.decode.logits_processors import EachNode, Node, processed
+from stree.decode.logits_processors import LogitsProcessor, Node, RowProcessors, processed
 from stree.drafters import Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Chain, Static
+
+
+def each_node(processor: LogitsProcessor) -> RowProcessors:
+    """One processor for both rows."""
+    rows = RowProcessors()
+    for row in range(2):
+        rows.begin(row, [processor])
+    return rows
 
 
 def add_text(input_ids: Tensor, logits: Tensor) -> Tensor:
@@ -41,7 +49,7 @@ def add_text(input_ids: Tensor, logits: Tensor) -> Tensor:
 def test_every_node_is_processed_with_the_text_that_ends_in_it(is_target: bool) -> None:
     rng, sizes = random.Random(3), [11, 7]
     plain = patched(tiny_model("mamba2"))
-    lm = processed(plain, EachNode(add_text), is_target=is_target)
+    lm = processed(plain, each_node(add_text), is_target=is_target)
     texts = random_texts(rng, [5, 9])
     states = [model.new_state(2, 64, 12) for model in (plain, lm)]
     expected, found = (
@@ -73,7 +81,7 @@ def test_a_processor_is_not_asked_about_a_text_that_it_has_ruled_out() -> None:
         asked.append(input_ids[0].tolist())
         return logits.masked_fill(torch.arange(VOCAB) % 2 == 1, -torch.inf)
 
-    lm = processed(patched(tiny_model("mamba2")), EachNode(only_even), is_target=True)
+    lm = processed(patched(tiny_model("mamba2")), each_node(only_even), is_target=True)
     state = lm.new_state(1, 32, 8)
     lm.prefill(state, torch.tensor([[4, 6]]), torch.tensor([2]))
     lm.verify(
@@ -86,6 +94,9 @@ class LastTokenOnly:
     """A processor of whole levels that looks at no text."""
 
     looks_at_text = False
+
+    def begin(self, row: int, processors: Sequence[LogitsProcessor]) -> None:
+        """Every row has the same one."""
 
     def __call__(self, nodes: Sequence[Node], logits: Tensor) -> Tensor:
         assert not nodes
@@ -217,7 +228,7 @@ def test_processed_texts_do_not_depend_on_the_number_of_slots(drafts: str, tempe
 
 def test_a_draft_model_keeps_its_own_distribution_where_a_processor_leaves_none() -> None:
     plain = patched(tiny_model("mamba2"))
-    lm, tree = processed(plain, EachNode(ends_at_six), is_target=False), TokenTree.chain([1, 2, 3])
+    lm, tree = processed(plain, each_node(ends_at_six), is_target=False), TokenTree.chain([1, 2, 3])
     states = [model.new_state(1, 64, 4) for model in (plain, lm)]
     for model, state in zip((plain, lm), states, strict=True):
         model.prefill(state, torch.tensor([[1, 2, 3, 4]]), torch.tensor([4]))

@@ -170,7 +170,7 @@ def generate(lm: stree.TreeLM, drafter: Any, **options: Any) -> stree.Generation
 OPTIONS: dict[str, dict[str, Any]] = {
     "one row for three": {"max_batch": 1}, "plain": {"budget": 1}, "auto": {"budget": "auto"},
     "greedy": {"sampling": Sampling()}, "mixture": {"sampling": [Sampling(), Sampling(1.5), Sampling(0.7, top_k=9)]},
-    "chain": {"growth": Chain(3)}, "heap": {"growth": GROWTHS["heap"]},
+    "processed": {"repetition_penalty": 1.4}, "chain": {"growth": Chain(3)}, "heap": {"growth": GROWTHS["heap"]},
 }  # fmt: skip
 
 
@@ -178,7 +178,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
 def test_texts_are_those_of_plain_decoding(family: str, name: str) -> None:
     lm, head = target_and_head(family)
-    expected = generate(lm, NoDrafter(), **{key: OPTIONS[name][key] for key in {"sampling"} & OPTIONS[name].keys()})
+    expected = generate(
+        lm,
+        NoDrafter(),
+        **{key: OPTIONS[name][key] for key in {"sampling", "repetition_penalty"} & OPTIONS[name].keys()},
+    )
     for drafter in (HeadDrafter(head), FusedDrafter(HeadDrafter(head), SuffixDrafter())):
         found = generate(lm, drafter, verifier="match", **OPTIONS[name])
         assert found.sequences == expected.sequences

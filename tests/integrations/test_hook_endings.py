@@ -17,6 +17,7 @@ from transformers import (
     StopStringCriteria,
     TextIteratorStreamer,
     TextStreamer,
+    pipeline,
 )  # fmt: skip
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -51,7 +52,7 @@ def test_scores_are_those_of_transformers(options: dict[str, Any]) -> None:
     common: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 9, **options}
     theirs = model.generate(**left_padded(prompts), do_sample=False, eos_token_id=0, **common)
     ours = hooked(model, prompts, eos_token_id=0, **common)
-    assert type(ours) is GenerateDecoderOnlyOutput
+    assert isinstance(ours, GenerateDecoderOnlyOutput) and ours.stats["num_new_tokens"] == [len(ours.scores)]
     assert torch.equal(ours.sequences, theirs.sequences)
     assert len(ours.scores) == len(theirs.scores)
     for mine, other in zip(ours.scores, theirs.scores, strict=True):
@@ -111,27 +112,44 @@ def spoken() -> tuple[PreTrainedModel, Any, list[int]]:
     return stree.TreeLM.from_pretrained(folder, "cpu").model, tokenizer, tokenizer("def add(a, b):")["input_ids"]
 
 
-def test_stop_strings_are_a_criterion(spoken: tuple[PreTrainedModel, Any, list[int]]) -> None:
+def test_stop_strings_end_a_text(spoken: tuple[PreTrainedModel, Any, list[int]], monkeypatch: Any) -> None:
     model, tokenizer, prompt = spoken
     text = plain(model, prompt)
     words = tokenizer.batch_decode([[token] for token in text])
     end = next(place for place in range(3, NEW_TOKENS) if words[place].strip() not in "".join(words[:place]))
-    criterion = StopStringCriteria(tokenizer, [words[end].strip()])
-    assert new_tokens([prompt], hooked(model, [prompt], stopping_criteria=[criterion])) == [text[: end + 1]]
-    with pytest.raises(ValueError, match="must pass the model's tokenizer"):  # transformers drops it on the way
-        hooked(model, [prompt], stop_strings=["a"], tokenizer=tokenizer)
+    string, expected = words[end].strip(), [text[: end + 1]]
+    criterion = StopStringCriteria(tokenizer, [string])
+    bound = functools.partial(stree.custom_generate, tokenizer=tokenizer)
+    ways: list[dict[str, Any]] = [
+        {"stopping_criteria": [criterion]},
+        {"stop_strings": [string], "custom_generate": bound},
+        {"stop_strings": string, "tokenizer": tokenizer},
+    ]
+    folder = str(Path(stree.__file__).parent / "assets" / "target")
+    monkeypatch.setattr(model.config, "_name_or_path", folder)
+    for options in ways:
+        assert new_tokens([prompt], hooked(model, [prompt], **options)) == expected
+    pipe = functools.partial(pipeline("text-generation", model=model, tokenizer=tokenizer), "def add(a, b):")
+    options = {"stop_sequence": string, "do_sample": False, "max_new_tokens": NEW_TOKENS}
+    assert pipe(custom_generate=stree.custom_generate, **options) == pipe(**options)
+    monkeypatch.setattr(model.config, "_name_or_path", "")
+    with pytest.raises(ValueError, match=r"stop_strings need a tokenizer, .*: custom_generate=functools.partial"):
+        hooked(model, [prompt], stop_strings=[string], tokenizer=tokenizer)  # transformers drops it on the way
+    with pytest.raises(ValueError, match="may end at different lengths .*; set pad_token_id"):
+        hooked(model, PROMPTS, stop_strings=[string], custom_generate=bound, pad_token_id=None)
 
 
-def test_a_bound_streamer_hears_the_whole_text(
+def test_a_streamer_hears_the_whole_text(
     spoken: tuple[PreTrainedModel, Any, list[int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, tokenizer, prompt = spoken
     expected = tokenizer.decode([*prompt, *plain(model, prompt)])
-    streamer = TextIteratorStreamer(tokenizer)
-    hooked(model, [prompt], custom_generate=functools.partial(stree.custom_generate, streamer=streamer))
+    streamer = TextIteratorStreamer(tokenizer, timeout=60)
+    hooked(model, [prompt], streamer=streamer)  # which transformers passes to no callable
     assert "".join(streamer) == expected
     bound = functools.partial(stree.custom_generate, streamer=TextStreamer(tokenizer))
-    hooked(model, [prompt], custom_generate=bound)
-    assert capsys.readouterr().out == expected + "\n"
+    for options in ({"custom_generate": bound}, {"streamer": TextStreamer(tokenizer)}):
+        hooked(model, [prompt], **options)
+        assert capsys.readouterr().out == expected + "\n"
     with pytest.raises(ValueError, match="a streamer takes one prompt, got 3"):
         hooked(model, PROMPTS, custom_generate=bound)

@@ -1,0 +1,69 @@
+"""Prompts in the forms that tokenizers give: token lists, tensors padded on either side, encodings with a mask."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+__all__ = ["token_ids", "token_lists"]
+
+
+def token_lists(prompts: Any, attention_mask: Any = None) -> Sequence[Any] | Iterator[Any]:
+    """List prompts without their padding; their tokens are not checked.
+
+    Args:
+        prompts: a list of token lists; int64[batch, length]; one token list or int64[length]; a mapping of "input_ids"
+            and, where they are padded, "attention_mask", as tokenizers return; or an iterator of token lists.
+        attention_mask: 0 or False where a token is padding, on the left or on the right; in the form of the prompts.
+
+    Raises:
+        ValueError: something else, a mask of another shape, or one with a hole.
+    """
+    if isinstance(prompts, Mapping):
+        if "input_ids" not in prompts:
+            raise ValueError(f"prompts must hold input_ids, got {', '.join(map(str, prompts)) or 'an empty mapping'}")
+        attention_mask = prompts.get("attention_mask") if attention_mask is None else attention_mask
+        prompts = prompts["input_ids"]
+    if isinstance(prompts, Iterator):
+        if attention_mask is not None:
+            raise ValueError("an iterator of prompts takes no attention_mask; give token lists without padding")
+        return iter(prompts)
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__iter__"):
+        raise ValueError(f"generate needs at least one prompt, a list of token lists, got {type(prompts).__name__}")
+    rows: list[Any] = [*prompts]
+    mask = attention_mask.tolist() if hasattr(attention_mask, "tolist") else attention_mask
+    if rows and all(isinstance(token, Integral) for token in rows):
+        rows = [rows]
+        mask = mask if mask is None or (len(mask) == 1 and hasattr(mask[0], "__len__")) else [mask]
+    if mask is None:
+        return rows
+    if len(mask) != len(rows):
+        raise ValueError(f"attention_mask must have a row for each of {len(rows)} prompts, got {len(mask)}")
+    return [_without_padding(place, *pair) for place, pair in enumerate(zip(rows, mask, strict=True))]
+
+
+def _without_padding(place: int, prompt: Sequence[int], mask: Sequence[int]) -> Sequence[int]:
+    """Take the tokens that a mask keeps, which must be next to each other."""
+    if len(mask) != len(prompt):
+        raise ValueError(f"attention_mask of prompt {place} must have {len(prompt)} entries, got {len(mask)}")
+    kept = [column for column, value in enumerate(mask) if value]
+    if not kept:
+        return []
+    if kept[-1] - kept[0] >= len(kept):
+        raise ValueError(f"attention_mask of prompt {place} has a hole; prompts are padded on the left or on the right")
+    return prompt[kept[0] : kept[-1] + 1]
+
+
+def token_ids(name: str, tokens: Iterable[int]) -> list[int]:
+    """Make a list of integers of what may be a tensor, an array or numbers of numpy.
+
+    Raises:
+        TypeError: something else; the message begins with ``name``.
+    """
+    try:
+        return list(map(operator.index, tokens))
+    except TypeError:
+        raise TypeError(f"{name} must be a list of token ids, integers, got {tokens!r:.80}") from None

@@ -1,0 +1,94 @@
+"""``stream`` gives the tokens of ``generate`` one by one, and ends where it is closed.
+
+Run: python -m pytest tests/decode/test_stream.py
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from helpers.captured import TEXTS, captured, launched, near_drafter
+from torch import Tensor
+
+import stree
+from stree.drafters import NoDrafter, SuffixDrafter
+from stree.growth import Chain
+from stree.models.state import DecodeState
+from stree.sampling import Sampling
+
+PROMPT = TEXTS[0]
+WAYS: list[dict[str, Any]] = [
+    {"drafter": NoDrafter()},
+    {"drafter": SuffixDrafter(), "sampling": Sampling(0.8), "seed": 5, "verifier": "match"},
+    {"drafter": near_drafter(), "growth": "chain:4", "budget": 5, "logprobs": 1},
+    {"drafter": near_drafter(), "growth": Chain(2), "budget": 4, "repetition_penalty": 1.4},
+]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=["plain", "suffix", "chain", "penalty"])
+def test_tokens_are_those_of_generate_whatever_runs_between_them(options: dict[str, Any]) -> None:
+    expected = stree.generate(launched(), [PROMPT], max_new_tokens=14, **options)
+    streams = [stree.stream(launched(), prompt, max_new_tokens=14, **options) for prompt in (PROMPT, [PROMPT])]
+    together = list(zip(*streams, strict=True))  # two states, one model
+    assert [list(text) for text in zip(*together, strict=True)] == [expected.sequences[0][len(PROMPT) :]] * 2
+    result = streams[0].result
+    assert result.sequences == expected.sequences and result.stats["tau"] == expected.stats["tau"]
+    assert result.logprobs == expected.logprobs and next(streams[0], None) is None
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_stream_that_is_closed_is_cancelled_and_frees_its_memory(
+    is_captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states: list[weakref.ref[DecodeState]] = []
+    new_state = stree.TreeLM.new_state
+
+    def noted(self: Any, *arguments: Any) -> DecodeState:
+        states.append(weakref.ref(state := new_state(self, *arguments)))
+        return state
+
+    lm = captured(monkeypatch) if is_captured else launched()
+    whole = stree.generate(lm, [PROMPT], NoDrafter(), max_new_tokens=30).sequences[0]
+    monkeypatch.setattr(stree.TreeLM, "new_state", noted)
+    tokens = stree.stream(lm, PROMPT, NoDrafter(), max_new_tokens=30)
+    taken = [next(tokens) for _ in range(4)]
+    tokens.close()
+    assert [*tokens] == [] and tokens.stats["finish_reasons"] == ["cancelled"]
+    assert tokens.result.sequences == [[*PROMPT, *taken]] == [whole[: len(PROMPT) + 4]]
+    dropped = stree.stream(lm, PROMPT, NoDrafter(), max_new_tokens=30)
+    next(dropped)
+    del dropped
+    gc.collect()
+    assert is_captured or (states and not any(state() for state in states))
+    if is_captured:
+        lm.cache["step_cache"].release()
+        gc.collect()
+        assert not any(state() for state in states)
+    assert stree.generate(lm, [PROMPT], NoDrafter(), max_new_tokens=30).sequences == [whole]
+
+
+def test_arguments_are_checked_by_the_call_and_failures_come_with_the_text() -> None:
+    for prompt, options, error, message in [
+        (TEXTS, {}, ValueError, "a stream takes one prompt, got 2"),
+        (iter(TEXTS), {}, ValueError, "a stream takes one prompt, got an iterator of them"),
+        (PROMPT, {"num_samples": 2}, TypeError, "stream takes generate's options for one text, got num_samples"),
+        (PROMPT, {"budget": 0}, ValueError, "budget must be at least 1, got 0"),
+    ]:
+        with pytest.raises(error, match=message):
+            stree.stream(launched(), prompt, **options)  # type: ignore[arg-type]
+    calls: list[int] = []
+
+    def failing(_: Tensor, logits: Tensor) -> Tensor:
+        calls.append(1)
+        return logits if len(calls) < 4 else torch.full_like(logits, torch.nan)
+
+    tokens, taken = stree.stream(launched(), PROMPT, NoDrafter(), logits_processor=failing), []
+    with pytest.raises(stree.GenerationError) as caught:
+        for token in tokens:
+            taken.append(token)
+    assert caught.value.output.sequences == [[*PROMPT, *taken]] and len(taken) == 3
+    assert tokens.stats["finish_reasons"] == ["error"]
