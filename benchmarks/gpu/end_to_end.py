@@ -38,10 +38,7 @@ from stree.bench.summary import interval, mean_tau
 from stree.cli import main as run_stree
 from stree.models.tree_lm import TreeLM
 
-METHODS = (
-    "plain,transformers,chain:2,chain:3,chain:4,chain:5,chain:6,chain:8,stree,calibrated:16x4,calibrated:32x6,"
-    "calibrated:64x6,sequoia:32x6,suffix,auto"
-)
+METHODS = "plain,chain:2,chain:4,chain:6,calibrated:16x4,calibrated:64x6,auto"
 SMOKE_METHODS = "plain,chain:2,static:2,1,auto"
 TITLES = {"a": "(a) measured, all suites", "b": "(b) composite: measured tokens a step x step times of the shape"}
 LAUNCH_BOUND = 3.0
@@ -111,8 +108,8 @@ def _options() -> tuple[argparse.Namespace, torch.device]:
     parser.add_argument("--target", default="bundled")
     parser.add_argument("--drafter", default=None)
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--limit", type=int, default=20, help="prompts of each suite")
-    parser.add_argument("--batch", default="1,4,16")
+    parser.add_argument("--limit", type=int, default=4, help="prompts of each suite")
+    parser.add_argument("--batch", default="1")
     parser.add_argument("--temperature", default="0,1")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--methods", default=METHODS)

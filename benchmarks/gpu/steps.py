@@ -39,7 +39,7 @@ from stree.decode.cuda_graphs import recovering
 __all__ = ["NODES", "bytes_of", "measure", "state_for", "step_of", "timed"]
 
 NODES = (1, 16, 64, 4, 8, 32)
-PLAIN_NODES = (1, 16)  # that are timed without fused layers, too
+PLAIN_NODES = (1, 16)  # that are timed without fused layers and without a graph, too
 SIZES = ((1, 256), (8, 256), (1, 4096), (8, 4096))  # batch, tokens of context
 PATH = 3  # most nodes of a committed path
 ROOM = 512  # tokens that repeated steps may commit
@@ -166,7 +166,8 @@ def _providers(device: torch.device) -> list[tuple[int, str]]:
     if device.type != "cuda":
         return [(n, "eager") for n in NODES] + [(1, "transformers"), (1, "mamba_ssm")]
     graphs = [(n, "graph") for n in NODES[:3]] + [(1, "transformers"), (1, "mamba_ssm")]
-    return graphs + [(n, "graph") for n in NODES[3:]] + [(n, "graph, unfused") for n in PLAIN_NODES]
+    graphs += [(n, "graph") for n in NODES[3:]]
+    return graphs + [(n, provider) for provider in ("graph, unfused", "eager") for n in PLAIN_NODES]
 
 
 def step_of(lm: stree.TreeLM, state: Any, n: int, context: int) -> Callable[[], Any]:

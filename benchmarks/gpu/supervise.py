@@ -130,7 +130,7 @@ class Supervisor:
                 first, status = None, "done"
                 break
             if fault == "unfinished":
-                first = first if case is None else case["case"] + case.get("is_done", 0)
+                first = first if case is None else case["case"] + case.get("is_done", False)
                 break
             faults += 1
             name = "start" if case is None else case["name"]
@@ -160,12 +160,12 @@ class Supervisor:
             tail = output.read_text(encoding="utf-8", errors="replace")[-NUM_CHARACTERS:]
             lines = read_jsonl(progress)
         case = next((line for line in reversed(lines) if "case" in line), None)
-        if fault is None and not (lines and "is_over" in lines[-1]):
+        if lines and "is_over" in lines[-1]:  # what happens while the process ends costs no case
+            fault = "unfinished" if lines[-1]["is_over"] else None
+            case = case and case | {"is_done": True}
+        elif fault is None:
             code = process.returncode
             fault = f"crashed, {f'signal {-code}' if code < 0 else f'exit status {code}'}"
-        elif fault is None and lines[-1]["is_over"]:
-            fault = "unfinished"
-            case = case and case | {"is_done": 1}
         return case, fault, tail
 
     def _watched(self, process: subprocess.Popen[bytes], task: Task, progress: Path) -> str | None:
@@ -175,7 +175,9 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
             now = time.monotonic()
             if (found := progress.stat().st_size if progress.exists() else 0) != size:
-                size, since, limit = found, now, task.seconds
+                size, since = found, now
+                is_ending = b"is_over" in progress.read_bytes()
+                limit = task.start_seconds if is_ending else task.seconds
             fault = f"timed out, {limit:g} s" if now - since > limit else "unfinished" if now > self.deadline else None
             if fault is not None:
                 os.killpg(process.pid, signal.SIGKILL)  # this command and its children
