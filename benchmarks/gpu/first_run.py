@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -134,7 +135,7 @@ def environment_of(options: argparse.Namespace) -> dict[str, str]:
     Raises:
         RuntimeError: pip could not install the wheels.
     """
-    site = options.out / "site"
+    site = options.out.resolve() / "site"
     if options.wheels is not None and not site.exists():
         wheels = sorted(map(str, options.wheels.glob("*.whl")))
         quiet = ["-q", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--disable-pip-version-check"]
@@ -142,10 +143,9 @@ def environment_of(options: argparse.Namespace) -> dict[str, str]:
         done = subprocess.run([*command, "--target", str(site), *wheels], capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"pip could not install {len(wheels)} wheels of {options.wheels}: {done.stderr[-500:]}")
-    cache = options.out / "triton_cache"
+    cache = options.out.resolve() / "triton_cache"
     if options.cache is not None and not cache.exists():
-        with tarfile.open(options.cache) as archive:
-            archive.extractall(cache, filter="data")
+        unpack_builds(options.cache, cache)
     cache.mkdir(exist_ok=True)
     paths = [str(site), *os.environ.get("PYTHONPATH", str(ROOT)).split(os.pathsep)]
     found = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1",
@@ -153,6 +153,16 @@ def environment_of(options: argparse.Namespace) -> dict[str, str]:
     if options.smoke:
         found |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return found
+
+
+def unpack_builds(file: Path, folder: Path) -> None:
+    """Unpack Triton's cache, and change the absolute paths in its index files to this folder's."""
+    with tarfile.open(file) as archive:
+        archive.extractall(folder, filter="data")
+    for index in folder.rglob("__grp__*.json"):
+        names = json.loads(index.read_text(encoding="utf-8"))["child_paths"]
+        group = {"child_paths": {name: str(index.parent.resolve() / name) for name in names}}
+        index.write_text(json.dumps(group), encoding="utf-8")
 
 
 def machine() -> Record:
@@ -208,7 +218,9 @@ def pack(options: argparse.Namespace) -> None:
 def summary(options: argparse.Namespace) -> int:
     """Print what is done, and every fault; return 1 if anything failed or is unfinished."""
     records = [record for file in sorted(options.out.glob("*.jsonl")) for record in read_jsonl(file)]
-    tasks = {record["task"]: record for record in records if record["bench"] == "task"}
+    status = {record["task"]: record["status"] for record in records if record["bench"] == "task"}
+    parts = [part for part in parts_of(options) if part.number in (options.parts or range(1, 6))]
+    tasks = [task.name for part in parts for _, stage in part.stages for task in stage]
     faults = [record for record in records if record["bench"] == "fault"]
     wrong = [r for r in records if r.get("correct") is False or r.get("outcome") == "failed" or "problem" in r]
     for record in faults:
@@ -217,9 +229,9 @@ def summary(options: argparse.Namespace) -> int:
         names = [record.get(name) for name in ("bench", "provider", "params", "test", "text", "fact")]
         text = str(record.get("problem", f"wrong, error {record.get('error')}")).strip()
         print(f"failed: {', '.join(str(name) for name in names if name)}: {text.splitlines()[-1][:200]}")
-    statuses = [record["status"] for record in tasks.values()]
-    unfinished = [name for name, record in tasks.items() if record["status"] != "done"]
-    print(f"{len(records)} records; {statuses.count('done')} tasks done, not done: {', '.join(unfinished) or 'none'};")
+    unfinished = [f"{name}: {status.get(name, 'not begun')}" for name in tasks if status.get(name) != "done"]
+    print(f"{len(records)} records; {len(tasks) - len(unfinished)} of {len(tasks)} tasks done")
+    print(f"not done: {'; '.join(unfinished) or 'none'}")
     print(f"{len(faults)} cases crashed or hung, {len(wrong)} failed or wrong")
     return int(bool(faults or wrong or unfinished))
 

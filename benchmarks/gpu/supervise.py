@@ -121,7 +121,7 @@ class Supervisor:
     def _supervise(self, task: Task) -> None:
         """Run one task to its end, restarting it behind each fault."""
         first, began, faults = self._next.get(task.name, 0), time.monotonic(), 0
-        if first is None:
+        if first is None or began > self.deadline:
             return
         status = "unfinished"
         while time.monotonic() < self.deadline:
@@ -135,8 +135,8 @@ class Supervisor:
             faults += 1
             name = "start" if case is None else case["name"]
             self._add({"bench": "fault", "task": task.name, "case": name, "fault": fault, "tail": tail})
-            if case is None or faults == MOST_FAULTS:  # it would fail again
-                first, status = None, "given up"
+            if case is None or faults == MOST_FAULTS:
+                first, status = None if case else first, "given up"  # what cannot start is tried in the next run
                 break
             first = case["case"] + 1
         self._next[task.name] = first

@@ -5,6 +5,7 @@ Run: python -m pytest tests/scripts/test_first_run.py
 
 from __future__ import annotations
 
+import json
 import sys
 import tarfile
 import time
@@ -55,11 +56,17 @@ def test_wheels_and_a_cache_that_were_brought_along_are_used(tmp_path: Path) -> 
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
     (tmp_path / "kernel.cubin").write_text("code")
+    (tmp_path / "__grp__kernel.json").write_text(
+        json.dumps({"child_paths": {"kernel.cubin": "/gone/key/kernel.cubin"}})
+    )
     with tarfile.open(tmp_path / "cache.tar.gz", "w:gz") as archive:
-        archive.add(tmp_path / "kernel.cubin", "key/kernel.cubin")
+        for name in ("kernel.cubin", "__grp__kernel.json"):
+            archive.add(tmp_path / name, f"key/{name}")
     given = options(tmp_path, wheels=wheels, cache=tmp_path / "cache.tar.gz")
     environment = first_run.environment_of(given)
-    assert (Path(environment["TRITON_CACHE_DIR"]) / "key" / "kernel.cubin").read_text() == "code"
+    builds = Path(environment["TRITON_CACHE_DIR"]) / "key"
+    paths = json.loads((builds / "__grp__kernel.json").read_text())["child_paths"]
+    assert paths == {"kernel.cubin": str(builds / "kernel.cubin")} and Path(paths["kernel.cubin"]).read_text() == "code"
     assert environment["PYTHONPATH"].split(":")[0] == str(given.out / "site")
     assert (given.out / "site" / "toywheel.py").is_file()
     (wheels / "broken-1.0-py3-none-any.whl").write_text("no wheel")
