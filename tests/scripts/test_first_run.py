@@ -6,6 +6,7 @@ Run: python -m pytest tests/scripts/test_first_run.py
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tarfile
 import time
@@ -126,3 +127,9 @@ def test_of_tests_that_end_the_process_or_hang_the_others_have_records(tmp_path:
         ("test_crash", "crashed, exit status 0"), ("test_hang", "timed out, 3 s")
     ]  # fmt: skip
     assert last["status"] == "done"
+
+
+def test_it_starts_with_the_standard_library_alone() -> None:
+    command = [sys.executable, "-S", "-c", "import benchmarks.gpu.first_run"]
+    result = subprocess.run(command, cwd=ROOT, env={"PATH": ""}, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
