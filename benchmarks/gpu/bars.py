@@ -17,7 +17,6 @@ from pathlib import Path
 from benchmarks.report import interval_text, table
 from stree.bench.records import Record, read_lines
 
-FILES = ("gpu_suite.jsonl", "gpu_loops.jsonl", "end_to_end.jsonl", "gpu_sanitizer.jsonl")
 LARGE = ("mamba2-2.7b", "Nemotron-H-8B", "Bamba-9B")
 LEAST, MOST = operator.ge, operator.le
 
@@ -50,11 +49,11 @@ class Bar:
 def main() -> int:
     """Print a table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="with " + ", ".join(FILES))
+    parser.add_argument("folder", type=Path, help="with records in JSON lines, *.jsonl")
     options = parser.parse_args()
     if not options.folder.is_dir():
         parser.error(f"there is no folder {options.folder}")
-    records = [record for name in FILES for record in read_lines(options.folder / name)]
+    records = [record for file in sorted(options.folder.glob("*.jsonl")) for record in read_lines(file)]
     print(table(["bar", "limit", "where", "measured", "verdict"], rows(records)))
     return 0
 
@@ -85,15 +84,23 @@ def _steps(records: Sequence[Record], n: int, provider: str = "graph") -> dict[s
     return found
 
 
-def _step_ratio(n: int, name: str) -> Find:
-    """A ratio in the records of steps of ``n`` nodes, batch 1."""
+def _over_one_node(n: int) -> Find:
+    """A step of ``n`` nodes over one of one node, batch 1."""
 
     def find(records: Sequence[Record]) -> Iterator[Figure]:
+        ones = _steps(records, 1)
         for place, record in _steps(records, n).items():
-            if record["params"]["batch"] == 1 and name in record:
-                yield _exact(place, record[name])
+            if record["params"]["batch"] == 1 and place in ones:
+                yield _exact(place, record["p50"] / ones[place]["p50"])
 
     return find
+
+
+def _of_bound(records: Sequence[Record]) -> Iterator[Figure]:
+    """The bandwidth bound of one-token steps over the time that they take, batch 1."""
+    for place, record in _steps(records, 1).items():
+        if record["params"]["batch"] == 1 and "of_bound" in record:
+            yield _exact(place, record["of_bound"])
 
 
 def _over_mamba_ssm(records: Sequence[Record]) -> Iterator[Figure]:
@@ -154,10 +161,14 @@ def _is_best_tree(record: Record) -> bool:
 
 
 def _failures(records: Sequence[Record]) -> Iterator[Figure]:
-    """Numbers of failed tests, wrong outputs, and errors that the sanitizer found."""
+    """Numbers of failed tests, lost cases, other texts, wrong outputs, and errors that the sanitizer found."""
+    by_bench = {"test": "tests on the device", "fault": "cases that crashed or hung", "text": "texts of the CPU"}
+    for bench, what in by_bench.items():
+        found = [record for record in records if record.get("bench") == bench]
+        if found:
+            failed = sum(record.get("outcome", "failed") not in ("passed", "skipped") for record in found)
+            yield _exact(f"{len(found)} {what}", float(failed))
     for record in records:
-        if record.get("bench") == "tests":
-            yield _exact("tests on the device", float(record["exit"] != 0))
         if record.get("bench") == "sanitizer" and "unavailable" not in record:
             yield _exact(record["tool"], float(1 if record["errors"] is None else record["errors"]))
     compared = [record for record in records if "correct" in record]
@@ -167,10 +178,10 @@ def _failures(records: Sequence[Record]) -> Iterator[Figure]:
 
 BARS = (
     Bar("what failed", MOST, 0, _failures),
-    Bar("verify of 16 nodes / one-token step", MOST, 1.15, _step_ratio(16, "over_one_node")),
-    Bar("verify of 64 nodes / one-token step", MOST, 1.35, _step_ratio(64, "over_one_node")),
+    Bar("verify of 16 nodes / one-token step", MOST, 1.15, _over_one_node(16)),
+    Bar("verify of 64 nodes / one-token step", MOST, 1.35, _over_one_node(64)),
     Bar("our one-token step / mamba-ssm's", MOST, 1.0, _over_mamba_ssm),
-    Bar("bandwidth bound / one-token step", LEAST, 0.7, _step_ratio(1, "of_bound")),
+    Bar("bandwidth bound / one-token step", LEAST, 0.7, _of_bound),
     Bar("Mamba-2 tree kernel / sequential snapshots, 32 nodes", MOST, 1 / 3, _over_snapshots("ssd_step", 32)),
     *(
         Bar(f"gated delta tree kernel / sequential snapshots, {n} nodes", MOST, 1 / times,

@@ -215,11 +215,22 @@ SMALL: Kinds = [(make, shapes.tiny(models)) for make, models in KINDS]
 OTHER_SIZES = {(1, 1), (1, 16), (1, 32), (1, 64), (16, 16), (16, 32)}
 
 
-def cases(kinds: Kinds, sizes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """List cases: the first model of every kind at all (batch, nodes), then the others at a few sizes."""
+Spec = tuple[Callable[[Any, Size], Case], Any, Size]
+
+
+def specs(kinds: Kinds, sizes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> Iterator[Spec]:
+    """List cases without making them: the first model of every kind at all (batch, nodes), the others at a few sizes.
+
+    A spec (make, model sizes, size) becomes a case by ``make(model sizes, size)``.
+    """
     for place in range(max(len(models) for _, models in kinds)):
         for batch, n in sizes:
             for make, models in kinds:
                 if place < len(models) and (place == 0 or len(sizes) == 1 or (batch, n) in OTHER_SIZES):
                     model = list(models)[place]
-                    yield make(models[model], Size(model, batch, n, dtype, device))
+                    yield make, models[model], Size(model, batch, n, dtype, device)
+
+
+def cases(kinds: Kinds, sizes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """Make the cases of `specs`."""
+    return (make(models, size) for make, models, size in specs(kinds, sizes, dtype, device))

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.gpu import models as gpu_models
 from benchmarks.gpu import steps as gpu_steps
 from benchmarks.gpu.composite import StepTimes, composite_rows, overhead_s, pooled, speedup
 from benchmarks.gpu.run import Run, command_line, device_for
@@ -38,10 +38,7 @@ from stree.bench.summary import interval, mean_tau
 from stree.cli import main as run_stree
 from stree.models.tree_lm import TreeLM
 
-METHODS = (
-    "plain,transformers,chain:2,chain:3,chain:4,chain:5,chain:6,chain:8,stree,calibrated:16x4,calibrated:32x6,"
-    "calibrated:64x6,sequoia:32x6,suffix,auto"
-)
+METHODS = "plain,chain:2,chain:4,chain:6,calibrated:16x4,calibrated:64x6,auto"
 SMOKE_METHODS = "plain,chain:2,static:2,1,auto"
 TITLES = {"a": "(a) measured, all suites", "b": "(b) composite: measured tokens a step x step times of the shape"}
 LAUNCH_BOUND = 3.0
@@ -111,8 +108,8 @@ def _options() -> tuple[argparse.Namespace, torch.device]:
     parser.add_argument("--target", default="bundled")
     parser.add_argument("--drafter", default=None)
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--limit", type=int, default=20, help="prompts of each suite")
-    parser.add_argument("--batch", default="1,4,16")
+    parser.add_argument("--limit", type=int, default=4, help="prompts of each suite")
+    parser.add_argument("--batch", default="1")
     parser.add_argument("--temperature", default="0,1")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--methods", default=METHODS)
@@ -153,7 +150,7 @@ def _own_times(lm: TreeLM | None, batch: int) -> StepTimes:
         raise ValueError("this bench needs a draft model; give one with --drafter")
     state = gpu_steps.state_for(lm, batch, CONTEXT)
     found = {}
-    for n in gpu_steps.NODES:
+    for n in sorted(gpu_steps.NODES):
         record = gpu_steps.timed(gpu_steps.step_of(lm, state, n, CONTEXT), lm.device)
         if "p50" not in record:
             raise RuntimeError(f"a step of {n} nodes cannot be timed: {record['problem']}")
@@ -218,17 +215,17 @@ def _shapes(options: argparse.Namespace, run: Run) -> Iterator[tuple[str, str, t
     if options.steps:
         records = [record for record in read_lines(options.steps) if record.get("bench") == "step"]
     else:
-        deadline = time.monotonic() + 60 * options.minutes
+        steps = Run(run.device, options.minutes, options.out / "gpu_steps.jsonl")
         with run.part("steps of large shapes"):
-            models = {*gpu_steps.DRAFTERS, *gpu_steps.DRAFTERS.values()}
-            for record in gpu_steps.measure(run.device, options.smoke, deadline, models, [(1, CONTEXT)]):
+            models = {*gpu_models.DRAFTERS, *gpu_models.DRAFTERS.values()}
+            for record in gpu_steps.measure(steps, options.smoke, models, [(1, CONTEXT)]):
                 records.append(record)
-                write(options.out / "steps.jsonl", records)
+                steps.add(record)
                 if "problem" in record:
                     run.add(record | {"bench": record["params"].get("model")}, is_failure=True)
     provider, context = ("eager", 8) if options.smoke else ("graph", CONTEXT)
     times = StepTimes.by_model(records, provider, 1, context)
-    pairs = [pair for pair in gpu_steps.DRAFTERS.items() if times.keys() >= {*pair}]
+    pairs = [pair for pair in gpu_models.DRAFTERS.items() if times.keys() >= {*pair}]
     if not pairs:
         raise ValueError(f"no target and its drafter have step times by {provider} at batch 1, context {context}")
     for target, draft in pairs:

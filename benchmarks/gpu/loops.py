@@ -3,7 +3,7 @@
 Run: python -m benchmarks.gpu.loops --out DIR [--minutes 9] [--models NAME ...]
 Without a GPU: python -m benchmarks.gpu.loops --smoke --out DIR, which runs everything at tiny sizes, uncaptured.
 
-The loop is `generate`'s own: a target, a drafter a twentieth of its size (`gpu_steps.DRAFTERS`), trees grown, scored,
+The loop is `generate`'s own: a target, a drafter a twentieth of its size (`gpu_models.DRAFTERS`), trees grown, scored,
 accepted and committed, every step a replayed CUDA graph.  Random models agree on nothing, but a captured step does the
 same work whatever is accepted.  Of each size: milliseconds a step, the share of it that the device is idle between
 replays, what the same steps take without the models' forwards ("outside_forwards"), the parts when launched one by one
@@ -15,14 +15,13 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 import stree
-from benchmarks.gpu import steps as gpu_steps
+from benchmarks.gpu import models as gpu_models
 from benchmarks.gpu.run import Run, command_line, device_for
 from benchmarks.report import failure
 from stree.bench.pair import Pair
@@ -36,50 +35,56 @@ from stree.sampling import Sampling
 SIZES: tuple[tuple[Growth | None, int], ...] = (
     (None, 1), (Chain(4), 5), (Calibrated(4), 16), (Calibrated(6), 32), (Calibrated(6), 64)
 )  # fmt: skip
-BATCHES, TEMPERATURES, CONTEXT, NEW_TOKENS = (1, 8), (0.0, 0.8), 256, 64
+TEMPERATURES, CONTEXT, NEW_TOKENS = (0.0, 0.8), 256, 64
 NUM_KERNELS = 40  # that a record names, those that take most
 
 
 def main() -> int:
     """Measure pair by pair, and print the table last."""
     options, device = _options()
-    run = Run(device, options.minutes, options.out / "gpu_loops.jsonl")
-    for record in measure(device, options, run.deadline):
+    run = Run(device, options.minutes, options.out / "gpu_loops.jsonl", options.progress, options.first)
+    for record in measure(run, options):
         run.add({"bench": "loop", "metric": "latency", "unit": "ms", **record}, is_failure="problem" in record)
     titles = ["target", "batch", "T", "growth", "nodes", "ms a step", "idle", "outside forwards"]
     return run.report("gpu_loops", titles, rows(run.records), records=len(run.records))
 
 
-def measure(device: torch.device, options: argparse.Namespace, deadline: float) -> Iterator[Record]:
+def measure(run: Run, options: argparse.Namespace) -> Iterator[Record]:
     """Yield a record for every pair, batch, temperature and size until the time is up; a failure is a record."""
-    shapes = gpu_steps.configurations(options.smoke)
-    for target, draft in gpu_steps.DRAFTERS.items():
-        if target not in shapes or (options.models and target not in options.models):
-            continue
-        params: Record = {"model": target, "drafter": draft}
+    shapes = gpu_models.configurations(options.smoke)
+    pairs = [(target, draft) for target, draft in gpu_models.DRAFTERS.items()
+             if target in shapes and target in (options.models or shapes)]  # fmt: skip
+    cases = [_params(names, options, *case) for names in pairs for case in options.cases]
+    pair, sizes = None, [size for _, _, size in options.cases] * len(pairs)
+    for params, (growth, budget) in run.cases(zip(cases, sizes, strict=True), name=lambda case: _name(case[0])):
+        shape = Shape(growth, budget, params["batch"], options.context, options.new_tokens, params["temperature"])
         try:
-            lms = [gpu_steps.model_of(shapes[name], device) for name in (target, draft)]
-        except Exception as problem:  # too large for this device, say
+            with recovering(run.device):
+                if pair is None or pair.source != params["model"]:
+                    pair = None
+                    gc.collect()
+                    if run.device.type == "cuda":
+                        torch.cuda.empty_cache()
+                    names = params["model"], params["drafter"]
+                    target, draft = (gpu_models.model_of(shapes[name], run.device) for name in names)
+                    pair = Pair(target, draft, None, *names)
+                yield {**_record(pair, shape), "params": params}
+        except Exception as problem:  # one size's failure is a finding, not the end of the others
             yield {"params": params, **failure(problem)}
-            continue
-        pair = Pair(lms[0], lms[1], None, target, draft)
-        for batch, temperature, (growth, budget) in options.cases:
-            if time.monotonic() > deadline:
-                yield {"params": params, "is_unfinished": True}
-                return
-            shape = Shape(growth, budget, batch, options.context, options.new_tokens, temperature)
-            named = "plain" if growth is None else type(growth).__name__
-            params |= {"batch": batch, "context": options.context, "temperature": temperature, "budget": budget,
-                       "growth": named}  # fmt: skip
-            try:
-                with recovering(device):
-                    yield {**_record(pair, shape), "params": dict(params)}
-            except Exception as problem:  # one size's failure is a finding, not the end of the others
-                yield {"params": dict(params), **failure(problem)}
-        del pair, lms
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+
+
+def _params(
+    names: tuple[str, str], options: argparse.Namespace, batch: int, temperature: float,
+    size: tuple[Growth | None, int],
+) -> Record:  # fmt: skip
+    """Parameters of a case, as its record has them."""
+    growth = "plain" if size[0] is None else type(size[0]).__name__
+    return {"model": names[0], "drafter": names[1], "batch": batch, "context": options.context,
+            "temperature": temperature, "budget": size[1], "growth": growth}  # fmt: skip
+
+
+def _name(params: Record) -> str:
+    return ", ".join(f"{name} {value}" for name, value in params.items() if name not in ("drafter", "context"))
 
 
 def _record(pair: Pair, shape: Shape) -> Record:
@@ -126,15 +131,16 @@ def _options() -> tuple[argparse.Namespace, torch.device]:
     """Read the command line; the device to measure on."""
     parser = command_line(__doc__, out="folder for gpu_loops.jsonl")
     parser.add_argument("--models", nargs="+", help="targets; all if not given")
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     options = parser.parse_args()
     device = device_for(parser, options)
     if options.out is None:
         parser.error("--out is needed")
-    known = gpu_steps.DRAFTERS.keys() & gpu_steps.configurations(options.smoke).keys()
+    known = gpu_models.DRAFTERS.keys() & gpu_models.configurations(options.smoke).keys()
     if unknown := set(options.models or ()) - known:
         parser.error(f"--models must be of {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}")
     options.context, options.new_tokens = (8, 6) if options.smoke else (CONTEXT, NEW_TOKENS)
-    options.cases = [(b, t, size) for b in BATCHES for t in TEMPERATURES for size in SIZES]
+    options.cases = [(b, t, size) for b in options.batch for t in TEMPERATURES for size in SIZES]
     if options.smoke:
         options.cases = [(2, 0.8, SIZES[0]), (1, 0.0, SIZES[2])]
     return options, device

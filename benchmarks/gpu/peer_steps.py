@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ def why_not(config: Any, device: torch.device) -> str | None:
     return f"not installed: {', '.join(missing)}" if missing else None
 
 
-def mamba_ssm_step(config: Any, batch: int, context: int, dtype: torch.dtype) -> Iterator[Record]:
+def mamba_ssm_step(config: Any, batch: int, context: int, dtype: torch.dtype) -> Record:
     """Time a one-token step, as its ``decode(cg=True)`` makes it less the sampling.
 
     Args:
@@ -37,7 +36,7 @@ def mamba_ssm_step(config: Any, batch: int, context: int, dtype: torch.dtype) ->
         context: committed tokens; the step does not depend on them.
         dtype: of weights and, as its decode has it, of states.
 
-    Yields:
+    Returns:
         A record with the latency, and dtype and bytes of what a step keeps and of the weights that it reads.
     """
     sizes = importlib.import_module("mamba_ssm.models.config_mamba").MambaConfig(
@@ -56,16 +55,13 @@ def mamba_ssm_step(config: Any, batch: int, context: int, dtype: torch.dtype) ->
     model = head(sizes, device=DEVICE, dtype=dtype)
     with torch.inference_mode():
         cache = generation.update_graph_cache(model, None, batch, context, context + 64)
-        yield {
-            "provider": "mamba_ssm",
-            "params": {"n": 1},
-            "weight_bytes": sum(parameter.nbytes for parameter in model.parameters()),
-            **_timed(cache, batch, context),
-        }
+        weights = sum(parameter.nbytes for parameter in model.parameters())
+        record = {"weight_bytes": weights, **_timed(cache, batch, context)}
     del model, cache
     gc.collect()
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
+    return record
 
 
 def _timed(cache: Any, batch: int, context: int) -> Record:

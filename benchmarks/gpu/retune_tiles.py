@@ -20,19 +20,21 @@ import contextlib
 import itertools
 import math
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu import cases as gpu_cases
-from benchmarks.gpu import prebuild
 from benchmarks.gpu.case import Case, copied
 from benchmarks.gpu.clock import time_graph
 from benchmarks.gpu.run import Run, command_line, device_for
 from benchmarks.gpu.suite import CACHE_BYTES
+from benchmarks.gpu.supervise import WORKERS, Supervisor, Task, shares
 from stree.bench.records import Record
 from stree.kernels import tiles
 
@@ -107,14 +109,13 @@ def measure(
 def build_share(run: Run, options: argparse.Namespace, tables: Mapping[str, Watched], share: int, count: int) -> None:
     """Launch every ``count``-th candidate, untimed, until the time is up; timing reports those that fail."""
     generator = torch.Generator(run.device).manual_seed(0)
-    for number, (case, _) in enumerate(tuned(options, run.device)):
-        first = case.make(generator)
-        for entry in [*itertools.product(*TABLES[case.op][1])][(share - number) % count :: count]:
-            if run.is_over:
-                return
-            tables[case.op].other = entry
-            with contextlib.suppress(Exception):
-                case.providers["triton"](copied(first))
+    found = (
+        (case, entry) for case, _ in tuned(options, run.device) for entry in itertools.product(*TABLES[case.op][1])
+    )
+    for case, entry in run.cases(itertools.islice(found, share, None, count), name=lambda pair: pair[0].op):
+        tables[case.op].other = entry
+        with contextlib.suppress(Exception):
+            case.providers["triton"](case.make(generator))
 
 
 def choose(records: Sequence[Record]) -> list[Record]:
@@ -165,7 +166,10 @@ def tuned(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[C
 def measure_all(run: Run, options: argparse.Namespace, tables: Mapping[str, Watched]) -> None:
     """Measure every case until the time is up; a case that fails is a record."""
     if run.device.type == "cuda":
-        run.add(prebuild.build("benchmarks.gpu.retune_tiles", builds_of(options), run.deadline))
+        task = Task("builds", (sys.executable, "-m", "benchmarks.gpu.retune_tiles", *builds_of(options)))
+        with tempfile.TemporaryDirectory() as folder:
+            supervisor = Supervisor(Path(folder, "builds.jsonl"), (time.monotonic() + run.deadline) / 2)
+            supervisor.run(shares(task, WORKERS), WORKERS)
     for case, dtype in tuned(options, run.device):
         params = {"op": case.op, "params": dict(case.params)}
         if run.is_over:
@@ -191,15 +195,16 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--all-shapes", action="store_true", help="not only the first model shape of each operation")
-    parser.add_argument("--build-share", type=int, nargs=2, help="only launch share I of N of the candidates: I N")
+    parser.add_argument("--share", type=int, nargs=2, help="only launch share I of N of the candidates: I N")
     options = parser.parse_args()
-    run = Run(device_for(parser, options, is_interpreted=True), options.minutes, options.out)
+    device = device_for(parser, options, is_interpreted=True)
+    run = Run(device, options.minutes, None if options.share else options.out, options.progress, options.first)
     tables = {op: Watched(getattr(tiles, TABLES[op][0])) for op in options.ops}
     for op, watched in tables.items():
         setattr(tiles, TABLES[op][0], watched)
     with torch.inference_mode():
-        if options.build_share:
-            build_share(run, options, tables, *options.build_share)
+        if options.share:
+            build_share(run, options, tables, *options.share)
             return 0
         measure_all(run, options, tables)
     entries = [record for record in run.records if "entry" in record]

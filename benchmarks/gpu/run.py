@@ -5,18 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
+from benchmarks.gpu.supervise import Progress
 from benchmarks.report import failure, table
 from stree.bench.records import Record, append, environment
 from stree.decode.cuda_graphs import recovering
 
 __all__ = ["Run", "command_line", "device_for"]
+
+T = TypeVar("T")
 
 
 def command_line(doc: str | None, *, out: str, minutes: float = 9.0) -> argparse.ArgumentParser:
@@ -25,6 +30,8 @@ def command_line(doc: str | None, *, out: str, minutes: float = 9.0) -> argparse
     parser.add_argument("--out", type=Path, help=out)
     parser.add_argument("--minutes", type=float, default=minutes, help="begin nothing new after this time")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, for a machine without a GPU")
+    parser.add_argument("--progress", type=Path, help="file that the names of cases are appended to as they begin")
+    parser.add_argument("--first", type=int, default=0, help="number of the case to begin at")
     return parser
 
 
@@ -54,14 +61,18 @@ class Run:
         device: that is measured.
         minutes: until the deadline.
         file: that records are appended to, or None.
+        progress: file that `benchmarks.gpu.supervise` reads, or None.
+        first: number of the case to begin at.
 
     Attributes:
         records: all records so far.
         failures: number of things that failed.
     """
 
-    def __init__(self, device: torch.device, minutes: float, file: Path | None) -> None:
-        self.device, self.file = device, file
+    def __init__(
+        self, device: torch.device, minutes: float, file: Path | None, progress: Path | None = None, first: int = 0
+    ) -> None:
+        self.device, self.file, self.progress, self.first = device, file, Progress(progress), first
         self.deadline = time.monotonic() + 60 * minutes
         self.env = environment(device)
         self.records: list[Record] = []
@@ -78,6 +89,32 @@ class Run:
         self.failures += is_failure
         if self.file:
             append(self.file, self.records[-1:])
+
+    def cases(self, cases: Iterable[T], name: Callable[[T], str] = str) -> Iterator[T]:
+        """Yield numbered cases from the first that was asked for, until the time is up.
+
+        Before each the progress file gets its name.  If the device cannot be used after a case (a CUDA error that stays
+        with the context), the process ends, and its supervisor starts another behind that case.
+        """
+        for number, case in enumerate(cases):
+            if number < self.first:
+                continue
+            if self.is_over:
+                self.add({"bench": "unfinished", "case": name(case)})
+                self.progress.end(is_over=True)
+                return
+            self.progress.begin(number, name(case))
+            yield case
+            self._end_if_device_is_lost()
+        self.progress.end(is_over=False)
+
+    def _end_if_device_is_lost(self) -> None:
+        if self.device.type == "cuda" and self.progress.path is not None:
+            try:
+                torch.cuda.synchronize(self.device)
+            except Exception as problem:  # the case's own record has its first message
+                print(f"the CUDA context is lost: {problem}", file=sys.stderr, flush=True)
+                os._exit(1)
 
     @contextmanager
     def part(self, name: str, **more: object) -> Iterator[None]:

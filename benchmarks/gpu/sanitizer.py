@@ -23,7 +23,7 @@ import torch
 
 import stree
 from benchmarks.gpu import cases
-from benchmarks.gpu import steps as gpu_steps
+from benchmarks.gpu import models as gpu_models
 from benchmarks.gpu.run import Run, command_line, device_for
 from stree.bench.records import Record
 from stree.drafters import FusedDrafter, ModelDrafter, SuffixDrafter
@@ -84,10 +84,10 @@ def launch(device: torch.device) -> int:
         for case in cases.cases(cases.SMALL, SIZES, dtype, device):
             case.providers["triton"](case.make(generator))
             count += 1
-    shapes = gpu_steps.configurations(smoke=True)
-    draft = ModelDrafter(gpu_steps.model_of(shapes["tiny-drafter"], device))
+    shapes = gpu_models.configurations(smoke=True)
+    draft = ModelDrafter(gpu_models.model_of(shapes["tiny-drafter"], device))
     for name in ("tiny-mamba2", "tiny-bamba"):
-        lm = gpu_steps.model_of(shapes[name], device)
+        lm = gpu_models.model_of(shapes[name], device)
         lm.captures_steps = False
         for temperature in (0.0, 0.8):
             for drafter in (draft, FusedDrafter(draft, SuffixDrafter())):

@@ -1,152 +1,156 @@
 """Times whole steps of a target at the shapes of published models, with random weights: verify of a tree, and commit.
 
+Run: python -m benchmarks.gpu.steps --out DIR [--models NAME ...] [--sizes 1x256 ...] [--minutes 9]
+Without a GPU: python -m benchmarks.gpu.steps --smoke, which runs tiny models, without graphs.
+
 A step starts as in the middle of a text: verify applies the deferred commit of the path of the step before, and commit
 defers its own.  Steps are timed as replays of a CUDA graph and as plain calls, beside the same graph without fused
 layers, transformers' own forward of one token, and mamba-ssm's one-token decode with its CUDA graph where it is
-installed.  Every record has the bytes that the step must move, their time at the bandwidth of a copy in the same run,
-and the ratio to one node.  Without a GPU tiny models are run, without graphs.
+installed.  Every record has the bytes that the step must move, and their time at the bandwidth of a copy in the same
+run.  Sizes of which figures are asked first come first: batch 1 and context 256 of every model; 1, 16 and 64 nodes.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import math
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, BambaConfig, Mamba2Config, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 import stree
 from benchmarks.gpu.clock import time_graph
+from benchmarks.gpu.models import DTYPES, configurations, model_of
 from benchmarks.gpu.peer_steps import mamba_ssm_step, why_not
+from benchmarks.gpu.run import Run, command_line, device_for
 from benchmarks.report import failure
 from benchmarks.shapes import binary_tree
-from benchmarks.studies.memory import published
 from stree.bench.profile import bytes_moved, copy_bandwidth
 from stree.bench.records import Record, quantiles
 from stree.decode.cuda_graphs import recovering
-from stree.models.native import config_of_native
 
-__all__ = ["DRAFTERS", "NODES", "bytes_of", "configurations", "measure", "model_of", "state_for", "step_of", "timed"]
+__all__ = ["NODES", "bytes_of", "measure", "state_for", "step_of", "timed"]
 
-DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
-NODES = (1, 4, 8, 16, 32, 64)
-PLAIN_NODES = (1, 16)  # that are timed without fused layers, too
+NODES = (1, 16, 64, 4, 8, 32)
+PLAIN_NODES = (1, 16)  # that are timed without fused layers and without a graph, too
 SIZES = ((1, 256), (8, 256), (1, 4096), (8, 4096))  # batch, tokens of context
 PATH = 3  # most nodes of a committed path
 ROOM = 512  # tokens that repeated steps may commit
-KEPT_LAYERS = {"Qwen3-Next-80B": 12}  # a quarter of the model, 40 GB, fits
-# A drafter a twentieth of the target's size, for composite figures (`end_to_end.py`).
-DRAFTERS = {"mamba2-2.7b": "mamba2-130m", "Nemotron-H-8B": "mamba2-400m", "tiny-mamba2": "tiny-drafter"}
 
 
-def configurations(smoke: bool) -> dict[str, PreTrainedConfig]:
-    """Configurations of the models: published ones, or tiny ones of the same kinds."""
-    if smoke:
-        small = Mamba2Config(num_hidden_layers=2, hidden_size=32, state_size=16, head_dim=16, num_heads=4, n_groups=1,
-                             vocab_size=64, chunk_size=16)  # fmt: skip
-        hybrid = BambaConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=32, num_attention_heads=2,
-                             num_key_value_heads=1, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=16,
-                             mamba_d_state=16, vocab_size=64, mamba_chunk_size=16)  # fmt: skip
-        drafter = Mamba2Config(num_hidden_layers=1, hidden_size=16, state_size=8, head_dim=16, num_heads=2, n_groups=1,
-                               vocab_size=64, chunk_size=16)  # fmt: skip
-        return {"tiny-mamba2": small, "tiny-drafter": drafter, "tiny-bamba": hybrid}
-    whole = published()
-    shapes = {"mamba2-2.7b": whole.pop("mamba2-2.7b"), "mamba2-130m": _mamba2(768, 24, 50277)}
-    shapes |= {"Nemotron-H-8B": whole.pop("Nemotron-H-8B"), "mamba2-400m": _mamba2(1024, 40, 131072)}
-    shapes |= {_name(name): _kept(config, KEPT_LAYERS.get(name)) for name, config in whole.items()}
-    shapes["Bamba-9B"] = BambaConfig(attn_layer_indices=[9, 18, 27])  # else the defaults, which are Bamba-9B's
-    return shapes
+@dataclass(frozen=True)
+class Step:
+    """A step to time: the model's name, batch, tokens of context, nodes, and who runs it."""
 
+    model: str
+    batch: int
+    context: int
+    n: int
+    provider: str
 
-def _mamba2(width: int, layers: int, vocab: int) -> PreTrainedConfig:
-    """Make a Mamba-2 as mamba-ssm's published ones are."""
-    return config_of_native(
-        {
-            "d_model": width, "n_layer": layers, "vocab_size": vocab, "ssm_cfg": {"layer": "Mamba2"}, "rms_norm": True,
-            "pad_vocab_size_multiple": 16, "tie_embeddings": True,
-        }
-    )  # fmt: skip
-
-
-def _name(model: str) -> str:
-    """Name of a model, with the number of layers where only a part of it is run."""
-    return f"{model}, {KEPT_LAYERS[model]} layers" if model in KEPT_LAYERS else model
-
-
-def _kept(config: PreTrainedConfig, layers: int | None) -> PreTrainedConfig:
-    """Keep the first layers of a model; None keeps all."""
-    if layers is not None:
-        config.num_hidden_layers = layers
-        config.layer_types = config.layer_types[:layers]
-    return config
+    def __str__(self) -> str:
+        """Name the case."""
+        return f"{self.model}, batch {self.batch}, context {self.context}, nodes {self.n}, {self.provider}"
 
 
 def measure(
-    device: torch.device, smoke: bool, deadline: float, names: Collection[str] | None = None,
-    sizes: Sequence[tuple[int, int]] = SIZES,
+    run: Run, smoke: bool, names: Collection[str] | None = None, sizes: Sequence[tuple[int, int]] = SIZES,
+    *, is_timed: bool = True,
 ) -> Iterator[Record]:  # fmt: skip
-    """Yield a record for every model (or those of ``names``), size and number of nodes until the time is up.
+    """Yield a record for every size, model (or those of ``names``), number of nodes and provider until the time is up.
 
-    A model or a size that fails gives a record with its problem, and the others are measured.
+    A step that fails gives a record with its problem, and the others are measured.  If not ``is_timed``, each step of
+    ours is run once without a record, so that Triton's cache holds its builds.
     """
-    bandwidth = copy_bandwidth(device)
-    for name, config in configurations(smoke).items():
-        if names is not None and name not in names:
-            continue
-        base = {
-            "bench": "step", "params": {"model": name}, "metric": "latency", "unit": "us",
-            "dtype": str(DTYPES[device.type])[6:], "bytes_per_s": bandwidth,
+    bandwidth = copy_bandwidth(run.device)
+    shapes = configurations(smoke)
+    models = [name for name in shapes if names is None or name in names]
+    cases = [
+        Step(name, batch, context, n, provider)
+        for batch, context in (((1, 8),) if smoke else sizes)
+        for name in models
+        for n, provider in (_providers(run.device) if is_timed else [(n, "eager") for n in NODES])
+    ]
+    bench = _Bench(run.device, shapes)
+    for case in run.cases(cases):
+        record: Record = {
+            "bench": "step", "metric": "latency", "unit": "us", "dtype": str(DTYPES[run.device.type])[6:],
+            "bytes_per_s": bandwidth, "provider": case.provider,
+            "params": {"model": case.model, "batch": case.batch, "context": case.context, "n": case.n},
         }  # fmt: skip
-        if time.monotonic() > deadline:
-            yield base | {"bench": "unfinished"}
-            return
-        for record in _of_model(config, device, ((1, 8),) if smoke else sizes, deadline):
-            record |= {"params": {"model": name, **record["params"]}}
-            yield base | record | _over_bound(record, bandwidth)
-            if record.get("bench") == "unfinished":
-                return
-        if device.type == "cuda":
-            gc.collect()  # what a failure left in cycles
-            torch.cuda.empty_cache()
-
-
-def _of_model(
-    config: PreTrainedConfig, device: torch.device, sizes: Sequence[tuple[int, int]], deadline: float
-) -> Iterator[Record]:
-    """Yield the records of one model; a failure is a record."""
-    try:
-        lm = model_of(config, device)
-    except Exception as problem:  # too large for this device, say
-        yield {"params": {}} | failure(problem)
-        return
-    for batch, context in sizes:
-        params, ones = {"batch": batch, "context": context}, dict[str, float]()
         try:
-            with recovering(device):
-                for record in _records(lm, config, batch, context, deadline):
-                    yield record | {"params": params | record["params"]} | _over_one_node(record, ones)
-        except Exception as problem:  # one size's failure is a finding, not the end of the others
-            yield {"params": params} | failure(problem)
+            with recovering(run.device):
+                found = bench.time(case) if is_timed else bench.run_once(case)
+        except Exception as problem:  # one step's failure is a finding, not the end of the others
+            found = failure(problem)
+        if is_timed or "problem" in found:
+            yield record | found | _over_bound(found, bandwidth)
 
 
-def model_of(config: PreTrainedConfig, device: torch.device) -> stree.TreeLM:
-    """Make a model with random weights."""
-    with torch.device(device):
-        return stree.TreeLM(AutoModelForCausalLM.from_config(config, dtype=DTYPES[device.type]))
+class _Bench:
+    """The model and the decode state that steps run on; changed where a case needs others.
 
+    Args:
+        device: where steps run.
+        shapes: configurations by model name.
+    """
 
-def _over_one_node(record: Record, ones: dict[str, float]) -> Record:
-    """Set a latency beside that of one node of the same provider, which is kept."""
-    if "p50" not in record:
+    def __init__(self, device: torch.device, shapes: dict[str, PreTrainedConfig]) -> None:
+        self.device, self.shapes = device, shapes
+        self._lm: stree.TreeLM | None = None
+        self._state: Any = None
+        self._key: tuple[str, int, int] | None = None
+
+    def time(self, case: Step) -> Record:
+        """Time a step by its provider; a step that cannot run is a record with its problem."""
+        lm, config = self._model(case), self.shapes[case.model]
+        if case.provider == "transformers":
+            return _tried(lambda: _eager(_one_token(lm, case.batch)))
+        if case.provider == "mamba_ssm":
+            reason = why_not(config, lm.device)
+            return {"unavailable": reason} if reason else mamba_ssm_step(config, case.batch, case.context, lm.dtype)
+        step, found = self._step(case), self._cost(case)
+        lm.fused_layers = case.provider != "graph, unfused"
+        try:
+            return found | (_tried(_eager, step) if case.provider == "eager" else _graph(step))
+        finally:
+            lm.fused_layers = True
+
+    def run_once(self, case: Step) -> Record:
+        """Run a step once."""
+        self._step(case)()
         return {}
-    if record["params"]["n"] == 1:
-        ones[record["provider"]] = record["p50"]
-    one = ones.get(record["provider"])
-    return {} if one is None else {"over_one_node": record["p50"] / one}
+
+    def _model(self, case: Step) -> stree.TreeLM:
+        if self._lm is None or self._key is None or self._key[0] != case.model:
+            self._lm = self._state = self._key = None
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            self._lm = model_of(self.shapes[case.model], self.device)
+        key = (case.model, case.batch, case.context)
+        if self._key != key or self._state.is_inconsistent:  # by a step that failed half way
+            self._state = None
+            self._state, self._key = state_for(self._lm, case.batch, case.context), key
+        return self._lm
+
+    def _step(self, case: Step) -> Callable[[], Any]:
+        lm = self._model(case)
+        return step_of(lm, self._state, case.n, case.context)
+
+    def _cost(self, case: Step) -> Record:
+        return {
+            "state_dtype": "float32",
+            "state_bytes": self._state.num_bytes,
+            "bytes": bytes_of(self._model(case), case.batch, case.context, case.n),
+        }
 
 
 def _over_bound(record: Record, bandwidth: float) -> Record:
@@ -157,41 +161,13 @@ def _over_bound(record: Record, bandwidth: float) -> Record:
     return {"bound_us": bound, "of_bound": bound / record["p50"]}
 
 
-def _records(lm: stree.TreeLM, config: PreTrainedConfig, batch: int, context: int, deadline: float) -> Iterator[Record]:
-    """Time trees of every size on one state, then the other providers of a one-token step."""
-    state = state_for(lm, batch, context)
-    for n in NODES:
-        record: Record = {"params": {"n": n}}
-        for provider in _providers(n, lm.device):
-            if time.monotonic() > deadline:
-                yield record | {"bench": "unfinished"}
-                return
-            if state.is_inconsistent:  # by a step that failed half way
-                state = state_for(lm, batch, context)
-            step = step_of(lm, state, n, context)
-            record |= {
-                "state_dtype": "float32",
-                "state_bytes": state.num_bytes,
-                "bytes": bytes_of(lm, batch, context, n),
-            }
-            lm.fused_layers = provider != "graph, unfused"
-            found = _tried(_eager, step) if provider == "eager" else _graph(step)
-            lm.fused_layers = True
-            yield record | {"provider": provider} | found
-    del state, step
-    yield {"params": {"n": 1}, "provider": "transformers"} | _tried(lambda: _eager(_one_token(lm, batch)))
-    reason = why_not(config, lm.device)
-    if reason is None:
-        yield from mamba_ssm_step(config, batch, context, lm.dtype)
-    else:
-        yield {"params": {"n": 1}, "provider": "mamba_ssm", "unavailable": reason}
-
-
-def _providers(n: int, device: torch.device) -> tuple[str, ...]:
-    """Name the ways to run a step of so many nodes."""
+def _providers(device: torch.device) -> list[tuple[int, str]]:
+    """List nodes and the ways to run a step of so many; what is compared with one node comes right after it."""
     if device.type != "cuda":
-        return ("eager",)
-    return ("eager", "graph", "graph, unfused") if n in PLAIN_NODES else ("eager", "graph")
+        return [(n, "eager") for n in NODES] + [(1, "transformers"), (1, "mamba_ssm")]
+    graphs = [(n, "graph") for n in NODES[:3]] + [(1, "transformers"), (1, "mamba_ssm")]
+    graphs += [(n, "graph") for n in NODES[3:]]
+    return graphs + [(n, provider) for provider in ("graph, unfused", "eager") for n in PLAIN_NODES]
 
 
 def step_of(lm: stree.TreeLM, state: Any, n: int, context: int) -> Callable[[], Any]:
@@ -279,3 +255,42 @@ def _tried(measure: Callable[..., Record], *args: Any) -> Record:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return failure(problem)
+
+
+def main() -> int:
+    """Measure the models that were asked for, and print the table last."""
+    parser = command_line(__doc__, out="folder for gpu_steps.jsonl")
+    parser.add_argument("--models", nargs="+", help="names of configurations; all if not given")
+    parser.add_argument("--sizes", nargs="+", type=_size, default=SIZES, help="batch and context, as 1x256")
+    parser.add_argument("--build", action="store_true", help="only run each step once, untimed")
+    options = parser.parse_args()
+    device = device_for(parser, options)
+    known = configurations(options.smoke)
+    if unknown := set(options.models or ()) - known.keys():
+        parser.error(f"--models must be of {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    run = Run(device, options.minutes, options.out and options.out / "gpu_steps.jsonl", options.progress, options.first)
+    for record in measure(run, options.smoke, options.models, options.sizes, is_timed=not options.build):
+        run.add(record, is_failure="problem" in record)
+    titles = ["model", "batch", "context", "nodes", "provider", "us", "bound / it"]
+    return run.report("gpu_steps", titles, _rows(run.records), records=len(run.records))
+
+
+def _size(text: str) -> tuple[int, int]:
+    try:
+        batch, context = map(int, text.split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be BATCHxCONTEXT, as 1x256, got {text}") from None
+    return batch, context
+
+
+def _rows(records: Sequence[Record]) -> Iterator[list[str]]:
+    """Lines of the table of timed steps."""
+    for record in records:
+        if "p50" in record:
+            params = [str(value) for value in record["params"].values()]
+            share = f"{record['of_bound']:.2f}" if "of_bound" in record else "-"
+            yield [*params, record["provider"], f"{record['p50']:.0f}", share]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

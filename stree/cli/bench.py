@@ -171,8 +171,6 @@ def _kernels(arguments: argparse.Namespace) -> int:
         sys.executable,
         "-m",
         "benchmarks.gpu.suite",
-        "--parts",
-        "kernels",
         "--out",
         str(arguments.out.resolve()),
     ]

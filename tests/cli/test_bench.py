@@ -88,7 +88,7 @@ def test_kernel_benches_are_those_of_the_gpu_suite(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(subprocess, "run", run)
     assert main(["bench", "kernels", "--smoke", "--out", str(tmp_path)]) == 3
-    assert commands[0][1:] == ["-m", "benchmarks.gpu.suite", "--parts", "kernels", "--out", str(tmp_path), "--smoke"]
+    assert commands[0][1:] == ["-m", "benchmarks.gpu.suite", "--out", str(tmp_path), "--smoke"]
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,9 +40,14 @@ def rows(*records: dict[str, Any]) -> list[list[str]]:
 
 
 MET: list[tuple[list[dict[str, Any]], list[tuple[str, str]]]] = [
-    ([step(n=16, over_one_node=1.15)], [("verify of 16 nodes / one-token step", "met")]),
-    ([step(n=64, over_one_node=1.4)], [("verify of 64 nodes / one-token step", "missed")]),
-    ([step(n=64, over_one_node=1.4, params={"batch": 8})], []),
+    ([step(), step(n=16, p50=115.0)], [("verify of 16 nodes / one-token step", "met")]),
+    ([step(), step(n=64, p50=140.0)], [("verify of 64 nodes / one-token step", "missed")]),
+    ([step(n=64, p50=140.0)], []),
+    ([step(n=1, params={"batch": 8}), step(n=64, p50=140.0, params={"batch": 8})], []),
+    ([{"bench": "test", "outcome": "passed"}, {"bench": "text", "outcome": "passed"}],
+     [("what failed", "met"), ("what failed", "met")]),
+    ([{"bench": "test", "outcome": "failed"}], [("what failed", "missed")]),
+    ([{"bench": "fault", "fault": "timed out, 60 s"}], [("what failed", "missed")]),
     ([step(), step(provider="mamba_ssm", p50=99.0)], [("our one-token step / mamba-ssm's", "missed")]),
     ([kernel("triton", 3.0), kernel("sglang", 9.0)],
      [("what failed", "met"), ("gated delta tree kernel / sequential snapshots, 32 nodes", "met")]),
@@ -69,7 +74,7 @@ def test_a_line_names_its_place_and_its_interval() -> None:
     tree = whole("b", "calibrated:16x4", is_best=True, over_chain=[1.3, 1.2, 1.4], over_plain=[2.5, 2.1, 2.9])
     assert rows(tree)[0][1:4] == [">= 1.25", "mamba2-2.7b, batch 1, T 0, calibrated:16x4", "1.300 [1.200, 1.400]"]
     assert rows(loop())[0][1:4] == ["<= 0.05", "Nemotron-H-8B, batch 8, Calibrated 64, T 0.8", "0.000"]
-    assert rows(step(n=16, over_one_node=1.1))[0][2] == "mamba2-2.7b, batch 1, context 256"
+    assert rows(step(), step(n=16))[0][2] == "mamba2-2.7b, batch 1, context 256"
 
 
 def test_the_command_reads_what_the_others_wrote(
@@ -77,8 +82,8 @@ def test_the_command_reads_what_the_others_wrote(
 ) -> None:
     sanitized = {"bench": "sanitizer", "tool": "memcheck", "errors": 0}
     records = step(of_bound=0.8), loop(), whole("a", "auto", over_plain=[1, 1, 1]), sanitized
-    for name, record in zip(gpu_bars.FILES, records, strict=True):
-        (tmp_path / name).write_text(json.dumps(record) + "\n", encoding="utf-8")
+    for number, record in enumerate(records):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["bars", str(tmp_path)])
     assert gpu_bars.main() == 0
     lines = capsys.readouterr().out.splitlines()

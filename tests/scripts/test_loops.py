@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,8 @@ from helpers.cuda_graph_tape import TapeRecorder
 from helpers.on_device import treat_as_on_device
 
 from benchmarks.gpu import loops
-from benchmarks.gpu import steps as gpu_steps
+from benchmarks.gpu import models as gpu_models
+from benchmarks.gpu.run import Run
 from stree.bench.records import read
 from stree.decode import step_cache as step_cache
 
@@ -31,7 +31,7 @@ def options(**changes: Any) -> Any:
 
 
 def measured(**changes: Any) -> list[Any]:
-    return list(loops.measure(CPU, options(**changes), time.monotonic() + 600))
+    return list(loops.measure(Run(CPU, 10.0, None), options(**changes)))
 
 
 def test_the_bench_runs_at_tiny_sizes(
@@ -64,10 +64,11 @@ def test_a_size_or_a_model_that_fails_is_a_record_and_the_others_are_measured(mo
     cases = [(1, 0.0, (None, 0)), *options().cases[:1]]
     failed, found = measured(cases=cases)
     assert "budget" in failed["problem"] and failed["params"]["budget"] == 0 and found["step_ms"] > 0
-    monkeypatch.setattr(gpu_steps, "model_of", lambda *_: 1 / 0)
-    (failed,) = measured()
+    monkeypatch.setattr(gpu_models, "model_of", lambda *_: 1 / 0)
+    failed, _ = measured()
     assert failed["problem"].startswith("ZeroDivisionError") and failed["params"]["model"] == "tiny-mamba2"
 
 
 def test_when_the_time_is_up_no_other_size_begins() -> None:
-    assert [record["is_unfinished"] for record in loops.measure(CPU, options(), 0.0)] == [True]
+    run = Run(CPU, -1.0, None)
+    assert not list(loops.measure(run, options())) and [record["bench"] for record in run.records] == ["unfinished"]
