@@ -1,7 +1,8 @@
-"""Random numbers, draws and the MATCH walk in Triton: two launches whatever the trees, and no synchronisation.
+"""Random numbers, draws and the MATCH walk in Triton: three launches whatever the trees, and no synchronisation.
 
-A program of the first launch draws the token of one node from its logits or its distribution; a program of the second
-follows one tree.  Sums over a distribution are sums of integers, so the order of summation does not change them.
+A program of the first launch reads one block of a vocabulary, a program of the second draws the token of one node, a
+program of the third follows one tree.  Sums over a distribution are sums of integers, so the order of summation does
+not change them.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, no-any-return, untyped-decorator"
@@ -22,7 +23,7 @@ from stree.kernels.topology import Topology
 __all__ = ["choice", "draw_distinct", "match_accept", "philox_uniform", "uniform_of", "walk"]
 
 MAX_VOCAB = 1 << 20
-BLOCK = 4096  # of a vocabulary in one pass
+BLOCK = 4096  # of a vocabulary in one program
 
 
 @triton.jit
@@ -52,37 +53,76 @@ def philox_kernel(
 
 
 @triton.jit
+def row_of(base_ptr, row, stride, ALIGNED: tl.constexpr):
+    """Point at a row of a vocabulary; ALIGNED: by 16 bytes, which Triton would otherwise infer from n."""
+    found = base_ptr + row.to(tl.int64) * stride
+    if ALIGNED:
+        found = tl.multiple_of(found, 16)
+    return found
+
+
+@triton.jit
+def end_of(vocab, ALIGNED: tl.constexpr):
+    """Return the size of a vocabulary, for ALIGNED rows in a form that lets masked loads be 16 bytes wide."""
+    return vocab // 8 * 8 if ALIGNED else vocab
+
+
+@triton.jit
 def _weights(dist_ptr, index, vocab, UNITS: tl.constexpr):
     """Load weights of a distribution as integers; the product is exact, so a fused multiply-add changes nothing."""
     probs = tl.load(dist_ptr + index, index < vocab, 0.0).to(tl.float64)
     return (probs * UNITS + 0.5).to(tl.int64)
 
 
+@triton.jit
+def _scores(score_ptr, index, is_token):
+    """Load logits in float32, NaN as -inf."""
+    score = tl.load(score_ptr + index, is_token, float("-inf")).to(tl.float32)
+    return tl.where(score == score, score, float("-inf"))
+
+
+@triton.jit
+def _first_best(score, index, vocab):
+    """Find the least index of the largest score."""
+    return tl.min(tl.where(score == tl.max(score, 0), index, vocab), 0)
+
+
+@triton.jit(do_not_specialize=["vocab", "stride_b", "stride_r"], do_not_specialize_on_alignment=["score_ptr"])
+def blocks_kernel(
+    score_ptr, block_ptr, vocab, stride_b, stride_r,
+    GREEDY: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Sum the weights of one block of a row, or find its best token; grid (rows, blocks, batch)."""
+    row, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    score_ptr = row_of(score_ptr + batch * stride_b, row, stride_r, ALIGNED)
+    vocab = end_of(vocab, ALIGNED)
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    if GREEDY:
+        found = _first_best(_scores(score_ptr, index, index < vocab), index, vocab).to(tl.int64)
+    else:
+        found = tl.sum(_weights(score_ptr, index, vocab, UNITS), 0)
+    tl.store(block_ptr + (batch * tl.num_programs(0) + row) * tl.num_programs(1) + block, found)
+
+
 @triton.jit(
-    do_not_specialize=["n", "vocab", "stride_score_b", "stride_score_n"],
+    do_not_specialize=["n", "vocab", "blocks", "stride_score_b", "stride_score_n"],
     do_not_specialize_on_alignment=["score_ptr"],
 )
 def draw_kernel(
-    score_ptr, uniform_ptr, depths_ptr, sequences_ptr, positions_ptr, key_ptr, drawn_ptr,
-    n, vocab, stride_score_b, stride_score_n,
+    score_ptr, block_ptr, uniform_ptr, depths_ptr, sequences_ptr, positions_ptr, key_ptr, drawn_ptr,
+    n, vocab, blocks, stride_score_b, stride_score_n,
     GREEDY: tl.constexpr, PURPOSE: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Draw one token: the argmax, or by a given number or that of a counter; grid (nodes, batch)."""
     node = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
-    score_ptr += batch * stride_score_b + node * stride_score_n
-    if ALIGNED:  # with strides of n rows Triton would build anew for n = 16, 32, ...
-        score_ptr = tl.multiple_of(score_ptr, 16)
-    lane = tl.arange(0, BLOCK)
+    score_ptr = row_of(score_ptr + batch * stride_score_b, node, stride_score_n, ALIGNED)
+    vocab = end_of(vocab, ALIGNED)
+    block = tl.arange(0, BLOCKS)
+    sums = tl.load(block_ptr + (batch * n + node) * blocks + block, block < blocks, 0)
     if GREEDY:
-        best = tl.full((BLOCK,), float("-inf"), tl.float32)
-        where = lane
-        for start in range(0, vocab, BLOCK):
-            score = tl.load(score_ptr + start + lane, start + lane < vocab, float("-inf")).to(tl.float32)
-            where = tl.where(score > best, start + lane, where)
-            best = tl.maximum(best, score)
-        token = tl.min(tl.where(best == tl.max(best, 0), where, vocab), 0)  # of equals the first
+        token = _first_best(_scores(score_ptr, sums, block < blocks), sums, vocab)  # of equals the first
     else:
         if uniform_ptr is not None:
             number = tl.load(uniform_ptr + batch * n + node)
@@ -90,16 +130,11 @@ def draw_kernel(
             position = tl.load(positions_ptr + batch) + tl.load(depths_ptr + batch * n + node) + 1
             sequence = tl.load(sequences_ptr + batch)
             number = uniform_of(position, sequence, PURPOSE, position * 0, tl.load(key_ptr + batch))
-        block = tl.arange(0, BLOCKS)
-        sums = tl.zeros((BLOCKS,), tl.int64)
-        for start in range(0, vocab, BLOCK):
-            part = tl.sum(_weights(score_ptr, start + lane, vocab, UNITS), 0)
-            sums = tl.where(block == start // BLOCK, part, sums)
         total = tl.sum(sums, 0)
         target = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
         found = tl.sum((tl.cumsum(sums, 0) <= target).to(tl.int32), 0)
         before = tl.sum(tl.where(block < found, sums, 0), 0)
-        inside = tl.cumsum(_weights(score_ptr, found * BLOCK + lane, vocab, UNITS), 0)
+        inside = tl.cumsum(_weights(score_ptr, found * BLOCK + tl.arange(0, BLOCK), vocab, UNITS), 0)
         token = found * BLOCK + tl.sum((inside + before <= target).to(tl.int32), 0)
     tl.store(drawn_ptr + batch * n + node, tl.minimum(token, vocab - 1).to(tl.int64))
 
@@ -109,6 +144,7 @@ def draw_kernel(
         "rows",
         "count",
         "vocab",
+        "blocks",
         "least",
         "stride_dist_b",
         "stride_dist_r",
@@ -118,24 +154,20 @@ def draw_kernel(
     do_not_specialize_on_alignment=["dist_ptr", "uniform_ptr"],
 )
 def distinct_kernel(
-    dist_ptr, uniform_ptr, tokens_ptr, probs_ptr, rows, count, vocab, least,
+    dist_ptr, block_ptr, uniform_ptr, tokens_ptr, probs_ptr, rows, count, vocab, blocks, least,
     stride_dist_b, stride_dist_r, stride_uniform_b, stride_uniform_r,
     UNITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Draw tokens of one distribution one after the other, each from what is left of it; grid (rows, batch)."""
     batch = tl.program_id(1).to(tl.int64)
     place = batch * rows + tl.program_id(0)
-    dist_ptr += batch * stride_dist_b + tl.program_id(0).to(tl.int64) * stride_dist_r
+    dist_ptr = row_of(dist_ptr + batch * stride_dist_b, tl.program_id(0), stride_dist_r, ALIGNED)
+    vocab = end_of(vocab, ALIGNED)
     uniform_ptr += batch * stride_uniform_b + tl.program_id(0).to(tl.int64) * stride_uniform_r
-    if ALIGNED:
-        dist_ptr = tl.multiple_of(dist_ptr, 16)
     lane = tl.arange(0, BLOCK)
     block = tl.arange(0, BLOCKS)
     order = tl.arange(0, COUNT)
-    sums = tl.zeros((BLOCKS,), tl.int64)  # of the weights that are left, by block
-    for start in range(0, vocab, BLOCK):
-        part = tl.sum(_weights(dist_ptr, start + lane, vocab, UNITS), 0)
-        sums = tl.where(block == start // BLOCK, part, sums)
+    sums = tl.load(block_ptr + place * blocks + block, block < blocks, 0)  # of the weights that are left
     total = tl.sum(sums, 0)
     crumbs = total.to(tl.float64) * least
     drawn = tl.full((COUNT,), -1, tl.int64)
@@ -213,7 +245,7 @@ def philox_uniform(position: Tensor, sequence: Tensor, node: Tensor, *, seed: in
 
 def choice(probs: Tensor, uniform: Tensor) -> Tensor:
     """Draw one index from each distribution; see `stree.kernels.ops`."""
-    drawn = _draw("choice", probs.reshape(-1, 1, probs.shape[-1]), uniform=uniform.contiguous())
+    drawn = _draw("choice", probs.reshape(1, -1, probs.shape[-1]), uniform=uniform.contiguous())
     return drawn.view(uniform.shape)
 
 
@@ -221,24 +253,15 @@ def draw_distinct(dist: Tensor, uniform: Tensor, *, least: float) -> tuple[Tenso
     """Draw without replacement from each distribution; see `stree.kernels.ops`."""
     batch, rows, vocab = dist.shape
     count = uniform.shape[2]
-    check_kernel_dtypes("draw_distinct", dist=dist)
-    check_limit("draw_distinct", "a vocabulary", vocab, MAX_VOCAB)
-    check_inner("dist", dist)
     tokens, probs = dist.new_empty(uniform.shape, dtype=torch.int64), dist.new_empty(uniform.shape)
     if count:
         numbers = uniform if uniform.stride(2) == 1 else uniform.contiguous()
+        blocks, constants = _blocks("draw_distinct", dist)
         distinct_kernel[(rows, batch)](
-            dist, numbers, tokens, probs, rows, count, vocab, least,
-            *dist.stride()[:2], *numbers.stride()[:2],
-            **distinct_constants(vocab, count, aligned=is_aligned(dist)), num_warps=8,
+            dist, blocks, numbers, tokens, probs, rows, count, vocab, blocks.shape[2], least,
+            *dist.stride()[:2], *numbers.stride()[:2], UNITS=UNITS, **constants, COUNT=padded(count, 1), num_warps=8,
         )  # fmt: skip
     return tokens, probs
-
-
-def distinct_constants(vocab: int, count: int, *, aligned: bool = True) -> dict[str, Any]:
-    """List the compile-time constants of draws without replacement; ahead-of-time builds take theirs from here too."""
-    constants = draw_constants(vocab, greedy=False, aligned=aligned)
-    return {name: constants[name] for name in ("UNITS", "BLOCK", "BLOCKS", "ALIGNED")} | {"COUNT": padded(count, 1)}
 
 
 def match_accept(
@@ -278,32 +301,47 @@ def _draw(
 ) -> Tensor:
     """Launch the draw of one token from every row of [batch, n, vocab]; without numbers or a seed, the argmax."""
     batch, n, vocab = scores.shape
-    check_kernel_dtypes(op, scores=scores)
-    check_limit(op, "a vocabulary", vocab, MAX_VOCAB)
-    check_inner("scores", scores)
+    is_greedy = uniform is None and seed is None
+    blocks, constants = _blocks(op, scores, is_greedy=is_greedy)
     drawn = torch.empty(batch, n, dtype=torch.int64, device=scores.device)
     draw_kernel[(n, batch)](
-        scores, uniform, depths,
+        scores, blocks, uniform, depths,
         None if sequences is None else sequences.contiguous(), None if positions is None else positions.contiguous(),
-        None if seed is None else keys_of(seed, drawn), drawn, n, vocab, *scores.stride()[:2],
-        **draw_constants(vocab, greedy=uniform is None and seed is None, aligned=is_aligned(scores)), num_warps=8,
+        None if seed is None else keys_of(seed, drawn), drawn, n, vocab, blocks.shape[2], *scores.stride()[:2],
+        GREEDY=is_greedy, PURPOSE=TARGET, UNITS=UNITS, **constants, num_warps=8,
     )  # fmt: skip
     return drawn
 
 
-def draw_constants(vocab: int, *, greedy: bool, aligned: bool = True) -> dict[str, Any]:
-    """List the compile-time constants of a draw; ahead-of-time builds take theirs from here too."""
+def _blocks(op: str, scores: Tensor, *, is_greedy: bool = False) -> tuple[Tensor, dict[str, Any]]:
+    """Launch the sums of the blocks of every row, or their best tokens; return them and what later launches share.
+
+    Returns:
+        int64[batch, rows, blocks] and constants.
+    """
+    check_kernel_dtypes(op, scores=scores)
+    check_limit(op, "a vocabulary", scores.shape[2], MAX_VOCAB)
+    check_inner("scores", scores)
+    batch, rows, vocab = scores.shape
+    constants = block_constants(vocab, is_aligned(scores))
+    blocks = torch.empty(batch, rows, -(-vocab // constants["BLOCK"]), dtype=torch.int64, device=scores.device)
+    blocks_kernel[(rows, blocks.shape[2], batch)](
+        scores, blocks, vocab, *scores.stride()[:2], GREEDY=is_greedy, UNITS=UNITS,
+        BLOCK=constants["BLOCK"], ALIGNED=constants["ALIGNED"], num_warps=8,
+    )  # fmt: skip
+    return blocks, constants
+
+
+def block_constants(vocab: int, aligned: bool) -> dict[str, Any]:
+    """List the compile-time constants of kernels that split a vocabulary."""
     block = min(BLOCK, padded(vocab))
-    return {
-        "GREEDY": greedy, "PURPOSE": TARGET, "UNITS": UNITS, "BLOCK": block, "BLOCKS": padded(-(-vocab // block)),
-        "ALIGNED": aligned,
-    }  # fmt: skip
+    return {"BLOCK": block, "BLOCKS": padded(-(-vocab // block)), "ALIGNED": aligned}
 
 
 def is_aligned(scores: Tensor) -> bool:
-    """Whether every row begins at a multiple of 16 bytes; a matter of the vocabulary, not of the tree."""
+    """Whether every row begins at a multiple of 16 bytes and has a multiple of 8 tokens: a matter of the vocabulary."""
     places = (scores.data_ptr(), *(stride * scores.itemsize for stride in scores.stride()[:2]))
-    return all(place % 16 == 0 for place in places)
+    return scores.shape[-1] % 8 == 0 and all(place % 16 == 0 for place in places)
 
 
 def keys_of(seed: int | Tensor, like: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ def test_no_layer_of_a_tree_asks_for_a_build_of_its_own(monkeypatch: pytest.Monk
         return seen
 
     first = keys(1, 4)
-    assert [name for name, _ in first] == ["distinct_kernel"]
+    assert [name for name, _ in first] == ["blocks_kernel", "distinct_kernel"]
     assert keys(16, 3) == first == keys(17, 4)
     assert keys(1, 4, 5000) != first
 
@@ -363,7 +363,7 @@ def test_no_tree_of_a_generation_asks_for_a_build_of_its_own(
 ) -> None:
     sampling = Sampling(temperature)
     first = keys_of(monkeypatch, 7, vocab, sampling)
-    assert [name for name, _ in first] == ["draw_kernel", "walk_kernel"]
+    assert [name for name, _ in first] == ["blocks_kernel", "draw_kernel", "walk_kernel"]
     for n, batch in ((1, 1), (16, 1), (2, 8), (16, 16)):
         assert keys_of(monkeypatch, n, vocab, sampling, batch) == first
     assert keys_of(monkeypatch, 17, vocab, sampling) != first, "a wider walk is another build, and its key shows it"
