@@ -5,7 +5,7 @@ the path, then overwrite the rows that it came from: no other program reads them
 projection left them, with any strides over batch and nodes.
 """
 
-# mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="assignment, no-untyped-call, no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
