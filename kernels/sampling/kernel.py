@@ -9,21 +9,17 @@ not change them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from stree.kernels.sampling.blocks import blocks_of, end_of, first_best, row_of, scores_of, weights_of
 from stree.kernels.sampling.reference import TARGET, UNITS, MatchedPath
-from stree.kernels.tiles import MAX_NODES, check_inner, check_kernel_dtypes, check_limit, padded
+from stree.kernels.tiles import MAX_NODES, check_limit, padded
 from stree.kernels.topology import Topology
 
 __all__ = ["choice", "draw_distinct", "match_accept", "philox_uniform", "uniform_of", "walk"]
-
-MAX_VOCAB = 1 << 20
-BLOCK = 4096  # of a vocabulary in one program
 
 
 @triton.jit
@@ -52,58 +48,6 @@ def philox_kernel(
     tl.store(out_ptr + index, uniform_of(position, sequence, purpose, node, key), inside)
 
 
-@triton.jit
-def row_of(base_ptr, row, stride, ALIGNED: tl.constexpr):
-    """Point at a row of a vocabulary; ALIGNED: by 16 bytes, which Triton would otherwise infer from n."""
-    found = base_ptr + row.to(tl.int64) * stride
-    if ALIGNED:
-        found = tl.multiple_of(found, 16)
-    return found
-
-
-@triton.jit
-def end_of(vocab, ALIGNED: tl.constexpr):
-    """Return the size of a vocabulary, for ALIGNED rows in a form that lets masked loads be 16 bytes wide."""
-    return vocab // 8 * 8 if ALIGNED else vocab
-
-
-@triton.jit
-def _weights(dist_ptr, index, vocab, UNITS: tl.constexpr):
-    """Load weights of a distribution as integers; the product is exact, so a fused multiply-add changes nothing."""
-    probs = tl.load(dist_ptr + index, index < vocab, 0.0).to(tl.float64)
-    return (probs * UNITS + 0.5).to(tl.int64)
-
-
-@triton.jit
-def _scores(score_ptr, index, is_token):
-    """Load logits in float32, NaN as -inf."""
-    score = tl.load(score_ptr + index, is_token, float("-inf")).to(tl.float32)
-    return tl.where(score == score, score, float("-inf"))
-
-
-@triton.jit
-def _first_best(score, index, vocab):
-    """Find the least index of the largest score."""
-    return tl.min(tl.where(score == tl.max(score, 0), index, vocab), 0)
-
-
-@triton.jit(do_not_specialize=["vocab", "stride_b", "stride_r"], do_not_specialize_on_alignment=["score_ptr"])
-def blocks_kernel(
-    score_ptr, block_ptr, vocab, stride_b, stride_r,
-    GREEDY: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Sum the weights of one block of a row, or find its best token; grid (rows, blocks, batch)."""
-    row, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    score_ptr = row_of(score_ptr + batch * stride_b, row, stride_r, ALIGNED)
-    vocab = end_of(vocab, ALIGNED)
-    index = block * BLOCK + tl.arange(0, BLOCK)
-    if GREEDY:
-        found = _first_best(_scores(score_ptr, index, index < vocab), index, vocab).to(tl.int64)
-    else:
-        found = tl.sum(_weights(score_ptr, index, vocab, UNITS), 0)
-    tl.store(block_ptr + (batch * tl.num_programs(0) + row) * tl.num_programs(1) + block, found)
-
-
 @triton.jit(
     do_not_specialize=["n", "vocab", "blocks", "stride_score_b", "stride_score_n"],
     do_not_specialize_on_alignment=["score_ptr"],
@@ -122,7 +66,7 @@ def draw_kernel(
     block = tl.arange(0, BLOCKS)
     sums = tl.load(block_ptr + (batch * n + node) * blocks + block, block < blocks, 0)
     if GREEDY:
-        token = _first_best(_scores(score_ptr, sums, block < blocks), sums, vocab)  # of equals the first
+        token = first_best(scores_of(score_ptr, sums, block < blocks), sums, vocab)  # of equals the first
     else:
         if uniform_ptr is not None:
             number = tl.load(uniform_ptr + batch * n + node)
@@ -134,7 +78,7 @@ def draw_kernel(
         target = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
         found = tl.sum((tl.cumsum(sums, 0) <= target).to(tl.int32), 0)
         before = tl.sum(tl.where(block < found, sums, 0), 0)
-        inside = tl.cumsum(_weights(score_ptr, found * BLOCK + tl.arange(0, BLOCK), vocab, UNITS), 0)
+        inside = tl.cumsum(weights_of(score_ptr, found * BLOCK + tl.arange(0, BLOCK), vocab, UNITS), 0)
         token = found * BLOCK + tl.sum((inside + before <= target).to(tl.int32), 0)
     tl.store(drawn_ptr + batch * n + node, tl.minimum(token, vocab - 1).to(tl.int64))
 
@@ -178,7 +122,7 @@ def distinct_kernel(
         before = tl.sum(tl.where(block < found, sums, 0), 0)
         index = found * BLOCK + lane
         is_gone = tl.max((index[:, None] == drawn[None, :]).to(tl.int32), 1) != 0
-        weights = tl.where(is_gone, 0, _weights(dist_ptr, index, vocab, UNITS))
+        weights = tl.where(is_gone, 0, weights_of(dist_ptr, index, vocab, UNITS))
         inside = tl.sum((tl.cumsum(weights, 0) + before <= target).to(tl.int32), 0)
         token = tl.minimum(found * BLOCK + inside, vocab - 1)
         probs = tl.load(dist_ptr + token)
@@ -256,7 +200,7 @@ def draw_distinct(dist: Tensor, uniform: Tensor, *, least: float) -> tuple[Tenso
     tokens, probs = dist.new_empty(uniform.shape, dtype=torch.int64), dist.new_empty(uniform.shape)
     if count:
         numbers = uniform if uniform.stride(2) == 1 else uniform.contiguous()
-        blocks, constants = _blocks("draw_distinct", dist)
+        blocks, constants = blocks_of("draw_distinct", dist)
         distinct_kernel[(rows, batch)](
             dist, blocks, numbers, tokens, probs, rows, count, vocab, blocks.shape[2], least,
             *dist.stride()[:2], *numbers.stride()[:2], UNITS=UNITS, **constants, COUNT=padded(count, 1), num_warps=8,
@@ -302,7 +246,7 @@ def _draw(
     """Launch the draw of one token from every row of [batch, n, vocab]; without numbers or a seed, the argmax."""
     batch, n, vocab = scores.shape
     is_greedy = uniform is None and seed is None
-    blocks, constants = _blocks(op, scores, is_greedy=is_greedy)
+    blocks, constants = blocks_of(op, scores, is_greedy=is_greedy)
     drawn = torch.empty(batch, n, dtype=torch.int64, device=scores.device)
     draw_kernel[(n, batch)](
         scores, blocks, uniform, depths,
@@ -311,37 +255,6 @@ def _draw(
         GREEDY=is_greedy, PURPOSE=TARGET, UNITS=UNITS, **constants, num_warps=8,
     )  # fmt: skip
     return drawn
-
-
-def _blocks(op: str, scores: Tensor, *, is_greedy: bool = False) -> tuple[Tensor, dict[str, Any]]:
-    """Launch the sums of the blocks of every row, or their best tokens; return them and what later launches share.
-
-    Returns:
-        int64[batch, rows, blocks] and constants.
-    """
-    check_kernel_dtypes(op, scores=scores)
-    check_limit(op, "a vocabulary", scores.shape[2], MAX_VOCAB)
-    check_inner("scores", scores)
-    batch, rows, vocab = scores.shape
-    constants = block_constants(vocab, is_aligned(scores))
-    blocks = torch.empty(batch, rows, -(-vocab // constants["BLOCK"]), dtype=torch.int64, device=scores.device)
-    blocks_kernel[(rows, blocks.shape[2], batch)](
-        scores, blocks, vocab, *scores.stride()[:2], GREEDY=is_greedy, UNITS=UNITS,
-        BLOCK=constants["BLOCK"], ALIGNED=constants["ALIGNED"], num_warps=8,
-    )  # fmt: skip
-    return blocks, constants
-
-
-def block_constants(vocab: int, aligned: bool) -> dict[str, Any]:
-    """List the compile-time constants of kernels that split a vocabulary."""
-    block = min(BLOCK, padded(vocab))
-    return {"BLOCK": block, "BLOCKS": padded(-(-vocab // block)), "ALIGNED": aligned}
-
-
-def is_aligned(scores: Tensor) -> bool:
-    """Whether every row begins at a multiple of 16 bytes and has a multiple of 8 tokens: a matter of the vocabulary."""
-    places = (scores.data_ptr(), *(stride * scores.itemsize for stride in scores.stride()[:2]))
-    return scores.shape[-1] % 8 == 0 and all(place % 16 == 0 for place in places)
 
 
 def keys_of(seed: int | Tensor, like: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree.kernels.sampling.kernel import block_constants, end_of, is_aligned, row_of
+from stree.kernels.sampling.blocks import block_constants, end_of, is_aligned, row_of
 
 __all__ = ["probs", "probs_and_norms"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stree.kernels.sampling.kernel import end_of, row_of
+from stree.kernels.sampling.blocks import end_of, row_of
 
 # Rows of int32 a sequence, one entry a node.
 WHEN = tl.constexpr(0)  # wave of a drafted node's test, -2 of others

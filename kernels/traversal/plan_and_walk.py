@@ -7,7 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stree.kernels.sampling.kernel import end_of, row_of, uniform_of, walk
+from stree.kernels.sampling.blocks import end_of, row_of
+from stree.kernels.sampling.kernel import uniform_of, walk
 from stree.kernels.traversal.node_tests import (
     AFTER,
     AT,

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 
 from stree.kernels.sampling import reference, softmax
 from stree.kernels.sampling import softmax_kernel as kernels
-from stree.kernels.sampling.kernel import BLOCK
+from stree.kernels.sampling.blocks import BLOCK
 from stree.sampling import Sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
