@@ -19,7 +19,9 @@ MAX_ATTENTION_HEADDIMS = (576, 512)  # of keys and of values
 MAX_DELTA_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# (nodes padded to a power of two, float32 rows) -> (most headdim, most dstate in a tile, warps, stages).
+# (nodes padded to a power of two, float32 rows) -> (most headdim, most dstate in a tile, warps, stages).  At 64 nodes
+# 8 warps take over 60,000 registers, all of an SM: with tiles of 32 the 80 heads of mamba2-2.7b would be 160 programs,
+# two waves on 132 SMs of nearly as many instructions each.
 _SSD: dict[tuple[int, bool], tuple[int, int, int, int]] = {
     (16, False): (64, 32, 4, 2),
     (32, False): (64, 32, 4, 2),
@@ -70,8 +72,10 @@ class SsdTile:
         )
 
 
-# nodes in a pass -> (most channels, warps, stages); 16 nodes by 64 channels are 8 elements a thread.
-_CONV: dict[int, tuple[int, int, int]] = dict.fromkeys((1, 2, 4, 8, 16), (64, 4, 1))
+# nodes in a pass -> (most channels, warps, stages); at most 16 elements a thread.
+_CONV: dict[int, tuple[int, int, int]] = dict.fromkeys((1, 2, 4, 8, 16), (64, 4, 1)) | dict.fromkeys(
+    (32, 64), (32, 4, 1)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +96,8 @@ class ConvTile:
 
     @classmethod
     def of(cls, rows: int, channels: int) -> ConvTile:
-        """Choose a tile of at most 16 nodes."""
-        nodes = min(16, padded(rows, 1))
+        """Choose a tile of at most 64 nodes."""
+        nodes = min(64, padded(rows, 1))
         most, warps, stages = _CONV[nodes]
         return cls(nodes, min(most, padded(channels, 1)), warps, stages)
 

@@ -5,7 +5,7 @@ the path, then overwrite the rows that it came from: no other program reads them
 projection left them, with any strides over batch and nodes.
 """
 
-# mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="assignment, no-untyped-call, no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -58,35 +58,38 @@ def conv_kernel(
         x_ptr += batch * stride_x_b
         if KEEP:
             stash_ptr += batch * stride_stash_b
+        weights, past = (), ()  # of the channels: read once, whatever the nodes
+        for k in tl.static_range(WIDTH):
+            weights += (tl.load(weight_ptr + c * stride_weight_c + k, inside, 0.0).to(tl.float32),)
+        for k in tl.static_range(WIDTH - 1):
+            past += (tl.load(window_ptr + c * (WIDTH - 1) + k, inside, 0.0).to(tl.float32),)
+        bias = tl.zeros((BLOCK_C,), tl.float32)
+        if bias_ptr is not None:
+            bias += tl.load(bias_ptr + c, inside, 0.0).to(tl.float32)
         for start in range(first, n, BLOCK_N):
             node = start + tl.arange(0, BLOCK_N)
             asked = node < n
-            total = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
-            if bias_ptr is not None:
-                total += tl.load(bias_ptr + c, inside, 0.0).to(tl.float32)[None, :]
+            mask = asked[:, None] & inside[None, :]
+            total = tl.zeros((BLOCK_N, BLOCK_C), tl.float32) + bias[None, :]
             for tap in tl.static_range(WIDTH):
                 place = tl.load(index_ptr + (batch * n + node) * WIDTH + tap, asked, 0).to(tl.int32) - (WIDTH - 1)
                 is_new = (asked & (place >= new_from))[:, None] & inside[None, :]
-                value = tl.load(x_ptr + (place - new_from)[:, None] * stride_x_n + c[None, :], is_new, 0.0)
-                value = value.to(y_ptr.dtype.element_ty).to(tl.float32)
+                own = tl.load(x_ptr + (place - new_from)[:, None] * stride_x_n + c[None, :], is_new, 0.0)
+                own = own.to(y_ptr.dtype.element_ty)
+                value = own.to(tl.float32)
                 if KNOWN:
                     known = (asked & (place >= 0) & (place < new_from))[:, None] & inside[None, :]
                     value += tl.load(stash_ptr + place[:, None] * stride_stash_n + c[None, :], known, 0.0).to(
                         tl.float32
                     )
-                if WIDTH > 1:
-                    before = (asked & (place < 0))[:, None] & inside[None, :]
-                    past_ptr = window_ptr + c[None, :] * (WIDTH - 1) + (place + WIDTH - 1)[:, None]
-                    value += tl.load(past_ptr, before, 0.0).to(tl.float32)
-                weight = tl.load(weight_ptr + c * stride_weight_c + tap, inside, 0.0).to(tl.float32)
-                total += value * weight[None, :]
+                for slot in tl.static_range(tap, WIDTH - 1):  # no tap reaches further into the window
+                    value = tl.where((place == slot - (WIDTH - 1))[:, None], past[slot][None, :], value)
+                total += value * weights[tap][None, :]
             if SILU:
                 total = total / (1.0 + tl.exp(-total))
-            mask = asked[:, None] & inside[None, :]
             tl.store(y_ptr + (batch * (n - first) + node - first)[:, None] * channels + c[None, :], total, mask)
-            if KEEP:
-                new = tl.load(x_ptr + (node - new_from)[:, None] * stride_x_n + c[None, :], mask, 0.0)
-                tl.store(stash_ptr + node[:, None] * stride_stash_n + c[None, :], new, mask)
+            if KEEP:  # the last tap is the node itself
+                tl.store(stash_ptr + node[:, None] * stride_stash_n + c[None, :], own, mask)
 
 
 def tree_conv1d(

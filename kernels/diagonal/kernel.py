@@ -161,9 +161,11 @@ def diagonal_kernel(
                 if SELECTIVE:
                     row = tl.maximum(node - new_from, 0) if KNOWN else node
                     key = tl.load(B_ptr + (row * stride_B_n + s), is_state, 0.0)
-                    if KNOWN:
-                        known = tl.load(stash_B_ptr + (node * stride_stash_B_n + s), is_state, 0.0)
-                        key = tl.where(node < new_from, known, key)
+                    if KNOWN:  # of new rows the first program writes the stash meanwhile
+                        is_known = s < tl.where(node < new_from, DSTATE, 0)
+                        key = tl.where(
+                            is_known, tl.load(stash_B_ptr + (node * stride_stash_B_n + s), is_known, 0.0), key
+                        )
                     keys += (key,)
                     queries += (tl.load(C_ptr + (row * stride_C_n + s), is_state, 0.0),)
             for k in tl.static_range(AHEAD):

@@ -49,12 +49,12 @@ def experts_up_kernel(
     SHARE: tl.constexpr, CHANNELS: tl.constexpr, INNER: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Run some inner channels of one expert for all its rows; grid (blocks of inner channels, pairs)."""
-    pair = tl.program_id(1)
+    """Run some inner channels of one expert for all its rows; grid (pairs, blocks of inner channels)."""
+    pair = tl.program_id(0)
     expert = tl.load(index_ptr + pair)
     members, count, first = _members(index_ptr, expert, pairs, ROWS, 0, CHUNK)
     if first == pair:  # the first pair of an expert works for all of them
-        inner = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inner = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         within = inner < INNER
         halves: tl.constexpr = 2 if GATED else 1
         weight_ptr = up_ptr + expert.to(tl.int64) * (halves * INNER * CHANNELS) + inner[:, None] * CHANNELS
@@ -89,12 +89,12 @@ def experts_down_kernel(
     CHANNELS: tl.constexpr, INNER: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Compute some channels of one expert's outputs, weighted, for all its rows; grid (blocks of channels, pairs)."""
-    pair = tl.program_id(1)
+    """Compute some channels of one expert's outputs, weighted, for all its rows; grid (pairs, blocks of channels)."""
+    pair = tl.program_id(0)
     expert = tl.load(index_ptr + pair)
     members, count, first = _members(index_ptr, expert, pairs, ROWS, 0, CHUNK)
     if first == pair:
-        channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         within = channel < CHANNELS
         weight_ptr = down_ptr + expert.to(tl.int64) * (CHANNELS * INNER) + channel[:, None] * INNER
         row = tl.arange(0, ROWS)
@@ -116,9 +116,9 @@ def experts_down_kernel(
 
 @triton.jit
 def experts_sum_kernel(parts_ptr, y_ptr, SHARE: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up what a row's experts gave; grid (blocks of channels, rows)."""
-    row = tl.program_id(1).to(tl.int64)
-    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Add up what a row's experts gave; grid (rows, blocks of channels)."""
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(SHARE):
@@ -145,12 +145,12 @@ def experts(
         "CHANNELS": channels, "INNER": inner, "ROWS": tile.rows, "BLOCK": tile.block, "DEPTH": tile.depth,
         "CHUNK": tile.chunk, "WIDE": interpreted(), "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
-    experts_up_kernel[(-(-inner // tile.block), pairs)](
+    experts_up_kernel[(pairs, -(-inner // tile.block))](
         x, index, up, hidden, pairs, stride, SHARE=share, GATED=gated, KIND=activation, **common
     )
-    experts_down_kernel[(-(-channels // tile.block), pairs)](hidden, index, weights, down, parts, pairs, **common)
+    experts_down_kernel[(pairs, -(-channels // tile.block))](hidden, index, weights, down, parts, pairs, **common)
     block = PointwiseTile()
-    experts_sum_kernel[(-(-channels // block.channels), rows)](
+    experts_sum_kernel[(rows, -(-channels // block.channels))](
         parts, y, SHARE=share, CHANNELS=channels, BLOCK=block.channels, num_warps=block.warps
     )
     return y

@@ -81,9 +81,9 @@ def gated_activation_kernel(
     gate_ptr, up_ptr, y_ptr, channels, stride_gate_row, stride_up_row, scale,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write act(scale gate) up for some channels of a row; grid (blocks of channels, rows)."""
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Write act(scale gate) up for some channels of a row; grid (rows, blocks of channels)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < channels
     gate = tl.load(gate_ptr + row * stride_gate_row + column, inside, 0.0).to(tl.float32) * scale
     y = activated(gate, KIND)
@@ -159,7 +159,7 @@ def gated_activation(gate: Tensor, up: Tensor | None, *, activation: str, scale:
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     channels, tile = gate.shape[-1], PointwiseTile()
     (rows, stride), (factors, factor_stride) = as_rows(gate), (None, 0) if up is None else as_rows(up)
-    gated_activation_kernel[(-(-channels // tile.channels), len(rows))](
+    gated_activation_kernel[(len(rows), -(-channels // tile.channels))](
         rows, factors, y, channels, stride, factor_stride, float(scale),
         KIND=activation, BLOCK=tile.channels, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

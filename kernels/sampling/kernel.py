@@ -1,28 +1,25 @@
-"""Random numbers, draws and the MATCH walk in Triton: two launches whatever the trees, and no synchronisation.
+"""Random numbers, draws and the MATCH walk in Triton: three launches whatever the trees, and no synchronisation.
 
-A program of the first launch draws the token of one node from its logits or its distribution; a program of the second
-follows one tree.  Sums over a distribution are sums of integers, so the order of summation does not change them.
+A program of the first launch reads one block of a vocabulary, a program of the second draws the token of one node, a
+program of the third follows one tree.  Sums over a distribution are sums of integers, so the order of summation does
+not change them.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, no-any-return, untyped-decorator"
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from stree.kernels.sampling.blocks import blocks_of, end_of, first_best, row_of, scores_of, weights_of
 from stree.kernels.sampling.reference import TARGET, UNITS, MatchedPath
-from stree.kernels.tiles import MAX_NODES, check_inner, check_kernel_dtypes, check_limit, padded
+from stree.kernels.tiles import MAX_NODES, check_limit, padded
 from stree.kernels.topology import Topology
 
 __all__ = ["choice", "draw_distinct", "match_accept", "philox_uniform", "uniform_of", "walk"]
-
-MAX_VOCAB = 1 << 20
-BLOCK = 4096  # of a vocabulary in one pass
 
 
 @triton.jit
@@ -51,38 +48,25 @@ def philox_kernel(
     tl.store(out_ptr + index, uniform_of(position, sequence, purpose, node, key), inside)
 
 
-@triton.jit
-def _weights(dist_ptr, index, vocab, UNITS: tl.constexpr):
-    """Load weights of a distribution as integers; the product is exact, so a fused multiply-add changes nothing."""
-    probs = tl.load(dist_ptr + index, index < vocab, 0.0).to(tl.float64)
-    return (probs * UNITS + 0.5).to(tl.int64)
-
-
 @triton.jit(
-    do_not_specialize=["n", "vocab", "stride_score_b", "stride_score_n"],
+    do_not_specialize=["n", "vocab", "blocks", "stride_score_b", "stride_score_n"],
     do_not_specialize_on_alignment=["score_ptr"],
 )
 def draw_kernel(
-    score_ptr, uniform_ptr, depths_ptr, sequences_ptr, positions_ptr, key_ptr, drawn_ptr,
-    n, vocab, stride_score_b, stride_score_n,
+    score_ptr, block_ptr, uniform_ptr, depths_ptr, sequences_ptr, positions_ptr, key_ptr, drawn_ptr,
+    n, vocab, blocks, stride_score_b, stride_score_n,
     GREEDY: tl.constexpr, PURPOSE: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Draw one token: the argmax, or by a given number or that of a counter; grid (nodes, batch)."""
     node = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
-    score_ptr += batch * stride_score_b + node * stride_score_n
-    if ALIGNED:  # with strides of n rows Triton would build anew for n = 16, 32, ...
-        score_ptr = tl.multiple_of(score_ptr, 16)
-    lane = tl.arange(0, BLOCK)
+    score_ptr = row_of(score_ptr + batch * stride_score_b, node, stride_score_n, ALIGNED)
+    vocab = end_of(vocab, ALIGNED)
+    block = tl.arange(0, BLOCKS)
+    sums = tl.load(block_ptr + (batch * n + node) * blocks + block, block < blocks, 0)
     if GREEDY:
-        best = tl.full((BLOCK,), float("-inf"), tl.float32)
-        where = lane
-        for start in range(0, vocab, BLOCK):
-            score = tl.load(score_ptr + start + lane, start + lane < vocab, float("-inf")).to(tl.float32)
-            where = tl.where(score > best, start + lane, where)
-            best = tl.maximum(best, score)
-        token = tl.min(tl.where(best == tl.max(best, 0), where, vocab), 0)  # of equals the first
+        token = first_best(scores_of(score_ptr, sums, block < blocks), sums, vocab)  # of equals the first
     else:
         if uniform_ptr is not None:
             number = tl.load(uniform_ptr + batch * n + node)
@@ -90,16 +74,11 @@ def draw_kernel(
             position = tl.load(positions_ptr + batch) + tl.load(depths_ptr + batch * n + node) + 1
             sequence = tl.load(sequences_ptr + batch)
             number = uniform_of(position, sequence, PURPOSE, position * 0, tl.load(key_ptr + batch))
-        block = tl.arange(0, BLOCKS)
-        sums = tl.zeros((BLOCKS,), tl.int64)
-        for start in range(0, vocab, BLOCK):
-            part = tl.sum(_weights(score_ptr, start + lane, vocab, UNITS), 0)
-            sums = tl.where(block == start // BLOCK, part, sums)
         total = tl.sum(sums, 0)
         target = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
         found = tl.sum((tl.cumsum(sums, 0) <= target).to(tl.int32), 0)
         before = tl.sum(tl.where(block < found, sums, 0), 0)
-        inside = tl.cumsum(_weights(score_ptr, found * BLOCK + lane, vocab, UNITS), 0)
+        inside = tl.cumsum(weights_of(score_ptr, found * BLOCK + tl.arange(0, BLOCK), vocab, UNITS), 0)
         token = found * BLOCK + tl.sum((inside + before <= target).to(tl.int32), 0)
     tl.store(drawn_ptr + batch * n + node, tl.minimum(token, vocab - 1).to(tl.int64))
 
@@ -109,6 +88,7 @@ def draw_kernel(
         "rows",
         "count",
         "vocab",
+        "blocks",
         "least",
         "stride_dist_b",
         "stride_dist_r",
@@ -118,24 +98,20 @@ def draw_kernel(
     do_not_specialize_on_alignment=["dist_ptr", "uniform_ptr"],
 )
 def distinct_kernel(
-    dist_ptr, uniform_ptr, tokens_ptr, probs_ptr, rows, count, vocab, least,
+    dist_ptr, block_ptr, uniform_ptr, tokens_ptr, probs_ptr, rows, count, vocab, blocks, least,
     stride_dist_b, stride_dist_r, stride_uniform_b, stride_uniform_r,
     UNITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Draw tokens of one distribution one after the other, each from what is left of it; grid (rows, batch)."""
     batch = tl.program_id(1).to(tl.int64)
     place = batch * rows + tl.program_id(0)
-    dist_ptr += batch * stride_dist_b + tl.program_id(0).to(tl.int64) * stride_dist_r
+    dist_ptr = row_of(dist_ptr + batch * stride_dist_b, tl.program_id(0), stride_dist_r, ALIGNED)
+    vocab = end_of(vocab, ALIGNED)
     uniform_ptr += batch * stride_uniform_b + tl.program_id(0).to(tl.int64) * stride_uniform_r
-    if ALIGNED:
-        dist_ptr = tl.multiple_of(dist_ptr, 16)
     lane = tl.arange(0, BLOCK)
     block = tl.arange(0, BLOCKS)
     order = tl.arange(0, COUNT)
-    sums = tl.zeros((BLOCKS,), tl.int64)  # of the weights that are left, by block
-    for start in range(0, vocab, BLOCK):
-        part = tl.sum(_weights(dist_ptr, start + lane, vocab, UNITS), 0)
-        sums = tl.where(block == start // BLOCK, part, sums)
+    sums = tl.load(block_ptr + place * blocks + block, block < blocks, 0)  # of the weights that are left
     total = tl.sum(sums, 0)
     crumbs = total.to(tl.float64) * least
     drawn = tl.full((COUNT,), -1, tl.int64)
@@ -146,7 +122,7 @@ def distinct_kernel(
         before = tl.sum(tl.where(block < found, sums, 0), 0)
         index = found * BLOCK + lane
         is_gone = tl.max((index[:, None] == drawn[None, :]).to(tl.int32), 1) != 0
-        weights = tl.where(is_gone, 0, _weights(dist_ptr, index, vocab, UNITS))
+        weights = tl.where(is_gone, 0, weights_of(dist_ptr, index, vocab, UNITS))
         inside = tl.sum((tl.cumsum(weights, 0) + before <= target).to(tl.int32), 0)
         token = tl.minimum(found * BLOCK + inside, vocab - 1)
         probs = tl.load(dist_ptr + token)
@@ -213,7 +189,7 @@ def philox_uniform(position: Tensor, sequence: Tensor, node: Tensor, *, seed: in
 
 def choice(probs: Tensor, uniform: Tensor) -> Tensor:
     """Draw one index from each distribution; see `stree.kernels.ops`."""
-    drawn = _draw("choice", probs.reshape(-1, 1, probs.shape[-1]), uniform=uniform.contiguous())
+    drawn = _draw("choice", probs.reshape(1, -1, probs.shape[-1]), uniform=uniform.contiguous())
     return drawn.view(uniform.shape)
 
 
@@ -221,24 +197,15 @@ def draw_distinct(dist: Tensor, uniform: Tensor, *, least: float) -> tuple[Tenso
     """Draw without replacement from each distribution; see `stree.kernels.ops`."""
     batch, rows, vocab = dist.shape
     count = uniform.shape[2]
-    check_kernel_dtypes("draw_distinct", dist=dist)
-    check_limit("draw_distinct", "a vocabulary", vocab, MAX_VOCAB)
-    check_inner("dist", dist)
     tokens, probs = dist.new_empty(uniform.shape, dtype=torch.int64), dist.new_empty(uniform.shape)
     if count:
         numbers = uniform if uniform.stride(2) == 1 else uniform.contiguous()
+        blocks, constants = blocks_of("draw_distinct", dist)
         distinct_kernel[(rows, batch)](
-            dist, numbers, tokens, probs, rows, count, vocab, least,
-            *dist.stride()[:2], *numbers.stride()[:2],
-            **distinct_constants(vocab, count, aligned=is_aligned(dist)), num_warps=8,
+            dist, blocks, numbers, tokens, probs, rows, count, vocab, blocks.shape[2], least,
+            *dist.stride()[:2], *numbers.stride()[:2], UNITS=UNITS, **constants, COUNT=padded(count, 1), num_warps=8,
         )  # fmt: skip
     return tokens, probs
-
-
-def distinct_constants(vocab: int, count: int, *, aligned: bool = True) -> dict[str, Any]:
-    """List the compile-time constants of draws without replacement; ahead-of-time builds take theirs from here too."""
-    constants = draw_constants(vocab, greedy=False, aligned=aligned)
-    return {name: constants[name] for name in ("UNITS", "BLOCK", "BLOCKS", "ALIGNED")} | {"COUNT": padded(count, 1)}
 
 
 def match_accept(
@@ -278,32 +245,16 @@ def _draw(
 ) -> Tensor:
     """Launch the draw of one token from every row of [batch, n, vocab]; without numbers or a seed, the argmax."""
     batch, n, vocab = scores.shape
-    check_kernel_dtypes(op, scores=scores)
-    check_limit(op, "a vocabulary", vocab, MAX_VOCAB)
-    check_inner("scores", scores)
+    is_greedy = uniform is None and seed is None
+    blocks, constants = blocks_of(op, scores, is_greedy=is_greedy)
     drawn = torch.empty(batch, n, dtype=torch.int64, device=scores.device)
     draw_kernel[(n, batch)](
-        scores, uniform, depths,
+        scores, blocks, uniform, depths,
         None if sequences is None else sequences.contiguous(), None if positions is None else positions.contiguous(),
-        None if seed is None else keys_of(seed, drawn), drawn, n, vocab, *scores.stride()[:2],
-        **draw_constants(vocab, greedy=uniform is None and seed is None, aligned=is_aligned(scores)), num_warps=8,
+        None if seed is None else keys_of(seed, drawn), drawn, n, vocab, blocks.shape[2], *scores.stride()[:2],
+        GREEDY=is_greedy, PURPOSE=TARGET, UNITS=UNITS, **constants, num_warps=8,
     )  # fmt: skip
     return drawn
-
-
-def draw_constants(vocab: int, *, greedy: bool, aligned: bool = True) -> dict[str, Any]:
-    """List the compile-time constants of a draw; ahead-of-time builds take theirs from here too."""
-    block = min(BLOCK, padded(vocab))
-    return {
-        "GREEDY": greedy, "PURPOSE": TARGET, "UNITS": UNITS, "BLOCK": block, "BLOCKS": padded(-(-vocab // block)),
-        "ALIGNED": aligned,
-    }  # fmt: skip
-
-
-def is_aligned(scores: Tensor) -> bool:
-    """Whether every row begins at a multiple of 16 bytes; a matter of the vocabulary, not of the tree."""
-    places = (scores.data_ptr(), *(stride * scores.itemsize for stride in scores.stride()[:2]))
-    return all(place % 16 == 0 for place in places)
 
 
 def keys_of(seed: int | Tensor, like: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Probabilities of logits at a temperature, with the norms of the distributions where they cost no pass of their own.
 
-Where Triton is used both are one launch, one program a row; elsewhere, in float64 and beyond MAX_VOCAB tokens
-probabilities are those of `stree.kernels.sampling.reference`, the specification.  Nothing reads the device; greedy
-decoding, top-k and top-p belong to the caller.
+Where Triton is used both are two launches, a program for a block of a row; elsewhere, in float64 and beyond MAX_VOCAB
+tokens probabilities are those of `stree.kernels.sampling.reference`, the specification.  Nothing reads the device;
+greedy decoding, top-k and top-p belong to the caller.
 """
 
 from __future__ import annotations

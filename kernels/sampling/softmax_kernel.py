@@ -1,72 +1,85 @@
-"""Softmax of logits and its norms in Triton: one launch, two reads of the logits and one write of the probabilities."""
+"""Softmax of logits and its norms in Triton: two launches, each of one program for every block of a vocabulary.
+
+How a row is split depends on its vocabulary alone, so its probabilities are the same in any batch.
+"""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree.kernels.sampling.kernel import is_aligned
-from stree.kernels.tiles import padded
+from stree.kernels.sampling.blocks import block_constants, end_of, is_aligned, row_of
 
-__all__ = ["probs", "probs_and_norms", "probs_constants", "probs_warps"]
+__all__ = ["probs", "probs_and_norms"]
 
-BLOCK = 8192  # of a vocabulary in one pass
+
+@triton.jit
+def _quotients(
+    logit_ptr, temperature_ptr, scale, row, batch, index, vocab, stride_t, stride_b, stride_r, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """Load logits of a row and divide them by its temperature."""
+    if temperature_ptr is not None:
+        scale = tl.div_rn(1.0, tl.load(temperature_ptr + batch * stride_t).to(tl.float32))
+    logit_ptr = row_of(logit_ptr + batch * stride_b, row, stride_r, ALIGNED)
+    return tl.load(logit_ptr + index, index < vocab, float("-inf")).to(tl.float32) * scale
 
 
 @triton.jit(
-    do_not_specialize=[
-        "scale",
-        "rows",
-        "stride_t",
-        "stride_logit_b",
-        "stride_logit_r",
-        "stride_probs_b",
-        "stride_probs_r",
-    ],
+    do_not_specialize=["scale", "vocab", "stride_t", "stride_b", "stride_r"],
+    do_not_specialize_on_alignment=["logit_ptr"],
+)
+def masses_kernel(
+    logit_ptr, part_ptr, temperature_ptr, scale, vocab, stride_t, stride_b, stride_r,
+    BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Find one block's maximum m and its sums of e^(x - m) and e^2(x - m); grid (rows, blocks, batch)."""
+    row, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    blocks = tl.num_programs(1)
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    score = _quotients(
+        logit_ptr, temperature_ptr, scale, row, batch, index, end_of(vocab, ALIGNED), stride_t, stride_b, stride_r,
+        ALIGNED,
+    )  # fmt: skip
+    best = tl.maximum(tl.max(score, 0), -3.4028234663852886e38)
+    share = tl.exp(score - best)
+    part_ptr += (batch * tl.num_programs(0) + row) * 3 * blocks + block
+    tl.store(part_ptr, best)
+    tl.store(part_ptr + blocks, tl.sum(share, 0))
+    tl.store(part_ptr + 2 * blocks, tl.sum(share * share, 0))
+
+
+@triton.jit(
+    do_not_specialize=["scale", "vocab", "stride_t", "stride_b", "stride_r", "stride_probs_b", "stride_probs_r"],
     do_not_specialize_on_alignment=["logit_ptr", "probs_ptr", "norm_ptr"],
 )
 def probs_kernel(
-    logit_ptr, probs_ptr, norm_ptr, temperature_ptr, scale, rows, vocab, stride_t, stride_logit_b,
-    stride_logit_r, stride_probs_b, stride_probs_r, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    logit_ptr, part_ptr, probs_ptr, norm_ptr, temperature_ptr, scale, vocab, stride_t, stride_b, stride_r,
+    stride_probs_b, stride_probs_r, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the softmax of one row of logits at a temperature, and its norm if asked; grid (rows, batch)."""
-    row = tl.program_id(0).to(tl.int64)
-    batch = tl.program_id(1).to(tl.int64)
-    logit_ptr += batch * stride_logit_b + row * stride_logit_r
-    probs_ptr += batch * stride_probs_b + row * stride_probs_r
-    if ALIGNED:  # as in `draw_kernel`
-        logit_ptr = tl.multiple_of(logit_ptr, 16)
-        probs_ptr = tl.multiple_of(probs_ptr, 16)
-    if temperature_ptr is not None:
-        scale = tl.div_rn(1.0, tl.load(temperature_ptr + batch * stride_t).to(tl.float32))
-    lane = tl.arange(0, BLOCK)
-    # Every lane has a maximum and a sum of its own; one exponential serves whichever of the two is to be scaled.
-    best = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)
-    mass = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, vocab, BLOCK):
-        index = start + lane
-        score = tl.load(logit_ptr + index, index < vocab, float("-inf")).to(tl.float32) * scale
-        gap = score - best
-        share = tl.exp(-tl.abs(gap))
-        mass = tl.where(gap > 0, mass * share + 1.0, mass + share)
-        best = tl.maximum(best, score)
+    """Write one block of a row's softmax, and the row's norm if asked; grid (rows, blocks, batch)."""
+    row, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    blocks = tl.num_programs(1)
+    vocab = end_of(vocab, ALIGNED)
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    score = _quotients(
+        logit_ptr, temperature_ptr, scale, row, batch, index, vocab, stride_t, stride_b, stride_r, ALIGNED
+    )
+    place = batch * tl.num_programs(0) + row
+    part = tl.arange(0, BLOCKS)
+    part_ptr += place * 3 * blocks + part
+    best = tl.load(part_ptr, part < blocks, -3.4028234663852886e38)
     top = tl.max(best, 0)
-    inverse = tl.div_rn(1.0, tl.sum(mass * tl.exp(best - top), 0))
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, vocab, BLOCK):
-        index = start + lane
-        score = tl.load(logit_ptr + index, index < vocab, float("-inf")).to(tl.float32) * scale
-        probs = tl.exp(score - top) * inverse
-        tl.store(probs_ptr + index, probs, index < vocab)
-        squares += probs * probs
+    share = tl.exp(best - top)
+    inverse = tl.div_rn(1.0, tl.sum(tl.load(part_ptr + blocks, part < blocks, 0.0) * share, 0))
+    probs_ptr = row_of(probs_ptr + batch * stride_probs_b, row, stride_probs_r, ALIGNED)
+    tl.store(probs_ptr + index, tl.exp(score - top) * inverse, index < vocab)
     if norm_ptr is not None:
-        tl.store(norm_ptr + batch * rows + row, tl.sqrt_rn(tl.sum(squares, 0)))
+        squares = tl.sum(tl.load(part_ptr + 2 * blocks, part < blocks, 0.0) * (share * share), 0)
+        tl.store(norm_ptr + place, tl.sqrt_rn(squares) * inverse, block == 0)
 
 
 def probs(logits: Tensor, temperature: float | Tensor, out: Tensor | None) -> Tensor:
@@ -85,7 +98,7 @@ def probs_and_norms(logits: Tensor, temperature: float | Tensor, out: Tensor | N
 
 
 def _launch(logits: Tensor, temperature: float | Tensor, out: Tensor, norms: Tensor | None) -> None:
-    """Launch a program for every row of [batch, rows, vocab] or [rows, vocab]."""
+    """Launch the programs for the blocks of every row of [batch, rows, vocab] or [rows, vocab]."""
     # Every row of a matrix has its own temperature: it is a batch entry.
     batch_dim = 1 if isinstance(temperature, Tensor) else 0
     logits, out = (tensor if tensor.dim() == 3 else tensor.unsqueeze(batch_dim) for tensor in (logits, out))
@@ -95,20 +108,12 @@ def _launch(logits: Tensor, temperature: float | Tensor, out: Tensor, norms: Ten
         return
     of_rows = temperature if isinstance(temperature, Tensor) else None
     stride, scale = (0, 1 / temperature) if of_rows is None else (of_rows.stride(0), 1.0)
-    constants = probs_constants(vocab, aligned=is_aligned(logits) and is_aligned(out))
+    constants = block_constants(vocab, is_aligned(logits) and is_aligned(out))
+    block, aligned = constants["BLOCK"], constants["ALIGNED"]
+    parts = out.new_empty(batch, rows, 3, -(-vocab // block))
+    grid, given = (rows, parts.shape[3], batch), (of_rows, scale, vocab, stride, *logits.stride()[:2])
+    # Quotients are rounded before their maximum is taken off.
+    options = {"num_warps": max(1, block // 512), "enable_fp_fusion": False}
     with torch.cuda.device_of(logits):  # Triton launches on the current device, wherever the tensors are
-        probs_kernel[(rows, batch)](
-            logits, out, norms, of_rows, scale, rows, vocab, stride, *logits.stride()[:2],
-            *out.stride()[:2], **constants, num_warps=probs_warps(constants["BLOCK"]),
-            enable_fp_fusion=False,  # quotients are rounded before their maximum is taken off
-        )  # fmt: skip
-
-
-def probs_constants(vocab: int, *, aligned: bool = True) -> dict[str, Any]:
-    """List the compile-time constants of a softmax; ahead-of-time builds take theirs from here too."""
-    return {"BLOCK": min(BLOCK, padded(vocab)), "ALIGNED": aligned}
-
-
-def probs_warps(block: int) -> int:
-    """Choose warps so that a thread holds 16 tokens of a block, above 512 tokens."""
-    return max(1, block // 512)
+        masses_kernel[grid](logits, parts, *given, BLOCK=block, ALIGNED=aligned, **options)
+        probs_kernel[grid](logits, parts, out, norms, *given, *out.stride()[:2], **constants, **options)

@@ -67,7 +67,7 @@ def columns_kernel(
     column = _columns(path_ptr, own_ptr, tl.maximum(tl.minimum(place - lead, m - 1), 0), place <= m, lead)
     tl.store(full_ptr + row * (m + 1) + place, tl.where(place < lead, 0, column), place <= m)
     tl.store(count_ptr + row, tl.where(is_live, length + lead - is_unrun.to(tl.int32), 0))
-    tl.store(leaf_ptr + row, tl.load(tokens_ptr + row * stride_t + last), is_unrun)
+    tl.store(leaf_ptr + row, tl.load(tokens_ptr + row * stride_t + last, is_unrun, 0), is_unrun)
     tl.store(has_leaf_ptr + row, is_unrun.to(tl.int8), is_live)
 
 

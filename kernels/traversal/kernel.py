@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.kernels.sampling.kernel import MAX_VOCAB, is_aligned, keys_of
+from stree.kernels.sampling.blocks import MAX_VOCAB, is_aligned
+from stree.kernels.sampling.kernel import keys_of
 from stree.kernels.sampling.reference import TARGET, UNITS
 from stree.kernels.tiles import MAX_NODES, check_inner, check_limit, padded
 from stree.kernels.traversal import node_tests, plan_and_walk

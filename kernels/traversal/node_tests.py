@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stree.kernels.sampling.blocks import end_of, row_of
+
 # Rows of int32 a sequence, one entry a node.
 WHEN = tl.constexpr(0)  # wave of a drafted node's test, -2 of others
 RANK = tl.constexpr(1)  # elder siblings
@@ -38,15 +40,6 @@ STATE_ROWS = tl.constexpr(10)
 
 NOTHING = tl.constexpr(1e-20)  # of a distribution: taken for rounding, as in `operands`
 TINY = tl.constexpr(1.2e-38)  # a divisor that keeps 0 / 0 at 0; the smallest normal float32
-
-
-@triton.jit
-def row_of(base_ptr, row, stride, ALIGNED: tl.constexpr):
-    """Point at a row of a vocabulary; ALIGNED: by 16 bytes, which Triton would otherwise infer from n."""
-    found = base_ptr + row.to(tl.int64) * stride
-    if ALIGNED:
-        found = tl.multiple_of(found, 16)
-    return found
 
 
 @triton.jit
@@ -92,14 +85,12 @@ def _settle(
     stays = was & (total <= NOTHING)
     scale, factor = tl.where(stays, 1.0, scale), tl.where(stays, 0.0, factor)
     besides = tl.where(stays, 0.0, besides)
-    tl.store(state_ptr + SCALE * NODES + node, scale, stays)
-    tl.store(state_ptr + FACTOR * NODES + node, factor, stays)
-    tl.store(state_ptr + BESIDES * NODES + node, besides, stays)
     # The elder sibling that was tested in the wave before, of those nodes that have one.
     place = wave - 1 - (when - rank)
     follows = (place >= 0) & (place < rank)
     elder = tl.load(plan_ptr + LISTED * NODES + tl.load(plan_ptr + FIRST * NODES + node) + place, follows, 0)
     left = tl.load(state_ptr + AT * NODES + node)
+    inverse, below = tl.load(state_ptr + INVERSE * NODES + node), tl.load(state_ptr + BELOW * NODES + node)
     takes = tl.gather(factor, elder, 0)
     probs = left * 0.0
     if probs_ptr is not None:
@@ -108,6 +99,10 @@ def _settle(
     is_token = tl.gather(token, elder, 0) == token
     taken = _take(left, tl.gather(scale, elder, 0), takes, probs, tl.gather(besides, elder, 0), is_token)
     left = tl.where(follows, taken, left)
+    tl.debug_barrier()  # every thread has read what is written from here on
+    tl.store(state_ptr + SCALE * NODES + node, scale, stays)
+    tl.store(state_ptr + FACTOR * NODES + node, factor, stays)
+    tl.store(state_ptr + BESIDES * NODES + node, besides, stays)
     tl.store(state_ptr + AT * NODES + node, left, follows)
     # The tests of this wave.
     now = when == wave
@@ -116,8 +111,7 @@ def _settle(
     mass_elder = tl.where(tl.gather(is_left.to(tl.int32), elder, 0) != 0, sum_elder, tl.gather(mass, elder, 0))
     held = tl.where(younger, coin_of(sum_elder, held_elder), held)
     mass = tl.where(younger, mass_elder, mass)
-    ratio = tl.div_rn(left, mass) * tl.load(state_ptr + INVERSE * NODES + node)
-    below = tl.load(state_ptr + BELOW * NODES + node)
+    ratio = tl.div_rn(left, mass) * inverse
     below = tl.where(younger, tl.minimum(held * ratio, 1.0), below)
     parent = tl.load(plan_ptr + PARENT * NODES + node)
     for _ in range(rounds):  # down the chains of first children, whose tests need no sum
@@ -155,6 +149,7 @@ def left_of(
     NODES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Compute what the first children of a node leave of its distribution, at some tokens."""
+    vocab = end_of(vocab, ALIGNED)
     left = tl.load(row_of(dist_ptr, node, stride_dist_n, ALIGNED) + index, index < vocab, 0.0).to(tl.float32)
     for place in range(count):
         child = tl.load(plan_ptr + LISTED * NODES + first + place)

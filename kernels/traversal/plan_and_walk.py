@@ -7,6 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stree.kernels.sampling.blocks import end_of, row_of
 from stree.kernels.sampling.kernel import uniform_of, walk
 from stree.kernels.traversal.node_tests import (
     AFTER,
@@ -33,7 +34,6 @@ from stree.kernels.traversal.node_tests import (
     WHEN,
     coin_of,
     left_of,
-    row_of,
     sum_parts,
 )
 
@@ -44,7 +44,7 @@ def sums_kernel(
 ):  # fmt: skip
     """Add up a block of a stored distribution in float64; grid (blocks, rows, batch)."""
     block, row, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    index = block * BLOCK + tl.arange(0, BLOCK)
+    index, vocab = block * BLOCK + tl.arange(0, BLOCK), end_of(vocab, ALIGNED)
     probs = tl.load(row_of(probs_ptr + batch * stride_b, row, stride_r, ALIGNED) + index, index < vocab, 0.0)
     place = (batch * tl.num_programs(1) + row) * tl.num_programs(0) + block
     tl.store(sums_ptr + place, tl.sum(probs.to(tl.float64), 0))

@@ -107,6 +107,7 @@ def append_kernel(
         tl.store(left_ptr + batch, left)
     column = tl.where(frontier > 0, slot // ranks + frontier, tl.load(lead_ptr + batch).to(tl.int32))
     token = tl.load(offered_ptr + batch * slots + slot, given, 0)
+    tl.debug_barrier()  # no thread reads any more what is written below
     tl.store(value_ptr + batch * count + node, value, given)
     if above_ptr is not None:
         tl.store(above_ptr + batch * count + node, column.to(tl.int64), given)

@@ -99,6 +99,7 @@ def level_kernel(
     weight = tl.load(weight_ptr + batch) + tl.sum(made * chance * (1 - chance), 0)
     weight = tl.minimum(weight, 12.0)  # reference.MOST_WEIGHT
     shift = tl.load(shift_ptr + batch) + tl.div_rn(tl.sum(made * (ratio - chance), 0), weight)
+    tl.debug_barrier()  # every thread has read what is written below
     tl.store(weight_ptr + batch, weight)
     tl.store(shift_ptr + batch, shift)
 

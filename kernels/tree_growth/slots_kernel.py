@@ -86,7 +86,7 @@ def pair_number(token, following):
 def _are_held(places_ptr, behind, before, child, inside, NUM_PLACES: tl.constexpr):
     """Whether a text holds the pairs and the triples that children would make."""
     number = pair_number(behind, child)
-    pair = tl.load(places_ptr + place_of(number, NUM_PLACES), inside, 0) != 0
+    pair = tl.load(places_ptr + place_of(number, NUM_PLACES), inside & (behind >= 0), 0) != 0
     triple_ptr = places_ptr + NUM_PLACES + place_of(before * 0x27D4EB2F + number, NUM_PLACES)
     return pair, tl.load(triple_ptr, inside & (before >= 0), 0) != 0
 

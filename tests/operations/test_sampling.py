@@ -27,7 +27,8 @@ from stree.kernels.ops import (
     match_accept,
     philox_uniform,
 )
-from stree.kernels.sampling import kernel as kernels
+from stree.kernels.sampling import blocks
+from stree.kernels.sampling.blocks import BLOCK
 from stree.kernels.sampling.kernel import draw_kernel, walk_kernel
 from stree.kernels.topology import Topology
 from stree.sampling import Random
@@ -124,7 +125,7 @@ def test_no_layer_of_a_tree_asks_for_a_build_of_its_own(monkeypatch: pytest.Monk
         return seen
 
     first = keys(1, 4)
-    assert [name for name, _ in first] == ["distinct_kernel"]
+    assert [name for name, _ in first] == ["blocks_kernel", "distinct_kernel"]
     assert keys(16, 3) == first == keys(17, 4)
     assert keys(1, 4, 5000) != first
 
@@ -176,7 +177,7 @@ def test_sums_of_a_whole_vocabulary_are_the_same_in_every_order(monkeypatch: pyt
     uniform = torch.rand(6, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(DEVICE)
     expected = choice(dist, uniform, backend="reference")
     for block in (512, 4096, 65536):
-        monkeypatch.setattr(kernels, "BLOCK", block)
+        monkeypatch.setattr(blocks, "BLOCK", block)
         assert torch.equal(choice(dist, uniform, backend="triton"), expected)
 
 
@@ -269,7 +270,7 @@ def test_a_bound_below_the_depth_cuts_the_path_and_nothing_else(backend: Backend
 
 def test_a_whole_vocabulary_of_bfloat16_logits_with_strides_is_searched() -> None:
     logits = torch.randn(2, 5, 9001, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
-    logits[0, 0, [10, 10 + kernels.BLOCK, 10 + 2 * kernels.BLOCK]] = 9.0  # equals in one lane of different passes
+    logits[0, 0, [10, 10 + BLOCK, 10 + 2 * BLOCK]] = 9.0  # equals in one lane of different passes
     tokens, parents = torch.zeros(2, 5, dtype=torch.long, device=DEVICE), torch.zeros(2, 5, dtype=torch.int32) - 1
     padded = torch.nn.functional.pad(logits, (0, 7), value=torch.inf)[..., :9001]
     walk = match_accept(tokens, parents.to(DEVICE), padded, backend="triton")
@@ -363,7 +364,7 @@ def test_no_tree_of_a_generation_asks_for_a_build_of_its_own(
 ) -> None:
     sampling = Sampling(temperature)
     first = keys_of(monkeypatch, 7, vocab, sampling)
-    assert [name for name, _ in first] == ["draw_kernel", "walk_kernel"]
+    assert [name for name, _ in first] == ["blocks_kernel", "draw_kernel", "walk_kernel"]
     for n, batch in ((1, 1), (16, 1), (2, 8), (16, 16)):
         assert keys_of(monkeypatch, n, vocab, sampling, batch) == first
     assert keys_of(monkeypatch, 17, vocab, sampling) != first, "a wider walk is another build, and its key shows it"

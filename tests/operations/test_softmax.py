@@ -1,4 +1,4 @@
-"""Softmax and its norms in one launch equal torch, for any layout of the rows.
+"""Softmax and its norms in two launches equal torch, for any layout of the rows.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_softmax.py
 """
@@ -21,12 +21,13 @@ pytest.importorskip("triton")
 
 from stree.kernels.sampling import reference, softmax
 from stree.kernels.sampling import softmax_kernel as kernels
+from stree.kernels.sampling.blocks import BLOCK
 from stree.sampling import Sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LARGEST = torch.finfo(torch.float32).max
 VOCABS = (1, 2, 16, 33, 1000)
-ONE_BLOCK, TWO_BLOCKS, THREE_BLOCKS = kernels.BLOCK, kernels.BLOCK + 1, 2 * kernels.BLOCK + 77
+ONE_BLOCK, TWO_BLOCKS, THREE_BLOCKS = BLOCK, BLOCK + 1, 2 * BLOCK + 77
 TEMPERATURES = (1e-3, 0.1, 0.8, 1.0, 1.7, 1e3)
 
 
@@ -122,11 +123,11 @@ def test_random_distributions_are_exact_to_rounding(
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of inf - inf
 def test_a_row_without_a_distribution_is_nan_and_none_beside_it() -> None:
-    logits = torch.zeros(1, 5, 2 * kernels.BLOCK, device=DEVICE)
+    logits = torch.zeros(1, 5, 2 * BLOCK, device=DEVICE)
     logits[0, 0] = -torch.inf
-    logits[0, 1, kernels.BLOCK + 3] = torch.inf
-    logits[0, 2, [5, 5 + kernels.BLOCK]] = torch.inf  # in one lane
-    logits[0, 3, kernels.BLOCK - 1] = torch.nan
+    logits[0, 1, BLOCK + 3] = torch.inf
+    logits[0, 2, [5, 5 + BLOCK]] = torch.inf  # in one lane
+    logits[0, 3, BLOCK - 1] = torch.nan
     found, norms = kernels.probs_and_norms(logits, 1.3, None)
     assert found[0, :4].isnan().all() and norms[0, :4].isnan().all()
     check(found[:, 4:], norms[:, 4:], logits[:, 4:], 1.3)
@@ -202,7 +203,7 @@ def test_what_no_kernel_takes_is_left_to_torch(launched: None, monkeypatch: pyte
         assert norms is None and torch.equal(found, reference.probs(rows, 0.8)) and (out is None or found is out)
     for work in (softmax.probs, softmax.probs_and_norms):
         for rows in (logits, logits[0], logits.bfloat16()):
-            assert names_of(monkeypatch, work, rows, 0.8) == ["probs_kernel"]
+            assert names_of(monkeypatch, work, rows, 0.8) == ["masses_kernel", "probs_kernel"]
     assert softmax.probs_and_norms(logits, 0.8)[1] is not None
 
 
@@ -217,13 +218,13 @@ def test_every_batch_entry_has_its_own_temperature(launched: None) -> None:
         assert is_close(reference.probs(rows, temperatures)[1], rows[1], 1.0)
 
 
-def test_a_sampling_without_cuts_is_one_launch_and_others_are_what_they_were(
+def test_a_sampling_without_cuts_is_launched_and_others_are_what_they_were(
     launched: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits = 3 * torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     for plain in (Sampling(0.8), Sampling(0.8, top_p=1.0, min_p=0.0)):
         for out in (None, torch.empty(2, 3, 20, device=DEVICE)):
-            assert names_of(monkeypatch, plain.probs, logits, out) == ["probs_kernel"]
+            assert names_of(monkeypatch, plain.probs, logits, out) == ["masses_kernel", "probs_kernel"]
             found, norms = plain.draft_probs(logits, out)
             assert norms is not None and (out is None or found is out)
             check(found, norms, logits, 0.8)

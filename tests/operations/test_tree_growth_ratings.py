@@ -208,9 +208,9 @@ def test_what_a_text_holds_is_known_by_its_last_two_words_and_the_tree_s(backend
     assert below != forgotten[:1] and below != both[:1], "7 5 6 was said, which is a triple"
 
 
-def test_what_no_token_stands_before_makes_no_triple_and_below_none_there_is_no_pair() -> None:
-    backend = COMPILED  # no tree has a node without a token, which the kernel does not look for
-    ranked = begun(Ranked.draw(2, 7, 5, 2, CPU))
+@every_backend
+def test_what_no_token_stands_before_makes_no_triple_and_below_none_there_is_no_pair(backend: Backend) -> None:
+    ranked = begun(Ranked.draw(2, 7, 5, 2, backend[1]))
     found = check_ranks(backend, ranked)
     nowhere = replace(words_of(ranked), tokens=torch.full_like(words_of(ranked).tokens, -1))
     assert not torch.equal(check_ranks(backend, with_given(ranked, words=nowhere)), found)
