@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +17,27 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when a kernel is defined, so before any import
 
 torch.set_num_threads(1)  # tests are many and small: more threads make them slower
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of `benchmarks.ahead_of_time.table --tests`."""
+    parser.addoption("--record-launches", metavar="FOLDER", help="write every distinct build of a kernel to FOLDER")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _recorded_launches(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Write the builds of all launches to a file of this process."""
+    folder = request.config.getoption("record_launches")
+    if folder is None:
+        yield
+        return
+    from benchmarks.ahead_of_time.launches import recorded
+
+    lines: set[str] = set()
+    with recorded(lambda build: lines.add(json.dumps(asdict(build)) + "\n"), is_launched=True):
+        yield
+    ours = "".join(line for line in sorted(lines) if '{"kernel": "stree.kernels.' in line)
+    (Path(folder) / f"{os.getpid()}.jsonl").write_text(ours, encoding="utf-8")
 
 
 @pytest.fixture
