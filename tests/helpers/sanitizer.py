@@ -23,12 +23,13 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, _get_np
 
 Order = Literal["forward", "reversed", "shuffled"]
 KINDS = ("load", "store")
+_set_grid_idx = InterpreterBuilder.set_grid_idx  # as it is, so that an inner order takes the place of an outer one
 
 
 @contextmanager
 def program_order(order: Order, seed: int = 0) -> Iterator[None]:
     """Run the program instances of every launch in an order: what a launch computes may not depend on it."""
-    rng, real = random.Random(seed), InterpreterBuilder.set_grid_idx
+    rng = random.Random(seed)
     places: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def set_grid_idx(builder: Any, *index: int) -> None:
@@ -40,7 +41,7 @@ def program_order(order: Order, seed: int = 0) -> Iterator[None]:
                 places.clear()
                 places.update(zip(every, rng.sample(every, len(every)), strict=True))
             index = places[index]
-        real(builder, *index)
+        _set_grid_idx(builder, *index)
 
     with mock.patch.object(InterpreterBuilder, "set_grid_idx", set_grid_idx):
         yield

@@ -47,7 +47,7 @@ def copied(behind: int, *, blocks: int = PROGRAMS, in_place: bool = False) -> to
 def test_the_order_of_programs_is_changed() -> None:
     found = {}
     for order in ("forward", "reversed", "shuffled"):
-        with program_order(order, seed=1):  # type: ignore[arg-type]
+        with program_order(order, seed=1):
             found[order] = copied(1, blocks=PROGRAMS + 1, in_place=True).tolist()
     assert found["forward"] != found["reversed"] and found["shuffled"] not in (found["forward"], found["reversed"])
     with program_order("shuffled"):
