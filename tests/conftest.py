@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when a kernel is defined, so before any import
@@ -15,17 +20,51 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)  # tests are many and small: more threads make them slower
 
 
-@pytest.fixture
-def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill what torch.empty and torch.empty_like return with NaN, so that an output left unwritten is seen."""
-    for name in ("empty", "empty_like"):
-        real = getattr(torch, name)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of `benchmarks.ahead_of_time.table --tests`, and that of the sanitizer."""
+    parser.addoption("--record-launches", metavar="FOLDER", help="write every distinct build of a kernel to FOLDER")
+    parser.addoption("--sanitize", action="store_true", help="check addresses and races of interpreted kernels: slow")
 
-        def poisoned(*args: Any, real: Any = real, **kwargs: Any) -> Tensor:
-            tensor: Tensor = real(*args, **kwargs)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
-        monkeypatch.setattr(torch, name, poisoned)
+@pytest.fixture(scope="session", autouse=True)
+def _recorded_launches(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Write the builds of all launches to a file of this process."""
+    folder = request.config.getoption("record_launches")
+    if folder is None:
+        yield
+        return
+    from benchmarks.ahead_of_time.launches import recorded
+
+    lines: set[str] = set()
+    with recorded(lambda build: lines.add(json.dumps(asdict(build)) + "\n"), is_launched=True):
+        yield
+    ours = "".join(line for line in sorted(lines) if '{"kernel": "stree.kernels.' in line)
+    (Path(folder) / f"{os.getpid()}.jsonl").write_text(ours, encoding="utf-8")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _orders_and_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run program instances in reversed order, or shuffled, and poison memory that our code allocates."""
+    with ExitStack() as stack:
+        if importlib.util.find_spec("triton") and not torch.cuda.is_available():
+            from helpers.sanitizer import poisoned_memory, program_order
+
+            stack.enter_context(program_order("shuffled" if request.config.getoption("sanitize") else "reversed"))
+            stack.enter_context(poisoned_memory())
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _sanitized(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test in whose launches a race or a wrong address is found."""
+    if not request.config.getoption("sanitize") or request.path.name == "test_sanitizer.py":
+        yield
+        return
+    from helpers.sanitizer import checked_launches
+
+    with checked_launches() as findings:
+        yield
+    assert not findings, findings
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from benchmarks.ahead_of_time.launch_counter import LaunchCounter  # sets the in
 from benchmarks.ahead_of_time.whole_step import as_on_a_gpu, begun
 from benchmarks.report import finish
 from stree.bench.records import Record, environment
+from stree.growth import Calibrated
 
 SIZES = ((16, 4), (64, 6))  # nodes, root included, and draft calls
 TEMPERATURES = (0.0, 0.8)
@@ -58,7 +59,7 @@ def count(nodes: int, depth: int, temperature: float) -> Record:
     launch = mock.patch.object(InterpretedFunction, "run", lambda *_, **__: None)
     with as_on_a_gpu(), launch:
         target, draft = (stree.TreeLM(tiny_model(family).to("meta")) for family in ("bamba", "mamba2"))
-        program, step = begun(target, draft, nodes, depth, temperature)
+        program, step = begun(target, draft, nodes, Calibrated(depth), temperature)
         step()
         run: Any = program.run
         places = Places()

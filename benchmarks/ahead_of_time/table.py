@@ -1,93 +1,148 @@
-"""Compile the Triton kernels without a GPU at the shapes of published models: registers, spills, shared memory.
+"""Compile the Triton kernels for sm_90 without a GPU: registers, spills, shared memory.
 
-Run: python -m benchmarks.ahead_of_time.table [--arch 90] [--nodes 16 64] [--out FILE] [--check]
+Run: python -m benchmarks.ahead_of_time.table [--tests [TEST ...]] [--triton FOLDER ...] [--out FILE]
 
-Operations of models come from the cases of the GPU suite (batch 1); kernels of drafting, acceptance and bookkeeping
-from a whole step of a tiny pair with a large vocabulary.  Launches with the same machine code share a build, as they do
-in Triton's cache.
+By default what whole decoding steps launch at the layer sizes of published models (`runs.py`), one build of each kind
+and tile; with ``--tests`` every distinct launch that the tests make under the interpreter.  Exits with 1, and names
+kernel and constants, if a build fails, asks for more shared memory than an H100 has, or, in real runs in 16 bits,
+spills at up to 64 nodes.  The first line of a record has hashes of the files that it was made from.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
-import torch
+os.environ["TRITON_INTERPRET"] = "0"  # read when a kernel is defined: kernels are compiled here, not interpreted
 
-from benchmarks.ahead_of_time.builds import Build, operation_builds, step_builds
-from stree.bench.records import Record, append
+import triton
 
-SHARED_LIMIT = {80: 166912, 90: 232448}  # bytes a block may ask for: A100 163 KiB, H100 and H200 227 KiB
-NODES = (1, 4, 16, 32, 64, 128)
-VOCABULARIES = (50257, 151936)  # the first one's rows are not aligned
+from benchmarks.ahead_of_time.launches import TARGET, Build
+from stree.bench.records import ROOT, Record, append
 
-
-def builds(nodes: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterator[tuple[Record, Build]]:
-    """List the builds of the table with the names in their records."""
-    models: set[str] = set()
-    for dtype in dtypes:
-        for n in nodes:
-            names = {"nodes": n, "dtype": str(dtype)[6:]}
-            for params, build in operation_builds(n, dtype):
-                models.add(build.name)
-                yield {"kernel": build.name, **params, **names}, build
-            for vocab in VOCABULARIES if n > 1 else ():
-                for build in step_builds(n, vocab, dtype):
-                    if build.name not in models:  # the forwards of a tiny model
-                        yield {"kernel": build.name, "op": "step", "model": f"vocabulary of {vocab}", **names}, build
+FIGURES = ("registers", "spill_bytes", "shared_bytes")
+SHARED_LIMIT = 232448  # bytes that a block may ask for: H100 and H200 have 227 KiB
 
 
-def compiled(options: argparse.Namespace) -> Iterator[Record]:
-    """Compile the builds, each machine code once."""
-    tiles: set[Any] = set()
-    known: dict[Any, Record] = {}
-    written: set[str] = set()
-    found = [*builds(options.nodes, [getattr(torch, name) for name in options.dtypes])]
-    for arch in options.arch:
-        for names, build in found:
-            tile = (arch, names["dtype"], build.name, build.switches)
-            if options.distinct and tile in tiles:
-                continue
-            tiles.add(tile)
-            key = (arch, build.warps, build.stages, build.source.hash())
-            if key not in known:
-                known[key] = build.compile(arch)
-            record = {**names, "arch": f"sm_{arch}", **known[key], "triton": version("triton")}
-            if json.dumps(record) not in written:  # a step launches some kernels several times
-                written.add(json.dumps(record))
-                yield record
+def sources() -> dict[str, str]:
+    """Return the hash of every file that decides what kernels are built: all of kernels/ but the CPU's own."""
+    files = sorted(path for path in (ROOT / "kernels").rglob("*.py") if not path.stem.startswith(("reference", "cpu")))
+    return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
 
 
-def is_bad(record: Record) -> bool:
-    """Whether a record breaks a limit: spills at 16-64 nodes on sm_90, or too much shared memory."""
-    spills = record["spill_bytes"] > 0 and record["arch"] == "sm_90" and 16 <= record["nodes"] <= 64
-    return bool(spills or record["shared_bytes"] > SHARED_LIMIT[int(record["arch"][3:])])
+def compile_build(build: Build) -> Record:
+    """Compile for sm_90: shared memory, registers and spilled bytes a thread, or the error."""
+    try:
+        built = triton.compile(build.source(), target=TARGET, options=build.options)
+    except Exception as problem:
+        return {"triton": triton.__version__, "error": f"{type(problem).__name__}: {problem}"}
+    return {"triton": triton.__version__, "shared_bytes": built.metadata.shared, **_usage(built.asm["cubin"])}
+
+
+def _usage(cubin: bytes) -> Record:
+    """Read registers and spilled bytes a thread from machine code, as cuobjdump reports them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    words = (done.stdout + done.stderr).replace("\n", " ").split()
+    found = {key: int(value) for key, _, value in (word.partition(":") for word in words) if value.isdigit()}
+    return {"registers": found["REG"], "spill_bytes": found["STACK"] + found.get("LOCAL", 0)}
+
+
+def compile_all(builds: Sequence[Build], folder: Path | None) -> list[Record]:
+    """Compile builds in parallel, under the installed Triton or the one that is unpacked in a folder."""
+    if folder is not None:
+        if not (folder / "triton").is_dir():
+            raise FileNotFoundError(f"--triton must name a folder that holds the package triton, got {folder}")
+        sys.path.insert(0, str(folder))  # processes that start from here on import what is first
+    try:
+        with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+            return list(pool.map(compile_build, builds, chunksize=4))
+    finally:
+        if folder is not None:
+            sys.path.pop(0)
+
+
+def tests_builds(tests: Sequence[str]) -> Iterator[tuple[str, Build]]:
+    """Run tests, by default all that launch in their own process, and yield the distinct builds of their launches."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--ignore=tests/scripts"]
+        command += [f"--record-launches={folder}", *tests]
+        subprocess.run(command, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)
+        lines = {line for path in Path(folder).iterdir() for line in path.read_text(encoding="utf-8").splitlines()}
+    for line in sorted(lines):
+        yield "tests", Build(**json.loads(line))
+
+
+def problem_of(found: Record, *, may_spill: bool) -> str | None:
+    """Say what is wrong with a compiled build, or return None."""
+    if "error" in found:
+        return str(found["error"])
+    if found["shared_bytes"] > SHARED_LIMIT:
+        return f"asks for {found['shared_bytes']} bytes of shared memory, a block has {SHARED_LIMIT}"
+    return f"spills {found['spill_bytes']} bytes a thread" if found["spill_bytes"] and not may_spill else None
+
+
+def summaries(records: Sequence[Record]) -> Iterator[Record]:
+    """Yield one record a kernel: number of builds, and the largest figures of each version of Triton."""
+    for kernel in sorted({record["kernel"] for record in records}):
+        of_kernel = [record for record in records if record["kernel"] == kernel]
+        versions = {
+            version: {figure: max(record[version].get(figure, -1) for record in of_kernel) for figure in FIGURES}
+            for version in of_kernel[0] if version[0].isdigit()
+        }  # fmt: skip
+        yield {"kernel": kernel, "builds": len(of_kernel), **versions}
 
 
 def main() -> int:
-    """Compile, print and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90])
-    parser.add_argument("--nodes", type=int, nargs="+", default=list(NODES))
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--out", type=Path, help="file of JSON lines, replaced")
-    parser.add_argument("--distinct", action="store_true", help="only the first model of each tile and its switches")
-    parser.add_argument("--check", action="store_true", help="exit with 1 on spills or too much shared memory")
-    options = parser.parse_args()
+    """Compile, print what is wrong and a summary, and write the record."""
+    options = _options()
+    chosen: dict[str, tuple[str, Build]] = {}
+    if options.tests is None:
+        from benchmarks.ahead_of_time.runs import run_builds  # not in the processes that compile
+
+        for run, build in run_builds():
+            chosen.setdefault(build.kind, (run, build))
+    else:
+        chosen = {str(build): (run, build) for run, build in tests_builds(options.tests)}
+    builds = [build for _, build in chosen.values()]
+    compiled = [compile_all(builds, folder) for folder in (None, *options.triton)]
+    num_problems, records = 0, list[Record]()
+    for (run, build), *versions in zip(chosen.values(), *compiled, strict=True):
+        record = {"kernel": build.name, "run": run, "constants": build.constants, **build.options}
+        for found in versions:
+            version = found.pop("triton")
+            record[version] = found
+            problem = problem_of(found, may_spill=options.tests is not None or build.may_spill)
+            if problem is not None:
+                num_problems += 1
+                print(f"{build.kernel} {build.constants} {build.options} ({run}), Triton {version}: {problem}")
+        records.append(record)
+    kernels = len({build.name for build in builds})
+    print(f"{len(builds)} builds of {kernels} kernels under {len(compiled)} Tritons: {num_problems} problems")
     if options.out:
         options.out.unlink(missing_ok=True)
-    failed = False
-    for record in compiled(options):
-        failed |= is_bad(record)
-        print(json.dumps(record), flush=True)
-        if options.out:
-            append(options.out, [record])
-    return int(options.check and failed)
+        append(options.out, [{"sources": sources()}, *(records if options.tests is None else summaries(records))])
+    return int(num_problems > 0)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tests", nargs="*", help="compile what these tests launch; without names all tests")
+    parser.add_argument("--triton", nargs="+", type=Path, default=[], help="folders of further versions of Triton")
+    parser.add_argument("--out", type=Path, help="file of JSON lines, replaced")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import stree
 from stree.decode.request import Request
 from stree.decode.step import DecodeStep
 from stree.drafters import ModelDrafter
-from stree.growth import Calibrated
+from stree.growth import Growth
 from stree.kernels import dispatch
 from stree.models import tree_lm
 from stree.sampling import BatchSampling, Sampling
@@ -30,27 +30,32 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 def begun(
-    target: stree.TreeLM, draft: stree.TreeLM, nodes: int, depth: int, temperature: float
-) -> tuple[DecodeStep, Callable[[], None]]:
-    """Prepare a step at fixed shapes, one sequence.
+    target: stree.TreeLM, draft: stree.TreeLM, nodes: int, growth: Growth | None, temperature: float, *,
+    verifier: str = "auto", batch: int = 1,
+) -> tuple[DecodeStep, Callable[[], None]]:  # fmt: skip
+    """Prepare a step at fixed shapes.
 
     Args:
         target: on the meta device, as is ``draft``.
         draft: the draft model.
         nodes: of the tree, root included.
-        depth: most draft calls.
+        growth: of the draft trees; None for plain decoding.
         temperature: of target and draft.
+        verifier: see ``stree.accept``.
+        batch: number of sequences.
 
     Returns:
         The program, and a function that runs its next step.
     """
-    growth, sampling = Calibrated(depth), Sampling(temperature)
-    state = target.new_state(1, 512, nodes, fixed_shapes=True)
-    program = DecodeStep(target, state, sampling=BatchSampling([sampling], 1, META), verifier="auto", most_stops=1)
+    sampling = Sampling(temperature)
+    state = target.new_state(batch, 512, nodes, fixed_shapes=True)
+    samplings = BatchSampling([sampling] * batch, batch, META)
+    program = DecodeStep(target, state, sampling=samplings, verifier=verifier, most_stops=1)
     with mock.patch.object(tree_lm.TreeLM, "prefill", _prefill):
-        program.fill(ModelDrafter(draft), [Request([5, 6, 7], sampling, 400, frozenset([1]))])
+        program.fill(ModelDrafter(draft), [Request([5, 6, 7], sampling, 400, frozenset([1]))] * batch)
         program.reserve(512, growth, nodes, begins=True)
-        program.set_finished(0, is_finished=False)
+        for row in range(batch):
+            program.set_finished(row, is_finished=False)
 
     def step() -> None:
         with suppress(NotImplementedError):  # the report is copied to the host last, which meta tensors cannot be

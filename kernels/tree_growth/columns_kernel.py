@@ -50,7 +50,7 @@ def begin_kernel(
     inside = column < room
     lead = (tl.load(flag_ptr + batch) != 0).to(tl.int32)
     pending = tl.load(pending_ptr + batch)
-    tl.store(lead_ptr + batch, lead.to(tl.int64))
+    tl.store(lead_ptr + batch + column, lead.to(tl.int64), column == 0)  # by one program
     first = tl.where(lead > 0, tl.load(leaf_ptr + batch), pending)
     row = batch * room + column
     tl.store(tokens_ptr + row, tl.where(column == 0, first, tl.where(column == 1, pending * lead, 0)), inside)

@@ -76,15 +76,6 @@ def test_verifying_twice_is_bit_equal_and_a_tree_may_be_one_node(family: str) ->
         assert torch.equal(once, lm.verify(state, tree))
 
 
-@pytest.mark.parametrize("family", matrix())
-def test_no_memory_is_read_before_it_is_written(family: str, request: pytest.FixtureRequest) -> None:
-    model = family_model(family)
-    request.getfixturevalue("poisoned_empty")  # from here on; transformers makes its weights with torch.empty
-    decoding = Decoding(model, [2, 9])
-    decoding.step([8, 8])
-    decoding.score([6, 9])
-
-
 @pytest.mark.parametrize("family", matrix(sorted({*FAMILIES} - ROUTED), (*EVERY_ADAPTER, "qwen3_5_text")))
 def test_in_bfloat16_a_tree_is_as_exact_as_the_model_itself(family: str) -> None:
     model = family_model(family, torch.bfloat16)

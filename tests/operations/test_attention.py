@@ -28,8 +28,6 @@ from stree.kernels.precision import float32_tolerance
 from stree.kernels.tiles import interpreted
 from stree.kernels.topology import AcceptedPath, Topology
 
-pytestmark = pytest.mark.usefixtures("poisoned_empty")
-
 # Largest error as a share of the largest value of the oracle, which sees the same rounded inputs.
 TOLERANCE = {
     torch.float32: float32_tolerance(800),  # 300 keys after heads of at most 256; interpreted: 6e-8 rounding

@@ -18,7 +18,6 @@ from torch import Tensor
 from stree.kernels import ops
 from stree.kernels.precision import float32_tolerance
 
-pytestmark = pytest.mark.usefixtures("poisoned_empty")
 # Largest error as a share of the largest value of the oracle, which sees the same rounded inputs.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: float32_tolerance(1024), torch.bfloat16: 2e-2, torch.float16: 2e-3}
 CASES = [(b, d) for b in ("reference", "triton") for d in TOLERANCE if (b, d) != ("triton", torch.float64)]

@@ -21,8 +21,6 @@ from torch import Tensor
 from stree.kernels import checks, dispatch, ops
 from stree.kernels.topology import AcceptedPath, Topology
 
-pytestmark = pytest.mark.usefixtures("poisoned_empty")
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, N = 2, 11
 

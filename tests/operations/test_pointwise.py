@@ -23,7 +23,6 @@ from stree.kernels.ops import ACTIVATIONS
 from stree.kernels.precision import float32_tolerance
 from stree.kernels.tiles import interpreted
 
-pytestmark = pytest.mark.usefixtures("poisoned_empty")
 # Largest error as a share of the largest value of the oracle, which sees the same rounded inputs.
 # The interpreter's float32 sums are NumPy's; a GPU multiplies experts' products as tf32x3.
 FLOAT32 = 2e-6 if interpreted() else float32_tolerance(512)

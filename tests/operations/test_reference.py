@@ -32,7 +32,6 @@ from stree.kernels import ops
 from stree.kernels.topology import Topology, ancestor_mask
 
 pytestmark = [
-    pytest.mark.usefixtures("poisoned_empty"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the reference is tested on the CPU"),
 ]
 

@@ -28,7 +28,6 @@ from stree.kernels import ops
 from stree.kernels.topology import AcceptedPath, Topology
 
 pytestmark = [
-    pytest.mark.usefixtures("poisoned_empty"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the reference is tested on the CPU"),
 ]
 

@@ -28,7 +28,6 @@ from stree.kernels.step import bookkeeping
 from stree.kernels.step.bookkeeping import CatchUp, Drafted, Texts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
 def numbers(seed: int) -> Callable[..., Tensor]:

@@ -19,7 +19,6 @@ from torch import Tensor
 from stree.kernels.topology import AcceptedPath, Topology, ancestor_bits, ancestor_mask
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
 def fields_of(made: Any) -> dict[str, Tensor | None]:

@@ -79,9 +79,7 @@ def check_layer(found: GrownTree, expected: GrownTree, layer: Layer, given: Give
         ("fixed", 1, torch.float64),
     ],
 )
-def test_the_columns_appended_are_those_of_torch(
-    name: str, batch: int, dtype: torch.dtype, poisoned_empty: None
-) -> None:
+def test_the_columns_appended_are_those_of_torch(name: str, batch: int, dtype: torch.dtype) -> None:
     plan = (LAYERS | FIXED)[name]
     for seed in range(3):
         forest = Forest(plan, batch, seed, device=CPU, dtype=dtype)

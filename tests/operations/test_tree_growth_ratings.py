@@ -58,9 +58,7 @@ def in_width(table: Table, children: Siblings, dtype: torch.dtype) -> tuple[Tabl
 
 @every_backend
 @pytest.mark.parametrize(("batch", "above", "ranks"), SIZES)
-def test_ratings_by_a_table_are_those_of_torch(
-    batch: int, above: int, ranks: int, backend: Backend, poisoned_empty: None
-) -> None:
+def test_ratings_by_a_table_are_those_of_torch(batch: int, above: int, ranks: int, backend: Backend) -> None:
     for seed in range(3):
         children = some_siblings(batch, above, ranks, seed, backend[1])
         table = some_table(batch, max(ranks, 6), seed, backend[1])
@@ -155,9 +153,7 @@ def check_ranks(backend: Backend, given: Ranked) -> Tensor:
 
 @every_backend
 @pytest.mark.parametrize(("batch", "above", "ranks"), SIZES)
-def test_ratings_by_rank_are_those_of_torch(
-    batch: int, above: int, ranks: int, backend: Backend, poisoned_empty: None
-) -> None:
+def test_ratings_by_rank_are_those_of_torch(batch: int, above: int, ranks: int, backend: Backend) -> None:
     for seed in range(4):
         given = Ranked.draw(batch, above, ranks, seed, backend[1])
         check_ranks(backend, given)

@@ -35,8 +35,6 @@ from torch import Tensor
 from stree.kernels import ops
 from stree.kernels.tiles import DiagonalTile
 
-pytestmark = pytest.mark.usefixtures("poisoned_empty")
-
 ROOM = 20
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 

@@ -27,8 +27,6 @@ from torch import Tensor
 
 from stree.kernels.topology import ancestor_mask
 
-pytestmark = pytest.mark.usefixtures("poisoned_empty")
-
 DELTAS = pytest.mark.parametrize("family", [DELTA, KDA], ids=lambda f: f.name)
 
 
