@@ -80,7 +80,7 @@ def _z_lab(published: Mapping[str, Any]) -> BlockConfig:
     return BlockConfig(
         layers,
         hidden_layers=tuple(layer + 1 for layer in _required(options, "target_layer_ids")),
-        block_size=int(_required(options, "block_size")),
+        block_size=int(options.get("block_size", 16)),
         mask_token_id=int(_required(options, "mask_token_id")),
         draft_vocab=None,
         predicts_next=bool(options.get("sample_from_anchor", is_dspark)),

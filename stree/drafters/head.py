@@ -25,8 +25,8 @@ class HeadDrafter(Drafter):
     """Draft with a head of the target; see ``stree.heads.load``.
 
     A head grows a tree by any growth, and its trees are lossless as a draft model's are: nodes are drawn from
-    distributions that are stored, whatever the features were.  A one-shot head runs once for a tree, whose depth its
-    block bounds; see `BlockState`.
+    distributions that are stored, whatever the features were.  A one-shot head runs once for a tree, so its default
+    growth is as deep as its block; see `BlockState`.
 
     Args:
         head: of the target that is to be drafted for.
@@ -38,6 +38,8 @@ class HeadDrafter(Drafter):
         if not isinstance(head, (CausalHead, OneShotHead)):
             raise TypeError(f"head must be a draft head, as stree.heads.load returns, got {type(head).__name__}")
         self.head, self._change = head, change
+        if isinstance(head, OneShotHead):
+            self.default_growth = Calibrated(depth=head.num_drafted)
 
     @property
     def models(self) -> Sequence[TreeLM]:

@@ -188,8 +188,8 @@ def generate(lm: stree.TreeLM, drafter: Any, **options: Any) -> stree.Generation
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "chain": {"growth": Chain(3)}, "tree": {}, "two rows for four": {"max_batch": 2}, "plain": {"budget": 1},
-    "auto": {"budget": "auto", "max_batch": 2}, "heap": {"growth": GROWTHS["heap"]},
+    "chain": {"growth": Chain(3)}, "tree": {"budget": 16}, "two rows for four": {"max_batch": 2},
+    "plain": {"budget": 1}, "auto": {"budget": "auto", "max_batch": 2}, "heap": {"growth": GROWTHS["heap"]},
     "sampled": {"sampling": Sampling(1.5), "verifier": "match", "max_batch": 2},
 }  # fmt: skip
 
@@ -213,11 +213,13 @@ def test_retrieved_nodes_may_extend_the_trees() -> None:
         assert generate(lm, drafter).sequences == expected.sequences
 
 
-@pytest.mark.parametrize("options", [{}, {"growth": Static([2, 2]), "sampling": Sampling(1.5)}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"), [("dspark", {}), ("dflash2", {"growth": Static([2, 2]), "sampling": Sampling(1.5)})], ids=str
+)
 def test_captured_steps_give_the_texts_of_launched_ones(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lm, head = target_and_block_head("llama", "dspark")
+    lm, head = target_and_block_head("llama", kind)
     expected = generate(lm, HeadDrafter(head), max_length=60, **options)
     lm = captured(monkeypatch, stree.TreeLM(lm.model))
     for _ in range(2):

@@ -178,7 +178,8 @@ def test_logits_are_those_of_speculators(
         config["transformer_layer_config"] |= {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]}
         (tmp_path / "config.json").write_text(json.dumps(config))
     theirs = of_speculators(core, tmp_path)
-    head, errors = load_dflash(tmp_path, target), []
+    theirs.save_pretrained(tmp_path / "saved")
+    head, errors = load_dflash(tmp_path / "saved", target), []
     text = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(1))
     hidden = target.prefill(target.new_state(1), text, hidden_layers=[1, 2])[1].flatten(2)
     for anchor in range(1, 30, 2):
