@@ -190,11 +190,12 @@ def test_logits_are_those_of_speculators(
         if kind in ("dspark", "gated"):
             tokens = text[:, anchor : anchor + 5]
             bias = theirs.markov_head.block_bias(prev_token_ids=tokens, hidden_states=block)
-            errors.append(relative_error(after(head, hidden[:, :anchor], tokens), unary + bias))
+            errors.append(relative_error(after(head, hidden[:, :anchor], tokens), (unary + bias).detach()))
         if kind == "dflash2":
             tokens, hidden_of_slots = text[:, anchor : anchor + 4], block[:, 1:]
             candidates, scores = theirs.candidate_selector.select(unary[:, 1:], hidden_of_slots, tokens)
-            errors.append(relative_error(after(head, hidden[:, :anchor], tokens).gather(-1, candidates), scores))
+            found = after(head, hidden[:, :anchor], tokens).gather(-1, candidates)
+            errors.append(relative_error(found, scores.detach()))
     assert max(errors) < CLOSE
     wrong = target.prefill(target.new_state(1), text, hidden_layers=[0, 1])[1].flatten(2)
     assert relative_error(backbone(theirs, text, wrong, 29)[0], unary) > 100 * CLOSE, "layers shifted by one"
