@@ -87,13 +87,14 @@ def grow_heap(
     priority = logits.new_ones(batch, 1)  # of each node's next slot
     rest = logits.new_zeros(batch, 0, logits.shape[-1])  # distributions without the tokens drawn
     draws = torch.zeros(batch, plan.num_nodes + 1, dtype=torch.long, device=rows.device)
+    depth, max_depth = torch.zeros_like(draws[:, :1]), plan.num_nodes if plan.max_depth is None else plan.max_depth
     for node in range(plan.num_nodes):
         if node:
             logits = run_frontier()
         dists.append(sampling.draft_probs(logits)[0])
         rest = torch.cat([rest, dists[-1]], 1)
         best = by_kind(sampling, partial(_most_likely, rest), partial(_has_mass, rest))
-        parent = (priority * best).argmax(1, keepdim=True)
+        parent = (priority * best * (depth < max_depth)).argmax(1, keepdim=True)
         dist = rest[rows[:, None], parent]  # [batch, 1, vocab]
         number = parent * MAX_RANKS + draws.gather(1, parent)
         drawn = partial(rng.choice, "draft", dist, torch.zeros_like(parent), number)
@@ -103,7 +104,7 @@ def grow_heap(
         upper = priority.gather(1, parent)
         is_taken = (upper > 0) & (share > 0) & (node < grown.left[:, None])
         rest[rows[:, None], parent] = dist.scatter(-1, token[..., None], 0.0)
-        value = upper * share * is_taken
+        value, depth = upper * share * is_taken, torch.cat([depth, depth.gather(1, parent) + 1], 1)
         priority = torch.cat([priority.scatter(1, parent, upper * (1 - share)), value], 1)
         grown.add_below(torch.where(parent > 0, parent + 1, grown.root_offset[:, None]), token, value, is_taken)
     return None if sampling.is_greedy else torch.cat(dists, 1)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 from torch import Tensor
 
-from stree.drafters.base import Drafter
+from stree.drafters.base import Draft, Drafter
+from stree.drafters.block_state import BlockState, within_block
 from stree.drafters.head_state import HeadState
 from stree.drafters.model import _ModelRun, check_vocabulary
-from stree.growth import Calibrated, Growth
+from stree.growth import Calibrated, Growth, Plan
 from stree.models.heads.causal import CausalHead
+from stree.models.heads.dflash import OneShotHead
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random
 
@@ -22,7 +25,8 @@ class HeadDrafter(Drafter):
     """Draft with a head of the target; see ``stree.heads.load``.
 
     A head grows a tree by any growth, and its trees are lossless as a draft model's are: nodes are drawn from
-    distributions that are stored, whatever the features were.
+    distributions that are stored, whatever the features were.  A one-shot head runs once for a tree, so its default
+    growth is as deep as its block; see `BlockState`.
 
     Args:
         head: of the target that is to be drafted for.
@@ -30,15 +34,17 @@ class HeadDrafter(Drafter):
 
     default_growth: Growth = Calibrated()
 
-    def __init__(self, head: CausalHead, change: Callable[[TreeLM], TreeLM] = lambda lm: lm) -> None:
-        if not isinstance(head, CausalHead):
+    def __init__(self, head: CausalHead | OneShotHead, change: Callable[[TreeLM], TreeLM] = lambda lm: lm) -> None:
+        if not isinstance(head, (CausalHead, OneShotHead)):
             raise TypeError(f"head must be a draft head, as stree.heads.load returns, got {type(head).__name__}")
         self.head, self._change = head, change
+        if isinstance(head, OneShotHead):
+            self.default_growth = Calibrated(depth=head.num_drafted)
 
     @property
     def models(self) -> Sequence[TreeLM]:
         """The head."""
-        return [self.head]
+        return [cast(TreeLM, self.head)]
 
     @property
     def hidden_layers(self) -> Sequence[int]:
@@ -51,15 +57,31 @@ class HeadDrafter(Drafter):
 
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _ModelRun:
         """Begin a run, which needs the target's hidden states of the prompts."""
-        check_vocabulary(self.head, vocab_size)
-        state = HeadState(self.head, prompts)
-        return _HeadRun(self._change(cast(TreeLM, state)), state, rng)
+        check_vocabulary(self.models[0], vocab_size)
+        if isinstance(self.head, CausalHead):
+            state = HeadState(self.head, prompts)
+            return _HeadRun(self._change(cast(TreeLM, state)), state, rng)
+        block = BlockState(self.head, prompts)
+        return _BlockRun(self._change(cast(TreeLM, block)), block, rng)
 
 
 class _HeadRun(_ModelRun):
     """A head's run: a draft model's, on a state that follows the target's hidden states."""
 
-    _state: HeadState
+    _state: HeadState | BlockState
 
     def read_prompts(self, rows: Sequence[int], hidden: Tensor) -> None:
         self._state.read_prompts(rows, hidden)
+
+
+class _BlockRun(_HeadRun):
+    """A one-shot head's run: trees within a block, and one draft call for each."""
+
+    _state: BlockState
+
+    def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+        draft = super().propose(pending, growth, budget)
+        return replace(draft, num_calls=min(draft.num_calls, 1))
+
+    def _plan(self, growth: Growth, budget: int) -> Plan:
+        return within_block(super()._plan(growth, budget), self._state.head.num_drafted)

@@ -128,7 +128,7 @@ class _ModelRun(DraftRun):
         if budget == 1:
             self._root = pending.clone()  # the step writes the next token in its place
             return Draft(root_only(pending), None, 0, values=torch.ones_like(pending[:, None], dtype=torch.float32))
-        plan = narrowed(growth.plan(budget))
+        plan = self._plan(growth, budget)
         self._use(growth)
         num_calls = self.settle(pending, budget)
         self._state.reserve_nodes(num_run(plan) + FIRST_DRAFTED - 1)
@@ -146,6 +146,10 @@ class _ModelRun(DraftRun):
         depth = plan.num_nodes if plan.is_heap else grown.num_layers
         drawn_from = None if probs is None else draft_probs(probs, nodes.rows, plan, growth.sampling.greedy_rows)
         return Draft(tree, drawn_from, depth, num_calls + grown.num_calls, nodes.values)
+
+    def _plan(self, growth: Growth, budget: int) -> Plan:
+        """Return a growth's plan within what the drafter can run."""
+        return narrowed(growth.plan(budget))
 
     def _grow(self, grown: GrownTree, plan: Plan, sampling: AnySampling) -> tuple[Tensor | None, KeptSlots]:
         run_frontier = partial(grown.run, self._lm, self._state.decode_state)
@@ -246,7 +250,7 @@ class _ModelRun(DraftRun):
         if growth is not None:
             self._use(growth)
         if budget > 1:
-            self._largest = narrowed((ModelDrafter.default_growth if growth is None else growth).plan(budget))
+            self._largest = self._plan(ModelDrafter.default_growth if growth is None else growth, budget)
             self._state.max_nodes = num_run(self._largest) + FIRST_DRAFTED - 1
         self._state.reserve_length(max_length)
         if begins:

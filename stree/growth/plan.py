@@ -66,6 +66,7 @@ class Plan:
         is_heap: one node per draft call, each at the slot of the greatest priority in the tree.
         drawing: how children are obtained when sampling.
         is_fixed: the tree has these nodes whatever the budget.
+        max_depth: of a heap's nodes, or None where nothing bounds it; other plans have no more layers than this.
     """
 
     layers: tuple[Layer, ...]
@@ -75,6 +76,7 @@ class Plan:
     is_heap: bool = False
     drawing: Drawing = "distinct"
     is_fixed: bool = False
+    max_depth: int | None = None
 
 
 def choose_slots(
