@@ -1,6 +1,7 @@
 """Draft heads that read the target's hidden states; see `stree.models.heads`."""
 
 from stree.models.heads.causal import CausalHead
+from stree.models.heads.dflash_head import OneShotHead
 from stree.models.heads.formats import head_layout, load
 
-__all__ = ["CausalHead", "head_layout", "load"]
+__all__ = ["CausalHead", "OneShotHead", "head_layout", "load"]

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 from transformers import AutoConfig, Qwen3Config
 from transformers.utils import cached_file
 
 from stree.models.heads.dflash_head import OneShotHead
 from stree.models.heads.dflash_layers import BlockConfig, BlockModel
-from stree.models.heads.weights import read_tensors
+from stree.models.heads.weights import assign, read_tensors
 from stree.models.hidden_states import check_hidden_layers
 from stree.models.tree_lm import TreeLM
 
@@ -60,7 +60,8 @@ def load_dflash(source: str | Path, target: TreeLM) -> OneShotHead:
     else:
         draft_ids = offsets.long() + torch.arange(len(offsets), device=offsets.device)
     model = BlockModel(config, target.device)
-    _assign(model, {_renamed(name): value.to(target.dtype) for name, value in tensors.items()}, source)
+    named = {f"base.{_renamed(name)}": value.to(target.dtype) for name, value in tensors.items()}
+    assign(nn.ModuleDict({"base": model}), named, f"draft head {str(source)!r}")
     if published.get("rope_is_neox_style") is False:
         _halve_pairs(model)
     return OneShotHead(model.requires_grad_(False), config, target, draft_ids)
@@ -169,24 +170,6 @@ def _renamed(name: str) -> str:
     """Return the name of a tensor without what some writers add."""
     name = name.removeprefix("model.")
     return name.removesuffix(".weight") if "codebook" in name else name
-
-
-def _assign(model: BlockModel, tensors: Mapping[str, Tensor], source: Any) -> None:
-    """Place tensors in a model that has none.
-
-    Raises:
-        ValueError: tensors are missing, too many, or of other shapes.
-    """
-    wanted = {name: [*value.shape] for name, value in model.state_dict().items()}
-    given = {name: [*value.shape] for name, value in tensors.items()}
-    if wanted != given:
-        names = sorted(name for name in {*wanted, *given} if wanted.get(name) != given.get(name))
-        name = names[0]
-        raise ValueError(
-            f"draft head {str(source)!r} must have {name} {wanted.get(name, 'not at all')}, "
-            f"got {given.get(name, 'none')} ({len(names)} tensors differ)"
-        )
-    model.load_state_dict(tensors, assign=True)
 
 
 def _halve_pairs(model: BlockModel) -> None:

@@ -1,40 +1,52 @@
-"""Which head a checkpoint holds, by its config and the names of its tensors."""
+"""Which head a checkpoint holds, by its config."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING
 
 from stree.models.heads.causal import CausalHead
+from stree.models.heads.dflash import load_dflash
+from stree.models.heads.dflash_head import OneShotHead
+from stree.models.heads.eagle3 import load_eagle3
 from stree.models.heads.mtp import load_mtp, load_speculators_mtp
+from stree.models.heads.weights import tensor_files
 from stree.models.loading import raw_config
 from stree.models.tree_lm import TreeLM
 
 __all__ = ["head_layout", "load"]
 
-LAYOUTS = ("mtp",)
+LAYOUTS = ("mtp", "eagle3", "dflash", "dflash2", "dspark")  # of the package speculators
+ARCHITECTURES = {"LlamaForCausalLMEagle3": "eagle3", "DFlashDraftModel": "dflash"}  # of SpecForge and EAGLE, of z-lab
 
 
-def load(source: str | Path, target: TreeLM) -> CausalHead:
+def load(source: str | Path, target: TreeLM) -> CausalHead | OneShotHead:
     """Load a draft head.
 
     Args:
-        source: "mtp" for the MTP layers in the checkpoint that the target was loaded from, or the folder or hub id of
-            a head in the layout of speculators.
+        source: "mtp" for the MTP layers in the checkpoint that the target was loaded from; or the folder or hub id of a
+            head: MTP, EAGLE-3, DFlash, DFlash2 or DSpark in the layout of speculators, EAGLE-3 in that of SpecForge and
+            EAGLE, DFlash in that of z-lab.
         target: the head is placed on its device, in its dtype, and may share its embedding and output head.
 
     Raises:
-        NotImplementedError: a layout that is not known.
-        ValueError: the checkpoint cannot be read, or does not fit the target.
+        NotImplementedError: a layout or variant that is not known; the message lists the tensors found.
+        ValueError: the checkpoint cannot be read, holds no head, or was made for a target of other sizes.
     """
     if source == "mtp":
         return load_mtp(target)
-    layout = head_layout(source)
+    layout, published = head_layout(source), raw_config(source)
     if layout is None:
-        raise ValueError(f"checkpoint {str(source)!r} holds no draft head, by its config.json")
-    return load_speculators_mtp(target, source, _layer_config(raw_config(source)))
+        names = ", ".join(sorted(tensor_files(source))[:4])
+        raise ValueError(
+            f"checkpoint {str(source)!r} holds no draft head by its config.json; its tensors: {names}, ..."
+        )
+    if layout == "mtp":
+        return load_speculators_mtp(target, source, _layer_config(published))
+    return load_eagle3(target, source, published) if layout == "eagle3" else load_dflash(source, target)
 
 
 def head_layout(source: str | Path) -> str | None:
@@ -44,14 +56,16 @@ def head_layout(source: str | Path) -> str | None:
         NotImplementedError: a head of another layout.
         ValueError: no config there that can be read.
     """
-    kind: str | None = raw_config(source).get("speculators_model_type")
+    published = raw_config(source)
+    named = (ARCHITECTURES.get(name) for name in published.get("architectures") or ())
+    kind: str | None = published.get("speculators_model_type") or next(filter(None, named), None)
     if kind not in (None, *LAYOUTS):
         known = ", ".join(LAYOUTS)
         raise NotImplementedError(f"the layout of draft head {str(source)!r} is not known ({kind!r}); known: {known}")
     return kind
 
 
-def _layer_config(config: Any) -> Any:
+def _layer_config(config: Mapping[str, Any]) -> Any:
     """Return the transformers config of a head's layers."""
     layer = dict(config["transformer_layer_config"])
     return CONFIG_MAPPING[layer.pop("model_type")](**layer)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from stree.models.heads.causal import CausalHead
-from stree.models.heads.weights import fused_experts, read_tensors
+from stree.models.heads.weights import assign, fused_experts, read_tensors
 from stree.models.hidden_states import FINAL_NORM
 from stree.models.tree_lm import TreeLM
 
@@ -166,7 +166,7 @@ def _head(
     fusion = MtpFusion(config.hidden_size, lambda: copy.deepcopy(norm))
     parts = nn.ModuleDict({"fusion": fusion, "base": model.base_model})
     placed = {name if name.startswith("fusion.") else f"base.{name}": value for name, value in named.items()}
-    _assign(parts, placed, source)
+    assign(parts, placed, f"checkpoint {str(source)!r} of MTP layers")
     return CausalHead(model, fusion, [FINAL_NORM], FINAL_NORM)
 
 
@@ -201,21 +201,3 @@ def _model_of(target: TreeLM, kind: Any, config: Any) -> Any:
         base.rotary_emb = type(base.rotary_emb)(config=config).to(target.device)
     model.generation_config = target.model.generation_config
     return model.eval().requires_grad_(False)
-
-
-def _assign(parts: nn.ModuleDict, tensors: Mapping[str, Tensor], source: Any) -> None:
-    """Place tensors in modules that have none but the embedding.
-
-    Raises:
-        ValueError: tensors are missing, too many, or of other shapes.
-    """
-    wanted = {name: [*value.shape] for name, value in parts.state_dict().items() if value.is_meta}
-    given = {name: [*value.shape] for name, value in tensors.items()}
-    differing = sorted(name for name in {*wanted, *given} if wanted.get(name) != given.get(name))
-    if differing:
-        name = differing[0]
-        raise ValueError(
-            f"the MTP layers of checkpoint {str(source)!r} must have {name.removeprefix('base.')} "
-            f"{wanted.get(name, 'not at all')}, got {given.get(name, 'none')} ({len(differing)} tensors differ)"
-        )
-    parts.load_state_dict(tensors, strict=False, assign=True)

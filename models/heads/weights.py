@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import cached_file
 
-__all__ = ["fused_experts", "read_tensors", "tensor_files"]
+__all__ = ["assign", "fused_experts", "read_tensors", "tensor_files"]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
@@ -72,6 +72,29 @@ def fused_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             stacks["gate_up_proj"] = torch.cat([stacks.pop("gate_proj"), stacks.pop("up_proj")], 1)
         rest |= {f"{place}.{part}": stack for part, stack in stacks.items()}
     return rest
+
+
+def assign(parts: nn.ModuleDict, tensors: Mapping[str, Tensor], what: str) -> None:
+    """Place tensors in the modules of a head that have none yet; those that have, such as the target's, are left alone.
+
+    Args:
+        parts: modules, those without weights on the meta device.
+        tensors: by the part's name and the name in it.
+        what: names the checkpoint in errors.
+
+    Raises:
+        ValueError: tensors are missing, too many, or of other shapes.
+    """
+    wanted = {name: [*value.shape] for name, value in parts.state_dict().items() if value.is_meta}
+    given = {name: [*value.shape] for name, value in tensors.items()}
+    differing = sorted(name for name in {*wanted, *given} if wanted.get(name) != given.get(name))
+    if differing:
+        name = differing[0]
+        raise ValueError(
+            f"{what} must have {name.removeprefix('base.')} {wanted.get(name, 'not at all')}, "
+            f"got {given.get(name, 'none')} ({len(differing)} tensors differ)"
+        )
+    parts.load_state_dict(dict(tensors), strict=False, assign=True)
 
 
 def _file(source: str | Path, name: str) -> str | None:

@@ -91,7 +91,7 @@ def test_a_checkpoint_in_several_files_is_read(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     index = {"metadata": {}, "weight_map": {name: file for file, held in parts.items() for name in held}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    head = stree.heads.load("mtp", stree.TreeLM.from_pretrained(tmp_path, "cpu"))
+    head = load_mtp(stree.TreeLM.from_pretrained(tmp_path, "cpu"))
     ids, hidden = torch.tensor([[3, 4, 5]]), torch.ones(1, 3, head.num_features)
     torch.testing.assert_close(head.run(ids, hidden)[0], target_and_head()[1].run(ids, hidden)[0])
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 pytest.importorskip("triton")
 
@@ -64,6 +65,7 @@ def poisoned_memory() -> Iterator[None]:
 
         return run
 
+    _device_constructors()  # torch lists once what a block of `with torch.device(...)` changes: the real functions
     with ExitStack() as stack:
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
             stack.enter_context(mock.patch.object(owner, name, poisoned(getattr(owner, name))))

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import stree
 from helpers import tiny_families, tiny_families_delta
 from stree.models.heads.causal import CausalHead
+from stree.models.heads.mtp import load_mtp
 
 __all__ = ["save_with_mtp", "target_and_head"]
 
@@ -60,4 +61,4 @@ def target_and_head(
 ) -> tuple[stree.TreeLM, CausalHead]:
     """Load such a target and its head."""
     target = stree.TreeLM.from_pretrained(save_with_mtp(mkdtemp(), family, vocab_size=vocab_size), "cpu", dtype)
-    return target, stree.heads.load("mtp", target)
+    return target, load_mtp(target)

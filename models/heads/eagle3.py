@@ -1,0 +1,212 @@
+"""EAGLE-3 heads (arXiv 2503.01840): a decoder layer that reads three hidden states of the target beside the token.
+
+``g = fc([h_a; h_b; h_c])``; the first layer attends over ``[norm(embedding); norm(g)]``, twice as wide, and adds its
+output to ``g``.  The head's own output takes the place of ``g`` below the root.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, LlamaForCausalLM, Qwen3ForCausalLM
+
+from stree.models.heads.causal import CausalHead
+from stree.models.heads.weights import assign, read_tensors
+from stree.models.hidden_states import FINAL_NORM, check_hidden_layers
+from stree.models.tree_lm import TreeLM
+
+__all__ = ["Eagle3Head", "EagleFusion", "EagleProjection", "load_eagle3"]
+
+MODELS: dict[str, Any] = {"llama": LlamaForCausalLM, "qwen3": Qwen3ForCausalLM}
+LAYER_NAMES = re.compile(r"^(midlayer|layers\.0)\.")
+
+
+class EagleFusion(nn.Module):
+    """The token's embedding and the features side by side, which the first layer takes apart."""
+
+    def forward(self, embeddings: Tensor, features: Tensor) -> Tensor:
+        """Concatenate float[batch, n, hidden] embeddings and features."""
+        return torch.cat([embeddings, features], -1)
+
+
+class EagleProjection(nn.Module):
+    """``fc`` of the target's hidden states, side by side, with a norm of all or of each before it."""
+
+    def __init__(self, count: int, width: int, config: Any, options: Mapping[str, Any], norm: Any) -> None:
+        super().__init__()
+        self.fc = nn.Linear(count * width, config.hidden_size, bias=False)
+        eps = config.rms_norm_eps
+        self.input_norm = norm(count * width, eps=eps) if options.get("norm_before_fc") else None
+        self.fc_norm = nn.ModuleList(norm(width, eps=eps) for _ in range(count)) if options.get("fc_norm") else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Project float[batch, n, count x width] hidden states to float[batch, n, hidden]."""
+        if self.input_norm is not None:
+            hidden = self.input_norm(hidden)
+        if self.fc_norm is not None:
+            parts = zip(self.fc_norm, hidden.chunk(len(self.fc_norm), -1), strict=True)
+            hidden = torch.cat([norm(part) for norm, part in parts], -1)
+        projected: Tensor = self.fc(hidden)
+        return projected
+
+
+def first_layer(kind: Any, config: Any, *, norm_before_residual: bool) -> nn.Module:
+    """Make the first layer from a transformers decoder layer class, with projections of twice the width."""
+
+    class EagleLayer(kind):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(config, 0)
+            self.hidden_norm = type(self.input_layernorm)(config.hidden_size, eps=config.rms_norm_eps)
+            attention = self.self_attn
+            for name in ("q_proj", "k_proj", "v_proj"):
+                part = getattr(attention, name)
+                wide = nn.Linear(2 * config.hidden_size, part.out_features, bias=part.bias is not None)
+                setattr(attention, name, wide)
+
+        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+            embeddings, residual = hidden_states.chunk(2, -1)
+            normed = self.hidden_norm(residual)
+            attended = self.self_attn(torch.cat([self.input_layernorm(embeddings), normed], -1), **kwargs)[0]
+            residual = (normed if norm_before_residual else residual) + attended
+            out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+            return out
+
+    return EagleLayer()
+
+
+class Eagle3Head(CausalHead):
+    """An EAGLE-3 head, which may predict some of the target's tokens only.
+
+    Args:
+        model: see ``CausalHead``.
+        projection: of the target's hidden states.
+        hidden_layers: of the target.
+        feedback_layer: see ``CausalHead``.
+        draft_ids: int64[draft vocabulary], the target's token of each of its logits; None where they are the same.
+        vocab_size: of the target.
+    """
+
+    def __init__(
+        self, model: Any, projection: nn.Module, hidden_layers: Any, feedback_layer: int,
+        draft_ids: Tensor | None, vocab_size: int,
+    ) -> None:  # fmt: skip
+        super().__init__(model, EagleFusion(), hidden_layers, feedback_layer, projection)
+        self._draft_ids, self._size = draft_ids, vocab_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits, those of tokens left out included."""
+        return self._size
+
+    def forward(
+        self, input_ids: Tensor | None, cache: Any, positions: Tensor | None, mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Return logits over the target's vocabulary; tokens that the head cannot predict have -inf."""
+        logits = super().forward(input_ids, cache, positions, mask, **kwargs)
+        if self._draft_ids is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self._size), -torch.inf)
+        return whole.index_copy_(-1, self._draft_ids, logits)
+
+
+def load_eagle3(target: TreeLM, source: str | Path, published: Mapping[str, Any]) -> Eagle3Head:
+    """Load a head in the layout of speculators, or of SpecForge and EAGLE.
+
+    Args:
+        target: the head is placed on its device, in its dtype, and may share its embedding.
+        source: folder or hub id.
+        published: its config.json.
+
+    Raises:
+        NotImplementedError: a layer of another family.
+        ValueError: the checkpoint cannot be read, or was made for a target of other sizes.
+    """
+    config, layers = _layer_config(published, source), _hidden_layers(published, target.num_layers)
+    check_hidden_layers(layers, target.num_layers)
+    tensors = read_tensors(source, lambda name: True, str(target.device))
+    offsets = tensors.pop("d2t", None)
+    draft_ids = None if offsets is None else offsets.long() + torch.arange(len(offsets), device=offsets.device)
+    tensors = {LAYER_NAMES.sub("layers.0.", name): value for name, value in tensors.items()}
+    tensors = {name: value for name, value in tensors.items() if name not in ("t2d", "verifier_norm.weight")}
+    width = int(target.model.get_input_embeddings().weight.shape[1])
+    _check_sizes(source, target, config, published, draft_ids, width)
+    model, projection = _modules(target, config, published, len(layers), tensors)
+    parts = nn.ModuleDict({"base": model.base_model, "head": model.lm_head, "projection": projection})
+    assign(parts, {_placed(name): value.to(target.dtype) for name, value in tensors.items()}, f"draft head {source}")
+    feedback = FINAL_NORM if published.get("norm_output") else config.num_hidden_layers
+    return Eagle3Head(model, projection.eval(), layers, feedback, draft_ids, target.vocab_size)
+
+
+def _layer_config(published: Mapping[str, Any], source: Any) -> Any:
+    """Return the transformers config of the layers, which SpecForge writes at the top."""
+    layer = dict(published.get("transformer_layer_config") or published)
+    kind = layer.pop("model_type", "llama")
+    if kind not in MODELS:
+        raise NotImplementedError(f"draft head {str(source)!r} has {kind!r} layers; known are {', '.join(MODELS)}")
+    config = CONFIG_MAPPING[kind](**layer)
+    config.tie_word_embeddings = False
+    return config
+
+
+def _hidden_layers(published: Mapping[str, Any], num_layers: int) -> list[int]:
+    """Return the target's layers that are read: i is the residual stream after i layers.
+
+    speculators and vLLM count so; EAGLE's ``eagle_config`` names the layer itself, one less.
+    """
+    ids = published.get("eagle_aux_hidden_state_layer_ids") or published.get("aux_hidden_state_layer_ids")
+    if ids is not None:
+        return list(ids)
+    ids = (published.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return [2, num_layers // 2, num_layers - 3] if ids is None else [layer + 1 for layer in ids]
+
+
+def _check_sizes(
+    source: Any, target: TreeLM, config: Any, published: Mapping[str, Any], draft_ids: Tensor | None, width: int
+) -> None:
+    """Refuse a head that was made for a target of other sizes."""
+    pairs = {
+        "target_hidden_size": (published.get("target_hidden_size") or width, width),
+        "hidden_size": (config.hidden_size, width),
+        "vocab_size": (config.vocab_size, target.vocab_size),
+    }
+    for name, (given, wanted) in pairs.items():
+        if given != wanted:
+            raise ValueError(f"draft head {str(source)!r} must have {name} {wanted}, the target's, got {given}")
+    if draft_ids is not None and not 0 <= int(draft_ids.min()) <= int(draft_ids.max()) < target.vocab_size:
+        raise ValueError(f"draft head {str(source)!r} must map its tokens below {target.vocab_size} by d2t")
+
+
+def _modules(
+    target: TreeLM, config: Any, published: Mapping[str, Any], count: int, tensors: Mapping[str, Tensor]
+) -> tuple[Any, EagleProjection]:
+    """Make the head's modules without weights but for what it shares with the target."""
+    options = {**published, **published.get("eagle_config", {})}
+    draft_vocab = len(tensors["lm_head.weight"]) if "lm_head.weight" in tensors else None
+    with torch.device("meta"):
+        model = MODELS[config.model_type](copy.copy(config))
+        base = model.model
+        kind, norm = type(base.layers[0]), type(base.norm)
+        base.layers[0] = first_layer(kind, model.config, norm_before_residual=bool(options.get("norm_before_residual")))
+        if draft_vocab is not None:
+            model.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
+        projection = EagleProjection(count, config.hidden_size, config, options, norm)
+    if "embed_tokens.weight" not in tensors:
+        model.set_input_embeddings(target.model.get_input_embeddings())
+    if draft_vocab is None:
+        model.lm_head = target.model.get_output_embeddings()
+    base.rotary_emb = type(base.rotary_emb)(config=config).to(target.device)
+    model.generation_config = target.model.generation_config
+    return model.eval().requires_grad_(False), projection
+
+
+def _placed(name: str) -> str:
+    """Name of a tensor among the parts of a head."""
+    if name == "lm_head.weight":
+        return "head.weight"
+    return f"projection.{name}" if name.startswith(("fc.", "fc_norm.", "input_norm.")) else f"base.{name}"
