@@ -46,18 +46,20 @@ class StepResult:
     def to_host(self, *, needs_logits: bool = False, top_logprobs: int | None = None) -> StepResult:
         """Start to copy the report to the host, and what else is wanted, before the next step overwrites it."""
         assert self.logits is not None and self.raw_logits is not None, "this result is on the host already"
-        path, logits, logprobs = self.acceptance.path.clamp(min=0).long()[..., None], None, None
-        if needs_logits:
-            logits = self.logits.take_along_dim(path, 1)
+        logits = self._on_path(self.logits) if needs_logits else None
+        logprobs = None
         if top_logprobs is not None:
-            raw, tokens = self.raw_logits.take_along_dim(path, 1), self.report[:, :-2]
-            logprobs = _to_host(token_logprobs(raw, tokens, top_logprobs))
+            logprobs = _to_host(token_logprobs(self._on_path(self.raw_logits), self.report[:, :-2], top_logprobs))
         report = _to_host(self.report)  # after the last lap, whose event has ended once the report has arrived
         arrival = None
         if self.report.device.type == "cuda":
             arrival = torch.cuda.Event()
             arrival.record(torch.cuda.current_stream(self.report.device))
         return replace(self, report=report, arrival=arrival, logits=logits, raw_logits=None, logprobs=logprobs)
+
+    def _on_path(self, logits: Tensor) -> Tensor:
+        """Select float[batch, m, vocab] of the accepted paths from float[batch, n, vocab] logits."""
+        return logits.take_along_dim(self.acceptance.path.clamp(min=0).long()[..., None], 1)
 
     def emitted(self) -> tuple[list[list[int]], list[int]]:
         """Synchronise with the report; return each sequence's new tokens, and the nodes that it committed."""
