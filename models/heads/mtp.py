@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from stree.models.heads.causal import CausalHead
-from stree.models.heads.weights import assign, fused_experts, read_tensors
+from stree.models.heads.weights import assign, fused_experts, read_tensors, tensor_files
 from stree.models.hidden_states import FINAL_NORM
 from stree.models.tree_lm import TreeLM
 
-__all__ = ["MtpFusion", "load_mtp", "load_speculators_mtp"]
+__all__ = ["MtpFusion", "load_mtp", "load_speculators_mtp", "mtp_files"]
 
 
 class MtpFusion(nn.Module):
@@ -111,6 +111,18 @@ LAYOUTS = {
         lambda config, layers: {**_attention_layers(config, layers), "mlp_layer_types": ["sparse"] * layers},
     ),
 }
+
+
+def mtp_files(config: Any, source: str | Path) -> dict[str, str]:
+    """Map the MTP tensors of a target's checkpoint to their files; empty where it has none or they are not known."""
+    if config.model_type not in LAYOUTS:
+        return {}
+    prefix = _layout(config)[1]
+    try:
+        files = tensor_files(source)
+    except (OSError, ValueError):  # a checkpoint without safetensors
+        return {}
+    return {name: file for name, file in files.items() if name.removeprefix("model.").startswith(prefix)}
 
 
 def load_mtp(target: TreeLM, source: str | Path | None = None) -> CausalHead:

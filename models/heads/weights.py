@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.utils import cached_file
 
-__all__ = ["assign", "fused_experts", "read_tensors", "tensor_files"]
+__all__ = ["assign", "count_parameters", "fused_experts", "read_tensors", "tensor_files"]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
@@ -53,6 +54,23 @@ def read_tensors(source: str | Path, is_wanted: Callable[[str], bool], device: s
                     raise ValueError(f"{file} of checkpoint {str(source)!r} lacks {name}, which the index places there")
                 tensors[name] = shard.get_tensor(name)
     return tensors
+
+
+def count_parameters(source: str | Path, files: Mapping[str, str]) -> int:
+    """Count the parameters of some tensors of a checkpoint, given with their files; only headers are read.
+
+    Raises:
+        ValueError: a file is missing, or cannot be read.
+    """
+    total = 0
+    for file in sorted({*files.values()}):
+        path = _file(source, file)
+        if path is None:
+            raise ValueError(f"checkpoint {str(source)!r} lacks {file}, which its index names")
+        with _opened(path) as shard:
+            held = (name for name, place in files.items() if place == file)
+            total += sum(math.prod(shard.get_slice(name).get_shape()) for name in held)
+    return total
 
 
 def fused_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

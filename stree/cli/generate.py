@@ -43,7 +43,7 @@ def _add_drafting(command: argparse.ArgumentParser) -> None:
         default=None,
         help="'bundled', 'suffix' (repetitions of the text), 'fused' (both; 'fused:FOLDER' for another model), 'none' "
         "(plain decoding), 'mtp' (the target's own MTP layers), a folder or hub id of a model or head; by default "
-        "'bundled' for the bundled target, else 'suffix'",
+        "'bundled' for the bundled target, 'mtp' where the target's checkpoint has MTP layers, else 'suffix'",
     )
     command.add_argument("--datastore", default=None, help="texts to draft from, made by 'stree datastore build'")
     command.add_argument("--drafter-vocab", default=None, help="tokens a draft model keeps, made by 'stree trim-vocab'")
@@ -72,7 +72,10 @@ def _generate(arguments: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     # Configs and tokenizers come before weights, so that mistakes are named at once.
     target = locate(arguments.target, "target")
-    family_of(config_of_text_model(_config(arguments, target)))
+    config = config_of_text_model(_config(arguments, target))
+    family_of(config)
+    if arguments.drafter is None:
+        arguments.drafter = _default_drafter(arguments.target, config, target)
     tokenizer = _tokenizer(arguments, target)
     prompt_ids = _encode(arguments, tokenizer, prompt)
     load_drafter = _drafter(arguments, tokenizer)
@@ -173,6 +176,15 @@ def _encode(arguments: argparse.Namespace, tokenizer: Any, prompt: str) -> list[
     return ids
 
 
+def _default_drafter(target: str, config: Any, source: str) -> str:
+    """Return the drafter where none is named: what fits the target best of what is at hand."""
+    from stree.heads import mtp_files
+
+    if target == "bundled":
+        return "bundled"
+    return "mtp" if mtp_files(config, source) else "suffix"
+
+
 def _config(arguments: argparse.Namespace, name: str) -> Any:
     """Read the config of a checkpoint."""
     from stree.models.loading import load_config
@@ -184,7 +196,7 @@ def _drafter(arguments: argparse.Namespace, tokenizer: Any) -> Callable[[Any], A
     """Check the options of the drafter; return what loads it for a target."""
     from stree.drafters import FusedDrafter, NoDrafter, SuffixDrafter
 
-    name = arguments.drafter or ("bundled" if arguments.target == "bundled" else "suffix")
+    name = arguments.drafter
     kind, _, rest = name.partition(":")
     is_fused = kind == "fused"
     if arguments.datastore is not None and name != "suffix" and not is_fused:

@@ -89,6 +89,7 @@ def _info(arguments: argparse.Namespace) -> int:
     """Run ``stree info``."""
     import torch
 
+    from stree.models.families import config_of_text_model
     from stree.models.loading import load_config, torch_dtype
 
     config = load_config(locate(arguments.model, "target"), trust_remote_code=arguments.trust_remote_code)
@@ -97,9 +98,19 @@ def _info(arguments: argparse.Namespace) -> int:
     report = {
         "model": arguments.model,
         **describe_model(config, dtype, trust_remote_code=arguments.trust_remote_code),
+        "mtp_parameters": _mtp_parameters(config_of_text_model(config), locate(arguments.model, "target")),
     }
     sys.stdout.write((json.dumps(report) if arguments.json else _page(report)) + "\n")
     return 0
+
+
+def _mtp_parameters(config: Any, source: str) -> int | None:
+    """Count the parameters of the MTP layers in a checkpoint, None where it has none; only headers are read."""
+    from stree.heads import mtp_files
+    from stree.models.heads.weights import count_parameters
+
+    names = mtp_files(config, source)
+    return count_parameters(source, names) if names else None
 
 
 def _page(report: dict[str, Any]) -> str:
@@ -124,6 +135,8 @@ def _page(report: dict[str, Any]) -> str:
         f"kept for at most {graphs['decode_steps']} kinds of batch, {graphs['graphs_per_decode_step']} graphs each; "
         f"{_size(graphs['state_bytes'])} a sequence of {graphs['max_length']:,} tokens and {graphs['max_nodes']} nodes"
     )
+    mtp = report["mtp_parameters"]
+    lines["MTP layers"] = "none" if mtp is None else f"{mtp:,} parameters; --drafter mtp"
     lines["supported"] = "yes"
     return _aligned(lines)
 

@@ -30,6 +30,7 @@ __all__ = ["DecodeLoop"]
 
 logger = logging.getLogger("stree")
 
+UNTRAINED_TAU = 1.05  # tokens a step with a draft head that knows nothing of its target
 EMPTY = Request([0], problem="an empty row")
 
 
@@ -202,10 +203,26 @@ class DecodeLoop:
         seconds = result.timer.seconds()
         self.stats.record(result.draft, committed, seconds)
         self.stats.total_s = time.perf_counter() - self._began
-        if self.stats.accepts_nothing and not self._has_warned:
-            self._has_warned = True
-            logger.warning("no drafted token was accepted in %d steps: the drafter does not fit", self.stats.steps)
+        self._warn_once()
         self._policy.observe([count for count in committed if count], sum(time_s for _, time_s in seconds))
+
+    def _warn_once(self) -> None:
+        """Report a drafter of which nothing is accepted, and a draft head of which hardly anything is.
+
+        Hidden states of a wrong layer, or from before a norm, show in nothing else.
+        """
+        layers = self._step.hidden_layers
+        if self._has_warned or not self.stats.emits_at_most(1.0 if layers is None else UNTRAINED_TAU):
+            return
+        self._has_warned = True
+        if layers is None:
+            logger.warning("no drafted token was accepted in %d steps: the drafter does not fit", self.stats.steps)
+            return
+        logger.warning(
+            "%.2f tokens a step in %d steps, as with an untrained draft head: was it made for this target, and does it "
+            "read the hidden states of layers %s (-1 is after the final norm)?",
+            self.stats.row_tokens / self.stats.row_steps, self.stats.steps, [*layers],
+        )  # fmt: skip
 
     def _begin(self, sequences: list[Sequence], rows: list[int], logits: Tensor) -> None:
         """Place sequences in rows, and draw and emit their first tokens from float[len(rows), vocab] logits."""

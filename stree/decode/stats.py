@@ -59,10 +59,9 @@ class Statistics:
             self.accepted += [0] * (count - len(self.accepted))
             self.accepted[count - 1] += 1
 
-    @property
-    def accepts_nothing(self) -> bool:
-        """Whether enough was drafted and no drafted token was ever accepted."""
-        return self.drafted_row_steps >= MANY_STEPS and len(self.accepted) == 1
+    def emits_at_most(self, tau: float) -> bool:
+        """Whether enough was drafted to tell, and at most ``tau`` tokens a step were emitted."""
+        return self.drafted_row_steps >= MANY_STEPS and self.row_tokens <= tau * self.row_steps
 
     def report(self, num_new_tokens: int) -> dict[str, Any]:
         """Rates and times, JSON-able."""

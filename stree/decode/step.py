@@ -52,6 +52,7 @@ class DecodeStep:
         texts: pending tokens, counts, limits and stop tokens of each row.
         run: the drafter's run for the same sequences, from ``fill`` on.
         problem: why decoding went on without the drafter, or None.
+        hidden_layers: layers of the target whose hidden states the drafter reads, or None.
         graphs: CUDA graphs of captured steps, or None where every operation of every step is launched.
     """
 
@@ -71,7 +72,7 @@ class DecodeStep:
         stop = zeros.new_full((len(zeros), most_stops), -1)
         self.texts = Texts(zeros.clone(), zeros.clone(), zeros.clone(), torch.ones_like(zeros, dtype=torch.bool), stop)
         self._is_filled = False
-        self._hidden_layers: Sequence[int] | None = None  # that the drafter reads
+        self.hidden_layers: Sequence[int] | None = None  # that the drafter reads
         self._growth: tuple[Growth | None, Growth | None] = None, None  # the last one, and bound to the sampling
 
     def __call__(
@@ -120,9 +121,9 @@ class DecodeStep:
 
     def _recorded(self, run: Callable[..., Any], *inputs: Any) -> tuple[Tensor, Tensor | None]:
         """Run the target; return logits, and the hidden states that the drafter reads, or None where it reads none."""
-        if self._hidden_layers is None:
+        if self.hidden_layers is None:
             return run(*inputs), None
-        logits, hidden = run(*inputs, hidden_layers=self._hidden_layers)
+        logits, hidden = run(*inputs, hidden_layers=self.hidden_layers)
         return logits, hidden
 
     def _propose(self, growth: Growth | None, budget: int) -> Draft:
@@ -162,7 +163,7 @@ class DecodeStep:
         """
         prompts = [request.prompt for request in requests]
         input_ids, lengths = padded_prompts(prompts)
-        self._hidden_layers = drafter.hidden_layers
+        self.hidden_layers = drafter.hidden_layers
         for row, request in enumerate(requests):
             self._write(row, request)
         if not self._is_filled:

@@ -208,3 +208,11 @@ def test_a_run_that_is_given_no_hidden_states_fails_over_to_plain_decoding() -> 
     with pytest.raises(ValueError, match=r"needs the target's hidden states of layers \(-1,\)"):
         steps.run.observe(Acceptance(zero, zero[:, 0] + 1, torch.zeros(3, dtype=torch.long)))
     assert draft.tree.tokens.shape == (3, 3)
+
+
+def test_a_head_that_drafts_like_an_untrained_one_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    lm, head = target_and_head()
+    with caplog.at_level("WARNING", "stree"):
+        generate(lm, HeadDrafter(head), growth=Chain(2), budget=3, max_new_tokens=120, sampling=Sampling())
+    assert caplog.text.count("as with an untrained draft head") == 1
+    assert "read the hidden states of layers [-1] (-1 is after the final norm)?" in caplog.text

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.tiny_mtp import LAYOUTS, save_with_mtp, target_and_head
+from helpers.tiny_pairs import save_tiny
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import stree
+from stree.cli import main
 from stree.drafters import HeadDrafter, NoDrafter
 from stree.models.heads.mtp import load_mtp
 
@@ -132,3 +135,21 @@ def test_layers_of_other_sizes_and_families_are_refused(tmp_path: Path) -> None:
         load_mtp(target_and_head()[0], tmp_path)
     with pytest.raises(ValueError, match="the drafter has 61 tokens, the target 97"):
         stree.generate(target_and_head()[0], [[1]], HeadDrafter(target_and_head(vocab_size=61)[1]))
+
+
+def test_the_command_line_names_the_layers_and_drafts_with_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_with_mtp(tmp_path)
+    save_tiny(tmp_path / "words")
+    assert main(["info", str(tmp_path), "--json"]) == 0
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        sizes = [file.get_tensor(name).numel() for name in file.keys() if name.startswith("mtp.")]  # noqa: SIM118
+    assert json.loads(capsys.readouterr().out)["mtp_parameters"] == sum(sizes)
+    words = ["generate", "w1 w2", "--target", str(tmp_path), "--tokenizer", str(tmp_path / "words")]
+    words += ["--max-new-tokens", "8", "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["growth"] is not None, "not the suffix drafter"
+    assert main([*words, "--drafter", "none"]) == 0
+    assert found["token_ids"] == json.loads(capsys.readouterr().out.splitlines()[-1])["token_ids"]
