@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -40,7 +41,10 @@ LAYOUTS["qwen3_5_text"] = LAYOUTS["qwen3_5_moe_text"] = LAYOUTS["qwen3_next"]
 def save_with_mtp(folder: str | Path, family: str = "qwen3_next", **changes: Any) -> Path:
     """Save a random target, and MTP layers of the shapes of its own attention layer, in the family's layout."""
     torch.manual_seed(0)
-    model = BUILDERS[family](**changes)
+    try:
+        model = BUILDERS[family](**changes)
+    except AttributeError as problem:
+        pytest.skip(f"this release of transformers has no such family: {problem}")
     model.save_pretrained(folder)
     file, size = Path(folder) / "model.safetensors", model.config.hidden_size
     tensors, (lent, (fc, *norms), norm) = load_file(file), LAYOUTS[family]
