@@ -113,6 +113,8 @@ _ATTENTION: dict[tuple[int, bool], tuple[int, int, int, int, str]] = {
     (512, False): (32, 32, 8, 2, "tf32x3"),  # 64 rows of 512 sums spill
     (512, True): (16, 16, 8, 2, "ieee"),
 }
+# The same where a build keeps more in registers: known nodes, one part of the context, or capped scores.
+_ATTENTION_TIGHT = {(256, False): (32, 32, 8, 3, "tf32x3")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +136,10 @@ class AttentionTile:
     precision: str
 
     @classmethod
-    def of(cls, rows: int, headdim: int, dtype: torch.dtype) -> AttentionTile:
+    def of(cls, rows: int, headdim: int, dtype: torch.dtype, *, is_tight: bool = False) -> AttentionTile:
         """Choose a tile for so many rows and the larger of the head sizes of k and v."""
-        most, keys, warps, stages, precision = _ATTENTION[min(padded(headdim, 64), 512), dtype == torch.float32]
+        key = min(padded(headdim, 64), 512), dtype == torch.float32
+        most, keys, warps, stages, precision = (_ATTENTION_TIGHT if is_tight else _ATTENTION).get(key, _ATTENTION[key])
         return cls(min(most, padded(rows)), keys, warps, stages, precision)
 
 

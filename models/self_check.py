@@ -78,6 +78,19 @@ def check_adapters(lm: PatchedModel, *, force: bool = False) -> None:
             record_passed(digest)
 
 
+def layer_errors(lm: PatchedModel) -> dict[str, dict[str, float] | str]:
+    """Return the relative error of a layer of each class that holds a state, and its bound; or why none was found."""
+    report: dict[str, dict[str, float] | str] = {}
+    for (layer, _), module in lm.mixers.items():
+        if type(module).__name__ not in report:
+            try:
+                error, bound = _layer_error(lm, layer, module)
+                report[type(module).__name__] = {"error": error, "bound": bound}
+            except Exception as reason:
+                report[type(module).__name__] = str(reason)
+    return report
+
+
 @torch.no_grad()
 def check_model(lm: TreeScorer) -> None:
     """Compare the logits of three trees with those after the same texts.

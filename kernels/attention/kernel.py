@@ -204,17 +204,20 @@ def _attend(op: str, a: Operands, stash: tuple[Tensor, Tensor], *, keep: bool) -
     (batch, rows, heads, _), (kv_heads, context) = a.q.shape, a.k_cache.shape[1:3]
     n, shared, device = a.topology.num_nodes, heads // kv_heads, a.q.device
     check_limit(op, "trees of nodes", n, MAX_NODES)
-    tile = AttentionTile.of(rows * shared, max(dim, value_dim), a.q.dtype)
+    new_from = a.first if keep else 0
     main, rest = split_head(dim)
-    blocks = -(-rows * shared // tile.rows)
-    parts, chunk = split_context(context, blocks * batch * kv_heads, tile.keys)
+    for is_tight in (new_from > 0 or a.softcap is not None, True):
+        tile = AttentionTile.of(rows * shared, max(dim, value_dim), a.q.dtype, is_tight=is_tight)
+        blocks = -(-rows * shared // tile.rows)
+        parts, chunk = split_context(context, blocks * batch * kv_heads, tile.keys)
+        if is_tight or parts > 1:  # one part is one more thing in registers
+            break
     out = torch.empty(batch, rows, heads, value_dim, dtype=a.q.dtype, device=device)
     partial, lse = out, None
     if parts > 1:
         sizes = (batch, kv_heads, parts, rows * shared)
         partial = torch.empty(*sizes, value_dim, dtype=a.q.dtype, device=device)
         lse = torch.empty(sizes, dtype=torch.float32, device=device)
-    new_from = a.first if keep else 0
     factors = (a.scale * LOG2E, 0.0) if a.softcap is None else (a.scale / a.softcap, a.softcap * LOG2E)
     attention_kernel[(blocks, parts, batch * kv_heads)](
         a.q, a.k_cache, a.v_cache, a.lengths.contiguous(), a.k, a.v, a.topology.ancestor_bits(),

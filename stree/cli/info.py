@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from stree.cli.options import add_command
+from stree.files import check_file, replacing
 from stree.inputs import locate
 
 __all__ = ["add_info", "describe_model"]
@@ -24,6 +26,12 @@ def add_info(commands: Any) -> None:
     )
     command.add_argument("--dtype", default="auto", help="of the weights: auto (the checkpoint's own), bfloat16, ...")
     command.add_argument("--trust-remote-code", action="store_true", help="execute the checkpoint's own code")
+    command.add_argument(
+        "--check", action="store_true",
+        help="load the model, compare it with transformers' own forward and generate, time steps, and write --out",
+    )  # fmt: skip
+    command.add_argument("--out", type=Path, default=Path("stree-check.json"), help="file of --check")
+    command.add_argument("--device", default="auto", help="of --check: auto, cpu, cuda, ...")
     command.add_argument("--json", action="store_true", help="print one JSON document instead")
 
 
@@ -92,6 +100,7 @@ def _info(arguments: argparse.Namespace) -> int:
     from stree.models.families import config_of_text_model
     from stree.models.loading import load_config, torch_dtype
 
+    out = check_file(arguments.out) if arguments.check else None
     config = load_config(locate(arguments.model, "target"), trust_remote_code=arguments.trust_remote_code)
     own = getattr(config, "dtype", None) or torch.float32
     dtype = torch_dtype(own if arguments.dtype == "auto" else arguments.dtype)
@@ -100,8 +109,29 @@ def _info(arguments: argparse.Namespace) -> int:
         **describe_model(config, dtype, trust_remote_code=arguments.trust_remote_code),
         "mtp_parameters": _mtp_parameters(config_of_text_model(config), locate(arguments.model, "target")),
     }
-    sys.stdout.write((json.dumps(report) if arguments.json else _page(report)) + "\n")
+    if out is not None and report["is_supported"]:
+        report["check"] = _checked(arguments)
+        with replacing(out) as beside:
+            beside.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
+    sys.stdout.write((json.dumps(report, default=str) if arguments.json else _page(report)) + "\n")
+    if out is not None and report["is_supported"]:
+        sys.stdout.write(f"written: {out}\n")
     return 0
+
+
+def _checked(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Load the model and compare it with transformers' own forward and ``generate``."""
+    from stree.cli.check_model import check_model
+    from stree.models.tree_lm import TreeLM
+
+    try:
+        lm = TreeLM.from_pretrained(
+            locate(arguments.model, "target"), arguments.device, arguments.dtype,
+            trust_remote_code=arguments.trust_remote_code,
+        )  # fmt: skip
+    except NotImplementedError as error:  # the automatic check refuses a layer whose forward has changed
+        return {"self_check": str(error)}
+    return check_model(lm)
 
 
 def _mtp_parameters(config: Any, source: str) -> int | None:
@@ -138,6 +168,17 @@ def _page(report: dict[str, Any]) -> str:
     mtp = report["mtp_parameters"]
     lines["MTP layers"] = "none" if mtp is None else f"{mtp:,} parameters; --drafter mtp"
     lines["supported"] = "yes"
+    if "check" in report:
+        check = report["check"]
+        lines["self-check"] = check["self_check"]
+        if "greedy" in check:
+            greedy = check["greedy"]
+            same = "equal" if greedy["is_equal"] else f"differs at token {greedy['first_difference']}"
+            lines["greedy text"] = f"{same} (at most 64 tokens, against model.generate)"
+            lines["steps"] = ", ".join(
+                f"{step['nodes']} nodes {step['median_ms']:.1f} ms ({step['over_one_node']:.2f})"
+                for step in check["steps"]
+            )
     return _aligned(lines)
 
 
