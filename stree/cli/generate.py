@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stree.cli.options import add_command, add_device, add_target
+from stree.cli.progress import Progress
 from stree.inputs import load_tokenizer, locate, tokenizer_fingerprint
 
 __all__ = ["add_generate"]
@@ -81,7 +82,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     load_drafter = _drafter(arguments, tokenizer)
     lm = _load(arguments, target)
     lm.captures_steps = False if arguments.eager else None
-    options["streamer"] = _Progress(arguments.max_new_tokens) if arguments.json else TextStreamer(tokenizer)
+    options["streamer"] = Progress(arguments.max_new_tokens) if arguments.json else TextStreamer(tokenizer)
     output, status = _run(lm, prompt_ids, load_drafter(lm), options)
     if output.sequences:  # none where it was interrupted while step times were profiled
         report = _report(arguments, output, tokenizer, lm)
@@ -286,27 +287,3 @@ def _summary(report: dict[str, Any]) -> str:
         f"\n{report['num_new_tokens']} tokens in {report['steps']} steps: tau {report['tau']:.2f}, "
         f"{report['tokens_per_s']:.0f} tokens/s ({report['finish_reason']})\nseconds: {parts}"
     )
-
-
-class _Progress:
-    """A streamer that shows a progress bar on standard error instead of text."""
-
-    def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        self._bar = Progress(console=Console(stderr=True), transient=True)
-        self._task = self._bar.add_task("generating", total=total)
-        self._is_prompt = True
-
-    def put(self, value: Any) -> None:
-        """Count new tokens; the first call brings the prompt."""
-        if self._is_prompt:
-            self._is_prompt = False
-            self._bar.start()
-        else:
-            self._bar.advance(self._task, len(value))
-
-    def end(self) -> None:
-        """Take the bar away."""
-        self._bar.stop()

@@ -46,15 +46,15 @@ def plain_forward(family: str, lm: stree.TreeLM, ids: Tensor, hidden: Tensor, sw
         for ours, theirs in lent.items():
             mine |= {name.replace(theirs, ours): value for name, value in tensors.items() if name.startswith(theirs)}
         save_file({name: value for name, value in mine.items() if "mtp" not in name}, folder / "model.safetensors")
-    twin = type(lm.model).from_pretrained(folder)
+    lending = type(lm.model).from_pretrained(folder)
     positions = torch.arange(ids.shape[1])[None]
     options: dict[str, Any] = {"attention_mask": torch.full((ids.shape[1],) * 2, -torch.inf).triu(1)[None, None]}
-    if hasattr(twin.base_model, "rotary_emb"):
-        rotary = twin.base_model.rotary_emb
+    if hasattr(lending.base_model, "rotary_emb"):
+        rotary = lending.base_model.rotary_emb
         axes = positions.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else positions
         options["position_embeddings"] = rotary(x, axes)
     for index in sorted(int(name.split(".")[2]) for name in lent):
-        x = twin.base_model.layers[index](x, position_ids=positions, **options)
+        x = lending.base_model.layers[index](x, position_ids=positions, **options)
     return torch.nn.functional.linear(
         rms_norm(x, tensors[f"{norm}.weight"], family), lm.model.get_output_embeddings().weight
     )
