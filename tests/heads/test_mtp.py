@@ -47,7 +47,8 @@ def plain_forward(family: str, lm: stree.TreeLM, ids: Tensor, hidden: Tensor, sw
     positions = torch.arange(ids.shape[1])[None]
     options: dict[str, Any] = {"attention_mask": torch.full((ids.shape[1],) * 2, -torch.inf).triu(1)[None, None]}
     if hasattr(twin.base_model, "rotary_emb"):
-        options["position_embeddings"] = twin.base_model.rotary_emb(x, positions)
+        axes = positions.expand(3, 1, -1) if hasattr(twin.base_model.rotary_emb, "mrope_section") else positions
+        options["position_embeddings"] = twin.base_model.rotary_emb(x, axes)
     for index in sorted(int(name.split(".")[2]) for name in lent):
         x = twin.base_model.layers[index](x, position_ids=positions, **options)
     return torch.nn.functional.linear(

@@ -11,13 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import stree
-from helpers import tiny_families, tiny_families_delta
+from helpers.tiny_family_models import built
 from stree.models.heads.causal import CausalHead
 
 __all__ = ["save_with_mtp", "target_and_head"]
 
-
-BUILDERS = {**tiny_families.BUILDERS, **tiny_families_delta.BUILDERS}
 # By family: the layers that lend their shapes to MTP layers, what their names become, and names of fusion and norms.
 LAYOUTS: dict[str, tuple[dict[str, str], tuple[str, ...], str]] = {
     "qwen3_next": (
@@ -39,7 +37,7 @@ LAYOUTS["qwen3_5_text"] = LAYOUTS["qwen3_5_moe_text"] = LAYOUTS["qwen3_next"]
 def save_with_mtp(folder: str | Path, family: str = "qwen3_next", **changes: Any) -> Path:
     """Save a random target, and MTP layers of the shapes of its own attention layer, in the family's layout."""
     torch.manual_seed(0)
-    model = BUILDERS[family](**changes)
+    model = built(family, **changes)
     model.save_pretrained(folder)
     file, size = Path(folder) / "model.safetensors", model.config.hidden_size
     tensors, (lent, (fc, *norms), norm) = load_file(file), LAYOUTS[family]
