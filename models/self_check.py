@@ -126,11 +126,14 @@ def _layer_error(lm: PatchedModel, layer: int, module: Any) -> tuple[float, floa
     weight = next(module.parameters())
     wide = torch.promote_types(weight.dtype, torch.float32)
     try:
-        return _error_of(_OneLayer(lm, layer, module, wide)), LAYER_BOUND if weight.device.type == "cpu" else GPU_BOUND
+        with weight.device:  # not a default device of the caller's, on which transformers would make its constants
+            error = _error_of(_OneLayer(lm, layer, module, wide))
+        return error, LAYER_BOUND if weight.device.type == "cpu" else GPU_BOUND
     except Exception:  # as kernels for half precision alone raise
         if weight.dtype == wide:
             raise
-    return _error_of(_OneLayer(lm, layer, module, weight.dtype)), HALF_LAYER_BOUND
+    with weight.device:
+        return _error_of(_OneLayer(lm, layer, module, weight.dtype)), HALF_LAYER_BOUND
 
 
 class _OneLayer(TreeScorer):
