@@ -11,6 +11,7 @@ import pytest
 from helpers.command_line import error_of
 from helpers.tiny_family_models import family_model
 
+import stree
 from stree.cli import check_model, main
 from stree.models import passed_checks
 
@@ -58,7 +59,7 @@ def test_a_difference_is_reported_and_the_file_written(
         patch.setattr(kind, "forward", scaled)
         status, report = check(checkpoint)
     assert status == 1 and not report["ok"] and "Mamba2Mixer of transformers" in report["error"]
-    generate = check_model.stree.generate
+    generate = stree.generate
 
     def another(*args: Any, **kwargs: Any) -> Any:
         out = generate(*args, **kwargs)
