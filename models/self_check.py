@@ -30,7 +30,7 @@ from stree.models.state import DecodeState
 from stree.models.tree_scorer import TreeScorer
 from stree.tree import TokenTree
 
-__all__ = ["check_adapters", "check_model"]
+__all__ = ["check_adapters", "check_model", "layer_errors", "model_error"]
 
 # Three trees with commits between them.
 PARENTS = ([-1, 0, 0, 1, 1, 2, 3, 3], [-1, 0, 1, 0, 3, 4, 4, 2], [-1, 0, 1, 2, 3, 0, 5, 6])
@@ -53,12 +53,7 @@ def check_adapters(lm: PatchedModel, *, force: bool = False) -> None:
     Raises:
         NotImplementedError: a class computes something else than its adapter; the message names it.
     """
-    seen: set[type] = set()
-    for (layer, _), module in lm.mixers.items():
-        kind = type(module)
-        if kind in seen or any(weight.is_meta for weight in module.parameters()):
-            continue
-        seen.add(kind)
+    for kind, (layer, module) in _one_of_each_class(lm).items():
         digest = digest_of(kind)
         if digest is not None and not force and has_passed(digest):
             continue
@@ -78,26 +73,32 @@ def check_adapters(lm: PatchedModel, *, force: bool = False) -> None:
             record_passed(digest)
 
 
-def layer_errors(lm: PatchedModel) -> dict[str, dict[str, float] | str]:
-    """Return the relative error of a layer of each class that holds a state, and its bound; or why none was found."""
-    report: dict[str, dict[str, float] | str] = {}
-    for (layer, _), module in lm.mixers.items():
-        if type(module).__name__ not in report:
-            try:
-                error, bound = _layer_error(lm, layer, module)
-                report[type(module).__name__] = {"error": error, "bound": bound}
-            except Exception as reason:
-                report[type(module).__name__] = str(reason)
-    return report
+def layer_errors(lm: PatchedModel) -> dict[str, tuple[float, float]]:
+    """Compare as ``check_adapters`` does; return relative error and bound by class name.
+
+    Raises:
+        Exception: what a layer that cannot be run alone raises.
+    """
+    return {kind.__name__: _layer_error(lm, *found) for kind, found in _one_of_each_class(lm).items()}
 
 
-@torch.no_grad()
 def check_model(lm: TreeScorer) -> None:
     """Compare the logits of three trees with those after the same texts.
 
     Raises:
         RuntimeError: they differ.
     """
+    error, bound = model_error(lm)
+    if not error < bound:
+        raise RuntimeError(
+            f"trees and the model's own forward disagree: relative error {error:.1e} of the logits, and less than "
+            f"{bound:.0e} is expected of {lm.dtype}"
+        )
+
+
+@torch.no_grad()
+def model_error(lm: TreeScorer) -> tuple[float, float]:
+    """Return the relative error of the logits of three trees, and the bound of it."""
     state, text = lm.new_state(1, 32, 8), [lm.vocab_size // (node + 2) for node in range(9)]
 
     def run_texts(texts: list[list[int]]) -> Tensor:
@@ -108,12 +109,16 @@ def check_model(lm: TreeScorer) -> None:
     errors = _node_errors(lm, state, text, lm.vocab_size, run_texts)
     is_half = lm.dtype.itemsize == 2
     error = max(statistics.median(tree) if is_half else max(tree) for tree in errors)
-    bound = HALF_BOUND if is_half else MODEL_BOUND if lm.device.type == "cpu" else GPU_BOUND
-    if not error < bound:
-        raise RuntimeError(
-            f"trees and the model's own forward disagree: relative error {error:.1e} of the logits, and less than "
-            f"{bound:.0e} is expected of {lm.dtype}"
-        )
+    return error, HALF_BOUND if is_half else MODEL_BOUND if lm.device.type == "cpu" else GPU_BOUND
+
+
+def _one_of_each_class(lm: PatchedModel) -> dict[type, tuple[int, Any]]:
+    """Return layer and module of the first of each class that holds a state and has weights."""
+    found: dict[type, tuple[int, Any]] = {}
+    for (layer, _), module in lm.mixers.items():
+        if not any(weight.is_meta for weight in module.parameters()):
+            found.setdefault(type(module), (layer, module))
+    return found
 
 
 def _layer_error(lm: PatchedModel, layer: int, module: Any) -> tuple[float, float]:
@@ -121,11 +126,14 @@ def _layer_error(lm: PatchedModel, layer: int, module: Any) -> tuple[float, floa
     weight = next(module.parameters())
     wide = torch.promote_types(weight.dtype, torch.float32)
     try:
-        return _error_of(_OneLayer(lm, layer, module, wide)), LAYER_BOUND if weight.device.type == "cpu" else GPU_BOUND
+        with weight.device:  # not a default device of the caller's, on which transformers would make its constants
+            error = _error_of(_OneLayer(lm, layer, module, wide))
+        return error, LAYER_BOUND if weight.device.type == "cpu" else GPU_BOUND
     except Exception:  # as kernels for half precision alone raise
         if weight.dtype == wide:
             raise
-    return _error_of(_OneLayer(lm, layer, module, weight.dtype)), HALF_LAYER_BOUND
+    with weight.device:
+        return _error_of(_OneLayer(lm, layer, module, weight.dtype)), HALF_LAYER_BOUND
 
 
 class _OneLayer(TreeScorer):

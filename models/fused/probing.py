@@ -7,6 +7,7 @@ something else is left unpatched.  Small copies share no memory with the module 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -217,7 +218,9 @@ def _probe_feed_forward(module: Any, names: FeedForward) -> bool:
     """Run a small copy and compare it with the reference."""
     halves = 2 if names.up == "" else 1
     shapes = {names.gate: (4, 6 * halves), names.up: (4, 6), names.down: (6, 4)}
-    parts: dict[str, Any] = {name: nn.Linear(*sizes, device="cpu") for name, sizes in shapes.items() if name}
+    # Without weights of their own: drawing them would advance the caller's random numbers.
+    make = functools.partial(nn.utils.skip_init, nn.Linear, device="cpu")
+    parts: dict[str, Any] = {name: make(*sizes) for name, sizes in shapes.items() if name}
     for seed, part in enumerate(parts.values()):
         part.weight.copy_(_draw(*part.weight.shape, seed=seed))
         part.bias.copy_(_draw(*part.bias.shape, seed=9 + seed))

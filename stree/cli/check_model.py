@@ -1,119 +1,179 @@
-"""What ``stree info --check`` finds out about a model on this machine, as one report to attach to an issue."""
+"""``stree info --check``: run a checkpoint and compare it with transformers; the findings go into one JSON file."""
 
 from __future__ import annotations
 
-import platform
+import json
+import math
+import os
 import statistics
 import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-from stree.drafters import SuffixDrafter
-from stree.generation import generate
-from stree.models.self_check import layer_errors
+import stree
+from stree.bench.records import environment
+from stree.files import replacing
+from stree.inputs import load_tokenizer, locate
+from stree.models.loading import load_config
+from stree.models.self_check import layer_errors, model_error
+from stree.models.state_size import measure_state
 from stree.models.tree_lm import TreeLM
-from stree.tree import TokenTree
 
-__all__ = ["check_model"]
+__all__ = ["check_checkpoint", "write_report"]
 
-PROMPT, NEW_TOKENS = 24, 64
-SIZES, STEPS = (1, 16, 64), 20  # nodes of the timed steps, and how many
-NEAR_TIE = 1e-3  # gap of two logits, relative to the largest, below which either may come out
+PROMPT = "The river rises in the mountains, crosses the plain and"
+NEW_TOKENS, SIZES, STEPS, WARM_UP = 64, (1, 16, 64), 20, 3
 
 
-def check_model(lm: TreeLM) -> dict[str, Any]:
-    """Compare a model with transformers' own forward and ``generate``, and time steps.
+def check_checkpoint(name: str, *, device: str, dtype: str, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Load a checkpoint and compare it with transformers.
+
+    Args:
+        name: 'bundled', a folder, or a hub id.
+        device: as for ``TreeLM.from_pretrained``.
+        dtype: likewise.
+        trust_remote_code: likewise.
 
     Returns:
-        A JSON-able dict: versions and device, the self-check with the error of every class, whether 64 greedy tokens
-        are those of ``model.generate``, and the median time of steps of 1, 16 and 64 nodes.
+        A JSON-able dict without paths of this machine.  "ok" says whether all agrees; a part that fails has an "error".
+
+    Raises:
+        ValueError: the checkpoint cannot be loaded.
     """
-    tokens = [(7919 * place + 13) % lm.vocab_size for place in range(PROMPT)]
-    return {
-        "environment": _environment(lm),
-        **_self_check(lm),
-        "greedy": _greedy(lm, tokens),
-        "steps": _steps(lm, tokens),
+    path = locate(name, "target")
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    shown = Path(name).resolve().name if os.path.exists(name) else name
+    report: dict[str, Any] = {
+        "stree": version("stree"),
+        "env": environment(),
+        "model": shown,
+        "config": _without_paths(config.to_dict()),
     }
-
-
-def _environment(lm: TreeLM) -> dict[str, Any]:
-    """Describe the machine and the model, without names of folders."""
-    device = torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else platform.processor()
-    config = {key: value for key, value in lm.model.config.to_dict().items() if key != "_name_or_path"}
+    try:
+        lm = TreeLM.from_pretrained(path, device, dtype, trust_remote_code=trust_remote_code)
+    except NotImplementedError as error:  # the class of a changed layer is named
+        return {**report, "ok": False, "error": _line(error)}
+    prompt = _prompt(path, lm, trust_remote_code)
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "self_check": lambda: _self_check(lm), "text": lambda: _compare_texts(lm, prompt), "steps": lambda: _steps(lm),
+    }  # fmt: skip
+    found = {part: _attempted(run) for part, run in parts.items()}
     return {
-        "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-        "device": f"{lm.device}: {device}", "threads": torch.get_num_threads(), "dtype": str(lm.dtype),
-        "class": type(lm.model).__name__, "layers": [spec.kind for spec in lm.specs.values()],
-        "config": {key: value for key, value in config.items() if isinstance(value, (int, float, str, bool, list))},
+        **report, "env": environment(lm.device), "class": type(lm.model).__name__, "dtype": str(lm.dtype)[6:],
+        "layers": measure_state(lm).layers,
+        **found, "ok": all(part.get("ok", "error" not in part) for part in found.values()),
     }  # fmt: skip
 
 
-def _self_check(lm: TreeLM) -> dict[str, Any]:
-    """Run the self-check; its message if it fails."""
-    report: dict[str, Any] = {"layer_errors": layer_errors(lm), "self_check": "passed"}
+def write_report(report: dict[str, Any], path: Path) -> None:
+    """Write a report.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    with replacing(path) as beside:
+        beside.write_text(json.dumps(_without_paths(report), indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def _attempted(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run a part; where it fails, its result is the error, so that the others are reported."""
     try:
-        lm.self_check()
-    except (NotImplementedError, RuntimeError) as error:
-        report["self_check"] = str(error)
-    return report
+        return run()
+    except Exception as error:
+        return {"ok": False, "error": _line(error)}
 
 
-def _greedy(lm: TreeLM, tokens: list[int]) -> dict[str, Any]:
-    """Compare greedy text through trees with ``model.generate``'s."""
-    found = generate(lm, [tokens], SuffixDrafter(), budget=16, max_new_tokens=NEW_TOKENS).sequences[0]
-    ids = torch.tensor([tokens], device=lm.device)
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "attention_mask": torch.ones_like(ids)}
-    with torch.no_grad():
-        expected = lm.model.generate(ids, **options)[0].tolist()
-    pairs = zip(found, expected, strict=False)
-    place = next(
-        (place for place, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(found), len(expected))
-    )
-    if found == expected:
-        return {"is_equal": True, "num_tokens": len(found) - len(tokens)}
-    report = {
-        "is_equal": False,
-        "first_difference": place - len(tokens),
-        "tokens": [found[place:][:1], expected[place:][:1]],
-    }
-    if place < min(len(found), len(expected)):
-        state = lm.new_state(1, place, 1)
-        logits = lm.prefill(state, torch.tensor([expected[:place]]))[0].double()
-        gap = float((logits[found[place]] - logits[expected[place]]).abs() / logits.abs().max())
-        report |= {"logit_gap": gap, "is_near_tie": gap < NEAR_TIE}
-    return report
+def _line(error: Exception) -> str:
+    """Name an error in one line, without the user's folder."""
+    message = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {message}".replace(os.path.expanduser("~"), "~")
 
 
-def _steps(lm: TreeLM, tokens: list[int]) -> list[dict[str, Any]]:
-    """Time verify and commit of trees of a few sizes; a step commits its root."""
-    report: list[dict[str, Any]] = []
-    for nodes in SIZES:
-        state = lm.new_state(1, len(tokens) + STEPS + 2 + nodes, nodes)
-        lm.prefill(state, torch.tensor([tokens]))
-        parents = torch.tensor(
-            [-1, *((node - 1) // 2 for node in range(1, nodes))], dtype=torch.int32, device=lm.device
-        )
-        tree = TokenTree(torch.arange(nodes, device=lm.device) % lm.vocab_size, parents)
-        path, one = (
-            torch.full(shape, fill, dtype=torch.int32, device=lm.device) for shape, fill in (((1, 1), 0), ((1,), 1))
-        )
-        times = []
-        for _ in range(STEPS + 2):
-            _synchronise(lm)
-            began = time.perf_counter()
-            lm.verify(state, tree)
-            lm.commit(state, path, one)
-            _synchronise(lm)
-            times.append(1e3 * (time.perf_counter() - began))
-        median = statistics.median(times[2:])
-        ratio = median / report[0]["median_ms"] if report else 1.0
-        report.append({"nodes": nodes, "median_ms": median, "steps": STEPS, "over_one_node": ratio})
-    return report
+def _without_paths(value: Any) -> Any:
+    """Leave absolute paths, and where a config was loaded from, out of a config's dict."""
+    if isinstance(value, dict):
+        kept = {key: part for key, part in value.items() if key != "_name_or_path" and not _is_path(part)}
+        return {key: _without_paths(part) for key, part in kept.items()}
+    if isinstance(value, list | tuple):
+        return [_without_paths(part) for part in value if not _is_path(part)]
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)  # JSON has no infinity
 
 
-def _synchronise(lm: TreeLM) -> None:
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | Path) and os.path.isabs(value)
+
+
+def _prompt(path: str, lm: TreeLM, trust_remote_code: bool) -> list[int]:
+    """Return a few words as tokens; arbitrary tokens where there is no tokenizer."""
+    try:
+        return list(load_tokenizer(path, trust_remote_code=trust_remote_code)(PROMPT)["input_ids"])
+    except ValueError:
+        return [lm.vocab_size // (token + 2) for token in range(12)]
+
+
+def _self_check(lm: TreeLM) -> dict[str, Any]:
+    """Do what ``TreeLM.self_check`` does; relative error and bound of each class, and of the logits."""
+    errors = {**layer_errors(lm), "logits": model_error(lm)}
+    rows = {name: {"error": error, "bound": bound, "ok": error < bound} for name, (error, bound) in errors.items()}
+    return {"compared": rows, "ok": all(row["ok"] for row in rows.values())}
+
+
+def _compare_texts(lm: TreeLM, prompt: list[int]) -> dict[str, Any]:
+    """Compare greedy tokens of stree and of transformers; a first difference within rounding is a near-tie."""
+    found = stree.generate(lm, [prompt], budget=16, max_new_tokens=NEW_TOKENS)
+    out: Any = lm.model.generate(
+        torch.tensor([prompt], device=lm.device), attention_mask=torch.ones(1, len(prompt), device=lm.device).long(),
+        max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1, repetition_penalty=1.0, no_repeat_ngram_size=0,
+        pad_token_id=0, output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    ours, theirs = found.sequences[0][len(prompt) :], out.sequences[0, len(prompt) :].tolist()
+    stats = {name: found.stats[name] for name in ("steps", "tau", "tokens_per_s", "graphs") if name in found.stats}
+    report = {"num_tokens": [len(ours), len(theirs)], "equal": ours == theirs, "stats": stats, "ok": ours == theirs}
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    at = next((step for step, (one, other) in pairs if one != other), None)
+    if at is None:
+        return report
+    logits = out.logits[at][0].float()
+    gap = float(logits[theirs[at]] - logits[ours[at]])
+    # Of the largest logit; sums of half precision are rounded in another order.
+    rounding = 2 * torch.finfo(lm.dtype).eps if lm.dtype.itemsize == 2 else 1e-4
+    is_near_tie = gap <= rounding * float(logits[logits.isfinite()].abs().max())
+    difference = {"position": at, "tokens": [ours[at], theirs[at]], "logit_gap": gap, "is_near_tie": is_near_tie}
+    return {**report, "first_difference": difference, "ok": is_near_tie}
+
+
+@torch.no_grad()
+def _steps(lm: TreeLM) -> dict[str, Any]:
+    """Time verifying a binary tree and committing its root, launched and not captured: median ms by nodes."""
+    medians = {nodes: statistics.median(_step_times(lm, nodes)) for nodes in SIZES}
+    return {
+        "count": STEPS, "is_captured": False,
+        "median_ms": {str(nodes): 1e3 * time_s for nodes, time_s in medians.items()},
+        "over_one_node": {str(nodes): time_s / medians[1] for nodes, time_s in medians.items()},
+    }  # fmt: skip
+
+
+def _step_times(lm: TreeLM, nodes: int) -> list[float]:
+    """Time steps of so many nodes, after some that warm up, in seconds."""
+    state, times = lm.new_state(1, 128 + nodes, nodes), []
+    lm.prefill(state, torch.arange(64, device=lm.device)[None] % lm.vocab_size)
+    parents = torch.tensor([[(node - 1) // 2 if node else -1 for node in range(nodes)]], device=lm.device)
+    tree = stree.TokenTree(torch.arange(nodes, device=lm.device)[None] % lm.vocab_size, parents)
+    root, length = torch.zeros(1, 1, dtype=torch.long, device=lm.device), torch.ones(1, dtype=torch.long)
+    for _ in range(WARM_UP + STEPS):
+        _synchronize(lm)
+        began = time.perf_counter()
+        lm.verify(state, tree)
+        lm.commit(state, root, length.to(lm.device))
+        _synchronize(lm)
+        times.append(time.perf_counter() - began)
+    return times[WARM_UP:]
+
+
+def _synchronize(lm: TreeLM) -> None:
     if lm.device.type == "cuda":
         torch.cuda.synchronize(lm.device)

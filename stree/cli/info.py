@@ -1,4 +1,7 @@
-"""``stree info``: what a checkpoint is and what decoding it takes, from its config alone; no weights are read."""
+"""``stree info``: what a checkpoint is and what decoding it takes, from its config alone.
+
+No weights are read, except by ``--check``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stree.cli.options import add_command
-from stree.files import check_file, replacing
+from stree.files import check_file
 from stree.inputs import locate
 
 __all__ = ["add_info", "describe_model"]
@@ -19,20 +22,19 @@ LENGTH, NODES = 4096, 64  # the text and tree for which the memory of a captured
 
 def add_info(commands: Any) -> None:
     """Register the command with an argparse subparsers object."""
-    text = "describe a checkpoint and what decoding it takes; reads its config only"
+    text = "describe a checkpoint and what decoding it takes; reads its config only, except with --check"
     command = add_command(commands, "info", _info, text)
     command.add_argument(
         "model", nargs="?", default="bundled", metavar="MODEL", help="'bundled', a folder, or a hub id"
     )
     command.add_argument("--dtype", default="auto", help="of the weights: auto (the checkpoint's own), bfloat16, ...")
     command.add_argument("--trust-remote-code", action="store_true", help="execute the checkpoint's own code")
-    command.add_argument(
-        "--check", action="store_true",
-        help="load the model, compare it with transformers' own forward and generate, time steps, and write --out",
-    )  # fmt: skip
-    command.add_argument("--out", type=Path, default=Path("stree-check.json"), help="file of --check")
-    command.add_argument("--device", default="auto", help="of --check: auto, cpu, cuda, ...")
     command.add_argument("--json", action="store_true", help="print one JSON document instead")
+    command.add_argument(
+        "--check", action="store_true", help="load it, compare it with transformers, time steps, write one JSON file"
+    )
+    command.add_argument("--device", default=None, help="of --check: auto (the default), cpu, cuda, ...")
+    command.add_argument("--out", type=Path, default=None, help="file of --check; by default stree-check-MODEL.json")
 
 
 def describe_model(config: Any, dtype: Any, *, trust_remote_code: bool = False) -> dict[str, Any]:
@@ -95,12 +97,16 @@ def _sizes(lm: Any) -> dict[str, Any]:
 
 def _info(arguments: argparse.Namespace) -> int:
     """Run ``stree info``."""
+    if arguments.check:
+        return _check(arguments)
+    for name in ("device", "out"):
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--{name} belongs to --check, which is missing")
     import torch
 
     from stree.models.families import config_of_text_model
     from stree.models.loading import load_config, torch_dtype
 
-    out = check_file(arguments.out) if arguments.check else None
     config = load_config(locate(arguments.model, "target"), trust_remote_code=arguments.trust_remote_code)
     own = getattr(config, "dtype", None) or torch.float32
     dtype = torch_dtype(own if arguments.dtype == "auto" else arguments.dtype)
@@ -109,29 +115,40 @@ def _info(arguments: argparse.Namespace) -> int:
         **describe_model(config, dtype, trust_remote_code=arguments.trust_remote_code),
         "mtp_parameters": _mtp_parameters(config_of_text_model(config), locate(arguments.model, "target")),
     }
-    if out is not None and report["is_supported"]:
-        report["check"] = _checked(arguments)
-        with replacing(out) as beside:
-            beside.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
-    sys.stdout.write((json.dumps(report, default=str) if arguments.json else _page(report)) + "\n")
-    if out is not None and report["is_supported"]:
-        sys.stdout.write(f"written: {out}\n")
+    sys.stdout.write((json.dumps(report) if arguments.json else _page(report)) + "\n")
     return 0
 
 
-def _checked(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Load the model and compare it with transformers' own forward and ``generate``."""
-    from stree.cli.check_model import check_model
-    from stree.models.tree_lm import TreeLM
+def _check(arguments: argparse.Namespace) -> int:
+    """Run ``stree info --check``; 1 where something disagrees."""
+    out = check_file(arguments.out or Path(f"stree-check-{Path(arguments.model).resolve().name}.json"))
+    from stree.cli.check_model import check_checkpoint, write_report
 
-    try:
-        lm = TreeLM.from_pretrained(
-            locate(arguments.model, "target"), arguments.device, arguments.dtype,
-            trust_remote_code=arguments.trust_remote_code,
-        )  # fmt: skip
-    except NotImplementedError as error:  # the automatic check refuses a layer whose forward has changed
-        return {"self_check": str(error)}
-    return check_model(lm)
+    report = check_checkpoint(
+        arguments.model, device=arguments.device or "auto", dtype=arguments.dtype,
+        trust_remote_code=arguments.trust_remote_code,
+    )  # fmt: skip
+    write_report(report, out)
+    sys.stdout.write((json.dumps(report) if arguments.json else _check_page(report)) + "\n")
+    print(f"written: {out}", file=sys.stderr)
+    return 0 if report["ok"] else 1
+
+
+def _check_page(report: dict[str, Any]) -> str:
+    """Lay the result of a check out as text."""
+    lines = {"model": report["model"], "all agrees": "yes" if report["ok"] else "no"}
+    parts = {name: report.get(name, {}) for name in ("self_check", "text", "steps")}
+    errors = {name: part["error"] for name, part in (("error", report), *parts.items()) if "error" in part}
+    for name, row in parts["self_check"].get("compared", {}).items():
+        lines[f"{name} "] = f"relative error {row['error']:.1e}, bound {row['bound']:.0e}"
+    if "num_tokens" in parts["text"]:
+        first = parts["text"].get("first_difference")
+        where = first and f"at new token {first['position']}, by a logit gap of {first['logit_gap']:.2g}"
+        kind = first and ("a near-tie" if first["is_near_tie"] else "not a near-tie")
+        lines["greedy text"] = f"differs {where}: {kind}" if first else "equals model.generate's"
+    for nodes, ms in parts["steps"].get("median_ms", {}).items():
+        lines[f"{nodes} nodes"] = f"{ms:.1f} ms a step, {parts['steps']['over_one_node'][nodes]:.2f} times one node's"
+    return _aligned(lines | errors)
 
 
 def _mtp_parameters(config: Any, source: str) -> int | None:
@@ -168,17 +185,6 @@ def _page(report: dict[str, Any]) -> str:
     mtp = report["mtp_parameters"]
     lines["MTP layers"] = "none" if mtp is None else f"{mtp:,} parameters; --drafter mtp"
     lines["supported"] = "yes"
-    if "check" in report:
-        check = report["check"]
-        lines["self-check"] = check["self_check"]
-        if "greedy" in check:
-            greedy = check["greedy"]
-            same = "equal" if greedy["is_equal"] else f"differs at token {greedy['first_difference']}"
-            lines["greedy text"] = f"{same} (at most 64 tokens, against model.generate)"
-            lines["steps"] = ", ".join(
-                f"{step['nodes']} nodes {step['median_ms']:.1f} ms ({step['over_one_node']:.2f})"
-                for step in check["steps"]
-            )
     return _aligned(lines)
 
 

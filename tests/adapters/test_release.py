@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -139,3 +140,17 @@ def test_a_deep_copy_of_a_state_is_a_clone_without_the_uncommitted_tree(defers_c
     decoding.commit(tree, [path_to(tree, row, 7) for row in range(2)])
     decoding.score([5, 5])
     copied.score([5, 5])
+
+
+def test_a_model_that_the_generate_hook_has_patched_is_copied_and_pickled_without_captured_steps() -> None:
+    model = tiny_model("bamba")
+    options: dict[str, Any] = {"custom_generate": custom_generate, "max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(PROMPT, pad_token_id=0, **options)
+    patched_ones = [held for held in gc.get_objects() if type(held) is TreeLM and held.model is model]
+    assert patched_ones
+    for lm in patched_ones:
+        lm.cache["step_cache"] = lambda: None  # can be pickled no more than a graph
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied.generate(PROMPT, pad_token_id=0, **options), expected)
+        weights = zip(copied.parameters(), model.parameters(), strict=True)
+        assert all(mine.data_ptr() != theirs.data_ptr() for mine, theirs in weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ def altered(module: Any, path: str, change: Callable[[Any], Any]) -> Any:
 
 SCALED = "scaled output"
 CHANGES: dict[str, dict[str, Callable[[Any], Any]]] = {
-    # By family: attributes that another release could use otherwise in its own forward.
+    # By family: attributes that another release could use otherwise in its own forward: skip terms (D), clamps
+    # (time_step_limit, allow_neg_eigval), rates and scales.
     "mamba2": {
         "D": torch.zeros_like,
         "time_step_limit": lambda _: (0.0, 0.3),
@@ -115,6 +117,34 @@ def test_an_attention_that_is_a_little_off_is_noticed(family: str, monkeypatch: 
     own = ops.attention_step
     monkeypatch.setattr(ops, "attention_step", lambda *args, **kwargs: 1.001 * own(*args, **kwargs))
     with pytest.raises(NotImplementedError, match="Attention of transformers"):
+        TreeLM(family_model(family))
+
+
+ATTENTIONS: dict[str, dict[str, Any]] = {
+    # By family: arguments of transformers' attention function, which trees replace; its forwards are run as they are.
+    "gemma2": {"softcap": 5.0, "scaling": 0.3},
+    "jamba": {"scaling": 0.36},
+    "kimi_linear": {"scaling": 0.3},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [(family, name) for family, changes in ATTENTIONS.items() for name in (SCALED, *changes)]
+)
+def test_an_attention_function_that_a_release_has_changed_is_noticed(
+    family: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modeling = sys.modules[mixer_class(family).__module__]
+    own = modeling.eager_attention_forward
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        if name != SCALED:
+            return own(*args, **{**kwargs, name: ATTENTIONS[family][name]})
+        out, weights = own(*args, **kwargs)
+        return 1.001 * out, weights
+
+    monkeypatch.setattr(modeling, "eager_attention_forward", attention)
+    with pytest.raises(NotImplementedError, match="Attention of transformers .* else than trees would"):
         TreeLM(family_model(family))
 
 

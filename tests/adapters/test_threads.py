@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers.tiny_family_models import family_model, matrix
+from helpers.tiny_family_models import EVERY_ADAPTER, family_model, matrix
 from helpers.tiny_models import as_commit, path_to, random_texts, random_tree, right_padded
 from torch import Tensor
 
@@ -47,13 +47,21 @@ def test_threads_with_separate_states_do_not_disturb_each_other(family: str, eag
     assert all(map(torch.equal, sum(found, []), sum(expected, [])))
 
 
-@pytest.mark.parametrize("family", ["recurrent_gemma", pytest.param("bamba", marks=pytest.mark.slow)])
-def test_threads_generate_the_texts_of_one_thread(family: str, eager_switching: None) -> None:
+CASES = matrix(fast=["recurrent_gemma"])
+SLOW_CASES = [pytest.param(family, 8, 400, marks=pytest.mark.slow) for family in EVERY_ADAPTER]
+
+
+@pytest.mark.parametrize(
+    ("family", "threads", "count"),
+    [pytest.param(*one.values, 4, 32, marks=one.marks) if hasattr(one, "marks") else (one, 4, 32) for one in CASES]
+    + SLOW_CASES,
+)
+def test_threads_generate_the_texts_of_one_thread(family: str, threads: int, count: int, eager_switching: None) -> None:
     lm, prompts = TreeLM(family_model(family)), random_texts(random.Random(0), [5, 9, 7, 9])
 
     def text(prompt: list[int]) -> list[list[int]]:
         return stree.generate(lm, [prompt], budget=6, max_new_tokens=12, stop_token_ids=[]).sequences
 
     expected = [*map(text, prompts)]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        assert [*pool.map(text, prompts)] == expected
+    with ThreadPoolExecutor(threads) as pool:
+        assert [*pool.map(text, prompts * (count // 4))] == expected * (count // 4)

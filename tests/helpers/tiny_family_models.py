@@ -46,17 +46,22 @@ def matrix(families: Sequence[str] = FAMILIES, fast: Sequence[str] = EVERY_ADAPT
     return [family if family in fast else pytest.param(family, marks=pytest.mark.slow) for family in families]
 
 
+def built(model_type: str, **changes: object) -> PreTrainedModel:
+    """Make a model with transformers' own random weights."""
+    try:
+        return BUILDERS[model_type](**changes)
+    except AttributeError as error:
+        if "has no attribute" in str(error) and "transformers" in str(error):
+            pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+        raise
+
+
 def family_model(
     model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: object
 ) -> PreTrainedModel:
     """Make an unpatched model; the same arguments return the same weights."""
     torch.manual_seed(seed)
-    try:
-        model = BUILDERS[model_type](**changes)
-    except AttributeError as error:
-        if "has no attribute" in str(error) and "transformers" in str(error):
-            pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
-        raise
+    model = built(model_type, **changes)
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # torch's grouped products do not take float64
     draw_weights(model)

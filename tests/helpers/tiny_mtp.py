@@ -7,19 +7,16 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import stree
-from helpers import tiny_families, tiny_families_delta
+from helpers.tiny_family_models import built
 from stree.models.heads.causal import CausalHead
 from stree.models.heads.mtp import load_mtp
 
 __all__ = ["save_with_mtp", "target_and_head"]
 
-
-BUILDERS = {**tiny_families.BUILDERS, **tiny_families_delta.BUILDERS}
 # By family: the layers that lend their shapes to MTP layers, what their names become, and names of fusion and norms.
 LAYOUTS: dict[str, tuple[dict[str, str], tuple[str, ...], str]] = {
     "qwen3_next": (
@@ -41,10 +38,7 @@ LAYOUTS["qwen3_5_text"] = LAYOUTS["qwen3_5_moe_text"] = LAYOUTS["qwen3_next"]
 def save_with_mtp(folder: str | Path, family: str = "qwen3_next", **changes: Any) -> Path:
     """Save a random target, and MTP layers of the shapes of its own attention layer, in the family's layout."""
     torch.manual_seed(0)
-    try:
-        model = BUILDERS[family](**changes)
-    except AttributeError as problem:
-        pytest.skip(f"this release of transformers has no such family: {problem}")
+    model = built(family, **changes)
     model.save_pretrained(folder)
     file, size = Path(folder) / "model.safetensors", model.config.hidden_size
     tensors, (lent, (fc, *norms), norm) = load_file(file), LAYOUTS[family]
