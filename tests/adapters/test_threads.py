@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def test_threads_with_separate_states_do_not_disturb_each_other(family: str, eag
 
 
 CASES = matrix(fast=["recurrent_gemma"])
-SLOW_CASES = [pytest.param(family, 8, 400, marks=pytest.mark.slow) for family in EVERY_ADAPTER]
+SLOW_CASES: list[Any] = [pytest.param(family, 8, 400, marks=pytest.mark.slow) for family in EVERY_ADAPTER]
 
 
 @pytest.mark.parametrize(

@@ -197,10 +197,11 @@ def test_a_step_s_own_numbers_make_no_new_build(monkeypatch: pytest.MonkeyPatch)
         zero = torch.zeros(2).long()
         texts = Texts(zero, zero.clone(), zero + 9, zero.bool(), torch.arange(m % 3).expand(2, -1))
         given = [on_device(one) for one in (draw(0, 7, 2, n), path, lengths, zero)]
+        columns = on_device(draw(0, 7, 2, n + 1))  # the draft model's tree has one column more
         with launch_keys(monkeypatch) as keys:
             bookkeeping._emit_in_one(*given, Texts(*(on_device(getattr(texts, field.name)) for field in fields(Texts))))
             bookkeeping._path_in_one(
-                given[1], given[2], Drafted(None, given[0], on_device(zero.bool()), on_device(zero), n)
+                given[1], given[2], Drafted(None, columns, on_device(zero.bool()), on_device(zero), n)
             )
             with as_on_device(host_can_read=True):
                 bookkeeping.path_on_nodes(given[1], given[2], n // 4)
