@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
-import stree
 from stree.bench.records import environment
 from stree.files import replacing
+from stree.generation import generate
 from stree.inputs import load_tokenizer, locate
 from stree.models.loading import load_config
 from stree.models.self_check import layer_errors, model_error
 from stree.models.state_size import measure_state
 from stree.models.tree_lm import TreeLM
+from stree.tree import TokenTree
 
 __all__ = ["check_checkpoint", "write_report"]
 
@@ -124,7 +125,7 @@ def _self_check(lm: TreeLM) -> dict[str, Any]:
 
 def _compare_texts(lm: TreeLM, prompt: list[int]) -> dict[str, Any]:
     """Compare greedy tokens of stree and of transformers; a first difference within rounding is a near-tie."""
-    found = stree.generate(lm, [prompt], budget=16, max_new_tokens=NEW_TOKENS)
+    found = generate(lm, [prompt], budget=16, max_new_tokens=NEW_TOKENS)
     out: Any = lm.model.generate(
         torch.tensor([prompt], device=lm.device), attention_mask=torch.ones(1, len(prompt), device=lm.device).long(),
         max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1, repetition_penalty=1.0, no_repeat_ngram_size=0,
@@ -162,7 +163,7 @@ def _step_times(lm: TreeLM, nodes: int) -> list[float]:
     state, times = lm.new_state(1, 128 + nodes, nodes), []
     lm.prefill(state, torch.arange(64, device=lm.device)[None] % lm.vocab_size)
     parents = torch.tensor([[(node - 1) // 2 if node else -1 for node in range(nodes)]], device=lm.device)
-    tree = stree.TokenTree(torch.arange(nodes, device=lm.device)[None] % lm.vocab_size, parents)
+    tree = TokenTree(torch.arange(nodes, device=lm.device)[None] % lm.vocab_size, parents)
     root, length = torch.zeros(1, 1, dtype=torch.long, device=lm.device), torch.ones(1, dtype=torch.long)
     for _ in range(WARM_UP + STEPS):
         _synchronize(lm)
