@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from stree.cli.options import add_command, add_device, add_target
@@ -220,6 +221,10 @@ def _drafting(arguments: argparse.Namespace, name: str, tokenizer: Any) -> Calla
     from stree.vocabulary import load_vocabulary
 
     folder = locate(name, "drafter")
+    if not Path(folder).is_dir() and "/" not in name and name != "mtp":  # a mistake in a name must not ask the network
+        raise ValueError(
+            f"--drafter must be one of the names in --help, a folder, or a hub id OWNER/NAME, got {name!r}"
+        )
     if name == "mtp" or head_layout(folder) is not None:
         if arguments.drafter_vocab is not None:
             raise ValueError(f"--drafter-vocab trims a draft model's head; --drafter {name} is a head of the target")

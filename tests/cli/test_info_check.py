@@ -66,7 +66,7 @@ def test_a_difference_is_reported_and_the_file_written(
         out.sequences[0][-5] += 1
         return out
 
-    monkeypatch.setattr("stree.generate", another)
+    monkeypatch.setattr(check_model, "generate", another)
     status, report = check(checkpoint)
     first = report["text"]["first_difference"]
     assert status == 1 and first["position"] == check_model.NEW_TOKENS - 5 and not first["is_near_tie"]

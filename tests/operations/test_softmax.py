@@ -164,6 +164,7 @@ def test_rows_of_any_strides_are_read_and_written(vocab: int) -> None:
         assert bool((room == 7.0).all()), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [0, 1])
 def test_rows_far_from_each_other_are_found(axis: int) -> None:
     far, near = 2**30, 2**5
