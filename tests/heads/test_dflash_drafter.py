@@ -6,6 +6,7 @@ Run: python -m pytest tests/heads/test_dflash_drafter.py
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -101,6 +102,11 @@ class BlockSteps(DraftSteps):
         return error
 
 
+def slowly(cases: Iterable[tuple[str, ...]]) -> list[Any]:
+    """Mark cases of a test as slow."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
 @pytest.mark.parametrize(("name", "kind"), [*((name, "dflash") for name in GROWTHS), ("heap", "dspark")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_context_follows_the_text_and_a_tree_takes_one_call(name: str, kind: str, temperature: float) -> None:
@@ -150,8 +156,10 @@ ENUMERATED: dict[str, Growth] = {
 @pytest.mark.parametrize(
     ("kind", "growth", "verifier"),
     [
-        *product(["dflash", "dspark", "dflash2"], ["chain", "static"], VERIFIERS),
-        *product(["dflash"], ["layers", "heap", "calibrated"], VERIFIERS), ("dflash", "chain", "block"),
+        *product(["dflash", "dspark", "dflash2"], ["static"], ["traversal"]), ("dflash", "chain", "block"),
+        *slowly(product(["dflash", "dspark", "dflash2"], ["chain"], VERIFIERS)),
+        *slowly(product(["dflash", "dspark", "dflash2"], ["static"], ["rejection", "match"])),
+        *slowly(product(["dflash"], ["layers", "heap", "calibrated"], VERIFIERS)),
     ],
 )  # fmt: skip
 def test_every_verifier_emits_the_target_s_distribution_exactly(kind: str, growth: str, verifier: str) -> None:
@@ -196,7 +204,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(
-    ("family", "kind"), [("mamba2", "dflash"), ("qwen3_next", "dspark"), ("llama", "dflash2"), ("llama", "dflash")]
+    ("family", "kind"),
+    [("mamba2", "dflash"), ("qwen3_next", "dspark"), *slowly([("llama", "dflash2"), ("llama", "dflash")])],
 )
 def test_texts_are_those_of_plain_decoding(family: str, kind: str, name: str) -> None:
     lm, head = target_and_block_head(family, kind)

@@ -190,7 +190,9 @@ def test_run_gives_the_logits_of_speculators(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["bamba", "qwen3_next", "llama"])
-@pytest.mark.parametrize("name", ["plain", "some tokens", "normed output"])
+@pytest.mark.parametrize(
+    "name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in list(VARIANTS)[4:])]
+)
 def test_texts_are_those_of_plain_decoding(family: str, name: str, tmp_path: Path) -> None:
     lm, prompts = target(family), [[5, 17, 9, 33, 20], [4, 8, 9]]
     save(tmp_path, hidden_size(lm), {**VARIANTS[name], "eagle_aux_hidden_state_layer_ids": [0, 1, lm.num_layers]})
