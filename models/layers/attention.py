@@ -111,6 +111,7 @@ def patch_with_copy(attention: Any, implementation: str) -> Any:
     tree_copy.__dict__.pop("forward", None)
     tree_copy.config = copy.copy(attention.config)
     tree_copy.config._attn_implementation_internal = implementation
+    with_fused_rotary(type(attention).forward)  # reads the device once for a class: now, not inside a step
     patch_mixer(attention, partial(_forward, tree_copy))
     return tree_copy
 

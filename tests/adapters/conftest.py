@@ -7,10 +7,14 @@ from collections import Counter
 import pytest
 import torch
 from helpers.family_states import rebind_float32
+from helpers.fast_cases import slow_unless
 from helpers.fused_launches import count_fused_launches
 
 
-@pytest.fixture(params=[torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.fixture(
+    params=slow_unless(lambda chosen: chosen is torch.float64, [torch.float32, torch.float64]),
+    ids=["float32", "float64"],
+)
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """Return a dtype of models that are compared with fresh forwards."""
     chosen: torch.dtype = request.param

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 import random
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.family_states import Decoding
+from helpers.fast_cases import slow_unless
 from helpers.tiny_family_models import EVERY_ADAPTER, family_model
 from helpers.tiny_models import FAMILIES, TOLERANCE, patched, random_texts, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
@@ -81,11 +83,10 @@ def saved(model: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("family", "copier"),
-    [
-        pytest.param(family, copier, marks=[] if family == fast else pytest.mark.slow)
-        for copier, fast in ((pickled, "recurrent_gemma"), (saved, ""), (copy.deepcopy, "zamba2"))
-        for family in EVERY_ADAPTER
-    ],
+    slow_unless(
+        lambda *case: case in (("recurrent_gemma", pickled), ("zamba2", copy.deepcopy)),
+        itertools.product(EVERY_ADAPTER, (pickled, saved, copy.deepcopy)),
+    ),
 )
 def test_a_pickled_or_copied_patch_uses_its_own_weights(family: str, copier: Callable[[Any], Any]) -> None:
     model = family_model(family)

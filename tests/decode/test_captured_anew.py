@@ -126,6 +126,7 @@ def test_adapters_and_hooks_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0].sequences not in (found[1].sequences, found[2].sequences) and is_replayed(found[3])
 
 
+@pytest.mark.slow
 def test_a_drafter_made_anew_of_the_same_model_finds_what_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, options = captured(monkeypatch), dict[str, Any](budget=8, sampling=Sampling(0.8))
     expected = generate(lm, near_drafter(), **options).sequences
@@ -134,6 +135,7 @@ def test_a_drafter_made_anew_of_the_same_model_finds_what_was_captured(monkeypat
     assert not is_replayed(generate(lm, ModelDrafter(near_drafter().lm, vocab=range(50)), **options)), "another head"
 
 
+@pytest.mark.slow
 def test_what_was_captured_in_inference_mode_serves_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = captured(monkeypatch)
     with torch.inference_mode():

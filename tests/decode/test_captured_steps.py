@@ -9,6 +9,7 @@ Run: python -m pytest tests/decode/test_captured_steps.py
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +18,9 @@ import pytest
 import torch
 from helpers.captured import TEXTS, captured, generate, launched, near_drafter
 from helpers.cuda_graph_tape import TapeError, TapeRecorder
+from helpers.fast_cases import slow_unless
 from helpers.step_growths import GROWTHS
-from helpers.tiny_family_models import FAMILIES, family_model
+from helpers.tiny_family_models import family_model, matrix
 from helpers.tiny_models import random_texts
 from torch import Tensor
 
@@ -42,12 +44,8 @@ def drafter_named(name: str) -> Drafter:
     return every[name]
 
 
-QUICK = ("none", "chain", "calibrated", "opt-tree", "eagle2")
-WAYS = [
-    pytest.param(name, temperature, marks=() if name in QUICK or (temperature and name != "heap") else pytest.mark.slow)
-    for name in GROWTHS
-    for temperature in (0.0, 0.8)
-]
+QUICK = ("none", 0.8), ("calibrated", 0.0), ("opt-tree", 0.8)
+WAYS = slow_unless(lambda *way: way in QUICK, itertools.product(GROWTHS, (0.0, 0.8)))
 
 
 @pytest.mark.parametrize(("name", "temperature"), WAYS)
@@ -66,12 +64,9 @@ def test_every_growth(name: str, temperature: float, monkeypatch: pytest.MonkeyP
         assert 0 < steps_launched <= 3 if seed == 0 else steps_launched == 0, "the first one's graph serves all"
 
 
-RETRIEVING = [
-    ("suffix", 0.0),
-    ("suffix", 0.8),
-    ("fused", 0.0),
-    pytest.param("suffix-first", 0.8, marks=pytest.mark.slow),
-]
+RETRIEVING = slow_unless(
+    lambda *case: case == ("suffix", 0.8), [("suffix", 0.0), ("suffix", 0.8), ("fused", 0.0), ("suffix-first", 0.8)]
+)
 
 
 @pytest.mark.parametrize(("name", "temperature"), RETRIEVING)
@@ -90,7 +85,7 @@ def test_retrieval_whose_trees_the_host_lays_out(
     assert found.stats["graphs"]["replays"] >= found.stats["steps"] - 6
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", matrix())
 def test_the_verification_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lm, options = stree.TreeLM(family_model(family)), dict[str, Any](texts=[[5, 6, 7, 8] * 4], budget=4)
     expected = generate(lm, SuffixDrafter(), max_new_tokens=8, **options).sequences
@@ -128,7 +123,7 @@ def test_sizes_that_change_from_step_to_step(name: str, temperature: float, monk
     assert found.stats["graphs"]["replays"] > found.stats["steps"] / 2
 
 
-@pytest.mark.parametrize("name", ["model", "suffix", "none"])
+@pytest.mark.parametrize("name", slow_unless(("model").__eq__, ["model", "suffix", "none"]))
 def test_a_step_that_is_read_while_the_next_one_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"sampling": Sampling(0.8), "verifier": "match"}
     expected = generate(launched(), NoDrafter(), budget=1, **options).sequences

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from helpers.fast_cases import slow_unless
 from helpers.tiny_models import (
     VOCAB,
     as_commit,
@@ -201,8 +203,13 @@ def test_a_processor_may_return_another_dtype(dtype: torch.dtype) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("drafts", ["none", "suffix", "model", "fused"])
+@pytest.mark.parametrize(
+    ("drafts", "temperature"),
+    slow_unless(
+        lambda *case: case in (("suffix", 0.8), ("model", 0.0)),
+        itertools.product(("none", "suffix", "model", "fused"), (0.0, 0.8)),
+    ),
+)
 def test_processed_texts_do_not_depend_on_the_number_of_slots(drafts: str, temperature: float) -> None:
     lm, model = patched(tiny_model("mamba2")), ModelDrafter(patched(tiny_model("bamba")))
     every: dict[str, Drafter] = {"none": NoDrafter(), "suffix": SuffixDrafter(), "model": model}

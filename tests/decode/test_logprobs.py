@@ -5,11 +5,13 @@ Run: python -m pytest tests/decode/test_logprobs.py
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from helpers.captured import TEXTS, captured, launched, near_drafter
+from helpers.fast_cases import slow_unless
 from helpers.tiny_models import VOCAB, tiny_model
 
 import stree
@@ -56,8 +58,10 @@ def test_log_probabilities_are_those_before_temperature_and_processors(name: str
         check(out, 3, [text[:-1] for text in TEXTS])
 
 
-@pytest.mark.parametrize("is_pipelined", [False, True])
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    ("name", "is_pipelined"),
+    slow_unless(lambda *case: case == ("tree", True), itertools.product(WAYS, (False, True))),
+)
 def test_captured_steps_give_the_same(name: str, is_pipelined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # Only on a device is a step read while the next one runs, and overwrites what it has left.
     monkeypatch.setattr("stree.decode.loop.DecodeLoop._is_pipelined", lambda _: is_pipelined)

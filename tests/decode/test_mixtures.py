@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured import captured, launched, near_drafter
+from helpers.fast_cases import slow_unless
 from helpers.step_growths import GROWTHS
 from helpers.tiny_models import random_texts
 
@@ -57,10 +58,10 @@ def texts_alone(name: str) -> list[list[int]]:
     return texts
 
 
-WAYS = [
-    pytest.param(name, marks=() if name in ("none", "suffix", "fused", "calibrated") else pytest.mark.slow)
-    for name in (*DRAFTERS, *(name for name, growth in GROWTHS.items() if growth is not None))
-]  # fmt: skip
+WAYS = slow_unless(
+    ("calibrated").__eq__,
+    (*DRAFTERS, *(name for name, growth in GROWTHS.items() if growth is not None)),
+)
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.fast_cases import slow_unless
 from helpers.tiny_models import patched, random_texts, tiny_model
 
 import stree
@@ -45,7 +46,12 @@ def generated(name: str, temperature: float, max_batch: int | None, stop: int = 
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "temperature"), [("none", 0.0), ("suffix", 0.8), ("model", 0.0), ("fused", 0.8)])
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    slow_unless(
+        lambda name, _: name in ("suffix", "model"), [("none", 0.0), ("suffix", 0.8), ("model", 0.0), ("fused", 0.8)]
+    ),
+)
 def test_no_text_depends_on_the_number_of_slots(name: str, temperature: float) -> None:
     together = generated(name, temperature, None)
     stop = together.sequences[1][3 + 4]  # ends some texts in the middle, and frees slots at different times

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured import captured
+from helpers.fast_cases import slow_unless
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, StopStringCriteria
 
@@ -117,7 +118,7 @@ def test_sequences_of_a_batch_end_at_their_own_strings() -> None:
     assert stree.generate(target(), prompts()[:1], **one).sequences == expected[:1]
 
 
-@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("is_pipelined", slow_unless(bool, [False, True]))
 def test_captured_steps_end_at_the_same_strings(is_pipelined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sampled: Any = {"sampling": Sampling(0.8), "seed": 3, "max_new_tokens": NEW_TOKENS, "max_batch": 2}
     texts = stree.generate(target(), prompts(), NoDrafter(), **sampled).sequences

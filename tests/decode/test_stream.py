@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured import TEXTS, captured, launched, near_drafter
+from helpers.fast_cases import slow_unless
 from torch import Tensor
 
 import stree
@@ -40,7 +41,7 @@ def test_tokens_are_those_of_generate_whatever_runs_between_them(options: dict[s
     assert result.logprobs == expected.logprobs and next(streams[0], None) is None
 
 
-@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("is_captured", slow_unless(bool, [False, True]))
 def test_a_stream_that_is_closed_is_cancelled_and_frees_its_memory(
     is_captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

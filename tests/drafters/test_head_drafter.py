@@ -5,6 +5,7 @@ Run: python -m pytest tests/drafters/test_head_drafter.py
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from itertools import product
@@ -16,6 +17,7 @@ from helpers.captured import captured
 from helpers.draft_steps import DraftSteps
 from helpers.enumerated_texts import drafts_of
 from helpers.enumeration import EXACT, PLAIN, step_bias
+from helpers.fast_cases import slow_unless
 from helpers.on_device import treat_as_on_device
 from helpers.table_models import TableModel
 from helpers.tiny_models import TOLERANCE, as_commit, path_to, random_texts, relative_error
@@ -99,7 +101,7 @@ class HeadSteps(DraftSteps):
         return error
 
 
-@pytest.mark.parametrize("name", GROWTHS)
+@pytest.mark.parametrize("name", slow_unless([*GROWTHS][:2].__contains__, GROWTHS))
 def test_the_head_s_state_follows_the_text(name: str) -> None:
     steps = HeadSteps(GROWTHS[name])
     for _ in range(3):
@@ -174,8 +176,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("family", ["qwen3_next", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    slow_unless(
+        lambda family, name: family == "qwen3_next" and name in ("one row for three", "auto", "mixture", "heap"),
+        itertools.product(("qwen3_next", "qwen3_5_text"), OPTIONS),
+    ),
+)
 def test_texts_are_those_of_plain_decoding(family: str, name: str) -> None:
     lm, head = target_and_head(family)
     expected = generate(
@@ -188,7 +195,9 @@ def test_texts_are_those_of_plain_decoding(family: str, name: str) -> None:
         assert found.sequences == expected.sequences
 
 
-@pytest.mark.parametrize("options", [{}, {"growth": Static([2, 2])}, OPTIONS["mixture"]], ids=str)
+@pytest.mark.parametrize(
+    "options", slow_unless(OPTIONS["mixture"].__eq__, [{}, {"growth": Static([2, 2])}, OPTIONS["mixture"]]), ids=str
+)
 def test_captured_steps_give_the_texts_of_launched_ones(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

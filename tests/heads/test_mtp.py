@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.fast_cases import slow_unless
 from helpers.tiny_mtp import LAYOUTS, save_with_mtp, target_and_head
 from helpers.tiny_pairs import save_tiny
 from safetensors import safe_open
@@ -76,7 +77,7 @@ def test_run_gives_the_logits_of_a_plain_forward(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", LAYOUTS)
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize("temperature", slow_unless(bool, [0.0, 1.5]))
 def test_texts_are_those_of_plain_decoding(family: str, temperature: float) -> None:
     lm, head = target_and_head(family)
     options: dict[str, Any] = {"max_new_tokens": 16, "seed": 1, "sampling": stree.Sampling(temperature)}

@@ -11,6 +11,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from helpers import tiny_families, tiny_families_delta
+from helpers.fast_cases import slow_unless
 
 BUILDERS = {**tiny_families.BUILDERS, **tiny_families_delta.BUILDERS}
 FAMILIES = sorted(BUILDERS)
@@ -43,7 +44,7 @@ ROUTED = {
 
 def matrix(families: Sequence[str] = FAMILIES, fast: Sequence[str] = EVERY_ADAPTER) -> list[Any]:
     """Return families as parameters of a test; those outside ``fast``, which has one for each adapter, are slow."""
-    return [family if family in fast else pytest.param(family, marks=pytest.mark.slow) for family in families]
+    return slow_unless(fast.__contains__, families)
 
 
 def built(model_type: str, **changes: object) -> PreTrainedModel:

@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 from helpers.on_device import treat_as_on_device
-from helpers.tiny_family_models import FAMILIES, family_model
+from helpers.tiny_family_models import family_model, matrix
 from helpers.tiny_models import (
     TOLERANCE,
     as_commit,
@@ -62,18 +62,14 @@ def assert_exact(model: PreTrainedModel) -> None:
     assert tree_error(model, texts, tree, logits) < TOLERANCE[torch.float32]
 
 
-FAST = {"bamba", "lfm2", "qwen3_next", "recurrent_gemma"}  # one a kind of recurrence; the whole matrix is slow
-
-
-@pytest.mark.parametrize(
-    "family", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", matrix(fast=("bamba", "recurrent_gemma")))
 def test_a_family_is_exact_with_the_triton_versions(family: str, asked: set[str]) -> None:
     assert_exact(family_model(family))
     assert asked
     assert asked <= dispatch.TRITON.keys()
 
 
+@pytest.mark.slow
 def test_latents_wider_than_other_heads_are_attended_to_by_triton(asked: set[str]) -> None:
     assert_exact(family_model("kimi_linear", kv_lora_rank=300))
     assert {"gated_delta_step", *ATTENTION} <= asked

@@ -205,6 +205,7 @@ def test_rows_of_nothing_have_no_direction() -> None:
     assert not bool(q.any() | k.any()) and bool((beta == 0.5).all())
 
 
+@pytest.mark.slow
 def test_no_number_of_nodes_asks_for_a_build_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def keys(batch: int, n: int) -> list[Key]:
         q, k = draw(batch, n, 4, 32).transpose(1, 2), draw(batch, n, 2, 32).transpose(1, 2)

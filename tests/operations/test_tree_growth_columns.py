@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.fast_cases import slow_unless
 from helpers.growth_problems import DEVICE, LAYERS, Forest, Given, grown_tree
 from helpers.launch_keys import launch_keys
 from helpers.on_device import treat_as_on_device
@@ -156,7 +157,8 @@ def test_a_layout_that_is_wrong_in_one_thing_is_rejected(
 
 
 @pytest.mark.parametrize(
-    ("name", "batch"), [pytest.param("wide", 1, marks=pytest.mark.slow), *((name, 3) for name in LAYERS)]
+    ("name", "batch"),
+    slow_unless(lambda name, _: name in [*LAYERS][:2], [("wide", 1), *((name, 3) for name in LAYERS)]),
 )
 def test_the_columns_appended_and_the_tree_cut_out_of_them_are_those_of_torch(
     name: str, batch: int, monkeypatch: pytest.MonkeyPatch

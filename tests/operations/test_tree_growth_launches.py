@@ -137,6 +137,7 @@ def test_launches_of_a_layer_depend_on_sizes_and_not_on_values(fixed: None, monk
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.slow
 def test_budgets_of_equal_padded_sizes_share_their_builds(
     temperature: float, fixed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,14 @@ every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 @pytest.mark.parametrize(
     ("family", "dtype", "first", "committed"),
     [
-        pytest.param(family, dtype, first, committed, id=f"{family.name}-{str(dtype)[6:]}-first{first}-{committed}")
+        pytest.param(
+            family,
+            dtype,
+            first,
+            committed,
+            id=f"{family.name}-{str(dtype)[6:]}-first{first}-{committed}",
+            marks=[pytest.mark.slow] * (dtype == torch.float16),
+        )  # fmt: skip
         for family in FAMILIES
         for dtype, first, committed in (
             (torch.float32, 0, "from its stash"),

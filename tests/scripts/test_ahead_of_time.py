@@ -52,6 +52,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_build_that_fails_or_spills_is_named(tmp_path: Path) -> None:
     (tmp_path / "toy.py").write_text(TOY)
     good, spilling, unknown = json.loads(run("-c", COMPILE, str(tmp_path)))

@@ -47,6 +47,7 @@ def test_the_bench_runs_at_tiny_sizes(
         assert record["bench"] == "loop" and record["step_ms"] > 0 and record["replayed"] is None
 
 
+@pytest.mark.slow
 def test_where_steps_are_captured_what_is_no_forward_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     treat_as_on_device(monkeypatch)
     monkeypatch.setattr(step_cache, "_can_capture", lambda lm: lm.captures_steps is not False)
@@ -60,6 +61,7 @@ def test_where_steps_are_captured_what_is_no_forward_has_its_share(monkeypatch: 
     assert [row[-1] for row in loops.rows([record])] == [f"{record['replayed']['outside_forwards']:.1%}"]
 
 
+@pytest.mark.slow
 def test_a_size_or_a_model_that_fails_is_a_record_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [(1, 0.0, (None, 0)), *options().cases[:1]]
     failed, found = measured(cases=cases)
