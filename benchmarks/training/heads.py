@@ -15,12 +15,13 @@ from torch import Tensor
 
 from benchmarks.training import bundled, data
 from benchmarks.training import model as nets
-from stree.distill.head_network import new_mtp, save_head
+from stree.distill.heads import HEADS
 from stree.distill.run import fit_head
 from stree.distill.settings import Settings
 from stree.distill.text import Text
 from stree.distill.training import compiler
 from stree.inputs import ASSETS
+from stree.models.hidden_states import patch_for_recording, recording, stacked
 from stree.models.tree_lm import TreeLM
 
 
@@ -28,7 +29,7 @@ def main() -> None:
     """Train and save a head."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--kind", default="mtp")
+    parser.add_argument("--kind", default="mtp", choices=HEADS)
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--length", type=int, default=512)
@@ -50,15 +51,19 @@ def main() -> None:
     target = TreeLM.from_pretrained(ASSETS / "target", "cpu")
     fast = TreeLM.from_pretrained(ASSETS / "target", "cpu").release().eval()
     nets.swap(fast, torch.bfloat16, compiler(settings))
+    patch_for_recording(fast)
+    head = HEADS[args.kind](target, settings.seed)
 
     @torch.no_grad()
     def outputs(tokens: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = fast.base_model(tokens, use_cache=False).last_hidden_state
-        return cast(Tensor, fast.get_output_embeddings()(hidden)), hidden.float()
+        with recording(head.hidden_layers) as recorded:
+            hidden = fast.base_model(tokens, use_cache=False).last_hidden_state
+        return cast(Tensor, fast.get_output_embeddings()(hidden)), stacked(
+            recorded, head.hidden_layers, torch.float32, target.device
+        ).flatten(2)
 
-    head = new_mtp(target, settings.seed)
     stages, written = fit_head(target, outputs, head, text, settings, args.out, resume=args.resume)
-    save_head(head, target, args.out)
+    head.save(args.out)
     about = {"stages": stages, "sampled_tokens": written, "settings": {k: str(v) for k, v in asdict(settings).items()}}
     print(json.dumps(about))
 

@@ -23,7 +23,7 @@ from stree.models.heads.weights import assign, read_tensors
 from stree.models.hidden_states import check_hidden_layers
 from stree.models.tree_lm import TreeLM
 
-__all__ = ["OneShotHead", "load_dflash"]
+__all__ = ["OneShotHead", "load_dflash", "speculators_config"]
 
 KINDS = ("dflash", "dspark", "dflash2")
 # Copies of the target's weights, masks of training, and the confidence head, which no tree reads.
@@ -46,7 +46,7 @@ def load_dflash(source: str | Path, target: TreeLM) -> OneShotHead:
     if file is None:
         raise ValueError(f"draft head {str(source)!r} has no config.json")
     published = json.loads(Path(file).read_text())
-    config = _speculators(published) if "speculators_model_type" in published else _z_lab(published)
+    config = speculators_config(published) if "speculators_model_type" in published else _z_lab(published)
     _check_target(config, published, source, target)
     tensors = read_tensors(source, lambda name: not name.startswith(UNREAD), str(target.device))
     offsets = tensors.pop("d2t", None)
@@ -97,7 +97,7 @@ def _z_lab(published: Mapping[str, Any]) -> BlockConfig:
     )
 
 
-def _speculators(published: Mapping[str, Any]) -> BlockConfig:
+def speculators_config(published: Mapping[str, Any]) -> BlockConfig:
     """Read speculators' layout, whose defaults are those of its config classes."""
     kind = published["speculators_model_type"]
     if kind not in KINDS:

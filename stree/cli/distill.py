@@ -35,7 +35,7 @@ def add_distill(commands: Any) -> None:
 
 def _add_recipe(command: argparse.ArgumentParser) -> None:
     """Add the options of the recipe; ``Settings`` checks them."""
-    command.add_argument("--kind", default="model", help="model (a small Mamba-2), or mtp (a head on hidden states)")
+    command.add_argument("--kind", default="model", help="model (a small Mamba-2), or a head: mtp, eagle3, dflash")
     budget = command.add_mutually_exclusive_group()
     budget.add_argument("--minutes", type=float, default=20.0, help="of training; measuring comes on top")
     budget.add_argument("--steps", type=int, default=None, help="optimiser steps instead of minutes; reproducible")

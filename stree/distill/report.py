@@ -29,7 +29,7 @@ MODEL_RECIPE = (
     "what the target wrote."
 )
 HEAD_RECIPE = (
-    "KL divergence from the target's next-token distribution, of three steps of the head, on the text and on what the "
+    "KL divergence from the target's next-token distribution, of the tokens of a draft, on the text and on what the "
     "target wrote."
 )
 
@@ -114,7 +114,8 @@ def card(metrics: dict[str, Any]) -> str:
         for name, stage in metrics["stages"].items()
     ]
     settings = ", ".join(f"{name} {value}" for name, value in metrics["settings"].items())
-    what = "a Mamba-2" if probs else "an MTP head in the layout of the package speculators"
+    kind = str(metrics["settings"]["kind"])
+    what = "a Mamba-2" if kind == "model" else f"a draft head ({kind}) in the layout of the package speculators"
     return f"""# A drafter for {metrics["target"]}
 
 Made by `stree distill`: {what} of {metrics["num_parameters"]:,} parameters (bfloat16) with the target's vocabulary

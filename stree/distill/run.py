@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from stree.distill.continuations import Writing, write_continuations
 from stree.distill.folder import METRICS, RunFolder
-from stree.distill.head_network import HeadNetwork, Outputs, head_loss, new_mtp, outputs_of, save_head
+from stree.distill.heads import HEADS
+from stree.distill.heads.network import HeadNetwork, Outputs, head_loss, outputs_of
 from stree.distill.network import build, check_forward, drafter_config, use_training_forward
 from stree.distill.report import card, measure_probs, measure_tau
 from stree.distill.settings import Settings
@@ -45,7 +46,7 @@ def distill_drafter(
     resume: bool = False,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Train a drafter for a target: a small Mamba-2, saved as transformers does, or a head in speculators' layout.
+    """Train a drafter: a small Mamba-2, saved as transformers does, or a head, in the layout of speculators.
 
     Args:
         target: the model whose text is drafted.
@@ -75,7 +76,8 @@ def distill_drafter(
     identity = {"target": name, "vocab_size": target.vocab_size, "text": digest}
     recipe = {key: str(value) for key, value in asdict(settings).items()}
     about = {**identity, **{key: value for key, value in recipe.items() if key not in MAY_CHANGE}}
-    drafter = new_mtp(target, settings.seed) if settings.kind == "mtp" else _new_model(target, settings, special)
+    is_head = settings.kind in HEADS
+    drafter = HEADS[settings.kind](target, settings.seed) if is_head else _new_model(target, settings, special)
     with alone_in(folder.path):
         folder = RunFolder(out, resume=resume, force=force)  # another run may have come and gone since
         folder.claim(about)
@@ -112,7 +114,7 @@ def _saved_and_measured(
 ) -> dict[str, Any]:
     """Save a drafter, load it and measure it on the held-out stream."""
     if isinstance(drafter, HeadNetwork):
-        save_head(drafter, target, folder)
+        drafter.save(folder)
         return {"tau": measure_tau(target, load(folder, target), held_out)}
     save_model(drafter, tokenizer, folder)
     lm = TreeLM.from_pretrained(folder, device=target.device)

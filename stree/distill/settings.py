@@ -11,7 +11,7 @@ from stree.distill.network import CHUNK
 
 __all__ = ["KINDS", "Settings"]
 
-KINDS = ("model", "mtp")
+KINDS = ("model", "mtp", "eagle3", "dflash")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,8 @@ class Settings:
     """How a drafter is made; the defaults are the bundled drafter's recipe.
 
     Attributes:
-        kind: "model", a small Mamba-2, or "mtp", a head of one attention layer that reads the target's hidden states.
+        kind: "model", a small Mamba-2, or a head that reads the target's hidden states: "mtp" and "eagle3", one
+            attention layer, or "dflash", which drafts a block of 8 positions in one call.
         hidden: width of a model, a multiple of 16; None for half the target's.  A head has the target's.
         layers: Mamba-2 layers of a model.
         minutes: of training, target-generated text included; measuring comes on top.

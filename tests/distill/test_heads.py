@@ -1,4 +1,4 @@
-"""Training an MTP head: its loss by hand, a run's folder, that it drafts losslessly, and speculators' own class.
+"""Training heads: their losses beside drafts, a run's folder, that it drafts losslessly, and speculators' own class.
 
 Run: STREE_SPECULATORS=FOLDER python -m pytest tests/distill/test_heads.py, FOLDER with the package speculators
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import sys
 from dataclasses import replace
@@ -17,46 +18,79 @@ import pytest
 import torch
 from helpers.tiny_distill import SETTINGS
 from safetensors.torch import load_file
+from torch import Tensor
 
 import stree
 from stree.distill import distill_drafter
-from stree.distill.head_network import STEP_DECAY, head_loss, new_mtp, outputs_of
+from stree.distill.heads import HEADS
+from stree.distill.heads.causal import NUM_STEPS, STEP_DECAY
+from stree.distill.heads.dflash import DECAY
+from stree.distill.heads.network import HeadNetwork, head_loss, outputs_of
 from stree.drafters import HeadDrafter, NoDrafter
 from stree.models.heads.causal import CausalHead
+from stree.models.heads.dflash_head import OneShotHead
 
 HEAD = replace(SETTINGS, kind="mtp", steps=12, generated=0.0)
 TEXTS = [" ".join(f"w{1 + (start + step) % 8}" for step in range(30)) for start in range(20)]
 
 
-@pytest.fixture(scope="module")
-def made(target: stree.TreeLM, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+@pytest.fixture(scope="module", params=HEADS)
+def made(
+    target: stree.TreeLM, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("head") / "made"
-    return out, distill_drafter(target, tokenizer, TEXTS, out, HEAD, name="tiny")
+    return out, distill_drafter(target, tokenizer, TEXTS, out, replace(HEAD, kind=request.param), name="tiny")
 
 
-def test_the_loss_is_the_divergence_of_each_step_from_the_target(target: stree.TreeLM) -> None:
-    network, windows = new_mtp(target, 0), torch.tensor([[5, 9, 3, 7, 2, 8, 1]])
-    tokens = windows[0, :-1]
-    logits, hidden = outputs_of(target, [-1])(windows[:, :-1])
-    head = target.model.get_output_embeddings()
-    expected, features = 0.0, hidden
-    with torch.no_grad():
-        for step in range(3):
-            out, features = network(tokens[None, 1 + step :], features[:, : 5 - step])
-            for place in range(5 - step):
-                wanted = logits[0, place + 1 + step].double().softmax(-1)
-                found = head(out[0, place]).double().softmax(-1)
-                expected += STEP_DECAY**step * float((wanted * (wanted / found).log()).sum()) / (5 - step)
-        loss = head_loss(outputs_of(target, [-1]))(network, windows)
-    assert float(loss) == pytest.approx(expected / sum(STEP_DECAY**step for step in range(3)), rel=1e-4)
-    fusion: Any = network.fusion
-    gradient = torch.autograd.grad(head_loss(outputs_of(target, [-1]))(network, windows), fusion.fc.weight)[0]
+def rounded(kind: str, target: stree.TreeLM, folder: Path) -> tuple[HeadNetwork, Any]:
+    """Make a head in training whose weights bfloat16 can hold, and load it for inference."""
+    network = HEADS[kind](target, 0)
+    network.load_state_dict({name: value.bfloat16().float() for name, value in network.state_dict().items()})
+    network.save(folder)
+    return network, stree.heads.load(folder, target)
+
+
+def drafts(head: Any, tokens: Tensor, hidden: Tensor) -> list[tuple[float, int, Tensor]]:
+    """Run a head's drafts behind a text, one by one: weight and place of a target distribution, and what is drafted."""
+    out, n = [], len(tokens)
+    if isinstance(head, OneShotHead):
+        for anchor in range(1 + int(tokens.sum()) % min(8, n - 7), n - 6, 8):
+            logits = head.draft(tokens[None, :anchor], hidden[:, :anchor], tokens[None, anchor])
+            assert isinstance(logits, Tensor)
+            out += [(math.exp((1 - k) / DECAY), anchor + k - 1, logits[0, k]) for k in range(1, 8)]
+        return out
+    features = head.project(hidden[:, :, None])
+    for root in range(n - 1):
+        fed = features[:, : root + 1]
+        for step in range(min(NUM_STEPS, n - 1 - root)):
+            logits, feedback = head.run(tokens[None, 1 : root + 2 + step], fed)
+            out.append((STEP_DECAY**step, root + 1 + step, logits[0, -1]))
+            fed = torch.cat([fed, feedback[:, -1:]], 1)
+    return out
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_loss_is_the_divergence_of_drafts_from_the_target(kind: str, target: stree.TreeLM, tmp_path: Path) -> None:
+    network, head = rounded(kind, target, tmp_path)
+    windows = torch.randint(1, 30, (1, 13), generator=torch.Generator().manual_seed(0))
+    outputs = outputs_of(target, network.hidden_layers)
+    logits, hidden = outputs(windows[:, :-1])
+    sums: dict[float, list[float]] = {}
+    for weight, place, drafted in drafts(head, windows[0, :-1], hidden):
+        wanted = logits[0, place].double().log_softmax(-1)
+        one = float((wanted.exp() * (wanted - drafted.double().log_softmax(-1))).sum())
+        sums.setdefault(weight, []).append(one)
+    expected = sum(weight * sum(row) / len(row) for weight, row in sums.items()) / sum(sums)
+    loss = head_loss(outputs)
+    assert float(loss(network, windows)) == pytest.approx(expected, rel=1e-3)
+    parameter = max(network.parameters(), key=lambda one: one.shape[-1])
+    gradient = torch.autograd.grad(loss(network, windows), parameter)[0]
     row, column = divmod(int(gradient.abs().argmax()), gradient.shape[1])
     sides = []
     with torch.no_grad():
         for change in (1e-2, -2e-2):
-            fusion.fc.weight[row, column] += change
-            sides.append(float(head_loss(outputs_of(target, [-1]))(network, windows)))
+            parameter[row, column] += change
+            sides.append(float(loss(network, windows)))
     assert (sides[0] - sides[1]) / 2e-2 == pytest.approx(float(gradient[row, column]), rel=2e-2)
 
 
@@ -65,10 +99,12 @@ def test_training_lowers_the_loss_and_leaves_a_head_with_a_card(
 ) -> None:
     out, metrics = made
     windows = torch.tensor([tokenizer(text)["input_ids"][: HEAD.length + 1] for text in TEXTS])
-    untrained = float(head_loss(outputs_of(target, [-1]))(new_mtp(target, HEAD.seed), windows))
+    network = HEADS[metrics["settings"]["kind"]](target, HEAD.seed)
+    with torch.no_grad():
+        untrained = float(head_loss(outputs_of(target, network.hidden_layers))(network, windows))
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors", "README.md", "distill.json"}
     assert metrics["stages"]["distill"]["loss"] < 0.97 * untrained
-    assert "an MTP head in the layout of the package speculators" in (out / "README.md").read_text()
+    assert "in the layout of the package speculators" in (out / "README.md").read_text()
     assert f"| {metrics['tau']['0']:.2f} |" in (out / "README.md").read_text()
 
 
@@ -81,6 +117,7 @@ def test_the_head_drafts_losslessly(made: tuple[Path, dict[str, Any]], target: s
         assert stree.generate(target, [[1, 2, 3]], drafter, verifier="match", **options).sequences == plain.sequences
 
 
+@pytest.mark.parametrize("made", ["mtp"], indirect=True)
 def test_an_interrupted_run_goes_on_to_the_same_weights(
     made: tuple[Path, dict[str, Any]], target: stree.TreeLM, tokenizer: Any, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -102,6 +139,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
     assert all(torch.equal(mine[name], whole[name]) for name in whole)
 
 
+@pytest.mark.parametrize("made", ["mtp"], indirect=True)
 @pytest.mark.skipif("STREE_SPECULATORS" not in os.environ, reason="STREE_SPECULATORS names no folder of speculators")
 def test_speculators_own_class_gives_the_same_logits(made: tuple[Path, dict[str, Any]], target: stree.TreeLM) -> None:
     sys.path.append(os.environ["STREE_SPECULATORS"])
