@@ -14,7 +14,7 @@ from stree.bench.records import Record
 from stree.bench.unrolled import UnrolledLM
 from stree.decode.stats import PARTS
 from stree.decode.step_cache import step_cache_of
-from stree.drafters import Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.drafters import Drafter, FusedDrafter, NoDrafter, SuffixDrafter, load
 from stree.generation import GenerationError, generate
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
@@ -157,7 +157,8 @@ def _new_drafter(pair: Pair, method: Method) -> Drafter:
         return NoDrafter()
     if method.drafter == "suffix":
         return SuffixDrafter()
-    if pair.drafter is None:
-        raise NotImplementedError(f"method {method.name!r} needs a draft model; give one with --drafter")
-    model = ModelDrafter(pair.drafter)
+    draft = pair.drafter or pair.head
+    if draft is None:
+        raise NotImplementedError(f"method {method.name!r} needs a draft model or head; give one with --drafter")
+    model = load(draft, pair.target)
     return model if method.drafter == "model" else FusedDrafter(model, SuffixDrafter())

@@ -11,6 +11,7 @@ import torch
 from transformers.utils import logging
 
 from stree.drafters import Drafter
+from stree.heads import CausalHead, OneShotHead, head_layout, load
 from stree.inputs import ASSETS, load_tokenizer, locate
 from stree.models.loading import load_model
 from stree.models.tree_lm import TreeLM
@@ -27,7 +28,8 @@ class Pair:
         drafter: the draft model, or None.
         tokenizer: the target's.
         source: where the target was loaded from.
-        drafter_source: likewise the drafter, or None.
+        drafter_source: likewise the drafter or head, or None.
+        head: the draft head, in place of a draft model, or None.
         drafters: of the methods that have run, by method; captured steps belong to one drafter object.
     """
 
@@ -36,6 +38,7 @@ class Pair:
     tokenizer: Any
     source: str
     drafter_source: str | None = None
+    head: CausalHead | OneShotHead | None = None
     drafters: dict[str, Drafter] = field(default_factory=dict)
 
     @classmethod
@@ -46,7 +49,8 @@ class Pair:
 
         Args:
             target: "bundled", a folder, or a hub id.
-            drafter: likewise, or "none"; None for the bundled one beside the bundled target, else no draft model.
+            drafter: likewise, a model or a draft head, "mtp" for the target's own MTP layers, or "none"; None for the
+                bundled one beside the bundled target, else no draft model.
             device: as for ``TreeLM.from_pretrained``.
             dtype: likewise.
 
@@ -59,7 +63,10 @@ class Pair:
             drafter = "bundled" if target == "bundled" else "none"
         source = locate(target, "target")
         drafter_source = None if drafter == "none" else locate(drafter, "drafter")
+        is_head = drafter == "mtp" or (drafter_source is not None and head_layout(drafter_source) is not None)
         lm = TreeLM.from_pretrained(source, device=device, dtype=dtype)
+        if drafter_source is not None and is_head:
+            return cls(lm, None, load_tokenizer(source), source, drafter_source, load(drafter_source, lm))
         draft = None if drafter_source is None else TreeLM.from_pretrained(drafter_source, device, dtype)
         if draft is not None and draft.vocab_size != lm.vocab_size:
             raise ValueError(f"the drafter has {draft.vocab_size} tokens, the target {lm.vocab_size}")

@@ -48,7 +48,9 @@ def _add_models(command: argparse.ArgumentParser) -> None:
     """Add the options that choose models and device."""
     command.add_argument("--target", default="bundled", help="'bundled', a folder, or a hub id")
     command.add_argument(
-        "--drafter", default=None, help="likewise, or 'none'; by default 'bundled' for the bundled target, else 'none'"
+        "--drafter",
+        default=None,
+        help="likewise, or a draft head, 'mtp' or 'none'; by default 'bundled' for the bundled target, else 'none'",
     )
     add_device(command)
     command.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
@@ -196,6 +198,8 @@ def _profile(arguments: argparse.Namespace) -> int:
         check_folder(arguments.out.parent)
     growth = None if arguments.growth is None else parse_growth(arguments.growth)
     pair = _load(arguments)
+    if pair.head is not None:
+        raise ValueError("stree bench profile times draft models, not draft heads; name another --drafter")
     if growth is not None and pair.drafter is None:
         raise ValueError("--growth shapes the trees of a draft model; there is none, give one with --drafter")
     shape = Shape(

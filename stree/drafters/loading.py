@@ -12,6 +12,8 @@ from stree.drafters.model import ModelDrafter, check_vocabulary
 from stree.drafters.none import NoDrafter
 from stree.drafters.suffix import SuffixDrafter
 from stree.models.heads import formats
+from stree.models.heads.causal import CausalHead
+from stree.models.heads.dflash_head import OneShotHead
 from stree.models.tree_lm import TreeLM
 
 __all__ = ["load"]
@@ -27,8 +29,8 @@ def load(source: str | Path | Any, target: TreeLM) -> Drafter:
     Args:
         source: "suffix" (repetitions of the text), "none" (plain decoding), "mtp" (MTP layers in the target's own
             checkpoint), "fused:PATH" (a small model or head and "suffix" in one tree), the folder or hub id
-            ("owner/name") of a draft head or of a small model of the target's vocabulary, that model itself (of
-            transformers, or a TreeLM), or a drafter, which is returned.
+            ("owner/name") of a draft head or of a small model of the target's vocabulary, that head or model itself
+            (of transformers, or a TreeLM), or a drafter, which is returned.
         target: its device and dtype are those of a model that is loaded.
 
     Raises:
@@ -53,6 +55,8 @@ def load(source: str | Path | Any, target: TreeLM) -> Drafter:
         if formats.head_layout(source) is not None:
             return HeadDrafter(formats.load(source, target))
         source = TreeLM.from_pretrained(source, target.device, target.dtype)
+    if isinstance(source, (CausalHead, OneShotHead)):
+        return HeadDrafter(source)
     if isinstance(source, type) or not (hasattr(source, "new_state") or hasattr(source, "config")):
         raise TypeError(f"drafter must be {NAMES}, got {source!r:.80}")
     lm = source if hasattr(source, "new_state") else TreeLM(source)
