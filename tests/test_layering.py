@@ -134,6 +134,7 @@ def test_the_engine_without_a_model_does_not_load_transformers() -> None:
     run("import sys, stree; stree.TokenTree, stree.accept, stree.growth; assert 'transformers' not in sys.modules")
 
 
+@pytest.mark.slow
 def test_transformers_and_its_models_import_from_the_root_of_the_repository() -> None:
     run("from transformers import Mamba2ForCausalLM")
 

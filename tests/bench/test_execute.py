@@ -14,6 +14,7 @@ PROMPT = tuple(range(5, 18))
 SAMPLED = Case((PROMPT, PROMPT[:5]), 14, 0.8, seed=3)
 
 
+@pytest.mark.slow
 def test_timed_runs_only_replay_graphs_and_emit_the_tokens_of_launched_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     pair = tiny_pair("bamba")

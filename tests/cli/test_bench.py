@@ -12,6 +12,8 @@ import pytest
 from helpers.tiny_pairs import save_tiny
 
 from stree.cli import main
+from stree.distill.heads import HEADS
+from stree.models.tree_lm import TreeLM
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,17 @@ def test_a_run_writes_records_and_a_page_and_reports_what_it_measured(
     assert "--markdown only prints a table" in capsys.readouterr().err
     assert main(["bench", "report", str(run), "--out", str(tmp_path / "x")]) == 0
     assert (tmp_path / "x" / "report.html").exists()
+
+
+def test_a_draft_head_is_measured_like_a_draft_model(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    HEADS["mtp"](TreeLM.from_pretrained(folder / "target"), 0).save(folder / "head")
+    assert bench(folder, tmp_path / "run", "--drafter", str(folder / "head"), "--temperature", "0,0.8", "--json") == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert all(2 <= row["draft_calls"] <= 3 for row in rows if row["method"] == "chain:2")
+    assert main(["bench", "profile", "--target", str(folder / "target"), "--drafter", str(folder / "head")]) == 2
+    assert "times draft models, not draft heads" in capsys.readouterr().err
 
 
 def test_ctrl_c_says_how_to_go_on_and_ends_with_status_130(

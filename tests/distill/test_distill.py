@@ -70,6 +70,7 @@ def test_the_drafter_leaves_greedy_text_as_it_is(made: tuple[Path, dict[str, Any
     assert stree.generate(target, [[1, 2, 3]], drafter, max_new_tokens=12).sequences == plain.sequences
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 4], ids=["text", "distill"])  # steps of training
 def test_an_interrupted_run_goes_on_to_the_same_weights(
     after: int,

@@ -83,6 +83,7 @@ def test_chains_stars_and_padded_trees_over_ragged_contexts_equal_the_loops(
     assert out.dtype == dtype and out.is_contiguous() and error(out, problem.outputs()) < TOLERANCE[dtype]
 
 
+@pytest.mark.slow
 @given(
     st.integers(0, 10**6), st.integers(1, 40), st.sampled_from([1, 2, 4, 7]), st.sampled_from([0, 1, 63, 129, 300]),
     st.one_of(st.none(), st.integers(1, 90)),

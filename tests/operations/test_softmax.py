@@ -115,6 +115,7 @@ def test_distributions_and_norms_of_rows_of_every_kind_are_exact_to_rounding(voc
     assert is_close(reference.probs(logits, temperature), logits, temperature)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10**6), st.integers(1, 300), st.floats(0.05, 20.0), st.floats(0.0, 40.0))
 @settings(max_examples=30, deadline=None)
 def test_random_distributions_are_exact_to_rounding(

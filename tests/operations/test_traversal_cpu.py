@@ -95,6 +95,7 @@ def check_exactly(problem: Problem) -> None:
             Tested.of(given).check(given, CLOSE if dist == torch.float32 else EXACT)
 
 
+@pytest.mark.slow
 @given(
     st.integers(0, 10**6),
     st.integers(1, 33),

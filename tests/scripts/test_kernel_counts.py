@@ -28,6 +28,7 @@ def test_views_and_allocations_launch_nothing() -> None:
         assert not launches(operator), operator
 
 
+@pytest.mark.slow
 def test_a_layer_of_mamba2_launches_six_kernels() -> None:
     before, after = (
         {r["params"]["layer"]: r for r in kernel_counts.count("mamba2", 5, fused_layers=fused_layers)}

@@ -34,6 +34,7 @@ def measured(**changes: Any) -> list[Any]:
     return list(loops.measure(Run(CPU, 10.0, None), options(**changes)))
 
 
+@pytest.mark.slow
 def test_the_bench_runs_at_tiny_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,7 @@ def test_every_table_of_a_case_is_tuned_and_its_key_is_the_one_looked_up(table: 
     assert table.key == (64, False) and (tile.headdim, tile.dstate, tile.warps, tile.stages) == table.other
 
 
+@pytest.mark.slow
 @INTERPRETED
 def test_the_script_runs_at_tiny_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

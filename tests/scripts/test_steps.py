@@ -15,6 +15,7 @@ from stree.models.state_size import weight_bytes
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_records_set_a_step_beside_its_bytes() -> None:
     records = list(steps.measure(Run(CPU, 10.0, None), True))
     ours = [r for r in records if r["provider"] == "eager"]

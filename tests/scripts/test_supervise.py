@@ -74,6 +74,7 @@ def test_shares_run_all_cases_once_and_a_finished_task_is_not_run_again(tmp_path
         assert sorted(cases(tmp_path)) == [*range(8)] and [record["status"] for record in records] == ["done"] * 2
 
 
+@pytest.mark.slow
 def test_what_the_time_cuts_off_goes_on_in_the_next_run(tmp_path: Path) -> None:
     (task,) = supervised(tmp_path, "--fault", "slow", seconds=1.2)
     found = cases(tmp_path)

@@ -15,6 +15,7 @@ from benchmarks.gpu import facts, texts
 from stree.bench.records import read_lines
 
 
+@pytest.mark.slow
 def test_texts_pass_where_they_are_equal_and_fail_at_the_place_of_a_difference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
