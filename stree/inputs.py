@@ -21,8 +21,9 @@ ASSETS = Path(__file__).resolve().parent / "assets"
 
 
 def locate(name: str, role: str) -> str:
-    """Turn 'bundled' into the folder of the bundled target or drafter."""
-    return str(ASSETS / role) if name == "bundled" else name
+    """Turn 'bundled' into the folder of the bundled target or drafter, 'bundled-mtp' into that of its MTP head."""
+    bundled = {"bundled": role, "bundled-mtp": "mtp"}
+    return str(ASSETS / bundled[name]) if name in bundled else name
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:

@@ -86,6 +86,7 @@ class Pair:
     def names(self) -> tuple[str, str | None]:
         """Name target and drafter without the place of the bundled ones."""
         known = {str(ASSETS / role): "bundled" for role in ("target", "drafter")}
+        known[str(ASSETS / "mtp")] = "bundled-mtp"
         drafter = self.drafter_source
         return known.get(self.source, self.source), None if drafter is None else known.get(drafter, drafter)
 

@@ -50,7 +50,8 @@ def _add_models(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--drafter",
         default=None,
-        help="likewise, or a draft head, 'mtp' or 'none'; by default 'bundled' for the bundled target, else 'none'",
+        help="likewise, or a draft head, 'bundled-mtp', 'mtp' or 'none'; by default 'bundled' for the bundled target, "
+        "else 'none'",
     )
     add_device(command)
     command.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")

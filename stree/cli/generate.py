@@ -43,9 +43,10 @@ def _add_drafting(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--drafter",
         default=None,
-        help="'bundled', 'suffix' (repetitions of the text), 'fused' (both; 'fused:FOLDER' for another model), 'none' "
-        "(plain decoding), 'mtp' (the target's own MTP layers), a folder or hub id of a model or head; by default "
-        "'bundled' for the bundled target, 'mtp' where the target's checkpoint has MTP layers, else 'suffix'",
+        help="'bundled' or 'bundled-mtp' (a model and a head for the bundled target), 'suffix' (repetitions of the "
+        "text), 'fused' (both; 'fused:FOLDER' for another model), 'none' (plain decoding), 'mtp' (the target's own MTP "
+        "layers), a folder or hub id of a model or head; by default 'bundled' for the bundled target, 'mtp' where the "
+        "target's checkpoint has MTP layers, else 'suffix'",
     )
     command.add_argument("--datastore", default=None, help="texts to draft from, made by 'stree datastore build'")
     command.add_argument("--drafter-vocab", default=None, help="tokens a draft model keeps, made by 'stree trim-vocab'")

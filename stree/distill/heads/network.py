@@ -36,8 +36,9 @@ class HeadNetwork(nn.Module, ABC):
         self.hidden_layers, self._config = list(hidden_layers), config
         # Not registered as parts: they are neither trained nor saved.
         self._shared = (target.model.get_input_embeddings(), target.model.get_output_embeddings())
+        name = str(target.model.name_or_path)
         self._verifier = {
-            "name_or_path": str(target.model.name_or_path),
+            "name_or_path": Path(name).name if Path(name).is_dir() else name,
             "architectures": target.model.config.architectures,
         }
 
