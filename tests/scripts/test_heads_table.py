@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.studies.heads import table
-
 import stree
+from benchmarks.studies.heads import table
 from stree.bench.records import read
 from stree.inputs import locate
 
