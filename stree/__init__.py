@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from stree.integrations.transformers import custom_generate
     from stree.models.tree_lm import TreeLM
     from stree.sampling import Random, Sampling
+    from stree.serving import Engine, QueueFull
     from stree.tree import TokenTree
     from stree.verify import Acceptance, DraftLaws, DraftProbs, accept
     from stree.warming import warm_up
@@ -19,9 +20,11 @@ __all__ = [
     "Acceptance",
     "DraftLaws",
     "DraftProbs",
+    "Engine",
     "Generation",
     "GenerationError",
     "GenerationInterrupted",
+    "QueueFull",
     "Random",
     "Sampling",
     "TokenStream",
@@ -43,9 +46,11 @@ _HOMES = {
     "Acceptance": "stree.verify",
     "DraftLaws": "stree.verify",
     "DraftProbs": "stree.verify",
+    "Engine": "stree.serving",
     "Generation": "stree.generation",
     "GenerationError": "stree.generation",
     "GenerationInterrupted": "stree.generation",
+    "QueueFull": "stree.serving",
     "Random": "stree.sampling",
     "Sampling": "stree.sampling",
     "TokenStream": "stree.generation",

@@ -255,7 +255,9 @@ def _decode(
     step_cache = step_cache_of(lm) if batch.processor is None and drafter.is_lossless else None
     budget, policy = budget_policy(lm, drafter, batch, replace(arguments, verifier=verifier))
     growth, max_nodes = policy.growth, policy.max_nodes
-    loop = DecodeLoop(lm, batch, Sequences(arguments.cancelled), verifier, step_cache)
+    ask = arguments.cancelled
+    cancelled = None if ask is None else lambda request: ask(request.sequence)
+    loop = DecodeLoop(lm, batch, Sequences(cancelled), verifier, step_cache)
     loop.settings = {
         "growth": str(growth) if drafter.uses_growth and growth is not None else None, "budget": budget,
         "verifier": verifier, "lossless": drafter.is_lossless,

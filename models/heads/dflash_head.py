@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -48,6 +49,12 @@ class BlockCache:
         """Write the first int[batch] of float[batch, n, kv_heads, headdim] behind the context, uncounted."""
         path = torch.arange(keys.shape[1], dtype=torch.int32, device=keys.device).expand(len(keys), -1)
         kv_commit(self.keys[layer], self.values[layer], self.lengths, keys, values, path, count.to(torch.int32))
+
+    def select(self, rows: Tensor) -> BlockCache:
+        """Copy the contexts of some sequences, int64[batch']."""
+        other = copy(self)
+        other.keys, other.values, other.lengths = self.keys[:, rows], self.values[:, rows], self.lengths[rows]
+        return other
 
     def copy_from(self, other: BlockCache) -> None:
         """Take over the contexts of a smaller cache."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -18,19 +18,19 @@ from stree.decode.logprobs import token_logprobs
 from stree.decode.request import Batch, Request
 from stree.decode.sequences import Sequence, Sequences
 from stree.decode.stats import Generation, Statistics
-from stree.decode.step import DecodeStep
+from stree.decode.step import DecodeStep, Prefilled
 from stree.decode.step_cache import StepCache, layout_of, rounded
 from stree.decode.step_result import StepResult
 from stree.drafters import Drafter, HeadDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.kernels.dispatch import host_can_read
+from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
-from stree.sampling import BatchSampling
+from stree.sampling import BatchSampling, Sampling
 
 __all__ = ["DecodeLoop"]
 
 logger = logging.getLogger("stree")
 
-UNTRAINED_TAU = 1.05  # tokens a step with a draft head that knows nothing of its target
 EMPTY = Request([0], problem="an empty row")
 
 
@@ -48,6 +48,9 @@ class DecodeLoop:
         stats: sums over the steps.
         settings: what the statistics report beside them.
         problem: why decoding went on without the drafter, or None.
+        policy: chooses growth and nodes of the next step.
+        on_step: called with every step that is read, and the nodes that each row committed, before its tokens are
+            appended to the texts.
         is_started: whether the first tokens are about to be emitted.
     """
 
@@ -59,12 +62,13 @@ class DecodeLoop:
         if processor is not None:
             self.lm = processed(lm, processor, is_target=True, is_greedy=batch.is_greedy)
         self.step_cache = step_cache
+        self.on_step: Callable[[StepResult, list[int]], None] | None = None
         self.stats = Statistics()
         self.settings: dict[str, Any] = {}
         self.is_started = self._has_warned = False
         self._step: DecodeStep
         self._device = lm.device  # read once: it is looked up through the model's modules
-        self._launched: deque[tuple[StepResult, int]] = deque()  # with the number of replays until then
+        self._launched: deque[tuple[StepResult, int, BudgetPolicy]] = deque()  # with the number of replays until then
         self._replays = self._replays_before = 0  # of the graphs, at the last step that was read and at the beginning
 
     @property
@@ -77,7 +81,11 @@ class DecodeLoop:
 
         Where the iterator is closed before its end, the sequences that have not ended are cancelled.
         """
-        self.start(drafter, policy, self._next_sequences(self.batch.max_batch))
+        first = self._next_sequences(self.batch.max_batch)
+        if not first:
+            refused = [sequence.reason for sequence in self.sequences.all]
+            raise ValueError(f"no prompt can be run: {refused[0] if refused else 'there is none'}")
+        self.start(drafter, policy, first)
         try:
             self._refill()
             yield
@@ -99,16 +107,13 @@ class DecodeLoop:
         self, drafter: Drafter, policy: BudgetPolicy, sequences: list[Sequence], batch_size: int | None = None
     ) -> None:
         """Prefill the first sequences together and draw their first tokens; rows beyond them are free."""
-        self._began, self._policy = time.perf_counter(), policy
+        self._began, self.policy = time.perf_counter(), policy
         processor = self.batch.processor
         if processor is not None:
             # A draft head, which runs no prompts, drafts without the processor: as lossless, accepted less often.
             drafter = drafter.with_model(
                 lambda lm: processed(lm, processor, is_target=False) if hasattr(lm, "prefill") else lm
             )
-        if not sequences:
-            refused = [sequence.reason for sequence in self.sequences.all]
-            raise ValueError(f"no prompt can be run: {refused[0] if refused else 'there is none'}")
         size = batch_size or len(sequences)
         self.sequences.rows = [Sequence(EMPTY, reason=EMPTY.problem) for _ in range(size)]
         self._key = None if self.step_cache is None else self.key(drafter, policy, size)
@@ -120,11 +125,12 @@ class DecodeLoop:
         if self.batch.refills and not step.run.can_admit:
             raise TypeError(f"{type(drafter).__name__} cannot take up a prompt in mid-run; leave max_batch out")
         step.reserve(self._max_length(policy), policy.growth, policy.max_nodes, begins=not policy.is_off)
-        self._begin(sequences, list(range(len(sequences))), logits[: len(sequences)])
+        if sequences:
+            self._begin(sequences, list(range(len(sequences))), logits[: len(sequences)])
         self.stats.prefill_s = self.stats.total_s = time.perf_counter() - self._began
 
-    def admit(self, sequence: Sequence) -> None:
-        """Prefill a sequence in a free row and draw its first token.
+    def admit(self, sequence: Sequence, prefilled: Prefilled | None = None) -> None:
+        """Prefill a sequence in a free row, unless that was done before, and draw its first token.
 
         Raises:
             RuntimeError: no row is free.
@@ -133,16 +139,38 @@ class DecodeLoop:
         if row is None:
             raise RuntimeError("every row of the batch holds a sequence that has not ended")
         began = time.perf_counter()
-        self._begin([sequence], [row], self._step.admit(row, sequence.request))
+        self._begin([sequence], [row], self._step.admit(row, sequence.request, prefilled))
         self.stats.prefill_s += time.perf_counter() - began
+
+    def select(self, rows: list[int], newcomer: Sampling | None = None) -> None:
+        """Drop all rows but these; with a newcomer's parameters append a free row, which ``admit`` fills.
+
+        Between two calls of ``advance``, where ``can_select``.
+        """
+        held = [self.sequences.rows[row] for row in rows]
+        sampling = [sequence.request.sampling for sequence in held]
+        if newcomer is not None:
+            rows, sampling = [*rows, rows[0] if rows else 0], [*sampling, newcomer]
+            held.append(Sequence(EMPTY, reason=EMPTY.problem))
+        self._step, self.sequences.rows = self._step.select(rows, sampling), held
+
+    @property
+    def can_select(self) -> bool:
+        """Whether ``select`` may be called now: every step is read at once, and the drafter's run allows it."""
+        return self.step_cache is None and not self._is_pipelined() and self._step.run.can_select
+
+    @property
+    def state(self) -> DecodeState:
+        """The state of all rows."""
+        return self._step.state
 
     def advance(self) -> None:
         """Launch a step, and read the oldest one that the host does not run ahead of."""
         result = self._step(
-            self._policy.growth, self._policy.next(),
+            self.policy.growth, self.policy.next(),
             needs_logits=self.sequences.needs_logits, top_logprobs=self.sequences.top_logprobs,
         )  # fmt: skip
-        self._launched.append((result, self._num_replays()))
+        self._launched.append((result, self._num_replays(), self.policy))
         if len(self._launched) > self._is_pipelined():
             self._read()
             for row in self.sequences.cancel(is_late=bool(self._launched)):
@@ -192,9 +220,11 @@ class DecodeLoop:
 
     def _read(self) -> None:
         """Read a step's report: tokens are appended to the texts, times and lengths to the statistics."""
-        result, self._replays = self._launched.popleft()
+        result, self._replays, policy = self._launched.popleft()
         rows, committed = result.emitted()
         logprobs = None if result.logprobs is None else result.logprobs.tolist()
+        if self.on_step is not None:
+            self.on_step(result, committed)
         for row, tokens in enumerate(rows):
             own = None if logprobs is None else logprobs[row]
             logits = None if result.logits is None else result.logits[row]
@@ -203,26 +233,11 @@ class DecodeLoop:
         seconds = result.timer.seconds()
         self.stats.record(result.draft, committed, seconds)
         self.stats.total_s = time.perf_counter() - self._began
-        self._warn_once()
-        self._policy.observe([count for count in committed if count], sum(time_s for _, time_s in seconds))
-
-    def _warn_once(self) -> None:
-        """Report a drafter of which nothing is accepted, and a draft head of which hardly anything is.
-
-        Hidden states of a wrong layer, or from before a norm, show in nothing else.
-        """
-        layers = self._step.hidden_layers
-        if self._has_warned or not self.stats.emits_at_most(1.0 if layers is None else UNTRAINED_TAU):
-            return
-        self._has_warned = True
-        if layers is None:
-            logger.warning("no drafted token was accepted in %d steps: the drafter does not fit", self.stats.steps)
-            return
-        logger.warning(
-            "%.2f tokens a step in %d steps, as with an untrained draft head: was it made for this target, and does it "
-            "read the hidden states of layers %s (-1 is after the final norm)?",
-            self.stats.row_tokens / self.stats.row_steps, self.stats.steps, [*layers],
-        )  # fmt: skip
+        problem = None if self._has_warned else self.stats.unfit_drafter(self._step.hidden_layers)
+        if problem is not None:
+            self._has_warned = True
+            logger.warning(problem)
+        policy.observe([count for count in committed if count], sum(time_s for _, time_s in seconds))
 
     def _begin(self, sequences: list[Sequence], rows: list[int], logits: Tensor) -> None:
         """Place sequences in rows, and draw and emit their first tokens from float[len(rows), vocab] logits."""
@@ -239,7 +254,7 @@ class DecodeLoop:
 
     def _new_step(self, batch: int, policy: BudgetPolicy) -> DecodeStep:
         """Allocate a state, and the decode step that works on it."""
-        state = self.lm.new_state(batch, self._max_length(policy), policy.max_nodes)
+        state = self.lm.new_state(batch, self._max_length(policy), max(policy.max_nodes, self.batch.min_nodes))
         state.fixed_shapes = not host_can_read(state.lengths)  # captured steps must not grow
         options: dict[str, Any] = {
             "sampling": BatchSampling(self.batch.kinds, batch, self._device), "verifier": self.verifier,

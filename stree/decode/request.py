@@ -123,6 +123,7 @@ class Batch:
         max_length: most tokens of a prompt and its new ones.
         refills: whether a request takes the row of a sequence that has ended.
         processor: of all their logits, or None; its steps are not captured.
+        min_nodes: nodes that a state has room for at least, and so tokens that ``extend`` runs at once.
     """
 
     requests: Iterator[Request]
@@ -132,6 +133,7 @@ class Batch:
     max_length: int
     refills: bool = False
     processor: NodeProcessor | None = None
+    min_nodes: int = 1
 
     @property
     def is_greedy(self) -> bool:

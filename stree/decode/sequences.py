@@ -50,14 +50,14 @@ class Sequences:
     """The sequences of a batch, in the order of their requests; every row of the batch holds one of them at a time.
 
     Args:
-        cancelled: asked by a request's ``sequence`` whether that one shall end, or None.
+        cancelled: asked whether the sequence of a request shall end, or None.
 
     Attributes:
         all: the sequences, refused ones included.
         rows: the sequence that each row of the batch holds; one that has ended where the row is free.
     """
 
-    def __init__(self, cancelled: Callable[[int], bool] | None = None) -> None:
+    def __init__(self, cancelled: Callable[[Request], bool] | None = None) -> None:
         self.all: list[Sequence] = []
         self.rows: list[Sequence] = []
         self._cancelled = cancelled
@@ -145,7 +145,7 @@ class Sequences:
         rows = []
         for row, sequence in enumerate(self.rows):
             is_active = sequence.reason is None and sequence.ending is None
-            if is_active and self._cancelled(sequence.request.sequence):
+            if is_active and self._cancelled(sequence.request):
                 rows.append(row)
                 if is_late:
                     sequence.ending = "cancelled"

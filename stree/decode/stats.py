@@ -12,6 +12,7 @@ from stree.drafters import Draft
 __all__ = ["PARTS", "Generation", "Statistics"]
 
 PARTS = ("draft_s", "verify_s", "accept_s", "commit_s")
+UNTRAINED_TAU = 1.05  # tokens a step with a draft head that knows nothing of its target
 MANY_STEPS = 200  # after which a draft of which nothing was accepted does not fit the target
 
 
@@ -59,9 +60,24 @@ class Statistics:
             self.accepted += [0] * (count - len(self.accepted))
             self.accepted[count - 1] += 1
 
-    def emits_at_most(self, tau: float) -> bool:
-        """Whether enough was drafted to tell, and at most ``tau`` tokens a step were emitted."""
-        return self.drafted_row_steps >= MANY_STEPS and self.row_tokens <= tau * self.row_steps
+    def unfit_drafter(self, hidden_layers: Sequence[int] | None) -> str | None:
+        """Describe a drafter of which nothing is accepted, or a draft head of which hardly anything is; else None.
+
+        Hidden states of a wrong layer, or from before a norm, show in nothing else.
+
+        Args:
+            hidden_layers: what a draft head reads of the target.
+        """
+        most = 1.0 if hidden_layers is None else UNTRAINED_TAU
+        if self.drafted_row_steps < MANY_STEPS or self.row_tokens > most * self.row_steps:
+            return None
+        if hidden_layers is None:
+            return f"no drafted token was accepted in {self.steps} steps: the drafter does not fit"
+        return (
+            f"{self.row_tokens / self.row_steps:.2f} tokens a step in {self.steps} steps, as with an untrained draft "
+            "head: was it made for this target, and does it read the hidden states of layers "
+            f"{[*hidden_layers]} (-1 is after the final norm)?"
+        )
 
     def report(self, num_new_tokens: int) -> dict[str, Any]:
         """Rates and times, JSON-able."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from copy import copy
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -25,13 +26,28 @@ from stree.growth import Growth
 from stree.kernels.step.bookkeeping import Texts, emit
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
-from stree.sampling import BatchSampling, Random
+from stree.sampling import BatchSampling, Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import Acceptance, accept
 
-__all__ = ["DecodeStep"]
+__all__ = ["DecodeStep", "Prefilled"]
 
 logger = logging.getLogger("stree")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefilled:
+    """A prompt that was run.
+
+    Attributes:
+        state: of one row, of the sizes of the step's.
+        logits: float[1, vocab], of the first new token.
+        hidden: float[1, n, layers, hidden], hidden states of the prompt that the drafter reads, or None.
+    """
+
+    state: DecodeState
+    logits: Tensor
+    hidden: Tensor | None
 
 
 class DecodeStep:
@@ -108,10 +124,11 @@ class DecodeStep:
             path = acceptance.path.clamp(min=0).long()
             acceptance = replace(acceptance, hidden=hidden.take_along_dim(path[..., None, None].to(hidden.device), 1))
         timer.lap("accept_s")
-        self.lm.commit(self.state, acceptance.path, acceptance.path_lengths)
-        timer.lap("commit_s")
         report = self._emit(draft.tree, acceptance)
         timer.lap("accept_s")
+        # A text that ends within the path is committed up to its last token, which is pending.
+        self.lm.commit(self.state, acceptance.path, acceptance.path_lengths.minimum(report[:, -2].int()))
+        timer.lap("commit_s")
         return StepResult(draft, acceptance, logits, self.raw_logits(logits), report, timer)
 
     def raw_logits(self, logits: Tensor) -> Tensor:
@@ -184,17 +201,41 @@ class DecodeStep:
         self._is_filled = True
         return logits
 
-    def admit(self, row: int, request: Request) -> Tensor:
-        """Prefill another text in a row whose own has ended; return float[1, vocab] logits of its first token."""
+    def admit(self, row: int, request: Request, prefilled: Prefilled | None = None) -> Tensor:
+        """Begin another text in a row whose own has ended; return float[1, vocab] logits of its first token.
+
+        Its prompt is run, unless it was run before into a state of one row and the same sizes.
+        """
         self._write(row, request)
         try:
             self.run.admit(row, request.prompt)
         except Exception as problem:
             self._decode_without_drafter(problem)
-        logits, hidden = self._recorded(self.lm.prefill_row, self.state, row, torch.tensor([request.prompt]))
+        if prefilled is None:
+            logits, hidden = self._recorded(self.lm.prefill_row, self.state, row, torch.tensor([request.prompt]))
+        else:
+            logits, hidden = prefilled.logits, prefilled.hidden
+            self.state.write_row(row, prefilled.state)
         if hidden is not None:
             self.run.read_prompts([row], hidden)
         return logits
+
+    def select(self, rows: Sequence[int], sampling: Sequence[Sampling]) -> DecodeStep:
+        """Return a step of some rows, between two steps; this one is not used again.
+
+        Args:
+            rows: of this batch; one that occurs twice is given another text by ``admit`` the second time.
+            sampling: the parameters of each.
+        """
+        other, index = copy(self), torch.tensor(rows, device=self._seeds.device)
+        other.state, other._seeds = self.state.select(index), self._seeds[index]
+        other.rng = Random(other._seeds, self.rng.sequences[index], torch.zeros_like(other._seeds))
+        other.texts = Texts(*(getattr(self.texts, part.name)[index] for part in fields(Texts)))
+        other.sampling, other._growth = BatchSampling({*sampling}, len(rows), index.device), (None, None)
+        for row, parameters in enumerate(sampling):
+            other.sampling.write(row, parameters)
+        other.run = self.run.select(index, other.rng.at(other.state.lengths.long()))
+        return other
 
     def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
         """Let the drafter allocate its state; with ``begins`` the first step drafts."""

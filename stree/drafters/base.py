@@ -55,6 +55,7 @@ class DraftRun:
     Attributes:
         can_admit: rows can take another prompt when their text has ended (``admit``).
         can_restart: the whole batch can begin anew in the memory that it has (``restart``).
+        can_select: a run of some of its rows can be made between two steps (``select``).
         can_extend: its tree may be verified with another drafter's nodes added (``extend``); needed by FusedDrafter.
         can_leave: it can draft fewer nodes in some rows than in others (``leave``).
         is_capturable: ``propose`` and ``observe`` run on the device alone, so that a whole step can be captured and
@@ -66,6 +67,7 @@ class DraftRun:
 
     can_admit: bool = False
     can_restart: bool = False
+    can_select: bool = False
     can_extend: bool = False
     can_leave: bool = False
     is_capturable: bool = False
@@ -96,6 +98,13 @@ class DraftRun:
     def restart(self, prompts: Sequence[Sequence[int]]) -> None:
         """Begin as many other texts as the batch has rows; their drafts must not depend on the old ones."""
         raise NotImplementedError(f"{type(self).__name__} cannot be restarted")
+
+    def select(self, rows: Tensor, rng: Random) -> DraftRun:
+        """Return a run of some rows, int64[batch'], with what each has learnt; ``rng`` supplies its random numbers.
+
+        A row may occur twice; the second one is given another text before the next step.  This run is not used again.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot select rows")
 
     def read_prompts(self, rows: Sequence[int], hidden: Tensor) -> None:
         """Read the target's hidden states of the prompts in some rows; called if the drafter has ``hidden_layers``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor
@@ -81,6 +81,12 @@ class BlockState(DraftState):
         if self._cache is not None:
             self._cache.lengths[row] = 0
 
+    def select(self, rows: Tensor) -> Self:
+        """Copy the contexts of some sequences, int64[batch']."""
+        other = super().select(rows)
+        other._cache = None if self._cache is None else self._cache.select(rows)
+        return other
+
     def reserve_nodes(self, nodes: int) -> None:
         """Do nothing: a context has room for a block, and nodes take none."""
 
@@ -109,7 +115,8 @@ class BlockState(DraftState):
         if self._behind.most:
             (features,), number = self._behind.all()
             most = int(number.max()) if host_can_read(number) or self.is_extended else self._behind.most
-            self._append(features[:, :most], number)
+            if most:
+                self._append(features[:, :most], number)
             self._behind.clear()
         return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -66,6 +67,17 @@ class CatchUpTokens:
         self._number[row] = 0
         for _, count in self._parts:
             count[row] = 0
+
+    def select(self, rows: Tensor) -> CatchUpTokens:
+        """Copy the queues of some sequences, int64[batch']."""
+        other = copy(self)
+        other._entries, other._number, other.most = (
+            [entry[rows] for entry in self._entries],
+            self._number[rows],
+            self.most,
+        )
+        other._parts = [([entry[rows] for entry in entries], count[rows]) for entries, count in self._parts]
+        return other
 
     def clear(self) -> None:
         """Empty all queues."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -86,6 +88,15 @@ class DraftState:
             self._lm.prefill_row(self._state, row, torch.tensor([prompt]))
         self.has_leaf[row] = False
         self._behind.forget(row)
+
+    def select(self, rows: Tensor) -> Self:
+        """Copy the state of some sequences, int64[batch']."""
+        other = copy(self)
+        other.prompts = [self.prompts[row] for row in rows.tolist()]
+        other.leaf, other.has_leaf, other._behind = self.leaf[rows], self.has_leaf[rows], self._behind.select(rows)
+        other._state = None if self._state is None else self._state.select(rows)
+        other.version += 1
+        return other
 
     def reserve_length(self, max_length: int) -> None:
         """Bound the length of all texts to come."""

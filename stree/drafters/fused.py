@@ -10,6 +10,7 @@ draft's distribution and on tokens drawn above it, never on the target.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import cast
 
@@ -239,6 +240,17 @@ class _FusedRun(DraftRun):
         self._drafting.admit(row, prompt)
         self._retrieving.admit(row, prompt)
         self._calibration.forget(row)
+
+    @property
+    def can_select(self) -> bool:  # type: ignore[override]
+        """Where nothing is hidden from the model, rows can be selected if both runs can do it."""
+        return self.hiding is None and self._drafting.can_select and self._retrieving.can_select
+
+    def select(self, rows: Tensor, rng: Random) -> _FusedRun:
+        other = copy(self)
+        other._rng, other._order, other._calibration = rng, None, self._calibration.select(rows.tolist())
+        other._drafting, other._retrieving = (run.select(rows, rng) for run in (self._drafting, self._retrieving))
+        return other
 
     def read_prompts(self, rows: Sequence[int], hidden: Tensor) -> None:
         self._drafting.read_prompts(rows, hidden)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Self, cast
 
 from torch import Tensor
 
@@ -72,6 +72,16 @@ class _HeadRun(_ModelRun):
 
     def read_prompts(self, rows: Sequence[int], hidden: Tensor) -> None:
         self._state.read_prompts(rows, hidden)
+
+    @property
+    def can_select(self) -> bool:  # type: ignore[override]
+        """Rows can be selected unless something, such as a logits processor, is between the state and the tree."""
+        return self._lm is cast(TreeLM, self._state)
+
+    def select(self, rows: Tensor, rng: Random) -> Self:
+        other = super().select(rows, rng)
+        other._lm = cast(TreeLM, other._state)
+        return other
 
 
 class _BlockRun(_HeadRun):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -77,6 +78,13 @@ class HeadState(DraftState):
         self._behind.forget(row)
         if self._state is not None:
             self._state.write_row(row, self.head.new_state(1, self._state.max_length, self._state.max_nodes))
+
+    def select(self, rows: Tensor) -> Self:
+        """Copy the state of some sequences, int64[batch']."""
+        other = super().select(rows)
+        for name in ("_root_feature", "_root_feedback", "_root_logits", "_feedback"):
+            setattr(other, name, getattr(self, name)[rows])
+        return other
 
     def commit(self, accepted: Acceptance, columns: Tensor, selected: Tensor | None, num_run: int) -> None:
         """Drop the tree; ``follow`` runs the accepted tokens with the target's features."""

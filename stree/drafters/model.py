@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from stree.drafters.growing import grow_heap, grow_layers
 from stree.drafters.merge import missed_nodes, without_children
 from stree.drafters.none import root_only
 from stree.drafters.tree_builder import FIRST_DRAFTED, GrownTree, narrowed, num_run
-from stree.growth import AcceptanceModel, Calibrated, Growth, KeptSlots, Limited, Plan, Proposal
+from stree.growth import AcceptanceModel, Calibrated, Growth, KeptSlots, Limited, Plan, Proposal, learns_alike
 from stree.kernels.step.bookkeeping import path_on_nodes
 from stree.models.state import Pending
 from stree.models.tree_lm import TreeLM
@@ -99,7 +101,7 @@ class _ModelRun(DraftRun):
     i > 0, is node i + 1 of it.
     """
 
-    can_admit = can_restart = can_extend = can_leave = is_capturable = can_replay_proposals = True
+    can_admit = can_restart = can_select = can_extend = can_leave = is_capturable = can_replay_proposals = True
 
     def __init__(self, lm: TreeLM, state: DraftState, rng: Random) -> None:
         self._lm, self._state, self._rng = lm, state, rng
@@ -246,6 +248,14 @@ class _ModelRun(DraftRun):
                 self.acceptance_model.reset(row)
             self._read_prompts(range(len(prompts)))
 
+    def select(self, rows: Tensor, rng: Random) -> Self:
+        other = copy(self)
+        other._state, other._rng, other._left_out = self._state.select(rows), rng, self._left_out[rows]
+        if self._growth is not None:
+            other.acceptance_model = self.acceptance_model.select(rows)
+        other._root = other._extension = other._probs = None
+        return other
+
     def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
         if growth is not None:
             self._use(growth)
@@ -275,7 +285,7 @@ class _ModelRun(DraftRun):
         base = growth.base if isinstance(growth, Limited) else growth
         if base is self._growth:
             return
-        if self._growth is None or repr(base) != repr(self._growth):
+        if self._growth is None or not learns_alike(base, self._growth):
             self.acceptance_model = base.acceptance_model(len(self._state.leaf), self._state.leaf.device)
             self._read_prompts(range(len(self._state.leaf)))
             self._num_replaced += 1

@@ -27,10 +27,10 @@ class NoDrafter(Drafter):
 
 
 class _NoRun(DraftRun):
-    can_admit = can_restart = is_capturable = True
+    can_admit = can_restart = can_select = is_capturable = True
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
-        return Draft(root_only(pending), None, 0)
+        return Draft(root_only(pending.clone()), None, 0)  # the step writes the next token in its place
 
     def observe(self, acceptance: Acceptance) -> None:
         pass
@@ -40,6 +40,9 @@ class _NoRun(DraftRun):
 
     def restart(self, prompts: Sequence[Sequence[int]]) -> None:
         pass
+
+    def select(self, rows: Tensor, rng: Random) -> _NoRun:
+        return self
 
 
 def root_only(pending: Tensor) -> TokenTree:

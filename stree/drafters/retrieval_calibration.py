@@ -54,6 +54,12 @@ class RetrievalCalibration:
         """Begin another text."""
         self._level[row], self._weight[row] = 0.0, PRIOR_WEIGHT
 
+    def select(self, rows: Sequence[int]) -> RetrievalCalibration:
+        """Copy what was learnt of some sequences."""
+        other = RetrievalCalibration(0)
+        other._level, other._weight = ([held[row] for row in rows] for held in (self._level, self._weight))
+        return other
+
     def rate(self, tree: TokenTree, values: Tensor, temperature: float | Tensor) -> Tensor:
         """Correct the values of retrieved trees.
 

@@ -61,7 +61,7 @@ class SuffixDrafter(Drafter):
 class _SuffixRun(DraftRun):
     """Suffix automata of a batch, and the ends of its texts, on the host."""
 
-    can_admit = can_extend = True
+    can_admit = can_select = can_extend = True
 
     def __init__(self, prompts: Sequence[Sequence[int]], store: Datastore | None, min_match: int) -> None:
         self._automata = [SuffixAutomaton(prompt) for prompt in prompts]
@@ -116,3 +116,11 @@ class _SuffixRun(DraftRun):
     def admit(self, row: int, prompt: Sequence[int]) -> None:
         self._automata[row], self._ends[row] = SuffixAutomaton(prompt), list(prompt[-LONGEST_MATCH:])
         self._read_pending[row] = False
+
+    def select(self, rows: Tensor, rng: Random) -> _SuffixRun:
+        other = _SuffixRun([], self._store, self._min_match)
+        for row in rows.tolist():
+            other._automata.append(self._automata[row])
+            other._ends.append(self._ends[row])
+            other._read_pending.append(self._read_pending[row])
+        return other

@@ -5,7 +5,7 @@ The terms (node, rank, slot, value, priority, column) are defined in ``stree.gro
 """
 
 from stree.growth.acceptance_model import AcceptanceModel, KeptSlots, Proposal, Slots
-from stree.growth.base import Growth, Limited
+from stree.growth.base import Growth, Limited, learns_alike
 from stree.growth.calibrated import Calibrated
 from stree.growth.chain import Chain
 from stree.growth.depth_stop import DepthStop
@@ -46,5 +46,6 @@ __all__ = [
     "Stop",
     "TargetInit",
     "choose_slots",
+    "learns_alike",
     "parse_growth",
 ]

@@ -139,6 +139,10 @@ class AcceptanceModel:
     def reset(self, row: int) -> None:
         """Reset what was learnt of a sequence: its row of the batch gets a new one."""
 
+    def select(self, rows: Tensor) -> AcceptanceModel:
+        """Return the model of some sequences, int64[batch']; one that learns copies what it has learnt of each."""
+        return self
+
 
 class PathProbability(AcceptanceModel):
     """Children taken without randomness: the product of the draft probabilities on the path (OPT-Tree, EAGLE-2)."""

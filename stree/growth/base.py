@@ -11,7 +11,7 @@ from stree.growth.acceptance_model import AcceptanceModel, DraftProbability, Pat
 from stree.growth.plan import Plan
 from stree.sampling import AnySampling, Sampling
 
-__all__ = ["BaseGrowth", "Growth", "Limited", "WrappedGrowth"]
+__all__ = ["BaseGrowth", "Growth", "Limited", "WrappedGrowth", "learns_alike"]
 
 
 class Growth(Protocol):
@@ -117,3 +117,9 @@ def _with_depth(growth: Any, depth: int) -> Growth:
     if isinstance(growth, WrappedGrowth):
         return replace(growth, base=_with_depth(growth.base, depth))
     return replace(growth, depth=depth)  # type: ignore[no-any-return]
+
+
+def learns_alike(first: Growth, second: Growth) -> bool:
+    """Whether two growths may share an acceptance model: they differ at most in the parameters of drawn children."""
+    names = (repr(growth.bind(Sampling(0.0 if growth.sampling.is_greedy else 1.0))) for growth in (first, second))
+    return next(names) == next(names)

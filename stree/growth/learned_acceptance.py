@@ -8,6 +8,8 @@ distribution, confidence the log of the child's draft probability.
 from __future__ import annotations
 
 import math
+from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -102,6 +104,12 @@ class SampledAcceptance(AcceptanceModel):
         self.table.tests[row] = PRIOR_TESTS
         self.table.passed[row] = self._prior
 
+    def select(self, rows: Tensor) -> SampledAcceptance:
+        """Copy the tables of some sequences."""
+        other = copy(self)
+        other.table = replace(self.table, passed=self.table.passed[rows], tests=self.table.tests[rows])
+        return other
+
 
 class GreedyAcceptance(AcceptanceModel):
     """Children at temperature 0: probability that the draft's token of a rank is the target's most probable one.
@@ -148,6 +156,13 @@ class GreedyAcceptance(AcceptanceModel):
         self.level.shift[row] = 0
         self.level.weight[row] = PRIOR_TESTS / 4
         self.ngrams.forget(row)
+
+    def select(self, rows: Tensor) -> GreedyAcceptance:
+        """Copy the levels and n-grams of some sequences."""
+        other = copy(self)
+        other.level = Level(self.level.shift[rows], self.level.weight[rows])
+        other.ngrams = Memory(self.ngrams.places[rows], self.ngrams.last[rows])
+        return other
 
 
 def _verdicts(proposal: Proposal, ratios: Tensor, is_live: Tensor) -> Verdicts:

@@ -96,6 +96,10 @@ class ArrivalTimes(DraftProbability):
     def __init__(self, batch: int, device: torch.device) -> None:
         self._batch, self._device = batch, device
 
+    def select(self, rows: Tensor) -> ArrivalTimes:
+        """Return a model of as many sequences; nothing is learnt of any."""
+        return ArrivalTimes(len(rows), self._device)
+
     def begin(self, plan: Plan, rng: Random) -> None:
         """Draw the waiting times of the whole tree."""
         widths = [1, *(layer.width for layer in plan.layers[:-1])]

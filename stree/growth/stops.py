@@ -92,6 +92,10 @@ class StoppedModel(AcceptanceModel):
         """Reset what the base learnt of a sequence."""
         self.base.reset(row)
 
+    def select(self, rows: Tensor) -> StoppedModel:
+        """Return the base of some sequences with the same rule."""
+        return StoppedModel(self.base.select(rows), self._rule)
+
     def learn(self, proposal: Proposal, ratios: Tensor, is_live: Tensor) -> None:
         """Let the base learn."""
         self.base.learn(proposal, ratios, is_live)

@@ -1,0 +1,6 @@
+"""Serving: an engine that takes requests from any thread, and an OpenAI server around it."""
+
+from stree.serving.engine import Engine, QueueFull
+from stree.serving.handle import EmittedStep, RequestHandle, StepTree
+
+__all__ = ["EmittedStep", "Engine", "QueueFull", "RequestHandle", "StepTree"]

@@ -1,0 +1,278 @@
+"""An engine that decodes requests of different kinds in one batch, which they join and leave between steps."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stree.checks import check_sizes
+from stree.decode.batching import batch_for
+from stree.decode.memory import check_memory
+from stree.decode.request import GenerateArguments, Request
+from stree.decode.step import Prefilled
+from stree.decode.step_result import StepResult
+from stree.decode.validation import checked
+from stree.drafters import Drafter, NoDrafter, SuffixDrafter, load
+from stree.drafters.target_init import drafter_and_verifier
+from stree.growth import Growth, parse_growth
+from stree.models.tree_lm import TreeLM
+from stree.sampling import Sampling
+from stree.serving.handle import RequestHandle
+from stree.serving.prefill import Prefill
+from stree.serving.prefix_cache import KeptPrefix, PrefixCache
+from stree.serving.running import MOST_STOPS, RunningBatch
+
+__all__ = ["Engine", "QueueFull"]
+
+logger = logging.getLogger("stree")
+
+TOTALS = ("requests", "prompt_tokens", "cached_tokens", "new_tokens", "steps", "drafted", "accepted")
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as ``max_queue`` allows."""
+
+
+class Engine:
+    """Decodes requests from any thread, each as ``generate`` alone would decode it.
+
+    Under a number as budget, at temperature 0, and under MATCH, the text of a request depends on nothing but the
+    request: not on what shares its batch, nor on when it came (near-ties of logits apart).  One thread owns the models.
+
+    Args:
+        lm: the target.
+        drafter: as for ``generate``.
+        growth: likewise.
+        budget: likewise; None for "auto".
+        verifier: likewise.
+        max_batch: most requests that run at once; others wait.
+        max_length: most tokens of a prompt and its new ones.  Memory is bounded by ``max_batch`` times it.
+        max_queue: most requests that wait, or None for any number.
+        cache_bytes: of the states of earlier texts.  A request that continues one runs its new tokens only.
+        prefill_chunk: most tokens of a prompt that run between two steps of the requests that are running.
+
+    Raises:
+        ValueError: an argument outside its range, or states that memory cannot hold.
+        TypeError: an object of another kind, or a drafter that cannot take up a text in mid-run.
+    """
+
+    def __init__(
+        self, lm: TreeLM, drafter: Drafter | TreeLM | str | Path | None = None, *, growth: Growth | str | None = None,
+        budget: int | str | None = None, verifier: str = "auto", max_batch: int = 8, max_length: int = 4096,
+        max_queue: int | None = None, cache_bytes: int = 0, prefill_chunk: int = 512,
+    ) -> None:  # fmt: skip
+        check_sizes(max_batch=max_batch, max_length=max_length, prefill_chunk=prefill_chunk)
+        drafter = SuffixDrafter() if drafter is None else load(drafter, lm)
+        growth = parse_growth(growth) if isinstance(growth, str) else growth
+        budget = "auto" if budget is None else budget
+        self.lm, self.max_batch, self.max_length, self.max_queue = lm, max_batch, max_length, max_queue
+        self._arguments = GenerateArguments(growth=growth, budget=budget, verifier=verifier, max_length=max_length)
+        arguments = checked(lm, drafter, self._arguments)
+        self._drafter, verifier = drafter_and_verifier(drafter, growth, verifier, allow_lossy=False)
+        self._drafter = NoDrafter() if arguments.budget == 1 else self._drafter
+        arguments, self._chunk = replace(arguments, verifier=verifier), prefill_chunk
+        self._batch = RunningBatch(
+            lm, self._drafter, arguments, max_batch, max_length, self._is_cancelled, self._record
+        )  # fmt: skip
+        check_memory(lm, self._drafter, max_batch, max_length + self._batch.max_nodes, self._batch.max_nodes)
+        self._cache = PrefixCache(cache_bytes)
+        self._prefill: tuple[RequestHandle, Request, Prefill] | None = None
+        self._waiting: deque[tuple[RequestHandle, Request]] = deque()
+        self._handles: dict[Request, RequestHandle] = {}  # of the running sequences
+        self._totals = dict.fromkeys(TOTALS, 0)
+        self._closing: float | None = None  # when the last requests are cancelled
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="stree engine", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self, prompt: Sequence[int], *, sampling: Sampling | None = None, max_new_tokens: int = 128,
+        stop_token_ids: Iterable[int] | None = None, stop_strings: str | Sequence[str] | None = None,
+        tokenizer: Any = None, ignore_eos: bool = False, logprobs: bool | int = False, seed: int = 0,
+        trees: bool = False,
+    ) -> RequestHandle:  # fmt: skip
+        """Take a request, from any thread; parameters are those of ``generate``.
+
+        Args:
+            prompt: token ids.
+            sampling: temperature, top-k, top-p, min-p; None for greedy.
+            max_new_tokens: most new tokens.
+            stop_token_ids: tokens that end the text, at most 64; None for the model's own.
+            stop_strings: strings that end it.
+            tokenizer: which stop strings need.
+            ignore_eos: write on through the model's own stop tokens.
+            logprobs: keep each token's log probability, and a number of alternatives.
+            seed: of its random numbers.
+            trees: give the trees of its steps.
+
+        Raises:
+            ValueError: a parameter outside its range; nothing has run.
+            TypeError: a parameter of another kind.
+            QueueFull: too many requests wait.
+            RuntimeError: the engine is closed.
+        """
+        arguments = replace(
+            self._arguments, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids,
+            stop_strings=stop_strings, tokenizer=tokenizer, ignore_eos=ignore_eos, logprobs=logprobs, seed=seed,
+        )  # fmt: skip
+        batch = batch_for(self.lm, [prompt], checked(self.lm, self._drafter, arguments), most_prompts=1)
+        if batch.most_stops > MOST_STOPS:
+            raise ValueError(f"stop_token_ids must be at most {MOST_STOPS} tokens, got {batch.most_stops}")
+        handle = RequestHandle(wants_trees=trees)
+        request = replace(next(batch.requests), streamer=handle)
+        handle.start(request)
+        with self._changed:
+            if self._closing is not None:
+                raise RuntimeError("the engine is closed")
+            if self.max_queue is not None and len(self._waiting) >= self.max_queue + max(
+                self.max_batch - self._num_begun(), 0
+            ):
+                raise QueueFull(f"{len(self._waiting)} requests wait already")
+            self._waiting.append((handle, request))
+            self._totals["requests"] += 1
+            self._changed.notify_all()
+        return handle
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """Requests that run and wait now, and sums over all requests so far, JSON-able."""
+        with self._changed:
+            return {"running": self._num_begun(), "waiting": len(self._waiting), **self._totals}
+
+    def close(self, grace: float = 0.0) -> None:
+        """Refuse further requests, let the others end for ``grace`` seconds, cancel the rest, and free all states."""
+        with self._changed:
+            self._closing = time.monotonic() + grace
+            self._changed.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # What follows runs in the engine's thread.
+
+    @torch.inference_mode(False)  # what is kept must be usable outside of it
+    @torch.no_grad()
+    def _run(self) -> None:
+        while self._wait():
+            try:
+                self._prefill_chunk()
+                if self._batch.is_running:
+                    self._batch.advance()
+                    self._leave()
+            except Exception as error:
+                self._fail(error)
+        self._batch.drop()
+        self._cache.clear()
+
+    def _wait(self) -> bool:
+        """Wait until there is work, and begin with the next request; False once the engine is closed and done."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._num_begun() or self._closing is not None)
+            if self._closing is not None and time.monotonic() >= self._closing:
+                for handle, _ in [*self._waiting, *self._begun()]:
+                    handle.cancel()
+            for item in [item for item in self._waiting if item[0].is_cancelled]:
+                self._waiting.remove(item)
+                item[0].finish("cancelled")
+            can_begin = self._waiting and self._prefill is None and self._num_begun() < self.max_batch
+            following = self._waiting.popleft() if can_begin else None
+        if following is not None:
+            self._begin(*following)
+        return bool(self._num_begun() or self._waiting) or self._closing is None
+
+    def _num_begun(self) -> int:
+        """Requests that run or are prefilled."""
+        return len(self._handles) + (self._prefill is not None)
+
+    def _begun(self) -> list[tuple[RequestHandle, Request]]:
+        """Those requests."""
+        prefilling = [] if self._prefill is None else [self._prefill[:2]]
+        return [*((handle, request) for request, handle in self._handles.items()), *prefilling]
+
+    def _begin(self, handle: RequestHandle, request: Request) -> None:
+        """Begin to prefill a request."""
+        handle.note("started")
+        try:
+            state = self._batch.new_row()
+            prefill = Prefill(self.lm, request.prompt, state, self._drafter.hidden_layers, self._cache)
+        except Exception as error:
+            return handle.finish("error", error)
+        handle.num_cached = prefill.num_cached
+        self._prefill = handle, request, prefill
+
+    def _prefill_chunk(self) -> None:
+        """Run the next chunk of the prompt that is prefilled; after the last one its sequence joins the batch."""
+        if self._prefill is None:
+            return
+        handle, request, prefill = self._prefill
+        try:
+            prefilled = None if handle.is_cancelled else prefill.run_chunk(self._chunk)
+        except Exception as error:  # concerns this request alone
+            self._prefill = None
+            return handle.finish("error", error)
+        if handle.is_cancelled:
+            self._prefill = None
+            return handle.finish("cancelled")
+        if prefilled is not None:
+            self._prefill = None
+            self._join(handle, request, prefilled)
+
+    def _join(self, handle: RequestHandle, request: Request, prefilled: Prefilled) -> None:
+        """Let a prefilled request run, and emit its first token."""
+        with self._changed:
+            self._handles[request] = handle
+            self._totals["prompt_tokens"] += len(request.prompt)
+            self._totals["cached_tokens"] += handle.num_cached
+        handle.sequence = self._batch.add(request)
+        self._batch.join(handle.sequence, prefilled)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Let the sequences that have ended leave the batch; keep their states."""
+        ended = [sequence for sequence in self._batch.rows if sequence.reason and sequence.request in self._handles]
+        if not ended:
+            return
+        if self._cache.max_bytes and self._drafter.hidden_layers is None:
+            for kept in filter(None, map(self._batch.state_after, ended)):
+                self._cache.put(KeptPrefix(*kept, None, None))
+        with self._changed:
+            for sequence in ended:
+                handle = self._handles.pop(sequence.request)
+                counts = len(sequence.new), handle.num_steps, handle.drafted, handle.accepted
+                for name, count in zip(("new_tokens", "steps", "drafted", "accepted"), counts, strict=True):
+                    self._totals[name] += count
+        self._batch.leave(is_idle=self._prefill is None)
+
+    def _fail(self, error: Exception) -> None:
+        """End the running requests with an error; the states are lost, and later requests begin anew."""
+        logger.exception("decoding failed; %d requests end with an error", len(self._handles))
+        for handle in self._handles.values():
+            handle.finish("error", error)
+        with self._changed:
+            self._handles.clear()
+            if self._prefill is not None:
+                self._waiting.appendleft(self._prefill[:2])
+        self._prefill = None
+        self._batch.drop()
+
+    def _is_cancelled(self, request: Request) -> bool:
+        return request in self._handles and self._handles[request].is_cancelled
+
+    def _record(self, result: StepResult, committed: list[int]) -> None:
+        """Note a step that was read in the handles of its rows."""
+        for row, sequence in enumerate(self._batch.rows):
+            handle = self._handles.get(sequence.request)
+            if handle is not None and committed[row]:
+                handle.record(result, row, committed[row], has_tree=result.arrival is None)

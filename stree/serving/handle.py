@@ -1,0 +1,220 @@
+"""What ``Engine.submit`` returns: the tokens of one request as they are emitted, in threads and in coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from stree.decode.failures import GenerationError
+from stree.decode.logprobs import TokenLogprob
+from stree.decode.request import Request
+from stree.decode.sequences import Sequence
+from stree.decode.stats import Generation
+from stree.decode.step_result import StepResult
+
+__all__ = ["EmittedStep", "RequestHandle", "StepTree"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTree:
+    """The token tree that a step has verified.
+
+    Attributes:
+        tokens: of its nodes, in topological order, the root first.
+        parents: of its nodes; -1 for the root, and for padding behind it.
+        path: the accepted nodes, the root first.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    path: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class EmittedStep:
+    """What one step has emitted for a request.
+
+    Attributes:
+        tokens: at least one; the first step of a request has the token after its prompt.
+        logprobs: of the tokens, where the request wants them, as in ``generate``.
+        tree: of the step, where the request wants trees; None for the first one, and where the host runs behind the
+            device, which has overwritten it.
+    """
+
+    tokens: list[int]
+    logprobs: list[TokenLogprob] | None
+    tree: StepTree | None
+
+
+class RequestHandle:
+    """One request: iterate over its tokens, or over ``steps()``, or over its steps in a coroutine by ``async for``.
+
+    Iterating from several places gives every one all tokens.  If decoding fails, iterating ends with the error.
+
+    Attributes:
+        finish_reason: "stop", "length", "cancelled" or "error"; None while it waits or runs.
+    """
+
+    def __init__(self, *, wants_trees: bool = False) -> None:
+        self.finish_reason: str | None = None
+        self.sequence: Sequence | None = None  # what follows belongs to the engine's thread
+        self.wants_trees, self.is_cancelled = wants_trees, False
+        self.num_cached = self.drafted = self.accepted = self.num_steps = 0
+        self._request: Request | None = None
+        self._steps: list[EmittedStep] = []
+        self._tree: StepTree | None = None
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._listeners: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._times = {"submitted": time.perf_counter()}
+
+    def steps(self) -> Iterator[EmittedStep]:
+        """Wait for every step and yield it.
+
+        Raises:
+            GenerationError: decoding failed; its output has what was generated.
+        """
+        place = 0
+        while True:
+            with self._changed:
+                while len(self._steps) == place and self.finish_reason is None:
+                    self._changed.wait()
+                new = self._steps[place:]
+            if not new:
+                return self._raise_error()
+            place += len(new)
+            yield from new
+
+    async def __aiter__(self) -> AsyncIterator[EmittedStep]:
+        """Yield the steps as ``steps`` does, without blocking the event loop."""
+        listener = asyncio.get_running_loop(), asyncio.Event()
+        with self._changed:
+            self._listeners.add(listener)
+        try:
+            place = 0
+            while True:
+                listener[1].clear()
+                is_ended, new = self.finish_reason is not None, self._steps[place:]
+                place += len(new)
+                for step in new:
+                    yield step
+                if is_ended:
+                    break
+                if not new:
+                    await listener[1].wait()
+        finally:
+            with self._changed:
+                self._listeners.discard(listener)
+        self._raise_error()
+
+    def __iter__(self) -> Iterator[int]:
+        """Wait for every token and yield it."""
+        return (token for step in self.steps() for token in step.tokens)
+
+    def cancel(self) -> None:
+        """End the request after the step that runs, from any thread; nothing happens if it has ended."""
+        self.is_cancelled = True
+
+    def result(self, timeout: float | None = None) -> Generation:
+        """Wait for the end, and return the text as ``generate`` does.
+
+        Raises:
+            TimeoutError: it has not ended after so many seconds.
+            GenerationError: decoding failed; its output has what was generated.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.finish_reason is not None, timeout):
+                raise TimeoutError(f"the request has not ended after {timeout} s")
+        self._raise_error()
+        return self._output()
+
+    @property
+    def tokens(self) -> list[int]:
+        """New tokens so far."""
+        return [token for step in self._steps for token in step.tokens]
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Counts and seconds, JSON-able; seconds of what has not happened yet are None."""
+        submitted = self._times["submitted"]
+        seconds = {
+            name: self._times[event] - submitted if event in self._times else None
+            for name, event in (("queue_s", "started"), ("first_token_s", "first"), ("total_s", "ended"))
+        }
+        prompt = 0 if self._request is None else len(self._request.prompt)
+        return {
+            "num_prompt_tokens": prompt, "num_cached_tokens": self.num_cached, "num_new_tokens": len(self.tokens),
+            "steps": self.num_steps, "drafted": self.drafted, "accepted": self.accepted, **seconds,
+        }  # fmt: skip
+
+    # The engine's thread calls what follows.  ``put`` and ``end`` make a handle the streamer of its request.
+
+    def start(self, request: Request) -> None:
+        """Note what was asked for."""
+        self._request = request
+
+    def note(self, event: str) -> None:
+        """Note the time of an event, once."""
+        self._times.setdefault(event, time.perf_counter())
+
+    def record(self, result: StepResult, row: int, committed: int, *, has_tree: bool) -> None:
+        """Note the tree of a step whose tokens come next."""
+        tree = result.draft.tree
+        self.num_steps += 1
+        self.drafted += tree.tokens.shape[1] - 1
+        self.accepted += max(committed - 1, 0)
+        if self.wants_trees and has_tree:
+            path = result.acceptance.path[row, :committed].tolist()
+            self._tree = StepTree(tree.tokens[row].tolist(), tree.parents[row].tolist(), path)
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt first, which is known, and then the tokens of every step."""
+        assert self.sequence is not None, "a sequence is in a row"
+        if not self.sequence.new:
+            return
+        self.note("first")
+        tokens = value.tolist()
+        logprobs = self.sequence.logprobs[-len(tokens) :] if self.sequence.request.logprobs is not None else None
+        self._notify(EmittedStep(tokens, logprobs, self._tree))
+        self._tree = None
+
+    def end(self) -> None:
+        """Take the end of the text."""
+        assert self.sequence is not None, "a sequence is in a row"
+        self.finish(self.sequence.reason or "error")
+
+    def finish(self, reason: str, error: BaseException | None = None) -> None:
+        """End the request, unless it has ended."""
+        if self.finish_reason is None:
+            self.note("ended")
+            self._error = error
+            self._notify(None, reason)
+
+    def _notify(self, step: EmittedStep | None, reason: str | None = None) -> None:
+        with self._changed:
+            if step is not None:
+                self._steps.append(step)
+            self.finish_reason = reason
+            self._changed.notify_all()
+            for loop, event in self._listeners:
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(event.set)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise GenerationError(f"the request failed: {self._error}", self._output()) from self._error
+
+    def _output(self) -> Generation:
+        assert self._request is not None
+        logprobs = None
+        if self._request.logprobs is not None:
+            logprobs = [[one for step in self._steps for one in step.logprobs or ()]]
+        return Generation(
+            [self._request.prompt + self.tokens], {**self.stats, "finish_reasons": [self.finish_reason]}, logprobs
+        )

@@ -1,0 +1,148 @@
+"""The sequences that an engine decodes now: a decode loop whose batch has as many rows as sequences, where it can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from stree.budget.policy import BudgetPolicy
+from stree.decode.loop import DecodeLoop
+from stree.decode.request import Batch, GenerateArguments, Request
+from stree.decode.sequences import Sequence, Sequences
+from stree.decode.step import Prefilled
+from stree.decode.step_cache import step_cache_of
+from stree.decode.step_result import StepResult
+from stree.decode.tree_sizes import budget_policy
+from stree.drafters import Drafter
+from stree.models.state import DecodeState
+from stree.models.tree_lm import TreeLM
+from stree.sampling import Sampling
+
+__all__ = ["MOST_STOPS", "PREFILL_NODES", "RunningBatch"]
+
+MOST_STOPS = 64  # stop tokens of a request
+PREFILL_NODES = 64  # tokens that later chunks of a prompt run at once
+MIXED = frozenset({Sampling(), Sampling(1.0, top_k=1)})  # a captured step serves all mixtures
+
+
+class RunningBatch:
+    """Sequences join and leave between steps.
+
+    Where steps are captured, the batch always has ``max_batch`` rows, of which some are free.  Elsewhere rows cost
+    time, so it has one for each sequence, and states are copied when a sequence joins or leaves.
+
+    Args:
+        lm: the target.
+        drafter: what proposes trees.
+        arguments: checked, of all requests.
+        max_batch: most sequences.
+        max_length: most tokens of each.
+        is_cancelled: asked after every step whether the sequence of a request shall end.
+        on_step: see ``DecodeLoop``.
+
+    Attributes:
+        max_nodes: nodes that states have room for.
+    """
+
+    def __init__(
+        self, lm: TreeLM, drafter: Drafter, arguments: GenerateArguments, max_batch: int, max_length: int,
+        is_cancelled: Callable[[Request], bool], on_step: Callable[[StepResult, list[int]], None],
+    ) -> None:  # fmt: skip
+        self._lm, self._drafter, self._arguments = lm, drafter, arguments
+        self._max_batch, self._max_length = max_batch, max_length
+        self._is_cancelled, self._on_step = is_cancelled, on_step
+        self._step_cache = step_cache_of(lm)
+        self._policies: dict[tuple[int, bool], BudgetPolicy] = {}
+        self._loop: DecodeLoop | None = None
+        self.max_nodes = max(self._policy(max_batch, is_greedy=False).max_nodes, PREFILL_NODES)
+
+    @property
+    def rows(self) -> list[Sequence]:
+        """The sequence of each row; one that has ended where the row is free."""
+        return [] if self._loop is None else self._loop.sequences.rows
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a sequence that has not ended."""
+        return any(sequence.reason is None for sequence in self.rows)
+
+    def new_row(self) -> DecodeState:
+        """Return an empty state of one row, for the prompt of a sequence that will ``join``."""
+        if self._loop is None:
+            self._loop = self._started(1) if self._step_cache is None else None
+            if self._loop is None or not self._loop.can_select:
+                self._loop = self._started(self._max_batch)
+        return self._lm.new_state(1, self._loop.state.max_length, self._loop.state.max_nodes)
+
+    def add(self, request: Request) -> Sequence:
+        """Return the sequence of a request, which will ``join``."""
+        assert self._loop is not None, "its prompt has been run"
+        return self._loop.sequences.add(request)
+
+    def join(self, sequence: Sequence, prefilled: Prefilled) -> None:
+        """Give a sequence a row and draw its first token."""
+        assert self._loop is not None, "its prompt has been run"
+        if self._loop.can_select:
+            self._select(self._loop, sequence.request.sampling)
+        self._loop.admit(sequence, prefilled)
+
+    def advance(self) -> None:
+        """Run a step."""
+        assert self._loop is not None, "sequences run"
+        self._loop.advance()
+
+    def state_after(self, sequence: Sequence) -> tuple[tuple[int, ...], DecodeState] | None:
+        """Copy the state of a sequence that has ended, and the tokens that it has read: all but the last one.
+
+        None where the host has ended it, by a stop string, before tokens that were read already.
+        """
+        assert self._loop is not None, "sequences run"
+        row, state = self._loop.sequences.rows.index(sequence), self._loop.state
+        num_read = int(state.lengths[row])
+        if num_read >= len(sequence.tokens):
+            return None
+        return tuple(sequence.tokens[:num_read]), state.select(torch.tensor([row], device=state.lengths.device))
+
+    def leave(self, *, is_idle: bool) -> None:
+        """Drop the sequences that have ended; ``is_idle``: nothing will join soon, so that memory is freed."""
+        loop = self._loop
+        assert loop is not None, "sequences have run"
+        loop.sequences.all = [sequence for sequence in loop.sequences.all if sequence.reason is None]
+        if self.is_running and loop.can_select:
+            self._select(loop)
+        elif not self.is_running and is_idle and (self._step_cache is None or loop.problem is not None):
+            self.drop()
+
+    def drop(self) -> None:
+        """Drop all sequences and states."""
+        self._loop = None
+
+    def _select(self, loop: DecodeLoop, newcomer: Sampling | None = None) -> None:
+        rows = [row for row, sequence in enumerate(loop.sequences.rows) if sequence.reason is None]
+        kinds = [loop.sequences.rows[row].request.sampling for row in rows] + ([] if newcomer is None else [newcomer])
+        loop.select(rows, newcomer)
+        loop.policy = self._policy(len(kinds), is_greedy=all(kind.is_greedy for kind in kinds))
+
+    def _started(self, rows: int) -> DecodeLoop:
+        """Start a loop of free rows."""
+        batch = self._batch(rows, MIXED)
+        loop = DecodeLoop(
+            self._lm, batch, Sequences(self._is_cancelled), self._arguments.verifier, self._step_cache
+        )  # fmt: skip
+        loop.on_step = self._on_step
+        loop.start(self._drafter, self._policy(rows, is_greedy=False), [], rows)
+        return loop
+
+    def _batch(self, rows: int, kinds: frozenset[Sampling]) -> Batch:
+        return Batch(
+            iter(()), kinds, MOST_STOPS, max_batch=rows, max_length=self._max_length, refills=True,
+            min_nodes=PREFILL_NODES,
+        )  # fmt: skip
+
+    def _policy(self, rows: int, *, is_greedy: bool) -> BudgetPolicy:
+        """Return what chooses the sizes of steps with so many rows; it learns from all of them."""
+        if (rows, is_greedy) not in self._policies:
+            batch = self._batch(rows, frozenset({Sampling(0.0 if is_greedy else 1.0)}))
+            self._policies[rows, is_greedy] = budget_policy(self._lm, self._drafter, batch, self._arguments)[1]
+        return self._policies[rows, is_greedy]

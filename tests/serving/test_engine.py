@@ -1,0 +1,260 @@
+"""The engine: requests of different kinds join and leave, and each gets the text that it gets alone.
+
+Run: python -m pytest tests/serving/test_engine.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers.captured import captured, launched, near_drafter
+from helpers.fast_cases import slow_unless
+from helpers.step_growths import GROWTHS
+from helpers.tiny_dflash import target_and_block_head
+from helpers.tiny_mtp import target_and_head
+
+import stree
+from stree.drafters import Draft, Drafter, DraftRun, FusedDrafter, NoDrafter, SuffixDrafter
+from stree.sampling import Sampling
+from stree.serving import RequestHandle
+
+PROMPTS = [[5, 6, 7, 8], [9, 4, 9, 4, 9], [4, 5, 6, 4, 5, 6, 4], [8, 8, 3], [7, 1, 2], [3] * 20, [11, 12], [1, 2, 1, 2]]
+KINDS = [
+    Sampling(), Sampling(0.8), Sampling(1.0, top_k=5), Sampling(), Sampling(1.2, top_p=0.8), Sampling(0.7, min_p=0.05),
+    Sampling(0.9), Sampling(),
+]  # fmt: skip
+LIMITS = [12, 9, 24, 1, 14, 8, 17, 30]
+WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "none": (NoDrafter(), {"budget": 1}),
+    "suffix": (SuffixDrafter(), {"budget": 9}),
+    "fused": (FusedDrafter(near_drafter(), SuffixDrafter()), {"budget": 13}),
+    "hiding": (FusedDrafter(SuffixDrafter(), near_drafter()), {"budget": 13}),
+    **{name: (near_drafter(), {"budget": 12, "growth": growth}) for name, growth in GROWTHS.items()},
+}
+
+
+def options(place: int) -> dict[str, Any]:
+    """Return the parameters of a request."""
+    return {"sampling": KINDS[place], "max_new_tokens": LIMITS[place], "seed": place // 2, "ignore_eos": True}
+
+
+def alone(lm: stree.TreeLM, way: tuple[Any, dict[str, Any]], place: int) -> list[int]:
+    """Return the text of a request that runs alone, without the engine."""
+    return stree.generate(lm, [PROMPTS[place]], way[0], **way[1], **options(place)).sequences[0]
+
+
+def submit(engine: stree.Engine, place: int, **changed: Any) -> RequestHandle:
+    """Submit a request."""
+    return engine.submit(PROMPTS[place], **{**options(place), **changed})
+
+
+@pytest.fixture
+def engine() -> Iterator[stree.Engine]:
+    """Give an engine of two rows."""
+    with stree.Engine(launched(), near_drafter(), budget=12, max_batch=2, max_length=96) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("none", "suffix", "fused", "calibrated"), WAYS))
+def test_every_request_gets_the_text_that_it_gets_alone(name: str) -> None:
+    lm, way = launched(), WAYS[name]
+    with stree.Engine(lm, way[0], **way[1], max_batch=3, max_length=96) as engine:
+        handles = []
+        for place in range(len(PROMPTS)):
+            handles.append(submit(engine, place))
+            if place % 3 == 0:
+                next(iter(handles[0]))  # some join while others run
+        texts = [handle.result(120).sequences[0] for handle in handles]
+    assert texts == [alone(lm, way, place) for place in range(len(PROMPTS))]
+    stats = engine.stats
+    assert stats["requests"] == len(PROMPTS) and stats["new_tokens"] == sum(LIMITS) and stats["running"] == 0
+
+
+@pytest.mark.parametrize("kind", ["mtp", "dflash"])
+def test_requests_with_a_draft_head_get_the_texts_that_they_get_alone(kind: str) -> None:
+    lm, head = target_and_head("qwen3_next") if kind == "mtp" else target_and_block_head("qwen3_next", kind)
+    drafter = stree.drafters.HeadDrafter(head)
+    way = drafter, {"budget": 8}
+    with stree.Engine(lm, drafter, budget=8, max_batch=3, max_length=96, prefill_chunk=4) as engine:
+        texts = [handle.result(120).sequences[0] for handle in [submit(engine, place) for place in range(5)]]
+    assert texts == [alone(lm, way, place) for place in range(5)]
+
+
+def test_captured_steps_serve_all_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = captured(monkeypatch)
+    with stree.Engine(lm, near_drafter(), budget=12, max_batch=3, max_length=96) as engine:
+        texts = [handle.result(120).sequences[0] for handle in [submit(engine, place) for place in range(5)]]
+    assert texts == [alone(launched(), (near_drafter(), {"budget": 12}), place) for place in range(5)]
+
+
+def test_many_threads_submit_and_cancel() -> None:
+    lm, way = launched(), (near_drafter(), {"budget": 12})
+    expected = [alone(lm, way, place) for place in range(len(PROMPTS))]
+
+    def one(running: stree.Engine, number: int) -> bool:
+        place = number % len(PROMPTS)
+        handle = submit(running, place)
+        if number % 5 == 4:
+            for _ in zip(handle, range(2), strict=False):
+                pass
+            handle.cancel()
+            return handle.tokens == expected[place][len(PROMPTS[place]) :][: len(handle.tokens)]
+        return handle.result(120).sequences[0] == expected[place]
+
+    with stree.Engine(lm, *way[:1], budget=12, max_batch=4, max_length=96) as engine, ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(partial(one, engine), range(40)))
+        deadline = time.monotonic() + 60
+        while engine.stats["running"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert engine.stats["running"] == 0
+
+
+def test_a_conversation_runs_its_new_tokens_only() -> None:
+    lm, way = launched(), (near_drafter(), {"budget": 12})
+    with stree.Engine(lm, way[0], budget=12, max_batch=2, max_length=96, cache_bytes=10**8) as engine:
+        first = engine.submit(PROMPTS[0], sampling=Sampling(0.8), max_new_tokens=11, ignore_eos=True)
+        text = first.result(60).sequences[0]
+        for prompt, num_cached in (
+            (text + [7, 7], len(text) - 1),  # continues the answer
+            (PROMPTS[0] + [90, 91], len(PROMPTS[0])),  # another answer to the same prompt
+            (PROMPTS[0], len(PROMPTS[0])),  # the same again, all of it known
+            ([1, *text], 0),
+        ):
+            second = engine.submit(prompt, max_new_tokens=9, ignore_eos=True)
+            expected = stree.generate(lm, [prompt], way[0], budget=12, max_new_tokens=9, ignore_eos=True)
+            assert second.result(60).sequences == expected.sequences
+            assert second.stats["num_cached_tokens"] == num_cached
+
+
+def test_states_are_kept_within_their_bytes() -> None:
+    lm = launched()
+    with stree.Engine(lm, budget=4, max_batch=1, max_length=96, cache_bytes=1) as engine:
+        engine.submit([5, 6], max_new_tokens=3).result(60)
+        again = engine.submit([5, 6], max_new_tokens=3)
+        assert again.result(60).stats["num_cached_tokens"] == 0
+
+
+def test_a_long_prompt_does_not_stall_running_requests() -> None:
+    lm = launched()
+    prompt = [3 + index % 90 for index in range(200)]
+    with stree.Engine(lm, budget=1, max_batch=2, max_length=256, prefill_chunk=16) as engine:
+        running = engine.submit([5, 6], max_new_tokens=60, ignore_eos=True)
+        next(iter(running))
+        late = engine.submit(prompt, max_new_tokens=3, ignore_eos=True)
+        next(iter(late))
+        assert len(running.tokens) >= 200 // 16
+        assert late.result(60).sequences == stree.generate(lm, [prompt], max_new_tokens=3, ignore_eos=True).sequences
+
+
+def test_coroutines_read_steps_with_logprobs_and_trees(engine: stree.Engine) -> None:
+    async def read(place: int) -> tuple[RequestHandle, list[Any]]:
+        handle = submit(engine, place, logprobs=2, trees=True)
+        return handle, [step async for step in handle]
+
+    async def both() -> Any:
+        return await asyncio.gather(read(0), read(1))
+
+    for place, (handle, steps) in enumerate(asyncio.run(both())):
+        expected = stree.generate(launched(), [PROMPTS[place]], near_drafter(), budget=12, logprobs=2, **options(place))
+        new = [token for step in steps for token in step.tokens]
+        assert new == handle.tokens == expected.sequences[0][len(PROMPTS[place]) :]
+        got, wanted = [one for step in steps for one in step.logprobs], (expected.logprobs or [])[0]
+        assert [one.logprob for one in got] == pytest.approx([one.logprob for one in wanted], abs=1e-4)
+        emitted = steps[0].tokens
+        for step in steps[1:]:
+            assert step.tree.tokens[0] == emitted[-1] and step.tree.path[0] == 0
+            on_path = [step.tree.tokens[node] for node in step.tree.path[1:]]
+            assert on_path[: len(step.tokens)] == step.tokens[: len(on_path)]
+            emitted = step.tokens
+        stats = handle.stats
+        assert stats["num_new_tokens"] == len(new) and stats["steps"] == len(steps) - 1
+        assert 0 <= stats["queue_s"] <= stats["first_token_s"] <= stats["total_s"]
+
+
+def test_a_full_queue_refuses_and_a_closed_engine_does(engine: stree.Engine) -> None:
+    engine.max_queue = 1
+    handles = [submit(engine, 7, max_new_tokens=80) for _ in range(3)]
+    with pytest.raises(stree.QueueFull, match="wait already"):
+        for _ in range(3):
+            submit(engine, 7)
+    engine.close()
+    assert {handle.finish_reason for handle in handles} <= {"cancelled", "length"}
+    with pytest.raises(RuntimeError, match="closed"):
+        submit(engine, 0)
+
+
+def test_closing_with_grace_lets_requests_end() -> None:
+    engine = stree.Engine(launched(), NoDrafter(), budget=1, max_batch=1, max_length=96)
+    handles = [submit(engine, place) for place in range(3)]
+    engine.close(grace=120)
+    assert [handle.finish_reason for handle in handles] == ["length"] * 3
+
+
+def test_bad_requests_are_refused_before_anything_runs(engine: stree.Engine) -> None:
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        ([], {}, "empty"), ([1, 10**6], {}, "outside the vocabulary"), ([1] * 95, {}, "exceeds max_length"),
+        ("text", {}, "list of tokens"), ([1], {"max_new_tokens": 0}, "max_new_tokens"),
+        ([1], {"stop_token_ids": list(range(65))}, "at most 64"), ([1], {"logprobs": -1}, "logprobs"),
+        ([1], {"stop_strings": "x"}, "tokenizer"), ([1], {"sampling": 0.8}, "sampling must be"),
+    ]  # fmt: skip
+    for prompt, changed, message in cases:
+        with pytest.raises((ValueError, TypeError), match=message):
+            engine.submit(prompt, **{"max_new_tokens": 5, **changed})
+    assert engine.stats["requests"] == 0
+
+
+class _Failing(Drafter):
+    """Raises in the second step."""
+
+    uses_growth = False
+
+    def start(self, vocab_size: int, prompts: Any, rng: Any) -> DraftRun:
+        run = NoDrafter().start(vocab_size, prompts, rng)
+        propose, calls = run.propose, []
+
+        def failing(pending: torch.Tensor, growth: Any, budget: int) -> Draft:
+            calls.append(1)
+            if len(calls) > 1:
+                raise RuntimeError("no more drafts")
+            return propose(pending, growth, budget)
+
+        run.propose = failing  # type: ignore[method-assign]
+        return run
+
+
+def test_a_drafter_that_fails_ends_no_request() -> None:
+    lm = launched()
+    with stree.Engine(lm, _Failing(), budget=4, max_batch=2, max_length=96) as engine:
+        for place in (0, 3, 7):
+            assert submit(engine, place).result(60).sequences[0] == alone(lm, WAYS["none"], place)
+
+
+def test_a_target_that_fails_ends_the_running_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = launched()
+    with stree.Engine(lm, NoDrafter(), budget=1, max_batch=2, max_length=96) as engine:
+        healthy = lm.verify
+        monkeypatch.setattr(lm, "verify", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("a broken device")))
+        handle = submit(engine, 0)
+        with pytest.raises(stree.GenerationError, match="broken device") as failure:
+            handle.result(60)
+        assert failure.value.output.sequences[0][:-1] == PROMPTS[0] and handle.finish_reason == "error"
+        monkeypatch.setattr(lm, "verify", healthy)
+        assert submit(engine, 0).result(60).sequences[0] == alone(lm, WAYS["none"], 0)
+
+
+def test_threads_read_while_the_engine_runs(engine: stree.Engine) -> None:
+    handle, read = submit(engine, 7), list[list[int]]()
+    threads = [threading.Thread(target=lambda: read.append(list(handle))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert read == [handle.tokens] * 3 and len(read[0]) == LIMITS[7]
