@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from stree.models.state import TreeStep
 from stree.models.tree_lm import TreeLM
 
-__all__ = ["TrimmedLM"]
+__all__ = ["TrimmedLM", "head_of_rows", "kept_tokens", "rows_of", "with_head"]
 
 
 class TrimmedLM(TreeLM):
@@ -36,23 +36,14 @@ class TrimmedLM(TreeLM):
 
     @torch.inference_mode(False)  # the head is written to later
     def __init__(self, lm: TreeLM, kept: Sequence[int] | Tensor) -> None:
-        rows = torch.as_tensor(kept, dtype=torch.long, device=lm.device)
-        size = lm.vocab_size
-        if rows.dim() != 1 or not rows.numel():
-            raise ValueError(f"a trimmed vocabulary must be a list of tokens, got shape {[*rows.shape]}")
-        if int(rows.min()) < 0 or int(rows.max()) >= size:
-            bad = int(rows.min()) if int(rows.min()) < 0 else int(rows.max())
-            raise ValueError(f"a trimmed vocabulary must hold tokens below {size}, got {bad}")
-        if rows.unique().numel() != rows.numel():
-            raise ValueError(f"a trimmed vocabulary must not repeat tokens, got {rows.numel() - rows.unique().numel()}")
-        lost = _stop_tokens(lm.model) - set(rows.tolist())
+        self._rows, self._size = kept_tokens(kept, lm.vocab_size, lm.device), lm.vocab_size
+        lost = _stop_tokens(lm.model) - set(self._rows.tolist())
         if lost:
             raise ValueError(f"a trimmed vocabulary must keep the model's stop tokens, got one without {sorted(lost)}")
         self.__dict__.update(lm.__dict__)
         self.cache = {}  # captured steps of the whole model use its head
-        self._rows, self._size = rows.sort().values, size
         self._whole: PreTrainedModel
-        self._whole, self.model = lm.model, _with_head(lm.model, self._rows)
+        self._whole, self.model = lm.model, with_head(lm.model, self._rows)
 
     @property
     def vocab_size(self) -> int:
@@ -80,6 +71,46 @@ class TrimmedLM(TreeLM):
             mine.bias.copy_(whole.bias[self._rows])
 
 
+def kept_tokens(kept: Sequence[int] | Tensor, size: int, device: torch.device) -> Tensor:
+    """Check the tokens that are kept of a vocabulary of a size; return them sorted, on a device.
+
+    Raises:
+        ValueError: no tokens, a repeated one, or one outside the vocabulary.
+    """
+    tokens = torch.as_tensor(kept, dtype=torch.long, device=device)
+    if tokens.dim() != 1 or not tokens.numel():
+        raise ValueError(f"a trimmed vocabulary must be a list of tokens, got shape {[*tokens.shape]}")
+    if int(tokens.min()) < 0 or int(tokens.max()) >= size:
+        bad = int(tokens.min()) if int(tokens.min()) < 0 else int(tokens.max())
+        raise ValueError(f"a trimmed vocabulary must hold tokens below {size}, got {bad}")
+    if tokens.unique().numel() != tokens.numel():
+        raise ValueError(f"a trimmed vocabulary must not repeat tokens, got {tokens.numel() - tokens.unique().numel()}")
+    return tokens.sort().values
+
+
+def rows_of(tokens: Tensor, draft_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Find the rows of int64 tokens in a head that may predict ``draft_ids`` only; return rows and their tokens.
+
+    Raises:
+        ValueError: it predicts none of them.
+    """
+    if draft_ids is None:
+        return tokens, tokens
+    rows = torch.isin(draft_ids, tokens).nonzero()[:, 0]
+    if not len(rows):
+        raise ValueError(f"a trimmed vocabulary must hold some of the {len(draft_ids)} tokens that the head predicts")
+    return rows, draft_ids[rows]
+
+
+def head_of_rows(head: Any, rows: Tensor) -> nn.Linear:
+    """Copy rows of a linear head."""
+    small = nn.Linear(head.in_features, len(rows), bias=head.bias is not None, device="meta")
+    small.weight = nn.Parameter(head.weight.detach()[rows], requires_grad=False)
+    if head.bias is not None:
+        small.bias = nn.Parameter(head.bias.detach()[rows], requires_grad=False)
+    return small
+
+
 def _stop_tokens(model: Any) -> set[int]:
     """List the tokens that end a text for this model."""
     named = (getattr(config, "eos_token_id", None) for config in (model.config, model.generation_config))
@@ -87,8 +118,12 @@ def _stop_tokens(model: Any) -> set[int]:
     return {token for stop in lists for token in stop if token is not None}
 
 
-def _with_head(model: Any, kept: Tensor) -> Any:
-    """Copy the outermost module only, with a head of some rows."""
+def with_head(model: Any, kept: Tensor) -> Any:
+    """Copy the outermost module only, with a head of some rows.
+
+    Raises:
+        NotImplementedError: the model's head is not a linear layer at its top.
+    """
     head = model.get_output_embeddings()
     name = next((name for name, module in model.named_children() if module is head), None)
     if name is None or type(head) is not nn.Linear:
@@ -96,10 +131,6 @@ def _with_head(model: Any, kept: Tensor) -> Any:
             f"only a linear head at the top of the model can be trimmed, got {type(head).__name__} in "
             f"{type(model).__name__}"
         )
-    small = nn.Linear(head.in_features, len(kept), bias=head.bias is not None, device="meta")
-    small.weight = nn.Parameter(head.weight.detach()[kept], requires_grad=False)
-    if head.bias is not None:
-        small.bias = nn.Parameter(head.bias.detach()[kept], requires_grad=False)
     trimmed = copy.copy(model)
-    trimmed.__dict__["_modules"] = {**model._modules, name: small}
+    trimmed.__dict__["_modules"] = {**model._modules, name: head_of_rows(head, kept)}
     return trimmed

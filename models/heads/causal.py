@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
+from stree.models.trimmed import kept_tokens, rows_of, with_head
 from stree.tree import TokenTree
 
 __all__ = ["CausalHead"]
@@ -28,8 +30,10 @@ class CausalHead(TreeLM):
         fusion: maps float[batch, n, hidden] embeddings and float[batch, n, width] features to the layers' input.
         hidden_layers: of the target, whose hidden states are the features; see ``TreeLM``.
         feedback_layer: of the head, whose output is the feedback: -1 after the final norm, ``num_layers`` before it.
-
         projection: maps hidden states of several layers, side by side, to features; None where they are features.
+        draft_ids: int64[draft vocabulary], the target's token of each of its logits, where it predicts some tokens
+            only; None where it predicts all.
+        vocab_size: of the target.
 
     Attributes:
         num_features: width of features and of feedback.
@@ -42,11 +46,33 @@ class CausalHead(TreeLM):
         hidden_layers: Sequence[int],
         feedback_layer: int,
         projection: nn.Module | None = None,
+        draft_ids: Tensor | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         super().__init__(model)
+        self._draft_ids, self._size = draft_ids, vocab_size
         self.fusion, self.projection = fusion.eval(), projection
         self.hidden_layers, self.feedback_layer = tuple(hidden_layers), feedback_layer
         self.num_features: int = model.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits, those of tokens that it cannot predict included."""
+        return super().vocab_size if self._size is None else self._size
+
+    def trimmed(self, kept: Sequence[int] | Tensor) -> CausalHead:
+        """Return this head with the output rows of some tokens only; see ``stree.models.trimmed``.
+
+        Raises:
+            ValueError: no tokens, a repeated one, one outside the vocabulary, or none that the head predicts.
+            NotImplementedError: its output layer is not linear.
+        """
+        tokens = kept_tokens(kept, self.vocab_size, self.device)
+        rows, draft_ids = rows_of(tokens, self._draft_ids)
+        other = copy(self)
+        other._draft_ids, other._size = draft_ids, self.vocab_size
+        other.model = with_head(self.model, rows)
+        return other
 
     @torch.no_grad()
     def project(self, hidden: Tensor) -> Tensor:
@@ -57,11 +83,18 @@ class CausalHead(TreeLM):
     def forward(
         self, input_ids: Tensor | None, cache: Any, positions: Tensor | None, mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """Call the layers with the fusion of int64[batch, n] tokens and ``features``, float[batch, n, num_features]."""
+        """Call the layers with the fusion of int64[batch, n] tokens and ``features``, float[batch, n, num_features].
+
+        Logits are over the target's vocabulary; those of tokens that the head cannot predict are -inf.
+        """
         if "features" not in kwargs:
             raise ValueError("a draft head needs the target's features beside tokens; use run or verify_features")
         inputs = self.fusion(self.model.get_input_embeddings()(input_ids), kwargs.pop("features"))
-        return super().forward(None, cache, positions, mask, inputs_embeds=inputs, **kwargs)
+        logits = super().forward(None, cache, positions, mask, inputs_embeds=inputs, **kwargs)
+        if self._draft_ids is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
+        return whole.index_copy_(-1, self._draft_ids, logits)
 
     def verify_features(
         self, state: DecodeState, tree: TokenTree, first: int, features: Tensor

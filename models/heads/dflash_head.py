@@ -17,6 +17,7 @@ from stree.kernels.ops import kv_commit
 from stree.models.heads.dflash_layers import BlockAttention, BlockConfig, BlockLayer, BlockModel, Rotary
 from stree.models.layers.base import state_dtype
 from stree.models.tree_lm import TreeLM
+from stree.models.trimmed import head_of_rows, kept_tokens, rows_of
 
 __all__ = ["BlockCache", "Edges", "OneShotHead", "Slots"]
 
@@ -128,6 +129,26 @@ class OneShotHead:
         self.num_drafted = config.block_size - self._offset
         self.num_features: int = config.layers.hidden_size
         self.vocab_size, self.dtype, self.device = target.vocab_size, target.dtype, target.device
+
+    @property
+    def context_bytes_per_token(self) -> int:
+        """Bytes of the keys and values of a token of the context."""
+        width = sum(2 * self.config.layers.num_key_value_heads * attention.head_dim for attention in self.attentions)
+        return int(width * torch.finfo(self.dtype).bits // 8)
+
+    def trimmed(self, kept: Sequence[int] | Tensor) -> OneShotHead:
+        """Return this head with the output rows of some tokens only.
+
+        Raises:
+            ValueError: as for a causal head.
+            NotImplementedError: DSpark's bias or DFlash2's selector, which score all tokens.
+        """
+        if self.config.selector is not None or self.config.markov is not None:
+            raise NotImplementedError("a head with DSpark's bias or DFlash2's selector cannot be trimmed")
+        rows, draft_ids = rows_of(kept_tokens(kept, self.vocab_size, self.device), self._draft_ids)
+        other = copy(self)
+        other._output, other._draft_ids = head_of_rows(self._output, rows), draft_ids
+        return other
 
     @torch.no_grad()
     def project(self, hidden: Tensor) -> Tensor:

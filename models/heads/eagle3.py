@@ -21,7 +21,7 @@ from stree.models.heads.weights import assign, read_tensors
 from stree.models.hidden_states import FINAL_NORM, check_hidden_layers
 from stree.models.tree_lm import TreeLM
 
-__all__ = ["Eagle3Head", "EagleFusion", "EagleProjection", "load_eagle3"]
+__all__ = ["EagleFusion", "EagleProjection", "load_eagle3"]
 
 MODELS: dict[str, Any] = {"llama": LlamaForCausalLM, "qwen3": Qwen3ForCausalLM}
 LAYER_NAMES = re.compile(r"^(midlayer|layers\.0)\.")
@@ -80,42 +80,7 @@ def first_layer(kind: Any, config: Any, *, norm_before_residual: bool) -> nn.Mod
     return EagleLayer()
 
 
-class Eagle3Head(CausalHead):
-    """An EAGLE-3 head, which may predict some of the target's tokens only.
-
-    Args:
-        model: see ``CausalHead``.
-        projection: of the target's hidden states.
-        hidden_layers: of the target.
-        feedback_layer: see ``CausalHead``.
-        draft_ids: int64[draft vocabulary], the target's token of each of its logits; None where they are the same.
-        vocab_size: of the target.
-    """
-
-    def __init__(
-        self, model: Any, projection: nn.Module, hidden_layers: Any, feedback_layer: int,
-        draft_ids: Tensor | None, vocab_size: int,
-    ) -> None:  # fmt: skip
-        super().__init__(model, EagleFusion(), hidden_layers, feedback_layer, projection)
-        self._draft_ids, self._size = draft_ids, vocab_size
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of logits, those of tokens left out included."""
-        return self._size
-
-    def forward(
-        self, input_ids: Tensor | None, cache: Any, positions: Tensor | None, mask: Tensor | None = None, **kwargs: Any
-    ) -> Tensor:
-        """Return logits over the target's vocabulary; tokens that the head cannot predict have -inf."""
-        logits = super().forward(input_ids, cache, positions, mask, **kwargs)
-        if self._draft_ids is None:
-            return logits
-        whole = logits.new_full((*logits.shape[:-1], self._size), -torch.inf)
-        return whole.index_copy_(-1, self._draft_ids, logits)
-
-
-def load_eagle3(target: TreeLM, source: str | Path, published: Mapping[str, Any]) -> Eagle3Head:
+def load_eagle3(target: TreeLM, source: str | Path, published: Mapping[str, Any]) -> CausalHead:
     """Load a head in the layout of speculators, or of SpecForge and EAGLE.
 
     Args:
@@ -140,7 +105,9 @@ def load_eagle3(target: TreeLM, source: str | Path, published: Mapping[str, Any]
     parts = nn.ModuleDict({"base": model.base_model, "head": model.lm_head, "projection": projection})
     assign(parts, {_placed(name): value.to(target.dtype) for name, value in tensors.items()}, f"draft head {source}")
     feedback = FINAL_NORM if published.get("norm_output") else config.num_hidden_layers
-    return Eagle3Head(model, projection.eval(), layers, feedback, draft_ids, target.vocab_size)
+    return CausalHead(
+        model, EagleFusion(), layers, feedback, projection.eval(), draft_ids, target.vocab_size
+    )  # fmt: skip
 
 
 def _layer_config(published: Mapping[str, Any], source: Any) -> Any:

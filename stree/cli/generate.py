@@ -226,10 +226,12 @@ def _drafting(arguments: argparse.Namespace, name: str, tokenizer: Any) -> Calla
         raise ValueError(
             f"--drafter must be one of the names in --help, a folder, or a hub id OWNER/NAME, got {name!r}"
         )
+    path = arguments.drafter_vocab
     if name == "mtp" or head_layout(folder) is not None:
-        if arguments.drafter_vocab is not None:
-            raise ValueError(f"--drafter-vocab trims a draft model's head; --drafter {name} is a head of the target")
-        return lambda lm: HeadDrafter(load(folder, lm))
+        if path is not None:
+            target = _config(arguments, locate(arguments.target, "target"))
+            load_vocabulary(path, target.get_text_config().vocab_size, ())
+        return lambda lm: HeadDrafter(load(folder, lm), vocab=_kept(path, lm.vocab_size, lm))
     config = _config(arguments, folder)
     theirs, ours = _tokenizer(arguments, folder).get_vocab(), tokenizer.get_vocab()
     if theirs != ours:
@@ -237,16 +239,21 @@ def _drafting(arguments: argparse.Namespace, name: str, tokenizer: Any) -> Calla
             f"drafter {name!r} and target {arguments.target!r} have different tokenizers "
             f"({len(theirs)} and {len(ours)} tokens, {len(theirs.items() & ours.items())} the same)"
         )
-    path = arguments.drafter_vocab
     if path is not None:
         load_vocabulary(path, config.get_text_config().vocab_size, ())
 
     def load_model(lm: Any) -> Any:
         model = _load(arguments, folder)
-        kept = None if path is None else load_vocabulary(path, model.vocab_size, lm.eos_token_ids)
-        return ModelDrafter(model, vocab=kept)
+        return ModelDrafter(model, vocab=_kept(path, model.vocab_size, lm))
 
     return load_model
+
+
+def _kept(path: str | None, vocab_size: int, lm: Any) -> list[int] | None:
+    """Read the tokens that a drafter keeps, or None for all."""
+    from stree.vocabulary import load_vocabulary
+
+    return None if path is None else load_vocabulary(path, vocab_size, lm.eos_token_ids)
 
 
 def _datastore(arguments: argparse.Namespace, tokenizer: Any) -> Any:

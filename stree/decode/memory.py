@@ -27,10 +27,9 @@ def check_memory(lm: TreeLM, drafter: Drafter, batch: int, length: int, nodes: i
     Raises:
         ValueError: target and draft models need more than is free; the message shows the sum.
     """
-    models = _models(lm, drafter, nodes)
-    need, free = sum(state_bytes(model, batch, length, nodes) for model in models), free_bytes(lm.device)
+    need, free = _needed(lm, drafter, batch, length, nodes), free_bytes(lm.device)
     if need > free:
-        sums = " and ".join(arithmetic(model, batch, length, nodes) for model in models)
+        sums = " and ".join(arithmetic(model, batch, length, nodes) for model in _models(lm, drafter, nodes))
         raise ValueError(
             f"the states need {_size(need)}, {sums}, and {_size(free)} are free on {lm.device}; "
             "lower max_batch, max_length or budget"
@@ -39,8 +38,13 @@ def check_memory(lm: TreeLM, drafter: Drafter, batch: int, length: int, nodes: i
 
 def fits_in_memory(lm: TreeLM, drafter: Drafter, batch: int, length: int, nodes: int) -> bool:
     """Whether the states fit; see ``check_memory``."""
-    need = sum(state_bytes(model, batch, length, nodes) for model in _models(lm, drafter, nodes))
-    return need <= free_bytes(lm.device)
+    return _needed(lm, drafter, batch, length, nodes) <= free_bytes(lm.device)
+
+
+def _needed(lm: TreeLM, drafter: Drafter, batch: int, length: int, nodes: int) -> int:
+    """Bytes of all states, the contexts of one-shot heads included."""
+    contexts = sum(getattr(model, "context_bytes_per_token", 0) for model in drafter.models) * batch * length
+    return contexts + sum(state_bytes(model, batch, length, nodes) for model in _models(lm, drafter, nodes))
 
 
 def state_bytes(lm: TreeLM, batch: int, length: int, nodes: int) -> int:

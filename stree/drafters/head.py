@@ -30,14 +30,21 @@ class HeadDrafter(Drafter):
 
     Args:
         head: of the target that is to be drafted for.
+        vocab: tokens that it may draft, as for ``ModelDrafter``; None for all that it predicts.
+
+    Raises:
+        TypeError: something else than a head.
+        ValueError: tokens that are none of the vocabulary's.
+        NotImplementedError: a head that cannot be trimmed.
     """
 
     default_growth: Growth = Calibrated()
 
-    def __init__(self, head: CausalHead | OneShotHead, change: Callable[[TreeLM], TreeLM] = lambda lm: lm) -> None:
+    def __init__(self, head: CausalHead | OneShotHead, vocab: Sequence[int] | Tensor | None = None) -> None:
         if not isinstance(head, (CausalHead, OneShotHead)):
             raise TypeError(f"head must be a draft head, as stree.heads.load returns, got {type(head).__name__}")
-        self.head, self._change = head, change
+        self.head = head if vocab is None else head.trimmed(vocab)
+        self._change: Callable[[TreeLM], TreeLM] = lambda lm: lm
         if isinstance(head, OneShotHead):
             self.default_growth = Calibrated(depth=head.num_drafted)
 
@@ -53,7 +60,9 @@ class HeadDrafter(Drafter):
 
     def with_model(self, change: Callable[[TreeLM], TreeLM]) -> HeadDrafter:
         """Return a drafter over ``change`` of what scores its trees."""
-        return HeadDrafter(self.head, lambda lm: change(self._change(lm)))
+        other = HeadDrafter(self.head)
+        other._change = lambda lm: change(self._change(lm))
+        return other
 
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _ModelRun:
         """Begin a run, which needs the target's hidden states of the prompts."""

@@ -62,7 +62,7 @@ MISTAKES: dict[str, dict[str, str]] = {
         "--drafter head": "the layout of draft head 'head' is not known ('xpress')",
         "--drafter TARGET --drafter-vocab nowhere": "nowhere",
         "--drafter TARGET --drafter-vocab code.py": "code.py",
-        "--drafter mtp --drafter-vocab x": "--drafter mtp is a head of the target",
+        "--drafter mtp --drafter-vocab nowhere": "nowhere",
         "--tokenizer nowhere": "no tokenizer that transformers can read at 'nowhere'",
         "--tokenizer empty": "no tokenizer that transformers can read at 'empty'",
         "--chat": "the target's tokenizer has no chat template; leave --chat out",

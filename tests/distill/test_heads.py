@@ -82,7 +82,7 @@ def test_the_loss_is_the_divergence_of_drafts_from_the_target(kind: str, target:
         sums.setdefault(weight, []).append(one)
     expected = sum(weight * sum(row) / len(row) for weight, row in sums.items()) / sum(sums)
     loss = head_loss(outputs)
-    assert float(loss(network, windows)) == pytest.approx(expected, rel=1e-3)
+    assert float(loss(network, windows).detach()) == pytest.approx(expected, rel=1e-3)
     parameter = max(network.parameters(), key=lambda one: one.shape[-1])
     gradient = torch.autograd.grad(loss(network, windows), parameter)[0]
     row, column = divmod(int(gradient.abs().argmax()), gradient.shape[1])

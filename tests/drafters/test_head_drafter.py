@@ -20,6 +20,7 @@ from helpers.enumeration import EXACT, PLAIN, step_bias
 from helpers.fast_cases import slow_unless
 from helpers.on_device import treat_as_on_device
 from helpers.table_models import TableModel
+from helpers.tiny_dflash import target_and_block_head
 from helpers.tiny_models import TOLERANCE, as_commit, path_to, random_texts, relative_error
 from helpers.tiny_mtp import target_and_head
 from torch import Tensor
@@ -225,3 +226,33 @@ def test_a_head_that_drafts_like_an_untrained_one_is_reported_once(caplog: pytes
         generate(lm, HeadDrafter(head), growth=Chain(2), budget=3, max_new_tokens=120, sampling=Sampling())
     assert caplog.text.count("as with an untrained draft head") == 1
     assert "read the hidden states of layers [-1] (-1 is after the final norm)?" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["mtp", "dflash"])
+def test_a_trimmed_head_drafts_its_tokens_alone_and_as_before(kind: str) -> None:
+    lm, head = target_and_head() if kind == "mtp" else target_and_block_head()
+    kept = list(range(3, 90, 2))
+    ids = torch.tensor([TEXTS[0]])
+    hidden = lm.prefill(lm.new_state(1), ids, hidden_layers=head.hidden_layers)[1]
+    trimmed = HeadDrafter(head, vocab=kept)
+
+    def logits(one: Any) -> Tensor:
+        if kind == "dflash":
+            return one.draft(ids, hidden.flatten(2), ids[:, 0])  # type: ignore[no-any-return]
+        return one.run(ids, hidden.flatten(2))[0]  # type: ignore[no-any-return]
+
+    before, after = logits(head), logits(trimmed.head)
+    is_kept = torch.isin(torch.arange(lm.vocab_size), torch.tensor(kept)) & (before > -torch.inf)
+    assert torch.equal(after > -torch.inf, is_kept) and is_kept.any() and not is_kept.all()
+    torch.testing.assert_close(after[is_kept], before[is_kept])
+    plain = stree.generate(lm, TEXTS, NoDrafter(), max_new_tokens=12)
+    assert stree.generate(lm, TEXTS, trimmed, budget=8, max_new_tokens=12).sequences == plain.sequences
+
+
+def test_tokens_that_a_head_cannot_keep_are_refused() -> None:
+    head = target_and_head()[1]
+    for kept, message in (([], "list of tokens"), ([1, 1], "not repeat"), ([97], "below 97")):
+        with pytest.raises(ValueError, match=message):
+            HeadDrafter(head, vocab=kept)
+    with pytest.raises(NotImplementedError, match="selector"):
+        HeadDrafter(target_and_block_head("llama", "dflash2")[1], vocab=[1, 2])

@@ -157,6 +157,8 @@ def test_run_gives_the_logits_of_a_plain_forward(name: str, layout: str, tmp_pat
         kept = weights["d2t"] + torch.arange(len(weights["d2t"]))
         assert bool((found.index_fill(-1, kept, -torch.inf) == -torch.inf).all())
         found = found[:, kept]
+        trimmed = head.trimmed(range(0, 97, 2)).run(ids, hidden)[0][0]
+        assert torch.equal(trimmed[:, kept] > -torch.inf, (kept % 2 == 0).expand(len(found), -1))
     scale = expected.abs().max()
     assert (found - expected).abs().max() < 1e-4 * scale and (feedback - right).abs().max() < 1e-4 * right.abs().max()
     assert (found - swapped).abs().max() > 1e-2 * scale, "the embedding comes first"
