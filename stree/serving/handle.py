@@ -135,6 +135,11 @@ class RequestHandle:
         return self._output()
 
     @property
+    def prompt(self) -> list[int]:
+        """Tokens before the new ones."""
+        return [] if self._request is None else self._request.prompt
+
+    @property
     def tokens(self) -> list[int]:
         """New tokens so far."""
         return [token for step in self._steps for token in step.tokens]
@@ -147,10 +152,10 @@ class RequestHandle:
             name: self._times[event] - submitted if event in self._times else None
             for name, event in (("queue_s", "started"), ("first_token_s", "first"), ("total_s", "ended"))
         }
-        prompt = 0 if self._request is None else len(self._request.prompt)
+        counts = {"steps": self.num_steps, "drafted": self.drafted, "accepted": self.accepted}
         return {
-            "num_prompt_tokens": prompt, "num_cached_tokens": self.num_cached, "num_new_tokens": len(self.tokens),
-            "steps": self.num_steps, "drafted": self.drafted, "accepted": self.accepted, **seconds,
+            "num_prompt_tokens": len(self.prompt), "num_cached_tokens": self.num_cached,
+            "num_new_tokens": len(self.tokens), **counts, **seconds,
         }  # fmt: skip
 
     # The engine's thread calls what follows.  ``put`` and ``end`` make a handle the streamer of its request.

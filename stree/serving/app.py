@@ -1,0 +1,78 @@
+"""An HTTP server with OpenAI's API around an engine, as a FastAPI application."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+
+from stree.serving.engine import Engine
+from stree.serving.errors import add_handlers
+from stree.serving.guard import Guard
+from stree.serving.openai_api import OpenAIAPI
+from stree.serving.page import add_page
+from stree.serving.protocol import ChatRequest, CompletionRequest
+
+__all__ = ["create_app"]
+
+ERRORS: Any = {status: {"description": "an error"} for status in (400, 401, 404, 405, 413, 429, 500, 503)}
+
+
+def create_app(
+    engine: Engine, tokenizer: Any, model: str, *, api_key: str | None = None, max_body: int = 8 << 20
+) -> FastAPI:
+    """Make the application; several of them may share a process.
+
+    Args:
+        engine: decodes the requests; the caller closes it.
+        tokenizer: of transformers, of the target.
+        model: its name in requests and answers.
+        api_key: which requests to /v1 need as a bearer token, or None.
+        max_body: most bytes of a request's body.
+
+    Returns:
+        The application.  No more requests are taken once ``app.state.is_draining`` is True.
+    """
+    app = FastAPI(title="stree", version=version("stree"), docs_url=None, redoc_url=None)
+    app.state.is_draining = False
+    add_handlers(app)
+    app.add_middleware(Guard, api_key=api_key, max_body=max_body, is_draining=lambda: bool(app.state.is_draining))
+    api = OpenAIAPI(engine, tokenizer, model)
+    _add_reports(app, api)
+    add_page(app, api, engine, tokenizer)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [api.card]}
+
+    @app.get("/v1/models/{name:path}", responses=ERRORS)
+    async def one_model(name: str) -> dict[str, Any]:
+        api.check_model(name)
+        return api.card
+
+    @app.post("/v1/completions", response_model=None, responses=ERRORS)
+    async def completions(body: CompletionRequest, request: Request) -> Any:
+        return await api.complete(body, request)
+
+    @app.post("/v1/chat/completions", response_model=None, responses=ERRORS)
+    async def chat(body: ChatRequest, request: Request) -> Any:
+        return await api.chat(body, request)
+
+    return app
+
+
+def _add_reports(app: FastAPI, api: OpenAIAPI) -> None:
+    """Add what monitors ask for."""
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/version")
+    async def versions() -> dict[str, str]:
+        return {"version": version("stree")}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(api.metrics.text(), media_type="text/plain; version=0.0.4")

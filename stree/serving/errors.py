@@ -1,0 +1,73 @@
+"""Errors as OpenAI's API writes them: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+__all__ = ["APIError", "add_handlers", "error_body", "error_response"]
+
+CODES = {
+    400: "invalid_request_error", 401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed",
+    413: "request_too_large", 429: "rate_limit_exceeded", 500: "internal_error", 503: "service_unavailable",
+}  # fmt: skip
+
+
+class APIError(Exception):
+    """A request that is answered by an error.
+
+    Args:
+        status: of HTTP.
+        message: one line.
+        param: the field that is wrong, or None.
+        code: in a word; None for that of the status.
+        headers: of the response.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return the error object."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or CODES.get(status)}}
+
+
+def error_response(error: APIError) -> JSONResponse:
+    """Return the response of an error."""
+    body = error_body(error.status, error.message, error.param, error.code)
+    return JSONResponse(body, error.status, error.headers)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Let an application answer every error so; a body that does not fit the schema is 400."""
+
+    @app.exception_handler(APIError)
+    async def api_error(_: Request, error: APIError) -> JSONResponse:
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = [str(part) for part in first["loc"] if part != "body"]
+        param = where[0] if where and first["type"] != "json_invalid" else None
+        message = first["msg"] if param is None else f"{'.'.join(where)}: {first['msg']}"
+        return JSONResponse(error_body(400, message, param), 400)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(error_body(500, f"the server failed: {type(error).__name__}"), 500)

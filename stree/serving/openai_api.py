@@ -1,0 +1,237 @@
+"""Requests of OpenAI's API, answered by an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+
+from stree.serving.answers import Choice, Piece, chat_logprobs, completion_logprobs, merged, usage
+from stree.serving.engine import Engine, QueueFull
+from stree.serving.errors import APIError, error_body
+from stree.serving.handle import RequestHandle
+from stree.serving.metrics import Metrics
+from stree.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from stree.serving.text import IncrementalText
+
+__all__ = ["OpenAIAPI", "event"]
+
+
+class OpenAIAPI:
+    """Turns requests of the API into requests of the engine, and their tokens into answers.
+
+    Args:
+        engine: decodes.
+        tokenizer: of the target.
+        model: its name.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Any, model: str) -> None:
+        self._engine, self._tokenizer, self._model = engine, tokenizer, model
+        self.metrics = Metrics(engine, model)
+        self.card = {
+            "id": model, "object": "model", "created": int(time.time()), "owned_by": "stree",
+            "max_model_len": engine.max_length,
+        }  # fmt: skip
+
+    def check_model(self, name: str) -> None:
+        """Refuse another model's name."""
+        if name != self._model:
+            message = f"the model {name!r} does not exist; this server has {self._model!r}"
+            raise APIError(404, message, param="model", code="model_not_found")
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Any:
+        """Answer POST /v1/completions."""
+        self._check(body)
+        if not body.prompts:
+            raise APIError(400, "prompt must hold at least one text or token list, got none", param="prompt")
+        prompts = [
+            await asyncio.to_thread(self._encode, prompt) if isinstance(prompt, str) else prompt
+            for prompt in body.prompts
+        ]
+        choices = await self._submit(body, prompts)
+        head = self._head("cmpl", "text_completion")
+
+        def part(piece: Piece, *, is_whole: bool) -> dict[str, Any]:
+            found = None
+            if body.logprobs is not None:
+                found = completion_logprobs(piece.logprobs, self._tokenizer, piece.offset)
+            return {
+                "index": piece.index, "text": piece.text, "logprobs": found, "finish_reason": piece.finish_reason,
+            }  # fmt: skip
+
+        return await self._answer(body, request, choices, head, head, part, sum(map(len, prompts)))
+
+    async def chat(self, body: ChatRequest, request: Request) -> Any:
+        """Answer POST /v1/chat/completions."""
+        self._check(body)
+        prompt = await asyncio.to_thread(self._encode_chat, body)
+        choices = await self._submit(body, [prompt])
+        whole, chunk = (self._head("chatcmpl", f"chat.completion{end}") for end in ("", ".chunk"))
+        chunk["id"] = whole["id"]
+        begun = set[int]()
+
+        def part(piece: Piece, *, is_whole: bool) -> dict[str, Any]:
+            found = chat_logprobs(piece.logprobs, self._tokenizer) if body.logprobs else None
+            content: dict[str, Any] = {"content": piece.text}
+            if is_whole or piece.index not in begun:
+                begun.add(piece.index)
+                content = {"role": "assistant", **content, **({"refusal": None} if is_whole else {})}
+            return {
+                "index": piece.index, "message" if is_whole else "delta": content, "logprobs": found,
+                "finish_reason": piece.finish_reason,
+            }  # fmt: skip
+
+        return await self._answer(body, request, choices, whole, chunk, part, len(prompt))
+
+    async def submit_text(self, prompt: str, limit: int, temperature: float) -> Choice:
+        """Submit a text whose steps have their trees."""
+        body = CompletionRequest(model=self._model, prompt=prompt, max_tokens=limit, temperature=temperature)
+        ids = await asyncio.to_thread(self._encode, prompt)
+        return (await self._submit(body, [ids], trees=True))[0]
+
+    def _check(self, body: GenerationRequest) -> None:
+        self.check_model(body.model)
+        body.check()
+
+    def _head(self, kind: str, name: str) -> dict[str, Any]:
+        return {
+            "id": f"{kind}-{secrets.token_hex(12)}", "object": name, "created": int(time.time()), "model": self._model,
+        }  # fmt: skip
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            ids: list[int] = self._tokenizer(text)["input_ids"]
+        except UnicodeEncodeError as error:
+            raise APIError(400, f"prompt is no text: {error}", param="prompt") from error
+        return ids
+
+    def _encode_chat(self, body: ChatRequest) -> list[int]:
+        turns = [message.as_template_takes_it() for message in body.messages]
+        if self._tokenizer.chat_template is None:
+            raise APIError(400, f"{self._model} has no chat template; use /v1/completions", param="messages")
+        try:
+            ids: list[int] = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
+        except Exception as error:  # templates raise for turns in another order than theirs
+            raise APIError(400, f"the chat template refuses the messages: {error}", param="messages") from error
+        return ids
+
+    async def _submit(
+        self, body: GenerationRequest, prompts: Sequence[list[int]], *, trees: bool = False
+    ) -> list[Choice]:
+        """Submit all texts of a request, or none."""
+        choices: list[Choice] = []
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+        try:
+            for prompt in prompts:
+                for number in range(body.n or 1):
+                    handle = await asyncio.to_thread(self._submit_one, body, prompt, seed + number, trees)
+                    choices.append(Choice(len(choices), handle, IncrementalText(self._tokenizer, prompt, body.stops)))
+        except BaseException:
+            for choice in choices:
+                choice.handle.cancel()
+            raise
+        return choices
+
+    def _submit_one(self, body: Any, prompt: list[int], seed: int, trees: bool) -> RequestHandle:
+        most = self._engine.max_length
+        if not prompt:
+            raise APIError(400, "the prompt is empty; give at least one token", param="prompt")
+        if len(prompt) >= most:
+            raise APIError(400, f"the prompt has {len(prompt)} tokens, of at most {most - 1}", param="prompt")
+        limit = most - len(prompt) if body.limit is None else body.limit
+        if len(prompt) + limit > most:
+            message = f"{len(prompt)} tokens of the prompt and {limit} new ones are more than {most}"
+            raise APIError(400, message, param="max_tokens", code="context_length_exceeded")
+        try:
+            return self._engine.submit(
+                prompt, sampling=body.sampling, max_new_tokens=limit, stop_token_ids=body.stop_token_ids,
+                stop_strings=body.stops or None, tokenizer=self._tokenizer, ignore_eos=bool(body.ignore_eos),
+                logprobs=body.top_logprobs_wanted, seed=seed, trees=trees,
+            )  # fmt: skip
+        except QueueFull as error:
+            raise APIError(429, str(error), headers={"Retry-After": "1"}) from error
+        except (ValueError, TypeError) as error:
+            raise APIError(400, str(error), param="prompt") from error
+        except RuntimeError as error:
+            raise APIError(503, str(error)) from error
+
+    async def _answer(
+        self, body: GenerationRequest, request: Request, choices: list[Choice], whole: dict[str, Any],
+        chunk: dict[str, Any], part: Callable[..., dict[str, Any]], num_prompt_tokens: int,
+    ) -> Any:  # fmt: skip
+        """Stream the answer, or wait for all of it; a client that leaves cancels it."""
+        if body.stream:
+            events = self._events(body, choices, chunk, part, num_prompt_tokens)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        try:
+            pieces = await _unless_left(request, _all(choices))
+        finally:
+            self._end(choices)
+        parts = [part(piece, is_whole=True) for piece in pieces]
+        return {**whole, "choices": parts, "usage": usage(choices, num_prompt_tokens)}
+
+    async def _events(
+        self, body: GenerationRequest, choices: list[Choice], chunk: dict[str, Any],
+        part: Callable[..., dict[str, Any]], num_prompt_tokens: int,
+    ) -> AsyncIterator[str]:  # fmt: skip
+        extra = {"usage": None} if body.includes_usage else {}
+        try:
+            async for piece in merged(choices):
+                if piece.text or piece.logprobs or piece.finish_reason:
+                    yield event({**chunk, "choices": [part(piece, is_whole=False)], **extra})
+            if body.includes_usage:
+                yield event({**chunk, "choices": [], "usage": usage(choices, num_prompt_tokens)})
+        except APIError as error:
+            yield event(error_body(error.status, error.message, error.param, error.code))
+        finally:
+            self._end(choices)
+        yield "data: [DONE]\n\n"
+
+    def _end(self, choices: Sequence[Choice]) -> None:
+        for choice in choices:
+            choice.handle.cancel()  # nothing, where it has ended
+            self.metrics.observe(choice.handle)
+
+
+async def _all(choices: Sequence[Choice]) -> list[Piece]:
+    """Wait for all choices; return each as one piece."""
+    reasons = dict[int, str | None]()
+    async for piece in merged(choices):
+        reasons[piece.index] = piece.finish_reason
+    return [Piece(each.index, each.text.text, each.logprobs, reasons[each.index], 0) for each in choices]
+
+
+async def _unless_left(request: Request, work: Awaitable[list[Piece]]) -> list[Piece]:
+    """Wait for work unless the client leaves before.
+
+    Raises:
+        APIError: it has left, so that nobody reads the answer.
+    """
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.create_task(left())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return tasks[0].result()  # type: ignore[return-value]
+        raise APIError(499, "the client has left")
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def event(data: Any) -> str:
+    """Write a server-sent event."""
+    return f"data: {json.dumps(data)}\n\n"
