@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "stree.integrations": TOP | {"stree.serving"},
     "stree.distill": TOP,
     "stree.bench": TOP,
-    "stree.cli": TOP | {"stree.bench", "stree.distill", "stree.serving"},
+    "stree.cli": TOP | {"stree.bench", "stree.distill", "stree.integrations", "stree.serving"},
     "stree": TOP | {"stree.distill", "stree.heads", "stree.integrations", "stree.serving", "stree.warming"},
 }
 OUTSIDE = {

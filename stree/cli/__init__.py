@@ -1,4 +1,4 @@
-"""The command line: ``stree generate``, ``info``, ``bench``, ``distill``, ``datastore build`` and ``trim-vocab``.
+"""The command line: ``stree generate``, ``batch``, ``info``, ``bench``, ``distill``, ``datastore`` and ``trim-vocab``.
 
 One file per subcommand; nothing heavy is imported before a command runs.
 """
@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from stree.cli.batch import add_batch
 from stree.cli.bench import add_bench
 from stree.cli.datastore import add_datastore
 from stree.cli.distill import add_distill
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="stree", description="Tree speculative decoding for Mamba and hybrid language models."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (add_generate, add_info, add_bench, add_distill, add_datastore, add_trim_vocab):
+    for add in (add_generate, add_batch, add_info, add_bench, add_distill, add_datastore, add_trim_vocab):
         add(commands)
     arguments = parser.parse_args(argv)
     try:

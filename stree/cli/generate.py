@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stree.cli.options import add_command, add_device, add_target
+from stree.cli.options import add_command, add_generation
 from stree.cli.progress import Progress
 from stree.inputs import load_tokenizer, locate, tokenizer_fingerprint
 
-__all__ = ["add_generate"]
+__all__ = ["add_generate", "generation_options", "prepare"]
 
 
 def add_generate(commands: Any) -> None:
@@ -21,52 +21,37 @@ def add_generate(commands: Any) -> None:
     text = "continue a prompt; the text follows the target's own distribution exactly"
     command = add_command(commands, "generate", _generate, text)
     command.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue; standard input if left out")
-    add_target(command)
-    _add_drafting(command)
-    command.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
-    command.add_argument(
-        "--prefill-chunk", type=int, default=None, help="most prompt tokens run at once; bounds memory"
-    )
-    command.add_argument("--trust-remote-code", action="store_true", help="execute the checkpoints' own code")
-    command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens")
-    command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    command.add_argument("--top-k", type=int, default=None, help="keep the k most probable tokens")
-    command.add_argument("--top-p", type=float, default=None, help="keep the smallest set of this probability")
-    command.add_argument("--seed", type=int, default=0, help="of the random numbers")
-    add_device(command)
-    command.add_argument("--eager", action="store_true", help="do without CUDA graphs")
+    add_generation(command)
     command.add_argument("--json", action="store_true", help="print one JSON document as the last line")
-
-
-def _add_drafting(command: argparse.ArgumentParser) -> None:
-    """Add the options of the drafter, its trees and their verification."""
-    command.add_argument(
-        "--drafter",
-        default=None,
-        help="'bundled' or 'bundled-mtp' (a model and a head for the bundled target), 'suffix' (repetitions of the "
-        "text), 'fused' (both; 'fused:FOLDER' for another model), 'none' (plain decoding), 'mtp' (the target's own MTP "
-        "layers), a folder or hub id of a model or head; by default 'bundled' for the bundled target, 'mtp' where the "
-        "target's checkpoint has MTP layers, else 'suffix'",
-    )
-    command.add_argument("--datastore", default=None, help="texts to draft from, made by 'stree datastore build'")
-    command.add_argument("--drafter-vocab", default=None, help="tokens a draft model keeps, made by 'stree trim-vocab'")
-    command.add_argument(
-        "--growth",
-        default=None,
-        help="a draft model's trees: calibrated, dyspec, dyspec-heap, sequoia, chain:4, static:3,2, rsdc:3,2, stree",
-    )
-    command.add_argument(
-        "--budget", default=None, help="most nodes a step, root included; 1 is plain decoding, auto by goodput"
-    )
-    command.add_argument("--verifier", default="auto", help="auto, match, rejection, traversal or block")
 
 
 def _generate(arguments: argparse.Namespace) -> int:
     """Run ``stree generate``."""
-    options = _options(arguments)
+    options = generation_options(arguments)
     prompt = _prompt(arguments)
+    tokenizer, load = prepare(arguments)
+    prompt_ids = _encode(arguments, tokenizer, prompt)
+    lm, drafter = load()
 
     from transformers import TextStreamer
+
+    options["streamer"] = Progress(arguments.max_new_tokens) if arguments.json else TextStreamer(tokenizer)
+    output, status = _run(lm, prompt_ids, drafter, options)
+    if output.sequences:  # none where it was interrupted while step times were profiled
+        report = _report(arguments, output, tokenizer, lm)
+        print(json.dumps(report) if arguments.json else _summary(report), file=None if arguments.json else sys.stderr)
+    return status
+
+
+def prepare(arguments: argparse.Namespace) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
+    """Check the models that the options name, by their configs and tokenizers; the default drafter is filled in.
+
+    Returns:
+        The tokenizer, and a function that loads target and drafter.
+
+    Raises:
+        ValueError: no such model, one of another tokenizer, or options that do not go together.
+    """
     from transformers.utils import logging
 
     from stree.models.families import config_of_text_model, family_of
@@ -80,20 +65,18 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.drafter is None:
         arguments.drafter = _default_drafter(arguments.target, config, target)
     tokenizer = _tokenizer(arguments, target)
-    prompt_ids = _encode(arguments, tokenizer, prompt)
     load_drafter = _drafter(arguments, tokenizer)
-    lm = _load(arguments, target)
-    lm.captures_steps = False if arguments.eager else None
-    options["streamer"] = Progress(arguments.max_new_tokens) if arguments.json else TextStreamer(tokenizer)
-    output, status = _run(lm, prompt_ids, load_drafter(lm), options)
-    if output.sequences:  # none where it was interrupted while step times were profiled
-        report = _report(arguments, output, tokenizer, lm)
-        print(json.dumps(report) if arguments.json else _summary(report), file=None if arguments.json else sys.stderr)
-    return status
+
+    def load() -> tuple[Any, Any]:
+        lm = _load(arguments, target)
+        lm.captures_steps = False if arguments.eager else None
+        return lm, load_drafter(lm)
+
+    return tokenizer, load
 
 
-def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Options of ``stree.generate``."""
+def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Check the options of ``stree.generate``, and return them."""
     from stree.checks import check_counts, check_sizes
     from stree.growth import parse_growth
     from stree.sampling import Sampling

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["add_command", "add_device", "add_target"]
+__all__ = ["add_command", "add_device", "add_generation", "add_target"]
 
 
 def add_command(
@@ -31,3 +31,44 @@ def add_device(command: argparse.ArgumentParser) -> None:
     """Add the options that choose device and dtype."""
     command.add_argument("--device", default="auto", help="auto, cpu, cuda, ...")
     command.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, ...")
+
+
+def add_generation(command: argparse.ArgumentParser) -> None:
+    """Add the options of every command that generates: models, drafting, sampling, limits."""
+    add_target(command)
+    _add_drafting(command)
+    command.add_argument("--chat", action="store_true", help="put a prompt into the tokenizer's chat template")
+    command.add_argument(
+        "--prefill-chunk", type=int, default=None, help="most prompt tokens run at once; bounds memory"
+    )
+    command.add_argument("--trust-remote-code", action="store_true", help="execute the checkpoints' own code")
+    command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens")
+    command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    command.add_argument("--top-k", type=int, default=None, help="keep the k most probable tokens")
+    command.add_argument("--top-p", type=float, default=None, help="keep the smallest set of this probability")
+    command.add_argument("--seed", type=int, default=0, help="of the random numbers")
+    add_device(command)
+    command.add_argument("--eager", action="store_true", help="do without CUDA graphs")
+
+
+def _add_drafting(command: argparse.ArgumentParser) -> None:
+    """Add the options of the drafter, its trees and their verification."""
+    command.add_argument(
+        "--drafter",
+        default=None,
+        help="'bundled' or 'bundled-mtp' (a model and a head for the bundled target), 'suffix' (repetitions of the "
+        "text), 'fused' (both; 'fused:FOLDER' for another model), 'none' (plain decoding), 'mtp' (the target's own MTP "
+        "layers), a folder or hub id of a model or head; by default 'bundled' for the bundled target, 'mtp' where the "
+        "target's checkpoint has MTP layers, else 'suffix'",
+    )
+    command.add_argument("--datastore", default=None, help="texts to draft from, made by 'stree datastore build'")
+    command.add_argument("--drafter-vocab", default=None, help="tokens a draft model keeps, made by 'stree trim-vocab'")
+    command.add_argument(
+        "--growth",
+        default=None,
+        help="a draft model's trees: calibrated, dyspec, dyspec-heap, sequoia, chain:4, static:3,2, rsdc:3,2, stree",
+    )
+    command.add_argument(
+        "--budget", default=None, help="most nodes a step, root included; 1 is plain decoding, auto by goodput"
+    )
+    command.add_argument("--verifier", default="auto", help="auto, match, rejection, traversal or block")

@@ -1,0 +1,135 @@
+"""Texts of many rows, each with its own sampling, seed and limits, in one call of ``generate``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stree.decode.failures import GenerationError
+from stree.drafters import Drafter
+from stree.generation import generate
+from stree.models.tree_lm import TreeLM
+from stree.sampling import Sampling
+
+__all__ = ["RowGenerator"]
+
+
+@dataclass(frozen=True, eq=False)
+class RowGenerator:
+    """Generates the texts of rows.
+
+    Attributes:
+        lm: the target.
+        tokenizer: of transformers, of the target.
+        drafter: as for ``generate``; one object, so that a draft model is loaded once.
+        sampling: of rows without one; each of its parameters is replaced by a row's own.
+        max_new_tokens: of rows without one.
+        max_batch: most sequences at once.
+        chat: put prompts into the tokenizer's chat template, as messages always are.
+        options: further ones of ``generate``, such as ``budget``.
+    """
+
+    lm: TreeLM
+    tokenizer: Any
+    drafter: Drafter
+    sampling: Sampling = Sampling()
+    max_new_tokens: int = 128
+    max_batch: int = 8
+    chat: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def run(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Generate one text for each request.
+
+        Args:
+            requests: as ``batch_rows.request_of`` returns them; with a ``seed`` each.
+
+        Returns:
+            One dict for each: ``text``, ``token_ids`` (new ones), ``finish_reason`` and ``num_new_tokens``, and
+            ``reason`` None; or only a ``reason`` why it cannot be run.
+
+        Raises:
+            GenerationError: the model or the drafter failed, for another reason than memory.
+        """
+        results: list[dict[str, Any]] = [{} for _ in requests]
+        prompts: list[tuple[int, list[int]]] = []
+        for place, request in enumerate(requests):
+            try:
+                prompts.append((place, self._encode(request)))
+            except (TypeError, ValueError) as error:
+                results[place] = _rejected(error)
+        found = self._generate([requests[place] for place, _ in prompts], [prompt for _, prompt in prompts])
+        for (place, _), result in zip(prompts, found, strict=True):
+            results[place] = result
+        return results
+
+    def _encode(self, request: Mapping[str, Any]) -> list[int]:
+        """Turn a prompt or messages into tokens."""
+        prompt, messages = request.get("prompt"), request.get("messages")
+        if isinstance(prompt, list):
+            return [*prompt]
+        if messages is None and not self.chat:
+            ids: list[int] = self.tokenizer(prompt, verbose=False)["input_ids"]
+            return ids
+        if self.tokenizer.chat_template is None:
+            raise ValueError("the target's tokenizer has no chat template")
+        messages = messages or [{"role": "user", "content": prompt}]
+        try:
+            encoding = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        except Exception as error:  # templates raise their own for roles that they do not know
+            raise ValueError(f"the chat template refuses the messages: {str(error).strip()[:200]}") from error
+        return [*encoding["input_ids"]]
+
+    def _generate(self, requests: Sequence[Mapping[str, Any]], prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
+        """Generate for prompts; where one cannot be run, the halves of them without it."""
+        if not prompts:
+            return []
+        try:
+            return self._texts(requests, prompts)
+        except (TypeError, ValueError, GenerationError) as error:
+            if isinstance(error, GenerationError) and not isinstance(error.__cause__, torch.OutOfMemoryError):
+                raise
+            if len(prompts) == 1:
+                return [_rejected(error)]
+            half = len(prompts) // 2
+            return [
+                result
+                for part in (slice(half), slice(half, None))
+                for result in self._generate(requests[part], prompts[part])
+            ]
+
+    def _texts(self, requests: Sequence[Mapping[str, Any]], prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
+        """Run ``generate``, whose arguments are checked before anything runs."""
+        stops: Any = [request.get("stop") for request in requests]
+        names = ("temperature", "top_k", "top_p", "min_p")
+        out = generate(
+            self.lm, prompts, self.drafter,
+            sampling=[
+                Sampling(**{name: request.get(name, getattr(self.sampling, name)) for name in names})
+                for request in requests
+            ],
+            max_new_tokens=[request.get("max_new_tokens", self.max_new_tokens) for request in requests],
+            repetition_penalty=[request.get("repetition_penalty", 1.0) for request in requests],
+            seed=[request.get("seed", 0) for request in requests],
+            stop_strings=stops if any(stops) else None, tokenizer=self.tokenizer if any(stops) else None,
+            max_batch=self.max_batch, **self.options,
+        )  # fmt: skip
+        new = [text[len(prompt) :] for text, prompt in zip(out.sequences, prompts, strict=True)]
+        return [
+            {
+                "text": self.tokenizer.decode(tokens, skip_special_tokens=True),
+                "token_ids": tokens,
+                "finish_reason": reason,
+                "num_new_tokens": len(tokens),
+                "reason": None,
+            }
+            for tokens, reason in zip(new, out.stats["finish_reasons"], strict=True)
+        ]
+
+
+def _rejected(error: Exception) -> dict[str, Any]:
+    """Return the result of a row that cannot be run, and is the only one of its call."""
+    return {"reason": str(error).splitlines()[0].replace("prompt 0", "the prompt", 1)}

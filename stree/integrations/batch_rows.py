@@ -1,0 +1,236 @@
+"""Rows of a batch job: prompts in JSON lines, the batch format of OpenAI, or Parquet.  Ray is not needed here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stree.checks import check_counts
+from stree.sampling import Sampling
+
+__all__ = ["Row", "checksum", "read_rows", "request_of"]
+
+PROMPTS = ("prompt", "messages", "body")  # a row has one of them
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+LIMITS = ("max_new_tokens", "max_completion_tokens", "max_tokens")
+URLS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
+# Fields of a body that ask for another text than this job writes; 0, 1, False and what is empty ask for nothing.
+REFUSED = (
+    "n", "best_of", "echo", "suffix", "logit_bias", "frequency_penalty", "presence_penalty", "logprobs", "top_logprobs",
+    "tools", "functions", "response_format", "stream",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of the input.
+
+    Attributes:
+        number: its place in the input, from 0; empty lines do not count.
+        id: its ``id`` or ``custom_id``, else its number.
+        request: what ``request_of`` made of it, or None.
+        reason: why it cannot be run, or None.
+    """
+
+    number: int
+    id: str | int
+    request: dict[str, Any] | None = None
+    reason: str | None = None
+
+
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Read the rows of a Parquet file (``.parquet``) or of JSON lines (any other name).
+
+    An id that an earlier row has makes a row one that cannot be run, whether or not the earlier one can.
+
+    Raises:
+        ValueError: a file that cannot be read, or Parquet without a column of prompts; the message names it.
+        RuntimeError: Parquet without pyarrow.
+    """
+    known: set[str | int] = set()
+    for number, found in enumerate(_parquet(path) if path.suffix.lower() == ".parquet" else _json_lines(path)):
+        row = _row(number, found)
+        if row.reason is None and row.id in known:
+            row = Row(number, row.id, reason=f"an earlier row has the id {row.id!r}")
+        known.add(row.id)
+        yield row
+
+
+def _row(number: int, found: Any) -> Row:
+    """Make a row of what a line holds, or of why it holds nothing."""
+    if isinstance(found, ValueError):
+        return Row(number, number, reason=str(found))
+    if not isinstance(found, dict):
+        return Row(number, number, reason=f"a row must be an object, got {type(found).__name__}")
+    own = found.get("id") if found.get("id") is not None else found.get("custom_id")
+    if own is None:
+        own = number
+    if not isinstance(own, (str, int)) or isinstance(own, bool):
+        return Row(number, number, reason=f"id must be a string or an integer, got {own!r:.80}")
+    try:
+        return Row(number, own, request_of(found))
+    except (TypeError, ValueError) as error:
+        return Row(number, own, reason=str(error))
+
+
+def request_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Take the request out of a row.
+
+    Args:
+        row: ``prompt`` (a text or token ids) or ``messages`` (turns of a chat) and, where it has its own,
+            ``max_new_tokens`` (also ``max_tokens``, ``max_completion_tokens``), ``temperature``, ``top_k``, ``top_p``,
+            ``min_p``, ``seed``, ``stop`` and ``repetition_penalty``; or these in a ``body``, as an object or its JSON.
+            Other fields of a row are not read; a body that asks for more is refused.
+
+    Returns:
+        A JSON-able dict of ``prompt`` or ``messages``, and of the options that the row has, under the names of
+        ``stree.generate`` (``stop`` for ``stop_strings``).
+
+    Raises:
+        TypeError, ValueError: a field of another type or range, or a request that asks for more.
+    """
+    fields: Mapping[str, Any] = row
+    if row.get("body") is not None:
+        fields = _body(row)
+    fields = {name: value for name, value in fields.items() if value is not None}  # null is absent
+    request = _prompt(fields)
+    sampling = {name: fields[name] for name in SAMPLING if name in fields}
+    for name in (*SAMPLING, "seed", "repetition_penalty", *LIMITS):
+        if name in fields and (isinstance(fields[name], bool) or not isinstance(fields[name], (int, float))):
+            raise TypeError(f"{name} must be a number, got {fields[name]!r:.80}")
+    Sampling(**sampling)  # refuses what is out of range
+    limit = next((name for name in LIMITS if name in fields), None)
+    if limit is not None:
+        check_counts(**{limit: fields[limit]})
+        request["max_new_tokens"] = fields[limit]
+    if not isinstance(fields.get("seed", 0), int):
+        raise TypeError(f"seed must be an integer, got {fields['seed']!r}")
+    if fields.get("repetition_penalty", 1) <= 0:
+        raise ValueError(f"repetition_penalty must be above 0, got {fields['repetition_penalty']}")
+    if "stop" in fields:
+        request["stop"] = _stop(fields["stop"])
+    return request | sampling | {name: fields[name] for name in ("seed", "repetition_penalty") if name in fields}
+
+
+def _body(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the body of a row in OpenAI's format; refuse what asks for another text than this job writes."""
+    body = row["body"]
+    if isinstance(body, str):
+        body = _parsed(body, "body")
+    if not isinstance(body, dict):
+        raise TypeError(f"body must be an object, got {type(body).__name__}")
+    if row.get("method") not in (None, "POST"):
+        raise ValueError(f"method must be POST, got {row['method']!r:.80}")
+    url = row.get("url")
+    if url is not None and (not isinstance(url, str) or url not in URLS):
+        raise ValueError(f"url must be one of {', '.join(URLS)}, got {url!r:.80}")
+    if url is not None and body.get(URLS[url]) is None:
+        raise ValueError(f"the body of a request to {url} must have {URLS[url]}")
+    for name in REFUSED:
+        if body.get(name) and not (name in ("n", "best_of") and body[name] == 1):
+            raise ValueError(f"{name} is not supported, got {body[name]!r:.80}")
+    return body
+
+
+def _prompt(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the prompt or the messages of a request."""
+    prompt, messages = fields.get("prompt"), fields.get("messages")
+    if (prompt is None) == (messages is None):
+        which = "neither" if prompt is None else "both"
+        raise ValueError(f"a row must have a prompt or messages, got {which}")
+    if messages is not None:
+        if not isinstance(messages, list) or not messages:
+            raise TypeError(f"messages must be a list of turns, got {messages!r:.80}")
+        return {"messages": [_turn(turn) for turn in messages]}
+    is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not is_tokens and not isinstance(prompt, str):
+        raise TypeError(f"prompt must be a text or a list of token ids, got {prompt!r:.80}")
+    return {"prompt": prompt if is_tokens else _utf8("prompt", str(prompt))}
+
+
+def _turn(turn: Any) -> dict[str, str]:
+    """Return a turn of a chat with its content as one text."""
+    if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+        raise TypeError(f"a turn of messages must be an object with a role and a content, got {turn!r:.80}")
+    content = turn.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text")) for part in content)
+    if not isinstance(content, str):
+        raise TypeError(f"the content of a turn must be a text, got {content!r:.80}")
+    return {"role": turn["role"], "content": _utf8("content", content)}
+
+
+def _stop(stop: Any) -> list[str]:
+    """Return the stop strings of a request."""
+    strings = [stop] if isinstance(stop, str) else stop
+    if not isinstance(strings, list) or not all(isinstance(string, str) and string for string in strings):
+        raise TypeError(f"stop must be a string or a list of them, none empty, got {stop!r:.80}")
+    return [_utf8("stop", string) for string in strings]
+
+
+def _utf8(name: str, text: str) -> str:
+    """Refuse half of a pair of surrogates, which can be written in JSON."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is no UTF-8 text: {error}") from error
+    return text
+
+
+def _json_lines(path: Path) -> Iterator[Any]:
+    """Read what every line holds; of a line that is not JSON, the error."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    with file:
+        for number, line in enumerate(file, 1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if text.strip():
+                    yield _parsed(text, f"line {number}")
+            except ValueError as error:
+                is_json = not isinstance(error, UnicodeDecodeError)
+                yield error if is_json else ValueError(f"line {number} is no UTF-8 text: {error}")
+
+
+def _parsed(text: str, name: str) -> Any:
+    """Parse JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not JSON: {str(error).split(':')[0]}") from error
+
+
+def _parquet(path: Path) -> Iterator[Any]:
+    """Read the rows of a Parquet file as dicts."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise RuntimeError("reading Parquet needs the package pyarrow: pip install 'stree[ray]'") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if not set(PROMPTS) & set(names):
+                raise ValueError(f"{path} has none of the columns {', '.join(PROMPTS)}; it has {', '.join(names)}")
+            for batch in file.iter_batches():
+                yield from batch.to_pylist()
+    except (ArrowException, OSError) as error:
+        raise ValueError(f"cannot read {path} as Parquet: {str(error).strip().splitlines()[0]}") from error

@@ -1,0 +1,185 @@
+"""Texts of many prompts with Ray Data: an actor that holds the model, and what ``stree batch`` runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from stree.integrations.batch_rows import Row, request_of
+
+if TYPE_CHECKING:
+    from stree.integrations.batch_generate import RowGenerator
+
+__all__ = ["Generator", "local_ray", "run_rows"]
+
+RESULT = ("text", "token_ids", "finish_reason", "num_new_tokens", "reason")
+
+
+class Generator:
+    """An actor for ``Dataset.map_batches`` that holds a model and generates a text for every row.
+
+        dataset.map_batches(
+            stree.integrations.ray.Generator,
+            fn_constructor_kwargs={"target": "/models/granite", "sampling": stree.Sampling(0.7), "budget": "auto"},
+            compute=ray.data.ActorPoolStrategy(size=4), num_gpus=1, batch_size=32,
+        )
+
+    A row has the columns that ``stree.integrations.batch_rows.request_of`` reads; of the others none is changed.  The
+    columns ``text``, ``token_ids``, ``finish_reason``, ``num_new_tokens`` and ``reason`` are added; ``reason`` says why
+    a row cannot be run, where the others are null.
+
+    Args:
+        target: the folder or hub id of a model, or a function that loads a ``RowGenerator``.
+        drafter: as for ``stree.generate``; "mtp", a folder or a hub id; None for "suffix".
+        tokenizer: a folder or hub id, where the target has none of its own.
+        load_options: those of ``TreeLM.from_pretrained``, such as ``dtype``.
+        options: fields of ``RowGenerator`` (``sampling``, ``max_new_tokens``, ``max_batch``, ``chat``), and options of
+            ``stree.generate`` that are one for all rows.
+    """
+
+    def __init__(
+        self, target: str | Callable[[], RowGenerator], drafter: str | None = None, *, tokenizer: str | None = None,
+        load_options: Mapping[str, Any] | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        from stree.drafters import load
+        from stree.inputs import load_tokenizer, locate
+        from stree.integrations.batch_generate import RowGenerator
+        from stree.models.tree_lm import TreeLM
+
+        if callable(target):
+            self.generator = target()
+            return
+        folder, settings = locate(target, "target"), dict(load_options or {})
+        trust = bool(settings.get("trust_remote_code", False))
+        words = load_tokenizer(tokenizer or folder, trust_remote_code=trust)
+        lm = TreeLM.from_pretrained(folder, **settings)
+        own = {
+            name: options.pop(name) for name in ("sampling", "max_new_tokens", "max_batch", "chat") if name in options
+        }
+        drafting = load(locate(drafter or "suffix", "drafter"), lm)
+        self.generator = RowGenerator(lm, words, drafting, **own, options=options)
+
+    def __call__(self, batch: Any) -> Any:
+        """Generate for the rows of a batch, an Arrow table or a dict of arrays; return it with the columns added."""
+        rows = _rows(batch)
+        results: list[dict[str, Any]] = [{} for _ in rows]
+        requests: list[tuple[int, dict[str, Any]]] = []
+        for place, row in enumerate(rows):
+            try:
+                requests.append((place, request_of(row)))
+            except (TypeError, ValueError) as error:
+                results[place] = {"reason": str(error)}
+        found = self.generator.run([request for _, request in requests])
+        for (place, _), result in zip(requests, found, strict=True):
+            results[place] = result
+        return _with_columns(batch, {name: [result.get(name) for result in results] for name in RESULT})
+
+
+def run_rows(
+    rows: Sequence[Row], load: Callable[[], RowGenerator], *, workers: int, gpus_per_worker: float, max_batch: int
+) -> Iterator[dict[str, Any]]:
+    """Generate the texts of rows by actors of Ray Data, in any order.
+
+    Args:
+        rows: with requests.
+        load: loads what generates, in every worker.
+        workers: actors.
+        gpus_per_worker: of each, or a share of one; 0 for a core instead.
+        max_batch: most sequences at once; a call takes up to four times as many rows, fewer where there are few.
+
+    Yields:
+        For each row one dict of ``row`` (its number), ``id``, and what ``RowGenerator.run`` returns.
+
+    Raises:
+        ValueError: more workers than the cluster has GPUs or cores for.
+        RuntimeError: a worker failed.
+    """
+    import ray.data
+    import ray.exceptions
+
+    resource, each = ("GPU", gpus_per_worker) if gpus_per_worker else ("CPU", 1)
+    found = ray.cluster_resources().get(resource, 0)
+    if workers * each > found:
+        raise ValueError(f"{workers} workers with {each:g} {resource} each need {workers * each:g}, got {found:g}")
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = context.print_on_execution_start = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    size = max(1, min(4 * max_batch, math.ceil(len(rows) / (4 * workers))))
+    items = [{"row": row.number, "body": json.dumps(row.request)} for row in rows]
+    dataset = ray.data.from_items(items, override_num_blocks=math.ceil(len(items) / size)).map_batches(
+        Generator, fn_constructor_args=(load,), batch_size=None, batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(size=workers),
+        **({"num_gpus": gpus_per_worker} if gpus_per_worker else {"num_cpus": 1}),
+    )  # fmt: skip
+    ids = {row.number: row.id for row in rows}
+    try:
+        for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+            for result in table.select(["row", *RESULT]).to_pylist():
+                yield {"id": ids[result["row"]], **result}
+    except ray.exceptions.RayError as error:
+        cause = next(line for line in reversed(str(error).splitlines()) if line.strip())
+        raise RuntimeError(
+            f"a worker failed: {cause.strip()}; finished rows are kept, run it again to go on"
+        ) from error
+
+
+@contextmanager
+def local_ray(workers: int) -> Iterator[None]:
+    """Connect to the cluster that ``RAY_ADDRESS`` or ``ray start`` names, else start Ray on this machine for the block.
+
+    Neither dashboard nor usage statistics are started.
+
+    Raises:
+        RuntimeError: Ray is not installed.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise RuntimeError(f"stree batch needs Ray: pip install 'stree[ray]' ({error})") from error
+    if ray.is_initialized():
+        yield
+        return
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "configure_logging": True}
+    try:
+        ray.init(address="auto", **quiet)
+    except ConnectionError:  # no cluster; cores beyond the workers' own are for Ray Data itself
+        ray.init(address="local", num_cpus=max(os.cpu_count() or 1, workers + 1), include_dashboard=False, **quiet)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _rows(batch: Any) -> list[dict[str, Any]]:
+    """List the rows of an Arrow table or of a dict of arrays."""
+    if not isinstance(batch, dict):
+        rows: list[dict[str, Any]] = batch.to_pylist()
+        return rows
+    columns = [[_plain(value) for value in column] for column in batch.values()]
+    return [dict(zip(batch, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def _plain(value: Any) -> Any:
+    """Return Python's own object for a value of numpy; None for NaN, which numpy has in place of null."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _with_columns(batch: Any, columns: Mapping[str, list[Any]]) -> Any:
+    """Add columns to a batch, as a table, whose types do not depend on the values."""
+    import pyarrow
+
+    types = (pyarrow.string(), pyarrow.list_(pyarrow.int64()), pyarrow.string(), pyarrow.int64(), pyarrow.string())
+    arrays = {name: pyarrow.array(column, type) for (name, column), type in zip(columns.items(), types, strict=True)}
+    if isinstance(batch, dict):
+        return batch | arrays
+    for name, array in arrays.items():
+        batch = batch.append_column(name, array)
+    return batch
