@@ -41,6 +41,14 @@ class RowGenerator:
     chat: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def check(self) -> None:
+        """Refuse what can serve no row, by generating a token.
+
+        Raises:
+            ValueError, TypeError, NotImplementedError: options that do not go together, with each other or the models.
+        """
+        generate(self.lm, [[0]], self.drafter, sampling=self.sampling, max_new_tokens=1, **self.options)
+
     def run(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Generate one text for each request.
 

@@ -53,6 +53,7 @@ class Generator:
 
         if callable(target):
             self.generator = target()
+            self.generator.check()
             return
         folder, settings = locate(target, "target"), dict(load_options or {})
         trust = bool(settings.get("trust_remote_code", False))
@@ -63,6 +64,7 @@ class Generator:
         }
         drafting = load(locate(drafter or "suffix", "drafter"), lm)
         self.generator = RowGenerator(lm, words, drafting, **own, options=options)
+        self.generator.check()
 
     def __call__(self, batch: Any) -> Any:
         """Generate for the rows of a batch, an Arrow table or a dict of arrays; return it with the columns added."""

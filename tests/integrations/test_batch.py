@@ -1,0 +1,270 @@
+"""Rows, ids, resumption and rejection of batch jobs, without Ray."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.command_line import error_of
+from helpers.tiny_models import patched, tiny_model
+from helpers.tiny_pairs import save_tiny
+
+import stree
+from stree.cli import main
+from stree.drafters import SuffixDrafter
+from stree.inputs import load_tokenizer
+from stree.integrations.batch_folder import open_job
+from stree.integrations.batch_generate import RowGenerator
+from stree.integrations.batch_rows import Row, read_rows
+
+CHAT = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions"}
+TURNS = [{"role": "user", "content": "hi"}]
+# What a line holds, and its id and request.
+RUN: list[tuple[Any, Any, dict[str, Any]]] = [
+    ({"prompt": "a"}, 0, {"prompt": "a"}),
+    ({"id": "x", "prompt": "a", "label": 3, "temperature": None}, "x", {"prompt": "a"}),
+    ({"id": 7, "custom_id": "y", "prompt": [1, 2]}, 7, {"prompt": [1, 2]}),
+    (
+        {"custom_id": "y", "prompt": "a", "max_tokens": 4, "temperature": 0.5, "top_k": 3, "seed": 9, "stop": "end"},
+        "y", {"prompt": "a", "max_new_tokens": 4, "temperature": 0.5, "top_k": 3, "seed": 9, "stop": ["end"]},
+    ),
+    ({**CHAT, "body": {"model": "m", "messages": TURNS, "max_completion_tokens": 2}}, "c",
+     {"messages": TURNS, "max_new_tokens": 2}),
+    ({**CHAT, "body": {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "n": 1}}, "c",
+     {"messages": TURNS}),
+    ({"body": json.dumps({"prompt": "a", "top_p": 0.5})}, 0, {"prompt": "a", "top_p": 0.5}),
+]  # fmt: skip
+# A line that cannot be run, and a part of the reason.
+REJECTED = [
+    ('{"prompt": ', "line 1 is not JSON"),
+    (b'{"prompt": "\xff"}', "line 1 is no UTF-8 text"),
+    ("[1]", "a row must be an object, got list"),
+    ('{"text": "a"}', "a row must have a prompt or messages, got neither"),
+    ('{"prompt": "a", "messages": []}', "got both"),
+    ('{"prompt": 3}', "prompt must be a text or a list of token ids, got 3"),
+    ('{"prompt": ["a", "b"]}', "prompt must be a text"),
+    ('{"prompt": "\\ud800"}', "prompt is no UTF-8 text"),
+    ('{"id": [1], "prompt": "a"}', "id must be a string or an integer, got [1]"),
+    ('{"messages": "a"}', "messages must be a list of turns"),
+    ('{"messages": [{"content": "a"}]}', "must be an object with a role"),
+    ('{"messages": [{"role": "user", "content": 3}]}', "the content of a turn must be a text, got 3"),
+    ('{"prompt": "a", "temperature": "hot"}', "temperature must be a number, got 'hot'"),
+    ('{"prompt": "a", "temperature": -1}', "temperature must be finite and not negative"),
+    ('{"prompt": "a", "top_p": 2}', "top_p must be in (0, 1], got 2"),
+    ('{"prompt": "a", "top_k": 1.5}', "top_k must be an integer"),
+    ('{"prompt": "a", "max_tokens": 0}', "max_tokens must be at least 1, got 0"),
+    ('{"prompt": "a", "max_tokens": 1.5}', "max_tokens must be an integer, got float"),
+    ('{"prompt": "a", "seed": 1.5}', "seed must be an integer, got 1.5"),
+    ('{"prompt": "a", "stop": ["", "b"]}', "stop must be a string or a list of them"),
+    ('{"prompt": "a", "repetition_penalty": 0}', "repetition_penalty must be above 0"),
+    ('{"body": 3}', "body must be an object, got int"),
+    ('{"body": {"prompt": "a", "n": 2}}', "n is not supported, got 2"),
+    ('{"body": {"prompt": "a", "tools": [{}]}}', "tools is not supported"),
+    ('{"body": {"prompt": "a"}, "method": "GET"}', "method must be POST, got 'GET'"),
+    ('{"body": {"prompt": "a"}, "url": "/v1/embeddings"}', "url must be one of /v1/completions"),
+    ('{"body": {"prompt": "a"}, "url": "/v1/chat/completions"}', "must have messages"),
+]
+
+
+def rows_of(folder: Path, *lines: Any) -> list[Row]:
+    path = folder / "input.jsonl"
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else str(line).encode() for line in lines))
+    return list(read_rows(path))
+
+
+@pytest.mark.parametrize(("line", "id", "request_"), RUN)
+def test_a_row_is_read(line: Any, id: Any, request_: Any, tmp_path: Path) -> None:
+    assert rows_of(tmp_path, json.dumps(line)) == [Row(0, id, request_)]
+
+
+@pytest.mark.parametrize(("line", "reason"), REJECTED)
+def test_a_row_that_cannot_be_run_is_named_and_the_others_are_read(line: Any, reason: str, tmp_path: Path) -> None:
+    bad, good = rows_of(tmp_path, line, '{"prompt": "a"}')
+    assert bad.reason is not None and reason in bad.reason and "\n" not in bad.reason and bad.request is None
+    assert good == Row(1, 1, {"prompt": "a"})
+
+
+def test_the_second_row_of_an_id_is_rejected_and_empty_lines_do_not_count(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, '{"prompt": "a", "id": 2}', "", '{"prompt": "b"}', '{"prompt": "c"}')
+    assert [(row.number, row.id, row.reason) for row in rows] == [
+        (0, 2, None), (1, 1, None), (2, 2, "an earlier row has the id 2"),
+    ]  # fmt: skip
+
+
+def test_parquet_is_read_and_one_that_is_torn_or_without_prompts_is_refused(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "rows.parquet"
+    columns = {"id": ["x", None], "prompt": ["a", None], "messages": [None, TURNS], "max_tokens": [None, 3]}
+    parquet.write_table(pyarrow.table(columns), path)
+    chat = {"messages": TURNS, "max_new_tokens": 3}
+    assert list(read_rows(path)) == [Row(0, "x", {"prompt": "a"}), Row(1, 1, chat)]
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"cannot read .*rows\.parquet as Parquet: "):
+        list(read_rows(path))
+    parquet.write_table(pyarrow.table({"text": ["a"]}), path)
+    with pytest.raises(ValueError, match=r"rows\.parquet has none of the columns prompt, messages, body; it has text"):
+        list(read_rows(path))
+
+
+ROWS = [Row(number, f"r{number}", {"prompt": "a"}) for number in range(4)] + [Row(4, "r1", reason="twice")]
+
+
+def result(row: Row) -> dict[str, Any]:
+    return {"row": row.number, "id": row.id, "text": "é", "reason": None}
+
+
+def written(folder: Path, pattern: str = "part-*.jsonl") -> list[Any]:
+    return [
+        json.loads(line)["id"] for path in sorted(folder.glob(pattern)) for line in path.read_text().split("\n")[:-1]
+    ]
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"id": "r', b"x" * 100_000], ids=["whole", "torn", "long"])
+def test_an_interrupted_job_goes_on_with_the_rows_that_have_no_result(torn: bytes, tmp_path: Path) -> None:
+    with open_job(tmp_path / "out", {"seed": 1}) as job:
+        assert job.pending(ROWS) == ROWS[:4]
+        job.add([result(ROWS[2])])
+    for name in ("part-00000.jsonl", "rejected.jsonl"):
+        with (tmp_path / "out" / name).open("ab") as file:
+            file.write(torn)
+    with open_job(tmp_path / "out", {"seed": 1}) as job:
+        assert [row.id for row in job.pending(ROWS)] == ["r0", "r1", "r3"]
+        job.add([result(ROWS[1]), {"row": 3, "id": "r3", "reason": "too long"}])
+        job.add([result(ROWS[0])])
+    with open_job(tmp_path / "out", {"seed": 1}) as job:
+        assert job.pending(ROWS) == []
+    assert written(tmp_path / "out") == ["r2", "r1", "r0"]
+    assert written(tmp_path / "out", "rejected.jsonl") == ["r1", "r3"]
+
+
+def test_a_folder_of_another_job_or_of_something_else_or_in_use_is_refused(tmp_path: Path) -> None:
+    def refusal(folder: Path, **settings: Any) -> str:
+        with pytest.raises(ValueError) as error, open_job(folder, {"seed": 1, **settings}):
+            pass
+        return str(error.value).replace(str(tmp_path), "")
+
+    with open_job(tmp_path / "out", {"seed": 1}):
+        assert refusal(tmp_path / "out").startswith("another run writes into /out")
+    assert refusal(tmp_path / "out", seed=2) == (
+        "/out holds another job, with seed 1 where this one has 2; choose another --out"
+    )
+    assert "with top_k None where this one has 3" in refusal(tmp_path / "out", top_k=3)
+    assert refusal(tmp_path).startswith(" holds files that stree batch did not make")
+    (tmp_path / "file").touch()
+    assert refusal(tmp_path / "file") == "a folder is needed at /file, but /file is a file"
+    assert refusal(Path("/proc/out")).startswith("cannot write /proc/out: ")
+    (tmp_path / "out" / "part-00000.jsonl").write_text("\n{}\n")
+    assert refusal(tmp_path / "out") == "line 1 of /out/part-00000.jsonl is no record of stree batch"
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """Let no file grow beyond a size; a write takes what still fits, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_is_named_and_loses_no_row(tmp_path: Path) -> None:
+    with open_job(tmp_path, {}) as job, full_disk(100), pytest.raises(ValueError, match="cannot write .*part-00000"):
+        job.add(map(result, ROWS[:4]))
+    assert (tmp_path / "part-00000.jsonl").stat().st_size == 100, "the line that did not fit is torn"
+    with open_job(tmp_path, {}) as job:
+        job.add(map(result, job.pending(ROWS)))
+    assert sorted(written(tmp_path)) == ["r0", "r1", "r2", "r3"]
+
+
+@pytest.fixture(scope="module")
+def generator(tmp_path_factory: pytest.TempPathFactory) -> RowGenerator:
+    tokenizer = load_tokenizer(save_tiny(tmp_path_factory.mktemp("target")))
+    lm = patched(tiny_model("mamba2", eos_token_id=0))
+    return RowGenerator(lm, tokenizer, SuffixDrafter(), max_new_tokens=5, max_batch=2, options={"budget": 4})
+
+
+def test_rows_have_the_texts_of_generate_and_those_that_cannot_be_run_a_reason(generator: RowGenerator) -> None:
+    requests: list[dict[str, Any]] = [
+        {"prompt": "w1 w2 w3"}, {"prompt": ""}, {"prompt": [4, 5], "max_new_tokens": 3},
+        {"messages": TURNS}, {"prompt": [9999]}, {"prompt": "w7", "temperature": 1.0, "seed": 3},
+    ]  # fmt: skip
+    found = generator.run(requests)
+    reasons = [row["reason"] for row in found]
+    assert reasons[1] == "the prompt is empty; every prompt needs at least one token"
+    assert reasons[3] == "the target's tokenizer has no chat template"
+    assert reasons[4].startswith("the prompt has token 9999, outside the vocabulary")
+    assert [place for place, reason in enumerate(reasons) if reason is None] == [0, 2, 5]
+    for place, prompt, limit in ((0, [1, 2, 3], 5), (2, [4, 5], 3)):
+        expected = stree.generate(generator.lm, [prompt], "none", max_new_tokens=limit).sequences[0][len(prompt) :]
+        text = generator.tokenizer.decode(expected, skip_special_tokens=True)
+        assert (found[place]["token_ids"], found[place]["text"]) == (expected, text)
+        assert found[place]["num_new_tokens"] == len(expected) and found[place]["finish_reason"] in ("length", "stop")
+    sampled = [generator.run([{**requests[5], "seed": seed}])[0]["token_ids"] for seed in range(4)]
+    assert len(set(map(tuple, sampled))) > 1, "the seed and the temperature are the row's own"
+
+
+def test_options_that_serve_no_row_are_an_error_of_the_job(generator: RowGenerator) -> None:
+    generator.check()
+    with pytest.raises(ValueError, match="block verification takes trees without branches"):
+        replace(generator, options={"verifier": "block", "budget": 4}).check()
+
+
+COMMANDS = {
+    "input.jsonl --out out --workers 0": "workers must be at least 1, got 0",
+    "input.jsonl --out out --max-batch 0": "max_batch must be at least 1, got 0",
+    "input.jsonl --out out --gpus-per-worker -1": "--gpus-per-worker must be finite and not negative, got -1.0",
+    "input.jsonl --out out --temperature -1": "temperature must be finite and not negative, got -1.0",
+    "input.jsonl --out out --budget most": "--budget must be a number of nodes or 'auto', got 'most'",
+    "input.jsonl --out out --target nowhere": "no checkpoint that transformers can read at 'nowhere'",
+    "input.jsonl --out input.jsonl": "a folder is needed at input.jsonl, but input.jsonl is a file",
+    "input.jsonl --out .": ". holds files that stree batch did not make; choose another --out",
+    "nowhere.jsonl --out out": "cannot read nowhere.jsonl: No such file or directory",
+    "torn.parquet --out out": "cannot read torn.parquet as Parquet: ",
+    ". --out out": "cannot read .: Is a directory",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_mistake_is_named_before_anything_is_written(
+    command: str,
+    target_folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("input.jsonl").write_text('{"prompt": "w1"}\n')
+    Path("torn.parquet").write_bytes(b"PAR1")
+    words = command.split()
+    error = error_of(capsys, "batch", *words, *([] if "--target" in words else ["--target", target_folder]))
+    assert COMMANDS[command] in error and len(error.splitlines()) == 1, error
+    assert {path.name for path in tmp_path.iterdir()} == {"input.jsonl", "torn.parquet"}
+
+
+def test_without_ray_the_command_says_what_to_install(
+    target_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "input.jsonl").write_text('{"prompt": "w1"}\n')
+    monkeypatch.setitem(sys.modules, "ray", None)
+    words = [str(tmp_path / "input.jsonl"), "--out", str(tmp_path / "out"), "--target", target_folder]
+    assert "stree batch needs Ray: pip install 'stree[ray]'" in error_of(capsys, "batch", *words)
+
+
+def test_a_job_of_rejected_rows_alone_needs_no_ray(
+    target_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "input.jsonl").write_text('{"prompt": 3}\n')
+    monkeypatch.setitem(sys.modules, "ray", None)
+    words = ["batch", str(tmp_path / "input.jsonl"), "--out", str(tmp_path / "out"), "--target", target_folder]
+    assert main(words) == 0 == main(words)
+    assert written(tmp_path / "out", "rejected.jsonl") == [0]
