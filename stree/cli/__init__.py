@@ -1,4 +1,4 @@
-"""The command line: ``stree generate``, ``batch``, ``info``, ``bench``, ``distill``, ``datastore`` and ``trim-vocab``.
+"""The command line: ``stree generate``, ``batch``, ``info``, ``bench``, ... (``stree --help`` lists all).
 
 One file per subcommand; nothing heavy is imported before a command runs.
 """
@@ -13,6 +13,7 @@ from stree.cli.batch import add_batch
 from stree.cli.bench import add_bench
 from stree.cli.datastore import add_datastore
 from stree.cli.distill import add_distill
+from stree.cli.export_generate import add_export_generate
 from stree.cli.generate import add_generate
 from stree.cli.info import add_info
 from stree.cli.trim_vocab import add_trim_vocab
@@ -26,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="stree", description="Tree speculative decoding for Mamba and hybrid language models."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (add_generate, add_batch, add_info, add_bench, add_distill, add_datastore, add_trim_vocab):
+    for add in (
+        add_generate, add_batch, add_info, add_bench, add_distill, add_datastore, add_trim_vocab, add_export_generate,
+    ):  # fmt: skip
         add(commands)
     arguments = parser.parse_args(argv)
     try:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["add_command", "add_device", "add_generation", "add_target"]
+__all__ = ["add_command", "add_device", "add_drafting", "add_generation", "add_target"]
 
 
 def add_command(
@@ -36,7 +36,7 @@ def add_device(command: argparse.ArgumentParser) -> None:
 def add_generation(command: argparse.ArgumentParser) -> None:
     """Add the options of every command that generates: models, drafting, sampling, limits."""
     add_target(command)
-    _add_drafting(command)
+    add_drafting(command)
     command.add_argument("--chat", action="store_true", help="put a prompt into the tokenizer's chat template")
     command.add_argument(
         "--prefill-chunk", type=int, default=None, help="most prompt tokens run at once; bounds memory"
@@ -51,8 +51,8 @@ def add_generation(command: argparse.ArgumentParser) -> None:
     command.add_argument("--eager", action="store_true", help="do without CUDA graphs")
 
 
-def _add_drafting(command: argparse.ArgumentParser) -> None:
-    """Add the options of the drafter, its trees and their verification."""
+def add_drafting(command: argparse.ArgumentParser, *, files: bool = True) -> None:
+    """Add the options of the drafter, its trees and their verification; with ``files`` what it reads beside models."""
     command.add_argument(
         "--drafter",
         default=None,
@@ -61,8 +61,11 @@ def _add_drafting(command: argparse.ArgumentParser) -> None:
         "layers), a folder or hub id of a model or head; by default 'bundled' for the bundled target, 'mtp' where the "
         "target's checkpoint has MTP layers, else 'suffix'",
     )
-    command.add_argument("--datastore", default=None, help="texts to draft from, made by 'stree datastore build'")
-    command.add_argument("--drafter-vocab", default=None, help="tokens a draft model keeps, made by 'stree trim-vocab'")
+    if files:
+        command.add_argument("--datastore", default=None, help="texts to draft from, made by 'stree datastore build'")
+        command.add_argument(
+            "--drafter-vocab", default=None, help="tokens a draft model keeps, made by 'stree trim-vocab'"
+        )
     command.add_argument(
         "--growth",
         default=None,

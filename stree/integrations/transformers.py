@@ -33,7 +33,7 @@ from stree.integrations.transformers_processors import BatchProcessor, Stops, Te
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
-__all__ = ["custom_generate"]
+__all__ = ["custom_generate", "tree_lm"]
 
 # What generate() passes beside its named arguments; everything else would change what the model computes.
 KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep"}
@@ -112,8 +112,8 @@ def custom_generate(
     """
     _check_config(model, generation_config)
     mask = _check_inputs(input_ids, model_kwargs)
-    lm = _tree_lm(model)
-    chosen = load(_tree_lm(drafter) if isinstance(drafter, PreTrainedModel) else drafter, lm)
+    lm = tree_lm(model)
+    chosen = load(tree_lm(drafter) if isinstance(drafter, PreTrainedModel) else drafter, lm)
     width = input_ids.shape[1]
     lengths = mask.sum(1).tolist()
     prompts = [row[width - length :] for row, length in zip(input_ids.tolist(), lengths, strict=True)]
@@ -227,7 +227,7 @@ def _check_inputs(input_ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
     return mask
 
 
-def _tree_lm(model: PreTrainedModel) -> TreeLM:
+def tree_lm(model: PreTrainedModel) -> TreeLM:
     """Patch a model, or return the ``TreeLM`` of an earlier call where the model is unchanged."""
     known: TreeLM | None = model.__dict__.get("_stree")
     if known is None or known.model is not model or known.change is not None:

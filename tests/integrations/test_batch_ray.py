@@ -36,7 +36,7 @@ def finished(out: Path) -> list[dict[str, Any]]:
 def test_a_job_of_two_workers_that_is_killed_three_times_writes_every_row_once(
     target_folder: str, target: Any, tmp_path: Path
 ) -> None:
-    rows = [{"id": f"r{number}", "prompt": prompt(number)} for number in range(ROWS)]
+    rows: list[dict[str, Any]] = [{"id": f"r{number}", "prompt": prompt(number)} for number in range(ROWS)]
     rows += [{"id": "r3", "prompt": [1]}, {"id": "empty", "prompt": ""}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "out"

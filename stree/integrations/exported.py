@@ -1,0 +1,94 @@
+"""What ``custom_generate/generate.py`` of a folder runs, which ``stree export-generate`` writes.
+
+transformers imports that file for ``model.generate(custom_generate=FOLDER, trust_remote_code=True)``, and for a model
+that is loaded from the folder with ``trust_remote_code=True``, as ``transformers serve`` loads it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from stree.drafters import Drafter, load
+from stree.growth import parse_growth
+from stree.integrations.transformers import custom_generate, tree_lm
+
+__all__ = ["SETTINGS", "generate_with"]
+
+SETTINGS = ("drafter", "growth", "budget", "verifier")
+
+
+def generate_with(model: PreTrainedModel, inputs: Tensor | None, options: Mapping[str, Any]) -> Any:
+    """Run ``model.generate(inputs, **options)`` with token trees; text and refusals are ``stree.custom_generate``'s.
+
+    Args:
+        model: of a supported family.
+        inputs: int64[batch, length], or None where the options have ``input_ids``.
+        options: of transformers' ``generate``, and ``drafter``, ``growth``, ``budget``, ``verifier`` and ``seed``: the
+            drafter and the growth may be names.  A drafter that is named is loaded once for a model.
+
+    Returns:
+        What ``generate`` returns.
+    """
+    options = {name: value for name, value in options.items() if value is not None}
+    if isinstance(options.get("growth"), str):
+        options["growth"] = parse_growth(options["growth"])
+    options["drafter"] = _drafter(model, options.get("drafter", "suffix"))
+    hook = partial(custom_generate, tokenizer=options.pop("tokenizer", None))
+    generate = partial(type(model).generate, model, custom_generate=hook)  # the model's own may be replaced by this
+    ids = inputs if inputs is not None else options.pop("input_ids", None)
+    criteria = options.get("stopping_criteria")
+    if not criteria or ids is None or len(ids) == 1:
+        return generate(ids, **options)
+    configs = options.get("generation_config"), model.generation_config
+    padding = [options.get("pad_token_id"), *(getattr(config, "pad_token_id", None) for config in configs), 0]
+    rows = _one_by_one(generate, ids, options.pop("attention_mask", torch.ones_like(ids)), options)
+    filler = next(token for token in padding if token is not None)
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=filler)
+
+
+def _drafter(model: PreTrainedModel, drafter: Any) -> Drafter:
+    """Load a drafter; one that is named is kept with what else is kept for the model."""
+    lm = tree_lm(model)
+    if not isinstance(drafter, str):
+        return load(drafter, lm)
+    kept: dict[str, Drafter] = lm.cache.setdefault("exported drafters", {})
+    if drafter not in kept:
+        kept[drafter] = load(drafter, lm)
+    return kept[drafter]
+
+
+def _one_by_one(generate: Any, ids: Tensor, mask: Tensor, options: dict[str, Any]) -> list[Tensor]:
+    """Generate for each row of a batch alone: criteria may look at all rows of a batch, as those of lm_eval do."""
+    if options.get("return_dict_in_generate"):
+        raise NotImplementedError("a batch with stopping criteria returns token ids, not return_dict_in_generate")
+    criteria = options.pop("stopping_criteria")
+    rows = []
+    for row in range(len(ids)):
+        own = StoppingCriteriaList([_EveryRow(criterion, len(ids)) for criterion in criteria])
+        found = generate(ids[row : row + 1], attention_mask=mask[row : row + 1], stopping_criteria=own, **options)
+        rows.append(found[0])
+    return rows
+
+
+class _EveryRow(StoppingCriteria):  # type: ignore[misc]
+    """Shows a criterion of a batch a text as every row of it.
+
+    A criterion may have a list with an entry for each row, which says which of them have ended; its lists are copied.
+    """
+
+    def __init__(self, criterion: Any, rows: int) -> None:
+        self._criterion, self._rows = copy.copy(criterion), rows
+        for name, value in getattr(criterion, "__dict__", {}).items():
+            if isinstance(value, list):
+                setattr(self._criterion, name, [*value])
+
+    def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
+        found = self._criterion(input_ids.expand(self._rows, -1), scores, **options)
+        return torch.as_tensor(found, device=input_ids.device).reshape(-1)[:1]
