@@ -18,11 +18,11 @@ PROMPTS = ("prompt", "messages", "body")  # a row has one of them
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 LIMITS = ("max_new_tokens", "max_completion_tokens", "max_tokens")
 URLS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
-# Fields of a body that ask for another text than this job writes; 0, 1, False and what is empty ask for nothing.
-REFUSED = (
-    "n", "best_of", "echo", "suffix", "logit_bias", "frequency_penalty", "presence_penalty", "logprobs", "top_logprobs",
-    "tools", "functions", "response_format", "stream",
-)  # fmt: skip
+INTEGERS = (*LIMITS, "top_k", "seed")
+OWN = {"prompt", "messages", *SAMPLING, *LIMITS, "seed", "stop", "repetition_penalty"}
+# Fields of a body that do not decide the text, and values of others that ask for nothing.
+WITHOUT_EFFECT = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+NEUTRAL: dict[str, Any] = {"n": 1, "best_of": 1, "response_format": {"type": "text"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,8 @@ def _row(number: int, found: Any) -> Row:
     own = found.get("id") if found.get("id") is not None else found.get("custom_id")
     if own is None:
         own = number
+    if isinstance(own, float) and own.is_integer():  # as pandas writes a column with gaps
+        own = int(own)
     if not isinstance(own, (str, int)) or isinstance(own, bool):
         return Row(number, number, reason=f"id must be a string or an integer, got {own!r:.80}")
     try:
@@ -97,7 +99,7 @@ def request_of(row: Mapping[str, Any]) -> dict[str, Any]:
         row: ``prompt`` (a text or token ids) or ``messages`` (turns of a chat) and, where it has its own,
             ``max_new_tokens`` (also ``max_tokens``, ``max_completion_tokens``), ``temperature``, ``top_k``, ``top_p``,
             ``min_p``, ``seed``, ``stop`` and ``repetition_penalty``; or these in a ``body``, as an object or its JSON.
-            Other fields of a row are not read; a body that asks for more is refused.
+            Other fields of a row are not read; a body with others that decide the text is refused.
 
     Returns:
         A JSON-able dict of ``prompt`` or ``messages``, and of the options that the row has, under the names of
@@ -111,22 +113,33 @@ def request_of(row: Mapping[str, Any]) -> dict[str, Any]:
         fields = _body(row)
     fields = {name: value for name, value in fields.items() if value is not None}  # null is absent
     request = _prompt(fields)
-    sampling = {name: fields[name] for name in SAMPLING if name in fields}
-    for name in (*SAMPLING, "seed", "repetition_penalty", *LIMITS):
-        if name in fields and (isinstance(fields[name], bool) or not isinstance(fields[name], (int, float))):
-            raise TypeError(f"{name} must be a number, got {fields[name]!r:.80}")
+    numbers = {
+        name: _number(name, fields[name])
+        for name in (*SAMPLING, *LIMITS, "seed", "repetition_penalty")
+        if name in fields
+    }
+    sampling = {name: numbers[name] for name in SAMPLING if name in numbers}
     Sampling(**sampling)  # refuses what is out of range
-    limit = next((name for name in LIMITS if name in fields), None)
+    limit = next((name for name in LIMITS if name in numbers), None)
     if limit is not None:
-        check_counts(**{limit: fields[limit]})
-        request["max_new_tokens"] = fields[limit]
-    if not isinstance(fields.get("seed", 0), int):
-        raise TypeError(f"seed must be an integer, got {fields['seed']!r}")
-    if fields.get("repetition_penalty", 1) <= 0:
-        raise ValueError(f"repetition_penalty must be above 0, got {fields['repetition_penalty']}")
+        check_counts(**{limit: numbers[limit]})
+        request["max_new_tokens"] = numbers[limit]
+    if numbers.get("repetition_penalty", 1) <= 0:
+        raise ValueError(f"repetition_penalty must be above 0, got {numbers['repetition_penalty']}")
     if "stop" in fields:
         request["stop"] = _stop(fields["stop"])
-    return request | sampling | {name: fields[name] for name in ("seed", "repetition_penalty") if name in fields}
+    return request | sampling | {name: numbers[name] for name in ("seed", "repetition_penalty") if name in numbers}
+
+
+def _number(name: str, value: Any) -> int | float:
+    """Refuse what is no number; return an integer for 3.0 where one is needed, as pandas writes columns with gaps."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r:.80}")
+    if name in INTEGERS and isinstance(value, float):
+        if not value.is_integer():
+            raise TypeError(f"{name} must be an integer, got {value}")
+        return int(value)
+    return value
 
 
 def _body(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -143,9 +156,9 @@ def _body(row: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError(f"url must be one of {', '.join(URLS)}, got {url!r:.80}")
     if url is not None and body.get(URLS[url]) is None:
         raise ValueError(f"the body of a request to {url} must have {URLS[url]}")
-    for name in REFUSED:
-        if body.get(name) and not (name in ("n", "best_of") and body[name] == 1):
-            raise ValueError(f"{name} is not supported, got {body[name]!r:.80}")
+    for name, value in body.items():
+        if name not in OWN | WITHOUT_EFFECT and value and value != NEUTRAL.get(name):
+            raise ValueError(f"{name} is not supported, got {value!r:.80}")
     return body
 
 

@@ -39,7 +39,8 @@ RUN: list[tuple[Any, Any, dict[str, Any]]] = [
      {"messages": TURNS, "max_new_tokens": 2}),
     ({**CHAT, "body": {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "n": 1}}, "c",
      {"messages": TURNS}),
-    ({"body": json.dumps({"prompt": "a", "top_p": 0.5})}, 0, {"prompt": "a", "top_p": 0.5}),
+    ({"id": 3.0, "prompt": "a", "max_tokens": 2.0, "seed": 1.0}, 3, {"prompt": "a", "max_new_tokens": 2, "seed": 1}),
+    ({"body": json.dumps({"prompt": "a", "top_p": 0.5, "logit_bias": {}})}, 0, {"prompt": "a", "top_p": 0.5}),
 ]  # fmt: skip
 # A line that cannot be run, and a part of the reason.
 REJECTED = [
@@ -58,15 +59,16 @@ REJECTED = [
     ('{"prompt": "a", "temperature": "hot"}', "temperature must be a number, got 'hot'"),
     ('{"prompt": "a", "temperature": -1}', "temperature must be finite and not negative"),
     ('{"prompt": "a", "top_p": 2}', "top_p must be in (0, 1], got 2"),
-    ('{"prompt": "a", "top_k": 1.5}', "top_k must be an integer"),
+    ('{"prompt": "a", "top_k": 1.5}', "top_k must be an integer, got 1.5"),
     ('{"prompt": "a", "max_tokens": 0}', "max_tokens must be at least 1, got 0"),
-    ('{"prompt": "a", "max_tokens": 1.5}', "max_tokens must be an integer, got float"),
+    ('{"prompt": "a", "max_tokens": 1.5}', "max_tokens must be an integer, got 1.5"),
     ('{"prompt": "a", "seed": 1.5}', "seed must be an integer, got 1.5"),
     ('{"prompt": "a", "stop": ["", "b"]}', "stop must be a string or a list of them"),
     ('{"prompt": "a", "repetition_penalty": 0}', "repetition_penalty must be above 0"),
     ('{"body": 3}', "body must be an object, got int"),
     ('{"body": {"prompt": "a", "n": 2}}', "n is not supported, got 2"),
     ('{"body": {"prompt": "a", "tools": [{}]}}', "tools is not supported"),
+    ('{"body": {"prompt": "a", "ignore_eos": true}}', "ignore_eos is not supported, got True"),
     ('{"body": {"prompt": "a"}, "method": "GET"}', "method must be POST, got 'GET'"),
     ('{"body": {"prompt": "a"}, "url": "/v1/embeddings"}', "url must be one of /v1/completions"),
     ('{"body": {"prompt": "a"}, "url": "/v1/chat/completions"}', "must have messages"),
