@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import stree
+from benchmarks.studies import batch_workers
 from stree.integrations.ray import Generator, local_ray
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'stree[ray]'")
@@ -60,6 +61,11 @@ def test_a_job_of_two_workers_that_is_killed_three_times_writes_every_row_once(
     before = {path: path.read_bytes() for path in out.iterdir()}
     subprocess.run(command, check=True)
     assert {path: path.read_bytes() for path in out.iterdir()} == before, "a finished job is left as it is"
+
+
+def test_the_study_of_workers_runs() -> None:
+    with local_ray(1):
+        assert batch_workers.measure(6, 2, 1)["rows_per_s"] > 0
 
 
 def test_the_actor_adds_texts_to_a_pipeline_of_one_s_own(target_folder: str, target: Any) -> None:
