@@ -131,7 +131,7 @@ def request_of(row: Mapping[str, Any]) -> dict[str, Any]:
     return request | sampling | {name: numbers[name] for name in ("seed", "repetition_penalty") if name in numbers}
 
 
-def _number(name: str, value: Any) -> int | float:
+def _number(name: str, value: Any) -> Any:
     """Refuse what is no number; return an integer for 3.0 where one is needed, as pandas writes columns with gaps."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r:.80}")
