@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from stree.decode.failures import GenerationError
 from stree.drafters import Drafter
-from stree.generation import generate
+from stree.generation import Generation, generate
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
 __all__ = ["RowGenerator"]
+
+logger = logging.getLogger("stree")
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +61,7 @@ class RowGenerator:
             ``reason`` None; or only a ``reason`` why it cannot be run.
 
         Raises:
-            GenerationError: the model or the drafter failed, for another reason than memory.
+            Exception: the model fails for other rows, too.
         """
         results: list[dict[str, Any]] = [{} for _ in requests]
         prompts: list[tuple[int, list[int]]] = []
@@ -92,15 +93,14 @@ class RowGenerator:
         return [*encoding["input_ids"]]
 
     def _generate(self, requests: Sequence[Mapping[str, Any]], prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
-        """Generate for prompts; where one cannot be run, the halves of them without it."""
+        """Generate for prompts; where that fails for one of them, for the halves without it."""
         if not prompts:
             return []
         try:
             return self._texts(requests, prompts)
-        except (TypeError, ValueError, GenerationError) as error:
-            if isinstance(error, GenerationError) and not isinstance(error.__cause__, torch.OutOfMemoryError):
-                raise
+        except Exception as error:
             if len(prompts) == 1:
+                self.check()  # what still works was not ended by the row
                 return [_rejected(error)]
             half = len(prompts) // 2
             return [
@@ -113,7 +113,7 @@ class RowGenerator:
         """Run ``generate``, whose arguments are checked before anything runs."""
         stops: Any = [request.get("stop") for request in requests]
         names = ("temperature", "top_k", "top_p", "min_p")
-        out = generate(
+        out = _complete(
             self.lm, prompts, self.drafter,
             sampling=[
                 Sampling(**{name: request.get(name, getattr(self.sampling, name)) for name in names})
@@ -136,6 +136,17 @@ class RowGenerator:
             }
             for tokens, reason in zip(new, out.stats["finish_reasons"], strict=True)
         ]
+
+
+def _complete(*arguments: Any, **options: Any) -> Generation:
+    """Run ``generate``; its output also where only the drafter failed, and the rest was decoded without it."""
+    try:
+        return generate(*arguments, **options)
+    except GenerationError as error:
+        if "error" in error.output.stats["finish_reasons"]:
+            raise
+        logger.warning(error)
+        return error.output
 
 
 def _rejected(error: Exception) -> dict[str, Any]:

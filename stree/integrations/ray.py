@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Generator", "local_ray", "run_rows"]
 
 RESULT = ("text", "token_ids", "finish_reason", "num_new_tokens", "reason")
+FAILURE = "failure"
 
 
 class Generator:
@@ -114,20 +115,46 @@ def run_rows(
     size = max(1, min(4 * max_batch, math.ceil(len(rows) / (4 * workers))))
     items = [{"row": row.number, "body": json.dumps(row.request)} for row in rows]
     dataset = ray.data.from_items(items, override_num_blocks=math.ceil(len(items) / size)).map_batches(
-        Generator, fn_constructor_args=(load,), batch_size=None, batch_format="pyarrow",
+        _Worker, fn_constructor_args=(load,), batch_size=None, batch_format="pyarrow",
         compute=ray.data.ActorPoolStrategy(size=workers),
         **({"num_gpus": gpus_per_worker} if gpus_per_worker else {"num_cpus": 1}),
     )  # fmt: skip
     ids = {row.number: row.id for row in rows}
+    hint = "finished rows are kept, run it again to go on"
     try:
         for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-            for result in table.select(["row", *RESULT]).to_pylist():
+            for result in table.select(["row", *RESULT, FAILURE]).to_pylist():
+                if failure := result.pop(FAILURE):
+                    raise RuntimeError(f"a worker failed: {failure}; {hint}")
                 yield {"id": ids[result["row"]], **result}
     except ray.exceptions.RayError as error:
-        cause = next(line for line in reversed(str(error).splitlines()) if line.strip())
-        raise RuntimeError(
-            f"a worker failed: {cause.strip()}; finished rows are kept, run it again to go on"
-        ) from error
+        raise RuntimeError(f"Ray failed: {_one_line(error)}; {hint}") from error
+
+
+class _Worker:
+    """The actor of a job: a ``Generator`` that tells of its failure in a column, as Ray prints stacks of many pages."""
+
+    def __init__(self, load: Callable[[], RowGenerator]) -> None:
+        self._failure: str | None = None
+        try:
+            self._generator = Generator(load)
+        except Exception as error:
+            self._failure = _one_line(error)
+
+    def __call__(self, table: Any) -> Any:
+        failure = self._failure
+        if failure is None:
+            try:
+                return _with_columns(self._generator(table), {FAILURE: [None] * len(table)})
+            except Exception as error:
+                failure = _one_line(error)
+        empty: dict[str, list[Any]] = {name: [None] * len(table) for name in RESULT}
+        return _with_columns(table, {**empty, FAILURE: [failure] * len(table)})
+
+
+def _one_line(error: Exception) -> str:
+    """Name an error by its kind and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 @contextmanager
@@ -178,8 +205,8 @@ def _with_columns(batch: Any, columns: Mapping[str, list[Any]]) -> Any:
     """Add columns to a batch, as a table, whose types do not depend on the values."""
     import pyarrow
 
-    types = (pyarrow.string(), pyarrow.list_(pyarrow.int64()), pyarrow.string(), pyarrow.int64(), pyarrow.string())
-    arrays = {name: pyarrow.array(column, type) for (name, column), type in zip(columns.items(), types, strict=True)}
+    types = {"token_ids": pyarrow.list_(pyarrow.int64()), "num_new_tokens": pyarrow.int64()}
+    arrays = {name: pyarrow.array(column, types.get(name, pyarrow.string())) for name, column in columns.items()}
     if isinstance(batch, dict):
         return batch | arrays
     for name, array in arrays.items():

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,40 @@ def test_options_that_serve_no_row_are_an_error_of_the_job(generator: RowGenerat
     generator.check()
     with pytest.raises(ValueError, match="block verification takes trees without branches"):
         replace(generator, options={"verifier": "block", "budget": 4}).check()
+
+
+def test_a_row_for_which_the_model_fails_is_rejected_and_a_model_that_fails_always_ends_the_job(
+    generator: RowGenerator,
+) -> None:
+    def processor(text: Any, logits: Any, tokens: tuple[int, ...]) -> Any:
+        if text[0, 0] in tokens and text.shape[1] > 4:
+            raise ArithmeticError(f"no logits for {int(text[0, 0])}")
+        return logits
+
+    requests = [{"prompt": [number, 2, 3]} for number in range(5)]
+    expected = generator.run(requests)
+    failing = replace(generator, options={"budget": 4, "logits_processor": partial(processor, tokens=(3,))})
+    found = failing.run(requests)
+    assert found[:3] + found[4:] == expected[:3] + expected[4:]
+    assert found[3] == {"reason": "generation failed after 2 new tokens: no logits for 3"}
+    always = replace(failing, options={"logits_processor": lambda text, logits: 1 / 0})
+    with pytest.raises(ZeroDivisionError):
+        always.run(requests)
+
+
+class _Failing(SuffixDrafter):
+    def start(self, *arguments: Any, **options: Any) -> Any:
+        run = super().start(*arguments, **options)
+        run.propose = lambda *_, **__: 1 / 0
+        return run
+
+
+def test_rows_are_finished_without_a_drafter_that_fails(
+    generator: RowGenerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    requests = [{"prompt": [number, 2, 3]} for number in range(2)]
+    assert replace(generator, drafter=_Failing()).run(requests) == generator.run(requests)
+    assert "the drafter failed, and the rest was decoded without it: division by zero" in caplog.text
 
 
 COMMANDS = {

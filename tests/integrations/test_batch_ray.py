@@ -63,6 +63,19 @@ def test_a_job_of_two_workers_that_is_killed_three_times_writes_every_row_once(
     assert {path: path.read_bytes() for path in out.iterdir()} == before, "a finished job is left as it is"
 
 
+def test_a_worker_that_fails_is_one_line_and_the_job_can_go_on(target_folder: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "w1"}\n')
+    command = [sys.executable, "-m", "stree.cli", "batch", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out")]
+    command += ["--target", target_folder, "--drafter", "suffix", "--verifier", "block"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "stree: error: a worker failed: ValueError: block verification takes trees without branches, such as Chain's; "
+        "got SuffixDrafter; finished rows are kept, run it again to go on"
+    )
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["job.json"]
+
+
 def test_the_study_of_workers_runs() -> None:
     with local_ray(1):
         assert batch_workers.measure(6, 2, 1)["rows_per_s"] > 0
