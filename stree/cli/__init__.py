@@ -1,4 +1,4 @@
-"""The command line: ``stree generate``, ``batch``, ``info``, ``bench``, ... (``stree --help`` lists all).
+"""The command line: ``stree generate``, ``serve``, ``batch``, ``info``, ``bench``, ... (``stree --help`` lists all).
 
 One file per subcommand; nothing heavy is imported before a command runs.
 """
@@ -16,6 +16,7 @@ from stree.cli.distill import add_distill
 from stree.cli.export_generate import add_export_generate
 from stree.cli.generate import add_generate
 from stree.cli.info import add_info
+from stree.cli.serve import add_serve
 from stree.cli.trim_vocab import add_trim_vocab
 
 __all__ = ["main"]
@@ -28,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for add in (
-        add_generate, add_batch, add_info, add_bench, add_distill, add_datastore, add_trim_vocab, add_export_generate,
+        add_generate, add_serve, add_batch, add_info, add_bench, add_distill, add_datastore, add_trim_vocab,
+        add_export_generate,
     ):  # fmt: skip
         add(commands)
     arguments = parser.parse_args(argv)

@@ -13,7 +13,7 @@ from stree.cli.options import add_command, add_generation
 from stree.cli.progress import Progress
 from stree.inputs import load_tokenizer, locate, tokenizer_fingerprint
 
-__all__ = ["add_generate", "generation_options", "prepare"]
+__all__ = ["add_generate", "drafting_options", "generation_options", "prepare"]
 
 
 def add_generate(commands: Any) -> None:
@@ -78,8 +78,21 @@ def prepare(arguments: argparse.Namespace) -> tuple[Any, Callable[[], tuple[Any,
 def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Check the options of ``stree.generate``, and return them."""
     from stree.checks import check_counts, check_sizes
-    from stree.growth import parse_growth
     from stree.sampling import Sampling
+
+    options = drafting_options(arguments)
+    check_counts(max_new_tokens=arguments.max_new_tokens)
+    check_sizes(prefill_chunk=arguments.prefill_chunk)
+    return {
+        "sampling": Sampling(arguments.temperature, arguments.top_k, arguments.top_p),
+        "max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed, **options,
+    }  # fmt: skip
+
+
+def drafting_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Check the options of growth, budget and verifier, and return them."""
+    from stree.checks import check_counts
+    from stree.growth import parse_growth
     from stree.verify import VERIFIERS
 
     budget: Any = arguments.budget
@@ -88,21 +101,12 @@ def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"--budget must be a number of nodes or 'auto', got {budget!r}")
         budget = int(budget)
         check_counts(budget=budget)
-    check_counts(max_new_tokens=arguments.max_new_tokens)
-    check_sizes(prefill_chunk=arguments.prefill_chunk)
     if arguments.verifier not in VERIFIERS:
         raise ValueError(f"--verifier must be one of {', '.join(VERIFIERS)}, got {arguments.verifier!r}")
     growth = None if arguments.growth is None else parse_growth(arguments.growth)
     if growth is not None and isinstance(budget, int):
         growth.plan(budget)  # refuses a fixed shape above the budget
-    return {
-        "sampling": Sampling(arguments.temperature, arguments.top_k, arguments.top_p),
-        "growth": growth,
-        "budget": budget,
-        "verifier": arguments.verifier,
-        "max_new_tokens": arguments.max_new_tokens,
-        "seed": arguments.seed,
-    }
+    return {"growth": growth, "budget": budget, "verifier": arguments.verifier}
 
 
 def _run(lm: Any, prompt_ids: list[int], drafter: Any, options: dict[str, Any]) -> tuple[Any, int]:

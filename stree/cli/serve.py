@@ -1,0 +1,92 @@
+"""``stree serve``: an HTTP server with OpenAI's API."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from typing import Any
+
+from stree.cli.generate import drafting_options, prepare
+from stree.cli.options import add_command, add_device, add_drafting
+
+__all__ = ["add_serve"]
+
+NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def add_serve(commands: Any) -> None:
+    """Register the command with an argparse subparsers object."""
+    text = "serve a target by OpenAI's API; requests of different kinds share a batch"
+    command = add_command(commands, "serve", _serve, text)
+    command.add_argument("target", nargs="?", default="bundled", metavar="MODEL", help="'bundled', a folder, or hub id")
+    command.add_argument("--tokenizer", default=None, help="a folder or hub id, where the target's own has none")
+    command.add_argument("--name", default=None, help="the model's name in requests; MODEL by default")
+    add_drafting(command)
+    command.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all of the machine's")
+    command.add_argument("--port", type=int, default=8000, help="port to listen at")
+    command.add_argument("--max-batch", type=int, default=8, help="most requests that run at once")
+    command.add_argument("--max-length", type=int, default=4096, help="most tokens of a prompt and its new ones")
+    command.add_argument("--max-queue", type=int, default=256, help="most requests that wait; more are answered by 429")
+    command.add_argument("--max-body-mb", type=float, default=8, help="most megabytes of a request")
+    command.add_argument(
+        "--cache-mb", type=float, default=512, help="of states of earlier texts, which later ones continue"
+    )
+    command.add_argument("--prefill-chunk", type=int, default=512, help="most tokens of a prompt between two steps")
+    command.add_argument("--grace", type=float, default=30, help="seconds that running requests have after SIGTERM")
+    command.add_argument(
+        "--api-key-env", default=None, metavar="NAME", help="environment variable that holds the API key"
+    )
+    command.add_argument("--trust-remote-code", action="store_true", help="execute the checkpoints' own code")
+    add_device(command)
+    command.add_argument("--eager", action="store_true", help="do without CUDA graphs")
+    command.set_defaults(budget="auto")
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    """Run ``stree serve``."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"stree serve needs {', '.join(missing)}: pip install 'stree[serve]'")
+    engine_options, api_key = _checked(arguments)
+    tokenizer, load = prepare(arguments)
+    lm, drafter = load()
+
+    from stree.serving import Engine
+    from stree.serving.app import create_app
+    from stree.serving.server import serve
+
+    name = arguments.name or arguments.target
+    with Engine(lm, drafter, **engine_options) as engine:
+        app = create_app(engine, tokenizer, name, api_key=api_key, max_body=int(arguments.max_body_mb * 1e6))
+        url = f"http://{arguments.host}:{arguments.port}"
+        print(f"stree serves {name} at {url}{'' if api_key else ', without a key'}", file=sys.stderr)
+        return 0 if serve(app, arguments.host, arguments.port, grace=arguments.grace) else 2
+
+
+def _checked(arguments: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
+    """Check the options before models are loaded; return those of the engine, and the key.
+
+    Raises:
+        ValueError: one outside its range, or no such variable.
+    """
+    from stree.checks import check_counts, check_sizes
+
+    counts = {"--max-batch": "max_batch", "--max-length": "max_length", "--prefill-chunk": "prefill_chunk"}
+    check_sizes(**{name: getattr(arguments, name) for name in counts.values()})
+    check_counts(port=arguments.port, max_queue=arguments.max_queue + 1)
+    if arguments.port > 65535:
+        raise ValueError(f"--port must be at most 65535, got {arguments.port}")
+    for option in ("max_body_mb", "cache_mb", "grace"):
+        value = getattr(arguments, option)
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"--{option.replace('_', '-')} must be finite and not negative, got {value}")
+    api_key = None if arguments.api_key_env is None else os.environ.get(arguments.api_key_env)
+    if arguments.api_key_env is not None and not api_key:
+        raise ValueError(f"--api-key-env: the environment has no {arguments.api_key_env}, or an empty one")
+    options = {
+        **drafting_options(arguments), "max_queue": arguments.max_queue, "cache_bytes": int(arguments.cache_mb * 1e6),
+        **{name: getattr(arguments, name) for name in counts.values()},
+    }  # fmt: skip
+    return options, api_key

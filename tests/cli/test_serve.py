@@ -1,0 +1,76 @@
+"""``stree serve`` as a user runs it: mistakes are named before a model is loaded, SIGTERM ends it in peace.
+
+Run: python -m pytest tests/cli/test_serve.py
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from stree.cli import main
+
+MISTAKES = {
+    "--port 0": "port must be at least 1", "--port 70000": "--port must be at most 65535", "--max-batch 0": "max_batch",
+    "--max-length 0": "max_length", "--max-queue -1": "max_queue", "--max-body-mb -1": "--max-body-mb must be",
+    "--cache-mb nan": "--cache-mb must be", "--grace inf": "--grace must be", "--budget many": "--budget must be",
+    "--growth oak": "oak", "--verifier maybe": "--verifier must be", "--api-key-env NO_SUCH_NAME": "NO_SUCH_NAME",
+    "--prefill-chunk 0": "prefill_chunk", "--drafter nowhere": "nowhere",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", MISTAKES)
+def test_mistakes_are_named_in_one_line(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "bundled", *flags.split()]) == 2
+    said = capsys.readouterr().err.strip()
+    assert MISTAKES[flags] in said and said.startswith("stree: error: ") and "\n" not in said
+
+
+@pytest.mark.slow
+def test_sigterm_lets_running_requests_end_and_exits_with_0() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "stree.cli", "serve", "bundled", "--port", str(port), "--api-key-env", "STREE_KEY"]
+    server = subprocess.Popen(command, env={**os.environ, "STREE_KEY": "k"}, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(lambda: httpx.get(f"{url}/health").status_code == 200)
+        body = {"model": "bundled", "prompt": "Question:", "max_tokens": 150, "ignore_eos": True, "temperature": 0}
+        answers: list[httpx.Response] = []
+        headers = {"Authorization": "Bearer k"}
+        thread = threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60))
+        )
+        thread.start()
+        wait_for(lambda: 'vllm:num_requests_running{model_name="bundled"} 1' in httpx.get(f"{url}/metrics").text)
+        server.send_signal(signal.SIGTERM)
+        thread.join()
+        assert answers[0].json()["usage"]["completion_tokens"] == 150
+        assert server.wait(30) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+    finally:
+        server.kill()
+        assert "without a key" not in (server.stderr.read() if server.stderr else "")
+
+
+def wait_for(condition: object) -> None:
+    """Wait until a condition holds."""
+    assert callable(condition)
+    for _ in range(600):
+        try:
+            if condition():
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.1)
+    raise TimeoutError("the server did not answer")

@@ -1,0 +1,285 @@
+"""The HTTP server as its clients use it: the official openai client, bad requests, a client that leaves.
+
+Run: python -m pytest tests/serving/test_server.py
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+import stree
+from stree.drafters import ModelDrafter
+from stree.inputs import ASSETS, load_tokenizer
+from stree.serving.app import create_app
+
+PROMPT = "Question: Tom has 3 apples. He gets 2 more"
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+KEY = "a secret"
+
+
+@dataclass
+class Served:
+    """A server that listens."""
+
+    url: str
+    engine: stree.Engine
+    app: Any
+    tokenizer: Any
+
+    @property
+    def client(self) -> openai.OpenAI:
+        """The official client, which refuses answers that do not fit OpenAI's schema."""
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=KEY, _strict_response_validation=True, max_retries=0
+        )  # fmt: skip
+
+    @property
+    def lenient(self) -> openai.OpenAI:
+        """The same without that check: OpenAI's schema of text completions has no chunk before the last one."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        """Send JSON, or bytes as they are, with the key unless headers are given."""
+        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json", **options.pop("headers", {})}
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return httpx.post(self.url + path, content=content, headers=headers, timeout=60, **options)
+
+    def alone(self, prompt: str, **options: Any) -> str:
+        """The text that generate gives."""
+        ids = self.tokenizer(prompt)["input_ids"]
+        text = stree.generate(self.engine.lm, [ids], stree.drafters.NoDrafter(), **options).sequences[0]
+        whole: str = self.tokenizer.decode(text, skip_special_tokens=True)
+        return whole[len(self.tokenizer.decode(ids)) :]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """Serve the bundled pair on a free port."""
+    target, drafter = (stree.TreeLM.from_pretrained(ASSETS / name) for name in ("target", "drafter"))
+    tokenizer = load_tokenizer(str(ASSETS / "target"))
+    tokenizer.chat_template = TEMPLATE
+    with stree.Engine(
+        target, ModelDrafter(drafter), budget=12, max_batch=4, max_length=256, max_queue=8, cache_bytes=10**8
+    ) as engine:
+        app = create_app(engine, tokenizer, "tiny", api_key=KEY, max_body=20_000)
+        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield Served(f"http://127.0.0.1:{port}", engine, app, tokenizer)
+        server.should_exit = True
+        thread.join()
+
+
+def test_completions_are_the_texts_of_generate(served: Served) -> None:
+    client, text = served.client, served.alone(PROMPT, max_new_tokens=20)
+    done = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=20, temperature=0, logprobs=2)
+    choice, usage = done.choices[0], done.usage
+    assert choice.text == text and choice.finish_reason == "length"
+    assert usage is not None and usage.completion_tokens == 20
+    assert choice.logprobs is not None and "".join(choice.logprobs.tokens or []) == text
+    assert choice.logprobs.top_logprobs is not None and {len(top) for top in choice.logprobs.top_logprobs} == {2}
+    sampled = [
+        client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, seed=seed, top_p=0.9).choices[0].text
+        for seed in (1, 1, 2)
+    ]
+    sampling = stree.Sampling(1.0, top_p=0.9)
+    expected = stree.generate(
+        served.engine.lm, [served.tokenizer(PROMPT)["input_ids"]], served.engine._drafter, budget=12,
+        sampling=sampling, seed=1, max_new_tokens=12,
+    )  # fmt: skip
+    assert sampled[0] == sampled[1] != sampled[2]
+    assert served.tokenizer.decode(expected.sequences[0]).endswith(sampled[0])
+
+
+def test_several_prompts_and_texts_come_in_order(served: Served) -> None:
+    done = served.client.completions.create(
+        model="tiny", prompt=[PROMPT, "def"], n=2, max_tokens=6, temperature=0.9, seed=3
+    )
+    assert [choice.index for choice in done.choices] == [0, 1, 2, 3]
+    ids = served.tokenizer("def")["input_ids"]
+    again = served.client.completions.create(model="tiny", prompt=ids, n=2, max_tokens=6, temperature=0.9, seed=3)
+    assert [choice.text for choice in again.choices] == [choice.text for choice in done.choices[2:]]
+
+
+def test_streams_give_the_same_text_and_end_with_usage(served: Served) -> None:
+    options: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    chunks = list(
+        served.lenient.completions.create(**options, stream=True, stream_options={"include_usage": True}, logprobs=1)
+    )
+    whole = served.client.completions.create(**options, logprobs=1)
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
+    assert len(chunks) > 3 and chunks[-2].choices[0].finish_reason == "length" and not chunks[-1].choices
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 24
+    tokens = [token for chunk in chunks[:-1] if chunk.choices[0].logprobs for token in chunk.choices[0].logprobs.tokens]
+    assert whole.choices[0].logprobs is not None and tokens == whole.choices[0].logprobs.tokens
+    response = served.post("/v1/completions", {**options, "stream": True})
+    assert response.text.endswith("data: [DONE]\n\n")
+
+
+def test_stop_strings_are_cut_whole_and_in_streams(served: Served) -> None:
+    text = served.alone(PROMPT, max_new_tokens=40)
+    stop = text[9:14]
+    options: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stop": [stop]}
+    expected = text[: text.index(stop)]
+    whole = served.client.completions.create(**options).choices[0]
+    assert whole.text == expected and whole.finish_reason == "stop"
+    chunks = list(served.lenient.completions.create(**options, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_chats_use_the_template_and_run_their_new_tokens_only(served: Served) -> None:
+    turns: list[Any] = [{"role": "user", "content": "What is 2 + 3?"}]
+    options: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_completion_tokens": 16}
+    first = served.client.chat.completions.create(**options, messages=turns, logprobs=True, top_logprobs=2)
+    choice = first.choices[0]
+    assert choice.message.content == served.alone("user: What is 2 + 3?\nassistant:", max_new_tokens=16)
+    assert choice.logprobs is not None and len(choice.logprobs.content or []) == 16
+    assert choice.logprobs.content is not None and len(choice.logprobs.content[0].top_logprobs) == 2
+    chunks = list(served.client.chat.completions.create(**options, messages=turns, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
+    assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant", None]
+    turns += [{"role": "assistant", "content": choice.message.content}, {"role": "user", "content": "And 4?"}]
+    usage = served.client.chat.completions.create(**options, messages=turns).usage
+    assert usage is not None and usage.prompt_tokens_details is not None and first.usage is not None
+    assert usage.prompt_tokens_details.cached_tokens is not None
+    assert usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
+    parts: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "What is 2 + 3?"}]}]
+    again = served.client.chat.completions.create(**options, messages=parts)
+    assert again.choices[0].message.content == choice.message.content
+
+
+def test_models_errors_and_reports(served: Served) -> None:
+    assert [model.id for model in served.client.models.list()] == ["tiny"]
+    assert served.client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError) as missing:
+        served.client.completions.create(model="other", prompt="x")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.AuthenticationError):
+        served.client.with_options(api_key="wrong").models.list()
+    assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
+    assert "version" in httpx.get(f"{served.url}/version").json()
+    metrics = httpx.get(f"{served.url}/metrics").text
+    for name in ("num_requests_running", "generation_tokens_total", "time_to_first_token_seconds_count",
+                 "spec_decode_num_accepted_tokens_total"):  # fmt: skip
+        assert f'vllm:{name}{{model_name="tiny"}}' in metrics
+
+
+COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 2}
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str]] = [
+    ({"prompt": ""}, 400, "prompt"), ({"prompt": []}, 400, "prompt"), ({"prompt": 5}, 400, "prompt"),
+    ({"prompt": [1, -1]}, 400, "prompt"), ({"prompt": [10**6]}, 400, "prompt"), ({"prompt": [[]]}, 400, "prompt"),
+    ({"prompt": [1] * 256}, 400, "prompt"), ({"prompt": {"a": 1}}, 400, "prompt"),
+    ({"prompt": None}, 400, "prompt"),
+    ({"max_tokens": 0}, 400, "max_tokens"), ({"max_tokens": 256}, 400, "max_tokens"),
+    ({"max_tokens": "9"}, 400, "max_tokens"), ({"max_tokens": 1.5}, 400, "max_tokens"),
+    ({"temperature": -1}, 400, "temperature"), ({"temperature": 3}, 400, "temperature"),
+    ({"temperature": "hot"}, 400, "temperature"), ({"top_p": 0}, 400, "top_p"), ({"top_p": 1.1}, 400, "top_p"),
+    ({"top_k": -2}, 400, "top_k"), ({"min_p": 2}, 400, "min_p"), ({"n": 0}, 400, "n"), ({"n": True}, 400, "n"),
+    ({"stop": 5}, 400, "stop"), ({"stop": ["a"] * 17}, 400, "stop"), ({"seed": "x"}, 400, "seed"),
+    ({"logprobs": 21}, 400, "logprobs"), ({"stream": "yes"}, 400, "stream"),
+    ({"stream_options": {"include_usage": True}}, 400, "stream_options"), ({"model": "other"}, 404, "model"),
+    ({"model": 3}, 400, "model"), ({"presence_penalty": 0.5}, 400, "presence_penalty"),
+    ({"logit_bias": {"5": 1}}, 400, "logit_bias"), ({"echo": True}, 400, "echo"), ({"best_of": 2}, 400, "best_of"),
+    ({"suffix": "end"}, 400, "suffix"), ({"no_such_parameter": 1}, 400, "no_such_parameter"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+]  # fmt: skip
+BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"), ({"messages": "hi"}, "messages"), ({"messages": [{"role": "x"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"), ({"max_tokens": 300}, "max_tokens"),
+    ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+]  # fmt: skip
+BAD: list[tuple[str, Any, int, str | None]] = [
+    *(("completions", {**COMPLETION, **changed}, status, param) for changed, status, param in BAD_COMPLETIONS),
+    *(("chat/completions", {**CHAT, **changed}, 400, param) for changed, param in BAD_CHATS),
+    ("completions", b"{", 400, None), ("completions", b"", 400, None), ("completions", b"\xff\xfe", 400, None),
+    ("completions", b"[]", 400, None), ("completions", b'{"model": "tiny", "prompt": "' + b"x" * 30_000, 413, None),
+    ("completions", json.dumps({**COMPLETION, "temperature": float("nan")}).encode(), 400, "temperature"),
+    ("nothing", {}, 404, None), ("models", {}, 405, None),
+]  # fmt: skip
+
+
+def test_bad_requests_are_answered_by_error_objects(served: Served) -> None:
+    assert len(BAD) >= 30
+    for path, body, status, param in BAD:
+        response = served.post(f"/v1/{path}", body)
+        assert response.status_code == status, (path, body, response.text)
+        error = response.json()["error"]
+        assert error["param"] == param and error["message"] and error["type"] and error["code"], (path, body, error)
+    assert served.engine.stats["running"] == 0
+    neutral = {
+        "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"},
+        "user": "me", "best_of": 1, "echo": False, "suffix": None, "seed": None, "stop": [],
+    }  # fmt: skip
+    assert served.post("/v1/completions", {**COMPLETION, **neutral}).status_code == 200
+
+
+def test_a_key_is_needed(served: Served) -> None:
+    for headers in ({"Authorization": ""}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
+        response = served.post("/v1/completions", COMPLETION, headers=headers)
+        assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+
+
+def ended(engine: stree.Engine) -> bool:
+    """Wait until nothing runs."""
+    deadline = time.monotonic() + 30
+    while engine.stats["running"] + engine.stats["waiting"] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not engine.stats["running"] + engine.stats["waiting"]
+
+
+def test_a_client_that_leaves_frees_its_row(served: Served) -> None:
+    body = {**COMPLETION, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json={**body, "stream": True}, headers=headers) as stream:
+        next(stream.iter_lines())
+        assert served.engine.stats["running"] == 1
+    assert ended(served.engine)
+    before = served.engine.stats["new_tokens"]
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{served.url}/v1/completions", json=body, headers=headers, timeout=0.3)
+    assert ended(served.engine) and served.engine.stats["new_tokens"] - before < 200
+
+
+def test_a_full_queue_is_429_and_a_server_that_stops_503(served: Served) -> None:
+    body = {**COMPLETION, "prompt": ["x"] * 40, "max_tokens": 30}
+    response = served.post("/v1/completions", body)
+    assert response.status_code == 429 and int(response.headers["retry-after"]) > 0
+    assert ended(served.engine)
+    served.app.state.is_draining = True
+    try:
+        assert served.post("/v1/completions", COMPLETION).status_code == 503
+    finally:
+        served.app.state.is_draining = False
+
+
+def test_the_page_streams_text_and_trees(served: Served) -> None:
+    page = httpx.get(served.url)
+    assert (
+        page.status_code == 200
+        and "<svg" in page.text
+        and "http://" not in page.text.replace("http://www.w3.org/2000/svg", "")
+    )
+    response = served.post("/demo/stream", {"prompt": PROMPT, "max_tokens": 12})
+    events = [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n\n") if line]
+    assert "".join(event.get("text", "") for event in events) == served.alone(PROMPT, max_new_tokens=12)
+    trees = [event["tree"] for event in events if event.get("tree")]
+    assert trees and all(len(tree["tokens"]) == len(tree["parents"]) <= 12 for tree in trees)
+    assert events[-1]["plain"] > 0
+    assert served.post("/demo/stream", {"prompt": ""}).status_code == 400
