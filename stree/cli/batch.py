@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -83,6 +85,7 @@ def _run(arguments: argparse.Namespace, job: Any, pending: list[Any], total: int
 
     from stree.integrations.ray import local_ray, run_rows
 
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a thread of a job that ends must not start Ray anew
     for row in pending:  # rows with random numbers of their own, whatever the others of a call
         row.request.setdefault("seed", arguments.seed + row.number)
     bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True), transient=True)
@@ -92,9 +95,10 @@ def _run(arguments: argparse.Namespace, job: Any, pending: list[Any], total: int
             pending, partial(load_rows, arguments), workers=arguments.workers,
             gpus_per_worker=_gpus(arguments), max_batch=arguments.max_batch,
         )  # fmt: skip
-        for result in results:
-            job.add([result])
-            bar.advance(task)
+        with closing(results):  # before Ray ends
+            for result in results:
+                job.add([result])
+                bar.advance(task)
 
 
 def load_rows(arguments: argparse.Namespace) -> Any:

@@ -243,8 +243,8 @@ def test_a_row_for_which_the_model_fails_is_rejected_and_a_model_that_fails_alwa
 
 class _Failing(SuffixDrafter):
     def start(self, *arguments: Any, **options: Any) -> Any:
-        run = super().start(*arguments, **options)
-        run.propose = lambda *_, **__: 1 / 0  # type: ignore[method-assign, assignment]
+        run: Any = super().start(*arguments, **options)
+        run.propose = lambda *_, **__: 1 / 0
         return run
 
 
