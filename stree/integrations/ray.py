@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Generator as PythonGenerator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,7 @@ class Generator:
 
 def run_rows(
     rows: Sequence[Row], load: Callable[[], RowGenerator], *, workers: int, gpus_per_worker: float, max_batch: int
-) -> Iterator[dict[str, Any]]:
+) -> PythonGenerator[dict[str, Any], None, None]:
     """Generate the texts of rows by actors of Ray Data, in any order.
 
     Args:
