@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.training import bundled, data
 from benchmarks.training import model as nets
-from stree.distill.heads import HEADS
+from stree.distill.heads import HEADS, RECIPES, new_head
 from stree.distill.run import fit_head
 from stree.distill.settings import Settings
 from stree.distill.text import Text
@@ -30,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kind", default="mtp", choices=HEADS)
+    parser.add_argument("--recipe", default="plain", choices=RECIPES)
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--length", type=int, default=512)
@@ -45,14 +46,14 @@ def main() -> None:
     streams, tokenizer, _ = bundled.prepare_text(prepared, args.runs, ASSETS)
     text = Text(streams, data.MIXTURE, data.MAX_PASSES, int(tokenizer.eos_token_id))
     settings = Settings(
-        kind=args.kind, minutes=args.minutes, length=args.length, muon_lr=args.muon_lr, generated=args.generated,
-        dtype=torch.bfloat16, compile=True,
+        kind=args.kind, recipe=args.recipe, minutes=args.minutes, length=args.length, muon_lr=args.muon_lr,
+        generated=args.generated, dtype=torch.bfloat16, compile=True,
     )  # fmt: skip
     target = TreeLM.from_pretrained(ASSETS / "target", "cpu")
     fast = TreeLM.from_pretrained(ASSETS / "target", "cpu").release().eval()
     nets.swap(fast, torch.bfloat16, compiler(settings))
     patch_for_recording(fast)
-    head = HEADS[args.kind](target, settings.seed)
+    head = new_head(target, settings.kind, settings.seed, settings.recipe)
 
     @torch.no_grad()
     def outputs(tokens: Tensor) -> tuple[Tensor, Tensor]:

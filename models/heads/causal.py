@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from stree.models.heads.refinements import Fusion
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import kept_tokens, rows_of, with_head
@@ -29,7 +30,7 @@ class CausalHead(TreeLM):
         model: a transformers model of the head's layers, which may share embedding and output head with the target.
         fusion: maps float[batch, n, hidden] embeddings and float[batch, n, width] features to the layers' input.
         hidden_layers: of the target, whose hidden states are the features; see ``TreeLM``.
-        feedback_layer: of the head, whose output is the feedback: -1 after the final norm, ``num_layers`` before it.
+        feedback_layer: of the head, whose output is fed back: -1 after the final norm, ``num_layers`` before it.
         projection: maps hidden states of several layers, side by side, to features; None where they are features.
         draft_ids: int64[draft vocabulary], the target's token of each of its logits, where it predicts some tokens
             only; None where it predicts all.
@@ -42,7 +43,7 @@ class CausalHead(TreeLM):
     def __init__(
         self,
         model: PreTrainedModel,
-        fusion: nn.Module,
+        fusion: Fusion,
         hidden_layers: Sequence[int],
         feedback_layer: int,
         projection: nn.Module | None = None,
@@ -51,7 +52,8 @@ class CausalHead(TreeLM):
     ) -> None:
         super().__init__(model)
         self._draft_ids, self._size = draft_ids, vocab_size
-        self.fusion, self.projection = fusion.eval(), projection
+        self.fusion: Fusion = fusion.eval()
+        self.projection = projection
         self.hidden_layers, self.feedback_layer = tuple(hidden_layers), feedback_layer
         self.num_features: int = model.config.hidden_size
 
@@ -96,6 +98,7 @@ class CausalHead(TreeLM):
         whole = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
         return whole.index_copy_(-1, self._draft_ids, logits)
 
+    @torch.no_grad()
     def verify_features(
         self, state: DecodeState, tree: TokenTree, first: int, features: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -112,7 +115,7 @@ class CausalHead(TreeLM):
         """
         logits, hidden = self.score(state, tree, first, [self.feedback_layer], features=features)
         assert hidden is not None, "a layer was asked for"
-        return logits, hidden[:, :, 0]
+        return logits, self.fusion.feedback(hidden[:, :, 0])
 
     @torch.no_grad()
     def run(self, token_ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,4 +137,4 @@ class CausalHead(TreeLM):
             [self.feedback_layer], token_ids, cache, positions, None, features=features
         )
         assert hidden is not None, "a layer was asked for"
-        return logits, hidden[:, :, 0]
+        return logits, self.fusion.feedback(hidden[:, :, 0])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, LlamaForCausalLM, Qwen3ForCausalLM
 
 from stree.models.heads.causal import CausalHead
+from stree.models.heads.refinements import Fusion, refinement_of
 from stree.models.heads.weights import assign, read_tensors
 from stree.models.hidden_states import FINAL_NORM, check_hidden_layers
 from stree.models.tree_lm import TreeLM
@@ -27,12 +28,13 @@ MODELS: dict[str, Any] = {"llama": LlamaForCausalLM, "qwen3": Qwen3ForCausalLM}
 LAYER_NAMES = re.compile(r"^(midlayer|layers\.0)\.")
 
 
-class EagleFusion(nn.Module):
+class EagleFusion(Fusion):
     """The token's embedding and the features side by side, which the first layer takes apart."""
 
     def forward(self, embeddings: Tensor, features: Tensor) -> Tensor:
         """Concatenate float[batch, n, hidden] embeddings and features."""
-        return torch.cat([embeddings, features], -1)
+        features = self.refinement.features(features, embeddings)
+        return torch.cat([embeddings, self.refinement.inputs(features, embeddings)], -1)
 
 
 class EagleProjection(nn.Module):
@@ -89,7 +91,7 @@ def load_eagle3(target: TreeLM, source: str | Path, published: Mapping[str, Any]
         published: its config.json.
 
     Raises:
-        NotImplementedError: a layer of another family.
+        NotImplementedError: a layer of another family, or a refinement that is not known.
         ValueError: the checkpoint cannot be read, or was made for a target of other sizes.
     """
     config, layers = _layer_config(published, source), _hidden_layers(published, target.num_layers)
@@ -102,11 +104,15 @@ def load_eagle3(target: TreeLM, source: str | Path, published: Mapping[str, Any]
     width = int(target.model.get_input_embeddings().weight.shape[1])
     _check_sizes(source, target, config, published, draft_ids, width)
     model, projection = _modules(target, config, published, len(layers), tensors)
-    parts = nn.ModuleDict({"base": model.base_model, "head": model.lm_head, "projection": projection})
+    with torch.device("meta"):
+        fusion = EagleFusion(refinement_of(published, source)(config))
+    parts = nn.ModuleDict({
+        "base": model.base_model, "head": model.lm_head, "projection": projection, "fusion": fusion
+    })  # fmt: skip
     assign(parts, {_placed(name): value.to(target.dtype) for name, value in tensors.items()}, f"draft head {source}")
     feedback = FINAL_NORM if published.get("norm_output") else config.num_hidden_layers
     return CausalHead(
-        model, EagleFusion(), layers, feedback, projection.eval(), draft_ids, target.vocab_size
+        model, fusion, layers, feedback, projection.eval(), draft_ids, target.vocab_size
     )  # fmt: skip
 
 
@@ -176,4 +182,6 @@ def _placed(name: str) -> str:
     """Name of a tensor among the parts of a head."""
     if name == "lm_head.weight":
         return "head.weight"
+    if name.startswith("refinement."):
+        return f"fusion.{name}"
     return f"projection.{name}" if name.startswith(("fc.", "fc_norm.", "input_norm.")) else f"base.{name}"

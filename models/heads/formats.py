@@ -13,6 +13,7 @@ from stree.models.heads.dflash import load_dflash
 from stree.models.heads.dflash_head import OneShotHead
 from stree.models.heads.eagle3 import load_eagle3
 from stree.models.heads.mtp import load_mtp, load_speculators_mtp
+from stree.models.heads.refinements import refinement_of
 from stree.models.heads.weights import tensor_files
 from stree.models.loading import raw_config
 from stree.models.tree_lm import TreeLM
@@ -45,7 +46,7 @@ def load(source: str | Path, target: TreeLM) -> CausalHead | OneShotHead:
             f"checkpoint {str(source)!r} holds no draft head by its config.json; its tensors: {names}, ..."
         )
     if layout == "mtp":
-        return load_speculators_mtp(target, source, _layer_config(published))
+        return load_speculators_mtp(target, source, _layer_config(published), refinement_of(published, source))
     return load_eagle3(target, source, published) if layout == "eagle3" else load_dflash(source, target)
 
 

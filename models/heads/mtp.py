@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from stree.models.heads.causal import CausalHead
+from stree.models.heads.refinements import Fusion, Refinement
 from stree.models.heads.weights import assign, fused_experts, read_tensors, tensor_files
 from stree.models.hidden_states import FINAL_NORM
 from stree.models.tree_lm import TreeLM
@@ -25,23 +26,25 @@ from stree.models.tree_lm import TreeLM
 __all__ = ["MtpFusion", "load_mtp", "load_speculators_mtp", "mtp_files"]
 
 
-class MtpFusion(nn.Module):
+class MtpFusion(Fusion):
     """``fc([norm(embedding); norm(hidden)])``, the embedding first; without weights until some are assigned.
 
     Args:
         hidden_size: of the target.
         norm: makes a norm of the target's class.
+        refinement: see ``Fusion``.
     """
 
-    def __init__(self, hidden_size: int, norm: Any) -> None:
-        super().__init__()
+    def __init__(self, hidden_size: int, norm: Any, refinement: Refinement | None = None) -> None:
+        super().__init__(refinement)
         self.norm_embedding, self.norm_hidden = norm(), norm()
         self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False, device="meta")
 
     def forward(self, embeddings: Tensor, features: Tensor) -> Tensor:
         """Fuse float[batch, n, hidden] embeddings and features."""
-        mixed: Tensor = self.fc(torch.cat([self.norm_embedding(embeddings), self.norm_hidden(features)], -1))
-        return mixed
+        features = self.norm_hidden(self.refinement.features(features, embeddings))
+        mixed: Tensor = self.fc(torch.cat([self.norm_embedding(embeddings), features], -1))
+        return self.refinement.inputs(mixed, embeddings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ SPECULATORS = Layout(
         (r"token_layernorm\.", "fusion.norm_embedding."),
         (r"hidden_layernorm\.", "fusion.norm_hidden."),
         (r"input_proj\.", "fusion.fc."),
+        (r"refinement\.", "fusion.refinement."),
         (r"final_layernorm\.", "norm."),
         ("", "layers.0."),
     ),
@@ -149,23 +153,28 @@ def load_mtp(target: TreeLM, source: str | Path | None = None) -> CausalHead:
     return _head(target, type(target.model), config, layout, rest, source)
 
 
-def load_speculators_mtp(target: TreeLM, source: str | Path, layer_config: Any) -> CausalHead:
+def load_speculators_mtp(
+    target: TreeLM, source: str | Path, layer_config: Any, refinement: type[Refinement] = Refinement
+) -> CausalHead:
     """Load an MTP head in the layout of the package speculators; see ``load_mtp``.
 
     Args:
         target: likewise.
         source: folder or hub id.
         layer_config: a config of transformers, ``transformer_layer_config`` in its config.json.
+        refinement: what a recipe of training added to it.
     """
     prefix = SPECULATORS.prefix
     tensors = read_tensors(source, lambda name: name.startswith(prefix), str(target.device))
     rest = {name.removeprefix(prefix): value for name, value in tensors.items()}
-    return _head(target, MODEL_FOR_CAUSAL_LM_MAPPING[type(layer_config)], layer_config, SPECULATORS, rest, source)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(layer_config)]
+    return _head(target, kind, layer_config, SPECULATORS, rest, source, refinement)
 
 
 def _head(
-    target: TreeLM, kind: Any, config: Any, layout: Layout, tensors: Mapping[str, Tensor], source: Any
-) -> CausalHead:
+    target: TreeLM, kind: Any, config: Any, layout: Layout, tensors: Mapping[str, Tensor], source: Any,
+    refinement: type[Refinement] = Refinement,
+) -> CausalHead:  # fmt: skip
     """Make a head of a model class's layers with tensors of a layout, named without its prefix."""
     named = {_renamed(name, layout): value.to(target.dtype) for name, value in tensors.items()}
     named = fused_experts(named)
@@ -175,7 +184,9 @@ def _head(
         setattr(config, name, value)
     model = _model_of(target, kind, config)
     norm = next(child for name, child in model.base_model.named_children() if name in ("norm", "norm_f"))
-    fusion = MtpFusion(config.hidden_size, lambda: copy.deepcopy(norm))
+    with torch.device("meta"):
+        refined = refinement(config)
+    fusion = MtpFusion(config.hidden_size, lambda: copy.deepcopy(norm), refined)
     parts = nn.ModuleDict({"fusion": fusion, "base": model.base_model})
     placed = {name if name.startswith("fusion.") else f"base.{name}": value for name, value in named.items()}
     assign(parts, placed, f"checkpoint {str(source)!r} of MTP layers")

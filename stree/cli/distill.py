@@ -36,6 +36,9 @@ def add_distill(commands: Any) -> None:
 def _add_recipe(command: argparse.ArgumentParser) -> None:
     """Add the options of the recipe; ``Settings`` checks them."""
     command.add_argument("--kind", default="model", help="model (a small Mamba-2), or a head: mtp, eagle3, dflash")
+    command.add_argument(
+        "--recipe", default="plain", help="of training mtp and eagle3: plain, or a paper's: hass, griffin, fspad"
+    )
     budget = command.add_mutually_exclusive_group()
     budget.add_argument("--minutes", type=float, default=20.0, help="of training; measuring comes on top")
     budget.add_argument("--steps", type=int, default=None, help="optimiser steps instead of minutes; reproducible")
@@ -58,8 +61,8 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
 
 
 RECIPE = (
-    "kind", "minutes", "steps", "hidden", "layers", "batch_size", "length", "text_share", "generated", "temperature",
-    "muon_lr", "adam_lr", "compile", "seed",
+    "kind", "recipe", "minutes", "steps", "hidden", "layers", "batch_size", "length", "text_share", "generated",
+    "temperature", "muon_lr", "adam_lr", "compile", "seed",
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stree.distill.heads import RECIPES
 from stree.distill.training import Logits
 from stree.drafters import Drafter
 from stree.generation import generate
@@ -115,6 +116,7 @@ def card(metrics: dict[str, Any]) -> str:
     ]
     settings = ", ".join(f"{name} {value}" for name, value in metrics["settings"].items())
     kind = str(metrics["settings"]["kind"])
+    recipe = MODEL_RECIPE if probs else f"{HEAD_RECIPE} {RECIPES[metrics['settings']['recipe']].about}".strip()
     what = "a Mamba-2" if kind == "model" else f"a draft head ({kind}) in the layout of the package speculators"
     return f"""# A drafter for {metrics["target"]}
 
@@ -136,7 +138,7 @@ decoding.
 
 ## Recipe
 
-{MODEL_RECIPE if probs else HEAD_RECIPE} The target wrote {metrics["generated_tokens"]:,} tokens from beginnings of the
+{recipe} The target wrote {metrics["generated_tokens"]:,} tokens from beginnings of the
 text, which has {metrics["text_tokens"]:,}.
 
 | part | steps | tokens | minutes | last loss, nats |

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from stree.distill.continuations import Writing, write_continuations
 from stree.distill.folder import METRICS, RunFolder
-from stree.distill.heads import HEADS
+from stree.distill.heads import HEADS, new_head
 from stree.distill.heads.network import HeadNetwork, Outputs, head_loss, outputs_of
 from stree.distill.network import build, check_forward, drafter_config, use_training_forward
 from stree.distill.report import card, measure_probs, measure_tau
@@ -76,8 +76,11 @@ def distill_drafter(
     identity = {"target": name, "vocab_size": target.vocab_size, "text": digest}
     recipe = {key: str(value) for key, value in asdict(settings).items()}
     about = {**identity, **{key: value for key, value in recipe.items() if key not in MAY_CHANGE}}
-    is_head = settings.kind in HEADS
-    drafter = HEADS[settings.kind](target, settings.seed) if is_head else _new_model(target, settings, special)
+    drafter: Any = (
+        new_head(target, settings.kind, settings.seed, settings.recipe)
+        if settings.kind in HEADS
+        else _new_model(target, settings, special)
+    )
     with alone_in(folder.path):
         folder = RunFolder(out, resume=resume, force=force)  # another run may have come and gone since
         folder.claim(about)

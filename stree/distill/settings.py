@@ -9,9 +9,10 @@ import torch
 
 from stree.distill.network import CHUNK
 
-__all__ = ["KINDS", "Settings"]
+__all__ = ["KINDS", "RECIPES", "Settings"]
 
 KINDS = ("model", "mtp", "eagle3", "dflash")
+RECIPES = dict.fromkeys(("mtp", "eagle3"), ("plain", "hass", "griffin", "fspad"))  # the other kinds: plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Settings:
     Attributes:
         kind: "model", a small Mamba-2, or a head that reads the target's hidden states: "mtp" and "eagle3", one
             attention layer, or "dflash", which drafts a block of 8 positions in one call.
+        recipe: of a causal head's training: "plain", or that of a paper, "hass", "griffin" or "fspad".
         hidden: width of a model, a multiple of 16; None for half the target's.  A head has the target's.
         layers: Mamba-2 layers of a model.
         minutes: of training, target-generated text included; measuring comes on top.
@@ -47,6 +49,7 @@ class Settings:
     """
 
     kind: str = "model"
+    recipe: str = "plain"
     hidden: int | None = None
     layers: int = 2
     minutes: float = 20.0
@@ -70,6 +73,9 @@ class Settings:
         """Check every value."""
         if self.kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        recipes = RECIPES.get(self.kind, ("plain",))
+        if self.recipe not in recipes:
+            raise ValueError(f"recipe of kind {self.kind} must be one of {', '.join(recipes)}, got {self.recipe!r}")
         for name in ("layers", "batch_size", "steps", "hidden"):
             value = getattr(self, name)
             if value is not None and value < 1:

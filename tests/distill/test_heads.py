@@ -22,68 +22,95 @@ from torch import Tensor
 
 import stree
 from stree.distill import distill_drafter
-from stree.distill.heads import HEADS
+from stree.distill.heads import HEADS, griffin, new_head
 from stree.distill.heads.causal import NUM_STEPS, STEP_DECAY
 from stree.distill.heads.dflash import DECAY
 from stree.distill.heads.network import HeadNetwork, head_loss, outputs_of
+from stree.distill.settings import RECIPES
 from stree.drafters import HeadDrafter, NoDrafter
 from stree.models.heads.causal import CausalHead
 from stree.models.heads.dflash_head import OneShotHead
 
 HEAD = replace(SETTINGS, kind="mtp", steps=12, generated=0.0)
+CASES = [*((kind, "plain") for kind in HEADS), *((k, r) for k, names in RECIPES.items() for r in names if r != "plain")]
+LIKELIEST = 30  # of GRIFFIN, for random heads
+PAPERS = ("hass", "griffin", "fspad")
 TEXTS = [" ".join(f"w{1 + (start + step) % 8}" for step in range(30)) for start in range(20)]
 
 
-@pytest.fixture(scope="module", params=HEADS)
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
 def made(
     target: stree.TreeLM, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("head") / "made"
-    return out, distill_drafter(target, tokenizer, TEXTS, out, replace(HEAD, kind=request.param), name="tiny")
+    settings = replace(HEAD, kind=request.param[0], recipe=request.param[1])
+    return out, distill_drafter(target, tokenizer, TEXTS, out, settings, name="tiny")
 
 
-def rounded(kind: str, target: stree.TreeLM, folder: Path) -> tuple[HeadNetwork, Any]:
-    """Make a head in training whose weights bfloat16 can hold, and load it for inference."""
-    network = HEADS[kind](target, 0)
-    network.load_state_dict({name: value.bfloat16().float() for name, value in network.state_dict().items()})
+def rounded(kind: str, recipe: str, target: stree.TreeLM, folder: Path) -> tuple[HeadNetwork, Any]:
+    """Make a head in training whose weights bfloat16 can hold, none of them zero, and load it for inference."""
+    network = new_head(target, kind, 0, recipe)
+    torch.manual_seed(1)
+    weights = {name: value + 0.05 * torch.randn_like(value) for name, value in network.state_dict().items()}
+    network.load_state_dict({name: value.bfloat16().float() for name, value in weights.items()})
     network.save(folder)
     return network, stree.heads.load(folder, target)
 
 
-def drafts(head: Any, tokens: Tensor, hidden: Tensor) -> list[tuple[float, int, Tensor]]:
-    """Run a head's drafts behind a text, one by one: weight and place of a target distribution, and what is drafted."""
+def divergence(wanted: Tensor, drafted: Tensor) -> float:
+    wanted = wanted.double().log_softmax(-1)
+    return float((wanted.exp() * (wanted - drafted.double().log_softmax(-1))).sum())
+
+
+def losses(recipe: str, head: Any, tokens: Tensor, logits: Tensor, hidden: Tensor) -> list[tuple[float, float]]:
+    """Run a head's drafts behind a text, one by one: weight and loss of every drafted token that counts."""
     out, n = [], len(tokens)
     if isinstance(head, OneShotHead):
         for anchor in range(1 + int(tokens.sum()) % min(8, n - 7), n - 6, 8):
-            logits = head.draft(tokens[None, :anchor], hidden[:, :anchor], tokens[None, anchor])
-            assert isinstance(logits, Tensor)
-            out += [(math.exp((1 - k) / DECAY), anchor + k - 1, logits[0, k]) for k in range(1, 8)]
+            found = head.draft(tokens[None, :anchor], hidden[:, :anchor], tokens[None, anchor])
+            assert isinstance(found, Tensor)
+            out += [(math.exp((1 - k) / DECAY), divergence(logits[anchor + k - 1], found[0, k])) for k in range(1, 8)]
         return out
     features = head.project(hidden[:, :, None])
     for root in range(n - 1):
         fed = features[:, : root + 1]
         for step in range(min(NUM_STEPS, n - 1 - root)):
-            logits, feedback = head.run(tokens[None, 1 : root + 2 + step], fed)
-            out.append((STEP_DECAY**step, root + 1 + step, logits[0, -1]))
-            fed = torch.cat([fed, feedback[:, -1:]], 1)
+            found, feedback = (part[0, -1] for part in head.run(tokens[None, 1 : root + 2 + step], fed))
+            wanted, place = logits[root + 1 + step], root + 1 + step
+            loss = divergence(wanted, found)
+            if recipe == "hass":
+                top = sorted(zip(wanted.double().softmax(-1), found.double().log_softmax(-1), strict=True))[-10:]
+                loss -= sum(float(p * log_q) for p, log_q in top)
+            if recipe == "fspad":
+                gaps = (feedback - features[0, place]).abs().double()
+                loss += float(torch.where(gaps < 1, gaps**2 / 2, gaps - 0.5).mean())
+            out.append((STEP_DECAY**step, loss))
+            if recipe == "griffin" and place + 1 < n and (found > found[tokens[place + 1]]).sum() >= LIKELIEST:
+                break
+            fed = torch.cat([fed, feedback[None, None]], 1)
     return out
 
 
-@pytest.mark.parametrize("kind", HEADS)
-def test_the_loss_is_the_divergence_of_drafts_from_the_target(kind: str, target: stree.TreeLM, tmp_path: Path) -> None:
-    network, head = rounded(kind, target, tmp_path)
+@pytest.mark.parametrize(("kind", "recipe"), CASES)
+def test_the_loss_is_that_of_drafts_beside_the_target(
+    kind: str, recipe: str, target: stree.TreeLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(griffin, "TOP_K", LIKELIEST)
+    network, head = rounded(kind, recipe, target, tmp_path)
     windows = torch.randint(1, 30, (1, 13), generator=torch.Generator().manual_seed(0))
     outputs = outputs_of(target, network.hidden_layers)
     logits, hidden = outputs(windows[:, :-1])
     sums: dict[float, list[float]] = {}
-    for weight, place, drafted in drafts(head, windows[0, :-1], hidden):
-        wanted = logits[0, place].double().log_softmax(-1)
-        one = float((wanted.exp() * (wanted - drafted.double().log_softmax(-1))).sum())
+    for weight, one in losses(recipe, head, windows[0, :-1], logits[0], hidden):
         sums.setdefault(weight, []).append(one)
-    expected = sum(weight * sum(row) / len(row) for weight, row in sums.items()) / sum(sums)
+    steps = sum(sums) if kind == "dflash" else sum(STEP_DECAY**step for step in range(NUM_STEPS))
+    expected = sum(weight * sum(row) / len(row) for weight, row in sums.items()) / steps
+    if recipe == "griffin":
+        assert len(sums[1.0]) == 11 and 0 < len(sums[STEP_DECAY]) < 10, "some rows must count, and some not"
     loss = head_loss(outputs)
     assert float(loss(network, windows).detach()) == pytest.approx(expected, rel=1e-3)
-    parameter = max(network.parameters(), key=lambda one: one.shape[-1])
+    named = max(network.named_parameters(), key=lambda one: ("refinement.down" in one[0], one[1].shape[-1]))
+    parameter = named[1]
     gradient = torch.autograd.grad(loss(network, windows), parameter)[0]
     row, column = divmod(int(gradient.abs().argmax()), gradient.shape[1])
     sides = []
@@ -99,13 +126,17 @@ def test_training_lowers_the_loss_and_leaves_a_head_with_a_card(
 ) -> None:
     out, metrics = made
     windows = torch.tensor([tokenizer(text)["input_ids"][: HEAD.length + 1] for text in TEXTS])
-    network = HEADS[metrics["settings"]["kind"]](target, HEAD.seed)
+    settings = metrics["settings"]
+    network = new_head(target, settings["kind"], HEAD.seed, settings["recipe"])
     with torch.no_grad():
         untrained = float(head_loss(outputs_of(target, network.hidden_layers))(network, windows))
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors", "README.md", "distill.json"}
     assert metrics["stages"]["distill"]["loss"] < 0.97 * untrained
-    assert "in the layout of the package speculators" in (out / "README.md").read_text()
-    assert f"| {metrics['tau']['0']:.2f} |" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert "in the layout of the package speculators" in card and f"| {metrics['tau']['0']:.2f} |" in card
+    assert [name for name in PAPERS if f"{name.upper()}: " in card] == [
+        name for name in PAPERS if name == settings["recipe"]
+    ]
 
 
 def test_the_head_drafts_losslessly(made: tuple[Path, dict[str, Any]], target: stree.TreeLM) -> None:
@@ -117,7 +148,7 @@ def test_the_head_drafts_losslessly(made: tuple[Path, dict[str, Any]], target: s
         assert stree.generate(target, [[1, 2, 3]], drafter, verifier="match", **options).sequences == plain.sequences
 
 
-@pytest.mark.parametrize("made", ["mtp"], indirect=True)
+@pytest.mark.parametrize("made", [("mtp", "plain")], indirect=True)
 def test_an_interrupted_run_goes_on_to_the_same_weights(
     made: tuple[Path, dict[str, Any]], target: stree.TreeLM, tokenizer: Any, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -139,7 +170,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
     assert all(torch.equal(mine[name], whole[name]) for name in whole)
 
 
-@pytest.mark.parametrize("made", ["mtp"], indirect=True)
+@pytest.mark.parametrize("made", [("mtp", "plain")], indirect=True)
 @pytest.mark.skipif("STREE_SPECULATORS" not in os.environ, reason="STREE_SPECULATORS names no folder of speculators")
 def test_speculators_own_class_gives_the_same_logits(made: tuple[Path, dict[str, Any]], target: stree.TreeLM) -> None:
     sys.path.append(os.environ["STREE_SPECULATORS"])

@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from stree.distill.heads.network import HeadNetwork, layer_config, published
+from stree.distill.heads.recipe import PLAIN, Recipe
+from stree.distill.training import mean_over_rows
 from stree.models.heads.eagle3 import EagleFusion, EagleProjection, first_layer
 from stree.models.heads.mtp import MtpFusion
+from stree.models.heads.refinements import KEY, Fusion
 from stree.models.hidden_states import FINAL_NORM
 from stree.models.tree_lm import TreeLM
 
@@ -36,14 +39,17 @@ class CausalNetwork(HeadNetwork):
             embedding and final norm are not used; ``norm``, the final norm.
         prefixes: pairs of the beginning of a parameter's name and what it is in a checkpoint.
         feeds_norm: whether the feedback is what the output head reads, and not the residual stream before the norm.
+        recipe: of the loss.
     """
 
     def __init__(
         self, target: TreeLM, hidden_layers: Sequence[int], config: dict[str, Any], parts: Mapping[str, nn.Module],
-        prefixes: Mapping[str, str], *, feeds_norm: bool,
+        prefixes: Mapping[str, str], *, feeds_norm: bool, recipe: Recipe,
     ) -> None:  # fmt: skip
-        super().__init__(target, hidden_layers, config)
-        self.fusion, self.projection = parts["fusion"], parts["projection"]
+        name = recipe.refinement.name
+        super().__init__(target, hidden_layers, config if name == "plain" else {**config, KEY: name})
+        self.fusion: Fusion = parts["fusion"]  # type: ignore[assignment]
+        self.projection, self.recipe = parts["projection"], recipe
         self.layers, self.norm = parts["layers"], parts["norm"]
         self._prefixes, self._feeds_norm = prefixes, feeds_norm
 
@@ -53,14 +59,17 @@ class CausalNetwork(HeadNetwork):
         return self._prefixes[prefix] + name.removeprefix(prefix)
 
     def loss(self, token_ids: Tensor, logits: Tensor, features: Tensor) -> Tensor:
-        """Mean divergence of ``NUM_STEPS`` steps of the head."""
-        features, cache = self.projection(features), DynamicCache()
-        count, total = token_ids.shape[1] - 1, features.new_zeros(())
+        """Mean loss of ``NUM_STEPS`` steps of the head."""
+        given: Tensor = self.projection(features)
+        hidden = given
+        count, features, cache, counted = token_ids.shape[1] - 1, given, DynamicCache(), None
+        total, weight = given.new_zeros(()), self.get_output_embeddings().weight
         index = torch.arange(count, device=token_ids.device)
         masks = [index <= index[:, None]]  # of the keys of each step
         for step in range(NUM_STEPS):
             if step:
                 masks.append(index == index[:, None])
+                counted = self.recipe.next_counted(hidden[:, :-1], weight, token_ids[:, 1 + step :], counted)
             count -= bool(step)
             inputs = self.fusion(self.embed(token_ids[:, 1 + step :]), features[:, :count])
             residual = self.layers(
@@ -68,9 +77,17 @@ class CausalNetwork(HeadNetwork):
                 attention_mask=_of_first(masks, count),
             ).last_hidden_state  # fmt: skip
             hidden = self.norm(residual)
-            total = total + STEP_DECAY**step * self.divergence(hidden, logits[:, 1 + step :])
-            features = hidden if self._feeds_norm else residual
+            features = self.fusion.feedback(hidden if self._feeds_norm else residual)
+            loss = self._mean(hidden, logits[:, 1 + step :], counted)
+            loss = loss + self.recipe.loss_of_feedback(features, given[:, 1 + step :])
+            total = total + STEP_DECAY**step * loss
         return total / sum(STEP_DECAY**step for step in range(NUM_STEPS))
+
+    def _mean(self, hidden: Tensor, logits: Tensor, counted: Tensor | None) -> Tensor:
+        """Mean loss of the rows of a step that count; 0 where none does."""
+        if counted is not None:
+            hidden, logits = hidden[counted][None], logits[counted][None]
+        return mean_over_rows(self.recipe.loss_of_rows, self, hidden, logits) if hidden.numel() else hidden.sum()
 
 
 def _of_first(masks: Sequence[Tensor], count: int) -> Tensor:
@@ -79,7 +96,7 @@ def _of_first(masks: Sequence[Tensor], count: int) -> Tensor:
     return torch.cat(parts, 1)[None, None]
 
 
-def new_mtp(target: TreeLM, seed: int) -> CausalNetwork:
+def new_mtp(target: TreeLM, seed: int, recipe: Recipe = PLAIN) -> CausalNetwork:
     """Make an MTP head with random weights."""
     hidden = int(target.model.get_input_embeddings().weight.shape[1])
     config = layer_config(target, 1, 3 * hidden)
@@ -88,17 +105,19 @@ def new_mtp(target: TreeLM, seed: int) -> CausalNetwork:
         fusion = MtpFusion(hidden, lambda: nn.RMSNorm(hidden, eps=config.rms_norm_eps))
         fusion.fc.to_empty(device="cpu").reset_parameters()
         parts = _layers(config) | {"fusion": fusion, "projection": nn.Identity()}
+        fusion.refinement = recipe.refinement(config)
     prefixes = {
+        "fusion.refinement.": "mtp_layers.0.refinement.",
         "fusion.norm_embedding.": "mtp_layers.0.token_layernorm.",
         "fusion.norm_hidden.": "mtp_layers.0.hidden_layernorm.", "fusion.fc.": "mtp_layers.0.input_proj.",
         "layers.layers.0.": "mtp_layers.0.", "norm.": "mtp_layers.0.final_layernorm.",
     }  # fmt: skip
     about = published("mtp", "MTPDraftModel", config, NUM_STEPS, num_nextn_predict_layers=1)
-    head = CausalNetwork(target, [FINAL_NORM], about, parts, prefixes, feeds_norm=True)
+    head = CausalNetwork(target, [FINAL_NORM], about, parts, prefixes, feeds_norm=True, recipe=recipe)
     return head.to(target.device, torch.float32)
 
 
-def new_eagle3(target: TreeLM, seed: int) -> CausalNetwork:
+def new_eagle3(target: TreeLM, seed: int, recipe: Recipe = PLAIN) -> CausalNetwork:
     """Make an EAGLE-3 head with random weights, which reads a low, a middle and a high layer and drafts any token."""
     hidden, num_layers = int(target.model.get_input_embeddings().weight.shape[1]), target.num_layers
     config = layer_config(target, 1, 2 * hidden)
@@ -109,12 +128,13 @@ def new_eagle3(target: TreeLM, seed: int) -> CausalNetwork:
         layers: Any = parts["layers"]
         layers.layers[0] = first_layer(type(layers.layers[0]), layers.config, norm_before_residual=False)
         parts["projection"] = EagleProjection(len(hidden_layers), hidden, config, {}, nn.RMSNorm)
-    prefixes = {"layers.": "", "norm.": "norm.", "projection.": ""}
+        parts["fusion"] = EagleFusion(recipe.refinement(config))
+    prefixes = {"layers.": "", "norm.": "norm.", "projection.": "", "fusion.refinement.": "refinement."}
     about = published(
         "eagle3", "Eagle3DraftModel", config, NUM_STEPS, draft_vocab_size=target.vocab_size,
         eagle_aux_hidden_state_layer_ids=hidden_layers,
     )  # fmt: skip
-    head = CausalNetwork(target, hidden_layers, about, parts | {"fusion": EagleFusion()}, prefixes, feeds_norm=False)
+    head = CausalNetwork(target, hidden_layers, about, parts, prefixes, feeds_norm=False, recipe=recipe)
     return head.to(target.device, torch.float32)
 
 

@@ -16,7 +16,7 @@ from transformers import Qwen3Config
 from stree.distill.training import LossFn, mean_over_rows
 from stree.models.tree_lm import TreeLM
 
-__all__ = ["HeadNetwork", "Outputs", "head_loss", "layer_config", "outputs_of"]
+__all__ = ["HeadNetwork", "Outputs", "divergence_of_rows", "head_loss", "layer_config", "outputs_of"]
 
 # int64[batch, length] tokens -> float[batch, length, vocab] logits and float[batch, length, width] hidden states.
 Outputs = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -44,7 +44,7 @@ class HeadNetwork(nn.Module, ABC):
 
     @abstractmethod
     def loss(self, token_ids: Tensor, logits: Tensor, features: Tensor) -> Tensor:
-        """Mean KL divergence in nats from the target's distributions to the head's.
+        """Mean loss in nats: the KL divergence from the target's distributions to the head's, and what a recipe adds.
 
         Args:
             token_ids: int64[batch, n].
@@ -73,7 +73,7 @@ class HeadNetwork(nn.Module, ABC):
 
     def divergence(self, hidden: Tensor, logits: Tensor) -> Tensor:
         """Mean KL divergence from [batch, n, vocab] logits to those of float[batch, n, hidden] outputs of the head."""
-        return mean_over_rows(_divergence, self, hidden, logits)
+        return mean_over_rows(divergence_of_rows, self, hidden, logits)
 
     def save(self, folder: Path) -> None:
         """Save the head in bfloat16, in the layout of the package speculators."""
@@ -89,7 +89,8 @@ class HeadNetwork(nn.Module, ABC):
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _divergence(hidden: Tensor, weight: Tensor, target_logits: Tensor) -> Tensor:
+def divergence_of_rows(hidden: Tensor, weight: Tensor, target_logits: Tensor) -> Tensor:
+    """Sum the KL divergence in nats over float[rows, hidden] outputs of a head and [rows, vocab] of the target."""
     wanted = target_logits.float().log_softmax(-1)
     found = nn.functional.linear(hidden, weight.to(hidden.dtype)).float().log_softmax(-1)
     return (wanted.exp() * (wanted - found)).sum()
