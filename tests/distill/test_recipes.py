@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,6 +105,32 @@ def test_a_refined_head_scores_trees_as_texts_and_says_what_it_is(
     (tmp_path / "config.json").write_text(json.dumps({**config, KEY: "plain"}))
     with pytest.raises(ValueError, match="refinement"):
         stree.heads.load(tmp_path, target)
+
+
+def test_refinements_are_those_of_their_formulas() -> None:
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        return weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    def silu(x: Tensor) -> Tensor:
+        return x / (1 + torch.exp(-x))
+
+    torch.manual_seed(0)
+    config = SimpleNamespace(hidden_size=6, intermediate_size=10, rms_norm_eps=1e-6)
+    guided, sampling = REFINEMENTS["griffin"](config), REFINEMENTS["fspad"](config)
+    for parameter in (*guided.parameters(), *sampling.parameters()):
+        torch.nn.init.normal_(parameter)
+    x, e = torch.randn(2, 1, 3, 6)
+    w = dict(guided.named_parameters())
+    both = torch.cat([normed(x, w["norm_inputs.weight"]), normed(e, w["norm_embedding.weight"])], -1)
+    assert torch.allclose(guided.inputs(x, e), x + silu(both @ w["up.weight"].T) @ w["down.weight"].T, atol=1e-4)
+    w = dict(sampling.named_parameters())
+    gate = silu(normed(e, w["norm_embedding.weight"]) @ w["gate.weight"].T)
+    wide = gate * (normed(x, w["norm_features.weight"]) @ w["up.weight"].T)
+    assert w["up.weight"].shape == (24, 6)
+    assert torch.allclose(sampling.features(x, e), x + wide @ w["down.weight"].T, atol=1e-4)
+    assert torch.allclose(sampling.feedback(x), x @ w["align.weight"].T, atol=1e-5)
+    same = (guided.features(x, e), guided.feedback(x), sampling.inputs(x, e))
+    assert all(torch.equal(one, x) for one in same)
 
 
 def test_a_refined_head_begins_as_the_plain_one(target: stree.TreeLM) -> None:

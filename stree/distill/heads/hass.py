@@ -1,8 +1,8 @@
 """HASS (arXiv 2408.15766): the loss dwells on the tokens that the target is likely to emit.
 
-Its harmonised context, a head that reads its own output with the keys of a draft, is part of the plain recipe here,
-over as many steps (3).  Choices: gradients flow through the fed-back output, as in EAGLE-3; later steps count less, as
-in the plain recipe; the cross entropy on the top tokens is added to the divergence with weight 1.
+Its harmonised context, a head that reads its own output with the keys of a draft, is part of the plain recipe here, as
+are its 3 steps.  The top-k loss has the size and weight of the public training code.  Choices: it is added to the
+divergence, gradients flow through the fed-back output, and later steps count less, as in the plain recipe.
 """
 
 from __future__ import annotations
