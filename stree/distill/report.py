@@ -116,8 +116,11 @@ def card(metrics: dict[str, Any]) -> str:
     ]
     settings = ", ".join(f"{name} {value}" for name, value in metrics["settings"].items())
     kind = str(metrics["settings"]["kind"])
-    recipe = MODEL_RECIPE if probs else f"{HEAD_RECIPE} {RECIPES[metrics['settings']['recipe']].about}".strip()
+    trained = RECIPES[metrics["settings"]["recipe"]]
+    recipe = MODEL_RECIPE if probs else f"{HEAD_RECIPE} {trained.about}".strip()
     what = "a Mamba-2" if kind == "model" else f"a draft head ({kind}) in the layout of the package speculators"
+    if trained.refinement.name != "plain":
+        what += f" with tensors of the recipe {trained.refinement.name}, which other programs do not know,"
     return f"""# A drafter for {metrics["target"]}
 
 Made by `stree distill`: {what} of {metrics["num_parameters"]:,} parameters (bfloat16) with the target's vocabulary

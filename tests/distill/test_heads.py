@@ -134,6 +134,7 @@ def test_training_lowers_the_loss_and_leaves_a_head_with_a_card(
     assert metrics["stages"]["distill"]["loss"] < 0.97 * untrained
     card = (out / "README.md").read_text()
     assert "in the layout of the package speculators" in card and f"| {metrics['tau']['0']:.2f} |" in card
+    assert ("other programs do not know" in card) == (settings["recipe"] in ("griffin", "fspad"))
     assert [name for name in PAPERS if f"{name.upper()}: " in card] == [
         name for name in PAPERS if name == settings["recipe"]
     ]
