@@ -28,7 +28,9 @@ __all__ = [
 
 CONVOLUTION, UNIT = "conv_1d", "rg_lru"  # parts of RecurrentGemma's block whose weights the adapter uses directly
 GROWING = ("dynamic", "longrope")  # rope types whose frequencies depend on the longest text of the batch
+READ = ("dt_proj", "kv_b_proj")  # projections whose weights adapters use directly; others are called as modules
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+PLAIN = (Tensor, nn.Parameter)
 
 
 def is_integer(given: Any) -> bool:
@@ -46,7 +48,7 @@ def describe(given: Any) -> str:
 
 
 def check_mixer(path: str, mixer: Any) -> None:
-    """Refuse a stateful module that is quantised, offloaded, or computes something other than its class does.
+    """Refuse a stateful module that is offloaded, has a quantised weight that trees read, or a changed forward.
 
     Raises:
         NotImplementedError: the message names the module and the reason.
@@ -70,13 +72,23 @@ def check_mixer(path: str, mixer: Any) -> None:
             raise NotImplementedError(f"{where} has no weight tensor, as quantised layers; trees need plain weights")
     if any(getattr(module.__dict__.get("_hf_hook"), "offload", False) for module in mixer.modules()):
         raise NotImplementedError(f"{kind} is offloaded; layers that keep a state must be in a device's memory")
-    for name, tensor in (*mixer.named_parameters(), *mixer.named_buffers()):
-        if tensor.dtype not in DTYPES:
-            held = f"{name} of {kind} holds {str(tensor.dtype).removeprefix('torch.')}"
-            raise NotImplementedError(f"{held}; quantised weights are not supported in layers that keep a state")
+    _check_plain(mixer)
     activation = getattr(mixer, "activation", "silu")
     if activation not in ("silu", None):
         raise NotImplementedError(f"{kind} has activation {activation!r}; only 'silu' is supported")
+
+
+def _check_plain(mixer: Any) -> None:
+    """Refuse quantised weights but those of projections that are called as modules."""
+    for path, part in mixer.named_modules():
+        is_called = hasattr(part, "in_features") and path not in READ
+        for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            is_plain = tensor.dtype in DTYPES and (path not in READ or type(tensor) in PLAIN)
+            if not is_plain and not is_called:
+                raise NotImplementedError(
+                    f"{path}{'.' * bool(path)}{name} of {type(mixer).__name__} holds {describe(tensor)}, quantised, "
+                    "but trees read it; leave it out of the quantisation (modules_to_not_convert)"
+                )
 
 
 def check_rotary(model: Any) -> None:

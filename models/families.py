@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from stree.models.checks import check_mixer, check_rotary
 from stree.models.layers.attention import patch_attention
-from stree.models.layers.base import LayerSpec
+from stree.models.layers.base import LayerSpec, Placement
 from stree.models.layers.delta_rule import patch_delta_rule
 from stree.models.layers.lightning import lightning_cache, patch_lightning
 from stree.models.layers.mamba1 import patch_mamba1
@@ -65,11 +66,12 @@ class Family:
     pads_exactly: bool = True
     new_cache: Callable[[Any], Any] = _dynamic_cache
 
-    def patch(self, module: Any, layer: int) -> LayerSpec:
-        """Make a stateful module of a layer score trees; return its sizes."""
+    def patch(self, module: Any, layer: int, dtype: torch.dtype) -> LayerSpec:
+        """Make a stateful module of a layer, whose activations have a dtype, score trees; return its sizes."""
         patch = self.mixers[type(module).__name__]
+        placement = Placement(dtype=dtype, device=next(module.parameters()).device)
         # RecurrentGemma's blocks do not know their layer.
-        return patch(module, layer=layer) if patch is patch_rg_lru else patch(module)
+        return patch(module, placement, layer) if patch is patch_rg_lru else patch(module, placement)
 
 
 def _attention_only(name: str) -> Family:

@@ -6,13 +6,22 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.distributed import DistributedConfig
 from transformers.utils import cached_file
 
 from stree.models.families import config_of_text_model, family_of
@@ -48,12 +57,16 @@ def load_model(
     device: str | torch.device,
     dtype: str | torch.dtype,
     device_map: str | Mapping[str, Any] | None,
+    tp_plan: str | Mapping[str, str] | None = None,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
     """Load a checkpoint of a supported family; see ``TreeLM.from_pretrained``."""
-    if device_map is not None:
-        if device != "auto":
-            raise ValueError(f"give a device or a device_map, not both: got {device!r} and {device_map!r}")
+    if sum((device_map is not None, tp_plan is not None, device != "auto")) > 1:
+        given = f"got {device!r}, {device_map!r} and {tp_plan!r}"
+        raise ValueError(f"give one of a device, a device_map and a tp_plan: {given}")
+    if tp_plan is not None:
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    elif device_map is not None:
         if importlib.util.find_spec("accelerate") is None:
             raise RuntimeError("device_map needs the package accelerate: pip install accelerate")
     elif device == "auto":
@@ -67,17 +80,53 @@ def load_model(
         dtype = torch.float32
     raw = raw_config(name_or_path, trust_remote_code=trust_remote_code)
     if is_native(raw):
-        if device_map is not None:
-            raise NotImplementedError("device_map is not supported for native mamba-ssm checkpoints; give a device")
+        if device_map is not None or tp_plan is not None:
+            raise NotImplementedError(
+                "device_map and tp_plan are not supported for native mamba-ssm checkpoints; give a device"
+            )
         model = load_native(raw, _native_weights(name_or_path))
         return model.to(device) if dtype == "auto" else model.to(device, cast(torch.dtype, dtype))
-    family_of(config_of_text_model(load_config(name_or_path, trust_remote_code=trust_remote_code)))
-    model = _load(name_or_path, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
+    config = config_of_text_model(load_config(name_or_path, trust_remote_code=trust_remote_code))
+    family_of(config)
+    _check_not_modelopt(name_or_path, raw)
+    if tp_plan is not None:
+        _check_plan(config, tp_plan)
+        placed: dict[str, Any] = {"distributed_config": DistributedConfig(tp_plan=tp_plan)}
+    elif device_map is None and "quantization_config" in raw:
+        placed = {"device_map": {"": device}}  # some quantised weights cannot be moved once they are loaded
+    else:
+        placed = {"device_map": device_map}
+    model = _load(name_or_path, dtype=dtype, trust_remote_code=trust_remote_code, **placed)
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise NotImplementedError(
             f"device_map {device_map!r} offloads layers, which trees cannot use; keep them in memory"
         )
-    return model if device_map is not None else model.to(device)
+    return model if placed != {"device_map": None} else model.to(device)
+
+
+def _check_plan(config: Any, tp_plan: Any) -> None:
+    """Refuse a plan of a family that transformers cannot shard, and one without several processes."""
+    if tp_plan != "auto":
+        raise ValueError(f"tp_plan must be 'auto', transformers' plan of the family, got {tp_plan!r}")
+    if "WORLD_SIZE" not in os.environ and not torch.distributed.is_initialized():
+        raise ValueError("tp_plan needs processes that torchrun started: torchrun --nproc-per-node N ...")
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not (getattr(config, "base_model_tp_plan", None) or getattr(model_class, "_tp_plan", None)):
+        raise NotImplementedError(
+            f"transformers has no tp_plan for {config.model_type}; give each process a model of its own, or spread the "
+            "layers with device_map='auto'"
+        )
+
+
+def _check_not_modelopt(name_or_path: str | Path, raw: Mapping[str, Any]) -> None:
+    """Refuse weights in NVIDIA's ModelOpt format, of which transformers reads the config only."""
+    config = raw.get("quantization_config") or {}
+    is_listed = isinstance(config, dict) and config.get("quant_method") == "modelopt"
+    if is_listed or _found(name_or_path, "hf_quant_config.json") is not None:
+        raise NotImplementedError(
+            f"checkpoint {str(name_or_path)!r} is in NVIDIA's ModelOpt format, which transformers cannot load; use the "
+            "model's bfloat16 upload, or one quantised with compressed-tensors or torchao"
+        )
 
 
 def _load(name_or_path: str | Path, **arguments: Any) -> Any:
@@ -116,12 +165,18 @@ def raw_config(name_or_path: str | Path, *, trust_remote_code: bool = False) -> 
 def _native_weights(name_or_path: str | Path) -> Path:
     """Return the path of a native checkpoint's weights, downloaded from the hub if needed."""
     for name in NATIVE_WEIGHTS:
-        found = cached_file(
-            name_or_path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_gated_repo=True
-        )
+        found = _found(name_or_path, name)
         if found is not None:
             return Path(found)
     raise ValueError(f"checkpoint {str(name_or_path)!r} has neither {' nor '.join(NATIVE_WEIGHTS)}")
+
+
+def _found(name_or_path: str | Path, name: str) -> str | None:
+    """Return the path of a checkpoint's file, downloaded from the hub if needed, or None."""
+    path: str | None = cached_file(
+        name_or_path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_gated_repo=True
+    )
+    return path
 
 
 def _check_device(device: Any) -> None:

@@ -18,7 +18,7 @@ from stree.models.families import family_of, stateful_modules
 from stree.models.fused.fused_layers import fused_scope, patch_fused_layers
 from stree.models.hidden_states import patch_for_recording, recording, stacked
 from stree.models.layers.base import LayerSpec, Site
-from stree.models.patching import is_hooked, is_patched, unpatch_forward
+from stree.models.patching import is_hooked, is_patched, num_features, unpatch_forward
 from stree.models.placement import keep_on_device
 from stree.models.state import DecodeState, TreeStep
 
@@ -53,7 +53,7 @@ class PatchedModel:
         self.specs: dict[Site, LayerSpec] = {}
         try:
             for layer, mixer in found:
-                spec = self.family.patch(mixer, layer)
+                spec = self.family.patch(mixer, layer, self.dtype)
                 self.mixers[layer, type(spec)], self.specs[layer, type(spec)] = mixer, spec
         except NotImplementedError:
             self.release()
@@ -68,7 +68,7 @@ class PatchedModel:
     @property
     def vocab_size(self) -> int:
         """Number of logits."""
-        return int(self.model.get_output_embeddings().weight.shape[0])
+        return num_features(self.model.get_output_embeddings())[1]
 
     @property
     def max_length(self) -> int | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 __all__ = [
     "PatchedForward",
@@ -14,6 +15,9 @@ __all__ = [
     "is_hooked",
     "is_linear",
     "is_patched",
+    "is_sharded",
+    "num_features",
+    "num_local_outputs",
     "patch_forward",
     "unpatch_forward",
     "unpatched_forward",
@@ -88,6 +92,25 @@ def has_foreign_forward(module: Any) -> bool:
 def is_linear(module: Any) -> bool:
     """Return whether a module is a plain ``nn.Linear``: no adapter, no replaced forward, no hook."""
     return type(module).forward is nn.Linear.forward and not has_foreign_forward(module) and not is_hooked(module)
+
+
+def is_sharded(module: Any) -> bool:
+    """Return whether processes hold parts of a module's weights, as under a ``tp_plan``."""
+    return any(isinstance(weight, DTensor) for weight in module.parameters())
+
+
+def num_features(projection: Any) -> tuple[int, int]:
+    """Return the numbers of inputs and of outputs of a linear module, which may be quantised, or wrapped as by LoRA."""
+    if hasattr(projection, "in_features"):
+        return projection.in_features, projection.out_features
+    outputs, inputs = projection.weight.shape
+    return inputs, outputs
+
+
+def num_local_outputs(projection: Any) -> int:
+    """Return the number of outputs of a linear module in this process, which may hold some of its rows only."""
+    weight, outputs = getattr(projection, "weight", None), num_features(projection)[1]
+    return outputs * weight.to_local().shape[0] // weight.shape[0] if isinstance(weight, DTensor) else outputs
 
 
 def _foreign(forward: Any) -> Any:

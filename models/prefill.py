@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stree.models.checks import describe, is_integer
-from stree.models.layers.base import state_dtype
+from stree.models.layers.base import LayerSpec, state_dtype
 from stree.models.patched_model import PatchedModel
-from stree.models.patching import is_hooked, is_linear
+from stree.models.patching import is_hooked, is_linear, num_features
 from stree.models.state import DecodeState
 
 __all__ = ["check_extension", "check_prompts", "run_prompts"]
@@ -125,16 +125,16 @@ def _pads_exactly(model: PatchedModel) -> bool:
     if not model.family.pads_exactly or (is_eager and model.dtype == torch.float64):
         return False
     parts = (
-        getattr(mixer, name, None)
+        (getattr(mixer, name, None), model.specs[site])
         for site, mixer in model.mixers.items()
         for name in model.specs[site].before_convolution
     )
-    return all(part is None or _maps_zeros_to_zeros(part) for part in parts)
+    return all(part is None or _maps_zeros_to_zeros(part, spec) for part, spec in parts)
 
 
-def _maps_zeros_to_zeros(projection: Any) -> bool:
+def _maps_zeros_to_zeros(projection: Any, spec: LayerSpec) -> bool:
     """Return whether a projection maps zeros to zeros; if not, padding would enter the convolution window."""
     if is_linear(projection):
         return projection.bias is None
-    weight = projection.weight
-    return not is_hooked(projection) and not bool(projection(weight.new_zeros(1, 1, weight.shape[1])).any())
+    zeros = torch.zeros(1, 1, num_features(projection)[0], dtype=spec.dtype, device=spec.device)
+    return not is_hooked(projection) and not bool(projection(zeros).any())

@@ -20,11 +20,12 @@ import transformers
 from torch import Tensor
 
 from stree.kernels.dispatch import as_on_device
+from stree.models.checks import DTYPES
 from stree.models.layers.attention import KvSpec
 from stree.models.layers.mla import LatentSpec
 from stree.models.passed_checks import digest_of, has_passed, record_passed
 from stree.models.patched_model import PatchedModel
-from stree.models.patching import unpatch_forward
+from stree.models.patching import is_sharded, unpatch_forward
 from stree.models.prefill import run_prompts
 from stree.models.state import DecodeState
 from stree.models.tree_scorer import TreeScorer
@@ -113,10 +114,11 @@ def model_error(lm: TreeScorer) -> tuple[float, float]:
 
 
 def _one_of_each_class(lm: PatchedModel) -> dict[type, tuple[int, Any]]:
-    """Return layer and module of the first of each class that holds a state and has weights."""
+    """Return layer and module of the first of each class that holds a state and has whole, plain weights."""
     found: dict[type, tuple[int, Any]] = {}
     for (layer, _), module in lm.mixers.items():
-        if not any(weight.is_meta for weight in module.parameters()):
+        weights = [*module.parameters()]
+        if not (is_sharded(module) or any(weight.is_meta or weight.dtype not in DTYPES for weight in weights)):
             found.setdefault(type(module), (layer, module))
     return found
 
@@ -141,7 +143,7 @@ class _OneLayer(TreeScorer):
 
     def __init__(self, lm: PatchedModel, layer: int, module: Any, dtype: torch.dtype) -> None:
         self._layer, self._module, model = layer, _plain_copy(module, dtype), lm.model
-        spec = lm.family.patch(self._module, layer)
+        spec = lm.family.patch(self._module, layer, dtype)
         self.specs, self.mixers = {(layer, type(spec)): spec}, {(layer, type(spec)): self._module}
         self.family, self.num_layers = SimpleNamespace(takes_positions=True), 1  # type: ignore[assignment]
         children = model.base_model.named_children()

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from stree.checks import check_sizes
 from stree.models.hidden_states import check_hidden_layers
 from stree.models.loading import load_model
+from stree.models.patching import is_sharded
 from stree.models.prefill import check_extension, check_prompts, run_prompts
 from stree.models.self_check import check_adapters, check_model
 from stree.models.state import DecodeState
@@ -48,6 +49,7 @@ class TreeLM(TreeScorer):
             the Triton kernels, where the scan applies it in one pass over the state.
         fused_layers: whether trees are scored with `stree.models.fused` in place of transformers' norms, rotary
             positions and feed-forwards on those devices.
+        is_sharded: whether several processes hold parts of the weights; all must make the same calls.
         captures_steps: whether steps of a generation are captured as CUDA graphs and replayed; None: where possible.
         cache: objects that a generation stores for the next one, such as captured steps; clear it to free memory.
     """
@@ -58,6 +60,9 @@ class TreeLM(TreeScorer):
     def __init__(self, model: PreTrainedModel) -> None:
         self.cache = dict[str, Any]()
         super().__init__(model)
+        self.is_sharded = is_sharded(model)
+        if self.is_sharded:
+            self.captures_steps = False  # its layers wait for other processes
         try:
             check_adapters(self)
         except BaseException:
@@ -80,6 +85,7 @@ class TreeLM(TreeScorer):
         dtype: str | torch.dtype = "auto",
         *,
         device_map: str | Mapping[str, Any] | None = None,
+        tp_plan: str | None = None,
         trust_remote_code: bool = False,
     ) -> TreeLM:
         """Load a checkpoint from a local folder or by hub id: one of transformers, or a native one of mamba-ssm.
@@ -89,18 +95,33 @@ class TreeLM(TreeScorer):
             device: "auto" for CUDA where there is one, else the CPU.
             dtype: "auto" for the checkpoint's own on a GPU and float32 on the CPU; or a torch dtype or its name.
             device_map: instead of a device, "auto" or a map for accelerate, which spreads the layers over devices.
+            tp_plan: instead of a device, "auto" shards the weights over the processes that torchrun started, as
+                transformers does; each of them must make the same calls.
             trust_remote_code: whether the checkpoint's own code may be executed.
 
         Raises:
             ValueError: no checkpoint there, one that cannot be read, or one that would execute code.
-            NotImplementedError: the family is not supported.
+            NotImplementedError: the family is not supported, or cannot be sharded.
             RuntimeError: a device_map without accelerate.
         """
         return cls(
             load_model(
-                name_or_path, device=device, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code
-            )
+                name_or_path,
+                device=device,
+                dtype=dtype,
+                device_map=device_map,
+                tp_plan=tp_plan,
+                trust_remote_code=trust_remote_code,
+            )  # fmt: skip
         )
+
+    def agreed(self, measured: float) -> float:
+        """Return what the first of the processes that share the weights has measured, so that all decide the same."""
+        if not self.is_sharded:
+            return measured
+        values = [measured]
+        torch.distributed.broadcast_object_list(values, src=0)
+        return values[0]
 
     def self_check(self) -> None:
         """Compare trees with the model's own forward: a layer of every kind in float32, then the whole model's logits.

@@ -17,8 +17,9 @@ from transformers import AttentionInterface
 
 from stree.kernels import ops
 from stree.models.fused.fused_layers import with_fused_rotary
-from stree.models.layers.base import LayerSpec, LayerStack, Prefilled, Zeros
+from stree.models.layers.base import LayerSpec, LayerStack, Placement, Prefilled, Zeros
 from stree.models.layers.mixer_patch import patch_mixer
+from stree.models.patching import num_local_outputs
 from stree.models.state import TreeStep
 
 __all__ = ["KvSpec", "KvStack", "patch_attention", "patch_with_copy", "shifted_left"]
@@ -89,11 +90,16 @@ def shifted_left(rows: Tensor, padding: Tensor, length: int) -> Tensor:
     return rows.take_along_dim(index.clamp_(0, cached - 1)[:, None, :, None].to(rows.device), dim=2)
 
 
-def patch_attention(attention: Any) -> KvSpec:
+def patch_attention(attention: Any, placement: Placement) -> KvSpec:
     """Make an attention module score trees when it is called with a ``TreeStep``; return its sizes."""
+    rows, headdim = num_local_outputs(attention.k_proj), attention.head_dim
+    if rows % headdim:
+        raise NotImplementedError(
+            f"the key and value heads of {type(attention).__name__} do not divide evenly among the processes of its "
+            f"tp_plan: {rows} rows for heads of {headdim}; use fewer processes"
+        )
     patch_with_copy(attention, IMPLEMENTATION)
-    weight, headdim = attention.k_proj.weight, attention.head_dim
-    return KvSpec(kv_heads=weight.shape[0] // headdim, headdim=headdim, dtype=weight.dtype, device=weight.device)
+    return KvSpec(kv_heads=rows // headdim, headdim=headdim, **placement)
 
 
 def patch_with_copy(attention: Any, implementation: str) -> Any:

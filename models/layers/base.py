@@ -8,17 +8,29 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypedDict
 
 import torch
 from torch import Tensor
 
-__all__ = ["LayerSpec", "LayerStack", "Prefilled", "Site", "Zeros", "state_dtype"]
+__all__ = ["LayerSpec", "LayerStack", "Placement", "Prefilled", "Site", "Zeros", "state_dtype"]
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of recurrent states and logits: float64 for float64 models, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Placement(TypedDict):
+    """Where a layer's tensors are: the dtype of its activations, which quantised weights do not have, and the device.
+
+    Attributes:
+        dtype: of the layer's input and output.
+        device: of its weights.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +141,7 @@ class LayerSpec:
     Attributes:
         kind: name of the layer kind for users.
         before_convolution: names of the mixer's projections whose output is convolved; a mixer may lack some.
-        dtype: of the weights.
+        dtype: of the activations.
         device: of the weights.
         conv_width: taps of the layer's short convolution, or None.
         is_diagonal: whether its state is diagonal; its scan then needs the jumps of a tree's topology.

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from stree.kernels import ops
 from stree.models.fused.fused_layers import gated_norm
-from stree.models.layers.base import LayerSpec, Zeros, state_dtype
+from stree.models.layers.base import LayerSpec, Placement, Zeros, state_dtype
 from stree.models.layers.convolution import RecurrentStack
 from stree.models.layers.mixer_patch import patch_mixer
+from stree.models.patching import num_features
 from stree.models.state import TreeStep
 
 __all__ = ["DeltaSpec", "DeltaStack", "patch_delta_rule"]
@@ -87,9 +88,9 @@ class DeltaStack(RecurrentStack):
         ops.gated_delta_commit(self.state.flatten(0, 1), k, u, g, accepted, None)
 
 
-def patch_delta_rule(mixer: Any) -> DeltaSpec:
+def patch_delta_rule(mixer: Any, placement: Placement) -> DeltaSpec:
     """Make a gated DeltaNet or KDA mixer score trees when it is called with a ``TreeStep``; return its sizes."""
-    weight, per_channel = _out_proj(mixer).weight, hasattr(mixer, "forget_gate")
+    per_channel = hasattr(mixer, "forget_gate")
     if per_channel:
         sizes = {"key_heads": mixer.num_heads, "heads": mixer.num_heads, "dk": mixer.head_dim, "dv": mixer.head_dim}
     else:
@@ -99,11 +100,9 @@ def patch_delta_rule(mixer: Any) -> DeltaSpec:
             "dk": mixer.head_k_dim,
             "dv": mixer.head_v_dim,
         }
-    columns = _columns(mixer, weight.device) if hasattr(mixer, "in_proj_qkvz") else None
+    columns = _columns(mixer, placement["device"]) if hasattr(mixer, "in_proj_qkvz") else None
     patch_mixer(mixer, partial(_forward, columns))
-    return DeltaSpec(
-        **sizes, conv_width=mixer.conv_kernel_size, per_channel=per_channel, dtype=weight.dtype, device=weight.device
-    )
+    return DeltaSpec(**sizes, conv_width=mixer.conv_kernel_size, per_channel=per_channel, **placement)
 
 
 def _forward(columns: Columns | None, mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
@@ -128,7 +127,7 @@ def _forward(columns: Columns | None, mixer: Any, step: TreeStep, hidden_states:
 def _columns(mixer: Any, device: torch.device) -> Columns:
     """Return int64 columns of Qwen3-Next's two projections: those of q, k and v, of the gate, and of b and a."""
     projections = mixer.in_proj_qkvz, mixer.in_proj_ba
-    mixed, raw = (torch.arange(part.weight.shape[0], device="cpu")[None, None] for part in projections)
+    mixed, raw = (torch.arange(num_features(part)[1], device="cpu")[None, None] for part in projections)
     q, k, v, gate, b, a = (part.flatten() for part in mixer.fix_query_key_value_ordering(mixed, raw))
     return torch.cat((q, k, v)).to(device), gate.to(device), torch.cat((b, a)).to(device)
 

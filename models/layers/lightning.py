@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from stree.kernels import ops
-from stree.models.layers.base import LayerSpec, LayerStack, Prefilled, Zeros, state_dtype
+from stree.models.layers.base import LayerSpec, LayerStack, Placement, Prefilled, Zeros, state_dtype
 from stree.models.layers.mixer_patch import patch_mixer
 from stree.models.state import TreeStep
 
@@ -85,13 +85,10 @@ def lightning_cache(_: Any) -> MiniMaxCache:
     return MiniMaxCache()
 
 
-def patch_lightning(mixer: Any) -> LightningSpec:
+def patch_lightning(mixer: Any, placement: Placement) -> LightningSpec:
     """Make lightning attention score trees when it is called with a ``TreeStep``; return its sizes."""
     patch_mixer(mixer, _forward)
-    weight = mixer.qkv_proj.weight
-    return LightningSpec(
-        heads=mixer.num_attention_heads, headdim=mixer.head_dim, dtype=weight.dtype, device=weight.device
-    )
+    return LightningSpec(heads=mixer.num_attention_heads, headdim=mixer.head_dim, **placement)
 
 
 def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stree.kernels import ops
 from stree.kernels.topology import AcceptedPath
-from stree.models.layers.base import LayerSpec, Zeros, state_dtype
+from stree.models.layers.base import LayerSpec, Placement, Zeros, state_dtype
 from stree.models.layers.convolution import MambaStack
 from stree.models.layers.mixer_patch import patch_mixer
 from stree.models.state import TreeStep
@@ -85,17 +85,15 @@ class Mamba1Stack(MambaStack):
         ops.selective_commit(state, x, dt, A, B, accepted, None)
 
 
-def patch_mamba1(mixer: Any) -> Mamba1Spec:
+def patch_mamba1(mixer: Any, placement: Placement) -> Mamba1Spec:
     """Make a Mamba-1 mixer score trees when it is called with a ``TreeStep``; return its sizes."""
-    weight = mixer.in_proj.weight
     nheads = getattr(mixer, "n_mamba_heads", 1)
     spec = Mamba1Spec(
         nheads=nheads,
         channels=mixer.intermediate_size // nheads,
         dstate=mixer.ssm_state_size,
         conv_width=mixer.conv_kernel_size,
-        dtype=weight.dtype,
-        device=weight.device,
+        **placement,
     )
     patch_mixer(mixer, _forward)
     return spec

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stree.kernels import ops
 from stree.models.fused.fused_layers import gated_norm
-from stree.models.layers.base import LayerSpec, Zeros, state_dtype
+from stree.models.layers.base import LayerSpec, Placement, Zeros, state_dtype
 from stree.models.layers.convolution import MambaStack
 from stree.models.layers.mixer_patch import patch_mixer
 from stree.models.state import TreeStep
@@ -84,17 +84,15 @@ class Mamba2Stack(MambaStack):
         ops.ssd_commit(self.state.flatten(0, 1), x, dt, A, B, accepted, None)
 
 
-def patch_mamba2(mixer: Any) -> Mamba2Spec:
+def patch_mamba2(mixer: Any, placement: Placement) -> Mamba2Spec:
     """Make a Mamba-2 mixer score trees when it is called with a ``TreeStep``; return its sizes."""
-    weight = mixer.in_proj.weight
     spec = Mamba2Spec(
         nheads=mixer.num_heads,
         headdim=mixer.head_dim,
         dstate=mixer.ssm_state_size,
         ngroups=mixer.n_groups,
         conv_width=mixer.conv_kernel_size,
-        dtype=weight.dtype,
-        device=weight.device,
+        **placement,
     )
     patch_mixer(mixer, _forward)
     return spec

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 from stree.kernels import ops
 from stree.models.layers.attention import patch_with_copy, shifted_left
-from stree.models.layers.base import LayerSpec, LayerStack, Prefilled, Zeros
+from stree.models.layers.base import LayerSpec, LayerStack, Placement, Prefilled, Zeros
 from stree.models.patching import is_linear
 from stree.models.state import TreeStep
 
@@ -68,13 +68,10 @@ class LatentStack(LayerStack):
         self.keys[slot, :, :, :length] = shifted_left(latents, prefilled.padding, length)
 
 
-def patch_mla(attention: Any) -> LatentSpec:
+def patch_mla(attention: Any, placement: Placement) -> LatentSpec:
     """Make a latent attention module score trees when it is called with a ``TreeStep``; return its sizes."""
     patch_with_copy(attention, IMPLEMENTATION).expand_kv = _latents
-    weight = attention.kv_b_proj.weight
-    return LatentSpec(
-        rank=attention.kv_lora_rank, rotary=attention.qk_rope_head_dim, dtype=weight.dtype, device=weight.device
-    )
+    return LatentSpec(rank=attention.kv_lora_rank, rotary=attention.qk_rope_head_dim, **placement)
 
 
 def _latents(latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from stree.kernels import ops
-from stree.models.layers.base import LayerSpec, Prefilled, Zeros, state_dtype
+from stree.models.layers.base import LayerSpec, Placement, Prefilled, Zeros, state_dtype
 from stree.models.layers.convolution import RecurrentStack
 from stree.models.layers.mixer_patch import patch_mixer
 from stree.models.patching import is_hooked
@@ -90,13 +90,12 @@ class RgLruStack(RecurrentStack):
 _scanned: ContextVar[tuple[RgLruStack, TreeStep]] = ContextVar("scanned")  # the layer and the step of ``_tree_scan``
 
 
-def patch_rg_lru(block: Any, layer: int) -> RgLruSpec:
+def patch_rg_lru(block: Any, placement: Placement, layer: int) -> RgLruSpec:
     """Make recurrent block ``layer`` score trees when it is called with a ``TreeStep``; return its sizes."""
     unit = _copied(block.rg_lru)
     unit._rnn_scan = _tree_scan
     patch_mixer(block, partial(_forward, unit, layer), partial(_plain_forward, layer))
-    weight = block.linear_x.weight
-    return RgLruSpec(channels=block.lru_width, conv_width=block.conv1d_width, dtype=weight.dtype, device=weight.device)
+    return RgLruSpec(channels=block.lru_width, conv_width=block.conv1d_width, **placement)
 
 
 def _copied(module: Any) -> Any:

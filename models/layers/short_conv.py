@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from stree.models.layers.base import LayerSpec, Zeros
+from stree.models.layers.base import LayerSpec, Placement, Zeros
 from stree.models.layers.convolution import ConvStack
 from stree.models.layers.mixer_patch import patch_mixer
 from stree.models.state import TreeStep
@@ -44,15 +44,13 @@ class ShortConvStack(ConvStack):
         self.commit_window(path, path_lengths)
 
 
-def patch_short_conv(mixer: Any) -> ShortConvSpec:
+def patch_short_conv(mixer: Any, placement: Placement) -> ShortConvSpec:
     """Make a short convolution score trees when it is called with a ``TreeStep``; return its sizes."""
     patch_mixer(mixer, _forward)
-    weight = mixer.in_proj.weight
     return ShortConvSpec(
         channels=mixer.conv.weight.shape[0],
         conv_width=mixer.conv_kernel_size,
-        dtype=weight.dtype,
-        device=weight.device,
+        **placement,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ def add_generate(commands: Any) -> None:
     command = add_command(commands, "generate", _generate, text)
     command.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue; standard input if left out")
     add_generation(command)
+    command.add_argument("--tp", action="store_true", help="shard the target over the processes of torchrun")
     command.add_argument("--json", action="store_true", help="print one JSON document as the last line")
 
 
@@ -32,6 +34,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     tokenizer, load = prepare(arguments)
     prompt_ids = _encode(arguments, tokenizer, prompt)
     lm, drafter = load()
+    if arguments.tp and int(os.environ["RANK"]):  # the first process prints
+        sys.stdout = sys.stderr = open(os.devnull, "w")
 
     from transformers import TextStreamer
 
@@ -68,8 +72,9 @@ def prepare(arguments: argparse.Namespace) -> tuple[Any, Callable[[], tuple[Any,
     load_drafter = _drafter(arguments, tokenizer)
 
     def load() -> tuple[Any, Any]:
-        lm = _load(arguments, target)
-        lm.captures_steps = False if arguments.eager else None
+        is_sharded = getattr(arguments, "tp", False)
+        lm = _load(arguments, target, tp_plan="auto" if is_sharded else None)
+        lm.captures_steps = False if arguments.eager or is_sharded else None
         return lm, load_drafter(lm)
 
     return tokenizer, load
@@ -136,13 +141,14 @@ def _prompt(arguments: argparse.Namespace) -> str:
     return prompt
 
 
-def _load(arguments: argparse.Namespace, name: str) -> Any:
+def _load(arguments: argparse.Namespace, name: str, tp_plan: str | None = None) -> Any:
     """Load a model as the options say."""
     from stree.models.tree_lm import TreeLM
 
     lm = TreeLM.from_pretrained(
-        name, device=arguments.device, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code
-    )
+        name, device=arguments.device, dtype=arguments.dtype, tp_plan=tp_plan,
+        trust_remote_code=arguments.trust_remote_code,
+    )  # fmt: skip
     lm.chunk_size = arguments.prefill_chunk
     return lm
 

@@ -237,7 +237,8 @@ class DecodeLoop:
         if problem is not None:
             self._has_warned = True
             logger.warning(problem)
-        policy.observe([count for count in committed if count], sum(time_s for _, time_s in seconds))
+        step_s = self.lm.agreed(sum(time_s for _, time_s in seconds))
+        policy.observe([count for count in committed if count], step_s)
 
     def _begin(self, sequences: list[Sequence], rows: list[int], logits: Tensor) -> None:
         """Place sequences in rows, and draw and emit their first tokens from float[len(rows), vocab] logits."""

@@ -79,6 +79,9 @@ class TableLM:
     def vocab_size(self) -> int:
         return self.table.vocab
 
+    def agreed(self, measured: float) -> float:
+        return measured
+
     def new_state(self, batch_size: int, max_length: int, max_nodes: int) -> TableState:
         return TableState(torch.zeros(batch_size, dtype=torch.int32), max_length, max_nodes)
 

@@ -1,0 +1,47 @@
+"""A model whose weights two processes share gives the texts of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.scaling_texts import texts
+from helpers.tiny_family_models import family_model
+
+from stree import TreeLM
+
+FAMILIES = ("granitemoehybrid", "llama", "nemotron_h", "qwen3_5_text")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_two_processes_generate_the_texts_of_one(tmp_path: Path) -> None:
+    for name in FAMILIES:
+        family_model(name).save_pretrained(tmp_path / name)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    subprocess.run(
+        [*command, str(Path(__file__).with_name("sharded_texts.py")), str(tmp_path)],
+        check=True, cwd=ROOT, timeout=500, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    for name in FAMILIES:
+        alone = texts(TreeLM.from_pretrained(tmp_path / name, "cpu"), str(tmp_path / name))
+        assert ranks[0][name]["sharded"] > 0
+        assert [rank[name]["texts"] for rank in ranks] == [alone, alone], name
+
+
+def test_plans_that_cannot_be_run_are_refused_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family_model("mamba").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="tp_plan needs processes that torchrun started"):
+        TreeLM.from_pretrained(tmp_path, tp_plan="auto")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(NotImplementedError, match="transformers has no tp_plan for mamba; give each process a model"):
+        TreeLM.from_pretrained(tmp_path, tp_plan="auto")
+    with pytest.raises(ValueError, match="give one of a device, a device_map and a tp_plan"):
+        TreeLM.from_pretrained(tmp_path, "cpu", torch.float32, tp_plan="auto")
