@@ -34,14 +34,14 @@ def _generate(arguments: argparse.Namespace) -> int:
     tokenizer, load = prepare(arguments)
     prompt_ids = _encode(arguments, tokenizer, prompt)
     lm, drafter = load()
-    if arguments.tp and int(os.environ["RANK"]):  # the first process prints
-        sys.stdout = sys.stderr = open(os.devnull, "w")
 
     from transformers import TextStreamer
 
-    options["streamer"] = Progress(arguments.max_new_tokens) if arguments.json else TextStreamer(tokenizer)
+    prints = not arguments.tp or os.environ["RANK"] == "0"  # of several processes the first one prints
+    if prints:
+        options["streamer"] = Progress(arguments.max_new_tokens) if arguments.json else TextStreamer(tokenizer)
     output, status = _run(lm, prompt_ids, drafter, options)
-    if output.sequences:  # none where it was interrupted while step times were profiled
+    if prints and output.sequences:  # none where it was interrupted while step times were profiled
         report = _report(arguments, output, tokenizer, lm)
         print(json.dumps(report) if arguments.json else _summary(report), file=None if arguments.json else sys.stderr)
     return status
