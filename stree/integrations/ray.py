@@ -1,4 +1,4 @@
-"""Texts of many prompts with Ray Data: an actor that holds the model, and what ``stree batch`` runs."""
+"""Many prompts with Ray Data, and what ``stree batch`` runs; ``stree serve`` in replicas of Ray Serve."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from collections.abc import Generator as PythonGenerator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from stree.integrations.batch_rows import Row, request_of
@@ -16,7 +16,7 @@ from stree.integrations.batch_rows import Row, request_of
 if TYPE_CHECKING:
     from stree.integrations.batch_generate import RowGenerator
 
-__all__ = ["Generator", "local_ray", "run_rows"]
+__all__ = ["Generator", "local_ray", "run_rows", "serve_app"]
 
 RESULT = ("text", "token_ids", "finish_reason", "num_new_tokens", "reason")
 FAILURE = "failure"
@@ -48,24 +48,15 @@ class Generator:
         self, target: str | Callable[[], RowGenerator], drafter: str | None = None, *, tokenizer: str | None = None,
         load_options: Mapping[str, Any] | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        from stree.drafters import load
-        from stree.inputs import load_tokenizer, locate
         from stree.integrations.batch_generate import RowGenerator
-        from stree.models.tree_lm import TreeLM
 
         if callable(target):
             self.generator = target()
-            self.generator.check()
-            return
-        folder, settings = locate(target, "target"), dict(load_options or {})
-        trust = bool(settings.get("trust_remote_code", False))
-        words = load_tokenizer(tokenizer or folder, trust_remote_code=trust)
-        lm = TreeLM.from_pretrained(folder, **settings)
-        own = {
-            name: options.pop(name) for name in ("sampling", "max_new_tokens", "max_batch", "chat") if name in options
-        }
-        drafting = load(locate(drafter or "suffix", "drafter"), lm)
-        self.generator = RowGenerator(lm, words, drafting, **own, options=options)
+        else:
+            lm, drafting, words = _loaded(target, drafter, tokenizer, load_options or {})
+            names = ("sampling", "max_new_tokens", "max_batch", "chat")
+            own = {name: options.pop(name) for name in names if name in options}
+            self.generator = RowGenerator(lm, words, drafting, **own, options=options)
         self.generator.check()
 
     def __call__(self, batch: Any) -> Any:
@@ -82,6 +73,67 @@ class Generator:
         for (place, _), result in zip(requests, found, strict=True):
             results[place] = result
         return _with_columns(batch, {name: [result.get(name) for result in results] for name in RESULT})
+
+
+def serve_app(
+    target: str, drafter: str | None = None, *, name: str | None = None, tokenizer: str | None = None,
+    load_options: Mapping[str, Any] | None = None, api_key_env: str | None = None, max_body: int = 8 << 20,
+    deployment: Mapping[str, Any] | None = None, **options: Any,
+) -> Any:  # fmt: skip
+    """Return the server of ``stree serve`` as an application of Ray Serve, for ``serve.run``.
+
+        serve.run(serve_app("ibm-granite/granite-4.0-h-tiny", max_batch=16, deployment={
+            "autoscaling_config": {"min_replicas": 1, "max_replicas": 8}, "ray_actor_options": {"num_gpus": 1},
+        }))
+
+    Every replica loads the models and has an engine, a prefix cache and metrics of its own.
+
+    Args:
+        target: the folder or hub id of a model.
+        drafter: as for ``stree.generate``; "mtp", a folder or a hub id; None for "suffix".
+        name: the model's name in requests; ``target`` by default.
+        tokenizer: a folder or hub id, where the target has none of its own.
+        load_options: those of ``TreeLM.from_pretrained``, such as ``dtype``.
+        api_key_env: the environment variable of the replicas that holds the API key, or None.
+        max_body: most bytes of a request's body.
+        deployment: options of ``ray.serve.deployment``.  ``max_ongoing_requests`` of a replica is twice ``max_batch``
+            by default; further requests wait at the proxy.
+        options: those of ``stree.Engine``.
+    """
+    from ray import serve
+
+    def build() -> Any:
+        """Make the application of a replica."""
+        from stree.serving import Engine
+        from stree.serving.app import create_app
+
+        api_key = None if api_key_env is None else os.environ[api_key_env]
+        lm, drafting, words = _loaded(target, drafter, tokenizer, load_options or {})
+        engine = Engine(lm, drafting, **options)
+        app = create_app(engine, words, name or target, api_key=api_key, max_body=max_body)
+
+        @asynccontextmanager
+        async def lifespan(_: Any) -> AsyncIterator[None]:
+            with engine:
+                yield
+
+        app.router.lifespan_context = lifespan
+        return app
+
+    settings = {"name": "stree", "max_ongoing_requests": 2 * options.get("max_batch", 8), **(deployment or {})}
+    return serve.deployment(**settings)(serve.ingress(build)()).bind()
+
+
+def _loaded(target: str, drafter: str | None, tokenizer: str | None, load_options: Mapping[str, Any]) -> Any:
+    """Load a target, its drafter and its tokenizer."""
+    from stree.drafters import load
+    from stree.inputs import load_tokenizer, locate
+    from stree.models.tree_lm import TreeLM
+
+    folder = locate(target, "target")
+    words = load_tokenizer(tokenizer or folder, trust_remote_code=bool(load_options.get("trust_remote_code", False)))
+    lm = TreeLM.from_pretrained(folder, **load_options)
+    return lm, load(locate(drafter or "suffix", "drafter"), lm), words
 
 
 def run_rows(

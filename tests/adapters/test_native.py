@@ -76,7 +76,7 @@ def save(folder: Path, config: dict[str, Any], weights: Any, suffix: str = "bin"
 
 
 @pytest.mark.parametrize("suffix", ["bin", "safetensors"])
-@pytest.mark.parametrize("kind", ["Mamba1", "Mamba2"])
+@pytest.mark.parametrize("kind", [pytest.param("Mamba1", marks=pytest.mark.slow), "Mamba2"])
 def test_a_native_checkpoint_is_the_model_it_was_written_from(kind: str, suffix: str, tmp_path: Path) -> None:
     model = source(kind)
     save(tmp_path, native_config(kind), native_weights(model, kind, has_head=suffix == "bin"), suffix)
@@ -236,7 +236,9 @@ def test_a_checkpoint_that_would_execute_code_is_refused_unless_allowed(tmp_path
 
 def test_a_device_map_needs_accelerate_and_no_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source("Mamba2").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="give one of a device, a device_map and a tp_plan: got 'cpu', 'auto' and None"):
+    with pytest.raises(
+        ValueError, match="give one of a device, a device_map and a tp_plan: got 'cpu', 'auto' and None"
+    ):
         TreeLM.from_pretrained(tmp_path, "cpu", device_map="auto")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(RuntimeError, match="device_map needs the package accelerate: pip install accelerate"):

@@ -48,7 +48,7 @@ def test_threads_with_separate_states_do_not_disturb_each_other(family: str, eag
     assert all(map(torch.equal, sum(found, []), sum(expected, [])))
 
 
-CASES = matrix(fast=["recurrent_gemma"])
+CASES = matrix(fast=[])
 SLOW_CASES: list[Any] = [pytest.param(family, 8, 400, marks=pytest.mark.slow) for family in EVERY_ADAPTER]
 
 

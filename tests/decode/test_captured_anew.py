@@ -90,7 +90,7 @@ def test_a_setting_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.sequences == generate(eager, None, **options).sequences != before
 
 
-@pytest.mark.parametrize("option", ["defers_commit", "fused_layers"])
+@pytest.mark.parametrize("option", ["defers_commit", pytest.param("fused_layers", marks=pytest.mark.slow)])
 def test_a_switch_of_the_target(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = captured(monkeypatch)
     expected = generate(lm, None, budget=8).sequences
@@ -153,6 +153,7 @@ def test_what_is_kept_needs_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> N
         generate(lm, near_drafter(), budget=9)
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_leaves_a_usable_target(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = captured(monkeypatch)
     generate(lm, near_drafter(), budget=4)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.fast_cases import slow_unless
 from helpers.tiny_distill import SETTINGS
 from safetensors.torch import load_file
 from torch import Tensor
@@ -38,12 +39,16 @@ PAPERS = ("hass", "griffin", "fspad")
 TEXTS = [" ".join(f"w{1 + (start + step) % 8}" for step in range(30)) for start in range(20)]
 
 
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
+FAST = ("mtp-griffin", "eagle3-fspad", "dflash-plain")
+
+
+@pytest.fixture(scope="module", params=slow_unless(FAST.__contains__, map("-".join, CASES)))
 def made(
     target: stree.TreeLM, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("head") / "made"
-    settings = replace(HEAD, kind=request.param[0], recipe=request.param[1])
+    kind, recipe = request.param.split("-")
+    settings = replace(HEAD, kind=kind, recipe=recipe)
     return out, distill_drafter(target, tokenizer, TEXTS, out, settings, name="tiny")
 
 
@@ -149,7 +154,7 @@ def test_the_head_drafts_losslessly(made: tuple[Path, dict[str, Any]], target: s
         assert stree.generate(target, [[1, 2, 3]], drafter, verifier="match", **options).sequences == plain.sequences
 
 
-@pytest.mark.parametrize("made", [("mtp", "plain")], indirect=True)
+@pytest.mark.parametrize("made", ["mtp-plain"], indirect=True)
 def test_an_interrupted_run_goes_on_to_the_same_weights(
     made: tuple[Path, dict[str, Any]], target: stree.TreeLM, tokenizer: Any, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -171,7 +176,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
     assert all(torch.equal(mine[name], whole[name]) for name in whole)
 
 
-@pytest.mark.parametrize("made", [("mtp", "plain")], indirect=True)
+@pytest.mark.parametrize("made", ["mtp-plain"], indirect=True)
 @pytest.mark.skipif("STREE_SPECULATORS" not in os.environ, reason="STREE_SPECULATORS names no folder of speculators")
 def test_speculators_own_class_gives_the_same_logits(made: tuple[Path, dict[str, Any]], target: stree.TreeLM) -> None:
     sys.path.append(os.environ["STREE_SPECULATORS"])

@@ -102,7 +102,7 @@ class HeadSteps(DraftSteps):
         return error
 
 
-@pytest.mark.parametrize("name", slow_unless([*GROWTHS][:2].__contains__, GROWTHS))
+@pytest.mark.parametrize("name", slow_unless([*GROWTHS][1:2].__contains__, GROWTHS))
 def test_the_head_s_state_follows_the_text(name: str) -> None:
     steps = HeadSteps(GROWTHS[name])
     for _ in range(3):
@@ -180,7 +180,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("family", "name"),
     slow_unless(
-        lambda family, name: family == "qwen3_next" and name in ("one row for three", "auto", "mixture", "heap"),
+        lambda family, name: family == "qwen3_next" and name in ("auto", "mixture"),
         itertools.product(("qwen3_next", "qwen3_5_text"), OPTIONS),
     ),
 )

@@ -68,7 +68,7 @@ def step(problem: Problem, stash: Tensors, first: int = 0, path: Any = None, cou
     ("dtype", "options"),
     [
         (torch.float32, {}),
-        (torch.float32, {"window": 5}),
+        pytest.param(torch.float32, {"window": 5}, marks=pytest.mark.slow),
         (torch.float32, {"softcap": 2.0}),
         (torch.bfloat16, {"window": 70, "softcap": 30.0}),
         (torch.float16, {"window": 70, "softcap": 30.0}),

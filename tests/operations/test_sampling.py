@@ -93,7 +93,7 @@ def is_same(found: MatchedPath, expected: Acceptance) -> bool:
 @pytest.mark.parametrize(
     ("vocab", "count", "sharpness"),
     slow_unless(
-        lambda vocab, _, sharpness: vocab < 999 or (vocab, sharpness) == (4097, 3),
+        lambda vocab, _, sharpness: vocab < 999 and sharpness == 3 or vocab == 101,
         [(*sizes, sharpness) for sizes in ((3, 4), (101, 1), (4097, 6), (9000, 12)) for sharpness in (0.0, 3.0, 30.0)],
     ),
 )
@@ -366,7 +366,7 @@ def keys_of(monkeypatch: pytest.MonkeyPatch, n: int, vocab: int, sampling: Sampl
 
 @pytest.mark.parametrize(
     ("vocab", "temperature"),
-    slow_unless(lambda *case: case == (101, 1.0), itertools.product((101, 128), (0.0, 1.0))),
+    slow_unless(lambda *_: False, itertools.product((101, 128), (0.0, 1.0))),
 )
 def test_no_tree_of_a_generation_asks_for_a_build_of_its_own(
     monkeypatch: pytest.MonkeyPatch, vocab: int, temperature: float

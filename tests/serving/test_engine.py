@@ -63,7 +63,7 @@ def engine() -> Iterator[stree.Engine]:
         yield engine
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("none", "suffix", "fused", "calibrated"), WAYS))
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("suffix", "calibrated"), WAYS))
 def test_every_request_gets_the_text_that_it_gets_alone(name: str) -> None:
     lm, way = launched(), WAYS[name]
     with stree.Engine(lm, way[0], **way[1], max_batch=3, max_length=96) as engine:

@@ -6,81 +6,16 @@ Run: python -m pytest tests/serving/test_server.py
 from __future__ import annotations
 
 import json
-import threading
+import re
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import uvicorn
+from helpers.http_served import KEY, PROMPT, Served
 
 import stree
-from stree.drafters import ModelDrafter
-from stree.inputs import ASSETS, load_tokenizer
-from stree.serving.app import create_app
-
-PROMPT = "Question: Tom has 3 apples. He gets 2 more"
-TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
-KEY = "a secret"
-
-
-@dataclass
-class Served:
-    """A server that listens."""
-
-    url: str
-    engine: stree.Engine
-    app: Any
-    tokenizer: Any
-
-    @property
-    def client(self) -> openai.OpenAI:
-        """The official client, which refuses answers that do not fit OpenAI's schema."""
-        return openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key=KEY, _strict_response_validation=True, max_retries=0
-        )  # fmt: skip
-
-    @property
-    def lenient(self) -> openai.OpenAI:
-        """The same without that check: OpenAI's schema of text completions has no chunk before the last one."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0)
-
-    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        """Send JSON, or bytes as they are, with the key unless headers are given."""
-        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json", **options.pop("headers", {})}
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return httpx.post(self.url + path, content=content, headers=headers, timeout=60, **options)
-
-    def alone(self, prompt: str, **options: Any) -> str:
-        """The text that generate gives."""
-        ids = self.tokenizer(prompt)["input_ids"]
-        text = stree.generate(self.engine.lm, [ids], stree.drafters.NoDrafter(), **options).sequences[0]
-        whole: str = self.tokenizer.decode(text, skip_special_tokens=True)
-        return whole[len(self.tokenizer.decode(ids)) :]
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    """Serve the bundled pair on a free port."""
-    target, drafter = (stree.TreeLM.from_pretrained(ASSETS / name) for name in ("target", "drafter"))
-    tokenizer = load_tokenizer(str(ASSETS / "target"))
-    tokenizer.chat_template = TEMPLATE
-    with stree.Engine(
-        target, ModelDrafter(drafter), budget=12, max_batch=4, max_length=256, max_queue=8, cache_bytes=10**8
-    ) as engine:
-        app = create_app(engine, tokenizer, "tiny", api_key=KEY, max_body=20_000)
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield Served(f"http://127.0.0.1:{port}", engine, app, tokenizer)
-        server.should_exit = True
-        thread.join()
 
 
 def test_completions_are_the_texts_of_generate(served: Served) -> None:
@@ -114,29 +49,29 @@ def test_several_prompts_and_texts_come_in_order(served: Served) -> None:
     assert [choice.text for choice in again.choices] == [choice.text for choice in done.choices[2:]]
 
 
-def test_streams_give_the_same_text_and_end_with_usage(served: Served) -> None:
+def test_streams_give_the_same_text_and_end_with_usage(anywhere: Served) -> None:
     options: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
     chunks = list(
-        served.lenient.completions.create(**options, stream=True, stream_options={"include_usage": True}, logprobs=1)
+        anywhere.lenient.completions.create(**options, stream=True, stream_options={"include_usage": True}, logprobs=1)
     )
-    whole = served.client.completions.create(**options, logprobs=1)
+    whole = anywhere.client.completions.create(**options, logprobs=1)
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
     assert len(chunks) > 3 and chunks[-2].choices[0].finish_reason == "length" and not chunks[-1].choices
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 24
     tokens = [token for chunk in chunks[:-1] if chunk.choices[0].logprobs for token in chunk.choices[0].logprobs.tokens]
     assert whole.choices[0].logprobs is not None and tokens == whole.choices[0].logprobs.tokens
-    response = served.post("/v1/completions", {**options, "stream": True})
+    response = anywhere.post("/v1/completions", {**options, "stream": True})
     assert response.text.endswith("data: [DONE]\n\n")
 
 
-def test_stop_strings_are_cut_whole_and_in_streams(served: Served) -> None:
-    text = served.alone(PROMPT, max_new_tokens=40)
+def test_stop_strings_are_cut_whole_and_in_streams(anywhere: Served) -> None:
+    text = anywhere.alone(PROMPT, max_new_tokens=40)
     stop = text[9:14]
     options: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stop": [stop]}
     expected = text[: text.index(stop)]
-    whole = served.client.completions.create(**options).choices[0]
+    whole = anywhere.client.completions.create(**options).choices[0]
     assert whole.text == expected and whole.finish_reason == "stop"
-    chunks = list(served.lenient.completions.create(**options, stream=True))
+    chunks = list(anywhere.lenient.completions.create(**options, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected
     assert chunks[-1].choices[0].finish_reason == "stop"
 
@@ -149,9 +84,6 @@ def test_chats_use_the_template_and_run_their_new_tokens_only(served: Served) ->
     assert choice.message.content == served.alone("user: What is 2 + 3?\nassistant:", max_new_tokens=16)
     assert choice.logprobs is not None and len(choice.logprobs.content or []) == 16
     assert choice.logprobs.content is not None and len(choice.logprobs.content[0].top_logprobs) == 2
-    chunks = list(served.client.chat.completions.create(**options, messages=turns, stream=True))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
-    assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant", None]
     turns += [{"role": "assistant", "content": choice.message.content}, {"role": "user", "content": "And 4?"}]
     usage = served.client.chat.completions.create(**options, messages=turns).usage
     assert usage is not None and usage.prompt_tokens_details is not None and first.usage is not None
@@ -160,6 +92,16 @@ def test_chats_use_the_template_and_run_their_new_tokens_only(served: Served) ->
     parts: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "What is 2 + 3?"}]}]
     again = served.client.chat.completions.create(**options, messages=parts)
     assert again.choices[0].message.content == choice.message.content
+
+
+def test_streams_of_a_chat_give_its_text(anywhere: Served) -> None:
+    options: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_completion_tokens": 16}
+    options["messages"] = [{"role": "user", "content": "What is 2 + 3?"}]
+    text = anywhere.alone("user: What is 2 + 3?\nassistant:", max_new_tokens=16)
+    assert anywhere.client.chat.completions.create(**options).choices[0].message.content == text
+    chunks = list(anywhere.client.chat.completions.create(**options, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant", None]
 
 
 def test_models_errors_and_reports(served: Served) -> None:
@@ -283,3 +225,19 @@ def test_the_page_streams_text_and_trees(served: Served) -> None:
     assert trees and all(len(tree["tokens"]) == len(tree["parents"]) <= 12 for tree in trees)
     assert events[-1]["plain"] > 0
     assert served.post("/demo/stream", {"prompt": ""}).status_code == 400
+
+
+@pytest.mark.slow
+def test_a_client_of_ray_serve_that_leaves_frees_its_row(ray_served: Served) -> None:
+    body = {**COMPLETION, "max_tokens": 200, "ignore_eos": True, "temperature": 0, "stream": True}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    for _ in range(12):  # more than the rows of both replicas
+        with httpx.stream("POST", f"{ray_served.url}/v1/completions", json=body, headers=headers) as stream:
+            assert next(stream.iter_lines()).startswith("data: ")
+    generated = set()  # of each replica, once nothing runs
+    for number in range(60):
+        time.sleep(0.05)
+        metrics = httpx.get(f"{ray_served.url}/metrics").text
+        if number >= 40:
+            generated.add(float(re.search(r"vllm:generation_tokens_total\{.*\} (.*)", metrics)[1]))  # type: ignore[index]
+    assert sum(generated) < 12 * 100, generated

@@ -1,0 +1,73 @@
+"""Servers of the bundled pair: in this process, and behind Ray Serve."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import uvicorn
+from helpers.http_served import KEY, TEMPLATE, Served
+
+import stree
+from stree.drafters import ModelDrafter
+from stree.inputs import ASSETS, load_tokenizer
+from stree.serving.app import create_app
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """Serve the bundled pair on a free port."""
+    target, drafter = (stree.TreeLM.from_pretrained(ASSETS / name) for name in ("target", "drafter"))
+    tokenizer = load_tokenizer(str(ASSETS / "target"))
+    tokenizer.chat_template = TEMPLATE
+    with stree.Engine(
+        target, ModelDrafter(drafter), budget=12, max_batch=4, max_length=256, max_queue=8, cache_bytes=10**8
+    ) as engine:
+        app = create_app(engine, tokenizer, "tiny", api_key=KEY, max_body=20_000)
+        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield Served(f"http://127.0.0.1:{port}", engine, app, tokenizer)
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def ray_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Serve the same by two replicas of Ray Serve."""
+    ray = pytest.importorskip("ray", reason="needs Ray: pip install 'stree[ray]'")
+    from ray import serve
+
+    from stree.integrations.ray import serve_app
+
+    target, tokenizer = ASSETS / "target", load_tokenizer(str(ASSETS / "target"))
+    tokenizer.chat_template, folder = TEMPLATE, str(tmp_path_factory.mktemp("words"))
+    tokenizer.save_pretrained(folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {"env_vars": {"STREE_TEST_KEY": KEY, "OMP_NUM_THREADS": "1"}}
+    ray.init(address="local", num_cpus=4, include_dashboard=False, runtime_env=environment)
+    serve.start(http_options={"port": port})
+    serve.run(serve_app(
+        str(target), str(ASSETS / "drafter"), name="tiny", tokenizer=folder, api_key_env="STREE_TEST_KEY",
+        deployment={"num_replicas": 2}, budget=12, max_batch=4, max_length=256,
+    ))  # fmt: skip
+    alone = SimpleNamespace(lm=stree.TreeLM.from_pretrained(target))
+    yield Served(f"http://127.0.0.1:{port}", alone, None, tokenizer)
+    serve.shutdown()
+    ray.shutdown()
+
+
+@pytest.fixture(params=["served", pytest.param("ray_served", marks=pytest.mark.slow)])
+def anywhere(request: pytest.FixtureRequest) -> Served:
+    """A server in this process, or behind Ray Serve."""
+    found: Served = request.getfixturevalue(request.param)
+    return found
