@@ -58,6 +58,7 @@ def test_bytes_grow_with_what_they_count() -> None:
     assert longer["states, read and written"] == one["states, read and written"]
 
 
+@pytest.mark.slow
 def test_replayed_steps_are_timed_beside_launched_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     both = pair()
     captured(monkeypatch, both.target)

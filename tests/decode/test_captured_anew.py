@@ -44,6 +44,7 @@ def test_texts_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert latest.sequences == expected[-1] and is_replayed(latest), "it is kept"
 
 
+@pytest.mark.slow
 def test_weights_that_move_or_change(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = captured(monkeypatch)
     expected = generate(lm, None, budget=8).sequences
@@ -144,6 +145,7 @@ def test_what_was_captured_in_inference_mode_serves_outside(monkeypatch: pytest.
         assert generate(lm, near_drafter(), budget=8).sequences == expected
 
 
+@pytest.mark.slow
 def test_what_is_kept_needs_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = captured(monkeypatch)
     generate(lm, near_drafter(), budget=8)

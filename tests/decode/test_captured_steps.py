@@ -70,6 +70,7 @@ RETRIEVING = slow_unless(
 
 
 @pytest.mark.parametrize(("name", "temperature"), RETRIEVING)
+@pytest.mark.slow
 def test_retrieval_whose_trees_the_host_lays_out(
     name: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +125,7 @@ def test_sizes_that_change_from_step_to_step(name: str, temperature: float, monk
 
 
 @pytest.mark.parametrize("name", slow_unless(("model").__eq__, ["model", "suffix", "none"]))
+@pytest.mark.slow
 def test_a_step_that_is_read_while_the_next_one_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"sampling": Sampling(0.8), "verifier": "match"}
     expected = generate(launched(), NoDrafter(), budget=1, **options).sequences

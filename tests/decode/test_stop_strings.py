@@ -119,6 +119,7 @@ def test_sequences_of_a_batch_end_at_their_own_strings() -> None:
 
 
 @pytest.mark.parametrize("is_pipelined", slow_unless(bool, [False, True]))
+@pytest.mark.slow
 def test_captured_steps_end_at_the_same_strings(is_pipelined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sampled: Any = {"sampling": Sampling(0.8), "seed": 3, "max_new_tokens": NEW_TOKENS, "max_batch": 2}
     texts = stree.generate(target(), prompts(), NoDrafter(), **sampled).sequences

@@ -42,6 +42,7 @@ def test_tokens_are_those_of_generate_whatever_runs_between_them(options: dict[s
 
 
 @pytest.mark.parametrize("is_captured", slow_unless(bool, [False, True]))
+@pytest.mark.slow
 def test_a_stream_that_is_closed_is_cancelled_and_frees_its_memory(
     is_captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ def drafter_named(name: str) -> Drafter:
 
 
 @pytest.mark.parametrize("drafts", [pytest.param("model", marks=pytest.mark.slow), "suffix"])
+@pytest.mark.slow
 def test_warming_up_captures_before_the_first_text(drafts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"sampling": Sampling(0.8), "stop_token_ids": [1]}
     chosen = drafter_named(drafts)

@@ -199,6 +199,7 @@ def test_texts_are_those_of_plain_decoding(family: str, name: str) -> None:
 @pytest.mark.parametrize(
     "options", slow_unless(OPTIONS["mixture"].__eq__, [{}, {"growth": Static([2, 2])}, OPTIONS["mixture"]]), ids=str
 )
+@pytest.mark.slow
 def test_captured_steps_give_the_texts_of_launched_ones(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

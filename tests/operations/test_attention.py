@@ -147,6 +147,7 @@ def test_what_a_node_may_not_see_does_not_leak_even_if_it_is_no_number() -> None
     assert bool(attend(problem.changed(k=k))[:, [2, 5, 6]].isnan().all()), "a broken ancestor must be seen"
 
 
+@pytest.mark.slow
 def test_rows_may_have_any_strides_over_batch_heads_and_nodes() -> None:
     problem = draw(random_parents(7), (64, 9), capacity=70)
     out, wide = attend(problem), torch.cat((problem.given["k"], problem.given["v"]), 3)  # one projection
@@ -195,6 +196,7 @@ def keys_of(monkeypatch: pytest.MonkeyPatch, n: int, first: int, context: int, e
     return keys
 
 
+@pytest.mark.slow
 def test_no_tree_path_or_context_of_a_generation_asks_for_a_build_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     short, long = keys_of(monkeypatch, 7, 0, 40, 3), keys_of(monkeypatch, 7, 2, 150, 3)
     assert [name for name, _ in short] == ["kv_commit_kernel", "attention_kernel"]

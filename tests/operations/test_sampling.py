@@ -124,6 +124,7 @@ def test_distinct_draws_are_choices_from_what_the_earlier_ones_leave(vocab: int,
         draw_distinct(dist, uniform[:1], least=least)
 
 
+@pytest.mark.slow
 def test_no_layer_of_a_tree_asks_for_a_build_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def keys(rows: int, count: int, vocab: int = 101) -> list[Key]:
         dist = torch.full((2, rows, vocab), 1 / vocab, device=DEVICE)
@@ -152,6 +153,7 @@ def test_numbers_are_those_of_the_sampler_bit_for_bit(seed: int, backend: Backen
 
 @given(st.integers(0, 10**6), st.sampled_from([1, 2, 7, 33, 4096, 5001]), st.booleans())
 @settings(max_examples=12, deadline=None)
+@pytest.mark.slow
 def test_choice_is_that_of_the_sampler(seed: int, vocab: int, is_sparse: bool) -> None:
     rng = torch.Generator().manual_seed(seed)
     dist = (3 * torch.randn(9, vocab, generator=rng)).softmax(-1)

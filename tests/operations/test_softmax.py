@@ -150,6 +150,7 @@ def test_logits_of_16_bits_are_read_as_they_are(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("vocab", slow_unless((37).__eq__, [37, 64]))
+@pytest.mark.slow
 def test_rows_of_any_strides_are_read_and_written(vocab: int) -> None:
     whole = 3 * torch.randn(6, 8, 2 * vocab, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     views = {

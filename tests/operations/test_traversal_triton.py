@@ -123,6 +123,7 @@ def test_the_rule_of_a_gpu_gives_an_acceptance_and_leaves_the_distribution_as_it
     assert found.ratios is not None and found.ratios.dtype == torch.float32 and found.left is None
 
 
+@pytest.mark.slow
 def test_a_seed_on_the_device_and_strides_of_the_distributions_change_nothing() -> None:
     problem = Problem.draw(9, 203, seed=9)
     assert problem.draft is not None
@@ -137,6 +138,7 @@ def test_a_seed_on_the_device_and_strides_of_the_distributions_change_nothing() 
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
+@pytest.mark.slow
 def test_operands_of_any_strides_are_read() -> None:
     problem = Problem.draw(9, 40, seed=9).moved()
     tree, rng, draft = problem.tree, problem.rng, problem.draft

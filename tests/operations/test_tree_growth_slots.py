@@ -82,6 +82,7 @@ def test_the_slots_of_a_large_layer_are_those_of_a_stable_sort() -> None:
 
 
 @every_backend
+@pytest.mark.slow
 def test_what_is_worth_exactly_as_much_counts_and_a_value_equal_to_the_threshold_is_taken(backend: Backend) -> None:
     below = torch.tensor([0.125, 0.25, 0.25, 0.5, 1.0])
     value = torch.tensor([[1.0, 0.5, 0.25, 0.25, 0.125, 0.0625]])

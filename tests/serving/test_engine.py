@@ -88,6 +88,7 @@ def test_requests_with_a_draft_head_get_the_texts_that_they_get_alone(kind: str)
     assert texts == [alone(lm, way, place) for place in range(5)]
 
 
+@pytest.mark.slow
 def test_captured_steps_serve_all_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = captured(monkeypatch)
     with stree.Engine(lm, near_drafter(), budget=12, max_batch=3, max_length=96) as engine:
