@@ -21,6 +21,7 @@ class TokenBytes:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._known = tokenizer, dict[int, bytes]()
         self._prefix = tokenizer.convert_ids_to_tokens(tokenizer(PREFIX, add_special_tokens=False)["input_ids"])
+        self._num_before = len(tokenizer.convert_tokens_to_string(self._prefix))
 
     def __getitem__(self, token: int) -> bytes:
         if token not in self._known:
@@ -39,7 +40,7 @@ class TokenBytes:
     def _text(self, name: str) -> str:
         """Return the characters that a token adds to a text."""
         text: str = self._tokenizer.convert_tokens_to_string([*self._prefix, name])
-        return text[text.index(PREFIX) + len(PREFIX) :]
+        return text[self._num_before :]
 
     @cached_property
     def _is_byte_level(self) -> bool:

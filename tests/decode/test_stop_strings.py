@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, StopStringCriteria
 
 import stree
-from stree.decode.stop_strings import StopStrings
+from stree.decode.stop_strings import StopStrings, TokenBytes
 from stree.drafters import FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
@@ -144,6 +144,12 @@ REFUSED = [
     ({"stop_strings": [["a"], 3, ["b"]], "tokenizer": 1}, TypeError, "stop_strings must be strings"),
     ({"stop_strings": [["a"]], "tokenizer": 1}, ValueError, "stop_strings must be one for .* of 3, got a list of 1"),
 ]
+
+
+def test_a_tokenizer_of_whole_words_that_does_not_know_a_word_is_read() -> None:
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
+    bytes_of = TokenBytes(PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]"))
+    assert [bytes_of[token] for token in range(3)] == [b" [UNK]", b" a", b" b"]
 
 
 @pytest.mark.parametrize(("options", "error", "message"), REFUSED, ids=lambda value: str(value)[:30])
