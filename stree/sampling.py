@@ -81,7 +81,7 @@ class Sampling(Distributions):
     @property
     def limits(self) -> tuple[int, float, float]:
         """Top-k, top-p and min-p as numbers, which exclude nothing where a limit is None or the sampling greedy."""
-        top_k = NO_TOP_K if self.top_k is None or self.is_greedy else self.top_k
+        top_k = NO_TOP_K if self.top_k is None or self.is_greedy else min(self.top_k, NO_TOP_K)
         top_p = math.inf if self.top_p in (None, 1) or self.is_greedy else float(self.top_p or 0)
         return top_k, top_p, 0.0 if self.is_greedy else float(self.min_p or 0)
 

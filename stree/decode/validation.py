@@ -126,7 +126,14 @@ def _top_logprobs(lm: TreeLM, logprobs: Any) -> int | None:
 
 
 def _stops(lm: TreeLM, arguments: GenerateArguments) -> Any:
-    """Return the set of stop tokens of all prompts, or a list of sets, one for each prompt."""
+    """Return the set of stop tokens of all prompts, or a list of sets, one for each prompt.
+
+    As in transformers, one that no vocabulary has, such as -1, ends no text.
+    """
+
+    def known(tokens: Iterable[int]) -> frozenset[int]:
+        return frozenset(token for token in token_ids("stop_token_ids", tokens) if 0 <= token < lm.vocab_size)
+
     stops = arguments.stop_token_ids
     if stops is None:  # anything with the methods of a TreeLM may be passed in its place
         return frozenset(() if arguments.ignore_eos else getattr(lm, "eos_token_ids", ()))
@@ -135,8 +142,8 @@ def _stops(lm: TreeLM, arguments: GenerateArguments) -> Any:
         and stops
         and all(isinstance(part, (list, tuple, set, frozenset)) for part in stops)
     ):
-        return [frozenset(token_ids("stop_token_ids", part)) for part in stops]
-    return frozenset(token_ids("stop_token_ids", cast(Iterable[int], stops)))
+        return [known(part) for part in stops]
+    return known(cast(Iterable[int], stops))
 
 
 def _check_kinds(lm: TreeLM, drafter: Drafter, arguments: GenerateArguments) -> None:

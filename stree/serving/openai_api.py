@@ -108,8 +108,8 @@ class OpenAIAPI:
     def _encode(self, text: str) -> list[int]:
         try:
             ids: list[int] = self._tokenizer(text)["input_ids"]
-        except UnicodeEncodeError as error:
-            raise APIError(400, f"prompt is no text: {error}", param="prompt") from error
+        except (UnicodeEncodeError, TypeError) as error:  # half of a character: tokenizers differ in what they raise
+            raise APIError(400, "prompt is no text that UTF-8 can write", param="prompt") from error
         return ids
 
     def _encode_chat(self, body: ChatRequest) -> list[int]:

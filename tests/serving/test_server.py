@@ -126,7 +126,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str]] = [
     ({"prompt": ""}, 400, "prompt"), ({"prompt": []}, 400, "prompt"), ({"prompt": 5}, 400, "prompt"),
     ({"prompt": [1, -1]}, 400, "prompt"), ({"prompt": [10**6]}, 400, "prompt"), ({"prompt": [[]]}, 400, "prompt"),
     ({"prompt": [1] * 256}, 400, "prompt"), ({"prompt": {"a": 1}}, 400, "prompt"),
-    ({"prompt": None}, 400, "prompt"),
+    ({"prompt": None}, 400, "prompt"), ({"prompt": "\ud800"}, 400, "prompt"),
     ({"max_tokens": 0}, 400, "max_tokens"), ({"max_tokens": 256}, 400, "max_tokens"),
     ({"max_tokens": "9"}, 400, "max_tokens"), ({"max_tokens": 1.5}, 400, "max_tokens"),
     ({"temperature": -1}, 400, "temperature"), ({"temperature": 3}, 400, "temperature"),
@@ -169,7 +169,9 @@ def test_bad_requests_are_answered_by_error_objects(served: Served) -> None:
         "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"},
         "user": "me", "best_of": 1, "echo": False, "suffix": None, "seed": None, "stop": [],
     }  # fmt: skip
-    assert served.post("/v1/completions", {**COMPLETION, **neutral}).status_code == 200
+    huge = {"top_k": 1 << 70, "stop_token_ids": [1 << 63], "seed": (1 << 64) - 1}  # limits that exclude nothing
+    for changed in (neutral, huge):
+        assert served.post("/v1/completions", {**COMPLETION, **changed}).status_code == 200
 
 
 def test_a_key_is_needed(served: Served) -> None:
