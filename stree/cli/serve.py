@@ -51,14 +51,13 @@ def _serve(arguments: argparse.Namespace) -> int:
         raise ValueError(f"stree serve needs {', '.join(missing)}: pip install 'stree[serve]'")
     engine_options, api_key = _checked(arguments)
     tokenizer, load = prepare(arguments)
-    lm, drafter = load()
 
-    from stree.serving import Engine
+    from stree.serving import Engine, in_own_thread
     from stree.serving.app import create_app
     from stree.serving.server import serve
 
     name = arguments.name or arguments.target
-    with Engine(lm, drafter, **engine_options) as engine:
+    with in_own_thread(lambda: Engine(*load(), **engine_options)) as engine:
         app = create_app(engine, tokenizer, name, api_key=api_key, max_body=int(arguments.max_body_mb * 1e6))
         url = f"http://{arguments.host}:{arguments.port}"
         print(f"stree serves {name} at {url}{'' if api_key else ', without a key'}", file=sys.stderr)

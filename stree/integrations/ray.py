@@ -53,7 +53,8 @@ class Generator:
         if callable(target):
             self.generator = target()
         else:
-            lm, drafting, words = _loaded(target, drafter, tokenizer, load_options or {})
+            words, load = _prepared(target, drafter, tokenizer, load_options or {})
+            lm, drafting = load()
             names = ("sampling", "max_new_tokens", "max_batch", "chat")
             own = {name: options.pop(name) for name in names if name in options}
             self.generator = RowGenerator(lm, words, drafting, **own, options=options)
@@ -104,12 +105,12 @@ def serve_app(
 
     def build() -> Any:
         """Make the application of a replica."""
-        from stree.serving import Engine
+        from stree.serving import Engine, in_own_thread
         from stree.serving.app import create_app
 
         api_key = None if api_key_env is None else os.environ[api_key_env]
-        lm, drafting, words = _loaded(target, drafter, tokenizer, load_options or {})
-        engine = Engine(lm, drafting, **options)
+        words, load = _prepared(target, drafter, tokenizer, load_options or {})
+        engine = in_own_thread(lambda: Engine(*load(), **options))
         app = create_app(engine, words, name or target, api_key=api_key, max_body=max_body)
 
         @asynccontextmanager
@@ -124,16 +125,20 @@ def serve_app(
     return serve.deployment(**settings)(serve.ingress(build)()).bind()
 
 
-def _loaded(target: str, drafter: str | None, tokenizer: str | None, load_options: Mapping[str, Any]) -> Any:
-    """Load a target, its drafter and its tokenizer."""
+def _prepared(target: str, drafter: str | None, tokenizer: str | None, load_options: Mapping[str, Any]) -> Any:
+    """Load a tokenizer, and return what loads the target and its drafter."""
     from stree.drafters import load
     from stree.inputs import load_tokenizer, locate
     from stree.models.tree_lm import TreeLM
 
     folder = locate(target, "target")
     words = load_tokenizer(tokenizer or folder, trust_remote_code=bool(load_options.get("trust_remote_code", False)))
-    lm = TreeLM.from_pretrained(folder, **load_options)
-    return lm, load(locate(drafter or "suffix", "drafter"), lm), words
+
+    def models() -> Any:
+        lm = TreeLM.from_pretrained(folder, **load_options)
+        return lm, load(locate(drafter or "suffix", "drafter"), lm)
+
+    return words, models
 
 
 def run_rows(

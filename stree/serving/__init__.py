@@ -2,5 +2,6 @@
 
 from stree.serving.engine import Engine, QueueFull
 from stree.serving.handle import EmittedStep, RequestHandle, StepTree
+from stree.serving.threads import in_own_thread
 
-__all__ = ["EmittedStep", "Engine", "QueueFull", "RequestHandle", "StepTree"]
+__all__ = ["EmittedStep", "Engine", "QueueFull", "RequestHandle", "StepTree", "in_own_thread"]
