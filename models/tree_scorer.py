@@ -66,18 +66,22 @@ class TreeScorer(PatchedModel):
 
     @torch.no_grad()
     def score(
-        self, state: DecodeState, tree: TokenTree, first: int, hidden_layers: Sequence[int] | None, **inputs: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Verify a tree and return logits, and hidden states or None; ``inputs`` are passed to ``forward``."""
+        self, state: DecodeState, tree: TokenTree, first: int, hidden_layers: Sequence[int] | None,
+        positions: Tensor | None = None, **inputs: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Verify a tree and return logits, and hidden states or None.
+
+        ``positions``, int64[batch, n - first], are those behind the text unless given; ``inputs`` go to ``forward``.
+        """
         self.check_state(state)
         self._check_tree(state, tree, first)
         topology = Topology.of(
             tree.parents, self._conv_width, mask=tree.ancestor_mask, depths=tree.depths, jumps=self._has_diagonal
         )
         step = TreeStep(state, topology, first, state.max_length if state.fixed_shapes else state.length_bound)
-        positions = None
         if self.family.takes_positions:
-            positions = (state.lengths[:, None] + tree.depths[:, first:]).long()
+            if positions is None:
+                positions = (state.lengths[:, None] + tree.depths[:, first:]).long()
             if host_can_read(tree.tokens) and not state.fixed_shapes:  # free to read here
                 step.length_bound = int(state.lengths.max())
         deferred = state.deferred if first == 0 else None

@@ -22,7 +22,7 @@ from stree.models.heads.weights import assign, read_tensors
 from stree.models.hidden_states import FINAL_NORM, check_hidden_layers
 from stree.models.tree_lm import TreeLM
 
-__all__ = ["EagleFusion", "EagleProjection", "load_eagle3"]
+__all__ = ["EagleFusion", "EagleProjection", "check_sizes", "load_eagle3", "read_layers"]
 
 MODELS: dict[str, Any] = {"llama": LlamaForCausalLM, "qwen3": Qwen3ForCausalLM}
 LAYER_NAMES = re.compile(r"^(midlayer|layers\.0)\.")
@@ -94,7 +94,7 @@ def load_eagle3(target: TreeLM, source: str | Path, published: Mapping[str, Any]
         NotImplementedError: a layer of another family, or a refinement that is not known.
         ValueError: the checkpoint cannot be read, or was made for a target of other sizes.
     """
-    config, layers = _layer_config(published, source), _hidden_layers(published, target.num_layers)
+    config, layers = _layer_config(published, source), read_layers(published, target.num_layers)
     check_hidden_layers(layers, target.num_layers)
     tensors = read_tensors(source, lambda name: True, str(target.device))
     offsets = tensors.pop("d2t", None)
@@ -102,7 +102,7 @@ def load_eagle3(target: TreeLM, source: str | Path, published: Mapping[str, Any]
     tensors = {LAYER_NAMES.sub("layers.0.", name): value for name, value in tensors.items()}
     tensors = {name: value for name, value in tensors.items() if name not in ("t2d", "verifier_norm.weight")}
     width = int(target.model.get_input_embeddings().weight.shape[1])
-    _check_sizes(source, target, config, published, draft_ids, width)
+    check_sizes(source, target, config, published, draft_ids, width)
     model, projection = _modules(target, config, published, len(layers), tensors)
     with torch.device("meta"):
         fusion = EagleFusion(refinement_of(published, source)(config))
@@ -127,7 +127,7 @@ def _layer_config(published: Mapping[str, Any], source: Any) -> Any:
     return config
 
 
-def _hidden_layers(published: Mapping[str, Any], num_layers: int) -> list[int]:
+def read_layers(published: Mapping[str, Any], num_layers: int) -> list[int]:
     """Return the target's layers that are read: i is the residual stream after i layers.
 
     speculators and vLLM count so; EAGLE's ``eagle_config`` names the layer itself, one less.
@@ -139,7 +139,7 @@ def _hidden_layers(published: Mapping[str, Any], num_layers: int) -> list[int]:
     return [2, num_layers // 2, num_layers - 3] if ids is None else [layer + 1 for layer in ids]
 
 
-def _check_sizes(
+def check_sizes(
     source: Any, target: TreeLM, config: Any, published: Mapping[str, Any], draft_ids: Tensor | None, width: int
 ) -> None:
     """Refuse a head that was made for a target of other sizes."""

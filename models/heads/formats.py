@@ -14,6 +14,7 @@ from stree.models.heads.dflash_head import OneShotHead
 from stree.models.heads.eagle3 import load_eagle3
 from stree.models.heads.mtp import load_mtp, load_speculators_mtp
 from stree.models.heads.refinements import refinement_of
+from stree.models.heads.specblock import load_specblock
 from stree.models.heads.weights import tensor_files
 from stree.models.loading import raw_config
 from stree.models.tree_lm import TreeLM
@@ -21,7 +22,10 @@ from stree.models.tree_lm import TreeLM
 __all__ = ["head_layout", "load"]
 
 LAYOUTS = ("mtp", "eagle3", "dflash", "dflash2", "dspark")  # of the package speculators
-ARCHITECTURES = {"LlamaForCausalLMEagle3": "eagle3", "DFlashDraftModel": "dflash"}  # of SpecForge and EAGLE, of z-lab
+ARCHITECTURES = {  # of SpecForge and EAGLE, of z-lab, of SpecBlock
+    "LlamaForCausalLMEagle3": "eagle3", "DFlashDraftModel": "dflash",
+    "LlamaForCausalLMSpecBlock": "specblock", "LlamaForCausalLMSpecBlockShift": "specblock",
+}  # fmt: skip
 
 
 def load(source: str | Path, target: TreeLM) -> CausalHead | OneShotHead:
@@ -30,7 +34,7 @@ def load(source: str | Path, target: TreeLM) -> CausalHead | OneShotHead:
     Args:
         source: "mtp" for the MTP layers in the checkpoint that the target was loaded from; or the folder or hub id of a
             head: MTP, EAGLE-3, DFlash, DFlash2 or DSpark in the layout of speculators, EAGLE-3 in that of SpecForge and
-            EAGLE, DFlash in that of z-lab.
+            EAGLE, DFlash in that of z-lab, SpecBlock in its own.
         target: the head is placed on its device, in its dtype, and may share its embedding and output head.
 
     Raises:
@@ -47,6 +51,8 @@ def load(source: str | Path, target: TreeLM) -> CausalHead | OneShotHead:
         )
     if layout == "mtp":
         return load_speculators_mtp(target, source, _layer_config(published), refinement_of(published, source))
+    if layout == "specblock":
+        return load_specblock(target, source, published)
     return load_eagle3(target, source, published) if layout == "eagle3" else load_dflash(source, target)
 
 
@@ -60,7 +66,7 @@ def head_layout(source: str | Path) -> str | None:
     published = raw_config(source)
     named = (ARCHITECTURES.get(name) for name in published.get("architectures") or ())
     kind: str | None = published.get("speculators_model_type") or next(filter(None, named), None)
-    if kind not in (None, *LAYOUTS):
+    if kind not in (None, *LAYOUTS, *ARCHITECTURES.values()):
         known = ", ".join(LAYOUTS)
         raise NotImplementedError(f"the layout of draft head {str(source)!r} is not known ({kind!r}); known: {known}")
     return kind

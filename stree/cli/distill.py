@@ -35,7 +35,9 @@ def add_distill(commands: Any) -> None:
 
 def _add_recipe(command: argparse.ArgumentParser) -> None:
     """Add the options of the recipe; ``Settings`` checks them."""
-    command.add_argument("--kind", default="model", help="model (a small Mamba-2), or a head: mtp, eagle3, dflash")
+    command.add_argument(
+        "--kind", default="model", help="model (a small Mamba-2), or a head: mtp, eagle3, dflash, specblock"
+    )
     command.add_argument(
         "--recipe", default="plain", help="of training mtp and eagle3: plain, or a paper's: hass, griffin, fspad"
     )

@@ -118,7 +118,8 @@ def card(metrics: dict[str, Any]) -> str:
     kind = str(metrics["settings"]["kind"])
     trained = RECIPES[metrics["settings"]["recipe"]]
     recipe = MODEL_RECIPE if probs else f"{HEAD_RECIPE} {trained.about}".strip()
-    what = "a Mamba-2" if kind == "model" else f"a draft head ({kind}) in the layout of the package speculators"
+    layout = "of SpecBlock's own code" if kind == "specblock" else "of the package speculators"
+    what = "a Mamba-2" if kind == "model" else f"a draft head ({kind}) in the layout {layout}"
     if trained.refinement.name != "plain":
         what += f" with tensors of the recipe {trained.refinement.name}, which other programs do not know,"
     return f"""# A drafter for {metrics["target"]}

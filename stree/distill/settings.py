@@ -11,7 +11,7 @@ from stree.distill.network import CHUNK
 
 __all__ = ["KINDS", "RECIPES", "Settings"]
 
-KINDS = ("model", "mtp", "eagle3", "dflash")
+KINDS = ("model", "mtp", "eagle3", "dflash", "specblock")
 RECIPES = dict.fromkeys(("mtp", "eagle3"), ("plain", "hass", "griffin", "fspad"))  # the other kinds: plain
 
 
@@ -21,7 +21,8 @@ class Settings:
 
     Attributes:
         kind: "model", a small Mamba-2, or a head that reads the target's hidden states: "mtp" and "eagle3", one
-            attention layer, or "dflash", which drafts a block of 8 positions in one call.
+            attention layer, "dflash", which drafts a block of 8 positions in one call, or "specblock", whose blocks of
+            4 hang below each other.
         recipe: of a causal head's training: "plain", or that of a paper, "hass", "griffin" or "fspad".
         hidden: width of a model, a multiple of 16; None for half the target's.  A head has the target's.
         layers: Mamba-2 layers of a model.

@@ -12,9 +12,11 @@ from stree.drafters.base import Draft, Drafter
 from stree.drafters.block_state import BlockState, within_block
 from stree.drafters.head_state import HeadState
 from stree.drafters.model import _ModelRun, check_vocabulary
+from stree.drafters.slot_state import SlotState
 from stree.growth import Calibrated, Growth, Plan
 from stree.models.heads.causal import CausalHead
 from stree.models.heads.dflash import OneShotHead
+from stree.models.heads.specblock import SpecBlockHead
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random
 
@@ -67,6 +69,9 @@ class HeadDrafter(Drafter):
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _ModelRun:
         """Begin a run, which needs the target's hidden states of the prompts."""
         check_vocabulary(self.models[0], vocab_size)
+        if isinstance(self.head, SpecBlockHead):
+            slots = SlotState(self.head, prompts)
+            return _SlotRun(self._change(cast(TreeLM, slots)), slots, rng)
         if isinstance(self.head, CausalHead):
             state = HeadState(self.head, prompts)
             return _HeadRun(self._change(cast(TreeLM, state)), state, rng)
@@ -91,6 +96,17 @@ class _HeadRun(_ModelRun):
         other = super().select(rows, rng)
         other._lm = cast(TreeLM, other._state)
         return other
+
+
+class _SlotRun(_HeadRun):
+    """A SpecBlock head's run: draft calls for blocks, and none for the layers that go on along them."""
+
+    _state: SlotState
+
+    def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+        num_caught_up = self.settle(pending, budget)
+        draft = super().propose(pending, growth, budget)
+        return draft if budget == 1 else replace(draft, num_calls=num_caught_up + self._state.num_block_calls)
 
 
 class _BlockRun(_HeadRun):

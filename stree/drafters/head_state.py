@@ -44,6 +44,7 @@ class HeadState(DraftState):
         self._feedback = empty  # of the columns of a growing tree
         self._is_root_run = False
         self._num_run = 0  # columns of the tree
+        self._chunk = CHUNK  # most pairs that are run at once
 
     def read_prompts(self, rows: Sequence[int], hidden: Tensor) -> None:
         """Take the target's hidden states of prompts, float[len(rows), longest, layers, hidden]; they are run later."""
@@ -77,7 +78,8 @@ class HeadState(DraftState):
         self.prompts[row] = prompt
         self._behind.forget(row)
         if self._state is not None:
-            self._state.write_row(row, self.head.new_state(1, self._state.max_length, self._state.max_nodes))
+            held = self._state
+            held.write_row(row, DecodeState(held.specs, 1, held.max_length, held.max_nodes, self.leaf.device))
 
     def select(self, rows: Tensor) -> Self:
         """Copy the state of some sequences, int64[batch']."""
@@ -160,11 +162,11 @@ class HeadState(DraftState):
         tokens = torch.where(is_root, pending[:, None], torch.cat([tokens[:, :most], pending[:, None]], 1))
         root = self._root_feature[:, None]
         features = torch.where(is_root[..., None], root, torch.cat([features[:, :most], root], 1))
-        for begin in range(0, most + 1, CHUNK):
-            piece = slice(begin, begin + CHUNK)
+        for begin in range(0, most + 1, self._chunk):
+            piece = slice(begin, begin + self._chunk)
             self._run_piece(tokens[:, piece], features[:, piece], number - begin)
         self._is_root_run = True
-        return -(-(most + 1) // CHUNK)
+        return -(-(most + 1) // self._chunk)
 
     def _run_piece(self, tokens: Tensor, features: Tensor, number: Tensor) -> None:
         """Run the first ``number + 1``, int64[batch], of [batch, m] pairs, and commit all but the last, the root."""

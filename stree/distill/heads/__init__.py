@@ -11,6 +11,7 @@ from stree.distill.heads.griffin import Griffin
 from stree.distill.heads.hass import Hass
 from stree.distill.heads.network import HeadNetwork
 from stree.distill.heads.recipe import PLAIN, Recipe
+from stree.distill.heads.specblock import new_specblock
 from stree.models.tree_lm import TreeLM
 
 __all__ = ["HEADS", "RECIPES", "new_head"]
@@ -19,6 +20,7 @@ HEADS: dict[str, Callable[..., HeadNetwork]] = {
     "mtp": new_mtp,
     "eagle3": new_eagle3,
     "dflash": new_dflash,
+    "specblock": new_specblock,
 }
 """By kind, what makes a head with random weights from a target, a seed and, for those that have any, a recipe."""
 RECIPES: dict[str, Recipe] = {"plain": PLAIN, "hass": Hass(), "griffin": Griffin(), "fspad": Fspad()}

@@ -75,18 +75,24 @@ class HeadNetwork(nn.Module, ABC):
         """Mean KL divergence from [batch, n, vocab] logits to those of float[batch, n, hidden] outputs of the head."""
         return mean_over_rows(divergence_of_rows, self, hidden, logits)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what is saved, in bfloat16."""
+        return {
+            self.published_name(name): value.detach().to("cpu", torch.bfloat16).contiguous()
+            for name, value in self.state_dict().items()
+        }
+
+    def config(self) -> dict[str, Any]:
+        """Return config.json."""
+        speculators = {**self._config["speculators_config"], "verifier": self._verifier}
+        common = {"dtype": "bfloat16", "speculators_version": "0.9.0"}
+        return {**self._config, **common, "speculators_config": speculators}
+
     def save(self, folder: Path) -> None:
         """Save the head in bfloat16, in the layout of the package speculators."""
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {
-            self.published_name(name): value.to("cpu", torch.bfloat16).contiguous()
-            for name, value in self.state_dict().items()
-        }
-        common = {"dtype": "bfloat16", "speculators_version": "0.9.0"}
-        speculators = {**self._config["speculators_config"], "verifier": self._verifier}
-        config = {**self._config, **common, "speculators_config": speculators}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file(self.tensors(), folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(self.config(), indent=2) + "\n", encoding="utf-8")
 
 
 def divergence_of_rows(hidden: Tensor, weight: Tensor, target_logits: Tensor) -> Tensor:
