@@ -73,12 +73,13 @@ def test_real_runs_launch_every_kernel_in_the_variants_of_their_layers() -> None
             assert {constants[switch] for name, constants in found if name == kernel} == {False, True}, switch
 
 
-def test_the_committed_record_is_of_the_kernels_as_they_are() -> None:
+@pytest.mark.parametrize("name", ["runs", "tests"])
+def test_committed_records_are_of_the_kernels_as_they_are(name: str) -> None:
     # In a process of its own, as the module switches Triton's interpreter off.
     sources = json.loads(
         run("-c", "import json; from benchmarks.ahead_of_time import table; print(json.dumps(table.sources()))")
     )
-    header, *records = [json.loads(line) for line in (RESULTS / "runs.jsonl").read_text("utf-8").splitlines()]
+    header, *records = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text("utf-8").splitlines()]
     changed = {path for path, _ in header["sources"].items() ^ sources.items()}
     assert not changed, f"made before changes of {changed}; renew it: see CONTRIBUTING.md"
     assert {each["kernel"] for each in records} == KERNELS
