@@ -22,6 +22,7 @@ from stree.decode.step_cache import StepCache, step_cache_of
 from stree.decode.tree_sizes import budget_policy
 from stree.decode.validation import checked
 from stree.drafters import Drafter, NoDrafter, SuffixDrafter, load
+from stree.drafters.overlapped import OverlappedDrafter
 from stree.drafters.target_init import drafter_and_verifier
 from stree.growth import Growth, parse_growth
 from stree.models.tree_lm import TreeLM
@@ -43,6 +44,7 @@ def generate(
     growth: Growth | str | None = None,
     budget: int | str | None = None,
     verifier: str = "auto",
+    overlap: bool = False,
     sampling: Sampling | Sequence[Sampling] | None = None,
     repetition_penalty: float | Sequence[float] = 1.0,
     logits_processor: LogitsProcessor | Sequence[LogitsProcessor | None] | None = None,
@@ -84,6 +86,9 @@ def generate(
             share its batch, where under a number a seed names a text.  None: 16 for one sequence with a draft model,
             else "auto".
         verifier: "auto", "match", "rejection", "traversal" or "block"; see ``stree.accept``.
+        overlap: draft the next tree while the target verifies, below the path that is likeliest to be accepted, and use
+            it if that one was: in a thread, on CUDA in a second stream.  For draft models, without logits processors;
+            steps are not captured.  See docs/choosing.md for where it pays.
         allow_lossy: let ``TargetInit`` run, whose text is not distributed as the target's.
 
         Which token:
@@ -131,7 +136,7 @@ def generate(
         repetition_penalty=repetition_penalty, logits_processor=logits_processor, num_samples=num_samples,
         max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, stop_strings=stop_strings, tokenizer=tokenizer,
         ignore_eos=ignore_eos, logprobs=logprobs, attention_mask=attention_mask, streamer=streamer,
-        cancelled=cancelled, max_batch=max_batch, max_length=max_length, allow_lossy=allow_lossy,
+        cancelled=cancelled, max_batch=max_batch, max_length=max_length, allow_lossy=allow_lossy, overlap=overlap,
     )  # fmt: skip
     return run(lm, prompts, SuffixDrafter() if drafter is None else load(drafter, lm), arguments)
 
@@ -250,9 +255,12 @@ def _decode(
     batch = batch_for(lm, prompts, arguments, most_prompts)
     if not drafter.is_lossless and len(batch.kinds) > 1:
         raise ValueError(f"TargetInit takes one sampling for all prompts, got {len(batch.kinds)}")
+    drafter = OverlappedDrafter(drafter) if arguments.overlap else drafter
     drafter = NoDrafter() if arguments.budget == 1 else drafter
-    # With a logits processor host code runs in every step, and so it does under a lossy rule.
-    step_cache = step_cache_of(lm) if batch.processor is None and drafter.is_lossless else None
+    # With a logits processor host code runs in every step, and so it does under a lossy rule, and where drafting
+    # overlaps with verifying.
+    is_on_device = batch.processor is None and drafter.is_lossless and not arguments.overlap
+    step_cache = step_cache_of(lm) if is_on_device else None
     budget, policy = budget_policy(lm, drafter, batch, replace(arguments, verifier=verifier))
     growth, max_nodes = policy.growth, policy.max_nodes
     ask = arguments.cancelled

@@ -73,6 +73,7 @@ class GenerateArguments:
     max_batch: int | None = None
     max_length: int | None = None
     allow_lossy: bool = False
+    overlap: bool = False
     observer: Observer | Sequence[Observer] | None = None
     processor: NodeProcessor | None = None
     policy: Callable[[Growth | None, Sequence[int]], BudgetPolicy] | None = None

@@ -40,6 +40,7 @@ class Statistics:
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     steps: int = 0
     draft_calls: int = 0
+    reused_drafts: int = 0  # drafted while the target verified
     nodes: int = 0
     row_steps: int = 0
     row_tokens: int = 0
@@ -50,6 +51,7 @@ class Statistics:
         """Count a step: nodes committed by each sequence, 0 for an inactive one, and seconds by part."""
         self.steps += 1
         self.draft_calls += draft.num_calls
+        self.reused_drafts += draft.is_reused
         self.nodes += draft.tree.tokens.shape[1]
         for part, time in seconds:
             self.parts[part] += time
@@ -87,6 +89,7 @@ class Statistics:
             "sequence_steps": self.row_steps,
             "tau": self.row_tokens / self.row_steps if self.row_steps else 0.0,
             "draft_calls": self.draft_calls,
+            "reused_drafts": self.reused_drafts,
             "nodes_per_step": self.nodes / max(self.steps, 1),
             "acceptance_by_depth": [now / before for before, now in zip(reached, reached[1:], strict=False)],
             "tokens_per_s": num_new_tokens / max(self.total_s, 1e-9),

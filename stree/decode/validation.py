@@ -48,6 +48,10 @@ def checked(lm: TreeLM, drafter: Drafter, arguments: GenerateArguments) -> Gener
     if budget is not None and not isinstance(budget, str):
         budget = operator.index(budget)
         check_nodes(lm, drafter, budget)
+    if arguments.overlap and (arguments.logits_processor is not None or arguments.repetition_penalty != 1):
+        raise ValueError(
+            "overlap takes no logits_processor or repetition_penalty, whose host code is not run in threads"
+        )
     for model in drafter.models:
         check_vocabulary(model, lm.vocab_size)
         if model.device != lm.device:

@@ -28,6 +28,7 @@ class Draft:
         max_depth: bound of the tree's depths, known to the host.
         num_calls: forward passes of a draft model that it took.
         values: float[batch, n], estimated probability that each node is right, or None where there is no estimate.
+        is_reused: whether it was drafted while the target verified the tree before it.
     """
 
     tree: TokenTree
@@ -35,6 +36,7 @@ class Draft:
     max_depth: int
     num_calls: int = 0
     values: Tensor | None = None
+    is_reused: bool = False
 
     @property
     def laws(self) -> DraftProbs | None:

@@ -37,8 +37,11 @@ class DraftState:
         has_leaf: bool[batch], where that is so.
         max_nodes: most columns of a tree, where it is known.
         is_extended: whether trees are extended by another drafter, which reads every step on the host anyway.
+        last_logits: float[batch, vocab], of what follows the tokens that ``catch_up`` has run last.
         version: changes whenever tensors that outlive a step are replaced.
     """
+
+    last_logits: Tensor
 
     def __init__(self, lm: TreeLM, prompts: Sequence[Sequence[int]]) -> None:
         self._lm, self.prompts = lm, list(prompts)
@@ -166,7 +169,8 @@ class DraftState:
         lengths = torch.where(count > 0, count + lead, 0)
         is_node = (place < lengths[:, None]) | (place == 0)
         chain = torch.where(is_node, place - 1, -1).to(torch.int32)
-        self._lm.verify(self.decode_state, TokenTree.unchecked(tokens * is_node, chain))
+        logits = self._lm.verify(self.decode_state, TokenTree.unchecked(tokens * is_node, chain))
+        self.last_logits = logits.take_along_dim((lengths - 1).clamp(min=0).view(-1, 1, 1), 1)[:, 0]
         path = place.to(torch.int32).expand(len(tokens), -1)
         self._lm.commit(self.decode_state, path, lengths.to(torch.int32))
         self.has_leaf &= count == 0

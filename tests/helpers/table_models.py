@@ -56,6 +56,9 @@ class TableState:
     def resized(self, max_length: int, max_nodes: int) -> TableState:
         return TableState(self.lengths, max_length, max_nodes, self.length_bound)
 
+    def select(self, rows: Tensor) -> TableState:
+        return TableState(self.lengths[rows], self.max_length, self.max_nodes, self.length_bound)
+
     def overwrite(self, other: TableState) -> None:
         self.lengths, self.length_bound = other.lengths, other.length_bound
 

@@ -1,0 +1,181 @@
+"""Drafting the next tree while the target verifies this one (PEARL, arXiv 2408.11850, for trees)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.drafters.base import Draft, Drafter, DraftRun
+from stree.drafters.draft_state import DraftState
+from stree.drafters.model import ModelDrafter, _ModelRun, check_vocabulary
+from stree.growth import Growth
+from stree.kernels.step.bookkeeping import path_on_nodes
+from stree.models.tree_lm import TreeLM
+from stree.sampling import Random
+from stree.tree import TokenTree
+from stree.verify import Acceptance
+
+__all__ = ["OverlappedDrafter"]
+
+
+class OverlappedDrafter(Drafter):
+    """A draft model that drafts below the likeliest accepted path before the path is known.
+
+    While the target verifies, a copy of the draft model's state reads the path that is likeliest to be accepted, takes
+    its own likeliest next token, and grows the next tree below it: in a thread, on CUDA in a stream of its own.  If
+    this path was accepted and this token came next, in every row, the tree is used; otherwise another one is grown.
+
+    The text is as exact as without: what is guessed depends on no random number, the tree was drawn from distributions
+    that are stored, with the numbers of its own position, and whether it is used depends on the target alone.
+
+    Args:
+        drafter: of a draft model.
+
+    Raises:
+        TypeError: another drafter.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        if not isinstance(drafter, ModelDrafter):
+            what = "overlap needs a draft model, which drafts without the target's hidden states"
+            raise TypeError(f"{what}, got {type(drafter).__name__}")
+        self._drafter = drafter
+
+    @property
+    def default_growth(self) -> Growth | None:
+        """Growth of the draft model."""
+        return self._drafter.default_growth
+
+    @property
+    def models(self) -> Sequence[TreeLM]:
+        """The draft model."""
+        return self._drafter.models
+
+    def with_model(self, change: Callable[[TreeLM], TreeLM]) -> OverlappedDrafter:
+        """Return a drafter over ``change`` of its model, whose calls come from two threads, never at once."""
+        return OverlappedDrafter(self._drafter.with_model(change))
+
+    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
+        """Begin a run; the draft model reads the prompts when the first tree is drafted."""
+        check_vocabulary(self._drafter.lm, vocab_size)
+        return _OverlappedRun(_CopiedRun(self._drafter.lm, DraftState(self._drafter.lm, prompts), rng))
+
+
+class _CopiedRun(_ModelRun):
+    """A draft model's run that can be copied to where a path of its last tree is accepted."""
+
+    def after(self, path: Tensor, lengths: Tensor) -> tuple[_CopiedRun, Tensor]:
+        """Copy the run, as if int32[batch, m] nodes were accepted; return int64[batch], its likeliest next tokens."""
+        other = self.select(torch.arange(len(path), device=path.device), self._rng)
+        proposal = self._proposed.proposal
+        tokens = proposal.tree.tokens
+        ratios, is_live = path_on_nodes(path, lengths, tokens.shape[1])
+        other.acceptance_model.read_text(tokens, path, lengths)
+        other.acceptance_model.learn(proposal, ratios, is_live)
+        other._state.commit_later(tokens.gather(1, path.clamp(min=0).long()), lengths.long())
+        other._state.catch_up(path[:, 0])
+        return other, other._state.last_logits.argmax(-1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Guess:
+    """What is drafted ahead.
+
+    Attributes:
+        last: int64[batch], the last node of the path that is assumed to be accepted.
+        work: gives the copied run, int64[batch] next tokens, and the tree below them.
+        growth: of the tree.
+        budget: of the tree.
+        stream: on which the work runs, or None.
+    """
+
+    last: Tensor
+    work: Future[tuple[_CopiedRun, Tensor, Draft]]
+    growth: Growth | None
+    budget: int
+    stream: Any
+
+
+class _OverlappedRun(DraftRun):
+    """A draft model's run, beside a guess of where it will go on."""
+
+    can_admit = can_restart = True
+
+    def __init__(self, run: _CopiedRun) -> None:
+        self._run, self._pool = run, ThreadPoolExecutor(1, thread_name_prefix="stree drafting")
+        self._guess: _Guess | None = None
+        self._ready: tuple[Draft, Growth | None, int] | None = None  # a tree that was drafted ahead, and is right
+
+    def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+        """Use the tree that was drafted ahead, or grow one; then begin with the next one, unless nothing is drafted."""
+        ready, self._ready = self._ready, None
+        if ready is not None and ready[1:] == (growth, budget):
+            draft = replace(ready[0], is_reused=True)
+        else:
+            draft = self._run.propose(pending, growth, budget)
+        if draft.values is not None and draft.tree.tokens.shape[1] > 1:
+            self._guess = self._begin(draft, growth, budget)
+        return draft
+
+    def _begin(self, draft: Draft, growth: Growth | None, budget: int) -> _Guess:
+        """Begin to draft below the likeliest path."""
+        assert draft.values is not None, "the caller has checked"
+        path, lengths, last = _likeliest_path(draft.tree, draft.values)
+        run, stream = self._run, torch.cuda.Stream(last.device) if last.is_cuda else None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(last.device))
+
+        @torch.no_grad()
+        def work() -> tuple[_CopiedRun, Tensor, Draft]:
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                other, token = run.after(path, lengths)
+                return other, token, other.propose(token, growth, budget)
+
+        return _Guess(last, self._pool.submit(work), growth, budget, stream)
+
+    def observe(self, acceptance: Acceptance) -> None:
+        """Take over what was drafted ahead, if the guess was right; read accepted tokens otherwise."""
+        guess, self._guess = self._guess, None
+        if guess is None:
+            return self._run.observe(acceptance)
+        other, token, draft = guess.work.result()
+        if guess.stream is not None:
+            torch.cuda.current_stream(token.device).wait_stream(guess.stream)
+        lengths = acceptance.path_lengths.long()
+        last = acceptance.path.long().gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0]
+        is_right = (lengths == 0) | ((last == guess.last) & (acceptance.next_token == token))
+        if bool(is_right.all()):
+            self._run, self._ready = other, (draft, guess.growth, guess.budget)
+        else:
+            self._run.observe(acceptance)
+        return None
+
+    def admit(self, row: int, prompt: Sequence[int]) -> None:
+        self._ready = None
+        self._run.admit(row, prompt)
+
+    def restart(self, prompts: Sequence[Sequence[int]]) -> None:
+        self._ready = None
+        self._run.restart(prompts)
+
+    def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
+        self._run.reserve(max_length, growth, budget, begins=begins)
+
+
+def _likeliest_path(tree: TokenTree, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the path to the leaf of the greatest value: int32[batch, m], int32[batch], and its node, int64[batch]."""
+    parents = tree.parents.long()
+    has_child = torch.zeros_like(parents).scatter_add(1, parents.clamp(min=0), (parents >= 0).long()) > 0
+    is_leaf = (parents >= 0) & ~has_child  # of the root there are children, unless nothing was drafted in its row
+    last = values.masked_fill(~is_leaf, -torch.inf).argmax(1)
+    mask = tree.ancestor_mask.take_along_dim(last[:, None, None], 1)[:, 0]
+    path = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    lengths = mask.sum(1)
+    path = torch.where(torch.arange(path.shape[1], device=path.device) < lengths[:, None], path, -1)
+    return path.to(torch.int32), lengths.to(torch.int32), last
