@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from stree.bench.methods import Method
+from stree.bench.methods import ASSISTED, Method
 from stree.bench.pair import Pair
 from stree.bench.peers import PEERS
 from stree.bench.records import Record
@@ -111,11 +111,14 @@ def _distinct_4grams(tokens: Sequence[int]) -> float:
 
 def _run_peer(pair: Pair, method: Method, case: Case) -> Run:
     """Run another library's generation."""
+    options = {"drafted": int(method.budget) - 1} if method.kind in ASSISTED else {}
     began = time.perf_counter()
-    tokens, first = PEERS[method.drafter](pair, case.prompts, case.new_tokens, case.temperature, case.seed)
+    out = PEERS[method.drafter](pair, case.prompts, case.new_tokens, case.temperature, case.seed, **options)
     seconds = time.perf_counter() - began
-    stats = {"steps": case.new_tokens - 1, "tau": 1.0, "nodes_per_step": 1.0, "draft_calls": 0}
-    return Run(tokens, seconds, first, stats)
+    steps = (out.forwards or case.new_tokens) - 1  # without the prompt's
+    tau = (case.new_tokens - 1) / max(steps, 1)
+    stats = {"steps": steps, "tau": tau, "nodes_per_step": float(method.budget), "draft_calls": 0}
+    return Run(out.tokens, seconds, out.ttft_s, stats)
 
 
 def _run(lm: TreeLM | UnrolledLM, drafter: Drafter, method: Method, case: Case) -> Run:

@@ -101,7 +101,7 @@ def _compare_greedy(pair: Pair, method: Method, case: Case, run: Run, others: di
         if wanted is not None:
             text = wanted.tokens[row]
         else:
-            text = run_transformers(pair, [prompt], case.new_tokens, 0.0, 0)[0][0]
+            text = run_transformers(pair, [prompt], case.new_tokens, 0.0, 0).tokens[0]
         found = compare(pair, prompt, tokens, text)
         if not verdict or not found["identical"]:
             verdict = found

@@ -10,12 +10,13 @@ from stree.checks import check_counts
 from stree.growth import Chain, Growth, TargetInit, parse_growth
 from stree.verify import VERIFIERS
 
-__all__ = ["DEFAULT", "Method", "parse_methods"]
+__all__ = ["ASSISTED", "DEFAULT", "PEERS", "Method", "parse_methods"]
 
 DEFAULT = (
     "plain,transformers,mamba-ssm,chain:2-8,chain:4,chain:6,chain:15,stree,static:2,2,1,dyspec:8,dyspec:16,dyspec:32,"
     "calibrated:16,unrolled,suffix,fused,auto"
 )
+TOKENS = 10  # that transformers drafts a step, where a method's name does not say; its documentation's number
 BUDGET = 16  # nodes of a dynamic tree whose name gives none, root included
 ALONE: dict[str, tuple[str, int | str]] = {  # name -> drafter and budget
     "plain": ("none", 1),
@@ -23,6 +24,8 @@ ALONE: dict[str, tuple[str, int | str]] = {  # name -> drafter and budget
     "mamba-ssm": ("mamba-ssm", 1),
     "auto": ("model", "auto"),
 }
+ASSISTED = ("transformers-lookup", "transformers-assistant")
+PEERS = ("transformers", *ASSISTED, "mamba-ssm")
 RETRIEVAL = ("suffix", "fused")
 
 
@@ -32,10 +35,10 @@ class Method:
 
     Attributes:
         name: as on the command line.
-        drafter: "model", "suffix", "fused", "none", or the library whose own generation runs: "transformers",
-            "mamba-ssm".
+        drafter: "model", "suffix", "fused", "none", or one of ``PEERS``, whose own generation runs.
         growth: shape of a draft model's trees, or None.
-        budget: most nodes a step, root included, or "auto".
+        budget: most nodes a step, root included, or "auto"; of a mode of transformers, one more than the tokens that it
+            drafts a step.
         verifier: one of ``stree.verify.VERIFIERS``.
         is_unrolled: whether every root-to-leaf path is verified as a row of its own (``UnrolledLM``).
         depths: of a chain whose depth is still to be chosen; empty for all others.
@@ -70,7 +73,7 @@ class Method:
     @property
     def is_peer(self) -> bool:
         """Whether another library generates."""
-        return self.drafter in ("transformers", "mamba-ssm")
+        return self.drafter in PEERS
 
     @property
     def is_lossy(self) -> bool:
@@ -92,11 +95,12 @@ class Method:
 def parse_methods(text: str, verifier: str = "auto") -> list[Method]:
     """Read a comma-separated list of methods.
 
-    ``plain``; ``transformers`` and ``mamba-ssm``, those libraries' own generation; ``chain:FROM-TO``, a chain whose
-    depth is tuned on prompts that are not measured; any growth that ``parse_growth`` reads, with ``:BUDGET`` or
-    ``:BUDGETxDEPTH`` after a dynamic one, and after the number of its stop rule; ``suffix[:BUDGET]``,
-    ``fused[:BUDGET]``; ``auto``, the library's own choice; ``unrolled[:TREE]``, the baseline that verifies a tree's
-    paths as rows of a batch.  ``@VERIFIER`` after any of them chooses its verifier.
+    ``plain``; ``transformers`` and ``mamba-ssm``, those libraries' own generation; ``transformers-lookup[:TOKENS]`` and
+    ``transformers-assistant[:TOKENS]``, transformers' prompt lookup, and its assisted generation with the drafter;
+    ``chain:FROM-TO``, a chain whose depth is tuned on prompts that are not measured; any growth that ``parse_growth``
+    reads, with ``:BUDGET`` or ``:BUDGETxDEPTH`` after a dynamic one, and after the number of its stop rule;
+    ``suffix[:BUDGET]``, ``fused[:BUDGET]``; ``auto``, the library's own choice; ``unrolled[:TREE]``, the baseline that
+    verifies a tree's paths as rows of a batch.  ``@VERIFIER`` after any of them chooses its verifier.
 
     Args:
         text: the list.
@@ -121,11 +125,13 @@ def _parse(name: str, verifier: str) -> Method:
     if verifier not in VERIFIERS:
         raise ValueError(f"the verifier of {name!r} must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
     kind, _, shape = rest.partition(":")
-    if at and kind in ("transformers", "mamba-ssm", "lossy-target-init"):
+    if at and kind in (*PEERS, "lossy-target-init"):
         raise ValueError(f"method {name!r} has a rule of its own to accept tokens; leave @{own} out")
     if rest in ALONE:
         drafter, budget = ALONE[rest]
         return Method(name, drafter, None, budget, verifier)
+    if kind in ASSISTED and re.fullmatch(r"\d*", shape):
+        return Method(name, kind, None, int(shape or TOKENS) + 1, verifier)
     if kind in RETRIEVAL and re.fullmatch(r"\d*", shape):
         return Method(name, kind, None, int(shape or BUDGET), verifier)
     chain = re.fullmatch(r"chain:(\d+)-(\d+)", rest)
@@ -158,7 +164,7 @@ def _parse_tree(text: str, name: str) -> tuple[Growth, int]:
     try:
         growth = parse_growth(text)
     except ValueError as error:
-        known = ", ".join([*ALONE, *RETRIEVAL, "unrolled"])
+        known = ", ".join([*ALONE, *ASSISTED, *RETRIEVAL, "unrolled"])
         raise ValueError(f"method {name!r} is unknown; known are {known}, and growths: {error}") from error
     return growth, _nodes(growth)
 

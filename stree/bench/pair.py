@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from stree.bench.smollm2 import named, prepared
 from stree.drafters import Drafter
 from stree.heads import CausalHead, OneShotHead, head_layout, load
 from stree.inputs import ASSETS, load_tokenizer, locate
@@ -48,7 +49,7 @@ class Pair:
         """Load a pair.
 
         Args:
-            target: "bundled", a folder, or a hub id.
+            target: "bundled", "smollm2" (``stree.bench.smollm2``), a folder, or a hub id.
             drafter: likewise, a model or a draft head, "mtp" for the target's own MTP layers, or "none"; None for the
                 bundled one beside the bundled target, else no draft model.
             device: as for ``TreeLM.from_pretrained``.
@@ -61,8 +62,8 @@ class Pair:
         logging.disable_progress_bar()
         if drafter is None:
             drafter = "bundled" if target == "bundled" else "none"
-        source = locate(target, "target")
-        drafter_source = None if drafter == "none" else locate(drafter, "drafter")
+        source = locate(prepared(target), "target")
+        drafter_source = None if drafter == "none" else locate(prepared(drafter), "drafter")
         is_head = drafter == "mtp" or (drafter_source is not None and head_layout(drafter_source) is not None)
         lm = TreeLM.from_pretrained(source, device=device, dtype=dtype)
         if drafter_source is not None and is_head:
@@ -75,20 +76,33 @@ class Pair:
     @cached_property
     def plain(self) -> Any:
         """Load the unpatched copy; no stop token, as every method emits exactly the tokens asked for."""
+        return self._unpatched(self.source)
+
+    @cached_property
+    def plain_drafter(self) -> Any:
+        """Load an unpatched copy of the draft model.
+
+        Raises:
+            NotImplementedError: there is no draft model.
+        """
+        if self.drafter is None:
+            raise NotImplementedError("an assistant model is a draft model; give one with --drafter")
+        return self._unpatched(str(self.drafter_source))
+
+    def _unpatched(self, source: str) -> Any:
         lm = self.target
-        model: Any = load_model(
-            self.source, device=lm.device, dtype=lm.dtype, device_map=None, trust_remote_code=False
-        ).eval()
+        model: Any = load_model(source, device=lm.device, dtype=lm.dtype, device_map=None, trust_remote_code=False)
         model.generation_config.eos_token_id = None
-        return model
+        return model.eval()
 
     @property
     def names(self) -> tuple[str, str | None]:
-        """Name target and drafter without the place of the bundled ones."""
+        """Name target and drafter without the place of those that need no folder."""
         known = {str(ASSETS / role): "bundled" for role in ("target", "drafter")}
         known[str(ASSETS / "mtp")] = "bundled-mtp"
         drafter = self.drafter_source
-        return known.get(self.source, self.source), None if drafter is None else known.get(drafter, drafter)
+        target = known.get(self.source, named(self.source))
+        return target, None if drafter is None else known.get(drafter, named(drafter))
 
     @property
     def dtype(self) -> str:

@@ -6,6 +6,7 @@ import importlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,20 @@ from stree.bench.pair import Pair
 
 __all__ = ["PEERS", "PeerRun"]
 
-PeerRun = tuple[list[list[int]], float | None]  # new tokens of each prompt, and seconds to the first where known
+
+@dataclass(frozen=True, slots=True)
+class PeerRun:
+    """What another library generated.
+
+    Attributes:
+        tokens: new ones of each prompt.
+        ttft_s: seconds to the first token, or None where that is not known.
+        forwards: of the target, or None where each made one token.
+    """
+
+    tokens: list[list[int]]
+    ttft_s: float | None = None
+    forwards: int | None = None
 
 
 class _FirstToken:
@@ -34,9 +48,23 @@ class _FirstToken:
 
 
 def run_transformers(
-    pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    temperature: float,
+    seed: int,
+    **assisted: Any,
 ) -> PeerRun:
-    """Generate with the unpatched copy; a batch of ragged prompts is left-padded."""
+    """Generate with the unpatched copy; a batch of ragged prompts is left-padded.
+
+    Args:
+        pair: the models.
+        prompts: token lists.
+        new_tokens: of every sequence.
+        temperature: 0 for greedy.
+        seed: of torch's random numbers.
+        assisted: options that choose a mode of speculation.
+    """
     width = max(map(len, prompts))
     ids = torch.tensor([[*[0] * (width - len(prompt)), *prompt] for prompt in prompts], device=pair.target.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=ids.device)
@@ -47,10 +75,56 @@ def run_transformers(
     torch.manual_seed(seed)
     began = time.perf_counter()
     out = pair.plain.generate(
-        ids, attention_mask=mask, max_new_tokens=new_tokens, pad_token_id=0, streamer=streamer, **options
+        ids, attention_mask=mask, max_new_tokens=new_tokens, pad_token_id=0, streamer=streamer, **options, **assisted
     )
     first = streamer.times[1] - began if streamer is not None else None
-    return out[:, width:].tolist(), first
+    return PeerRun(out[:, width:].tolist(), first)
+
+
+def run_lookup(
+    pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int, *, drafted: int
+) -> PeerRun:
+    """Generate with prompt lookup: transformers drafts ``drafted`` tokens a step from the text so far."""
+    return _run_assisted(pair, prompts, new_tokens, temperature, seed, prompt_lookup_num_tokens=drafted)
+
+
+def run_assistant(
+    pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int, *, drafted: int
+) -> PeerRun:
+    """Generate with the draft model as transformers' assistant, ``drafted`` tokens a step.
+
+    Raises:
+        NotImplementedError: there is no draft model, or transformers has no assisted generation for such a target.
+    """
+    assistant = pair.plain_drafter
+    assistant.generation_config.num_assistant_tokens = drafted
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    return _run_assisted(pair, prompts, new_tokens, temperature, seed, assistant_model=assistant)
+
+
+def _run_assisted(
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    temperature: float,
+    seed: int,
+    **assisted: Any,
+) -> PeerRun:
+    """Generate in a mode of speculation, and count the target's forwards."""
+    if len(prompts) > 1:
+        raise NotImplementedError("transformers' assisted generation takes one prompt; use --batch-size 1")
+    if pair.plain._is_stateful:
+        raise NotImplementedError("transformers has no assisted generation for models with a recurrent state")
+    forwards = 0
+
+    def count(*_: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    with pair.plain.register_forward_pre_hook(count):
+        run = run_transformers(pair, prompts, new_tokens, temperature, seed, **assisted)
+    return replace(run, forwards=forwards)
 
 
 def run_mamba_ssm(
@@ -69,7 +143,7 @@ def run_mamba_ssm(
     torch.manual_seed(seed)
     out = model.generate(ids, max_length=ids.shape[1] + new_tokens, cg=True, **options)
     torch.cuda.synchronize(ids.device)
-    return out[:, ids.shape[1] :].tolist(), None
+    return PeerRun(out[:, ids.shape[1] :].tolist())
 
 
 _MODELS: dict[tuple[str, str], Any] = {}
@@ -94,7 +168,9 @@ def _mamba_model(pair: Pair) -> Any:
     return _MODELS[key]
 
 
-PEERS: dict[str, Callable[[Pair, Sequence[Sequence[int]], int, float, int], PeerRun]] = {
+PEERS: dict[str, Callable[..., PeerRun]] = {
     "transformers": run_transformers,
+    "transformers-lookup": run_lookup,
+    "transformers-assistant": run_assistant,
     "mamba-ssm": run_mamba_ssm,
 }

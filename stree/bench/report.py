@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from stree.bench.directory import read_about
+from stree.bench.methods import PEERS
 from stree.bench.records import Record, read
 from stree.bench.summary import PARTS, Ratio, summarise, verdict_text
 from stree.files import replacing
@@ -104,7 +105,7 @@ def cells(row: Record) -> Mapping[str, str]:
     names = {"suite": row["suite"], "temperature": f"{row['temperature']:g}", "method": row["method"]}
     if row["status"] != "ok":
         return {**names, "output": verdict_text(row)}
-    has_parts = row["drafter"] not in ("transformers", "mamba-ssm")
+    has_parts = row["drafter"] not in PEERS
     return {
         **names,
         "tokens_per_s": f"{row['tokens_per_s']:.0f}",

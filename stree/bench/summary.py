@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import bootstrap
 
+from stree.bench.methods import PEERS
 from stree.bench.records import Record
 
 __all__ = ["PARTS", "Ratio", "interval", "mean_tau", "summarise", "verdict_text"]
@@ -156,7 +157,7 @@ def verdict_text(row: Record) -> str:
         return f"FAILS: p = {row['p_value']:.1g}" if "p_value" in row else "FAILS: differs"
     if row["method"].startswith("lossy"):
         return f"LOSSY by design ({row['verifier']})"
-    if row["drafter"] == "transformers":
+    if row["drafter"] == "transformers" or (row["drafter"] in PEERS and row["temperature"] > 0):
         return "the reference" if row["temperature"] == 0 else "own random numbers"
     if row["lossless"] is None and row["drafter"] == "none":
         return "the reference"

@@ -46,12 +46,12 @@ def _add(bench: Any, name: str, run: Callable[[argparse.Namespace], int], text: 
 
 def _add_models(command: argparse.ArgumentParser) -> None:
     """Add the options that choose models and device."""
-    command.add_argument("--target", default="bundled", help="'bundled', a folder, or a hub id")
+    command.add_argument("--target", default="bundled", help="'bundled', 'smollm2', a folder, or a hub id")
     command.add_argument(
         "--drafter",
         default=None,
-        help="likewise, or a draft head, 'bundled-mtp', 'mtp' or 'none'; by default 'bundled' for the bundled target, "
-        "else 'none'",
+        help="likewise, 'smollm2:6' for its first layers, or a draft head, 'bundled-mtp', 'mtp' or 'none'; by default "
+        "'bundled' for the bundled target, else 'none'",
     )
     add_device(command)
     command.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")

@@ -11,7 +11,8 @@ from stree.verify import VERIFIERS
 
 def test_methods_are_read_with_ranges_shapes_and_budgets() -> None:
     text = (
-        "plain,transformers,mamba-ssm,chain:4,chain:2-8,static:3,2,stree,dyspec,dyspec:32,suffix,suffix:8,fused:32,auto"
+        "plain,transformers,mamba-ssm,chain:4,chain:2-8,static:3,2,stree,dyspec,dyspec:32,suffix,suffix:8,fused:32,auto,"
+        "transformers-lookup,transformers-assistant:4"
     )
     found = {method.name: (method.drafter, method.budget) for method in parse_methods(text)}
     assert found == {
@@ -20,6 +21,7 @@ def test_methods_are_read_with_ranges_shapes_and_budgets() -> None:
         "static:3,2": ("model", 10), "stree": ("model", 13), "dyspec": ("model", 16),
         "dyspec:32": ("model", 32), "suffix": ("suffix", 16), "suffix:8": ("suffix", 8),
         "fused:32": ("fused", 32), "auto": ("model", "auto"),
+        "transformers-lookup": ("transformers-lookup", 11), "transformers-assistant:4": ("transformers-assistant", 5),
     }  # fmt: skip
 
 

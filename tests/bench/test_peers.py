@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from helpers.tiny_models import tiny_model
 from helpers.tiny_pairs import tiny_pair
 
-from stree.bench.peers import run_transformers
+from stree.bench.peers import PeerRun, run_assistant, run_lookup, run_transformers
 
 
 def test_transformers_generates_ragged_prompts_as_it_does_each_alone() -> None:
     pair = tiny_pair()
     prompts = [list(range(5, 12)), [20, 21]]
-    together, first = run_transformers(pair, prompts, 6, 0.0, 0)
-    assert first is None  # its streamers take one prompt
-    for prompt, tokens in zip(prompts, together, strict=True):
-        alone, first = run_transformers(pair, [prompt], 6, 0.0, 0)
-        assert alone == [tokens] and first is not None and first > 0
+    together = run_transformers(pair, prompts, 6, 0.0, 0)
+    assert together.ttft_s is None  # its streamers take one prompt
+    for prompt, tokens in zip(prompts, together.tokens, strict=True):
+        alone = run_transformers(pair, [prompt], 6, 0.0, 0)
+        assert alone.tokens == [tokens] and alone.ttft_s is not None and alone.ttft_s > 0
+
+
+@pytest.mark.parametrize("mode", [run_lookup, run_assistant])
+def test_assisted_modes_of_transformers_generate_its_text(mode: Callable[..., PeerRun]) -> None:
+    pair = tiny_pair("llama")
+    pair.plain_drafter = tiny_model("llama", pair.target.dtype)  # the target itself: everything is accepted
+    prompt = [5, 6, 7, 8] * 3
+    wanted = run_transformers(pair, [prompt], 24, 0.0, 0)
+    found = mode(pair, [prompt], 24, 0.0, 0, drafted=4)
+    assert found.tokens == wanted.tokens and wanted.forwards is None
+    assert found.forwards is not None and found.forwards <= 24
+    if mode is run_assistant:
+        assert found.forwards == 5  # of 5 tokens each, the last of 4
+
+
+@pytest.mark.parametrize(
+    ("family", "prompts", "message"),
+    [("mamba2", [[5, 6]], "recurrent state"), ("llama", [[5, 6], [7]], "one prompt")],
+)
+def test_what_transformers_cannot_assist_is_refused(family: str, prompts: Any, message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        run_lookup(tiny_pair(family), prompts, 4, 0.0, 0, drafted=4)
+    with pytest.raises(NotImplementedError, match="--drafter"):
+        run_assistant(tiny_pair(family, drafter=False), prompts, 4, 0.0, 0, drafted=4)
