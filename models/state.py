@@ -6,7 +6,7 @@ Tensors are allocated, copied and committed per stack: all layers of one kind an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,15 +21,7 @@ from stree.models.deferred_commit import MAX_DEFERRED, DeferredCommit
 from stree.models.layers.base import LayerSpec, LayerStack, Prefilled, Site
 from stree.tree import TokenTree
 
-__all__ = ["DecodeState", "Pending", "TreeStep"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Pending:
-    """The last verified tree, which ``commit`` applies and ``verify(first=k)`` extends."""
-
-    tree: TokenTree
-    topology: Topology
+__all__ = ["DecodeState", "TreeInputs", "TreeStep"]
 
 
 class DecodeState:
@@ -41,7 +33,7 @@ class DecodeState:
         lengths: int32[batch], committed tokens of each sequence.
         max_length: most committed tokens a sequence.
         max_nodes: most nodes of a tree, root included.
-        pending: the last verified and not yet committed tree, or None.
+        pending: the last verified and not yet committed tree, which ``commit`` applies and ``verify(first=k)`` extends.
         length_bound: int on the host; no sequence is longer.
         fixed_shapes: whether all steps have the same shapes, as a captured graph needs: attention then runs over
             ``max_length`` rows at any length.
@@ -67,7 +59,7 @@ class DecodeState:
         self.max_length, self.max_nodes, self.fixed_shapes = max_length, max_nodes, fixed_shapes
         self.specs, self.defers_commit, self.is_inconsistent = specs, defers_commit, False
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.pending: Pending | None = None
+        self.pending: TokenTree | None = None
         self.length_bound = 0
         self._slots: dict[Site, tuple[LayerSpec, int]] = {}
         counts: dict[LayerSpec, int] = {}
@@ -221,6 +213,43 @@ class DecodeState:
         if self.deferred is not None:
             for site, (spec, slot) in self._slots.items():
                 self.deferred_rows[site] = tuple(rows[slot] for rows in self.deferred.rows.get(spec, ()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeInputs:
+    """The tensors with which a model is called to score nodes ``first``.. of a tree of n nodes.
+
+    Attributes:
+        tokens: int64[batch, n - first].
+        parents: int32[batch, n].
+        mask: bool[batch, n, n], ancestors, each node included.
+        depths: int32[batch, n].
+        positions: int64[batch, n - first], or None where the model takes none.
+        others: further arguments of the model's forward, float[batch, n - first, ...] each.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    mask: Tensor
+    depths: Tensor
+    positions: Tensor | None
+    others: dict[str, Tensor]
+
+    @property
+    def first(self) -> int:
+        """Nodes that were scored by earlier calls."""
+        return self.parents.shape[1] - self.tokens.shape[1]
+
+    def tensors(self) -> list[Tensor]:
+        """List the tensors."""
+        positions = [] if self.positions is None else [self.positions]
+        return [self.tokens, self.parents, self.mask, self.depths, *positions, *self.others.values()]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> TreeInputs:
+        """Return the same with other tensors in the order of ``tensors``."""
+        tokens, parents, mask, depths, *rest = tensors
+        positions = None if self.positions is None else rest.pop(0)
+        return TreeInputs(tokens, parents, mask, depths, positions, dict(zip(self.others, rest, strict=True)))
 
 
 @dataclass(eq=False)  # without slots: transformers 5.17 sets attributes on a RecurrentGemma's cache

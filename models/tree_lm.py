@@ -51,6 +51,7 @@ class TreeLM(TreeScorer):
             positions and feed-forwards on those devices.
         is_sharded: whether several processes hold parts of the weights; all must make the same calls.
         captures_steps: whether steps of a generation are captured as CUDA graphs and replayed; None: where possible.
+        is_compiled: whether trees are scored by compiled functions; see ``compile``.
         cache: objects that a generation stores for the next one, such as captured steps; clear it to free memory.
     """
 

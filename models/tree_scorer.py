@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from typing import overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor
@@ -15,15 +15,23 @@ from stree.kernels.topology import Topology, most_nodes
 from stree.models.checks import check_commit, check_first, check_path
 from stree.models.hidden_states import check_hidden_layers
 from stree.models.layers.base import state_dtype
+from stree.models.layout import layout_of
 from stree.models.patched_model import PatchedModel
-from stree.models.state import DecodeState, Pending, TreeStep
+from stree.models.state import DecodeState, TreeInputs, TreeStep
 from stree.tree import TokenTree, checks_everywhere
+
+if TYPE_CHECKING:
+    from stree.models.compiled import CompiledScoring
 
 __all__ = ["TreeScorer"]
 
 
 class TreeScorer(PatchedModel):
     """A patched model that verifies token trees and commits paths of them; see ``TreeLM``."""
+
+    cache: dict[str, Any]
+    is_compiled: bool = False
+    is_sharded: bool = False
 
     @cached_property
     def _conv_width(self) -> int | None:
@@ -75,25 +83,69 @@ class TreeScorer(PatchedModel):
         """
         self.check_state(state)
         self._check_tree(state, tree, first)
+        if positions is None and self.family.takes_positions:
+            positions = (state.lengths[:, None] + tree.depths[:, first:]).long()
+        nodes = TreeInputs(tree.tokens[:, first:], tree.parents, tree.ancestor_mask, tree.depths, positions, inputs)
+        state.pending = None  # its stash is overwritten, layer by layer
+        if self.is_compiled and state.deferred is None:
+            scored = self._compiled_scoring()(state, nodes, hidden_layers)
+        else:
+            scored = self._score_nodes(state, nodes, hidden_layers)
+        state.pending = tree
+        return scored
+
+    def _score_nodes(
+        self, state: DecodeState, nodes: TreeInputs, hidden_layers: Sequence[int] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call the model; return logits, and hidden states or None."""
         topology = Topology.of(
-            tree.parents, self._conv_width, mask=tree.ancestor_mask, depths=tree.depths, jumps=self._has_diagonal
+            nodes.parents, self._conv_width, mask=nodes.mask, depths=nodes.depths, jumps=self._has_diagonal
         )
-        step = TreeStep(state, topology, first, state.max_length if state.fixed_shapes else state.length_bound)
-        if self.family.takes_positions:
-            if positions is None:
-                positions = (state.lengths[:, None] + tree.depths[:, first:]).long()
-            if host_can_read(tree.tokens) and not state.fixed_shapes:  # free to read here
-                step.length_bound = int(state.lengths.max())
-        deferred = state.deferred if first == 0 else None
+        step = TreeStep(state, topology, nodes.first, state.max_length if state.fixed_shapes else state.length_bound)
+        if nodes.positions is not None and host_can_read(nodes.tokens) and not state.fixed_shapes:  # free to read here
+            step.length_bound = int(state.lengths.max())
+        deferred = state.deferred if nodes.first == 0 else None
         if deferred is not None:
             step.path, step.entries = deferred.accepted(self._conv_width)
-        state.pending = None  # its stash is overwritten, layer by layer
         with nullcontext() if deferred is None else state.changing():
-            logits, hidden = self.forward_recording(hidden_layers, tree.tokens[:, first:], step, positions, **inputs)
+            logits, hidden = self.forward_recording(hidden_layers, nodes.tokens, step, nodes.positions, **nodes.others)
             if deferred is not None:
                 deferred.clear()
-        state.pending = Pending(tree, topology)
         return logits.to(state_dtype(logits.dtype)), hidden
+
+    def compile(self) -> None:
+        """Compile the scoring of trees with torch.compile's backend (inductor, which needs a C++ compiler).
+
+        On a CPU a small model's step is mostly calls of operators, of which the compiled functions make few.  Each kind
+        of call is compiled when it occurs for the first time, in seconds to a minute, and kept in inductor's cache on
+        disk.  Attention then reads ``max_length`` rows of the state at any length.  Prefill and commit are not
+        compiled.
+
+        Raises:
+            NotImplementedError: the model is not on the CPU; on CUDA, steps are captured as CUDA graphs.
+        """
+        if {kind.type for kind in (self.device, *self.devices)} != {"cpu"} or self.is_sharded:
+            raise NotImplementedError(f"only models on the CPU are compiled, got one on {self.device}")
+        self.is_compiled = True
+
+    def check_current(self) -> None:  # noqa: D102
+        super().check_current()
+        if self.is_compiled and self.cache.get("compiled_layout") != (layout := layout_of(self)):
+            self.cache |= {"compiled_layout": layout, "compiled": None}
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds that compiling has taken so far."""
+        compiled = self.cache.get("compiled")
+        return 0.0 if compiled is None else compiled.compile_s
+
+    def _compiled_scoring(self) -> CompiledScoring:
+        """Return the compiled form of ``_score_nodes``."""
+        if self.cache.get("compiled") is None:
+            from stree.models.compiled import CompiledScoring  # imports inductor, which takes seconds
+
+            self.cache["compiled"] = CompiledScoring(self._score_nodes)
+        return cast("CompiledScoring", self.cache["compiled"])
 
     @torch.no_grad()
     def commit(self, state: DecodeState, path: Tensor, path_lengths: Tensor) -> None:
@@ -113,8 +165,8 @@ class TreeScorer(PatchedModel):
         if state.pending is None:
             raise RuntimeError("commit needs a tree that was verified and not yet committed; call verify first")
         check_commit(path, path_lengths, state.batch_size)
-        if (state.pending.tree.is_checked and host_can_read(path)) or checks_everywhere():
-            check_path(state.pending.tree, path, path_lengths)
+        if (state.pending.is_checked and host_can_read(path)) or checks_everywhere():
+            check_path(state.pending, path, path_lengths)
         # Lengths on a device are not read: every path there counts as the longest possible one.
         longest = max(path_lengths.tolist(), default=0) if host_can_read(path_lengths) else path.shape[1]
         bound = state.length_bound + longest
@@ -183,4 +235,4 @@ class TreeScorer(PatchedModel):
         if deepest > state.max_length:
             raise ValueError(f"the tree reaches {deepest} tokens, which exceeds max_length {state.max_length}")
         if first:
-            check_first(None if state.pending is None else state.pending.tree, tree, first)
+            check_first(state.pending, tree, first)

@@ -95,6 +95,12 @@ class Pair:
         model.generation_config.eos_token_id = None
         return model.eval()
 
+    def compile(self) -> None:
+        """Compile the scoring of trees by the models; see ``TreeLM.compile``."""
+        for lm in (self.target, self.drafter, self.head):
+            if isinstance(lm, TreeLM):
+                lm.compile()
+
     @property
     def names(self) -> tuple[str, str | None]:
         """Name target and drafter without the place of those that need no folder."""

@@ -228,7 +228,8 @@ def run_bench(
         ValueError: the directory holds another run, or another process writes into it; nothing has run then.
     """
     env = environment(pair.target.device)
-    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    program = Path(sys.argv[0]).name
+    command = " ".join(["stree" if program == "__main__.py" else program, *sys.argv[1:]])
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with alone_in(out), Progress(*columns, TimeRemainingColumn(), console=console) as bar:
@@ -257,6 +258,7 @@ def _config(pair: Pair, methods: Sequence[Method], suites: Sequence[Suite], sett
         "drafter": drafter,
         "device": env["device"],
         "dtype": pair.dtype,
+        **({"compiled": True} if pair.target.is_compiled else {}),
         "threads": env["threads"],
         "suites": {s.name: {"prompts": len(s.prompts), "file": s.digest} for s in suites},
         "methods": [f"{method.name} ({method.verifier})" for method in methods],

@@ -29,7 +29,8 @@ def generate(inputs=None, *, model, **options):
 # Options of ``stree generate`` that the model folder or the call of ``generate`` decides.
 DEFAULTS: dict[str, Any] = {
     "tokenizer": None, "datastore": None, "drafter_vocab": None, "device": "cpu", "dtype": "auto", "eager": False,
-    "prefill_chunk": None, "max_new_tokens": 1, "temperature": 0.0, "top_k": None, "top_p": None, "seed": 0,
+    "compile": False, "prefill_chunk": None, "max_new_tokens": 1, "temperature": 0.0, "top_k": None, "top_p": None,
+    "seed": 0,
 }  # fmt: skip
 
 

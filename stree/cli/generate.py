@@ -75,7 +75,10 @@ def prepare(arguments: argparse.Namespace) -> tuple[Any, Callable[[], tuple[Any,
         is_sharded = getattr(arguments, "tp", False)
         lm = _load(arguments, target, tp_plan="auto" if is_sharded else None)
         lm.captures_steps = False if arguments.eager or is_sharded else None
-        return lm, load_drafter(lm)
+        drafter = load_drafter(lm)
+        for model in (lm, *drafter.models) if arguments.compile else ():
+            model.compile()
+        return lm, drafter
 
     return tokenizer, load
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["add_command", "add_device", "add_drafting", "add_generation", "add_target"]
+__all__ = ["add_command", "add_device", "add_drafting", "add_generation", "add_launching", "add_target"]
 
 
 def add_command(
@@ -33,6 +33,12 @@ def add_device(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, ...")
 
 
+def add_launching(command: argparse.ArgumentParser) -> None:
+    """Add the options that choose how steps are launched."""
+    command.add_argument("--eager", action="store_true", help="do without CUDA graphs")
+    command.add_argument("--compile", action="store_true", help="compile the scoring of trees on a CPU; needs g++")
+
+
 def add_generation(command: argparse.ArgumentParser) -> None:
     """Add the options of every command that generates: models, drafting, sampling, limits."""
     add_target(command)
@@ -48,7 +54,7 @@ def add_generation(command: argparse.ArgumentParser) -> None:
     command.add_argument("--top-p", type=float, default=None, help="keep the smallest set of this probability")
     command.add_argument("--seed", type=int, default=0, help="of the random numbers")
     add_device(command)
-    command.add_argument("--eager", action="store_true", help="do without CUDA graphs")
+    add_launching(command)
 
 
 def add_drafting(command: argparse.ArgumentParser, *, files: bool = True) -> None:

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from stree.cli.generate import drafting_options, prepare
-from stree.cli.options import add_command, add_device, add_drafting
+from stree.cli.options import add_command, add_device, add_drafting, add_launching
 
 __all__ = ["add_serve"]
 
@@ -40,7 +40,7 @@ def add_serve(commands: Any) -> None:
     )
     command.add_argument("--trust-remote-code", action="store_true", help="execute the checkpoints' own code")
     add_device(command)
-    command.add_argument("--eager", action="store_true", help="do without CUDA graphs")
+    add_launching(command)
     command.set_defaults(budget="auto")
 
 

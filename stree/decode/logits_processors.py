@@ -170,7 +170,7 @@ class _ProcessedLM:
     def commit(self, state: Any, path: Tensor, path_lengths: Tensor) -> None:
         """Advance the state, and the texts with it."""
         if self._processor.looks_at_text:
-            tree = state.pending.tree
+            tree = state.pending
             nodes = path.long().clamp(0, tree.tokens.shape[1] - 1)  # past its length, anything
             if not self._may_end:
                 is_on_path = torch.arange(nodes.shape[1], device=nodes.device) < path_lengths[:, None]

@@ -19,10 +19,11 @@ from stree.decode.request import Batch, Request
 from stree.decode.sequences import Sequence, Sequences
 from stree.decode.stats import Generation, Statistics
 from stree.decode.step import DecodeStep, Prefilled
-from stree.decode.step_cache import StepCache, layout_of, rounded
+from stree.decode.step_cache import StepCache, rounded
 from stree.decode.step_result import StepResult
 from stree.drafters import Drafter, HeadDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.kernels.dispatch import host_can_read
+from stree.models.layout import layout_of
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.sampling import BatchSampling, Sampling
@@ -114,6 +115,8 @@ class DecodeLoop:
             drafter = drafter.with_model(
                 lambda lm: processed(lm, processor, is_target=False) if hasattr(lm, "prefill") else lm
             )
+        self._models = self.lm, *drafter.models
+        self._compile_s = self._compile_seconds()
         size = batch_size or len(sequences)
         self.sequences.rows = [Sequence(EMPTY, reason=EMPTY.problem) for _ in range(size)]
         self._key = None if self.step_cache is None else self.key(drafter, policy, size)
@@ -237,7 +240,8 @@ class DecodeLoop:
         if problem is not None:
             self._has_warned = True
             logger.warning(problem)
-        step_s = self.lm.agreed(sum(time_s for _, time_s in seconds))
+        before, self._compile_s = self._compile_s, self._compile_seconds()
+        step_s = self.lm.agreed(sum(time_s for _, time_s in seconds) - max(self._compile_s - before, 0.0))
         policy.observe([count for count in committed if count], step_s)
 
     def _begin(self, sequences: list[Sequence], rows: list[int], logits: Tensor) -> None:
@@ -273,6 +277,10 @@ class DecodeLoop:
     def _is_pipelined(self) -> bool:
         """Whether a step is read while the next one runs: on a device."""
         return self._device.type == "cuda"
+
+    def _compile_seconds(self) -> float:
+        """Return how long compiling took so far, which is not counted as time of a step."""
+        return sum(getattr(lm, "compile_s", 0.0) for lm in self._models)
 
     def _num_replays(self) -> int:
         return 0 if self._step.graphs is None else self._step.graphs.num_replays

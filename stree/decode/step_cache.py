@@ -7,19 +7,16 @@ size, maximal length, sampling and drafter.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any
-
-from torch import Tensor
 
 from stree.decode.cuda_graphs import CudaRecorder, Graphs, Recorder
 from stree.decode.step import DecodeStep
 from stree.models.tree_lm import TreeLM
 
-__all__ = ["StepCache", "layout_of", "rounded", "step_cache_of"]
+__all__ = ["StepCache", "rounded", "step_cache_of"]
 
 MAX_DECODE_STEPS = 4
-SETTINGS = (bool, int, float, str, dict, list, tuple, set)  # attributes of a module that a captured step may depend on
 MIN_LENGTH = 256  # lengths are rounded up to a power of two from here, so that texts of similar length share a step
 
 
@@ -82,39 +79,6 @@ def step_cache_of(lm: TreeLM) -> StepCache | None:
         lm.cache["step_cache"] = StepCache(CudaRecorder(lm.device))
     step_cache: StepCache = lm.cache["step_cache"]
     return step_cache
-
-
-def layout_of(lm: TreeLM) -> Hashable:
-    """What a captured step of a model depends on beside its state: switches, and the addresses of its weights."""
-    modules = [*lm.model.modules()]
-    configs = {id(config): config for module in modules if hasattr(config := vars(module).get("config"), "__dict__")}
-    settings = (setting for part in (*modules, *configs.values()) for setting in _settings(part))
-    return lm.defers_commit, lm.fused_layers, *map(_address, (*lm.model.parameters(), *lm.model.buffers())), *settings
-
-
-def _settings(module: Any) -> Iterator[Any]:
-    """Class, hooks and switches of a module, or entries of its config."""
-    yield type(module)
-    for name, value in vars(module).items():
-        if isinstance(value, SETTINGS) and value:  # most are empty
-            yield name, _frozen(value)
-
-
-def _frozen(value: Any) -> Any:
-    """Copy numbers, names and collections of them; functions, such as hooks, become None."""
-    if isinstance(value, dict):
-        return tuple((key, _frozen(part)) for key, part in value.items())
-    if isinstance(value, (list, tuple, set)):
-        return tuple(map(_frozen, value))
-    return value if isinstance(value, SETTINGS) else None
-
-
-def _address(tensor: Tensor) -> int:
-    """Address of a tensor; a wrapper subclass has none of its own."""
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:
-        return id(tensor)
 
 
 def rounded(length: int) -> int:

@@ -20,7 +20,6 @@ from stree.drafters.none import root_only
 from stree.drafters.tree_builder import FIRST_DRAFTED, GrownTree, narrowed, num_run
 from stree.growth import AcceptanceModel, Calibrated, Growth, KeptSlots, Limited, Plan, Proposal, learns_alike
 from stree.kernels.step.bookkeeping import path_on_nodes
-from stree.models.state import Pending
 from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
 from stree.sampling import AnySampling, Random
@@ -218,12 +217,12 @@ class _ModelRun(DraftRun):
         return Acceptance(own_path, count, acceptance.next_token)
 
     @property
-    def last_proposal(self) -> tuple[_Proposed, Pending | None]:
+    def last_proposal(self) -> tuple[_Proposed, TokenTree | None]:
         """What observing the last tree takes; set when a captured proposal is replayed."""
         return self._proposed, self._state.decode_state.pending
 
     @last_proposal.setter
-    def last_proposal(self, proposal: tuple[_Proposed, Pending | None]) -> None:
+    def last_proposal(self, proposal: tuple[_Proposed, TokenTree | None]) -> None:
         self._proposed, self._state.decode_state.pending = proposal
         self._root = self._extension = None
 

@@ -1,0 +1,115 @@
+"""Compiled scoring of trees against the same model without compilation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_models import tiny_model
+from torch import Tensor
+
+import stree
+from stree.models.tree_lm import TreeLM
+
+PARENTS = [-1, 0, 0, 1, 1, 2, 3, 3, 5]
+
+
+SIZES = ((0, 1), (0, 4), (3, 8), (2, 9), (5, 6))  # nodes below the first that runs, and all nodes
+
+
+def _steps(
+    lm: TreeLM, compiled: bool, sizes: Any = SIZES, change: Callable[[TreeLM], None] = lambda lm: None
+) -> list[Tensor]:
+    """Return the logits of trees of several sizes, each extended and committed, from states of two sizes."""
+    torch.manual_seed(0)
+    found = []
+    if compiled:
+        lm.compile()
+    for max_length, max_nodes in ((61, 12), (97, 15)):
+        state = lm.new_state(1, max_length, max_nodes)
+        found.append(lm.prefill(state, torch.randint(lm.vocab_size, (1, 7))))
+        for first, n in sizes:
+            tokens, parents = torch.randint(lm.vocab_size, (1, n)), torch.tensor([PARENTS[:n]], dtype=torch.int32)
+            if first:
+                lm.verify(state, stree.TokenTree(tokens[:, :first], parents[:, :first]))
+            found.append(lm.verify(state, stree.TokenTree(tokens, parents), first=first))
+            path = torch.tensor([[0, 1, 3]], dtype=torch.int32)
+            lm.commit(state, path[:, :n], torch.tensor([min(n, 2)], dtype=torch.int32))
+        change(lm)
+    return found
+
+
+def _check(family: str, **options: Any) -> None:
+    wanted, found = (
+        _steps(stree.TreeLM(tiny_model(family, torch.float32)), compiled, **options) for compiled in (False, True)
+    )
+    for one, other in zip(wanted, found, strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-5 * float(one.abs().max()))
+
+
+def _scale_weights(lm: TreeLM) -> None:
+    with torch.no_grad():
+        lm.model.get_output_embeddings().weight.mul_(2)
+
+
+def _add_hook(lm: TreeLM) -> None:
+    lm.model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: output * 3)
+
+
+def test_compiled_trees_of_all_sizes_have_the_logits_of_the_model() -> None:
+    _check("mamba2", sizes=((0, 4), (0, 7)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["bamba", "mamba", "qwen3_next", "kimi_linear", "lfm2", "minimax", "llama", "gemma2"]
+)
+def test_compiled_trees_of_other_families(family: str) -> None:
+    _check(family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [_scale_weights, _add_hook])
+def test_changes_of_the_model_reach_compiled_trees(change: Callable[[TreeLM], None]) -> None:
+    _check("mamba2", sizes=((0, 4),), change=change)
+
+
+def test_generation_with_compiled_models_writes_the_same_text() -> None:
+    texts = []
+    for is_compiled in (False, True):
+        target, drafter = (stree.TreeLM(tiny_model("mamba2", torch.float32)) for _ in range(2))
+        for lm in (target, drafter) if is_compiled else ():
+            lm.compile()
+        out = stree.generate(
+            target, [[5, 6, 7]], stree.drafters.ModelDrafter(drafter), budget=8, max_new_tokens=24, ignore_eos=True
+        )
+        texts.append(out.sequences)
+        assert (target.compile_s > 0) == is_compiled == (drafter.compile_s > 0)
+    assert texts[0] == texts[1]
+
+
+def test_a_model_that_cannot_be_traced_says_so_and_runs(caplog: pytest.LogCaptureFixture) -> None:
+    lm = stree.TreeLM(tiny_model("mamba2", torch.float32))
+    lm.model.get_output_embeddings().register_forward_hook(
+        lambda module, inputs, output: output * (2.0 if float(output.detach().sum()) > 1e9 else 1.0)
+    )
+    lm.compile()
+    state = lm.new_state(1, 32, 4)
+    lm.prefill(state, torch.tensor([[1, 2, 3]]))
+    tree = stree.TokenTree.chain([1, 2])
+    with caplog.at_level(logging.WARNING, "stree"):
+        logits = lm.verify(state, tree)
+        lm.verify(state, tree)
+    lm.is_compiled = False
+    assert torch.equal(logits, lm.verify(state, tree))
+    assert [record.message.split(":")[0] for record in caplog.records] == ["trees are scored without compilation"]
+
+
+def test_sharded_models_are_not_compiled() -> None:
+    lm = stree.TreeLM(tiny_model("mamba2", torch.float32))
+    lm.is_sharded = True
+    with pytest.raises(NotImplementedError, match="only models on the CPU are compiled"):
+        lm.compile()
