@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from benchmarks import ROOT
-from benchmarks.studies.svg import BLUE, GREEN, GREY, MINT, PALE, PAPER, SKY, box, line, sheet, text
+from benchmarks.studies.svg import BLUE, GREEN, GREY, INK, MINT, PALE, PAPER, SKY, box, line, sheet
+from stree.bench.svg import text
 
 __all__ = ["OUT", "draw"]
 
@@ -53,7 +54,7 @@ def draft() -> list[str]:
     nodes = places(LEFT[0])
     parts = [edge(nodes[PARENTS[node]], nodes[node], GREY) for node in range(1, len(TOKENS))]
     for node, place in enumerate(nodes):
-        parts += token(place, TOKENS[node], *((SKY, BLUE, BLUE) if node == 0 else (PAPER, GREY, "#1f2328")))
+        parts += token(place, TOKENS[node], *((SKY, BLUE, BLUE) if node == 0 else (PAPER, GREY, INK)))
     return parts
 
 
@@ -61,7 +62,7 @@ def mask(cell: float = 21) -> list[str]:
     """Draw, in a row for each node, the nodes that its output depends on."""
     left, top, parts = LEFT[1] + 84, TOP - 18, []
     for row, words in enumerate(TOKENS):
-        parts.append(text(left - 8, top + cell * (row + 0.5) + 4, words, 12, anchor="end"))
+        parts.append(text(left - 8, top + cell * (row + 0.5) + 4, words, 12, INK, anchor="end"))
         for column in range(len(TOKENS)):
             fill = BLUE if column in path_to(row) else PAPER
             parts.append(box(left + cell * column, top + cell * row, cell, cell, fill, PALE, ""))
@@ -93,7 +94,7 @@ def draw() -> str:
     )  # fmt: skip
     parts = [*draft(), *mask(), *commit()]
     for left, (title, subtitle, *below) in zip(LEFT, words, strict=True):
-        parts += [text(left, 36, title, 16, more=' font-weight="600"'), text(left, 57, subtitle, 12.5, GREY)]
+        parts += [text(left, 36, title, 16, INK, more=' font-weight="600"'), text(left, 57, subtitle, 12.5, GREY)]
         parts += [text(left, 254 + 18 * number, line_, 12.5, GREY) for number, line_ in enumerate(below)]
     parts += [line([(left - 18, 24), (left - 18, 272)], PALE, 1) for left in LEFT[1:]]
     return sheet(

@@ -1,23 +1,16 @@
-"""Parts of SVG figures: text, lines, boxes, and the sheet that they are put on."""
+"""Parts of a figure on white: lines, boxes, and the sheet that they are put on; text is that of ``stree.bench.svg``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
 
-__all__ = ["BLUE", "GREEN", "GREY", "INK", "MINT", "PALE", "PAPER", "SKY", "box", "circle", "line", "sheet", "text"]
+from stree.bench.svg import FONT
+
+__all__ = ["BLUE", "GREEN", "GREY", "INK", "MINT", "PALE", "PAPER", "SKY", "box", "line", "sheet"]
 
 INK, GREY, PALE, PAPER = "#1f2328", "#656d76", "#d0d7de", "#ffffff"
 GREEN, MINT, BLUE, SKY = "#1a7f37", "#dafbe1", "#0969da", "#ddf4ff"
-FONT = "system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"
-
-
-def text(
-    x: float, y: float, words: str, size: float = 13, fill: str = INK, *, anchor: str = "start", more: str = ""
-) -> str:
-    """Write one line of text; ``more`` holds further attributes."""
-    place = f'x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{fill}" text-anchor="{anchor}"'
-    return f"<text {place}{more}>{escape(words)}</text>"
 
 
 def line(points: Iterable[tuple[float, float]], stroke: str, width: float = 1.5, more: str = "") -> str:
@@ -31,11 +24,6 @@ def box(x: float, y: float, width: float, height: float, fill: str, stroke: str,
     """Draw a rectangle, with round corners unless ``more`` holds other attributes."""
     size = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
     return f'<rect {size} fill="{fill}" stroke="{stroke}"{more}/>'
-
-
-def circle(x: float, y: float, radius: float, fill: str) -> str:
-    """Draw a filled circle."""
-    return f'<circle cx="{x:g}" cy="{y:g}" r="{radius:g}" fill="{fill}"/>'
 
 
 def sheet(width: int, height: int, title: str, parts: Iterable[str]) -> str:

@@ -1,7 +1,8 @@
-"""``stree bench report``: the rows of runs as a Markdown table and as one HTML page."""
+"""``stree bench report``: the rows of runs as a Markdown table, and as one HTML page with plots."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +10,15 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from stree.bench import plots
 from stree.bench.directory import read_about
 from stree.bench.methods import PEERS
 from stree.bench.records import Record, read
-from stree.bench.summary import PARTS, Ratio, summarise, verdict_text
+from stree.bench.summary import PARTS, Ratio, pool, summarise, verdict_text
+from stree.bench.svg import STYLE, WIDTH, sheet
 from stree.files import replacing
 
-__all__ = ["HEADINGS", "LoadedRun", "load_runs", "markdown", "write_page"]
+__all__ = ["HEADINGS", "LoadedRun", "Plot", "load_runs", "markdown", "plots_of", "write_page", "write_plots"]
 
 HEADINGS = {  # column -> heading
     "suite": "suite",
@@ -32,6 +35,15 @@ HEADINGS = {  # column -> heading
     "distinct_4grams": "distinct 4-grams",
     "output": "output",
 }
+CONDITIONS = {  # setting -> how a plot names it
+    "target": "target {}",
+    "drafter": "drafter {}",
+    "device": "{}",
+    "threads": "threads {}",
+    "dtype": "{}",
+    "batch_size": "batch {}",
+    "max_new_tokens": "{} new tokens",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +55,34 @@ class LoadedRun:
         config: settings of the run.
         sessions: environments of its starts.
         rows: of ``summarise``.
+        pooled: of ``pool``.
     """
 
     name: str
     config: dict[str, Any]
     sessions: list[Record]
     rows: list[Record]
+    pooled: list[Record]
+
+    @property
+    def command(self) -> str:
+        """The command line of the last start."""
+        return str(self.sessions[-1]["command"])
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A figure and the runs that it shows."""
+
+    figure: plots.Figure
+    runs: Sequence[LoadedRun]
+
+    @property
+    def conditions(self) -> str:
+        """The settings that the runs share."""
+        config = self.runs[0].config
+        shared = [name for name in CONDITIONS if all(run.config.get(name) == config.get(name) for run in self.runs)]
+        return ", ".join(CONDITIONS[name].format(config[name]) for name in shared if name in config)
 
 
 def load_runs(paths: Sequence[Path]) -> list[LoadedRun]:
@@ -67,9 +101,10 @@ def load_runs(paths: Sequence[Path]) -> list[LoadedRun]:
             raise ValueError(f"{path} holds no results yet")
         try:
             rows = summarise(records)
+            pooled = pool(records, rows)
         except (LookupError, TypeError, ArithmeticError) as error:
             raise ValueError(f"{path} holds a record that this version cannot read: {error!r}") from error
-        runs.append(LoadedRun(path.resolve().name, config, sessions, rows))
+        runs.append(LoadedRun(path.resolve().name, config, sessions, rows, pooled))
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         raise ValueError(f"every directory needs a name of its own, got {', '.join(names)}")
@@ -94,10 +129,43 @@ def write_page(runs: Sequence[LoadedRun], path: Path) -> None:
         loader=PackageLoader("stree.bench", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     tables = [(run.name, [(row["status"], cells(row)) for row in run.rows]) for run in runs]
-    page = environment.get_template("report.html.j2").render(runs=runs, tables=tables, headings=HEADINGS)
+    page = environment.get_template("report.html.j2").render(
+        runs=runs, tables=tables, headings=HEADINGS, plots=plots_of(runs), style=STYLE, panel_width=WIDTH
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as beside:
         beside.write_text(page, encoding="utf-8")
+
+
+def write_plots(runs: Sequence[LoadedRun], folder: Path) -> list[Path]:
+    """Write each plot as an SVG file; its name ends in the run's where several runs have such a plot."""
+    drawn = plots_of(runs)
+    names = [plot.figure.name for plot in drawn]
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for plot in drawn:
+        figure = plot.figure
+        name = figure.name if names.count(figure.name) == 1 else f"{figure.name}-{plot.runs[0].name}"
+        paths.append(folder / f"{name}.svg")
+        with replacing(paths[-1]) as beside:
+            beside.write_text(sheet(figure.panels, figure.columns, figure.title, plot.conditions), encoding="utf-8")
+    return paths
+
+
+def plots_of(runs: Sequence[LoadedRun]) -> list[Plot]:
+    """Draw what the runs hold: plots of each run, then of runs that differ in batch size only."""
+    drawn = []
+    by_config: dict[str, dict[int, LoadedRun]] = {}
+    for run in runs:
+        figures = [plots.speed(run.rows), plots.tau_by_nodes(run.pooled), plots.step_time_by_nodes(run.pooled)]
+        drawn += [Plot(figure, [run]) for figure in (*figures, plots.context(run.rows)) if figure is not None]
+        if "batch_size" in run.config:
+            others = {name: value for name, value in run.config.items() if name != "batch_size"}
+            by_config.setdefault(json.dumps(others), {}).setdefault(run.config["batch_size"], run)
+    for alike in by_config.values():
+        figure = plots.batch({size: run.pooled for size, run in alike.items()})
+        drawn += [Plot(figure, list(alike.values()))] if figure is not None else []
+    return drawn
 
 
 def cells(row: Record) -> Mapping[str, str]:

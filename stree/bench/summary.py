@@ -13,13 +13,13 @@ from scipy.stats import bootstrap
 from stree.bench.methods import PEERS
 from stree.bench.records import Record
 
-__all__ = ["PARTS", "Ratio", "interval", "mean_tau", "summarise", "verdict_text"]
+__all__ = ["PARTS", "Ratio", "interval", "mean_tau", "pool", "summarise", "verdict_text"]
 
 PARTS = ("draft", "verify", "accept", "commit")
 
 Array = NDArray[Any]
 Ratio = tuple[float, float | None, float | None]  # value and 95 % interval, None below two prompts
-Blocks = dict[tuple[int, int], Record]  # (batch, turn) -> record
+Blocks = dict[tuple[Any, int], Record]  # (batch, turn) -> record
 RowKey = tuple[str, float, str]  # suite, temperature, method
 
 
@@ -78,11 +78,28 @@ def summarise(records: Sequence[Record]) -> list[Record]:
         if check["status"] != "ok":
             rows.append(row | _failure(check))
         elif groups.get(key):
-            rows.append(row | _figures(list(groups[key].values()), check))
+            rows.append(row | _figures(list(groups[key].values()), check) | _intervals(groups[key]))
     for row in rows:
         if row["status"] == "ok":
             _compare(row, rows, groups)
     return rows
+
+
+def pool(records: Sequence[Record], rows: Sequence[Record]) -> list[Record]:
+    """Make one row a (temperature, method) over the prompts of all suites.
+
+    Args:
+        records: of one run.
+        rows: of ``summarise`` of these records; a method without figures in one suite is left out.
+    """
+    failed = {(row["temperature"], row["method"]) for row in rows if row["status"] != "ok"}
+    pooled = []
+    for record in records:
+        params = record["params"]
+        if record["metric"] == "tokens_per_s" and (params["temperature"], record["provider"]) not in failed:
+            own = {"suite": "all suites", "batch": (params["suite"], params["batch"])}
+            pooled.append({**record, "params": {**params, **own}})
+    return summarise(pooled)
 
 
 def _failure(check: Record) -> Record:
@@ -103,6 +120,7 @@ def _figures(blocks: Sequence[Record], check: Record) -> Record:
         "status": "ok",
         "verifier": blocks[0]["verifier"],
         "drafter": blocks[0]["params"]["drafter"],
+        "budget": blocks[0]["params"]["budget"],
         "prompts": sum(count for count, _ in speeds),
         "tau": mean_tau(blocks),
         "draft_calls": sum(block["draft_calls"] for block in blocks) / steps,
@@ -119,6 +137,17 @@ def _figures(blocks: Sequence[Record], check: Record) -> Record:
     }
 
 
+def _intervals(blocks: Blocks) -> Record:
+    """Estimate tau and the milliseconds of a step with intervals, and count the batches of prompts they are over."""
+    tokens = _sums(blocks, blocks, lambda block: block["tau"] * _sequence_steps(block))
+    steps = [1e-3 * count for count in _sums(blocks, blocks, _steps)]
+    return {
+        "samples": len(tokens),
+        "tau_interval": interval(_over, tokens, _sums(blocks, blocks, lambda block: max(_sequence_steps(block), 1))),
+        "step_ms": interval(_over, _sums(blocks, blocks, _decode_seconds), steps),
+    }
+
+
 def _compare(row: Record, rows: Sequence[Record], groups: Mapping[RowKey, Blocks]) -> None:
     """Add the ratios to plain decoding and to the fastest chain of the same suite and temperature."""
     at = row["suite"], row["temperature"]
@@ -126,25 +155,61 @@ def _compare(row: Record, rows: Sequence[Record], groups: Mapping[RowKey, Blocks
     chains = [r for r in timed if r["method"].startswith("chain")]
     plain = next((r for r in timed if r["method"] == "plain"), None)
     chain = max(chains, key=lambda r: float(r["tokens_per_s"]), default=None)
+    own = groups[*at, row["method"]]
     for name, base in (("over_plain", plain), ("over_chain", chain)):
-        row[name] = None if base is None else _speedup(groups[*at, base["method"]], groups[*at, row["method"]])
+        row[name] = None if base is None else _speedup(groups[*at, base["method"]], own)
+    for name, seconds in (("step_over_plain", _decode_seconds), ("verify_over_plain", _verify_seconds)):
+        has_steps = plain is not None and row["drafter"] not in PEERS
+        row[name] = _step_ratio(groups[*at, "plain"], own, seconds) if has_steps else None
 
 
 def _speedup(base: Blocks, other: Blocks) -> Ratio | None:
     """Compare over the prompts that both have run; each emits equally many tokens, so seconds a token compare."""
     both = base.keys() & other.keys()
+    return interval(_over, *(_sums(blocks, both, _seconds_a_token) for blocks in (base, other))) if both else None
+
+
+def _step_ratio(plain: Blocks, other: Blocks, seconds: Callable[[Record], float]) -> Ratio | None:
+    """Compare seconds of a step with those of a whole step of plain decoding, over the prompts that both have run."""
+    both = plain.keys() & other.keys()
     if not both:
         return None
-    return interval(lambda a, b, axis: a.sum(axis) / b.sum(axis), *(_seconds(blocks, both) for blocks in (base, other)))
+    samples = [_sums(other, both, seconds), _sums(other, both, _steps)]
+    samples += [_sums(plain, both, _decode_seconds), _sums(plain, both, _steps)]
+    return interval(lambda a, n, b, m, axis: _over(a, n, axis) / _over(b, m, axis), *samples)
 
 
-def _seconds(blocks: Blocks, keys: Iterable[tuple[int, int]]) -> list[float]:
-    """Sum seconds a token over the turns of each batch of prompts: turns of one conversation are not independent."""
-    sums: dict[int, float] = defaultdict(float)
+def _over(a: Array, b: Array, axis: int) -> Array:
+    """Divide sums."""
+    return np.asarray(a.sum(axis) / b.sum(axis))
+
+
+def _sums(blocks: Blocks, keys: Iterable[tuple[Any, int]], value: Callable[[Record], float]) -> list[float]:
+    """Sum a value over the turns of each batch of prompts: turns of one conversation are not independent."""
+    sums: dict[Any, float] = defaultdict(float)
     for batch, turn in sorted(keys):
-        record = blocks[batch, turn]
-        sums[batch] += len(record["params"]["prompts"]) / record["p50"]
+        sums[batch] += value(blocks[batch, turn])
     return list(sums.values())
+
+
+def _seconds_a_token(block: Record) -> float:
+    """Seconds in which each of a block's sequences emits one token, times their number."""
+    return float(len(block["params"]["prompts"]) / block["p50"])
+
+
+def _steps(block: Record) -> int:
+    """Count a block's steps, one if there is none, as where one token is emitted."""
+    return max(int(block["steps"]), 1)
+
+
+def _decode_seconds(block: Record) -> float:
+    """Seconds of a block's steps: without its prefill."""
+    return float(sum(map(len, block["tokens"][0])) / block["p50"] - block["prefill_s"])
+
+
+def _verify_seconds(block: Record) -> float:
+    """Seconds of verification in a block's steps."""
+    return float(block["verify_s"])
 
 
 def verdict_text(row: Record) -> str:

@@ -25,6 +25,7 @@ def add_bench(commands: Any) -> None:
     command.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="directory of a run")
     command.add_argument("--markdown", action="store_true", help="only print the table")
     command.add_argument("--out", type=Path, default=None, help="where report.html goes; by default the first DIR")
+    command.add_argument("--plots", type=Path, default=None, metavar="FOLDER", help="also write plots as SVG files")
     command.add_argument("--json", action="store_true", help="print all rows as one JSON document in the last line")
     command = _add(bench, "kernels", _kernels, "compare every kernel with the reference and time it on a GPU")
     command.add_argument("--smoke", action="store_true", help="tiny sizes, to see that everything runs")
@@ -77,6 +78,7 @@ def _add_run(bench: Any) -> None:
         "--test-distribution", type=int, default=0, metavar="TEXTS",
         help="texts a suite for the statistical test of sampled text; 0 for none",
     )  # fmt: skip
+    command.add_argument("--compile", action="store_true", help="compile the scoring of trees on a CPU; needs g++")
     command.add_argument("--chat", action="store_true", help="put prompts through the tokenizer's chat template")
     command.add_argument("--out", type=Path, required=True, help="directory of the run")
     command.add_argument("--force", action="store_true", help="begin anew where --out holds another run")
@@ -116,6 +118,8 @@ def _run(arguments: argparse.Namespace) -> int:
     methods = parse_methods(arguments.methods if arguments.methods is not None else DEFAULT)
     suites = read_suites(parse_suites(arguments.suite), arguments.limit or None)
     pair = _load(arguments)
+    if arguments.compile:
+        pair.compile()
     pair.encode(suites[0].prompts[0].turns[:1], chat=settings.chat)  # raises for a chat template that does not exist
     run_bench(pair, methods, suites, settings, arguments.out, force=arguments.force)
     runs = load_runs([arguments.out])
@@ -134,15 +138,16 @@ def _temperatures(text: str) -> tuple[float, ...]:
 
 def _report(arguments: argparse.Namespace) -> int:
     """Run ``stree bench report``."""
-    from stree.bench.report import load_runs, write_page
+    from stree.bench.report import load_runs, write_page, write_plots
 
     if arguments.markdown and (arguments.out is not None or arguments.json):
         raise ValueError("--markdown only prints a table; leave --out and --json out")
     runs = load_runs(arguments.directories)
+    written = [] if arguments.plots is None else write_plots(runs, arguments.plots)
     if not arguments.markdown:
-        page = (arguments.out or arguments.directories[0]) / "report.html"
-        write_page(runs, page)
-        print(f"written: {page}", file=sys.stderr)
+        written.append((arguments.out or arguments.directories[0]) / "report.html")
+        write_page(runs, written[-1])
+    print(*(f"written: {path}" for path in written), sep="\n", end="\n" if written else "", file=sys.stderr)
     _print_runs(runs, as_json=arguments.json)
     return 0
 
