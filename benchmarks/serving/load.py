@@ -25,6 +25,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -32,7 +33,7 @@ import numpy as np
 import psutil
 
 import stree
-from stree.bench.records import environment
+from stree.bench.records import append, environment
 from stree.inputs import load_tokenizer, locate
 from stree.sampling import Sampling
 
@@ -230,10 +231,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, help="file of JSON lines to which the record is appended")
     options = parser.parse_args()
     soaks = options.what == "soak"
     found = run_soak(options.minutes, options.clients) if soaks else run_throughput(options.rounds)
-    print(json.dumps({"bench": f"serving-{options.what}", "env": environment(), **found}))
+    record = {"bench": f"serving-{options.what}", "env": environment(), **found}
+    if options.out is not None:
+        append(options.out, [record])
+    print(json.dumps(record))
 
 
 if __name__ == "__main__":
