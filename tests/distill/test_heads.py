@@ -18,6 +18,7 @@ import pytest
 import torch
 from helpers.fast_cases import slow_unless
 from helpers.tiny_distill import SETTINGS
+from helpers.tiny_models import tiny_model
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -209,3 +210,12 @@ def test_speculators_own_class_gives_the_same_logits(made: tuple[Path, dict[str,
     assert count >= 64 and (found - expected).abs().max() < 1e-4 * expected.abs().max()
     wrong = head.run(ids[:, 1 : 1 + count], hidden[:, 1 : 1 + count])[0][0]
     assert (wrong - expected).abs().max() > 1e-2 * expected.abs().max()
+
+
+def test_a_target_of_an_odd_number_of_heads_gets_a_head() -> None:
+    model = tiny_model("mamba2", hidden_size=320, num_heads=10, head_dim=64)
+    target = stree.TreeLM(model)
+    network = new_head(target, "mtp", 0)
+    tokens = torch.randint(1, target.vocab_size, (1, 9))
+    assert network.config()["transformer_layer_config"]["num_attention_heads"] == 5
+    assert math.isfinite(float(head_loss(outputs_of(target, network.hidden_layers))(network, tokens).detach()))

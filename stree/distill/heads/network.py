@@ -103,12 +103,13 @@ def divergence_of_rows(hidden: Tensor, weight: Tensor, target_logits: Tensor) ->
 
 
 def layer_config(target: TreeLM, num_layers: int, intermediate_size: int) -> Qwen3Config:
-    """Describe Qwen3 layers of the target's width, with heads of 64 columns and half as many of keys."""
+    """Describe Qwen3 layers of the target's width, with heads of 64 columns and at most half as many of keys."""
     hidden = int(target.model.get_input_embeddings().weight.shape[1])
     heads = max(1, hidden // 64)
+    key_heads = max(count for count in range(1, max(1, heads // 2) + 1) if heads % count == 0)
     return Qwen3Config(
         vocab_size=target.vocab_size, hidden_size=hidden, num_hidden_layers=num_layers,
-        intermediate_size=intermediate_size, num_attention_heads=heads, num_key_value_heads=max(1, heads // 2),
+        intermediate_size=intermediate_size, num_attention_heads=heads, num_key_value_heads=key_heads,
         head_dim=hidden // heads, tie_word_embeddings=False, max_position_embeddings=target.max_length or 1 << 20,
     )  # fmt: skip
 
