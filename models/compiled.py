@@ -7,6 +7,7 @@ trace into C++.  Weights and states are inputs of the compiled function, so stat
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -24,12 +25,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from stree.kernels.dispatch import as_on_device
-from stree.models.layers.base import LayerSpec
 from stree.models.state import DecodeState, TreeInputs
 
 __all__ = ["CompiledScoring"]
 
 logger = logging.getLogger("stree")
+
+# Sizes of the example that is traced: primes, so that they are not taken for a size of the model.
+ROWS, NODES, MAX_NODES, MAX_LENGTH = SYMBOLIC = 13, 17, 19, 311
 
 Scored = tuple[Tensor, Tensor | None]  # logits, and hidden states where some were asked for
 Score = Callable[[DecodeState, TreeInputs, Sequence[int] | None], Scored]
@@ -38,8 +41,8 @@ Score = Callable[[DecodeState, TreeInputs, Sequence[int] | None], Scored]
 class CompiledScoring:
     """Scores trees as ``score`` does, by functions that are compiled when a kind of call occurs for the first time.
 
-    A kind is: first call or extension of a tree, one node or several, batch size, hidden layers.  Where the model's
-    code cannot be traced, that is logged, and trees are scored in torch.
+    A kind is: first call or extension of a tree, one node, several or as many as fit, batch size, hidden layers.  Where
+    the model's code cannot be traced, that is logged, and trees are scored in torch.
 
     Args:
         score: scores a tree in torch; it reads no values of tensors and writes only to the state's stash.
@@ -75,15 +78,15 @@ class CompiledScoring:
         """Return the compiled function that takes tensors of these sizes, or None."""
         return next((f for f in self._functions if f.kind == kind and f.takes(tensors)), None)
 
-    def _compile(
-        self, kind: Any, state: DecodeState, inputs: TreeInputs, tensors: Sequence[Tensor]
-    ) -> _Function | None:
+    def _compile(self, kind: Any, state: DecodeState, inputs: TreeInputs, wanted: Sequence[Tensor]) -> _Function | None:
         """Trace and compile one kind of call; None where the model cannot be traced."""
         if not self._is_traceable:
             return None
 
+        state, inputs = _examples(state, inputs)
+        own = len(inputs.tensors())
+
         def run(*tensors: Tensor) -> list[Tensor]:
-            own = len(inputs.tensors())
             logits, hidden = self._score(
                 _with_tensors(state, tensors[own], tensors[own + 1 :]), inputs.with_tensors(tensors[:own]), kind[0]
             )
@@ -91,7 +94,10 @@ class CompiledScoring:
 
         began = time.perf_counter()
         try:
-            function = _Function.compile(kind, run, tensors, _dynamic_dims(state, inputs))
+            tensors = [*inputs.tensors(), state.lengths, *_layer_tensors(state)]
+            function = _Function.compile(kind, run, tensors)
+            if not function.takes(wanted):
+                raise ValueError("the trace holds for its own sizes only")
         except Exception as problem:  # the model's own code may do anything
             self._is_traceable = False
             logger.warning("trees are scored without compilation: %s: %s", type(problem).__name__, str(problem)[:500])
@@ -126,13 +132,11 @@ class _Function:
         return logits, hidden[0] if hidden else None
 
     @classmethod
-    def compile(
-        cls, kind: Hashable, run: Callable[..., list[Tensor]], tensors: Sequence[Tensor], dims: Sequence[Sequence[int]]
-    ) -> _Function:
-        """Trace ``run`` with the given dimensions of each tensor symbolic, and compile it."""
+    def compile(cls, kind: Hashable, run: Callable[..., list[Tensor]], tensors: Sequence[Tensor]) -> _Function:
+        """Trace ``run``, with the sizes of ``_examples`` symbolic, and compile it."""
         env = ShapeEnv()
         mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
-        fakes = [_fake(mode, tensor, dynamic) for tensor, dynamic in zip(tensors, dims, strict=True)]
+        fakes = [_fake(mode, tensor, SYMBOLIC) for tensor in tensors]
         with mode, enable_python_dispatcher(), as_on_device(triton=False):  # the host reads no values
             graph = make_fx(run, _allow_non_fake_inputs=True)(*fakes)
         weights = _lift_constants(graph)
@@ -158,9 +162,9 @@ class _Function:
         return in_range and all(bool(one.subs(values)) for one in assumed if one.free_symbols <= values.keys())
 
 
-def _fake(mode: FakeTensorMode, tensor: Tensor, dynamic: Sequence[int]) -> Tensor:
-    """Return a tensor without data for tracing, with some dimensions symbolic."""
-    sizes = [DimDynamic.DUCK if dim in dynamic else DimDynamic.STATIC for dim in range(tensor.dim())]
+def _fake(mode: FakeTensorMode, tensor: Tensor, symbolic: Sequence[int]) -> Tensor:
+    """Return a tensor without data for tracing; each of the ``symbolic`` sizes becomes one symbol."""
+    sizes = [DimDynamic.DUCK if size in symbolic else DimDynamic.STATIC for size in tensor.shape]
     context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     return mode.from_tensor(tensor.detach(), symbolic_context=context)
 
@@ -196,7 +200,8 @@ def _layer_tensors(state: DecodeState) -> list[Tensor]:
 def _with_tensors(state: DecodeState, lengths: Tensor, tensors: Sequence[Tensor]) -> DecodeState:
     """Return a state of other tensors in the order of ``_layer_tensors``."""
     other, rest = copy(state), iter(tensors)
-    other.lengths, other.fixed_shapes = lengths, True  # attention reads max_length rows
+    other.lengths, other.fixed_shapes = lengths, True
+    other.max_length = sys.maxsize  # attention reads all rows, without a number of them in the trace
     other.layers = {
         site: replace(layer, **{name: next(rest) for name, _ in layer.tensors()})
         for site, layer in state.layers.items()
@@ -204,14 +209,15 @@ def _with_tensors(state: DecodeState, lengths: Tensor, tensors: Sequence[Tensor]
     return other
 
 
-def _dynamic_dims(state: DecodeState, inputs: TreeInputs) -> list[tuple[int, ...]]:
-    """List the dimensions of every input that differ between calls: nodes, and rows of caches and stashes."""
-    trees = [(1, 2) if tensor is inputs.mask else (1,) for tensor in inputs.tensors()]
-    known: dict[LayerSpec, list[tuple[int, ...]]] = {}
-    for spec in state.stacks:
-        small, large = (spec.allocate(1, state.batch_size, *sizes).layer(0).tensors() for sizes in ((2, 3), (4, 5)))
-        known[spec] = [
-            tuple(dim for dim in range(a.dim()) if a.shape[dim] != b.shape[dim])
-            for (_, a), (_, b) in zip(small, large, strict=True)
-        ]
-    return [*trees, (), *(dims for site in state.layers for dims in known[state.specs[site]])]
+def _examples(state: DecodeState, inputs: TreeInputs) -> tuple[DecodeState, TreeInputs]:
+    """Return a state and inputs of the same kind whose symbolic sizes differ from each other and from all others."""
+    batch, count = inputs.tokens.shape
+    n = inputs.parents.shape[1]
+    max_nodes = MAX_NODES if state.max_nodes > 1 else 1
+    n = max_nodes if n == state.max_nodes else NODES if n > 1 else 1
+    rows = n if inputs.first == 0 else ROWS if count > 1 else 1
+    other = DecodeState(state.specs, batch, MAX_LENGTH, max_nodes, state.lengths.device, fixed_shapes=True)
+    shapes = [(batch, rows), (batch, n), (batch, n, n), (batch, n)]
+    shapes += [(batch, rows, *tensor.shape[2:]) for tensor in inputs.tensors()[4:]]
+    trees = [tensor.new_zeros(shape) for tensor, shape in zip(inputs.tensors(), shapes, strict=True)]
+    return other, inputs.with_tensors(trees)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.studies.compiled --suite humaneval=HumanEval.jsonl,gsm8k=test.jsonl,mt_bench=question.jsonl
 
-Calls with and without follow each other, after one of each that is not counted and compiles.  Prints one JSON line a
-method and temperature, with a paired bootstrap interval over prompts, and appends it to ``--out``.
+Calls with and without follow each other, after a pass over all prompts that compiles and is not counted.  Prints a JSON
+line for each method and temperature, with a paired bootstrap interval over prompts, and appends it to ``--out``.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def measure(pair: Pair, method: Method, prompts: list[list[int]], new_tokens: in
     """Time every prompt with and without compilation; return seconds, and the ratio of speeds with its interval."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
     num_same = 0
-    for number, prompt in enumerate([prompts[0], *prompts]):
+    for number, prompt in enumerate([*prompts, *prompts], 1 - len(prompts)):
         texts = []
         for is_compiled in (False, True) if number % 2 else (True, False):
             for lm in (pair.target, pair.drafter):
@@ -37,7 +37,7 @@ def measure(pair: Pair, method: Method, prompts: list[list[int]], new_tokens: in
                     lm.is_compiled = is_compiled
             run = execute(pair, method, Case((tuple(prompt),), new_tokens, temperature))
             texts.append(run.tokens)
-            if number:
+            if number > 0:  # the first pass compiles
                 seconds[is_compiled].append(run.seconds)
         num_same += number > 0 and texts[0] == texts[1]
     eager, compiled = seconds[False], seconds[True]
