@@ -1,7 +1,7 @@
 """Print the speed of each method over plain decoding, with intervals, as the Markdown table of README.md.
 
-``python -m benchmarks.studies.speed_table`` reads ``benchmarks/results/cpu-5``; ``stree bench report
-benchmarks/results/cpu-5 --markdown --plots docs/plots`` draws the same figures.
+``python -m benchmarks.studies.speed_table`` reads ``benchmarks/results/speed``; ``stree bench report
+benchmarks/results/speed --markdown --plots docs/plots`` draws the same figures.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from stree.bench.report import load_runs
 
 __all__ = ["RUN", "speed_table"]
 
-RUN = ROOT / "benchmarks" / "results" / "cpu-5"
+RUN = ROOT / "benchmarks" / "results" / "speed"
 SUITES = {"humaneval": "HumanEval", "gsm8k": "GSM8K", "mt_bench": "MT-Bench"}
-METHODS = ("chain:4", "calibrated:16x4", "suffix", "fused", "auto")
+METHODS = ("transformers", "chain:4", "calibrated:16x4", "suffix", "fused", "auto")
 
 
 def speed_table() -> str:

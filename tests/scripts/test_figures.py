@@ -21,7 +21,7 @@ def test_the_committed_step_is_what_its_script_draws() -> None:
 def test_the_committed_plot_of_speeds_is_that_of_the_record(tmp_path: Path) -> None:
     (drawn,) = write_plots(load_runs([speed_table.RUN]), tmp_path)
     committed = ROOT / "docs" / "plots" / drawn.name
-    command = "stree bench report benchmarks/results/cpu-5 --markdown --plots docs/plots"
+    command = "stree bench report benchmarks/results/speed --markdown --plots docs/plots"
     assert committed.read_text() == drawn.read_text(), f"run {command}"
 
 
