@@ -11,6 +11,8 @@ from benchmarks import ROOT
 from benchmarks.studies import figure_step, speed_table
 from stree.bench.report import load_runs, write_plots
 
+RESULTS = ROOT / "benchmarks" / "results"
+
 
 def test_the_committed_step_is_what_its_script_draws() -> None:
     drawn = figure_step.draw()
@@ -18,11 +20,21 @@ def test_the_committed_step_is_what_its_script_draws() -> None:
     assert ElementTree.fromstring(drawn).tag.endswith("svg")
 
 
-def test_the_committed_plot_of_speeds_is_that_of_the_record(tmp_path: Path) -> None:
-    (drawn,) = write_plots(load_runs([speed_table.RUN]), tmp_path)
-    committed = ROOT / "docs" / "plots" / drawn.name
-    command = "stree bench report benchmarks/results/speed --markdown --plots docs/plots"
-    assert committed.read_text() == drawn.read_text(), f"run {command}"
+@pytest.mark.parametrize(
+    ("runs", "plots"),
+    [
+        (["speed"], ["speed"]),
+        (["nodes"], ["tau-by-nodes", "step-time-by-nodes"]),
+        ([f"batch-{size}" for size in (1, 2, 4, 8, 16, 32)], ["batch"]),
+    ],
+    ids=["speed", "nodes", "batch"],
+)
+def test_the_committed_plots_are_those_of_the_records(runs: list[str], plots: list[str], tmp_path: Path) -> None:
+    write_plots(load_runs([RESULTS / run for run in runs]), tmp_path)
+    for plot in plots:
+        committed = ROOT / "docs" / "plots" / f"{plot}.svg"
+        command = f"stree bench report {' '.join(runs)} --markdown --plots FOLDER, in {RESULTS}, and copy {plot}.svg"
+        assert committed.read_text() == (tmp_path / f"{plot}.svg").read_text(), f"run {command}"
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/results.md"])
