@@ -119,7 +119,8 @@ class TreeScorer(PatchedModel):
         On a CPU a small model's step is mostly calls of operators, of which the compiled functions make few.  Each kind
         of call is compiled when it occurs for the first time, in seconds to a minute, and kept in inductor's cache on
         disk.  Attention then reads ``max_length`` rows of the state at any length.  Prefill and commit are not
-        compiled, nor is a model whose code depends on values: mixtures of experts, Mamba-1 and RG-LRU (logged).
+        compiled, nor is a model whose code depends on values: mixtures of experts, Mamba-1 and RG-LRU (logged).  Hooks
+        on modules run when a call is traced: what they do to tensors is compiled, their other effects are not repeated.
 
         Raises:
             NotImplementedError: the model is not on the CPU; on CUDA, steps are captured as CUDA graphs.
