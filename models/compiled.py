@@ -158,7 +158,7 @@ class _Function:
         ranges = self.shape_env.var_to_range
         in_range = all(ranges[symbol].lower <= size <= ranges[symbol].upper for symbol, size in values.items())
         assumed = [self.shape_env.replace(guard.expr) for guard in self.shape_env.guards]
-        # The other symbols are sizes of storages, which are assumed to hold the tensors.
+        # The other symbols are sizes and offsets of storages, which are laid out alike in all states of these sizes.
         return in_range and all(bool(one.subs(values)) for one in assumed if one.free_symbols <= values.keys())
 
 
