@@ -64,6 +64,18 @@ def test_compiled_trees_of_all_sizes_have_the_logits_of_the_model() -> None:
     _check(partial(tiny_model, "mamba2"), sizes=((0, 4), (0, 7)))
 
 
+def test_states_and_trees_of_other_sizes_share_a_compiled_function() -> None:
+    lm = stree.TreeLM(tiny_model("mamba2", torch.float32))
+    lm.compile()
+    seconds = []
+    for max_length, max_nodes, n in ((61, 12, 4), (97, 15, 7)):
+        state = lm.new_state(1, max_length, max_nodes)
+        lm.prefill(state, torch.tensor([[1, 2, 3]]))
+        lm.verify(state, stree.TokenTree(torch.ones(1, n, dtype=torch.long), torch.tensor([PARENTS[:n]]).int()))
+        seconds.append(lm.compile_s)
+    assert seconds[0] == seconds[1] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["bamba", "olmo_hybrid"])
 def test_compiled_trees_of_other_families(family: str, caplog: pytest.LogCaptureFixture) -> None:
