@@ -78,7 +78,7 @@ def test_a_worker_that_fails_is_one_line_and_the_job_can_go_on(target_folder: st
 
 def test_the_study_of_workers_runs() -> None:
     with local_ray(1):
-        assert batch_workers.measure(6, 2, 1)["rows_per_s"] > 0
+        assert batch_workers.measure(6, 2, 1)["seconds"] > 0  # the six may come at once, which leaves no rate
 
 
 def test_the_actor_adds_texts_to_a_pipeline_of_one_s_own(target_folder: str, target: Any) -> None:
