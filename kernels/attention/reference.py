@@ -70,13 +70,12 @@ def _append(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, k: Tensor, v: Ten
     limit = k_cache.shape[2]
     m = min(accepted.rows.shape[1], limit)
     place = lengths.long()[:, None] + torch.arange(m, device=lengths.device)
-    stays = (accepted.beyond[:, :m] | (place >= limit))[:, None, :, None]
-    place = place.remainder_(limit)[:, None, :, None]
+    stays = (accepted.beyond[:, :m] | (place >= limit))[..., None, None]
+    place = place.remainder_(limit)
     source = accepted.rows[:, :m]
     for cache, nodes in ((k_cache, k), (v_cache, v)):
-        rows = take_rows(nodes, source, accepted.batch).transpose(1, 2).to(cache.dtype)
-        index = place.expand_as(rows)
-        cache.scatter_(2, index, torch.where(stays, cache.gather(2, index), rows))
+        rows = take_rows(nodes, source, accepted.batch).to(cache.dtype)
+        cache[accepted.batch, :, place] = torch.where(stays, cache[accepted.batch, :, place], rows)
 
 
 def attention_step(a: Operands) -> Tensor:
