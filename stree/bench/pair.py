@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from stree.bench.smollm2 import named, prepared
 from stree.drafters import Drafter
 from stree.heads import CausalHead, OneShotHead, head_layout, load
 from stree.inputs import ASSETS, load_tokenizer, locate
-from stree.models.loading import load_model
+from stree.models.loading import load_config, load_model
 from stree.models.tree_lm import TreeLM
+from stree.models.trimmed import TrimmedLM
+from stree.vocabulary import load_vocabulary
 
 __all__ = ["Pair"]
 
@@ -31,6 +34,7 @@ class Pair:
         source: where the target was loaded from.
         drafter_source: likewise the drafter or head, or None.
         head: the draft head, in place of a draft model, or None.
+        vocab: tokens that the output layer of the draft model or head keeps, or None for all.
         drafters: of the methods that have run, by method; captured steps belong to one drafter object.
     """
 
@@ -40,11 +44,17 @@ class Pair:
     source: str
     drafter_source: str | None = None
     head: CausalHead | OneShotHead | None = None
+    vocab: list[int] | None = None
     drafters: dict[str, Drafter] = field(default_factory=dict)
 
     @classmethod
     def load(
-        cls, target: str = "bundled", drafter: str | None = None, device: str = "auto", dtype: str = "auto"
+        cls,
+        target: str = "bundled",
+        drafter: str | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        drafter_vocab: str | Path | None = None,
     ) -> Pair:
         """Load a pair.
 
@@ -54,9 +64,12 @@ class Pair:
                 bundled one beside the bundled target, else no draft model.
             device: as for ``TreeLM.from_pretrained``.
             dtype: likewise.
+            drafter_vocab: file of the tokens that the output layer of the draft model or head keeps; None for all.
 
         Raises:
-            ValueError: no checkpoint there, or a drafter with another vocabulary.
+            ValueError: no checkpoint there, a drafter with another vocabulary, or a ``drafter_vocab`` that cannot be
+                read, is of another size, leaves out a stop token, or has no draft model to trim.
+            NotImplementedError: ``drafter_vocab`` and a head that cannot be trimmed.
         """
         logging.set_verbosity_error()
         logging.disable_progress_bar()
@@ -65,13 +78,22 @@ class Pair:
         source = locate(prepared(target), "target")
         drafter_source = None if drafter == "none" else locate(prepared(drafter), "drafter")
         is_head = drafter == "mtp" or (drafter_source is not None and head_layout(drafter_source) is not None)
+        if drafter_vocab is not None:  # checked before weights are loaded
+            if drafter_source is None:
+                raise ValueError("--drafter-vocab trims a draft model; there is none, give one with --drafter")
+            load_vocabulary(drafter_vocab, load_config(source).get_text_config().vocab_size)
         lm = TreeLM.from_pretrained(source, device=device, dtype=dtype)
+        vocab = None if drafter_vocab is None else load_vocabulary(drafter_vocab, lm.vocab_size, lm.eos_token_ids)
         if drafter_source is not None and is_head:
-            return cls(lm, None, load_tokenizer(source), source, drafter_source, load(drafter_source, lm))
+            head = load(drafter_source, lm)
+            head = head if vocab is None else head.trimmed(vocab)
+            return cls(lm, None, load_tokenizer(source), source, drafter_source, head, vocab)
         draft = None if drafter_source is None else TreeLM.from_pretrained(drafter_source, device, dtype)
         if draft is not None and draft.vocab_size != lm.vocab_size:
             raise ValueError(f"the drafter has {draft.vocab_size} tokens, the target {lm.vocab_size}")
-        return cls(lm, draft, load_tokenizer(source), source, drafter_source)
+        if draft is not None and vocab is not None:
+            draft = TrimmedLM(draft, vocab)
+        return cls(lm, draft, load_tokenizer(source), source, drafter_source, vocab=vocab)
 
     @cached_property
     def plain(self) -> Any:

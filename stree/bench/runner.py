@@ -6,6 +6,7 @@ drift affects all of them equally.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -256,6 +257,7 @@ def _config(pair: Pair, methods: Sequence[Method], suites: Sequence[Suite], sett
     return {
         "target": target,
         "drafter": drafter,
+        **({} if pair.vocab is None else {"drafter_vocab": _vocab_config(pair.vocab)}),
         "device": env["device"],
         "dtype": pair.dtype,
         **({"compiled": True} if pair.target.is_compiled else {}),
@@ -264,3 +266,9 @@ def _config(pair: Pair, methods: Sequence[Method], suites: Sequence[Suite], sett
         "methods": [f"{method.name} ({method.verifier})" for method in methods],
         **{name: getattr(settings, name) for name in settings.__slots__},
     }
+
+
+def _vocab_config(vocab: Sequence[int]) -> Record:
+    """Record a trimmed vocabulary by its size and a digest of its tokens."""
+    tokens = sorted(vocab)
+    return {"tokens": len(tokens), "digest": hashlib.sha256(str(tokens).encode()).hexdigest()[:16]}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stree.cli.options import add_command, add_device
+from stree.cli.options import add_command, add_device, add_drafter_vocab
 
 __all__ = ["add_bench"]
 
@@ -62,6 +62,7 @@ def _add_run(bench: Any) -> None:
     """Add ``stree bench run``."""
     command = _add(bench, "run", _run, "run methods on prompt suites; the same command resumes an interrupted run")
     _add_models(command)
+    add_drafter_vocab(command)
     command.add_argument(
         "--suite",
         required=True,
@@ -117,7 +118,7 @@ def _run(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     methods = parse_methods(arguments.methods if arguments.methods is not None else DEFAULT)
     suites = read_suites(parse_suites(arguments.suite), arguments.limit or None)
-    pair = _load(arguments)
+    pair = _load(arguments, arguments.drafter_vocab)
     if arguments.compile:
         pair.compile()
     pair.encode(suites[0].prompts[0].turns[:1], chat=settings.chat)  # raises for a chat template that does not exist
@@ -220,7 +221,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _load(arguments: argparse.Namespace) -> Any:
+def _load(arguments: argparse.Namespace, drafter_vocab: str | None = None) -> Any:
     """Load the models that the options name."""
     import torch
 
@@ -230,4 +231,4 @@ def _load(arguments: argparse.Namespace) -> Any:
         raise ValueError(f"--threads must not be negative, got {arguments.threads}")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    return Pair.load(arguments.target, arguments.drafter, arguments.device, arguments.dtype)
+    return Pair.load(arguments.target, arguments.drafter, arguments.device, arguments.dtype, drafter_vocab)

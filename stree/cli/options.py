@@ -6,7 +6,9 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["add_command", "add_device", "add_drafting", "add_generation", "add_launching", "add_target"]
+__all__ = [
+    "add_command", "add_device", "add_drafter_vocab", "add_drafting", "add_generation", "add_launching", "add_target",
+]  # fmt: skip
 
 
 def add_command(
@@ -57,6 +59,11 @@ def add_generation(command: argparse.ArgumentParser) -> None:
     add_launching(command)
 
 
+def add_drafter_vocab(command: argparse.ArgumentParser) -> None:
+    """Add the option that trims the output layer of a draft model or head."""
+    command.add_argument("--drafter-vocab", default=None, help="tokens a draft model keeps, made by 'stree trim-vocab'")
+
+
 def add_drafting(command: argparse.ArgumentParser, *, files: bool = True) -> None:
     """Add the options of the drafter, its trees and their verification; with ``files`` what it reads beside models."""
     command.add_argument(
@@ -69,9 +76,7 @@ def add_drafting(command: argparse.ArgumentParser, *, files: bool = True) -> Non
     )
     if files:
         command.add_argument("--datastore", default=None, help="texts to draft from, made by 'stree datastore build'")
-        command.add_argument(
-            "--drafter-vocab", default=None, help="tokens a draft model keeps, made by 'stree trim-vocab'"
-        )
+        add_drafter_vocab(command)
     command.add_argument(
         "--growth",
         default=None,

@@ -9,11 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.tiny_models import VOCAB
 from helpers.tiny_pairs import save_tiny
 
 from stree.cli import main
 from stree.distill.heads import HEADS
 from stree.models.tree_lm import TreeLM
+from stree.vocabulary import save_vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +72,49 @@ def test_a_draft_head_is_measured_like_a_draft_model(
     assert all(2 <= row["draft_calls"] <= 3 for row in rows if row["method"] == "chain:2")
     assert main(["bench", "profile", "--target", str(folder / "target"), "--drafter", str(folder / "head")]) == 2
     assert "times draft models, not draft heads" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["target", "head"])
+def test_a_trimmed_drafter_drafts_kept_tokens_only_and_its_tokens_are_part_of_the_configuration(
+    kind: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if kind == "head":
+        HEADS["mtp"](TreeLM.from_pretrained(folder / "target"), 0).save(folder / "head")
+    file = tmp_path / "kept.json"
+    options = ["--drafter", str(folder / kind), "--methods", "plain,static:8", "--max-new-tokens", "12", "--json"]
+    trimmed = [*options, "--drafter-vocab", str(file)]
+
+    def tau(run: str, options: list[str]) -> float:
+        assert bench(folder, tmp_path / run, *options) == 0
+        rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+        assert all(row["lossless"] for row in rows)
+        return float(rows[1]["tau"])
+
+    save_vocabulary(file, [0], VOCAB)  # the stop token, which the target's texts do not hold
+    assert tau("whole", options) > 1 and tau("trimmed", trimmed) == 1
+    config = json.loads((tmp_path / "trimmed" / "run.json").read_text())["config"]
+    assert config["drafter_vocab"]["tokens"] == 1
+    save_vocabulary(file, list(range(VOCAB)), VOCAB)
+    assert bench(folder, tmp_path / "trimmed", *trimmed) == 2 and "with drafter_vocab" in capsys.readouterr().err
+    assert tau("all", trimmed) > 1
+
+
+def test_a_trimmed_vocabulary_that_does_not_fit_is_refused_before_anything_runs(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_vocabulary(tmp_path / "small.json", [0, 1], 50)
+    save_vocabulary(tmp_path / "endless.json", [1, 2], VOCAB)
+    for file, drafter, message in (
+        ("nowhere", "drafter", "no trimmed vocabulary can be read"),
+        ("small.json", "drafter", f"is of 50 tokens, the drafter has {VOCAB}"),
+        ("endless.json", "drafter", "leaves out the target's stop tokens [0]"),
+        ("endless.json", "none", "--drafter-vocab trims a draft model; there is none"),
+    ):
+        name = "none" if drafter == "none" else str(folder / drafter)
+        options = ["--drafter", name, "--drafter-vocab", str(tmp_path / file)]
+        assert bench(folder, tmp_path / "run", *options) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 def test_ctrl_c_says_how_to_go_on_and_ends_with_status_130(
