@@ -1,0 +1,138 @@
+"""Open load on ``stree serve`` with the bundled pair: Poisson arrivals at fixed rates; prints one JSON line.
+
+Run: python -m benchmarks.serving.arrivals [--rates 1,2,4,8] [--requests 24]
+
+In an open load, a request is sent at its arrival time whether or not earlier ones are finished, as with
+``--request-rate`` of vLLM's benchmark.  Every request asks for 64 tokens at temperature 0.8.  At each rate, all budgets
+serve the same requests at the same times, one budget after the other.  Times are counted from a request's arrival and
+include its time in the queue.  Latency is the time to the last token over the number of tokens.  Tokens a second are
+those of all requests over the time from the first arrival to the last token: below capacity, about the offered load.
+The 95 % intervals of ratios to plain decoding are a paired bootstrap over requests; requests of one load share batches
+and a queue, so they are not independent, and the intervals are too narrow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.serving.load import chunks, requests, served, speed
+from stree.bench.records import append, environment
+from stree.bench.summary import interval
+
+BUDGETS = {
+    "plain": ("--budget", "1"),
+    "chain:4": ("--growth", "chain:4", "--budget", "5"),  # the root and 4 drafted tokens
+    "tree:16": ("--budget", "16"),
+    "auto": ("--budget", "auto"),
+}
+
+Array = NDArray[Any]
+
+
+def arrival_times(rate: float, count: int, seed: int) -> list[float]:
+    """Draw the times of a Poisson process in seconds; the first request arrives at 0."""
+    chooser = random.Random(seed)
+    return [0.0, *accumulate(chooser.expovariate(rate) for _ in range(count - 1))]
+
+
+def bodies(count: int, tokens: int, seed: int) -> list[dict[str, Any]]:
+    """Make sampled requests of one length of output; prompts repeat after ``NUM_REQUESTS``."""
+    prompts = [body["prompt"] for body in requests(seed)]
+    options = {"model": "bundled", "max_tokens": tokens, "temperature": 0.8, "ignore_eos": True, "stream": True}
+    return [{**options, "prompt": prompts[number % len(prompts)], "seed": number} for number in range(count)]
+
+
+async def replay(url: str, sent: Sequence[dict[str, Any]], arrivals: Sequence[float]) -> Array:
+    """Send every request at its arrival time.
+
+    Returns:
+        times: [2, requests], seconds from each request's arrival to its first and to its last token.
+    """
+    async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=len(sent))) as client:
+
+        async def one(body: dict[str, Any], arrival: float) -> tuple[float, float]:
+            await asyncio.sleep(arrival - time.perf_counter())
+            pieces = [(time.perf_counter(), piece) async for piece in chunks(client, url, body)]
+            first = next((at for at, piece in pieces if piece), pieces[-1][0])
+            return first - arrival, pieces[-1][0] - arrival
+
+        async for _ in chunks(client, url, sent[0]):  # brings back the pages of a process that was idle
+            pass
+        now = time.perf_counter()
+        times = await asyncio.gather(*(one(body, now + arrival) for body, arrival in zip(sent, arrivals, strict=True)))
+    return np.array(times).T
+
+
+def figures(times: Array, arrivals: Sequence[float], tokens: int) -> dict[str, float]:
+    """Return the figures of one budget at one rate; times as ``replay`` returns them."""
+    first, last = times
+    return {
+        "tokens_per_s": float(tokens * len(last) / (last + arrivals).max()),
+        "ttft_median_s": float(np.median(first)),
+        "ttft_p99_s": float(np.quantile(first, 0.99)),
+        "latency_median_s": float(np.median(last) / tokens),
+    }
+
+
+def ratios(row: dict[str, float], plain: dict[str, float], times: Array, plain_times: Array) -> dict[str, Any]:
+    """Return the ratio of every figure to plain decoding's, those of medians with an interval."""
+
+    def median_ratio(own: Array, base: Array, axis: int) -> Array:
+        return np.asarray(np.median(own, axis) / np.median(base, axis))
+
+    names = "ttft_median_s", "latency_median_s"
+    medians = {name: interval(median_ratio, *pair) for name, *pair in zip(names, times, plain_times, strict=True)}
+    return {name: row[name] / plain[name] for name in row} | medians
+
+
+def run(rates: Sequence[float], count: int, tokens: int, budgets: Sequence[str]) -> list[dict[str, Any]]:
+    """Measure plain decoding and other budgets at every rate."""
+    rows, budgets = [], ["plain", *budgets]
+    sent = bodies(count, tokens, 0)
+    with ExitStack() as servers:
+        urls = {name: servers.enter_context(served("--cache-mb", "0", *BUDGETS[name]))[0] for name in budgets}
+        for url in urls.values():
+            asyncio.run(speed(url, 8, 0))
+        for number, rate in enumerate(rates):
+            arrivals = arrival_times(rate, count, number)
+            times = {name: asyncio.run(replay(url, sent, arrivals)) for name, url in urls.items()}
+            found = {name: figures(one, arrivals, tokens) for name, one in times.items()}
+            for name in budgets:
+                over_plain = ratios(found[name], found["plain"], times[name], times["plain"])
+                rows.append({"rate": rate, "budget": name, **found[name], "over_plain": over_plain})
+    return rows
+
+
+def main() -> None:
+    """Measure and print; append the record to a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", default="1,2,4,8", help="requests a second")
+    parser.add_argument("--requests", type=int, default=24, help="number at each rate")
+    parser.add_argument("--tokens", type=int, default=64, help="of each request")
+    parser.add_argument("--budgets", default="chain:4,tree:16,auto", help="compared with plain")
+    parser.add_argument("--out", type=Path, help="file of JSON lines to which the record is appended")
+    options = parser.parse_args()
+    rates, budgets = [float(rate) for rate in options.rates.split(",")], options.budgets.split(",")
+    rows = run(rates, options.requests, options.tokens, budgets)
+    counts = {"requests": options.requests, "tokens": options.tokens}
+    record = {"bench": "serving-arrivals", "env": environment(), **counts, "rows": rows}
+    if options.out is not None:
+        append(options.out, [record])
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()
