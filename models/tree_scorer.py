@@ -16,6 +16,7 @@ from stree.models.checks import check_commit, check_first, check_path
 from stree.models.hidden_states import check_hidden_layers
 from stree.models.layers.base import state_dtype
 from stree.models.layout import layout_of
+from stree.models.packed_linear import pack_linears
 from stree.models.patched_model import PatchedModel
 from stree.models.state import DecodeState, TreeInputs, TreeStep
 from stree.tree import TokenTree, checks_everywhere
@@ -114,19 +115,24 @@ class TreeScorer(PatchedModel):
         return logits.to(state_dtype(logits.dtype)), hidden
 
     def compile(self) -> None:
-        """Compile the scoring of trees with torch.compile's backend (inductor, which needs a C++ compiler).
+        """Pack the weights of linear layers, and compile the scoring of trees with torch.compile's backend, inductor.
+
+        Linear layers in float32 or bfloat16 run on a second copy of their weights in oneDNN's layout, with any kind of
+        call that keeps no gradient; it is made again when a weight is changed other than through its ``data``.
 
         On a CPU a small model's step is mostly calls of operators, of which the compiled functions make few.  Each kind
         of call is compiled when it occurs for the first time, in seconds to a minute, and kept in inductor's cache on
-        disk.  Attention then reads ``max_length`` rows of the state at any length.  Prefill and commit are not
-        compiled, nor is a model whose code depends on values: mixtures of experts, Mamba-1 and RG-LRU (logged).  Hooks
-        on modules run when a call is traced: what they do to tensors is compiled, their other effects are not repeated.
+        disk, which needs a C++ compiler.  Attention then reads ``max_length`` rows of the state at any length.  Prefill
+        and commit are not compiled, nor is a model whose code depends on values: mixtures of experts, Mamba-1 and
+        RG-LRU (logged).  Hooks on modules run when a call is traced: what they do to tensors is compiled, their other
+        effects are not repeated.
 
         Raises:
             NotImplementedError: the model is not on the CPU; on CUDA, steps are captured as CUDA graphs.
         """
         if {kind.type for kind in (self.device, *self.devices)} != {"cpu"} or self.is_sharded:
             raise NotImplementedError(f"only models on the CPU are compiled, got one on {self.device}")
+        pack_linears(self.model)
         self.is_compiled = True
 
     def check_current(self) -> None:  # noqa: D102

@@ -25,17 +25,16 @@ from stree.bench.summary import interval
 BAR = 1.5
 
 
-def measure(pair: Pair, method: Method, prompts: list[list[int]], new_tokens: int, temperature: float) -> Any:
+def measure(
+    pairs: dict[bool, Pair], method: Method, prompts: list[list[int]], new_tokens: int, temperature: float
+) -> Any:
     """Time every prompt with and without compilation; return seconds, and the ratio of speeds with its interval."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
     num_same = 0
     for number, prompt in enumerate([*prompts, *prompts], 1 - len(prompts)):
         texts = []
         for is_compiled in (False, True) if number % 2 else (True, False):
-            for lm in (pair.target, pair.drafter):
-                if lm is not None:
-                    lm.is_compiled = is_compiled
-            run = execute(pair, method, Case((tuple(prompt),), new_tokens, temperature))
+            run = execute(pairs[is_compiled], method, Case((tuple(prompt),), new_tokens, temperature))
             texts.append(run.tokens)
             if number > 0:  # the first pass compiles
                 seconds[is_compiled].append(run.seconds)
@@ -59,13 +58,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    pair = Pair.load(options.target, options.drafter, device="cpu")
+    pairs = {is_compiled: Pair.load(options.target, options.drafter, device="cpu") for is_compiled in (False, True)}
+    pairs[True].compile()
     suites = read_suites(parse_suites(options.suite), options.limit)
-    prompts = [pair.encode(prompt.turns[:1]) for suite in suites for prompt in suite.prompts]
+    prompts = [pairs[True].encode(prompt.turns[:1]) for suite in suites for prompt in suite.prompts]
     for method in parse_methods(options.methods):
         for temperature in (0.0, 0.8):
             record = {"bench": "compiled", "target": options.target, "method": method.name, "temperature": temperature}
-            record |= measure(pair, method, prompts, options.max_new_tokens, temperature)
+            record |= measure(pairs, method, prompts, options.max_new_tokens, temperature)
             record |= {"threads": options.threads, "bar": BAR, "env": environment()}
             print(json.dumps(record), flush=True)
             if options.out is not None:

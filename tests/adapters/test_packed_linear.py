@@ -1,0 +1,88 @@
+"""Linear layers on packed weights against float64, through changes of weight, dtype and module."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers.tiny_models import tiny_model
+from torch import Tensor, nn
+
+import stree
+from stree.models.packed_linear import pack_linears
+
+
+def _error(layer: nn.Linear, x: Tensor) -> float:
+    wanted = x.double() @ layer.weight.double().T
+    if layer.bias is not None:
+        wanted += layer.bias.double()
+    with torch.no_grad():
+        return float((layer(x).double() - wanted).abs().max() / wanted.abs().max())
+
+
+def _packed(bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    torch.manual_seed(0)
+    layer = nn.Linear(48, 33, bias=bias, dtype=dtype)
+    pack_linears(layer)
+    return layer
+
+
+@pytest.mark.parametrize("shape", [(48,), (1, 1, 48), (2, 3, 5, 48), (0, 48)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_of_any_shape(shape: tuple[int, ...], bias: bool) -> None:
+    layer, x = _packed(bias), torch.randn(shape)
+    if x.numel():
+        assert _error(layer, x) < 1e-5
+        assert _error(_packed(bias, torch.bfloat16), x.bfloat16()) < 1e-2
+    with torch.no_grad():
+        assert layer(x).shape == (*shape[:-1], 33)
+
+
+def _scale(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(2)
+
+
+def _replace(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(layer.weight.detach() * 3)
+
+
+def _replace_data(layer: nn.Linear) -> None:
+    layer.weight.data = layer.weight.data * 3
+
+
+@pytest.mark.parametrize("change", [_scale, _replace, _replace_data])
+def test_a_changed_weight_is_packed_again(change: Callable[[nn.Linear], None]) -> None:
+    layer, x = _packed(), torch.randn(4, 48)
+    assert _error(layer, x) < 1e-5
+    change(layer)
+    assert _error(layer, x) < 1e-5
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_copies_pack_their_own_weight(duplicate: Callable[[nn.Linear], nn.Linear]) -> None:
+    layer, x = _packed(), torch.randn(4, 48)
+    assert _error(layer, x) < 1e-5
+    other = duplicate(layer)
+    _scale(other)
+    assert _error(other, x) < 1e-5 and _error(layer, x) < 1e-5
+
+
+def test_another_dtype_or_a_gradient_runs_the_layer_itself() -> None:
+    layer, x = _packed(), torch.randn(4, 48)
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+    assert _error(layer.double(), x.double()) < 1e-12
+    with torch.no_grad(), pytest.raises(RuntimeError, match="dtype"):
+        layer(x)
+
+
+def test_release_takes_packed_weights_off() -> None:
+    lm = stree.TreeLM(tiny_model("mamba2", torch.float32))
+    lm.compile()
+    assert any("forward" in module.__dict__ for module in lm.model.modules() if type(module) is nn.Linear)
+    model = lm.release()
+    assert not any("forward" in module.__dict__ for module in model.modules())
