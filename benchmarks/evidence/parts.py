@@ -17,6 +17,7 @@ CHAT = "mt_bench={data}/mt_bench/question.jsonl"
 DRAFTED = "chain:4,calibrated:16x4,suffix,fused,auto"
 SMOLLM2 = "--target smollm2 --chat --drafter"
 SIX_LAYERS = f"{SMOLLM2} smollm2:6"
+PEERS = "plain,transformers,transformers-lookup:10"
 BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (512, 2048, 8192, 32768)
 REQUESTS = (500, 2000)  # of passages that SmolLM2 is asked to summarise
@@ -64,23 +65,26 @@ def _long(folder: str, lengths: tuple[int, ...]) -> list[str]:
     return [f"long-{length}={{work}}/{folder}/long-{length}.jsonl" for length in lengths]
 
 
-def _distill(kind: str, minutes: int, options: str) -> tuple[str, str]:
-    """Write the commands that train a drafter for SmolLM2 on its own answers."""
+def _distill(kind: str, minutes: int, options: str) -> tuple[str, ...]:
+    """Write the commands that train a drafter for SmolLM2 on its own answers and list the tokens that it keeps."""
     return (
         "python -m benchmarks.training.answers --data {data} --minutes 3 --out {work}/smollm2-answers.jsonl",
+        "stree trim-vocab --target {smollm2} --text {work}/smollm2-answers.jsonl --keep 4096 "
+        "--out {work}/smollm2-vocab.json",
         f"stree distill --target {{smollm2}} --target-dtype bfloat16 --kind {kind} --minutes {minutes} --generated 0 "
         f"--length 256 {options} --text {{work}}/smollm2-answers.jsonl --force --out {{work}}/smollm2-{kind}",
     )
 
 
-HEAD = _distill("mtp", 8, "--batch-size 2")
+TRIMMED = "--drafter-vocab {work}/smollm2-vocab.json"
+HEAD = _distill("mtp", 10, "--batch-size 2")
 PARTS = (
     Part(
-        "speed", 5, "speed of every drafter over plain decoding and over transformers, bundled pair",
+        "speed", 3, "speed of every drafter over plain decoding and over transformers, bundled pair",
         (_bench("speed", f"plain,transformers,{DRAFTED}", CODE, MATHS, CHAT, options="--limit 5"),),
     ),
     Part(
-        "nodes", 6, "tokens and time of a step by nodes of a chain and a tree, bundled pair",
+        "nodes", 4, "tokens and time of a step by nodes of a chain and a tree, bundled pair",
         (
             _bench(
                 "nodes",
@@ -114,19 +118,19 @@ PARTS = (
         ),
     ),
     Part(
-        "smollm2", 25, "speed over plain decoding and transformers' own speculation, SmolLM2-135M, drafter untrained",
+        "smollm2", 14, "speed over plain decoding and transformers' own speculation, SmolLM2-135M, drafter untrained",
         (
             _bench(
-                "smollm2", f"plain,transformers,transformers-lookup:10,transformers-assistant:4,{DRAFTED}",
-                CODE, MATHS, CHAT, options=f"{SIX_LAYERS} --limit 3",
+                "smollm2", f"{PEERS},transformers-assistant:4,chain:4,calibrated:16x4,suffix",
+                CODE, MATHS, CHAT, options=f"--compile {SIX_LAYERS} --limit 3",
             ),
         ),
     ),
     Part(
-        "smollm2-one-thread", 6, "the same on one core",
+        "smollm2-one-thread", 6, "the same on one core, without --compile",
         (
             _bench(
-                "smollm2-one-thread", "plain,transformers,transformers-lookup:10,suffix,auto", CODE, MATHS,
+                "smollm2-one-thread", f"{PEERS},suffix,auto", CODE, MATHS,
                 options=f"{SIX_LAYERS} --limit 3", threads=1,
             ),
         ),
@@ -136,38 +140,41 @@ PARTS = (
         (
             _write_prompts("summary", REQUESTS, "--target smollm2 --request --count 4"),
             _bench(
-                "smollm2-long", "plain,transformers,transformers-lookup:10,suffix,auto", *_long("summary", REQUESTS),
-                options=f"{SIX_LAYERS} --limit 4",
+                "smollm2-long", f"{PEERS},suffix", *_long("summary", REQUESTS),
+                options=f"--compile {SIX_LAYERS} --limit 4",
             ),
         ),
     ),
     Part(
-        "smollm2-context", 7, "speed over plain decoding by tokens of context, SmolLM2",
+        "smollm2-head", 22, "the same with an MTP head, trained for 10 minutes",
         (
+            *HEAD,
+            _bench(
+                "smollm2-head", f"{PEERS},chain:2,chain:4,calibrated:8x2,calibrated:16x4,fused:16,auto", CODE, MATHS,
+                CHAT, options=f"--compile {SMOLLM2} {{work}}/smollm2-mtp {TRIMMED} --limit 3",
+            ),
+        ),
+    ),
+    Part(
+        "smollm2-nodes", 6, "tokens and time of a step by nodes of a chain and a tree, SmolLM2 and that head",
+        (
+            *HEAD,
+            _bench(
+                "smollm2-nodes", "plain,chain:1,chain:2,chain:3,chain:4,chain:7,calibrated:4,calibrated:8x2,"
+                "calibrated:8,calibrated:16x4,calibrated:32", MATHS,
+                options=f"--compile {SMOLLM2} {{work}}/smollm2-mtp {TRIMMED} --limit 3",
+            ),
+        ),
+    ),
+    Part(
+        "smollm2-context", 7, "speed over plain decoding by tokens of context, SmolLM2 and that head",
+        (
+            *HEAD,
             _write_prompts("smollm2-context", SMOLLM2_CONTEXTS, "--target smollm2 --count 2"),
             _bench(
-                "smollm2-context", "plain,suffix,auto", *_long("smollm2-context", SMOLLM2_CONTEXTS), temperature="0",
-                options="--target smollm2 --drafter smollm2:6 --limit 2",
-            ),
-        ),
-    ),
-    Part(
-        "smollm2-head", 19, "the same with an MTP head, trained for 8 minutes",
-        (
-            *HEAD,
-            _bench(
-                "smollm2-head", "plain,chain:4,calibrated:16x4,fused,auto", CODE, MATHS,
-                options=f"{SMOLLM2} {{work}}/smollm2-mtp --limit 3",
-            ),
-        ),
-    ),
-    Part(
-        "smollm2-nodes", 5, "tokens and time of a step by nodes of a chain and a tree, SmolLM2 and that head",
-        (
-            *HEAD,
-            _bench(
-                "smollm2-nodes", "plain,chain:1,chain:3,chain:4,chain:7,calibrated:4,calibrated:8,calibrated:16x4,"
-                "calibrated:32", MATHS, temperature="0.8", options=f"{SMOLLM2} {{work}}/smollm2-mtp --limit 3",
+                "smollm2-context", "plain,suffix,calibrated:8x2", *_long("smollm2-context", SMOLLM2_CONTEXTS),
+                temperature="0",
+                options=f"--compile --target smollm2 --drafter {{work}}/smollm2-mtp {TRIMMED} --limit 2",
             ),
         ),
     ),
@@ -176,13 +183,17 @@ PARTS = (
         (
             *_distill("model", 8, "--batch-size 4"),
             _bench(
-                "smollm2-drafter", "plain,chain:4,calibrated:16x4,fused,auto", MATHS,
-                options=f"{SMOLLM2} {{work}}/smollm2-model --limit 3",
+                "smollm2-drafter", "plain,chain:2,chain:4,calibrated:8x2,calibrated:16x4,auto", MATHS,
+                options=f"--compile {SMOLLM2} {{work}}/smollm2-model {TRIMMED} --limit 3",
             ),
         ),
     ),
     Part(
         "serving", 3, "tokens a second of stree serve: one client and eight",
         ("python -m benchmarks.serving.load throughput --rounds 9 --out {out}/serving/results.jsonl",),
+    ),
+    Part(
+        "arrivals", 4, "tokens a second, time to first token and latency of stree serve by rate of Poisson arrivals",
+        ("python -m benchmarks.serving.arrivals --rates 1,2,4,8 --out {out}/serving/arrivals.jsonl",),
     ),
 )  # fmt: skip

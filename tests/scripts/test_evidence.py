@@ -27,6 +27,7 @@ from stree.bench.methods import parse_methods
 from stree.bench.records import read_lines
 from stree.cli.bench import add_bench
 from stree.cli.distill import add_distill
+from stree.cli.trim_vocab import add_trim_vocab
 
 COMMAND = """
 import sys
@@ -63,11 +64,12 @@ def test_parts_have_names_times_and_commands_that_the_programs_take() -> None:
     known = parser.add_subparsers()
     add_bench(known)
     add_distill(known)
+    add_trim_vocab(known)
     for command in commands:
         words = command.format(data="d", out="o", work="w", smollm2="s").split()
         if words[0] == "stree":
             arguments = parser.parse_args(words[1:])
-            assert words[1] == "distill" or parse_methods(arguments.methods)[0].name == "plain"
+            assert words[1] != "bench" or parse_methods(arguments.methods)[0].name == "plain"
         else:
             assert words[:2] == ["python", "-m"] and Path(words[2].replace(".", "/") + ".py").is_file()
 
