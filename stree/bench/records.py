@@ -27,7 +27,10 @@ PACKAGES = ("torch", "transformers", "triton", "mamba-ssm")
 
 
 def environment(device: torch.device | None = None) -> Record:
-    """Describe device, clocks, versions and commit; the load average tells whether the machine was idle."""
+    """Describe device, clocks, versions and commit; the load average tells whether the machine was idle.
+
+    ``dirty`` is whether tracked files other than records differ from the commit.
+    """
     is_ours = Path(_run("git", "rev-parse", "--show-toplevel")) == ROOT  # and not one that holds an installation
     record: Record = {
         "device": _processor(),
@@ -38,7 +41,8 @@ def environment(device: torch.device | None = None) -> Record:
         "python": platform.python_version(),
         **{name: version for name in PACKAGES if (version := _version(name))},
         "commit": _run("git", "rev-parse", "--short", "HEAD") if is_ours else "",
-        "dirty": is_ours and bool(_run("git", "status", "--porcelain", "--untracked-files=no")),
+        "dirty": is_ours
+        and bool(_run("git", "status", "--porcelain", "--untracked-files=no", "--", ":/", ":!/benchmarks/results")),
         "date": datetime.date.today().isoformat(),
     }
     if device is not None and device.type == "cuda":
