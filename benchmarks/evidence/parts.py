@@ -118,7 +118,7 @@ PARTS = (
         ),
     ),
     Part(
-        "smollm2", 14, "speed over plain decoding and transformers' own speculation, SmolLM2-135M, drafter untrained",
+        "smollm2", 15, "speed over plain decoding and transformers' own speculation, SmolLM2-135M, drafter untrained",
         (
             _bench(
                 "smollm2", f"{PEERS},transformers-assistant:4,chain:4,calibrated:16x4,suffix",
@@ -136,7 +136,7 @@ PARTS = (
         ),
     ),
     Part(
-        "smollm2-long", 12, "the same for prompts that ask for a summary of a passage",
+        "smollm2-long", 10, "the same for prompts that ask for a summary of a passage",
         (
             _write_prompts("summary", REQUESTS, "--target smollm2 --request --count 4"),
             _bench(
@@ -146,17 +146,17 @@ PARTS = (
         ),
     ),
     Part(
-        "smollm2-head", 22, "the same with an MTP head, trained for 10 minutes",
+        "smollm2-head", 24, "the same with an MTP head, trained for 10 minutes",
         (
             *HEAD,
             _bench(
-                "smollm2-head", f"{PEERS},chain:2,chain:4,calibrated:8x2,calibrated:16x4,fused:16,auto", CODE, MATHS,
-                CHAT, options=f"--compile {SMOLLM2} {{work}}/smollm2-mtp {TRIMMED} --limit 3",
+                "smollm2-head", f"{PEERS},chain:2,calibrated:8x2,fused:16,auto", CODE, MATHS, CHAT,
+                options=f"--compile {SMOLLM2} {{work}}/smollm2-mtp {TRIMMED} --limit 3",
             ),
         ),
     ),
     Part(
-        "smollm2-nodes", 6, "tokens and time of a step by nodes of a chain and a tree, SmolLM2 and that head",
+        "smollm2-nodes", 8, "tokens and time of a step by nodes of a chain and a tree, SmolLM2 and that head",
         (
             *HEAD,
             _bench(
@@ -167,7 +167,7 @@ PARTS = (
         ),
     ),
     Part(
-        "smollm2-context", 7, "speed over plain decoding by tokens of context, SmolLM2 and that head",
+        "smollm2-context", 8, "speed over plain decoding by tokens of context, SmolLM2 and that head",
         (
             *HEAD,
             _write_prompts("smollm2-context", SMOLLM2_CONTEXTS, "--target smollm2 --count 2"),

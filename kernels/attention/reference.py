@@ -21,23 +21,34 @@ def _attend(a: Operands, k: Tensor, v: Tensor) -> Tensor:
     """Attend to the context and to keys and values of all nodes."""
     batch, rows, heads, _ = a.q.shape
     kv_heads, context = a.k_cache.shape[1:3]
-    n, dtype, shared = k.shape[1], accumulator(a.q), heads // kv_heads
+    dtype, shared = accumulator(a.q), heads // kv_heads
     query = a.q.to(dtype).mul(a.scale).view(batch, rows, kv_heads, shared, -1).permute(0, 2, 3, 1, 4)
     query = query.reshape(batch, kv_heads, shared * rows, -1)
-    past = query @ a.k_cache.to(dtype).transpose(2, 3)
-    tree = query @ k.to(dtype).permute(0, 2, 3, 1)
-    scores = torch.cat((past, tree), 3)
+    scores = [query @ a.k_cache.to(dtype).transpose(2, 3), query @ k.to(dtype).permute(0, 2, 3, 1)]
     if a.softcap is not None:
-        scores = scores.div_(a.softcap).tanh_().mul_(a.softcap)
-    hidden = _hidden_keys(a.topology, a.lengths, context, a.window, a.first)
-    scores = scores.view(batch, heads, rows, context + n).masked_fill_(hidden[:, None], -torch.inf)
-    probs = scores.softmax(3).view(batch, kv_heads, shared * rows, context + n)
-    out = probs[..., :context] @ a.v_cache.to(dtype) + probs[..., context:] @ v.to(dtype).transpose(1, 2)
+        scores = [part.div_(a.softcap).tanh_().mul_(a.softcap) for part in scores]
+    # Context and tree stay two tensors: inductor does not vectorise code that reads from joined ones.
+    for part, hidden in zip(scores, _hidden_keys(a.topology, a.lengths, context, a.window, a.first), strict=True):
+        part.view(batch, heads, rows, -1).masked_fill_(hidden[:, None], -torch.inf)
+    past, tree = scores
+    top = tree.amax(3, keepdim=True)
+    if context:
+        top = torch.maximum(top, past.amax(3, keepdim=True))
+    past, tree = past.sub_(top).exp_(), tree.sub_(top).exp_()
+    total = past.sum(3, keepdim=True) + tree.sum(3, keepdim=True)
+    out = (past @ a.v_cache.to(dtype) + tree @ v.to(dtype).transpose(1, 2)).div_(total)
     return nodes_first(out.view(batch, heads, rows, -1), a.q.dtype)
 
 
-def _hidden_keys(topology: Topology, lengths: Tensor, context: int, window: int | None, first: int) -> Tensor:
-    """Mark what each node may not attend to among [cache rows, nodes]: bool[b, n - first, context + n]."""
+def _hidden_keys(
+    topology: Topology, lengths: Tensor, context: int, window: int | None, first: int
+) -> tuple[Tensor, Tensor]:
+    """Mark what each node may not attend to.
+
+    Returns:
+        cache rows: bool[b, n - first, context], or bool[b, 1, context] without a window.
+        nodes: bool[b, n - first, n].
+    """
     depths = topology.depths
     row = torch.arange(context, device=lengths.device)
     outside = (row >= lengths[:, None])[:, None]
@@ -46,7 +57,7 @@ def _hidden_keys(topology: Topology, lengths: Tensor, context: int, window: int 
         depth = depths[:, first:, None]
         outside = outside | (lengths[:, None, None] + depth - row >= window)
         tree = tree | (depth - depths[:, None] >= window)
-    return torch.cat((outside.expand(-1, tree.shape[1], -1), tree), 2)
+    return outside, tree
 
 
 def kv_commit(a: Operands) -> None:
