@@ -59,7 +59,7 @@ class Run:
 
 
 def execute(pair: Pair, method: Method, case: Case) -> Run:
-    """Run a method until one run has captured no CUDA graph, and return that run.
+    """Run a method until one run has captured no CUDA graph and compiled nothing, and return that run.
 
     Raises:
         NotImplementedError: this pair, machine or version cannot run the method; the message says why.
@@ -69,7 +69,7 @@ def execute(pair: Pair, method: Method, case: Case) -> Run:
     lm = UnrolledLM(pair.target) if method.is_unrolled else pair.target
     drafter = _drafter(pair, method)
     for _ in range(MAX_RUNS):
-        before = _num_graphs(pair)
+        before = _prepared(pair)
         try:
             run = _run(lm, drafter, method, case)
         except GenerationError:
@@ -80,7 +80,7 @@ def execute(pair: Pair, method: Method, case: Case) -> Run:
             continue
         graphs = run.stats.get("graphs")
         is_replayed = graphs is None or graphs["replays"] == run.stats["steps"]
-        if is_replayed and _num_graphs(pair) == before:
+        if is_replayed and _prepared(pair) == before:
             break
     return run
 
@@ -142,10 +142,11 @@ def _run(lm: TreeLM | UnrolledLM, drafter: Drafter, method: Method, case: Case) 
     return Run(tokens, seconds, out.stats["prefill_s"], out.stats)
 
 
-def _num_graphs(pair: Pair) -> int:
-    """Count captured graphs, which the first runs of a method add to."""
+def _prepared(pair: Pair) -> tuple[int, float]:
+    """Count captured graphs and seconds of compilation, which the first runs of a method add to."""
     step_cache = step_cache_of(pair.target)
-    return 0 if step_cache is None else sum(decode_step["graphs"] for decode_step in step_cache.report())
+    num_graphs = 0 if step_cache is None else sum(decode_step["graphs"] for decode_step in step_cache.report())
+    return num_graphs, sum(getattr(lm, "compile_s", 0.0) for lm in (pair.target, pair.drafter, pair.head))
 
 
 def _drafter(pair: Pair, method: Method) -> Drafter:
