@@ -54,6 +54,8 @@ def pack_linears(model: nn.Module) -> None:
 
     Layers of subclasses, quantised ones and those whose forward another library has set are left as they are.
     """
+    if not torch.backends.mkldnn.is_available():
+        return
     for module in model.modules():
         if type(module) is nn.Linear and not has_foreign_forward(module) and _can_pack(module.weight):
             patch_forward(module, _forward, PackedWeight())
