@@ -136,7 +136,8 @@ def test_an_interrupt_ends_the_command_and_only_then_the_program(tmp_path: Path)
     script = tmp_path / "sleeper.py"
     script.write_text(SLEEPER)
     words = [sys.executable, str(script), str(tmp_path)]
-    code = f"from benchmarks.evidence.running import execute; execute({words})"
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job ignores it
+    code += f"from benchmarks.evidence.running import execute; execute({words})"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 60
     while not (tmp_path / "started").exists() and time.monotonic() < end:
