@@ -1,6 +1,6 @@
 """Linear layers on weights in oneDNN's layout: on a CPU, products with the few rows of a tree are then faster.
 
-torch's ``linear`` hands float32 to MKL, which reads a weight as it is stored.
+torch's ``linear`` calls MKL for float32, which reads a weight as it is stored.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from stree.models.patching import has_foreign_forward, patch_forward, unpatched_forward
@@ -23,13 +23,17 @@ DTYPES = (torch.float32, torch.bfloat16)
 class PackedWeight:
     """A linear layer's weight in oneDNN's layout, packed again when the weight has changed.
 
-    Copies and pickles start without it.
+    Copies and pickles of a model start without it.
+
+    Attributes:
+        number: by which a compiled function finds it: its inputs are tensors in torch's own layout.
     """
 
     def __init__(self) -> None:
-        self.number = next(_numbers)  # how a compiled function names it
+        self.number = next(_numbers)
         self._packed: Tensor | None = None
-        self._packed_from: tuple[int, int] | None = None
+        self._source: Tensor | None = None  # the weight that was packed, kept so that no other takes its memory
+        self._version = 0
         _by_number[self.number] = self
 
     def __reduce__(self) -> Any:
@@ -37,10 +41,10 @@ class PackedWeight:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute x weight^T + bias: float[..., out] of float[..., in]."""
-        source = weight.data_ptr(), 0 if weight.is_inference() else weight._version
-        if self._packed is None or source != self._packed_from:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-            self._packed_from = source
+        version = 0 if weight.is_inference() else weight._version
+        if self._source is None or self._source.data_ptr() != weight.data_ptr() or self._version != version:
+            self._source, self._version = weight.detach(), version
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self._source)
         product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._packed, bias, "none", [], "")
         return product
 
@@ -70,19 +74,20 @@ def _forward(module: Any, before: Any, packed: PackedWeight, /, x: Tensor) -> Te
     weight, bias = module.weight, module.bias
     if torch.is_grad_enabled() or x.dtype != weight.dtype or not _can_pack(weight):
         return unpatched_forward(module, before)(x)  # type: ignore[no-any-return]
-    if isinstance(x, FakeTensor):  # traced
+    if isinstance(x, FakeTensor):  # the call is being traced
         return torch.ops.stree.packed_linear(x, weight, bias, packed.number)  # type: ignore[no-any-return]
     return packed.linear(x, weight, bias)
 
 
-torch.library.define("stree::packed_linear", "(Tensor x, Tensor weight, Tensor? bias, int number) -> Tensor")
-
-
-@torch.library.impl("stree::packed_linear", "cpu")
-def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
+def _linear_of_number(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
     return _by_number[number].linear(x, weight, bias)
 
 
-@torch.library.register_fake("stree::packed_linear")  # type: ignore[untyped-decorator]
-def _packed_linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
+def _shape_of_linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+_operators = library.Library("stree", "FRAGMENT")
+_operators.define("packed_linear(Tensor x, Tensor weight, Tensor? bias, int number) -> Tensor")
+_operators.impl("packed_linear", _linear_of_number, "CPU")
+library.register_fake(torch.ops.stree.packed_linear.default, _shape_of_linear)

@@ -17,7 +17,7 @@ CHAT = "mt_bench={data}/mt_bench/question.jsonl"
 DRAFTED = "chain:4,calibrated:16x4,suffix,fused,auto"
 SMOLLM2 = "--target smollm2 --chat --drafter"
 SIX_LAYERS = f"{SMOLLM2} smollm2:6"
-PEERS = "plain,transformers,transformers-lookup:10"
+BASELINES = "plain,transformers,transformers-lookup:10"
 BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (512, 2048, 8192, 32768)
 REQUESTS = (500, 2000)  # of passages that SmolLM2 is asked to summarise
@@ -121,7 +121,7 @@ PARTS = (
         "smollm2", 15, "speed over plain decoding and transformers' own speculation, SmolLM2-135M, drafter untrained",
         (
             _bench(
-                "smollm2", f"{PEERS},transformers-assistant:4,chain:4,calibrated:16x4,suffix",
+                "smollm2", f"{BASELINES},transformers-assistant:4,chain:4,calibrated:16x4,suffix",
                 CODE, MATHS, CHAT, options=f"--compile {SIX_LAYERS} --limit 3",
             ),
         ),
@@ -130,7 +130,7 @@ PARTS = (
         "smollm2-one-thread", 6, "the same on one core, without --compile",
         (
             _bench(
-                "smollm2-one-thread", f"{PEERS},suffix,auto", CODE, MATHS,
+                "smollm2-one-thread", f"{BASELINES},suffix,auto", CODE, MATHS,
                 options=f"{SIX_LAYERS} --limit 3", threads=1,
             ),
         ),
@@ -140,7 +140,7 @@ PARTS = (
         (
             _write_prompts("summary", REQUESTS, "--target smollm2 --request --count 4"),
             _bench(
-                "smollm2-long", f"{PEERS},suffix", *_long("summary", REQUESTS),
+                "smollm2-long", f"{BASELINES},suffix", *_long("summary", REQUESTS),
                 options=f"--compile {SIX_LAYERS} --limit 4",
             ),
         ),
@@ -150,7 +150,7 @@ PARTS = (
         (
             *HEAD,
             _bench(
-                "smollm2-head", f"{PEERS},chain:2,calibrated:8x2,fused:16,auto", CODE, MATHS, CHAT,
+                "smollm2-head", f"{BASELINES},chain:2,calibrated:8x2,fused:16,auto", CODE, MATHS, CHAT,
                 options=f"--compile {SMOLLM2} {{work}}/smollm2-mtp {TRIMMED} --limit 3",
             ),
         ),

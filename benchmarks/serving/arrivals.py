@@ -55,7 +55,7 @@ def bodies(count: int, tokens: int, seed: int) -> list[dict[str, Any]]:
     return [{**options, "prompt": prompts[number % len(prompts)], "seed": number} for number in range(count)]
 
 
-async def replay(url: str, sent: Sequence[dict[str, Any]], arrivals: Sequence[float]) -> Array:
+async def send_all(url: str, sent: Sequence[dict[str, Any]], arrivals: Sequence[float]) -> Array:
     """Send every request at its arrival time.
 
     Returns:
@@ -77,7 +77,7 @@ async def replay(url: str, sent: Sequence[dict[str, Any]], arrivals: Sequence[fl
 
 
 def figures(times: Array, arrivals: Sequence[float], tokens: int) -> dict[str, float]:
-    """Return the figures of one budget at one rate; times as ``replay`` returns them."""
+    """Return the figures of one budget at one rate; times as ``send_all`` returns them."""
     first, last = times
     return {
         "tokens_per_s": float(tokens * len(last) / (last + arrivals).max()),
@@ -108,7 +108,7 @@ def run(rates: Sequence[float], count: int, tokens: int, budgets: Sequence[str])
             asyncio.run(speed(url, 8, 0))
         for number, rate in enumerate(rates):
             arrivals = arrival_times(rate, count, number)
-            times = {name: asyncio.run(replay(url, sent, arrivals)) for name, url in urls.items()}
+            times = {name: asyncio.run(send_all(url, sent, arrivals)) for name, url in urls.items()}
             found = {name: figures(one, arrivals, tokens) for name, one in times.items()}
             for name in budgets:
                 over_plain = ratios(found[name], found["plain"], times[name], times["plain"])

@@ -13,7 +13,7 @@ from scipy.stats import bootstrap
 from stree.bench.methods import PEERS
 from stree.bench.records import Record
 
-__all__ = ["PARTS", "Ratio", "interval", "mean_tau", "pool", "summarise", "verdict_text"]
+__all__ = ["PARTS", "Ratio", "compare", "interval", "mean_tau", "pool", "summarise", "verdict_text"]
 
 PARTS = ("draft", "verify", "accept", "commit")
 
@@ -100,6 +100,36 @@ def pool(records: Sequence[Record], rows: Sequence[Record]) -> list[Record]:
             own = {"suite": "all suites", "batch": (params["suite"], params["batch"])}
             pooled.append({**record, "params": {**params, **own}})
     return summarise(pooled)
+
+
+def compare(records: Sequence[Record], method: str, base: str) -> list[Record]:
+    """Compare two methods of one run over the prompts of all suites, one row a temperature.
+
+    Returns:
+        rows with ``temperature``, and ``speed`` and ``tokens_per_step`` of ``method`` over those of ``base``.
+
+    Raises:
+        ValueError: a method that the run does not have, or of which one output is not the target's.
+    """
+    groups: dict[tuple[float, str], Blocks] = defaultdict(dict)
+    for record in records:
+        if record["metric"] == "tokens_per_s":
+            params = record["params"]
+            blocks = groups[params["temperature"], record["provider"]]
+            blocks[(params["suite"], params["batch"]), params["turn"]] = record
+    known = dict.fromkeys(name for _, name in groups)
+    if unknown := {method, base} - known.keys():
+        raise ValueError(f"the run has {', '.join(known)}; got {', '.join(sorted(unknown))}")
+    wrong = {r["provider"] for r in records if r.get("lossless") is False or r.get("status") == "failed"}
+    if failed := {method, base} & wrong:
+        raise ValueError(f"an output of {', '.join(sorted(failed))} is not the target's")
+    rows = []
+    for temperature in dict.fromkeys(temperature for temperature, _ in groups):
+        own, other = groups[temperature, method], groups[temperature, base]
+        both = own.keys() & other.keys()
+        steps = interval(_over, *(_sums(blocks, both, _steps) for blocks in (other, own)))
+        rows.append({"temperature": temperature, "speed": _speedup(other, own), "tokens_per_step": steps})
+    return rows
 
 
 def _failure(check: Record) -> Record:

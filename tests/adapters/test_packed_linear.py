@@ -62,6 +62,29 @@ def test_a_changed_weight_is_packed_again(change: Callable[[nn.Linear], None]) -
     assert _error(layer, x) < 1e-5
 
 
+def test_a_weight_that_would_take_the_memory_of_the_packed_one_is_packed() -> None:
+    layer, x = _packed(), torch.randn(4, 48)
+    for _ in range(8):
+        layer.weight = None  # type: ignore[assignment]
+        layer.weight = nn.Parameter(torch.randn(33, 48))
+        assert _error(layer, x) < 1e-5
+
+
+def test_products_are_those_of_packed_weights_whether_compiled_or_not() -> None:
+    lm = stree.TreeLM(tiny_model("mamba2", torch.float32))
+    lm.compile()
+    state = lm.new_state(1, 16, 2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prefilled:
+        lm.prefill(state, torch.tensor([[1, 2, 3]]))
+    tree = stree.TokenTree.chain([1, 2])
+    lm.verify(state, tree)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as verified:
+        lm.verify(state, tree)
+    for profile in (prefilled, verified):
+        names = {event.key.rpartition(":")[2] for event in profile.key_averages()}
+        assert "_linear_pointwise" in names and not {"linear", "addmm", "mm"} & names
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
 def test_copies_pack_their_own_weight(duplicate: Callable[[nn.Linear], nn.Linear]) -> None:
     layer, x = _packed(), torch.randn(4, 48)

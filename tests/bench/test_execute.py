@@ -33,6 +33,14 @@ def test_timed_runs_only_replay_graphs_and_emit_the_tokens_of_launched_ones(monk
             assert run.stats["graphs"]["replays"] == run.stats["steps"] > 0
 
 
+def test_a_run_in_which_something_was_compiled_is_not_the_timed_one() -> None:
+    pair = tiny_pair()
+    pair.compile()
+    (method,) = parse_methods("plain")
+    run = execute(pair, method, SAMPLED)
+    assert run.seconds < pair.target.compile_s
+
+
 def test_the_figures_of_a_run_are_those_of_the_library() -> None:
     (method,) = parse_methods("static:3,2")
     run = execute(tiny_pair(), method, SAMPLED)

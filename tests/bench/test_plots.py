@@ -15,7 +15,7 @@ import pytest
 from stree.bench import plots
 from stree.bench.plots import Figure
 from stree.bench.report import load_runs, write_page, write_plots
-from stree.bench.summary import pool, summarise
+from stree.bench.summary import compare, pool, summarise
 from stree.bench.svg import WIDTH, Panel, sheet
 from stree.cli import main
 
@@ -204,6 +204,18 @@ def test_pooled_rows_are_over_the_prompts_of_all_suites() -> None:
     wrong = records()
     wrong[-1]["lossless"], wrong[-1]["p_value"] = False, 0.0
     assert {one["method"] for one in pool(wrong, summarise(wrong))} == {"plain", "chain:1"}
+
+
+def test_two_methods_are_compared_over_the_prompts_of_all_suites() -> None:
+    (row,) = compare(records(), "chain:3", "chain:1")
+    assert row["temperature"] == 0.0 and row["speed"][0] == pytest.approx(32 / 32)
+    assert row["tokens_per_step"] == pytest.approx((20 / 15, 1.0, 2.0))
+    with pytest.raises(ValueError, match="the run has plain, chain:1, chain:3; got chain:2"):
+        compare(records(), "chain:2", "plain")
+    wrong = records()
+    wrong[-1]["lossless"] = False
+    with pytest.raises(ValueError, match="an output of chain:3 is not the target's"):
+        compare(wrong, "chain:3", "plain")
 
 
 def save_run(path: Path, batch_size: int) -> Path:
