@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from benchmarks.evidence import draw, running
 from benchmarks.evidence.parts import PARTS, Part
 from benchmarks.evidence.running import Evidence, option
 from stree.bench.methods import parse_methods
-from stree.bench.records import read_lines
+from stree.bench.records import ROOT, read_lines
 from stree.cli.bench import add_bench
 from stree.cli.distill import add_distill
 from stree.cli.trim_vocab import add_trim_vocab
@@ -227,3 +228,9 @@ def test_a_missing_folder_of_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be a folder with corpus"):
         Evidence(tmp_path, tmp_path, tmp_path).prepare()
     assert running.option("a --b c", "--b") == "c"
+
+
+def test_records_name_no_folder_of_the_machine_that_made_them() -> None:
+    for path in (ROOT / "benchmarks" / "results").glob("*/run.json"):
+        for session in json.loads(path.read_text())["sessions"]:
+            assert not re.search(r"(^|[ =,])/", session["command"]), path
