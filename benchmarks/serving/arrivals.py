@@ -126,6 +126,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file of JSON lines to which the record is appended")
     options = parser.parse_args()
     rates, budgets = [float(rate) for rate in options.rates.split(",")], options.budgets.split(",")
+    if min(rates) <= 0 or not BUDGETS.keys() >= {*budgets}:
+        parser.error(f"rates must be positive, budgets of {', '.join(BUDGETS)}; got {options.rates}, {options.budgets}")
+    if min(options.requests, options.tokens) < 1:
+        parser.error(f"--requests and --tokens must be at least 1, got {options.requests} and {options.tokens}")
     rows = run(rates, options.requests, options.tokens, budgets)
     counts = {"requests": options.requests, "tokens": options.tokens}
     record = {"bench": "serving-arrivals", "env": environment(), **counts, "rows": rows}

@@ -20,11 +20,16 @@ def main() -> None:
     parser.add_argument("pairs", nargs="+", help="METHOD/METHOD")
     options = parser.parse_args()
     records, lines = read(options.run / "results.jsonl"), []
-    for pair in options.pairs:
-        method, _, base = pair.partition("/")
-        for row in compare(records, method, base):
-            ratios = (interval_text(*row[name], digits=2) for name in ("speed", "tokens_per_step"))
-            lines.append([method, base, f"{row['temperature']:g}", *ratios])
+    if not records:
+        parser.error(f"{options.run} holds no results")
+    try:
+        for pair in options.pairs:
+            method, _, base = pair.partition("/")
+            for row in compare(records, method, base):
+                ratios = (interval_text(*row[name], digits=2) for name in ("speed", "tokens_per_step"))
+                lines.append([method, base, f"{row['temperature']:g}", *ratios])
+    except ValueError as error:
+        parser.error(str(error))
     print(table(["method", "over", "T", "speed", "tokens a step"], lines))
 
 
