@@ -179,9 +179,9 @@ def lines_panel(title: str, lines: Mapping[str, Points], axes: Axes, colours: Ma
 
 
 def _exponents(limits: tuple[float, float]) -> range:
-    """Choose the powers of two that are labelled, at most seven."""
+    """Choose the powers of two that are labelled: at most seven, or four if they have up to five digits."""
     low, high = (round(math.log2(limit)) for limit in limits)
-    return range(low, high + 1, max(1, math.ceil((high - low) / 6)))
+    return range(low, high + 1, max(1, math.ceil((high - low) / (6 if high < 14 else 3))))
 
 
 def _end_labels(line_ends: Mapping[str, tuple[float, float]], right: float, colours: Mapping[str, str]) -> list[str]:
