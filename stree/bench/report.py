@@ -84,6 +84,10 @@ class Plot:
         shared = [name for name in CONDITIONS if all(run.config.get(name) == config.get(name) for run in self.runs)]
         return ", ".join(CONDITIONS[name].format(config[name]) for name in shared if name in config)
 
+    def svg(self) -> str:
+        """Draw it as a file of its own."""
+        return sheet(self.figure.panels, self.figure.columns, self.figure.title, self.conditions)
+
 
 def load_runs(paths: Sequence[Path]) -> list[LoadedRun]:
     """Read the directories of runs.
@@ -148,7 +152,7 @@ def write_plots(runs: Sequence[LoadedRun], folder: Path) -> list[Path]:
         name = figure.name if names.count(figure.name) == 1 else f"{figure.name}-{plot.runs[0].name}"
         paths.append(folder / f"{name}.svg")
         with replacing(paths[-1]) as beside:
-            beside.write_text(sheet(figure.panels, figure.columns, figure.title, plot.conditions), encoding="utf-8")
+            beside.write_text(plot.svg(), encoding="utf-8")
     return paths
 
 

@@ -1,4 +1,4 @@
-"""The committed figures, and the table of README.md and docs/results.md, are those of the present records."""
+"""The committed figures, and the tables of README.md and docs/results.md, are those of the present records."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import ROOT
-from benchmarks.studies import figure_step, speed_table
-from stree.bench.report import load_runs, write_plots
-
-RESULTS = ROOT / "benchmarks" / "results"
+from benchmarks.studies import documents, figure_step
 
 
 def test_the_committed_step_is_what_its_script_draws() -> None:
@@ -20,24 +16,22 @@ def test_the_committed_step_is_what_its_script_draws() -> None:
     assert ElementTree.fromstring(drawn).tag.endswith("svg")
 
 
-@pytest.mark.parametrize(
-    ("runs", "plots"),
-    [
-        (["speed"], ["speed"]),
-        (["nodes"], ["tau-by-nodes", "step-time-by-nodes"]),
-        ([f"batch-{size}" for size in (1, 2, 4, 8, 16, 32)], ["batch"]),
-    ],
-    ids=["speed", "nodes", "batch"],
-)
-def test_the_committed_plots_are_those_of_the_records(runs: list[str], plots: list[str], tmp_path: Path) -> None:
-    write_plots(load_runs([RESULTS / run for run in runs]), tmp_path)
-    for plot in plots:
-        committed = ROOT / "docs" / "plots" / f"{plot}.svg"
-        command = f"stree bench report {' '.join(runs)} --markdown --plots FOLDER, in {RESULTS}, and copy {plot}.svg"
-        assert committed.read_text() == (tmp_path / f"{plot}.svg").read_text(), f"run {command}"
+def test_the_committed_plots_are_those_of_the_records() -> None:
+    committed = {path.stem: path.read_text() for path in documents.PLOTS.glob("*.svg")}
+    assert committed == documents.drawn(), f"run python -m {documents.__name__}"
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/results.md"])
-def test_the_table_of_speeds_is_the_record(document: str) -> None:
-    table = speed_table.speed_table()
-    assert table in (ROOT / document).read_text(), f"put this into {document}:\n{table}"
+@pytest.mark.parametrize("document", documents.DOCUMENTS, ids=lambda path: path.name)
+def test_the_tables_of_the_documents_are_those_of_the_records(document: Path) -> None:
+    text = document.read_text()
+    assert documents.filled(text) == text, f"run python -m {documents.__name__}"
+
+
+def test_every_table_stands_in_a_document() -> None:
+    shown = {name for document in documents.DOCUMENTS for name in documents.BLOCK.findall(document.read_text())}
+    assert shown == set(documents.TABLES)
+
+
+def test_a_table_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ValueError, match="got nonsense"):
+        documents.filled("<!-- table nonsense -->\n| a |\n<!-- end -->")

@@ -1,0 +1,176 @@
+"""Write the tables and plots of README.md and docs/results.md from the records that ``benchmarks.evidence`` makes.
+
+Run: python -m benchmarks.studies.documents
+
+A table stands between the lines ``<!-- table NAME -->`` and ``<!-- end -->``; ``TABLES`` has the names.  The plots are
+those of ``stree bench report``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+from benchmarks import ROOT
+from benchmarks.evidence.parts import BATCHES
+from benchmarks.report import interval_text, table
+from stree.bench.records import Record, read, read_lines
+from stree.bench.report import load_runs, plots_of
+from stree.bench.summary import PARTS, Ratio
+
+__all__ = ["DOCUMENTS", "PLOTS", "TABLES", "drawn", "filled"]
+
+RESULTS = ROOT / "benchmarks" / "results"
+PLOTS = ROOT / "docs" / "plots"
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "results.md")
+BLOCK = re.compile(r"(?<=<!-- table )([\w-]+) -->\n.*?(?=<!-- end -->)", re.DOTALL)
+SUITES = {"humaneval": "HumanEval", "gsm8k": "GSM8K", "mt_bench": "MT-Bench"}
+METHODS = {
+    "transformers-lookup:10": "transformers, prompt lookup",
+    "transformers-assistant:4": "transformers, assistant",
+}
+
+
+def filled(text: str) -> str:
+    """Write every table of a document anew.
+
+    Raises:
+        ValueError: a table that is not known.
+    """
+
+    def block(found: re.Match[str]) -> str:
+        if found[1] not in TABLES:
+            raise ValueError(f"tables are {', '.join(TABLES)}; got {found[1]}")
+        return f"{found[1]} -->\n{TABLES[found[1]]()}\n"
+
+    return BLOCK.sub(block, text)
+
+
+def by_suite(run: str, cell: Callable[[Record], str]) -> str:
+    """Show a run: a line for each suite and temperature, a column for each method."""
+    (loaded,) = load_runs([RESULTS / run])
+    lines: dict[tuple[str, float], dict[str, str]] = {}
+    for row in loaded.rows:
+        at = lines.setdefault((row["suite"], row["temperature"]), {})
+        at[row["method"]] = cell(row) if row["status"] == "ok" else row["status"]
+    methods = [name for name in next(iter(lines.values())) if any(at[name] != "-" for at in lines.values())]
+    names = ["plain, tokens/s" if name == "plain" and cell is speed else METHODS.get(name, name) for name in methods]
+    rows = [[_suite(suite), f"{t:g}", *(at[name] for name in methods)] for (suite, t), at in lines.items()]
+    return table(["prompts", "T", *names], rows)
+
+
+def speed(row: Record) -> str:
+    """Tokens a second of plain decoding; of another method, over plain decoding of the same prompts."""
+    return f"{row['tokens_per_s']:.3g}" if row["method"] == "plain" else _text(row["over_plain"])
+
+
+def tau(row: Record) -> str:
+    """Tokens a step."""
+    return f"{row['tau']:.2f}"
+
+
+def parts(row: Record) -> str:
+    """Milliseconds of the parts of a step."""
+    has_parts = not row["method"].startswith("transformers")
+    return " / ".join(f"{row[f'{part}_ms']:.1f}" for part in PARTS) if has_parts else "-"
+
+
+def by_method(run: str) -> str:
+    """Show a run, all suites together: a line for each method, tau, milliseconds of a step and speed at each T."""
+    (loaded,) = load_runs([RESULTS / run])
+    temperatures = loaded.config["temperatures"]
+    titles = [f"{name}, T {t:g}" for t in temperatures for name in ("tau", "ms a step", "tokens/s over plain")]
+    lines: dict[str, list[str]] = {}
+    for row in loaded.pooled:
+        cells = [tau(row), f"{row['step_ms'][0]:.1f}", _text(row["over_plain"])]
+        lines[row["method"]] = lines.get(row["method"], []) + cells
+    return table(["method", *titles], [[name, *cells] for name, cells in lines.items()])
+
+
+def by_batch() -> str:
+    """Show the runs by batch size: a line for each size."""
+    runs = load_runs([RESULTS / f"batch-{size}" for size in BATCHES])
+    rows, methods = [], [row["method"] for row in runs[0].rows if row["method"] != "plain"]
+    for size, run in zip(BATCHES, runs, strict=True):
+        found = {row["method"]: row for row in run.rows}
+        plain = found["plain"]["tokens_per_s"]
+        ratios = [_text(found[name]["over_plain"]) for name in methods]
+        rows.append([size, f"{plain:.0f}", f"{1e3 * size / plain:.1f}", *ratios])
+    return table(["batch", "plain, tokens/s", "plain, ms a token of one sequence", *methods], rows)
+
+
+def by_rate() -> str:
+    """Show the load by rate of arrivals: a line for each rate, latencies over those of plain decoding."""
+    rows = read_lines(RESULTS / "serving" / "arrivals.jsonl")[-1]["rows"]
+    budgets = list(dict.fromkeys(row["budget"] for row in rows if row["budget"] != "plain"))
+    lines = []
+    for rate in dict.fromkeys(row["rate"] for row in rows):
+        at = {row["budget"]: row for row in rows if row["rate"] == rate}
+        plain = at["plain"]
+        ratios = [_text(at[name]["over_plain"]["latency_median_s"]) for name in budgets]
+        figures = (plain["tokens_per_s"], 1e3 * plain["ttft_median_s"], 1e3 * plain["latency_median_s"])
+        lines.append([f"{rate:g}", *(f"{value:.3g}" for value in figures), *ratios])
+    titles = ["requests a second", "plain, tokens/s", "plain, ms to the first token", "plain, ms a token"]
+    return table([*titles, *budgets], lines)
+
+
+def by_position() -> str:
+    """Show the loss of next tokens by position, with all tokens before and with the last ones only."""
+    record = read(RESULTS / "positions" / "results.jsonl")[-1]
+    spans = [span for span in record["nats"] if span in record["nats_short"]]
+    names = {"nats": "all tokens before", "nats_short": "the last 512 to 1,024"}
+    rows = [[name, *(f"{record[key][span]:.3f}" for span in spans)] for key, name in names.items()]
+    return table(["context", *spans], rows)
+
+
+def _suite(name: str) -> str:
+    """Name a suite, a long one by its tokens."""
+    return f"{int(name.rpartition('-')[2]):,} tokens" if name.startswith("long-") else SUITES[name]
+
+
+def _text(ratio: Ratio) -> str:
+    return interval_text(*ratio, digits=2)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    **{run: partial(by_suite, run, speed) for run in ("speed", "context", "smollm2", "smollm2-one-thread")},
+    **{f"smollm2-{run}": partial(by_suite, f"smollm2-{run}", speed) for run in ("long", "head", "context")},
+    **{f"{run}-tau": partial(by_suite, run, tau) for run in ("speed", "context", "smollm2-head", "smollm2-context")},
+    **{f"{run}-parts": partial(by_suite, run, parts) for run in ("speed", "context", "smollm2-context")},
+    **{run: partial(by_method, run) for run in ("nodes", "smollm2-nodes", "smollm2-drafter")},
+    "positions": by_position,
+    "batch": by_batch,
+    "arrivals": by_rate,
+}
+FIGURES = {  # name of a file -> name of a plot, and its runs
+    "speed": ("speed", ["speed"]),
+    "tau-by-nodes": ("tau-by-nodes", ["nodes"]),
+    "step-time-by-nodes": ("step-time-by-nodes", ["nodes"]),
+    "batch": ("batch", [f"batch-{size}" for size in BATCHES]),
+    "context": ("context", ["context"]),
+    "smollm2-speed": ("speed", ["smollm2"]),
+    "smollm2-tau-by-nodes": ("tau-by-nodes", ["smollm2-nodes"]),
+    "smollm2-step-time-by-nodes": ("step-time-by-nodes", ["smollm2-nodes"]),
+}
+
+
+def drawn() -> dict[str, str]:
+    """Draw every plot, as SVG."""
+    plots = {}
+    for name, (figure, runs) in FIGURES.items():
+        found = plots_of(load_runs([RESULTS / run for run in runs]))
+        (plots[name],) = (plot.svg() for plot in found if plot.figure.name == figure)
+    return plots
+
+
+def main() -> None:
+    """Fill the tables in and write the plots."""
+    for document in DOCUMENTS:
+        document.write_text(filled(document.read_text()))
+    for name, text in drawn().items():
+        (PLOTS / f"{name}.svg").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
