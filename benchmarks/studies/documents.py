@@ -3,11 +3,12 @@
 Run: python -m benchmarks.studies.documents
 
 A table stands between the lines ``<!-- table NAME -->`` and ``<!-- end -->``; ``TABLES`` has the names.  The plots are
-those of ``stree bench report``.
+those of ``stree bench report``.  Nothing is written where a record is missing.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,7 @@ from functools import partial
 from benchmarks import ROOT
 from benchmarks.evidence.parts import BATCHES
 from benchmarks.report import interval_text, table
+from stree.bench.methods import PEERS
 from stree.bench.records import Record, read, read_lines
 from stree.bench.report import load_runs, plots_of
 from stree.bench.summary import PARTS, Ratio
@@ -26,14 +28,14 @@ PLOTS = ROOT / "docs" / "plots"
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "results.md")
 BLOCK = re.compile(r"(?<=<!-- table )([\w-]+) -->\n.*?(?=<!-- end -->)", re.DOTALL)
 SUITES = {"humaneval": "HumanEval", "gsm8k": "GSM8K", "mt_bench": "MT-Bench"}
-METHODS = {
+HEADINGS = {  # of methods whose name alone does not say what they are
     "transformers-lookup:10": "transformers, prompt lookup",
     "transformers-assistant:4": "transformers, assistant",
 }
 
 
 def filled(text: str) -> str:
-    """Write every table of a document anew.
+    """Return the text of a document with every table written from the records.
 
     Raises:
         ValueError: a table that is not known.
@@ -48,14 +50,14 @@ def filled(text: str) -> str:
 
 
 def by_suite(run: str, cell: Callable[[Record], str]) -> str:
-    """Show a run: a line for each suite and temperature, a column for each method."""
+    """Show a run: a line for each suite and temperature, a column for each method unless all its cells are "-"."""
     (loaded,) = load_runs([RESULTS / run])
     lines: dict[tuple[str, float], dict[str, str]] = {}
     for row in loaded.rows:
         at = lines.setdefault((row["suite"], row["temperature"]), {})
         at[row["method"]] = cell(row) if row["status"] == "ok" else row["status"]
     methods = [name for name in next(iter(lines.values())) if any(at[name] != "-" for at in lines.values())]
-    names = ["plain, tokens/s" if name == "plain" and cell is speed else METHODS.get(name, name) for name in methods]
+    names = ["plain, tokens/s" if name == "plain" and cell is speed else HEADINGS.get(name, name) for name in methods]
     rows = [[_suite(suite), f"{t:g}", *(at[name] for name in methods)] for (suite, t), at in lines.items()]
     return table(["prompts", "T", *names], rows)
 
@@ -71,9 +73,8 @@ def tau(row: Record) -> str:
 
 
 def parts(row: Record) -> str:
-    """Milliseconds of the parts of a step."""
-    has_parts = not row["method"].startswith("transformers")
-    return " / ".join(f"{row[f'{part}_ms']:.1f}" for part in PARTS) if has_parts else "-"
+    """Milliseconds of the parts of a step; "-" for transformers, where they are not measured."""
+    return "-" if row["drafter"] in PEERS else " / ".join(f"{row[f'{part}_ms']:.1f}" for part in PARTS)
 
 
 def by_method(run: str) -> str:
@@ -130,12 +131,13 @@ def _suite(name: str) -> str:
 
 
 def _text(ratio: Ratio) -> str:
+    """Write a ratio with its interval."""
     return interval_text(*ratio, digits=2)
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    **{run: partial(by_suite, run, speed) for run in ("speed", "context", "smollm2", "smollm2-one-thread")},
-    **{f"smollm2-{run}": partial(by_suite, f"smollm2-{run}", speed) for run in ("long", "head", "context")},
+SPEEDS = ("speed", "context", "smollm2", *(f"smollm2-{run}" for run in ("one-thread", "long", "head", "context")))
+TABLES: dict[str, Callable[[], str]] = {  # by name
+    **{run: partial(by_suite, run, speed) for run in SPEEDS},
     **{f"{run}-tau": partial(by_suite, run, tau) for run in ("speed", "context", "smollm2-head", "smollm2-context")},
     **{f"{run}-parts": partial(by_suite, run, parts) for run in ("speed", "context", "smollm2-context")},
     **{run: partial(by_method, run) for run in ("nodes", "smollm2-nodes", "smollm2-drafter")},
@@ -156,7 +158,7 @@ FIGURES = {  # name of a file -> name of a plot, and its runs
 
 
 def drawn() -> dict[str, str]:
-    """Draw every plot, as SVG."""
+    """Draw every plot as SVG, by the name of its file."""
     plots = {}
     for name, (figure, runs) in FIGURES.items():
         found = plots_of(load_runs([RESULTS / run for run in runs]))
@@ -165,11 +167,16 @@ def drawn() -> dict[str, str]:
 
 
 def main() -> None:
-    """Fill the tables in and write the plots."""
-    for document in DOCUMENTS:
-        document.write_text(filled(document.read_text()))
-    for name, text in drawn().items():
-        (PLOTS / f"{name}.svg").write_text(text)
+    """Write the tables and plots."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    try:
+        texts = {document: filled(document.read_text()) for document in DOCUMENTS}
+        texts |= {PLOTS / f"{name}.svg": plot for name, plot in drawn().items()}
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    for path, text in texts.items():
+        path.write_text(text)
 
 
 if __name__ == "__main__":
