@@ -17,7 +17,7 @@ from benchmarks import ROOT
 from benchmarks.evidence.parts import BATCHES
 from benchmarks.report import interval_text, table
 from stree.bench.methods import PEERS
-from stree.bench.records import Record, read, read_lines
+from stree.bench.records import Record, read_lines
 from stree.bench.report import load_runs, plots_of
 from stree.bench.summary import PARTS, Ratio
 
@@ -103,7 +103,7 @@ def by_batch() -> str:
 
 def by_rate() -> str:
     """Show the load by rate of arrivals: a line for each rate, latencies over those of plain decoding."""
-    rows = read_lines(RESULTS / "serving" / "arrivals.jsonl")[-1]["rows"]
+    rows = _last_record("serving/arrivals.jsonl")["rows"]
     budgets = list(dict.fromkeys(row["budget"] for row in rows if row["budget"] != "plain"))
     lines = []
     for rate in dict.fromkeys(row["rate"] for row in rows):
@@ -118,11 +118,22 @@ def by_rate() -> str:
 
 def by_position() -> str:
     """Show the loss of next tokens by position, with all tokens before and with the last ones only."""
-    record = read(RESULTS / "positions" / "results.jsonl")[-1]
+    record = _last_record("positions/results.jsonl")
     spans = [span for span in record["nats"] if span in record["nats_short"]]
     names = {"nats": "all tokens before", "nats_short": "the last 512 to 1,024"}
     rows = [[name, *(f"{record[key][span]:.3f}" for span in spans)] for key, name in names.items()]
     return table(["context", *spans], rows)
+
+
+def _last_record(name: str) -> Record:
+    """Read the last record of a file.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if not (records := read_lines(RESULTS / name)):
+        raise ValueError(f"{name} holds no record; python -m benchmarks.evidence makes it")
+    return records[-1]
 
 
 def _suite(name: str) -> str:

@@ -35,3 +35,14 @@ def test_every_table_stands_in_a_document() -> None:
 def test_a_table_that_is_not_known_is_refused() -> None:
     with pytest.raises(ValueError, match="got nonsense"):
         documents.filled("<!-- table nonsense -->\n| a |\n<!-- end -->")
+
+
+def test_nothing_is_written_where_a_record_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = tmp_path / "page.md"
+    document.write_text(page := "<!-- table positions -->\n<!-- end -->")
+    monkeypatch.setattr(documents, "RESULTS", tmp_path)
+    monkeypatch.setattr(documents, "DOCUMENTS", (document,))
+    monkeypatch.setattr("sys.argv", ["documents"])
+    with pytest.raises(SystemExit, match="2"):
+        documents.main()
+    assert document.read_text() == page
