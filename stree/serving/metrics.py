@@ -19,11 +19,12 @@ COUNTERS = {
     "drafted": "spec_decode_num_draft_tokens", "accepted": "spec_decode_num_accepted_tokens",
     "steps": "spec_decode_num_drafts",
 }  # fmt: skip
+FINISH_REASONS = ("stop", "length", "error", "abort")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class Metrics:
-    """What a server has done.
+    """What a server has done; every series is there, at zero, before the first request.
 
     Args:
         engine: its own sums are read when the metrics are.
@@ -40,6 +41,8 @@ class Metrics:
             "vllm:request_success", "Requests that have ended.", ["model_name", "finished_reason"],
             registry=self._registry,
         )  # fmt: skip
+        for reason in FINISH_REASONS:
+            self._ended.labels(self._model, reason)
 
     def collect(self) -> Iterator[Any]:
         """Read the engine's sums."""
@@ -53,17 +56,19 @@ class Metrics:
     def observe(self, handle: RequestHandle) -> None:
         """Count a request that has ended."""
         stats = handle.stats
-        self._ended.labels(self._model, handle.finish_reason or "abort").inc()
+        reason = handle.finish_reason
+        self._ended.labels(self._model, reason if reason in FINISH_REASONS else "abort").inc()
         if stats["first_token_s"] is None or stats["total_s"] is None:
             return
-        self._first.labels(self._model).observe(stats["first_token_s"])
-        self._whole.labels(self._model).observe(stats["total_s"])
+        self._first.observe(stats["first_token_s"])
+        self._whole.observe(stats["total_s"])
         if stats["num_new_tokens"] > 1:
             later = stats["total_s"] - stats["first_token_s"]
-            self._each.labels(self._model).observe(later / (stats["num_new_tokens"] - 1))
+            self._each.observe(later / (stats["num_new_tokens"] - 1))
 
     def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(name, text, ["model_name"], registry=self._registry, buckets=SECONDS)
+        histogram = Histogram(name, text, ["model_name"], registry=self._registry, buckets=SECONDS)
+        return histogram.labels(self._model)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' format."""
