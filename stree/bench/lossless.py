@@ -1,4 +1,4 @@
-"""Whether an output is the target's: token identity, the logit gap where two texts part, and a test of sampled text."""
+"""Whether an output is the target's: token identity, how near a tie two texts part, and a test of sampled text."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from scipy.stats import chisquare
+from torch import Tensor
 
 from stree.bench.execute import Case, Run, execute
 from stree.bench.methods import Method, parse_methods
 from stree.bench.pair import Pair
 from stree.bench.peers import run_transformers
 from stree.bench.records import Record
-from stree.sampling import Sampling
+from stree.sampling import Random, Sampling
 
 __all__ = ["check_method", "compare", "judge", "places_in_distribution", "probs_test", "reason_of"]
 
@@ -28,8 +29,8 @@ ALPHA = 1e-4  # a run tests some dozen methods, so that a lossless one is called
 def check_method(pair: Pair, method: Method, cases: Sequence[Case], test_texts: int) -> Record:
     """Run a method before it is timed, and compare its output with the target's.
 
-    Greedy: token identity with transformers' ``generate``, or a near-tie where they part.  MATCH: the text of plain
-    sampling with the same seed.  Other sampled text: the same method must be right when greedy, and pass the
+    Greedy: token identity with transformers' ``generate``, or a near-tie where they part.  MATCH: the same with plain
+    sampling of the same seed.  Other sampled text: the same method must be right when greedy, and pass the
     statistical test if ``test_texts`` is not 0.
 
     Returns:
@@ -70,8 +71,7 @@ def judge(pair: Pair, method: Method, case: Case, run: Run, others: dict[str, Ru
     if verifier != "match" or method.name == "plain":
         return {"verifier": verifier, "lossless": None}
     wanted = others["plain"] if "plain" in others else execute(pair, PLAIN, case)
-    is_same = run.tokens == wanted.tokens
-    return {"verifier": verifier, "lossless": is_same, "identical": is_same}
+    return {"verifier": verifier, **_compare_rows(pair, case, run, wanted)}
 
 
 def reason_of(error: Exception) -> str:
@@ -89,20 +89,25 @@ def _verifier_name(method: Method, temperature: float) -> str:
 
 
 def _compare_greedy(pair: Pair, method: Method, case: Case, run: Run, others: dict[str, Run]) -> Record:
-    """Compare greedy texts with transformers' own, prompt by prompt; the worst row is reported.
+    """Compare greedy texts with transformers' own.
 
     In a batch, plain decoding is compared with transformers' text of each prompt alone, and the others with plain's.
     """
     wanted = others.get("transformers") if len(case.prompts) == 1 else None
     if wanted is None and method.name not in ("plain", "transformers"):
         wanted = others.get("plain")
+    return _compare_rows(pair, case, run, wanted)
+
+
+def _compare_rows(pair: Pair, case: Case, run: Run, wanted: Run | None) -> Record:
+    """Compare prompt by prompt with ``wanted``, or with transformers' greedy texts; the worst row is reported."""
     verdict: Record = {}
     for row, (prompt, tokens) in enumerate(zip(case.prompts, run.tokens, strict=True)):
         if wanted is not None:
             text = wanted.tokens[row]
         else:
             text = run_transformers(pair, [prompt], case.new_tokens, 0.0, 0).tokens[0]
-        found = compare(pair, prompt, tokens, text)
+        found = compare(pair, case, row, tokens, text)
         if not verdict or not found["identical"]:
             verdict = found
         if not found["lossless"]:
@@ -110,22 +115,39 @@ def _compare_greedy(pair: Pair, method: Method, case: Case, run: Run, others: di
     return verdict
 
 
-def compare(pair: Pair, prompt: Sequence[int], tokens: Sequence[int], wanted: Sequence[int]) -> Record:
-    """Compare a greedy output with the reference: identical, or how near a tie their first difference is.
+def compare(pair: Pair, case: Case, row: int, tokens: Sequence[int], wanted: Sequence[int]) -> Record:
+    """Compare an output with the reference: identical, or how near a tie their first difference is.
 
     Returns:
-        lossless: identical, or apart first at a near-tie; with its place, logit gap and the logits' scale.
+        lossless: identical, or apart first at a near-tie; with its place, logit gap and the logits' scale.  The gap of
+        sampled tokens is the least change of logits with which one random number draws both.
     """
     if list(tokens) == list(wanted):
         return {"lossless": True, "identical": True}
     place = next((i for i, (a, b) in enumerate(zip(tokens, wanted, strict=False)) if a != b), None)
     if place is None:
         return {"lossless": False, "identical": False, "lengths": [len(tokens), len(wanted)]}
-    logits = pair.plain_logits([*prompt, *wanted[:place]])[-1].float()
-    gap = float(logits[wanted[place]] - logits[tokens[place]])
+    text = [*case.prompts[row], *wanted[:place]]
+    logits = pair.plain_logits(text)[-1].double()
+    if case.temperature == 0:
+        gap = float(logits[wanted[place]] - logits[tokens[place]])
+    else:
+        gap = max(_sampled_gap(logits, case, row, len(text), token) for token in (tokens[place], wanted[place]))
     scale = float(logits.abs().max())
     report = {"identical": False, "first_divergence": place, "logit_gap": gap, "logit_scale": scale}
     return {"lossless": abs(gap) <= NEAR_TIE[pair.target.dtype] * scale, **report}
+
+
+def _sampled_gap(logits: Tensor, case: Case, row: int, position: int, token: int) -> float:
+    """Return how much the difference of two float64[vocab] logits must change before a position's number draws a token.
+
+    Changes of at most g move a cumulative probability by at most g / (4 * temperature).
+    """
+    rng = Random(case.seed, torch.tensor([row]), torch.tensor([position]))
+    level = float(rng.uniform("target", torch.tensor([0])))
+    upper: list[float] = Sampling(case.temperature).probs(logits[None])[0].cumsum(-1)[: token + 1].tolist()
+    lower = upper[-2] if token else 0.0
+    return 4 * case.temperature * max(lower - level, level - upper[-1], 0.0)
 
 
 def _check_sampled(pair: Pair, method: Method, case: Case, test_texts: int) -> Record:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from helpers.tiny_pairs import tiny_pair
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from stree.bench.lossless import check_method, compare, judge, probs_test
 from stree.bench.methods import Method, parse_methods
 from stree.bench.pair import Pair
 from stree.bench.unrolled import UnrolledLM, UnrolledState
+from stree.sampling import Random, Sampling
 
 PAIR = tiny_pair()
 PROMPT = tuple(range(5, 18))
@@ -91,18 +93,36 @@ def test_a_difference_at_a_near_tie_is_lossless_and_its_place_is_reported() -> N
     logits = PAIR.plain_logits(PROMPT)[-1]
     first, second = logits.topk(2).indices.tolist()
     wanted, other = [first, 5, 6], [second, 5, 6]
-    apart = compare(PAIR, PROMPT, other, wanted)
+    apart = compare(PAIR, GREEDY, 0, other, wanted)
     assert not apart["lossless"] and apart["first_divergence"] == 0
     assert apart["logit_gap"] == pytest.approx(float(logits[first] - logits[second]))
-
-    def tied_logits(tokens: Any) -> Tensor:
-        tied = logits.clone()
-        tied[second] = tied[first] - 1e-12
-        return tied[None]
-
-    tied: Any = SimpleNamespace(target=PAIR.target, plain_logits=tied_logits)
-    found = compare(tied, PROMPT, other, wanted)
+    near = logits.clone()
+    near[second] = near[first] - 1e-12
+    found = compare(_with_logits(near), GREEDY, 0, other, wanted)
     assert found["lossless"] and not found["identical"]
-    assert compare(PAIR, PROMPT, [first], wanted) == {"lossless": False, "identical": False, "lengths": [1, 3]}
-    later = compare(PAIR, PROMPT[:-1], [PROMPT[-1], *wanted], [PROMPT[-1], *other])  # here the reference is the worse
+    assert compare(PAIR, GREEDY, 0, [first], wanted) == {"lossless": False, "identical": False, "lengths": [1, 3]}
+    shorter = Case((PROMPT[:-1],), 8, 0.0)
+    later = compare(PAIR, shorter, 0, [PROMPT[-1], *wanted], [PROMPT[-1], *other])  # here the reference is the worse
     assert not later["lossless"] and later["first_divergence"] == 1
+
+
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize(("apart_by", "is_near"), [(1e-12, True), (0.02, False)])
+def test_sampled_texts_may_part_where_the_random_number_is_at_the_border_of_two_tokens(
+    row: int, apart_by: float, is_near: bool
+) -> None:
+    case = Case((PROMPT, PROMPT), 2, 0.7, seed=3)
+    rng = Random(case.seed, torch.tensor([row]), torch.tensor([len(PROMPT)]))
+    border = rng.uniform("target", torch.tensor([0])) + apart_by
+    logits = case.temperature * torch.tensor([border, 1 - border, 0.0], dtype=torch.float64).log().clamp(min=-1e3)
+    assert rng.choice("target", Sampling(case.temperature).probs(logits[None]), torch.tensor([0])).item() == 0
+    for tokens, wanted in (([1, 5], [0, 5]), ([0, 5], [1, 5])):
+        found = compare(_with_logits(logits), case, row, tokens, wanted)
+        assert found["lossless"] == is_near and found["logit_gap"] == pytest.approx(4 * 0.7 * apart_by, rel=1e-3)
+    unlikely = compare(_with_logits(logits), case, row, [2, 5], [0, 5])
+    assert not unlikely["lossless"], "a token of probability 0"
+
+
+def _with_logits(logits: Tensor) -> Any:
+    """Make a pair whose plain logits are the same after every text."""
+    return SimpleNamespace(target=PAIR.target, plain_logits=lambda tokens: logits[None])
