@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median_low
 
 __all__ = ["SIZES", "START", "BudgetController", "StepHistory"]
 
@@ -20,7 +20,7 @@ START = 16  # size of the first steps of a single sequence, while nothing is kno
 # benchmarks/results/who-wins.
 GAIN = {1: 0.0, 8: 0.85, 16: 1.0, 32: 1.3, 64: 1.43}
 TIMES = 25  # steps of a size whose median is its time: robust against single slow steps
-PLAIN_AT = (4, 6, 8)  # plain steps of a first generation; the median of three passes over a slow first one
+PLAIN_AT = (4, 6, 8)  # plain steps of a first generation
 # The numbers below were set by hand on the first five prompts of HumanEval, GSM8K and MT-Bench.
 MARGIN = 0.08  # share by which another size must be better before it is taken; below it noise decides
 PRIOR_STEPS = 12.0  # weight of earlier generations in a new one's acceptance level, in steps of one sequence
@@ -37,12 +37,12 @@ class StepHistory:
     """What steps of one kind (models, batch size, sampling) have shown; kept with the target between generations.
 
     Attributes:
-        seconds: the last step times of each size.
+        seconds: the last step times of each size but the first, which also compiles and allocates.
         level: accepted nodes of a step of START nodes, averaged over earlier generations.
         num_steps: steps that this average counts, at most EARLIER_STEPS a sequence; 0 before the first.
         total_s: seconds of about the last LOSS_STEPS steps.
-        lost_s: of them, what tries of other sizes took beyond what the best known size takes for as many tokens: also
-            the prompts and tokens that a draft model has to run first after plain decoding.
+        lost_s: of them, what tries of other sizes took beyond what the best known size takes for as many tokens as are
+            expected of them: also the prompts and tokens that a draft model has to run first after plain decoding.
     """
 
     seconds: dict[int, deque[float]] = field(default_factory=dict)
@@ -52,9 +52,9 @@ class StepHistory:
     lost_s: float = 0.0
 
     def time(self, size: int) -> float | None:
-        """Return the median seconds of a step, or None for a size that has not been timed."""
+        """Return the lower median of the seconds of a step, or None for a size that has not been timed."""
         times = self.seconds.get(size)
-        return median(times) if times else None
+        return median_low(times) if times else None
 
 
 class BudgetController:
@@ -87,15 +87,16 @@ class BudgetController:
     def choose(self) -> int:
         """Return the size of the next step."""
         self._step += 1
-        is_timed = len(self._history.seconds.get(1, ())) >= len(PLAIN_AT)
-        if not is_timed:
+        if len(self._history.seconds.get(1, ())) < len(PLAIN_AT) - 1:
             return 1 if self._step in PLAIN_AT else self.current
         best = self._best()
         if best != self.current:
             self.current, self._next_probe = best, self._step + PROBE_EVERY
         elif self._step >= self._next_probe and self._history.lost_s <= PROBE_SHARE * self._history.total_s:
-            self._next_probe = self._step + PROBE_EVERY
-            return self._probe()
+            size = self._probe()
+            # The first step of a size is not timed, so that a second one follows.
+            self._next_probe = self._step + (PROBE_EVERY if size in self._history.seconds else 1)
+            return size
         return self.current
 
     def observe(self, size: int, num_emitted: Sequence[int], seconds: float) -> None:
@@ -106,12 +107,14 @@ class BudgetController:
             num_emitted: tokens of every active sequence, at least 1 each.
             seconds: duration of the step.
         """
-        if self._step > 2 or self._history.seconds:  # the first steps of a process also compile and allocate
-            self._history.seconds.setdefault(size, deque(maxlen=TIMES)).append(seconds)
+        if size in self._history.seconds:
+            self._history.seconds[size].append(seconds)
+        else:
+            self._history.seconds[size] = deque(maxlen=TIMES)
         if not num_emitted:
             return
         rows = len(num_emitted)
-        self._count_loss(size, sum(num_emitted) / rows, seconds)
+        self._count_loss(size, seconds)
         if size == 1:  # plain decoding tells nothing of acceptance, and what is known ages
             self._weight = max(self._weight * (1 - 1 / MEMORY_STEPS), min(self._weight, OLDEST_STEPS * rows))
             return
@@ -126,11 +129,14 @@ class BudgetController:
         """Return accepted nodes relative to a tree of START nodes; 1 for a fixed shape of another size."""
         return GAIN.get(size, 1.0)
 
+    def _tokens(self, size: int) -> float:
+        """Return the expected tokens of a step."""
+        return 1 + self._level * self._gain(size) * (size > 1)
+
     def _goodput(self, size: int) -> float:
         """Return expected tokens a second; 0 for a size that has not been timed."""
         seconds = self._history.time(size)
-        tokens = 1 + self._level * self._gain(size) * (size > 1)
-        return tokens / seconds if seconds else 0.0
+        return self._tokens(size) / seconds if seconds else 0.0
 
     def _best(self) -> int:
         """Return the size of the greatest goodput; the current one unless another is better by MARGIN."""
@@ -138,13 +144,13 @@ class BudgetController:
         current = self._goodput(self.current)
         return best if self._weight and current and self._goodput(best) > (1 + MARGIN) * current else self.current
 
-    def _count_loss(self, size: int, tokens: float, seconds: float) -> None:
+    def _count_loss(self, size: int, seconds: float) -> None:
         """Count the time of a step, and what it lost if it tried another size than the best known."""
         history, goodput = self._history, self._goodput(self.current)
         history.total_s += seconds - history.total_s / LOSS_STEPS
         history.lost_s -= history.lost_s / LOSS_STEPS
         if size != self.current and goodput:
-            history.lost_s = max(history.lost_s + seconds - tokens / goodput, 0.0)
+            history.lost_s = max(history.lost_s + seconds - self._tokens(size) / goodput, 0.0)
 
     def _probe(self) -> int:
         """Return another size to try: a neighbour that has not been timed, else the next best."""
