@@ -139,15 +139,16 @@ def compare(pair: Pair, case: Case, row: int, tokens: Sequence[int], wanted: Seq
 
 
 def _sampled_gap(logits: Tensor, case: Case, row: int, position: int, token: int) -> float:
-    """Return how much the difference of two float64[vocab] logits must change before a position's number draws a token.
+    """Return the least change of differences of float64[vocab] logits with which a random number draws a token.
 
-    Changes of at most g move a cumulative probability by at most g / (4 * temperature).
+    A change of g moves a cumulative probability by at most g / (4 * temperature).  The random number is that of plain
+    sampling at ``position`` of the text.
     """
     rng = Random(case.seed, torch.tensor([row]), torch.tensor([position]))
-    level = float(rng.uniform("target", torch.tensor([0])))
+    number = float(rng.uniform("target", torch.tensor([0])))
     upper: list[float] = Sampling(case.temperature).probs(logits[None])[0].cumsum(-1)[: token + 1].tolist()
     lower = upper[-2] if token else 0.0
-    return 4 * case.temperature * max(lower - level, level - upper[-1], 0.0)
+    return 4 * case.temperature * max(lower - number, number - upper[-1], 0.0)
 
 
 def _check_sampled(pair: Pair, method: Method, case: Case, test_texts: int) -> Record:

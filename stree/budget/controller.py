@@ -20,7 +20,7 @@ START = 16  # size of the first steps of a single sequence, while nothing is kno
 # benchmarks/results/who-wins.
 GAIN = {1: 0.0, 8: 0.85, 16: 1.0, 32: 1.3, 64: 1.43}
 TIMES = 25  # steps of a size whose median is its time: robust against single slow steps
-PLAIN_AT = (4, 6, 8)  # plain steps of a first generation
+PLAIN_AT = (4, 6, 8)  # plain steps of a first generation, of which the first is not timed
 # The numbers below were set by hand on the first five prompts of HumanEval, GSM8K and MT-Bench.
 MARGIN = 0.08  # share by which another size must be better before it is taken; below it noise decides
 PRIOR_STEPS = 12.0  # weight of earlier generations in a new one's acceptance level, in steps of one sequence

@@ -19,7 +19,7 @@ COUNTERS = {
     "drafted": "spec_decode_num_draft_tokens", "accepted": "spec_decode_num_accepted_tokens",
     "steps": "spec_decode_num_drafts",
 }  # fmt: skip
-FINISH_REASONS = ("stop", "length", "error", "abort")
+FINISH_REASONS = ("stop", "length", "error", "abort")  # a cancelled request counts as the last
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 

@@ -123,6 +123,21 @@ def test_sampled_texts_may_part_where_the_random_number_is_at_the_border_of_two_
     assert not unlikely["lossless"], "a token of probability 0"
 
 
+def test_the_gap_of_sampled_tokens_is_measured_from_the_random_number_that_drew_them() -> None:
+    case = Case((PROMPT, PROMPT[2:]), 12, 0.8, seed=5)
+    drawn = 0
+    for row, tokens in enumerate(execute(PAIR, method("plain"), case).tokens):
+        for place, token in enumerate(tokens):
+            probs = (PAIR.plain_logits([*case.prompts[row], *tokens[:place]])[-1].double() / 0.8).softmax(-1)
+            others = [other for other in (token - 1, token + 1) if 0 <= other < len(probs)]
+            gaps = [
+                compare(PAIR, case, row, [*tokens[:place], other], tokens[: place + 1])["logit_gap"] for other in others
+            ]
+            assert len(others) == 1 or min(gaps) <= 4 * 0.8 * float(probs[token]) / 2 + 1e-6, "one border is near"
+            drawn += len(others) == 2
+    assert drawn > 12
+
+
 def _with_logits(logits: Tensor) -> Any:
     """Make a pair whose plain logits are the same after every text."""
     return SimpleNamespace(target=PAIR.target, plain_logits=lambda tokens: logits[None])
