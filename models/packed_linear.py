@@ -5,6 +5,7 @@ torch's ``linear`` calls MKL for float32, which reads a weight as it is stored.
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -16,8 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from stree.models.patching import has_foreign_forward, patch_forward, unpatched_forward
 
 __all__ = ["pack_linears"]
-
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 class PackedWeight:
@@ -56,7 +55,8 @@ _by_number = WeakValueDictionary[int, PackedWeight]()
 def pack_linears(model: nn.Module) -> None:
     """Make the linear layers of a CPU model run on packed weights, a second copy in memory, where no gradient is kept.
 
-    Layers of subclasses, quantised ones and those whose forward another library has set are left as they are.
+    Layers of subclasses, of dtypes that oneDNN does not pack here, quantised ones and those whose forward another
+    library has set are left as they are.
     """
     if not torch.backends.mkldnn.is_available():
         return
@@ -67,7 +67,14 @@ def pack_linears(model: nn.Module) -> None:
 
 def _can_pack(weight: Tensor) -> bool:
     is_plain = type(weight) is nn.Parameter  # a quantised weight is of another class
-    return is_plain and weight.device.type == "cpu" and weight.dtype in DTYPES
+    return is_plain and weight.device.type == "cpu" and weight.dtype in _dtypes()
+
+
+@cache
+def _dtypes() -> tuple[torch.dtype, ...]:
+    """Return the dtypes that oneDNN packs on this processor; on x86 bfloat16 needs AVX-512 or AVX-NE-CONVERT."""
+    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return (torch.float32, torch.bfloat16) if has_bfloat16 else (torch.float32,)
 
 
 def _forward(module: Any, before: Any, packed: PackedWeight, /, x: Tensor) -> Tensor:
