@@ -20,9 +20,10 @@ START = 16  # size of the first steps of a single sequence, while nothing is kno
 # benchmarks/results/who-wins.
 GAIN = {1: 0.0, 8: 0.85, 16: 1.0, 32: 1.3, 64: 1.43}
 TIMES = 25  # steps of a size whose median is its time: robust against single slow steps
-PLAIN_AT = (4, 6, 8)  # plain steps of a first generation, of which the first is not timed
+TIMED = 2  # timed steps of the first sizes before one is chosen
 # The numbers below were set by hand on the first five prompts of HumanEval, GSM8K and MT-Bench.
 MARGIN = 0.08  # share by which another size must be better before it is taken; below it noise decides
+LEVEL = 1.5  # acceptance level while nothing is known: high, as a few steps say little and plain ones nothing
 PRIOR_STEPS = 12.0  # weight of earlier generations in a new one's acceptance level, in steps of one sequence
 MEMORY_STEPS = 40.0  # steps over which a sequence's acceptance level is averaged
 OLDEST_STEPS = 4.0  # weight of an acceptance level that has aged during plain decoding
@@ -39,15 +40,15 @@ class StepHistory:
     Attributes:
         seconds: the last step times of each size but the first, which also compiles and allocates.
         level: accepted nodes of a step of START nodes, averaged over earlier generations.
-        num_steps: steps that this average counts, at most EARLIER_STEPS a sequence; 0 before the first.
+        num_steps: steps that this average counts, at most EARLIER_STEPS a sequence; PRIOR_STEPS before the first.
         total_s: seconds of about the last LOSS_STEPS steps.
         lost_s: of them, what tries of other sizes took beyond what the best known size takes for as many tokens as are
             expected of them: also the prompts and tokens that a draft model has to run first after plain decoding.
     """
 
     seconds: dict[int, deque[float]] = field(default_factory=dict)
-    level: float = 0.0
-    num_steps: float = 0.0
+    level: float = LEVEL
+    num_steps: float = PRIOR_STEPS
     total_s: float = 0.0
     lost_s: float = 0.0
 
@@ -61,7 +62,8 @@ class BudgetController:
     """Chooses the size of each step of one generation.
 
     One number per generation, the acceptance level, predicts the tokens of every size: 1 + level * GAIN[size].  It is
-    an average over the steps of all sizes, so that every step informs every choice.
+    an average over the steps of all sizes, so that every step informs every choice.  A first generation times the start
+    and every smaller size, largest first, before it chooses.
 
     Args:
         sizes: candidate sizes, ascending, 1 (plain decoding) first.
@@ -82,13 +84,15 @@ class BudgetController:
         self._level, self._weight = history.level, min(history.num_steps, PRIOR_STEPS)
         self._step, self._next_probe = 0, FIRST_PROBE
         self.current = min(sizes, key=lambda size: abs(size - start))
+        self._first = [size for size in reversed(sizes) if size <= self.current]
         self.current = self._best()
 
     def choose(self) -> int:
         """Return the size of the next step."""
         self._step += 1
-        if len(self._history.seconds.get(1, ())) < len(PLAIN_AT) - 1:
-            return 1 if self._step in PLAIN_AT else self.current
+        untimed = self._untimed_first()
+        if untimed is not None:
+            return untimed
         best = self._best()
         if best != self.current:
             self.current, self._next_probe = best, self._step + PROBE_EVERY
@@ -114,7 +118,8 @@ class BudgetController:
         if not num_emitted:
             return
         rows = len(num_emitted)
-        self._count_loss(size, seconds)
+        if self._untimed_first() is None:
+            self._count_loss(size, seconds)
         if size == 1:  # plain decoding tells nothing of acceptance, and what is known ages
             self._weight = max(self._weight * (1 - 1 / MEMORY_STEPS), min(self._weight, OLDEST_STEPS * rows))
             return
@@ -133,6 +138,11 @@ class BudgetController:
         """Return the expected tokens of a step."""
         return 1 + self._level * self._gain(size) * (size > 1)
 
+    def _untimed_first(self) -> int | None:
+        """Return the size to time next before any is chosen, or None once all are timed."""
+        times = self._history.seconds
+        return next((size for size in self._first if len(times.get(size, ())) < TIMED), None)
+
     def _goodput(self, size: int) -> float:
         """Return expected tokens a second; 0 for a size that has not been timed."""
         seconds = self._history.time(size)
@@ -142,7 +152,7 @@ class BudgetController:
         """Return the size of the greatest goodput; the current one unless another is better by MARGIN."""
         best = max(self._sizes, key=self._goodput)
         current = self._goodput(self.current)
-        return best if self._weight and current and self._goodput(best) > (1 + MARGIN) * current else self.current
+        return best if current and self._goodput(best) > (1 + MARGIN) * current else self.current
 
     def _count_loss(self, size: int, seconds: float) -> None:
         """Count the time of a step, and what it lost if it tried another size than the best known."""

@@ -76,10 +76,13 @@ def test_a_text_that_is_no_longer_accepted_turns_drafting_off() -> None:
     assert controller.current == 1
 
 
-def test_the_first_generation_times_plain_decoding_within_its_first_steps() -> None:
-    world = World(TIMES)
-    world.run(BudgetController(SIZES, StepHistory()), 3.0, 8)
-    assert world.chosen.count(1) == 3 and world.chosen[0] == 16
+@pytest.mark.parametrize("start", [16, 8, 1])
+def test_the_first_generation_times_the_sizes_up_to_its_start(start: int) -> None:
+    world, known = World(TIMES), StepHistory()
+    first = [size for size in (16, 8, 1) if size <= start for _ in range(3)]
+    for steps in (2, len(first) - 2):  # in a second text, if the first ends before
+        world.run(BudgetController(SIZES, known, start), 3.0, steps)
+    assert world.chosen == first
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -108,6 +111,18 @@ def test_a_smaller_tree_that_pays_is_found_although_the_first_step_of_each_size_
                 world.run(controller, 1.3, 1)
         chosen += world.chosen[-100:]
     assert chosen.count(8) > 0.7 * len(chosen), "a few are misled by one slow step"
+
+
+def test_a_first_generation_that_begins_with_rejections_keeps_to_a_size_that_pays() -> None:
+    controller = BudgetController(SIZES, StepHistory())
+    for _ in range(12):
+        size = controller.choose()
+        controller.observe(size, [1], TIMES[size])
+    assert controller.current == 8
+    for _ in range(20):
+        size = controller.choose()
+        controller.observe(size, [1], TIMES[size])
+    assert controller.current == 1
 
 
 def test_rows_of_a_batch_inform_one_level() -> None:
