@@ -23,7 +23,7 @@ TIMES = 25  # steps of a size whose median is its time: robust against single sl
 TIMED = 2  # timed steps of the first sizes before one is chosen
 # The numbers below were set by hand on the first five prompts of HumanEval, GSM8K and MT-Bench.
 MARGIN = 0.08  # share by which another size must be better before it is taken; below it noise decides
-LEVEL = 1.5  # acceptance level while nothing is known: high, as a few steps say little and plain ones nothing
+LEVEL = 3.0  # acceptance level of a start with trees while nothing is known: high, as plain steps would not correct it
 PRIOR_STEPS = 12.0  # weight of earlier generations in a new one's acceptance level, in steps of one sequence
 MEMORY_STEPS = 40.0  # steps over which a sequence's acceptance level is averaged
 OLDEST_STEPS = 4.0  # weight of an acceptance level that has aged during plain decoding
@@ -40,15 +40,15 @@ class StepHistory:
     Attributes:
         seconds: the last step times of each size but the first, which also compiles and allocates.
         level: accepted nodes of a step of START nodes, averaged over earlier generations.
-        num_steps: steps that this average counts, at most EARLIER_STEPS a sequence; PRIOR_STEPS before the first.
+        num_steps: steps that this average counts, at most EARLIER_STEPS a sequence; 0 before the first.
         total_s: seconds of about the last LOSS_STEPS steps.
         lost_s: of them, what tries of other sizes took beyond what the best known size takes for as many tokens as are
             expected of them: also the prompts and tokens that a draft model has to run first after plain decoding.
     """
 
     seconds: dict[int, deque[float]] = field(default_factory=dict)
-    level: float = LEVEL
-    num_steps: float = PRIOR_STEPS
+    level: float = 0.0
+    num_steps: float = 0.0
     total_s: float = 0.0
     lost_s: float = 0.0
 
@@ -81,9 +81,11 @@ class BudgetController:
         if not sizes or sizes[0] != 1 or list(sizes) != sorted(set(sizes)):
             raise ValueError(f"sizes must ascend from 1, plain decoding, got {list(sizes)}")
         self._sizes, self._history = list(sizes), history
-        self._level, self._weight = history.level, min(history.num_steps, PRIOR_STEPS)
         self._step, self._next_probe = 0, FIRST_PROBE
         self.current = min(sizes, key=lambda size: abs(size - start))
+        if not history.num_steps and self.current > 1:
+            history.level, history.num_steps = LEVEL, PRIOR_STEPS
+        self._level, self._weight = history.level, min(history.num_steps, PRIOR_STEPS)
         self._first = [size for size in reversed(sizes) if size <= self.current]
         self.current = self._best()
 
@@ -152,7 +154,7 @@ class BudgetController:
         """Return the size of the greatest goodput; the current one unless another is better by MARGIN."""
         best = max(self._sizes, key=self._goodput)
         current = self._goodput(self.current)
-        return best if current and self._goodput(best) > (1 + MARGIN) * current else self.current
+        return best if self._weight and current and self._goodput(best) > (1 + MARGIN) * current else self.current
 
     def _count_loss(self, size: int, seconds: float) -> None:
         """Count the time of a step, and what it lost if it tried another size than the best known."""

@@ -119,7 +119,7 @@ def test_a_first_generation_that_begins_with_rejections_keeps_to_a_size_that_pay
         size = controller.choose()
         controller.observe(size, [1], TIMES[size])
     assert controller.current == 8
-    for _ in range(20):
+    for _ in range(60):
         size = controller.choose()
         controller.observe(size, [1], TIMES[size])
     assert controller.current == 1
