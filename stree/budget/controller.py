@@ -20,11 +20,13 @@ START = 16  # size of the first steps of a single sequence, while nothing is kno
 # benchmarks/results/who-wins.
 GAIN = {1: 0.0, 8: 0.85, 16: 1.0, 32: 1.3, 64: 1.43}
 TIMES = 25  # steps of a size whose median is its time: robust against single slow steps
-TIMED = 2  # timed steps of the first sizes before one is chosen
+TIMED = 2  # timed steps that the start and every smaller size need before one is chosen
+# Acceptance level that a first generation assumes if it starts with trees; set on four prompts of HumanEval.  One that
+# is too low ends drafting after a few rejections, and plain decoding does not correct it.
+LEVEL = 3.0
 # The numbers below were set by hand on the first five prompts of HumanEval, GSM8K and MT-Bench.
 MARGIN = 0.08  # share by which another size must be better before it is taken; below it noise decides
-LEVEL = 3.0  # acceptance level of a start with trees while nothing is known: high, as plain steps would not correct it
-PRIOR_STEPS = 12.0  # weight of earlier generations in a new one's acceptance level, in steps of one sequence
+PRIOR_STEPS = 12.0  # weight of earlier generations, or of LEVEL, in a new one's acceptance level: steps of a sequence
 MEMORY_STEPS = 40.0  # steps over which a sequence's acceptance level is averaged
 OLDEST_STEPS = 4.0  # weight of an acceptance level that has aged during plain decoding
 FIRST_PROBE, PROBE_EVERY = 8, 12  # least steps before the first try of another size, and between two of them

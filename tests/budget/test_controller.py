@@ -80,7 +80,7 @@ def test_a_text_that_is_no_longer_accepted_turns_drafting_off() -> None:
 def test_the_first_generation_times_the_sizes_up_to_its_start(start: int) -> None:
     world, known = World(TIMES), StepHistory()
     first = [size for size in (16, 8, 1) if size <= start for _ in range(3)]
-    for steps in (2, len(first) - 2):  # in a second text, if the first ends before
+    for steps in (2, len(first) - 2):  # the first text ends before all are timed, the second goes on
         world.run(BudgetController(SIZES, known, start), 3.0, steps)
     assert world.chosen == first
 
