@@ -30,6 +30,7 @@ PRIOR_STEPS = 12.0  # weight of earlier generations, or of LEVEL, in a new one's
 MEMORY_STEPS = 40.0  # steps over which a sequence's acceptance level is averaged
 OLDEST_STEPS = 4.0  # weight of an acceptance level that has aged during plain decoding
 FIRST_PROBE, PROBE_EVERY = 8, 12  # least steps before the first try of another size, and between two of them
+PROBE_STEPS = 3  # steps of a try; the first may have to draft from text that was decoded plainly
 PROBE_SHARE = 0.015  # of the time that tries of other sizes may lose
 LOSS_STEPS = 2000.0  # steps over which that share is kept
 EARLIER_STEPS = 50.0  # steps over which the level that is handed on to later generations is averaged
@@ -83,13 +84,13 @@ class BudgetController:
         if not sizes or sizes[0] != 1 or list(sizes) != sorted(set(sizes)):
             raise ValueError(f"sizes must ascend from 1, plain decoding, got {list(sizes)}")
         self._sizes, self._history = list(sizes), history
-        self._step, self._next_probe = 0, FIRST_PROBE
+        self._step, self._next_probe, self._probe_end = 0, FIRST_PROBE, 0
         self.current = min(sizes, key=lambda size: abs(size - start))
         if not history.num_steps and self.current > 1:
             history.level, history.num_steps = LEVEL, PRIOR_STEPS
         self._level, self._weight = history.level, min(history.num_steps, PRIOR_STEPS)
         self._first = [size for size in reversed(sizes) if size <= self.current]
-        self.current = self._best()
+        self.current = self._probed = self._best()
 
     def choose(self) -> int:
         """Return the size of the next step."""
@@ -99,13 +100,11 @@ class BudgetController:
             return untimed
         best = self._best()
         if best != self.current:
-            self.current, self._next_probe = best, self._step + PROBE_EVERY
+            self.current, self._next_probe, self._probe_end = best, self._step + PROBE_EVERY, 0
         elif self._step >= self._next_probe and self._history.lost_s <= PROBE_SHARE * self._history.total_s:
-            size = self._probe()
-            # The first step of a size is not timed, so that a second one follows.
-            self._next_probe = self._step + (PROBE_EVERY if size in self._history.seconds else 1)
-            return size
-        return self.current
+            self._probed = self._probe()
+            self._next_probe, self._probe_end = self._step + PROBE_EVERY, self._step + PROBE_STEPS
+        return self._probed if self._step < self._probe_end else self.current
 
     def observe(self, size: int, num_emitted: Sequence[int], seconds: float) -> None:
         """Record a step.

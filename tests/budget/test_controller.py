@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import groupby
 
 import pytest
 
@@ -66,6 +67,13 @@ def test_a_text_that_begins_to_be_accepted_turns_drafting_on_again() -> None:
     assert world.chosen[-20:].count(1) > 15
     world.run(controller, 4.0, 400)
     assert controller.current > 1
+
+
+def test_another_size_is_tried_for_several_steps() -> None:
+    world, known = World(TIMES), history(TIMES, 0.1)
+    world.run(BudgetController(SIZES, known), 0.1, 300)
+    tries = [len(list(steps)) for plain, steps in groupby(world.chosen, lambda size: size == 1) if not plain]
+    assert tries and set(tries) == {3}
 
 
 def test_a_text_that_is_no_longer_accepted_turns_drafting_off() -> None:
