@@ -12,6 +12,7 @@ from helpers.tiny_models import tiny_model
 from torch import Tensor, nn
 
 import stree
+from stree.models import packed_linear
 from stree.models.packed_linear import pack_linears
 
 
@@ -30,7 +31,7 @@ def _packed(bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
     return layer
 
 
-@pytest.mark.parametrize("shape", [(48,), (1, 1, 48), (2, 3, 5, 48), (0, 48)])
+@pytest.mark.parametrize("shape", [(48,), (1, 1, 48), (3, 48), (4, 48), (2, 3, 5, 48), (0, 48)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_products_of_any_shape(shape: tuple[int, ...], bias: bool) -> None:
     layer, x = _packed(bias), torch.randn(shape)
@@ -70,7 +71,8 @@ def test_a_weight_that_would_take_the_memory_of_the_packed_one_is_packed() -> No
         assert _error(layer, x) < 1e-5
 
 
-def test_products_are_those_of_packed_weights_whether_compiled_or_not() -> None:
+def test_products_are_those_of_packed_weights_whether_compiled_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_linear, "_mkl_rows", lambda: 0)
     lm = stree.TreeLM(tiny_model("mamba2", torch.float32))
     lm.compile()
     state = lm.new_state(1, 16, 2)
@@ -83,6 +85,21 @@ def test_products_are_those_of_packed_weights_whether_compiled_or_not() -> None:
     for profile in (prefilled, verified):
         names = {event.key.rpartition(":")[2] for event in profile.key_averages()}
         assert "_linear_pointwise" in names and not {"linear", "addmm", "mm"} & names
+
+
+@pytest.mark.parametrize(("processor", "rows"), [("Intel Xeon", 3), ("AMD EPYC", 0)])
+def test_few_rows_run_on_the_weight_as_stored_on_an_intel_processor(
+    processor: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": processor})
+    monkeypatch.setattr(packed_linear, "_mkl_rows", packed_linear._mkl_rows.__wrapped__)
+    layer = _packed(bias=False)
+    for count in (1, 3, 4):
+        x = torch.randn(count, 48)
+        with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            layer(x)
+        stored = not any("_linear_pointwise" in event.key for event in profile.key_averages())
+        assert stored == (count <= rows)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
