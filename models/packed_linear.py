@@ -82,7 +82,7 @@ def _dtypes() -> tuple[torch.dtype, ...]:
 
 @cache
 def _mkl_rows() -> int:
-    """Return the most rows for which MKL is the faster in float32."""
+    """Return the most rows for which MKL is the faster in float32, as timed with SmolLM2's layers on two cores."""
     capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch have none
     return 3 if capabilities.get("cpu_name", "").startswith("Intel") else 0
 
