@@ -18,7 +18,7 @@ from torch import Tensor
 from stree.decode.cuda_graphs import Graphs
 from stree.decode.request import Request
 from stree.decode.step import DecodeStep
-from stree.decode.step_result import StepResult
+from stree.decode.step_result import LaunchedStep
 from stree.decode.timing import Shares, StepTimer
 from stree.drafters import Draft, Drafter, DraftRun
 from stree.growth import Growth
@@ -50,7 +50,7 @@ class CapturedStep(DecodeStep):
         self.run.capture = self._capture_part
         return logits
 
-    def _launch(self, growth: Growth | None, budget: int) -> StepResult:
+    def _launch(self, growth: Growth | None, budget: int) -> LaunchedStep:
         timer = StepTimer(self.state.lengths.device)
         if self.run.is_capturable:
             return self._launch_whole(growth, budget, timer)
@@ -58,7 +58,7 @@ class CapturedStep(DecodeStep):
         timer.lap("draft_s")
         return self._launch_target(draft, timer)
 
-    def _launch_whole(self, growth: Growth | None, budget: int, timer: StepTimer) -> StepResult:
+    def _launch_whole(self, growth: Growth | None, budget: int, timer: StepTimer) -> LaunchedStep:
         """Replay a step, drafting included."""
         num_calls = self._settle(budget)
         timer.lap("draft_s")
@@ -70,7 +70,7 @@ class CapturedStep(DecodeStep):
         draft = replace(result.draft, num_calls=result.draft.num_calls + num_calls)
         return replace(result, draft=draft, timer=timer)
 
-    def _launch_target(self, draft: Draft, timer: StepTimer) -> StepResult:
+    def _launch_target(self, draft: Draft, timer: StepTimer) -> LaunchedStep:
         """Replay the target's part for a tree that was laid out on the host."""
         size = min(_bucket(draft.tree.tokens.shape[1]), self.state.max_nodes)
         tree = self._inputs.tree(draft.tree, size)
@@ -82,7 +82,7 @@ class CapturedStep(DecodeStep):
             depth = min(_bucket(draft.max_depth), size - 1)
             key = f"{size} nodes to depth {depth}, distributions {probs.probs.dtype}"
 
-        def work() -> StepResult:
+        def work() -> LaunchedStep:
             padded = TokenTree.unchecked(tree.tokens, tree.parents)
             return self._verify(Draft(padded, probs, depth), StepTimer(self.state.lengths.device))
 
@@ -91,7 +91,7 @@ class CapturedStep(DecodeStep):
         timer.lap("draft_s")
         return replace(result, draft=draft, timer=timer)
 
-    def _replay(self, key: str, work: Callable[[], StepResult], timer: StepTimer) -> tuple[StepResult, bool]:
+    def _replay(self, key: str, work: Callable[[], LaunchedStep], timer: StepTimer) -> tuple[LaunchedStep, bool]:
         """Do captured work.  A replay is timed as a whole and divided between parts as the first one was."""
         result, is_replayed = self.graphs.run(key, work, self._capture_failed)
         if not is_replayed:
@@ -111,7 +111,7 @@ class CapturedStep(DecodeStep):
     def _settle(self, budget: int) -> int:
         """Do what only this step needs of the drafter; return the draft calls it took."""
         try:
-            return self.run.settle(self.texts.pending, budget)
+            return self.run.settle(self._pending(), budget)
         except Exception as problem:
             self._decode_without_drafter(problem)
             return 0

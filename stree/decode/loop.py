@@ -159,8 +159,12 @@ class DecodeLoop:
 
     @property
     def can_select(self) -> bool:
-        """Whether ``select`` may be called now: every step is read at once, and the drafter's run allows it."""
-        return self.step_cache is None and not self._is_pipelined() and self._step.run.can_select
+        """Whether ``select`` may be called now: every step is read at once, and the drafter's run allows it.
+
+        A logits processor belongs to the rows as they are.
+        """
+        can_select = self._step.run.can_select and self.batch.processor is None
+        return can_select and self.step_cache is None and not self._is_pipelined()
 
     @property
     def state(self) -> DecodeState:
@@ -169,10 +173,7 @@ class DecodeLoop:
 
     def advance(self) -> None:
         """Launch a step, and read the oldest one that the host does not run ahead of."""
-        result = self._step(
-            self.policy.growth, self.policy.next(),
-            needs_logits=self.sequences.needs_logits, top_logprobs=self.sequences.top_logprobs,
-        )  # fmt: skip
+        result = self._step(self.policy.growth, self.policy.next(), self.sequences.wanted)
         self._launched.append((result, self._num_replays(), self.policy))
         if len(self._launched) > self._is_pipelined():
             self._read()
@@ -234,7 +235,7 @@ class DecodeLoop:
             if self.sequences.append(row, tokens, logits, own, is_late=bool(self._launched)):
                 self._step.set_finished(row)
         seconds = result.timer.seconds()
-        self.stats.record(result.draft, committed, seconds)
+        self.stats.record(result, committed, seconds)
         self.stats.total_s = time.perf_counter() - self._began
         problem = None if self._has_warned else self.stats.unfit_drafter(self._step.hidden_layers)
         if problem is not None:
@@ -250,7 +251,7 @@ class DecodeLoop:
         tokens = self._step.first_tokens(torch.tensor(rows, device=self._device), logits)
         for sequence, row in zip(sequences, rows, strict=True):
             self.sequences.begin(sequence, row)
-        self.is_started, top = True, self.sequences.top_logprobs
+        self.is_started, top = True, self.sequences.wanted.top_logprobs
         logprobs = None if top is None else token_logprobs(raw, torch.tensor(tokens, device=raw.device)[:, None], top)
         for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
             own = None if logprobs is None else logprobs[place].tolist()

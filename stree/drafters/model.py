@@ -127,7 +127,7 @@ class _ModelRun(DraftRun):
         growth = ModelDrafter.default_growth if growth is None else growth
         self._root = self._extension = None
         if budget == 1:
-            self._root = pending.clone()  # the step writes the next token in its place
+            self._root = pending
             return Draft(root_only(pending), None, 0, values=torch.ones_like(pending[:, None], dtype=torch.float32))
         plan = self._plan(growth, budget)
         self._use(growth)

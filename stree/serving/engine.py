@@ -127,8 +127,8 @@ class Engine:
         batch = batch_for(self.lm, [prompt], checked(self.lm, self._drafter, arguments), most_prompts=1)
         if batch.most_stops > MOST_STOPS:
             raise ValueError(f"stop_token_ids must be at most {MOST_STOPS} tokens, got {batch.most_stops}")
-        handle = RequestHandle(wants_trees=trees)
-        request = replace(next(batch.requests), streamer=handle)
+        handle = RequestHandle()
+        request = replace(next(batch.requests), streamer=handle, needs_trees=trees)
         handle.start(request)
         with self._changed:
             if self._closing is not None:
@@ -276,4 +276,4 @@ class Engine:
         for row, sequence in enumerate(self._batch.rows):
             handle = self._handles.get(sequence.request)
             if handle is not None and committed[row]:
-                handle.record(result, row, committed[row], has_tree=result.arrival is None)
+                handle.record(result, row, committed[row])

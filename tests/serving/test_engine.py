@@ -180,6 +180,17 @@ def test_coroutines_read_steps_with_logprobs_and_trees(engine: stree.Engine) -> 
         assert 0 <= stats["queue_s"] <= stats["first_token_s"] <= stats["total_s"]
 
 
+@pytest.mark.parametrize("budget", [1, 12, "auto"])
+def test_the_root_of_a_step_s_tree_is_the_token_before_it(budget: int | str) -> None:
+    with stree.Engine(launched(), near_drafter(), budget=budget, max_batch=2, max_length=128) as engine:
+        handles = [submit(engine, place, trees=True, max_new_tokens=30) for place in (0, 2)]
+        for handle in handles:
+            before, *steps = handle.steps()
+            for step in steps:
+                assert step.tree is not None and step.tree.tokens[0] == before.tokens[-1]
+                before = step
+
+
 def test_a_full_queue_refuses_and_a_closed_engine_does(engine: stree.Engine) -> None:
     engine.max_queue = 1
     handles = [submit(engine, 7, max_new_tokens=80) for _ in range(3)]
