@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stree.cli.options import add_command, add_generation
-from stree.cli.progress import Progress
+from stree.cli.progress import Progress, TextPrinter
 from stree.inputs import load_tokenizer, locate, stop_tokens, tokenizer_fingerprint
 
 __all__ = ["add_generate", "drafting_options", "generation_options", "prepare"]
@@ -36,12 +36,9 @@ def _generate(arguments: argparse.Namespace) -> int:
     lm, drafter = load()
     if arguments.chat:
         options["stop_token_ids"] = stop_tokens(lm, tokenizer)
-
-    from transformers import TextStreamer
-
     prints = not arguments.tp or os.environ["RANK"] == "0"  # of several processes the first one prints
     if prints:
-        options["streamer"] = Progress(arguments.max_new_tokens) if arguments.json else TextStreamer(tokenizer)
+        options["streamer"] = Progress(arguments.max_new_tokens) if arguments.json else TextPrinter(tokenizer)
     output, status = _run(lm, prompt_ids, drafter, options)
     if prints and output.sequences:  # none where it was interrupted while step times were profiled
         report = _report(arguments, output, tokenizer, lm)

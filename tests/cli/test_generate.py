@@ -143,6 +143,21 @@ def test_an_answer_of_a_chat_ends_at_the_tokenizers_own_stop_token(
     assert (plain["text"], plain["token_ids"]) == ("userfin", ids[1:]), "as transformers' generate ends it"
 
 
+def test_printed_text_keeps_the_spaces_of_every_line_and_cut_characters_apart(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    tokenizer = byte_fallback()
+    ids = tokenizer.convert_tokens_to_ids(
+        ["▁a", "b", "<0x0A>", "▁", "▁ab", "<0xE6>", "<0x97>", "<0xA5>", "<0xF0>", "f"]
+    )
+    writing_model(tokenizer, ids).model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    command = ["generate", "a", "--target", str(tmp_path), "--max-new-tokens", "8"]
+    assert main(command) == 0
+    assert capsys.readouterr().out == "ab\n  ab日\ufffd\n"
+    assert run_json(capsys, *command)["text"] == "b\n  ab日\ufffd"
+
+
 def test_a_target_without_tokenizer_needs_one_named(
     target: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
