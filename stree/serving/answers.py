@@ -113,13 +113,14 @@ def usage(choices: Sequence[Choice], num_prompt_tokens: int) -> dict[str, Any]:
 
 def completion_logprobs(piece: Piece, token_bytes: TokenBytes) -> dict[str, Any]:
     """Write log probabilities as /v1/completions does; two alternatives that add the same get names of their own."""
-    names, tops = [], []
+    names, tops, mark = [], [], "bytes:"
     for found, place in zip(piece.logprobs, piece.tokens, strict=False):  # no logprobs where none are wanted
-        names.append(token_name(token_bytes, found.token, is_first=place.is_first))
+        names.append(token_name(token_bytes, found.token, is_first=place.is_first, mark=mark))
         top = dict[str, float]()
         for token, value in found.top:
-            name = token_name(token_bytes, token, is_first=place.is_first)
-            top[f"token_id:{token}" if name in top else name] = _finite(value)
+            name = token_name(token_bytes, token, is_first=place.is_first, mark=mark)
+            is_taken = name in top or (name == names[-1] and token != found.token)
+            top[f"token_id:{token}" if is_taken else name] = _finite(value)
         tops.append(top)
     return {
         "tokens": names, "token_logprobs": [_finite(found.logprob) for found in piece.logprobs],
@@ -143,14 +144,14 @@ def chat_logprobs(piece: Piece, token_bytes: TokenBytes) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def token_name(token_bytes: TokenBytes, token: int, *, is_first: bool = False) -> str:
-    """Return what a token adds to a text; of a part of a character, its bytes, as OpenAI writes them."""
+def token_name(token_bytes: TokenBytes, token: int, *, is_first: bool = False, mark: str = "") -> str:
+    """Return what a token adds to a text; of a part of a character, a mark and its bytes, as OpenAI writes them."""
     piece = token_bytes.piece(token)
     own = piece.first if is_first or not piece.is_shown else piece.later
     try:
         return own.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
+        return mark + own.decode(errors="backslashreplace")
 
 
 def _finite(logprob: float) -> float:

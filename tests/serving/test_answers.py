@@ -89,7 +89,7 @@ def test_bytes_of_log_probabilities_are_those_of_the_text(writing: Served) -> No
     assert b"".join(bytes(one.bytes or ()) for one in content) == SHOWN.encode()
     for one in content:
         assert one.top_logprobs[0].bytes == one.bytes and one.top_logprobs[0].token == one.token
-    assert content[0].token == "bytes:\\xd0" and content[-1].token == "<|im_end|>"
+    assert content[0].token == "\\xd0" and content[-1].token == "<|im_end|>"
 
 
 def test_log_probabilities_of_completions_have_places_in_the_text_and_names_of_their_own(writing: Served) -> None:
