@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from stree.cli.options import add_command, add_generation
-from stree.cli.progress import Progress
-from stree.inputs import load_tokenizer, locate, tokenizer_fingerprint
+from stree.cli.progress import Progress, TextPrinter
+from stree.inputs import load_tokenizer, locate, stop_tokens, tokenizer_fingerprint
 
 __all__ = ["add_generate", "drafting_options", "generation_options", "prepare"]
 
@@ -34,12 +34,11 @@ def _generate(arguments: argparse.Namespace) -> int:
     tokenizer, load = prepare(arguments)
     prompt_ids = _encode(arguments, tokenizer, prompt)
     lm, drafter = load()
-
-    from transformers import TextStreamer
-
+    if arguments.chat:
+        options["stop_token_ids"] = stop_tokens(lm, tokenizer)
     prints = not arguments.tp or os.environ["RANK"] == "0"  # of several processes the first one prints
     if prints:
-        options["streamer"] = Progress(arguments.max_new_tokens) if arguments.json else TextStreamer(tokenizer)
+        options["streamer"] = Progress(arguments.max_new_tokens) if arguments.json else TextPrinter(tokenizer)
     output, status = _run(lm, prompt_ids, drafter, options)
     if prints and output.sequences:  # none where it was interrupted while step times were profiled
         report = _report(arguments, output, tokenizer, lm)
@@ -269,13 +268,15 @@ def _datastore(arguments: argparse.Namespace, tokenizer: Any) -> Any:
 
 def _report(arguments: argparse.Namespace, output: Any, tokenizer: Any, lm: Any) -> dict[str, Any]:
     """Gather what ``--json`` prints."""
+    from stree.serving.text import text_of
+
     stats = output.stats
     num_prompt_tokens, num_new_tokens = stats["num_prompt_tokens"][0], stats["num_new_tokens"][0]
-    new = output.sequences[0][num_prompt_tokens:]
+    prompt, new = output.sequences[0][:num_prompt_tokens], output.sequences[0][num_prompt_tokens:]
     keys = ("steps", "tau", "draft_calls", "nodes_per_step", "acceptance_by_depth", "tokens_per_s", "total_s")
     parts = ("prefill_s", "draft_s", "verify_s", "accept_s", "commit_s")
     return {
-        "text": tokenizer.decode(new, skip_special_tokens=True),
+        "text": text_of(tokenizer, prompt, new),
         "token_ids": new,
         "num_prompt_tokens": num_prompt_tokens,
         "num_new_tokens": num_new_tokens,

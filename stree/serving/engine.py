@@ -19,6 +19,7 @@ from stree.decode.memory import check_memory
 from stree.decode.request import GenerateArguments, Request
 from stree.decode.step import Prefilled
 from stree.decode.step_result import StepResult
+from stree.decode.stop_strings import new_text_stops
 from stree.decode.validation import checked
 from stree.drafters import Drafter, NoDrafter, SuffixDrafter, load
 from stree.drafters.target_init import drafter_and_verifier
@@ -107,7 +108,7 @@ class Engine:
             sampling: temperature, top-k, top-p, min-p; None for greedy.
             max_new_tokens: most new tokens.
             stop_token_ids: tokens that end the text, at most 64; None for the model's own.
-            stop_strings: strings that end it.
+            stop_strings: strings that end it, in its new tokens alone: with the names of special ones, and without.
             tokenizer: which stop strings need.
             ignore_eos: write on through the model's own stop tokens.
             logprobs: keep each token's log probability, and a number of alternatives.
@@ -122,7 +123,7 @@ class Engine:
         """
         arguments = replace(
             self._arguments, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids,
-            stop_strings=stop_strings, tokenizer=tokenizer, ignore_eos=ignore_eos, logprobs=logprobs, seed=seed,
+            stop_strings=new_text_stops(tokenizer, stop_strings), ignore_eos=ignore_eos, logprobs=logprobs, seed=seed,
         )  # fmt: skip
         batch = batch_for(self.lm, [prompt], checked(self.lm, self._drafter, arguments), most_prompts=1)
         if batch.most_stops > MOST_STOPS:
