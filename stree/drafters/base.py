@@ -93,7 +93,8 @@ class DraftRun:
     def observe(self, acceptance: Acceptance) -> None:
         """Read the accepted paths of the last draft; ``next_token`` is pending in the next step.
 
-        A path length of 0 means that the sequence was inactive: its pending token stays the same.
+        A path length of 0 means that the sequence was inactive: its pending token stays the same.  The acceptance is
+        over when this returns: what a run keeps of it, it copies.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement observe")
 
