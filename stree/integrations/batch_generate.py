@@ -10,7 +10,9 @@ from typing import Any
 from stree.decode.failures import GenerationError
 from stree.drafters import Drafter
 from stree.generation import Generation, generate
+from stree.integrations.batch_rows import SAMPLING
 from stree.models.tree_lm import TreeLM
+from stree.request_fields import top_k_of
 from stree.sampling import Sampling
 
 __all__ = ["RowGenerator"]
@@ -112,13 +114,8 @@ class RowGenerator:
     def _texts(self, requests: Sequence[Mapping[str, Any]], prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
         """Run ``generate``, whose arguments are checked before anything runs."""
         stops: Any = [request.get("stop") for request in requests]
-        names = ("temperature", "top_k", "top_p", "min_p")
         out = _complete(
-            self.lm, prompts, self.drafter,
-            sampling=[
-                Sampling(**{name: request.get(name, getattr(self.sampling, name)) for name in names})
-                for request in requests
-            ],
+            self.lm, prompts, self.drafter, sampling=[*map(self._sampling, requests)],
             max_new_tokens=[request.get("max_new_tokens", self.max_new_tokens) for request in requests],
             repetition_penalty=[request.get("repetition_penalty", 1.0) for request in requests],
             seed=[request.get("seed", 0) for request in requests],
@@ -136,6 +133,11 @@ class RowGenerator:
             }
             for tokens, reason in zip(new, out.stats["finish_reasons"], strict=True)
         ]
+
+    def _sampling(self, request: Mapping[str, Any]) -> Sampling:
+        """Return the parameters of a row: its own before those of the job."""
+        own = {name: request.get(name, getattr(self.sampling, name)) for name in SAMPLING}
+        return Sampling(**{**own, "top_k": top_k_of(own["top_k"])})
 
 
 def _complete(*arguments: Any, **options: Any) -> Generation:
