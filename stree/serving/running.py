@@ -55,7 +55,7 @@ class RunningBatch:
         self._max_batch, self._max_length = max_batch, max_length
         self._is_cancelled, self._on_step = is_cancelled, on_step
         self._step_cache = step_cache_of(lm)
-        self._layout: list[Hashable] = []  # of the models, and writes to the target's weights, when a request last began
+        self._layout: list[Hashable] = []  # of the models, and writes to the target's weights, at the last request
         self._writes: Hashable = None
         self._policies: dict[tuple[int, bool], BudgetPolicy] = {}
         self._loop: DecodeLoop | None = None

@@ -107,7 +107,8 @@ def test_the_cache_can_be_cleared() -> None:
 def test_captured_steps_of_other_weights_are_not_replayed(
     change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lm, prompt, options = switched(captured(monkeypatch)), PROMPT, {"max_new_tokens": 12, "ignore_eos": True}
+    lm, prompt = switched(captured(monkeypatch)), PROMPT
+    options: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
     plain = switched(launched())
     with stree.Engine(lm, "none", budget=1, max_batch=2, max_length=96) as engine:
         before = stree.generate(plain, [prompt], "none", **options).sequences
