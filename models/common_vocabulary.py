@@ -63,7 +63,8 @@ def in_vocabulary_of(lm: TreeLM, target: TreeLM) -> TreeLM:
     """Return a draft model with as many logits as its target; the same object for the same two numbers.
 
     Raises:
-        ValueError: the numbers differ, and the tokenizers beside the two models name a common token differently.
+        ValueError: the numbers differ, and the tokenizers beside the two models name a common token differently, or are
+            not both known and one number is below half of the other.
     """
     sizes = lm.vocab_size, target.vocab_size
     if sizes[0] == sizes[1] or not isinstance(lm, TreeLM):
@@ -84,13 +85,16 @@ def in_vocabulary_of(lm: TreeLM, target: TreeLM) -> TreeLM:
 
 @lru_cache(maxsize=64)
 def _difference(draft: str, target: str, draft_size: int, target_size: int) -> str | None:
-    """Say how the tokenizers of two checkpoints differ within both sizes, or None; log that they are not known."""
+    """Say how the tokenizers of two checkpoints differ within both sizes, or None; log where they are not known."""
     common = min(draft_size, target_size)
     theirs, ours = _tokens(draft, common), _tokens(target, common)
     if not theirs or not ours:
+        unknown = target if theirs else draft
+        if 2 * common < max(draft_size, target_size):  # more than padding
+            return f"there is no tokenizer beside {unknown!r} to tell whether they agree on the first {common}"
         logger.warning(
             "the drafter has %d tokens, the target %d; it drafts the first %d, without a check that tokenizers agree: "
-            "there is none beside %r", draft_size, target_size, common, target if theirs else draft,
+            "there is none beside %r", draft_size, target_size, common, unknown,
         )  # fmt: skip
         return None
     first = min((token for token in theirs.keys() & ours.keys() if theirs[token] != ours[token]), default=None)

@@ -12,7 +12,7 @@ from stree.serving.errors import APIError
 
 __all__ = ["ChatRequest", "CompletionRequest", "DemoRequest", "GenerationRequest"]
 
-Stops = Annotated[list[str], BeforeValidator(stop_strings)]
+Stops = Annotated[list[str], BeforeValidator(stop_strings, json_schema_input_type=str | list[str] | None)]
 Messages = Annotated[list[dict[str, Any]], BeforeValidator(chat_messages)]
 
 
