@@ -130,11 +130,15 @@ FAMILIES: dict[str, Family] = {
 def config_of_text_model(config: Any) -> Any:
     """Return the config with which a checkpoint is loaded as a causal language model.
 
-    Of a multimodal checkpoint it is that of the text model, if transformers can load it alone (Qwen3.5).
+    Of a multimodal checkpoint it is that of the text model, if transformers can load it alone (Qwen3.5).  That its
+    embedding is the output head, too, may be said beside it alone, and is then written to it.
     """
     text = config.get_text_config()
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    return text if known and MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is type(text) else config
+    if not known or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is not type(text) or text is config:
+        return config
+    text.tie_word_embeddings |= config.tie_word_embeddings
+    return text
 
 
 def family_of(config: Any) -> Family:

@@ -1,4 +1,4 @@
-"""What a captured or compiled step of a model depends on beside its state."""
+"""What a captured or compiled step of a model depends on beside its state, and whether its weights were written to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stree.models.patched_model import PatchedModel
 
-__all__ = ["layout_of"]
+__all__ = ["layout_of", "writes_of"]
 
 SETTINGS = (bool, int, float, str, dict, list, tuple, set)  # attributes of a module that a step may depend on
 
@@ -20,6 +20,12 @@ def layout_of(lm: PatchedModel) -> Hashable:
     configs = {id(config): config for module in modules if hasattr(config := vars(module).get("config"), "__dict__")}
     settings = (setting for part in (*modules, *configs.values()) for setting in _settings(part))
     return lm.defers_commit, lm.fused_layers, *map(_address, (*lm.model.parameters(), *lm.model.buffers())), *settings
+
+
+def writes_of(lm: PatchedModel) -> Hashable:
+    """Return how often torch has counted a write to each weight in place; one through its ``data`` is not counted."""
+    weights = (*lm.model.parameters(), *lm.model.buffers())
+    return tuple(0 if weight.is_inference() else weight._version for weight in weights)
 
 
 def _settings(module: Any) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from stree.budget.policy import EverySize
 from stree.decode.cuda_graphs import WARM_UP
 from stree.decode.request import GenerateArguments
 from stree.decode.step_cache import step_cache_of
-from stree.drafters import Drafter, SuffixDrafter
+from stree.drafters import Drafter, SuffixDrafter, load
 from stree.generation import run
 from stree.growth import Growth
 from stree.models.tree_lm import TreeLM
@@ -66,7 +66,7 @@ def warm_up(
         raise ValueError(
             f"steps are captured on a single CUDA device, and where captures_steps is not False; got {lm.device}"
         )
-    drafter = SuffixDrafter() if drafter is None else drafter
+    drafter = SuffixDrafter() if drafter is None else load(drafter, lm)
     arguments = GenerateArguments(
         growth=growth, verifier=verifier, sampling=Sampling() if sampling is None else sampling, max_length=max_length,
         stop_token_ids=stop_token_ids, ignore_eos=ignore_eos,

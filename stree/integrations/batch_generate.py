@@ -13,7 +13,9 @@ from stree.decode.stop_strings import TokenBytes, new_text_stops
 from stree.drafters import Drafter
 from stree.generation import Generation, generate
 from stree.inputs import stop_tokens
+from stree.integrations.batch_rows import SAMPLING
 from stree.models.tree_lm import TreeLM
+from stree.request_fields import top_k_of
 from stree.sampling import Sampling
 from stree.serving.text import text_of
 
@@ -116,13 +118,8 @@ class RowGenerator:
     def _texts(self, requests: Sequence[Mapping[str, Any]], prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
         """Run ``generate``, whose arguments are checked before anything runs."""
         stops = [request.get("stop") or [] for request in requests]
-        names = ("temperature", "top_k", "top_p", "min_p")
         out = _complete(
-            self.lm, prompts, self.drafter,
-            sampling=[
-                Sampling(**{name: request.get(name, getattr(self.sampling, name)) for name in names})
-                for request in requests
-            ],
+            self.lm, prompts, self.drafter, sampling=[*map(self._sampling, requests)],
             max_new_tokens=[request.get("max_new_tokens", self.max_new_tokens) for request in requests],
             repetition_penalty=[request.get("repetition_penalty", 1.0) for request in requests],
             seed=[request.get("seed", 0) for request in requests],
@@ -151,6 +148,11 @@ class RowGenerator:
         if "stop_token_ids" in self.options or self.options.get("ignore_eos"):
             return {}
         return {"stop_token_ids": stop_tokens(self.lm, self.tokenizer)}
+
+    def _sampling(self, request: Mapping[str, Any]) -> Sampling:
+        """Return the parameters of a row: its own before those of the job."""
+        own = {name: request.get(name, getattr(self.sampling, name)) for name in SAMPLING}
+        return Sampling(**{**own, "top_k": top_k_of(own["top_k"])})
 
 
 def _complete(*arguments: Any, **options: Any) -> Generation:

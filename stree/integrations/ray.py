@@ -254,8 +254,12 @@ def _rows(batch: Any) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return Python's own object for a value of numpy; None for NaN, which numpy has in place of null."""
+    """Return Python's own object for a value of numpy, also within others; None for NaN, numpy's null."""
     value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, list):
+        return [*map(_plain, value)]
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
     return None if isinstance(value, float) and math.isnan(value) else value
 
 

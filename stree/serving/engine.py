@@ -58,7 +58,9 @@ class Engine:
         max_batch: most requests that run at once; others wait.
         max_length: most tokens of a prompt and its new ones.  Memory is bounded by ``max_batch`` times it.
         max_queue: most requests that wait, or None for any number.
-        cache_bytes: of the states of earlier texts.  A request that continues one runs its new tokens only.
+        cache_bytes: of the states of earlier texts.  A request that continues one runs its new tokens only.  They are
+            dropped when the next request begins after the target was changed: weights that were replaced or written to
+            in place (but through their ``data``), other adapters, hooks or settings.  ``clear_cache`` drops them, too.
         prefill_chunk: most tokens of a prompt that run between two steps of the requests that are running.
 
     Raises:
@@ -149,6 +151,10 @@ class Engine:
         with self._changed:
             return {"running": self._num_begun(), "waiting": len(self._waiting), **self._totals}
 
+    def clear_cache(self) -> None:
+        """Drop the states of earlier texts, from any thread; of the requests that run now none is kept."""
+        self._cache.clear()
+
     def close(self, grace: float = 0.0) -> None:
         """Refuse further requests, let the others end for ``grace`` seconds, cancel the rest, and free all states."""
         with self._changed:
@@ -204,15 +210,20 @@ class Engine:
         return [*((handle, request) for request, handle in self._handles.items()), *prefilling]
 
     def _begin(self, handle: RequestHandle, request: Request) -> None:
-        """Begin to prefill a request."""
+        """Begin to prefill a request, unless it has to wait for requests that run with other weights."""
+        if not self._batch.takes_up_weights(self._cache):
+            with self._changed:
+                self._waiting.appendleft((handle, request))
+            return None
         handle.note("started")
         try:
             state = self._batch.new_row()
             prefill = Prefill(self.lm, request.prompt, state, self._drafter.hidden_layers, self._cache)
         except Exception as error:
             return handle.finish("error", error)
-        handle.num_cached = prefill.num_cached
+        handle.num_cached, handle.cache_epoch = prefill.num_cached, prefill.epoch
         self._prefill = handle, request, prefill
+        return None
 
     def _prefill_chunk(self) -> None:
         """Run the next chunk of the prompt that is prefilled; after the last one its sequence joins the batch."""
@@ -246,28 +257,32 @@ class Engine:
         ended = [sequence for sequence in self._batch.rows if sequence.reason and sequence.request in self._handles]
         if not ended:
             return
-        if self._cache.max_bytes and self._drafter.hidden_layers is None:
-            for kept in filter(None, map(self._batch.state_after, ended)):
-                self._cache.put(KeptPrefix(*kept, None, None))
         with self._changed:
-            for sequence in ended:
-                handle = self._handles.pop(sequence.request)
+            handles = [self._handles.pop(sequence.request) for sequence in ended]
+            for sequence, handle in zip(ended, handles, strict=True):
                 counts = len(sequence.new), handle.num_steps, handle.drafted, handle.accepted
                 for name, count in zip(("new_tokens", "steps", "drafted", "accepted"), counts, strict=True):
                     self._totals[name] += count
+        for sequence, handle in zip(ended, handles, strict=True):
+            handle.finish(sequence.reason or "error")
+        if self._cache.max_bytes and self._drafter.hidden_layers is None:
+            for sequence, handle in zip(ended, handles, strict=True):
+                if kept := self._batch.state_after(sequence):
+                    self._cache.put(KeptPrefix(*kept, None, None), handle.cache_epoch)
         self._batch.leave(is_idle=self._prefill is None)
 
     def _fail(self, error: Exception) -> None:
         """End the running requests with an error; the states are lost, and later requests begin anew."""
         logger.exception("decoding failed; %d requests end with an error", len(self._handles))
-        for handle in self._handles.values():
-            handle.finish("error", error)
         with self._changed:
-            self._handles.clear()
+            handles, self._handles = [*self._handles.values()], {}
             if self._prefill is not None:
                 self._waiting.appendleft(self._prefill[:2])
         self._prefill = None
         self._batch.drop()
+        for handle in handles:
+            reason = None if handle.sequence is None else handle.sequence.reason
+            handle.finish(reason or "error", None if reason else error)
 
     def _is_cancelled(self, request: Request) -> bool:
         return request in self._handles and self._handles[request].is_cancelled

@@ -64,7 +64,7 @@ class RequestHandle:
         self.finish_reason: str | None = None
         self.sequence: Sequence | None = None  # what follows belongs to the engine's thread
         self.is_cancelled = False
-        self.num_cached = self.drafted = self.accepted = self.num_steps = 0
+        self.num_cached = self.cache_epoch = self.drafted = self.accepted = self.num_steps = 0
         self._request: Request | None = None
         self._steps: list[EmittedStep] = []
         self._tree: StepTree | None = None
@@ -157,7 +157,7 @@ class RequestHandle:
             "num_new_tokens": len(self.tokens), **counts, **seconds,
         }  # fmt: skip
 
-    # The engine's thread calls what follows.  ``put`` and ``end`` make a handle the streamer of its request.
+    # The engine's thread calls what follows.  ``put`` makes a handle the streamer of its request.
 
     def start(self, request: Request) -> None:
         """Note what was asked for."""
@@ -189,9 +189,7 @@ class RequestHandle:
         self._tree = None
 
     def end(self) -> None:
-        """Take the end of the text."""
-        assert self.sequence is not None, "a sequence is in a row"
-        self.finish(self.sequence.reason or "error")
+        """Do nothing: the engine calls ``finish`` when it has counted the request."""
 
     def finish(self, reason: str, error: BaseException | None = None) -> None:
         """End the request, unless it has ended."""

@@ -116,15 +116,13 @@ class OpenAIAPI:
         return ids
 
     def _encode_chat(self, body: ChatRequest) -> list[int]:
-        turns = [message.as_template_takes_it() for message in body.messages]
         if self._tokenizer.chat_template is None:
             raise APIError(400, f"{self._model} has no chat template; use /v1/completions", param="messages")
         try:
-            ids: list[int] = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
+            encoding = self._tokenizer.apply_chat_template(body.messages, add_generation_prompt=True, return_dict=True)
         except Exception as error:  # templates raise for turns in another order than theirs
             raise APIError(400, f"the chat template refuses the messages: {error}", param="messages") from error
+        ids: list[int] = encoding["input_ids"]
         return ids
 
     async def _submit(

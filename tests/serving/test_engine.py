@@ -135,6 +135,14 @@ def test_a_conversation_runs_its_new_tokens_only() -> None:
             assert second.stats["num_cached_tokens"] == num_cached
 
 
+def test_a_request_whose_result_is_there_is_counted_and_runs_no_more() -> None:
+    with stree.Engine(launched(), "none", budget=1, max_batch=2, max_length=96, cache_bytes=10**8) as engine:
+        for number in range(1, 40):
+            engine.submit(PROMPTS[number % 8], max_new_tokens=3, ignore_eos=True).result(60)
+            stats = engine.stats
+            assert (stats["running"], stats["new_tokens"]) == (0, 3 * number)
+
+
 def test_states_are_kept_within_their_bytes() -> None:
     lm = launched()
     with stree.Engine(lm, budget=4, max_batch=1, max_length=96, cache_bytes=1) as engine:
