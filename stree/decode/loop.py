@@ -242,8 +242,9 @@ class DecodeLoop:
             self._has_warned = True
             logger.warning(problem)
         before, self._compile_s = self._compile_s, self._compile_seconds()
-        step_s = self.lm.agreed(sum(time_s for _, time_s in seconds) - max(self._compile_s - before, 0.0))
-        policy.observe([count for count in committed if count], step_s)
+        step_s = self.lm.agreed(sum(time_s for _, time_s in seconds))
+        is_steady = result.is_steady and self._compile_s == before
+        policy.observe([count for count in committed if count], step_s if is_steady else None)
 
     def _begin(self, sequences: list[Sequence], rows: list[int], logits: Tensor) -> None:
         """Place sequences in rows, and draw and emit their first tokens from float[len(rows), vocab] logits."""
@@ -280,7 +281,7 @@ class DecodeLoop:
         return self._device.type == "cuda"
 
     def _compile_seconds(self) -> float:
-        """Return how long compiling took so far, which is not counted as time of a step."""
+        """Return how long compiling took so far; a step in which something was compiled is not timed."""
         return sum(getattr(lm, "compile_s", 0.0) for lm in self._models)
 
     def _num_replays(self) -> int:

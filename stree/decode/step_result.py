@@ -60,6 +60,7 @@ class StepResult:
         logits: float[batch, m, vocab] of the accepted paths, as they were drawn from, or None.
         logprobs: float64[batch, m, 2 + 2 top], see ``token_logprobs``, or None.
         trees: the trees, or None.
+        is_steady: whether its time is that of later steps of its kind: nothing was captured, or run to be captured.
         arrival: event after which the copies may be read, or None where they may be at once.
     """
 
@@ -68,6 +69,7 @@ class StepResult:
     num_nodes: int
     num_calls: int
     is_reused: bool
+    is_steady: bool
     logits: Tensor | None
     logprobs: Tensor | None
     trees: StepTrees | None
@@ -92,6 +94,7 @@ class LaunchedStep:
         raw_logits: the same before logits processors.
         report: as in ``StepResult``.
         timer: times of its parts.
+        is_steady: as in ``StepResult``.
     """
 
     draft: Draft
@@ -100,6 +103,7 @@ class LaunchedStep:
     raw_logits: Tensor
     report: Tensor
     timer: StepTimer
+    is_steady: bool = True
 
     def to_host(self, wanted: Wanted) -> StepResult:
         """Start to copy the report to the host, and what else is wanted, before the next step overwrites it."""
@@ -115,7 +119,7 @@ class LaunchedStep:
             arrival = torch.cuda.Event()
             arrival.record(torch.cuda.current_stream(self.report.device))
         return StepResult(
-            report, self.timer, tree.tokens.shape[1], self.draft.num_calls, self.draft.is_reused,
+            report, self.timer, tree.tokens.shape[1], self.draft.num_calls, self.draft.is_reused, self.is_steady,
             self._on_path(self.logits) if wanted.logits else None, logprobs, trees, arrival,
         )  # fmt: skip
 

@@ -110,7 +110,7 @@ def test_sizes_that_change_from_step_to_step(name: str, temperature: float, monk
             self.number = getattr(self, "number", -1) + 1
             return sizes[self.number % len(sizes)]
 
-        def observe(self, num_emitted: Sequence[int], seconds: float) -> None:
+        def observe(self, num_emitted: Sequence[int], seconds: float | None) -> None:
             """Learn nothing."""
 
     monkeypatch.setattr("stree.decode.tree_sizes.AutoBudget", Turns)
