@@ -39,7 +39,7 @@ def test_states_on_modules_are_neither_left_there_nor_touched() -> None:
     caches = [DynamicCache(config=plain.config) for _ in range(2)]
     for place, tokens in enumerate(texts.split([9, 1, 1, 1, 1, 1], dim=1)):  # with trees of another text in between
         plain_logits, logits = (
-            model(tokens, past_key_values=cache, use_cache=True).logits
+            model(tokens, use_cache=True, **{lm.cache_argument: cache}).logits
             for model, cache in zip((plain, lm.model), caches, strict=True)
         )
         assert torch.equal(plain_logits, logits)
