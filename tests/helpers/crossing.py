@@ -242,7 +242,7 @@ def _served(one: Crossing) -> list[list[list[int]]]:
         times = []
         for _ in range(1 + one.keeps):
             handles = [engine.submit(prompt, **given, logprobs=logprobs, trees=one.keeps) for prompt in one.prompts]
-            times.append([handle.result(60).sequences[0] for handle in handles])
+            times.append([handle.result(600).sequences[0] for handle in handles])
     return times
 
 

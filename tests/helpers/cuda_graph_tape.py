@@ -121,11 +121,14 @@ class TapeRecorder:
     """Records tapes where a device would record CUDA graphs.
 
     As torch does, it refuses a pool whose graphs are all gone, and two threads that capture or replay at a time.
+
+    Args:
+        renews_pools: whether it takes a new pool then, as our recorder does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, renews_pools: bool = True) -> None:
         self.lock, self._busy = threading.RLock(), threading.Lock()
-        self._pools = GraphPools(object)
+        self._pools = GraphPools(object if renews_pools else lambda: 0)
         self._in_pool: dict[Any, weakref.WeakSet[Tape]] = {}  # by handle
 
     @property
