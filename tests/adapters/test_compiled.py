@@ -120,7 +120,9 @@ def test_a_model_that_cannot_be_traced_says_so_and_runs(caplog: pytest.LogCaptur
         lm.verify(state, tree)
     lm.is_compiled = False
     assert torch.equal(logits, lm.verify(state, tree))
-    assert [record.message.split(":")[0] for record in caplog.records] == ["trees are scored without compilation"]
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "trees of several nodes are scored without compilation"
+    ]
 
 
 def test_sharded_models_are_not_compiled() -> None:
