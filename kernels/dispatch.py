@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -47,6 +46,7 @@ class Operands(SimpleNamespace):
 # Operation -> module with a function of that name.  `stree.kernels.shapes.operation` enters what it declares.
 REFERENCE: dict[str, str] = {}
 TRITON: dict[str, str] = {}
+_imported: dict[str, ModuleType] = {}  # those of them that were used, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,9 @@ def check_launch(what: str, tensor: Tensor) -> None:
 
 
 def _function(module: str, op: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(sys.modules.get(module) or importlib.import_module(module), op)
+    if module not in _imported:  # in sys.modules it may be while another thread is still importing it
+        _imported[module] = importlib.import_module(module)
+    function: Callable[..., Any] = getattr(_imported[module], op)
     return function
 
 
