@@ -122,13 +122,14 @@ class Graphs:
         most: graphs that are kept.
 
     Attributes:
+        recorder: as given.
         problems: why kinds of work cannot be captured; they run without graphs.
         num_replays: replays of all of them.
         is_capturing: whether work is being captured.
     """
 
     def __init__(self, recorder: Recorder, most: int = MOST_GRAPHS) -> None:
-        self._recorder, self._most = recorder, most
+        self.recorder, self._most = recorder, most
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
         self.problems: dict[Hashable, str] = {}
         self.num_replays = 0
@@ -186,10 +187,10 @@ class Graphs:
         captured = [other for other, known in self._kinds.items() if known.graph is not None]
         if len(captured) >= self._most:
             del self._kinds[captured[0]]
-        before = self._recorder.allocated()
+        before = self.recorder.allocated()
         self.is_capturing = True
         try:
-            kind.graph, kind.out = self._recorder.capture(work, separate_pool=separate_pool)
+            kind.graph, kind.out = self.recorder.capture(work, separate_pool=separate_pool)
         except Exception as problem:  # a model's own code may do anything that no graph can hold
             kind.graph = None
             self.problems[key] = f"{type(problem).__name__}: {problem}"[:500]
@@ -198,4 +199,4 @@ class Graphs:
             return
         finally:
             self.is_capturing = False
-        kind.num_bytes = max(self._recorder.allocated() - before, 0)
+        kind.num_bytes = max(self.recorder.allocated() - before, 0)

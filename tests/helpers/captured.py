@@ -31,7 +31,7 @@ def captured(monkeypatch: pytest.MonkeyPatch, lm: stree.TreeLM | None = None) ->
         step_cache, "_can_capture", lambda lm: "step_cache" in lm.cache and lm.captures_steps is not False
     )
     lm = patched(tiny_model("bamba")) if lm is None else lm
-    lm.cache["step_cache"] = step_cache.StepCache(TapeRecorder())
+    lm.cache["step_cache"] = step_cache.StepCache(TapeRecorder)
     return lm
 
 
