@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -38,6 +39,7 @@ __all__ = ["custom_generate", "tree_lm"]
 # What generate() passes beside its named arguments; everything else would change what the model computes.
 KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep"}
 # Options of GenerationConfig that ask for more than token ids, scores and the distribution of the plain model.
+_patching = threading.Lock()  # threads that share a model get one TreeLM
 REFUSED_OPTIONS = {
     "output_logits": "raw logits", "output_attentions": "attentions", "output_hidden_states": "hidden states",
     "cache_implementation": "a cache of another kind", "prefill_chunk_size": "prefill in transformers' own chunks",
@@ -229,8 +231,9 @@ def _check_inputs(input_ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
 
 def tree_lm(model: PreTrainedModel) -> TreeLM:
     """Patch a model, or return the ``TreeLM`` of an earlier call where the model is unchanged."""
-    known: TreeLM | None = model.__dict__.get("_stree")
-    if known is None or known.model is not model or known.change is not None:
-        known = TreeLM(model)
-        model.__dict__["_stree"] = known  # not through setattr: a TreeLM is no part of the model
-    return known
+    with _patching:
+        known: TreeLM | None = model.__dict__.get("_stree")
+        if known is None or known.model is not model or known.change is not None:
+            known = TreeLM(model)
+            model.__dict__["_stree"] = known  # not through setattr: a TreeLM is no part of the model
+        return known
