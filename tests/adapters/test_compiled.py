@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_family_models import BUILDERS
+from helpers.tiny_family_models import BUILDERS, family_model
 from helpers.tiny_models import tiny_model
 from torch import Tensor
 
@@ -74,6 +74,81 @@ def test_states_and_trees_of_other_sizes_share_a_compiled_function() -> None:
         lm.verify(state, stree.TokenTree(torch.ones(1, n, dtype=torch.long), torch.tensor([PARENTS[:n]]).int()))
         seconds.append(lm.compile_s)
     assert seconds[0] == seconds[1] > 0
+
+
+def _logits(lm: TreeLM, batch: int, first: int, n: int, max_nodes: int, max_length: int) -> Tensor:
+    """Return the logits of nodes ``first``.. of a chain of n nodes behind prompts."""
+    torch.manual_seed(0)
+    state = lm.new_state(batch, max_length, max_nodes)
+    lm.prefill(state, torch.randint(lm.vocab_size, (batch, 5)))
+    chain = stree.TokenTree.chain(torch.randint(lm.vocab_size, (batch, n)))
+    if first:
+        is_compiled, lm.is_compiled = lm.is_compiled, False  # of two calls one is looked at
+        lm.verify(state, stree.TokenTree(chain.tokens[:, :first], chain.parents[:, :first]))
+        lm.is_compiled = is_compiled
+    return lm.verify(state, chain, first)
+
+
+# Batch, first node, nodes, max_nodes, max_length: sizes that meet those of an example of 13 rows, 17 nodes, room for 19
+# nodes and 311 tokens, alone and together.
+MEETINGS = [
+    (17, 0, 4, 12, 61),
+    (17, 0, 17, 19, 61),
+    (13, 3, 7, 12, 61),
+    (13, 4, 17, 19, 311),
+    (19, 0, 19, 19, 61),
+    (19, 6, 19, 19, 311),
+    (17, 6, 19, 23, 311),
+    (311, 0, 4, 12, 61),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", MEETINGS, ids=str)
+def test_no_size_is_taken_for_one_of_the_traced_example(
+    sizes: tuple[int, int, int, int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("mamba2", num_hidden_layers=1)
+    lm, other = stree.TreeLM(model), stree.TreeLM(copy.deepcopy(model))
+    lm.compile()
+    with caplog.at_level(logging.WARNING, "stree"):
+        for changed in (sizes, (2, *sizes[1:])):
+            before, wanted = lm.compile_s, _logits(other, *changed)
+            torch.testing.assert_close(_logits(lm, *changed), wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+            assert lm.compile_s > before
+    assert not [record.message for record in caplog.records if record.name == "stree"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [13, 17, 19])
+def test_no_size_of_the_model_is_taken_for_one_of_the_traced_example(
+    heads: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("llama", num_attention_heads=heads, num_key_value_heads=heads, head_dim=2, num_hidden_layers=1)
+    lm, other = stree.TreeLM(model), stree.TreeLM(copy.deepcopy(model))
+    lm.compile()
+    with caplog.at_level(logging.WARNING, "stree"):
+        for changed in ((heads, 2, 5, 12, 61), (1, 0, 12, 12, 61)):
+            wanted = _logits(other, *changed)
+            torch.testing.assert_close(_logits(lm, *changed), wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+    assert not [record.message for record in caplog.records if record.name == "stree"]
+
+
+@pytest.mark.slow
+def test_trees_of_one_node_are_compiled_where_those_of_several_cannot_be(caplog: pytest.LogCaptureFixture) -> None:
+    lm = stree.TreeLM(family_model("falcon_mamba"))
+    lm.compile()
+    with caplog.at_level(logging.WARNING, "stree"):
+        _logits(lm, 1, 0, 6, 8, 61)
+        refused_s = lm.compile_s
+        _logits(lm, 3, 0, 6, 8, 61)
+        assert lm.compile_s == refused_s  # no second try
+        _logits(lm, 1, 0, 1, 8, 61)
+        assert lm.compile_s > refused_s
+    messages = [record.message for record in caplog.records if record.name == "stree"]
+    assert [message.partition(":")[0] for message in messages] == [
+        "trees of several nodes are scored without compilation"
+    ]
 
 
 @pytest.mark.slow
