@@ -121,14 +121,14 @@ class TreeScorer(PatchedModel):
 
         Linear layers in float32 or bfloat16 run on a second copy of their weights in oneDNN's layout wherever no
         gradient is kept.  It is made again after a weight was replaced or written to; a write in place through its
-        ``data`` is not seen.
+        ``data`` is not seen.  Weights that were loaded under ``torch.inference_mode`` are not packed.
 
         On a CPU a small model's step is mostly calls of operators, of which the compiled functions make few.  They need
         a C++ compiler.  Each kind of call is compiled when it occurs for the first time, in seconds to a minute, and
         kept in inductor's cache on disk.  Attention then reads ``max_length`` rows of the state at any length.  Prefill
-        and commit are not compiled, nor is a model whose code depends on values: mixtures of experts, Mamba-1 and
-        RG-LRU (logged).  Hooks on modules run when a call is traced: what they do to tensors is compiled, their other
-        effects are not repeated.
+        and commit are not compiled, nor is a model whose code depends on values, mixtures of experts, and of Mamba-1
+        and RG-LRU only trees of one node are (logged).  Hooks on modules run when a call is traced: what they do to
+        tensors is compiled, their other effects are not repeated.
 
         Raises:
             NotImplementedError: the model is not on the CPU; on CUDA, steps are captured as CUDA graphs.
