@@ -39,11 +39,11 @@ __all__ = ["custom_generate", "tree_lm"]
 # What generate() passes beside its named arguments; everything else would change what the model computes.
 KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep"}
 # Options of GenerationConfig that ask for more than token ids, scores and the distribution of the plain model.
-_patching = threading.Lock()  # threads that share a model get one TreeLM
 REFUSED_OPTIONS = {
     "output_logits": "raw logits", "output_attentions": "attentions", "output_hidden_states": "hidden states",
     "cache_implementation": "a cache of another kind", "prefill_chunk_size": "prefill in transformers' own chunks",
 }  # fmt: skip
+_patching = threading.Lock()  # threads that share a model get one TreeLM
 
 
 @dataclass
