@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -52,6 +53,7 @@ REFUSED_ARGUMENTS = {
     "negative_prompt_ids": "has no classifier-free guidance, got negative_prompt_ids",
     "negative_prompt_attention_mask": "has no classifier-free guidance, got negative_prompt_attention_mask",
 }
+_patching = threading.Lock()  # threads that share a model get one TreeLM
 
 
 @dataclass
@@ -250,8 +252,9 @@ def _check_inputs(input_ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
 
 def tree_lm(model: PreTrainedModel) -> TreeLM:
     """Patch a model, or return the ``TreeLM`` of an earlier call where the model is unchanged."""
-    known: TreeLM | None = model.__dict__.get("_stree")
-    if known is None or known.model is not model or known.change is not None:
-        known = TreeLM(model)
-        model.__dict__["_stree"] = known  # not through setattr: a TreeLM is no part of the model
-    return known
+    with _patching:
+        known: TreeLM | None = model.__dict__.get("_stree")
+        if known is None or known.model is not model or known.change is not None:
+            known = TreeLM(model)
+            model.__dict__["_stree"] = known  # not through setattr: a TreeLM is no part of the model
+        return known
