@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from stree.kernels.clock import begin_compiling, compile_seconds, end_compiling
 from stree.kernels.dispatch import as_on_device
 from stree.models.state import DecodeState, TreeInputs
 
@@ -92,7 +92,8 @@ class CompiledScoring:
             )
             return [logits] if hidden is None else [logits, hidden]
 
-        began = time.perf_counter()
+        began = compile_seconds()
+        begin_compiling()
         try:
             tensors = [*inputs.tensors(), state.lengths, *_layer_tensors(state)]
             function = _Function.compile(kind, run, tensors)
@@ -103,7 +104,8 @@ class CompiledScoring:
             logger.warning("trees are scored without compilation: %s: %s", type(problem).__name__, str(problem)[:500])
             return None
         finally:
-            self.compile_s += time.perf_counter() - began
+            end_compiling()
+            self.compile_s += compile_seconds() - began
         self._functions.append(function)
         return function
 

@@ -37,12 +37,17 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     from transformers import TextStreamer
 
+    from stree.warming import compile_steps
+
+    drafting = {name: options[name] for name in ("growth", "budget", "verifier")}
+    warm_up_s = compile_steps(lm, drafter, samplings=[options["sampling"]], **drafting)
     prints = not arguments.tp or os.environ["RANK"] == "0"  # of several processes the first one prints
     if prints:
         options["streamer"] = Progress(arguments.max_new_tokens) if arguments.json else TextStreamer(tokenizer)
     output, status = _run(lm, prompt_ids, drafter, options)
     if prints and output.sequences:  # none where it was interrupted while step times were profiled
         report = _report(arguments, output, tokenizer, lm)
+        report["warm_up_s"] += warm_up_s
         print(json.dumps(report) if arguments.json else _summary(report), file=None if arguments.json else sys.stderr)
     return status
 
@@ -273,7 +278,7 @@ def _report(arguments: argparse.Namespace, output: Any, tokenizer: Any, lm: Any)
     num_prompt_tokens, num_new_tokens = stats["num_prompt_tokens"][0], stats["num_new_tokens"][0]
     new = output.sequences[0][num_prompt_tokens:]
     keys = ("steps", "tau", "draft_calls", "nodes_per_step", "acceptance_by_depth", "tokens_per_s", "total_s")
-    parts = ("prefill_s", "draft_s", "verify_s", "accept_s", "commit_s")
+    parts = ("warm_up_s", "prefill_s", "draft_s", "verify_s", "accept_s", "commit_s")
     return {
         "text": tokenizer.decode(new, skip_special_tokens=True),
         "token_ids": new,
@@ -294,5 +299,6 @@ def _summary(report: dict[str, Any]) -> str:
     parts = ", ".join(f"{name} {report[name + '_s']:.2f}" for name in ("draft", "verify", "accept", "commit"))
     return (
         f"\n{report['num_new_tokens']} tokens in {report['steps']} steps: tau {report['tau']:.2f}, "
-        f"{report['tokens_per_s']:.0f} tokens/s ({report['finish_reason']})\nseconds: {parts}"
+        f"{report['tokens_per_s']:.0f} tokens/s ({report['finish_reason']})\nseconds: {parts}; "
+        f"warm-up before the text {report['warm_up_s']:.2f}"
     )

@@ -55,9 +55,16 @@ def _serve(arguments: argparse.Namespace) -> int:
     from stree.serving import Engine, in_own_thread
     from stree.serving.app import create_app
     from stree.serving.server import serve
+    from stree.warming import ALL_SAMPLINGS, compile_steps
+
+    def start() -> Engine:
+        lm, drafter = load()
+        drafting = {name: engine_options[name] for name in ("growth", "budget", "verifier")}
+        compile_steps(lm, drafter, samplings=ALL_SAMPLINGS, **drafting)  # so that the first request need not wait
+        return Engine(lm, drafter, **engine_options)
 
     name = arguments.name or arguments.target
-    with in_own_thread(lambda: Engine(*load(), **engine_options)) as engine:
+    with in_own_thread(start) as engine:
         app = create_app(engine, tokenizer, name, api_key=api_key, max_body=int(arguments.max_body_mb * 1e6))
         url = f"http://{arguments.host}:{arguments.port}"
         print(f"stree serves {name} at {url}{'' if api_key else ', without a key'}", file=sys.stderr)
