@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from stree.cli.generate import drafting_options, prepare
+from stree.cli.importing import without_collection
 from stree.cli.options import add_command, add_device, add_drafting, add_launching
 
 __all__ = ["add_serve"]
@@ -50,18 +51,24 @@ def _serve(arguments: argparse.Namespace) -> int:
     if missing:
         raise ValueError(f"stree serve needs {', '.join(missing)}: pip install 'stree[serve]'")
     engine_options, api_key = _checked(arguments)
+
+    from stree.cli.threads import FreeCores
+
+    cores = FreeCores()
     tokenizer, load = prepare(arguments)
 
-    from stree.serving import Engine, in_own_thread
-    from stree.serving.app import create_app
-    from stree.serving.server import serve
-    from stree.warming import ALL_SAMPLINGS, compile_steps
+    with without_collection():
+        from stree.serving import Engine, in_own_thread
+        from stree.serving.app import create_app
+        from stree.serving.server import serve
+        from stree.warming import ALL_SAMPLINGS, compile_steps
 
     def start() -> Engine:
         lm, drafter = load()
         drafting = {name: engine_options[name] for name in ("growth", "budget", "verifier")}
         compile_steps(lm, drafter, samplings=ALL_SAMPLINGS, **drafting)  # so that the first request need not wait
-        return Engine(lm, drafter, **engine_options)
+        before_step = cores.adapt if lm.device.type == "cpu" else None
+        return Engine(lm, drafter, before_step=before_step, **engine_options)
 
     name = arguments.name or arguments.target
     with in_own_thread(start) as engine:

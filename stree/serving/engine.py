@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ class Engine:
         max_queue: most requests that wait, or None for any number.
         cache_bytes: of the states of earlier texts.  A request that continues one runs its new tokens only.
         prefill_chunk: most tokens of a prompt that run between two steps of the requests that are running.
+        before_step: called by the engine's thread before every step, or None.
 
     Raises:
         ValueError: an argument outside its range, or states that memory cannot hold.
@@ -69,6 +70,7 @@ class Engine:
         self, lm: TreeLM, drafter: Drafter | TreeLM | str | Path | None = None, *, growth: Growth | str | None = None,
         budget: int | str | None = None, verifier: str = "auto", max_batch: int = 8, max_length: int = 4096,
         max_queue: int | None = None, cache_bytes: int = 0, prefill_chunk: int = 512,
+        before_step: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         check_sizes(max_batch=max_batch, max_length=max_length, prefill_chunk=prefill_chunk)
         drafter = SuffixDrafter() if drafter is None else load(drafter, lm)
@@ -84,7 +86,7 @@ class Engine:
             lm, self._drafter, arguments, max_batch, max_length, self._is_cancelled, self._record
         )  # fmt: skip
         check_memory(lm, self._drafter, max_batch, max_length + self._batch.max_nodes, self._batch.max_nodes)
-        self._cache = PrefixCache(cache_bytes)
+        self._cache, self._before_step = PrefixCache(cache_bytes), before_step or (lambda: None)
         self._prefill: tuple[RequestHandle, Request, Prefill] | None = None
         self._waiting: deque[tuple[RequestHandle, Request]] = deque()
         self._handles: dict[Request, RequestHandle] = {}  # of the running sequences
@@ -168,6 +170,7 @@ class Engine:
     def _run(self) -> None:
         while self._wait():
             try:
+                self._before_step()
                 self._prefill_chunk()
                 if self._batch.is_running:
                     self._batch.advance()

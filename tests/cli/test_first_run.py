@@ -6,10 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from stree.cli.threads import SET_BY_USER, CoreUse, FreeCores, threads_for
 
 ROOT = Path(__file__).resolve().parents[2]
 ENDING = "print(json.dumps(found))"
@@ -79,3 +83,74 @@ def test_nothing_is_compiled_within_the_timed_text(tmp_path: Path) -> None:
     again = run(COMPILING, json.dumps(cases), NUMBA_CACHE_DIR=str(tmp_path), OMP_NUM_THREADS="1")
     assert [case["whole"] for case in again.values()] == [0, 0]
     assert again["greedy"]["text"] == greedy["text"]
+
+
+LOADING = """
+import contextlib, gc, io, json, sys
+from stree.cli import main
+
+with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.suppress(SystemExit):
+        main(["generate", "--help"])
+    helps = [*sys.modules]
+    status = main(["generate", "1 2 3", "--max-new-tokens", "4"])
+import torch
+found = {"helps": helps, "runs": [*sys.modules], "threads": torch.get_num_threads(), "collects": gc.isenabled()}
+print(json.dumps(found | {"status": status}))
+"""
+
+
+@pytest.mark.slow
+def test_a_command_loads_what_it_needs_and_leaves_the_users_threads() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADING], cwd=ROOT, capture_output=True, text=True, timeout=500,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+    )  # fmt: skip
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["status"] == 0
+    assert not {"torch", "transformers", "numba", "numpy", "rich", "psutil"} & {*found["helps"]}
+    families = [f"transformers.models.{name}.modeling_{name}" for name in ("minimax", "mamba", "qwen3_next")]
+    assert not {"rich.console", "fastapi", "ray", *families} & {*found["runs"]}
+    assert found["threads"] == 2, "whatever else runs on this machine"
+    assert found["collects"]
+    summary = [line.split()[:1] for line in done.stderr.splitlines() if line]
+    assert summary == [["4"], ["seconds:"]], "no warning, at the end of the process neither"
+
+
+@pytest.mark.parametrize(
+    ("idle_s", "own_s", "threads"),
+    [
+        pytest.param(10, 10, 2, id="idle machine, one core imports"),
+        pytest.param(0, 19.9, 2, id="both cores are ours"),
+        pytest.param(8, 10, 2, id="some background work"),
+        pytest.param(0, 10, 1, id="another process has a core"),
+        pytest.param(0, 6, 1, id="others have both cores"),
+        pytest.param(5, 10, 1, id="another process has half a core"),
+        pytest.param(140, 10, 2, id="no more than torch's choice"),
+    ],
+)
+def test_threads_are_as_many_as_cores_are_free(idle_s: float, own_s: float, threads: int) -> None:
+    before, after = CoreUse(-100, 50, 3), CoreUse(-90, 50 + idle_s, 3 + own_s)
+    assert threads_for(before, after, most=2) == threads
+
+
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in SET_BY_USER:
+        monkeypatch.delenv(name, raising=False)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("variable", [None, *SET_BY_USER])
+def test_threads_follow_the_load_unless_the_user_chose(variable: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    uses = iter([CoreUse(-100, 0, 0), CoreUse(-99, 0, 0.7), CoreUse(-98, 0, 1.4), CoreUse(-97, 1, 2.4)])
+    if variable is not None:
+        monkeypatch.setenv(variable, "2")
+    cores, found = FreeCores(lambda: next(uses)), []
+    for _ in range(3):
+        cores.adapt()
+        found.append(torch.get_num_threads())
+    assert found == ([1, 1, 2] if variable is None else [2, 2, 2])
