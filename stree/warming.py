@@ -20,9 +20,10 @@ from stree.growth import Growth, parse_growth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
-__all__ = ["ALL_SAMPLINGS", "compile_steps", "warm_up"]
+__all__ = ["ALL_BATCHES", "compile_steps", "warm_up"]
 
-ALL_SAMPLINGS = Sampling(), Sampling(1.0)  # of which one is greedy
+GREEDY, SAMPLED = Sampling(), Sampling(1.0)
+ALL_BATCHES = (GREEDY,), (SAMPLED,), (GREEDY, GREEDY), (GREEDY, SAMPLED)  # a greedy batch runs other code
 SHORT_PROMPT, FEW_TOKENS = (1, 1, 1, 1), 4  # a text that has a step, and repeats itself
 STEPS = 2 * WARM_UP + 2  # memory that a first text allocates on the way drops its graphs
 
@@ -93,7 +94,7 @@ def compile_steps(
     growth: Growth | str | None = None,
     budget: int | str | None = None,
     verifier: str = "auto",
-    samplings: Iterable[Sampling] = (Sampling(),),
+    batches: Iterable[Sequence[Sampling]] = ((GREEDY,),),
 ) -> float:
     """Generate a few tokens that are discarded, so that what a step compiles or loads at first use is ready.
 
@@ -105,7 +106,7 @@ def compile_steps(
         growth: as for ``generate``.
         budget: likewise; for "auto" a step of at most START nodes is taken.
         verifier: likewise.
-        samplings: one for each kind of text to come: greedy, sampled.
+        batches: one for each kind of batch to come: how the tokens of each of its sequences are drawn.
 
     Returns:
         Seconds that it took.
@@ -113,13 +114,13 @@ def compile_steps(
     began = time.perf_counter()
     growth = parse_growth(growth) if isinstance(growth, str) else growth
     policy = _step_of_one_size if budget is None or isinstance(budget, str) else None
-    for sampling in samplings:
+    for batch in batches:
         arguments = GenerateArguments(
-            growth=growth, budget=budget, verifier=verifier, sampling=sampling, policy=policy,
+            growth=growth, budget=budget, verifier=verifier, sampling=[*batch], policy=policy,
             max_new_tokens=FEW_TOKENS, ignore_eos=True,
         )  # fmt: skip
         with suppress(GenerationError):
-            run(lm, [[*SHORT_PROMPT]], drafter, arguments)
+            run(lm, [[*SHORT_PROMPT]] * len(batch), drafter, arguments)
     return time.perf_counter() - began
 
 

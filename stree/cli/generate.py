@@ -42,7 +42,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     from stree.warming import compile_steps
 
     drafting = {name: options[name] for name in ("growth", "budget", "verifier")}
-    warm_up_s = compile_steps(lm, drafter, samplings=[options["sampling"]], **drafting)
+    warm_up_s = compile_steps(lm, drafter, batches=[[options["sampling"]]], **drafting)
     prints = not arguments.tp or os.environ["RANK"] == "0"  # of several processes the first one prints
     if prints:
         options["streamer"] = Progress(arguments.max_new_tokens) if arguments.json else TextStreamer(tokenizer)

@@ -125,7 +125,12 @@ def _check(arguments: argparse.Namespace) -> int:
     """Run ``stree info --check``; 1 where something disagrees."""
     out = check_file(arguments.out or Path(f"stree-check-{Path(arguments.model).resolve().name}.json"))
     with without_collection():
+        from transformers.utils import logging
+
         from stree.cli.check_model import check_checkpoint, write_report
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
     report = check_checkpoint(
         arguments.model, device=arguments.device or "auto", dtype=arguments.dtype,

@@ -61,12 +61,12 @@ def _serve(arguments: argparse.Namespace) -> int:
         from stree.serving import Engine, in_own_thread
         from stree.serving.app import create_app
         from stree.serving.server import serve
-        from stree.warming import ALL_SAMPLINGS, compile_steps
+        from stree.warming import ALL_BATCHES, compile_steps
 
     def start() -> Engine:
         lm, drafter = load()
         drafting = {name: engine_options[name] for name in ("growth", "budget", "verifier")}
-        compile_steps(lm, drafter, samplings=ALL_SAMPLINGS, **drafting)  # so that the first request need not wait
+        compile_steps(lm, drafter, batches=ALL_BATCHES, **drafting)  # so that the first request need not wait
         before_step = cores.adapt if lm.device.type == "cpu" else None
         return Engine(lm, drafter, before_step=before_step, **engine_options)
 

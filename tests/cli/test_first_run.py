@@ -16,9 +16,8 @@ import torch
 from stree.cli.threads import SET_BY_USER, CoreUse, FreeCores, threads_for
 
 ROOT = Path(__file__).resolve().parents[2]
-ENDING = "print(json.dumps(found))"
 # Counts what numba compiles before the first character of text is printed, and afterwards.
-COMPILING = f"""
+COMPILING = """
 import io, json, sys, time
 from numba.core import event
 from stree.cli import main
@@ -41,17 +40,17 @@ class Text(io.StringIO):
 
 compilations = Compilations()
 event.register("numba:compile", compilations)
-found, stdout = {{}}, sys.stdout
+found, stdout = {}, sys.stdout
 for name, options in json.loads(sys.argv[1]).items():
     compilations.count, compilations.seconds, text = 0, 0.0, Text()
     began, sys.stdout = time.perf_counter(), text
     status = main(["generate", "1 2 3 1 2 3 1 2", "--max-new-tokens", "12", *options])
     sys.stdout = stdout
-    found[name] = {{
+    found[name] = {
         "status": status, "before": text.first, "whole": compilations.count, "text": text.getvalue(),
         "compile_s": compilations.seconds, "wall_s": time.perf_counter() - began,
-    }}
-{ENDING}
+    }
+print(json.dumps(found))
 """
 
 
@@ -83,6 +82,41 @@ def test_nothing_is_compiled_within_the_timed_text(tmp_path: Path) -> None:
     again = run(COMPILING, json.dumps(cases), NUMBA_CACHE_DIR=str(tmp_path), OMP_NUM_THREADS="1")
     assert [case["whole"] for case in again.values()] == [0, 0]
     assert again["greedy"]["text"] == greedy["text"]
+
+
+SERVING = """
+import json
+from numba.core import event
+import stree
+from stree.inputs import ASSETS
+from stree.warming import ALL_BATCHES, compile_steps
+
+class Names(event.Listener):
+    def on_start(self, event):
+        names.append(event.data["dispatcher"].py_func.__name__)
+    def on_end(self, event):
+        pass
+
+names, counts = [], []
+event.register("numba:compile", Names())
+lm = stree.TreeLM.from_pretrained(ASSETS / "target")
+drafter = stree.drafters.load(ASSETS / "drafter", lm)
+compile_steps(lm, drafter, budget="auto", batches=ALL_BATCHES)
+num_before = len(names)
+for temperature in (0, 1):
+    with stree.Engine(lm, drafter, max_batch=3, before_step=lambda: counts.append(1)) as engine:
+        samplings = [stree.Sampling(), stree.Sampling(temperature), stree.Sampling(temperature, top_p=0.9)]
+        requests = [engine.submit([1, 2, 3, 1, 2], sampling=each, max_new_tokens=12) for each in samplings]
+        num_tokens = [request.result().stats["num_new_tokens"] for request in requests]
+print(json.dumps({"before": num_before, "later": names[num_before:], "calls": len(counts), "tokens": num_tokens}))
+"""
+
+
+@pytest.mark.slow
+def test_requests_of_a_server_meet_compiled_code(tmp_path: Path) -> None:
+    found = run(SERVING, NUMBA_CACHE_DIR=str(tmp_path), OMP_NUM_THREADS="1")
+    assert found["before"] > 0 and found["later"] == []
+    assert found["tokens"] and found["calls"] > 1
 
 
 LOADING = """
