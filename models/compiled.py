@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from copy import copy
 from dataclasses import astuple, dataclass, replace
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from stree.kernels.clock import compile_seconds, compiling
 from stree.models.state import DecodeState, TreeInputs
 
 if TYPE_CHECKING:
@@ -85,9 +85,10 @@ class CompiledScoring:
                     return function
             if self._most_nodes is not None and n > self._most_nodes:
                 return None
-            began = time.perf_counter()
+            began = compile_seconds()
             try:
-                function = self._compile(kind, state, inputs, tensors)
+                with compiling():
+                    function = self._compile(kind, state, inputs, tensors)
             except Exception as problem:  # the model's own code may do anything
                 self._most_nodes = 0 if n == 1 else 1
                 trees = "trees" if n == 1 else "trees of several nodes"
@@ -95,7 +96,7 @@ class CompiledScoring:
                 logger.warning("%s are scored without compilation: %s: %s", trees, name, reason)
                 return None
             finally:
-                self.compile_s += time.perf_counter() - began
+                self.compile_s += compile_seconds() - began
             self._functions.append(function)
             return function
 

@@ -37,6 +37,7 @@ class Statistics:
 
     total_s: float = 0.0
     prefill_s: float = 0.0
+    warm_up_s: float = 0.0  # compiling what runs for the first time, which no other time here includes
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     steps: int = 0
     draft_calls: int = 0
@@ -95,5 +96,6 @@ class Statistics:
             "tokens_per_s": num_new_tokens / max(self.total_s, 1e-9),
             "total_s": self.total_s,
             "prefill_s": self.prefill_s,
+            "warm_up_s": self.warm_up_s,
             **self.parts,
         }

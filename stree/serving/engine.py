@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ class Engine:
             dropped when the next request begins after the target was changed: weights that were replaced or written to
             in place (but through their ``data``), other adapters, hooks or settings.  ``clear_cache`` drops them, too.
         prefill_chunk: most tokens of a prompt that run between two steps of the requests that are running.
+        before_step: called by the engine's thread before every step, or None.
 
     Raises:
         ValueError: an argument outside its range, or states that memory cannot hold.
@@ -72,6 +73,7 @@ class Engine:
         self, lm: TreeLM, drafter: Drafter | TreeLM | str | Path | None = None, *, growth: Growth | str | None = None,
         budget: int | str | None = None, verifier: str = "auto", max_batch: int = 8, max_length: int = 4096,
         max_queue: int | None = None, cache_bytes: int = 0, prefill_chunk: int = 512,
+        before_step: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         check_sizes(max_batch=max_batch, max_length=max_length, prefill_chunk=prefill_chunk)
         drafter = SuffixDrafter() if drafter is None else load(drafter, lm)
@@ -87,7 +89,7 @@ class Engine:
             lm, self._drafter, arguments, max_batch, max_length, self._is_cancelled, self._record
         )  # fmt: skip
         check_memory(lm, self._drafter, max_batch, max_length + self._batch.max_nodes, self._batch.max_nodes)
-        self._cache = PrefixCache(cache_bytes)
+        self._cache, self._before_step = PrefixCache(cache_bytes), before_step or (lambda: None)
         self._prefill: tuple[RequestHandle, Request, Prefill] | None = None
         self._waiting: deque[tuple[RequestHandle, Request]] = deque()
         self._handles: dict[Request, RequestHandle] = {}  # of the running sequences
@@ -175,6 +177,7 @@ class Engine:
     def _run(self) -> None:
         while self._wait():
             try:
+                self._before_step()
                 self._prefill_chunk()
                 if self._batch.is_running:
                     self._batch.advance()
