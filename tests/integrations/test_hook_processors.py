@@ -1,6 +1,6 @@
 """Greedy text through the hook is transformers' own under everything that reads or forces the text.
 
-Run: python -m pytest tests/integrations/test_hook_processors.py
+Run: python -m pytest tests/integrations/test_hook_processors.py (480 cases; CI runs those that are not exhaustive)
 """
 
 from __future__ import annotations
@@ -44,14 +44,20 @@ def expected(family: str, what: str, place: int) -> list[int]:
     return plain(target_and_block_head(family)[0].model, PROMPTS[place], **WHAT[what])
 
 
+def is_fast(what: str, name: str, count: int, budget: Any, family: str) -> bool:
+    is_one = family == "llama" and budget == "auto" and count == 3
+    return is_one and (name == "model" or what == "repetition penalty")
+
+
+def in_ci(what: str, name: str, count: int, budget: Any, family: str) -> bool:
+    """Whether a case is one of a cover of pairs."""
+    place = [*WHAT].index(what) + DRAFTERS.index(name)
+    return budget == "auto" and count == 3 and FAMILIES[place % len(FAMILIES)] == family
+
+
 @pytest.mark.parametrize(
     ("what", "name", "count", "budget", "family"),
-    slow_unless(
-        lambda what, name, count, budget, family: (
-            family == "llama" and budget == "auto" and count == 3 and (name == "model" or what == "repetition penalty")
-        ),
-        itertools.product(WHAT, DRAFTERS, (1, 3), (16, "auto"), FAMILIES),
-    ),
+    slow_unless(is_fast, itertools.product(WHAT, DRAFTERS, (1, 3), (16, "auto"), FAMILIES), in_ci=in_ci),
 )
 def test_greedy_text_is_that_of_transformers(what: str, name: str, count: int, budget: Any, family: str) -> None:
     model, prompts = target_and_block_head(family)[0].model, PROMPTS[:count]
