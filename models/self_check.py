@@ -20,6 +20,7 @@ import transformers
 from torch import Tensor
 
 from stree.kernels.dispatch import as_on_device
+from stree.models.bounded_scan import memory_bounded
 from stree.models.checks import DTYPES
 from stree.models.layers.attention import KvSpec
 from stree.models.layers.mla import LatentSpec
@@ -177,7 +178,8 @@ class _OneLayer(TreeScorer):
         given["attention_mask"] = None if cache is not None else self._mask(x)
         given["cache_params" if "cache_params" in names else "past_key_values"] = cache
         takes_any = any(one.kind is one.VAR_KEYWORD for one in names.values())
-        out = self._module(x, **{name: value for name, value in given.items() if name in names or takes_any})
+        with memory_bounded():
+            out = self._module(x, **{name: value for name, value in given.items() if name in names or takes_any})
         return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 
     def run_texts(self, texts: list[list[int]]) -> Tensor:

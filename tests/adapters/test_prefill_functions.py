@@ -1,0 +1,126 @@
+"""Prefill beside causal-conv1d, mamba-ssm and fla, which transformers binds whatever the device of the model."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.cuda_packages import REFUSAL, aligned_only, bind_packages, write_packages
+from helpers.family_states import Decoding
+from helpers.tiny_family_models import FAMILIES, family_model, matrix
+from helpers.tiny_models import TOLERANCE, tiny_model
+from transformers import AutoConfig
+
+import stree
+from stree.models.families import family_of, stateful_modules
+from stree.models.state_size import empty_model
+
+ASSETS = Path(stree.__file__).parent / "assets"
+# Families whose mixers call no function that a package may replace.
+TORCH_ONLY = {
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "lfm3",
+    "llama",
+    "minimax",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "recurrent_gemma",
+}
+
+
+def mixers_of(model: Any) -> list[Any]:
+    """List one module of each class that holds a state."""
+    return [*{type(module): module for _, module in stateful_modules(model, family_of(model.config))}.values()]
+
+
+@pytest.mark.parametrize("family", matrix())
+def test_a_cpu_model_runs_where_packages_for_cuda_are_installed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = family_model(family)
+    bound = {name for mixer in mixers_of(model) for name in bind_packages(monkeypatch, type(mixer))}
+    assert bool(bound) == (family not in TORCH_ONLY)
+    if bound:
+        with pytest.raises(RuntimeError, match=REFUSAL):
+            model(torch.arange(1, 6)[None])
+    decoding = Decoding(model, [17, 3, 9])
+    assert decoding.prompt_error() < TOLERANCE[torch.float32]
+    decoding.step([9, 4, 6])
+    decoding.lm.self_check()
+    text = decoding.model.generate(torch.tensor([decoding.texts[1]]), max_new_tokens=4, do_sample=False)[0].tolist()
+    assert stree.generate(decoding.lm, [decoding.texts[1]], max_new_tokens=4, budget=4).sequences[0] == text
+
+
+def test_packed_sequences_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("mamba2")
+    bind_packages(monkeypatch, type(mixers_of(model)[0]))
+    mixer = next(iter(stree.TreeLM(model).mixers.values()))
+    with pytest.raises(ValueError, match="causal_conv1d_fn of packed sequences needs tensors on a GPU, got .* cpu"):
+        mixer(torch.ones(1, 5, 32), seq_idx=torch.zeros(1, 5, dtype=torch.int32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["bundled", "suffix"])
+def test_the_first_command_runs_where_the_packages_are_installed(drafter: str, tmp_path: Path) -> None:
+    write_packages(tmp_path)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [
+        sys.executable,
+        "-m",
+        "stree.cli",
+        "generate",
+        "Tom has 3 apples.",
+        "--drafter",
+        drafter,
+        "--device",
+        "cpu",
+    ]
+    done = subprocess.run(
+        [*command, "--max-new-tokens", "8"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def strides(monkeypatch: pytest.MonkeyPatch, model: Any, *, is_routed: bool = True) -> list[tuple[int, ...]]:
+    """Run every kind of mixer without a device; return the strides that ``causal_conv1d_fn`` gets."""
+    seen: list[tuple[int, ...]] = []
+    mixers = [copy.deepcopy(mixer) for mixer in mixers_of(model)]
+    for mixer in mixers:
+        bind_packages(monkeypatch, type(mixer), {"causal_conv1d_fn": aligned_only(seen)})
+    if is_routed:
+        stree.TreeLM(model)
+    config = model.config
+    for mixer in mixers:
+        names = inspect.signature(type(mixer).forward).parameters
+        cache_name = "cache_params" if "cache_params" in names else "past_key_values"
+        if "causal_conv1d_fn" not in vars(sys.modules[type(mixer).__module__]):
+            continue
+        if not any(isinstance(part, torch.nn.Conv1d) for part in mixer.children()):
+            continue  # attention
+        for batch, length in ((1, 3), (1, 12), (2, 13), (2, 1)):
+            x = torch.empty(batch, length, config.hidden_size, device="meta", dtype=next(mixer.parameters()).dtype)
+            for cache in (None, family_of(config).new_cache(config)):
+                mixer.to("meta")(x, **({} if cache is None else {cache_name: cache}))
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_convolutions_get_strides_that_causal_conv1d_takes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bool(strides(monkeypatch, family_model(family))) == (family not in TORCH_ONLY)
+
+
+@pytest.mark.parametrize("name", ["target", "drafter"])
+def test_the_bundled_models_convolutions_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = empty_model(AutoConfig.from_pretrained(ASSETS / name), torch.bfloat16)
+    assert strides(monkeypatch, model)
+    if name == "drafter":  # 7 heads: its projection has 519 columns
+        with pytest.raises(RuntimeError, match="requires strides to be multiples of 8"):
+            strides(monkeypatch, model, is_routed=False)
