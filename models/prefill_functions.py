@@ -24,7 +24,14 @@ from torch import Tensor, nn
 
 from stree.models.bounded_scan import SCANS, bounds_memory, run_in_slices
 
-__all__ = ["BoundFunction", "functions_of", "route_functions", "serving_packages", "warn_of_torch_functions"]
+__all__ = [
+    "BoundFunction",
+    "functions_of",
+    "route_functions",
+    "serving_packages",
+    "version_of",
+    "warn_of_torch_functions",
+]
 
 DISTRIBUTIONS = {"causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm", "fla": "flash-linear-attention"}
 ALIGNMENT = 8  # elements: causal-conv1d's channel-last kernel takes strides of multiples of it
@@ -79,9 +86,17 @@ def route_functions(kind: type) -> None:
 def serving_packages(kind: type, device: torch.device) -> dict[str, str]:
     """Return what serves each function of a module class's plain forward on a device: package and version, or torch."""
     return {
-        name: f"{one.package} {_version(one.package)}" if one.serves(device) else "torch"
+        name: f"{one.package} {version_of(one.package)}" if one.serves(device) else "torch"
         for name, one in sorted(functions_of(kind).items())
     }
+
+
+def version_of(package: str) -> str:
+    """Return the version of a package's distribution, or what its module says, or that it is unknown."""
+    try:
+        return importlib.metadata.version(DISTRIBUTIONS.get(package, package))
+    except importlib.metadata.PackageNotFoundError:
+        return str(getattr(sys.modules.get(package), "__version__", "unknown"))
 
 
 def warn_of_torch_functions(kinds: Iterable[type], device: torch.device) -> None:
@@ -160,11 +175,3 @@ def _aligned(x: Tensor) -> Tensor:
     if is_channel_last and any(size % ALIGNMENT for size in (x.shape[1], x.stride(0), x.stride(2))):
         return x.clone(memory_format=torch.contiguous_format)
     return x
-
-
-def _version(package: str) -> str:
-    """Return the version of a package's distribution, or what its module says."""
-    try:
-        return importlib.metadata.version(DISTRIBUTIONS.get(package, package))
-    except importlib.metadata.PackageNotFoundError:
-        return str(getattr(sys.modules.get(package), "__version__", "unknown"))

@@ -2,7 +2,8 @@
 
 An adapter repeats a mixer's forward, so a release of transformers that changes that forward must be noticed.
 ``check_adapters`` compares one layer of each class with its own forward; a class that has passed is remembered on disk
-until transformers, its source or an adapter changes.
+until transformers, torch, triton, its source, an adapter, a kernel, the kind of device or the dtype changes, or another
+package serves its forward.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def check_adapters(lm: PatchedModel, *, force: bool = False) -> None:
         NotImplementedError: a class computes something else than its adapter; the message names it.
     """
     for kind, (layer, module) in _one_of_each_class(lm).items():
-        digest = digest_of(kind)
+        weight = next(module.parameters())
+        digest = digest_of(kind, weight.device, weight.dtype)
         if digest is not None and not force and has_passed(digest):
             continue
         try:
