@@ -69,8 +69,10 @@ class BoundFunction:
 
 
 def functions_of(kind: type) -> dict[str, BoundFunction]:
-    """Return the bound functions that the code of a module class may call, by name."""
-    found = (_bound_function(one) for module in _files(kind) for one in vars(module).values())
+    """Return the bound functions that the methods of a module class call, by name."""
+    methods = [inspect.unwrap(one) for base in kind.__mro__ for one in vars(base).values() if inspect.isfunction(one)]
+    called = {name for method in methods for name in method.__code__.co_names}
+    found = (_bound_function(one) for file in _files(kind) for name, one in vars(file).items() if name in called)
     return {one.name: one for one in found if one is not None}
 
 

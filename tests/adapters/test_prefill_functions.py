@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.cuda_packages import REFUSAL, aligned_only, bind_packages, write_packages
+from helpers.cuda_packages import REFUSAL, aligned_only, bind_packages, refuse, write_packages
 from helpers.family_states import Decoding
 from helpers.tiny_family_models import FAMILIES, family_model, matrix
 from helpers.tiny_models import TOLERANCE, tiny_model
@@ -20,6 +20,7 @@ from transformers import AutoConfig
 
 import stree
 from stree.models.families import family_of, stateful_modules
+from stree.models.prefill_functions import warn_of_torch_functions
 from stree.models.state_size import empty_model
 
 ASSETS = Path(stree.__file__).parent / "assets"
@@ -124,3 +125,34 @@ def test_the_bundled_models_convolutions_too(name: str, monkeypatch: pytest.Monk
     if name == "drafter":  # 7 heads: its projection has 519 columns
         with pytest.raises(RuntimeError, match="requires strides to be multiples of 8"):
             strides(monkeypatch, model, is_routed=False)
+
+
+@pytest.mark.parametrize(("device", "packages"), [("cuda", "causal-conv1d mamba-ssm"), ("cpu", None)])
+def test_what_would_speed_prefill_up_on_a_gpu_is_logged_there_only(
+    device: str, packages: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    kinds = [type(mixer) for mixer in mixers_of(tiny_model("bamba"))]
+    warn_of_torch_functions(kinds, torch.device(device))
+    assert len(caplog.records) == (packages is not None)
+    assert packages is None or "Prefill of BambaMixer on cuda runs transformers' torch functions" in caplog.text
+    assert packages is None or f"install {packages} (docs/gpu.md" in caplog.text
+
+
+def test_nothing_is_logged_where_the_packages_serve(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind = type(mixers_of(family_model("mamba2"))[0])
+    bind_packages(monkeypatch, kind, {"causal_conv1d_fn": refuse})
+    warn_of_torch_functions([kind], torch.device("cuda"))
+    assert "install mamba-ssm (docs/gpu.md" in caplog.text and "conv1d" not in caplog.text
+    caplog.clear()
+    bind_packages(monkeypatch, kind)
+    warn_of_torch_functions([kind], torch.device("cuda"))
+    assert not caplog.records
+
+
+def test_a_model_on_a_gpu_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[tuple[set[type], torch.device]] = []
+    monkeypatch.setattr("stree.models.patched_model.warn_of_torch_functions", lambda *call: warned.append(call))
+    lm = stree.TreeLM(tiny_model("mamba2"))
+    assert warned == [({type(mixer) for mixer in lm.mixers.values()}, torch.device("cpu"))]
