@@ -210,7 +210,7 @@ def _chunk_slices(scan: ChunkScan, function: Callable[..., Any], given: Mapping[
 def _row_bytes(scan: ChunkScan, function: Callable[..., Any], given: Mapping[str, Any], chunks: int, chunk: int) -> int:
     """Return the peak of one row of some chunks, measured on ``meta`` tensors once for each kind of layer."""
     shapes = tuple((name, given[name].shape[2:], given[name].dtype) for name in scan.rows)
-    key = function, shapes, chunks, chunk, torch.float32
+    key = function, shapes, chunks, chunk
     if key not in _peaks:
         changed: dict[str, Any] = {
             name: torch.empty(1, chunks * chunk, *shape, dtype=dtype, device="meta") for name, shape, dtype in shapes

@@ -62,10 +62,14 @@ class BoundFunction:
     call: Callable[..., Any]
     torch_call: Callable[..., Any]
 
+    @property
+    def is_from_hub(self) -> bool:
+        """Whether ``kernelize`` has set a function of the hub."""
+        return isinstance(self.call, nn.Module) and "forward" in vars(self.call)
+
     def serves(self, device: torch.device) -> bool:
         """Return whether another package's function serves calls with tensors on a device."""
-        is_from_hub = isinstance(self.call, nn.Module) and "forward" in vars(self.call)  # ``kernelize`` has set it
-        return (self.from_package or is_from_hub) and device.type != "cpu"
+        return (self.from_package or self.is_from_hub) and device.type != "cpu"
 
 
 def functions_of(kind: type) -> dict[str, BoundFunction]:
@@ -88,7 +92,11 @@ def route_functions(kind: type) -> None:
 def serving_packages(kind: type, device: torch.device) -> dict[str, str]:
     """Return what serves each function of a module class's plain forward on a device: package and version, or torch."""
     return {
-        name: f"{one.package} {version_of(one.package)}" if one.serves(device) else "torch"
+        name: "hub"
+        if one.is_from_hub
+        else f"{one.package} {version_of(one.package)}"
+        if one.serves(device)
+        else "torch"
         for name, one in sorted(functions_of(kind).items())
     }
 

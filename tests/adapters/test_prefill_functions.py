@@ -7,6 +7,7 @@ import inspect
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import AutoConfig
 
 import stree
 from stree.models.families import family_of, stateful_modules
-from stree.models.prefill_functions import warn_of_torch_functions
+from stree.models.prefill_functions import serving_packages, warn_of_torch_functions
 from stree.models.state_size import empty_model
 
 ASSETS = Path(stree.__file__).parent / "assets"
@@ -58,6 +59,31 @@ def test_a_cpu_model_runs_where_packages_for_cuda_are_installed(family: str, mon
     decoding.lm.self_check()
     text = decoding.model.generate(torch.tensor([decoding.texts[1]]), max_new_tokens=4, do_sample=False)[0].tolist()
     assert stree.generate(decoding.lm, [decoding.texts[1]], max_new_tokens=4, budget=4).sequences[0] == text
+
+
+def as_module(function: Callable[..., Any]) -> torch.nn.Module:
+    """Make a module of a function, as the package kernels does where it is installed."""
+    func = function
+
+    class Func(torch.nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return func(*args, **kwargs)
+
+    return Func()
+
+
+def test_functions_that_are_modules_of_the_package_kernels_are_routed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = family_model("mamba2")
+    kind = type(mixers_of(model)[0])
+    bind_packages(monkeypatch, kind)
+    file = sys.modules[kind.__module__]
+    convolution = as_module(vars(file)["causal_conv1d_fn"])
+    monkeypatch.setattr(file, "causal_conv1d_fn", convolution)
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        model(torch.arange(1, 6)[None])
+    assert Decoding(model, [17, 3]).prompt_error() < TOLERANCE[torch.float32]
+    convolution.forward = refuse
+    assert serving_packages(kind, torch.device("cuda"))["causal_conv1d_fn"] == "hub"
 
 
 def test_packed_sequences_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
