@@ -28,6 +28,7 @@ __all__ = [
     "BoundFunction",
     "functions_of",
     "route_functions",
+    "route_model",
     "serving_packages",
     "version_of",
     "warn_of_torch_functions",
@@ -87,6 +88,12 @@ def route_functions(kind: type) -> None:
             bound = _bound_function(function)
             if bound is not None and not hasattr(function, "bound_function"):
                 setattr(module, name, _routed(bound))
+
+
+def route_model(model: nn.Module) -> None:
+    """Route the bound functions that the modules of a model may call, which no TreeLM is made of."""
+    for kind in {type(module) for module in model.modules()}:
+        route_functions(kind)
 
 
 def serving_packages(kind: type, device: torch.device) -> dict[str, str]:
