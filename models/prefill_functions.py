@@ -72,6 +72,12 @@ class BoundFunction:
         """Return whether another package's function serves calls with tensors on a device."""
         return (self.from_package or self.is_from_hub) and device.type != "cpu"
 
+    def server(self, device: torch.device) -> str:
+        """Return what serves calls with tensors on a device: package and version, "hub" or "torch"."""
+        if self.is_from_hub:
+            return "hub"
+        return f"{self.package} {version_of(self.package)}" if self.serves(device) else "torch"
+
 
 def functions_of(kind: type) -> dict[str, BoundFunction]:
     """Return the bound functions that the methods of a module class call, by name."""
@@ -97,15 +103,8 @@ def route_model(model: nn.Module) -> None:
 
 
 def serving_packages(kind: type, device: torch.device) -> dict[str, str]:
-    """Return what serves each function of a module class's plain forward on a device: package and version, or torch."""
-    return {
-        name: "hub"
-        if one.is_from_hub
-        else f"{one.package} {version_of(one.package)}"
-        if one.serves(device)
-        else "torch"
-        for name, one in sorted(functions_of(kind).items())
-    }
+    """Return by name what serves each function of a module class's plain forward on a device."""
+    return {name: one.server(device) for name, one in sorted(functions_of(kind).items())}
 
 
 def version_of(package: str) -> str:
