@@ -54,7 +54,7 @@ def _needed(lm: TreeLM, drafter: Drafter, batch: int, length: int, nodes: int) -
 
 def _prefill_bytes(lm: TreeLM, drafter: Drafter, batch: int, length: int, nodes: int) -> int:
     """Bytes that a layer's scan takes for prompts of that length, the most of all models: they run one by one."""
-    return max(prefill_bytes(model, batch, length) for model in _models(lm, drafter, nodes))
+    return max((prefill_bytes(model, batch, length) for model in _models(lm, drafter, nodes)), default=0)
 
 
 def state_bytes(lm: TreeLM, batch: int, length: int, nodes: int) -> int:
