@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import SimpleNamespace
+from functools import cache
+from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -123,8 +123,14 @@ def check_launch(what: str, tensor: Tensor) -> None:
 
 
 def _function(module: str, op: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(sys.modules.get(module) or importlib.import_module(module), op)
+    function: Callable[..., Any] = getattr(_module(module), op)
     return function
+
+
+@cache  # ``sys.modules`` would also hold what another thread is still importing
+def _module(name: str) -> ModuleType:
+    """Import a module once, waiting for a thread that imports it."""
+    return importlib.import_module(name)
 
 
 def _launched_on(device: torch.device, function: Callable[..., Any]) -> Callable[..., Any]:

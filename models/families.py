@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +23,22 @@ from stree.models.layers.mla import patch_mla
 from stree.models.layers.rg_lru import BlockCache, patch_rg_lru
 from stree.models.layers.short_conv import patch_short_conv
 
-__all__ = ["FAMILIES", "Family", "config_of_text_model", "family_of", "stateful_modules"]
+__all__ = [
+    "CACHE_ARGUMENTS",
+    "FAMILIES",
+    "Family",
+    "cache_argument",
+    "config_of_text_model",
+    "family_of",
+    "stateful_modules",
+]
 
 Patch = Callable[..., LayerSpec]  # of a module
 
 # Attributes of transformers' attention and state space modules; an unpatched one would read a tree as a chain.
 SIGNS = ("is_causal", "A_log")
+# How a forward names its cache: since transformers 5.24; before; before in models of Mamba layers only.
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 
 def _dynamic_cache(config: Any, kind: type[DynamicCache] = DynamicCache) -> DynamicCache:
@@ -52,7 +63,6 @@ class Family:
     Attributes:
         mixers: by name of a stateful module class, the function that patches it.
         stateless: classes of modules that a layer without a stateful one may hold.
-        cache_argument: keyword under which the model takes its cache.
         takes_positions: whether it takes position_ids.
         pads_exactly: whether the forward of left-padded prompts is exact where projections map zeros to zeros; if not,
             prompts of different lengths are run one by one.
@@ -61,7 +71,6 @@ class Family:
 
     mixers: Mapping[str, Patch]
     stateless: frozenset[str] = frozenset()
-    cache_argument: str = "past_key_values"
     takes_positions: bool = True
     pads_exactly: bool = True
     new_cache: Callable[[Any], Any] = _dynamic_cache
@@ -81,7 +90,7 @@ def _attention_only(name: str) -> Family:
 
 def _mamba_only(name: str, patch: Patch) -> Family:
     """Make the row of a family whose layers all hold ``<name>Mixer``."""
-    return Family({f"{name}Mixer": patch}, cache_argument="cache_params", takes_positions=False)
+    return Family({f"{name}Mixer": patch}, takes_positions=False)
 
 
 FAMILIES: dict[str, Family] = {
@@ -127,14 +136,24 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+def cache_argument(kind: type) -> str:
+    """Return the keyword under which the forward of a class of transformers takes its cache."""
+    names = inspect.signature(kind.forward).parameters  # type: ignore[attr-defined]
+    return next((name for name in CACHE_ARGUMENTS if name in names), CACHE_ARGUMENTS[0])
+
+
 def config_of_text_model(config: Any) -> Any:
     """Return the config with which a checkpoint is loaded as a causal language model.
 
-    Of a multimodal checkpoint it is that of the text model, if transformers can load it alone (Qwen3.5).
+    Of a multimodal checkpoint it is that of the text model, if transformers can load it alone (Qwen3.5).  That its
+    embedding is the output head, too, may be said beside it alone, and is then written to it.
     """
     text = config.get_text_config()
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    return text if known and MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is type(text) else config
+    if not known or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is not type(text) or text is config:
+        return config
+    text.tie_word_embeddings |= config.tie_word_embeddings
+    return text
 
 
 def family_of(config: Any) -> Family:

@@ -86,7 +86,8 @@ def load_model(
             )
         model = load_native(raw, _native_weights(name_or_path))
         return model.to(device) if dtype == "auto" else model.to(device, cast(torch.dtype, dtype))
-    config = config_of_text_model(load_config(name_or_path, trust_remote_code=trust_remote_code))
+    whole = load_config(name_or_path, trust_remote_code=trust_remote_code)
+    config = config_of_text_model(whole)
     family_of(config)
     _check_not_modelopt(name_or_path, raw)
     if tp_plan is not None:
@@ -96,7 +97,8 @@ def load_model(
         placed = {"device_map": {"": device}}  # some quantised weights cannot be moved once they are loaded
     else:
         placed = {"device_map": device_map}
-    model = _load(name_or_path, dtype=dtype, trust_remote_code=trust_remote_code, **placed)
+    own = {} if config is whole else {"config": whole}  # with what was written to the text model's
+    model = _load(name_or_path, dtype=dtype, trust_remote_code=trust_remote_code, **own, **placed)
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise NotImplementedError(
             f"device_map {device_map!r} offloads layers, which trees cannot use; keep them in memory"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedConfig
+from transformers import Mamba2Config, MambaConfig, PreTrainedConfig
 
 __all__ = ["config_of_native", "is_native", "load_native"]
 
@@ -92,6 +92,8 @@ def load_native(config: Mapping[str, Any], weights: Path) -> Any:
         NotImplementedError: as ``config_of_native``.
         ValueError: weights are missing, unknown or of another shape, or the file holds more than tensors.
     """
+    from transformers import Mamba2ForCausalLM, MambaForCausalLM
+
     mapped = config_of_native(config)
     model_class = Mamba2ForCausalLM if isinstance(mapped, Mamba2Config) else MambaForCausalLM
     with torch.device("meta"):

@@ -6,6 +6,8 @@ on Intel's processors, and is used there.
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from typing import Any
@@ -20,10 +22,39 @@ from stree.models.patching import has_foreign_forward, patch_forward, unpatched_
 __all__ = ["pack_linears"]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Packing:
+    """A weight as it was at some time, and its copy in oneDNN's layout.
+
+    Attributes:
+        weight: the tensor that was packed.
+        source: its memory, kept so that no other tensor takes it.
+        version: number of writes to the weight before it was packed.
+        packed: the copy.
+    """
+
+    weight: Tensor
+    source: Tensor
+    version: int
+    packed: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor) -> _Packing:
+        """Pack a weight; if another thread writes to it meanwhile, its version says later that it has changed."""
+        version, source = weight._version, weight.detach()
+        return cls(weight, source, version, torch.ops.mkldnn._reorder_linear_weight(source))
+
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether this is the weight as it is now."""
+        is_same = self.weight is weight and self.version == weight._version
+        return is_same and self.source.data_ptr() == weight.data_ptr()
+
+
 class PackedWeight:
     """A linear layer's weight in oneDNN's layout, packed again when the weight has changed.
 
-    Copies and pickles of a model start without it.
+    Threads that share it read one ``_Packing``, which is replaced as a whole.  Copies and pickles of a model start
+    without it.
 
     Attributes:
         number: by which a compiled function finds it: its inputs are tensors in torch's own layout.
@@ -31,9 +62,8 @@ class PackedWeight:
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self._packed: Tensor | None = None
-        self._source: Tensor | None = None  # the weight that was packed, kept so that no other takes its memory
-        self._version = 0
+        self._packing: _Packing | None = None
+        self._lock = threading.Lock()  # of the thread that packs
         _by_number[self.number] = self
 
     def __reduce__(self) -> Any:
@@ -43,12 +73,19 @@ class PackedWeight:
         """Compute x weight^T + bias: float[..., out] of float[..., in]."""
         if x.dtype == torch.float32 and x.numel() <= _mkl_rows() * x.shape[-1]:
             return nn.functional.linear(x, weight, bias)
-        version = 0 if weight.is_inference() else weight._version
-        if self._source is None or self._source.data_ptr() != weight.data_ptr() or self._version != version:
-            self._source, self._version = weight.detach(), version
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self._source)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._packed, bias, "none", [], "")
+        packing = self._packing
+        if packing is None or not packing.is_of(weight):
+            packing = self._pack(weight)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packing.packed, bias, "none", [], "")
         return product
+
+    def _pack(self, weight: Tensor) -> _Packing:
+        """Pack a weight, unless another thread has just done so."""
+        with self._lock:
+            packing = self._packing
+            if packing is None or not packing.is_of(weight):
+                self._packing = packing = _Packing.of(weight)
+            return packing
 
 
 _numbers = count()
@@ -58,8 +95,8 @@ _by_number = WeakValueDictionary[int, PackedWeight]()
 def pack_linears(model: nn.Module) -> None:
     """Make the linear layers of a CPU model run on packed weights, a second copy in memory, where no gradient is kept.
 
-    Layers of subclasses, of dtypes that oneDNN does not pack here, quantised ones and those whose forward another
-    library has set are left as they are.
+    Layers of subclasses, of dtypes that oneDNN does not pack here, quantised ones, those whose forward another library
+    has set, and inference tensors, which do not count what is written to them, are left as they are.
     """
     if not torch.backends.mkldnn.is_available():
         return
@@ -70,7 +107,7 @@ def pack_linears(model: nn.Module) -> None:
 
 def _can_pack(weight: Tensor) -> bool:
     is_plain = type(weight) is nn.Parameter  # a quantised weight is of another class
-    return is_plain and weight.device.type == "cpu" and weight.dtype in _dtypes()
+    return is_plain and weight.device.type == "cpu" and weight.dtype in _dtypes() and not weight.is_inference()
 
 
 @cache

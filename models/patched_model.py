@@ -15,7 +15,7 @@ from stree.kernels.dispatch import has_triton
 from stree.kernels.topology import most_nodes
 from stree.models.bounded_scan import memory_bounded
 from stree.models.checks import model_change, weight_places
-from stree.models.families import family_of, stateful_modules
+from stree.models.families import cache_argument, family_of, stateful_modules
 from stree.models.fused.fused_layers import fused_scope, patch_fused_layers
 from stree.models.hidden_states import patch_for_recording, recording, stacked
 from stree.models.layers.base import LayerSpec, Site
@@ -34,6 +34,7 @@ class PatchedModel:
 
     Attributes:
         family: the model's row of ``FAMILIES``.
+        cache_argument: keyword under which the model takes its cache.
         mixers: by site, the stateful modules.
         specs: by site, their sizes.
     """
@@ -48,6 +49,7 @@ class PatchedModel:
                 f"model must be a loaded transformers model (TreeLM.from_pretrained loads), got {model!r:.80}"
             )
         self.family = family_of(model.config)
+        self.cache_argument = cache_argument(type(model))
         found = stateful_modules(model, self.family)
         self._in_training = [module for module in model.modules() if module.training]
         self.model = model.eval()
@@ -184,7 +186,7 @@ class PatchedModel:
             mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         if self.family.takes_positions:
             kwargs["position_ids"] = positions
-        kwargs |= {self.family.cache_argument: cache, "return_dict": True}  # as generate does
+        kwargs |= {self.cache_argument: cache, "return_dict": True}  # as generate does
         if getattr(
             self.model.config, "output_router_logits", False
         ):  # they are needed for a loss only, which would read the mask

@@ -23,6 +23,7 @@ from torch import Tensor
 from stree.kernels.dispatch import as_on_device
 from stree.models.bounded_scan import memory_bounded
 from stree.models.checks import DTYPES
+from stree.models.families import cache_argument
 from stree.models.layers.attention import KvSpec
 from stree.models.layers.mla import LatentSpec
 from stree.models.passed_checks import digest_of, has_passed, record_passed
@@ -178,7 +179,7 @@ class _OneLayer(TreeScorer):
             axes = positions.expand(3, -1, -1) if hasattr(self._rotary, "mrope_section") else positions
             given["position_embeddings"] = self._rotary(x, axes, **kinds)
         given["attention_mask"] = None if cache is not None else self._mask(x)
-        given["cache_params" if "cache_params" in names else "past_key_values"] = cache
+        given[cache_argument(type(self._module))] = cache
         takes_any = any(one.kind is one.VAR_KEYWORD for one in names.values())
         with memory_bounded():
             out = self._module(x, **{name: value for name, value in given.items() if name in names or takes_any})

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -13,18 +14,18 @@ from torch import Tensor
 from stree.kernels.dispatch import host_can_read
 from stree.kernels.topology import Topology, most_nodes
 from stree.models.checks import check_commit, check_first, check_path
+from stree.models.compiled import CompiledScoring
 from stree.models.hidden_states import check_hidden_layers
 from stree.models.layers.base import state_dtype
-from stree.models.layout import layout_of
+from stree.models.layout import layout_of, sizes_of
 from stree.models.packed_linear import pack_linears
 from stree.models.patched_model import PatchedModel
 from stree.models.state import DecodeState, TreeInputs, TreeStep
 from stree.tree import TokenTree, checks_everywhere
 
-if TYPE_CHECKING:
-    from stree.models.compiled import CompiledScoring
-
 __all__ = ["TreeScorer"]
+
+_replacing = threading.Lock()  # of compiled functions, after the model has changed
 
 
 class TreeScorer(PatchedModel):
@@ -89,7 +90,8 @@ class TreeScorer(PatchedModel):
         nodes = TreeInputs(tree.tokens[:, first:], tree.parents, tree.ancestor_mask, tree.depths, positions, inputs)
         state.pending = None  # its stash is overwritten, layer by layer
         if self.is_compiled and state.deferred is None:
-            scored = self._compiled_scoring()(state, nodes, hidden_layers)
+            compiled: CompiledScoring = self.cache.get("compiled") or self._compiled_now()
+            scored = compiled(state, nodes, hidden_layers)
         else:
             scored = self._score_nodes(state, nodes, hidden_layers)
         state.pending = tree
@@ -119,14 +121,14 @@ class TreeScorer(PatchedModel):
 
         Linear layers in float32 or bfloat16 run on a second copy of their weights in oneDNN's layout wherever no
         gradient is kept.  It is made again after a weight was replaced or written to; a write in place through its
-        ``data`` is not seen.
+        ``data`` is not seen.  Weights that were loaded under ``torch.inference_mode`` are not packed.
 
         On a CPU a small model's step is mostly calls of operators, of which the compiled functions make few.  They need
         a C++ compiler.  Each kind of call is compiled when it occurs for the first time, in seconds to a minute, and
         kept in inductor's cache on disk.  Attention then reads ``max_length`` rows of the state at any length.  Prefill
-        and commit are not compiled, nor is a model whose code depends on values: mixtures of experts, Mamba-1 and
-        RG-LRU (logged).  Hooks on modules run when a call is traced: what they do to tensors is compiled, their other
-        effects are not repeated.
+        and commit are not compiled, nor is a model whose code depends on values, mixtures of experts, and of Mamba-1
+        and RG-LRU only trees of one node are (logged).  Hooks on modules run when a call is traced: what they do to
+        tensors is compiled, their other effects are not repeated.
 
         Raises:
             NotImplementedError: the model is not on the CPU; on CUDA, steps are captured as CUDA graphs.
@@ -138,22 +140,23 @@ class TreeScorer(PatchedModel):
 
     def check_current(self) -> None:  # noqa: D102
         super().check_current()
-        if self.is_compiled and self.cache.get("compiled_layout") != (layout := layout_of(self)):
-            self.cache |= {"compiled_layout": layout, "compiled": None}
+        if self.is_compiled:
+            self._compiled_now()
 
     @property
     def compile_s(self) -> float:
         """Seconds that compiling has taken so far."""
-        compiled = self.cache.get("compiled")
+        compiled: CompiledScoring | None = self.cache.get("compiled")
         return 0.0 if compiled is None else compiled.compile_s
 
-    def _compiled_scoring(self) -> CompiledScoring:
-        """Return the compiled form of ``_score_nodes``."""
-        if self.cache.get("compiled") is None:
-            from stree.models.compiled import CompiledScoring  # imports inductor, which takes seconds
-
-            self.cache["compiled"] = CompiledScoring(self._score_nodes)
-        return cast("CompiledScoring", self.cache["compiled"])
+    def _compiled_now(self) -> CompiledScoring:
+        """Return the compiled form of ``_score_nodes`` for the model as it is now; all threads get the same one."""
+        layout = layout_of(self)
+        with _replacing:
+            compiled: CompiledScoring | None = self.cache.get("compiled")
+            if compiled is None or compiled.layout != layout:
+                self.cache["compiled"] = compiled = CompiledScoring(self._score_nodes, layout, sizes_of(self.model))
+        return compiled
 
     @torch.no_grad()
     def commit(self, state: DecodeState, path: Tensor, path_lengths: Tensor) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from stree.models.common_vocabulary import CommonVocabularyLM
 from stree.models.state import TreeStep
 from stree.models.tree_lm import TreeLM
 
@@ -36,6 +37,7 @@ class TrimmedLM(TreeLM):
 
     @torch.inference_mode(False)  # the head is written to later
     def __init__(self, lm: TreeLM, kept: Sequence[int] | Tensor) -> None:
+        lm = lm.own if isinstance(lm, CommonVocabularyLM) else lm
         self._rows, self._size = kept_tokens(kept, lm.vocab_size, lm.device), lm.vocab_size
         lost = _stop_tokens(lm.model) - set(self._rows.tolist())
         if lost:

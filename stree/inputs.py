@@ -14,6 +14,7 @@ __all__ = [
     "load_tokenizer",
     "locate",
     "nonempty_documents",
+    "stop_tokens",
     "tokenizer_fingerprint",
 ]
 
@@ -41,6 +42,15 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     if tokenizer.get_vocab().keys() == tokenizer.get_added_vocab().keys():  # made by transformers for want of one
         raise ValueError(f"the tokenizer at {name!r} knows no words; name one by --tokenizer")
     return tokenizer
+
+
+def stop_tokens(lm: Any, tokenizer: Any) -> list[int]:
+    """List the tokens that end an answer: the model's own, and the tokenizer's, with which chat templates end a turn.
+
+    A generation config may lack the latter; transformers' ``generate``, and so ``stree.generate``, does not read it.
+    """
+    own = getattr(tokenizer, "eos_token_id", None)
+    return sorted({*getattr(lm, "eos_token_ids", ()), *([] if own is None else [own])})
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

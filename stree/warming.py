@@ -1,26 +1,30 @@
-"""Capturing steps before the first text, which would otherwise be slowed down by it."""
+"""Compiling and capturing steps before the first text, which would otherwise be slowed down by it."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from rich.progress import track
-
-from stree.budget.policy import EverySize
+from stree.budget.controller import START
+from stree.budget.policy import BudgetPolicy, EverySize
 from stree.decode.cuda_graphs import WARM_UP
 from stree.decode.request import GenerateArguments
 from stree.decode.step_cache import step_cache_of
-from stree.drafters import Drafter, SuffixDrafter
-from stree.generation import run
-from stree.growth import Growth
+from stree.drafters import Drafter, SuffixDrafter, load
+from stree.generation import GenerationError, run
+from stree.growth import Growth, parse_growth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
-__all__ = ["warm_up"]
+__all__ = ["ALL_BATCHES", "compile_steps", "warm_up"]
 
+GREEDY, SAMPLED = Sampling(), Sampling(1.0)
+ALL_BATCHES = (GREEDY,), (SAMPLED,), (GREEDY, GREEDY), (GREEDY, SAMPLED)  # a greedy batch runs other code
+SHORT_PROMPT, FEW_TOKENS = (1, 1, 1, 1), 4  # a text that has a step, and repeats itself
 STEPS = 2 * WARM_UP + 2  # memory that a first text allocates on the way drops its graphs
 
 
@@ -61,12 +65,14 @@ def warm_up(
     Raises:
         ValueError: no room for a few steps, or steps of this model are not captured.
     """
+    from rich.progress import track
+
     step_cache = step_cache_of(lm)
     if step_cache is None:
         raise ValueError(
             f"steps are captured on a single CUDA device, and where captures_steps is not False; got {lm.device}"
         )
-    drafter = SuffixDrafter() if drafter is None else drafter
+    drafter = SuffixDrafter() if drafter is None else load(drafter, lm)
     arguments = GenerateArguments(
         growth=growth, verifier=verifier, sampling=Sampling() if sampling is None else sampling, max_length=max_length,
         stop_token_ids=stop_token_ids, ignore_eos=ignore_eos,
@@ -79,6 +85,49 @@ def warm_up(
         else:
             _capture_size(lm, prompts, drafter, replace(arguments, budget=budget), budget)
     return step_cache.report()
+
+
+def compile_steps(
+    lm: TreeLM,
+    drafter: Drafter,
+    *,
+    growth: Growth | str | None = None,
+    budget: int | str | None = None,
+    verifier: str = "auto",
+    batches: Iterable[Sequence[Sampling]] = ((GREEDY,),),
+) -> float:
+    """Generate a few tokens that are discarded, so that what a step compiles or loads at first use is ready.
+
+    What fails here is left to the text to come, which reports it together with what was generated.
+
+    Args:
+        lm: the target.
+        drafter: what will draft.
+        growth: as for ``generate``.
+        budget: likewise; for "auto" a step of at most START nodes is taken.
+        verifier: likewise.
+        batches: one for each kind of batch to come: how the tokens of each of its sequences are drawn.
+
+    Returns:
+        Seconds that it took.
+    """
+    began = time.perf_counter()
+    growth = parse_growth(growth) if isinstance(growth, str) else growth
+    policy = _step_of_one_size if budget is None or isinstance(budget, str) else None
+    for batch in batches:
+        arguments = GenerateArguments(
+            growth=growth, budget=budget, verifier=verifier, sampling=[*batch], policy=policy,
+            max_new_tokens=FEW_TOKENS, ignore_eos=True,
+        )  # fmt: skip
+        with suppress(GenerationError):
+            run(lm, [[*SHORT_PROMPT]] * len(batch), drafter, arguments)
+    return time.perf_counter() - began
+
+
+def _step_of_one_size(growth: Growth | None, sizes: Sequence[int]) -> BudgetPolicy:
+    """Take steps of one size, so that no controller learns from their times."""
+    small = [size for size in sizes if 1 < size <= START]
+    return BudgetPolicy(growth, small[-1] if small else sizes[-1])
 
 
 def _capture_size(

@@ -20,6 +20,7 @@ from benchmarks.gpu.first_run import kernel_tests
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when a kernel is defined, so before any import
 
+os.environ.setdefault("STREE_DEBUG", "memory")  # every step checks that its parts share no memory, and poisons it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network
 
 torch.set_num_threads(1)  # tests are many and small: more threads make them slower

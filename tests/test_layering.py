@@ -22,11 +22,12 @@ FILES = sorted(path for area in ("stree", "kernels", "models") for path in (ROOT
 BOTTOM = {"stree.checks", "stree.files", "stree.kernels", "stree.sampling", "stree.tree"}
 POLICIES = BOTTOM | {"stree.growth", "stree.models", "stree.retrieval", "stree.verify"}
 LOOP = POLICIES | {"stree.budget", "stree.decode", "stree.drafters"}
-TOP = LOOP | {"stree.generation", "stree.heads", "stree.inputs", "stree.vocabulary"}
+TOP = LOOP | {"stree.generation", "stree.heads", "stree.inputs", "stree.request_fields", "stree.vocabulary"}
 ALLOWED: dict[str, set[str]] = {
     "stree.checks": set(),
     "stree.files": set(),
     "stree.inputs": set(),
+    "stree.request_fields": set(),
     "stree.vocabulary": {"stree.files"},
     "stree.kernels": set(),
     "stree.tree": {"stree.kernels"},
@@ -36,17 +37,17 @@ ALLOWED: dict[str, set[str]] = {
     "stree.heads": {"stree.models"},
     "stree.growth": BOTTOM,
     "stree.verify": BOTTOM,
-    "stree.retrieval": {"stree.files"},
+    "stree.retrieval": {"stree.files", "stree.kernels"},
     "stree.drafters": POLICIES,
     "stree.budget": {"stree.growth"},
     "stree.decode": LOOP,
     "stree.generation": LOOP,
     "stree.warming": LOOP | {"stree.generation"},
     "stree.serving": TOP,
-    "stree.integrations": TOP | {"stree.serving"},
+    "stree.integrations": TOP | {"stree.serving", "stree.warming"},
     "stree.distill": TOP,
     "stree.bench": TOP,
-    "stree.cli": TOP | {"stree.bench", "stree.distill", "stree.integrations", "stree.serving"},
+    "stree.cli": TOP | {"stree.bench", "stree.distill", "stree.integrations", "stree.serving", "stree.warming"},
     "stree": TOP | {"stree.distill", "stree.heads", "stree.integrations", "stree.serving", "stree.warming"},
 }
 OUTSIDE = {

@@ -223,7 +223,7 @@ def timed(step: Callable[[], Any], device: torch.device) -> Record:
 
 def _one_token(lm: stree.TreeLM, batch: int) -> Any:
     """A call of transformers' own forward for one token after a short prompt."""
-    options: Record = {"use_cache": True, lm.family.cache_argument: lm.family.new_cache(lm.model.config)}
+    options: Record = {"use_cache": True, lm.cache_argument: lm.family.new_cache(lm.model.config)}
     with torch.no_grad(), memory_bounded():
         lm.model(torch.ones(batch, 8, dtype=torch.long, device=lm.device), **options)
     if lm.family.takes_positions:

@@ -1,6 +1,6 @@
 """Draws without replacement and top-k of probability rows, compiled for the CPU with numba.
 
-numba keeps the machine code beside this file; `stree.sampling` imports it with the first draw.
+`stree.sampling` imports this file with the first draw.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-any-return"
@@ -10,17 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from stree.kernels.numba_jit import compiled, inner
 
 __all__ = ["draw_rows", "top_rows"]
 
 BLOCK = 256  # tokens that are summed together
 
 Array = np.ndarray[Any, Any]
-inner = njit(error_model="numpy")
 
 
-@inner
+@inner()
 def _sum(dist: Array, row: int, begin: int, end: int) -> float:
     """Sum a part of a distribution in float64, along eight independent lines."""
     a = b = c = d = e = f = g = h = 0.0
@@ -39,7 +39,7 @@ def _sum(dist: Array, row: int, begin: int, end: int) -> float:
     return ((a + b) + (c + d)) + ((e + f) + (g + h))
 
 
-@inner
+@inner()
 def _is_drawn(tokens: Array, row: int, count: int, token: int) -> bool:
     """Whether a token is among the first ``count`` of a row."""
     for place in range(count):  # noqa: SIM110 compiled: no generators
@@ -48,7 +48,7 @@ def _is_drawn(tokens: Array, row: int, count: int, token: int) -> bool:
     return False
 
 
-@inner
+@inner()
 def _find(dist: Array, row: int, blocks: Array, tokens: Array, drawn: int, level: float) -> int:
     """Find the token at a level of the line of all tokens but those drawn; -1 where there is none."""
     begin = 0.0  # of the block on the line
@@ -68,7 +68,7 @@ def _find(dist: Array, row: int, blocks: Array, tokens: Array, drawn: int, level
     return token
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def draw_rows(dist: Array, numbers: Array, tokens: Array, probs: Array, least: float) -> None:
     """Draw tokens without replacement from every row by inversion.
 
@@ -99,7 +99,7 @@ def draw_rows(dist: Array, numbers: Array, tokens: Array, probs: Array, least: f
                     blocks[token // BLOCK] -= np.float64(dist[row, token])
 
 
-@njit(error_model="numpy", fastmath={"nnan", "nsz", "reassoc"})  # so that weights are compared along many lines at once
+@inner(fastmath={"nnan", "nsz", "reassoc"})  # so that weights are compared along many lines at once
 def _greatest(weights: Array) -> float:
     """Return the greatest of some weights."""
     greatest = weights[0]
@@ -108,7 +108,7 @@ def _greatest(weights: Array) -> float:
     return greatest
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def top_rows(dist: Array, tokens: Array, probs: Array) -> None:
     """Find the most probable tokens of every row of a distribution, the first of equal ones first.
 

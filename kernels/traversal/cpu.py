@@ -1,8 +1,7 @@
 """Traversal verification on the CPU, compiled: one call tests all nodes of a tree, one walks down it.
 
-numba keeps the machine code beside this file; `stree.verify.traversal` imports it with the first tree.  What is
-computed is `stree.verify.traversal` and `stree.verify.residuals`, in torch, node by node instead of wave by wave; sums
-are taken in float64.
+`stree.verify.traversal` imports this file with the first tree.  What is computed is `stree.verify.traversal` and
+`stree.verify.residuals`, in torch, node by node instead of wave by wave; sums are taken in float64.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-any-return"
@@ -12,18 +11,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from stree.kernels.numba_jit import compiled, inner
 from stree.kernels.traversal.operands import DELTA, INDEPENDENT, NOTHING, TINY
 
 __all__ = ["hold", "walk"]
 
 Array = np.ndarray[Any, Any]
-compiled = njit(cache=True, error_model="numpy")
-inner = njit(error_model="numpy", fastmath={"reassoc", "contract"})  # sums in any order: along many lines at once
+summing = inner(fastmath={"reassoc", "contract"})  # sums in any order: along many lines at once
 
 
-@inner
+@summing
 def _sum(dist: Array) -> float:
     """Sum a distribution in float64."""
     total = 0.0
@@ -32,7 +30,7 @@ def _sum(dist: Array) -> float:
     return total
 
 
-@inner
+@summing
 def _leave(before: Array, scale: float, dist: Array, factor: float, left: Array) -> float:
     """Write max(scale before - factor distribution, 0) to ``left``; return its sum."""
     total = 0.0
@@ -43,7 +41,7 @@ def _leave(before: Array, scale: float, dist: Array, factor: float, left: Array)
     return total
 
 
-@inner
+@summing
 def _is_again(tokens: Array, parents: Array, kind: Array, node: int) -> bool:
     """Whether a node's distribution was drawn without its token, which an elder sibling has."""
     if kind[node] != INDEPENDENT:
@@ -53,7 +51,7 @@ def _is_again(tokens: Array, parents: Array, kind: Array, node: int) -> bool:
     return False
 
 
-@inner
+@summing
 def _rest(tokens: Array, parents: Array, kind: Array, again: Array, node: int, dist: Array, whole: float) -> float:
     """Sum what a node's elder siblings leave of the distribution that they were drawn from."""
     rest = whole

@@ -2,7 +2,7 @@
 
 `reference.py` is the specification of the choice, `GrownTree` that of the columns.
 
-numba keeps the machine code beside this file, which is imported with the first tree.
+It is imported with the first tree.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-any-return"
@@ -13,16 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from stree.kernels.numba_jit import compiled, inner
 from stree.kernels.tree_growth.operands import Appended, Chosen, Columns, Layout, Terms
 
 __all__ = ["append", "choose"]
 
 Array = np.ndarray[Any, Any]
-compiled = njit(cache=True, error_model="numpy")
-inner = njit(error_model="numpy")
 
 TINY = 1.2e-38  # of a value that others are compared with
 
@@ -101,7 +99,7 @@ def _append(
     return width
 
 
-@inner
+@inner()
 def _keep_best(known: Array, values: Array, num_nodes: int) -> None:
     """Make values -1 that are not among the best of a tree, its root counted."""
     both = np.empty(len(known) + len(values), values.dtype)
@@ -145,7 +143,7 @@ def _choose(
             is_taken[b, place] = worth
 
 
-@inner
+@inner()
 def _size(ordered: Array, place: int, below: Array) -> int:
     """Estimate how many nodes are worth as much as a slot: those before it and what typically grows below them."""
     size, tiny = place + 1, ordered.dtype.type(TINY)

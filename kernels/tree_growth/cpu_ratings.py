@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stree.kernels.tree_growth.cpu import Array, compiled, inner
+from stree.kernels.numba_jit import compiled, inner
+from stree.kernels.tree_growth.cpu import Array
 from stree.kernels.tree_growth.operands import Level, Memory, RankFit, Ratings, Siblings, Table
 from stree.kernels.tree_growth.reference import LEAST_BLUNT, LEAST_PROB
 
@@ -58,7 +59,7 @@ def _held(memory: Memory, given: Siblings) -> Array:
     return held.numpy()
 
 
-@inner
+@inner()
 def _cell(edges: Array, number: float) -> int:
     """Find the interval of ascending edges that a number lies in, its upper edge counted."""
     cell = 0
@@ -67,19 +68,19 @@ def _cell(edges: Array, number: float) -> int:
     return cell
 
 
-@inner
+@inner()
 def _place(number: int, count: int) -> int:
     """Mix a number's bits, as ``reference`` does."""
     return (number ^ (number >> 17)) & (count - 1)
 
 
-@inner
+@inner()
 def _pair(token: int, following: int) -> int:
     """Number a pair of tokens, as `reference` does."""
     return token * 0x1E3779B1 + following * 0x05EBCA77
 
 
-@inner
+@inner()
 def _triple(before: int, pair: int) -> int:
     """Number a pair after a token."""
     return before * 0x27D4EB2F + pair

@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from stree.kernels.constants import constant
 from stree.kernels.tiles import padded
 from stree.kernels.tree_growth.operands import Kept, Level, Memory, Table, Verdicts
 from stree.kernels.tree_growth.slots_kernel import pair_number, place_of
@@ -181,7 +181,7 @@ def learn_warps(nodes: int) -> int:
     return max(1, nodes * nodes // 512)
 
 
-@cache  # captured steps read them: none may be dropped
+@constant
 def _places(sizes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     """List for each node, layer by layer, where its slot is in a row of notes, and where its layer's cells begin.
 

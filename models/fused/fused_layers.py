@@ -26,6 +26,7 @@ from stree.models.patching import has_foreign_forward, is_hooked, patch_forward,
 __all__ = ["as_lazy_residual", "fused_scope", "gated_norm", "patch_fused_layers", "with_fused_rotary"]
 
 ROTARY = "apply_rotary_pos_emb"
+RENAMING = "transformers.utils.deprecation"  # its wrapper of a forward renames arguments that no model passes on
 _is_fused: ContextVar[bool] = ContextVar("is_fused", default=False)
 _may_defer: ContextVar[Callable[[], bool]] = ContextVar("may_defer")
 
@@ -71,9 +72,12 @@ def as_lazy_residual(output: Any) -> Any:
 @functools.cache
 def with_fused_rotary(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return an attention module's forward with rotary positions in one launch, or unchanged if unrecognised."""
-    if not isinstance(forward, types.FunctionType) or ROTARY not in forward.__code__.co_names:
+    own: Any = forward
+    while getattr(own, "__globals__", {}).get("__name__") == RENAMING:
+        own = own.__wrapped__
+    if not isinstance(own, types.FunctionType) or ROTARY not in own.__code__.co_names:
         return forward
-    unpatched = forward.__globals__[ROTARY]
+    unpatched = own.__globals__[ROTARY]
     keeps_dtype = probing.keeps_rotary_dtype(unpatched)
     if keeps_dtype is None:
         return forward
@@ -85,10 +89,9 @@ def with_fused_rotary(forward: Callable[..., Any]) -> Callable[..., Any]:
         return unpatched(q, k, cos, sin, *args, **kwargs)
 
     fused = types.FunctionType(
-        forward.__code__.replace(), forward.__globals__ | {ROTARY: rotary}, forward.__name__, forward.__defaults__,
-        forward.__closure__,
-    )  # fmt: skip
-    fused.__kwdefaults__ = forward.__kwdefaults__
+        own.__code__.replace(), own.__globals__ | {ROTARY: rotary}, own.__name__, own.__defaults__, own.__closure__
+    )
+    fused.__kwdefaults__ = own.__kwdefaults__
     return fused
 
 

@@ -1,8 +1,9 @@
-"""Reading one-shot draft heads: DFlash, DSpark and DFlash2, as z-lab and as speculators publish them.
+"""Reading one-shot draft heads: DFlash, DSpark and DFlash2, in the layouts of z-lab and of speculators.
 
-z-lab's layout is a Qwen3 config with ``dflash_config`` and the tensors of `stree.models.heads.dflash_layers` under
-their own names; its ``target_layer_ids`` count from the output of the first layer, so id i is our layer i + 1.  In
-speculators' layout ``aux_hidden_state_layer_ids`` are our numbers.
+z-lab's layout, which DeepSpec, SpecForge and LiquidAI write too, is a Qwen3 config with options in ``dflash_config`` or
+beside it, and the tensors of `stree.models.heads.dflash_layers` under their own names; its ``target_layer_ids`` count
+from the output of the first layer, so id i is our layer i + 1.  In speculators' layout ``aux_hidden_state_layer_ids``
+are our numbers.
 """
 
 from __future__ import annotations
@@ -78,12 +79,13 @@ def _z_lab(published: Mapping[str, Any]) -> BlockConfig:
     layers = Qwen3Config.from_dict(dict(published))
     is_sliding, is_causal = _is_sliding(layers), published.get("is_causal")
     is_dspark = "DSpark" in name or options.get("projector_type") == "dspark" or bool(options.get("markov_rank"))
+    draft_vocab = options.get("draft_vocab_size") or layers.vocab_size
     return BlockConfig(
         layers,
         hidden_layers=tuple(layer + 1 for layer in _required(options, "target_layer_ids")),
         block_size=int(options.get("block_size", 16)),
         mask_token_id=int(_required(options, "mask_token_id")),
-        draft_vocab=None,
+        draft_vocab=None if draft_vocab == layers.vocab_size else int(draft_vocab),
         predicts_next=bool(options.get("sample_from_anchor", is_dspark)),
         is_causal=is_sliding if is_causal is None else (bool(is_causal),) * len(is_sliding),
         windows=tuple(layers.sliding_window if sliding else None for sliding in is_sliding),
@@ -112,7 +114,7 @@ def speculators_config(published: Mapping[str, Any]) -> BlockConfig:
         block_size=int(published.get("block_size", 8)),
         mask_token_id=int(_required(published, "mask_token_id")),
         draft_vocab=None if draft_vocab == layers.vocab_size else int(draft_vocab),
-        predicts_next=bool(published.get("sample_from_anchor", kind == "dspark")),
+        predicts_next=_predicts_next(published),
         is_causal=tuple(sliding and is_causal for sliding in is_sliding),
         windows=tuple(layers.sliding_window if sliding else None for sliding in is_sliding),
         window_from_anchor=True,
@@ -124,6 +126,20 @@ def speculators_config(published: Mapping[str, Any]) -> BlockConfig:
         else None,
         markov=_markov(published, 256) if kind == "dspark" else None,
     )
+
+
+def _predicts_next(published: Mapping[str, Any]) -> bool:
+    """Return whether position k of a block of speculators' layout predicts the token at k + 1.
+
+    DSpark heads that were trained before ``sample_from_anchor`` existed predict their own tokens.  They propose one
+    token less than a block has positions.
+    """
+    if "sample_from_anchor" in published:
+        return bool(published["sample_from_anchor"])
+    methods = (published.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    block_size = int(published.get("block_size", 8))
+    is_dspark = published["speculators_model_type"] == "dspark"
+    return is_dspark and int(methods[0].get("speculative_tokens") or block_size) >= block_size
 
 
 def _required(options: Mapping[str, Any], name: str) -> Any:

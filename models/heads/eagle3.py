@@ -83,7 +83,7 @@ def first_layer(kind: Any, config: Any, *, norm_before_residual: bool) -> nn.Mod
 
 
 def load_eagle3(target: TreeLM, source: str | Path, published: Mapping[str, Any]) -> CausalHead:
-    """Load a head in the layout of speculators, or of SpecForge and EAGLE.
+    """Load a head in the layout of speculators, or of EAGLE, SpecForge, AngelSlim and DeepSpec.
 
     Args:
         target: the head is placed on its device, in its dtype, and may share its embedding.
@@ -130,12 +130,13 @@ def _layer_config(published: Mapping[str, Any], source: Any) -> Any:
 def read_layers(published: Mapping[str, Any], num_layers: int) -> list[int]:
     """Return the target's layers that are read: i is the residual stream after i layers.
 
-    speculators and vLLM count so; EAGLE's ``eagle_config`` names the layer itself, one less.
+    speculators and vLLM count so; EAGLE's ``eagle_config`` and DeepSpec name the layer itself, one less.
     """
     ids = published.get("eagle_aux_hidden_state_layer_ids") or published.get("aux_hidden_state_layer_ids")
     if ids is not None:
         return list(ids)
-    ids = (published.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    named = published.get("eagle_config") or {}
+    ids = named.get("eagle_aux_hidden_state_layer_ids") or published.get("target_layer_ids")
     return [2, num_layers // 2, num_layers - 3] if ids is None else [layer + 1 for layer in ids]
 
 

@@ -22,10 +22,20 @@ from stree.models.tree_lm import TreeLM
 __all__ = ["head_layout", "load"]
 
 LAYOUTS = ("mtp", "eagle3", "dflash", "dflash2", "dspark")  # of the package speculators
-ARCHITECTURES = {  # of SpecForge and EAGLE, of z-lab, of SpecBlock
-    "LlamaForCausalLMEagle3": "eagle3", "DFlashDraftModel": "dflash",
-    "LlamaForCausalLMSpecBlock": "specblock", "LlamaForCausalLMSpecBlockShift": "specblock",
-}  # fmt: skip
+ARCHITECTURES = {  # in config.json, of each layout that has no speculators_model_type
+    "LlamaForCausalLMEagle3": "eagle3",  # SpecForge, ModelOpt
+    "Eagle3LlamaForCausalLM": "eagle3",  # AngelSlim
+    "Qwen3Eagle3Model": "eagle3",  # DeepSpec
+    "DFlashDraftModel": "dflash",  # z-lab, SpecForge
+    "DFlash2DraftModel": "dflash2",  # z-lab
+    "Qwen3DSparkModel": "dspark",  # DeepSpec, whose DFlash heads have a markov_rank of 0
+    "DSparkDraftModel": "dspark",  # SpecForge
+    "Lfm2DSparkDraftModel": "dspark",  # LiquidAI
+    "LlamaForCausalLMSpecBlock": "specblock",
+    "LlamaForCausalLMSpecBlockShift": "specblock",
+}
+# Entries of config.json that models have not, and heads whose architecture is not known.
+SIGNS = ("dflash_config", "eagle_config", "target_layer_ids", "draft_vocab_size", "speculators_config")
 
 
 def load(source: str | Path, target: TreeLM) -> CausalHead | OneShotHead:
@@ -33,8 +43,9 @@ def load(source: str | Path, target: TreeLM) -> CausalHead | OneShotHead:
 
     Args:
         source: "mtp" for the MTP layers in the checkpoint that the target was loaded from; or the folder or hub id of a
-            head: MTP, EAGLE-3, DFlash, DFlash2 or DSpark in the layout of speculators, EAGLE-3 in that of SpecForge and
-            EAGLE, DFlash in that of z-lab, SpecBlock in its own.
+            head: MTP, EAGLE-3, DFlash, DFlash2 or DSpark in the layout of speculators; EAGLE-3 in those of EAGLE,
+            SpecForge, AngelSlim and DeepSpec; DFlash and DFlash2 in that of z-lab; DSpark in those of DeepSpec,
+            SpecForge and LiquidAI; SpecBlock in its own.
         target: the head is placed on its device, in its dtype, and may share its embedding and output head.
 
     Raises:
@@ -64,12 +75,21 @@ def head_layout(source: str | Path) -> str | None:
         ValueError: no config there that can be read.
     """
     published = raw_config(source)
-    named = (ARCHITECTURES.get(name) for name in published.get("architectures") or ())
-    kind: str | None = published.get("speculators_model_type") or next(filter(None, named), None)
-    if kind not in (None, *LAYOUTS, *ARCHITECTURES.values()):
-        known = ", ".join(LAYOUTS)
-        raise NotImplementedError(f"the layout of draft head {str(source)!r} is not known ({kind!r}); known: {known}")
-    return kind
+    architectures, kind = published.get("architectures") or [], published.get("speculators_model_type")
+    if kind is not None:
+        if kind not in LAYOUTS:
+            raise NotImplementedError(
+                f"the layout of draft head {str(source)!r} is not known ({kind!r}); known: {', '.join(LAYOUTS)}"
+            )
+        return str(kind)
+    found = next((ARCHITECTURES[name] for name in architectures if name in ARCHITECTURES), None)
+    if found is None and "LlamaForCausalLM" in architectures and "draft_vocab_size" in published:
+        return "eagle3"  # EAGLE's own heads are named as a model, which has no draft_vocab_size
+    if found is None and any(sign in published for sign in SIGNS):
+        raise NotImplementedError(
+            f"draft head {str(source)!r} has architectures {architectures}; known are {', '.join(ARCHITECTURES)}"
+        )
+    return found
 
 
 def _layer_config(config: Mapping[str, Any]) -> Any:

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from stree.kernels import ops
 from stree.models.layers.base import LayerSpec, LayerStack, Placement, Prefilled, Zeros, state_dtype
@@ -80,8 +79,10 @@ class LightningStack(LayerStack):
         self.state[slot].copy_(prefilled.cache.get_linear_cache(prefilled.layer).transpose(-1, -2))
 
 
-def lightning_cache(_: Any) -> MiniMaxCache:
+def lightning_cache(_: Any) -> Any:
     """Make the cache class that MiniMax requires."""
+    from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
     return MiniMaxCache()
 
 

@@ -109,8 +109,8 @@ def _plain_forward(
     layer: int, block: Any, unpatched: Callable[..., Any], input_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Run the block's forward; with a ``BlockCache``, from an empty state and on a copy of the modules."""
-    cache = kwargs.get("past_key_values")
-    if not isinstance(cache, BlockCache):
+    cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, BlockCache)), None)
+    if cache is None:
         return unpatched(input_states, *args, **kwargs)
     copied, unit = _copied(block), _copied(block.rg_lru)
     copied.__dict__["_modules"] = {**block._modules, "rg_lru": unit}

@@ -16,6 +16,7 @@ from stree.decode.stats import PARTS
 from stree.decode.step_cache import step_cache_of
 from stree.drafters import Drafter, FusedDrafter, NoDrafter, SuffixDrafter, load
 from stree.generation import GenerationError, generate
+from stree.kernels.clock import compile_seconds
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
@@ -146,7 +147,7 @@ def _prepared(pair: Pair) -> tuple[int, float]:
     """Count captured graphs and seconds of compilation, which the first runs of a method add to."""
     step_cache = step_cache_of(pair.target)
     num_graphs = 0 if step_cache is None else sum(decode_step["graphs"] for decode_step in step_cache.report())
-    return num_graphs, sum(getattr(lm, "compile_s", 0.0) for lm in (pair.target, pair.drafter, pair.head))
+    return num_graphs, compile_seconds()
 
 
 def _drafter(pair: Pair, method: Method) -> Drafter:

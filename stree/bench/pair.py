@@ -15,6 +15,7 @@ from stree.bench.smollm2 import named, prepared
 from stree.drafters import Drafter
 from stree.heads import CausalHead, OneShotHead, head_layout, load
 from stree.inputs import ASSETS, load_tokenizer, locate
+from stree.models.common_vocabulary import in_vocabulary_of
 from stree.models.loading import load_config, load_model
 from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
@@ -67,8 +68,9 @@ class Pair:
             drafter_vocab: file of the tokens that the output layer of the draft model or head keeps; None for all.
 
         Raises:
-            ValueError: no checkpoint there, a drafter with another vocabulary, or a ``drafter_vocab`` that cannot be
-                read, is of another size, leaves out a stop token, or has no draft model to trim.
+            ValueError: no checkpoint there, a drafter of another number of tokens with another tokenizer, or a
+                ``drafter_vocab`` that cannot be read, is of another size, leaves out a stop token, or has no draft
+                model to trim.
             NotImplementedError: ``drafter_vocab`` and a head that cannot be trimmed.
         """
         logging.set_verbosity_error()
@@ -81,18 +83,21 @@ class Pair:
         if drafter_vocab is not None:  # checked before weights are loaded
             if drafter_source is None:
                 raise ValueError("--drafter-vocab trims a draft model; there is none, give one with --drafter")
-            load_vocabulary(drafter_vocab, load_config(source).get_text_config().vocab_size)
+            trimmed = source if is_head else drafter_source
+            load_vocabulary(drafter_vocab, load_config(trimmed).get_text_config().vocab_size)
         lm = TreeLM.from_pretrained(source, device=device, dtype=dtype)
-        vocab = None if drafter_vocab is None else load_vocabulary(drafter_vocab, lm.vocab_size, lm.eos_token_ids)
         if drafter_source is not None and is_head:
             head = load(drafter_source, lm)
+            vocab = None if drafter_vocab is None else load_vocabulary(drafter_vocab, lm.vocab_size, lm.eos_token_ids)
             head = head if vocab is None else head.trimmed(vocab)
             return cls(lm, None, load_tokenizer(source), source, drafter_source, head, vocab)
-        draft = None if drafter_source is None else TreeLM.from_pretrained(drafter_source, device, dtype)
-        if draft is not None and draft.vocab_size != lm.vocab_size:
-            raise ValueError(f"the drafter has {draft.vocab_size} tokens, the target {lm.vocab_size}")
-        if draft is not None and vocab is not None:
-            draft = TrimmedLM(draft, vocab)
+        draft, vocab = None, None
+        if drafter_source is not None:
+            draft = TreeLM.from_pretrained(drafter_source, device, dtype)
+            if drafter_vocab is not None:
+                vocab = load_vocabulary(drafter_vocab, draft.vocab_size, lm.eos_token_ids)
+                draft = TrimmedLM(draft, vocab)
+            draft = in_vocabulary_of(draft, lm)
         return cls(lm, draft, load_tokenizer(source), source, drafter_source, vocab=vocab)
 
     @cached_property

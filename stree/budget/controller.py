@@ -30,7 +30,8 @@ PRIOR_STEPS = 12.0  # weight of earlier generations, or of LEVEL, in a new one's
 MEMORY_STEPS = 40.0  # steps over which a sequence's acceptance level is averaged
 OLDEST_STEPS = 4.0  # weight of an acceptance level that has aged during plain decoding
 FIRST_PROBE, PROBE_EVERY = 8, 12  # least steps before the first try of another size, and between two of them
-PROBE_STEPS = 3  # steps of a try; after plain decoding a draft model reads the missed text before the first
+PROBE_STEPS = 3  # timed steps of a try; after plain decoding a draft model reads the missed text before the first
+MOST_PROBE_STEPS = 12  # steps of a try where some of them are not timed: those before a capture, and the capture
 PROBE_SHARE = 0.015  # of the time that tries of other sizes may lose
 LOSS_STEPS = 2000.0  # steps over which that share is kept
 EARLIER_STEPS = 50.0  # steps over which the level that is handed on to later generations is averaged
@@ -41,7 +42,7 @@ class StepHistory:
     """What steps of one kind (models, batch size, sampling) have shown; kept with the target between generations.
 
     Attributes:
-        seconds: the last step times of each size but the first, which also compiles and allocates.
+        seconds: the last steady step times of each size but the first, which also allocates.
         level: accepted nodes of a step of START nodes, averaged over earlier generations.
         num_steps: steps that this average counts, at most EARLIER_STEPS a sequence; 0 before the first.
         total_s: seconds of about the last LOSS_STEPS steps.
@@ -85,6 +86,7 @@ class BudgetController:
             raise ValueError(f"sizes must ascend from 1, plain decoding, got {list(sizes)}")
         self._sizes, self._history = list(sizes), history
         self._step, self._next_probe, self._probe_end = 0, FIRST_PROBE, 0
+        self._probe_left = 0  # timed steps that the present try still needs
         self.current = min(sizes, key=lambda size: abs(size - start))
         if not history.num_steps and self.current > 1:
             history.level, history.num_steps = LEVEL, PRIOR_STEPS
@@ -100,28 +102,27 @@ class BudgetController:
             return untimed
         best = self._best()
         if best != self.current:
-            self.current, self._next_probe, self._probe_end = best, self._step + PROBE_EVERY, 0
+            self.current, self._next_probe, self._probe_left = best, self._step + PROBE_EVERY, 0
         elif self._step >= self._next_probe and self._history.lost_s <= PROBE_SHARE * self._history.total_s:
-            self._probed = self._probe()
-            self._next_probe, self._probe_end = self._step + PROBE_EVERY, self._step + PROBE_STEPS
-        return self._probed if self._step < self._probe_end else self.current
+            self._probed, self._probe_left = self._probe(), PROBE_STEPS
+            self._next_probe, self._probe_end = self._step + PROBE_EVERY, self._step + MOST_PROBE_STEPS
+        return self._probed if self._probe_left and self._step < self._probe_end else self.current
 
-    def observe(self, size: int, num_emitted: Sequence[int], seconds: float) -> None:
+    def observe(self, size: int, num_emitted: Sequence[int], seconds: float | None) -> None:
         """Record a step.
 
         Args:
             size: as `choose` returned it.
             num_emitted: tokens of every active sequence, at least 1 each.
-            seconds: duration of the step.
+            seconds: duration of the step; None where it had costs that do not recur, such as a capture: it then counts
+                neither as a time of its size nor as time that a try lost.
         """
-        if size in self._history.seconds:
-            self._history.seconds[size].append(seconds)
-        else:
-            self._history.seconds[size] = deque(maxlen=TIMES)
+        if seconds is not None:
+            self._time(size, seconds)
         if not num_emitted:
             return
         rows = len(num_emitted)
-        if self._untimed_first() is None:
+        if seconds is not None and self._untimed_first() is None:
             self._count_loss(size, seconds)
         if size == 1:  # plain decoding tells nothing of acceptance, and what is known ages
             self._weight = max(self._weight * (1 - 1 / MEMORY_STEPS), min(self._weight, OLDEST_STEPS * rows))
@@ -132,6 +133,14 @@ class BudgetController:
         history = self._history
         history.num_steps = min(history.num_steps + rows, EARLIER_STEPS * rows)
         history.level += rows / history.num_steps * (level - history.level)
+
+    def _time(self, size: int, seconds: float) -> None:
+        """Record the time of a step."""
+        if size in self._history.seconds:
+            self._history.seconds[size].append(seconds)
+        else:
+            self._history.seconds[size] = deque(maxlen=TIMES)
+        self._probe_left -= bool(self._probe_left) and size == self._probed
 
     def _gain(self, size: int) -> float:
         """Return accepted nodes relative to a tree of START nodes; 1 for a fixed shape of another size."""

@@ -34,8 +34,11 @@ class BudgetPolicy:
         """Return the budget of the next step."""
         return self.max_nodes
 
-    def observe(self, num_emitted: Sequence[int], seconds: float) -> None:
-        """Record the oldest step not yet observed: tokens of every active sequence, and its seconds."""
+    def observe(self, num_emitted: Sequence[int], seconds: float | None) -> None:
+        """Record the oldest step not yet observed: tokens of every active sequence, and its seconds.
+
+        The seconds are None for a step that took time for what later steps of its size find done.
+        """
 
 
 class AutoBudget(BudgetPolicy):
@@ -63,7 +66,7 @@ class AutoBudget(BudgetPolicy):
         self._launched.append(self._controller.choose())
         return self._launched[-1]
 
-    def observe(self, num_emitted: Sequence[int], seconds: float) -> None:
+    def observe(self, num_emitted: Sequence[int], seconds: float | None) -> None:
         """Report to the controller."""
         self._controller.observe(self._launched.popleft(), num_emitted, seconds)
 

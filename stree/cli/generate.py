@@ -10,9 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stree.cli.generation_report import report_of, summary
+from stree.cli.importing import import_models, without_collection
 from stree.cli.options import add_command, add_generation
-from stree.cli.progress import Progress
-from stree.inputs import load_tokenizer, locate, tokenizer_fingerprint
+from stree.cli.progress import Progress, TextPrinter
+from stree.inputs import load_tokenizer, locate, stop_tokens, tokenizer_fingerprint
 
 __all__ = ["add_generate", "drafting_options", "generation_options", "prepare"]
 
@@ -34,16 +36,20 @@ def _generate(arguments: argparse.Namespace) -> int:
     tokenizer, load = prepare(arguments)
     prompt_ids = _encode(arguments, tokenizer, prompt)
     lm, drafter = load()
+    if arguments.chat:
+        options["stop_token_ids"] = stop_tokens(lm, tokenizer)
 
-    from transformers import TextStreamer
+    from stree.warming import compile_steps
 
+    drafting = {name: options[name] for name in ("growth", "budget", "verifier")}
+    warm_up_s = compile_steps(lm, drafter, batches=[[options["sampling"]]], **drafting)
     prints = not arguments.tp or os.environ["RANK"] == "0"  # of several processes the first one prints
     if prints:
-        options["streamer"] = Progress(arguments.max_new_tokens) if arguments.json else TextStreamer(tokenizer)
+        options["streamer"] = Progress(arguments.max_new_tokens) if arguments.json else TextPrinter(tokenizer)
     output, status = _run(lm, prompt_ids, drafter, options)
     if prints and output.sequences:  # none where it was interrupted while step times were profiled
-        report = _report(arguments, output, tokenizer, lm)
-        print(json.dumps(report) if arguments.json else _summary(report), file=None if arguments.json else sys.stderr)
+        report = report_of(arguments, output, tokenizer, lm, warm_up_s)
+        print(json.dumps(report) if arguments.json else summary(report), file=None if arguments.json else sys.stderr)
     return status
 
 
@@ -56,6 +62,10 @@ def prepare(arguments: argparse.Namespace) -> tuple[Any, Callable[[], tuple[Any,
     Raises:
         ValueError: no such model, one of another tokenizer, or options that do not go together.
     """
+    from stree.cli.threads import FreeCores
+
+    cores = FreeCores()  # measured while libraries and models are loaded
+    import_models()
     from transformers.utils import logging
 
     from stree.models.families import config_of_text_model, family_of
@@ -78,6 +88,8 @@ def prepare(arguments: argparse.Namespace) -> tuple[Any, Callable[[], tuple[Any,
         drafter = load_drafter(lm)
         for model in (lm, *drafter.models) if arguments.compile else ():
             model.compile()
+        if lm.device.type == "cpu":
+            cores.adapt()
         return lm, drafter
 
     return tokenizer, load
@@ -86,7 +98,9 @@ def prepare(arguments: argparse.Namespace) -> tuple[Any, Callable[[], tuple[Any,
 def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Check the options of ``stree.generate``, and return them."""
     from stree.checks import check_counts, check_sizes
-    from stree.sampling import Sampling
+
+    with without_collection():
+        from stree.sampling import Sampling
 
     options = drafting_options(arguments)
     check_counts(max_new_tokens=arguments.max_new_tokens)
@@ -265,34 +279,3 @@ def _datastore(arguments: argparse.Namespace, tokenizer: Any) -> Any:
             f"{arguments.target!r}; build it anew with 'stree datastore build --target'"
         )
     return store
-
-
-def _report(arguments: argparse.Namespace, output: Any, tokenizer: Any, lm: Any) -> dict[str, Any]:
-    """Gather what ``--json`` prints."""
-    stats = output.stats
-    num_prompt_tokens, num_new_tokens = stats["num_prompt_tokens"][0], stats["num_new_tokens"][0]
-    new = output.sequences[0][num_prompt_tokens:]
-    keys = ("steps", "tau", "draft_calls", "nodes_per_step", "acceptance_by_depth", "tokens_per_s", "total_s")
-    parts = ("prefill_s", "draft_s", "verify_s", "accept_s", "commit_s")
-    return {
-        "text": tokenizer.decode(new, skip_special_tokens=True),
-        "token_ids": new,
-        "num_prompt_tokens": num_prompt_tokens,
-        "num_new_tokens": num_new_tokens,
-        **{key: stats[key] for key in keys + parts},
-        "growth": stats["growth"],
-        "budget": stats["budget"],
-        "verifier": arguments.verifier,
-        "finish_reason": stats["finish_reasons"][0],
-        "device": str(lm.device),
-        "dtype": str(lm.dtype).removeprefix("torch."),
-    }
-
-
-def _summary(report: dict[str, Any]) -> str:
-    """Summarise a run in two lines."""
-    parts = ", ".join(f"{name} {report[name + '_s']:.2f}" for name in ("draft", "verify", "accept", "commit"))
-    return (
-        f"\n{report['num_new_tokens']} tokens in {report['steps']} steps: tau {report['tau']:.2f}, "
-        f"{report['tokens_per_s']:.0f} tokens/s ({report['finish_reason']})\nseconds: {parts}"
-    )

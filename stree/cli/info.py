@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from stree.cli.importing import without_collection
 from stree.cli.options import add_command
 from stree.files import check_file
 from stree.inputs import locate
@@ -102,10 +103,11 @@ def _info(arguments: argparse.Namespace) -> int:
     for name in ("device", "out"):
         if getattr(arguments, name) is not None:
             raise ValueError(f"--{name} belongs to --check, which is missing")
-    import torch
+    with without_collection():
+        import torch
 
-    from stree.models.families import config_of_text_model
-    from stree.models.loading import load_config, torch_dtype
+        from stree.models.families import config_of_text_model
+        from stree.models.loading import load_config, torch_dtype
 
     config = load_config(locate(arguments.model, "target"), trust_remote_code=arguments.trust_remote_code)
     own = getattr(config, "dtype", None) or torch.float32
@@ -122,7 +124,13 @@ def _info(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     """Run ``stree info --check``; 1 where something disagrees."""
     out = check_file(arguments.out or Path(f"stree-check-{Path(arguments.model).resolve().name}.json"))
-    from stree.cli.check_model import check_checkpoint, write_report
+    with without_collection():
+        from transformers.utils import logging
+
+        from stree.cli.check_model import check_checkpoint, write_report
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
     report = check_checkpoint(
         arguments.model, device=arguments.device or "auto", dtype=arguments.dtype,

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from stree.cli.generate import drafting_options, prepare
+from stree.cli.importing import without_collection
 from stree.cli.options import add_command, add_device, add_drafting, add_launching
 
 __all__ = ["add_serve"]
@@ -50,14 +51,27 @@ def _serve(arguments: argparse.Namespace) -> int:
     if missing:
         raise ValueError(f"stree serve needs {', '.join(missing)}: pip install 'stree[serve]'")
     engine_options, api_key = _checked(arguments)
+
+    from stree.cli.threads import FreeCores
+
+    cores = FreeCores()
     tokenizer, load = prepare(arguments)
 
-    from stree.serving import Engine, in_own_thread
-    from stree.serving.app import create_app
-    from stree.serving.server import serve
+    with without_collection():
+        from stree.serving import Engine, in_own_thread
+        from stree.serving.app import create_app
+        from stree.serving.server import serve
+        from stree.warming import ALL_BATCHES, compile_steps
+
+    def start() -> Engine:
+        lm, drafter = load()
+        drafting = {name: engine_options[name] for name in ("growth", "budget", "verifier")}
+        compile_steps(lm, drafter, batches=ALL_BATCHES, **drafting)  # so that the first request need not wait
+        before_step = cores.adapt if lm.device.type == "cpu" else None
+        return Engine(lm, drafter, before_step=before_step, **engine_options)
 
     name = arguments.name or arguments.target
-    with in_own_thread(lambda: Engine(*load(), **engine_options)) as engine:
+    with in_own_thread(start) as engine:
         app = create_app(engine, tokenizer, name, api_key=api_key, max_body=int(arguments.max_body_mb * 1e6))
         url = f"http://{arguments.host}:{arguments.port}"
         print(f"stree serves {name} at {url}{'' if api_key else ', without a key'}", file=sys.stderr)

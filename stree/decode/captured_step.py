@@ -7,7 +7,7 @@ runs on the device (``DraftRun.capture``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from stree.decode.cuda_graphs import Graphs
-from stree.decode.request import Request
 from stree.decode.step import DecodeStep
-from stree.decode.step_result import StepResult
+from stree.decode.step_result import LaunchedStep, StepResult, Wanted
 from stree.decode.timing import Shares, StepTimer
-from stree.drafters import Draft, Drafter, DraftRun
+from stree.drafters import Draft, DraftRun
 from stree.growth import Growth
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
@@ -44,21 +43,24 @@ class CapturedStep(DecodeStep):
         self._shares: dict[Hashable, Shares] = {}  # of a replay's time, by kind of work
         self._version: tuple[DraftRun, int] | None = None  # of the tensors that the present graphs read and write
 
-    def fill(self, drafter: Drafter, requests: Sequence[Request]) -> Tensor:
-        """As ``DecodeStep.fill``; the run may capture parts of its work."""
-        logits = super().fill(drafter, requests)
-        self.run.capture = self._capture_part
-        return logits
+    def __call__(self, growth: Growth | None, budget: int, wanted: Wanted = Wanted()) -> StepResult:  # noqa: B008
+        """As ``DecodeStep``, one thread at a time: a replay overwrites what another one's has not copied yet."""
+        with self.graphs.lock:
+            return super().__call__(growth, budget, wanted)
 
-    def _launch(self, growth: Growth | None, budget: int) -> StepResult:
-        timer = StepTimer(self.state.lengths.device)
+    def _launch(self, growth: Growth | None, budget: int) -> LaunchedStep:
+        timer, before = StepTimer(self.state.lengths.device), self.graphs.num_warm_ups
         if self.run.is_capturable:
-            return self._launch_whole(growth, budget, timer)
-        draft = self._propose(growth, budget)
-        timer.lap("draft_s")
-        return self._launch_target(draft, timer)
+            step = self._launch_whole(growth, budget, timer)
+        else:
+            self.run.capture = self._capture_part  # not longer, as it refers to this object
+            draft = self._propose(growth, budget)
+            self.run.capture = None
+            timer.lap("draft_s")
+            step = self._launch_target(draft, timer)
+        return replace(step, is_steady=self.graphs.num_warm_ups == before)
 
-    def _launch_whole(self, growth: Growth | None, budget: int, timer: StepTimer) -> StepResult:
+    def _launch_whole(self, growth: Growth | None, budget: int, timer: StepTimer) -> LaunchedStep:
         """Replay a step, drafting included."""
         num_calls = self._settle(budget)
         timer.lap("draft_s")
@@ -70,7 +72,7 @@ class CapturedStep(DecodeStep):
         draft = replace(result.draft, num_calls=result.draft.num_calls + num_calls)
         return replace(result, draft=draft, timer=timer)
 
-    def _launch_target(self, draft: Draft, timer: StepTimer) -> StepResult:
+    def _launch_target(self, draft: Draft, timer: StepTimer) -> LaunchedStep:
         """Replay the target's part for a tree that was laid out on the host."""
         size = min(_bucket(draft.tree.tokens.shape[1]), self.state.max_nodes)
         tree = self._inputs.tree(draft.tree, size)
@@ -82,7 +84,7 @@ class CapturedStep(DecodeStep):
             depth = min(_bucket(draft.max_depth), size - 1)
             key = f"{size} nodes to depth {depth}, distributions {probs.probs.dtype}"
 
-        def work() -> StepResult:
+        def work() -> LaunchedStep:
             padded = TokenTree.unchecked(tree.tokens, tree.parents)
             return self._verify(Draft(padded, probs, depth), StepTimer(self.state.lengths.device))
 
@@ -91,7 +93,7 @@ class CapturedStep(DecodeStep):
         timer.lap("draft_s")
         return replace(result, draft=draft, timer=timer)
 
-    def _replay(self, key: str, work: Callable[[], StepResult], timer: StepTimer) -> tuple[StepResult, bool]:
+    def _replay(self, key: str, work: Callable[[], LaunchedStep], timer: StepTimer) -> tuple[LaunchedStep, bool]:
         """Do captured work.  A replay is timed as a whole and divided between parts as the first one was."""
         result, is_replayed = self.graphs.run(key, work, self._capture_failed)
         if not is_replayed:
@@ -111,7 +113,7 @@ class CapturedStep(DecodeStep):
     def _settle(self, budget: int) -> int:
         """Do what only this step needs of the drafter; return the draft calls it took."""
         try:
-            return self.run.settle(self.texts.pending, budget)
+            return self.run.settle(self._pending(), budget)
         except Exception as problem:
             self._decode_without_drafter(problem)
             return 0

@@ -7,15 +7,17 @@ every time.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 
-__all__ = ["CudaRecorder", "Graph", "Graphs", "Recorder", "recovering"]
+__all__ = ["CudaRecorder", "Graph", "GraphPools", "Graphs", "Recorder", "recovering"]
 
 WARM_UP = 2  # runs before a capture: one-time compilation and allocation must not be part of it
 MOST_GRAPHS = 32
@@ -34,7 +36,14 @@ class Graph(Protocol):
 
 
 class Recorder(Protocol):
-    """Captures work on a device."""
+    """Captures work on a device.
+
+    Attributes:
+        lock: held by a thread while it captures or replays, until what a replay made was copied: the graphs of all
+            decode steps of a target share memory pools and a stream.
+    """
+
+    lock: threading.RLock
 
     def capture(self, work: Callable[[], Any], *, separate_pool: bool = False) -> tuple[Graph, Any]:
         """Call work once without running it on the device; return its graph, and what it returned.
@@ -69,6 +78,37 @@ def recovering(device: torch.device) -> Iterator[None]:
         raise
 
 
+class GraphPools:
+    """Two memory pools that graphs are captured into.
+
+    A pool whose graphs are all gone is replaced: torch asserts where something is captured into one while a block of it
+    is still allocated, as the workspace of cuBLAS always is.
+
+    Args:
+        new_handle: makes the handle of a new pool.
+    """
+
+    def __init__(self, new_handle: Callable[[], Any]) -> None:
+        self._new_handle, self._handles = new_handle, [new_handle(), new_handle()]
+        self._graphs: list[WeakSet[Any] | None] = [None, None]  # None before the first capture
+
+    def handle(self, separate_pool: bool) -> Any:
+        """Return the handle of a pool that can be captured into."""
+        graphs = self._graphs[separate_pool]
+        if graphs is not None and not graphs:
+            self.replace(separate_pool)
+        return self._handles[separate_pool]
+
+    def add(self, graph: Any, separate_pool: bool) -> None:
+        """Note a graph that was captured into a pool."""
+        graphs = self._graphs[separate_pool] = self._graphs[separate_pool] or WeakSet()
+        graphs.add(graph)
+
+    def replace(self, separate_pool: bool) -> None:
+        """Use a new pool from now on."""
+        self._handles[separate_pool], self._graphs[separate_pool] = self._new_handle(), None
+
+
 class CudaRecorder:
     """Captures CUDA graphs of one device in two memory pools; graphs of one pool share their temporary memory.
 
@@ -77,25 +117,24 @@ class CudaRecorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pools = device, [torch.cuda.graph_pool_handle() for _ in range(2)]
-        self._stream = torch.cuda.Stream(device)
+        self._device, self._pools = device, GraphPools(torch.cuda.graph_pool_handle)
+        self._stream, self.lock = torch.cuda.Stream(device), threading.RLock()
 
     def capture(self, work: Callable[[], Any], *, separate_pool: bool = False) -> tuple[Graph, Any]:
         """Capture on a stream of its own; other threads may go on using the device."""
         with torch.cuda.device(self._device), recovering(self._device):
-            graph = torch.cuda.CUDAGraph()
+            graph, pool = torch.cuda.CUDAGraph(), self._pools.handle(separate_pool)
             try:
-                with torch.cuda.graph(
-                    graph, pool=self._pools[separate_pool], stream=self._stream, capture_error_mode="thread_local"
-                ):
+                with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                     out = work()
             except BaseException:
                 _failed.append(graph)
                 with suppress(Exception):  # else nothing could be captured into the pool any more
-                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pools[separate_pool])
-                self._pools[separate_pool] = torch.cuda.graph_pool_handle()
+                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+                self._pools.replace(separate_pool)
                 self._stream = torch.cuda.Stream(self._device)
                 raise
+        self._pools.add(graph, separate_pool)
         return graph, out
 
     def allocated(self) -> int:
@@ -124,14 +163,16 @@ class Graphs:
     Attributes:
         problems: why kinds of work cannot be captured; they run without graphs.
         num_replays: replays of all of them.
+        num_warm_ups: runs before a capture, and captures: their times are not those of replays.
         is_capturing: whether work is being captured.
+        lock: see ``Recorder``.
     """
 
     def __init__(self, recorder: Recorder, most: int = MOST_GRAPHS) -> None:
-        self._recorder, self._most = recorder, most
+        self._recorder, self._most, self.lock = recorder, most, recorder.lock
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
         self.problems: dict[Hashable, str] = {}
-        self.num_replays = 0
+        self.num_replays = self.num_warm_ups = 0
         self.is_capturing = False
 
     def run(
@@ -151,6 +192,7 @@ class Graphs:
         kind = self._kinds.setdefault(key, _Kind())
         self._kinds.move_to_end(key)
         kind.runs += 1
+        self.num_warm_ups += kind.graph is None and key not in self.problems
         if kind.graph is None and kind.runs > WARM_UP and key not in self.problems:
             self._capture(key, kind, work, on_failure, separate_pool=separate_pool)
         if kind.graph is None:

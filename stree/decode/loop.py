@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
@@ -22,6 +21,7 @@ from stree.decode.step import DecodeStep, Prefilled
 from stree.decode.step_cache import StepCache, rounded
 from stree.decode.step_result import StepResult
 from stree.drafters import Drafter, HeadDrafter, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.kernels.clock import clock, compile_seconds
 from stree.kernels.dispatch import host_can_read
 from stree.models.layout import layout_of
 from stree.models.state import DecodeState
@@ -108,15 +108,13 @@ class DecodeLoop:
         self, drafter: Drafter, policy: BudgetPolicy, sequences: list[Sequence], batch_size: int | None = None
     ) -> None:
         """Prefill the first sequences together and draw their first tokens; rows beyond them are free."""
-        self._began, self.policy = time.perf_counter(), policy
+        self._began, self._compiled_before, self.policy = clock(), compile_seconds(), policy
         processor = self.batch.processor
         if processor is not None:
             # A draft head, which runs no prompts, drafts without the processor: as lossless, accepted less often.
             drafter = drafter.with_model(
                 lambda lm: processed(lm, processor, is_target=False) if hasattr(lm, "prefill") else lm
             )
-        self._models = self.lm, *drafter.models
-        self._compile_s = self._compile_seconds()
         size = batch_size or len(sequences)
         self.sequences.rows = [Sequence(EMPTY, reason=EMPTY.problem) for _ in range(size)]
         self._key = None if self.step_cache is None else self.key(drafter, policy, size)
@@ -130,7 +128,8 @@ class DecodeLoop:
         step.reserve(self._max_length(policy), policy.growth, policy.max_nodes, begins=not policy.is_off)
         if sequences:
             self._begin(sequences, list(range(len(sequences))), logits[: len(sequences)])
-        self.stats.prefill_s = self.stats.total_s = time.perf_counter() - self._began
+        self._count_time()
+        self.stats.prefill_s = self.stats.total_s
 
     def admit(self, sequence: Sequence, prefilled: Prefilled | None = None) -> None:
         """Prefill a sequence in a free row, unless that was done before, and draw its first token.
@@ -141,9 +140,9 @@ class DecodeLoop:
         row = self.sequences.free_row()
         if row is None:
             raise RuntimeError("every row of the batch holds a sequence that has not ended")
-        began = time.perf_counter()
+        began = clock()
         self._begin([sequence], [row], self._step.admit(row, sequence.request, prefilled))
-        self.stats.prefill_s += time.perf_counter() - began
+        self.stats.prefill_s += clock() - began
 
     def select(self, rows: list[int], newcomer: Sampling | None = None) -> None:
         """Drop all rows but these; with a newcomer's parameters append a free row, which ``admit`` fills.
@@ -159,8 +158,12 @@ class DecodeLoop:
 
     @property
     def can_select(self) -> bool:
-        """Whether ``select`` may be called now: every step is read at once, and the drafter's run allows it."""
-        return self.step_cache is None and not self._is_pipelined() and self._step.run.can_select
+        """Whether ``select`` may be called now: every step is read at once, and the drafter's run allows it.
+
+        A logits processor belongs to the rows as they are.
+        """
+        can_select = self._step.run.can_select and self.batch.processor is None
+        return can_select and self.step_cache is None and not self._is_pipelined()
 
     @property
     def state(self) -> DecodeState:
@@ -169,10 +172,7 @@ class DecodeLoop:
 
     def advance(self) -> None:
         """Launch a step, and read the oldest one that the host does not run ahead of."""
-        result = self._step(
-            self.policy.growth, self.policy.next(),
-            needs_logits=self.sequences.needs_logits, top_logprobs=self.sequences.top_logprobs,
-        )  # fmt: skip
+        result = self._step(self.policy.growth, self.policy.next(), self.sequences.wanted)
         self._launched.append((result, self._num_replays(), self.policy))
         if len(self._launched) > self._is_pipelined():
             self._read()
@@ -234,15 +234,14 @@ class DecodeLoop:
             if self.sequences.append(row, tokens, logits, own, is_late=bool(self._launched)):
                 self._step.set_finished(row)
         seconds = result.timer.seconds()
-        self.stats.record(result.draft, committed, seconds)
-        self.stats.total_s = time.perf_counter() - self._began
+        self.stats.record(result, committed, seconds)
+        self._count_time()
         problem = None if self._has_warned else self.stats.unfit_drafter(self._step.hidden_layers)
         if problem is not None:
             self._has_warned = True
             logger.warning(problem)
-        before, self._compile_s = self._compile_s, self._compile_seconds()
-        step_s = self.lm.agreed(sum(time_s for _, time_s in seconds) - max(self._compile_s - before, 0.0))
-        policy.observe([count for count in committed if count], step_s)
+        step_s = self.lm.agreed(sum(time_s for _, time_s in seconds))
+        policy.observe([count for count in committed if count], step_s if result.is_steady else None)
 
     def _begin(self, sequences: list[Sequence], rows: list[int], logits: Tensor) -> None:
         """Place sequences in rows, and draw and emit their first tokens from float[len(rows), vocab] logits."""
@@ -250,7 +249,7 @@ class DecodeLoop:
         tokens = self._step.first_tokens(torch.tensor(rows, device=self._device), logits)
         for sequence, row in zip(sequences, rows, strict=True):
             self.sequences.begin(sequence, row)
-        self.is_started, top = True, self.sequences.top_logprobs
+        self.is_started, top = True, self.sequences.wanted.top_logprobs
         logprobs = None if top is None else token_logprobs(raw, torch.tensor(tokens, device=raw.device)[:, None], top)
         for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
             own = None if logprobs is None else logprobs[place].tolist()
@@ -278,9 +277,10 @@ class DecodeLoop:
         """Whether a step is read while the next one runs: on a device."""
         return self._device.type == "cuda"
 
-    def _compile_seconds(self) -> float:
-        """Return how long compiling took so far, which is not counted as time of a step."""
-        return sum(getattr(lm, "compile_s", 0.0) for lm in self._models)
+    def _count_time(self) -> None:
+        """Take the time since ``start``, and apart from it that of compiling."""
+        self.stats.total_s = clock() - self._began
+        self.stats.warm_up_s = compile_seconds() - self._compiled_before
 
     def _num_replays(self) -> int:
         return 0 if self._step.graphs is None else self._step.graphs.num_replays

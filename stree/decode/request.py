@@ -96,6 +96,7 @@ class Request:
         processors: of its logits, one after the other; the batch must have a ``RowProcessors`` for them.
         streamer: receives its tokens, or None.
         observer: observes every token, or None.
+        needs_trees: whether the trees of its steps are copied to the host.
     """
 
     prompt: list[int]
@@ -110,6 +111,7 @@ class Request:
     processors: tuple[LogitsProcessor, ...] = ()
     streamer: Streamer | None = None
     observer: Observer | None = None
+    needs_trees: bool = False
 
 
 @dataclass(frozen=True, slots=True)

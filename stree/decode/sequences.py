@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stree.decode.logprobs import TokenLogprob, read_logprobs
 from stree.decode.request import Observer, Request
+from stree.decode.step_result import Wanted
 
 __all__ = ["Sequence", "Sequences"]
 
@@ -73,15 +74,15 @@ class Sequences:
         return any(sequence.reason is None for sequence in self.rows)
 
     @property
-    def needs_logits(self) -> bool:
-        """Whether an observer of a sequence that has not ended reads logits."""
-        return any(one.needs_logits for sequence in self.rows if sequence.reason is None for one in sequence.observers)
-
-    @property
-    def top_logprobs(self) -> int | None:
-        """Most alternatives that a sequence that has not ended wants, or None where none wants log probabilities."""
-        wanted = (sequence.request.logprobs for sequence in self.rows if sequence.reason is None)
-        return max((count for count in wanted if count is not None), default=None)
+    def wanted(self) -> Wanted:
+        """What the sequences that have not ended read of a step beside its tokens."""
+        running = [sequence for sequence in self.rows if sequence.reason is None]
+        counts = (sequence.request.logprobs for sequence in running)
+        return Wanted(
+            logits=any(observer.needs_logits for sequence in running for observer in sequence.observers),
+            top_logprobs=max((count for count in counts if count is not None), default=None),
+            trees=any(sequence.request.needs_trees for sequence in running),
+        )
 
     def add(self, request: Request) -> Sequence:
         """Append the sequence of a request; one that cannot be run has ended already."""
@@ -106,8 +107,8 @@ class Sequences:
         Args:
             row: of the batch.
             tokens: that the device has emitted.
-            logits: float[m, vocab], of which row i gave token i; or None, see ``needs_logits``.
-            logprobs: what ``token_logprobs`` has packed; or None, see ``top_logprobs``.
+            logits: float[m, vocab], of which row i gave token i; or None, see ``wanted``.
+            logprobs: what ``token_logprobs`` has packed; or None, see ``wanted``.
             is_late: whether the next step is running already; a sequence that the host ends then ends after it.
 
         Returns:

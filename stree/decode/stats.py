@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stree.decode.logprobs import TokenLogprob
-from stree.drafters import Draft
+from stree.decode.step_result import StepResult
 
 __all__ = ["PARTS", "Generation", "Statistics"]
 
@@ -37,6 +37,7 @@ class Statistics:
 
     total_s: float = 0.0
     prefill_s: float = 0.0
+    warm_up_s: float = 0.0  # compiling what runs for the first time, which no other time here includes
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     steps: int = 0
     draft_calls: int = 0
@@ -47,18 +48,18 @@ class Statistics:
     drafted_row_steps: int = 0  # row steps for which a draft model ran or more than the root was verified
     accepted: list[int] = field(default_factory=list)  # row steps that accepted exactly i drafted nodes
 
-    def record(self, draft: Draft, committed: Sequence[int], seconds: Sequence[tuple[str, float]]) -> None:
+    def record(self, step: StepResult, committed: Sequence[int], seconds: Sequence[tuple[str, float]]) -> None:
         """Count a step: nodes committed by each sequence, 0 for an inactive one, and seconds by part."""
         self.steps += 1
-        self.draft_calls += draft.num_calls
-        self.reused_drafts += draft.is_reused
-        self.nodes += draft.tree.tokens.shape[1]
+        self.draft_calls += step.num_calls
+        self.reused_drafts += step.is_reused
+        self.nodes += step.num_nodes
         for part, time in seconds:
             self.parts[part] += time
         for count in filter(None, committed):
             self.row_steps += 1
             self.row_tokens += count
-            self.drafted_row_steps += draft.num_calls > 0 or draft.tree.tokens.shape[1] > 1
+            self.drafted_row_steps += step.num_calls > 0 or step.num_nodes > 1
             self.accepted += [0] * (count - len(self.accepted))
             self.accepted[count - 1] += 1
 
@@ -95,5 +96,6 @@ class Statistics:
             "tokens_per_s": num_new_tokens / max(self.total_s, 1e-9),
             "total_s": self.total_s,
             "prefill_s": self.prefill_s,
+            "warm_up_s": self.warm_up_s,
             **self.parts,
         }

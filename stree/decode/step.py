@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stree.decode import debug
 from stree.decode.cuda_graphs import Graphs
 from stree.decode.logits_processors import NodeProcessor
 from stree.decode.request import Request
-from stree.decode.step_result import StepResult
+from stree.decode.step_result import LaunchedStep, StepResult, Wanted
 from stree.decode.timing import StepTimer
 from stree.drafters import Draft, Drafter, DraftRun, NoDrafter, padded_prompts
 from stree.growth import Growth
@@ -87,16 +88,25 @@ class DecodeStep:
         self.rng = Random(self._seeds, zeros.clone(), zeros.clone())
         stop = zeros.new_full((len(zeros), most_stops), -1)
         self.texts = Texts(zeros.clone(), zeros.clone(), zeros.clone(), torch.ones_like(zeros, dtype=torch.bool), stop)
-        self._is_filled = False
+        self._is_filled, self._is_debug = False, debug.checks_memory()
         self.hidden_layers: Sequence[int] | None = None  # that the drafter reads
         self._growth: tuple[Growth | None, Growth | None] = None, None  # the last one, and bound to the sampling
 
-    def __call__(
-        self, growth: Growth | None, budget: int, *, needs_logits: bool = False, top_logprobs: int | None = None
-    ) -> StepResult:
-        """Launch a step of at most ``budget`` nodes a sequence; the rest is as for ``StepResult.to_host``."""
-        result = self._launch(self._bound(growth), budget)
-        return result.to_host(needs_logits=needs_logits, top_logprobs=top_logprobs)
+    def __call__(self, growth: Growth | None, budget: int, wanted: Wanted = Wanted()) -> StepResult:  # noqa: B008
+        """Launch a step of at most ``budget`` nodes a sequence, and the copies of what the host reads of it."""
+        step = self._launch(self._bound(growth), budget)
+        result = step.to_host(wanted)
+        if self._is_debug:
+            self._check_and_poison(step)
+        return result
+
+    def _check_and_poison(self, step: LaunchedStep) -> None:
+        """Check that the step's parts share no memory, and overwrite what is over."""
+        texts = self.texts, self._seeds, self.rng.sequences, self.state.lengths
+        logits = step.logits, step.raw_logits
+        debug.check_owners(texts=texts, draft=step.draft, logits=logits, acceptance=step.acceptance, report=step.report)
+        probs = None if step.draft.probs is None else step.draft.probs.probs
+        debug.poison(step.draft.tree.tokens, step.draft.values, probs, logits, step.acceptance, step.report)
 
     def _bound(self, growth: Growth | None) -> Growth | None:
         """Bind a growth to the batch's sampling parameters; the same object for the same growth."""
@@ -104,7 +114,7 @@ class DecodeStep:
             self._growth = growth, None if growth is None else growth.bind(self.sampling)
         return self._growth[1]
 
-    def _launch(self, growth: Growth | None, budget: int) -> StepResult:
+    def _launch(self, growth: Growth | None, budget: int) -> LaunchedStep:
         timer = StepTimer(self.state.lengths.device)
         draft = self._propose(growth, budget)
         timer.lap("draft_s")
@@ -113,11 +123,11 @@ class DecodeStep:
         timer.lap("draft_s")
         return result
 
-    def _verify(self, draft: Draft, timer: StepTimer) -> StepResult:
+    def _verify(self, draft: Draft, timer: StepTimer) -> LaunchedStep:
         """Do the target's part of a step: verify, accept, commit, emit."""
         logits, hidden = self._recorded(self.lm.verify, self.state, draft.tree)
         timer.lap("verify_s")
-        rng = self.rng.at(self.state.lengths)
+        rng = self._rng_now()
         acceptance = accept(draft.tree, logits, self.sampling, rng, draft.probs, self.verifier, draft.max_depth)
         acceptance = replace(acceptance, path_lengths=acceptance.path_lengths.masked_fill(self.texts.is_finished, 0))
         if hidden is not None:
@@ -129,7 +139,15 @@ class DecodeStep:
         # A text that ends within the path is committed up to its last token, which is pending.
         self.lm.commit(self.state, acceptance.path, acceptance.path_lengths.minimum(report[:, -2].int()))
         timer.lap("commit_s")
-        return StepResult(draft, acceptance, logits, self.raw_logits(logits), report, timer)
+        return LaunchedStep(draft, acceptance, logits, self.raw_logits(logits), report, timer)
+
+    def _pending(self) -> Tensor:
+        """Copy the pending tokens, int64[batch]: ``emit`` writes the next ones in their place."""
+        return self.texts.pending.clone()
+
+    def _rng_now(self) -> Random:
+        """Return the random numbers at the present lengths, which are copied: ``commit`` advances them in place."""
+        return self.rng.at(self.state.lengths.to(torch.long, copy=True))
 
     def raw_logits(self, logits: Tensor) -> Tensor:
         """Return the target's last logits before logits processors, where there are any."""
@@ -146,10 +164,10 @@ class DecodeStep:
     def _propose(self, growth: Growth | None, budget: int) -> Draft:
         """Let the drafter propose; where it fails, decoding goes on without it."""
         try:
-            return self.run.propose(self.texts.pending, growth, budget)
+            return self.run.propose(self._pending(), growth, budget)
         except Exception as problem:
             self._decode_without_drafter(problem)
-            return self.run.propose(self.texts.pending, None, 1)
+            return self.run.propose(self._pending(), None, 1)
 
     def _observe(self, acceptance: Acceptance) -> None:
         """Pass the accepted paths to the drafter; where it fails, decoding goes on without it."""
@@ -192,7 +210,7 @@ class DecodeStep:
         if self._is_filled and self.run.can_restart:
             self.run.restart(prompts)
         else:
-            self.run = drafter.start(self.lm.vocab_size, prompts, self.rng.at(self.state.lengths.long()))
+            self.run = drafter.start(self.lm.vocab_size, prompts, self._rng_now())
             if not isinstance(self.run, DraftRun):
                 what = f"{type(drafter).__name__}.start must return a stree.drafters.DraftRun"
                 raise TypeError(f"{what}, got {type(self.run).__name__}")
@@ -234,7 +252,7 @@ class DecodeStep:
         other.sampling, other._growth = BatchSampling({*sampling}, len(rows), index.device), (None, None)
         for row, parameters in enumerate(sampling):
             other.sampling.write(row, parameters)
-        other.run = self.run.select(index, other.rng.at(other.state.lengths.long()))
+        other.run = self.run.select(index, other._rng_now())
         return other
 
     def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
@@ -247,7 +265,7 @@ class DecodeStep:
         Raises:
             ValueError: logits that have no distribution.
         """
-        sampling, rng = self.sampling.select(rows), self.rng.at(self.state.lengths.long()).select(rows)
+        sampling, rng = self.sampling.select(rows), self._rng_now().select(rows)
         if not bool(sampling.has_distribution(logits).all()):
             kind = "NaN" if bool(logits.isnan().any()) else "infinite"
             raise ValueError(f"the target's logits are {kind} after the prompt")

@@ -75,10 +75,8 @@ def step_cache_of(lm: TreeLM) -> StepCache | None:
     """
     if not _can_capture(lm):
         return None
-    if "step_cache" not in lm.cache:
-        lm.cache["step_cache"] = StepCache(CudaRecorder(lm.device))
-    step_cache: StepCache = lm.cache["step_cache"]
-    return step_cache
+    step_cache: StepCache | None = lm.cache.get("step_cache")
+    return step_cache or lm.cache.setdefault("step_cache", StepCache(CudaRecorder(lm.device)))
 
 
 def rounded(length: int) -> int:

@@ -1,8 +1,8 @@
-"""What one step leaves: the draft, what was accepted, and a report that is copied to the host without synchronising."""
+"""What one step leaves: tensors of the step, which the next one overwrites, and what is copied of them to the host."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,52 +14,66 @@ from stree.drafters import Draft
 from stree.kernels.dispatch import host_can_read
 from stree.verify import Acceptance
 
-__all__ = ["StepResult"]
+__all__ = ["LaunchedStep", "StepResult", "StepTrees", "Wanted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the host reads of a step beside its tokens.
+
+    Attributes:
+        logits: whether the logits of the accepted paths.
+        top_logprobs: log probabilities of the tokens and of so many alternatives, or None for none.
+        trees: whether the trees.
+    """
+
+    logits: bool = False
+    top_logprobs: int | None = None
+    trees: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepTrees:
+    """The trees of a step, on the host.
+
+    Attributes:
+        tokens: int64[batch, n].
+        parents: int32[batch, n].
+        path: int32[batch, m], accepted nodes.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    path: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """One step that was launched.
+    """What the host reads of a step; copies, which no later step writes to.
 
     Attributes:
-        draft: what was proposed.
-        acceptance: what was accepted; path length 0 where a sequence was inactive.
-        logits: float[batch, n, vocab], of the tree's nodes, as they were drawn from; in what ``to_host`` returns
-            float[batch, m, vocab], of the accepted paths, or None.  The tensors of a replayed step are overwritten by
-            the next one.
-        raw_logits: the same before logits processors.
         report: int64[batch, m + 2]: up to m emitted tokens, their number, and the nodes committed.
         timer: times of its parts.
-        arrival: event after which a report on the host may be read, or None where it may be at once.
-        logprobs: float64[batch, m, 2 + 2 top] on the host, see ``token_logprobs``, or None.
+        num_nodes: nodes of a tree, padding included.
+        num_calls: forward passes of a draft model.
+        is_reused: whether the draft was made while the target verified the one before it.
+        logits: float[batch, m, vocab] of the accepted paths, as they were drawn from, or None.
+        logprobs: float64[batch, m, 2 + 2 top], see ``token_logprobs``, or None.
+        trees: the trees, or None.
+        is_steady: whether its time is that of later steps of its kind: nothing was captured, or run to be captured.
+        arrival: event after which the copies may be read, or None where they may be at once.
     """
 
-    draft: Draft
-    acceptance: Acceptance
-    logits: Tensor | None
-    raw_logits: Tensor | None
     report: Tensor
     timer: StepTimer
-    arrival: Any = None
-    logprobs: Tensor | None = None
-
-    def to_host(self, *, needs_logits: bool = False, top_logprobs: int | None = None) -> StepResult:
-        """Start to copy the report to the host, and what else is wanted, before the next step overwrites it."""
-        assert self.logits is not None and self.raw_logits is not None, "this result is on the host already"
-        logits = self._on_path(self.logits) if needs_logits else None
-        logprobs = None
-        if top_logprobs is not None:
-            logprobs = _to_host(token_logprobs(self._on_path(self.raw_logits), self.report[:, :-2], top_logprobs))
-        report = _to_host(self.report)  # after the last lap, whose event has ended once the report has arrived
-        arrival = None
-        if self.report.device.type == "cuda":
-            arrival = torch.cuda.Event()
-            arrival.record(torch.cuda.current_stream(self.report.device))
-        return replace(self, report=report, arrival=arrival, logits=logits, raw_logits=None, logprobs=logprobs)
-
-    def _on_path(self, logits: Tensor) -> Tensor:
-        """Select float[batch, m, vocab] of the accepted paths from float[batch, n, vocab] logits."""
-        return logits.take_along_dim(self.acceptance.path.clamp(min=0).long()[..., None], 1)
+    num_nodes: int
+    num_calls: int
+    is_reused: bool
+    is_steady: bool
+    logits: Tensor | None
+    logprobs: Tensor | None
+    trees: StepTrees | None
+    arrival: Any
 
     def emitted(self) -> tuple[list[list[int]], list[int]]:
         """Synchronise with the report; return each sequence's new tokens, and the nodes that it committed."""
@@ -69,9 +83,54 @@ class StepResult:
         return [row[: row[-2]] for row in rows], [row[-1] for row in rows]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchedStep:
+    """One step that was launched.  Its tensors are over with the step: a replay overwrites them.
+
+    Attributes:
+        draft: what was proposed.
+        acceptance: what was accepted; path length 0 where a sequence was inactive.
+        logits: float[batch, n, vocab], of the tree's nodes, as they were drawn from.
+        raw_logits: the same before logits processors.
+        report: as in ``StepResult``.
+        timer: times of its parts.
+        is_steady: as in ``StepResult``.
+    """
+
+    draft: Draft
+    acceptance: Acceptance
+    logits: Tensor
+    raw_logits: Tensor
+    report: Tensor
+    timer: StepTimer
+    is_steady: bool = True
+
+    def to_host(self, wanted: Wanted) -> StepResult:
+        """Start to copy the report to the host, and what else is wanted, before the next step overwrites it."""
+        tree, logprobs = self.draft.tree, None
+        if wanted.top_logprobs is not None:
+            values = token_logprobs(self._on_path(self.raw_logits), self.report[:, :-2], wanted.top_logprobs)
+            logprobs = _to_host(values)
+        trees = None
+        if wanted.trees:
+            trees = StepTrees(_to_host(tree.tokens), _to_host(tree.parents), _to_host(self.acceptance.path))
+        report, arrival = _to_host(self.report), None
+        if self.report.device.type == "cuda":
+            arrival = torch.cuda.Event()
+            arrival.record(torch.cuda.current_stream(self.report.device))
+        return StepResult(
+            report, self.timer, tree.tokens.shape[1], self.draft.num_calls, self.draft.is_reused, self.is_steady,
+            self._on_path(self.logits) if wanted.logits else None, logprobs, trees, arrival,
+        )  # fmt: skip
+
+    def _on_path(self, logits: Tensor) -> Tensor:
+        """Select float[batch, m, vocab] of the accepted paths from float[batch, n, vocab] logits."""
+        return logits.take_along_dim(self.acceptance.path.clamp(min=0).long()[..., None], 1)
+
+
 def _to_host(tensor: Tensor) -> Tensor:
     """Start to copy a tensor to pinned memory of the host."""
     if host_can_read(tensor):
-        return tensor
+        return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
     return host.copy_(tensor, non_blocking=True)

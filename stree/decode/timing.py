@@ -1,12 +1,13 @@
-"""Times of the parts of a step: by the host's clock, or by CUDA events, read without synchronising."""
+"""Times of the parts of a step: by the host's clock without compilation, or by CUDA events, without synchronising."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from stree.kernels.clock import clock
 
 __all__ = ["StepTimer"]
 
@@ -55,7 +56,7 @@ class StepTimer:
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":
-            return time.perf_counter()
+            return clock()
         # An external event is recorded anew by every replay of the graph that it is captured in.
         event = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())
         event.record(torch.cuda.current_stream(self._device))

@@ -103,6 +103,8 @@ def _stop_strings(arguments: GenerateArguments) -> Any:
     if stops is None or isinstance(stops, StopStrings):
         return stops
     stops = [*stops] if _is_list(stops) else [stops]
+    if stops and all(one is None or isinstance(one, StopStrings) for one in stops):
+        return stops
     is_listed = any(one is None or _is_list(one) for one in stops)
     if not (is_listed or stops):
         return None

@@ -83,13 +83,18 @@ class DraftRun:
         return 0
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
-        """Draft a tree of at most ``budget`` nodes below int64[batch] pending tokens, which are its roots."""
+        """Draft a tree of at most ``budget`` nodes below int64[batch] pending tokens, which are its roots.
+
+        ``pending`` is the run's own copy, and what is returned is the step's from then on: the run changes nothing of
+        it, and reads it until ``observe`` returns, not later.
+        """
         raise NotImplementedError(f"{type(self).__name__} must implement propose")
 
     def observe(self, acceptance: Acceptance) -> None:
         """Read the accepted paths of the last draft; ``next_token`` is pending in the next step.
 
-        A path length of 0 means that the sequence was inactive: its pending token stays the same.
+        A path length of 0 means that the sequence was inactive: its pending token stays the same.  The acceptance is
+        over when this returns: what a run keeps of it, it copies.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement observe")
 

@@ -65,8 +65,8 @@ class CatchUpTokens:
     def forget(self, row: int) -> None:
         """Empty the queue of a sequence."""
         self._number[row] = 0
-        for _, count in self._parts:
-            count[row] = 0
+        index = torch.tensor([row], device=self._number.device)
+        self._parts = [(entries, count.index_fill(0, index, 0)) for entries, count in self._parts]
 
     def select(self, rows: Tensor) -> CatchUpTokens:
         """Copy the queues of some sequences, int64[batch']."""

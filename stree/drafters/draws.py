@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from stree.growth import Plan
+from stree.kernels.constants import constant
 from stree.kernels.dispatch import host_can_read
 from stree.kernels.ops import draw_distinct
 from stree.sampling import MAX_RANKS, Random
@@ -67,7 +66,7 @@ class Draws:
         return torch.cat(tokens, -1), torch.cat(drawn, -1)
 
 
-@cache  # CUDA graphs read these tensors: they must stay alive
+@constant
 def _draft_counters(num_nodes: int, num_ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Counters of the draws of a tree: int64[1, 1, 1] offset, 0, and int64[1, num_nodes, num_ranks] nodes."""
     node = torch.arange(num_nodes, device=device).unsqueeze(-1) * MAX_RANKS + torch.arange(num_ranks, device=device)
@@ -97,7 +96,7 @@ def draft_probs(probs: Tensor, rows: Tensor, plan: Plan, greedy_rows: Tensor | N
     return DraftProbs(probs, rows, kinds, most)
 
 
-@cache  # captured steps read them: none may be dropped
+@constant
 def _kinds(shape: torch.Size, kind: int, device: torch.device) -> Tensor:
     """int8 tensor of a shape, of nodes that are all of one kind."""
     return torch.full(shape, kind, dtype=torch.int8, device=device)

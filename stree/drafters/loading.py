@@ -11,6 +11,7 @@ from stree.drafters.head import HeadDrafter
 from stree.drafters.model import ModelDrafter, check_vocabulary
 from stree.drafters.none import NoDrafter
 from stree.drafters.suffix import SuffixDrafter
+from stree.models.common_vocabulary import in_vocabulary_of
 from stree.models.heads import formats
 from stree.models.heads.causal import CausalHead
 from stree.models.heads.dflash_head import OneShotHead
@@ -30,16 +31,20 @@ def load(source: str | Path | Any, target: TreeLM) -> Drafter:
         source: "suffix" (repetitions of the text), "none" (plain decoding), "mtp" (MTP layers in the target's own
             checkpoint), "fused:PATH" (a small model or head and "suffix" in one tree), the folder or hub id
             ("owner/name") of a draft head or of a small model of the target's vocabulary, that head or model itself
-            (of transformers, or a TreeLM), or a drafter, which is returned.
+            (of transformers, or a TreeLM), or a drafter, which is returned.  Where head and vocabulary of a model are
+            padded to another number of tokens than the target's, it drafts the tokens that both have.
         target: its device and dtype are those of a model that is loaded.
 
     Raises:
         TypeError: something else.
-        ValueError: no checkpoint there, or a model of another vocabulary or on another device than the target.
+        ValueError: no checkpoint there, or a model of another number of tokens, whose tokenizer differs from the
+            target's, or on another device.
         NotImplementedError: a model of a family that is not supported, also for "mtp".
     """
     if isinstance(source, Drafter):
-        return source
+        size = getattr(target, "vocab_size", None)  # generate refuses what is no model
+        is_alike = size is None or all(model.vocab_size == size for model in source.models)
+        return source if is_alike else source.with_model(lambda lm: in_vocabulary_of(lm, target))
     if isinstance(source, str) and source in ("suffix", "none"):
         return SuffixDrafter() if source == "suffix" else NoDrafter()
     if source == "mtp":
@@ -59,7 +64,7 @@ def load(source: str | Path | Any, target: TreeLM) -> Drafter:
         return HeadDrafter(source)
     if isinstance(source, type) or not (hasattr(source, "new_state") or hasattr(source, "config")):
         raise TypeError(f"drafter must be {NAMES}, got {source!r:.80}")
-    lm = source if hasattr(source, "new_state") else TreeLM(source)
+    lm = in_vocabulary_of(source if hasattr(source, "new_state") else TreeLM(source), target)
     check_vocabulary(lm, target.vocab_size)
     if lm.device != target.device:
         raise ValueError(f"drafter and target must be on one device, got {lm.device} and {target.device}")

@@ -33,7 +33,7 @@ class ModelDrafter(Drafter):
     """Draft with a smaller language model, whose own state is committed in step with the target's.
 
     Args:
-        lm: the draft model, of the target's vocabulary.
+        lm: the draft model, of the target's vocabulary; its head may be padded to another number of rows.
         vocab: tokens that it may draft (``stree trim-vocab`` lists the most frequent ones), or None for all: a smaller
             head is faster, and what is left out is never drafted.
 
@@ -65,10 +65,10 @@ class ModelDrafter(Drafter):
 
 
 def check_vocabulary(lm: TreeLM, vocab_size: int) -> None:
-    """Refuse a draft model of another vocabulary than the target's.
+    """Refuse a draft model of another number of logits than the target's; ``load`` gives it the target's where it can.
 
     Raises:
-        ValueError: the vocabularies differ in size.
+        ValueError: the numbers differ.
     """
     if lm.vocab_size != vocab_size:
         raise ValueError(
@@ -127,7 +127,7 @@ class _ModelRun(DraftRun):
         growth = ModelDrafter.default_growth if growth is None else growth
         self._root = self._extension = None
         if budget == 1:
-            self._root = pending.clone()  # the step writes the next token in its place
+            self._root = pending
             return Draft(root_only(pending), None, 0, values=torch.ones_like(pending[:, None], dtype=torch.float32))
         plan = self._plan(growth, budget)
         self._use(growth)

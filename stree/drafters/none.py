@@ -30,7 +30,7 @@ class _NoRun(DraftRun):
     can_admit = can_restart = can_select = is_capturable = True
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
-        return Draft(root_only(pending.clone()), None, 0)  # the step writes the next token in its place
+        return Draft(root_only(pending), None, 0)
 
     def observe(self, acceptance: Acceptance) -> None:
         pass

@@ -116,7 +116,7 @@ class _TargetInitRun(DraftRun):
 
     def observe(self, acceptance: Acceptance) -> None:
         assert acceptance.left is not None, "TargetInit is verified by LONGEST"
-        self._left, self._has_new_text = acceptance.left, False
+        self._left, self._has_new_text = acceptance.left.clone(), False
         self._has_left.fill_(True)
         self._run.observe(acceptance)
 

@@ -16,12 +16,12 @@ Terms that the whole package uses:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from stree.kernels.constants import constant
 from stree.kernels.tree_growth.api import choose
 from stree.kernels.tree_growth.operands import Terms
 
@@ -102,7 +102,7 @@ def choose_slots(
     return choose(priority, left, below, Terms(layer.width + layer.leaves, threshold, layers_left))
 
 
-@cache  # CUDA graphs of captured steps read these tensors, so they must stay allocated
+@constant
 def _on_device(numbers: tuple[int, ...] | tuple[float, ...], device: torch.device) -> Tensor:
     """Copy numbers of a layer to a device, once for each device."""
     is_whole = bool(numbers) and isinstance(numbers[0], int)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from stree.decode.failures import GenerationError
+from stree.decode.stop_strings import TokenBytes, new_text_stops
 from stree.drafters import Drafter
 from stree.generation import Generation, generate
+from stree.inputs import stop_tokens
+from stree.integrations.batch_rows import SAMPLING
 from stree.models.tree_lm import TreeLM
+from stree.request_fields import top_k_of
 from stree.sampling import Sampling
+from stree.serving.text import text_of
 
 __all__ = ["RowGenerator"]
 
@@ -111,31 +117,42 @@ class RowGenerator:
 
     def _texts(self, requests: Sequence[Mapping[str, Any]], prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
         """Run ``generate``, whose arguments are checked before anything runs."""
-        stops: Any = [request.get("stop") for request in requests]
-        names = ("temperature", "top_k", "top_p", "min_p")
+        stops = [request.get("stop") or [] for request in requests]
         out = _complete(
-            self.lm, prompts, self.drafter,
-            sampling=[
-                Sampling(**{name: request.get(name, getattr(self.sampling, name)) for name in names})
-                for request in requests
-            ],
+            self.lm, prompts, self.drafter, sampling=[*map(self._sampling, requests)],
             max_new_tokens=[request.get("max_new_tokens", self.max_new_tokens) for request in requests],
             repetition_penalty=[request.get("repetition_penalty", 1.0) for request in requests],
             seed=[request.get("seed", 0) for request in requests],
-            stop_strings=stops if any(stops) else None, tokenizer=self.tokenizer if any(stops) else None,
-            max_batch=self.max_batch, **self.options,
+            stop_strings=[new_text_stops(self._token_bytes, own) for own in stops],
+            max_batch=self.max_batch, **self._endings, **self.options,
         )  # fmt: skip
         new = [text[len(prompt) :] for text, prompt in zip(out.sequences, prompts, strict=True)]
         return [
             {
-                "text": self.tokenizer.decode(tokens, skip_special_tokens=True),
+                "text": text_of(self._token_bytes, prompt, tokens, own),
                 "token_ids": tokens,
                 "finish_reason": reason,
                 "num_new_tokens": len(tokens),
                 "reason": None,
             }
-            for tokens, reason in zip(new, out.stats["finish_reasons"], strict=True)
+            for prompt, tokens, own, reason in zip(prompts, new, stops, out.stats["finish_reasons"], strict=True)
         ]
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes:
+        return TokenBytes(self.tokenizer)
+
+    @property
+    def _endings(self) -> dict[str, Any]:
+        """The tokens that end a text, unless the options name them."""
+        if "stop_token_ids" in self.options or self.options.get("ignore_eos"):
+            return {}
+        return {"stop_token_ids": stop_tokens(self.lm, self.tokenizer)}
+
+    def _sampling(self, request: Mapping[str, Any]) -> Sampling:
+        """Return the parameters of a row: its own before those of the job."""
+        own = {name: request.get(name, getattr(self.sampling, name)) for name in SAMPLING}
+        return Sampling(**{**own, "top_k": top_k_of(own["top_k"])})
 
 
 def _complete(*arguments: Any, **options: Any) -> Generation:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stree.checks import check_counts
+from stree.request_fields import chat_messages, check_fields, stop_strings, top_k_of, utf8
 from stree.sampling import Sampling
 
 __all__ = ["Row", "checksum", "read_rows", "request_of"]
@@ -19,10 +20,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 LIMITS = ("max_new_tokens", "max_completion_tokens", "max_tokens")
 URLS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 INTEGERS = (*LIMITS, "top_k", "seed")
-OWN = {"prompt", "messages", *SAMPLING, *LIMITS, "seed", "stop", "repetition_penalty"}
-# Fields of a body that do not decide the text, and values of others that ask for nothing.
-WITHOUT_EFFECT = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-NEUTRAL: dict[str, Any] = {"n": 1, "best_of": 1, "response_format": {"type": "text"}}
+OWN = {"model", "prompt", "messages", *SAMPLING, *LIMITS, "seed", "stop", "repetition_penalty"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +117,15 @@ def request_of(row: Mapping[str, Any]) -> dict[str, Any]:
         if name in fields
     }
     sampling = {name: numbers[name] for name in SAMPLING if name in numbers}
-    Sampling(**sampling)  # refuses what is out of range
+    Sampling(**{**sampling, "top_k": top_k_of(sampling.get("top_k"))})  # refuses what is out of range
     limit = next((name for name in LIMITS if name in numbers), None)
     if limit is not None:
         check_counts(**{limit: numbers[limit]})
         request["max_new_tokens"] = numbers[limit]
     if numbers.get("repetition_penalty", 1) <= 0:
         raise ValueError(f"repetition_penalty must be above 0, got {numbers['repetition_penalty']}")
-    if "stop" in fields:
-        request["stop"] = _stop(fields["stop"])
+    if stops := stop_strings(fields.get("stop")):
+        request["stop"] = stops
     return request | sampling | {name: numbers[name] for name in ("seed", "repetition_penalty") if name in numbers}
 
 
@@ -156,9 +154,7 @@ def _body(row: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError(f"url must be one of {', '.join(URLS)}, got {url!r:.80}")
     if url is not None and body.get(URLS[url]) is None:
         raise ValueError(f"the body of a request to {url} must have {URLS[url]}")
-    for name, value in body.items():
-        if name not in OWN | WITHOUT_EFFECT and value and value != NEUTRAL.get(name):
-            raise ValueError(f"{name} is not supported, got {value!r:.80}")
+    check_fields(body, OWN)
     return body
 
 
@@ -169,42 +165,11 @@ def _prompt(fields: Mapping[str, Any]) -> dict[str, Any]:
         which = "neither" if prompt is None else "both"
         raise ValueError(f"a row must have a prompt or messages, got {which}")
     if messages is not None:
-        if not isinstance(messages, list) or not messages:
-            raise TypeError(f"messages must be a list of turns, got {messages!r:.80}")
-        return {"messages": [_turn(turn) for turn in messages]}
+        return {"messages": chat_messages(messages)}
     is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not is_tokens and not isinstance(prompt, str):
         raise TypeError(f"prompt must be a text or a list of token ids, got {prompt!r:.80}")
-    return {"prompt": prompt if is_tokens else _utf8("prompt", str(prompt))}
-
-
-def _turn(turn: Any) -> dict[str, str]:
-    """Return a turn of a chat with its content as one text."""
-    if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-        raise TypeError(f"a turn of messages must be an object with a role and a content, got {turn!r:.80}")
-    content = turn.get("content")
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text")) for part in content)
-    if not isinstance(content, str):
-        raise TypeError(f"the content of a turn must be a text, got {content!r:.80}")
-    return {"role": turn["role"], "content": _utf8("content", content)}
-
-
-def _stop(stop: Any) -> list[str]:
-    """Return the stop strings of a request."""
-    strings = [stop] if isinstance(stop, str) else stop
-    if not isinstance(strings, list) or not all(isinstance(string, str) and string for string in strings):
-        raise TypeError(f"stop must be a string or a list of them, none empty, got {stop!r:.80}")
-    return [_utf8("stop", string) for string in strings]
-
-
-def _utf8(name: str, text: str) -> str:
-    """Refuse half of a pair of surrogates, which can be written in JSON."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name} is no UTF-8 text: {error}") from error
-    return text
+    return {"prompt": prompt if is_tokens else utf8("prompt", str(prompt))}
 
 
 def _json_lines(path: Path) -> Iterator[Any]:

@@ -7,6 +7,7 @@ that is loaded from the folder with ``trust_remote_code=True``, as ``transformer
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from stree.integrations.transformers import custom_generate, tree_lm
 __all__ = ["SETTINGS", "generate_with"]
 
 SETTINGS = ("drafter", "growth", "budget", "verifier")
+_loading = threading.Lock()  # threads that ask at once get one drafter
 
 
 def generate_with(model: PreTrainedModel, inputs: Tensor | None, options: Mapping[str, Any]) -> Any:
@@ -58,10 +60,11 @@ def _drafter(model: PreTrainedModel, drafter: Any) -> Drafter:
     lm = tree_lm(model)
     if not isinstance(drafter, str):
         return load(drafter, lm)
-    kept: dict[str, Drafter] = lm.cache.setdefault("exported drafters", {})
-    if drafter not in kept:
-        kept[drafter] = load(drafter, lm)
-    return kept[drafter]
+    with _loading:
+        kept: dict[str, Drafter] = lm.cache.setdefault("exported drafters", {})
+        if drafter not in kept:
+            kept[drafter] = load(drafter, lm)
+        return kept[drafter]
 
 
 def _one_by_one(generate: Any, ids: Tensor, mask: Tensor, options: dict[str, Any]) -> list[Tensor]:

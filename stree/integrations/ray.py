@@ -107,10 +107,17 @@ def serve_app(
         """Make the application of a replica."""
         from stree.serving import Engine, in_own_thread
         from stree.serving.app import create_app
+        from stree.warming import ALL_BATCHES, compile_steps
+
+        def start() -> Engine:
+            lm, drafting = load()
+            shape = {name: options[name] for name in ("growth", "budget", "verifier") if name in options}
+            compile_steps(lm, drafting, batches=ALL_BATCHES, **shape)  # so that the first request need not wait
+            return Engine(lm, drafting, **options)
 
         api_key = None if api_key_env is None else os.environ[api_key_env]
         words, load = _prepared(target, drafter, tokenizer, load_options or {})
-        engine = in_own_thread(lambda: Engine(*load(), **options))
+        engine = in_own_thread(start)
         app = create_app(engine, words, name or target, api_key=api_key, max_body=max_body)
 
         @asynccontextmanager
@@ -254,8 +261,12 @@ def _rows(batch: Any) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return Python's own object for a value of numpy; None for NaN, which numpy has in place of null."""
+    """Return Python's own object for a value of numpy, also within others; None for NaN, numpy's null."""
     value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, list):
+        return [*map(_plain, value)]
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
     return None if isinstance(value, float) and math.isnan(value) else value
 
 

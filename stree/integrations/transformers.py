@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -30,18 +31,29 @@ from stree.drafters import Drafter, load
 from stree.generation import run
 from stree.growth import Growth
 from stree.integrations.transformers_processors import BatchProcessor, Stops, TextObserver, scores_of
+from stree.models.families import CACHE_ARGUMENTS
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
 __all__ = ["custom_generate", "tree_lm"]
 
 # What generate() passes beside its named arguments; everything else would change what the model computes.
-KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep"}
+KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHE_ARGUMENTS}
 # Options of GenerationConfig that ask for more than token ids, scores and the distribution of the plain model.
 REFUSED_OPTIONS = {
     "output_logits": "raw logits", "output_attentions": "attentions", "output_hidden_states": "hidden states",
     "cache_implementation": "a cache of another kind", "prefill_chunk_size": "prefill in transformers' own chunks",
+    "is_assistant": "drafts for transformers' assisted generation",
+    "assistant_ensemble_weight": "a mixture of target and draft", "speculation_type": "transformers' own speculation",
 }  # fmt: skip
+# Arguments of generate() that it passes to no callable.
+REFUSED_ARGUMENTS = {
+    "assistant_model": "takes a draft model as drafter=, not as assistant_model=",
+    "synced_gpus": "does not keep processes in step, got synced_gpus=True",
+    "negative_prompt_ids": "has no classifier-free guidance, got negative_prompt_ids",
+    "negative_prompt_attention_mask": "has no classifier-free guidance, got negative_prompt_attention_mask",
+}
+_patching = threading.Lock()  # threads that share a model get one TreeLM
 
 
 @dataclass
@@ -77,9 +89,8 @@ def custom_generate(
     that they would see in ``generate``, left padding included.  Stopping criteria are called with one sequence at a
     time, after each of its tokens.
 
-    transformers passes neither ``tokenizer`` nor ``assistant_model`` on to a callable.  So stop strings are looked for
-    with the tokenizer of the model's own checkpoint, unless another one is bound beforehand, and a draft model is given
-    as ``drafter``:
+    transformers does not pass ``tokenizer`` on to a callable.  So stop strings are looked for with the tokenizer of the
+    model's own checkpoint, unless another one is bound beforehand:
 
         custom_generate=functools.partial(stree.custom_generate, tokenizer=tokenizer)
 
@@ -106,10 +117,13 @@ def custom_generate(
         whose cache is None, and which has the statistics of ``stree.generate`` as ``stats``.
 
     Raises:
-        NotImplementedError: a family, generation mode, input or option that is not supported.
+        NotImplementedError: a family, generation mode, input or option that is not supported; ``assistant_model``, in
+            whose place ``drafter`` is, and ``synced_gpus``.
         ValueError: right-padded prompts, a draft model of another vocabulary or on another device, stop strings without
             a tokenizer.
     """
+    call = _call_of_generate()
+    _check_call(call)
     _check_config(model, generation_config)
     mask = _check_inputs(input_ids, model_kwargs)
     lm = tree_lm(model)
@@ -133,7 +147,7 @@ def custom_generate(
         sampling=Sampling(1.0 if is_sampled else 0.0),  # the temperature is one of the processors
         max_new_tokens=stops.max_length - width, stop_token_ids=stops.token_ids,
         processor=BatchProcessor(logits_processor, input_ids, lengths) if len(logits_processor) else None,
-        seed=seed, streamer=_callers_streamer() if streamer is None else streamer, observer=observers,
+        seed=seed, streamer=_callers_streamer(call) if streamer is None else streamer, observer=observers,
         stop_strings=stop_strings or None, tokenizer=_tokenizer(model) if stop_strings and not tokenizer else tokenizer,
     )  # fmt: skip
     output = run(lm, prompts, chosen, arguments)
@@ -157,17 +171,26 @@ class _AfterPrompt:
         self._has_prompt = True
 
 
-def _callers_streamer() -> Streamer | None:
-    """Return the streamer of the call of ``generate`` that runs the hook.
-
-    transformers puts the prompt, but passes the streamer to no callable; who reads one would then wait forever.
-    """
+def _call_of_generate() -> Mapping[str, Any]:
+    """Return the arguments of the call of ``generate`` that runs the hook, which transformers passes to no callable."""
     generate = inspect.unwrap(GenerationMixin.generate).__code__
     caller: FrameType | None = sys._getframe(1)
     while caller is not None and caller.f_code is not generate:
         caller = caller.f_back
-    streamer = None if caller is None else caller.f_locals.get("streamer")
+    return {} if caller is None else caller.f_locals
+
+
+def _callers_streamer(call: Mapping[str, Any]) -> Streamer | None:
+    """Return the streamer of a call of ``generate``, which has received the prompt; its reader waits for the rest."""
+    streamer = call.get("streamer")
     return None if streamer is None else _AfterPrompt(streamer)
+
+
+def _check_call(call: Mapping[str, Any]) -> None:
+    """Refuse arguments of ``generate`` that would have no effect."""
+    for name, reason in REFUSED_ARGUMENTS.items():
+        if call.get(name) is not None and call[name] is not False:
+            raise NotImplementedError(f"custom_generate {reason}")
 
 
 def _tokenizer(model: PreTrainedModel) -> Any:
@@ -208,7 +231,7 @@ def _check_inputs(input_ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
     unknown = sorted(name for name, value in inputs.items() if name not in KNOWN_INPUTS and value is not None)
     if unknown:
         raise NotImplementedError(f"custom_generate takes token ids only, got {', '.join(unknown)}")
-    for name in ("past_key_values", "cache_params"):
+    for name in CACHE_ARGUMENTS:
         if getattr(inputs.get(name), "_is_user_defined", False):
             raise NotImplementedError(f"custom_generate keeps its own state and cannot go on from {name}; leave it out")
     mask: Tensor | None = inputs.get("attention_mask")
@@ -229,8 +252,9 @@ def _check_inputs(input_ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
 
 def tree_lm(model: PreTrainedModel) -> TreeLM:
     """Patch a model, or return the ``TreeLM`` of an earlier call where the model is unchanged."""
-    known: TreeLM | None = model.__dict__.get("_stree")
-    if known is None or known.model is not model or known.change is not None:
-        known = TreeLM(model)
-        model.__dict__["_stree"] = known  # not through setattr: a TreeLM is no part of the model
-    return known
+    with _patching:
+        known: TreeLM | None = model.__dict__.get("_stree")
+        if known is None or known.model is not model or known.change is not None:
+            known = TreeLM(model)
+            model.__dict__["_stree"] = known  # not through setattr: a TreeLM is no part of the model
+        return known

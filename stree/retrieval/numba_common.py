@@ -1,8 +1,7 @@
 """Functions that both retrieval structures use, compiled by numba: ranked lists, a heap, and the union of two trees.
 
-All data is in arrays that the caller allocates. numba caches the machine code beside the source file, so it is compiled
-once per installation; the ``numba_*`` modules are imported with the first text, because importing numba is slow. The
-cache checks one source file only: after a change here, delete the caches of the two modules that import this one.
+All data is in arrays that the caller allocates. numba's cache checks one source file only: after a change here, delete
+the caches of the two modules that import this one.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-any-return, return-value"
@@ -12,8 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from stree.kernels import numba_jit
+from stree.kernels.numba_jit import compiled
 from stree.retrieval.continuations import Nodes
 
 __all__ = ["MOST_CHILDREN", "Array", "compiled", "inner", "insert_ranked", "is_new", "merge", "pop", "push", "write"]
@@ -22,8 +22,7 @@ MOST_CHILDREN = 8  # continuations that are considered after one string
 
 Array = np.ndarray[Any, Any]
 # Loops instead of slice assignments, ``arange`` and ``zeros``: numba takes seconds to compile each of these.
-compiled = njit(cache=True, error_model="numpy")  # called from Python
-inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+inner = numba_jit.inner(no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @inner

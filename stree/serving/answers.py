@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stree.decode.logprobs import TokenLogprob
+from stree.decode.stop_strings import TokenBytes
 from stree.serving.errors import APIError
 from stree.serving.handle import RequestHandle
-from stree.serving.text import IncrementalText
+from stree.serving.text import IncrementalText, TextToken
 
-__all__ = ["Choice", "Piece", "chat_logprobs", "completion_logprobs", "merged", "usage"]
+__all__ = ["Choice", "Piece", "chat_logprobs", "completion_logprobs", "merged", "token_name", "usage"]
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -25,15 +26,15 @@ class Piece:
         index: of the choice.
         text: that is certain now.
         logprobs: of the step's tokens, where they are wanted.
+        tokens: where the step's tokens are in the text of the choice.
         finish_reason: "stop" or "length" in the last piece, else None.
-        offset: characters before it.
     """
 
     index: int
     text: str
     logprobs: list[TokenLogprob]
+    tokens: list[TextToken]
     finish_reason: str | None
-    offset: int
 
 
 @dataclass(slots=True)
@@ -60,18 +61,16 @@ class Choice:
         """
         try:
             async for step in self.handle:
-                offset, new = len(self.text.text), step.logprobs or []
+                new, piece = step.logprobs or [], self.text.push(step.tokens)
                 self.logprobs += new
-                yield Piece(self.index, self.text.push(step.tokens), new, None, offset)
+                yield Piece(self.index, piece, new, self.text.tokens[-len(step.tokens) :], None)
         except RuntimeError as error:
             raise APIError(500, str(error)) from error
         reason = self.handle.finish_reason or "stop"
         if reason == "cancelled":
             raise APIError(503, "the request was cancelled: the server stops")
-        offset = len(self.text.text)
-        yield Piece(
-            self.index, self.text.push([], is_last=True), [], "stop" if self.text.is_stopped else reason, offset
-        )
+        rest = self.text.push([], is_last=True)
+        yield Piece(self.index, rest, [], [], "stop" if self.text.is_stopped else reason)
 
 
 async def merged(choices: Sequence[Choice]) -> AsyncIterator[Piece]:
@@ -112,30 +111,47 @@ def usage(choices: Sequence[Choice], num_prompt_tokens: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def completion_logprobs(found: Sequence[TokenLogprob], tokenizer: Any, offset: int) -> dict[str, Any]:
-    """Write log probabilities as /v1/completions does."""
-    names = [_name(tokenizer, one.token) for one in found]
-    offsets = [offset + sum(map(len, names[:place])) for place in range(len(names))]
+def completion_logprobs(piece: Piece, token_bytes: TokenBytes) -> dict[str, Any]:
+    """Write log probabilities as /v1/completions does; two alternatives that add the same get names of their own."""
+    names, tops, mark = [], [], "bytes:"
+    for found, place in zip(piece.logprobs, piece.tokens, strict=False):  # no logprobs where none are wanted
+        names.append(token_name(token_bytes, found.token, is_first=place.is_first, mark=mark))
+        top = dict[str, float]()
+        for token, value in found.top:
+            name = token_name(token_bytes, token, is_first=place.is_first, mark=mark)
+            is_taken = name in top or (name == names[-1] and token != found.token)
+            top[f"token_id:{token}" if is_taken else name] = _finite(value)
+        tops.append(top)
     return {
-        "tokens": names, "token_logprobs": [_finite(one.logprob) for one in found], "text_offset": offsets,
-        "top_logprobs": [{_name(tokenizer, token): _finite(value) for token, value in one.top} for one in found],
+        "tokens": names, "token_logprobs": [_finite(found.logprob) for found in piece.logprobs],
+        "text_offset": [place.offset for place in piece.tokens[: len(names)]], "top_logprobs": tops,
     }  # fmt: skip
 
 
-def chat_logprobs(found: Sequence[TokenLogprob], tokenizer: Any) -> dict[str, Any]:
-    """Write log probabilities as /v1/chat/completions does."""
+def chat_logprobs(piece: Piece, token_bytes: TokenBytes) -> dict[str, Any]:
+    """Write log probabilities as /v1/chat/completions does; a token that the text does not show has no bytes."""
 
-    def one(token: int, logprob: float) -> dict[str, Any]:
-        name = _name(tokenizer, token)
-        return {"token": name, "logprob": _finite(logprob), "bytes": [*name.encode()]}
+    def one(token: int, logprob: float, is_first: bool) -> dict[str, Any]:
+        own = token_bytes.piece(token)
+        shown = (own.first if is_first else own.later) if own.is_shown else b""
+        name = token_name(token_bytes, token, is_first=is_first)
+        return {"token": name, "logprob": _finite(logprob), "bytes": [*shown]}
 
-    content = [{**one(each.token, each.logprob), "top_logprobs": [one(*other) for other in each.top]} for each in found]
+    content = []
+    for found, place in zip(piece.logprobs, piece.tokens, strict=False):
+        top = [one(*other, place.is_first) for other in found.top]
+        content.append({**one(found.token, found.logprob, place.is_first), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-def _name(tokenizer: Any, token: int) -> str:
-    name: str = tokenizer.decode([token])
-    return name
+def token_name(token_bytes: TokenBytes, token: int, *, is_first: bool = False, mark: str = "") -> str:
+    """Return what a token adds to a text; of a part of a character, a mark and its bytes, as OpenAI writes them."""
+    piece = token_bytes.piece(token)
+    own = piece.first if is_first or not piece.is_shown else piece.later
+    try:
+        return own.decode()
+    except UnicodeDecodeError:
+        return mark + own.decode(errors="backslashreplace")
 
 
 def _finite(logprob: float) -> float:

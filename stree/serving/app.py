@@ -40,7 +40,7 @@ def create_app(
     app.add_middleware(Guard, api_key=api_key, max_body=max_body, is_draining=lambda: bool(app.state.is_draining))
     api = OpenAIAPI(engine, tokenizer, model)
     _add_reports(app, api)
-    add_page(app, api, engine, tokenizer)
+    add_page(app, api, engine)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from stree.decode.memory import check_memory
 from stree.decode.request import GenerateArguments, Request
 from stree.decode.step import Prefilled
 from stree.decode.step_result import StepResult
+from stree.decode.stop_strings import new_text_stops
 from stree.decode.validation import checked
 from stree.drafters import Drafter, NoDrafter, SuffixDrafter, load
 from stree.drafters.target_init import drafter_and_verifier
@@ -57,8 +58,11 @@ class Engine:
         max_batch: most requests that run at once; others wait.
         max_length: most tokens of a prompt and its new ones.  Memory is bounded by ``max_batch`` times it.
         max_queue: most requests that wait, or None for any number.
-        cache_bytes: of the states of earlier texts.  A request that continues one runs its new tokens only.
+        cache_bytes: of the states of earlier texts.  A request that continues one runs its new tokens only.  They are
+            dropped when the next request begins after the target was changed: weights that were replaced or written to
+            in place (but through their ``data``), other adapters, hooks or settings.  ``clear_cache`` drops them, too.
         prefill_chunk: most tokens of a prompt that run between two steps of the requests that are running.
+        before_step: called by the engine's thread before every step, or None.
 
     Raises:
         ValueError: an argument outside its range, or states that memory cannot hold.
@@ -69,6 +73,7 @@ class Engine:
         self, lm: TreeLM, drafter: Drafter | TreeLM | str | Path | None = None, *, growth: Growth | str | None = None,
         budget: int | str | None = None, verifier: str = "auto", max_batch: int = 8, max_length: int = 4096,
         max_queue: int | None = None, cache_bytes: int = 0, prefill_chunk: int = 512,
+        before_step: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         check_sizes(max_batch=max_batch, max_length=max_length, prefill_chunk=prefill_chunk)
         drafter = SuffixDrafter() if drafter is None else load(drafter, lm)
@@ -84,7 +89,7 @@ class Engine:
             lm, self._drafter, arguments, max_batch, max_length, self._is_cancelled, self._record
         )  # fmt: skip
         check_memory(lm, self._drafter, max_batch, max_length + self._batch.max_nodes, self._batch.max_nodes)
-        self._cache = PrefixCache(cache_bytes)
+        self._cache, self._before_step = PrefixCache(cache_bytes), before_step or (lambda: None)
         self._prefill: tuple[RequestHandle, Request, Prefill] | None = None
         self._waiting: deque[tuple[RequestHandle, Request]] = deque()
         self._handles: dict[Request, RequestHandle] = {}  # of the running sequences
@@ -107,7 +112,7 @@ class Engine:
             sampling: temperature, top-k, top-p, min-p; None for greedy.
             max_new_tokens: most new tokens.
             stop_token_ids: tokens that end the text, at most 64; None for the model's own.
-            stop_strings: strings that end it.
+            stop_strings: strings that end it, in its new tokens alone: with the names of special ones, and without.
             tokenizer: which stop strings need.
             ignore_eos: write on through the model's own stop tokens.
             logprobs: keep each token's log probability, and a number of alternatives.
@@ -122,13 +127,13 @@ class Engine:
         """
         arguments = replace(
             self._arguments, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids,
-            stop_strings=stop_strings, tokenizer=tokenizer, ignore_eos=ignore_eos, logprobs=logprobs, seed=seed,
+            stop_strings=new_text_stops(tokenizer, stop_strings), ignore_eos=ignore_eos, logprobs=logprobs, seed=seed,
         )  # fmt: skip
         batch = batch_for(self.lm, [prompt], checked(self.lm, self._drafter, arguments), most_prompts=1)
         if batch.most_stops > MOST_STOPS:
             raise ValueError(f"stop_token_ids must be at most {MOST_STOPS} tokens, got {batch.most_stops}")
-        handle = RequestHandle(wants_trees=trees)
-        request = replace(next(batch.requests), streamer=handle)
+        handle = RequestHandle()
+        request = replace(next(batch.requests), streamer=handle, needs_trees=trees)
         handle.start(request)
         with self._changed:
             if self._closing is not None:
@@ -147,6 +152,10 @@ class Engine:
         """Requests that run and wait now, and sums over all requests so far, JSON-able."""
         with self._changed:
             return {"running": self._num_begun(), "waiting": len(self._waiting), **self._totals}
+
+    def clear_cache(self) -> None:
+        """Drop the states of earlier texts, from any thread; of the requests that run now none is kept."""
+        self._cache.clear()
 
     def close(self, grace: float = 0.0) -> None:
         """Refuse further requests, let the others end for ``grace`` seconds, cancel the rest, and free all states."""
@@ -168,6 +177,7 @@ class Engine:
     def _run(self) -> None:
         while self._wait():
             try:
+                self._before_step()
                 self._prefill_chunk()
                 if self._batch.is_running:
                     self._batch.advance()
@@ -203,15 +213,20 @@ class Engine:
         return [*((handle, request) for request, handle in self._handles.items()), *prefilling]
 
     def _begin(self, handle: RequestHandle, request: Request) -> None:
-        """Begin to prefill a request."""
+        """Begin to prefill a request, unless it has to wait for requests that run with other weights."""
+        if not self._batch.takes_up_weights(self._cache):
+            with self._changed:
+                self._waiting.appendleft((handle, request))
+            return None
         handle.note("started")
         try:
             state = self._batch.new_row()
             prefill = Prefill(self.lm, request.prompt, state, self._drafter.hidden_layers, self._cache)
         except Exception as error:
             return handle.finish("error", error)
-        handle.num_cached = prefill.num_cached
+        handle.num_cached, handle.cache_epoch = prefill.num_cached, prefill.epoch
         self._prefill = handle, request, prefill
+        return None
 
     def _prefill_chunk(self) -> None:
         """Run the next chunk of the prompt that is prefilled; after the last one its sequence joins the batch."""
@@ -245,28 +260,32 @@ class Engine:
         ended = [sequence for sequence in self._batch.rows if sequence.reason and sequence.request in self._handles]
         if not ended:
             return
-        if self._cache.max_bytes and self._drafter.hidden_layers is None:
-            for kept in filter(None, map(self._batch.state_after, ended)):
-                self._cache.put(KeptPrefix(*kept, None, None))
         with self._changed:
-            for sequence in ended:
-                handle = self._handles.pop(sequence.request)
+            handles = [self._handles.pop(sequence.request) for sequence in ended]
+            for sequence, handle in zip(ended, handles, strict=True):
                 counts = len(sequence.new), handle.num_steps, handle.drafted, handle.accepted
                 for name, count in zip(("new_tokens", "steps", "drafted", "accepted"), counts, strict=True):
                     self._totals[name] += count
+        for sequence, handle in zip(ended, handles, strict=True):
+            handle.finish(sequence.reason or "error")
+        if self._cache.max_bytes and self._drafter.hidden_layers is None:
+            for sequence, handle in zip(ended, handles, strict=True):
+                if kept := self._batch.state_after(sequence):
+                    self._cache.put(KeptPrefix(*kept, None, None), handle.cache_epoch)
         self._batch.leave(is_idle=self._prefill is None)
 
     def _fail(self, error: Exception) -> None:
         """End the running requests with an error; the states are lost, and later requests begin anew."""
         logger.exception("decoding failed; %d requests end with an error", len(self._handles))
-        for handle in self._handles.values():
-            handle.finish("error", error)
         with self._changed:
-            self._handles.clear()
+            handles, self._handles = [*self._handles.values()], {}
             if self._prefill is not None:
                 self._waiting.appendleft(self._prefill[:2])
         self._prefill = None
         self._batch.drop()
+        for handle in handles:
+            reason = None if handle.sequence is None else handle.sequence.reason
+            handle.finish(reason or "error", None if reason else error)
 
     def _is_cancelled(self, request: Request) -> bool:
         return request in self._handles and self._handles[request].is_cancelled
@@ -276,4 +295,4 @@ class Engine:
         for row, sequence in enumerate(self._batch.rows):
             handle = self._handles.get(sequence.request)
             if handle is not None and committed[row]:
-                handle.record(result, row, committed[row], has_tree=result.arrival is None)
+                handle.record(result, row, committed[row])

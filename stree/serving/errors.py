@@ -60,7 +60,8 @@ def add_handlers(app: FastAPI) -> None:
         first = error.errors()[0]
         where = [str(part) for part in first["loc"] if part != "body"]
         param = where[0] if where and first["type"] != "json_invalid" else None
-        message = first["msg"] if param is None else f"{'.'.join(where)}: {first['msg']}"
+        own = first.get("ctx", {}).get("error")  # of a check of ours, which names the field
+        message = str(own or first["msg"]) if own or param is None else f"{'.'.join(where)}: {first['msg']}"
         return JSONResponse(error_body(400, message, param), 400)
 
     @app.exception_handler(HTTPException)

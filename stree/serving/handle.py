@@ -43,8 +43,7 @@ class EmittedStep:
     Attributes:
         tokens: at least one; the first step of a request has the token after its prompt.
         logprobs: of the tokens, where the request wants them, as in ``generate``.
-        tree: of the step, where the request wants trees; None for the first one, and where the host runs behind the
-            device, which has overwritten it.
+        tree: of the step, where the request wants trees; None for the first one.
     """
 
     tokens: list[int]
@@ -61,11 +60,11 @@ class RequestHandle:
         finish_reason: "stop", "length", "cancelled" or "error"; None while it waits or runs.
     """
 
-    def __init__(self, *, wants_trees: bool = False) -> None:
+    def __init__(self) -> None:
         self.finish_reason: str | None = None
         self.sequence: Sequence | None = None  # what follows belongs to the engine's thread
-        self.wants_trees, self.is_cancelled = wants_trees, False
-        self.num_cached = self.drafted = self.accepted = self.num_steps = 0
+        self.is_cancelled = False
+        self.num_cached = self.cache_epoch = self.drafted = self.accepted = self.num_steps = 0
         self._request: Request | None = None
         self._steps: list[EmittedStep] = []
         self._tree: StepTree | None = None
@@ -158,7 +157,7 @@ class RequestHandle:
             "num_new_tokens": len(self.tokens), **counts, **seconds,
         }  # fmt: skip
 
-    # The engine's thread calls what follows.  ``put`` and ``end`` make a handle the streamer of its request.
+    # The engine's thread calls what follows.  ``put`` makes a handle the streamer of its request.
 
     def start(self, request: Request) -> None:
         """Note what was asked for."""
@@ -168,15 +167,15 @@ class RequestHandle:
         """Note the time of an event, once."""
         self._times.setdefault(event, time.perf_counter())
 
-    def record(self, result: StepResult, row: int, committed: int, *, has_tree: bool) -> None:
+    def record(self, result: StepResult, row: int, committed: int) -> None:
         """Note the tree of a step whose tokens come next."""
-        tree = result.draft.tree
         self.num_steps += 1
-        self.drafted += tree.tokens.shape[1] - 1
+        self.drafted += result.num_nodes - 1
         self.accepted += max(committed - 1, 0)
-        if self.wants_trees and has_tree:
-            path = result.acceptance.path[row, :committed].tolist()
-            self._tree = StepTree(tree.tokens[row].tolist(), tree.parents[row].tolist(), path)
+        trees = result.trees
+        if self._request is not None and self._request.needs_trees and trees is not None:
+            path = trees.path[row, :committed].tolist()
+            self._tree = StepTree(trees.tokens[row].tolist(), trees.parents[row].tolist(), path)
 
     def put(self, value: Tensor) -> None:
         """Take the prompt first, which is known, and then the tokens of every step."""
@@ -190,9 +189,7 @@ class RequestHandle:
         self._tree = None
 
     def end(self) -> None:
-        """Take the end of the text."""
-        assert self.sequence is not None, "a sequence is in a row"
-        self.finish(self.sequence.reason or "error")
+        """Do nothing: the engine calls ``finish`` when it has counted the request."""
 
     def finish(self, reason: str, error: BaseException | None = None) -> None:
         """End the request, unless it has ended."""

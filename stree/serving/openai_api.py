@@ -12,6 +12,8 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
+from stree.decode.stop_strings import TokenBytes
+from stree.inputs import stop_tokens
 from stree.serving.answers import Choice, Piece, chat_logprobs, completion_logprobs, merged, usage
 from stree.serving.engine import Engine, QueueFull
 from stree.serving.errors import APIError, error_body
@@ -30,11 +32,14 @@ class OpenAIAPI:
         engine: decodes.
         tokenizer: of the target.
         model: its name.
+
+    Attributes:
+        token_bytes: of the tokenizer.
     """
 
     def __init__(self, engine: Engine, tokenizer: Any, model: str) -> None:
         self._engine, self._tokenizer, self._model = engine, tokenizer, model
-        self.metrics = Metrics(engine, model)
+        self.token_bytes, self.metrics = TokenBytes(tokenizer), Metrics(engine, model)
         self.card = {
             "id": model, "object": "model", "created": int(time.time()), "owned_by": "stree",
             "max_model_len": engine.max_length,
@@ -59,9 +64,7 @@ class OpenAIAPI:
         head = self._head("cmpl", "text_completion")
 
         def part(piece: Piece, *, is_whole: bool) -> dict[str, Any]:
-            found = None
-            if body.logprobs is not None:
-                found = completion_logprobs(piece.logprobs, self._tokenizer, piece.offset)
+            found = None if body.logprobs is None else completion_logprobs(piece, self.token_bytes)
             return {
                 "index": piece.index, "text": piece.text, "logprobs": found, "finish_reason": piece.finish_reason,
             }  # fmt: skip
@@ -78,7 +81,7 @@ class OpenAIAPI:
         begun = set[int]()
 
         def part(piece: Piece, *, is_whole: bool) -> dict[str, Any]:
-            found = chat_logprobs(piece.logprobs, self._tokenizer) if body.logprobs else None
+            found = chat_logprobs(piece, self.token_bytes) if body.logprobs else None
             content: dict[str, Any] = {"content": piece.text}
             if is_whole or piece.index not in begun:
                 begun.add(piece.index)
@@ -113,15 +116,13 @@ class OpenAIAPI:
         return ids
 
     def _encode_chat(self, body: ChatRequest) -> list[int]:
-        turns = [message.as_template_takes_it() for message in body.messages]
         if self._tokenizer.chat_template is None:
             raise APIError(400, f"{self._model} has no chat template; use /v1/completions", param="messages")
         try:
-            ids: list[int] = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
+            encoding = self._tokenizer.apply_chat_template(body.messages, add_generation_prompt=True, return_dict=True)
         except Exception as error:  # templates raise for turns in another order than theirs
             raise APIError(400, f"the chat template refuses the messages: {error}", param="messages") from error
+        ids: list[int] = encoding["input_ids"]
         return ids
 
     async def _submit(
@@ -134,7 +135,7 @@ class OpenAIAPI:
             for prompt in prompts:
                 for number in range(body.n or 1):
                     handle = await asyncio.to_thread(self._submit_one, body, prompt, seed + number, trees)
-                    choices.append(Choice(len(choices), handle, IncrementalText(self._tokenizer, prompt, body.stops)))
+                    choices.append(Choice(len(choices), handle, IncrementalText(self.token_bytes, prompt, body.stops)))
         except BaseException:
             for choice in choices:
                 choice.handle.cancel()
@@ -151,11 +152,12 @@ class OpenAIAPI:
         if len(prompt) + limit > most:
             message = f"{len(prompt)} tokens of the prompt and {limit} new ones are more than {most}"
             raise APIError(400, message, param="max_tokens", code="context_length_exceeded")
+        ends = [] if body.ignore_eos else stop_tokens(self._engine.lm, self._tokenizer)
         try:
             return self._engine.submit(
-                prompt, sampling=body.sampling, max_new_tokens=limit, stop_token_ids=body.stop_token_ids,
-                stop_strings=body.stops or None, tokenizer=self._tokenizer, ignore_eos=bool(body.ignore_eos),
-                logprobs=body.top_logprobs_wanted, seed=seed, trees=trees,
+                prompt, sampling=body.sampling, max_new_tokens=limit,
+                stop_token_ids={*ends, *(body.stop_token_ids or ())}, stop_strings=body.stops,
+                tokenizer=self.token_bytes, logprobs=body.top_logprobs_wanted, seed=seed, trees=trees,
             )  # fmt: skip
         except QueueFull as error:
             raise APIError(429, str(error), headers={"Retry-After": "1"}) from error
@@ -207,7 +209,7 @@ async def _all(choices: Sequence[Choice]) -> list[Piece]:
     reasons = dict[int, str | None]()
     async for piece in merged(choices):
         reasons[piece.index] = piece.finish_reason
-    return [Piece(each.index, each.text.text, each.logprobs, reasons[each.index], 0) for each in choices]
+    return [Piece(each.index, each.text.text, each.logprobs, each.text.tokens, reasons[each.index]) for each in choices]
 
 
 async def _unless_left(request: Request, work: Awaitable[list[Piece]]) -> list[Piece]:

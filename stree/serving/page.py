@@ -11,9 +11,10 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, StreamingResponse
 
+from stree.decode.stop_strings import TokenBytes
 from stree.drafters import NoDrafter
 from stree.generation import generate
-from stree.serving.answers import Choice
+from stree.serving.answers import Choice, token_name
 from stree.serving.engine import Engine
 from stree.serving.handle import StepTree
 from stree.serving.openai_api import OpenAIAPI, event
@@ -24,14 +25,13 @@ __all__ = ["add_page"]
 PLAIN_TOKENS = 24  # that plain decoding writes to be timed
 
 
-def add_page(app: FastAPI, api: OpenAIAPI, engine: Engine, tokenizer: Any) -> None:
+def add_page(app: FastAPI, api: OpenAIAPI, engine: Engine) -> None:
     """Add the page, and POST /demo/stream, from which it reads.
 
     Args:
         app: of the server.
         api: submits texts.
         engine: whose target is timed.
-        tokenizer: of the target.
     """
     html = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
@@ -42,10 +42,10 @@ def add_page(app: FastAPI, api: OpenAIAPI, engine: Engine, tokenizer: Any) -> No
     @app.post("/demo/stream", response_model=None)
     async def stream(body: DemoRequest) -> Any:
         choice = await api.submit_text(body.prompt, body.max_tokens, body.temperature)
-        return StreamingResponse(_events(choice, engine, tokenizer), media_type="text/event-stream")
+        return StreamingResponse(_events(choice, engine, api.token_bytes), media_type="text/event-stream")
 
 
-async def _events(choice: Choice, engine: Engine, tokenizer: Any) -> AsyncIterator[str]:
+async def _events(choice: Choice, engine: Engine, token_bytes: TokenBytes) -> AsyncIterator[str]:
     """Yield an event a step, with its piece of text, tokens and seconds so far, and its tree; then plain's speed."""
     handle, began = choice.handle, time.perf_counter()
 
@@ -54,7 +54,7 @@ async def _events(choice: Choice, engine: Engine, tokenizer: Any) -> AsyncIterat
 
     try:
         async for step in handle:
-            tree = None if step.tree is None else _named(step.tree, tokenizer)
+            tree = None if step.tree is None else _named(step.tree, token_bytes)
             yield event({**state(choice.text.push(step.tokens)), "tree": tree})
         yield event(state(choice.text.push([], is_last=True)))
         yield event({"plain": await asyncio.to_thread(_plain_speed, engine, handle.prompt)})
@@ -62,10 +62,10 @@ async def _events(choice: Choice, engine: Engine, tokenizer: Any) -> AsyncIterat
         handle.cancel()
 
 
-def _named(tree: StepTree, tokenizer: Any) -> dict[str, Any]:
+def _named(tree: StepTree, token_bytes: TokenBytes) -> dict[str, Any]:
     """Give the nodes their text, and leave padding out."""
     size = sum(parent >= 0 for parent in tree.parents) + 1
-    names = [tokenizer.decode([token]) for token in tree.tokens[:size]]
+    names = [token_name(token_bytes, token) for token in tree.tokens[:size]]
     return {"tokens": names, "parents": tree.parents[:size], "path": tree.path}
 
 

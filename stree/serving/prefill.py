@@ -27,6 +27,7 @@ class Prefill:
 
     Attributes:
         num_cached: tokens that were not run again.
+        epoch: of the cache, when it began.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Prefill:
         cache: PrefixCache,
     ) -> None:  # fmt: skip
         self._lm, self._prompt, self._layers, self._cache = lm, prompt, hidden_layers, cache
+        self.epoch = cache.epoch
         kept = cache.longest(prompt, needs_hidden=hidden_layers is not None)
         self._state, self._logits, self._hidden = state, None, list[Tensor]()
         self.num_cached = 0
@@ -58,5 +60,5 @@ class Prefill:
         assert self._logits is not None, "a state without logits leaves tokens to run"
         hidden_states = torch.cat(self._hidden, 1) if self._layers is not None else None
         if self._cache.max_bytes:
-            self._cache.put(KeptPrefix(tuple(self._prompt), self._state, self._logits, hidden_states))
+            self._cache.put(KeptPrefix(tuple(self._prompt), self._state, self._logits, hidden_states), self.epoch)
         return Prefilled(self._state, self._logits, hidden_states)

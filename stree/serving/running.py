@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -15,9 +15,11 @@ from stree.decode.step_cache import step_cache_of
 from stree.decode.step_result import StepResult
 from stree.decode.tree_sizes import budget_policy
 from stree.drafters import Drafter
+from stree.models.layout import layout_of, writes_of
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
+from stree.serving.prefix_cache import PrefixCache
 
 __all__ = ["MOST_STOPS", "PREFILL_NODES", "RunningBatch"]
 
@@ -53,6 +55,8 @@ class RunningBatch:
         self._max_batch, self._max_length = max_batch, max_length
         self._is_cancelled, self._on_step = is_cancelled, on_step
         self._step_cache = step_cache_of(lm)
+        self._layout: list[Hashable] = []  # of the models, and writes to the target's weights, at the last request
+        self._writes: Hashable = None
         self._policies: dict[tuple[int, bool], BudgetPolicy] = {}
         self._loop: DecodeLoop | None = None
         self.max_nodes = max(self._policy(max_batch, is_greedy=False).max_nodes, PREFILL_NODES)
@@ -66,6 +70,24 @@ class RunningBatch:
     def is_running(self) -> bool:
         """Whether there is a sequence that has not ended."""
         return any(sequence.reason is None for sequence in self.rows)
+
+    def takes_up_weights(self, cache: PrefixCache) -> bool:
+        """Drop what was computed with weights, adapters or settings that the target no longer has.
+
+        False where sequences still run by captured steps that hold them: a new one has to wait.
+        """
+        if (self._step_cache is None and not cache.max_bytes) or not isinstance(self._lm, TreeLM):
+            return True
+        held = [] if self._step_cache is None else self._drafter.models
+        layout, writes = [*map(layout_of, (self._lm, *held))], writes_of(self._lm)
+        if layout != self._layout and self._step_cache is not None:
+            if self.is_running:
+                return False
+            self.drop()
+        if (layout, writes) != (self._layout, self._writes):
+            cache.clear()
+            self._layout, self._writes = layout, writes
+        return True
 
     def new_row(self) -> DecodeState:
         """Return an empty state of one row, for the prompt of a sequence that will ``join``."""

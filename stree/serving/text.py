@@ -3,64 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["IncrementalText"]
+from stree.decode.stop_strings import NewText, StopSearch, TokenBytes, utf8_decoder
 
-CONTEXT = 8  # tokens before the new ones, which decide on spaces between words
-UNFINISHED = "�"  # what decoding writes for part of a character
+__all__ = ["IncrementalText", "TextToken", "text_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextToken:
+    """Where a token is in a text.
+
+    Attributes:
+        offset: characters of the text that end before the token, whether or not they are held back.
+        is_first: whether no shown token is before it.
+    """
+
+    offset: int
+    is_first: bool
 
 
 class IncrementalText:
-    """The text of one request, in pieces that never change again.
+    """The text that new tokens add to a prompt's, without special tokens, in pieces that never change again.
 
-    Characters whose last byte has not come, and what may be the beginning of a stop string, are held back.
+    Characters whose last byte has not come, and what may be the beginning of a stop string, are held back.  A stop
+    string may have special tokens in it.  Bytes that never become a character are U+FFFD.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: of transformers; or its ``TokenBytes``, which several texts may share.
         prompt: token ids before the text.
         stops: strings that end the text and do not belong to it.
 
     Attributes:
-        is_stopped: whether a stop string was found; nothing follows.
         text: all pieces so far.
+        tokens: where each token so far is.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stops = tokenizer, stops
-        self._ids = list(prompt[-CONTEXT:])
-        self._begin, self._read = 0, len(self._ids)  # of the tokens that are decoded anew, and of those given out
-        self._held = ""
-        self.is_stopped, self.text = False, ""
+        token_bytes = tokenizer if isinstance(tokenizer, TokenBytes) else TokenBytes(tokenizer)
+        self._new, self._search = NewText(token_bytes, prompt), StopSearch([stop.encode() for stop in stops])
+        self._decoder, self._counter, self._num_characters = utf8_decoder(), utf8_decoder(), 0
+        self._decoder.decode(self._search.add(self._new.begin))
+        self._counter.decode(self._new.begin)
+        self.text, self.tokens = "", list[TextToken]()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string was found; nothing follows."""
+        return self._search.is_stopped
 
     def push(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
         """Append tokens; return the next piece, which may be empty."""
-        if self.is_stopped:
-            return ""
-        self._ids += tokens
-        before, after = self._decoded(self._ids[self._begin : self._read]), self._decoded(self._ids[self._begin :])
-        if is_last or not after.endswith(UNFINISHED):
-            self._held += after[len(before) :]
-            self._begin, self._read = max(self._read - CONTEXT, self._begin), len(self._ids)
-        piece = self._cut(is_last=is_last)
+        piece = ""
+        for token in tokens:
+            self.tokens.append(TextToken(self._num_characters, self._new.is_first))
+            own, is_shown = self._new.add(token)
+            self._num_characters += len(self._counter.decode(own * is_shown))
+            if not self.is_stopped:
+                certain = self._search.add(own, is_shown=is_shown)
+                piece += self._decoder.decode(certain, final=self.is_stopped)
+        if is_last and not self.is_stopped:
+            piece += self._decoder.decode(self._search.rest(), final=True)
         self.text += piece
         return piece
 
-    def _cut(self, *, is_last: bool) -> str:
-        """Take what is certain out of what is held back."""
-        found = [place for place in (self._held.find(stop) for stop in self._stops) if place >= 0]
-        if found:
-            self.is_stopped = True
-            return self._held[: min(found)]
-        keep = 0 if is_last else max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        piece, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return piece
 
-    def _decoded(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+def text_of(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int], stops: Sequence[str] = ()) -> str:
+    """Write all new tokens of a prompt, up to a stop string; as ``tokenizer.decode``, without a space at the beginning.
 
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of a text that is a proper beginning of a stop string."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+    Unlike it, keeps the characters beside bytes that are none, such as those of a character that the last token cuts.
+    """
+    token_bytes = tokenizer if isinstance(tokenizer, TokenBytes) else TokenBytes(tokenizer)
+    text = IncrementalText(token_bytes, prompt, stops)
+    text.push(tokens, is_last=True)
+    first = next((piece for piece in map(token_bytes.piece, tokens) if piece.is_shown), None)
+    if first is None or text.tokens[0].is_first:
+        return text.text
+    return text.text.removeprefix(first.later.removesuffix(first.first).decode(errors="replace"))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_family_models import BUILDERS
+from helpers.fast_cases import slow_unless
+from helpers.tiny_family_models import BUILDERS, family_model
 from helpers.tiny_models import tiny_model
 from torch import Tensor
 
@@ -76,6 +77,89 @@ def test_states_and_trees_of_other_sizes_share_a_compiled_function() -> None:
     assert seconds[0] == seconds[1] > 0
 
 
+def _logits(lm: TreeLM, batch: int, first: int, n: int, max_nodes: int, max_length: int) -> Tensor:
+    """Return the logits of nodes ``first``.. of a chain of n nodes behind prompts."""
+    torch.manual_seed(0)
+    state = lm.new_state(batch, max_length, max_nodes)
+    lm.prefill(state, torch.randint(lm.vocab_size, (batch, 5)))
+    chain = stree.TokenTree.chain(torch.randint(lm.vocab_size, (batch, n)))
+    if first:
+        is_compiled, lm.is_compiled = lm.is_compiled, False  # of two calls one is looked at
+        lm.verify(state, stree.TokenTree(chain.tokens[:, :first], chain.parents[:, :first]))
+        lm.is_compiled = is_compiled
+    return lm.verify(state, chain, first)
+
+
+# Batch, first node, nodes, max_nodes, max_length: sizes that meet those of an example of 13 rows, 17 nodes, room for 19
+# nodes and 311 tokens, alone and together.
+MEETINGS = [
+    (batch, *tree, max_length)
+    for batch in (13, 17, 19)
+    for tree in ((0, 4, 12), (0, 17, 19), (0, 19, 19), (3, 7, 12), (4, 17, 19), (6, 19, 23), (6, 19, 19))
+    for max_length in (61, 311)
+]
+
+
+def _check_sizes(lm: TreeLM, sizes: Sequence[tuple[int, int, int, int, int]], caplog: Any) -> None:
+    """Require that calls of these sizes are compiled one after the other, and right."""
+    other = stree.TreeLM(copy.deepcopy(lm.model))
+    lm.compile()
+    with caplog.at_level(logging.WARNING, "stree"):
+        for one in sizes:
+            wanted = _logits(other, *one)
+            torch.testing.assert_close(_logits(lm, *one), wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+            assert lm.compile_s
+    assert not [record.message for record in caplog.records if record.name == "stree"]
+
+
+@pytest.fixture
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run traces as they are: inductor takes ten times as long, and what it is given is what is tested."""
+    monkeypatch.setattr("stree.models.compiled_function.compile_fx", lambda graph, inputs: graph)
+
+
+QUICK = {(17, 0, 4, 12, 61), (13, 3, 7, 12, 61)}
+
+
+@pytest.mark.parametrize("sizes", slow_unless(QUICK.__contains__, [(case,) for case in MEETINGS]), ids=str)
+def test_no_size_is_taken_for_one_of_the_traced_example(
+    sizes: tuple[int, int, int, int, int], traced_only: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    _check_sizes(stree.TreeLM(tiny_model("mamba2", num_hidden_layers=1)), [sizes, (2, *sizes[1:])], caplog)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [13, 17, 19])
+def test_no_size_of_the_model_is_taken_for_one_of_the_traced_example(
+    heads: int, traced_only: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("llama", hidden_size=2 * heads, num_attention_heads=heads, num_key_value_heads=heads)
+    _check_sizes(stree.TreeLM(model), [(heads, 2, 5, 12, 61), (1, 0, 12, 12, 61)], caplog)
+
+
+@pytest.mark.slow
+def test_batches_of_17_and_2_are_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    lm = stree.TreeLM(tiny_model("mamba2", num_hidden_layers=1))
+    _check_sizes(lm, [(17, 0, 4, 12, 61), (2, 0, 4, 12, 61)], caplog)
+
+
+@pytest.mark.slow
+def test_trees_of_one_node_are_compiled_where_those_of_several_cannot_be(caplog: pytest.LogCaptureFixture) -> None:
+    lm = stree.TreeLM(family_model("falcon_mamba"))
+    lm.compile()
+    with caplog.at_level(logging.WARNING, "stree"):
+        _logits(lm, 1, 0, 6, 8, 61)
+        refused_s = lm.compile_s
+        _logits(lm, 3, 0, 6, 8, 61)
+        assert lm.compile_s == refused_s  # no second try
+        _logits(lm, 1, 0, 1, 8, 61)
+        assert lm.compile_s > refused_s
+    messages = [record.message for record in caplog.records if record.name == "stree"]
+    assert [message.partition(":")[0] for message in messages] == [
+        "trees of several nodes are scored without compilation"
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["bamba", "olmo_hybrid"])
 def test_compiled_trees_of_other_families(family: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,7 +204,9 @@ def test_a_model_that_cannot_be_traced_says_so_and_runs(caplog: pytest.LogCaptur
         lm.verify(state, tree)
     lm.is_compiled = False
     assert torch.equal(logits, lm.verify(state, tree))
-    assert [record.message.split(":")[0] for record in caplog.records] == ["trees are scored without compilation"]
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "trees of several nodes are scored without compilation"
+    ]
 
 
 def test_sharded_models_are_not_compiled() -> None:

@@ -205,7 +205,7 @@ def test_the_state_after_2000_commits_equals_one_computed_from_scratch(
     for row, text in enumerate(decoding.texts):
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
-            model(torch.tensor([text]), **{decoding.lm.family.cache_argument: cache})
+            model(torch.tensor([text]), **{decoding.lm.cache_argument: cache})
         for layer, expected in enumerate(cache.layers):
             (ours,) = (view for (index, _), view in state.layers.items() if index == layer)
             if hasattr(ours, "window"):

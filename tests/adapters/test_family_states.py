@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def test_states_on_modules_are_neither_left_there_nor_touched() -> None:
     caches = [DynamicCache(config=plain.config) for _ in range(2)]
     for place, tokens in enumerate(texts.split([9, 1, 1, 1, 1, 1], dim=1)):  # with trees of another text in between
         plain_logits, logits = (
-            model(tokens, past_key_values=cache, use_cache=True).logits
+            model(tokens, use_cache=True, **{lm.cache_argument: cache}).logits
             for model, cache in zip((plain, lm.model), caches, strict=True)
         )
         assert torch.equal(plain_logits, logits)
@@ -81,17 +82,22 @@ def test_the_stash_of_a_node_is_a_small_part_of_a_gated_delta_state() -> None:
     assert 1 / 60 < stash / stack.state.nbytes < 1 / 55
 
 
-def multimodal_model() -> Any:
+def multimodal_model(**options: Any) -> Any:
     """Make a Qwen3.5 with a vision tower."""
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     patches = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16}
-    config = Qwen3_5Config(text_config=tiny_families_delta.DELTA, vision_config={**vision, **patches})
+    config = Qwen3_5Config(text_config=tiny_families_delta.DELTA, vision_config={**vision, **patches}, **options)
     return Qwen3_5ForConditionalGeneration(config).eval()
 
 
-def test_the_language_model_of_a_multimodal_checkpoint_is_loaded_alone(tmp_path: Path) -> None:
-    model = multimodal_model()
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+def test_the_language_model_of_a_multimodal_checkpoint_is_loaded_alone(is_tied: bool, tmp_path: Path) -> None:
+    model = multimodal_model(tie_word_embeddings=is_tied)
     model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["text_config"].pop("tie_word_embeddings")
+    path.write_text(json.dumps(config), encoding="utf-8")
     lm, (text,) = TreeLM.from_pretrained(tmp_path, device="cpu"), random_texts(random.Random(3), [9])
     assert lm.model.config.model_type == "qwen3_5_text"
     state = lm.new_state(1, 32, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections import Counter
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from helpers.tiny_family_models import family_model
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHAttention
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridAttention
 
@@ -82,7 +83,7 @@ def test_activations_with_weights_and_other_default_devices_do_not_disturb_patch
     model = family_model("granitemoehybrid")
     for module in model.modules():  # classes that were never probed before
         module.__class__ = type(type(module).__name__, (type(module),), {})
-    rotary = LlamaAttention.forward.__globals__["apply_rotary_pos_emb"]
+    rotary = apply_rotary_pos_emb
     unseen = types.FunctionType(rotary.__code__, rotary.__globals__, argdefs=rotary.__defaults__)
     with torch.device("meta"):
         fused_layers.patch_fused_layers(model)
@@ -129,13 +130,12 @@ def test_rotations_that_compute_something_else_are_not_fused() -> None:
     assert probing.keeps_rotary_dtype(in_pairs) is None
     assert fused_layers.with_fused_rotary(NemotronHAttention.forward) is NemotronHAttention.forward
     own = LlamaAttention.forward
-    assert (
-        fused_layers.with_fused_rotary(own) is not own and fused_layers.with_fused_rotary(own).__code__ == own.__code__
-    )
+    fused = fused_layers.with_fused_rotary(own)
+    assert fused is not own and fused.__code__ == inspect.unwrap(own).__code__
 
 
 def test_a_fused_forward_and_the_one_that_it_was_made_of_can_both_be_compiled() -> None:
-    names: dict[str, Any] = {"apply_rotary_pos_emb": LlamaAttention.forward.__globals__["apply_rotary_pos_emb"]}
+    names: dict[str, Any] = {"apply_rotary_pos_emb": apply_rotary_pos_emb}
     exec("def forward(q, k, cos, sin, *, by=2):\n    return apply_rotary_pos_emb(by * q, k, cos, sin)", names)
     forwards = names["forward"], fused_layers.with_fused_rotary(names["forward"])
     q, angles, found = torch.randn(1, 2, 3, 8), torch.randn(1, 3, 8), []
@@ -161,14 +161,13 @@ def test_angles_that_are_wider_than_queries_widen_them_only_where_the_family_doe
 
 
 def test_queries_and_angles_of_another_layout_are_rotated_by_the_familys_function(launched: Counter[str]) -> None:
-    own = LlamaAttention.forward.__globals__["apply_rotary_pos_emb"]
     rotary = fused_layers.with_fused_rotary(LlamaAttention.forward).__globals__["apply_rotary_pos_emb"]
     q, cos, sin = (
         torch.randn(1, 3, *sizes, generator=torch.Generator().manual_seed(0)) for sizes in ((3, 8), (8,), (8,))
     )
     with fused_layers.fused_scope(True):
         for given, named in (((q, q, cos, sin), {"unsqueeze_dim": 2}), ((q[0], q[0], cos[0], sin[0]), {})):
-            assert torch.equal(rotary(*given, **named)[0], own(*given, **named)[0])
+            assert torch.equal(rotary(*given, **named)[0], apply_rotary_pos_emb(*given, **named)[0])
     assert not launched
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.tiny_models import tiny_model
+from helpers.together import together
 from torch import Tensor, nn
 
 import stree
@@ -69,6 +70,44 @@ def test_a_weight_that_would_take_the_memory_of_the_packed_one_is_packed() -> No
         layer.weight = None  # type: ignore[assignment]
         layer.weight = nn.Parameter(torch.randn(33, 48))
         assert _error(layer, x) < 1e-5
+
+
+def _load(layer: nn.Linear) -> None:
+    layer.load_state_dict({name: -weight for name, weight in layer.state_dict().items()})
+
+
+def _optimize(layer: nn.Linear) -> None:
+    layer.weight.grad = torch.ones_like(layer.weight)
+    torch.optim.SGD([layer.weight], lr=0.5).step()
+
+
+def test_threads_never_multiply_by_a_weight_that_has_changed() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(512, 512, bias=False), torch.randn(4, 512)
+    pack_linears(layer)
+    for round_number in range(24):
+        for error in together(lambda _: _error(layer, x), 6):
+            assert error < 1e-5
+        (_load, _optimize, _scale)[round_number % 3](layer)
+
+
+def test_a_weight_of_inference_mode_is_not_packed_since_writes_to_it_are_not_counted() -> None:
+    with torch.inference_mode():
+        layer = _packed()
+        assert _error(layer, torch.randn(4, 48)) < 1e-5
+        layer.weight.mul_(2)
+        assert _error(layer, torch.randn(4, 48)) < 1e-5
+
+
+def test_another_weight_in_the_same_memory_is_packed_when_it_was_written_to_as_often() -> None:
+    layer, x = _packed(), torch.randn(4, 48)
+    _scale(layer)
+    assert _error(layer, x) < 1e-5
+    writes = layer.weight._version
+    layer.weight = nn.Parameter(layer.weight.data)
+    while layer.weight._version < writes:
+        _scale(layer)
+    assert _error(layer, x) < 1e-5
 
 
 def test_products_are_those_of_packed_weights_whether_compiled_or_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,8 @@ def test_a_plain_cached_continuation_of_a_patched_model_is_bit_equal(family: str
     for one in (model, lm.model):
         cache = DynamicCache(config=one.config)
         with torch.no_grad():
-            one(tokens[:, :8], **{lm.family.cache_argument: cache})
-            outputs.append(one(tokens[:, 8:], **{lm.family.cache_argument: cache}).logits)
+            one(tokens[:, :8], **{lm.cache_argument: cache})
+            outputs.append(one(tokens[:, 8:], **{lm.cache_argument: cache}).logits)
     assert torch.equal(outputs[0], outputs[1])
 
 

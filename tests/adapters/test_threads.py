@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.tiny_family_models import EVERY_ADAPTER, family_model, matrix
-from helpers.tiny_models import as_commit, path_to, random_texts, random_tree, right_padded
-from torch import Tensor
+from helpers.tiny_models import as_commit, patched, path_to, random_texts, random_tree, right_padded
+from helpers.together import together
+from torch import Tensor, nn
 
 import stree
 from stree import TreeLM
@@ -46,6 +47,52 @@ def test_threads_with_separate_states_do_not_disturb_each_other(family: str, eag
     with ThreadPoolExecutor(6) as pool:
         found = [*pool.map(lambda seed: run(lm, seed), range(6))]
     assert all(map(torch.equal, sum(found, []), sum(expected, [])))
+
+
+def scaled(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.02)
+
+
+def loaded(model: nn.Module) -> None:
+    model.load_state_dict({name: value.flip(0) for name, value in model.state_dict().items()})
+
+
+def optimized(model: nn.Module) -> None:
+    weights = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    for number, weight in enumerate(weights):
+        weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)).to(weight)
+    torch.optim.SGD(weights, lr=0.01).step()
+
+
+def check_fresh(family: str, threads: int, rounds: int, *, is_compiled: bool) -> None:
+    """Let threads share a model that nothing has run on yet, and write to its weights between rounds."""
+    model = family_model(family)
+    alone = patched(model)
+    lm = TreeLM(model)
+    lm.compile()
+    lm.is_compiled = is_compiled  # else weights are packed only
+    for number in range(rounds):
+        found = together(lambda seed: run(lm, seed), threads)
+        wanted = [run(alone, seed) for seed in range(threads)]
+        for one, other in zip(sum(found, []), sum(wanted, []), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-4 * float(other.abs().max()))
+        for changed in (lm.model, alone.model):
+            (scaled, optimized, loaded)[number % 3](changed)
+
+
+@pytest.mark.parametrize("family", matrix())
+def test_threads_share_a_fresh_model_through_changes_of_its_weights(family: str, eager_switching: None) -> None:
+    check_fresh(family, threads=4, rounds=4, is_compiled=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba2", "lfm2", "qwen3_5_text", "jamba"])
+def test_threads_share_a_fresh_compiled_model_through_changes_of_its_weights(
+    family: str, eager_switching: None
+) -> None:
+    check_fresh(family, threads=6, rounds=7, is_compiled=True)
 
 
 CASES = matrix(fast=[])

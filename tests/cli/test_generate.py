@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from helpers.command_line import error_of, run_json
+from helpers.small_tokenizers import byte_fallback, writing_model
 from helpers.tiny_models import VOCAB
 from helpers.tiny_pairs import save_tiny
 from transformers import AutoTokenizer
@@ -126,6 +127,35 @@ def test_a_chat_template_is_put_around_the_prompt(
     chat = run_json(capsys, "generate", "w4 w5", "--chat", "--tokenizer", str(tmp_path), *common)
     plain = run_json(capsys, "generate", "w1 w4 w5 w2 w3", *common)
     assert (chat["num_prompt_tokens"], chat["token_ids"]) == (5, plain["token_ids"])
+
+
+def test_an_answer_of_a_chat_ends_at_the_tokenizers_own_stop_token(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    tokenizer = byte_fallback("<|im_end|>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    ids = tokenizer.convert_tokens_to_ids(["▁a", *"user", "<|im_end|>", *"fin", "</s>"])
+    writing_model(tokenizer, ids, eos_token_id=ids[-1]).model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    command = ["generate", "a", "--target", str(tmp_path), "--max-new-tokens", "30"]
+    chat, plain = run_json(capsys, *command, "--chat"), run_json(capsys, *command)
+    assert (chat["text"], chat["token_ids"], chat["finish_reason"]) == ("user", ids[1:6], "stop")
+    assert (plain["text"], plain["token_ids"]) == ("userfin", ids[1:]), "as transformers' generate ends it"
+
+
+def test_printed_text_keeps_the_spaces_of_every_line_and_cut_characters_apart(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    tokenizer = byte_fallback()
+    ids = tokenizer.convert_tokens_to_ids(
+        ["▁a", "b", "<0x0A>", "▁", "▁ab", "<0xE6>", "<0x97>", "<0xA5>", "<0xF0>", "f"]
+    )
+    writing_model(tokenizer, ids).model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    command = ["generate", "a", "--target", str(tmp_path), "--max-new-tokens", "8"]
+    assert main(command) == 0
+    assert capsys.readouterr().out == "ab\n  ab日\ufffd\n"
+    assert run_json(capsys, *command)["text"] == "b\n  ab日\ufffd"
 
 
 def test_a_target_without_tokenizer_needs_one_named(

@@ -22,6 +22,7 @@ from helpers.fast_cases import slow_unless
 from helpers.step_growths import GROWTHS
 from helpers.tiny_family_models import family_model, matrix
 from helpers.tiny_models import random_texts
+from helpers.together import together
 from torch import Tensor
 
 import stree
@@ -62,6 +63,18 @@ def test_every_growth(name: str, temperature: float, monkeypatch: pytest.MonkeyP
         assert found.stats["graphs"]["graphs"] == 1 and not found.stats["graphs"]["not_captured"]
         steps_launched = found.stats["steps"] - found.stats["graphs"]["replays"]
         assert 0 < steps_launched <= 3 if seed == 0 else steps_launched == 0, "the first one's graph serves all"
+
+
+@pytest.mark.slow
+def test_threads_share_a_target_whose_steps_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"budget": 8, "sampling": Sampling(0.8), "max_new_tokens": 20}
+    texts = [[text] for text in random_texts(random.Random(1), [6, 9, 5, 7])]
+    expected = [generate(launched(), near_drafter(), texts=text, **options).sequences for text in texts]
+    lm = captured(monkeypatch)
+    for _ in range(2):
+        found = together(lambda number: generate(lm, near_drafter(), texts=texts[number], **options), 4)
+        assert [one.sequences for one in found] == expected
+        assert all(one.stats["graphs"]["replays"] and not one.stats["graphs"]["not_captured"] for one in found)
 
 
 RETRIEVING = slow_unless(
@@ -110,7 +123,7 @@ def test_sizes_that_change_from_step_to_step(name: str, temperature: float, monk
             self.number = getattr(self, "number", -1) + 1
             return sizes[self.number % len(sizes)]
 
-        def observe(self, num_emitted: Sequence[int], seconds: float) -> None:
+        def observe(self, num_emitted: Sequence[int], seconds: float | None) -> None:
             """Learn nothing."""
 
     monkeypatch.setattr("stree.decode.tree_sizes.AutoBudget", Turns)

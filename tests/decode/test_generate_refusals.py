@@ -41,6 +41,13 @@ class Listener:
 
 
 @cache
+class Fixed(ModelDrafter):
+    """A drafter of a user's own, whose model cannot be replaced by one of the target's number of tokens."""
+
+    def with_model(self, change: Any) -> Fixed:
+        return self
+
+
 def small_lm() -> TreeLM:
     return patched(tiny_model("mamba2", vocab_size=64))
 
@@ -114,7 +121,7 @@ def moved_lm() -> TreeLM:
         ({"streamer": 3}, TypeError, "streamer must be an object such as .*, got 3"),
         ({"logits_processor": 3}, TypeError, "logits_processor must be a function of text and logits, got 3"),
         ({"lm": None}, TypeError, "lm must be an object such as .*, got None"),
-        ({"drafter": ModelDrafter(small_lm())}, ValueError, "the drafter has 64 tokens, the target 97"),
+        ({"drafter": Fixed(small_lm())}, ValueError, "the drafter has 64 tokens, the target 97"),
         ({"drafter": ModelDrafter(training_lm())}, RuntimeError, "the model is in training mode"),
         ({"lm": training_lm()}, RuntimeError, "the model is in training mode"),
         ({"lm": chunkless_lm()}, ValueError, "chunk_size must be at least 1, got 0"),

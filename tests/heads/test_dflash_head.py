@@ -122,10 +122,11 @@ def after(head: OneShotHead, features: Tensor, tokens: Tensor) -> Tensor:
     return head.node_logits(head.slots(cache, tokens[:, 0]), depths, tokens)
 
 
-def test_a_head_of_a_smaller_vocabulary_drafts_tokens_of_the_target(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["speculators", "z-lab"])
+def test_a_head_of_a_smaller_vocabulary_drafts_tokens_of_the_target(layout: str, tmp_path: Path) -> None:
     target, tokens = tiny_target("llama"), torch.tensor([3, 4, 40, 90])
-    whole = drafted(load_dflash(save_head(tmp_path, target, "dflash", "speculators"), target))
-    save_head(tmp_path, target, "dflash", "speculators", draft_vocab_size=4)
+    whole = drafted(load_dflash(save_head(tmp_path, target, "dflash", layout), target))
+    save_head(tmp_path, target, "dflash", layout, draft_vocab_size=4)
     tensors = load_file(tmp_path / "model.safetensors") | {"d2t": tokens - torch.arange(4)}
     tensors["lm_head.weight"] = target.model.get_output_embeddings().weight.detach()[tokens].clone()
     save_file(tensors, tmp_path / "model.safetensors")

@@ -7,7 +7,10 @@ memory that was freed after a capture must not be used by it, and what a replay 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from helpers.host_reads import NoHostReads
+from stree.decode.cuda_graphs import GraphPools
 
 
 class TapeError(RuntimeError):
@@ -26,9 +30,9 @@ class TapeError(RuntimeError):
 class Tape(TorchDispatchMode):
     """One captured graph: operators in the order of their calls."""
 
-    def __init__(self, neighbours: list[Tape], *, separate_pool: bool) -> None:
+    def __init__(self, recorder: TapeRecorder, *, separate_pool: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._neighbours, self._separate_pool = neighbours, separate_pool
+        self._recorder, self._separate_pool = recorder, separate_pool
         self._calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
         self._own: set[int] = set()  # storages made while recording
         self._before: dict[int, tuple[Tensor, Tensor]] = {}  # by storage, a view of all of it and what it held
@@ -55,8 +59,12 @@ class Tape(TorchDispatchMode):
     @torch.no_grad()
     def replay(self) -> None:
         """Run everything again, where others of its pool had their memory."""
+        with self._recorder.alone():
+            self._run_again()
+
+    def _run_again(self) -> None:
         self._look_for_freed()
-        for other in self._neighbours:
+        for other in self._recorder.tapes:
             if other is not self and other._separate_pool == self._separate_pool:
                 other._spoil()
         for func, args, kwargs, made in self._calls:
@@ -110,20 +118,46 @@ class _NothingFromTheHost(TorchFunctionMode):
 
 
 class TapeRecorder:
-    """Records tapes where a device would record CUDA graphs."""
+    """Records tapes where a device would record CUDA graphs.
 
-    def __init__(self) -> None:
-        self.tapes: list[Tape] = []
+    As torch does, it refuses a pool whose graphs are all gone, and two threads that capture or replay at a time.
+
+    Args:
+        renews_pools: whether it takes a new pool then, as our recorder does.
+    """
+
+    def __init__(self, *, renews_pools: bool = True) -> None:
+        self.lock, self._busy = threading.RLock(), threading.Lock()
+        self._pools = GraphPools(object if renews_pools else lambda: 0)
+        self._in_pool: dict[Any, weakref.WeakSet[Tape]] = {}  # by handle
+
+    @property
+    def tapes(self) -> list[Tape]:
+        """The tapes that somebody keeps."""
+        return [tape for tapes in self._in_pool.values() for tape in tapes]
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Fail where another thread captures or replays meanwhile."""
+        if not self._busy.acquire(blocking=False):
+            raise TapeError("two threads capture or replay at the same time")
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def capture(self, work: Callable[[], Any], *, separate_pool: bool = False) -> tuple[Tape, Any]:
         """Record work and undo it."""
-        tape = Tape(self.tapes, separate_pool=separate_pool)
+        tape, pool = Tape(self, separate_pool=separate_pool), self._pools.handle(separate_pool)
+        if not self._in_pool.get(pool, {None}):
+            raise TapeError("all graphs of this pool are gone: torch asserts where it is captured into again")
         try:
-            with NoHostReads(), _NothingFromTheHost(), tape:
+            with self.alone(), NoHostReads(), _NothingFromTheHost(), tape:
                 out = work()
         finally:
             tape.undo()
-        self.tapes.append(tape)
+        self._in_pool.setdefault(pool, weakref.WeakSet()).add(tape)
+        self._pools.add(tape, separate_pool)
         return tape, out
 
     def allocated(self) -> int:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import openai
+import uvicorn
 
 import stree
+from stree.serving.app import create_app
 
 PROMPT = "Question: Tom has 3 apples. He gets 2 more"
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
@@ -49,3 +55,18 @@ class Served:
         text = stree.generate(self.engine.lm, [ids], stree.drafters.NoDrafter(), **options).sequences[0]
         whole: str = self.tokenizer.decode(text, skip_special_tokens=True)
         return whole[len(self.tokenizer.decode(ids)) :]
+
+
+@contextmanager
+def listening(engine: stree.Engine, tokenizer: Any) -> Iterator[Served]:
+    """Serve an engine on a free port, under the name "tiny"."""
+    app = create_app(engine, tokenizer, "tiny", api_key=KEY, max_body=20_000)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield Served(f"http://127.0.0.1:{port}", engine, app, tokenizer)
+    server.should_exit = True
+    thread.join()

@@ -18,7 +18,20 @@ from helpers.tiny_families_delta import BUILDERS
 from helpers.tiny_models import tiny_model
 from stree.models.heads.dflash import OneShotHead, load_dflash
 
-__all__ = ["MASK", "plain_block", "save_head", "target_and_block_head", "tensors_of", "tiny_target"]
+__all__ = [
+    "DIM",
+    "GROUP",
+    "HEADS",
+    "KV_HEADS",
+    "MASK",
+    "RANK",
+    "TOP",
+    "plain_block",
+    "save_head",
+    "target_and_block_head",
+    "tensors_of",
+    "tiny_target",
+]
 
 BLOCK, MASK, HEADS, KV_HEADS, DIM, RANK, TOP, GROUP = 5, 2, 4, 2, 8, 6, 4, 8
 

@@ -14,16 +14,17 @@ from typing import Any
 
 import pytest
 from helpers.command_line import error_of
+from helpers.openai_requests import CONVERSATION, NEUTRAL, REFUSED, TOOL_TEMPLATE, as_a_template_has_it
 from helpers.tiny_models import patched, tiny_model
 from helpers.tiny_pairs import save_tiny
 
 import stree
 from stree.cli import main
 from stree.drafters import SuffixDrafter
-from stree.inputs import load_tokenizer
+from stree.inputs import ASSETS, load_tokenizer
 from stree.integrations.batch_folder import open_job
 from stree.integrations.batch_generate import RowGenerator
-from stree.integrations.batch_rows import Row, read_rows
+from stree.integrations.batch_rows import Row, read_rows, request_of
 
 CHAT = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions"}
 TURNS = [{"role": "user", "content": "hi"}]
@@ -57,6 +58,8 @@ REJECTED = [
     ('{"messages": "a"}', "messages must be a list of turns"),
     ('{"messages": [{"content": "a"}]}', "must be an object with a role"),
     ('{"messages": [{"role": "user", "content": 3}]}', "the content of a turn must be a text, got 3"),
+    ('{"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}', "type 'input_audio' is not supported"),
+    ('{"messages": [{"role": "tool", "name": "\\ud800"}]}', "messages is no UTF-8 text"),
     ('{"prompt": "a", "temperature": "hot"}', "temperature must be a number, got 'hot'"),
     ('{"prompt": "a", "temperature": -1}', "temperature must be finite and not negative"),
     ('{"prompt": "a", "top_p": 2}', "top_p must be in (0, 1], got 2"),
@@ -64,12 +67,14 @@ REJECTED = [
     ('{"prompt": "a", "max_tokens": 0}', "max_tokens must be at least 1, got 0"),
     ('{"prompt": "a", "max_tokens": 1.5}', "max_tokens must be an integer, got 1.5"),
     ('{"prompt": "a", "seed": 1.5}', "seed must be an integer, got 1.5"),
-    ('{"prompt": "a", "stop": ["", "b"]}', "stop must be a string or a list of them"),
+    ('{"prompt": "a", "stop": ["b", 3]}', "stop must be a string or a list of at most 16 strings"),
     ('{"prompt": "a", "repetition_penalty": 0}', "repetition_penalty must be above 0"),
     ('{"body": 3}', "body must be an object, got int"),
     ('{"body": {"prompt": "a", "n": 2}}', "n is not supported, got 2"),
-    ('{"body": {"prompt": "a", "tools": [{}]}}', "tools is not supported"),
     ('{"body": {"prompt": "a", "ignore_eos": true}}', "ignore_eos is not supported, got True"),
+    ('{"body": {"prompt": "a", "stream": true}}', "stream is not supported, got True"),
+    ('{"body": {"prompt": "a", "logprobs": 0}}', "logprobs is not supported, got 0"),
+    *((json.dumps({"body": {"prompt": "a", name: value}}), message) for name, value, message in REFUSED),
     ('{"body": {"prompt": "a"}, "method": "GET"}', "method must be POST, got 'GET'"),
     ('{"body": {"prompt": "a"}, "url": "/v1/embeddings"}', "url must be one of /v1/completions"),
     ('{"body": {"prompt": "a"}, "url": "/v1/chat/completions"}', "must have messages"),
@@ -92,6 +97,13 @@ def test_a_row_that_cannot_be_run_is_named_and_the_others_are_read(line: Any, re
     bad, good = rows_of(tmp_path, line, '{"prompt": "a"}')
     assert bad.reason is not None and reason in bad.reason and "\n" not in bad.reason and bad.request is None
     assert good == Row(1, 1, {"prompt": "a"})
+
+
+@pytest.mark.parametrize(("name", "value"), NEUTRAL)
+def test_a_body_may_have_what_changes_no_text(name: str, value: Any, tmp_path: Path) -> None:
+    row = rows_of(tmp_path, json.dumps({**CHAT, "body": {"messages": TURNS, name: value}}))[0]
+    plain = {"messages": TURNS} | ({name: value} if name in ("top_k", "min_p", "repetition_penalty") else {})
+    assert (row.reason, row.request) == (None, plain)
 
 
 def test_the_second_row_of_an_id_is_rejected_and_empty_lines_do_not_count(tmp_path: Path) -> None:
@@ -214,6 +226,26 @@ def test_rows_have_the_texts_of_generate_and_those_that_cannot_be_run_a_reason(g
         assert found[place]["num_new_tokens"] == len(expected) and found[place]["finish_reason"] in ("length", "stop")
     sampled = [generator.run([{**requests[5], "seed": seed}])[0]["token_ids"] for seed in range(4)]
     assert len(set(map(tuple, sampled))) > 1, "the seed and the temperature are the row's own"
+
+
+def test_every_field_of_a_message_reaches_the_chat_template(generator: RowGenerator, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(ASSETS / "target"))
+    tokenizer.chat_template = TOOL_TEMPLATE
+    lm = stree.TreeLM.from_pretrained(ASSETS / "target")
+    request = rows_of(tmp_path, json.dumps({**CHAT, "body": {"messages": CONVERSATION}}))[0].request
+    assert request is not None
+    again = request_of({"body": json.dumps(request)})  # as workers of Ray read it
+    prompt = tokenizer(as_a_template_has_it())["input_ids"]
+    expected = stree.generate(lm, [prompt], "none", max_new_tokens=5).sequences[0][len(prompt) :]
+    assert replace(generator, lm=lm, tokenizer=tokenizer).run([again])[0]["token_ids"] == expected
+
+
+def test_a_row_may_lift_the_job_s_limit_of_tokens(generator: RowGenerator) -> None:
+    limited = replace(generator, sampling=stree.Sampling(1.0, top_k=1))
+    row = {"prompt": "w7", "seed": 3}
+    free = generator.run([{**row, "temperature": 1.0}])[0]["token_ids"]
+    assert limited.run([{**row, "top_k": -1}])[0]["token_ids"] == free
+    assert limited.run([row])[0]["token_ids"] == generator.run([row])[0]["token_ids"] != free
 
 
 def test_options_that_serve_no_row_are_an_error_of_the_job(generator: RowGenerator) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.small_tokenizers import byte_fallback, writing_model
 
 import stree
 from benchmarks.studies import batch_workers
@@ -74,6 +75,20 @@ def test_a_worker_that_fails_is_one_line_and_the_job_can_go_on(target_folder: st
         "got SuffixDrafter; finished rows are kept, run it again to go on"
     )
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["job.json"]
+
+
+def test_texts_of_the_command_end_at_stop_strings_and_the_tokenizers_stop_token(tmp_path: Path) -> None:
+    tokenizer = byte_fallback("<|im_end|>")
+    ids = tokenizer.convert_tokens_to_ids(["<0x0A>", "<0xE6>", "<0x97>", "<0xA5>", "<|im_start|>", *"us", "<|im_end|>"])
+    writing_model(tokenizer, ids, eos_token_id=tokenizer.eos_token_id + 1).model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    stops = [[], ["\n日"], ["日<|im_start|>u"], ["us"]]
+    rows = [{"id": number, "prompt": "x\n", "stop": own} for number, own in enumerate(stops)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "-m", "stree.cli", "batch", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out")]
+    subprocess.run([*command, "--target", str(tmp_path / "model"), "--max-new-tokens", "20"], check=True)
+    found = sorted((row["id"], row["text"], row["finish_reason"]) for row in finished(tmp_path / "out"))
+    assert found == [(0, "日us", "stop"), (1, "日us", "stop"), (2, "", "stop"), (3, "日", "stop")]
 
 
 def test_the_study_of_workers_runs() -> None:

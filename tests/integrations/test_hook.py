@@ -23,11 +23,13 @@ from helpers.hooked_generate import (
 )  # fmt: skip
 from helpers.tiny_family_models import family_model, matrix
 from helpers.tiny_models import VOCAB
+from helpers.together import together
 from transformers import LogitsProcessorList
 
 import stree
 from stree.drafters import FusedDrafter, ModelDrafter, SuffixDrafter
 from stree.growth import Chain, Static
+from stree.integrations.transformers import tree_lm
 
 
 @pytest.mark.parametrize("family", matrix(LANDED, ("bamba", "mamba", "qwen3_next", "zamba2")))
@@ -38,6 +40,17 @@ def test_greedy_text_is_that_of_every_prompt_alone(family: str) -> None:
         out = hooked(model, PROMPTS[:rows], drafter=drafter, budget=8)
         assert new_tokens(PROMPTS[:rows], out) == expected[:rows], (rows, drafter)
     assert plain(model, PROMPTS[0]) == expected[0], "the hook changed plain generate"
+
+
+def test_threads_that_generate_with_a_fresh_model_at_once_get_one_patch_and_their_texts() -> None:
+    model, draft = family_model("bamba"), draft_model()
+    expected = [plain(model, prompt) for prompt in PROMPTS[:3]]
+    found = together(lambda row: hooked(model, PROMPTS[row : row + 1], drafter=draft, budget=8), 3)
+    assert [new_tokens(PROMPTS[row : row + 1], out)[0] for row, out in enumerate(found)] == expected
+    other = family_model("bamba").train()
+    lms = together(lambda _: tree_lm(other), 4)
+    assert len({*map(id, lms)}) == 1
+    assert all(module.training for module in lms[0].release().modules()), "what one patch noted is lost in another"
 
 
 @pytest.mark.parametrize("family", ["bamba", "qwen3_next"])

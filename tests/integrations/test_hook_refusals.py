@@ -18,7 +18,9 @@ from transformers import (
 
 import stree
 from stree.drafters import FusedDrafter, ModelDrafter, SuffixDrafter
+from stree.models.families import cache_argument
 
+CACHE = cache_argument(type(target()))  # its name depends on the release
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "beam": ({"num_beams": 2}, NotImplementedError, "does greedy search and sampling, got beam search"),
     "beam-sample": ({"num_beams": 2, "do_sample": True}, NotImplementedError, "got beam sample"),
@@ -30,7 +32,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "attentions": ({"output_attentions": True}, NotImplementedError, "does not give attentions"),
     "hidden-states": ({"output_hidden_states": True}, NotImplementedError, "does not give hidden states"),
     "cache-kind": ({"cache_implementation": "static"}, NotImplementedError, "does not give a cache of another kind"),
-    "cache": ({"past_key_values": DynamicCache()}, NotImplementedError, "cannot go on from past_key_values"),
+    "cache": ({CACHE: DynamicCache()}, NotImplementedError, f"cannot go on from {CACHE}"),
     "positions": (
         {"position_ids": torch.arange(1, 12)[None]}, NotImplementedError, "counts positions from each prompt's first",
     ),

@@ -11,11 +11,13 @@ from __future__ import annotations
 import inspect
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import oracles
+from helpers.together import together
 from torch import Tensor
 
 from stree.kernels import checks, dispatch, ops
@@ -60,6 +62,15 @@ def test_a_registered_module_serves_an_operation(monkeypatch: pytest.MonkeyPatch
         scan_once(draw_trees(), backend="triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert torch.equal(scan_once(draw_trees(), backend="triton"), draw(BATCH, N, 6) + 1)
+
+
+def test_threads_wait_for_a_module_that_one_of_them_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "import time", "time.sleep(0.2)", "def diagonal_tree_scan():", "    return 5"
+    (tmp_path / "slow_reference.py").write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(dispatch.REFERENCE, "diagonal_tree_scan", "slow_reference")
+    found = together(lambda _: dispatch.choose("diagonal_tree_scan", "reference", torch.zeros(1))(), 4)
+    assert found == [5] * 4
 
 
 def test_every_exported_operation_has_a_reference() -> None:

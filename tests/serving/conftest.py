@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import socket
-import threading
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import uvicorn
-from helpers.http_served import KEY, TEMPLATE, Served
+from helpers.http_served import KEY, TEMPLATE, Served, listening
 
 import stree
 from stree.drafters import ModelDrafter
 from stree.inputs import ASSETS, load_tokenizer
-from stree.serving.app import create_app
 
 
 @pytest.fixture(scope="module")
@@ -24,19 +21,10 @@ def served() -> Iterator[Served]:
     target, drafter = (stree.TreeLM.from_pretrained(ASSETS / name) for name in ("target", "drafter"))
     tokenizer = load_tokenizer(str(ASSETS / "target"))
     tokenizer.chat_template = TEMPLATE
-    with stree.Engine(
-        target, ModelDrafter(drafter), budget=12, max_batch=4, max_length=256, max_queue=8, cache_bytes=10**8
-    ) as engine:
-        app = create_app(engine, tokenizer, "tiny", api_key=KEY, max_body=20_000)
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield Served(f"http://127.0.0.1:{port}", engine, app, tokenizer)
-        server.should_exit = True
-        thread.join()
+    drafting = ModelDrafter(drafter)
+    options: Any = {"budget": 12, "max_batch": 4, "max_length": 256, "max_queue": 8, "cache_bytes": 10**8}
+    with stree.Engine(target, drafting, **options) as engine, listening(engine, tokenizer) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -135,6 +135,14 @@ def test_a_conversation_runs_its_new_tokens_only() -> None:
             assert second.stats["num_cached_tokens"] == num_cached
 
 
+def test_a_request_whose_result_is_there_is_counted_and_runs_no_more() -> None:
+    with stree.Engine(launched(), "none", budget=1, max_batch=2, max_length=96, cache_bytes=10**8) as engine:
+        for number in range(1, 40):
+            engine.submit(PROMPTS[number % 8], max_new_tokens=3, ignore_eos=True).result(60)
+            stats = engine.stats
+            assert (stats["running"], stats["new_tokens"]) == (0, 3 * number)
+
+
 def test_states_are_kept_within_their_bytes() -> None:
     lm = launched()
     with stree.Engine(lm, budget=4, max_batch=1, max_length=96, cache_bytes=1) as engine:
@@ -178,6 +186,17 @@ def test_coroutines_read_steps_with_logprobs_and_trees(engine: stree.Engine) -> 
         stats = handle.stats
         assert stats["num_new_tokens"] == len(new) and stats["steps"] == len(steps) - 1
         assert 0 <= stats["queue_s"] <= stats["first_token_s"] <= stats["total_s"]
+
+
+@pytest.mark.parametrize("budget", [1, 12, "auto"])
+def test_the_root_of_a_step_s_tree_is_the_token_before_it(budget: int | str) -> None:
+    with stree.Engine(launched(), near_drafter(), budget=budget, max_batch=2, max_length=128) as engine:
+        handles = [submit(engine, place, trees=True, max_new_tokens=30) for place in (0, 2)]
+        for handle in handles:
+            before, *steps = handle.steps()
+            for step in steps:
+                assert step.tree is not None and step.tree.tokens[0] == before.tokens[-1]
+                before = step
 
 
 def test_a_full_queue_refuses_and_a_closed_engine_does(engine: stree.Engine) -> None:

@@ -12,6 +12,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 from stree.distill.heads.network import HeadNetwork, layer_config, published
 from stree.distill.heads.recipe import PLAIN, Recipe
 from stree.distill.training import mean_over_rows
+from stree.models.families import cache_argument
 from stree.models.heads.eagle3 import EagleFusion, EagleProjection, first_layer
 from stree.models.heads.mtp import MtpFusion
 from stree.models.heads.refinements import KEY, Fusion
@@ -73,8 +74,8 @@ class CausalNetwork(HeadNetwork):
             count -= bool(step)
             inputs = self.fusion(self.embed(token_ids[:, 1 + step :]), features[:, :count])
             residual = self.layers(
-                inputs_embeds=inputs, past_key_values=cache, position_ids=step + index[None, :count],
-                attention_mask=_of_first(masks, count),
+                inputs_embeds=inputs, position_ids=step + index[None, :count], attention_mask=_of_first(masks, count),
+                **{cache_argument(type(self.layers)): cache},
             ).last_hidden_state  # fmt: skip
             hidden = self.norm(residual)
             features = self.fusion.feedback(hidden if self._feeds_norm else residual)

@@ -23,6 +23,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from stree.distill.heads.network import HeadNetwork, divergence_of_rows, layer_config
 from stree.distill.training import mean_over_rows
+from stree.models.families import cache_argument
 from stree.models.heads.specblock import NUM_RANKED, RankHead, SlotFusion, published_name, shifted_layer
 from stree.models.tree_lm import TreeLM
 
@@ -89,8 +90,8 @@ class SpecBlockNetwork(HeadNetwork):
         masks[0] = masks[0] | is_earlier
         inputs = self.fusion(self.embed(token_ids.repeat_interleave(NUM_SLOTS, 1)), condition)
         found = self.base(
-            inputs_embeds=inputs, past_key_values=cache, position_ids=(token + slot)[None],
-            attention_mask=torch.cat(masks, 1)[None, None],
+            inputs_embeds=inputs, position_ids=(token + slot)[None], attention_mask=torch.cat(masks, 1)[None, None],
+            **{cache_argument(type(self.base)): cache},
         )  # fmt: skip
         outputs: Tensor = found.last_hidden_state.unflatten(1, (count, NUM_SLOTS))
         return outputs

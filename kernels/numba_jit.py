@@ -1,0 +1,62 @@
+"""The options by which numba compiles all functions of the package, its cache, and the time that it takes.
+
+Machine code is kept in the first folder that can be written of NUMBA_CACHE_DIR, ``__pycache__`` beside the source file,
+and numba's folder of the user; where none can be, every process compiles anew.  Importing numba takes part of a second,
+so files that use it are imported with the first tree or text.
+"""
+
+# mypy: disable-error-code="untyped-decorator, misc"
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from stree.kernels.clock import begin_compiling, compiling, end_compiling
+
+with compiling():
+    from numba import njit
+    from numba.core import event
+
+__all__ = ["compiled", "inner"]
+
+logger = logging.getLogger("stree")
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """Compile a function that is called from Python, for the types of its arguments, when it is first called."""
+    dispatcher = njit(error_model="numpy")(function)
+    try:
+        dispatcher.enable_caching()
+    except RuntimeError as error:
+        if "no locator available" not in str(error):
+            raise
+        _warn_of_no_cache()
+    return dispatcher
+
+
+@cache
+def _warn_of_no_cache() -> None:
+    """Log once that numba finds no folder that can be written."""
+    logger.warning("numba keeps no compiled code: no folder can be written; set NUMBA_CACHE_DIR to one")
+
+
+def inner(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that compiles a function which compiled functions call; ``options`` are those of ``njit``."""
+    decorator: Callable[[Callable[..., Any]], Any] = njit(error_model="numpy", **options)
+    return decorator
+
+
+class _StopClock(event.Listener):
+    """Stops the clock while numba compiles, or loads what it has compiled."""
+
+    def on_start(self, event: Any) -> None:
+        begin_compiling()
+
+    def on_end(self, event: Any) -> None:
+        end_compiling()
+
+
+event.register("numba:compiler_lock", _StopClock())

@@ -1,0 +1,136 @@
+"""One compiled function: a trace with symbolic sizes, turned into C++ by inductor.  Importing this takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.convert_frame import compile_lock
+from torch._guards import TracingContext, tracing
+from torch._inductor.compile_fx import compile_fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from stree.kernels.dispatch import as_on_device
+
+__all__ = ["CompiledFunction", "compile_lock"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledFunction:
+    """A compiled function; threads may call it at once.
+
+    Attributes:
+        kind: of the calls that it serves.
+        compiled: takes tensors as those that it was traced with, then the weights.
+        weights: parameters, buffers and constants that the trace read.
+        shapes: sizes of the tensors, symbols included.
+        shape_env: what the trace assumed of the symbols.
+    """
+
+    kind: Hashable
+    compiled: Callable[..., Any]
+    weights: list[Tensor]
+    shapes: list[tuple[Any, ...]]
+    shape_env: ShapeEnv
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run it."""
+        result: Sequence[Tensor] = self.compiled(*tensors, *self.weights)
+        return result
+
+    @classmethod
+    def compile(
+        cls,
+        kind: Hashable,
+        run: Callable[..., list[Tensor]],
+        tensors: Sequence[Tensor],
+        symbolic: Collection[int],
+        wanted: Sequence[Tensor],
+    ) -> CompiledFunction:
+        """Trace a function and compile it, so that it takes tensors of other sizes than those that it is traced with.
+
+        Only the thread that holds ``compile_lock`` may compile.
+
+        Args:
+            kind: of the calls that it will serve.
+            run: what is traced.
+            tensors: that it is traced with.
+            symbolic: sizes of these tensors that become symbols; no other size is equal to one.
+            wanted: tensors that it must take.
+
+        Raises:
+            ValueError: the traced code depends on sizes, and is another one for ``wanted``.
+        """
+        env = ShapeEnv()
+        mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+        fakes = [_fake(mode, tensor, symbolic) for tensor in tensors]
+        with mode, enable_python_dispatcher(), as_on_device(triton=False):  # the host reads no values
+            graph = make_fx(run, _allow_non_fake_inputs=True)(*fakes)
+        shapes = [tuple(map(_expression, fake.shape)) for fake in fakes]
+        if not _hold(env, shapes, wanted):
+            raise ValueError("the model runs other operations on other sizes")
+        weights = _lift_constants(graph)
+        fakes += [_fake(mode, weight, ()) for weight in weights]
+        with tracing(TracingContext(mode)):
+            compiled: Any = compile_fx(graph, fakes)
+        shapes = [tuple(map(_expression, fake.shape)) for fake in fakes[: len(tensors)]]
+        function = cls(kind, compiled, weights, shapes, env)
+        if not function.takes(wanted):
+            raise ValueError("inductor's code holds for the sizes of its example only")
+        return function
+
+    def takes(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether it is right for tensors of these sizes; only the thread that holds ``compile_lock`` may ask."""
+        return _hold(self.shape_env, self.shapes, tensors)
+
+
+def _hold(env: ShapeEnv, shapes: Sequence[Sequence[Any]], tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors have these shapes, and what was assumed of the symbols in them is true."""
+    values: dict[Any, int] = {}
+    for shape, tensor in zip(shapes, tensors, strict=True):
+        if len(shape) != tensor.dim():
+            return False
+        for wanted, size in zip(shape, tensor.shape, strict=True):
+            if (wanted if isinstance(wanted, int) else values.setdefault(wanted, size)) != size:
+                return False
+    ranges = env.var_to_range
+    in_range = all(ranges[symbol].lower <= size <= ranges[symbol].upper for symbol, size in values.items())
+    assumed = [env.replace(guard.expr) for guard in env.guards]
+    # The other symbols are sizes and offsets of storages, which are laid out alike in all states of these sizes.
+    return in_range and all(bool(one.subs(values)) for one in assumed if one.free_symbols <= values.keys())
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor, symbolic: Collection[int]) -> Tensor:
+    """Return a tensor without data for tracing; each of the ``symbolic`` sizes becomes one symbol."""
+    sizes = [DimDynamic.DUCK if size in symbolic else DimDynamic.STATIC for size in tensor.shape]
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+    return mode.from_tensor(tensor.detach(), symbolic_context=context)
+
+
+def _expression(size: Any) -> Any:
+    """Return a size as an integer or a symbol."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return int(expression) if expression.is_number else expression  # the trace may have assumed one size
+
+
+def _lift_constants(graph: GraphModule) -> list[Tensor]:
+    """Make the tensors that a trace holds its last inputs, and return them."""
+    constants = [node for node in graph.graph.nodes if node.op == "get_attr"]
+    names = list(dict.fromkeys(node.target for node in constants))
+    after = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    with graph.graph.inserting_before(after):
+        inputs = {name: graph.graph.placeholder(f"weight{number}") for number, name in enumerate(names)}
+    for node in constants:
+        node.replace_all_uses_with(inputs[node.target])
+        graph.graph.erase_node(node)
+    weights = [getattr(graph, name) for name in names]
+    graph.recompile()
+    return weights

@@ -1,0 +1,43 @@
+"""What ``stree generate`` reports of a text: one JSON document, or two lines."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from stree.serving.text import text_of
+
+__all__ = ["report_of", "summary"]
+
+
+def report_of(arguments: argparse.Namespace, output: Any, tokenizer: Any, lm: Any, warm_up_s: float) -> dict[str, Any]:
+    """Gather what ``--json`` prints; ``warm_up_s`` is what warming up took before the text."""
+    stats = output.stats
+    num_prompt_tokens, num_new_tokens = stats["num_prompt_tokens"][0], stats["num_new_tokens"][0]
+    prompt, new = output.sequences[0][:num_prompt_tokens], output.sequences[0][num_prompt_tokens:]
+    keys = ("steps", "tau", "draft_calls", "nodes_per_step", "acceptance_by_depth", "tokens_per_s", "total_s")
+    parts = ("prefill_s", "draft_s", "verify_s", "accept_s", "commit_s")
+    return {
+        "text": text_of(tokenizer, prompt, new),
+        "token_ids": new,
+        "num_prompt_tokens": num_prompt_tokens,
+        "num_new_tokens": num_new_tokens,
+        **{key: stats[key] for key in keys + parts},
+        "warm_up_s": warm_up_s + stats["warm_up_s"],
+        "growth": stats["growth"],
+        "budget": stats["budget"],
+        "verifier": arguments.verifier,
+        "finish_reason": stats["finish_reasons"][0],
+        "device": str(lm.device),
+        "dtype": str(lm.dtype).removeprefix("torch."),
+    }
+
+
+def summary(report: dict[str, Any]) -> str:
+    """Summarise a run in two lines."""
+    parts = ", ".join(f"{name} {report[name + '_s']:.2f}" for name in ("draft", "verify", "accept", "commit"))
+    return (
+        f"\n{report['num_new_tokens']} tokens in {report['steps']} steps: tau {report['tau']:.2f}, "
+        f"{report['tokens_per_s']:.0f} tokens/s ({report['finish_reason']})\nseconds: {parts}; "
+        f"warm-up before the text {report['warm_up_s']:.2f}"
+    )

@@ -1,0 +1,60 @@
+"""Checks after every step under STREE_DEBUG=1 or memory: its parts share no memory; what is over is poisoned.
+
+A step has four kinds of tensors, and each is written by one owner: the texts by ``emit`` (and by the decode loop
+between steps), the draft by the drafter, the logits by the target, the acceptance by the verifier.  Nobody keeps a view
+of what another owner writes later, and nobody reads a draft, logits or an acceptance after the step: poisoned memory
+turns such a read into an error or a wrong text, which tests see.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["check_owners", "checks_memory", "poison"]
+
+
+def checks_memory() -> bool:
+    """Whether steps are checked: STREE_DEBUG is 1, which also checks values, or memory, which captured steps allow."""
+    return os.environ.get("STREE_DEBUG") in ("1", "memory")
+
+
+def check_owners(**owners: Any) -> None:
+    """Check that no two owners' tensors share memory.
+
+    Args:
+        owners: by name, tensors, or tuples and dataclasses of them.
+
+    Raises:
+        AssertionError: two of them do; both are named.
+    """
+    found: dict[int, str] = {}
+    for name, owned in owners.items():
+        for tensor in _tensors(owned):
+            if tensor.numel():
+                other = found.setdefault(tensor.untyped_storage().data_ptr(), name)
+                assert other == name, f"{name} and {other} share memory: [{tensor.dtype}, {[*tensor.shape]}]"
+
+
+def poison(*owned: Any) -> None:
+    """Overwrite tensors, or tuples and dataclasses of them: NaN in floats, the least number in integers."""
+    for tensor in _tensors(owned):
+        if tensor.dtype != torch.bool and 0 not in tensor.stride():
+            tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
+
+
+def _tensors(owned: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested tuples and dataclasses."""
+    if isinstance(owned, Tensor):
+        yield owned
+    elif isinstance(owned, tuple):
+        for part in owned:
+            yield from _tensors(part)
+    elif is_dataclass(owned) and not isinstance(owned, type):
+        for part in fields(owned):
+            yield from _tensors(getattr(owned, part.name))

@@ -1,0 +1,157 @@
+"""Fields of requests in the format of OpenAI's API, for all that read it: the server and batch files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+__all__ = ["MOST_STOP_STRINGS", "UnsupportedField", "chat_messages", "check_fields", "stop_strings", "top_k_of", "utf8"]
+
+MOST_STOP_STRINGS = 16
+
+# Fields that change no text, whatever their value: they name a caller, or concern storage, caches, price and speed.
+ANY_VALUE = frozenset({
+    "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "metadata", "store", "service_tier",
+    "prediction", "request_id",
+})  # fmt: skip
+# Every other field that is known, and its values that ask for nothing; null is always one.  A reader takes some of them
+# itself, with any value; of the others these values alone.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "stream": (False,), "stream_options": (), "echo": (False,), "suffix": ("",),
+    "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (),
+    "ignore_eos": (False,), "stop_token_ids": ([],), "min_tokens": (0,), "include_stop_str_in_output": (False,),
+    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "length_penalty": (1,),
+    "logit_bias": ({},), "bad_words": ([],), "allowed_token_ids": (), "logits_processors": ([],),
+    "use_beam_search": (False,), "early_stopping": (False,),
+    "response_format": ({"type": "text"},), "structured_outputs": (), "guided_json": (), "guided_regex": (),
+    "guided_choice": (), "guided_grammar": (),
+    "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "functions": ([],),
+    "function_call": ("none", "auto"), "documents": ([],), "web_search_options": (),
+    "modalities": (["text"],), "audio": (), "verbosity": ("medium",), "reasoning_effort": (),
+    "include_reasoning": (True,), "add_generation_prompt": (True,), "continue_final_message": (False,),
+    "chat_template": (), "chat_template_kwargs": ({},), "mm_processor_kwargs": ({},), "truncate_prompt_tokens": (),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,), "priority": (0,), "cache_salt": (),
+}  # fmt: skip
+
+
+class UnsupportedField(ValueError):
+    """A field that asks for something that is not done.
+
+    Attributes:
+        field: its name.
+    """
+
+    def __init__(self, field: str, value: Any) -> None:
+        kind = "supported" if field in NEUTRAL or field == "add_special_tokens" else "known"
+        super().__init__(f"{field} is not {kind}, got {value!r:.80}")
+        self.field = field
+
+
+def check_fields(fields: Mapping[str, Any], taken: Collection[str]) -> None:
+    """Refuse fields that a reader does not take, unless they ask for nothing.
+
+    Args:
+        fields: of a request.
+        taken: the names of those that it takes.
+
+    Raises:
+        UnsupportedField: it names the first of them.
+    """
+    # A chat template writes special tokens itself; a prompt gets the tokenizer's.
+    neutral = {**NEUTRAL, "add_special_tokens": (fields.get("messages") is None,)}
+    for name, value in fields.items():
+        if name in taken or name in ANY_VALUE or value is None:
+            continue
+        if not any(_is_same(value, one) for one in neutral.get(name, ())):
+            raise UnsupportedField(name, value)
+
+
+def stop_strings(stop: Any) -> list[str]:
+    """Return the stop strings that ``stop`` gives: one string, several, or none; empty ones end no text.
+
+    Raises:
+        ValueError: something else, or too many.
+    """
+    strings = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    wanted = f"stop must be a string or a list of at most {MOST_STOP_STRINGS} strings"
+    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
+        raise ValueError(f"{wanted}, got {stop!r:.80}")
+    if len(strings) > MOST_STOP_STRINGS:
+        raise ValueError(f"{wanted}, got {len(strings)}")
+    return [utf8("stop", string) for string in strings if string]
+
+
+def top_k_of(value: int | None) -> int | None:
+    """Return the number of tokens that are left to draw from, or None for all, which requests write as -1 or 0."""
+    return None if value in (-1, 0) else value
+
+
+def chat_messages(messages: Any) -> list[dict[str, Any]]:
+    """Return the messages of a chat as templates of transformers take them, with all their fields.
+
+    Content is a text, null, or text parts, which are joined.  The arguments of tool calls, which OpenAI's clients write
+    as JSON, are parsed.  Other fields that are null are left out: clients and tables have them where a field is absent.
+
+    Raises:
+        ValueError: something else; the message says what.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"messages must be a list of turns, got {messages!r:.80}")
+    found = [_message(message) for message in messages]
+    try:
+        utf8("messages", json.dumps(found, ensure_ascii=False))
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"messages must be made of JSON's types: {error}") from error
+    return found
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """Return one message; see ``chat_messages``."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f"a turn of messages must be an object with a role and a content, got {message!r:.80}")
+    kept = {name: value for name, value in message.items() if value is not None or name == "content"}
+    if kept.get("content") is not None:
+        kept["content"] = _text(kept["content"])
+    if isinstance(kept.get("tool_calls"), list):
+        kept["tool_calls"] = [_tool_call(call) for call in kept["tool_calls"]]
+    return kept
+
+
+def _text(content: Any) -> str:
+    """Return a content, which is a text or a list of text parts, as one text."""
+    for part in content if isinstance(content, list) else []:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(part, dict) or kind != "text":
+            raise ValueError(f"messages: a content part of type {kind!r} is not supported, only 'text' is")
+    texts = [part.get("text") for part in content] if isinstance(content, list) else [content]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"the content of a turn must be a text, got {content!r:.80}")
+    return "".join(texts)
+
+
+def _tool_call(call: Any) -> Any:
+    """Return a tool call with its arguments as an object, where they are the JSON of one."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def utf8(name: str, text: str) -> str:
+    """Return a text; refuse half of a pair of surrogates, which can be written in JSON."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is no UTF-8 text: {error}") from error
+    return text
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether two JSON values are equal; true is not 1."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)

@@ -1,0 +1,61 @@
+"""Greedy text through the hook is transformers' own under everything that reads or forces the text.
+
+Run: python -m pytest tests/integrations/test_hook_processors.py
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from typing import Any
+
+import pytest
+from helpers.fast_cases import slow_unless
+from helpers.hooked_generate import PROMPTS, Copying, draft_model, hooked, new_tokens, plain
+from helpers.tiny_dflash import target_and_block_head
+from helpers.tiny_models import patched
+
+from stree.drafters import Drafter, FusedDrafter, HeadDrafter, ModelDrafter, SuffixDrafter
+
+# Matrix states beside attention, diagonal states, gated DeltaNet, convolutions, attention alone.
+FAMILIES = ("bamba", "mamba", "qwen3_5_text", "lfm2", "llama")
+DRAFTERS = ("model", "head", "suffix", "fused")
+STOP = 13
+WHAT: dict[str, dict[str, Any]] = {
+    "repetition penalty": {"repetition_penalty": 2.0},
+    "own processor": {"logits_processor": [Copying()]},
+    "no repeated n-grams": {"no_repeat_ngram_size": 2},
+    "bad words": {"bad_words_ids": [[84], [87, 10], [18], [52]]},
+    "min new tokens": {"min_new_tokens": 8, "eos_token_id": [STOP, 84, 18, 52, 87]},
+    "forced tokens": {"forced_eos_token_id": STOP, "forced_bos_token_id": 5},
+}
+
+
+@cache
+def drafter(family: str, name: str) -> Drafter:
+    if name == "head":
+        return HeadDrafter(target_and_block_head(family)[1])
+    model, suffix = ModelDrafter(patched(draft_model())), SuffixDrafter()
+    return {"model": model, "suffix": suffix, "fused": FusedDrafter(model, suffix)}[name]
+
+
+@cache
+def expected(family: str, what: str, place: int) -> list[int]:
+    return plain(target_and_block_head(family)[0].model, PROMPTS[place], **WHAT[what])
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "count", "budget", "family"),
+    slow_unless(
+        lambda what, name, count, budget, family: (
+            family == "llama" and budget == "auto" and count == 3 and (name == "model" or what == "repetition penalty")
+        ),
+        itertools.product(WHAT, DRAFTERS, (1, 3), (16, "auto"), FAMILIES),
+    ),
+)
+def test_greedy_text_is_that_of_transformers(what: str, name: str, count: int, budget: Any, family: str) -> None:
+    model, prompts = target_and_block_head(family)[0].model, PROMPTS[:count]
+    out = hooked(model, prompts, drafter=drafter(family, name), budget=budget, **WHAT[what])
+    for place, found in enumerate(new_tokens(prompts, out)):
+        wanted = expected(family, what, place)
+        assert found[: len(wanted)] == wanted and not any(found[len(wanted) :])
