@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers.cuda_packages import REFUSAL, aligned_only, bind_packages, refuse, write_packages
 from helpers.family_states import Decoding
 from helpers.tiny_family_models import FAMILIES, family_model, matrix
 from helpers.tiny_models import TOLERANCE, tiny_model
+from packaging.version import Version
 from transformers import AutoConfig
 
 import stree
@@ -26,18 +28,9 @@ from stree.models.state_size import empty_model
 
 ASSETS = Path(stree.__file__).parent / "assets"
 # Families whose mixers call no function that a package may replace.
-TORCH_ONLY = {
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "lfm3",
-    "llama",
-    "minimax",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "recurrent_gemma",
-}
+TORCH_ONLY = {"gemma", "gemma2", "gemma3_text", "llama", "minimax", "mistral", "qwen2", "qwen3", "recurrent_gemma"}
+if Version(transformers.__version__) < Version("5.24"):
+    TORCH_ONLY.add("lfm3")
 
 
 def mixers_of(model: Any) -> list[Any]:
@@ -127,11 +120,11 @@ def strides(monkeypatch: pytest.MonkeyPatch, model: Any, *, is_routed: bool = Tr
     config = model.config
     for mixer in mixers:
         names = inspect.signature(type(mixer).forward).parameters
-        cache_name = "cache_params" if "cache_params" in names else "past_key_values"
         if "causal_conv1d_fn" not in vars(sys.modules[type(mixer).__module__]):
             continue
         if not any(isinstance(part, torch.nn.Conv1d) for part in mixer.children()):
             continue  # attention
+        cache_name = next(name for name in ("cache", "cache_params", "past_key_values") if name in names)
         for batch, length in ((1, 3), (1, 12), (2, 13), (2, 1)):
             x = torch.empty(batch, length, config.hidden_size, device="meta", dtype=next(mixer.parameters()).dtype)
             for cache in (None, family_of(config).new_cache(config)):
