@@ -10,17 +10,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
+
+import stree.kernels.ops
+from stree.models.prefill_functions import serving_packages, version_of
 
 __all__ = ["digest_of", "has_passed", "record_passed"]
 
 TRANSFORMERS = str(Path(transformers.__file__).parent)
 
+OWN_FOLDERS = Path(__file__).parent / "layers", Path(stree.kernels.ops.__file__).parent
+
 _passed: set[str] = set()
 
 
-def digest_of(kind: type) -> str | None:
-    """Hash all that a comparison of a module class depends on; None if its forward is not the one in its source."""
+def digest_of(kind: type, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Hash all that a comparison of a module class depends on; None if its forward is not the one in its source.
+
+    These are the class's source, adapters, kernels, the kind of device, the dtype of the weights, the releases of
+    transformers, torch and triton, and which package serves each function of the class's own forward.
+    """
     owner = next(one for one in kind.__mro__ if "forward" in vars(one))
     source, forward = _source(owner), vars(owner)["forward"]
     while _source(forward).startswith(TRANSFORMERS) and hasattr(forward, "__wrapped__"):  # its decorators
@@ -28,7 +38,9 @@ def digest_of(kind: type) -> str | None:
     if not source or _source(forward) != source or forward.__qualname__ != f"{owner.__qualname__}.forward":
         return None
     with suppress(OSError):  # no source to read
-        return _hash(f"{kind.__module__}.{kind.__qualname__} {transformers.__version__}", source, _source(kind))
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        versions = transformers.__version__, torch.__version__, version_of("triton")
+        return _hash(repr((name, device.type, dtype, versions, serving_packages(kind, device))), source, _source(kind))
     return None
 
 
@@ -61,7 +73,7 @@ def _source(code: Any) -> str:
 
 @functools.cache
 def _hash(name: str, *files: str) -> str:
-    """Hash a name and the content of files, those of the adapters included."""
-    adapters = map(str, Path(__file__).parent.joinpath("layers").glob("*.py"))
-    parts = (Path(file).read_bytes() for file in sorted({*files, *adapters} - {""}))
+    """Hash a name and the content of files, those of the adapters and kernels included."""
+    own = (str(file) for folder in OWN_FOLDERS for file in folder.rglob("*.py"))
+    parts = (Path(file).read_bytes() for file in sorted({*files, *own} - {""}))
     return hashlib.sha256(b"\0".join((name.encode(), *parts))).hexdigest()

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from stree.checks import check_counts
 from stree.kernels.dispatch import has_triton
 from stree.kernels.topology import most_nodes
+from stree.models.bounded_scan import memory_bounded
 from stree.models.checks import model_change, weight_places
 from stree.models.families import cache_argument, family_of, stateful_modules
 from stree.models.fused.fused_layers import fused_scope, patch_fused_layers
@@ -20,6 +21,7 @@ from stree.models.hidden_states import patch_for_recording, recording, stacked
 from stree.models.layers.base import LayerSpec, Site
 from stree.models.patching import is_hooked, is_patched, num_features, unpatch_forward
 from stree.models.placement import keep_on_device
+from stree.models.prefill_functions import route_functions, warn_of_torch_functions
 from stree.models.state import DecodeState, TreeStep
 
 __all__ = ["PatchedModel"]
@@ -60,6 +62,11 @@ class PatchedModel:
         except NotImplementedError:
             self.release()
             raise
+        kinds = {type(mixer) for mixer in self.mixers.values()}
+        for kind in kinds:
+            route_functions(kind)
+        for device in self.devices:
+            warn_of_torch_functions(kinds, device)
         patch_fused_layers(model)
         if {self.device} != self.devices:
             for site, mixer in self.mixers.items():
@@ -187,7 +194,7 @@ class PatchedModel:
         # A hook may write to a tensor in place or check its type: then no lazy residual may reach it.
         may_defer = functools.cache(lambda: not any(map(is_hooked, self._modules)))
         # Without use_cache a model passes any cache object on; with it, some require a certain class.
-        with fused_scope(is_tree and self.fused_layers, may_defer):
+        with fused_scope(is_tree and self.fused_layers, may_defer), memory_bounded(not is_tree):
             return cast(Tensor, self.model(input_ids, attention_mask=mask, use_cache=not is_tree, **kwargs).logits)
 
     def forward_recording(

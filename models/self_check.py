@@ -2,7 +2,8 @@
 
 An adapter repeats a mixer's forward, so a release of transformers that changes that forward must be noticed.
 ``check_adapters`` compares one layer of each class with its own forward; a class that has passed is remembered on disk
-until transformers, its source or an adapter changes.
+until transformers, torch, triton, its source, an adapter, a kernel, the kind of device or the dtype changes, or another
+package serves its forward.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import transformers
 from torch import Tensor
 
 from stree.kernels.dispatch import as_on_device
+from stree.models.bounded_scan import memory_bounded
 from stree.models.checks import DTYPES
 from stree.models.families import cache_argument
 from stree.models.layers.attention import KvSpec
@@ -56,7 +58,8 @@ def check_adapters(lm: PatchedModel, *, force: bool = False) -> None:
         NotImplementedError: a class computes something else than its adapter; the message names it.
     """
     for kind, (layer, module) in _one_of_each_class(lm).items():
-        digest = digest_of(kind)
+        weight = next(module.parameters())
+        digest = digest_of(kind, weight.device, weight.dtype)
         if digest is not None and not force and has_passed(digest):
             continue
         try:
@@ -178,7 +181,8 @@ class _OneLayer(TreeScorer):
         given["attention_mask"] = None if cache is not None else self._mask(x)
         given[cache_argument(type(self._module))] = cache
         takes_any = any(one.kind is one.VAR_KEYWORD for one in names.values())
-        out = self._module(x, **{name: value for name, value in given.items() if name in names or takes_any})
+        with memory_bounded():
+            out = self._module(x, **{name: value for name, value in given.items() if name in names or takes_any})
         return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 
     def run_texts(self, texts: list[list[int]]) -> Tensor:

@@ -26,7 +26,8 @@ __all__ = ["TreeLM"]
 class TreeLM(TreeScorer):
     """A causal language model whose stateful layers are patched to verify token trees.
 
-    A plain ``forward`` or ``generate`` of the model still runs transformers' code unchanged.  Several TreeLMs may share
+    A plain ``forward`` or ``generate`` of the model still runs transformers' code unchanged, except that calls which
+    causal-conv1d, mamba-ssm or fla would refuse go to transformers' torch functions.  Several TreeLMs may share
     a model; ``release`` of one takes the patches off for all.  Threads may share a TreeLM, each with states of its own.
 
     ``prefill``, ``extend`` and ``verify`` take ``hidden_layers`` and then return a second tensor, float[batch, n,

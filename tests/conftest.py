@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import ROOT
+from benchmarks.gpu.first_run import kernel_tests
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when a kernel is defined, so before any import
 
@@ -27,6 +30,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option of `benchmarks.ahead_of_time.table --tests`, and that of the sanitizer."""
     parser.addoption("--record-launches", metavar="FOLDER", help="write every distinct build of a kernel to FOLDER")
     parser.addoption("--sanitize", action="store_true", help="check addresses and races of interpreted kernels: slow")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of kernels, which put their tensors on a GPU where there is one."""
+    files = {ROOT / file for file in kernel_tests(is_small=False)}
+    for item in items:
+        if item.path in files:
+            item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture(scope="session", autouse=True)

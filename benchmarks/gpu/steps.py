@@ -35,6 +35,7 @@ from benchmarks.shapes import binary_tree
 from stree.bench.profile import bytes_moved, copy_bandwidth
 from stree.bench.records import Record, quantiles
 from stree.decode.cuda_graphs import recovering
+from stree.models.bounded_scan import memory_bounded
 
 __all__ = ["NODES", "bytes_of", "measure", "state_for", "step_of", "timed"]
 
@@ -223,7 +224,7 @@ def timed(step: Callable[[], Any], device: torch.device) -> Record:
 def _one_token(lm: stree.TreeLM, batch: int) -> Any:
     """A call of transformers' own forward for one token after a short prompt."""
     options: Record = {"use_cache": True, lm.cache_argument: lm.family.new_cache(lm.model.config)}
-    with torch.no_grad():
+    with torch.no_grad(), memory_bounded():
         lm.model(torch.ones(batch, 8, dtype=torch.long, device=lm.device), **options)
     if lm.family.takes_positions:
         options["position_ids"] = torch.full((batch, 1), 8, device=lm.device)

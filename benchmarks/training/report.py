@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from benchmarks.training.data import HELD_OUT, MIXTURE, Document
 from stree.distill.report import agreement
+from stree.models.prefill_functions import route_model
 
 WINDOW = 1024
 """Most tokens a forward pass sees while measuring."""
@@ -91,6 +92,8 @@ def measure_folder(assets: Path, documents: Sequence[Document], size: int, devic
         AutoModelForCausalLM.from_pretrained(assets / kind, dtype=torch.float32).to(device).eval()
         for kind in ("target", "drafter")
     )
+    route_model(target)
+    route_model(drafter)
     found = {}
     for kind in MIXTURE:
         held_out = [d for d in documents if d.kind == kind and d.held_out]

@@ -6,6 +6,7 @@ import psutil
 import torch
 
 from stree.drafters import Drafter
+from stree.models.prefill_memory import prefill_bytes
 from stree.models.state_size import StateSize, measure_state
 from stree.models.tree_lm import TreeLM
 
@@ -30,6 +31,9 @@ def check_memory(lm: TreeLM, drafter: Drafter, batch: int, length: int, nodes: i
     need, free = _needed(lm, drafter, batch, length, nodes), free_bytes(lm.device)
     if need > free:
         sums = " and ".join(arithmetic(model, batch, length, nodes) for model in _models(lm, drafter, nodes))
+        scans = _prefill_bytes(lm, drafter, batch, length, nodes)
+        if scans:
+            sums += f" and {_size(scans)} for the scans of prefill"
         raise ValueError(
             f"the states need {_size(need)}, {sums}, and {_size(free)} are free on {lm.device}; "
             "lower max_batch, max_length or budget"
@@ -42,9 +46,15 @@ def fits_in_memory(lm: TreeLM, drafter: Drafter, batch: int, length: int, nodes:
 
 
 def _needed(lm: TreeLM, drafter: Drafter, batch: int, length: int, nodes: int) -> int:
-    """Bytes of all states, the contexts of one-shot heads included."""
+    """Bytes of all states, of the contexts of one-shot heads, and of the scans of prefill."""
     contexts = sum(getattr(model, "context_bytes_per_token", 0) for model in drafter.models) * batch * length
-    return contexts + sum(state_bytes(model, batch, length, nodes) for model in _models(lm, drafter, nodes))
+    states = sum(state_bytes(model, batch, length, nodes) for model in _models(lm, drafter, nodes))
+    return contexts + states + _prefill_bytes(lm, drafter, batch, length, nodes)
+
+
+def _prefill_bytes(lm: TreeLM, drafter: Drafter, batch: int, length: int, nodes: int) -> int:
+    """Bytes that a layer's scan takes for prompts of that length, the most of all models: they run one by one."""
+    return max((prefill_bytes(model, batch, length) for model in _models(lm, drafter, nodes)), default=0)
 
 
 def state_bytes(lm: TreeLM, batch: int, length: int, nodes: int) -> int:

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedModel
 
+from stree.models.prefill_functions import route_model
+
 __all__ = [
     "CHUNK",
     "Compile",
@@ -224,6 +226,7 @@ def check_forward(
     Raises:
         RuntimeError: it is above ``tolerance``.
     """
+    route_model(model)
     rng = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, model.config.vocab_size, (2, 3 * CHUNK), generator=rng).to(model.device)
     own = hidden_states(model.eval(), tokens)

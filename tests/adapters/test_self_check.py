@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.cuda_packages import bind_packages
 from helpers.tiny_family_models import family_model, matrix
 from helpers.tiny_models import tiny_model
 from torch import nn
@@ -170,6 +171,47 @@ def test_a_class_that_has_passed_is_compared_again_for_another_release_or_when_a
     monkeypatch.setattr(passed_checks, "_passed", set())
     with pytest.raises(NotImplementedError, match="Mamba2Mixer"):
         TreeLM(tiny_model("mamba2"))
+
+
+def changed_file(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == name))
+    passed_checks._hash.cache_clear()
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BESIDES: dict[str, tuple[torch.device, torch.dtype, Callable[[pytest.MonkeyPatch], object]]] = {
+    # What a comparison depends on beside the class: device, dtype, and what is changed.
+    "device": (CUDA, torch.float32, lambda patch: None),
+    "dtype": (CPU, torch.bfloat16, lambda patch: None),
+    "torch": (CPU, torch.float32, lambda patch: patch.setattr(torch, "__version__", "9.0")),
+    "triton": (CPU, torch.float32, lambda patch: patch.setattr(passed_checks, "version_of", lambda _: "9.0")),
+    "kernels": (CPU, torch.float32, lambda patch: changed_file(patch, "topology.py")),
+    "adapters": (CPU, torch.float32, lambda patch: changed_file(patch, "mixer_patch.py")),
+}
+
+
+@pytest.mark.parametrize("name", BESIDES)
+def test_a_pass_is_remembered_for_its_device_dtype_releases_and_kernels_only(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, (device, dtype, change) = mixer_class("mamba2"), BESIDES[name]
+    before = passed_checks.digest_of(kind, CPU, torch.float32)
+    change(monkeypatch)
+    try:
+        assert before is not None
+        assert passed_checks.digest_of(kind, device, dtype) not in (None, before)
+    finally:
+        passed_checks._hash.cache_clear()
+
+
+def test_a_pass_is_remembered_for_the_packages_that_served_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = mixer_class("mamba2")
+    before = [passed_checks.digest_of(kind, device, torch.float32) for device in (CPU, CUDA)]
+    bind_packages(monkeypatch, kind)
+    after = [passed_checks.digest_of(kind, device, torch.float32) for device in (CPU, CUDA)]
+    assert before[0] == after[0], "on a CPU torch serves it either way"
+    assert before[1] != after[1]
 
 
 def test_a_layer_that_cannot_be_run_alone_is_reported(

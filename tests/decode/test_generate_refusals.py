@@ -11,8 +11,10 @@ from helpers.tiny_models import VOCAB, patched, tiny_model
 from torch import Tensor
 
 import stree
+from stree.decode import memory
 from stree.drafters import ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Chain, DySpec, Static
+from stree.models.prefill_memory import prefill_bytes
 from stree.models.tree_lm import TreeLM
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3, 4, 2]]
@@ -198,6 +200,18 @@ def test_what_memory_cannot_hold_is_refused_with_the_sum() -> None:
         stree.generate(
             lm(), iter(PROMPTS), drafter(), growth=Chain(4), budget=5, max_new_tokens=4, max_batch=2, max_length=1 << 40
         )
+
+
+def test_memory_for_the_scans_of_prefill_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A chunk of 256 tokens, to which a prompt of one is padded, takes more than the states.
+    model = patched(tiny_model("mamba2", chunk_size=256))
+    needed = [memory.state_bytes(model, 1, 12, 1), prefill_bytes(model, 1, 12)]
+    assert needed[1] > needed[0] > 0
+    monkeypatch.setattr(memory, "free_bytes", lambda _: sum(needed) - 1)
+    with pytest.raises(ValueError, match="the states need .* and .* for the scans of prefill, and .* are free on cpu"):
+        stree.generate(model, [[1]], NoDrafter(), max_length=11, max_new_tokens=4, budget=1)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: sum(needed))
+    assert stree.generate(model, [[1]], NoDrafter(), max_length=11, max_new_tokens=4, budget=1).stats["steps"]
 
 
 def test_a_text_longer_than_the_model_s_positions_is_refused() -> None:

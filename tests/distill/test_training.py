@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.cuda_packages import REFUSAL, bind_packages
 from helpers.tiny_distill import END, SETTINGS
 from helpers.tiny_models import VOCAB
 from transformers import PreTrainedModel
@@ -32,6 +33,14 @@ def test_the_training_forward_and_its_gradients_are_those_of_transformers() -> N
         model.lm_head(network.hidden_states(model, tokens)).log_softmax(-1)[..., 3].mean().backward()
     for (name, wanted), found in zip(own.named_parameters(), fast.parameters(), strict=True):
         assert torch.allclose(wanted.grad, found.grad, rtol=1e-3, atol=1e-5 * float(wanted.grad.abs().max())), name
+
+
+def test_a_drafter_on_a_cpu_is_checked_where_packages_for_cuda_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = tiny_drafter()
+    bind_packages(monkeypatch, type(drafter.base_model.layers[0].mixer))
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        drafter(torch.arange(1, 6)[None])
+    assert network.check_forward(drafter, network.use_training_forward) < 1e-5
 
 
 def test_a_wrong_scan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

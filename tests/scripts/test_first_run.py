@@ -47,6 +47,19 @@ def test_every_kind_model_and_test_that_is_named_exists(tmp_path: Path) -> None:
     assert steps.NODES[:3] == (1, 16, 64)
 
 
+def test_the_marker_of_gpu_tests_selects_what_a_first_run_tests() -> None:
+    files = [*first_run.kernel_tests(is_small=False)[:2], "tests/operations/test_walk.py", first_run.LOOP]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", *files],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    chosen = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    assert chosen == {*files} - {"tests/operations/test_walk.py"}
+
+
 @pytest.mark.slow
 def test_wheels_and_a_cache_that_were_brought_along_are_used(tmp_path: Path) -> None:
     wheels, info = tmp_path / "wheels", "toywheel-1.0.dist-info"
