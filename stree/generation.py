@@ -14,7 +14,7 @@ from stree.decode.batching import batch_for
 from stree.decode.failures import GenerationError, GenerationInterrupted, failures_with_output
 from stree.decode.logits_processors import LogitsProcessor
 from stree.decode.loop import DecodeLoop
-from stree.decode.memory import arithmetic, check_memory, fits_in_memory
+from stree.decode.memory import Extent, arithmetic, check_memory, fits_in_memory
 from stree.decode.request import GenerateArguments, Streamer
 from stree.decode.sequences import Sequences
 from stree.decode.stats import Generation
@@ -271,10 +271,13 @@ def _decode(
         "verifier": verifier, "lossless": drafter.is_lossless,
     }  # fmt: skip
     key = None if step_cache is None else loop.key(drafter, policy, batch.max_batch)
-    extent = batch.max_batch, batch.max_length + max_nodes, max_nodes
+    extent = Extent(
+        batch.max_batch, loop.max_length(policy), max_nodes, batch.max_batch, batch.prompt_length,
+        single_rows=batch.refills, is_greedy=batch.is_greedy,
+    )  # fmt: skip
     _reserve_memory(lm, drafter, step_cache, extent, key)
     yield loop
-    with failures_with_output(loop, lambda: arithmetic(lm, *extent)):
+    with failures_with_output(loop, lambda: arithmetic(lm, extent.batch, extent.length, max_nodes)):
         for _ in loop.steps(drafter, policy):
             yield loop
     if loop.problem is not None:
@@ -283,15 +286,13 @@ def _decode(
     return loop.output("length")
 
 
-def _reserve_memory(
-    lm: TreeLM, drafter: Drafter, step_cache: StepCache | None, extent: tuple[int, int, int], key: Hashable
-) -> None:
+def _reserve_memory(lm: TreeLM, drafter: Drafter, step_cache: StepCache | None, extent: Extent, key: Hashable) -> None:
     """Drop what is kept for other texts where these need its memory; refuse what cannot fit.
 
     A decode step with this key that is kept has its memory already.
     """
     if step_cache is not None and key in step_cache:
         return
-    if step_cache is not None and not fits_in_memory(lm, drafter, *extent):
+    if step_cache is not None and not fits_in_memory(lm, drafter, extent):
         step_cache.release()
-    check_memory(lm, drafter, *extent)
+    check_memory(lm, drafter, extent)

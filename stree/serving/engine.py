@@ -88,7 +88,8 @@ class Engine:
         self._batch = RunningBatch(
             lm, self._drafter, arguments, max_batch, max_length, self._is_cancelled, self._record
         )  # fmt: skip
-        check_memory(lm, self._drafter, max_batch, max_length + self._batch.max_nodes, self._batch.max_nodes)
+        extent = self._batch.extent
+        check_memory(lm, self._drafter, replace(extent, prompt_length=min(extent.prompt_length, self._chunk)))
         self._cache, self._before_step = PrefixCache(cache_bytes), before_step or (lambda: None)
         self._prefill: tuple[RequestHandle, Request, Prefill] | None = None
         self._waiting: deque[tuple[RequestHandle, Request]] = deque()
