@@ -65,6 +65,10 @@ def generate(
 ) -> Generation:
     """Generate from a target, token for token distributed as the target alone would.
 
+    What is said here to leave a text as it is does so in float32 on a CPU, near-ties of logits apart.  On CUDA, and in
+    bfloat16, products are rounded by the number of rows in a step, so batch and budget may change a text, but not its
+    distribution.
+
     Everything under "which token" and "where a text ends" but ``num_samples``, ``tokenizer`` and ``ignore_eos`` is one
     for all prompts, or a list of one for each.
 
@@ -108,8 +112,7 @@ def generate(
             one is kept whole, as in transformers.
         tokenizer: of transformers, of the model, which stop strings need.
         ignore_eos: write on through the model's own stop tokens, as benchmarks do.
-        cancelled: asked after every step, by each running sequence's place in the output, whether that one shall end;
-            the others go on, under a fixed budget unchanged.
+        cancelled: asked after every step, by each running sequence's place in the output, whether that one shall end.
 
         What is told:
         logprobs: keep each new token's log probability, and a number of most probable alternatives.  It is that of the
@@ -118,7 +121,7 @@ def generate(
 
         How many at once:
         max_batch: most sequences at once; the next prompt takes the place of one that has finished.  None for all
-            prompts of a list together.  Under a fixed budget no text depends on it.
+            prompts of a list together.  In float32 on a CPU, under a fixed budget, no text depends on it.
         max_length: most tokens of a prompt and its new ones; None for what the longest prompt of a list needs.  Memory
             is bounded by ``max_batch`` times it.  An iterator needs both.
 
@@ -287,10 +290,7 @@ def _decode(
 
 
 def _reserve_memory(lm: TreeLM, drafter: Drafter, step_cache: StepCache | None, extent: Extent, key: Hashable) -> None:
-    """Drop what is kept for other texts where these need its memory; refuse what cannot fit.
-
-    A decode step with this key that is kept has its memory already.
-    """
+    """Drop what is kept for other texts where these need its memory, unless it has this key; refuse what cannot fit."""
     if step_cache is not None and key in step_cache:
         return
     if step_cache is not None and not fits_in_memory(lm, drafter, extent):

@@ -45,9 +45,9 @@ class QueueFull(RuntimeError):
 class Engine:
     """Decodes requests from any thread, each as ``generate`` alone would decode it.
 
-    Under a number as budget, at temperature 0, and under MATCH, the text of a request depends on nothing but the
-    request: not on what shares its batch, nor on when it came (near-ties of logits apart).  One thread owns the models;
-    on a CPU, load them by ``in_own_thread``.
+    In float32 on a CPU, under a number as budget, at temperature 0, and under MATCH, the text of a request depends on
+    nothing but the request (near-ties of logits apart); elsewhere only its distribution does.  One thread owns the
+    models; on a CPU, load them by ``in_own_thread``.
 
     Args:
         lm: the target.
