@@ -31,8 +31,8 @@ def traverse(
 ) -> TraversedPath:
     """Test all nodes, toss their coins, walk down to the first in post-order that shows, and draw the next token.
 
-    Coins are tossed with the numbers of the counters (positions, sequences, 1, node), the next token is drawn with
-    that of (positions + depth + 1, sequences, 0, 0).
+    Coins are tossed with the numbers of the counters (positions, sequences, 1, drafted nodes up to this one), the next
+    token is drawn with that of (positions + depth + 1, sequences, 0, 0).
 
     Args:
         tokens: int64[b, n].

@@ -177,7 +177,8 @@ def toss_kernel(
     tl.store(ratio_ptr + batch * n + node, tl.minimum(tl.load(state_ptr + RATIO * NODES + node), 1.0), inside)
     position = tl.load(positions_ptr + batch) + node * 0
     sequence = tl.load(sequences_ptr + batch)
-    number = uniform_of(position, sequence + node * 0, PURPOSE, node.to(tl.int64), tl.load(key_ptr + batch))
+    drafted = tl.cumsum(is_drafted.to(tl.int64), 0)  # number of a node without padding, of which batches differ
+    number = uniform_of(position, sequence + node * 0, PURPOSE, drafted, tl.load(key_ptr + batch))
     shows = is_drafted & (number < coin.to(tl.float64))
     mask_ptr += batch * n * n
     alive, alive_elders = node * 0, node * 0

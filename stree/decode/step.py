@@ -88,6 +88,7 @@ class DecodeStep:
         self.rng = Random(self._seeds, zeros.clone(), zeros.clone())
         stop = zeros.new_full((len(zeros), most_stops), -1)
         self.texts = Texts(zeros.clone(), zeros.clone(), zeros.clone(), torch.ones_like(zeros, dtype=torch.bool), stop)
+        self._roots = zeros.clone()  # of the present step's trees
         self._is_filled, self._is_debug = False, debug.checks_memory()
         self.hidden_layers: Sequence[int] | None = None  # that the drafter reads
         self._growth: tuple[Growth | None, Growth | None] = None, None  # the last one, and bound to the sampling
@@ -127,7 +128,7 @@ class DecodeStep:
         """Do the target's part of a step: verify, accept, commit, emit."""
         logits, hidden = self._recorded(self.lm.verify, self.state, draft.tree)
         timer.lap("verify_s")
-        rng = self._rng_now()
+        rng = self.rng if self.sampling.is_greedy else self._rng_now()
         acceptance = accept(draft.tree, logits, self.sampling, rng, draft.probs, self.verifier, draft.max_depth)
         acceptance = replace(acceptance, path_lengths=acceptance.path_lengths.masked_fill(self.texts.is_finished, 0))
         path = acceptance.path.clamp(min=0).long()[..., None]
@@ -146,8 +147,11 @@ class DecodeStep:
         return LaunchedStep(draft, acceptance, on_path, raw_on_path, report, timer, logits=kept)
 
     def _pending(self) -> Tensor:
-        """Copy the pending tokens, int64[batch]: ``emit`` writes the next ones in their place."""
-        return self.texts.pending.clone()
+        """Copy the pending tokens, int64[batch], of which ``emit`` writes the next ones in their place.
+
+        The copies of all steps are in one place, where captured work reads them.
+        """
+        return self._roots.copy_(self.texts.pending)
 
     def _rng_now(self) -> Random:
         """Return the random numbers at the present lengths, which are copied: ``commit`` advances them in place."""
@@ -249,7 +253,7 @@ class DecodeStep:
             sampling: the parameters of each.
         """
         other, index = copy(self), torch.tensor(rows, device=self._seeds.device)
-        other.state, other._seeds = self.state.select(index), self._seeds[index]
+        other.state, other._seeds, other._roots = self.state.select(index), self._seeds[index], self._roots[index]
         other.rng = Random(other._seeds, self.rng.sequences[index], torch.zeros_like(other._seeds))
         other.texts = Texts(*(getattr(self.texts, part.name)[index] for part in fields(Texts)))
         other.sampling, other._growth = BatchSampling({*sampling}, len(rows), index.device), (None, None)

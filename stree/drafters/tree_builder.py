@@ -242,17 +242,11 @@ class GrownTree:
         return is_padding.to(torch.int8).sort(dim=1, stable=True).indices[:, : plan.num_nodes + 1]
 
     def _is_selected(self, plan: Plan) -> bool:
-        """Return whether ``select`` has to drop nodes or padding.
-
-        Verification keys its random numbers by a node's number, which must not depend on how much padding the other
-        rows of the batch make: either no padding stands before a node, or the slots that become nodes are fixed.
-        """
+        """Return whether ``select`` has to drop nodes or padding."""
         if plan.is_pruned:
             return self.size - 1 > plan.num_nodes + 1
-        if plan.is_heap or all(layer.slots is not None for layer in plan.layers):
-            return False
         # Where the host may read tensors, a single row has no padding.
-        return not (host_can_read(self._tokens) and len(self._tokens) == 1)
+        return not (plan.is_heap or plan.is_fixed or (host_can_read(self._tokens) and len(self._tokens) == 1))
 
     def proposed(self, selected: Tensor | None) -> Proposed:
         """Return the tree of int64[batch, count] nodes, or of all, for the target."""

@@ -47,7 +47,10 @@ def try_children(
 
 
 def draw_tests(rng: Random, probs: Tensor, is_drafted: Tensor) -> Tensor:
-    """Draw whether each drafted node passes its test, one random number per node: bool[batch, n]."""
-    node = torch.arange(1, probs.shape[1], device=probs.device).expand(len(probs), -1)
+    """Draw whether each drafted node passes its test, one random number per node: bool[batch, n].
+
+    Nodes are numbered without padding, of which there is more where other rows of the batch have larger trees.
+    """
+    node = is_drafted.cumsum(1)[:, 1:]
     is_passed = rng.bernoulli("accept", (probs * is_drafted)[:, 1:], torch.zeros_like(node), node)
     return torch.nn.functional.pad(is_passed, (1, 0))

@@ -25,7 +25,8 @@ class Device:
         self.used: list[Any] = []
         for name, value in {
             "current_stream": lambda device: self.stream, "set_stream": lambda stream: setattr(self, "stream", stream),
-            "Stream": lambda device: "another", "CUDAGraph": object, "graph_pool_handle": lambda: next(self.pools),
+            "Stream": lambda device: "another", "CUDAGraph": type("Graph", (), {}),
+            "graph_pool_handle": lambda: next(self.pools),
             "graph": self.graph, "current_device": lambda: 0,
             "device": lambda device: nullcontext(),
         }.items():  # fmt: skip
@@ -50,12 +51,13 @@ def test_after_a_failed_capture_the_stream_and_the_draws_are_as_before(monkeypat
     def failing() -> None:
         raise RuntimeError("a number was read")
 
-    assert recorder.capture(lambda: 5)[1] == 5 and not device.ended
+    kept = [recorder.capture(lambda: 5)]
+    assert kept[0][1] == 5 and not device.ended
     with pytest.raises(RuntimeError, match="a number was read"):
         recorder.capture(failing)
     assert (device.stream, device.is_locked, device.ended) == ("before", False, [(0, 0)])
-    assert recorder.capture(lambda: 6)[1] == 6
-    assert recorder.capture(lambda: 7, separate_pool=True)[1] == 7
+    kept += [recorder.capture(lambda: 6), recorder.capture(lambda: 7, separate_pool=True)]
+    assert [out for _, out in kept] == [5, 6, 7]
     with pytest.raises(RuntimeError, match="a number was read"):
         recorder.capture(failing, separate_pool=True)
     assert recorder.capture(lambda: 8, separate_pool=True)[1] == 8
@@ -63,3 +65,6 @@ def test_after_a_failed_capture_the_stream_and_the_draws_are_as_before(monkeypat
     used = [pool for pool in device.used if pool is not None]
     assert used == [0, 0, 2, 1, 1, 3], "another pool after a failure, and the separate one is another"
     assert (device.stream, device.is_locked) == ("before", False) and len(graphs._failed) == 2
+    del kept
+    recorder.capture(lambda: 9)
+    assert device.used[-1] == 4, "another pool where all graphs of the last one are gone"

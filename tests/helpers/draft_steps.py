@@ -43,12 +43,12 @@ class DraftSteps:
         draft = self.run.propose(pending, self.growth, budget)
         tree = TokenTree(draft.tree.tokens.clone(), draft.tree.parents)
         assert tree.tokens[:, 0].tolist() == self.pending.tolist()
-        pending.zero_()  # as the decode loop does, which writes the next ones in their place
         paths = []
         for row in range(len(self.texts)):
             last = path_to(tree, row, real_nodes(tree, row)[-1])
             paths.append(self.rng.choice([random_path(self.rng, tree, row), last, []]))
         self.accept(tree, paths)
+        pending.zero_()  # as the decode loop does, which writes the next ones in their place
         return draft
 
     def accept(self, tree: TokenTree, paths: list[list[int]]) -> None:

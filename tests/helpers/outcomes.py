@@ -61,12 +61,13 @@ class Outcomes:
     def bernoulli(self, purpose: str, probs: Tensor, offset: Tensor, node: Tensor) -> Tensor:
         """Return the tests' outcomes; a second test of a node with positive probability would reuse its number."""
         assert purpose == "accept"
-        coin = self.coins.gather(1, node - 1)
+        place = (node - 1).clamp(min=0)  # there may be padding before the first node
+        coin = self.coins.gather(1, place)
         is_asked = probs > 0
-        assert not (is_asked & self.asked.gather(1, node - 1)).any(), "a node is tested twice"
+        assert not (is_asked & self.asked.gather(1, place)).any(), "a node is tested twice"
         factor = torch.where(is_asked, torch.where(coin, probs, 1 - probs), 1.0)
         self.weight *= factor.prod(1)
-        count = torch.zeros_like(self.asked, dtype=torch.long).scatter_add_(1, node - 1, is_asked.long())
+        count = torch.zeros_like(self.asked, dtype=torch.long).scatter_add_(1, place, is_asked.long())
         assert not (count > 1).any(), "a node is tested twice"
         self.asked |= count > 0
         return coin & is_asked
