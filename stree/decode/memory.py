@@ -84,7 +84,7 @@ def _passing(models: list[TreeLM], extent: Extent) -> int:
     step = extent.batch * sum(
         _vocabulary_bytes(model, extent, is_target=not place) for place, model in enumerate(models)
     )
-    return max(step, *(_prefill_bytes(model, extent) for model in models))
+    return max([step, *(_prefill_bytes(model, extent) for model in models)])  # a target without weights has neither
 
 
 def _vocabulary_bytes(lm: TreeLM, extent: Extent, *, is_target: bool) -> int:
