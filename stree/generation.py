@@ -14,7 +14,7 @@ from stree.decode.batching import batch_for
 from stree.decode.failures import GenerationError, GenerationInterrupted, failures_with_output
 from stree.decode.logits_processors import LogitsProcessor
 from stree.decode.loop import DecodeLoop
-from stree.decode.memory import arithmetic, check_memory, fits_in_memory
+from stree.decode.memory import Extent, arithmetic, check_memory, fits_in_memory
 from stree.decode.request import GenerateArguments, Streamer
 from stree.decode.sequences import Sequences
 from stree.decode.stats import Generation
@@ -65,6 +65,10 @@ def generate(
 ) -> Generation:
     """Generate from a target, token for token distributed as the target alone would.
 
+    What is said here to leave a text as it is does so in float32 on a CPU, near-ties of logits apart.  On CUDA, and in
+    bfloat16, products are rounded by the number of rows in a step, so batch and budget may change a text, but not its
+    distribution.
+
     Everything under "which token" and "where a text ends" but ``num_samples``, ``tokenizer`` and ``ignore_eos`` is one
     for all prompts, or a list of one for each.
 
@@ -108,8 +112,7 @@ def generate(
             one is kept whole, as in transformers.
         tokenizer: of transformers, of the model, which stop strings need.
         ignore_eos: write on through the model's own stop tokens, as benchmarks do.
-        cancelled: asked after every step, by each running sequence's place in the output, whether that one shall end;
-            the others go on, under a fixed budget unchanged.
+        cancelled: asked after every step, by each running sequence's place in the output, whether that one shall end.
 
         What is told:
         logprobs: keep each new token's log probability, and a number of most probable alternatives.  It is that of the
@@ -118,7 +121,7 @@ def generate(
 
         How many at once:
         max_batch: most sequences at once; the next prompt takes the place of one that has finished.  None for all
-            prompts of a list together.  Under a fixed budget no text depends on it.
+            prompts of a list together.  In float32 on a CPU, under a fixed budget, no text depends on it.
         max_length: most tokens of a prompt and its new ones; None for what the longest prompt of a list needs.  Memory
             is bounded by ``max_batch`` times it.  An iterator needs both.
 
@@ -271,10 +274,13 @@ def _decode(
         "verifier": verifier, "lossless": drafter.is_lossless,
     }  # fmt: skip
     key = None if step_cache is None else loop.key(drafter, policy, batch.max_batch)
-    extent = batch.max_batch, batch.max_length + max_nodes, max_nodes
+    extent = Extent(
+        batch.max_batch, loop.max_length(policy), max_nodes, batch.max_batch, batch.prompt_length,
+        single_rows=int(batch.refills), is_greedy=batch.is_greedy,
+    )  # fmt: skip
     _reserve_memory(lm, drafter, step_cache, extent, key)
     yield loop
-    with failures_with_output(loop, lambda: arithmetic(lm, *extent)):
+    with failures_with_output(loop, lambda: arithmetic(lm, extent.batch, extent.length, max_nodes)):
         for _ in loop.steps(drafter, policy):
             yield loop
     if loop.problem is not None:
@@ -283,15 +289,10 @@ def _decode(
     return loop.output("length")
 
 
-def _reserve_memory(
-    lm: TreeLM, drafter: Drafter, step_cache: StepCache | None, extent: tuple[int, int, int], key: Hashable
-) -> None:
-    """Drop what is kept for other texts where these need its memory; refuse what cannot fit.
-
-    A decode step with this key that is kept has its memory already.
-    """
+def _reserve_memory(lm: TreeLM, drafter: Drafter, step_cache: StepCache | None, extent: Extent, key: Hashable) -> None:
+    """Drop what is kept for other texts where these need its memory, unless it has this key; refuse what cannot fit."""
     if step_cache is not None and key in step_cache:
         return
-    if step_cache is not None and not fits_in_memory(lm, drafter, *extent):
+    if step_cache is not None and not fits_in_memory(lm, drafter, extent):
         step_cache.release()
-    check_memory(lm, drafter, *extent)
+    check_memory(lm, drafter, extent)

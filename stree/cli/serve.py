@@ -34,7 +34,9 @@ def add_serve(commands: Any) -> None:
     command.add_argument(
         "--cache-mb", type=float, default=512, help="of states of earlier texts, which later ones continue"
     )
-    command.add_argument("--prefill-chunk", type=int, default=512, help="most tokens of a prompt between two steps")
+    command.add_argument(
+        "--prefill-chunk", type=int, help="most tokens of a prompt between two steps (512; on CUDA what fits)"
+    )
     command.add_argument("--grace", type=float, default=30, help="seconds that running requests have after SIGTERM")
     command.add_argument(
         "--api-key-env", default=None, metavar="NAME", help="environment variable that holds the API key"

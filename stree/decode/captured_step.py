@@ -28,6 +28,7 @@ from stree.verify import DELTA, DraftProbs
 
 __all__ = ["CapturedStep"]
 
+LOGITS = ", with logits of the path"  # of the key of steps whose logits are read
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)  # sizes to which trees that the host lays out are padded
 
 
@@ -48,31 +49,39 @@ class CapturedStep(DecodeStep):
         with self.graphs.lock:
             return super().__call__(growth, budget, wanted)
 
-    def _launch(self, growth: Growth | None, budget: int) -> LaunchedStep:
+    def _launch(self, growth: Growth | None, budget: int, *, needs_logits: bool) -> LaunchedStep:
         timer, before = StepTimer(self.state.lengths.device), self.graphs.num_warm_ups
         if self.run.is_capturable:
-            step = self._launch_whole(growth, budget, timer)
+            step = self._launch_whole(growth, budget, timer, needs_logits=needs_logits)
         else:
             self.run.capture = self._capture_part  # not longer, as it refers to this object
             draft = self._propose(growth, budget)
             self.run.capture = None
             timer.lap("draft_s")
-            step = self._launch_target(draft, timer)
+            step = self._launch_target(draft, timer, needs_logits=needs_logits)
         return replace(step, is_steady=self.graphs.num_warm_ups == before)
 
-    def _launch_whole(self, growth: Growth | None, budget: int, timer: StepTimer) -> LaunchedStep:
+    def _launch_whole(
+        self, growth: Growth | None, budget: int, timer: StepTimer, *, needs_logits: bool
+    ) -> LaunchedStep:
         """Replay a step, drafting included."""
         num_calls = self._settle(budget)
         timer.lap("draft_s")
         self._drop_outdated(self.run)
-        work = partial(super()._launch, growth, budget)
-        result, is_replayed = self._replay(f"budget {budget}, {growth!r}", work, timer)
+        launch = partial(super()._launch, growth, budget, needs_logits=needs_logits)
+
+        def work() -> LaunchedStep:
+            step = launch()
+            return step if self._is_debug else replace(step, draft=replace(step.draft, probs=None))
+
+        key = f"budget {budget}, {growth!r}{LOGITS * needs_logits}"
+        result, is_replayed = self._replay(key, work, timer)
         if is_replayed:
             self.run.replayed(budget)
         draft = replace(result.draft, num_calls=result.draft.num_calls + num_calls)
         return replace(result, draft=draft, timer=timer)
 
-    def _launch_target(self, draft: Draft, timer: StepTimer) -> LaunchedStep:
+    def _launch_target(self, draft: Draft, timer: StepTimer, *, needs_logits: bool) -> LaunchedStep:
         """Replay the target's part for a tree that was laid out on the host."""
         size = min(_bucket(draft.tree.tokens.shape[1]), self.state.max_nodes)
         tree = self._inputs.tree(draft.tree, size)
@@ -86,9 +95,11 @@ class CapturedStep(DecodeStep):
 
         def work() -> LaunchedStep:
             padded = TokenTree.unchecked(tree.tokens, tree.parents)
-            return self._verify(Draft(padded, probs, depth), StepTimer(self.state.lengths.device))
+            own = StepTimer(self.state.lengths.device)
+            step = self._verify(Draft(padded, probs, depth), own, needs_logits=needs_logits)
+            return step if self._is_debug else replace(step, draft=replace(step.draft, probs=None))
 
-        result, _ = self._replay(key, work, timer)
+        result, _ = self._replay(key + LOGITS * needs_logits, work, timer)
         self._observe(result.acceptance)
         timer.lap("draft_s")
         return replace(result, draft=draft, timer=timer)

@@ -18,9 +18,9 @@ from stree.decode.request import Batch, Request
 from stree.decode.sequences import Sequence, Sequences
 from stree.decode.stats import Generation, Statistics
 from stree.decode.step import DecodeStep, Prefilled
-from stree.decode.step_cache import StepCache, rounded
+from stree.decode.step_cache import StepCache, drafter_key, state_length
 from stree.decode.step_result import StepResult
-from stree.drafters import Drafter, HeadDrafter, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.drafters import Drafter
 from stree.kernels.clock import clock, compile_seconds
 from stree.kernels.dispatch import host_can_read
 from stree.models.layout import layout_of
@@ -125,7 +125,7 @@ class DecodeLoop:
         logits = step.fill(drafter, [*requests, *[EMPTY] * (size - len(requests))])
         if self.batch.refills and not step.run.can_admit:
             raise TypeError(f"{type(drafter).__name__} cannot take up a prompt in mid-run; leave max_batch out")
-        step.reserve(self._max_length(policy), policy.growth, policy.max_nodes, begins=not policy.is_off)
+        step.reserve(self.max_length(policy), policy.growth, policy.max_nodes, begins=not policy.is_off)
         if sequences:
             self._begin(sequences, list(range(len(sequences))), logits[: len(sequences)])
         self._count_time()
@@ -184,8 +184,8 @@ class DecodeLoop:
         models = (self.lm, *drafter.models)
         sampling = BatchSampling(self.batch.kinds, 0, self._device)
         return (
-            batch, self._max_length(policy), policy.max_nodes, repr(sampling), self.verifier, self.batch.most_stops,
-            _drafter_key(drafter), repr(policy.growth), *map(layout_of, models),
+            batch, self.max_length(policy), policy.max_nodes, repr(sampling), self.verifier, self.batch.most_stops,
+            drafter_key(drafter), repr(policy.growth), *map(layout_of, models),
         )  # fmt: skip
 
     def output(self, reason: str) -> Generation:
@@ -224,7 +224,11 @@ class DecodeLoop:
     def _read(self) -> None:
         """Read a step's report: tokens are appended to the texts, times and lengths to the statistics."""
         result, self._replays, policy = self._launched.popleft()
-        rows, committed = result.emitted()
+        try:
+            rows, committed = result.emitted()
+        except Exception:
+            self._launched.clear()  # they go on from what cannot be used
+            raise
         logprobs = None if result.logprobs is None else result.logprobs.tolist()
         if self.on_step is not None:
             self.on_step(result, committed)
@@ -258,7 +262,7 @@ class DecodeLoop:
 
     def _new_step(self, batch: int, policy: BudgetPolicy) -> DecodeStep:
         """Allocate a state, and the decode step that works on it."""
-        state = self.lm.new_state(batch, self._max_length(policy), max(policy.max_nodes, self.batch.min_nodes))
+        state = self.lm.new_state(batch, self.max_length(policy), max(policy.max_nodes, self.batch.min_nodes))
         state.fixed_shapes = not host_can_read(state.lengths)  # captured steps must not grow
         options: dict[str, Any] = {
             "sampling": BatchSampling(self.batch.kinds, batch, self._device), "verifier": self.verifier,
@@ -268,10 +272,9 @@ class DecodeLoop:
             return DecodeStep(self.lm, state, **options)
         return CapturedStep(self.lm, state, graphs=self.step_cache.graphs(), **options)
 
-    def _max_length(self, policy: BudgetPolicy) -> int:
-        """Most tokens that a state must hold: the last step may commit a whole path beyond the limit."""
-        length = self.batch.max_length + policy.max_nodes
-        return length if self.step_cache is None else rounded(length)
+    def max_length(self, policy: BudgetPolicy) -> int:
+        """Return the tokens that the states hold room for."""
+        return state_length(self.batch.max_length, policy.max_nodes, is_captured=self.step_cache is not None)
 
     def _is_pipelined(self) -> bool:
         """Whether a step is read while the next one runs: on a device."""
@@ -284,13 +287,3 @@ class DecodeLoop:
 
     def _num_replays(self) -> int:
         return 0 if self._step.graphs is None else self._step.graphs.num_replays
-
-
-def _drafter_key(drafter: Drafter) -> Hashable:
-    """What of a drafter captured steps depend on: drafters of one key may share them."""
-    kind = type(drafter)
-    if kind in (NoDrafter, SuffixDrafter):
-        return kind.__name__  # their runs keep nothing for the next text
-    if kind in (ModelDrafter, HeadDrafter):
-        return kind.__name__, *map(id, drafter.models)
-    return id(drafter)

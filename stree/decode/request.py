@@ -124,6 +124,7 @@ class Batch:
         most_stops: most stop tokens of one of them.
         max_batch: most sequences at once.
         max_length: most tokens of a prompt and its new ones.
+        prompt_length: most tokens of a prompt.
         refills: whether a request takes the row of a sequence that has ended.
         processor: of all their logits, or None; its steps are not captured.
         min_nodes: nodes that a state has room for at least, and so tokens that ``extend`` runs at once.
@@ -134,6 +135,7 @@ class Batch:
     most_stops: int
     max_batch: int
     max_length: int
+    prompt_length: int
     refills: bool = False
     processor: NodeProcessor | None = None
     min_nodes: int = 1

@@ -29,7 +29,7 @@ from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.sampling import BatchSampling, Random, Sampling
 from stree.tree import TokenTree
-from stree.verify import Acceptance, accept
+from stree.verify import Acceptance, accept, unusable_rows
 
 __all__ = ["DecodeStep", "Prefilled"]
 
@@ -95,7 +95,7 @@ class DecodeStep:
 
     def __call__(self, growth: Growth | None, budget: int, wanted: Wanted = Wanted()) -> StepResult:  # noqa: B008
         """Launch a step of at most ``budget`` nodes a sequence, and the copies of what the host reads of it."""
-        step = self._launch(self._bound(growth), budget)
+        step = self._launch(self._bound(growth), budget, needs_logits=wanted.needs_logits)
         result = step.to_host(wanted)
         if self._is_debug:
             self._check_and_poison(step)
@@ -104,7 +104,7 @@ class DecodeStep:
     def _check_and_poison(self, step: LaunchedStep) -> None:
         """Check that the step's parts share no memory, and overwrite what is over."""
         texts = self.texts, self._seeds, self.rng.sequences, self.state.lengths
-        logits = step.logits, step.raw_logits
+        logits = step.logits, step.path_logits, step.raw_path_logits
         debug.check_owners(texts=texts, draft=step.draft, logits=logits, acceptance=step.acceptance, report=step.report)
         probs = None if step.draft.probs is None else step.draft.probs.probs
         debug.poison(step.draft.tree.tokens, step.draft.values, probs, logits, step.acceptance, step.report)
@@ -115,32 +115,36 @@ class DecodeStep:
             self._growth = growth, None if growth is None else growth.bind(self.sampling)
         return self._growth[1]
 
-    def _launch(self, growth: Growth | None, budget: int) -> LaunchedStep:
+    def _launch(self, growth: Growth | None, budget: int, *, needs_logits: bool) -> LaunchedStep:
         timer = StepTimer(self.state.lengths.device)
         draft = self._propose(growth, budget)
         timer.lap("draft_s")
-        result = self._verify(draft, timer)
+        result = self._verify(draft, timer, needs_logits=needs_logits)
         self._observe(result.acceptance)
         timer.lap("draft_s")
         return result
 
-    def _verify(self, draft: Draft, timer: StepTimer) -> LaunchedStep:
+    def _verify(self, draft: Draft, timer: StepTimer, *, needs_logits: bool) -> LaunchedStep:
         """Do the target's part of a step: verify, accept, commit, emit."""
         logits, hidden = self._recorded(self.lm.verify, self.state, draft.tree)
         timer.lap("verify_s")
         rng = self.rng if self.sampling.is_greedy else self._rng_now()
         acceptance = accept(draft.tree, logits, self.sampling, rng, draft.probs, self.verifier, draft.max_depth)
         acceptance = replace(acceptance, path_lengths=acceptance.path_lengths.masked_fill(self.texts.is_finished, 0))
+        path = acceptance.path.clamp(min=0).long()[..., None]
         if hidden is not None:
-            path = acceptance.path.clamp(min=0).long()
-            acceptance = replace(acceptance, hidden=hidden.take_along_dim(path[..., None, None].to(hidden.device), 1))
+            acceptance = replace(acceptance, hidden=hidden.take_along_dim(path[..., None].to(hidden.device), 1))
         timer.lap("accept_s")
         report = self._emit(draft.tree, acceptance)
         timer.lap("accept_s")
         # A text that ends within the path is committed up to its last token, which is pending.
         self.lm.commit(self.state, acceptance.path, acceptance.path_lengths.minimum(report[:, -2].int()))
         timer.lap("commit_s")
-        return LaunchedStep(draft, acceptance, logits, self.raw_logits(logits), report, timer)
+        report = torch.cat([report, unusable_rows(draft.tree, logits, self.sampling, acceptance)[:, None]], 1)
+        on_path, raw = logits.take_along_dim(path, 1) if needs_logits else None, self.raw_logits(logits)
+        raw_on_path = raw.take_along_dim(path, 1) if needs_logits and raw is not logits else on_path
+        kept = logits if self._is_debug else None
+        return LaunchedStep(draft, acceptance, on_path, raw_on_path, report, timer, logits=kept)
 
     def _pending(self) -> Tensor:
         """Copy the pending tokens, int64[batch], of which ``emit`` writes the next ones in their place.
@@ -185,7 +189,9 @@ class DecodeStep:
         return emit(tree.tokens, acceptance.path, acceptance.path_lengths, acceptance.next_token, self.texts)
 
     def _decode_without_drafter(self, problem: Exception) -> None:
-        """Fail over to plain decoding."""
+        """Fail over to plain decoding, unless memory ran out or the device failed: the target would be next."""
+        if isinstance(problem, (torch.OutOfMemoryError, torch.AcceleratorError)):
+            raise problem
         logger.warning("the drafter failed, decoding goes on without it: %s: %s", type(problem).__name__, problem)
         self.problem = problem
         self.run = NoDrafter().start(self.lm.vocab_size, [], self.rng)
@@ -205,12 +211,9 @@ class DecodeStep:
         self.hidden_layers = drafter.hidden_layers
         for row, request in enumerate(requests):
             self._write(row, request)
-        if not self._is_filled:
-            logits, hidden = self._recorded(self.lm.prefill, self.state, input_ids, lengths)
-        else:
-            filled = self.lm.new_state(len(prompts), input_ids.shape[1], self.state.max_nodes)
-            logits, hidden = self._recorded(self.lm.prefill, filled, input_ids, lengths)
-            self.state.overwrite(filled)
+        if self._is_filled:
+            self.state.reset()
+        logits, hidden = self._recorded(self.lm.prefill, self.state, input_ids, lengths)
         if self._is_filled and self.run.can_restart:
             self.run.restart(prompts)
         else:

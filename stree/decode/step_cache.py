@@ -12,12 +12,14 @@ from typing import Any
 
 from stree.decode.cuda_graphs import CudaRecorder, Graphs, Recorder
 from stree.decode.step import DecodeStep
+from stree.drafters import Drafter, HeadDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.models.tree_lm import TreeLM
 
-__all__ = ["StepCache", "rounded", "step_cache_of"]
+__all__ = ["StepCache", "drafter_key", "rounded", "state_length", "step_cache_of"]
 
 MAX_DECODE_STEPS = 4
-MIN_LENGTH = 256  # lengths are rounded up to a power of two from here, so that texts of similar length share a step
+MIN_LENGTH = 256  # lengths are rounded up from here, so that texts of similar length share a step: to a power of two,
+MAX_POWER = 4096  # and beyond this by at most a quarter, as memory is short there
 
 
 class StepCache:
@@ -81,7 +83,24 @@ def step_cache_of(lm: TreeLM) -> StepCache | None:
 
 def rounded(length: int) -> int:
     """Length of the states that texts of about this length share."""
-    return max(MIN_LENGTH, 1 << (length - 1).bit_length())
+    power = max(MIN_LENGTH, 1 << (length - 1).bit_length())
+    return power if power <= MAX_POWER else -(-length // (power // 8)) * (power // 8)
+
+
+def state_length(max_length: int, max_nodes: int, *, is_captured: bool) -> int:
+    """Tokens that a state holds for texts of ``max_length``: the last step may commit a whole path beyond the limit."""
+    length = max_length + max_nodes
+    return rounded(length) if is_captured else length
+
+
+def drafter_key(drafter: Drafter) -> Hashable:
+    """What of a drafter captured steps depend on: drafters of one key may share them."""
+    kind = type(drafter)
+    if kind in (NoDrafter, SuffixDrafter):
+        return kind.__name__  # their runs keep nothing for the next text
+    if kind in (ModelDrafter, HeadDrafter):
+        return kind.__name__, *map(id, drafter.models)
+    return id(drafter)
 
 
 def _can_capture(lm: TreeLM) -> bool:

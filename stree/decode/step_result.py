@@ -31,6 +31,11 @@ class Wanted:
     top_logprobs: int | None = None
     trees: bool = False
 
+    @property
+    def needs_logits(self) -> bool:
+        """Whether a step must return the logits of the accepted paths."""
+        return self.logits or self.top_logprobs is not None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepTrees:
@@ -52,7 +57,8 @@ class StepResult:
     """What the host reads of a step; copies, which no later step writes to.
 
     Attributes:
-        report: int64[batch, m + 2]: up to m emitted tokens, their number, and the nodes committed.
+        report: int64[batch, m + 3]: up to m emitted tokens, their number, the nodes committed, and 1 where logits of
+            the tree define no distribution.
         timer: times of its parts.
         num_nodes: nodes of a tree, padding included.
         num_calls: forward passes of a draft model.
@@ -76,40 +82,52 @@ class StepResult:
     arrival: Any
 
     def emitted(self) -> tuple[list[list[int]], list[int]]:
-        """Synchronise with the report; return each sequence's new tokens, and the nodes that it committed."""
+        """Synchronise with the report; return each sequence's new tokens, and the nodes that it committed.
+
+        Raises:
+            ValueError: the target's logits are NaN, or +inf where tokens are sampled.
+        """
         if self.arrival is not None:
             self.arrival.synchronize()
         rows = self.report.tolist()
-        return [row[: row[-2]] for row in rows], [row[-1] for row in rows]
+        unusable = [number for number, row in enumerate(rows) if row[-1]]
+        if unusable:
+            raise ValueError(f"the target's logits are NaN, or infinite where tokens are sampled, in rows {unusable}")
+        return [row[: row[-3]] for row in rows], [row[-2] for row in rows]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaunchedStep:
     """One step that was launched.  Its tensors are over with the step: a replay overwrites them.
 
+    A graph keeps what its capture returned, so only what is read is here.
+
     Attributes:
         draft: what was proposed.
         acceptance: what was accepted; path length 0 where a sequence was inactive.
-        logits: float[batch, n, vocab], of the tree's nodes, as they were drawn from.
-        raw_logits: the same before logits processors.
+        path_logits: float[batch, m, vocab], of the accepted paths, as they were drawn from; None where not wanted.
+        raw_path_logits: the same before logits processors.
         report: as in ``StepResult``.
         timer: times of its parts.
         is_steady: as in ``StepResult``.
+        logits: float[batch, n, vocab], of the tree's nodes, where memory is checked; else None.
     """
 
     draft: Draft
     acceptance: Acceptance
-    logits: Tensor
-    raw_logits: Tensor
+    path_logits: Tensor | None
+    raw_path_logits: Tensor | None
     report: Tensor
     timer: StepTimer
     is_steady: bool = True
+    logits: Tensor | None = None
 
     def to_host(self, wanted: Wanted) -> StepResult:
         """Start to copy the report to the host, and what else is wanted, before the next step overwrites it."""
         tree, logprobs = self.draft.tree, None
         if wanted.top_logprobs is not None:
-            values = token_logprobs(self._on_path(self.raw_logits), self.report[:, :-2], wanted.top_logprobs)
+            assert self.raw_path_logits is not None, "the step was launched with what is wanted"
+            values = token_logprobs(self.raw_path_logits, self.report[:, :-3], wanted.top_logprobs)
             logprobs = _to_host(values)
         trees = None
         if wanted.trees:
@@ -120,12 +138,9 @@ class LaunchedStep:
             arrival.record(torch.cuda.current_stream(self.report.device))
         return StepResult(
             report, self.timer, tree.tokens.shape[1], self.draft.num_calls, self.draft.is_reused, self.is_steady,
-            self._on_path(self.logits) if wanted.logits else None, logprobs, trees, arrival,
+            self.path_logits.clone() if wanted.logits and self.path_logits is not None else None, logprobs, trees,
+            arrival,
         )  # fmt: skip
-
-    def _on_path(self, logits: Tensor) -> Tensor:
-        """Select float[batch, m, vocab] of the accepted paths from float[batch, n, vocab] logits."""
-        return logits.take_along_dim(self.acceptance.path.clamp(min=0).long()[..., None], 1)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

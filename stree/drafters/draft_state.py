@@ -78,9 +78,8 @@ class DraftState:
         self._behind.clear()
         if self._state is not None:
             input_ids, lengths = padded_prompts(prompts)
-            filled = self._lm.new_state(len(prompts), input_ids.shape[1], self._state.max_nodes)
-            self._lm.prefill(filled, input_ids, lengths)
-            self._state.overwrite(filled)
+            self._state.reset()
+            self._lm.prefill(self._state, input_ids, lengths)
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
         """Begin another text in a row."""

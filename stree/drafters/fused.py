@@ -21,6 +21,7 @@ from stree.checks import check_shares
 from stree.drafters.base import Draft, Drafter, DraftRun, padded_prompts
 from stree.drafters.budget_split import draws_by_value, retrieved_share
 from stree.drafters.hiding import HidingLM, has_share
+from stree.drafters.host_copies import AcceptedTokens
 from stree.drafters.merge import append_best, keep_best, with_delta
 from stree.drafters.retrieval_calibration import RetrievalCalibration
 from stree.growth import Growth, Plan
@@ -216,14 +217,7 @@ class _FusedRun(DraftRun):
             ratios = ratios.new_zeros(len(ratios), self._num_columns).scatter_(1, self._order, ratios)
         self._drafting.observe(replace(acceptance, path=own, ratios=ratios))
         self._retrieving.observe(acceptance)
-        accepted = self._tokens.gather(1, path.clamp(min=0).long()).tolist()
-        following = acceptance.next_token.tolist()
-        self._calibration.learn(
-            [
-                [*accepted[row][1:length], following[row]] if length else []
-                for row, length in enumerate(acceptance.path_lengths.tolist())
-            ]
-        )
+        self._calibration.learn(AcceptedTokens(self._tokens, acceptance).read())
 
     def restart(self, prompts: Sequence[Sequence[int]]) -> None:
         """Begin as many other texts; a model keeps its memory."""

@@ -92,14 +92,12 @@ class _Guess:
         work: gives the copied run, int64[batch] next tokens, and the tree below them.
         growth: of the tree.
         budget: of the tree.
-        stream: on which the work runs, or None.
     """
 
     last: Tensor
     work: Future[tuple[_CopiedRun, Tensor, Draft]]
     growth: Growth | None
     budget: int
-    stream: Any
 
 
 class _OverlappedRun(DraftRun):
@@ -111,6 +109,7 @@ class _OverlappedRun(DraftRun):
         self._run, self._pool = run, ThreadPoolExecutor(1, thread_name_prefix="stree drafting")
         self._guess: _Guess | None = None
         self._ready: tuple[Draft, Growth | None, int] | None = None  # a tree that was drafted ahead, and is right
+        self._stream: Any = None  # of all steps: the allocator of CUDA keeps freed memory for the stream that used it
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         """Use the tree that was drafted ahead, or grow one; then begin with the next one, unless nothing is drafted."""
@@ -127,7 +126,9 @@ class _OverlappedRun(DraftRun):
         """Begin to draft below the likeliest path."""
         assert draft.values is not None, "the caller has checked"
         path, lengths, last = _likeliest_path(draft.tree, draft.values)
-        run, stream = self._run, torch.cuda.Stream(last.device) if last.is_cuda else None
+        if last.is_cuda and self._stream is None:
+            self._stream = torch.cuda.Stream(last.device)
+        run, stream = self._run, self._stream
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(last.device))
 
@@ -137,7 +138,7 @@ class _OverlappedRun(DraftRun):
                 other, token = run.after(path, lengths)
                 return other, token, other.propose(token, growth, budget)
 
-        return _Guess(last, self._pool.submit(work), growth, budget, stream)
+        return _Guess(last, self._pool.submit(work), growth, budget)
 
     def observe(self, acceptance: Acceptance) -> None:
         """Take over what was drafted ahead, if the guess was right; read accepted tokens otherwise."""
@@ -145,8 +146,8 @@ class _OverlappedRun(DraftRun):
         if guess is None:
             return self._run.observe(acceptance)
         other, token, draft = guess.work.result()
-        if guess.stream is not None:
-            torch.cuda.current_stream(token.device).wait_stream(guess.stream)
+        if self._stream is not None:
+            torch.cuda.current_stream(token.device).wait_stream(self._stream)
         lengths = acceptance.path_lengths.long()
         last = acceptance.path.long().gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0]
         is_right = (lengths == 0) | ((last == guess.last) & (acceptance.next_token == token))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from stree.checks import check_counts
 from stree.drafters.base import Draft, Drafter, DraftRun
+from stree.drafters.host_copies import AcceptedTokens, uploaded
 from stree.growth import Growth
 from stree.retrieval import LONGEST_MATCH, Datastore, Nodes, SuffixAutomaton, unite
 from stree.sampling import Random
@@ -69,22 +68,26 @@ class _SuffixRun(DraftRun):
         self._read_pending = [False] * len(prompts)  # whether a sequence's automaton has read its pending token
         self._store, self._min_match = store, min_match
         self._tree: TokenTree | None = None
+        self._pending: list[int | None] = [None] * len(prompts)  # tokens; None where they were not read
+        self._accepted: AcceptedTokens | None = None  # of the last step, where they were not read
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         """Append the pending tokens to the texts and lay out their continuations."""
+        self._read_accepted()
         nodes = Nodes.empty(len(pending), budget - 1)
         size = 1
-        for row, token in enumerate(pending.tolist()):
+        if None in self._pending:
+            self._pending = pending.tolist()
+        for row, token in enumerate(self._pending):
+            assert token is not None, "all have been read"
             if not self._read_pending[row]:
                 self._read(row, [token])
                 self._read_pending[row] = True
             nodes.tokens[row, 0] = token
             size = max(size, self._lay_out(row, nodes.row(row)))
-        tokens, parents, values, depths = (
-            torch.from_numpy(np.ascontiguousarray(array[:, :size])).to(pending.device) for array in nodes
-        )
+        tokens, parents, values, depths = uploaded(nodes, size, pending)
         self._tree = TokenTree.unchecked(tokens, parents, depths)
-        return Draft(self._tree, None, int(nodes.depths.max()), values=values.float())
+        return Draft(self._tree, None, int(nodes.depths.max()), values=values)
 
     def extend(self, tree: TokenTree) -> None:
         self._tree = tree
@@ -105,22 +108,32 @@ class _SuffixRun(DraftRun):
         self._ends[row] = [*self._ends[row], *tokens][-LONGEST_MATCH:]
 
     def observe(self, acceptance: Acceptance) -> None:
-        """Append the accepted tokens."""
+        """Begin to copy the accepted tokens, which are appended to the texts before the next tree is laid out."""
         assert self._tree is not None, "observe follows propose"
-        accepted = self._tree.tokens.gather(1, acceptance.path.clamp(min=0).long()).tolist()
-        for row, length in enumerate(acceptance.path_lengths.tolist()):
-            if length:
-                self._read(row, accepted[row][1:length])
-                self._read_pending[row] = False
+        self._accepted = AcceptedTokens(self._tree.tokens, acceptance)
+
+    def _read_accepted(self) -> None:
+        """Append the tokens accepted in the last step."""
+        if self._accepted is None:
+            return
+        for row, tokens in enumerate(self._accepted.read()):
+            if tokens:
+                self._read(row, tokens[:-1])
+                self._pending[row], self._read_pending[row] = tokens[-1], False
+        self._accepted = None
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
+        self._read_accepted()
+        self._pending[row] = None  # its first token is drawn from the prompt's logits
         self._automata[row], self._ends[row] = SuffixAutomaton(prompt), list(prompt[-LONGEST_MATCH:])
         self._read_pending[row] = False
 
     def select(self, rows: Tensor, rng: Random) -> _SuffixRun:
+        self._read_accepted()
         other = _SuffixRun([], self._store, self._min_match)
         for row in rows.tolist():
             other._automata.append(self._automata[row])
             other._ends.append(self._ends[row])
             other._read_pending.append(self._read_pending[row])
+            other._pending.append(self._pending[row])
         return other

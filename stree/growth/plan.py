@@ -96,14 +96,13 @@ def choose_slots(
         int64[batch, width + leaves] slots and bool[batch, width + leaves], whether each becomes a node.
     """
     if layer.slots is not None:
-        index = _on_device(layer.slots, priority.device).expand(priority.shape[0], -1)
+        index = _on_device(layer.slots, torch.long, priority.device).expand(priority.shape[0], -1)
         return index, priority.gather(1, index) > 0
-    below = None if layer.below is None else _on_device(layer.below[::-1], priority.device)
+    below = None if layer.below is None else _on_device(layer.below[::-1], torch.float32, priority.device)
     return choose(priority, left, below, Terms(layer.width + layer.leaves, threshold, layers_left))
 
 
 @constant
-def _on_device(numbers: tuple[int, ...] | tuple[float, ...], device: torch.device) -> Tensor:
-    """Copy numbers of a layer to a device, once for each device."""
-    is_whole = bool(numbers) and isinstance(numbers[0], int)
-    return torch.tensor(numbers, dtype=torch.long if is_whole else torch.float32, device=device)
+def _on_device(numbers: tuple[int, ...] | tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copy numbers of a layer to a device, once for each dtype, as (0, 1) and (0.0, 1.0) are one key, and device."""
+    return torch.tensor(numbers, dtype=dtype, device=device)

@@ -27,7 +27,7 @@ from stree.growth import Growth, parse_growth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 from stree.serving.handle import RequestHandle
-from stree.serving.prefill import Prefill
+from stree.serving.prefill import Prefill, default_chunk
 from stree.serving.prefix_cache import KeptPrefix, PrefixCache
 from stree.serving.running import MOST_STOPS, RunningBatch
 
@@ -45,9 +45,9 @@ class QueueFull(RuntimeError):
 class Engine:
     """Decodes requests from any thread, each as ``generate`` alone would decode it.
 
-    Under a number as budget, at temperature 0, and under MATCH, the text of a request depends on nothing but the
-    request: not on what shares its batch, nor on when it came (near-ties of logits apart).  One thread owns the models;
-    on a CPU, load them by ``in_own_thread``.
+    In float32 on a CPU, under a number as budget, at temperature 0, and under MATCH, the text of a request depends on
+    nothing but the request (near-ties of logits apart); elsewhere only its distribution does.  One thread owns the
+    models; on a CPU, load them by ``in_own_thread``.
 
     Args:
         lm: the target.
@@ -61,7 +61,7 @@ class Engine:
         cache_bytes: of the states of earlier texts.  A request that continues one runs its new tokens only.  They are
             dropped when the next request begins after the target was changed: weights that were replaced or written to
             in place (but through their ``data``), other adapters, hooks or settings.  ``clear_cache`` drops them, too.
-        prefill_chunk: most tokens of a prompt that run between two steps of the requests that are running.
+        prefill_chunk: most tokens of a prompt that run between two steps; None for 512, and on CUDA for what fits.
         before_step: called by the engine's thread before every step, or None.
 
     Raises:
@@ -72,7 +72,7 @@ class Engine:
     def __init__(
         self, lm: TreeLM, drafter: Drafter | TreeLM | str | Path | None = None, *, growth: Growth | str | None = None,
         budget: int | str | None = None, verifier: str = "auto", max_batch: int = 8, max_length: int = 4096,
-        max_queue: int | None = None, cache_bytes: int = 0, prefill_chunk: int = 512,
+        max_queue: int | None = None, cache_bytes: int = 0, prefill_chunk: int | None = None,
         before_step: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         check_sizes(max_batch=max_batch, max_length=max_length, prefill_chunk=prefill_chunk)
@@ -84,11 +84,13 @@ class Engine:
         arguments = checked(lm, drafter, self._arguments)
         self._drafter, verifier = drafter_and_verifier(drafter, growth, verifier, allow_lossy=False)
         self._drafter = NoDrafter() if arguments.budget == 1 else self._drafter
-        arguments, self._chunk = replace(arguments, verifier=verifier), prefill_chunk
+        arguments = replace(arguments, verifier=verifier)
         self._batch = RunningBatch(
             lm, self._drafter, arguments, max_batch, max_length, self._is_cancelled, self._record
         )  # fmt: skip
-        check_memory(lm, self._drafter, max_batch, max_length + self._batch.max_nodes, self._batch.max_nodes)
+        extent = self._batch.extent
+        self._chunk = prefill_chunk or default_chunk(lm, self._drafter, extent)
+        check_memory(lm, self._drafter, replace(extent, prompt_length=min(extent.prompt_length, self._chunk)))
         self._cache, self._before_step = PrefixCache(cache_bytes), before_step or (lambda: None)
         self._prefill: tuple[RequestHandle, Request, Prefill] | None = None
         self._waiting: deque[tuple[RequestHandle, Request]] = deque()

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from stree.decode.memory import Extent, fits_in_memory
 from stree.decode.step import Prefilled
+from stree.drafters import Drafter
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.serving.prefix_cache import KeptPrefix, PrefixCache
 
-__all__ = ["Prefill"]
+__all__ = ["Prefill", "default_chunk"]
+
+CHUNK = 512  # tokens of a prompt that run at once, where steps are not captured
+
+
+def default_chunk(lm: TreeLM, drafter: Drafter, extent: Extent) -> int:
+    """Return how many tokens of a prompt run between two steps where the caller names no number.
+
+    On CUDA as many as memory allows: later chunks run as chains of few nodes, each of which takes as long as the launch
+    of all its kernels.
+    """
+    if lm.device.type != "cuda":
+        return CHUNK
+    size = extent.prompt_length
+    while size > CHUNK and not fits_in_memory(lm, drafter, replace(extent, prompt_length=size)):
+        size //= 2
+    return size
 
 
 class Prefill:

@@ -8,10 +8,11 @@ import torch
 
 from stree.budget.policy import BudgetPolicy
 from stree.decode.loop import DecodeLoop
+from stree.decode.memory import Extent
 from stree.decode.request import Batch, GenerateArguments, Request
 from stree.decode.sequences import Sequence, Sequences
 from stree.decode.step import Prefilled
-from stree.decode.step_cache import step_cache_of
+from stree.decode.step_cache import state_length, step_cache_of
 from stree.decode.step_result import StepResult
 from stree.decode.tree_sizes import budget_policy
 from stree.drafters import Drafter
@@ -44,7 +45,7 @@ class RunningBatch:
         on_step: see ``DecodeLoop``.
 
     Attributes:
-        max_nodes: nodes that states have room for.
+        extent: sizes of all states.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class RunningBatch:
         self._writes: Hashable = None
         self._policies: dict[tuple[int, bool], BudgetPolicy] = {}
         self._loop: DecodeLoop | None = None
-        self.max_nodes = max(self._policy(max_batch, is_greedy=False).max_nodes, PREFILL_NODES)
+        most = self._policy(max_batch, is_greedy=False).max_nodes
+        length = state_length(max_length, most, is_captured=self._step_cache is not None)
+        self.extent = Extent(max_batch, length, max(most, PREFILL_NODES), prompt_length=max_length, single_rows=1)
 
     @property
     def rows(self) -> list[Sequence]:
@@ -158,8 +161,8 @@ class RunningBatch:
 
     def _batch(self, rows: int, kinds: frozenset[Sampling]) -> Batch:
         return Batch(
-            iter(()), kinds, MOST_STOPS, max_batch=rows, max_length=self._max_length, refills=True,
-            min_nodes=PREFILL_NODES,
+            iter(()), kinds, MOST_STOPS, max_batch=rows, max_length=self._max_length, prompt_length=self._max_length,
+            refills=True, min_nodes=PREFILL_NODES,
         )  # fmt: skip
 
     def _policy(self, rows: int, *, is_greedy: bool) -> BudgetPolicy:

@@ -250,6 +250,26 @@ def test_memory_that_runs_out_is_said_with_the_sum_and_less_still_runs(monkeypat
     assert out.sequences == greedy_texts()
 
 
+@pytest.mark.parametrize("method", ["propose", "observe"])
+def test_memory_that_runs_out_in_drafting_ends_the_text(method: str) -> None:
+    class Full(SuffixDrafter):
+        def start(self, *given: Any) -> Any:
+            run = super().start(*given)
+            work, calls = getattr(run, method), iter(range(9))
+
+            def failing(*operands: Any) -> Any:
+                if next(calls) == 2:
+                    raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+                return work(*operands)
+
+            setattr(run, method, failing)
+            return run
+
+    with pytest.raises(stree.GenerationError, match=r"tried to allocate 2 GiB.*lower max_batch") as caught:
+        stree.generate(lm(), PROMPTS[:1], Full(), budget=4, max_new_tokens=NEW_TOKENS)
+    assert caught.value.output.stats["finish_reasons"] == ["error"]
+
+
 def test_ctrl_c_reports_what_was_generated_and_leaves_the_model_usable() -> None:
     arguments = way("self-chain")
     recorder = Recorder(arguments.pop("drafter"), 2, KeyboardInterrupt())

@@ -70,8 +70,11 @@ def test_captured_steps_give_the_same(name: str, is_pipelined: bool, monkeypatch
         out = stree.generate(lm, TEXTS, logprobs=2, **WAYS[name], sampling=SAMPLINGS, max_new_tokens=NEW_TOKENS)
         check(out, 2, TEXTS)
     assert out.stats["graphs"]["replays"] > 0 and not out.stats["graphs"]["not_captured"]
-    without = stree.generate(lm, TEXTS, **WAYS[name], sampling=SAMPLINGS, max_new_tokens=NEW_TOKENS)
-    assert without.stats["graphs"]["replays"] == without.stats["steps"], "the same graphs serve both"
+    for logprobs in (False, False, 2):  # a step that keeps no logits is another one
+        again = stree.generate(
+            lm, TEXTS, logprobs=logprobs, **WAYS[name], sampling=SAMPLINGS, max_new_tokens=NEW_TOKENS
+        )
+    assert again.stats["graphs"]["replays"] == again.stats["steps"], "both are kept"
 
 
 @pytest.mark.parametrize("count", [-1, VOCAB + 1, "all"])

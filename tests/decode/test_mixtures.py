@@ -90,7 +90,7 @@ def test_one_captured_step_serves_all_mixtures(name: str, monkeypatch: pytest.Mo
 
 def test_sequences_join_and_leave_a_running_batch() -> None:
     lm, kinds = launched(), frozenset(KINDS)
-    batch = Batch(iter(()), kinds, most_stops=3, max_batch=3, max_length=40, refills=True)
+    batch = Batch(iter(()), kinds, most_stops=3, max_batch=3, max_length=40, prompt_length=40, refills=True)
     sequences = Sequences(cancelled=lambda request: request.sequence == 2 and len(sequences.all[2].new) > 4)
     loop = DecodeLoop(lm, batch, sequences, "auto")
     requests = [

@@ -6,6 +6,8 @@ Run: python -m pytest tests/drafters/test_overlapped_drafter.py
 from __future__ import annotations
 
 from concurrent.futures import Future
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +125,42 @@ def test_trees_that_are_kept_by_what_they_hold_are_noticed(monkeypatch: pytest.M
     monkeypatch.setattr(overlapped._OverlappedRun, "propose", chosen)
     target, drafter = TableModel.random(2, 3), OverlappedDrafter(table_drafter(TableModel.random(2, 103)))
     assert total_variation(joint(target, drafter, Chain(1).bind(PLAIN), 4)[0], target.joint(PLAIN, 4)) > 1e-3
+
+
+class OnCuda(Tensor):
+    """A tensor of the CPU that says it is on CUDA."""
+
+    is_cuda = True
+
+
+class Stream:
+    """A CUDA stream, which is noted."""
+
+    made: list[Stream]
+
+    def __init__(self, device: Any = None) -> None:
+        self.made.append(self)
+
+    def wait_stream(self, other: Any) -> None:
+        """Do nothing: all work is done at once."""
+
+
+def test_all_steps_of_a_text_draft_in_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    likeliest_path, used = overlapped._likeliest_path, list[Any]()
+
+    def on_cuda(*given: Any) -> Any:
+        path, lengths, last = likeliest_path(*given)
+        return path, lengths, last.as_subclass(OnCuda)
+
+    Stream.made = []
+    monkeypatch.setattr(overlapped, "_likeliest_path", on_cuda)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    present = SimpleNamespace(wait_stream=lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: present)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(used.append(stream)))  # type: ignore[func-returns-value]
+    lm = patched(tiny_model("mamba2"))
+    stree.generate(lm, PROMPTS[:1], ModelDrafter(lm), growth="chain:2", budget=3, overlap=True, max_new_tokens=31)
+    assert len(used) == 10 and used == Stream.made * 10
 
 
 def test_what_cannot_overlap_is_refused() -> None:

@@ -1,0 +1,68 @@
+"""The memory that is checked before a generation is the memory that it takes.
+
+Run: python -m pytest tests/decode/test_checked_memory.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.captured import captured
+from helpers.fast_cases import slow_unless
+from helpers.peak_memory import PeakMemory
+from helpers.tiny_family_models import FAMILIES, family_model
+from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig
+
+import stree
+from stree import generation
+from stree.decode import memory
+from stree.decode.memory import Extent
+from stree.drafters import NoDrafter, SuffixDrafter
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 320,
+}  # fmt: skip
+MODELS = {
+    "attention": LlamaConfig(**SIZES),
+    "convolutions": Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"]),
+}
+OF_EACH_KIND = ("bamba", "mamba", "qwen3_5_text", "recurrent_gemma", "lfm2", "llama")
+
+
+@pytest.mark.parametrize("max_length", [300, 4200])
+@pytest.mark.parametrize("family", slow_unless(OF_EACH_KIND.__contains__, FAMILIES))
+def test_states_of_captured_steps_are_as_large_as_was_checked(
+    family: str, max_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[Extent] = []
+    check = memory.check_memory
+    monkeypatch.setattr(generation, "check_memory", lambda *given: (checked.append(given[2]), check(*given))[1])  # type: ignore[func-returns-value]
+    lm = captured(monkeypatch, stree.TreeLM(family_model(family)))
+    stree.generate(lm, [[5, 6], [7]], SuffixDrafter(), budget=8, max_new_tokens=2, max_length=max_length)
+    (kept,) = lm.cache["step_cache"].report()
+    found = memory.state_bytes(lm, kept["batch"], checked[0].length, checked[0].nodes)
+    assert 0.95 < found / kept["state_bytes"] < 1.05
+    assert max_length + 8 <= kept["max_length"] <= max(512, 1.25 * (max_length + 8))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("batch", "length"), [(8, 512), (2, 512), (8, 32)])
+def test_a_prefill_takes_as_much_as_was_checked(name: str, batch: int, length: int) -> None:
+    lm = stree.TreeLM(AutoModelForCausalLM.from_config(MODELS[name]).eval())
+    with PeakMemory() as memory_of:
+        lm.prefill(lm.new_state(batch, length + 16, 16), torch.zeros(batch, length, dtype=torch.long))
+    extent = Extent(batch, length + 16, 16, batch, length, is_greedy=True)
+    assert 0.95 < memory.needed_bytes(lm, NoDrafter(), extent) / memory_of.peak < 1.05
+
+
+def test_a_prompt_that_does_not_fit_beside_its_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = stree.TreeLM(AutoModelForCausalLM.from_config(MODELS["attention"]).eval())
+    prompt, state = [[1] * 512], memory.state_bytes(lm, 1, 512 + 8 + 1, 1)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 2 * state)
+    with pytest.raises(ValueError, match=r"the states need .* in a prefill or in the logits of a step, .* are free"):
+        stree.generate(lm, prompt, budget=1, max_new_tokens=8)
+    lm.chunk_size = 64  # a part of a prompt at a time
+    assert len(stree.generate(lm, prompt, budget=1, max_new_tokens=8).sequences[0]) == 520
