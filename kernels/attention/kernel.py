@@ -11,13 +11,13 @@ launch merges them: outputs in the dtype of the queries by weights in float32.  
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from stree.kernels.attention.append import append, check_dims
 from stree.kernels.attention.device_functions import absorb, attend_cache, load_rows, scores, sees, take_rows
 from stree.kernels.dispatch import Operands
+from stree.kernels.jit import jit
 from stree.kernels.launch import strides
 from stree.kernels.tiles import (
     MAX_NODES,
@@ -32,7 +32,7 @@ from stree.kernels.tiles import (
 __all__ = ["attention_step", "tree_attention"]
 
 
-@triton.jit(do_not_specialize=["n", "first", "new_from", "context", "chunk", "window"])
+@jit(fuses=True, do_not_specialize=["n", "first", "new_from", "context", "chunk", "window"])
 def attention_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, lengths_ptr, k_ptr, v_ptr, bits_ptr, depths_ptr, stash_k_ptr, stash_v_ptr,
     out_ptr, lse_ptr,
@@ -144,7 +144,7 @@ def attention_kernel(
         tl.store(out_ptr + rows[:, None] * VALUE_DIM + dv[None, :], out, mask)
 
 
-@triton.jit(do_not_specialize=["parts"])
+@jit(fuses=True, do_not_specialize=["parts"])
 def merge_kernel(
     part_ptr, lse_ptr, out_ptr, parts,
     HEADS: tl.constexpr, SHARED: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, PARTS: tl.constexpr,

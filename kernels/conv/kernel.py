@@ -10,12 +10,12 @@ projection left them, with any strides over batch and nodes.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from stree.kernels.device_functions import STEP_INTEGERS
 from stree.kernels.dispatch import Operands
+from stree.kernels.jit import jit
 from stree.kernels.launch import path_operands, strides
 from stree.kernels.tiles import ConvTile, check_inner, check_kernel_dtypes, padded
 from stree.kernels.topology import AcceptedPath, Topology
@@ -23,7 +23,7 @@ from stree.kernels.topology import AcceptedPath, Topology
 __all__ = ["conv_commit", "conv_step", "tree_conv1d"]
 
 
-@triton.jit(do_not_specialize=STEP_INTEGERS)
+@jit(fuses=True, do_not_specialize=STEP_INTEGERS)
 def conv_kernel(
     window_ptr, path_ptr, lengths_ptr, old_ptr,
     x_ptr, weight_ptr, bias_ptr, index_ptr, stash_ptr, y_ptr,

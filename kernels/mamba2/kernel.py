@@ -19,6 +19,7 @@ from torch import Tensor
 
 from stree.kernels.device_functions import STEP_INTEGERS, is_ancestor, softplus, split_decay
 from stree.kernels.dispatch import Operands
+from stree.kernels.jit import jit
 from stree.kernels.launch import path_operands, strides
 from stree.kernels.tiles import (
     MAX_DSTATE,
@@ -49,7 +50,7 @@ def _rounded_to_tf32(x):
     return tl.where(x == x, rounded, x)  # the sum would carry a NaN's bits into the sign
 
 
-@triton.jit(do_not_specialize=(*STEP_INTEGERS, "stride_dt_b"))
+@jit(fuses=True, do_not_specialize=(*STEP_INTEGERS, "stride_dt_b"))
 def ssd_kernel(
     state_ptr, A_ptr, bias_ptr, D_ptr, bits_ptr, y_ptr,
     path_ptr, lengths_ptr, old_x_ptr, old_dt_ptr, old_B_ptr,
