@@ -117,15 +117,16 @@ def distinct_kernel(
     sums = tl.load(block_ptr + place * blocks + block, block < blocks, 0)  # of the weights that are left
     total = tl.sum(sums, 0)
     crumbs = total.to(tl.float64) * least
-    drawn = tl.full((COUNT,), -1, tl.int64)
+    drawn = tl.full((COUNT,), -1, tl.int32)
     for draw in range(0, count):
         number = tl.load(uniform_ptr + draw)
         target = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
         found = tl.sum((tl.cumsum(sums, 0) <= target).to(tl.int32), 0)
         before = tl.sum(tl.where(block < found, sums, 0), 0)
         index = found * BLOCK + lane
-        is_gone = tl.max((index[:, None] == drawn[None, :]).to(tl.int32), 1) != 0
-        weights = tl.where(is_gone, 0, weights_of(dist_ptr, index, vocab, UNITS))
+        weights = weights_of(dist_ptr, index, vocab, UNITS)
+        for earlier in range(draw):
+            weights = tl.where(index == tl.sum(tl.where(order == earlier, drawn, 0), 0), 0, weights)
         inside = tl.sum((tl.cumsum(weights, 0) + before <= target).to(tl.int32), 0)
         token = tl.minimum(found * BLOCK + inside, vocab - 1)
         probs = tl.load(dist_ptr + token)
@@ -135,7 +136,7 @@ def distinct_kernel(
         weight = tl.sum(tl.where(lane == inside, weights, 0), 0)
         sums = tl.where(block == found, sums - weight, sums)
         total -= weight
-        drawn = tl.where(order == draw, token.to(tl.int64), drawn)
+        drawn = tl.where(order == draw, token, drawn)
 
 
 @triton.jit
