@@ -44,7 +44,7 @@ def _product(total, x, weight, WIDE: tl.constexpr):
     return tl.dot(x, tl.trans(weight), total, input_precision="tf32x3")
 
 
-@jit(fuses=True, do_not_specialize=["pairs", "stride_x_row"])
+@jit(fuses=True, do_not_specialize=["pairs"])
 def experts_up_kernel(
     x_ptr, index_ptr, up_ptr, hidden_ptr, pairs, stride_x_row,
     SHARE: tl.constexpr, CHANNELS: tl.constexpr, INNER: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
