@@ -1,4 +1,4 @@
-"""Declares kernels that are launched: `triton.jit`, with the rounding of a * b + c fixed."""
+"""Declares kernels that are launched: `triton.jit`, with the rounding of a * b + c fixed and the grid checked."""
 
 # mypy: disable-error-code="no-any-return, no-untyped-call, no-untyped-def"
 
@@ -10,7 +10,9 @@ from typing import Any
 
 import triton
 
-__all__ = ["jit"]
+__all__ = ["MAX_PROGRAMS", "jit"]
+
+MAX_PROGRAMS = 65535  # of a grid in y and z, by CUDA
 
 
 def jit(*, fuses: bool, **options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -31,5 +33,10 @@ def jit(*, fuses: bool, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     return declare
 
 
-def _run(kernel: Any, fuses: bool, *args: Any, **kwargs: Any) -> Any:
-    return type(kernel).run(kernel, *args, enable_fp_fusion=fuses, **kwargs)
+def _run(kernel: Any, fuses: bool, *args: Any, grid: tuple[int, ...], **kwargs: Any) -> Any:
+    if max(grid[1:], default=0) > MAX_PROGRAMS:
+        raise NotImplementedError(
+            f"{kernel.__name__} takes up to {MAX_PROGRAMS} programs in the second and third direction of its grid: "
+            f"sequences, times heads or layers.  Got {grid}"
+        )
+    return type(kernel).run(kernel, *args, grid=grid, enable_fp_fusion=fuses, **kwargs)

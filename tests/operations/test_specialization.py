@@ -69,3 +69,11 @@ def test_the_convolution_of_any_number_of_nodes_is_one_build(width: int, monkeyp
             ops.tree_conv1d(x, weight, None, parents, window, backend="triton")
         found += [key for name, key in keys if name == "conv_kernel"]
     assert len(found) == 4 and len(set(found)) == 1
+
+
+def test_a_grid_that_cuda_does_not_take_is_refused() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    probs = torch.zeros(65536, 1, device=device)
+    lengths, path = torch.ones(65536, device=device).int(), torch.zeros(65536, 1, device=device).int()
+    with pytest.raises(NotImplementedError, match=r"conv_kernel takes up to 65535 programs .* Got \(1, 65536\)"):
+        ops.conv_commit(probs[..., None], probs[..., None], path, lengths, backend="triton")
