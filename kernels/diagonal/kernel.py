@@ -121,6 +121,7 @@ def diagonal_kernel(
             stride_old_step_n, stride_old_x_n, stride_old_B_n, DSTATE, AHEAD, SELECTIVE,
         )  # fmt: skip
         if length > 0:
+            tl.debug_barrier()  # the store may spread a tile over threads in another way than the load
             tl.store(state_ptr + tile, state, tile_mask)
     if SCAN:
         step_ptr += batch * stride_step_b
