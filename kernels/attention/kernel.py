@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stree.kernels.attention.append import append, check_dims
 from stree.kernels.attention.device_functions import absorb, attend_cache, load_rows, scores, sees, take_rows
-from stree.kernels.dispatch import Operands
+from stree.kernels.dispatch import Operands, shared_memory
 from stree.kernels.jit import jit
 from stree.kernels.launch import strides
 from stree.kernels.tiles import (
@@ -206,7 +206,8 @@ def _attend(op: str, a: Operands, stash: tuple[Tensor, Tensor], *, keep: bool) -
     check_limit(op, "trees of nodes", n, MAX_NODES)
     new_from = a.first if keep else 0
     main, rest = split_head(dim)
-    for is_tight in (new_from > 0 or a.softcap is not None, True):
+    needs_tight = new_from > 0 or a.softcap is not None or shared_memory(device) < MOST_SHARED
+    for is_tight in (needs_tight, True):
         tile = AttentionTile.of(rows * shared, max(dim, value_dim), a.q.dtype, is_tight=is_tight)
         blocks = -(-rows * shared // tile.rows)
         parts, chunk = split_context(context, blocks * batch * kv_heads, tile.keys)
@@ -259,6 +260,7 @@ def split_context(context: int, programs: int, keys: int) -> tuple[int, int]:
     return max(1, -(-context // chunk)), chunk
 
 
+MOST_SHARED = 139264  # bytes of shared memory of the largest tile on GPUs before the H100
 PROGRAMS = 132  # multiprocessors of an H100 or H200; a fixed number, so that results do not depend on the chip
 MAX_PARTS, LEAST_CHUNK = 128, 64
 LOG2E = 1.4426950408889634  # GPUs raise 2 to a power; scores are scaled once for it
