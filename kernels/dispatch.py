@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "LEAST_SHARED",
     "REFERENCE",
     "TRITON",
     "Backend",
@@ -30,10 +31,12 @@ __all__ = [
     "choose",
     "has_triton",
     "host_can_read",
+    "shared_memory",
     "uses_triton",
 ]
 
 Backend = Literal["auto", "reference", "triton"]
+LEAST_SHARED = 101376  # bytes a block on GPUs of compute capability 8.6, 8.9 and 12.0; A100 and H100 have more
 
 
 class Operands(SimpleNamespace):
@@ -117,9 +120,22 @@ def choose(op: str, backend: Backend, tensor: Tensor) -> Callable[..., Any]:
 
 
 def check_launch(what: str, tensor: Tensor) -> None:
-    """Raise RuntimeError unless Triton can run on a tensor: it is on a GPU, or Triton interprets."""
+    """Raise RuntimeError unless Triton can run on a tensor: it is on a GPU that has room, or Triton interprets."""
     if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError(f"{what} needs CUDA tensors, got a tensor on {tensor.device}")
+    if shared_memory(tensor.device) < LEAST_SHARED:
+        raise RuntimeError(
+            f"{what} needs a GPU of compute capability 8.0 or later, with {LEAST_SHARED} bytes of shared memory "
+            f"a block; {tensor.device} has {shared_memory(tensor.device)}"
+        )
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Return how many bytes of shared memory a block may ask for; where there is no GPU, those of an H100."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 232448
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def _function(module: str, op: str) -> Callable[..., Any]:

@@ -11,6 +11,9 @@ from stree.kernels.sampling import softmax
 
 __all__ = ["Distributions", "per_row"]
 
+UNITS = 2.0**40  # of the most probable token's weight
+LARGEST = 2**62  # above the sum of a vocabulary's weights
+
 
 class Distributions:
     """What sampling parameters, of one sequence or of each row of a batch, make of logits."""
@@ -89,8 +92,20 @@ def _truncated_probs(logits: Tensor, limits: Sequence[Tensor], out: Tensor | Non
     ordered, order = logits.sort(-1, descending=True)
     kth = (top_k - 1).clamp(max=logits.shape[-1] - 1).expand(*logits.shape[:-1], 1)
     is_excluded = ordered < ordered.gather(-1, kth)  # ties with the k-th are kept
-    probs = ordered.masked_fill(is_excluded, -torch.inf).softmax(-1)
-    is_excluded |= probs.cumsum(-1) - probs >= top_p  # the token that reaches top_p is kept
+    _exclude_below(ordered, is_excluded, top_p)
     is_excluded |= ordered < ordered[..., :1] + min_p.log().to(logits.dtype)
     is_excluded = is_excluded.scatter(-1, order, is_excluded)
     return torch.softmax(logits.masked_fill_(is_excluded, -torch.inf), -1, out=out)
+
+
+def _exclude_below(ordered: Tensor, is_excluded: Tensor, top_p: Tensor) -> None:
+    """Exclude what comes, in descending order of logits, behind the token that reaches top_p of what is not excluded.
+
+    Weights are added as integers, whose sum does not depend on the order of additions: on a GPU that order differs
+    with the number of rows and, for a single row, from run to run.
+    """
+    largest = ordered[..., :1]
+    sums = (ordered - largest).exp_().mul_(UNITS).masked_fill_(is_excluded, 0.0).long().cumsum(-1)
+    reached = (top_p * sums[..., -1:]).ceil().clamp_(max=LARGEST).long()
+    reached.masked_fill_(~largest.isfinite(), LARGEST)  # NaN stays NaN
+    is_excluded[..., 1:] |= sums[..., :-1] >= reached

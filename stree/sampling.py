@@ -89,8 +89,14 @@ class Sampling(Distributions):
         return self.temperature
 
     def _limits(self, logits: Tensor) -> Sequence[Tensor]:
-        top_k, top_p, min_p = (torch.tensor(value, device=logits.device) for value in self.limits)
-        return torch.tensor(self.temperature, dtype=torch.float64), top_k, top_p, min_p
+        top_k, *shares = self.limits
+        top_p, min_p = torch.tensor(shares, dtype=torch.float64, device=logits.device)
+        return (
+            torch.tensor(self.temperature, dtype=torch.float64),
+            torch.tensor(top_k, device=logits.device),
+            top_p,
+            min_p,
+        )
 
 
 class BatchSampling(Distributions):

@@ -58,13 +58,14 @@ def _recorded_launches(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _orders_and_memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run program instances in reversed order, or shuffled, and poison memory that our code allocates."""
+    """Run programs in reversed or shuffled order, poison memory that our code allocates, and cut TF32 operands."""
     with ExitStack() as stack:
         if importlib.util.find_spec("triton") and not torch.cuda.is_available():
-            from helpers.sanitizer import poisoned_memory, program_order
+            from helpers.sanitizer import poisoned_memory, program_order, truncated_tf32
 
             stack.enter_context(program_order("shuffled" if request.config.getoption("sanitize") else "reversed"))
             stack.enter_context(poisoned_memory())
+            stack.enter_context(truncated_tf32())
         yield
 
 

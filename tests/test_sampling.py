@@ -245,6 +245,28 @@ def test_the_token_that_reaches_top_p_is_kept() -> None:
     assert (Sampling(1.0, top_p=1.0).probs(logits) > 0).all()
 
 
+def test_top_p_does_not_depend_on_the_order_in_which_a_device_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.zeros(1, 50_000)  # a number of equal tokens reaches each share: a rounding decides
+    samplings = [Sampling(1.7, top_p=share / 100) for share in range(1, 100)]
+    expected = [sampling.probs(logits) for sampling in samplings]
+    real = torch.Tensor.cumsum
+
+    def backwards(x: torch.Tensor, dim: int) -> torch.Tensor:
+        return x.sum(dim, keepdim=True) - real(x.flip(dim), dim).flip(dim) + x
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", backwards)
+    for sampling, dist in zip(samplings, expected, strict=True):
+        assert torch.equal(sampling.probs(logits), dist), sampling
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_truncation_does_not_hide_logits_that_are_no_distribution(value: float) -> None:
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
+    logits[0, 7] = value
+    dist = Sampling(1.0, top_p=0.5).probs(logits)
+    assert dist[0].isnan().all() and torch.equal(dist[1:], Sampling(1.0, top_p=0.5).probs(logits[1:]))
+
+
 def test_the_greedy_distribution_is_one_hot_at_the_argmax() -> None:
     logits = torch.randn(3, 4, 7, generator=torch.Generator().manual_seed(0))
     dist, out = Sampling().probs(logits), torch.full_like(logits, 0.5)

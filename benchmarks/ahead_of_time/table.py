@@ -4,9 +4,9 @@ Run: python -m benchmarks.ahead_of_time.table [--tests [TEST ...]] [--triton FOL
 
 By default what whole decoding steps launch at the layer sizes of published models (`runs.py`), one build of each kind
 and tile; with ``--tests`` every distinct launch that the tests make under the interpreter.  Exits with 1, and names
-kernel and constants, if a build fails, asks for more shared memory than an H100 has, or, in real runs in 16 bits,
-spills more than 16 bytes a thread at up to 64 nodes.  The first line of a record has hashes of the files that it was
-made from.
+kernel and constants, if a build fails, has one of the `faults`, asks for more shared memory than an H100 has, or, in
+real runs in 16 bits, spills more than 16 bytes a thread at up to 64 nodes.  The first line of a record has hashes of
+the files that it was made from.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ os.environ["TRITON_INTERPRET"] = "0"  # read when a kernel is defined: kernels a
 
 import triton
 
+from benchmarks.ahead_of_time.faults import NARROW, faults
 from benchmarks.ahead_of_time.launches import TARGET, Build
 from stree.bench.records import ROOT, Record, append
 
@@ -42,12 +43,14 @@ def sources() -> dict[str, str]:
 
 
 def compile_build(build: Build) -> Record:
-    """Compile for sm_90: shared memory, registers and spilled bytes a thread, or the error."""
+    """Compile for sm_90: shared memory, registers and spilled bytes a thread, and `faults` if any; or the error."""
     try:
         built = triton.compile(build.source(), target=TARGET, options=build.options)
     except Exception as problem:
         return {"triton": triton.__version__, "error": f"{type(problem).__name__}: {problem}"}
-    return {"triton": triton.__version__, "shared_bytes": built.metadata.shared, **_usage(built.asm["cubin"])}
+    found = {"triton": triton.__version__, "shared_bytes": built.metadata.shared, **_usage(built.asm["cubin"])}
+    wrong = list(faults(built.asm, build.options))
+    return {**found, "faults": wrong} if wrong else found
 
 
 def _usage(cubin: bytes) -> Record:
@@ -91,6 +94,9 @@ def problem_of(found: Record, *, may_spill: bool) -> str | None:
     """Say what is wrong with a compiled build, or return None."""
     if "error" in found:
         return str(found["error"])
+    wrong = [fault for fault in found.get("faults", ()) if not (may_spill and fault.startswith(NARROW))]
+    if wrong:
+        return "; ".join(wrong)
     if found["shared_bytes"] > SHARED_LIMIT:
         return f"asks for {found['shared_bytes']} bytes of shared memory, a block has {SHARED_LIMIT}"
     is_spilled = found["spill_bytes"] > MOST_SPILLED and not may_spill

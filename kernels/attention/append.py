@@ -4,11 +4,11 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from stree.kernels.dispatch import Operands
+from stree.kernels.jit import jit
 from stree.kernels.launch import strides
 from stree.kernels.tiles import MAX_ATTENTION_HEADDIMS, check_inner, check_kernel_dtypes, check_limit, padded
 from stree.kernels.topology import AcceptedPath
@@ -16,7 +16,7 @@ from stree.kernels.topology import AcceptedPath
 __all__ = ["append", "check_dims", "kv_commit", "kv_commit_kernel"]
 
 
-@triton.jit(do_not_specialize=["sequences", "limit", "path_size"])
+@jit(fuses=True, do_not_specialize=["sequences", "limit", "path_size"])
 def kv_commit_kernel(
     k_cache_ptr, v_cache_ptr, lengths_ptr, k_ptr, v_ptr, path_ptr, path_lengths_ptr, sequences, limit, path_size,
     stride_k_cache_b, stride_k_cache_h, stride_k_cache_l, stride_v_cache_b, stride_v_cache_h, stride_v_cache_l,

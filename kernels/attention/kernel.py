@@ -11,13 +11,13 @@ launch merges them: outputs in the dtype of the queries by weights in float32.  
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from stree.kernels.attention.append import append, check_dims
 from stree.kernels.attention.device_functions import absorb, attend_cache, load_rows, scores, sees, take_rows
-from stree.kernels.dispatch import Operands
+from stree.kernels.dispatch import Operands, shared_memory
+from stree.kernels.jit import jit
 from stree.kernels.launch import strides
 from stree.kernels.tiles import (
     MAX_NODES,
@@ -32,7 +32,7 @@ from stree.kernels.tiles import (
 __all__ = ["attention_step", "tree_attention"]
 
 
-@triton.jit(do_not_specialize=["n", "first", "new_from", "context", "chunk", "window"])
+@jit(fuses=True, do_not_specialize=["n", "first", "new_from", "context", "chunk", "window"])
 def attention_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, lengths_ptr, k_ptr, v_ptr, bits_ptr, depths_ptr, stash_k_ptr, stash_v_ptr,
     out_ptr, lse_ptr,
@@ -144,7 +144,7 @@ def attention_kernel(
         tl.store(out_ptr + rows[:, None] * VALUE_DIM + dv[None, :], out, mask)
 
 
-@triton.jit(do_not_specialize=["parts"])
+@jit(fuses=True, do_not_specialize=["parts"])
 def merge_kernel(
     part_ptr, lse_ptr, out_ptr, parts,
     HEADS: tl.constexpr, SHARED: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, PARTS: tl.constexpr,
@@ -206,7 +206,8 @@ def _attend(op: str, a: Operands, stash: tuple[Tensor, Tensor], *, keep: bool) -
     check_limit(op, "trees of nodes", n, MAX_NODES)
     new_from = a.first if keep else 0
     main, rest = split_head(dim)
-    for is_tight in (new_from > 0 or a.softcap is not None, True):
+    needs_tight = new_from > 0 or a.softcap is not None or shared_memory(device) < MOST_SHARED
+    for is_tight in (needs_tight, True):
         tile = AttentionTile.of(rows * shared, max(dim, value_dim), a.q.dtype, is_tight=is_tight)
         blocks = -(-rows * shared // tile.rows)
         parts, chunk = split_context(context, blocks * batch * kv_heads, tile.keys)
@@ -259,6 +260,7 @@ def split_context(context: int, programs: int, keys: int) -> tuple[int, int]:
     return max(1, -(-context // chunk)), chunk
 
 
+MOST_SHARED = 139264  # bytes of shared memory of the largest tile on GPUs before the H100
 PROGRAMS = 132  # multiprocessors of an H100 or H200; a fixed number, so that results do not depend on the chip
 MAX_PARTS, LEAST_CHUNK = 128, 64
 LOG2E = 1.4426950408889634  # GPUs raise 2 to a power; scores are scaled once for it

@@ -10,12 +10,12 @@ projection left them, with any strides over batch and nodes.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from stree.kernels.device_functions import STEP_INTEGERS
 from stree.kernels.dispatch import Operands
+from stree.kernels.jit import jit
 from stree.kernels.launch import path_operands, strides
 from stree.kernels.tiles import ConvTile, check_inner, check_kernel_dtypes, padded
 from stree.kernels.topology import AcceptedPath, Topology
@@ -23,7 +23,7 @@ from stree.kernels.topology import AcceptedPath, Topology
 __all__ = ["conv_commit", "conv_step", "tree_conv1d"]
 
 
-@triton.jit(do_not_specialize=STEP_INTEGERS)
+@jit(fuses=True, do_not_specialize=(*STEP_INTEGERS, "stride_x_b"))
 def conv_kernel(
     window_ptr, path_ptr, lengths_ptr, old_ptr,
     x_ptr, weight_ptr, bias_ptr, index_ptr, stash_ptr, y_ptr,
@@ -32,6 +32,7 @@ def conv_kernel(
     stride_weight_c,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     COMMIT: tl.constexpr, SCAN: tl.constexpr, KEEP: tl.constexpr, SILU: tl.constexpr, KNOWN: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Move a path into some channels of a window, then convolve a tree; grid (blocks of channels, batch)."""
     batch = tl.program_id(1).to(tl.int64)
@@ -55,6 +56,8 @@ def conv_kernel(
         tl.store(columns_ptr, tl.where(stays, kept, moved.to(kept.dtype)), wanted)
         tl.debug_barrier()  # the taps below read the window that other warps have written
     if SCAN:
+        if ALIGNED:  # rows of x, whatever their number
+            stride_x_b = tl.multiple_of(stride_x_b, 16)
         x_ptr += batch * stride_x_b
         if KEEP:
             stash_ptr += batch * stride_stash_b
@@ -148,5 +151,6 @@ def _launch(
         window.stride(0), *strides(old), *strides(x), *strides(stash), *strides(weight, 1),
         WIDTH=width, COLUMNS=padded(history, 1), BLOCK_N=tile.nodes, BLOCK_C=tile.channels, COMMIT=old is not None,
         SCAN=new is not None, KEEP=stash is not None, SILU=silu, KNOWN=new_from > 0,
+        ALIGNED=x is not None and x.stride(0) % 16 == 0 == x.stride(1) % 16,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

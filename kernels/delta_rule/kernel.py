@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from stree.kernels.delta_rule.device_functions import (
 )
 from stree.kernels.device_functions import STEP_INTEGERS, is_ancestor
 from stree.kernels.dispatch import Operands
+from stree.kernels.jit import jit
 from stree.kernels.launch import path_operands, strides
 from stree.kernels.tiles import (
     MAX_DELTA_DIM,
@@ -42,7 +42,7 @@ from stree.kernels.topology import AcceptedPath
 __all__ = ["gated_delta_commit", "gated_delta_step", "gated_delta_tree_scan"]
 
 
-@triton.jit(do_not_specialize=(*STEP_INTEGERS, "stride_g_b", "stride_beta_b"))
+@jit(fuses=True, do_not_specialize=(*STEP_INTEGERS, "stride_g_b", "stride_beta_b"))
 def gated_delta_kernel(
     state_ptr, bits_ptr, o_ptr, u_ptr, known_ptr, path_ptr, lengths_ptr, old_k_ptr, old_u_ptr, old_g_ptr,
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, stash_k_ptr, stash_g_ptr,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from stree.kernels.device_functions import STEP_INTEGERS, softplus
 from stree.kernels.dispatch import Operands
+from stree.kernels.jit import jit
 from stree.kernels.launch import path_operands, strides
 from stree.kernels.tiles import MAX_DSTATE, MAX_NODES, DiagonalTile, check_inner, check_kernel_dtypes, check_limit
 from stree.kernels.topology import AcceptedPath, Topology
@@ -83,7 +84,7 @@ def _stash(
         tl.store(stash_ptr + node * stride_stash_n + column[None, :], row, mask)
 
 
-@triton.jit(do_not_specialize=STEP_INTEGERS)
+@jit(fuses=True, do_not_specialize=STEP_INTEGERS)
 def diagonal_kernel(
     state_ptr, rate_ptr, bias_ptr, D_ptr, walk_ptr, y_ptr,
     path_ptr, lengths_ptr, old_step_ptr, old_x_ptr, old_B_ptr,
@@ -120,6 +121,7 @@ def diagonal_kernel(
             stride_old_step_n, stride_old_x_n, stride_old_B_n, DSTATE, AHEAD, SELECTIVE,
         )  # fmt: skip
         if length > 0:
+            tl.debug_barrier()  # the store may spread a tile over threads in another way than the load
             tl.store(state_ptr + tile, state, tile_mask)
     if SCAN:
         step_ptr += batch * stride_step_b

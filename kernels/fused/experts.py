@@ -12,6 +12,7 @@ from torch import Tensor
 from stree.kernels.fused.norm import as_rows
 from stree.kernels.fused.pointwise import activated
 from stree.kernels.fused.tiles import ExpertsTile, PointwiseTile
+from stree.kernels.jit import jit
 from stree.kernels.tiles import check_inner, check_kernel_dtypes, interpreted
 
 __all__ = ["experts"]
@@ -43,7 +44,7 @@ def _product(total, x, weight, WIDE: tl.constexpr):
     return tl.dot(x, tl.trans(weight), total, input_precision="tf32x3")
 
 
-@triton.jit(do_not_specialize=["pairs", "stride_x_row"])
+@jit(fuses=True, do_not_specialize=["pairs"])
 def experts_up_kernel(
     x_ptr, index_ptr, up_ptr, hidden_ptr, pairs, stride_x_row,
     SHARE: tl.constexpr, CHANNELS: tl.constexpr, INNER: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
@@ -83,7 +84,7 @@ def experts_up_kernel(
             tl.store(out_ptr, y, asked[:, None] & within[None, :])
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@jit(fuses=True, do_not_specialize=["pairs"])
 def experts_down_kernel(
     hidden_ptr, index_ptr, weights_ptr, down_ptr, out_ptr, pairs,
     CHANNELS: tl.constexpr, INNER: tl.constexpr,
@@ -114,7 +115,7 @@ def experts_down_kernel(
             tl.store(out_ptr + place[:, None] * CHANNELS + channel[None, :], total, asked[:, None] & within[None, :])
 
 
-@triton.jit
+@jit(fuses=True)
 def experts_sum_kernel(parts_ptr, y_ptr, SHARE: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
     """Add up what a row's experts gave; grid (rows, blocks of channels)."""
     row = tl.program_id(0).to(tl.int64)

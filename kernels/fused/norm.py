@@ -5,17 +5,17 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from stree.kernels.fused.tiles import MAX_NORM_WIDTH, NormTile
+from stree.kernels.jit import jit
 from stree.kernels.tiles import check_inner, check_kernel_dtypes, check_limit
 
 __all__ = ["as_rows", "gated_rms_norm", "rms_norm", "rms_norm_add"]
 
 
-@triton.jit
+@jit(fuses=True)
 def gated_norm_kernel(
     x_ptr, gate_ptr, weight_ptr, y_ptr, stride_x_row, stride_gate_row, stride_y_row, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORM_FIRST: tl.constexpr, SILU: tl.constexpr,
@@ -38,7 +38,7 @@ def gated_norm_kernel(
     tl.store(y_ptr + row * stride_y_row + column, x, inside)
 
 
-@triton.jit
+@jit(fuses=True)
 def norm_add_kernel(
     x_ptr, other_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr,
     stride_x_row, stride_other_row, stride_residual_row, eps, offset, scale, other_scale,

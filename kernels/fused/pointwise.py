@@ -12,6 +12,7 @@ from torch import Tensor
 from stree.kernels.device_functions import softplus
 from stree.kernels.fused.norm import as_rows
 from stree.kernels.fused.tiles import DeltaInputsTile, PointwiseTile, RotaryTile
+from stree.kernels.jit import jit
 from stree.kernels.tiles import check_inner, check_kernel_dtypes
 
 __all__ = ["delta_inputs", "gated_activation", "rotary"]
@@ -35,7 +36,7 @@ def _turn(x_ptr, y_ptr, cos_ptr, sin_ptr, heads, head, stride_x_head, DIM: tl.co
     tl.store(y_ptr + head[:, None] * DIM + column[None, :], y, inside)
 
 
-@triton.jit(do_not_specialize=["n", "stride_q_b", "stride_k_b", "stride_cos_b", "stride_sin_b"])
+@jit(fuses=True, do_not_specialize=["n", "stride_q_b", "stride_k_b", "stride_cos_b", "stride_sin_b"])
 def rotary_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, n, heads, kv_heads,
     stride_q_b, stride_q_n, stride_q_h, stride_k_b, stride_k_n, stride_k_h,
@@ -76,7 +77,7 @@ def activated(x, KIND: tl.constexpr):
     return y
 
 
-@triton.jit
+@jit(fuses=True)
 def gated_activation_kernel(
     gate_ptr, up_ptr, y_ptr, channels, stride_gate_row, stride_up_row, scale,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
@@ -92,7 +93,7 @@ def gated_activation_kernel(
     tl.store(y_ptr + row * channels + column, y, inside)
 
 
-@triton.jit(do_not_specialize=["n", "stride_qk_b", "stride_a_b", "stride_b_b"])
+@jit(fuses=True, do_not_specialize=["n", "stride_qk_b", "stride_a_b", "stride_b_b"])
 def delta_inputs_kernel(
     qk_ptr, a_ptr, b_ptr, A_log_ptr, bias_ptr, q_ptr, k_ptr, g_ptr, beta_ptr, n,
     stride_qk_b, stride_qk_n, stride_a_b, stride_a_n, stride_b_b, stride_b_n, eps, scale,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from stree.kernels.device_functions import STEP_INTEGERS, is_ancestor, softplus, split_decay
 from stree.kernels.dispatch import Operands
+from stree.kernels.jit import jit
 from stree.kernels.launch import path_operands, strides
 from stree.kernels.tiles import (
     MAX_DSTATE,
@@ -42,7 +43,14 @@ def _step_sizes(raw, bias, low, high, SOFTPLUS: tl.constexpr):
     return tl.minimum(tl.maximum(softplus(raw + bias), low), high) if SOFTPLUS else raw
 
 
-@triton.jit(do_not_specialize=(*STEP_INTEGERS, "stride_dt_b"))
+@triton.jit
+def _rounded_to_tf32(x):
+    """Round float32 to the 11 bits of TF32, to nearest; tensor cores would cut the others off, towards zero."""
+    rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return tl.where(x == x, rounded, x)  # the sum would carry a NaN's bits into the sign
+
+
+@jit(fuses=True, do_not_specialize=(*STEP_INTEGERS, "stride_dt_b"))
 def ssd_kernel(
     state_ptr, A_ptr, bias_ptr, D_ptr, bits_ptr, y_ptr,
     path_ptr, lengths_ptr, old_x_ptr, old_dt_ptr, old_B_ptr,
@@ -153,6 +161,8 @@ def ssd_kernel(
             known = (node < new_from)[None, :] & (p < HEADDIM)[:, None]
             values = tl.where(known, tl.load(kept_x_ptr, known, 0.0), x)
         out = seen * tl.exp(coarse_row + fine_row)[None, :]
+        if MIXED == "tf32":
+            weight = _rounded_to_tf32(weight)
         out += tl.dot(values.to(tl.float32), weight, input_precision=MIXED)
         out_ptr = y_ptr + ((batch * (n - first) + tl.arange(0, ROWS)) * nheads + head)[None, :] * HEADDIM + p[:, None]
         tl.store(out_ptr, out, (asked < n)[None, :] & (p < HEADDIM)[:, None])
@@ -245,8 +255,8 @@ def _launch(
         SCAN=scan is not None, KEEP=stash is not None, KNOWN=new_from > 0,
         WIDE=interpreted(),  # the interpreter multiplies bfloat16 as if it were integers
         EXACT="tf32x3",
-        # 16-bit values are exact in TF32 and weights lose less than the outputs' own rounding.
-        MIXED="tf32x3" if rows.dtype == torch.float32 else "tf32",
+        # Values of 16 bits are exact in TF32, and 11 bits of a weight lose less than outputs in bfloat16 do.
+        MIXED="tf32" if rows.dtype == torch.bfloat16 else "tf32x3",
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stree.kernels.jit import jit
 from stree.kernels.sampling.reference import UNITS
 from stree.kernels.tiles import check_inner, check_kernel_dtypes, check_limit, padded
 
@@ -65,7 +66,7 @@ def first_best(score, index, vocab):
     return tl.min(tl.where(score == tl.max(score, 0), index, vocab), 0)
 
 
-@triton.jit(do_not_specialize=["vocab", "stride_b", "stride_r"], do_not_specialize_on_alignment=["score_ptr"])
+@jit(fuses=False, do_not_specialize=["vocab", "stride_b", "stride_r"], do_not_specialize_on_alignment=["score_ptr"])
 def blocks_kernel(
     score_ptr, block_ptr, vocab, stride_b, stride_r,
     GREEDY: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stree.kernels.jit import jit
 from stree.kernels.sampling.blocks import blocks_of, end_of, first_best, row_of, scores_of, weights_of
 from stree.kernels.sampling.reference import TARGET, UNITS, MatchedPath
 from stree.kernels.tiles import MAX_NODES, check_limit, padded
@@ -34,7 +35,7 @@ def uniform_of(position, sequence, purpose, node, key):
     return ((high >> 5).to(tl.float64) * 67108864.0 + (low >> 6).to(tl.float64)) * 1.1102230246251565e-16
 
 
-@triton.jit(do_not_specialize=["count", "per_key", "purpose"])
+@jit(fuses=False, do_not_specialize=["count", "per_key", "purpose"])
 def philox_kernel(
     position_ptr, sequence_ptr, node_ptr, key_ptr, out_ptr, count, per_key, purpose, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -48,7 +49,8 @@ def philox_kernel(
     tl.store(out_ptr + index, uniform_of(position, sequence, purpose, node, key), inside)
 
 
-@triton.jit(
+@jit(
+    fuses=False,
     do_not_specialize=["n", "vocab", "blocks", "stride_score_b", "stride_score_n"],
     do_not_specialize_on_alignment=["score_ptr"],
 )
@@ -83,7 +85,8 @@ def draw_kernel(
     tl.store(drawn_ptr + batch * n + node, tl.minimum(token, vocab - 1).to(tl.int64))
 
 
-@triton.jit(
+@jit(
+    fuses=False,
     do_not_specialize=[
         "rows",
         "count",
@@ -114,15 +117,16 @@ def distinct_kernel(
     sums = tl.load(block_ptr + place * blocks + block, block < blocks, 0)  # of the weights that are left
     total = tl.sum(sums, 0)
     crumbs = total.to(tl.float64) * least
-    drawn = tl.full((COUNT,), -1, tl.int64)
+    drawn = tl.full((COUNT,), -1, tl.int32)
     for draw in range(0, count):
         number = tl.load(uniform_ptr + draw)
         target = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
         found = tl.sum((tl.cumsum(sums, 0) <= target).to(tl.int32), 0)
         before = tl.sum(tl.where(block < found, sums, 0), 0)
         index = found * BLOCK + lane
-        is_gone = tl.max((index[:, None] == drawn[None, :]).to(tl.int32), 1) != 0
-        weights = tl.where(is_gone, 0, weights_of(dist_ptr, index, vocab, UNITS))
+        weights = weights_of(dist_ptr, index, vocab, UNITS)
+        for earlier in range(draw):
+            weights = tl.where(index == tl.sum(tl.where(order == earlier, drawn, 0), 0), 0, weights)
         inside = tl.sum((tl.cumsum(weights, 0) + before <= target).to(tl.int32), 0)
         token = tl.minimum(found * BLOCK + inside, vocab - 1)
         probs = tl.load(dist_ptr + token)
@@ -132,7 +136,7 @@ def distinct_kernel(
         weight = tl.sum(tl.where(lane == inside, weights, 0), 0)
         sums = tl.where(block == found, sums - weight, sums)
         total -= weight
-        drawn = tl.where(order == draw, token.to(tl.int64), drawn)
+        drawn = tl.where(order == draw, token, drawn)
 
 
 @triton.jit
@@ -155,7 +159,7 @@ def walk(mask_ptr, depths_ptr, blocked, path_ptr, length_ptr, n, width, NODES: t
     return leaf
 
 
-@triton.jit(do_not_specialize=["n", "width"])
+@jit(fuses=False, do_not_specialize=["n", "width"])
 def walk_kernel(
     tokens_ptr, parents_ptr, depths_ptr, mask_ptr, drawn_ptr, path_ptr, lengths_ptr, next_ptr, n, width,
     NODES: tl.constexpr,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stree.kernels.jit import jit
 from stree.kernels.sampling.blocks import block_constants, end_of, is_aligned, row_of
 
 __all__ = ["probs", "probs_and_norms"]
@@ -28,7 +29,8 @@ def _quotients(
     return tl.load(logit_ptr + index, index < vocab, float("-inf")).to(tl.float32) * scale
 
 
-@triton.jit(
+@jit(
+    fuses=False,
     do_not_specialize=["scale", "vocab", "stride_t", "stride_b", "stride_r"],
     do_not_specialize_on_alignment=["logit_ptr"],
 )
@@ -52,7 +54,8 @@ def masses_kernel(
     tl.store(part_ptr + 2 * blocks, tl.sum(share * share, 0))
 
 
-@triton.jit(
+@jit(
+    fuses=False,
     do_not_specialize=["scale", "vocab", "stride_t", "stride_b", "stride_r", "stride_probs_b", "stride_probs_r"],
     do_not_specialize_on_alignment=["logit_ptr", "probs_ptr", "norm_ptr"],
 )
@@ -110,10 +113,9 @@ def _launch(logits: Tensor, temperature: float | Tensor, out: Tensor, norms: Ten
     stride, scale = (0, 1 / temperature) if of_rows is None else (of_rows.stride(0), 1.0)
     constants = block_constants(vocab, is_aligned(logits) and is_aligned(out))
     block, aligned = constants["BLOCK"], constants["ALIGNED"]
+    warps = max(1, block // 512)
     parts = out.new_empty(batch, rows, 3, -(-vocab // block))
     grid, given = (rows, parts.shape[3], batch), (of_rows, scale, vocab, stride, *logits.stride()[:2])
-    # Quotients are rounded before their maximum is taken off.
-    options = {"num_warps": max(1, block // 512), "enable_fp_fusion": False}
     with torch.cuda.device_of(logits):  # Triton launches on the current device, wherever the tensors are
-        masses_kernel[grid](logits, parts, *given, BLOCK=block, ALIGNED=aligned, **options)
-        probs_kernel[grid](logits, parts, out, norms, *given, *out.stride()[:2], **constants, **options)
+        masses_kernel[grid](logits, parts, *given, BLOCK=block, ALIGNED=aligned, num_warps=warps)
+        probs_kernel[grid](logits, parts, out, norms, *given, *out.stride()[:2], **constants, num_warps=warps)

@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from stree.kernels.jit import jit
 from stree.kernels.tiles import padded
 
 __all__ = ["PathIndices", "TreeIndices", "path_indices", "tree_indices"]
@@ -19,7 +19,7 @@ ROWS = 16  # nodes that a program owns
 ENTRIES = 32  # of a path that are read together
 
 
-@triton.jit(do_not_specialize=["n", "words", "stride_parents_b", "stride_mask_b", "stride_mask_n"])
+@jit(fuses=False, do_not_specialize=["n", "words", "stride_parents_b", "stride_mask_b", "stride_mask_n"])
 def tree_kernel(
     parents_ptr, mask_ptr, hidden_ptr, path_sum_ptr, bits_ptr, index_ptr, n, words,
     stride_parents_b, stride_mask_b, stride_mask_n,
@@ -49,7 +49,7 @@ def tree_kernel(
             above = tl.where(above >= 0, parent, above - 1)  # above the root: the rows of the window, newest first
 
 
-@triton.jit(do_not_specialize=["m", "stride_path_b", "stride_path_m", "stride_lengths"])
+@jit(fuses=False, do_not_specialize=["m", "stride_path_b", "stride_path_m", "stride_lengths"])
 def path_kernel(
     path_ptr, given_ptr, batch_ptr, rows_ptr, lengths_ptr, beyond_ptr, from_ptr, entering_ptr, keeps_ptr, m,
     stride_path_b, stride_path_m, stride_lengths,

@@ -7,8 +7,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stree.kernels.jit import jit
 
-@triton.jit(do_not_specialize=["m", "num_stop", "stride_t", "stride_p"])
+
+@jit(fuses=False, do_not_specialize=["m", "num_stop", "stride_t", "stride_p"])
 def emit_kernel(
     tokens_ptr, path_ptr, lengths_ptr, next_ptr, stop_ptr, limit_ptr, num_new_ptr, finished_ptr, pending_ptr,
     report_ptr, m, num_stop, stride_t, stride_p, PLACES: tl.constexpr,
@@ -48,7 +50,7 @@ def _columns(path_ptr, order_ptr, place, wanted, lead):
     return tl.where(node > 0, node + 1, lead)
 
 
-@triton.jit(do_not_specialize=["m", "num_run", "stride_t", "stride_p", "stride_o"])
+@jit(fuses=False, do_not_specialize=["m", "num_run", "stride_t", "stride_p", "stride_o"])
 def columns_kernel(
     path_ptr, lengths_ptr, order_ptr, tokens_ptr, has_leaf_ptr, leaf_ptr, full_ptr, count_ptr, m, num_run, stride_t,
     stride_p, stride_o, PLACES: tl.constexpr,
@@ -71,7 +73,7 @@ def columns_kernel(
     tl.store(has_leaf_ptr + row, is_unrun.to(tl.int8), is_live)
 
 
-@triton.jit(do_not_specialize=["m", "n", "stride_p"])
+@jit(fuses=False, do_not_specialize=["m", "n", "stride_p"])
 def nodes_kernel(
     path_ptr, lengths_ptr, on_ptr, live_ptr, m, n, stride_p, NODES: tl.constexpr, PLACES: tl.constexpr
 ):  # fmt: skip
@@ -85,7 +87,7 @@ def nodes_kernel(
     tl.store(live_ptr + row, length > 0)
 
 
-@triton.jit(do_not_specialize=["m", "stride_p"])
+@jit(fuses=False, do_not_specialize=["m", "stride_p"])
 def defer_kernel(
     path_ptr, given_ptr, deferred_ptr, lengths_ptr, committed_ptr, m, stride_p, ENTRIES: tl.constexpr
 ):  # fmt: skip
@@ -112,7 +114,7 @@ def _copy(source_ptr, rows_ptr, node, tree, nodes, width, ENTRIES: tl.constexpr,
         tl.store(rows_ptr + entry[:, None] + column[None, :], taken, inside)
 
 
-@triton.jit(do_not_specialize=["batch", "inner", "nodes"])
+@jit(fuses=False, do_not_specialize=["batch", "inner", "nodes"])
 def rows_kernel(
     nodes_ptr, source_ptr, source2_ptr, source3_ptr, rows_ptr, rows2_ptr, rows3_ptr, width, width2, width3,
     batch, inner, nodes, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,

@@ -26,7 +26,7 @@ from stree.kernels.traversal.operands import DELTA, INDEPENDENT, DraftRows, Trav
 __all__ = ["ACCEPT", "MAX_WAVES", "constants", "num_waves", "traverse", "warps"]
 
 ACCEPT = 1  # purpose of the numbers of coins
-MAX_WAVES = 8
+MAX_WAVES = 12  # a test for each of the 12 children that `calibrated` draws at the root
 BLOCK = 4096  # of a vocabulary in one program
 PARTS = 16  # sums of blocks that are read together
 

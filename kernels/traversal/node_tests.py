@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stree.kernels.jit import jit
 from stree.kernels.sampling.blocks import end_of, row_of
 
 # Rows of int32 a sequence, one entry a node.
@@ -124,7 +125,8 @@ def _settle(
     tl.store(state_ptr + SCALE * NODES + node, tl.div_rn(held, mass), now)
 
 
-@triton.jit(
+@jit(
+    fuses=False,
     do_not_specialize=["blocks", "wave", "rounds", "stride_b", "stride_r"],
     do_not_specialize_on_alignment=["probs_ptr"],
 )
@@ -179,7 +181,8 @@ def _reject(
     return tl.sum(left, 0)
 
 
-@triton.jit(
+@jit(
+    fuses=False,
     do_not_specialize=["vocab", "wave", "stride_dist_b", "stride_dist_n", "stride_b", "stride_r"],
     do_not_specialize_on_alignment=["dist_ptr", "probs_ptr"],
 )
@@ -202,7 +205,8 @@ def reject_kernel(
         tl.store(parts_ptr + (batch * NODES + child) * tl.num_programs(0) + block, total)
 
 
-@triton.jit(
+@jit(
+    fuses=False,
     do_not_specialize=[
         "n", "vocab", "blocks", "wave", "rounds", "stride_dist_b", "stride_dist_n", "stride_b", "stride_r"
     ],

@@ -7,6 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stree.kernels.jit import jit
 from stree.kernels.sampling.blocks import end_of, row_of
 from stree.kernels.sampling.kernel import uniform_of, walk
 from stree.kernels.traversal.node_tests import (
@@ -38,7 +39,7 @@ from stree.kernels.traversal.node_tests import (
 )
 
 
-@triton.jit(do_not_specialize=["vocab", "stride_b", "stride_r"], do_not_specialize_on_alignment=["probs_ptr"])
+@jit(fuses=False, do_not_specialize=["vocab", "stride_b", "stride_r"], do_not_specialize_on_alignment=["probs_ptr"])
 def sums_kernel(
     probs_ptr, sums_ptr, vocab, stride_b, stride_r, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
@@ -50,7 +51,8 @@ def sums_kernel(
     tl.store(sums_ptr + place, tl.sum(probs.to(tl.float64), 0))
 
 
-@triton.jit(
+@jit(
+    fuses=False,
     do_not_specialize=["n", "rows", "blocks", "stride_dist_b", "stride_dist_n", "stride_b", "stride_r"],
     do_not_specialize_on_alignment=[
         "tokens_ptr",
@@ -140,7 +142,8 @@ def plan_kernel(
     tl.store(state_ptr + RATIO * NODES + node, node * 0.0)
 
 
-@triton.jit(
+@jit(
+    fuses=False,
     do_not_specialize=["n", "width", "blocks"],
     do_not_specialize_on_alignment=["mask_ptr", "depths_ptr", "sequences_ptr", "positions_ptr", "key_ptr"],
 )
@@ -221,7 +224,8 @@ def _leaf_weights(
     return (probs * UNITS + 0.5).to(tl.int64)
 
 
-@triton.jit(
+@jit(
+    fuses=False,
     do_not_specialize=["vocab", "stride_dist_b", "stride_dist_n", "stride_b", "stride_r"],
     do_not_specialize_on_alignment=["dist_ptr", "probs_ptr"],
 )
@@ -239,7 +243,8 @@ def leaf_kernel(
     tl.store(sums_ptr + batch * tl.num_programs(0) + block, tl.sum(weight, 0))
 
 
-@triton.jit(
+@jit(
+    fuses=False,
     do_not_specialize=["vocab", "blocks", "stride_dist_b", "stride_dist_n", "stride_b", "stride_r"],
     do_not_specialize_on_alignment=["dist_ptr", "probs_ptr", "sequences_ptr", "positions_ptr", "key_ptr"],
 )

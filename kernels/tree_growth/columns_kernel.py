@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stree.kernels.jit import jit
 from stree.kernels.tiles import padded
 from stree.kernels.tree_growth.operands import Appended, Chosen, Columns, Layout, Proposed
 
@@ -38,7 +39,7 @@ def _count_greater(values, others):
     return tl.sum((others[None, :] > values[:, None]).to(tl.int32), 1)
 
 
-@triton.jit(do_not_specialize=["room"])
+@jit(fuses=False, do_not_specialize=["room"])
 def begin_kernel(
     pending_ptr, leaf_ptr, flag_ptr, lead_ptr, tokens_ptr, parents_ptr, depths_ptr, mask_ptr, values_ptr, room,
     NODES: tl.constexpr, COLUMNS: tl.constexpr,
@@ -65,7 +66,8 @@ def begin_kernel(
         tl.store(mask_ptr + row[:, None] * room + other[None, :], (column[:, None] == other[None, :]) | link, pairs)
 
 
-@triton.jit(
+@jit(
+    fuses=False,
     do_not_specialize=[
         "count", "width", "ranks", "slots", "frontier", "size", "room", "num_nodes", "stride_slots_b"
     ]
@@ -126,7 +128,7 @@ def append_kernel(
         tl.store(mask_ptr + (size + node)[:, None] * room + other[None, :], seen & taken[:, None], pairs)
 
 
-@triton.jit(do_not_specialize=["count", "room"])
+@jit(fuses=False, do_not_specialize=["count", "room"])
 def cut_kernel(
     kept_ptr, lead_ptr, tokens_ptr, parents_ptr, depths_ptr, mask_ptr, values_ptr,
     token_ptr, parent_ptr, depth_ptr, ancestor_ptr, value_ptr, row_ptr, count, room,
@@ -168,7 +170,7 @@ def cut_kernel(
     tl.store(parent_ptr + out, found, inside)
 
 
-@triton.jit(do_not_specialize=["n", "count", "room"])
+@jit(fuses=False, do_not_specialize=["n", "count", "room"])
 def select_kernel(
     parents_ptr, values_ptr, kept_ptr, n, count, room, SLOTS: tl.constexpr, WIDTH: tl.constexpr, BY_VALUE: tl.constexpr
 ):  # fmt: skip

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stree.kernels.constants import constant
+from stree.kernels.jit import jit
 from stree.kernels.tiles import padded
 from stree.kernels.tree_growth.operands import Kept, Level, Memory, Table, Verdicts
 from stree.kernels.tree_growth.slots_kernel import pair_number, place_of
@@ -45,7 +46,7 @@ def _add(table_ptr, count, is_same, is_first):
     tl.store(table_ptr, known + tl.sum(tl.where(is_same, count[None, :], 0.0), 1), is_first)
 
 
-@triton.jit(do_not_specialize=["n", "num_notes", "num_kept", "num_cells", "stride_ratios_b"])
+@jit(fuses=False, do_not_specialize=["n", "num_notes", "num_kept", "num_cells", "stride_ratios_b"])
 def learn_kernel(
     notes_ptr, places_ptr, numbers_ptr, parents_ptr, mask_ptr, ratios_ptr, live_ptr, passed_ptr, tests_ptr,
     n, num_notes, num_kept, num_cells, stride_ratios_b, NODES: tl.constexpr,
@@ -79,7 +80,7 @@ def learn_kernel(
         _add(passed_ptr + cell, made * ratio, is_same, is_first)
 
 
-@triton.jit(do_not_specialize=["n", "stride_ratios_b"])
+@jit(fuses=False, do_not_specialize=["n", "stride_ratios_b"])
 def level_kernel(
     parents_ptr, mask_ptr, values_ptr, ratios_ptr, live_ptr, shift_ptr, weight_ptr, n, stride_ratios_b,
     NODES: tl.constexpr,
@@ -104,7 +105,7 @@ def level_kernel(
     tl.store(shift_ptr + batch, shift)
 
 
-@triton.jit(do_not_specialize=["m", "stride_tokens_b", "stride_path_b"])
+@jit(fuses=False, do_not_specialize=["m", "stride_tokens_b", "stride_path_b"])
 def remember_kernel(
     tokens_ptr, path_ptr, lengths_ptr, places_ptr, last_ptr, m, stride_tokens_b, stride_path_b,
     ENTRIES: tl.constexpr, NUM_PLACES: tl.constexpr,

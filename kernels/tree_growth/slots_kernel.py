@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stree.kernels.jit import jit
 from stree.kernels.tiles import padded
 from stree.kernels.tree_growth.operands import Level, Memory, RankFit, Ratings, Siblings, Table, Terms, Words
 
@@ -47,7 +48,7 @@ def _size_down_to(ordered, below_ptr, num_below, WIDTH: tl.constexpr, STEPS: tl.
     return place + 1 + tl.sum(worth, 1)
 
 
-@triton.jit(do_not_specialize=["slots", "width", "num_below", "threshold", "layers_left", "stride_value_b"])
+@jit(fuses=False, do_not_specialize=["slots", "width", "num_below", "threshold", "layers_left", "stride_value_b"])
 def choose_kernel(
     value_ptr, left_ptr, below_ptr, slots_ptr, taken_ptr,
     slots, width, num_below, threshold, layers_left, stride_value_b,
@@ -105,8 +106,9 @@ def _behind(
     return tl.where(parent >= 0, before, tl.load(last_ptr + batch * 2 + 1)), token
 
 
-@triton.jit(
-    do_not_specialize=["above", "ranks", "num_ranks", "stride_reach_b", "first", "stride_tokens_b", "stride_parents_b"]
+@jit(
+    fuses=False,
+    do_not_specialize=["above", "ranks", "num_ranks", "stride_reach_b", "first", "stride_tokens_b", "stride_parents_b"],
 )
 def rank_kernel(
     reach_ptr, probs_ptr, norms_ptr, level_ptr, confidence_ptr, sharpness_ptr, text_ptr, shift_ptr,
@@ -171,7 +173,7 @@ def _count_below(value, edges_ptr, EDGES: tl.constexpr):
     return count
 
 
-@triton.jit(do_not_specialize=["above", "ranks", "most", "num_cells", "stride_reach_b"])
+@jit(fuses=False, do_not_specialize=["above", "ranks", "most", "num_cells", "stride_reach_b"])
 def table_kernel(
     reach_ptr, probs_ptr, norms_ptr, passed_ptr, tests_ptr, sharpness_ptr, confidence_ptr,
     priority_ptr, value_ptr, cells_ptr, above, ranks, most, num_cells, stride_reach_b,
@@ -242,7 +244,7 @@ def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) ->
         rank_kernel[(-(-above // NODES), batch)](
             reach, probs, norms, fit.level, fit.by_confidence, fit.by_sharpness, fit.by_text, level.shift,
             memory.places, memory.last, *words, value, above, ranks, len(fit.level), reach.stride(0), *strides,
-            NODES=NODES, NUM_PLACES=memory.num_places, num_warps=1, enable_fp_fusion=False,
+            NODES=NODES, NUM_PLACES=memory.num_places, num_warps=1,
         )  # fmt: skip
     return value
 
@@ -259,7 +261,6 @@ def rate_by_table(table: Table, given: Siblings) -> Ratings:
             reach, probs, norms, table.passed, table.tests, table.sharpness, table.confidence, *ratings,
             above, ranks, len(table.rank), table.tests.shape[1], reach.stride(0),
             SHARPNESS=len(table.sharpness), CONFIDENCE=len(table.confidence), NODES=NODES, num_warps=1,
-            enable_fp_fusion=False,  # sums and products round as torch's do
         )  # fmt: skip
     return ratings
 

@@ -21,7 +21,8 @@ from torch.utils._device import _device_constructors
 
 pytest.importorskip("triton")
 
-from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, _get_np_dtype
+from triton._C.libtriton.ir import INPUT_PRECISION
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle, _get_np_dtype
 
 Order = Literal["forward", "reversed", "shuffled"]
 KINDS = ("load", "store")
@@ -46,6 +47,23 @@ def program_order(order: Order, seed: int = 0) -> Iterator[None]:
         _set_grid_idx(builder, *index)
 
     with mock.patch.object(InterpreterBuilder, "set_grid_idx", set_grid_idx):
+        yield
+
+
+@contextmanager
+def truncated_tf32() -> Iterator[None]:
+    """Multiply float32 operands of a TF32 product as tensor cores do: their last 13 bits are cut off, not rounded.
+
+    A tf32x3 product keeps all bits, as the compiler splits its operands.
+    """
+    real = InterpreterBuilder.create_dot
+
+    def create_dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, *rest: Any) -> Any:
+        if input_precision == INPUT_PRECISION.TF32 and a.data.dtype == b.data.dtype == np.float32:
+            a, b = (TensorHandle((h.data.view(np.uint32) & 0xFFFFE000).view(np.float32), h.dtype) for h in (a, b))
+        return real(builder, a, b, d, input_precision, *rest)
+
+    with mock.patch.object(InterpreterBuilder, "create_dot", create_dot):
         yield
 
 

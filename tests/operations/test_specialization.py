@@ -1,12 +1,17 @@
-"""Names that Triton kernels list as not specialised are parameters: Triton ignores others without a word."""
+"""What Triton would decide without a word: names that are not specialised are parameters, and fusion is stated."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from helpers.launch_keys import launch_keys
+
+from stree.kernels import ops
 
 KERNELS = Path(__file__).resolve().parent.parent.parent / "kernels"
 FILES = [path for path in sorted(KERNELS.rglob("*.py")) if "do_not_specialize" in path.read_text()]
@@ -31,3 +36,44 @@ def test_names_that_are_not_specialised_are_parameters(path: Path) -> None:
 def test_a_name_that_is_no_parameter_is_found() -> None:
     source = '@triton.jit(do_not_specialize=["n", "stride_x"])\ndef kernel(x_ptr, n, stride): ...'
     assert list(unknown_names(source)) == ["kernel: stride_x"]
+
+
+def test_every_kernel_states_whether_products_and_sums_are_one_instruction() -> None:
+    silent = []
+    for path in KERNELS.rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef) and re.fullmatch(r"[a-z]\w*_kernel", function.name):
+                named = [key.arg for each in function.decorator_list for key in getattr(each, "keywords", [])]
+                silent += [function.name] * ("fuses" not in named)
+    assert silent == []
+
+
+def test_launches_say_so_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    probs = torch.rand(2, 40, device=device)
+    with launch_keys(monkeypatch) as keys:
+        ops.gated_activation(probs, probs, activation="silu", backend="triton")
+        ops.choice(probs, torch.rand(2, device=device, dtype=torch.float64), backend="triton")
+    assert ["('enable_fp_fusion', True)" in key for _, key in keys] == [True, False, False]
+    assert all("'enable_fp_fusion', " in key for _, key in keys)
+
+
+@pytest.mark.parametrize("width", [24, 32])  # channels of the projection that the rows are a part of
+def test_the_convolution_of_any_number_of_nodes_is_one_build(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, found = "cuda" if torch.cuda.is_available() else "cpu", []
+    for n in (13, 14, 15, 16):
+        x = torch.randn(2, n, width, device=device)[..., :16]
+        parents = torch.arange(-1, n - 1, device=device, dtype=torch.int32).expand(2, -1).contiguous()
+        weight, window = torch.randn(16, 4, device=device), torch.zeros(2, 16, 3, device=device)
+        with launch_keys(monkeypatch) as keys:
+            ops.tree_conv1d(x, weight, None, parents, window, backend="triton")
+        found += [key for name, key in keys if name == "conv_kernel"]
+    assert len(found) == 4 and len(set(found)) == 1
+
+
+def test_a_grid_that_cuda_does_not_take_is_refused() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    probs = torch.zeros(65536, 1, device=device)
+    lengths, path = torch.ones(65536, device=device).int(), torch.zeros(65536, 1, device=device).int()
+    with pytest.raises(NotImplementedError, match=r"conv_kernel takes up to 65535 programs .* Got \(1, 65536\)"):
+        ops.conv_commit(probs[..., None], probs[..., None], path, lengths, backend="triton")

@@ -14,10 +14,11 @@ from helpers.launch_keys import Key, launch_keys
 from helpers.traversal_problems import DEVICE, STAR, Problem
 
 from stree import TokenTree
+from stree.growth import Calibrated
 from stree.kernels.traversal import kernel as kernels
 from stree.kernels.traversal.api import traverse as traverse_on_device
 from stree.kernels.traversal.operands import TraversedPath
-from stree.sampling import Random
+from stree.sampling import Random, Sampling
 from stree.verify.traversal import traverse_by_kernels
 from stree.verify.values import DELTA
 
@@ -43,21 +44,26 @@ def test_waves_that_have_no_launch_of_their_own_are_run_by_the_last_one(
 def test_more_waves_than_launches_are_needed_and_bounded_by_what_the_host_knows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    problem = Problem.draw(12, 40, seed=6, shape=STAR)
+    problem = Problem.draw(16, 40, seed=6, shape=[-1, *[0] * 15])
     names = {}
-    for bound in (None, 11, 4):
+    for bound in (None, 15, 4):
         with launch_keys(monkeypatch) as keys:
             found = problem.found(bound)
         names[bound] = [name for name, _ in keys]
         if bound != 4:
             problem.check(found)
-    assert names[None] == names[11] and len(names[None]) == 22
+    assert names[None] == names[15] and len(names[None]) == 2 * kernels.MAX_WAVES + 6
     assert names[None].count("settle_kernel") == kernels.MAX_WAVES
     assert names[None].count("rest_kernel") == 1 and names[4].count("rest_kernel") == 0
     assert names[4].count("settle_kernel") == names[4].count("reject_kernel") == 4
     assert kernels.num_waves(12, 1, 11) == 11 and kernels.num_waves(12, 5, None) == 11
     assert kernels.num_waves(7, 3, 2) == 4 and kernels.num_waves(1, 0, None) == 0
     assert kernels.num_waves(5, 9, 3) == 4, "no more than there are drafted nodes"
+
+
+def test_children_that_calibrated_draws_at_the_root_have_launches_of_their_own() -> None:
+    first = Calibrated().bind(Sampling(0.8)).plan(64).layers[0]
+    assert kernels.num_waves(1 + first.ranks, 1, first.ranks) <= kernels.MAX_WAVES
 
 
 def keys_of(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> list[Key]:
@@ -72,7 +78,7 @@ def test_launches_depend_on_sizes_and_not_on_trees(monkeypatch: pytest.MonkeyPat
     for seed in range(2):
         assert keys_of(monkeypatch, Problem.draw(16, 101, seed=seed)) == expected
     chosen = set(expected)
-    for n in (10, 13, 16):  # trees of another number of nodes take no builds of their own
+    for n in (14, 15, 16):  # trees of another number of nodes take no builds of their own
         assert set(keys_of(monkeypatch, Problem.draw(n, 101, batch=1 + n % 3))) == chosen
     assert set(keys_of(monkeypatch, Problem.draw(16, 101, kinds=(DELTA,)))) != chosen
 

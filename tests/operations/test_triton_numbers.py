@@ -25,6 +25,7 @@ from helpers.operation_problem import (
 )
 from torch import Tensor
 
+from stree.kernels.tiles import interpreted
 from stree.kernels.topology import ancestor_mask
 
 DELTAS = pytest.mark.parametrize("family", [DELTA, KDA], ids=lambda f: f.name)
@@ -140,3 +141,19 @@ def test_a_stash_may_be_narrower_than_the_rows_and_the_scan_reads_the_rounded_ke
     o = problem.step(stash, backend="triton")
     assert torch.equal(stash["stash_k"][:, :9].float(), exact) and o.dtype == torch.bfloat16
     assert error(o, problem.to(torch.float64).scan()) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("known", [0, 5], ids=["all", "some"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_of_16_bit_rows_do_not_pull_outputs_to_zero(dtype: torch.dtype, known: int) -> None:
+    # Tensor cores cut the last bits of a float32 operand off, which makes every weight smaller by 2^-11.5 on average.
+    problem = Problem.draw(SSD, mixed_parents(60, 4), 3, dtype, heads=4, headdim=32)
+    problem.given["state"].zero_()
+    stash = problem.stash(64, {name: rows[:, :known] for name, rows in problem.stashed().items()})
+    y = problem.step(stash, first=known, backend="triton").double()
+    exact = problem.to(torch.float64).scan(first=known)
+    stored = exact.to(dtype)
+    if dtype == torch.bfloat16 and interpreted():  # which cuts the last bits off, too
+        stored = (exact.float().view(torch.int32) & -0x10000).view(torch.float32)
+    bias = float(((y - stored) * exact).sum() / exact.square().sum())
+    assert abs(bias) < 2.0**-14, bias

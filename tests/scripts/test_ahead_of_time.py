@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.ahead_of_time.faults import faults
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "aot"
 KERNELS = {
@@ -32,13 +34,50 @@ def good_kernel(x_ptr, y_ptr, SIZE: tl.constexpr):
 def unknown_kernel(x_ptr, y_ptr, SIZE: tl.constexpr):
     tl.store(y_ptr + tl.arange(0, SIZE), tl.no_such_function(x_ptr))
 """
+FAULTY = """
+import triton, triton.language as tl
+@triton.jit
+def product_kernel(x_ptr, y_ptr, stride, steps, ROUNDED: tl.constexpr):
+    row, total = tl.arange(0, 64), tl.zeros((64, 64), tl.float32)
+    for step in range(steps):
+        x = tl.load(x_ptr + row[:, None] * stride + step * 64 + row[None, :]).to(tl.float32)
+        y = x if ROUNDED else x * 1.1
+        total += tl.dot(x, y, input_precision="tf32")
+    tl.store(y_ptr + row[:, None] * 64 + row[None, :], total)
+"""
+FIND = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from benchmarks.ahead_of_time import table
+def problem(rounded, aligned, options):
+    signature = {"x_ptr": "*bf16", "y_ptr": "*fp32", "stride": "i32", "steps": "i32", "ROUNDED": "constexpr"}
+    names = ["x_ptr", "y_ptr", *["stride"] * aligned]
+    build = table.Build("faulty:product_kernel", signature, {"ROUNDED": rounded}, names, {"num_warps": 4, **options})
+    return table.problem_of(table.compile_build(build), may_spill=False)
+stated = {"enable_fp_fusion": True}
+print(json.dumps([problem(True, True, stated), problem(False, True, stated), problem(True, False, stated),
+                  problem(True, True, {})]))
+"""
+CODE = """
+%node = tt.make_range {end = 64 : i32, start = 0 : i32} : tensor<64xi32, #blocked>
+%other = tt.make_range {end = 64 : i32, start = 0 : i32} : tensor<64xi32, #blocked1>
+%base = tt.splat %x_ptr : !tt.ptr<f32> -> tensor<64x!tt.ptr<f32>, #blocked>
+%base_1 = tt.splat %x_ptr : !tt.ptr<f32> -> tensor<64x!tt.ptr<f32>, #blocked1>
+%from = tt.addptr %base, %node : tensor<64x!tt.ptr<f32>, #blocked>, tensor<64xi32, #blocked>
+%to = tt.addptr %base_1, %other : tensor<64x!tt.ptr<f32>, #blocked1>, tensor<64xi32, #blocked1>
+%low = arith.cmpi slt, %node, %bound : tensor<64xi32, #blocked>
+%high = arith.cmpi sge, %other, %bound : tensor<64xi32, #blocked1>
+%x = tt.load %from, %low, %zero : tensor<64x!tt.ptr<f32>, #blocked>
+BETWEEN
+tt.store STORED
+"""
 COMPILE = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 from benchmarks.ahead_of_time import table
 def problems(name, size):
     signature = {"x_ptr": "*fp32", "y_ptr": "*fp32", "SIZE": "constexpr"}
-    build = table.Build(f"toy:{name}_kernel", signature, {"SIZE": size}, [], {"num_warps": 1})
+    build = table.Build(f"toy:{name}_kernel", signature, {"SIZE": size}, [], {"num_warps": 1, "enable_fp_fusion": True})
     found = table.compile_build(build)
     return [table.problem_of(found, may_spill=may_spill) for may_spill in (False, True)]
 print(json.dumps([problems("good", 1024), problems("good", 16384), problems("unknown", 1024)]))
@@ -59,6 +98,31 @@ def test_a_build_that_fails_or_spills_is_named(tmp_path: Path) -> None:
     assert good == [None, None]
     assert re.fullmatch(r"spills \d+ bytes a thread", spilling[0]) and spilling[1] is None
     assert "no_such_function" in unknown[0] and "no_such_function" in unknown[1]
+
+
+@pytest.mark.slow
+def test_what_only_the_machine_code_shows_is_named(tmp_path: Path) -> None:
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    sound, unrounded, narrow, silent = json.loads(run("-c", FIND, str(tmp_path)))
+    assert sound is None
+    assert re.search(r"multiplies %\w+ in TF32, which nothing has rounded", unrounded)
+    assert re.fullmatch(r"loads 2 bytes at a time in a loop of matrix products: \d+ loads", narrow)
+    assert silent == "leaves the fusion of products and sums to Triton: no enable_fp_fusion"
+
+
+def test_a_store_in_another_layout_than_the_load_needs_a_barrier_or_another_mask() -> None:
+    moved = "%to, %x_1 : tensor<64x!tt.ptr<f32>, #blocked1>"
+
+    def found(between: str, stored: str, ptx: str = "ld.global.b32") -> list[str]:
+        code = CODE.replace("BETWEEN", between).replace("STORED", stored)
+        return list(faults({"ttgir": code, "ptx": ptx}, {"enable_fp_fusion": False}))
+
+    assert [fault[:15] for fault in found("", moved)] == ["stores as tenso"]
+    assert not found("gpu.barrier", moved)
+    assert not found("", "%from, %x : tensor<64x!tt.ptr<f32>, #blocked>")
+    assert not found("", moved.replace("%x_1", "%x_1, %high"))
+    assert not found("", moved.replace("%to", "%elsewhere"))
+    assert found("gpu.barrier", moved, "ld.global.nc.b32") == ["loads through the read-only cache: ld.global.nc"]
 
 
 @pytest.mark.slow
