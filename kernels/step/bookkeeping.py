@@ -74,7 +74,10 @@ class CatchUp:
     lengths: Tensor
 
 
-def emit(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor, texts: Texts) -> Tensor:
+def emit(
+    tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor, texts: Texts,
+    highest: Tensor | None = None, *, may_be_infinite: bool = False,
+) -> Tensor:  # fmt: skip
     """Take the tokens after the path's nodes, up to a stop token or the limit, and make the last one pending.
 
     Args:
@@ -83,12 +86,15 @@ def emit(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor,
         path_lengths: int32[batch], 0 for a sequence that takes no part.
         next_token: int64[batch].
         texts: written to.
+        highest: float[batch, n], greatest logit of each node, or None where logits were checked.
+        may_be_infinite: whether it may be +inf.
 
     Returns:
-        int64[batch, m + 2]: the tokens, how many of them count, and the path's length.
+        int64[batch, m + 3]: the tokens, how many of them count, the path's length, and 1 where the greatest logit of
+        its last node is NaN, or +inf and may not be, else 0.
     """
     if uses_triton(tokens):
-        return _emit_in_one(tokens, path, path_lengths, next_token, texts)
+        return _emit_in_one(tokens, path, path_lengths, next_token, texts, highest, may_be_infinite=may_be_infinite)
     place = torch.arange(path.shape[1], device=path.device)
     length = path_lengths.long()[:, None]
     following = next_token[:, None]
@@ -102,21 +108,29 @@ def emit(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor,
     texts.num_new.add_(count.squeeze(1))
     texts.is_finished.logical_or_(texts.num_new >= texts.limit)
     texts.pending.copy_(torch.where(length > 0, following, texts.pending[:, None]).squeeze(1))
-    return torch.cat([emitted, count, length], 1)
+    is_unusable = torch.zeros_like(length)
+    if highest is not None:
+        last = highest.gather(1, path.clamp(min=0).long().gather(1, (length - 1).clamp(min=0)))
+        is_unusable += (length > 0) & (last.isnan() | (last.isposinf() & (not may_be_infinite)))
+    return torch.cat([emitted, count, length, is_unusable], 1)
 
 
-def _emit_in_one(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor, texts: Texts) -> Tensor:
+def _emit_in_one(
+    tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor, texts: Texts, highest: Tensor | None,
+    *, may_be_infinite: bool,
+) -> Tensor:  # fmt: skip
     """Do the same in one launch."""
     from stree.kernels.step.kernel import emit_kernel  # imports triton
 
     batch, m = path.shape
     tokens, path = _rows_of(tokens), _rows_of(path)
-    report = tokens.new_empty(batch, m + 2)
+    report = tokens.new_empty(batch, m + 3)
     with torch.cuda.device_of(tokens):  # Triton launches on the current device, wherever the tensors are
         emit_kernel[(batch,)](
             tokens, path, path_lengths.contiguous(), next_token.contiguous(), texts.stop.contiguous(), texts.limit,
-            texts.num_new, texts.is_finished.view(torch.int8), texts.pending, report, m, texts.stop.shape[1],
-            tokens.stride(0), path.stride(0), PLACES=padded(m), num_warps=1,
+            texts.num_new, texts.is_finished.view(torch.int8), texts.pending,
+            None if highest is None else highest.contiguous(), report, m, tokens.shape[1], texts.stop.shape[1],
+            tokens.stride(0), path.stride(0), PLACES=padded(m), INFINITE=may_be_infinite, num_warps=1,
         )  # fmt: skip
     return report
 

@@ -10,10 +10,10 @@ import triton.language as tl
 from stree.kernels.jit import jit
 
 
-@jit(fuses=False, do_not_specialize=["m", "num_stop", "stride_t", "stride_p"])
+@jit(fuses=False, do_not_specialize=["m", "n", "num_stop", "stride_t", "stride_p"])
 def emit_kernel(
     tokens_ptr, path_ptr, lengths_ptr, next_ptr, stop_ptr, limit_ptr, num_new_ptr, finished_ptr, pending_ptr,
-    report_ptr, m, num_stop, stride_t, stride_p, PLACES: tl.constexpr,
+    highest_ptr, report_ptr, m, n, num_stop, stride_t, stride_p, PLACES: tl.constexpr, INFINITE: tl.constexpr,
 ):  # fmt: skip
     """Record what a step emits; grid (batch)."""
     row = tl.program_id(0).to(tl.int64)
@@ -35,10 +35,16 @@ def emit_kernel(
     tl.store(num_new_ptr + row, known)
     tl.store(finished_ptr + row, tl.full((), 1, tl.int8), known >= limit)
     tl.store(pending_ptr + row, following, length > 0)
-    report_ptr += row * (m + 2)
+    report_ptr += row * (m + 3)
     tl.store(report_ptr + place, token, place < m)
     tl.store(report_ptr + m, end)
     tl.store(report_ptr + m + 1, length)
+    unusable = length < 0
+    if highest_ptr is not None:
+        last = tl.maximum(tl.load(path_ptr + row * stride_p + tl.maximum(length - 1, 0)), 0)
+        highest = tl.load(highest_ptr + row * n + last).to(tl.float32)
+        unusable = (length > 0) & ((highest != highest) | ((highest == float("inf")) & (not INFINITE)))
+    tl.store(report_ptr + m + 2, unusable.to(tl.int64))
 
 
 @triton.jit

@@ -24,12 +24,13 @@ from stree.decode.step_result import LaunchedStep, StepResult, Wanted
 from stree.decode.timing import StepTimer
 from stree.drafters import Draft, Drafter, DraftRun, NoDrafter, padded_prompts
 from stree.growth import Growth
+from stree.kernels.dispatch import host_can_read
 from stree.kernels.step.bookkeeping import Texts, emit
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.sampling import BatchSampling, Random, Sampling
 from stree.tree import TokenTree
-from stree.verify import Acceptance, accept, unusable_rows
+from stree.verify import Acceptance, accept
 
 __all__ = ["DecodeStep", "Prefilled"]
 
@@ -131,18 +132,21 @@ class DecodeStep:
         rng = self.rng if self.sampling.is_greedy else self._rng_now()
         acceptance = accept(draft.tree, logits, self.sampling, rng, draft.probs, self.verifier, draft.max_depth)
         acceptance = replace(acceptance, path_lengths=acceptance.path_lengths.masked_fill(self.texts.is_finished, 0))
-        path = acceptance.path.clamp(min=0).long()[..., None]
         if hidden is not None:
-            acceptance = replace(acceptance, hidden=hidden.take_along_dim(path[..., None].to(hidden.device), 1))
+            path = acceptance.path.clamp(min=0).long()[..., None, None]
+            acceptance = replace(acceptance, hidden=hidden.take_along_dim(path.to(hidden.device), 1))
         timer.lap("accept_s")
-        report = self._emit(draft.tree, acceptance)
+        report = self._emit(draft.tree, acceptance, logits)
         timer.lap("accept_s")
         # A text that ends within the path is committed up to its last token, which is pending.
-        self.lm.commit(self.state, acceptance.path, acceptance.path_lengths.minimum(report[:, -2].int()))
+        self.lm.commit(self.state, acceptance.path, acceptance.path_lengths.minimum(report[:, -3].int()))
         timer.lap("commit_s")
-        report = torch.cat([report, unusable_rows(draft.tree, logits, self.sampling, acceptance)[:, None]], 1)
-        on_path, raw = logits.take_along_dim(path, 1) if needs_logits else None, self.raw_logits(logits)
-        raw_on_path = raw.take_along_dim(path, 1) if needs_logits and raw is not logits else on_path
+        on_path = raw_on_path = None
+        if needs_logits:
+            path, raw = acceptance.path.clamp(min=0).long()[..., None], self.raw_logits(logits)
+            on_path = raw_on_path = logits.take_along_dim(path, 1)
+            if raw is not logits:
+                raw_on_path = raw.take_along_dim(path, 1)
         kept = logits if self._is_debug else None
         return LaunchedStep(draft, acceptance, on_path, raw_on_path, report, timer, logits=kept)
 
@@ -184,9 +188,16 @@ class DecodeStep:
         except Exception as problem:
             self._decode_without_drafter(problem)
 
-    def _emit(self, tree: TokenTree, acceptance: Acceptance) -> Tensor:
-        """Append the accepted tokens, cut at stops and limits: see `stree.kernels.step.bookkeeping.emit`."""
-        return emit(tree.tokens, acceptance.path, acceptance.path_lengths, acceptance.next_token, self.texts)
+    def _emit(self, tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> Tensor:
+        """Append the accepted tokens, cut at stops and limits: see `stree.kernels.step.bookkeeping.emit`.
+
+        ``accept`` has checked the logits where the host can read them; elsewhere the report says what it would refuse.
+        """
+        highest = None if host_can_read(logits) else logits.amax(-1)
+        return emit(
+            tree.tokens, acceptance.path, acceptance.path_lengths, acceptance.next_token, self.texts, highest,
+            may_be_infinite=self.sampling.is_greedy,
+        )  # fmt: skip
 
     def _decode_without_drafter(self, problem: Exception) -> None:
         """Fail over to plain decoding, unless memory ran out or the device failed: the target would be next."""

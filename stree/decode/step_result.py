@@ -57,8 +57,8 @@ class StepResult:
     """What the host reads of a step; copies, which no later step writes to.
 
     Attributes:
-        report: int64[batch, m + 3]: up to m emitted tokens, their number, the nodes committed, and 1 where logits of
-            the tree define no distribution.
+        report: int64[batch, m + 3]: up to m emitted tokens, their number, the nodes committed, and 1 where the last
+            node's logits define no distribution.
         timer: times of its parts.
         num_nodes: nodes of a tree, padding included.
         num_calls: forward passes of a draft model.

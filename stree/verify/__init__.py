@@ -5,10 +5,9 @@ block verification on a chain (``traversal``), and one that is not lossless (``l
 target's distribution and q the draft's.
 """
 
-from stree.verify.acceptance import LONGEST, VERIFIERS, accept, unusable_rows
+from stree.verify.acceptance import LONGEST, VERIFIERS, accept
 from stree.verify.values import DELTA, INDEPENDENT, SAMPLED, Acceptance, DraftLaws, DraftProbs
 
 __all__ = [
     "DELTA", "INDEPENDENT", "LONGEST", "SAMPLED", "VERIFIERS", "Acceptance", "DraftLaws", "DraftProbs", "accept",
-    "unusable_rows",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from stree.verify.rejection import reject
 from stree.verify.traversal import traverse
 from stree.verify.values import DELTA, Acceptance, DraftProbs
 
-__all__ = ["LONGEST", "VERIFIERS", "accept", "unusable_rows"]
+__all__ = ["LONGEST", "VERIFIERS", "accept"]
 
 VERIFIERS: Final = ("auto", "match", "rejection", "traversal", "block")
 LONGEST: Final = "lossy-longest"  # used with the growth ``TargetInit`` only; users cannot choose it
@@ -71,18 +71,6 @@ def accept(
         return match(tree, target_logits, sampling, rng, max_depth)
     rule = reject if verifier == "rejection" else traverse
     return rule(tree, sampling.probs(target_logits), rng, draft, max_depth)
-
-
-def unusable_rows(tree: TokenTree, target_logits: Tensor, sampling: AnySampling, acceptance: Acceptance) -> Tensor:
-    """Mark what ``accept`` refuses on the CPU and cannot refuse on a device, to be read with a step's tokens.
-
-    Returns:
-        int64[batch], 1 for a sequence that took part though logits of a node define no distribution, else 0.
-    """
-    if host_can_read(target_logits):
-        return acceptance.next_token.new_zeros(len(target_logits))
-    is_usable = (sampling.has_distribution(target_logits) | tree.is_padding).all(1)
-    return (~is_usable & (acceptance.path_lengths > 0)).long()
 
 
 def _check_shapes(tree: TokenTree, target_logits: Tensor, draft: DraftProbs | None) -> None:

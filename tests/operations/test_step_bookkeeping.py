@@ -66,10 +66,14 @@ def test_what_is_emitted_is_the_same(seed: int, batch: int, n: int, m: int, stop
     )
     tokens = draw(0, 7, batch, n + 3)[:, :n]
     known = Texts(*(on_device(getattr(texts, field.name)) for field in fields(Texts)))
+    kinds = torch.tensor([1.0, torch.nan, torch.inf, -torch.inf])
+    highest, may_be_infinite = kinds[draw(0, 4, batch, n)], bool(draw(0, 2))
+    following = torch.full((batch,), 5)
+    moved = [on_device(one) for one in (tokens, path, lengths, following)]
     found = bookkeeping._emit_in_one(
-        *map(on_device, (tokens, path, lengths)), on_device(draw(0, 7, batch) * 0 + 5), known
+        moved[0], moved[1], moved[2], moved[3], known, on_device(highest), may_be_infinite=may_be_infinite
     )
-    wanted = bookkeeping.emit(tokens, path, lengths, torch.full((batch,), 5), texts)
+    wanted = bookkeeping.emit(tokens, path, lengths, following, texts, highest, may_be_infinite=may_be_infinite)
     assert torch.equal(found.cpu(), wanted)
     for field in fields(Texts):
         assert torch.equal(getattr(known, field.name).cpu(), getattr(texts, field.name)), field.name
@@ -199,7 +203,9 @@ def test_a_step_s_own_numbers_make_no_new_build(monkeypatch: pytest.MonkeyPatch)
         given = [on_device(one) for one in (draw(0, 7, 2, n), path, lengths, zero)]
         columns = on_device(draw(0, 7, 2, n + 1))  # the draft model's tree has one column more
         with launch_keys(monkeypatch) as keys:
-            bookkeeping._emit_in_one(*given, Texts(*(on_device(getattr(texts, field.name)) for field in fields(Texts))))
+            known = Texts(*(on_device(getattr(texts, field.name)) for field in fields(Texts)))
+            highest = on_device(torch.zeros(2, n))
+            bookkeeping._emit_in_one(given[0], given[1], given[2], given[3], known, highest, may_be_infinite=True)
             bookkeeping._path_in_one(
                 given[1], given[2], Drafted(None, columns, on_device(zero.bool()), on_device(zero), n)
             )
@@ -216,5 +222,5 @@ def test_texts_that_stand_still_keep_everything() -> None:
     report = bookkeeping.emit(
         torch.tensor([[3, 5]]), torch.tensor([[0, 1]]).int(), torch.tensor([0]).int(), torch.tensor([5]), texts
     )
-    assert report[0, -2:].tolist() == [0, 0]
+    assert report[0, -3:].tolist() == [0, 0, 0]
     assert all(torch.equal(getattr(texts, field.name), getattr(before, field.name)) for field in fields(Texts))

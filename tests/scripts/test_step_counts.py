@@ -17,7 +17,7 @@ def test_parts_of_a_step_launch_what_they_should_and_no_more() -> None:
     parts = record["parts"]
     assert record["value"] == sum(parts.values()) and set(step_counts.PARTS) <= set(parts)
     assert record["forwards"]["draft forwards"] > record["forwards"]["target forward"] / 4 > 0
-    assert parts["emit"] == 1 and record["by_name"]["emit: emit_kernel"] == 1
+    assert parts["emit"] == 2 and record["by_name"]["emit: emit_kernel"] == 1
     assert record["by_name"]["observe: columns_kernel"] == 1 and parts["observe"] <= 6
     assert record["by_name"]["observe: nodes_kernel"] == record["by_name"]["observe: level_kernel"] == 1
     assert record["by_name"]["observe: remember_kernel"] == 1
