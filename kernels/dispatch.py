@@ -135,7 +135,8 @@ def shared_memory(device: torch.device) -> int:
     """Return how many bytes of shared memory a block may ask for; where there is no GPU, those of an H100."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return 232448
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def _function(module: str, op: str) -> Callable[..., Any]:

@@ -39,9 +39,11 @@ def faults(asm: Mapping[str, str], options: Record) -> Iterator[str]:
         yield "leaves the fusion of products and sums to Triton: no enable_fp_fusion"
     if "ld.global.nc" in asm["ptx"]:
         yield "loads through the read-only cache: ld.global.nc"
-    code = _Code.parse(asm["ttgir"])
-    yield from code.unordered_stores()
-    yield from code.unrounded_operands()
+    code = _Code()
+    for line in asm["ttgir"].splitlines():
+        code.define(line)
+        yield from code.unordered_stores(line)
+        yield from code.unrounded_operands(line)
     narrow = _narrow_loads(asm["ptx"])
     if narrow > MOST_NARROW:
         yield f"{NARROW}: {narrow} loads"
@@ -49,57 +51,56 @@ def faults(asm: Mapping[str, str], options: Record) -> Iterator[str]:
 
 @dataclass
 class _Code:
-    """Lines of a kernel's intermediate code, in order.
+    """A kernel's intermediate code up to some line; a name means what has defined it last.
 
     Attributes:
-        lines: all of them.
         defined: for each value what defines it: operation, operands and types.
         expressions: for each value a number, the same for all values that are computed alike.
+        numbers: of expressions.
+        loaded: for addresses, by number, the layouts and bounds of their loads since the last barrier.
     """
 
-    lines: list[str]
     defined: dict[str, str] = field(default_factory=dict)
     expressions: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
+    loaded: dict[int, list[tuple[str, set[tuple[str, ...]]]]] = field(default_factory=dict)
 
-    @classmethod
-    def parse(cls, text: str) -> _Code:
-        code = cls(text.splitlines())
-        numbers: dict[str, int] = {}
-        for line in code.lines:
-            found = DEFINED.match(line)
-            if found is None:
-                continue
-            name, body = found.groups()
-            code.defined[name] = body
-            if body.startswith("ttg.convert_layout"):
-                code.expressions[name] = code._number(VALUE.findall(body)[0], numbers)
-            elif not body.startswith(("scf.", "tt.load")):
-                plain = VALUE.sub(lambda value: f"@{code._number(value[0], numbers)}", SPREAD.sub("", body))
-                code.expressions[name] = numbers.setdefault(plain, len(numbers))
-        return code
+    def define(self, line: str) -> None:
+        """Note what a line defines, if anything."""
+        found = DEFINED.match(line)
+        if found is None:
+            return
+        name, body = found.groups()
+        self.defined[name] = body
+        if body.startswith("ttg.convert_layout"):
+            self.expressions[name] = self._number(VALUE.findall(body)[0])
+        elif body.startswith(("scf.", "tt.load")):
+            self.expressions[name] = self.numbers.setdefault(f"{name} {len(self.numbers)}", len(self.numbers))
+        else:
+            plain = VALUE.sub(lambda value: f"@{self._number(value[0])}", SPREAD.sub("", body))
+            self.expressions[name] = self.numbers.setdefault(plain, len(self.numbers))
 
-    def _number(self, value: str, numbers: dict[str, int]) -> int:
+    def _number(self, value: str) -> int:
         """Return the number of a value's expression; arguments and results of loops have one of their own."""
-        return self.expressions.get(value, numbers.setdefault(value, len(numbers)))
+        if value not in self.expressions:
+            self.expressions[value] = self.numbers.setdefault(value, len(self.numbers))
+        return self.expressions[value]
 
-    def unordered_stores(self) -> Iterator[str]:
-        """Name the stores to addresses that were loaded in another layout since the last barrier."""
-        loaded: dict[int, list[tuple[str, set[tuple[str, ...]]]]] = {}
-        for line in self.lines:
-            body = line.split(" = ", 1)[-1].strip()
-            if body.startswith(BARRIERS):
-                loaded.clear()
-            elif body.startswith(("tt.load", "tt.store")):
-                is_load, operands, layout = body.startswith("tt.load"), VALUE.findall(body), _first_type(body)
-                number = self.expressions.get(operands[0])
-                if number is None:
-                    continue
-                bounds = self._bounds(operands[1 if is_load else 2]) if len(operands) > 2 - is_load else set()
-                if is_load:
-                    loaded.setdefault(number, []).append((layout, bounds))
-                for before, others in () if is_load else loaded.get(number, ()):
-                    if before != layout and not _exclude_each_other(bounds, others):
-                        yield f"stores as {layout} what it has loaded as {before}: no barrier"
+    def unordered_stores(self, line: str) -> Iterator[str]:
+        """Name a store to addresses that were loaded in another layout since the last barrier."""
+        body = line.split(" = ", 1)[-1].strip()
+        if body.startswith(BARRIERS):
+            self.loaded.clear()
+        elif body.startswith(("tt.load", "tt.store")):
+            is_load, operands, layout = body.startswith("tt.load"), VALUE.findall(body), _first_type(body)
+            number = self._number(operands[0])
+            bounds = self._bounds(operands[1 if is_load else 2]) if len(operands) > 2 - is_load else set()
+            if is_load:
+                self.loaded.setdefault(number, []).append((layout, bounds))
+                return
+            for before, others in self.loaded.get(number, ()):
+                if before != layout and not _exclude_each_other(bounds, others):
+                    yield f"stores as {layout} what it has loaded as {before}: no barrier"
 
     def _bounds(self, mask: str) -> set[tuple[str, ...]]:
         """List the comparisons that a mask is the conjunction of: predicate and both sides."""
@@ -114,14 +115,13 @@ class _Code:
             return {(body.split()[1].rstrip(","), *sides)}
         return set()
 
-    def unrounded_operands(self) -> Iterator[str]:
-        """Name the float32 operands of TF32 products that may have more than 11 bits."""
-        for line in self.lines:
-            is_tf32 = "inputPrecision = tf32 " in line or "inputPrecision = 0 " in line
-            if is_tf32 and ("tt.dot" in line or "warp_group_dot " in line) and "xf32" in line.partition(" * ")[0]:
-                for operand in VALUE.findall(line.split(" = ", 1)[1])[:2]:
-                    if not self._is_rounded(operand):
-                        yield f"multiplies {operand} in TF32, which nothing has rounded"
+    def unrounded_operands(self, line: str) -> Iterator[str]:
+        """Name the float32 operands of a TF32 product that may have more than 11 bits."""
+        is_tf32 = "inputPrecision = tf32 " in line or "inputPrecision = 0 " in line
+        if is_tf32 and ("tt.dot" in line or "warp_group_dot " in line) and "xf32" in line.partition(" * ")[0]:
+            for operand in VALUE.findall(line.split(" = ", 1)[1])[:2]:
+                if not self._is_rounded(operand):
+                    yield f"multiplies {operand} in TF32, which nothing has rounded"
 
     def _is_rounded(self, value: str) -> bool:
         body = self.defined.get(value, "")

@@ -270,3 +270,18 @@ def test_the_parts_of_a_cache_cover_it_and_none_is_without_rows(capacity: int, p
     parts, chunk = split_context(capacity, programs, keys)
     assert chunk % keys == 0 and parts * chunk >= capacity and (parts - 1) * chunk < max(capacity, 1)
     assert parts == 1 or parts * programs <= 132
+
+
+@pytest.mark.parametrize(("room", "rows"), [(232448, 128), (101376, 32)])
+def test_tiles_fit_the_shared_memory_of_the_gpu(room: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stree.kernels.attention.kernel.shared_memory", lambda _: room)
+    problem = draw(random_parents(33, 1), (300,), kv_heads=1, shared=4, dim=256, dtype=torch.bfloat16)
+    with launch_keys(monkeypatch) as keys:
+        assert error(attend(problem), problem.outputs()) < TOLERANCE[torch.bfloat16]
+    assert f"'BLOCK_M': {rows}," in keys[0][1]
+
+
+def test_a_gpu_with_too_little_shared_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stree.kernels.dispatch.shared_memory", lambda _: 65536)
+    with pytest.raises(RuntimeError, match=r"compute capability 8\.0 or later, with 101376 bytes .* has 65536"):
+        attend(draw(random_parents(5, 1), (70,)))
