@@ -59,8 +59,8 @@ class TableState:
     def select(self, rows: Tensor) -> TableState:
         return TableState(self.lengths[rows], self.max_length, self.max_nodes, self.length_bound)
 
-    def overwrite(self, other: TableState) -> None:
-        self.lengths, self.length_bound = other.lengths, other.length_bound
+    def reset(self) -> None:
+        self.lengths, self.length_bound = torch.zeros_like(self.lengths), 0
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
