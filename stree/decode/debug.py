@@ -1,9 +1,9 @@
 """Checks after every step under STREE_DEBUG=1 or memory: its parts share no memory; what is over is poisoned.
 
 A step has four kinds of tensors, and each is written by one owner: the texts by ``emit`` (and by the decode loop
-between steps), the draft by the drafter, the logits by the target, the acceptance by the verifier.  Nobody keeps a view
-of what another owner writes later, and nobody reads a draft, logits or an acceptance after the step: poisoned memory
-turns such a read into an error or a wrong text, which tests see.
+between steps), the draft by the drafter, the logits by the target, the acceptance by the verifier.  A view of what
+another owner writes later is an error, and so is reading a draft, logits or an acceptance after the step: poisoned
+memory turns such a read into an error or a wrong text, which tests see.
 """
 
 from __future__ import annotations
