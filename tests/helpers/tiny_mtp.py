@@ -59,4 +59,6 @@ def target_and_head(
 ) -> tuple[stree.TreeLM, CausalHead]:
     """Load such a target and its head."""
     target = stree.TreeLM.from_pretrained(save_with_mtp(mkdtemp(), family, vocab_size=vocab_size), "cpu", dtype)
+    if dtype == torch.float64:
+        target.model.set_experts_implementation("eager")  # torch's grouped products do not take float64
     return target, load_mtp(target)
