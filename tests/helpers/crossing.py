@@ -34,6 +34,8 @@ SAMPLINGS = {
     "greedy": Sampling(), "whole": Sampling(1.0), "top-k": Sampling(1.1, top_k=3), "top-p": Sampling(0.9, top_p=0.5),
     "both": Sampling(1.2, top_k=5, top_p=0.6), "min-p": Sampling(1.0, min_p=0.3),
 }  # fmt: skip
+# Growths and truncations by which the trees of a batch's rows differ in size, so that most are padded.
+UNEVEN_GROWTHS, UNEVEN_SAMPLINGS = ("rsds", "opt-tree", "eagle2"), ("top-p", "both", "min-p")
 
 
 @dataclass(frozen=True)
@@ -87,22 +89,27 @@ def crossings(draw: st.DrawFn) -> Crossing:
     way = draw(st.sampled_from(["generate"] * 4 + ["engine", "hook"]))
     # transformers' own decoding of RecurrentGemma is no oracle.
     family = draw(st.sampled_from([one for one in FAMILIES if way != "hook" or one != "recurrent_gemma"]))
-    drafter = draw(st.sampled_from(DRAFTERS if way == "generate" else DRAFTERS[:-1]))
+    is_uneven = way != "hook" and draw(st.sampled_from([False] * 5 + [True]))
+    drafters = ["near"] if is_uneven else DRAFTERS if way == "generate" else DRAFTERS[:-1]
+    drafter = draw(st.sampled_from(drafters))
     if drafter == "head":
         family = "qwen3_5_text"
-    growth = draw(st.sampled_from(["default", *(name for name in GROWTHS if name != "none")]))
+    growths = UNEVEN_GROWTHS if is_uneven else ["default", *(name for name in GROWTHS if name != "none")]
+    growth = draw(st.sampled_from(growths))
     budget: Any = draw(st.sampled_from([16, 16, "auto", 1, 2, 8] if growth == "default" else [16, 16, 13]))
-    sampling = "greedy" if way == "hook" else draw(st.sampled_from(["greedy", *SAMPLINGS]))
+    samplings = UNEVEN_SAMPLINGS if is_uneven else ["greedy"] if way == "hook" else ["greedy", *SAMPLINGS]
+    sampling = draw(st.sampled_from(samplings))
+    verifiers = ["traversal"] if is_uneven else ["auto", "auto", "match", "rejection", "traversal"]
     processors = ("none", "add", "bans") if way != "engine" and drafter != "overlapped" else ("none",)
     return Crossing(
         family, drafter, growth, budget,
-        verifier=draw(st.sampled_from(["auto", "auto", "match", "rejection", "traversal"])),
+        verifier=draw(st.sampled_from(verifiers)),
         sampling=sampling,
         penalty=draw(st.sampled_from([1.0, 1.0, 2.0])) if len(processors) > 1 else 1.0,
         processor=draw(st.sampled_from(processors)),
         stops=draw(st.booleans()),
         logprobs=draw(st.sampled_from([None, None, 2])) if way != "hook" else None,
-        lengths=tuple(draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))),
+        lengths=tuple(draw(st.lists(st.integers(1, 12), min_size=1 + is_uneven, max_size=4))),
         words=draw(st.sampled_from([3, SMALL])),
         slots=draw(st.sampled_from([None, None, 1, 2])),
         way=way,
@@ -167,7 +174,7 @@ def drafter(name: str, family: str, compiled: bool) -> Drafter:
         near = family_model("bamba" if family == "qwen3_5_text" else family, dtype, vocab_size=SMALL)
         with torch.no_grad():
             for parameter in near.parameters():
-                parameter.add_(0.002 * torch.randn(parameter.shape, dtype=dtype))
+                parameter.add_(0.01 * torch.randn(parameter.shape, dtype=dtype))
         return ModelDrafter(patched(near))
     model = ModelDrafter(patched(family_model("mamba2", dtype, seed=3, vocab_size=SMALL)))
     suffix = SuffixDrafter()
