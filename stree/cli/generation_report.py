@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from stree.serving.text import text_of
-
 __all__ = ["report_of", "summary"]
 
 
 def report_of(arguments: argparse.Namespace, output: Any, tokenizer: Any, lm: Any, warm_up_s: float) -> dict[str, Any]:
     """Gather what ``--json`` prints; ``warm_up_s`` is what warming up took before the text."""
+    from stree.serving.text import text_of
+
     stats = output.stats
     num_prompt_tokens, num_new_tokens = stats["num_prompt_tokens"][0], stats["num_new_tokens"][0]
     prompt, new = output.sequences[0][:num_prompt_tokens], output.sequences[0][num_prompt_tokens:]

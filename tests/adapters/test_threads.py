@@ -6,11 +6,11 @@ import random
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_family_models import EVERY_ADAPTER, family_model, matrix
+from helpers.fast_cases import slow_unless
+from helpers.tiny_family_models import EVERY_ADAPTER, FAMILIES, family_model, matrix
 from helpers.tiny_models import as_commit, patched, path_to, random_texts, random_tree, right_padded
 from helpers.together import together
 from torch import Tensor, nn
@@ -88,21 +88,19 @@ def test_threads_share_a_fresh_model_through_changes_of_its_weights(family: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mamba2", "lfm2", "qwen3_5_text", "jamba"])
+@pytest.mark.parametrize("family", matrix(["mamba2", "lfm2", "qwen3_5_text", "jamba"], fast=[], in_ci=["mamba2"]))
 def test_threads_share_a_fresh_compiled_model_through_changes_of_its_weights(
     family: str, eager_switching: None
 ) -> None:
     check_fresh(family, threads=6, rounds=7, is_compiled=True)
 
 
-CASES = matrix(fast=[])
-SLOW_CASES: list[Any] = [pytest.param(family, 8, 400, marks=pytest.mark.slow) for family in EVERY_ADAPTER]
+CASES = [(family, 4, 32) for family in FAMILIES] + [(family, 8, 400) for family in EVERY_ADAPTER]
 
 
 @pytest.mark.parametrize(
     ("family", "threads", "count"),
-    [pytest.param(*one.values, 4, 32, marks=one.marks) if hasattr(one, "marks") else (one, 4, 32) for one in CASES]
-    + SLOW_CASES,
+    slow_unless(lambda *case: False, CASES, in_ci=lambda family, threads, count: threads == 4),
 )
 def test_threads_generate_the_texts_of_one_thread(family: str, threads: int, count: int, eager_switching: None) -> None:
     lm, prompts = TreeLM(family_model(family)), random_texts(random.Random(0), [5, 9, 7, 9])

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import stree
-from helpers.tiny_families_delta import BUILDERS
+from helpers.tiny_family_models import built
 from helpers.tiny_models import tiny_model
 from stree.models.heads.dflash import OneShotHead, load_dflash
 
@@ -102,9 +102,9 @@ def save_head(
 def tiny_target(family: str, vocab_size: int = 97, dtype: torch.dtype = torch.float32) -> stree.TreeLM:
     """Make a random target."""
     torch.manual_seed(0)
-    if family in BUILDERS:
-        return stree.TreeLM(BUILDERS[family](vocab_size=vocab_size).to(dtype))
-    return stree.TreeLM(tiny_model(family, dtype, vocab_size=vocab_size))
+    if family in ("mamba2", "bamba", "llama"):
+        return stree.TreeLM(tiny_model(family, dtype, vocab_size=vocab_size))
+    return stree.TreeLM(built(family, vocab_size=vocab_size).to(dtype))
 
 
 @cache

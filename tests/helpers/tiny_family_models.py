@@ -42,9 +42,14 @@ ROUTED = {
 }
 
 
-def matrix(families: Sequence[str] = FAMILIES, fast: Sequence[str] = EVERY_ADAPTER) -> list[Any]:
-    """Return families as parameters of a test; those outside ``fast``, which has one for each adapter, are slow."""
-    return slow_unless(fast.__contains__, families)
+def matrix(
+    families: Sequence[str] = FAMILIES, fast: Sequence[str] = EVERY_ADAPTER, in_ci: Sequence[str] = FAMILIES
+) -> list[Any]:
+    """Return families as parameters of a test.
+
+    Those outside ``fast``, which has one for each adapter, are slow; those outside ``in_ci`` exhaustive, too.
+    """
+    return slow_unless(fast.__contains__, families, in_ci=in_ci.__contains__)
 
 
 def built(model_type: str, **changes: object) -> PreTrainedModel:
