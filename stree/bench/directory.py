@@ -14,7 +14,7 @@ from typing import Any
 
 from stree.bench.methods import Method
 from stree.bench.plan import Block, Key
-from stree.bench.records import Record, append, read, write
+from stree.bench.records import Record, append, read, unpack, write
 from stree.files import replacing
 
 __all__ = ["RunDirectory", "finished_keys", "key_of", "read_about"]
@@ -72,6 +72,7 @@ class RunDirectory:
         self.path, self.results = path, path / "results.jsonl"
         about = path / "run.json"
         path.mkdir(parents=True, exist_ok=True)
+        unpack(self.results)
         try:
             sessions = self._sessions(about, json.loads(json.dumps(config)))
         except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gzip
 import json
 import os
 import platform
@@ -18,7 +19,7 @@ import torch
 
 from stree.files import failures_named, replacing
 
-__all__ = ["ROOT", "Record", "append", "environment", "quantiles", "read", "write"]
+__all__ = ["ROOT", "Record", "append", "environment", "quantiles", "read", "unpack", "write"]
 
 Record = dict[str, Any]
 
@@ -62,6 +63,7 @@ def append(path: Path, records: Sequence[Record]) -> None:
     """Append records to a file, and see to it that they are on the disk."""
     with failures_named(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        unpack(path)
         with path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(record) + "\n" for record in records))
             file.flush()
@@ -73,6 +75,15 @@ def write(path: Path, records: Sequence[Record]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as beside:
         append(beside, records)
+
+
+def unpack(path: Path) -> None:
+    """Unpack a file of which there is only what ``gzip`` made of it."""
+    packed = _packed(path)
+    if packed.exists() and not path.exists():
+        with replacing(path) as beside:
+            beside.write_bytes(gzip.decompress(packed.read_bytes()))
+        packed.unlink()
 
 
 def read(path: Path) -> list[Record]:
@@ -91,14 +102,19 @@ def read(path: Path) -> list[Record]:
 def read_lines(path: Path) -> list[Record]:
     """Read a file's JSON lines, each a dictionary; none where there is no file.
 
-    A last line without its end was cut off while it was written, and is left out.
+    Where there is only the file that ``gzip`` makes of it, ``path`` with ".gz" appended, that is read.  A last line
+    without its end was cut off while it was written, and is left out.
 
     Raises:
         ValueError: another line that is none; the message names it.
     """
-    if not path.exists():
+    if path.exists():
+        text = path.read_text(encoding="utf-8", errors="replace")
+    elif (packed := _packed(path)).exists():
+        text = gzip.decompress(packed.read_bytes()).decode()
+    else:
         return []
-    *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    *lines, _ = text.split("\n")
     found = []
     for number, line in enumerate(lines, 1):
         try:
@@ -108,6 +124,10 @@ def read_lines(path: Path) -> list[Record]:
         if not isinstance(found[-1], dict):
             raise ValueError(f"line {number} of {path} is no benchmark record")
     return found
+
+
+def _packed(path: Path) -> Path:
+    return path.with_name(path.name + ".gz")
 
 
 def _version(package: str) -> str | None:

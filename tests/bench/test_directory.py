@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
 
 from stree.bench.directory import RunDirectory
+from stree.bench.records import read
 
 
 def test_a_directory_of_another_configuration_is_refused_unless_forced(tmp_path: Path) -> None:
@@ -28,6 +30,18 @@ def test_a_run_is_resumed_with_its_own_configuration_and_notes_every_start(tmp_p
     for _ in range(2):
         RunDirectory(tmp_path, {"temperatures": (0.0, 1.0)}, {"device": "here"})
     assert json.loads((tmp_path / "run.json").read_text())["sessions"] == [{"device": "here"}] * 2
+
+
+def test_a_packed_run_is_read_and_goes_on_unpacked(tmp_path: Path) -> None:
+    results, records = tmp_path / "results.jsonl", [{"metric": "check", "params": {}}]
+    RunDirectory(tmp_path, {}, {}).add(records)
+    (tmp_path / "results.jsonl.gz").write_bytes(gzip.compress(results.read_bytes()))
+    results.unlink()
+    assert read(results) == records and not results.exists()
+    run = RunDirectory(tmp_path, {}, {})
+    run.add([{"metric": "more", "params": {}}])
+    assert [record["metric"] for record in read(results)] == ["check", "more"]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["results.jsonl", "run.json"]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"config": {}}', None])
