@@ -30,7 +30,11 @@ __all__ = [
     "check_launch",
     "choose",
     "has_triton",
+    "host_bound",
     "host_can_read",
+    "is_known_all",
+    "may_have_any",
+    "most_true",
     "shared_memory",
     "uses_triton",
 ]
@@ -92,6 +96,32 @@ def as_on_device(
 def host_can_read(tensor: Tensor) -> bool:
     """Whether the host can read values of a tensor without synchronising with a device."""
     return tensor.device.type == "cpu" and _behaviour.get().host_can_read
+
+
+def host_bound(values: Tensor, otherwise: int, *, waits: bool = False) -> int:
+    """Return the greatest of some integers, where the host can read them freely, else a bound of them.
+
+    Args:
+        values: int[...], at least one.
+        otherwise: a bound that is known without reading.
+        waits: whether to read the values in any case, which synchronises with a device.
+    """
+    return int(values.max()) if waits or host_can_read(values) else otherwise
+
+
+def may_have_any(is_there: Tensor) -> bool:
+    """Return whether any of bool[...] is True; True where the host cannot read them freely."""
+    return not host_can_read(is_there) or bool(is_there.any())
+
+
+def most_true(is_there: Tensor) -> int:
+    """Return the greatest number of True in a row of bool[batch, n], where the host can read them freely, else n."""
+    return int(is_there.sum(1).max()) if host_can_read(is_there) else is_there.shape[1]
+
+
+def is_known_all(is_there: Tensor) -> bool:
+    """Return whether all of bool[...] are True; False where the host cannot read them freely."""
+    return host_can_read(is_there) and bool(is_there.all())
 
 
 def uses_triton(tensor: Tensor) -> bool:

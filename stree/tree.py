@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stree.kernels.dispatch import host_can_read
 from stree.kernels.topology import ancestor_mask
+from stree.kernels.tree_indices import prune
 
 __all__ = ["TokenTree", "checks_everywhere"]
 
@@ -139,12 +140,7 @@ class TokenTree:
 
     def prune(self, kept: Tensor) -> TokenTree:
         """Return the tree of int64[batch, count] kept nodes, whose parents are kept and come first."""
-        batch, n = self.tokens.shape
-        number = torch.full((batch, n), -1, device=kept.device)
-        number.scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand(batch, -1))
-        parents = self.parents.gather(1, kept)
-        parents = torch.where(parents >= 0, number.gather(1, parents.clamp(min=0).long()), -1).to(torch.int32)
-        mask = self.ancestor_mask.take_along_dim(kept[..., None], 1).take_along_dim(kept[:, None], 2)
+        parents, mask = prune(kept, self.parents, self.ancestor_mask)
         return TokenTree.unchecked(self.tokens.gather(1, kept), parents, self.depths.gather(1, kept), mask)
 
     def check(self) -> None:

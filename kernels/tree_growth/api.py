@@ -34,8 +34,8 @@ from stree.kernels.tree_growth.operands import (
 )
 
 __all__ = [
-    "MAX_SLOTS", "append", "begin", "choose", "cut", "learn", "learn_level", "rate_by_rank", "rate_by_table",
-    "remember", "select",
+    "MAX_SLOTS", "append", "begin", "choose", "cut", "learn", "learn_level", "place", "rate_by_rank",
+    "rate_by_table", "remember", "select",
 ]  # fmt: skip
 
 MOST_COMPARED = 1 << 20  # slots by width that one loop on the CPU goes through
@@ -115,17 +115,16 @@ def rate_by_table(table: Table, given: Siblings) -> Ratings:
 
 
 def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int) -> Columns:
-    """Lay out the columns of a tree that begins to grow; its specification is `GrownTree`, in torch.
+    """Lay out the columns of a tree that begins to grow.
 
     Args:
         pending: int64[batch], tokens of the roots.
         leaf: int64[batch], tokens before them, columns of their own where there is one.
         has_leaf: bool[batch].
         room: columns.
-
-    Raises:
-        RuntimeError: tensors are not on a CUDA device, and Triton does not interpret.
     """
+    if not uses_triton(pending):
+        return reference.begin(pending, leaf, has_leaf, room)
     check_launch("begin", pending)
     from stree.kernels.tree_growth import columns_kernel
 
@@ -133,18 +132,17 @@ def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int) -> Columns
 
 
 def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Appended:
-    """Append the nodes of a layer, padding where a slot is not taken; its specification is `GrownTree.add`, in torch.
+    """Append the nodes of a layer, padding where a slot is not taken.
 
     Args:
         columns: of the tree; those from ``layout.size`` on are written.
         chosen: the slots.
         left: int64[batch], reduced by what is taken.
         layout: which columns they take.
-
-    Raises:
-        RuntimeError: tensors are neither on the CPU nor on a CUDA device.
     """
     if not uses_triton(left):
+        if not host_can_read(left):
+            return reference.append(columns, chosen, left, layout)
         from stree.kernels.tree_growth import cpu  # imports numba
 
         return cpu.append(columns, chosen, left, layout)
@@ -154,39 +152,56 @@ def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Ap
     return columns_kernel.append(columns, chosen, left, layout)
 
 
-def select(columns: Columns, size: int, count: int, *, by_value: bool) -> Tensor:
-    """Choose the nodes that are proposed, the root first; its specification is `GrownTree.select`, in torch.
+def place(columns: Columns, size: int, column: Tensor, tokens: Tensor, values: Tensor, is_taken: Tensor) -> None:
+    """Write nodes into the columns from ``size`` on, padding where they are not taken; in torch on every device.
 
     Args:
         columns: of the tree.
-        size: columns in use, one more than nodes; at most MAX_SLOTS + 1.
-        count: how many; no more than nodes.
+        size: columns in use.
+        column: int64[batch, width], that each node is below.
+        tokens: int64[batch, width].
+        values: float[batch, width].
+        is_taken: bool[batch, width].
+    """
+    reference.place(columns, size, column, tokens, values, is_taken)
+
+
+def select(columns: Columns, size: int, most: int, *, by_value: bool) -> Tensor | None:
+    """Choose the nodes that are proposed, the root first.
+
+    Args:
+        columns: of the tree.
+        size: columns in use, one more than nodes.
+        most: how many.
         by_value: whether those of the greatest value are, of equal ones the first; else all but padding, which comes
             last.
 
     Returns:
-        int64[batch, count] nodes in their order.
-
-    Raises:
-        RuntimeError: tensors are not on a CUDA device, and Triton does not interpret.
+        int64[batch, count] nodes in their order; None where all are proposed.
     """
-    check_launch("select", columns.tokens)
-    from stree.kernels.tree_growth import columns_kernel
+    nodes = size - 1
+    if by_value and nodes <= most:
+        return None
+    if uses_triton(columns.tokens) and nodes <= MAX_SLOTS:
+        check_launch("select", columns.tokens)
+        from stree.kernels.tree_growth import columns_kernel
 
-    return columns_kernel.select(columns, size, count, by_value=by_value)
+        return columns_kernel.select(columns, size, min(nodes, most), by_value=by_value)
+    if not by_value and host_can_read(columns.tokens) and len(columns.tokens) == 1:
+        return None  # `append` leaves out columns that are padding in every row
+    return reference.select(columns, size, min(nodes, most), by_value=by_value)
 
 
 def cut(columns: Columns, kept: Tensor | None, size: int) -> Proposed:
-    """Cut a tree out of its columns; its specification is `GrownTree.target_tree` with `prune`, in torch.
+    """Cut a tree for the target out of its columns.
 
     Args:
         columns: of the tree.
         kept: int64[batch, n] nodes, each behind its parent; None for all.
         size: columns in use.
-
-    Raises:
-        RuntimeError: tensors are not on a CUDA device, and Triton does not interpret.
     """
+    if not uses_triton(columns.tokens):
+        return reference.cut(columns, kept, size)
     check_launch("cut", columns.tokens)
     from stree.kernels.tree_growth import columns_kernel
 
