@@ -1,4 +1,4 @@
-"""Which implementation serves an operation: plain torch, numba or Triton, by the device of its tensors.
+"""Which implementation serves an operation: plain torch, one for the CPU, or Triton, by the device of its tensors.
 
 On a GPU "auto" means Triton and the host reads no values.  `as_on_device` makes tensors that are not on a GPU follow
 the same paths, for tests under Triton's interpreter and for counts of launches.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "CPU",
     "LEAST_SHARED",
     "REFERENCE",
     "TRITON",
@@ -54,9 +55,10 @@ class Operands(SimpleNamespace):
 # Operation -> module with a function of that name.  `stree.kernels.shapes.operation` enters what it declares.
 REFERENCE: dict[str, str] = {}
 TRITON: dict[str, str] = {}
+CPU: dict[str, str] = {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Behaviour:
     """How tensors that are not on a GPU are treated.
 
@@ -131,19 +133,32 @@ def uses_triton(tensor: Tensor) -> bool:
 
 def has_triton(op: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether "auto" means Triton: for CUDA tensors of an operation that has a Triton version, but not in float64."""
-    return (device.type == "cuda" or op in _behaviour.get().operations) and op in TRITON and dtype != torch.float64
+    return _best_backend(op, device.type, dtype, _behaviour.get()) == "triton"
+
+
+@lru_cache(maxsize=4096)
+def _best_backend(op: str, device: str, dtype: torch.dtype, behaviour: Behaviour) -> str:
+    """Choose what "auto" means."""
+    if (device == "cuda" or op in behaviour.operations) and op in TRITON and dtype != torch.float64:
+        return "triton"
+    is_supported = dtype not in (torch.float16, torch.bfloat16)  # which numba does not have
+    return "cpu" if device == "cpu" and behaviour.host_can_read and op in CPU and is_supported else "reference"
 
 
 def choose(op: str, backend: Backend, tensor: Tensor) -> Callable[..., Any]:
     """Return the implementation of an operation for a tensor's device."""
-    if backend == "reference" or (backend == "auto" and not has_triton(op, tensor.device, tensor.dtype)):
-        return _function(REFERENCE[op], op)
-    if backend not in ("auto", "triton"):
+    chosen: str = backend
+    if backend == "auto":
+        chosen = _best_backend(op, tensor.device.type, tensor.dtype, _behaviour.get())
+    if chosen == "reference" or (chosen == "cpu" and backend == "auto"):
+        function: Callable[..., Any] = getattr(_module((CPU if chosen == "cpu" else REFERENCE)[op]), op)
+        return function
+    if chosen != "triton":
         raise ValueError(f"backend must be 'auto', 'reference' or 'triton', got {backend!r}")
     if op not in TRITON:
         raise RuntimeError(f"{op} has no Triton version; those that have one: {', '.join(sorted(TRITON)) or 'none'}")
     check_launch(f"{op} with backend='triton'", tensor)
-    function = _function(TRITON[op], op)
+    function = getattr(_module(TRITON[op]), op)
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
         return _launched_on(tensor.device, function)
     return function
@@ -167,11 +182,6 @@ def shared_memory(device: torch.device) -> int:
         return 232448
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
-
-
-def _function(module: str, op: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(_module(module), op)
-    return function
 
 
 @cache  # ``sys.modules`` would also hold what another thread is still importing

@@ -23,9 +23,10 @@ Common to all operations:
   `A` is negative.  `D` is None for no skip term.  `dt_bias` is None where the projection has added it.
 - Steps write their stashes, and their states where there is a path; `x`, `xbc`, `k`, ... are then new rows and `dt`
   as projected.
-- `backend`: "reference", "triton" or "auto" (Triton for CUDA tensors where that operation has a Triton version, else
-  the reference).  "triton" never falls back; it takes tensors of which at least the last dimension is contiguous, of
-  states, windows and matrices the last ones, and names one that is not.
+- `backend`: "reference", "triton" or "auto" (Triton for CUDA tensors where that operation has a Triton version, a
+  version for the CPU where it has one and the host can read the tensors, else the reference).  "triton" never falls
+  back; it takes tensors of which at least the last dimension is contiguous, of states, windows and matrices the last
+  ones, and names one that is not.
 
 Shapes, dtypes and devices are checked always, before anything is written; values (order of parents) only for bare CPU
 tensors, or everywhere under STREE_DEBUG=1: a layer never synchronises with a device.  A shape, device,
@@ -528,7 +529,7 @@ def _check_seed(seed: int | Tensor | None, like: Tensor) -> None:
         check("seed", seed, "int64", (like.shape[:1].numel(),) if seed.dim() else (), like)
 
 
-@operation("sampling.kernel", position="...: int64", sequence="...: int64", node="...: int64")
+@operation("sampling.kernel", cpu="sampling.philox", position="...: int64", sequence="...: int64", node="...: int64")
 def philox_uniform(
     position: Tensor, sequence: Tensor, node: Tensor, *, seed: int | Tensor, purpose: int = 0, backend: Backend = "auto"
 ) -> Tensor:
@@ -564,7 +565,7 @@ def choice(probs: Tensor, uniform: Tensor, *, backend: Backend = "auto") -> Tens
     """
 
 
-@operation("sampling.kernel", "vocab > 0", dist="b rows vocab", uniform="b rows count: float64")
+@operation("sampling.kernel", "vocab > 0", cpu="sampling.cpu", dist="b rows vocab", uniform="b rows count: float64")
 def draw_distinct(
     dist: Tensor, uniform: Tensor, *, least: float = 0.0, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
 An operation of `stree.kernels.ops` is a declaration: signature, docstring, shapes.  `operation` turns it into a
 function that checks every argument, makes a `Topology` of the trees and an `AcceptedPath` of the path, and calls the
-function of the same name in the reference or, for CUDA tensors, in the Triton module, which is imported only then.
+function of the same name in the reference, for CUDA tensors in the Triton module, or on the CPU in a module of its
+own; a module is imported with its first call.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from stree.kernels import checks
-from stree.kernels.dispatch import REFERENCE, TRITON, Operands, choose
+from stree.kernels.dispatch import CPU, REFERENCE, TRITON, Operands, choose
 
 __all__ = ["operation"]
 
@@ -25,7 +26,7 @@ R = TypeVar("R")
 
 
 def operation(
-    triton: str, *rules: str, bare_path: bool = False, **shapes: str | tuple[str, ...]
+    triton: str, *rules: str, cpu: str | None = None, bare_path: bool = False, **shapes: str | tuple[str, ...]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Declare an operation on tensors of given shapes; the decorated function's body checks values, if anything.
 
@@ -50,6 +51,7 @@ def operation(
 
     Args:
         triton: module of the Triton version, below stree.kernels; the reference is reference.py in the same folder.
+        cpu: module of a version for the CPU, likewise; None: there the reference runs.
         rules: what sizes must satisfy: "n <= N", "g divides h".
         bare_path: whether the implementation takes `path` and `path_lengths` as they are, without derived indices.
         shapes: of each argument.
@@ -59,6 +61,8 @@ def operation(
         op = function.__name__
         REFERENCE[op] = f"stree.kernels.{triton.rpartition('.')[0]}.reference"
         TRITON[op] = f"stree.kernels.{triton}"
+        if cpu is not None:
+            CPU[op] = f"stree.kernels.{cpu}"
         source = _Source(function, shapes, rules, bare_path).write()
         defaults = {f"default_{name}": p.default for name, p in inspect.signature(function).parameters.items()}
         used = {"choose": choose, "Operands": Operands, "declared": function}

@@ -1,4 +1,4 @@
-"""Draws of child tokens without replacement, in numba on the CPU and in Triton on a GPU; what they were drawn from."""
+"""Draws of child tokens without replacement, and the distributions that they were drawn from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from torch import Tensor
 
 from stree.growth import Plan
 from stree.kernels.constants import constant
-from stree.kernels.dispatch import host_can_read
 from stree.kernels.ops import draw_distinct
 from stree.sampling import MAX_RANKS, Random
 from stree.verify import DELTA, INDEPENDENT, SAMPLED, DraftProbs
@@ -51,10 +50,7 @@ class Draws:
         """
         rows = probs.shape[1]
         if self._numbers is not None:
-            numbers = self._numbers[:, first : first + rows, :count]
-            if host_can_read(probs):
-                return _draw_on_host(probs, numbers)
-            return draw_distinct(probs, numbers, least=LEAST_MASS)
+            return draw_distinct(probs, self._numbers[:, first : first + rows, :count], least=LEAST_MASS)
         tokens, drawn = [], []
         node = torch.arange(first, first + rows, device=probs.device).expand(probs.shape[:2]) * MAX_RANKS
         least = LEAST_MASS * probs.sum(-1, keepdim=True)
@@ -71,16 +67,6 @@ def _draft_counters(num_nodes: int, num_ranks: int, device: torch.device) -> tup
     """Counters of the draws of a tree: int64[1, 1, 1] offset, 0, and int64[1, num_nodes, num_ranks] nodes."""
     node = torch.arange(num_nodes, device=device).unsqueeze(-1) * MAX_RANKS + torch.arange(num_ranks, device=device)
     return node.new_zeros(1, 1, 1), node.unsqueeze(0)
-
-
-def _draw_on_host(probs: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw with float64[batch, rows, count] uniform numbers in numba: tokens and their probabilities."""
-    from stree.kernels.sampling.cpu import draw_rows  # imports numba
-
-    tokens, drawn = torch.empty(numbers.shape, dtype=torch.long), probs.new_empty(numbers.shape)
-    flat = [tensor.reshape(-1, tensor.shape[-1]).numpy() for tensor in (probs, numbers, tokens, drawn)]
-    draw_rows(*flat, LEAST_MASS)
-    return tokens, drawn
 
 
 def draft_probs(probs: Tensor, rows: Tensor, plan: Plan, greedy_rows: Tensor | None) -> DraftProbs:
