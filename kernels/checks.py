@@ -13,6 +13,17 @@ from stree.kernels.topology import AcceptedPath, Topology
 Parents = Tensor | Topology
 Path = Tensor | AcceptedPath
 
+
+def checks_everywhere() -> bool:
+    """Whether STREE_DEBUG=1 is set: values are also checked inside the decode loop and on device tensors."""
+    return os.environ.get("STREE_DEBUG", "0") == "1"
+
+
+def checks_values(tensor: Tensor) -> bool:
+    """Whether the values of a caller's tensor are checked: where the host can read them freely, or STREE_DEBUG=1."""
+    return host_can_read(tensor) or checks_everywhere()
+
+
 DEBUG = os.environ.get("STREE_DEBUG") == "1"
 KINDS: dict[str, tuple[torch.dtype, ...]] = {
     "float": (torch.float32, torch.bfloat16, torch.float16, torch.float64),

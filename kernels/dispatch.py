@@ -30,6 +30,7 @@ __all__ = [
     "as_on_device",
     "check_launch",
     "choose",
+    "draws_in_kernels",
     "has_triton",
     "host_bound",
     "host_can_read",
@@ -129,6 +130,14 @@ def is_known_all(is_there: Tensor) -> bool:
 def uses_triton(tensor: Tensor) -> bool:
     """Whether a step's indices, tree growth, verification and bookkeeping run in Triton on a tensor's device."""
     return tensor.is_cuda or _behaviour.get().uses_triton
+
+
+def draws_in_kernels(scores: Tensor) -> bool:
+    """Whether verification of these logits or probabilities is done by Triton kernels, which draw their own numbers.
+
+    They take counters of `stree.kernels.ops.philox_uniform` in place of an object that draws.
+    """
+    return uses_triton(scores) and scores.dtype != torch.float64
 
 
 def has_triton(op: str, device: torch.device, dtype: torch.dtype) -> bool:

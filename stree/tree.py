@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from stree.kernels.dispatch import host_can_read
+from stree.kernels.checks import checks_everywhere, checks_values
 from stree.kernels.topology import ancestor_mask
 from stree.kernels.tree_indices import prune
 
 __all__ = ["TokenTree", "checks_everywhere"]
-
-
-def checks_everywhere() -> bool:
-    """Whether STREE_DEBUG=1 is set: values are also checked inside the decode loop and on device tensors."""
-    return os.environ.get("STREE_DEBUG", "0") == "1"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +61,7 @@ class TokenTree:
             raise ValueError("a tree must have at least its root, got 0 nodes")
         # Copies, so that a later change of the caller's tensors cannot invalidate the checks and the derived fields.
         _fill(self, tokens.to(torch.int64, copy=True), parents.to(torch.int32, copy=True), None, None)
-        if host_can_read(parents) or checks_everywhere():
+        if checks_values(parents):
             if bool((wrong := self.parents != parents).any()):  # an int64 that wrapped around
                 raise ValueError(f"parents must be int32, got {int(parents[wrong][0])}")
             self.check()
