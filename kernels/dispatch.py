@@ -31,6 +31,7 @@ __all__ = [
     "check_launch",
     "choose",
     "draws_in_kernels",
+    "fixes_shapes",
     "has_triton",
     "host_bound",
     "host_can_read",
@@ -99,6 +100,11 @@ def as_on_device(
 def host_can_read(tensor: Tensor) -> bool:
     """Whether the host can read values of a tensor without synchronising with a device."""
     return tensor.device.type == "cpu" and _behaviour.get().host_can_read
+
+
+def fixes_shapes(tensor: Tensor) -> bool:
+    """Whether the shapes of a step must not depend on values of tensors like this one: the host cannot read them."""
+    return not host_can_read(tensor)
 
 
 def host_bound(values: Tensor, otherwise: int, *, waits: bool = False) -> int:
