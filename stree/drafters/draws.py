@@ -8,6 +8,7 @@ from torch import Tensor
 from stree.growth import Plan
 from stree.kernels.constants import constant
 from stree.kernels.ops import draw_distinct
+from stree.kernels.tiles import padded
 from stree.sampling import MAX_RANKS, Random
 from stree.verify import DELTA, INDEPENDENT, SAMPLED, DraftProbs
 
@@ -32,9 +33,9 @@ class Draws:
         self._rng = rng
         self._numbers: Tensor | None = None
         if type(rng).choice is Random.choice:
-            offset, node = _draft_counters(num_nodes, num_ranks, rng.positions.device)
+            offset, node = _draft_counters(padded(num_nodes), num_ranks, rng.positions.device)
             rows = len(rng.positions)
-            self._numbers = rng.uniform("draft", offset.expand(rows, -1, -1), node.expand(rows, -1, -1))
+            self._numbers = rng.uniform("draft", offset.expand(rows, -1, -1), node[:, :num_nodes].expand(rows, -1, -1))
 
     def draw(self, probs: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Draw children one after the other, each from the distribution without the earlier ones.
@@ -76,13 +77,13 @@ def draft_probs(probs: Tensor, rows: Tensor, plan: Plan, greedy_rows: Tensor | N
     """
     most = plan.num_nodes if plan.is_heap else max((layer.ranks for layer in plan.layers), default=0)
     kind = INDEPENDENT if plan.drawing == "independent" else SAMPLED
-    kinds = _kinds(rows.shape, kind, rows.device)
+    kinds = _kinds(padded(rows.numel()), kind, rows.device)[: rows.numel()].view(rows.shape)
     if greedy_rows is not None:
         kinds = kinds.masked_fill(greedy_rows[:, None], DELTA)
     return DraftProbs(probs, rows, kinds, most)
 
 
 @constant
-def _kinds(shape: torch.Size, kind: int, device: torch.device) -> Tensor:
-    """int8 tensor of a shape, of nodes that are all of one kind."""
-    return torch.full(shape, kind, dtype=torch.int8, device=device)
+def _kinds(size: int, kind: int, device: torch.device) -> Tensor:
+    """int8[size], of nodes that are all of one kind."""
+    return torch.full((size,), kind, dtype=torch.int8, device=device)
