@@ -23,8 +23,9 @@ from stree.models.fused import probing
 from stree.models.fused.lazy_residual import LazyResidual, normalise
 from stree.models.patching import has_foreign_forward, is_hooked, patch_forward, unpatched_forward
 
-__all__ = ["as_lazy_residual", "fused_scope", "gated_norm", "patch_fused_layers", "with_fused_rotary"]
+__all__ = ["FUSED", "as_lazy_residual", "fused_scope", "gated_norm", "patch_fused_layers", "with_fused_rotary"]
 
+FUSED = ("experts", "gated_activation", "rms_norm", "rms_norm_add", "rotary")  # operations that a fused scope runs
 ROTARY = "apply_rotary_pos_emb"
 RENAMING = "transformers.utils.deprecation"  # its wrapper of a forward renames arguments that no model passes on
 _is_fused: ContextVar[bool] = ContextVar("is_fused", default=False)
@@ -62,6 +63,8 @@ def patch_fused_layers(model: Any) -> None:
 
 def as_lazy_residual(output: Any) -> Any:
     """Wrap a layer's output, or the first of several, as a lazy residual if the next norm can add it up."""
+    if not _is_fused.get():
+        return output
     if isinstance(output, tuple):
         return (as_lazy_residual(output[0]), *output[1:])
     if isinstance(output, Tensor) and _runs("rms_norm_add", output) and _may_defer.get()():
@@ -100,7 +103,7 @@ def gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
 
     It runs the Triton version if there is one and the class is recognised, else the module's forward.
     """
-    if has_foreign_forward(norm) or is_hooked(norm) or not dispatch.has_triton("gated_rms_norm", x.device, x.dtype):
+    if not dispatch.has_triton("gated_rms_norm", x.device, x.dtype) or has_foreign_forward(norm) or is_hooked(norm):
         return norm(x, gate)  # type: ignore[no-any-return]
     if hasattr(norm, "group_size"):  # Mamba-2, Bamba, Granite-4.0-H, Nemotron-H, Zamba2
         facts: dict[str, Any] = {"groups": x.shape[-1] // norm.group_size}
