@@ -49,6 +49,12 @@ def describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
+def refuse_choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> None:
+    """Refuse what is none of a few words."""
+    *others, last = map(repr, choices)
+    raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
+
+
 def check_rank(name: str, tensor: Tensor, axes: str) -> None:
     """Require as many dimensions as `axes` names, separated by spaces."""
     if tensor.ndim != axes.count(" ") + 1:

@@ -28,6 +28,8 @@ __all__ = [
     "Behaviour",
     "Operands",
     "as_on_device",
+    "backend_of",
+    "bound",
     "check_launch",
     "choose",
     "draws_in_kernels",
@@ -139,6 +141,14 @@ def uses_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda or _behaviour.get().uses_triton
 
 
+def backend_of(tensor: Tensor) -> str:
+    """Return what serves a step's tree growth: "triton", "cpu" where the host can read the tensors, or "reference"."""
+    behaviour, device = _behaviour.get(), tensor.device.type
+    if behaviour.uses_triton or device == "cuda":
+        return "triton"
+    return "cpu" if behaviour.host_can_read and device == "cpu" else "reference"
+
+
 def draws_in_kernels(scores: Tensor) -> bool:
     """Whether verification of these logits or probabilities is done by Triton kernels, which draw their own numbers.
 
@@ -171,15 +181,29 @@ def _best_backend(op: str, device: str, dtype: torch.dtype, behaviour: Behaviour
     return "cpu" if device == "cpu" and behaviour.host_can_read and op in CPU and is_supported else "reference"
 
 
-def choose(op: str, backend: Backend, tensor: Tensor) -> Callable[..., Any]:
-    """Return the implementation of an operation for a tensor's device."""
+@lru_cache(maxsize=4096)
+def bound(
+    op: str, backend: Backend, device: str, dtype: torch.dtype, behaviour: Behaviour
+) -> Callable[..., Any] | None:
+    """Return what `choose` returns, without a search from the second call on; None for what is checked at each call.
+
+    Those are Triton, whose launches are made on the tensor's own device, and backends that are refused.
+    """
     chosen: str = backend
     if backend == "auto":
-        chosen = _best_backend(op, tensor.device.type, tensor.dtype, _behaviour.get())
+        chosen = _best_backend(op, device, dtype, behaviour)
     if chosen == "reference" or (chosen == "cpu" and backend == "auto"):
         function: Callable[..., Any] = getattr(_module((CPU if chosen == "cpu" else REFERENCE)[op]), op)
         return function
-    if chosen != "triton":
+    return None
+
+
+def choose(op: str, backend: Backend, tensor: Tensor) -> Callable[..., Any]:
+    """Return the implementation of an operation for a tensor's device."""
+    function: Callable[..., Any] | None = bound(op, backend, tensor.device.type, tensor.dtype, _behaviour.get())
+    if function is not None:
+        return function
+    if backend not in ("auto", "triton"):
         raise ValueError(f"backend must be 'auto', 'reference' or 'triton', got {backend!r}")
     if op not in TRITON:
         raise RuntimeError(f"{op} has no Triton version; those that have one: {', '.join(sorted(TRITON)) or 'none'}")

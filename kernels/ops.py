@@ -59,13 +59,6 @@ __all__ = [
 ACTIVATIONS = ("silu", "gelu_tanh", "relu_squared")  # of `gated_activation` and `experts`
 
 
-def _check_choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> None:
-    """Require one of a few words."""
-    if value not in choices:
-        *others, last = map(repr, choices)
-        raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
-
-
 # Mamba-2, lightning attention: a matrix state per head.
 
 
@@ -280,7 +273,7 @@ def diagonal_step(
 # The short convolution before a recurrence.
 
 
-@operation("conv.kernel", x="b n c", weight="c w", bias="c?", window="b c w-1")
+@operation("conv.kernel", x="b n c", weight="c w", bias="c?", window="b c w-1", activation="one of silu, None")
 def tree_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None, parents: Parents, window: Tensor, *,
     activation: str | None = "silu", first: int = 0, backend: Backend = "auto",
@@ -298,7 +291,6 @@ def tree_conv1d(
     Returns:
         y, float[b, n - first, c].
     """
-    _check_choice("activation", activation, ("silu", None))
 
 
 @operation("conv.kernel", window="b c t", x="b n c")
@@ -311,6 +303,7 @@ def conv_commit(
 @operation(
     "conv.kernel", "n <= N",
     window="b c w-1", stash="b N c", x="b n-first c", weight="c w", bias="c?",
+    activation="one of silu, None",
 )  # fmt: skip
 def conv_step(
     window: Tensor, stash: Tensor, path: Path | None, path_lengths: Tensor | None, x: Tensor, weight: Tensor,
@@ -322,7 +315,6 @@ def conv_step(
     Returns:
         y, float[b, n - first, c], dtype of stash.
     """
-    _check_choice("activation", activation, ("silu", None))
 
 
 # Attention.
@@ -392,7 +384,7 @@ def attention_step(
 # common stride between rows.  Sums and products are float32, and results are rounded once.
 
 
-@operation("fused.norm", "groups divides c", x="... n c", gate="... n c", weight="c")
+@operation("fused.norm", "groups divides c", x="... n c", gate="... n c", weight="c", activation="one of silu, sigmoid")
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, groups: int = 1, norm_before_gate: bool = False,
     activation: str = "silu", backend: Backend = "auto",
@@ -405,7 +397,6 @@ def gated_rms_norm(
     norm(v) = v / sqrt(mean(v^2) + eps) over each of `groups` groups of neighbouring channels; act is "silu" or
     "sigmoid".  Classes that round between norm and weight differ by a unit in the last place.
     """
-    _check_choice("activation", activation, ("silu", "sigmoid"))
 
 
 @operation("fused.norm", x="... n c", weight="c")
@@ -457,7 +448,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, backend: Backend =
     """
 
 
-@operation("fused.pointwise", gate="... n c", up="... n c?")
+@operation("fused.pointwise", gate="... n c", up="... n c?", activation=f"one of {', '.join(ACTIVATIONS)}")
 def gated_activation(
     gate: Tensor, up: Tensor | None, *, activation: str = "silu", scale: float = 1.0, backend: Backend = "auto"
 ) -> Tensor:
@@ -465,7 +456,6 @@ def gated_activation(
 
     `activation` is "silu", "gelu_tanh" (the approximation by tanh) or "relu_squared"; up None is a factor of 1.
     """
-    _check_choice("activation", activation, ACTIVATIONS)
 
 
 @operation(
@@ -496,6 +486,7 @@ def delta_inputs(
 @operation(
     "fused.experts",
     x="t c", index="t k: int64", weights="t k", up="experts (1+gated)*i c", down="experts c i",
+    activation=f"one of {', '.join(ACTIVATIONS)}",
 )  # fmt: skip
 def experts(
     x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, *, activation: str = "silu",
@@ -516,7 +507,6 @@ def experts(
     Returns:
         y, float[t, c].
     """
-    _check_choice("activation", activation, ACTIVATIONS)
 
 
 # Between verify and commit: random numbers, draws and the MATCH walk.  Counter-based numbers (Philox 4x32-10, Salmon et

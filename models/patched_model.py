@@ -187,7 +187,7 @@ class PatchedModel:
         """
         is_tree = isinstance(cache, TreeStep)
         if is_tree:  # with a 4-d mask the model makes none
-            mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+            mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=cache.topology.parents.device)
         if self.family.takes_positions:
             kwargs["position_ids"] = positions
         kwargs |= {self.cache_argument: cache, "return_dict": True}  # as generate does
@@ -197,8 +197,9 @@ class PatchedModel:
             kwargs["output_router_logits"] = False
         # A hook may write to a tensor in place or check its type: then no lazy residual may reach it.
         may_defer = functools.cache(lambda: not any(map(is_hooked, self._modules)))
+        is_fused = self.fused_layers and self._is_fusable
         # Without use_cache a model passes any cache object on; with it, some require a certain class.
-        with fused_scope(is_tree and self.fused_layers and self._is_fusable, may_defer), memory_bounded(not is_tree):
+        with fused_scope(is_fused, may_defer) if is_tree else memory_bounded():
             return cast(Tensor, self.model(input_ids, attention_mask=mask, use_cache=not is_tree, **kwargs).logits)
 
     def forward_recording(

@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 def draw_distinct(dist: Tensor, uniform: Tensor, *, least: float) -> tuple[Tensor, Tensor]:
     """Draw without replacement, by sums in float64; see `stree.kernels.ops`."""
     tokens, probs = torch.empty(uniform.shape, dtype=torch.long), dist.new_empty(uniform.shape)
-    _draw_rows(*map(_rows_of, (dist, uniform, tokens, probs)), least)
+    _draw_rows(*_rows_of(dist, uniform, tokens, probs), least)
     return tokens, probs
 
 
@@ -33,13 +33,13 @@ def top(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Find the most probable tokens, the first of equal ones first; see `stree.kernels.sampling.top`."""
     best = probs.new_empty(*probs.shape[:-1], count)
     tokens = torch.empty(best.shape, dtype=torch.long)
-    _top_rows(*map(_rows_of, (probs, tokens, best)))
+    _top_rows(*_rows_of(probs, tokens, best))
     return best, tokens
 
 
-def _rows_of(tensor: Tensor) -> Array:
-    """View [..., n] as a NumPy matrix of rows."""
-    return tensor.reshape(-1, tensor.shape[-1]).numpy()
+def _rows_of(*tensors: Tensor) -> list[Array]:
+    """View each [..., n] as a NumPy matrix of rows."""
+    return [tensor.reshape(-1, tensor.shape[-1]).numpy() for tensor in tensors]
 
 
 @inner()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stree.kernels.dispatch import check_launch, host_can_read, uses_triton
+from stree.kernels.dispatch import backend_of, check_launch, uses_triton
 from stree.kernels.tiles import MAX_NODES
 from stree.kernels.tree_growth import reference
 from stree.kernels.tree_growth.operands import (
@@ -57,12 +57,12 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
     Returns:
         int64[batch, min(width, slots)] slots and bool of that shape, whether each is taken.
     """
-    fits = value.shape[1] <= MAX_SLOTS and min(terms.width, value.shape[1]) <= MAX_WIDTH
-    if _has_kernel(value) and fits and (below is None or len(below) <= MAX_BELOW):
+    backend = backend_of(value)
+    if backend == "triton" and _fits_choice(value, below, terms):
         from stree.kernels.tree_growth import slots_kernel
 
         return slots_kernel.choose(value, left, below, terms)
-    if host_can_read(value) and value.numel() * terms.width <= MOST_COMPARED:
+    if backend == "cpu" and value.numel() * terms.width <= MOST_COMPARED:
         from stree.kernels.tree_growth import cpu  # imports numba
 
         return cpu.choose(value, left, below, terms)
@@ -83,11 +83,12 @@ def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) ->
     Returns:
         float[batch, above, ranks].
     """
-    if _has_kernel(given.probs):
+    backend = backend_of(given.probs)
+    if backend == "triton" and given.probs.dtype == torch.float32:
         from stree.kernels.tree_growth import slots_kernel
 
         return slots_kernel.rate_by_rank(fit, level, memory, given)
-    if host_can_read(given.probs):
+    if backend == "cpu":
         from stree.kernels.tree_growth import cpu_ratings  # imports numba
 
         return cpu_ratings.rate_by_rank(fit, level, memory, given)
@@ -103,11 +104,12 @@ def rate_by_table(table: Table, given: Siblings) -> Ratings:
         table: the counts.
         given: the children.
     """
-    if _has_kernel(given.probs):
+    backend = backend_of(given.probs)
+    if backend == "triton" and given.probs.dtype == torch.float32:
         from stree.kernels.tree_growth import slots_kernel
 
         return slots_kernel.rate_by_table(table, given)
-    if host_can_read(given.probs):
+    if backend == "cpu":
         from stree.kernels.tree_growth import cpu_ratings  # imports numba
 
         return cpu_ratings.rate_by_table(table, given)
@@ -140,9 +142,10 @@ def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Ap
         left: int64[batch], reduced by what is taken.
         layout: which columns they take.
     """
-    if not uses_triton(left):
-        if not host_can_read(left):
-            return reference.append(columns, chosen, left, layout)
+    backend = backend_of(left)
+    if backend == "reference":
+        return reference.append(columns, chosen, left, layout)
+    if backend == "cpu":
         from stree.kernels.tree_growth import cpu  # imports numba
 
         return cpu.append(columns, chosen, left, layout)
@@ -182,12 +185,13 @@ def select(columns: Columns, size: int, most: int, *, by_value: bool) -> Tensor 
     nodes = size - 1
     if by_value and nodes <= most:
         return None
-    if uses_triton(columns.tokens) and nodes <= MAX_SLOTS:
+    backend = backend_of(columns.tokens)
+    if backend == "triton" and nodes <= MAX_SLOTS:
         check_launch("select", columns.tokens)
         from stree.kernels.tree_growth import columns_kernel
 
         return columns_kernel.select(columns, size, min(nodes, most), by_value=by_value)
-    if not by_value and host_can_read(columns.tokens) and len(columns.tokens) == 1:
+    if not by_value and backend == "cpu" and len(columns.tokens) == 1:
         return None  # `append` leaves out columns that are padding in every row
     return reference.select(columns, size, min(nodes, most), by_value=by_value)
 
@@ -255,11 +259,12 @@ def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tenso
         path: int32[batch, m], nodes from the root down, whose tokens are read; None: all tokens, in their order.
         lengths: int32[batch], how many of them; 0 where a text does not go on.
     """
-    if path is not None and uses_triton(tokens):
+    backend = backend_of(tokens)
+    if path is not None and backend == "triton":
         from stree.kernels.tree_growth import learning_kernel
 
         learning_kernel.remember(memory, tokens, path, lengths)
-    elif host_can_read(tokens):
+    elif backend == "cpu":
         from stree.kernels.tree_growth import cpu_ratings  # imports numba
 
         cpu_ratings.remember(memory, tokens, path, lengths)
@@ -267,6 +272,8 @@ def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tenso
         reference.remember(memory, tokens, path, lengths)
 
 
-def _has_kernel(tensor: Tensor) -> bool:
-    """Whether a Triton kernel takes a tensor: float32 where Triton is used."""
-    return uses_triton(tensor) and tensor.dtype == torch.float32
+def _fits_choice(value: Tensor, below: Tensor | None, terms: Terms) -> bool:
+    """Whether Triton's choice takes these values: float32, and sizes that it has room for."""
+    slots = value.shape[1]
+    fits = slots <= MAX_SLOTS and min(terms.width, slots) <= MAX_WIDTH and (below is None or len(below) <= MAX_BELOW)
+    return value.dtype == torch.float32 and fits

@@ -23,12 +23,16 @@ from stree.models.fused import probing
 from stree.models.fused.lazy_residual import LazyResidual, normalise
 from stree.models.patching import has_foreign_forward, is_hooked, patch_forward, unpatched_forward
 
-__all__ = ["FUSED", "as_lazy_residual", "fused_scope", "gated_norm", "patch_fused_layers", "with_fused_rotary"]
+__all__ = [
+    "FUSED", "as_lazy_residual", "fused_scope", "gated_norm", "in_fused_scope", "patch_fused_layers",
+    "with_fused_rotary",
+]  # fmt: skip
 
 FUSED = ("experts", "gated_activation", "rms_norm", "rms_norm_add", "rotary")  # operations that a fused scope runs
 ROTARY = "apply_rotary_pos_emb"
 RENAMING = "transformers.utils.deprecation"  # its wrapper of a forward renames arguments that no model passes on
 _is_fused: ContextVar[bool] = ContextVar("is_fused", default=False)
+in_fused_scope = _is_fused.get  # whether the model runs inside one that fuses
 _may_defer: ContextVar[Callable[[], bool]] = ContextVar("may_defer")
 
 
@@ -63,8 +67,6 @@ def patch_fused_layers(model: Any) -> None:
 
 def as_lazy_residual(output: Any) -> Any:
     """Wrap a layer's output, or the first of several, as a lazy residual if the next norm can add it up."""
-    if not _is_fused.get():
-        return output
     if isinstance(output, tuple):
         return (as_lazy_residual(output[0]), *output[1:])
     if isinstance(output, Tensor) and _runs("rms_norm_add", output) and _may_defer.get()():
