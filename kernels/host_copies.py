@@ -1,4 +1,4 @@
-"""Copies between the host and a device, through pinned memory, which the host does not wait for."""
+"""Copies between the host and a device, which the host does not wait for, and streams for work beside a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stree.kernels.dispatch import host_can_read
 
-__all__ = ["HostCopy", "upload"]
+__all__ = ["HostCopy", "side_stream", "upload"]
 
 
 class HostCopy:
@@ -34,6 +34,11 @@ class HostCopy:
         if self._arrival is not None:
             self._arrival.synchronize()
         return self._copy
+
+
+def side_stream(like: Tensor) -> torch.cuda.Stream | None:
+    """Make a stream for work beside that of the current one, on the device of a tensor; None where there are none."""
+    return torch.cuda.Stream(like.device) if like.is_cuda else None
 
 
 def upload(parts: Sequence[Tensor], like: Tensor) -> list[Tensor]:
