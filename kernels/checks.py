@@ -13,6 +13,17 @@ from stree.kernels.topology import AcceptedPath, Topology
 Parents = Tensor | Topology
 Path = Tensor | AcceptedPath
 
+
+def checks_everywhere() -> bool:
+    """Whether STREE_DEBUG=1 is set: values are also checked inside the decode loop and on device tensors."""
+    return os.environ.get("STREE_DEBUG", "0") == "1"
+
+
+def checks_values(tensor: Tensor) -> bool:
+    """Whether the values of a caller's tensor are checked: where the host can read them freely, or STREE_DEBUG=1."""
+    return host_can_read(tensor) or checks_everywhere()
+
+
 DEBUG = os.environ.get("STREE_DEBUG") == "1"
 KINDS: dict[str, tuple[torch.dtype, ...]] = {
     "float": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
@@ -36,6 +47,12 @@ def check(name: str, tensor: Tensor, kind: str, shape: tuple[int, ...], like: Te
 def describe(tensor: Tensor) -> str:
     """Write a tensor as dtype[shape]."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def refuse_choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> None:
+    """Refuse what is none of a few words."""
+    *others, last = map(repr, choices)
+    raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
 
 
 def check_rank(name: str, tensor: Tensor, axes: str) -> None:

@@ -1,4 +1,4 @@
-"""Which implementation serves an operation: plain torch, numba or Triton, by the device of its tensors.
+"""Which implementation serves an operation: plain torch, one for the CPU, or Triton, by the device of its tensors.
 
 On a GPU "auto" means Triton and the host reads no values.  `as_on_device` makes tensors that are not on a GPU follow
 the same paths, for tests under Triton's interpreter and for counts of launches.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "CPU",
     "LEAST_SHARED",
     "REFERENCE",
     "TRITON",
@@ -27,10 +28,19 @@ __all__ = [
     "Behaviour",
     "Operands",
     "as_on_device",
+    "backend_of",
+    "bound",
     "check_launch",
     "choose",
+    "draws_in_kernels",
+    "fixes_shapes",
+    "has_some_triton",
     "has_triton",
+    "host_bound",
     "host_can_read",
+    "is_known_all",
+    "may_have_any",
+    "most_true",
     "shared_memory",
     "uses_triton",
 ]
@@ -50,9 +60,10 @@ class Operands(SimpleNamespace):
 # Operation -> module with a function of that name.  `stree.kernels.shapes.operation` enters what it declares.
 REFERENCE: dict[str, str] = {}
 TRITON: dict[str, str] = {}
+CPU: dict[str, str] = {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Behaviour:
     """How tensors that are not on a GPU are treated.
 
@@ -94,26 +105,110 @@ def host_can_read(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and _behaviour.get().host_can_read
 
 
+def fixes_shapes(tensor: Tensor) -> bool:
+    """Whether the shapes of a step must not depend on values of tensors like this one: the host cannot read them."""
+    return not host_can_read(tensor)
+
+
+def host_bound(values: Tensor, otherwise: int, *, waits: bool = False) -> int:
+    """Return the greatest of some integers, where the host can read them freely, else a bound of them.
+
+    Args:
+        values: int[...], at least one.
+        otherwise: a bound that is known without reading.
+        waits: whether to read the values in any case, which synchronises with a device.
+    """
+    return int(values.max()) if waits or host_can_read(values) else otherwise
+
+
+def may_have_any(is_there: Tensor) -> bool:
+    """Return whether any of bool[...] is True; True where the host cannot read them freely."""
+    return not host_can_read(is_there) or bool(is_there.any())
+
+
+def most_true(is_there: Tensor) -> int:
+    """Return the greatest number of True in a row of bool[batch, n], where the host can read them freely, else n."""
+    return int(is_there.sum(1).max()) if host_can_read(is_there) else is_there.shape[1]
+
+
+def is_known_all(is_there: Tensor) -> bool:
+    """Return whether all of bool[...] are True; False where the host cannot read them freely."""
+    return host_can_read(is_there) and bool(is_there.all())
+
+
 def uses_triton(tensor: Tensor) -> bool:
     """Whether a step's indices, tree growth, verification and bookkeeping run in Triton on a tensor's device."""
     return tensor.is_cuda or _behaviour.get().uses_triton
 
 
+def backend_of(tensor: Tensor) -> str:
+    """Return what serves a step's tree growth: "triton", "cpu" where the host can read the tensors, or "reference"."""
+    behaviour, device = _behaviour.get(), tensor.device.type
+    if behaviour.uses_triton or device == "cuda":
+        return "triton"
+    return "cpu" if behaviour.host_can_read and device == "cpu" else "reference"
+
+
+def draws_in_kernels(scores: Tensor) -> bool:
+    """Whether verification of these logits or probabilities is done by Triton kernels, which draw their own numbers.
+
+    They take counters of `stree.kernels.ops.philox_uniform` in place of an object that draws.
+    """
+    return uses_triton(scores) and scores.dtype != torch.float64
+
+
 def has_triton(op: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether "auto" means Triton: for CUDA tensors of an operation that has a Triton version, but not in float64."""
-    return (device.type == "cuda" or op in _behaviour.get().operations) and op in TRITON and dtype != torch.float64
+    return _best_backend(op, device.type, dtype, _behaviour.get()) == "triton"
+
+
+def has_some_triton(ops: tuple[str, ...], device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether "auto" means Triton for one of some operations at least."""
+    return _have_some_triton(ops, device.type, dtype, _behaviour.get())
+
+
+@lru_cache(maxsize=256)
+def _have_some_triton(ops: tuple[str, ...], device: str, dtype: torch.dtype, behaviour: Behaviour) -> bool:
+    return any(_best_backend(op, device, dtype, behaviour) == "triton" for op in ops)
+
+
+@lru_cache(maxsize=4096)
+def _best_backend(op: str, device: str, dtype: torch.dtype, behaviour: Behaviour) -> str:
+    """Choose what "auto" means."""
+    if (device == "cuda" or op in behaviour.operations) and op in TRITON and dtype != torch.float64:
+        return "triton"
+    is_supported = dtype not in (torch.float16, torch.bfloat16)  # which numba does not have
+    return "cpu" if device == "cpu" and behaviour.host_can_read and op in CPU and is_supported else "reference"
+
+
+@lru_cache(maxsize=4096)
+def bound(
+    op: str, backend: Backend, device: str, dtype: torch.dtype, behaviour: Behaviour
+) -> Callable[..., Any] | None:
+    """Return what `choose` returns, without a search from the second call on; None for what is checked at each call.
+
+    Those are Triton, whose launches are made on the tensor's own device, and backends that are refused.
+    """
+    chosen: str = backend
+    if backend == "auto":
+        chosen = _best_backend(op, device, dtype, behaviour)
+    if chosen == "reference" or (chosen == "cpu" and backend == "auto"):
+        function: Callable[..., Any] = getattr(_module((CPU if chosen == "cpu" else REFERENCE)[op]), op)
+        return function
+    return None
 
 
 def choose(op: str, backend: Backend, tensor: Tensor) -> Callable[..., Any]:
     """Return the implementation of an operation for a tensor's device."""
-    if backend == "reference" or (backend == "auto" and not has_triton(op, tensor.device, tensor.dtype)):
-        return _function(REFERENCE[op], op)
+    function: Callable[..., Any] | None = bound(op, backend, tensor.device.type, tensor.dtype, _behaviour.get())
+    if function is not None:
+        return function
     if backend not in ("auto", "triton"):
         raise ValueError(f"backend must be 'auto', 'reference' or 'triton', got {backend!r}")
     if op not in TRITON:
         raise RuntimeError(f"{op} has no Triton version; those that have one: {', '.join(sorted(TRITON)) or 'none'}")
     check_launch(f"{op} with backend='triton'", tensor)
-    function = _function(TRITON[op], op)
+    function = getattr(_module(TRITON[op]), op)
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
         return _launched_on(tensor.device, function)
     return function
@@ -137,11 +232,6 @@ def shared_memory(device: torch.device) -> int:
         return 232448
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
-
-
-def _function(module: str, op: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(_module(module), op)
-    return function
 
 
 @cache  # ``sys.modules`` would also hold what another thread is still importing

@@ -23,9 +23,10 @@ Common to all operations:
   `A` is negative.  `D` is None for no skip term.  `dt_bias` is None where the projection has added it.
 - Steps write their stashes, and their states where there is a path; `x`, `xbc`, `k`, ... are then new rows and `dt`
   as projected.
-- `backend`: "reference", "triton" or "auto" (Triton for CUDA tensors where that operation has a Triton version, else
-  the reference).  "triton" never falls back; it takes tensors of which at least the last dimension is contiguous, of
-  states, windows and matrices the last ones, and names one that is not.
+- `backend`: "reference", "triton" or "auto" (Triton for CUDA tensors where that operation has a Triton version, a
+  version for the CPU where it has one and the host can read the tensors, else the reference).  "triton" never falls
+  back; it takes tensors of which at least the last dimension is contiguous, of states, windows and matrices the last
+  ones, and names one that is not.
 
 Shapes, dtypes and devices are checked always, before anything is written; values (order of parents) only for bare CPU
 tensors, or everywhere under STREE_DEBUG=1: a layer never synchronises with a device.  A shape, device,
@@ -56,13 +57,6 @@ __all__ = [
 ]  # fmt: skip
 
 ACTIVATIONS = ("silu", "gelu_tanh", "relu_squared")  # of `gated_activation` and `experts`
-
-
-def _check_choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> None:
-    """Require one of a few words."""
-    if value not in choices:
-        *others, last = map(repr, choices)
-        raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
 
 
 # Mamba-2, lightning attention: a matrix state per head.
@@ -279,7 +273,7 @@ def diagonal_step(
 # The short convolution before a recurrence.
 
 
-@operation("conv.kernel", x="b n c", weight="c w", bias="c?", window="b c w-1")
+@operation("conv.kernel", x="b n c", weight="c w", bias="c?", window="b c w-1", activation="one of silu, None")
 def tree_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None, parents: Parents, window: Tensor, *,
     activation: str | None = "silu", first: int = 0, backend: Backend = "auto",
@@ -297,7 +291,6 @@ def tree_conv1d(
     Returns:
         y, float[b, n - first, c].
     """
-    _check_choice("activation", activation, ("silu", None))
 
 
 @operation("conv.kernel", window="b c t", x="b n c")
@@ -310,6 +303,7 @@ def conv_commit(
 @operation(
     "conv.kernel", "n <= N",
     window="b c w-1", stash="b N c", x="b n-first c", weight="c w", bias="c?",
+    activation="one of silu, None",
 )  # fmt: skip
 def conv_step(
     window: Tensor, stash: Tensor, path: Path | None, path_lengths: Tensor | None, x: Tensor, weight: Tensor,
@@ -321,7 +315,6 @@ def conv_step(
     Returns:
         y, float[b, n - first, c], dtype of stash.
     """
-    _check_choice("activation", activation, ("silu", None))
 
 
 # Attention.
@@ -391,7 +384,7 @@ def attention_step(
 # common stride between rows.  Sums and products are float32, and results are rounded once.
 
 
-@operation("fused.norm", "groups divides c", x="... n c", gate="... n c", weight="c")
+@operation("fused.norm", "groups divides c", x="... n c", gate="... n c", weight="c", activation="one of silu, sigmoid")
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, groups: int = 1, norm_before_gate: bool = False,
     activation: str = "silu", backend: Backend = "auto",
@@ -404,7 +397,6 @@ def gated_rms_norm(
     norm(v) = v / sqrt(mean(v^2) + eps) over each of `groups` groups of neighbouring channels; act is "silu" or
     "sigmoid".  Classes that round between norm and weight differ by a unit in the last place.
     """
-    _check_choice("activation", activation, ("silu", "sigmoid"))
 
 
 @operation("fused.norm", x="... n c", weight="c")
@@ -456,7 +448,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, backend: Backend =
     """
 
 
-@operation("fused.pointwise", gate="... n c", up="... n c?")
+@operation("fused.pointwise", gate="... n c", up="... n c?", activation=f"one of {', '.join(ACTIVATIONS)}")
 def gated_activation(
     gate: Tensor, up: Tensor | None, *, activation: str = "silu", scale: float = 1.0, backend: Backend = "auto"
 ) -> Tensor:
@@ -464,7 +456,6 @@ def gated_activation(
 
     `activation` is "silu", "gelu_tanh" (the approximation by tanh) or "relu_squared"; up None is a factor of 1.
     """
-    _check_choice("activation", activation, ACTIVATIONS)
 
 
 @operation(
@@ -495,6 +486,7 @@ def delta_inputs(
 @operation(
     "fused.experts",
     x="t c", index="t k: int64", weights="t k", up="experts (1+gated)*i c", down="experts c i",
+    activation=f"one of {', '.join(ACTIVATIONS)}",
 )  # fmt: skip
 def experts(
     x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, *, activation: str = "silu",
@@ -515,7 +507,6 @@ def experts(
     Returns:
         y, float[t, c].
     """
-    _check_choice("activation", activation, ACTIVATIONS)
 
 
 # Between verify and commit: random numbers, draws and the MATCH walk.  Counter-based numbers (Philox 4x32-10, Salmon et
@@ -528,7 +519,7 @@ def _check_seed(seed: int | Tensor | None, like: Tensor) -> None:
         check("seed", seed, "int64", (like.shape[:1].numel(),) if seed.dim() else (), like)
 
 
-@operation("sampling.kernel", position="...: int64", sequence="...: int64", node="...: int64")
+@operation("sampling.kernel", cpu="sampling.philox", position="...: int64", sequence="...: int64", node="...: int64")
 def philox_uniform(
     position: Tensor, sequence: Tensor, node: Tensor, *, seed: int | Tensor, purpose: int = 0, backend: Backend = "auto"
 ) -> Tensor:
@@ -564,7 +555,7 @@ def choice(probs: Tensor, uniform: Tensor, *, backend: Backend = "auto") -> Tens
     """
 
 
-@operation("sampling.kernel", "vocab > 0", dist="b rows vocab", uniform="b rows count: float64")
+@operation("sampling.kernel", "vocab > 0", cpu="sampling.cpu", dist="b rows vocab", uniform="b rows count: float64")
 def draw_distinct(
     dist: Tensor, uniform: Tensor, *, least: float = 0.0, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:

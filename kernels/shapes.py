@@ -2,7 +2,8 @@
 
 An operation of `stree.kernels.ops` is a declaration: signature, docstring, shapes.  `operation` turns it into a
 function that checks every argument, makes a `Topology` of the trees and an `AcceptedPath` of the path, and calls the
-function of the same name in the reference or, for CUDA tensors, in the Triton module, which is imported only then.
+function of the same name in the reference, for CUDA tensors in the Triton module, or on the CPU in a module of its
+own; a module is imported with its first call.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-from stree.kernels import checks
-from stree.kernels.dispatch import REFERENCE, TRITON, Operands, choose
+from stree.kernels import checks, dispatch
+from stree.kernels.dispatch import CPU, REFERENCE, TRITON, Operands, choose
 
 __all__ = ["operation"]
 
@@ -25,7 +26,7 @@ R = TypeVar("R")
 
 
 def operation(
-    triton: str, *rules: str, bare_path: bool = False, **shapes: str | tuple[str, ...]
+    triton: str, *rules: str, cpu: str | None = None, bare_path: bool = False, **shapes: str | tuple[str, ...]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Declare an operation on tensors of given shapes; the decorated function's body checks values, if anything.
 
@@ -40,6 +41,7 @@ def operation(
         state="b h p: wide x"    float32, or float64 where x is
         previous=("b F c", "b F")  a tuple of tensors, or None
         ngroups="= g"            an integer argument that is the size of an axis
+        act="one of silu, None"  a word, or None
 
     `parents` is int32[b, n] or a `Topology`, and `path` with `path_lengths` int32[b, m] and int32[b], an
     `AcceptedPath` or None; implementations take them as `topology` and `accepted`.  An implementation with more than
@@ -50,6 +52,7 @@ def operation(
 
     Args:
         triton: module of the Triton version, below stree.kernels; the reference is reference.py in the same folder.
+        cpu: module of a version for the CPU, likewise; None: there the reference runs.
         rules: what sizes must satisfy: "n <= N", "g divides h".
         bare_path: whether the implementation takes `path` and `path_lengths` as they are, without derived indices.
         shapes: of each argument.
@@ -59,9 +62,11 @@ def operation(
         op = function.__name__
         REFERENCE[op] = f"stree.kernels.{triton.rpartition('.')[0]}.reference"
         TRITON[op] = f"stree.kernels.{triton}"
+        if cpu is not None:
+            CPU[op] = f"stree.kernels.{cpu}"
         source = _Source(function, shapes, rules, bare_path).write()
         defaults = {f"default_{name}": p.default for name, p in inspect.signature(function).parameters.items()}
-        used = {"choose": choose, "Operands": Operands, "declared": function}
+        used = {"choose": choose, "checks": checks, "dispatch": dispatch, "Operands": Operands, "declared": function}
         names: dict[str, Any] = {**vars(checks), **used, **defaults}
         file = f"<checks of {op}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
@@ -77,9 +82,9 @@ def operation(
 class _Source:
     """The lines of the function that checks the arguments of a declared operation and calls its implementation.
 
-    It has the signature of the declared function and uses the names of `stree.kernels.checks`, `choose`, `Operands`,
-    `declared` (that function itself, where its body checks values) and `default_x` for the default of x.  For what the
-    arguments mean see `operation`.
+    It has the signature of the declared function and uses the names of `stree.kernels.checks`, `dispatch`, `choose`,
+    `Operands`, `declared` (that function itself, where its body checks values) and `default_x` for the default of x.
+    For what the arguments mean see `operation`.
     """
 
     def __init__(
@@ -98,6 +103,10 @@ class _Source:
             text = shapes.get(name, "")
             if isinstance(text, tuple):
                 self._shapes[name] = [_Shape.parse(f"{name}[{i}]", part) for i, part in enumerate(text)]
+            elif text.startswith("one of "):
+                choices = tuple(None if word == "None" else word for word in text.removeprefix("one of ").split(", "))
+                self._line(1, f"if {name} not in {choices}:")
+                self._line(2, f"refuse_choice({name!r}, {name}, {choices})")
             elif text.startswith("="):
                 self._line(1, f"_{text[1:].strip()} = {name}")
                 self._origins[text[1:].strip()] = name
@@ -130,7 +139,9 @@ class _Source:
                 self._check_rules(depth)
                 self._check(depth, shape)
         self._take_path()
-        self._line(1, f"return choose({self._function.__name__!r}, backend, {self._like.name})({self._arguments()})")
+        name, like = repr(self._function.__name__), self._like.name
+        self._line(1, f"chosen = dispatch.bound({name}, backend, device.type, {like}.dtype, dispatch._behaviour.get())")
+        self._line(1, f"return (chosen or choose({name}, backend, {like}))({self._arguments()})")
         return "\n".join([f"def {self._function.__name__}({self._signature()}):", *self._first_lines(), *self._lines])
 
     def _line(self, depth: int, text: str) -> None:
@@ -216,12 +227,19 @@ class _Source:
 
     def _take_topology(self) -> None:
         """Check the trees and count their nodes, or compare with the rows that there are for them."""
-        first = "first" if "first" in self._parameters else "0"
-        self._line(1, f"topology = take_topology(parents, _b, {first}, {self._like.name})")
+        first, like = "first" if "first" in self._parameters else "0", self._like.name
+        # What `take_topology` would require of the topology that the layers of a step share, without a call.
+        fits = (
+            "type(parents) is Topology and (tree := parents.parents).dtype == torch.int32 and tree.shape[0] == _b > 0 "
+            f"and tree.device == {like}.device and 0 <= {first} < tree.shape[1]"
+        )
+        self._line(
+            1, f"topology = parents if {fits} and not checks.DEBUG else take_topology(parents, _b, {first}, {like})"
+        )
         if "n" in self._origins:
             self._line(1, f"check_nodes({self._origins['n'].partition(' ')[0]!r}, _n, topology)")
         else:
-            self._line(1, "_n = topology.num_nodes")
+            self._line(1, "_n = topology.parents.shape[1]")
             self._origins["n"] = "parents [b, n]"
 
     def _take_path(self) -> None:

@@ -27,10 +27,6 @@ __all__ = [
 ]
 
 
-def _launches(backend: Backend, tensor: Tensor) -> bool:
-    return backend == "triton" or (backend == "auto" and uses_triton(tensor))
-
-
 def most_nodes(device: torch.device, dtype: torch.dtype) -> int | None:
     """Return the most nodes of a tree on a device, None for any number: Triton's bound, and float64 runs without it."""
     return MAX_NODES if device.type == "cuda" and dtype != torch.float64 else None
@@ -90,7 +86,7 @@ class Topology:
         """
         mask = ancestor_mask(parents) if mask is None else mask
         depths = mask.sum(-1, dtype=torch.int32) - 1 if depths is None else depths
-        if _launches(backend, mask):
+        if backend == "triton" or (backend == "auto" and uses_triton(mask)):
             from stree.kernels.step.indices import tree_indices
 
             made = tree_indices(parents, mask, conv_width)
@@ -162,7 +158,7 @@ class AcceptedPath:
         """Derive the indices from int32[batch, m] and int32[batch], without reading the device."""
         if path.shape[1] == 0:
             path = path.new_zeros(path.shape[0], 1)  # one entry, past every length
-        if _launches(backend, path):
+        if backend == "triton" or (backend == "auto" and uses_triton(path)):
             from stree.kernels.step.indices import path_indices
 
             made = path_indices(path, path_lengths, conv_width)

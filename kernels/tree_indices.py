@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["ancestor_bits", "ancestor_mask", "conv_rows", "jump_rows", "take_rows"]
+__all__ = ["ancestor_bits", "ancestor_mask", "conv_rows", "jump_rows", "prune", "take_rows"]
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
@@ -86,6 +86,24 @@ def jump_rows(parents: Tensor) -> tuple[Tensor, ...]:
         jumps.append(jump)
         jump = jump.gather(1, jump)
     return tuple(jumps)
+
+
+def prune(kept: Tensor, parents: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the parents and the ancestors of kept nodes, whose parents are kept and come first.
+
+    Args:
+        kept: int64[batch, count] nodes.
+        parents: int32[batch, n].
+        mask: bool[batch, n, n].
+
+    Returns:
+        int32[batch, count] and bool[batch, count, count], numbered as in ``kept``.
+    """
+    number = torch.full(parents.shape, -1, device=kept.device)
+    number.scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
+    above = parents.gather(1, kept)
+    above = torch.where(above >= 0, number.gather(1, above.clamp(min=0).long()), -1).to(torch.int32)
+    return above, mask.take_along_dim(kept[..., None], 1).take_along_dim(kept[:, None], 2)
 
 
 def take_rows(nodes: Tensor, rows: Tensor, batch: Tensor | None = None) -> Tensor:

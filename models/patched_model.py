@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stree.checks import check_counts
-from stree.kernels.dispatch import has_triton
+from stree.kernels.dispatch import has_some_triton, has_triton
 from stree.kernels.topology import most_nodes
 from stree.models.bounded_scan import memory_bounded
 from stree.models.checks import model_change, weight_places
 from stree.models.families import cache_argument, family_of, stateful_modules
-from stree.models.fused.fused_layers import fused_scope, patch_fused_layers
+from stree.models.fused.fused_layers import FUSED, fused_scope, patch_fused_layers
 from stree.models.hidden_states import patch_for_recording, recording, stacked
 from stree.models.layers.base import LayerSpec, Site
 from stree.models.patching import is_hooked, is_patched, num_features, unpatch_forward
@@ -67,7 +67,7 @@ class PatchedModel:
             route_functions(kind)
         for device in self.devices:
             warn_of_torch_functions(kinds, device)
-        patch_fused_layers(model)
+        self._is_fusable = False  # whether layers are patched to run fused: with the first state on a device that can
         if {self.device} != self.devices:
             for site, mixer in self.mixers.items():
                 keep_on_device(mixer, self.specs[site].device)
@@ -156,6 +156,10 @@ class PatchedModel:
         if most is not None and max_nodes > most:
             raise NotImplementedError(f"max_nodes must be at most {most} on {self.device}, got {max_nodes}")
         self._modules = [*self.model.modules()]  # modules may have been inserted since the last state
+        devices = {self.device, *self.devices}
+        if not self._is_fusable and any(has_some_triton(FUSED, device, self.dtype) for device in devices):
+            patch_fused_layers(self.model)
+            self._is_fusable = True
         defers_commit = self.defers_commit
         if defers_commit is None:
             defers_commit = has_triton("ssd_step", self.device, self.dtype)
@@ -183,7 +187,7 @@ class PatchedModel:
         """
         is_tree = isinstance(cache, TreeStep)
         if is_tree:  # with a 4-d mask the model makes none
-            mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+            mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=cache.topology.parents.device)
         if self.family.takes_positions:
             kwargs["position_ids"] = positions
         kwargs |= {self.cache_argument: cache, "return_dict": True}  # as generate does
@@ -193,8 +197,9 @@ class PatchedModel:
             kwargs["output_router_logits"] = False
         # A hook may write to a tensor in place or check its type: then no lazy residual may reach it.
         may_defer = functools.cache(lambda: not any(map(is_hooked, self._modules)))
+        is_fused = self.fused_layers and self._is_fusable
         # Without use_cache a model passes any cache object on; with it, some require a certain class.
-        with fused_scope(is_tree and self.fused_layers, may_defer), memory_bounded(not is_tree):
+        with fused_scope(is_fused, may_defer) if is_tree else memory_bounded():
             return cast(Tensor, self.model(input_ids, attention_mask=mask, use_cache=not is_tree, **kwargs).logits)
 
     def forward_recording(

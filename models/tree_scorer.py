@@ -104,10 +104,11 @@ class TreeScorer(PatchedModel):
         topology = Topology.of(
             nodes.parents, self._conv_width, mask=nodes.mask, depths=nodes.depths, jumps=self._has_diagonal
         )
-        step = TreeStep(state, topology, nodes.first, state.max_length if state.fixed_shapes else state.length_bound)
+        first = nodes.first
+        step = TreeStep(state, topology, first, state.max_length if state.fixed_shapes else state.length_bound)
         if nodes.positions is not None and host_can_read(nodes.tokens) and not state.fixed_shapes:  # free to read here
             step.length_bound = int(state.lengths.max())
-        deferred = state.deferred if nodes.first == 0 else None
+        deferred = state.deferred if first == 0 else None
         if deferred is not None:
             step.path, step.entries = deferred.accepted(self._conv_width)
         with nullcontext() if deferred is None else state.changing():

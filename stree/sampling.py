@@ -9,14 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from stree.distributions import Distributions, per_row
-from stree.kernels.dispatch import host_can_read
 from stree.kernels.ops import philox_uniform
 
 __all__ = ["MAX_RANKS", "AnySampling", "BatchSampling", "Random", "Sampling"]
@@ -208,12 +205,7 @@ class Random:
         if not isinstance(node, Tensor):
             node = torch.full((), node, device=offset.device)
         words = torch.broadcast_tensors(position.long(), sequence, node.long())
-        if not host_can_read(offset):
-            return philox_uniform(*words, seed=self.seed, purpose=PURPOSES[purpose])
-        # NumPy runs the same integer arithmetic about five times faster than torch on small CPU tensors.
-        position, sequence, node = (word.numpy() for word in words)
-        seed = self.seed.view(shape).numpy() if isinstance(self.seed, Tensor) else self.seed
-        return _number(*_philox(position, sequence, PURPOSES[purpose], node, seed))
+        return philox_uniform(*words, seed=self.seed, purpose=PURPOSES[purpose])
 
     def choice(self, purpose: str, probs: Tensor, offset: Tensor, node: Tensor | int = 0) -> Tensor:
         """Draw one index from each distribution by inverting its cumulative sum.
@@ -237,21 +229,3 @@ class Random:
     def bernoulli(self, purpose: str, probs: Tensor, offset: Tensor, node: Tensor | int = 0) -> Tensor:
         """Draw bool[batch, ...], True with probability ``probs``, float[batch, ...]."""
         return self.uniform(purpose, offset, node) < probs
-
-
-def _number(high: Any, low: Any) -> Tensor:
-    """Turn 53 bits of two int64 words into a float64 in [0, 1)."""
-    bits = (high >> 5) * (1 << 26) + (low >> 6)
-    return torch.from_numpy(np.ascontiguousarray(bits * 2.0**-53))
-
-
-def _philox(c0: Any, c1: Any, c2: int, c3: Any, seed: Any) -> tuple[Any, Any]:
-    """Run ten rounds of Philox 4x32 on int64 NumPy words and return the first two words of the block."""
-    mask = 0xFFFFFFFF
-    c0, c1, c3 = c0 & mask, c1 & mask, c3 & mask
-    k0, k1 = seed & mask, (seed >> 32) & mask
-    for _ in range(10):
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps modulo 2^64; all bits are used
-        c0, c1, c2, c3 = ((p1 >> 32) & mask) ^ c1 ^ k0, p1 & mask, ((p0 >> 32) & mask) ^ c3 ^ k1, p0 & mask
-        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
-    return c0, c1

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from stree.kernels.dispatch import host_can_read
+from stree.kernels.checks import checks_everywhere, checks_values
 from stree.kernels.topology import ancestor_mask
+from stree.kernels.tree_indices import prune
 
 __all__ = ["TokenTree", "checks_everywhere"]
-
-
-def checks_everywhere() -> bool:
-    """Whether STREE_DEBUG=1 is set: values are also checked inside the decode loop and on device tensors."""
-    return os.environ.get("STREE_DEBUG", "0") == "1"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +61,7 @@ class TokenTree:
             raise ValueError("a tree must have at least its root, got 0 nodes")
         # Copies, so that a later change of the caller's tensors cannot invalidate the checks and the derived fields.
         _fill(self, tokens.to(torch.int64, copy=True), parents.to(torch.int32, copy=True), None, None)
-        if host_can_read(parents) or checks_everywhere():
+        if checks_values(parents):
             if bool((wrong := self.parents != parents).any()):  # an int64 that wrapped around
                 raise ValueError(f"parents must be int32, got {int(parents[wrong][0])}")
             self.check()
@@ -139,12 +134,7 @@ class TokenTree:
 
     def prune(self, kept: Tensor) -> TokenTree:
         """Return the tree of int64[batch, count] kept nodes, whose parents are kept and come first."""
-        batch, n = self.tokens.shape
-        number = torch.full((batch, n), -1, device=kept.device)
-        number.scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand(batch, -1))
-        parents = self.parents.gather(1, kept)
-        parents = torch.where(parents >= 0, number.gather(1, parents.clamp(min=0).long()), -1).to(torch.int32)
-        mask = self.ancestor_mask.take_along_dim(kept[..., None], 1).take_along_dim(kept[:, None], 2)
+        parents, mask = prune(kept, self.parents, self.ancestor_mask)
         return TokenTree.unchecked(self.tokens.gather(1, kept), parents, self.depths.gather(1, kept), mask)
 
     def check(self) -> None:

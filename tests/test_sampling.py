@@ -16,7 +16,8 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from stree.drafters.candidates import top_candidates
 from stree.drafters.draws import Draws
-from stree.sampling import MAX_RANKS, BatchSampling, Random, Sampling, _philox
+from stree.kernels.sampling.philox import philox_words
+from stree.sampling import MAX_RANKS, BatchSampling, Random, Sampling
 
 ALPHA = 1e-6  # false alarms of a statistical test; the seeds are fixed, so a test passes always or never
 
@@ -56,7 +57,7 @@ def test_philox_returns_the_published_words(
 ) -> None:
     seed = key[0] | key[1] << 32
     c0, c1, c2, c3 = counter
-    found = _philox(np.array([c0]), np.array([c1]), c2, np.array([c3]), seed)
+    found = philox_words(np.array([c0]), np.array([c1]), c2, np.array([c3]), seed)
     assert tuple(int(word[0]) for word in found) == words
 
 

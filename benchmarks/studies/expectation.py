@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stree.kernels.traversal.paths import Siblings
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftProbs, accept
-from stree.verify.paths import Siblings
 
 __all__ = ["expected_path", "from_coins"]
 

@@ -91,7 +91,7 @@ def _append(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, k: Tensor, v: Ten
 
 def attention_step(a: Operands) -> Tensor:
     """Append the last path's K and V, stash those of the new rows, attend; `lengths` counts the appended rows."""
-    n = a.topology.num_nodes
+    n = a.topology.parents.shape[1]
     if a.accepted is not None:
         _append(a.k_cache, a.v_cache, a.lengths - a.accepted.lengths, a.stash_k, a.stash_v, a.accepted)
     a.stash_k[:, a.first : n].copy_(a.k)

@@ -24,7 +24,10 @@ def tree_conv1d(
     rows = torch.cat((window.transpose(1, 2), x), 1).to(dtype)  # [b, width - 1 + n, c]
     taps = weight.t().to(dtype)
     if n > 1:  # the rows of a single node are the window and itself, already in order
-        rows = take_rows(rows, topology.conv_rows(width)[:, first:].flatten(1))
+        index = topology.conv_index
+        if index is None or index.shape[2] != width:
+            index = topology.conv_rows(width)
+        rows = take_rows(rows, index[:, first:].flatten(1))
         taps = taps.contiguous()
     y = (rows.view(batch, n - first, width, channels) * taps).sum(2)
     if bias is not None:
@@ -47,7 +50,7 @@ def conv_commit(window: Tensor, x: Tensor, accepted: AcceptedPath) -> None:
 
 def conv_step(a: Operands) -> Tensor:
     """Commit the last path, stash the new rows before the convolution, convolve the new tree."""
-    n = a.topology.num_nodes
+    n = a.topology.parents.shape[1]
     if a.accepted is not None:
         conv_commit(a.window, a.stash, a.accepted)
     a.stash[:, a.first : n].copy_(a.x)

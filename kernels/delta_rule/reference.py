@@ -41,7 +41,7 @@ def gated_delta_commit(state: Tensor, k: Tensor, u: Tensor, g: Tensor, accepted:
 
 def gated_delta_step(a: Operands) -> Tensor:
     """Commit the last path, stash k and g of the new rows, scan the new tree, stash u."""
-    n, first = a.topology.num_nodes, a.first
+    n, first = a.topology.parents.shape[1], a.first
     if a.accepted is not None:
         old_k, old_u, old_g = a.previous or (a.stash_k, a.stash_u, a.stash_g)
         gated_delta_commit(a.state, old_k, old_u, old_g, a.accepted)

@@ -45,7 +45,7 @@ def selective_commit(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor,
 
 def selective_step(a: Operands) -> Tensor:
     """Commit the last path, stash x, dt and B of the new rows, scan the new tree."""
-    n, first, stash = a.topology.num_nodes, a.first, (a.stash_x, a.stash_dt, a.stash_B)
+    n, first, stash = a.topology.parents.shape[1], a.first, (a.stash_x, a.stash_dt, a.stash_B)
     if a.accepted is not None:
         old_x, old_dt, old_B = a.previous or stash
         selective_commit(a.state, old_x, old_dt, a.A, old_B, a.accepted)
@@ -71,7 +71,7 @@ def diagonal_commit(state: Tensor, log_a: Tensor, x: Tensor, accepted: AcceptedP
 
 def diagonal_step(a: Operands) -> Tensor:
     """Commit the last path, stash the new rows, scan the new tree."""
-    n = a.topology.num_nodes
+    n = a.topology.parents.shape[1]
     if a.accepted is not None:
         diagonal_commit(a.state, a.stash_log_a, a.stash_x, a.accepted)
     a.stash_log_a[:, a.first : n].copy_(a.log_a)

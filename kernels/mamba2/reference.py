@@ -43,7 +43,7 @@ def ssd_update(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, accep
 
 def ssd_step(a: Operands) -> Tensor:
     """Commit the last path, stash x, B, C and dt of the new rows, scan the new tree."""
-    n, sizes = a.topology.num_nodes, (a.headdim, a.ngroups, a.A.shape[0])
+    n, sizes = a.topology.parents.shape[1], (a.headdim, a.ngroups, a.A.shape[0])
     if a.accepted is not None:
         old_xbc, old_dt = a.previous or (a.stash_xbc, a.stash_dt)
         x, B, _ = _split_xbc(a.accepted.take(old_xbc), *sizes)

@@ -1,6 +1,6 @@
 """Draws without replacement and top-k of probability rows, compiled for the CPU with numba.
 
-`stree.sampling` imports this file with the first draw.
+This file is imported with the first draw.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-any-return"
@@ -10,14 +10,36 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from stree.kernels.numba_jit import compiled, inner
 
-__all__ = ["draw_rows", "top_rows"]
+__all__ = ["draw_distinct", "top"]
 
 BLOCK = 256  # tokens that are summed together
 
 Array = np.ndarray[Any, Any]
+
+
+def draw_distinct(dist: Tensor, uniform: Tensor, *, least: float) -> tuple[Tensor, Tensor]:
+    """Draw without replacement, by sums in float64; see `stree.kernels.ops`."""
+    tokens, probs = torch.empty(uniform.shape, dtype=torch.long), dist.new_empty(uniform.shape)
+    _draw_rows(*_rows_of(dist, uniform, tokens, probs), least)
+    return tokens, probs
+
+
+def top(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Find the most probable tokens, the first of equal ones first; see `stree.kernels.sampling.top`."""
+    best = probs.new_empty(*probs.shape[:-1], count)
+    tokens = torch.empty(best.shape, dtype=torch.long)
+    _top_rows(*_rows_of(probs, tokens, best))
+    return best, tokens
+
+
+def _rows_of(*tensors: Tensor) -> list[Array]:
+    """View each [..., n] as a NumPy matrix of rows."""
+    return [tensor.reshape(-1, tensor.shape[-1]).numpy() for tensor in tensors]
 
 
 @inner()
@@ -69,7 +91,7 @@ def _find(dist: Array, row: int, blocks: Array, tokens: Array, drawn: int, level
 
 
 @compiled
-def draw_rows(dist: Array, numbers: Array, tokens: Array, probs: Array, least: float) -> None:
+def _draw_rows(dist: Array, numbers: Array, tokens: Array, probs: Array, least: float) -> None:
     """Draw tokens without replacement from every row by inversion.
 
     Args:
@@ -109,7 +131,7 @@ def _greatest(weights: Array) -> float:
 
 
 @compiled
-def top_rows(dist: Array, tokens: Array, probs: Array) -> None:
+def _top_rows(dist: Array, tokens: Array, probs: Array) -> None:
     """Find the most probable tokens of every row of a distribution, the first of equal ones first.
 
     Args:

@@ -1,6 +1,7 @@
-"""Traversal verification in Triton: tests, coins, the walk and the next token.
+"""Traversal verification: the tests of all nodes and the walk, or all of it with its draws in Triton.
 
-The specification is `stree.verify.traversal`, in torch.  Nothing reads the device; shapes are fixed.
+The specification is `stree.kernels.traversal.reference`, in torch.  In Triton nothing reads the device and shapes are
+fixed.
 """
 
 from __future__ import annotations
@@ -9,10 +10,48 @@ import torch
 from torch import Tensor
 
 from stree.kernels.checks import check, check_rank
-from stree.kernels.dispatch import check_launch
-from stree.kernels.traversal.operands import DraftRows, TraversedPath
+from stree.kernels.dispatch import check_launch, host_can_read
+from stree.kernels.traversal import reference
+from stree.kernels.traversal.operands import DraftProbs, DraftRows, Held, TraversedPath, Tree, Walked
 
-__all__ = ["traverse"]
+__all__ = ["hold", "traverse", "walk"]
+
+
+def hold(tree: Tree, target_probs: Tensor, draft: DraftProbs | None, max_depth: int) -> Held:
+    """Test all nodes, from parents to children and from elder to younger siblings.
+
+    Args:
+        tree: n nodes.
+        target_probs: float[b, n, vocab], normalised; overwritten.
+        draft: distributions of the nodes; None where all are one-hot.
+        max_depth: bound of the depths.
+
+    Raises:
+        ValueError: on the CPU: a drafted token is outside the vocabulary.
+    """
+    if host_can_read(target_probs):
+        from stree.kernels.traversal import cpu  # imports numba
+
+        return cpu.hold(tree, target_probs, draft, max_depth)
+    return reference.hold(tree, target_probs, draft, max_depth)
+
+
+def walk(tree: Tree, is_passed: Tensor, max_depth: int) -> Walked:
+    """Walk down to the first node in post-order that passes.
+
+    Args:
+        tree: n nodes.
+        is_passed: bool[b, n], of padding False; overwritten.
+        max_depth: bound of the depths; the paths have min(n, max_depth + 1) entries.
+
+    Raises:
+        ValueError: on the CPU: a path is longer.
+    """
+    if host_can_read(is_passed):
+        from stree.kernels.traversal import cpu
+
+        return cpu.walk(tree, is_passed, max_depth)
+    return reference.walk(tree, is_passed, max_depth)
 
 
 def traverse(

@@ -1,7 +1,7 @@
 """Traversal verification on the CPU, compiled: one call tests all nodes of a tree, one walks down it.
 
-`stree.verify.traversal` imports this file with the first tree.  What is computed is `stree.verify.traversal` and
-`stree.verify.residuals`, in torch, node by node instead of wave by wave; sums are taken in float64.
+This file is imported with the first tree.  `reference.py` is the specification; here nodes are tested one by one
+instead of wave by wave, and sums are taken in float64.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-any-return"
@@ -11,13 +11,50 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from stree.kernels.numba_jit import compiled, inner
-from stree.kernels.traversal.operands import DELTA, INDEPENDENT, NOTHING, TINY
+from stree.kernels.traversal.operands import (
+    DELTA,
+    INDEPENDENT,
+    NOTHING,
+    TINY,
+    DraftProbs,
+    Held,
+    Tree,
+    Walked,
+)
 
 __all__ = ["hold", "walk"]
 
 Array = np.ndarray[Any, Any]
+
+
+def hold(tree: Tree, target_probs: Tensor, draft: DraftProbs | None, max_depth: int) -> Held:
+    """Test all nodes; see `stree.kernels.traversal.api`."""
+    batch, n = tree.tokens.shape
+    left = target_probs.contiguous()
+    if draft is None:
+        probs, row = left.new_zeros(batch, 1, 1), torch.zeros_like(tree.parents)
+        kind = torch.full((batch, n), DELTA, dtype=torch.int8)
+    else:
+        probs, row, kind = draft.probs, draft.row.to(torch.int32), draft.kind
+    coins, ratios = left.new_empty(batch, n, dtype=torch.float64), left.new_empty(batch, n)
+    given = (tree.tokens, tree.parents, left, probs, row, kind, coins, ratios)
+    _hold(*(part.contiguous().numpy() for part in given))
+    return Held(coins, ratios, left)
+
+
+def walk(tree: Tree, is_passed: Tensor, max_depth: int) -> Walked:
+    """Walk down to the first node in post-order that passes; see `stree.kernels.traversal.api`."""
+    batch, n = tree.parents.shape
+    path = tree.parents.new_empty(batch, min(n, max_depth + 1))
+    lengths, leaf = path.new_empty(batch), tree.tokens.new_empty(batch)
+    _walk(*(part.contiguous().numpy() for part in (tree.parents, is_passed, path, lengths, leaf)))
+    return Walked(path, lengths, leaf)
+
+
 summing = inner(fastmath={"reassoc", "contract"})  # sums in any order: along many lines at once
 
 
@@ -63,7 +100,7 @@ def _rest(tokens: Array, parents: Array, kind: Array, again: Array, node: int, d
 
 
 @compiled
-def hold(
+def _hold(
     tokens: Array, parents: Array, dist: Array, probs: Array, row: Array, kind: Array, held: Array, ratio: Array
 ) -> None:
     """Test all nodes in the order of their indices: parents before children, elder siblings before younger ones.
@@ -121,7 +158,7 @@ def hold(
 
 
 @compiled
-def walk(parents: Array, shown: Array, path: Array, lengths: Array, leaf: Array) -> None:
+def _walk(parents: Array, shown: Array, path: Array, lengths: Array, leaf: Array) -> None:
     """Walk down to the first node in post-order whose coin shows.
 
     Args:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stree.kernels.dispatch import check_launch, host_can_read, uses_triton
+from stree.kernels.dispatch import backend_of, check_launch, uses_triton
 from stree.kernels.tiles import MAX_NODES
 from stree.kernels.tree_growth import reference
 from stree.kernels.tree_growth.operands import (
@@ -34,8 +34,8 @@ from stree.kernels.tree_growth.operands import (
 )
 
 __all__ = [
-    "MAX_SLOTS", "append", "begin", "choose", "cut", "learn", "learn_level", "rate_by_rank", "rate_by_table",
-    "remember", "select",
+    "MAX_SLOTS", "append", "begin", "choose", "cut", "learn", "learn_level", "place", "rate_by_rank",
+    "rate_by_table", "remember", "select",
 ]  # fmt: skip
 
 MOST_COMPARED = 1 << 20  # slots by width that one loop on the CPU goes through
@@ -57,12 +57,12 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
     Returns:
         int64[batch, min(width, slots)] slots and bool of that shape, whether each is taken.
     """
-    fits = value.shape[1] <= MAX_SLOTS and min(terms.width, value.shape[1]) <= MAX_WIDTH
-    if _has_kernel(value) and fits and (below is None or len(below) <= MAX_BELOW):
+    backend = backend_of(value)
+    if backend == "triton" and _fits_choice(value, below, terms):
         from stree.kernels.tree_growth import slots_kernel
 
         return slots_kernel.choose(value, left, below, terms)
-    if host_can_read(value) and value.numel() * terms.width <= MOST_COMPARED:
+    if backend == "cpu" and value.numel() * terms.width <= MOST_COMPARED:
         from stree.kernels.tree_growth import cpu  # imports numba
 
         return cpu.choose(value, left, below, terms)
@@ -83,11 +83,12 @@ def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) ->
     Returns:
         float[batch, above, ranks].
     """
-    if _has_kernel(given.probs):
+    backend = backend_of(given.probs)
+    if backend == "triton" and given.probs.dtype == torch.float32:
         from stree.kernels.tree_growth import slots_kernel
 
         return slots_kernel.rate_by_rank(fit, level, memory, given)
-    if host_can_read(given.probs):
+    if backend == "cpu":
         from stree.kernels.tree_growth import cpu_ratings  # imports numba
 
         return cpu_ratings.rate_by_rank(fit, level, memory, given)
@@ -103,11 +104,12 @@ def rate_by_table(table: Table, given: Siblings) -> Ratings:
         table: the counts.
         given: the children.
     """
-    if _has_kernel(given.probs):
+    backend = backend_of(given.probs)
+    if backend == "triton" and given.probs.dtype == torch.float32:
         from stree.kernels.tree_growth import slots_kernel
 
         return slots_kernel.rate_by_table(table, given)
-    if host_can_read(given.probs):
+    if backend == "cpu":
         from stree.kernels.tree_growth import cpu_ratings  # imports numba
 
         return cpu_ratings.rate_by_table(table, given)
@@ -115,17 +117,16 @@ def rate_by_table(table: Table, given: Siblings) -> Ratings:
 
 
 def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int) -> Columns:
-    """Lay out the columns of a tree that begins to grow; its specification is `GrownTree`, in torch.
+    """Lay out the columns of a tree that begins to grow.
 
     Args:
         pending: int64[batch], tokens of the roots.
         leaf: int64[batch], tokens before them, columns of their own where there is one.
         has_leaf: bool[batch].
         room: columns.
-
-    Raises:
-        RuntimeError: tensors are not on a CUDA device, and Triton does not interpret.
     """
+    if not uses_triton(pending):
+        return reference.begin(pending, leaf, has_leaf, room)
     check_launch("begin", pending)
     from stree.kernels.tree_growth import columns_kernel
 
@@ -133,18 +134,18 @@ def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int) -> Columns
 
 
 def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Appended:
-    """Append the nodes of a layer, padding where a slot is not taken; its specification is `GrownTree.add`, in torch.
+    """Append the nodes of a layer, padding where a slot is not taken.
 
     Args:
         columns: of the tree; those from ``layout.size`` on are written.
         chosen: the slots.
         left: int64[batch], reduced by what is taken.
         layout: which columns they take.
-
-    Raises:
-        RuntimeError: tensors are neither on the CPU nor on a CUDA device.
     """
-    if not uses_triton(left):
+    backend = backend_of(left)
+    if backend == "reference":
+        return reference.append(columns, chosen, left, layout)
+    if backend == "cpu":
         from stree.kernels.tree_growth import cpu  # imports numba
 
         return cpu.append(columns, chosen, left, layout)
@@ -154,39 +155,57 @@ def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Ap
     return columns_kernel.append(columns, chosen, left, layout)
 
 
-def select(columns: Columns, size: int, count: int, *, by_value: bool) -> Tensor:
-    """Choose the nodes that are proposed, the root first; its specification is `GrownTree.select`, in torch.
+def place(columns: Columns, size: int, column: Tensor, tokens: Tensor, values: Tensor, is_taken: Tensor) -> None:
+    """Write nodes into the columns from ``size`` on, padding where they are not taken; in torch on every device.
 
     Args:
         columns: of the tree.
-        size: columns in use, one more than nodes; at most MAX_SLOTS + 1.
-        count: how many; no more than nodes.
+        size: columns in use.
+        column: int64[batch, width], that each node is below.
+        tokens: int64[batch, width].
+        values: float[batch, width].
+        is_taken: bool[batch, width].
+    """
+    reference.place(columns, size, column, tokens, values, is_taken)
+
+
+def select(columns: Columns, size: int, most: int, *, by_value: bool) -> Tensor | None:
+    """Choose the nodes that are proposed, the root first.
+
+    Args:
+        columns: of the tree.
+        size: columns in use, one more than nodes.
+        most: how many.
         by_value: whether those of the greatest value are, of equal ones the first; else all but padding, which comes
             last.
 
     Returns:
-        int64[batch, count] nodes in their order.
-
-    Raises:
-        RuntimeError: tensors are not on a CUDA device, and Triton does not interpret.
+        int64[batch, count] nodes in their order; None where all are proposed.
     """
-    check_launch("select", columns.tokens)
-    from stree.kernels.tree_growth import columns_kernel
+    nodes = size - 1
+    if by_value and nodes <= most:
+        return None
+    backend = backend_of(columns.tokens)
+    if backend == "triton" and nodes <= MAX_SLOTS:
+        check_launch("select", columns.tokens)
+        from stree.kernels.tree_growth import columns_kernel
 
-    return columns_kernel.select(columns, size, count, by_value=by_value)
+        return columns_kernel.select(columns, size, min(nodes, most), by_value=by_value)
+    if not by_value and backend == "cpu" and len(columns.tokens) == 1:
+        return None  # `append` leaves out columns that are padding in every row
+    return reference.select(columns, size, min(nodes, most), by_value=by_value)
 
 
 def cut(columns: Columns, kept: Tensor | None, size: int) -> Proposed:
-    """Cut a tree out of its columns; its specification is `GrownTree.target_tree` with `prune`, in torch.
+    """Cut a tree for the target out of its columns.
 
     Args:
         columns: of the tree.
         kept: int64[batch, n] nodes, each behind its parent; None for all.
         size: columns in use.
-
-    Raises:
-        RuntimeError: tensors are not on a CUDA device, and Triton does not interpret.
     """
+    if not uses_triton(columns.tokens):
+        return reference.cut(columns, kept, size)
     check_launch("cut", columns.tokens)
     from stree.kernels.tree_growth import columns_kernel
 
@@ -240,11 +259,12 @@ def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tenso
         path: int32[batch, m], nodes from the root down, whose tokens are read; None: all tokens, in their order.
         lengths: int32[batch], how many of them; 0 where a text does not go on.
     """
-    if path is not None and uses_triton(tokens):
+    backend = backend_of(tokens)
+    if path is not None and backend == "triton":
         from stree.kernels.tree_growth import learning_kernel
 
         learning_kernel.remember(memory, tokens, path, lengths)
-    elif host_can_read(tokens):
+    elif backend == "cpu":
         from stree.kernels.tree_growth import cpu_ratings  # imports numba
 
         cpu_ratings.remember(memory, tokens, path, lengths)
@@ -252,6 +272,8 @@ def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tenso
         reference.remember(memory, tokens, path, lengths)
 
 
-def _has_kernel(tensor: Tensor) -> bool:
-    """Whether a Triton kernel takes a tensor: float32 where Triton is used."""
-    return uses_triton(tensor) and tensor.dtype == torch.float32
+def _fits_choice(value: Tensor, below: Tensor | None, terms: Terms) -> bool:
+    """Whether Triton's choice takes these values: float32, and sizes that it has room for."""
+    slots = value.shape[1]
+    fits = slots <= MAX_SLOTS and min(terms.width, slots) <= MAX_WIDTH and (below is None or len(below) <= MAX_BELOW)
+    return value.dtype == torch.float32 and fits

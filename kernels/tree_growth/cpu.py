@@ -1,8 +1,6 @@
 """Which slots a layer of growth takes and the columns that they become, on the CPU, compiled with numba.
 
-`reference.py` is the specification of the choice, `GrownTree` that of the columns.
-
-It is imported with the first tree.
+`reference.py` is the specification.  This file is imported with the first tree.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-any-return"

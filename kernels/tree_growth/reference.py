@@ -1,4 +1,4 @@
-"""Choice and rating of the slots of a growing tree, and what acceptance models learn, in plain torch.
+"""Choice and rating of slots, the columns of a growing tree, and what acceptance models learn, in plain torch.
 
 The specification of the operations of `stree.kernels.tree_growth.api` of the same names, which documents them.
 """
@@ -11,9 +11,14 @@ import torch
 from torch import Tensor
 
 from stree.kernels.tree_growth.operands import (
+    Appended,
+    Chosen,
+    Columns,
     Kept,
+    Layout,
     Level,
     Memory,
+    Proposed,
     RankFit,
     Ratings,
     Siblings,
@@ -22,8 +27,12 @@ from stree.kernels.tree_growth.operands import (
     Verdicts,
     Words,
 )
+from stree.kernels.tree_indices import prune
 
-__all__ = ["choose", "learn", "learn_level", "rate_by_rank", "rate_by_table", "remember", "spent_before"]
+__all__ = [
+    "append", "begin", "choose", "cut", "learn", "learn_level", "place", "rate_by_rank", "rate_by_table", "remember",
+    "select", "spent_before",
+]  # fmt: skip
 
 MOST_WEIGHT = 12.0  # of a text's level: older evidence is forgotten
 LEAST_PROB = 1e-9  # of a child, before its logarithm
@@ -92,6 +101,82 @@ def rate_by_table(table: Table, given: Siblings) -> Ratings:
     untested = torch.cat([reach[..., None], 1 - found[..., :-1]], -1).cumprod(-1)
     priority = (untested * expected).cummin(-1).values
     return Ratings(priority * (probs > 0), untested * found * (probs > 0), cells)
+
+
+def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int) -> Columns:
+    """Lay out columns; see `stree.kernels.tree_growth.api`."""
+    batch, device, lead = len(pending), pending.device, has_leaf.long()
+    tokens = pending.new_zeros(batch, room)
+    tokens[:, 0] = torch.where(has_leaf, leaf, pending)
+    tokens[:, 1] = pending * lead
+    parents = torch.full((batch, room), -1, dtype=torch.int32, device=device)
+    parents[:, 1] += lead
+    depths = torch.zeros(batch, room, dtype=torch.int32, device=device)
+    depths[:, 1] = lead
+    mask = torch.eye(room, dtype=torch.bool, device=device).repeat(batch, 1, 1)
+    mask[:, 1, 0] = has_leaf
+    values = torch.ones(batch, room - 1, dtype=torch.float32, device=device)
+    return Columns(lead, tokens, parents, depths, mask, values)
+
+
+def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Appended:
+    """Append the nodes of a layer, all of its width; see `stree.kernels.tree_growth.api`."""
+    slots, is_taken, width = chosen.slots, chosen.is_taken, layout.width
+    values = chosen.value.flatten(1).gather(1, slots) * is_taken
+    if layout.num_nodes is not None:
+        # Values never grow along a path, so a node that is not among the best of the tree so far has no descendant
+        # among the best of the finished tree.
+        others = columns.values[:, : layout.size - 1]
+        is_taken = is_taken & (values >= torch.cat([others, values], 1).topk(layout.num_nodes + 1).values[:, -1:])
+        values = values * is_taken
+    column = columns.lead[:, None].expand_as(slots)
+    if layout.frontier:
+        column = slots // chosen.tokens.shape[-1] + layout.frontier
+    tokens = chosen.tokens.flatten(1).gather(1, slots)
+    place(columns, layout.size, *(part[:, :width] for part in (column, tokens, values, is_taken)))
+    left.sub_(is_taken.sum(1))
+    return Appended(width, values, column, tokens)
+
+
+def place(columns: Columns, size: int, column: Tensor, tokens: Tensor, values: Tensor, is_taken: Tensor) -> None:
+    """Write nodes into columns; see `stree.kernels.tree_growth.api`."""
+    end = size + column.shape[1]
+    columns.values[:, size - 1 : end - 1] = values
+    above = columns.mask[:, :size, :size].take_along_dim(column[..., None], 1)
+    columns.mask[:, size:end, :size] = above & is_taken[..., None]
+    columns.depths[:, size:end] = (columns.depths.gather(1, column) + 1) * is_taken
+    columns.tokens[:, size:end] = tokens * is_taken
+    columns.parents[:, size:end] = torch.where(is_taken, column, -1)
+
+
+def select(columns: Columns, size: int, count: int, *, by_value: bool) -> Tensor:
+    """Choose the nodes that are proposed; see `stree.kernels.tree_growth.api`."""
+    if by_value:
+        # Values never grow along a path and equal ones keep their order, so a kept node's parent is kept, before it.
+        order = columns.values[:, : size - 1].sort(dim=1, descending=True, stable=True).indices
+        return order[:, :count].sort(1).values
+    is_padding = columns.parents[:, 1:size] < 0
+    is_padding[:, 0] = False
+    return is_padding.to(torch.int8).sort(dim=1, stable=True).indices[:, :count]
+
+
+def cut(columns: Columns, kept: Tensor | None, size: int) -> Proposed:
+    """Cut a tree out of its columns: all but the one before the root, or the padding behind it; see the api."""
+    lead, is_node = columns.lead[:, None], columns.parents[:, 2:size] >= 0
+    tokens, parents, depths = (part[:, 1:size].clone() for part in (columns.tokens, columns.parents, columns.depths))
+    tokens[:, :1] = columns.tokens.gather(1, lead)
+    parents[:, 0] = -1
+    parents[:, 1:] = torch.where(is_node, (parents[:, 1:] - 1).clamp_(min=0), -1)
+    depths[:, 0] = 0
+    depths[:, 1:] -= lead * is_node
+    mask = columns.mask[:, 1:size, 1:size].clone()
+    mask[:, 1:, 0] = is_node
+    values = columns.values[:, : size - 1]
+    if kept is None:
+        return Proposed(tokens, parents, depths, mask, values, parents)
+    tokens, depths, values, rows = (part.gather(1, kept) for part in (tokens, depths, values, parents))
+    parents, mask = prune(kept, parents, mask)
+    return Proposed(tokens, parents, depths, mask, values, rows)
 
 
 def learn(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> None:

@@ -23,11 +23,16 @@ from stree.models.fused import probing
 from stree.models.fused.lazy_residual import LazyResidual, normalise
 from stree.models.patching import has_foreign_forward, is_hooked, patch_forward, unpatched_forward
 
-__all__ = ["as_lazy_residual", "fused_scope", "gated_norm", "patch_fused_layers", "with_fused_rotary"]
+__all__ = [
+    "FUSED", "as_lazy_residual", "fused_scope", "gated_norm", "in_fused_scope", "patch_fused_layers",
+    "with_fused_rotary",
+]  # fmt: skip
 
+FUSED = ("experts", "gated_activation", "rms_norm", "rms_norm_add", "rotary")  # operations that a fused scope runs
 ROTARY = "apply_rotary_pos_emb"
 RENAMING = "transformers.utils.deprecation"  # its wrapper of a forward renames arguments that no model passes on
 _is_fused: ContextVar[bool] = ContextVar("is_fused", default=False)
+in_fused_scope = _is_fused.get  # whether the model runs inside one that fuses
 _may_defer: ContextVar[Callable[[], bool]] = ContextVar("may_defer")
 
 
@@ -100,7 +105,7 @@ def gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
 
     It runs the Triton version if there is one and the class is recognised, else the module's forward.
     """
-    if has_foreign_forward(norm) or is_hooked(norm) or not dispatch.has_triton("gated_rms_norm", x.device, x.dtype):
+    if not dispatch.has_triton("gated_rms_norm", x.device, x.dtype) or has_foreign_forward(norm) or is_hooked(norm):
         return norm(x, gate)  # type: ignore[no-any-return]
     if hasattr(norm, "group_size"):  # Mamba-2, Bamba, Granite-4.0-H, Nemotron-H, Zamba2
         facts: dict[str, Any] = {"groups": x.shape[-1] // norm.group_size}

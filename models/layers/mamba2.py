@@ -103,7 +103,8 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
     layer = step.state.layers[mixer.layer_idx, Mamba2Spec]
     spec = layer.spec
     inner = spec.nheads * spec.headdim
-    gate, xbc, dt = _project(mixer, hidden_states).split([inner, spec.channels, spec.nheads], dim=-1)
+    sizes = [inner, layer.stash_xbc.shape[-1], spec.nheads]
+    gate, xbc, dt = _project(mixer, hidden_states).split(sizes, dim=-1)
     xbc = layer.convolve(step, xbc, mixer.conv1d, activation=mixer.activation)
     y = ops.ssd_step(
         layer.state, layer.stash_xbc, layer.stash_dt, step.entries, None, xbc, dt, layer.A, mixer.dt_bias,

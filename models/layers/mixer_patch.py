@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from stree.models.fused.fused_layers import as_lazy_residual
+from stree.models.fused.fused_layers import as_lazy_residual, in_fused_scope
 from stree.models.patching import patch_forward, unpatched_forward
 from stree.models.state import TreeStep
 
@@ -30,6 +30,7 @@ def _forward(
     """Run the tree forward if there is a step, else the plain one."""
     step = next((value for value in (*args, *kwargs.values()) if isinstance(value, TreeStep)), None)
     if step is not None:
-        return as_lazy_residual(tree_forward(module, step, *args, **kwargs))
+        output = tree_forward(module, step, *args, **kwargs)
+        return as_lazy_residual(output) if in_fused_scope() else output
     unpatched = unpatched_forward(module, before)
     return unpatched(*args, **kwargs) if plain_forward is None else plain_forward(module, unpatched, *args, **kwargs)

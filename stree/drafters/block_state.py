@@ -12,7 +12,7 @@ from torch import Tensor
 from stree.drafters.catch_up import CatchUpTokens
 from stree.drafters.draft_state import DraftState
 from stree.growth import Plan
-from stree.kernels.dispatch import host_can_read
+from stree.kernels.dispatch import host_bound
 from stree.models.heads.dflash import OneShotHead
 from stree.models.heads.dflash_head import BlockCache, Slots
 from stree.models.state import DecodeState
@@ -114,7 +114,7 @@ class BlockState(DraftState):
         """Append what is queued; projections are no draft call."""
         if self._behind.most:
             (features,), number = self._behind.all()
-            most = int(number.max()) if host_can_read(number) or self.is_extended else self._behind.most
+            most = host_bound(number, self._behind.most, waits=self.is_extended)
             if most:
                 self._append(features[:, :most], number)
             self._behind.clear()

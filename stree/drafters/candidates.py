@@ -11,7 +11,7 @@ from torch import Tensor
 from stree.drafters.draws import Draws
 from stree.growth import Plan
 from stree.growth.plan import Drawing
-from stree.kernels.dispatch import host_can_read
+from stree.kernels.sampling.top import top
 from stree.sampling import MAX_RANKS, AnySampling, Random
 
 __all__ = ["CandidateSource", "Candidates", "IndependentDraws", "by_kind", "candidate_source", "top_candidates"]
@@ -57,8 +57,8 @@ def candidate_source(drawing: Drawing, rng: Random, plan: Plan, sampling: AnySam
     def candidates(dist: Tensor, first: int, count: int) -> Candidates:
         if sampling.greedy_rows is None:
             return Candidates(*draw(dist, first, count))
-        is_greedy, top = sampling.greedy_rows[:, None, None], top_candidates(dist, first, count)
-        pairs = zip(top, draw(dist, first, count), strict=True)
+        is_greedy, likeliest = sampling.greedy_rows[:, None, None], top_candidates(dist, first, count)
+        pairs = zip(likeliest, draw(dist, first, count), strict=True)
         return Candidates(*(torch.where(is_greedy, best, drawn) for best, drawn in pairs))
 
     return candidates
@@ -75,20 +75,11 @@ def by_kind(sampling: AnySampling, if_greedy: Callable[[], Tensor], if_sampled: 
 
 def top_candidates(dist: Tensor, first: int, count: int) -> Candidates:
     """Return the most probable tokens; arguments as for ``CandidateSource``."""
-    probs, tokens = (_top_on_host if host_can_read(dist) else torch.topk)(dist, min(count, dist.shape[-1]))
+    probs, tokens = top(dist, min(count, dist.shape[-1]))
     if dist.shape[-1] >= count:
         return Candidates(tokens, probs)
     beyond = (0, count - dist.shape[-1])
     return Candidates(torch.nn.functional.pad(tokens, beyond), torch.nn.functional.pad(probs, beyond))
-
-
-def _top_on_host(dist: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the most probable tokens of CPU distributions: float[batch, rows, count] probabilities, and the tokens."""
-    from stree.kernels.sampling.cpu import top_rows  # imports numba
-
-    probs, tokens = dist.new_empty(*dist.shape[:-1], count), torch.empty(*dist.shape[:-1], count, dtype=torch.long)
-    top_rows(*(part.reshape(-1, part.shape[-1]).numpy() for part in (dist, tokens, probs)))
-    return probs, tokens
 
 
 class IndependentDraws:

@@ -8,8 +8,6 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from stree.kernels.dispatch import host_can_read
-
 __all__ = ["CatchUpTokens"]
 
 
@@ -27,7 +25,6 @@ class CatchUpTokens:
         # [batch, capacity + 1, ...], whose last column takes writes that are to be ignored, and each queue's length.
         self._entries = [_resized(entry, 1) for entry in entries]
         self._number = torch.zeros(len(entries[0]), dtype=torch.long, device=entries[0].device)
-        self._parts: list[tuple[Sequence[Tensor], Tensor]] = []  # on the CPU they are concatenated when needed
         self.most = 0
 
     def put(self, entries: Sequence[Tensor], count: Tensor, max_length: int | None) -> None:
@@ -40,9 +37,6 @@ class CatchUpTokens:
         """
         width = entries[0].shape[1]
         self.most += width
-        if host_can_read(entries[0]):
-            self._parts.append((entries, count))
-            return
         place = torch.arange(width, device=count.device)
         capacity = self._entries[0].shape[1] - 1
         if self.most > capacity and (max_length is None or capacity < max_length):
@@ -55,7 +49,7 @@ class CatchUpTokens:
 
     def all(self) -> tuple[Sequence[Tensor], Tensor]:
         """Return [batch, m, ...] entries and int64[batch] lengths of the queues; they are valid until ``clear``."""
-        return _concatenated(self._parts) if self._parts else (self._entries, self._number)
+        return self._entries, self._number
 
     def reserve(self, max_length: int) -> None:
         """Allocate queues of this length at least."""
@@ -65,24 +59,17 @@ class CatchUpTokens:
     def forget(self, row: int) -> None:
         """Empty the queue of a sequence."""
         self._number[row] = 0
-        index = torch.tensor([row], device=self._number.device)
-        self._parts = [(entries, count.index_fill(0, index, 0)) for entries, count in self._parts]
 
     def select(self, rows: Tensor) -> CatchUpTokens:
         """Copy the queues of some sequences, int64[batch']."""
         other = copy(self)
-        other._entries, other._number, other.most = (
-            [entry[rows] for entry in self._entries],
-            self._number[rows],
-            self.most,
-        )
-        other._parts = [([entry[rows] for entry in entries], count[rows]) for entries, count in self._parts]
+        other._entries, other._number = [entry[rows] for entry in self._entries], self._number[rows]
         return other
 
     def clear(self) -> None:
         """Empty all queues."""
         self._number.zero_()
-        self._parts, self.most = [], 0
+        self.most = 0
 
 
 def _resized(entry: Tensor, length: int) -> Tensor:
@@ -95,11 +82,3 @@ def _resized(entry: Tensor, length: int) -> Tensor:
 def _expanded(index: Tensor, entry: Tensor) -> Tensor:
     """Expand int64[batch, m] indices to the shape of an entry."""
     return index.view(*index.shape, *[1] * (entry.dim() - 2)).expand(*index.shape, *entry.shape[2:])
-
-
-def _concatenated(parts: Sequence[tuple[Sequence[Tensor], Tensor]]) -> tuple[Sequence[Tensor], Tensor]:
-    """Concatenate the first int64[batch] of each part's entries: [batch, sum of m, ...] and their number."""
-    is_one = torch.cat([torch.arange(entries[0].shape[1]) < count[:, None] for entries, count in parts], 1)
-    order = is_one.to(torch.int8).sort(dim=1, descending=True, stable=True).indices
-    joined = [torch.cat(entry, 1) for entry in zip(*(entries for entries, _ in parts), strict=True)]
-    return [entry.gather(1, _expanded(order, entry)) for entry in joined], is_one.sum(1)

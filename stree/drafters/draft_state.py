@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stree.drafters.base import padded_prompts
 from stree.drafters.catch_up import CatchUpTokens
-from stree.kernels.dispatch import host_can_read
+from stree.kernels.dispatch import fixes_shapes, host_bound
 from stree.kernels.step.bookkeeping import Drafted, path_on_columns
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
@@ -68,7 +68,7 @@ class DraftState:
         width = input_ids.shape[1]
         nodes = MAX_NODES if self.max_nodes is None else max(self.max_nodes, CHUNK + 1)
         self._state = self._lm.new_state(len(lengths), max(self._max_length or 2 * width + 1024, width), nodes)
-        self._state.fixed_shapes = not host_can_read(self.leaf)
+        self._state.fixed_shapes = fixes_shapes(self.leaf)
         self._lm.prefill(self._state, input_ids, lengths)
 
     def restart(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -148,9 +148,7 @@ class DraftState:
         if not self._behind.most:
             return 0
         (tokens,), number = self._behind.all()
-        most = self._behind.most
-        if host_can_read(number) or self.is_extended:
-            most = int(number.max())
+        most = host_bound(number, self._behind.most, waits=self.is_extended)
         for begin in range(0, most, CHUNK):
             piece = tokens[:, begin : min(begin + CHUNK, most)]
             self._run_chain(piece, (number - begin).clamp(0, piece.shape[1]))

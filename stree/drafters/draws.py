@@ -1,4 +1,4 @@
-"""Draws of child tokens without replacement, in numba on the CPU and in Triton on a GPU; what they were drawn from."""
+"""Draws of child tokens without replacement, and the distributions that they were drawn from."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 from stree.growth import Plan
 from stree.kernels.constants import constant
-from stree.kernels.dispatch import host_can_read
 from stree.kernels.ops import draw_distinct
+from stree.kernels.tiles import padded
 from stree.sampling import MAX_RANKS, Random
 from stree.verify import DELTA, INDEPENDENT, SAMPLED, DraftProbs
 
@@ -33,9 +33,9 @@ class Draws:
         self._rng = rng
         self._numbers: Tensor | None = None
         if type(rng).choice is Random.choice:
-            offset, node = _draft_counters(num_nodes, num_ranks, rng.positions.device)
+            offset, node = _draft_counters(padded(num_nodes), num_ranks, rng.positions.device)
             rows = len(rng.positions)
-            self._numbers = rng.uniform("draft", offset.expand(rows, -1, -1), node.expand(rows, -1, -1))
+            self._numbers = rng.uniform("draft", offset.expand(rows, -1, -1), node[:, :num_nodes].expand(rows, -1, -1))
 
     def draw(self, probs: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Draw children one after the other, each from the distribution without the earlier ones.
@@ -51,10 +51,7 @@ class Draws:
         """
         rows = probs.shape[1]
         if self._numbers is not None:
-            numbers = self._numbers[:, first : first + rows, :count]
-            if host_can_read(probs):
-                return _draw_on_host(probs, numbers)
-            return draw_distinct(probs, numbers, least=LEAST_MASS)
+            return draw_distinct(probs, self._numbers[:, first : first + rows, :count], least=LEAST_MASS)
         tokens, drawn = [], []
         node = torch.arange(first, first + rows, device=probs.device).expand(probs.shape[:2]) * MAX_RANKS
         least = LEAST_MASS * probs.sum(-1, keepdim=True)
@@ -73,16 +70,6 @@ def _draft_counters(num_nodes: int, num_ranks: int, device: torch.device) -> tup
     return node.new_zeros(1, 1, 1), node.unsqueeze(0)
 
 
-def _draw_on_host(probs: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw with float64[batch, rows, count] uniform numbers in numba: tokens and their probabilities."""
-    from stree.kernels.sampling.cpu import draw_rows  # imports numba
-
-    tokens, drawn = torch.empty(numbers.shape, dtype=torch.long), probs.new_empty(numbers.shape)
-    flat = [tensor.reshape(-1, tensor.shape[-1]).numpy() for tensor in (probs, numbers, tokens, drawn)]
-    draw_rows(*flat, LEAST_MASS)
-    return tokens, drawn
-
-
 def draft_probs(probs: Tensor, rows: Tensor, plan: Plan, greedy_rows: Tensor | None) -> DraftProbs:
     """Distributions that nodes were drawn from: float[batch, nodes run, vocab], and each node's row of them.
 
@@ -90,13 +77,13 @@ def draft_probs(probs: Tensor, rows: Tensor, plan: Plan, greedy_rows: Tensor | N
     """
     most = plan.num_nodes if plan.is_heap else max((layer.ranks for layer in plan.layers), default=0)
     kind = INDEPENDENT if plan.drawing == "independent" else SAMPLED
-    kinds = _kinds(rows.shape, kind, rows.device)
+    kinds = _kinds(padded(rows.numel()), kind, rows.device)[: rows.numel()].view(rows.shape)
     if greedy_rows is not None:
         kinds = kinds.masked_fill(greedy_rows[:, None], DELTA)
     return DraftProbs(probs, rows, kinds, most)
 
 
 @constant
-def _kinds(shape: torch.Size, kind: int, device: torch.device) -> Tensor:
-    """int8 tensor of a shape, of nodes that are all of one kind."""
-    return torch.full(shape, kind, dtype=torch.int8, device=device)
+def _kinds(size: int, kind: int, device: torch.device) -> Tensor:
+    """int8[size], of nodes that are all of one kind."""
+    return torch.full((size,), kind, dtype=torch.int8, device=device)

@@ -11,7 +11,7 @@ from torch import Tensor
 from stree.drafters.base import padded_prompts
 from stree.drafters.catch_up import CatchUpTokens
 from stree.drafters.draft_state import CHUNK, DraftState
-from stree.kernels.dispatch import host_can_read
+from stree.kernels.dispatch import fixes_shapes, host_bound
 from stree.models.heads.causal import CausalHead
 from stree.models.layers.base import state_dtype
 from stree.models.state import DecodeState
@@ -64,7 +64,7 @@ class HeadState(DraftState):
         if self._state is None:
             length = self._max_length or 2 * max(map(len, self.prompts)) + 1024
             self._state = self.head.new_state(len(self.prompts), length, max(self.max_nodes or 0, CHUNK + 1))
-            self._state.fixed_shapes = not host_can_read(self.leaf)
+            self._state.fixed_shapes = fixes_shapes(self.leaf)
 
     def restart(self, prompts: Sequence[Sequence[int]]) -> None:
         """Begin as many other texts; ``read_prompts`` follows."""
@@ -123,7 +123,7 @@ class HeadState(DraftState):
         if self._is_root_run:
             return 0
         (tokens, features), number = self._behind.all()
-        most = int(number.max()) if host_can_read(number) or self.is_extended else self._behind.most
+        most = host_bound(number, self._behind.most, waits=self.is_extended)
         calls = self._run_pairs(tokens[:, :most], features[:, :most], number, pending)
         self._behind.clear()
         return calls
@@ -154,9 +154,7 @@ class HeadState(DraftState):
         Returns:
             The calls it took.
         """
-        most = tokens.shape[1]
-        if host_can_read(number):
-            most = int(number.max())
+        most = host_bound(number, tokens.shape[1])
         place = torch.arange(most + 1, device=tokens.device)
         is_root = place == number[:, None]
         tokens = torch.where(is_root, pending[:, None], torch.cat([tokens[:, :most], pending[:, None]], 1))

@@ -15,6 +15,7 @@ from stree.drafters.base import Draft, Drafter, DraftRun
 from stree.drafters.draft_state import DraftState
 from stree.drafters.model import ModelDrafter, _ModelRun, check_vocabulary
 from stree.growth import Growth
+from stree.kernels.host_copies import side_stream
 from stree.kernels.step.bookkeeping import path_on_nodes
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random
@@ -126,8 +127,8 @@ class _OverlappedRun(DraftRun):
         """Begin to draft below the likeliest path."""
         assert draft.values is not None, "the caller has checked"
         path, lengths, last = _likeliest_path(draft.tree, draft.values)
-        if last.is_cuda and self._stream is None:
-            self._stream = torch.cuda.Stream(last.device)
+        if self._stream is None:
+            self._stream = side_stream(last)
         run, stream = self._run, self._stream
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(last.device))

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from stree.drafters.draft_state import CHUNK
 from stree.drafters.head_state import HeadState
-from stree.kernels.dispatch import host_can_read
 from stree.models.heads.specblock import SpecBlockHead
 from stree.models.layers.base import state_dtype
 from stree.models.state import DecodeState
@@ -77,11 +76,11 @@ class SlotState(HeadState):
         drawn_from = self._place.gather(1, tree.parents[:, first:].clamp(min=0).long())
         is_last = drawn_from % slots == slots - 1
         self._num_layers += 1
-        if host_can_read(tree.tokens):
+        if state.fixed_shapes:
+            begins, count = is_last, is_last.shape[1] * (self._num_layers % slots == 0)
+        else:
             begins = (is_last | ~self._is_sure.gather(1, drawn_from)) & (tree.parents[:, first:] >= 0)
             count = int(begins.sum(1).max())
-        else:
-            begins, count = is_last, is_last.shape[1] * (self._num_layers % slots == 0)
         used = self._columns.tokens.shape[1]
         count = min(count, (state.max_nodes - used) // slots)
         place = torch.where(is_last, drawn_from, drawn_from + 1)
@@ -110,8 +109,8 @@ class SlotState(HeadState):
         self.num_block_calls += 1
 
     def _expects_first(self, logits: Tensor, outputs: Tensor) -> Tensor:
-        """Return where the rank head expects the likeliest token; everywhere where the host cannot ask it."""
-        if not host_can_read(logits):
+        """Return where the rank head expects the likeliest token; everywhere where shapes must not depend on it."""
+        if self.decode_state.fixed_shapes:
             return torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device)
         return self.head.ranks(logits, outputs) == 0
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from stree.drafters.candidates import Candidates
 from stree.growth import Layer, Plan
-from stree.kernels.dispatch import host_can_read, uses_triton
+from stree.kernels.dispatch import may_have_any, most_true
 from stree.kernels.tiles import MAX_NODES
-from stree.kernels.tree_growth.api import MAX_SLOTS, append, begin, cut, select
-from stree.kernels.tree_growth.operands import Chosen, Columns, Layout, Proposed, Words
+from stree.kernels.tree_growth.api import append, begin, cut, place, select
+from stree.kernels.tree_growth.operands import Chosen, Layout, Proposed, Words
 from stree.models.tree_lm import TreeLM
 from stree.tree import TokenTree
 
@@ -79,8 +79,7 @@ class GrownTree:
     """
 
     def __init__(self, pending: Tensor, leaf: Tensor, has_leaf: Tensor, left: Tensor, plan: Plan) -> None:
-        lay_out = begin if uses_triton(pending) and not host_can_read(pending) else _begin
-        self._columns = columns = lay_out(pending, leaf, has_leaf, num_columns(plan))
+        self._columns = columns = begin(pending, leaf, has_leaf, num_columns(plan))
         self.root_offset, self.left, self._mask = columns.lead, left, columns.mask
         self._tokens, self._parents, self._depths = columns.tokens, columns.parents, columns.depths
         self._value = columns.values  # of the target's nodes
@@ -132,12 +131,8 @@ class GrownTree:
             Whether there is a layer to go on from.
         """
         before, width = self.size - 1, min(layer.width, slots.shape[1])
-        if width and (host_can_read(slots) or uses_triton(slots)):
-            width = self._launch(layer, Chosen(slots, is_taken, value, candidates.tokens), width)
-        elif width:
-            chosen = value.flatten(1).gather(1, slots) * is_taken
-            is_taken = self._are_worthwhile(chosen, is_taken)
-            self._append(layer, slots, is_taken, candidates, chosen * is_taken, width)
+        if width:
+            width = self._append(layer, Chosen(slots, is_taken, value, candidates.tokens), width)
         if not width:
             return False
         self._begin = before
@@ -146,26 +141,14 @@ class GrownTree:
         self.num_layers += 1
         return True
 
-    def _append(
-        self, layer: Layer, slots: Tensor, is_taken: Tensor, candidates: Candidates, chosen: Tensor, width: int
-    ) -> None:
-        """Append the first ``width`` slots, whose nodes have float[batch, width + leaves] values, as a layer."""
-        parent = slots // layer.ranks
-        column = parent + (self._begin + 1) if self._begin else self.root_offset[:, None].expand_as(slots)
-        token = candidates.tokens.flatten(1).gather(1, slots)
-        if layer.leaves:
-            self._leaves.append((column[:, layer.width :], token[:, layer.width :], chosen[:, layer.width :]))
-        self.add_below(column[:, :width], token[:, :width], chosen[:, :width], is_taken[:, :width])
-        self.frontier_value = chosen[:, :width]
-        self.left = self.left - is_taken.sum(1)
-
-    def _launch(self, layer: Layer, chosen: Chosen, width: int) -> int:
-        """Append a layer by one kernel; return its width."""
+    def _append(self, layer: Layer, chosen: Chosen, width: int) -> int:
+        """Append the first ``width`` slots as a layer; return the number of columns that it takes."""
+        is_contested = self._plan.is_pruned and self.size - 1 + chosen.slots.shape[1] > self._plan.num_nodes
         layout = Layout(
             width,
             frontier=self._begin + 1 if self._begin else 0,
             size=self.size,
-            num_nodes=self._plan.num_nodes if self._is_contested(chosen.slots) else None,
+            num_nodes=self._plan.num_nodes if is_contested else None,
             is_cut=layer.slots is None,
         )
         appended = append(self._columns, chosen, self.left, layout)
@@ -179,26 +162,10 @@ class GrownTree:
         self.size += appended.width
         return appended.width
 
-    def _is_contested(self, slots: Tensor) -> bool:
-        """Return whether a pruned tree with these slots has more nodes than can be proposed."""
-        return self._plan.is_pruned and self.size - 1 + slots.shape[1] > self._plan.num_nodes
-
-    def _are_worthwhile(self, chosen: Tensor, is_taken: Tensor) -> Tensor:
-        """Return which nodes of a layer can still be proposed: bool[batch, width + leaves].
-
-        A pruned tree keeps its best nodes and values never grow along a path, so a node that is not among the best so
-        far has no descendant among the best of the finished tree.
-        """
-        if not self._is_contested(chosen):
-            return is_taken
-        values = torch.cat([self._value[:, : self.size - 1], chosen], 1)
-        least = values.topk(self._plan.num_nodes + 1).values[:, -1:]
-        return is_taken & (chosen >= least)
-
     def stop(self, goes_on: Tensor) -> bool:
         """Stop growth below the frontier where bool[batch] is False; return whether any sequence may continue."""
         self.frontier_value = self.frontier_value * goes_on[:, None]
-        return not host_can_read(goes_on) or bool(goes_on.any())
+        return may_have_any(goes_on)
 
     def add_leaves(self) -> None:
         """Append the best of all leaves; they are not run."""
@@ -206,87 +173,26 @@ class GrownTree:
             return
         column, token, value = (torch.cat(parts, 1) for parts in zip(*self._leaves, strict=True))
         kept = value.sort(dim=1, descending=True, stable=True).indices[:, : self._plan.num_nodes]
-        if host_can_read(value):
-            kept = kept[:, : int((value > 0).sum(1).max())]
         value = value.gather(1, kept)
-        self.add_below(column.gather(1, kept), token.gather(1, kept), value, value > 0)
+        is_taken = value > 0
+        width = most_true(is_taken)
+        kept, value, is_taken = kept[:, :width], value[:, :width], is_taken[:, :width]
+        self.add_below(column.gather(1, kept), token.gather(1, kept), value, is_taken)
 
     def add_below(self, column: Tensor, token: Tensor, value: Tensor, is_taken: Tensor) -> None:
         """Append nodes with the given tokens and values below int64[batch, width] columns; padding where not taken."""
-        begin = self.size
-        self._value[:, begin - 1 : begin - 1 + column.shape[1]] = value
-        end = self.size = begin + column.shape[1]
-        above = self._mask[:, :begin, :begin]
-        self._mask[:, begin:end, :begin] = above.take_along_dim(column[..., None], 1) & is_taken[..., None]
-        self._depths[:, begin:end] = (self._depths.gather(1, column) + 1) * is_taken
-        self._tokens[:, begin:end] = token * is_taken
-        self._parents[:, begin:end] = torch.where(is_taken, column, -1)
+        place(self._columns, self.size, column, token, value, is_taken)
+        self.size += column.shape[1]
 
     def select(self, plan: Plan) -> Tensor | None:
         """Choose the nodes of the target's tree that are proposed: int64[batch, count], or None for all.
 
-        Values never grow along a path and the sort is stable, so a kept node's parent is kept.  Every drawn node is
-        proposed: of a sampled tree only padding is dropped.
+        Every drawn node is proposed: of a sampled tree only padding is dropped.
         """
-        n = self.size - 1
-        if not self._is_selected(plan):
+        if not plan.is_pruned and (plan.is_heap or plan.is_fixed):
             return None
-        if uses_triton(self._tokens) and not host_can_read(self._tokens) and n <= MAX_SLOTS:
-            return select(self._columns, self.size, min(n, plan.num_nodes + 1), by_value=plan.is_pruned)
-        if plan.is_pruned:
-            # Equal values keep their order, so a parent comes before its children.
-            order = self._value[:, :n].sort(dim=1, descending=True, stable=True).indices
-            return order[:, : plan.num_nodes + 1].sort(1).values
-        is_padding = self._parents[:, 1 : self.size] < 0
-        is_padding[:, 0] = False
-        return is_padding.to(torch.int8).sort(dim=1, stable=True).indices[:, : plan.num_nodes + 1]
-
-    def _is_selected(self, plan: Plan) -> bool:
-        """Return whether ``select`` has to drop nodes or padding."""
-        if plan.is_pruned:
-            return self.size - 1 > plan.num_nodes + 1
-        # Where the host may read tensors, a single row has no padding.
-        return not (plan.is_heap or plan.is_fixed or (host_can_read(self._tokens) and len(self._tokens) == 1))
+        return select(self._columns, self.size, plan.num_nodes + 1, by_value=plan.is_pruned)
 
     def proposed(self, selected: Tensor | None) -> Proposed:
         """Return the tree of int64[batch, count] nodes, or of all, for the target."""
-        if uses_triton(self._tokens) and not host_can_read(self._tokens):
-            return cut(self._columns, selected, self.size)
-        tree = self.target_tree()
-        rows, values = tree.parents, self._value[:, : self.size - 1]
-        if selected is not None:
-            rows, values = (tensor.gather(1, selected) for tensor in (rows, values))
-            tree = tree.prune(selected)
-        return Proposed(tree.tokens, tree.parents, tree.depths, tree.ancestor_mask, values, rows)
-
-    def target_tree(self) -> TokenTree:
-        """Return the tree for the target: the columns without the one before the root or the padding behind it."""
-        offset, size = self.root_offset[:, None], self.size
-        tokens = self._tokens[:, 1:size].clone()
-        tokens[:, :1] = self._tokens.gather(1, offset)
-        is_node = self._parents[:, 2:size] >= 0
-        parents = self._parents[:, 1:size].clone()
-        parents[:, 0] = -1
-        parents[:, 1:] = torch.where(is_node, (parents[:, 1:] - 1).clamp_(min=0), -1)
-        depths = self._depths[:, 1:size].clone()
-        depths[:, 0] = 0
-        depths[:, 1:] -= offset * is_node
-        mask = self._mask[:, 1:size, 1:size].clone()
-        mask[:, 1:, 0] = is_node
-        return TokenTree.unchecked(tokens, parents, depths, mask)
-
-
-def _begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int) -> Columns:
-    """Allocate the columns as ``begin`` does, in torch."""
-    batch, device, root_offset = len(pending), pending.device, has_leaf.long()
-    tokens = pending.new_zeros(batch, room)
-    tokens[:, 0] = torch.where(has_leaf, leaf, pending)
-    tokens[:, 1] = pending * root_offset
-    parents = torch.full((batch, room), -1, dtype=torch.int32, device=device)
-    parents[:, 1] += root_offset
-    depths = torch.zeros(batch, room, dtype=torch.int32, device=device)
-    depths[:, 1] = root_offset
-    mask = torch.eye(room, dtype=torch.bool, device=device).repeat(batch, 1, 1)
-    mask[:, 1, 0] = has_leaf
-    values = torch.ones(batch, room - 1, dtype=torch.float32, device=device)
-    return Columns(root_offset, tokens, parents, depths, mask, values)
+        return cut(self._columns, selected, self.size)

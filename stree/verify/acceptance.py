@@ -8,9 +8,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from stree.kernels.dispatch import host_can_read
+from stree.kernels.checks import checks_values
+from stree.kernels.dispatch import is_known_all
 from stree.sampling import AnySampling, Random
-from stree.tree import TokenTree, checks_everywhere
+from stree.tree import TokenTree
 from stree.verify.longest import longest
 from stree.verify.match import match
 from stree.verify.rejection import reject
@@ -57,7 +58,7 @@ def accept(
     if verifier not in (*VERIFIERS, LONGEST):
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
     _check_shapes(tree, target_logits, draft)
-    if host_can_read(target_logits) or checks_everywhere():
+    if checks_values(target_logits):
         _check_values(tree, target_logits, sampling, is_block=verifier == "block")
     if draft is not None and draft.probs.dtype in (torch.float16, torch.bfloat16):
         draft = replace(draft, probs=draft.probs.float())
@@ -99,6 +100,4 @@ def _check_values(tree: TokenTree, target_logits: Tensor, sampling: AnySampling,
 
 def _is_known_delta(tree: TokenTree, draft: DraftProbs) -> bool:
     """Return whether every drafted node is DELTA, where that can be read without synchronising."""
-    if not (tree.is_checked and host_can_read(draft.kind)):
-        return False
-    return bool(((draft.kind == DELTA) | (tree.parents < 0)).all())
+    return tree.is_checked and is_known_all((draft.kind == DELTA) | (tree.parents < 0))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from stree.kernels.traversal.paths import deepest
 from stree.sampling import AnySampling, Random
 from stree.tree import TokenTree
-from stree.verify.paths import deepest
 from stree.verify.rejection import try_children
 from stree.verify.values import Acceptance, DraftProbs
 
@@ -28,7 +28,7 @@ def longest(
     """
     residuals, ratio, is_accepted = try_children(tree, sampling.probs(target_logits), rng, draft)
     is_candidate = tree.parents == 0
-    leaf, path, path_lengths = deepest(tree, is_accepted | is_candidate, max_depth)
+    path, path_lengths, leaf = deepest(tree, is_accepted | is_candidate, max_depth)
     if sampling.is_greedy:  # target_probs are one-hot, but the next candidates are the most probable tokens
         left = target_logits.take_along_dim(leaf[:, None, None], 1).squeeze(1).softmax(-1)
     else:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stree.kernels.dispatch import uses_triton
+from stree.kernels.dispatch import draws_in_kernels
 from stree.kernels.ops import Backend, match_accept
 from stree.kernels.topology import Topology
+from stree.kernels.traversal.paths import deepest
 from stree.sampling import AnySampling, Random
 from stree.tree import TokenTree
-from stree.verify.paths import deepest
 from stree.verify.values import Acceptance
 
 __all__ = ["match", "match_by_kernels"]
@@ -22,7 +22,7 @@ def match(tree: TokenTree, target_logits: Tensor, sampling: AnySampling, rng: Ra
     All nodes of one position share one random number, the number that plain sampling uses there, so the text is that of
     plain sampling with the same seed. Lossless for every tree ("naive sampling" in SpecInfer, arXiv 2305.09781).
     """
-    if uses_triton(target_logits) and type(rng) is Random:  # a subclass draws its own numbers
+    if type(rng) is Random and draws_in_kernels(target_logits):  # a subclass draws its own numbers
         return match_by_kernels(tree, target_logits, sampling, rng, max_depth)
     if sampling.is_greedy:
         drawn = target_logits.argmax(-1)
@@ -32,7 +32,7 @@ def match(tree: TokenTree, target_logits: Tensor, sampling: AnySampling, rng: Ra
         return Acceptance(torch.zeros_like(tree.parents), torch.ones_like(tree.parents[:, 0]), drawn[:, 0])
     parents = tree.parents.clamp(min=0).long()
     is_match = tree.tokens == drawn.gather(1, parents)
-    leaf, path, path_lengths = deepest(tree, is_match, max_depth)
+    path, path_lengths, leaf = deepest(tree, is_match, max_depth)
     return Acceptance(path, path_lengths, drawn.gather(1, leaf[:, None]).squeeze(1))
 
 

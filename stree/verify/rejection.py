@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stree.kernels.traversal.paths import deepest
+from stree.kernels.traversal.residuals import Residuals
 from stree.sampling import Random
 from stree.tree import TokenTree
-from stree.verify.paths import deepest
-from stree.verify.residuals import Residuals
 from stree.verify.values import Acceptance, DraftProbs
 
 __all__ = ["draw_tests", "reject", "try_children"]
@@ -24,7 +24,7 @@ def reject(tree: TokenTree, target_probs: Tensor, rng: Random, draft: DraftProbs
     Tests below different nodes are independent, so all nodes are tested in parallel, one sibling rank at a time.
     """
     residuals, ratio, is_accepted = try_children(tree, target_probs, rng, draft)
-    leaf, path, path_lengths = deepest(tree, is_accepted, max_depth)
+    path, path_lengths, leaf = deepest(tree, is_accepted, max_depth)
     depth = tree.depths.gather(1, leaf[:, None]).squeeze(1)
     return Acceptance(path, path_lengths, rng.choice("target", residuals.at(leaf), depth + 1), ratio)
 

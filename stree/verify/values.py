@@ -6,29 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from stree.kernels.traversal.operands import DELTA, INDEPENDENT, SAMPLED
+from stree.kernels.traversal.operands import DELTA, INDEPENDENT, SAMPLED, DraftProbs
 
 __all__ = ["DELTA", "INDEPENDENT", "SAMPLED", "Acceptance", "DraftLaws", "DraftProbs"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DraftProbs:
-    """The distribution that each node was drawn from.
-
-    Attributes:
-        probs: float[batch, rows, vocab], after temperature, top-k and top-p of the draft; unused rows may hold
-            anything.
-        row: int32[batch, n], index into ``probs`` of each node; ignored for the root, padding and DELTA nodes.
-        kind: int8[batch, n], SAMPLED (without replacement: the verifier masks the tokens of earlier siblings out of the
-            stored distribution), DELTA (chosen deterministically: top-k, retrieved; its distribution is one-hot) or
-            INDEPENDENT (with replacement: the stored distribution as it is).
-        max_children: upper bound of a node's children, which spares a synchronisation with a device; None for n - 1.
-    """
-
-    probs: Tensor
-    row: Tensor
-    kind: Tensor
-    max_children: int | None = None
 
 
 DraftLaws = DraftProbs  # former name

@@ -14,10 +14,11 @@ from stree import TokenTree
 from stree.kernels.dispatch import as_on_device
 from stree.kernels.traversal.api import traverse as traverse_on_device
 from stree.kernels.traversal.operands import DraftRows, TraversedPath
+from stree.kernels.traversal.reference import accept_probs
+from stree.kernels.traversal.residuals import Residuals
 from stree.sampling import Random
 from stree.verify import Acceptance, DraftProbs
-from stree.verify.residuals import Residuals
-from stree.verify.traversal import _accept_probs, traverse
+from stree.verify.traversal import traverse
 from stree.verify.values import DELTA, INDEPENDENT, SAMPLED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -102,11 +103,11 @@ class Problem:
             given = draft.kind if kind is None else torch.full_like(draft.kind, kind)
             draft = replace(draft, probs=draft.probs.double(), kind=given)
         residuals = Residuals(self.tree, self.dist.to(torch.float64, copy=True), draft)
-        return _accept_probs(self.tree, residuals, self.depth), residuals
+        return accept_probs(self.tree, residuals, self.depth), residuals
 
     def narrow(self) -> Tensor:
         """Compute coins in float32, in torch."""
-        return _accept_probs(self.tree, Residuals(self.tree, self.dist.clone(), self.draft), self.depth)
+        return accept_probs(self.tree, Residuals(self.tree, self.dist.clone(), self.draft), self.depth)
 
     def outcome(self) -> Acceptance:
         """Traverse in torch."""

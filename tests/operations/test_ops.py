@@ -65,11 +65,11 @@ def test_a_registered_module_serves_an_operation(monkeypatch: pytest.MonkeyPatch
 
 
 def test_threads_wait_for_a_module_that_one_of_them_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = "import time", "time.sleep(0.2)", "def diagonal_tree_scan():", "    return 5"
+    lines = "import time", "time.sleep(0.2)", "def slow_scan():", "    return 5"
     (tmp_path / "slow_reference.py").write_text("\n".join(lines), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(dispatch.REFERENCE, "diagonal_tree_scan", "slow_reference")
-    found = together(lambda _: dispatch.choose("diagonal_tree_scan", "reference", torch.zeros(1))(), 4)
+    monkeypatch.setitem(dispatch.REFERENCE, "slow_scan", "slow_reference")
+    found = together(lambda _: dispatch.choose("slow_scan", "reference", torch.zeros(1))(), 4)
     assert found == [5] * 4
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from helpers import oracles
@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stree.kernels.traversal import cpu
+from stree.kernels.traversal.operands import Held
+from stree.kernels.traversal.paths import Siblings, deepest
 from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftProbs
-from stree.verify.paths import Siblings, deepest
 from stree.verify.traversal import traverse
 from stree.verify.values import DELTA, INDEPENDENT, SAMPLED
 
@@ -44,9 +45,10 @@ class Tested:
         seen: list[Tensor] = []
         hold = cpu.hold
 
-        def watched(*given: np.ndarray) -> None:
-            hold(*given)
-            seen.extend(torch.from_numpy(given[place].copy()) for place in (6, 7, 2))
+        def watched(*given: Any) -> Held:
+            held = hold(*given)
+            seen.extend(part.clone() for part in held)
+            return held
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cpu, "hold", watched)
@@ -222,12 +224,10 @@ def test_the_path_walked_is_that_to_the_first_node_in_post_order(
     depth = int(tree.depths.max())
     for most in (depth, depth + 3):
         expected = deepest(tree, Siblings.of(tree).first_of(is_alive), most)
-        path = torch.full((4, min(n, most + 1)), 77, dtype=torch.int32)
-        lengths, leaf = torch.full((4,), 77, dtype=torch.int32), torch.full((4,), 77)
-        cpu.walk(*(part.numpy() for part in (parents, shown.clone(), path, lengths, leaf)))
-        assert all(torch.equal(*pair) for pair in zip((leaf, path, lengths), expected, strict=True))
+        found = cpu.walk(tree, shown.clone(), most)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     for row in range(4):
-        assert int(leaf[row]) == first_in_post_order(parents[row].tolist(), shown[row].tolist())
+        assert int(found.leaf[row]) == first_in_post_order(parents[row].tolist(), shown[row].tolist())
 
 
 def first_in_post_order(parents: list[int], shown: list[bool], node: int = 0) -> int:

@@ -228,10 +228,11 @@ def test_kernels_without_a_gpu_or_the_interpreter_are_refused(monkeypatch: pytes
 def test_selections_of_equal_padded_sizes_share_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
     for by_value in (False, True):
         found = []
-        for batch, room, size, count in ((1, 40, 20, 10), (3, 33, 33, 16), (2, 64, 18, 17)):
+        for batch, room, size, count in ((1, 40, 20, 10), (3, 33, 33, 16), (2, 64, 19, 17)):
             tokens = torch.zeros(batch, dtype=torch.long, device=DEVICE)
-            columns = api.begin(tokens, tokens, tokens > 0, room)
-            with launch_keys(monkeypatch) as keys:
+            with as_on_device(), launch_keys(monkeypatch) as keys:
+                columns = api.begin(tokens, tokens, tokens > 0, room)
+                keys.clear()
                 api.select(columns, size, count, by_value=by_value)
             found.append(keys)
         assert found[0] == found[1] != found[2] and [name for name, _ in found[0]] == ["select_kernel"]

@@ -18,9 +18,9 @@ from helpers.traversal_problems import weigh_parent_by_own_probs
 from torch import Tensor
 
 from stree.kernels.dispatch import as_on_device
+from stree.kernels.traversal.residuals import Residuals
 from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftProbs, accept
-from stree.verify.residuals import Residuals
 
 SHAPES = {
     "chain": [-1, 0, 1],

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stree.kernels.dispatch import host_can_read
-from stree.tree import TokenTree
+from stree.kernels.dispatch import host_bound
+from stree.kernels.traversal.operands import Tree, Walked
 
 __all__ = ["Siblings", "deepest"]
 
@@ -32,17 +32,14 @@ class Siblings:
     most: int
 
     @classmethod
-    def of(cls, tree: TokenTree, max_children: int | None = None) -> Siblings:
+    def of(cls, tree: Tree, max_children: int | None = None) -> Siblings:
         """Compare all nodes of a tree; on a device ``most`` is ``max_children`` (or n - 1), to avoid synchronising."""
         is_drafted = tree.parents >= 0
         index = torch.arange(tree.parents.shape[1], device=tree.parents.device)
         is_earlier = (tree.parents[:, :, None] == tree.parents[:, None]) & (index[:, None] > index)
         is_earlier &= is_drafted[:, :, None]
         rank = is_earlier.sum(-1)
-        if host_can_read(rank):
-            most = int((rank + is_drafted).max())
-        else:
-            most = len(index) - 1 if max_children is None else max_children
+        most = 1 + host_bound(rank, (len(index) - 1 if max_children is None else max_children) - 1)
         return cls(tree.parents.clamp(min=0).long(), is_drafted, is_earlier, rank, most)
 
     def first_of(self, is_chosen: Tensor) -> Tensor:
@@ -50,16 +47,13 @@ class Siblings:
         return is_chosen & ~(self.is_earlier & is_chosen[:, None, :]).any(-1)
 
 
-def deepest(tree: TokenTree, is_accepted: Tensor, max_depth: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the deepest node that is accepted with all its ancestors.
+def deepest(tree: Tree, is_accepted: Tensor, max_depth: int) -> Walked:
+    """Find the deepest node that is accepted with all its ancestors, and its path.
 
     Args:
         tree: n nodes.
         is_accepted: bool[batch, n]; the root counts as accepted.
         max_depth: upper bound of the depths.
-
-    Returns:
-        int64[batch] the node; int32[batch, m] its path from the root, padded by -1; int32[batch] path lengths.
     """
     n = tree.tokens.shape[1]
     index = torch.arange(n, device=tree.tokens.device)
@@ -70,4 +64,4 @@ def deepest(tree: TokenTree, is_accepted: Tensor, max_depth: int) -> tuple[Tenso
     leaf = score.argmax(1)
     on_path = tree.ancestor_mask.gather(1, leaf.view(-1, 1, 1).expand(-1, 1, n)).squeeze(1)
     path = torch.where(on_path, index, n).sort(1).values[:, : min(n, max_depth + 1)]
-    return leaf, torch.where(path < n, path, -1).to(torch.int32), on_path.sum(1, dtype=torch.int32)
+    return Walked(torch.where(path < n, path, -1).to(torch.int32), on_path.sum(1, dtype=torch.int32), leaf)

@@ -14,10 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from stree.kernels.dispatch import host_can_read
-from stree.kernels.traversal.operands import NOTHING, TINY
-from stree.tree import TokenTree
-from stree.verify.paths import Siblings
-from stree.verify.values import DELTA, INDEPENDENT, DraftProbs
+from stree.kernels.traversal.operands import DELTA, INDEPENDENT, NOTHING, TINY, DraftProbs, Tree
+from stree.kernels.traversal.paths import Siblings
 
 __all__ = ["Residuals"]
 
@@ -30,7 +28,7 @@ class Residuals:
         ratio: float[batch, n + 1], p / q at the token of each tested node; the last column belongs to no node.
     """
 
-    def __init__(self, tree: TokenTree, target_probs: Tensor, draft: DraftProbs | None) -> None:
+    def __init__(self, tree: Tree, target_probs: Tensor, draft: DraftProbs | None) -> None:
         self.siblings = Siblings.of(tree, None if draft is None else draft.max_children)
         self._probs, self._mass = target_probs, torch.ones_like(target_probs[..., 0])  # not normalised, and their sums
         self.ratio = pad(torch.zeros_like(self._mass), (0, 1))
@@ -97,12 +95,17 @@ class Residuals:
         # matters: total + 1 would round total away.
         return (accept_prob * ratio).clamp_(max=1), total / (total + (1 - accept_prob)).clamp_(min=TINY)
 
+    @property
+    def left(self) -> Tensor:
+        """The residual distributions of all nodes: float[batch, n, vocab], not normalised."""
+        return self._probs
+
     def at(self, node: Tensor) -> Tensor:
         """Return the residual distributions of int64[batch] nodes: float[batch, vocab], not normalised."""
         return self._probs[self._batch.squeeze(1), node]
 
 
-def _draft_terms(tree: TokenTree, siblings: Siblings, draft: DraftProbs | None) -> Tensor:
+def _draft_terms(tree: Tree, siblings: Siblings, draft: DraftProbs | None) -> Tensor:
     """Describe the distribution q that each node was drawn from, earlier siblings masked out: float[batch, n, 3].
 
     Returns:

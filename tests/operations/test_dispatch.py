@@ -1,0 +1,58 @@
+"""What the host may read of a tensor, and copies between host and device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stree.kernels import dispatch, ops
+from stree.kernels.dispatch import (
+    as_on_device,
+    backend_of,
+    fixes_shapes,
+    host_bound,
+    is_known_all,
+    may_have_any,
+    most_true,
+)
+from stree.kernels.host_copies import HostCopy, upload
+
+
+def test_bounds_are_exact_where_the_host_can_read_and_safe_where_it_cannot() -> None:
+    numbers, mask = torch.tensor([3, 1]), torch.tensor([[True, False, False], [False, True, True]])
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    assert (host_bound(numbers, 9), most_true(mask), most_true(nothing)) == (3, 2, 0)
+    assert may_have_any(mask) and not may_have_any(nothing)
+    assert is_known_all(~nothing) and not is_known_all(mask)
+    assert backend_of(numbers) == "cpu" and not fixes_shapes(numbers)
+    with as_on_device(triton=False):
+        assert (host_bound(numbers, 9), most_true(mask), most_true(nothing)) == (9, 3, 3)
+        assert host_bound(numbers, 9, waits=True) == 3
+        assert may_have_any(nothing) and not is_known_all(~nothing)
+        assert backend_of(numbers) == "reference" and fixes_shapes(numbers)
+    with as_on_device():
+        assert backend_of(numbers) == "triton"
+
+
+@pytest.mark.parametrize("host_can_read", [True, False])
+def test_an_upload_keeps_values_dtypes_and_shapes(host_can_read: bool) -> None:
+    parts = [torch.tensor([[2**40, -1], [5, 6]]), torch.tensor([[-1, 7], [8, 9]], dtype=torch.int32), torch.rand(2, 2)]
+    with as_on_device(triton=False, host_can_read=host_can_read):
+        copies = upload(parts, parts[0])
+    for one, other in zip(copies, parts, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    assert torch.equal(HostCopy(parts[0]).read(), parts[0])
+
+
+def test_an_operation_is_bound_once_for_what_its_choice_depends_on() -> None:
+    words = torch.arange(6).unbind(0)
+    counters = [word.view(1) for word in words[:3]]
+    on_host = ops.philox_uniform(*counters, seed=3)
+    with as_on_device(triton=False):
+        assert torch.equal(ops.philox_uniform(*counters, seed=3), on_host)
+        found = dispatch.choose("philox_uniform", "auto", counters[0])
+    assert found is dispatch.choose("philox_uniform", "reference", counters[0])
+    own = dispatch.choose("philox_uniform", "auto", counters[0])
+    assert own is not found and own.__module__ == "stree.kernels.sampling.philox"
+    with pytest.raises(ValueError, match="backend must be 'auto', 'reference' or 'triton', got 'cpu'"):
+        dispatch.choose("philox_uniform", "cpu", counters[0])  # type: ignore[arg-type]
