@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from stree.bench import drawing
@@ -183,19 +184,19 @@ def _lines(placed: Sequence[tuple[Record, Place]], quantity: Quantity) -> dict[f
     for row, (name, x) in sorted(placed, key=lambda pair: pair[1][1]):
         if (value := quantity.value(row)) is not None:
             lines[row["temperature"]][name].append((x, value))
-    for temperature, at in sorted(lines.items()):
-        names = {name for name, points in at.items() if len(points) > 1 and name != "plain"}
-        lines[temperature] = {name: points for name, points in at.items() if name in names | {"plain"} and names}
-    return {temperature: lines[temperature] for temperature in sorted(lines) if lines[temperature]}
+    shown = {
+        temperature: {name: points for name, points in at.items() if name == "plain" or len(points) > 1}
+        for temperature, at in sorted(lines.items())
+    }
+    return {temperature: at for temperature, at in shown.items() if at.keys() - {"plain"}}
 
 
 def _groups(names: Sequence[str]) -> list[list[str]]:
     """Divide names into groups of at most ``MOST_LINES`` with plain decoding; chains are in every group."""
     chain = [name for name in names if name == "chain"]
-    others = [name for name in names if name not in ("plain", "chain")]
-    count = math.ceil(len(others) / (MOST_LINES - 1 - len(chain))) or 1
-    size = math.ceil(len(others) / count) or 1
-    return [chain + others[size * number : size * (number + 1)] for number in range(count)]
+    others = [name for name in names if name != "chain"]
+    parts = np.array_split(others, math.ceil(len(others) / (MOST_LINES - 1 - len(chain))) or 1)
+    return [chain + part.tolist() for part in parts]
 
 
 def _figure(

@@ -16,7 +16,7 @@ from stree.bench.directory import read_about
 from stree.bench.drawing import describe, svg
 from stree.bench.methods import PEERS
 from stree.bench.records import Record, read
-from stree.bench.summary import PARTS, Ratio, pool, summarise, verdict_text
+from stree.bench.summary import PARTS, interval_text, pool, summarise, verdict_text
 from stree.files import replacing
 
 __all__ = ["HEADINGS", "LoadedRun", "load_runs", "markdown", "plots_of", "write_page", "write_plots"]
@@ -165,8 +165,7 @@ def cells(row: Record) -> Mapping[str, str]:
     return {
         **names,
         "tokens_per_s": f"{row['tokens_per_s']:.0f}",
-        "over_plain": _ratio(row["over_plain"]),
-        "over_chain": _ratio(row["over_chain"]),
+        **{name: interval_text(*row[name], digits=2) if row[name] else "-" for name in ("over_plain", "over_chain")},
         "tau": f"{row['tau']:.2f}",
         "draft_calls": f"{row['draft_calls']:.1f}",
         "verified": f"{row['verified']:.1f}",
@@ -175,11 +174,3 @@ def cells(row: Record) -> Mapping[str, str]:
         "distinct_4grams": f"{row['distinct_4grams']:.2f}",
         "output": verdict_text(row),
     }
-
-
-def _ratio(value: Ratio | None) -> str:
-    """Write a ratio with its interval."""
-    if value is None:
-        return "-"
-    middle, low, high = value
-    return f"{middle:.2f}" if low is None else f"{middle:.2f} [{low:.2f}, {high:.2f}]"

@@ -13,7 +13,7 @@ from scipy.stats import bootstrap
 from stree.bench.methods import PEERS
 from stree.bench.records import Record
 
-__all__ = ["PARTS", "Ratio", "compare", "interval", "mean_tau", "pool", "summarise", "verdict_text"]
+__all__ = ["PARTS", "Ratio", "compare", "interval", "interval_text", "mean_tau", "pool", "summarise", "verdict_text"]
 
 PARTS = ("draft", "verify", "accept", "commit")
 
@@ -36,6 +36,13 @@ def interval(statistic: Callable[..., Array], *samples: Sequence[float]) -> Rati
         return value, None, None
     found = bootstrap(arrays, statistic, paired=True, vectorized=True, method="percentile", rng=0).confidence_interval
     return value, float(found.low), float(found.high)
+
+
+def interval_text(value: float, low: float | None, high: float | None, *, digits: int = 3) -> str:
+    """Write a value with its interval, where it has one."""
+    if low is None or high is None or low == high:
+        return f"{value:.{digits}f}"
+    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def mean_tau(blocks: Iterable[Record]) -> float:
