@@ -14,17 +14,9 @@ from stree.bench.methods import PEERS
 from stree.bench.records import Record
 
 __all__ = [
-    "PARTS",
-    "Ratio",
-    "compare",
-    "interval",
-    "interval_text",
-    "mean_tau",
-    "pool",
-    "sum_ratio",
-    "summarise",
-    "verdict_text",
-]
+    "PARTS", "Ratio", "compare", "interval", "interval_text", "mean_tau", "pool", "sum_ratio",
+    "summarise", "verdict_text",
+]  # fmt: skip
 
 PARTS = ("draft", "verify", "accept", "commit")
 
