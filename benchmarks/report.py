@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from stree.bench.records import Record, write
+from stree.bench.summary import interval_text
 
 __all__ = ["failure", "finish", "interval_text", "table"]
 
@@ -30,10 +31,3 @@ def finish(
 def failure(problem: Exception) -> Record:
     """The part of a record that says what failed."""
     return {"problem": f"{type(problem).__name__}: {problem}"[:500]}
-
-
-def interval_text(value: float, low: float | None, high: float | None, *, digits: int = 3) -> str:
-    """Write a value with its interval, where it has one."""
-    if low is None or high is None or low == high:
-        return f"{value:.{digits}f}"
-    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stree.bench.records import Record
-from stree.bench.summary import Ratio, interval, mean_tau
+from stree.bench.summary import mean_tau, sum_ratio
 
-__all__ = ["Blocks", "Key", "StepTimes", "composite_rows", "overhead_s", "pooled", "seconds_of", "speedup"]
+__all__ = ["Blocks", "Key", "StepTimes", "composite_rows", "overhead_s", "pooled", "seconds_of"]
 
 Array = NDArray[np.float64]
 Key = tuple[str, int, int]  # suite, batch of prompts, turn
@@ -141,14 +141,9 @@ def composite_rows(
             "tau": mean_tau(blocks[key] for key in keys),
             "step_ms": 1e3 * whole / steps,
             "outside_forwards": steps * overheads[name] / whole,
-            "over_plain": speedup(seconds["plain"], seconds[name]),
+            "over_plain": sum_ratio(seconds["plain"], seconds[name]),
         }
         if name in trees and best_chain is not None:
-            row |= {"chain": best_chain, "over_chain": speedup(seconds[best_chain], seconds[name])}
+            row |= {"chain": best_chain, "over_chain": sum_ratio(seconds[best_chain], seconds[name])}
         rows.append(row)
     return rows
-
-
-def speedup(base: Sequence[float], other: Sequence[float]) -> Ratio:
-    """How many times less ``other`` takes over the same prompts, with its 95 % interval."""
-    return interval(lambda a, b, axis=-1: np.asarray(a.sum(axis) / b.sum(axis)), base, other)

@@ -23,18 +23,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.gpu import models as gpu_models
 from benchmarks.gpu import steps as gpu_steps
-from benchmarks.gpu.composite import StepTimes, composite_rows, overhead_s, pooled, speedup
+from benchmarks.gpu.composite import StepTimes, composite_rows, overhead_s, pooled
 from benchmarks.gpu.run import Run, command_line, device_for
 from benchmarks.report import interval_text, table
 from stree.bench.pair import Pair
 from stree.bench.profile import bytes_moved, copy_bandwidth
 from stree.bench.records import Record, read, read_lines, write
-from stree.bench.summary import interval, mean_tau
+from stree.bench.summary import mean_tau, sum_ratio
 from stree.cli import main as run_stree
 from stree.models.tree_lm import TreeLM
 
@@ -172,19 +171,14 @@ def _real(
         row: Record = {
             "params": {"batch": batch, "temperature": temperature, "prompts": sum(tokens) // options.max_new_tokens},
             "method": name,
-            "tokens_per_s": interval(_rate, tokens, seconds[name]),
+            "tokens_per_s": sum_ratio(tokens, seconds[name]),
             "tau": mean_tau(blocks.values()),
-            "over_plain": speedup(seconds["plain"], seconds[name]),
+            "over_plain": sum_ratio(seconds["plain"], seconds[name]),
             **_bound(pair, [blocks[key] for key in keys], seconds[name], batch, options, bandwidth),
         }
         if best_chain is not None and name not in ("plain", "transformers") and name not in chains:
-            row |= {"chain": best_chain, "over_chain": speedup(seconds[best_chain], seconds[name])}
+            row |= {"chain": best_chain, "over_chain": sum_ratio(seconds[best_chain], seconds[name])}
         yield row
-
-
-def _rate(tokens: Any, seconds: Any, axis: int = -1) -> Any:
-    """Divide sums."""
-    return np.asarray(tokens.sum(axis) / seconds.sum(axis))
 
 
 def _seconds(block: Record, options: argparse.Namespace) -> float:

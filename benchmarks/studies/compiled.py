@@ -11,7 +11,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from stree.bench.execute import Case, execute
@@ -20,7 +19,7 @@ from stree.bench.pair import Pair
 from stree.bench.plan import read_suites
 from stree.bench.prompts import parse_suites
 from stree.bench.records import append, environment
-from stree.bench.summary import interval
+from stree.bench.summary import sum_ratio
 
 BAR = 1.5
 
@@ -40,8 +39,8 @@ def measure(
                 seconds[is_compiled].append(run.seconds)
         num_same += number > 0 and texts[0] == texts[1]
     eager, compiled = seconds[False], seconds[True]
-    ratio = interval(lambda a, b, axis: np.sum(a, axis) / np.sum(b, axis), eager, compiled)
     speeds = {name: len(prompts) * new_tokens / sum(s) for name, s in (("eager", eager), ("compiled", compiled))}
+    ratio = sum_ratio(eager, compiled)
     return {"tokens_per_s": speeds, "compiled_over_eager": ratio, "same_texts": num_same, "prompts": len(prompts)}
 
 

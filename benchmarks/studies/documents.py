@@ -16,6 +16,7 @@ from functools import partial
 from benchmarks import ROOT
 from benchmarks.evidence.parts import BATCHES
 from benchmarks.report import interval_text, table
+from stree.bench.drawing import svg
 from stree.bench.methods import PEERS
 from stree.bench.records import Record, read_lines
 from stree.bench.report import load_runs, plots_of
@@ -169,11 +170,13 @@ FIGURES = {  # name of a file -> name of a plot, and its runs
 
 
 def drawn() -> dict[str, str]:
-    """Draw every plot as SVG, by the name of its file."""
+    """Draw every plot as SVG, by the name of its file; suites are named as in the tables."""
     plots = {}
-    for name, (figure, runs) in FIGURES.items():
-        found = plots_of(load_runs([RESULTS / run for run in runs]))
-        (plots[name],) = (plot.svg() for plot in found if plot.figure.name == figure)
+    for name, (label, names) in FIGURES.items():
+        runs = load_runs([RESULTS / run for run in names])
+        for row in (row for run in runs for row in run.rows):
+            row["suite"] = SUITES.get(row["suite"], row["suite"])
+        (plots[name],) = (svg(figure) for figure, _ in plots_of(runs) if figure.get_label() == label)
     return plots
 
 

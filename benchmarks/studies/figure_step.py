@@ -5,9 +5,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, PathPatch
+from matplotlib.path import Path
+
 from benchmarks import ROOT
-from benchmarks.studies.svg import BLUE, GREEN, GREY, INK, MINT, PALE, PAPER, SKY, box, line, sheet
-from stree.bench.svg import text
+from stree.bench.drawing import BLUE, GREEN, INK, LINE, SOFT, STYLE, svg
 
 __all__ = ["OUT", "draw"]
 
@@ -18,8 +27,16 @@ PARENTS = (-1, 0, 0, 1, 1, 2, 3)
 ROWS = (1.25, 0.5, 2.0, 0.0, 1.0, 2.0, 0.0)
 ACCEPTED = (0, 1, 3)
 RECOVERED = "per"  # sampled by the target where it rejects "each"
-COLUMN, ROW, WIDTH = 76, 46, 60  # distances between nodes, width of their boxes
-LEFT, TOP = (24, 348, 640), 100
+COLUMN, ROW, WIDTH, CELL = 76, 46, 60, 21  # distances between nodes, width of their boxes, side of the mask's cells
+LEFT, TOP, SIZE = (24, 348, 640), 100, (960, 292)
+WORDS = (  # of each part: heading and two lines below it
+    ("1  Draft a tree", "a small model proposes what may follow",
+     "one draft call for each depth,\nhowever many branches"),
+    ("2  Verify it in one pass", "each node depends on its own ancestors",
+     "each layer reads its state once\nand keeps no state per node"),
+    ("3  Commit a path", "accepted tokens, then one of the target’s own",
+     "3 new tokens from one pass;\nthe state advances along the path"),
+)  # fmt: skip
 
 Point = tuple[float, float]
 
@@ -34,73 +51,69 @@ def places(left: float) -> list[Point]:
     return [(left + COLUMN * (len(path_to(node)) - 1), TOP + ROW * row) for node, row in enumerate(ROWS)]
 
 
-def token(place: Point, words: str, fill: str, stroke: str, ink: str, more: str = ' rx="6"') -> list[str]:
+def token(axes: Axes, place: Point, words: str, colour: str, ink: str, *, is_filled: bool = False, **more: Any) -> None:
     """Draw a token in its box."""
     x, y = place
-    return [
-        box(x, y - 14, WIDTH, 28, fill, stroke, more),
-        text(x + WIDTH / 2, y + 4.5, words, 13, ink, anchor="middle"),
-    ]
+    fill = (colour, 0.12) if is_filled else "none"
+    shape = f"round,pad=0,rounding_size={ROW / 8}"
+    axes.add_patch(FancyBboxPatch((x, y - 14), WIDTH, 28, boxstyle=shape, fc=fill, ec=colour, lw=1.2, **more))
+    axes.text(x + WIDTH / 2, y, words, size=13, color=ink, ha="center", va="center")
 
 
-def edge(start: Point, end: Point, stroke: str, width: float = 1.5) -> str:
+def edge(axes: Axes, start: Point, end: Point, colour: str, width: float = 1.5) -> None:
     """Draw a curve from a parent's box to its child's."""
     (x, y), bend = (start[0] + WIDTH, start[1]), (COLUMN - WIDTH) / 2
-    return line([(x, y), (x + bend, y), (end[0] - bend, end[1]), end], stroke, width)
+    curve = Path([(x, y), (x + bend, y), (end[0] - bend, end[1]), end], [Path.MOVETO, *3 * [Path.CURVE4]])
+    axes.add_patch(PathPatch(curve, fc="none", ec=colour, lw=width))
 
 
-def draft() -> list[str]:
+def draft(axes: Axes, left: float) -> None:
     """Draw the whole tree, its root marked."""
-    nodes = places(LEFT[0])
-    parts = [edge(nodes[PARENTS[node]], nodes[node], GREY) for node in range(1, len(TOKENS))]
+    nodes = places(left)
     for node, place in enumerate(nodes):
-        parts += token(place, TOKENS[node], *((SKY, BLUE, BLUE) if node == 0 else (PAPER, GREY, INK)))
-    return parts
+        token(axes, place, TOKENS[node], *((SOFT, INK) if node else (BLUE, BLUE)), is_filled=node == 0)
+        if node:
+            edge(axes, nodes[PARENTS[node]], place, SOFT)
 
 
-def mask(cell: float = 21) -> list[str]:
+def mask(axes: Axes, left: float) -> None:
     """Draw, in a row for each node, the nodes that its output depends on."""
-    left, top, parts = LEFT[1] + 84, TOP - 18, []
+    ends, count = CELL * np.arange(len(TOKENS) + 1), range(len(TOKENS))
+    depends = [[column in path_to(row) for column in count] for row in count]
+    colours = ListedColormap(["none", BLUE])
+    axes.pcolormesh(left + 84 + ends, TOP - 18 + ends, depends, cmap=colours, edgecolors=LINE, linewidth=1)
     for row, words in enumerate(TOKENS):
-        parts.append(text(left - 8, top + cell * (row + 0.5) + 4, words, 12, INK, anchor="end"))
-        for column in range(len(TOKENS)):
-            fill = BLUE if column in path_to(row) else PAPER
-            parts.append(box(left + cell * column, top + cell * row, cell, cell, fill, PALE, ""))
-    return parts
+        axes.text(left + 76, TOP - 18 + CELL * (row + 0.5), words, size=12, ha="right", va="center")
 
 
-def commit() -> list[str]:
+def commit(axes: Axes, left: float) -> None:
     """Draw the tree with its accepted path marked, and the token that the target adds."""
-    nodes = places(LEFT[2])
-    parts = []
-    for node in sorted(range(1, len(TOKENS)), key=ACCEPTED.__contains__):  # accepted edges on top
-        parts.append(edge(nodes[PARENTS[node]], nodes[node], *((GREEN, 2.5) if node in ACCEPTED else (PALE, 1.5))))
-    added = (LEFT[2] + 3 * COLUMN, TOP + ROW)
-    parts.append(edge(nodes[ACCEPTED[-1]], added, GREEN, 2.5))
-    for node, place in enumerate(nodes):
-        parts += token(place, TOKENS[node], *((MINT, GREEN, GREEN) if node in ACCEPTED else (PAPER, PALE, "#afb8c1")))
-    return [*parts, *token(added, RECOVERED, PAPER, GREEN, GREEN, ' rx="6" stroke-dasharray="4 3"')]
+    nodes = places(left)
+    for node in sorted(range(len(TOKENS)), key=ACCEPTED.__contains__):  # accepted edges on top
+        is_in = node in ACCEPTED
+        token(axes, nodes[node], TOKENS[node], *((GREEN, GREEN) if is_in else (LINE, SOFT)), is_filled=is_in)
+        if node:
+            edge(axes, nodes[PARENTS[node]], nodes[node], *((GREEN, 2.5) if is_in else (LINE, 1.5)))
+    added = (left + 3 * COLUMN, TOP + ROW)
+    edge(axes, nodes[ACCEPTED[-1]], added, GREEN, 2.5)
+    token(axes, added, RECOVERED, GREEN, GREEN, linestyle="--")
 
 
-def draw() -> str:
+@rc_context(STYLE)
+def draw() -> Figure:
     """Draw the three parts beside each other, with a heading and two lines below each."""
-    words = (
-        ("1  Draft a tree", "a small model proposes what may follow",
-         "one draft call for each depth,", "however many branches"),
-        ("2  Verify it in one pass", "each node depends on its own ancestors",
-         "each layer reads its state once", "and keeps no state per node"),
-        ("3  Commit a path", "accepted tokens, then one of the target’s own",
-         "3 new tokens from one pass;", "the state advances along the path"),
-    )  # fmt: skip
-    parts = [*draft(), *mask(), *commit()]
-    for left, (title, subtitle, *below) in zip(LEFT, words, strict=True):
-        parts += [text(left, 36, title, 16, INK, more=' font-weight="600"'), text(left, 57, subtitle, 12.5, GREY)]
-        parts += [text(left, 254 + 18 * number, line_, 12.5, GREY) for number, line_ in enumerate(below)]
-    parts += [line([(left - 18, 24), (left - 18, 272)], PALE, 1) for left in LEFT[1:]]
-    return sheet(
-        960, 292, "One decode step: draft a token tree, verify it in one pass, commit the accepted path", parts
-    )
+    figure = Figure((SIZE[0] / 72, SIZE[1] / 72))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.axis("off")
+    axes.set(xlim=(0, SIZE[0]), ylim=(SIZE[1], 0))
+    for part, left, (title, subtitle, below) in zip((draft, mask, commit), LEFT, WORDS, strict=True):
+        part(axes, left)
+        axes.text(left, 36, title, size=16, weight="bold")
+        axes.text(left, 57, subtitle, size=12, color=SOFT)
+        axes.text(left, 242, below, size=12, color=SOFT, va="top", linespacing=1.4)
+    axes.vlines([left - 18 for left in LEFT[1:]], 24, 272, colors=LINE, lw=1)
+    return figure
 
 
 if __name__ == "__main__":
-    OUT.write_text(draw(), encoding="utf-8")
+    OUT.write_text(svg(draw()), encoding="utf-8")

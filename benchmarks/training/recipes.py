@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.report import interval_text, table
 from stree.bench.records import Record, read
-from stree.bench.summary import interval
+from stree.bench.summary import interval, sum_ratio
 from stree.cli import main as stree
 from stree.distill.settings import RECIPES
 
@@ -40,7 +40,7 @@ def recipe_table(folders: Sequence[Path]) -> str:
             if not both:
                 continue
             samples = [[prompts[key][part] for key in both] for prompts in (own, base) for part in (0, 1)]
-            tau = interval(lambda tokens, steps, axis: tokens.sum(axis) / steps.sum(axis), *samples[:2])
+            tau = sum_ratio(*samples[:2])
             ratio = interval(lambda a, b, c, d, axis: a.sum(axis) * d.sum(axis) / b.sum(axis) / c.sum(axis), *samples)
             parts = [method, f"{temperature:g}", len(both), interval_text(*tau, digits=2)]
             rows.append([*name.split("-"), *parts, "1" if own is base else interval_text(*ratio)])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from stree.decode.timing import StepTimer
 from stree.models.state import TreeStep
 
 __all__ = ["ModuleTimer"]
@@ -23,9 +23,8 @@ class ModuleTimer:
 
     def __init__(self, model: Any) -> None:
         self._model, self._head = model, model.get_output_embeddings()
-        self._is_cuda = model.device.type == "cuda"
-        self._open: dict[int, Any] = {}
-        self._spans: list[tuple[str, Any, Any]] = []
+        self._spans = StepTimer(model.device)
+        self._open: dict[int, StepTimer] = {}
 
     @contextmanager
     def over(self, modules: Sequence[tuple[str, Any]]) -> Iterator[None]:
@@ -44,32 +43,24 @@ class ModuleTimer:
 
     def seconds(self, names: Sequence[str]) -> dict[str, float]:
         """Sum the spans of each name."""
-        if self._is_cuda:
+        if self._model.device.type == "cuda":
             torch.cuda.synchronize()
         sums = dict.fromkeys(names, 0.0)
-        for name, began, ended in self._spans:
+        for name, seconds in self._spans.seconds():
             if name in sums:
-                sums[name] += 1e-3 * began.elapsed_time(ended) if self._is_cuda else ended - began
+                sums[name] += seconds
         return sums
 
     def _begin(self, module: Any, args: Any, kwargs: Any) -> None:
         """Start a span if a tree is scored; prompts are not timed."""
         scores = any(isinstance(value, TreeStep) for value in (*args, *kwargs.values()))
         if scores or (module is self._head and id(self._model) in self._open):
-            self._open[id(module)] = self._mark()
+            self._open[id(module)] = StepTimer(self._model.device)
 
     def _ender(self, name: str) -> Callable[..., None]:
         def end(module: Any, *_: Any) -> None:
-            began = self._open.pop(id(module), None)
-            if began is not None:
-                self._spans.append((name, began, self._mark()))
+            if (timer := self._open.pop(id(module), None)) is not None:
+                timer.lap(name)
+                self._spans.include(timer)
 
         return end
-
-    def _mark(self) -> Any:
-        """Read the clock, or record an event in the stream."""
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

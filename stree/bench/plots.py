@@ -1,6 +1,7 @@
 """The plots of ``stree bench report``, one for each claim, from the rows of ``summarise`` and ``pool``.
 
-Every function returns None where its rows are missing, so that a page shows what its runs have measured.
+Every function returns None where its rows are missing, so that a page shows what its runs have measured.  The label
+of a figure is the name of its file.
 """
 
 from __future__ import annotations
@@ -9,17 +10,21 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
+import numpy as np
+from matplotlib.figure import Figure
+
+from stree.bench import drawing
 from stree.bench.methods import PEERS
 from stree.bench.records import Record
 from stree.bench.summary import Ratio
-from stree.bench.svg import COLOURS, Axes, Panel, dots_panel, lines_panel
 
-__all__ = ["Figure", "batch", "context", "speed", "step_time_by_nodes", "tau_by_nodes"]
+__all__ = ["batch", "context", "speed", "step_time_by_nodes", "tau_by_nodes"]
 
 MOST_LINES = 5  # in one panel
-GREY = "var(--soft)"  # of plain decoding
+HEIGHT, TITLE_AND_AXIS, ROW = 2.7, 0.65, 0.21  # of a panel of lines; of one of dots, and of each of its rows, in inches
 SIZED = re.compile(r"([^:@]+):\d+(?:x(\d+))?(@\w+)?")  # a method whose name ends in its number of nodes, or in a depth
 SUITE = re.compile(r"(.+)-(\d+)")  # a suite whose name ends in the tokens of its prompts
 INTERVALS = "with 95 % intervals by bootstrap over n prompts, or batches of prompts"
@@ -28,42 +33,14 @@ Lines = dict[str, list[tuple[float, Ratio]]]  # name -> abscissa, and value with
 Place = tuple[str, float]  # name of a line, abscissa
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A plot.
-
-    Attributes:
-        name: of its file, without the ending.
-        title: what is shown, a few words.
-        caption: how to read it, one sentence.
-        panels: row by row; a column for each temperature, if there are several.
-        columns: panels in a row, at most three.
-    """
-
-    name: str
-    title: str
-    caption: str
-    panels: Sequence[Panel]
-    columns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Quantity:
-    """What one row of panels shows.
-
-    Attributes:
-        title: of the panels.
-        unit: quantities of one unit share their ordinate.
-        value: of a row of ``summarise``, or None where that is not known.
-        base: ordinate at which the axis begins, unless values are below it.
-        reference: ordinate of plain decoding, where it is the same everywhere.
-    """
+class Quantity(NamedTuple):
+    """What one row of panels shows."""
 
     title: str
-    unit: str
-    value: Callable[[Record], Ratio | None]
-    base: float = 0.0
-    reference: float | None = None
+    unit: str  # quantities of one unit share their ordinate
+    value: Callable[[Record], Ratio | None]  # of a row of ``summarise``, or None where it is not known
+    base: float = 0.0  # at which the ordinate begins, unless values are below it
+    reference: float | None = None  # ordinate of plain decoding, where it is the same everywhere
 
 
 TAU = Quantity("tokens a step (tau)", "tokens", lambda row: row["tau_interval"], 1.0, 1.0)
@@ -74,12 +51,11 @@ STEP_MS = Quantity("ms a step", "ms", lambda row: row["step_ms"])
 TOTAL = Quantity("tokens/s of the batch", "tokens/s", lambda row: (row["tokens_per_s"], None, None))
 
 
-def speed(rows: Iterable[Record]) -> Figure | None:
+def speed(rows: Sequence[Record]) -> Figure | None:
     """Draw tokens/s over plain of every method: a panel for each suite and temperature, a row for each method."""
     groups: dict[tuple[str, float], dict[str, Ratio | None]] = defaultdict(dict)
     samples: dict[tuple[str, float], int] = {}
-    known = list(rows)
-    for row in known:
+    for row in rows:
         at = row["suite"], row["temperature"]
         if row["status"] == "failed":
             groups[at][row["method"]] = None
@@ -89,19 +65,19 @@ def speed(rows: Iterable[Record]) -> Figure | None:
     ends = [end for at in samples for ratio in groups[at].values() for end in ratio or () if end is not None]
     limits = min([0.9, *(0.97 * end for end in ends)]), max([1.1, *(1.03 * end for end in ends)])
     panels = [
-        dots_panel(f"{suite}, T {temperature:g} (n = {n})", groups[suite, temperature], limits)
+        partial(drawing.dots, f"{suite}, T {temperature:g} (n = {n})", groups[suite, temperature], limits)
         for (suite, temperature), n in samples.items()
     ]
     caption = (
         f"Ratio of tokens per second to plain decoding of the same prompts, {INTERVALS}: blue is faster than plain, "
         "orange slower, grey an interval that holds 1."
     )
-    return _figure("speed", "Tokens per second over plain decoding", caption, panels, known)
+    height = TITLE_AND_AXIS + ROW * max((len(groups[at]) for at in samples), default=0)
+    return _figure("speed", "Tokens per second over plain decoding", caption, panels, rows, height)
 
 
-def tau_by_nodes(pooled: Iterable[Record]) -> Figure | None:
-    """Draw tokens a step by nodes a step, a line for chains and one for each growth of trees."""
-    rows = list(pooled)
+def tau_by_nodes(rows: Sequence[Record]) -> Figure | None:
+    """Draw tokens a step by nodes a step, a line for chains and one for each growth of trees; rows are of ``pool``."""
     panels = _line_panels(rows, _node_places(rows), "nodes a step, root included", [TAU])
     caption = (
         f"Tokens a step by nodes a step, over the prompts of all suites, {INTERVALS}; plain decoding has one node."
@@ -109,9 +85,8 @@ def tau_by_nodes(pooled: Iterable[Record]) -> Figure | None:
     return _figure("tau-by-nodes", "Tokens a step by nodes a step", caption, panels, rows)
 
 
-def step_time_by_nodes(pooled: Iterable[Record]) -> Figure | None:
-    """Draw the time of a step, and of its verification, by nodes a step, in steps of plain decoding."""
-    rows = list(pooled)
+def step_time_by_nodes(rows: Sequence[Record]) -> Figure | None:
+    """Draw the time of a step, and of its verification, in steps of plain decoding; rows are of ``pool``."""
     panels = _line_panels(rows, _node_places(rows), "nodes a step, root included", [STEP, VERIFY])
     caption = (
         "Time of a step and of its verification alone by nodes a step, as a multiple of a whole step of plain decoding "
@@ -127,11 +102,7 @@ def batch(pooled: Mapping[int, Iterable[Record]]) -> Figure | None:
         pooled: rows of ``pool`` by batch size.
     """
     rows = [{**row, "batch_size": size} for size in sorted(pooled) for row in pooled[size]]
-
-    def place(row: Record) -> Place:
-        return row["method"], row["batch_size"]
-
-    panels = _line_panels(rows, place, "sequences in the batch", [OVER_PLAIN, TOTAL])
+    panels = _line_panels(rows, _place("batch_size"), "sequences in the batch", [OVER_PLAIN, TOTAL])
     caption = (
         "Tokens per second, prefill included, by batch size: over plain decoding of the same batches, "
         f"{INTERVALS}, and of all sequences together; a sequence's seconds a token are the batch size divided by these."
@@ -145,19 +116,20 @@ def context(rows: Iterable[Record]) -> Figure | None:
     for row in rows:
         if sized := SUITE.fullmatch(row["suite"]):
             long[sized[1]].append({**row, "tokens": int(sized[2])})
-
-    def place(row: Record) -> Place:
-        return row["method"], row["tokens"]
-
-    quantities, panels = (TAU, STEP_MS, OVER_PLAIN), list[Panel]()
+    panels = []
     for name, group in long.items():
-        panels += _line_panels(group, place, "tokens of the prompt", quantities, f"{name}: ")
+        panels += _line_panels(group, _place("tokens"), "tokens of the prompt", (TAU, STEP_MS, OVER_PLAIN), f"{name}: ")
     caption = (
         "Tokens a step, time of a step (prefill excluded) and tokens per second over plain decoding (prefill included) "
         f"by tokens of the prompt, {INTERVALS}."
     )
     every = [row for group in long.values() for row in group]
     return _figure("context", "Tokens a step, time and speed by context", caption, panels, every)
+
+
+def _place(name: str) -> Callable[[Record], Place]:
+    """Draw a line for each method, by a number of its rows."""
+    return lambda row: (row["method"], row[name])
 
 
 def _node_places(rows: Iterable[Record]) -> Callable[[Record], Place | None]:
@@ -180,35 +152,29 @@ def _line_panels(
     x_name: str,
     quantities: Sequence[Quantity],
     prefix: str = "",
-) -> list[Panel]:
-    """Draw a row of panels for each quantity, and for each group of names if they are too many for one panel.
+) -> list[drawing.Panel]:
+    """Make a row of panels for each quantity, and for each group of names if they are too many for one panel.
 
-    Args:
-        rows: of ``summarise``.
-        place: line and abscissa of a row, or None where it is not drawn.
-        x_name: what abscissae count.
-        quantities: what is drawn.
-        prefix: of the titles.
-
-    Returns:
-        none where no line has two points.
+    ``place`` names the line and abscissa of a row, if it is drawn.  There are no panels where no line has two points.
     """
     placed = [(row, where) for row in rows if row["status"] == "ok" and (where := place(row)) is not None]
-    drawn = [(quantity, lines) for quantity in quantities if (lines := _lines(placed, quantity))]
-    panels = []
-    for quantity, lines in drawn:
-        names = list(dict.fromkeys(name for at in lines.values() for name in at if name != "plain"))
-        of_unit = [at for other, theirs in drawn if other.unit == quantity.unit for at in theirs.values()]
-        points = [point for at in of_unit for line in at.values() for point in line]
-        axes = Axes.around(x_name, points, quantity.base, quantity.reference)
+    drawn = [(quantity, found) for quantity in quantities if (found := _lines(placed, quantity))]
+    panels: list[drawing.Panel] = []
+    for quantity, by_temperature in drawn:
+        names = list(dict.fromkeys(name for lines in by_temperature.values() for name in lines if name != "plain"))
+        of_unit = [lines for other, found in drawn if other.unit == quantity.unit for lines in found.values()]
+        points = [point for lines in of_unit for line in lines.values() for point in line]
+        abscissae = [x for x, _ in points]
+        ends = [quantity.base, *(end for _, ratio in points for end in ratio if end is not None)]
+        limits = (min(abscissae), max(abscissae)), (min(ends), max(ends))
         for group in _groups(names):
-            colours = dict(zip(group, COLOURS, strict=False)) | {"plain": GREY}
-            for temperature, at in lines.items():
+            colours = dict(zip(group, drawing.COLOURS, strict=False)) | {"plain": drawing.SOFT}
+            for temperature, lines in by_temperature.items():
                 counts = {row["samples"] for row, _ in placed if row["temperature"] == temperature}
                 n = f"{min(counts)} to {max(counts)}" if len(counts) > 1 else f"{max(counts)}"
                 title = f"{prefix}{quantity.title}, T {temperature:g} (n = {n})"
-                if shown := {name: at[name] for name in ("plain", *group) if name in at}:
-                    panels.append(lines_panel(title, shown, axes, colours))
+                if shown := {name: lines[name] for name in ("plain", *group) if name in lines}:
+                    panels.append(partial(drawing.lines, title, x_name, shown, colours, *limits, quantity.reference))
     return panels
 
 
@@ -218,22 +184,29 @@ def _lines(placed: Sequence[tuple[Record, Place]], quantity: Quantity) -> dict[f
     for row, (name, x) in sorted(placed, key=lambda pair: pair[1][1]):
         if (value := quantity.value(row)) is not None:
             lines[row["temperature"]][name].append((x, value))
-    for temperature, at in sorted(lines.items()):
-        names = {name for name, points in at.items() if len(points) > 1 and name != "plain"}
-        lines[temperature] = {name: points for name, points in at.items() if name in names | {"plain"} and names}
-    return {temperature: lines[temperature] for temperature in sorted(lines) if lines[temperature]}
+    shown = {
+        temperature: {name: points for name, points in at.items() if name == "plain" or len(points) > 1}
+        for temperature, at in sorted(lines.items())
+    }
+    return {temperature: at for temperature, at in shown.items() if at.keys() - {"plain"}}
 
 
 def _groups(names: Sequence[str]) -> list[list[str]]:
     """Divide names into groups of at most ``MOST_LINES`` with plain decoding; chains are in every group."""
     chain = [name for name in names if name == "chain"]
-    others = [name for name in names if name not in ("plain", "chain")]
-    count = math.ceil(len(others) / (MOST_LINES - 1 - len(chain))) or 1
-    size = math.ceil(len(others) / count) or 1
-    return [chain + others[size * number : size * (number + 1)] for number in range(count)]
+    others = [name for name in names if name != "chain"]
+    parts = np.array_split(others, math.ceil(len(others) / (MOST_LINES - 1 - len(chain))) or 1)
+    return [chain + part.tolist() for part in parts]
 
 
-def _figure(name: str, title: str, caption: str, panels: Sequence[Panel], rows: Iterable[Record]) -> Figure | None:
-    """Make a figure of panels, if there are any."""
-    columns = max(len({row["temperature"] for row in rows}), 2)
-    return Figure(name, title, caption, panels, min(columns, 3, len(panels))) if panels else None
+def _figure(
+    name: str, title: str, caption: str, panels: Sequence[drawing.Panel], rows: Iterable[Record], height: float = HEIGHT
+) -> Figure | None:
+    """Draw panels, if there are any: a column for each temperature, at least two and at most three."""
+    if not panels:
+        return None
+    columns = min(max(len({row["temperature"] for row in rows}), 2), 3, len(panels))
+    figure = drawing.draw(title, panels, columns, height)
+    drawing.describe(figure, caption)
+    figure.set_label(name)
+    return figure

@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.figure import Figure
 
 from stree.bench import plots
 from stree.bench.directory import read_about
+from stree.bench.drawing import describe, svg
 from stree.bench.methods import PEERS
 from stree.bench.records import Record, read
-from stree.bench.summary import PARTS, Ratio, pool, summarise, verdict_text
-from stree.bench.svg import STYLE, WIDTH, sheet
+from stree.bench.summary import PARTS, interval_text, pool, summarise, verdict_text
 from stree.files import replacing
 
-__all__ = ["HEADINGS", "LoadedRun", "Plot", "load_runs", "markdown", "plots_of", "write_page", "write_plots"]
+__all__ = ["HEADINGS", "LoadedRun", "load_runs", "markdown", "plots_of", "write_page", "write_plots"]
 
 HEADINGS = {  # column -> heading
     "suite": "suite",
@@ -70,25 +71,6 @@ class LoadedRun:
         return str(self.sessions[-1]["command"])
 
 
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """A figure and the runs that it shows."""
-
-    figure: plots.Figure
-    runs: Sequence[LoadedRun]
-
-    @property
-    def conditions(self) -> str:
-        """The settings that the runs share."""
-        config = self.runs[0].config
-        shared = [name for name in CONDITIONS if all(run.config.get(name) == config.get(name) for run in self.runs)]
-        return ", ".join(CONDITIONS[name].format(config[name]) for name in shared if name in config)
-
-    def svg(self) -> str:
-        """Draw it as a file of its own."""
-        return sheet(self.figure.panels, self.figure.columns, self.figure.title, self.conditions)
-
-
 def load_runs(paths: Sequence[Path]) -> list[LoadedRun]:
     """Read the directories of runs.
 
@@ -134,7 +116,7 @@ def write_page(runs: Sequence[LoadedRun], path: Path) -> None:
     )
     tables = [(run.name, [(row["status"], cells(row)) for row in run.rows]) for run in runs]
     page = environment.get_template("report.html.j2").render(
-        runs=runs, tables=tables, headings=HEADINGS, plots=plots_of(runs), style=STYLE, panel_width=WIDTH
+        runs=runs, tables=tables, headings=HEADINGS, plots=plots_of(runs), svg=svg
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as beside:
@@ -144,31 +126,33 @@ def write_page(runs: Sequence[LoadedRun], path: Path) -> None:
 def write_plots(runs: Sequence[LoadedRun], folder: Path) -> list[Path]:
     """Write each plot as an SVG file; its name ends in the run's where several runs have such a plot."""
     drawn = plots_of(runs)
-    names = [plot.figure.name for plot in drawn]
+    names = [figure.get_label() for figure, _ in drawn]
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for plot in drawn:
-        figure = plot.figure
-        name = figure.name if names.count(figure.name) == 1 else f"{figure.name}-{plot.runs[0].name}"
-        paths.append(folder / f"{name}.svg")
+    for (figure, shown), name in zip(drawn, names, strict=True):
+        paths.append(folder / f"{name if names.count(name) == 1 else f'{name}-{shown[0].name}'}.svg")
         with replacing(paths[-1]) as beside:
-            beside.write_text(plot.svg(), encoding="utf-8")
+            beside.write_text(svg(figure), encoding="utf-8")
     return paths
 
 
-def plots_of(runs: Sequence[LoadedRun]) -> list[Plot]:
-    """Draw what the runs hold: plots of each run, then of runs that differ in batch size only."""
-    drawn = []
+def plots_of(runs: Sequence[LoadedRun]) -> list[tuple[Figure, list[LoadedRun]]]:
+    """Draw what the runs hold: plots of each run, then of runs that differ in batch size only; with the runs shown."""
+    found: list[tuple[Figure | None, list[LoadedRun]]] = []
     by_config: dict[str, dict[int, LoadedRun]] = {}
     for run in runs:
-        figures = [plots.speed(run.rows), plots.tau_by_nodes(run.pooled), plots.step_time_by_nodes(run.pooled)]
-        drawn += [Plot(figure, [run]) for figure in (*figures, plots.context(run.rows)) if figure is not None]
+        figures = plots.speed(run.rows), plots.tau_by_nodes(run.pooled), plots.step_time_by_nodes(run.pooled)
+        found += [(figure, [run]) for figure in (*figures, plots.context(run.rows))]
         if "batch_size" in run.config:
             others = {name: value for name, value in run.config.items() if name != "batch_size"}
             by_config.setdefault(json.dumps(others), {}).setdefault(run.config["batch_size"], run)
     for alike in by_config.values():
-        figure = plots.batch({size: run.pooled for size, run in alike.items()})
-        drawn += [Plot(figure, list(alike.values()))] if figure is not None else []
+        found.append((plots.batch({size: run.pooled for size, run in alike.items()}), list(alike.values())))
+    drawn = [(figure, shown) for figure, shown in found if figure is not None]
+    for figure, shown in drawn:
+        config = shown[0].config
+        shared = [name for name in CONDITIONS if all(run.config.get(name) == config.get(name) for run in shown)]
+        describe(figure, ", ".join(CONDITIONS[name].format(config[name]) for name in shared if name in config))
     return drawn
 
 
@@ -181,8 +165,7 @@ def cells(row: Record) -> Mapping[str, str]:
     return {
         **names,
         "tokens_per_s": f"{row['tokens_per_s']:.0f}",
-        "over_plain": _ratio(row["over_plain"]),
-        "over_chain": _ratio(row["over_chain"]),
+        **{name: interval_text(*row[name], digits=2) if row[name] else "-" for name in ("over_plain", "over_chain")},
         "tau": f"{row['tau']:.2f}",
         "draft_calls": f"{row['draft_calls']:.1f}",
         "verified": f"{row['verified']:.1f}",
@@ -191,11 +174,3 @@ def cells(row: Record) -> Mapping[str, str]:
         "distinct_4grams": f"{row['distinct_4grams']:.2f}",
         "output": verdict_text(row),
     }
-
-
-def _ratio(value: Ratio | None) -> str:
-    """Write a ratio with its interval."""
-    if value is None:
-        return "-"
-    middle, low, high = value
-    return f"{middle:.2f}" if low is None else f"{middle:.2f} [{low:.2f}, {high:.2f}]"

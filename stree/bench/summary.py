@@ -13,7 +13,10 @@ from scipy.stats import bootstrap
 from stree.bench.methods import PEERS
 from stree.bench.records import Record
 
-__all__ = ["PARTS", "Ratio", "compare", "interval", "mean_tau", "pool", "summarise", "verdict_text"]
+__all__ = [
+    "PARTS", "Ratio", "compare", "interval", "interval_text", "mean_tau", "pool", "sum_ratio",
+    "summarise", "verdict_text",
+]  # fmt: skip
 
 PARTS = ("draft", "verify", "accept", "commit")
 
@@ -36,6 +39,18 @@ def interval(statistic: Callable[..., Array], *samples: Sequence[float]) -> Rati
         return value, None, None
     found = bootstrap(arrays, statistic, paired=True, vectorized=True, method="percentile", rng=0).confidence_interval
     return value, float(found.low), float(found.high)
+
+
+def sum_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
+    """Divide the sums of paired samples, one value a prompt, with the interval of ``interval``."""
+    return interval(_over, above, below)
+
+
+def interval_text(value: float, low: float | None, high: float | None, *, digits: int = 3) -> str:
+    """Write a value with its interval, where it has one."""
+    if low is None or high is None or low == high:
+        return f"{value:.{digits}f}"
+    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def mean_tau(blocks: Iterable[Record]) -> float:
@@ -127,7 +142,7 @@ def compare(records: Sequence[Record], method: str, base: str) -> list[Record]:
     for temperature in dict.fromkeys(temperature for temperature, _ in groups):
         own, other = groups[temperature, method], groups[temperature, base]
         both = own.keys() & other.keys()
-        steps = interval(_over, *(_sums(blocks, both, _steps) for blocks in (other, own)))
+        steps = sum_ratio(*(_sums(blocks, both, _steps) for blocks in (other, own)))
         rows.append({"temperature": temperature, "speed": _speedup(other, own), "tokens_per_step": steps})
     return rows
 
@@ -173,8 +188,8 @@ def _intervals(blocks: Blocks) -> Record:
     steps = [1e-3 * count for count in _sums(blocks, blocks, _steps)]
     return {
         "samples": len(tokens),
-        "tau_interval": interval(_over, tokens, _sums(blocks, blocks, lambda block: max(_sequence_steps(block), 1))),
-        "step_ms": interval(_over, _sums(blocks, blocks, _decode_seconds), steps),
+        "tau_interval": sum_ratio(tokens, _sums(blocks, blocks, lambda block: max(_sequence_steps(block), 1))),
+        "step_ms": sum_ratio(_sums(blocks, blocks, _decode_seconds), steps),
     }
 
 
@@ -196,7 +211,7 @@ def _compare(row: Record, rows: Sequence[Record], groups: Mapping[RowKey, Blocks
 def _speedup(base: Blocks, other: Blocks) -> Ratio | None:
     """Compare over the prompts that both have run; each emits equally many tokens, so seconds a token compare."""
     both = base.keys() & other.keys()
-    return interval(_over, *(_sums(blocks, both, _seconds_a_token) for blocks in (base, other))) if both else None
+    return sum_ratio(*(_sums(blocks, both, _seconds_a_token) for blocks in (base, other))) if both else None
 
 
 def _step_ratio(plain: Blocks, other: Blocks, seconds: Callable[[Record], float]) -> Ratio | None:

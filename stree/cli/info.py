@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import pick_unit_and_suffix
+
 from stree.cli.importing import without_collection
 from stree.cli.options import add_command
 from stree.files import check_file
@@ -203,7 +205,5 @@ def _aligned(lines: dict[str, str]) -> str:
 
 def _size(count: int) -> str:
     """Write bytes with a unit."""
-    size, units = float(count), ["B", "KiB", "MiB", "GiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.1f} {units[0]}" if units[0] != "B" else f"{count} B"
+    unit, name = pick_unit_and_suffix(count, ["B", "KiB", "MiB", "GiB"], 1024)
+    return f"{count / unit:.1f} {name}" if unit > 1 else f"{count} B"

@@ -149,9 +149,12 @@ def test_kernel_benches_are_those_of_the_gpu_suite(tmp_path: Path, monkeypatch: 
     assert commands[0][1:] == ["-m", "benchmarks.gpu.suite", "--out", str(tmp_path), "--smoke"]
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("stree.bench.summary", "stree.bench.report"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+@pytest.mark.parametrize("package", ["scipy.stats", "matplotlib"])
+def test_a_missing_package_is_named(
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("summary", "report", "plots", "drawing"):
+        monkeypatch.delitem(sys.modules, f"stree.bench.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
     assert main(["bench", "report", "x"]) == 2
     assert "install stree[bench]" in capsys.readouterr().err

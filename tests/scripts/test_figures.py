@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 from benchmarks.studies import documents, figure_step
+from stree.bench.drawing import svg
 
 
 def test_the_committed_step_is_what_its_script_draws() -> None:
-    drawn = figure_step.draw()
-    assert figure_step.OUT.read_text() == drawn, f"run python -m {figure_step.__name__}"
-    assert ElementTree.fromstring(drawn).tag.endswith("svg")
+    assert figure_step.OUT.read_text() == svg(figure_step.draw()), f"run python -m {figure_step.__name__}"
 
 
 def test_the_committed_plots_are_those_of_the_records() -> None:

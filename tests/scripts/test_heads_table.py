@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import stree
-from benchmarks.studies.heads import table
+from benchmarks.studies.heads import heads_table
 from stree.bench.records import read
 from stree.inputs import locate
 
@@ -15,7 +15,7 @@ FOLDERS = [ROOT / "benchmarks" / "results" / "heads" / name for name in ("model"
 
 
 def test_the_table_of_the_documents_is_that_of_the_records() -> None:
-    assert table(FOLDERS) in (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert heads_table(FOLDERS) in (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 
 
 def test_every_greedy_text_of_the_records_is_that_of_transformers() -> None:
