@@ -36,7 +36,7 @@ class BlockCache:
         lengths: int32[batch], tokens of each context.
     """
 
-    pending: None = None  # as a decode state without a verified tree
+    pending_tree: None = None  # as a decode state without a verified tree
 
     def __init__(self, head: OneShotHead, batch: int, max_length: int) -> None:
         sizes, head_dim = head.config.layers, head.attentions[0].head_dim

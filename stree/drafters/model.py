@@ -211,11 +211,11 @@ class _ModelRun(DraftRun):
     @property
     def last_proposal(self) -> tuple[_Proposed, TokenTree | None]:
         """What observing the last tree takes; set when a captured proposal is replayed."""
-        return self._proposed, self._state.decode_state.pending
+        return self._proposed, self._state.decode_state.pending_tree
 
     @last_proposal.setter
     def last_proposal(self, proposal: tuple[_Proposed, TokenTree | None]) -> None:
-        self._proposed, self._state.decode_state.pending = proposal
+        self._proposed, self._state.decode_state.pending_tree = proposal
         self._root = self._extension = None
 
     def leave(self, count: Tensor) -> None:
