@@ -15,7 +15,7 @@ from stree.decode.captured_step import CapturedStep
 from stree.decode.logprobs import token_logprobs
 from stree.decode.prompts import PrefilledPrompt
 from stree.decode.request import Batch, Request
-from stree.decode.sequences import Sequence, Sequences
+from stree.decode.sequences import Sequences, Text
 from stree.decode.stats import Generation, Statistics
 from stree.decode.step import DecodeStep
 from stree.decode.step_cache import StepCache, drafter_key, state_length
@@ -102,12 +102,12 @@ class DecodeLoop:
             self.step_cache.keep(self._key, self._step, drafter)
 
     def start(
-        self, drafter: Drafter, policy: BudgetPolicy, sequences: list[Sequence], batch_size: int | None = None
+        self, drafter: Drafter, policy: BudgetPolicy, sequences: list[Text], batch_size: int | None = None
     ) -> None:
         """Prefill the first sequences together and draw their first tokens; rows beyond them are free."""
         self._began, self._compiled_before, self.policy = clock(), compile_seconds(), policy
         size = batch_size or len(sequences)
-        self.sequences.rows = [Sequence(EMPTY, reason=EMPTY.problem) for _ in range(size)]
+        self.sequences.rows = [Text(EMPTY, reason=EMPTY.problem) for _ in range(size)]
         self._key = None if self.step_cache is None else self.key(drafter, policy, size)
         step = None if self.step_cache is None else self.step_cache.take(self._key)
         step = self._step = self._new_step(size, policy) if step is None else step
@@ -122,7 +122,7 @@ class DecodeLoop:
         self._count_time()
         self.stats.prefill_s = self.stats.total_s
 
-    def admit(self, sequence: Sequence, prefilled: PrefilledPrompt | None = None) -> None:
+    def admit(self, sequence: Text, prefilled: PrefilledPrompt | None = None) -> None:
         """Prefill a sequence in a free row, unless that was done before, and draw its first token.
 
         Raises:
@@ -144,7 +144,7 @@ class DecodeLoop:
         requests = [sequence.request for sequence in held]
         if newcomer is not None:
             rows, requests = [*rows, rows[0] if rows else 0], [*requests, newcomer]
-            held.append(Sequence(EMPTY, reason=EMPTY.problem))
+            held.append(Text(EMPTY, reason=EMPTY.problem))
         self._step, self.sequences.rows = self._step.select(rows, requests), held
 
     @property
@@ -191,9 +191,9 @@ class DecodeLoop:
         logprobs = [sequence.logprobs for sequence in sequences] if has_logprobs else None
         return Generation([sequence.tokens for sequence in sequences], report, logprobs)
 
-    def _next_sequences(self, count: int) -> list[Sequence]:
+    def _next_sequences(self, count: int) -> list[Text]:
         """Take the sequences of the next requests that can be run; the others have ended already."""
-        runnable: list[Sequence] = []
+        runnable: list[Text] = []
         while len(runnable) < count and (request := next(self.batch.requests, None)) is not None:
             sequence = self.sequences.add(request)
             if sequence.reason is None:
@@ -234,7 +234,7 @@ class DecodeLoop:
         step_s = self.lm.agreed(sum(time_s for _, time_s in seconds))
         policy.observe([count for count in committed if count], step_s if result.is_steady else None)
 
-    def _begin(self, sequences: list[Sequence], rows: list[int], logits: Tensor) -> None:
+    def _begin(self, sequences: list[Text], rows: list[int], logits: Tensor) -> None:
         """Place sequences in rows, and draw and emit their first tokens from float[len(rows), vocab] logits."""
         raw = logits[:, None]
         tokens, logits = self._step.first_tokens(torch.tensor(rows, device=self._device), logits)

@@ -11,7 +11,7 @@ from stree.decode.loop import DecodeLoop
 from stree.decode.memory import Extent
 from stree.decode.prompts import PrefilledPrompt
 from stree.decode.request import Batch, GenerateArguments, Request
-from stree.decode.sequences import Sequence, Sequences
+from stree.decode.sequences import Sequences, Text
 from stree.decode.step_cache import state_length, step_cache_of
 from stree.decode.step_result import StepResult
 from stree.decode.tree_sizes import budget_policy
@@ -65,7 +65,7 @@ class RunningBatch:
         self.extent = Extent(max_batch, length, max(most, PREFILL_NODES), prompt_length=max_length, single_rows=1)
 
     @property
-    def rows(self) -> list[Sequence]:
+    def rows(self) -> list[Text]:
         """The sequence of each row; one that has ended where the row is free."""
         return [] if self._loop is None else self._loop.sequences.rows
 
@@ -100,12 +100,12 @@ class RunningBatch:
                 self._loop = self._started(self._max_batch)
         return self._lm.new_state(1, self._loop.state.max_length, self._loop.state.max_nodes)
 
-    def add(self, request: Request) -> Sequence:
+    def add(self, request: Request) -> Text:
         """Return the sequence of a request, which will ``join``."""
         assert self._loop is not None, "its prompt has been run"
         return self._loop.sequences.add(request)
 
-    def join(self, sequence: Sequence, prefilled: PrefilledPrompt) -> None:
+    def join(self, sequence: Text, prefilled: PrefilledPrompt) -> None:
         """Give a sequence a row and draw its first token."""
         assert self._loop is not None, "its prompt has been run"
         if self._loop.can_select:
@@ -117,7 +117,7 @@ class RunningBatch:
         assert self._loop is not None, "sequences run"
         self._loop.advance()
 
-    def state_after(self, sequence: Sequence) -> tuple[tuple[int, ...], DecodeState] | None:
+    def state_after(self, sequence: Text) -> tuple[tuple[int, ...], DecodeState] | None:
         """Copy the state of a sequence that has ended, and the tokens that it has read: all but the last one.
 
         None where the host has ended it, by a stop string, before tokens that were read already.
