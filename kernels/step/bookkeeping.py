@@ -17,7 +17,7 @@ from torch import Tensor
 from stree.kernels.dispatch import uses_triton
 from stree.kernels.tiles import padded
 
-__all__ = ["CatchUp", "Drafted", "copy_rows", "defer_path", "path_on_columns", "path_on_nodes"]
+__all__ = ["DeferredPath", "Drafted", "copy_rows", "defer_path", "path_on_columns", "path_on_nodes"]
 
 ROW_COLUMNS = 256  # of a row that a program copies
 MOST_SOURCES = 3  # whose rows are copied in one launch
@@ -43,7 +43,7 @@ class Drafted:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CatchUp:
+class DeferredPath:
     """Accepted paths whose commit is deferred to the next step; a step writes to both.
 
     Attributes:
@@ -134,7 +134,7 @@ def path_on_nodes(path: Tensor, path_lengths: Tensor, n: int) -> tuple[Tensor, T
     return is_there.any(-1).float(), path_lengths > 0
 
 
-def defer_path(path: Tensor, path_lengths: Tensor, deferred: CatchUp, lengths: Tensor) -> None:
+def defer_path(path: Tensor, path_lengths: Tensor, deferred: DeferredPath, lengths: Tensor) -> None:
     """Store paths for a deferred commit, and count their tokens as committed.
 
     Args:

@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 
 from stree.kernels.step import bookkeeping
 from stree.kernels.step import texts as texts_of_step
-from stree.kernels.step.bookkeeping import CatchUp, Drafted
+from stree.kernels.step.bookkeeping import DeferredPath, Drafted
 from stree.kernels.step.texts import Seen, Texts, emit
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -142,8 +142,8 @@ def test_a_deferred_path_is_the_same(seed: int, batch: int, n: int, m: int) -> N
     committed = draw(0, 50, batch).int()
     made = []
     for launches in (False, True):
-        deferred, known = CatchUp(draw(1, 9, batch, 16), draw(1, 9, batch).int()), on_device(committed)
-        deferred = CatchUp(on_device(deferred.path), on_device(deferred.lengths))
+        deferred, known = DeferredPath(draw(1, 9, batch, 16), draw(1, 9, batch).int()), on_device(committed)
+        deferred = DeferredPath(on_device(deferred.path), on_device(deferred.lengths))
         wide = on_device(torch.cat([path, path], 1))[:, :m]
         with as_on_device(triton=launches, host_can_read=True):
             bookkeeping.defer_path(wide, on_device(lengths), deferred, known)
@@ -193,7 +193,7 @@ def test_rows_of_the_same_widths_share_a_build_whatever_the_tree(monkeypatch: py
         with launch_keys(monkeypatch) as keys:
             bookkeeping.copy_rows(torch.zeros(batch, 16, dtype=torch.long, device=DEVICE), begins, sources, rows)
             path, lengths = torch.zeros(batch, n % 13, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
-            deferred = CatchUp(on_device(torch.zeros(batch, 16).long()), on_device(lengths))
+            deferred = DeferredPath(on_device(torch.zeros(batch, 16).long()), on_device(lengths))
             bookkeeping.defer_path(on_device(path), on_device(lengths), deferred, on_device(lengths))
         found.append(keys)
     assert [name for name, _ in found[0]] == ["rows_kernel", "defer_kernel"]
